@@ -1,0 +1,101 @@
+"""The contract of an order: three pure functions over one typed state.
+
+Shape letters of this package: W workers, M units per worker, B units per worker and step,
+P pairs, D parameters. A unit is what is ordered: an example or a fixed microbatch.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+State = Any
+
+
+class Ordering(NamedTuple):
+    """Which unit comes next, for one worker: a record of pure functions.
+
+    Fields:
+      init: `(key, params) -> state`. `key` is this worker's own typed key; `params` gives the
+        structure and shapes of one gradient and is not read.
+      observe: `(state, rows) -> state`. Runs inside the jitted step, after the gradients of the
+        next `rows.size` units of the current order are known. See `ordering.rows`.
+      next_epoch: `state -> state`. Makes the next order current.
+
+    Every state has `current`, int32[M], the order of this epoch; `next`, int32[M], the order
+    being filled; and `left`, int32[]: the entries `next[:left]` are known and never change again,
+    so that input may run ahead of the epoch's end.
+
+    Example:
+      >>> import jax, ordering
+      >>> order = ordering.random_reshuffling(4)
+      >>> state = order.init(jax.random.key(0), params=None)
+      >>> sorted(order.next_epoch(state).current.tolist())
+      [0, 1, 2, 3]
+    """
+
+    init: Callable[[jax.Array, PyTree], State]
+    observe: Callable[[State, Any], State]
+    next_epoch: Callable[[State], State]
+
+
+def first_order(key: jax.Array, num_units: int) -> jax.Array:
+    """Returns the random order, int32[M], that every ordering starts from under `key`."""
+    return jax.random.permutation(jax.random.fold_in(key, 0), num_units).astype(jnp.int32)
+
+
+def fill_middle(next_order, current, left, placed):
+    """Gives the units that were not placed, `current[placed:]`, the free slots of `next_order`.
+
+    Slots `[left, left + M - placed)` are free: signs fill the order from both ends. With every
+    unit placed this is the identity; after a half epoch, or with an odd unit left over, nothing
+    is lost.
+    """
+    num_units = current.shape[0]
+    slot = jnp.arange(num_units)
+    free = (slot >= left) & (slot < left + num_units - placed)
+    return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
+
+
+def check_num_units(num_units: int) -> None:
+    if int(num_units) != num_units or num_units < 1:
+        raise ValueError(
+            f"num_units is {num_units}: an order needs at least one unit per worker. "
+            "Pass the number of examples (or microbatches) that one worker owns."
+        )
+
+
+def check_units_per_step(num_units: int, units_per_step: int) -> None:
+    check_num_units(num_units)
+    if int(units_per_step) != units_per_step or not 1 <= units_per_step <= num_units:
+        raise ValueError(
+            f"units_per_step is {units_per_step} with {num_units} units per worker: it must lie "
+            f"in [1, {num_units}]. Lower units_per_step or give each worker more units."
+        )
+
+
+def check_rows(size: int, num_units: int, units_per_step: int) -> None:
+    """Raises where a step brings a number of units that no step of this epoch can have."""
+    tail = num_units % units_per_step
+    if size not in (units_per_step, tail) or size == 0:
+        raise ValueError(
+            f"observe got rows of {size} units; this ordering was built for {units_per_step} "
+            f"units per step and {tail} in the last step of an epoch ({num_units} units). "
+            "Slice the order accordingly, or build the ordering with another units_per_step."
+        )
+
+
+def check_block_size(block_size: int | None) -> None:
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size is {block_size}: it must be at least 1, or None (measured).")
+
+
+def check_stacked(rows) -> None:
+    if rows.tree is None:
+        raise ValueError(
+            "these rows hold no stacked gradients, which this ordering must keep or send: use "
+            "gradients.per_example or gradients.microbatch, or pair_balance with an even "
+            "units_per_step."
+        )

@@ -1,0 +1,173 @@
+"""From a loss to what a step needs: losses, the mean gradient, and the rows an order looks at.
+
+A loss is a function `(params, batch, key) -> losses`, one loss per example of the batch. Each
+maker here returns `(params, batch, key) -> (losses[B], mean gradient, rows)` for the B units of
+the batch.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ordering import rows as rows_lib
+
+Loss = Callable
+Gradients = Callable
+
+
+def per_example(loss: Loss, *, chunk_size: int | None = None) -> Gradients:
+    """Every example is a unit: one gradient each, by vmap.
+
+    Args:
+      loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
+        `check_separable` finds out).
+      chunk_size: examples differentiated at once, so that activations need memory for
+        `chunk_size` examples; None takes the whole batch. The rows are B gradients in any case:
+        `observe_in_chunks` bounds them too.
+
+    Returns:
+      A function of params, a batch with leaves [B, ...] and a key, that returns losses
+      float32[B], the mean gradient (a tree like params) and `Rows` of size B.
+
+    Raises:
+      ValueError: if chunk_size is below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
+      >>> gradients = ordering.per_example(loss)
+      >>> losses, mean, rows = gradients(jnp.ones(2), jnp.eye(2), jax.random.key(0))
+      >>> mean.tolist(), rows.size
+      ([0.5, 0.5], 2)
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845
+    """
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}: it must be at least 1, or None (no chunks).")
+
+    def gradients(params, batch, key):
+        def one(example_and_key):
+            example, example_key = example_and_key
+            alone = jax.tree.map(lambda x: x[None], example)
+            return jax.value_and_grad(lambda p: loss(p, alone, example_key)[0])(params)
+
+        size = jax.tree.leaves(batch)[0].shape[0]
+        examples = (batch, jax.random.split(key, size))
+        if chunk_size is None or chunk_size >= size:
+            losses, tree = jax.vmap(one)(examples)
+        else:
+            losses, tree = jax.lax.map(one, examples, batch_size=chunk_size)
+        mean = jax.tree.map(lambda g: jnp.mean(rows_lib.as_float32(g), 0).astype(g.dtype), tree)
+        return losses.astype(jnp.float32), mean, rows_lib.stacked(tree)
+
+    return gradients
+
+
+def microbatch(loss: Loss) -> Gradients:
+    """The worker's whole microbatch is one unit: B = 1, at the price of a plain gradient.
+
+    Args:
+      loss: `(params, batch, key) -> losses[n]`.
+
+    Returns:
+      A function of params, a batch with leaves [n, ...] and a key, that returns the mean loss as
+      float32[1], the gradient of the mean loss and `Rows` of size 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
+      >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2), jax.random.key(0))
+      >>> mean.tolist(), rows.size
+      ([0.5, 0.5], 1)
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845
+    """
+
+    def gradients(params, batch, key):
+        value, grad = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch, key)))(params)
+        rows = rows_lib.stacked(jax.tree.map(lambda g: g[None], grad))
+        return value[None].astype(jnp.float32), grad, rows
+
+    return gradients
+
+
+def observe_in_chunks(gradients: Gradients, observe: Callable, *, chunk_size: int) -> Callable:
+    """Gradients and observation of a batch, chunk by chunk: memory for `chunk_size` gradients.
+
+    Args:
+      gradients: a function from this module; observe: of an ordering built with
+        `units_per_step=chunk_size`.
+      chunk_size: units per chunk; must divide the units of a batch.
+
+    Returns:
+      `(params, batch, key, state) -> (losses[B], mean gradient, state)`. The order is the same as
+      without chunks.
+
+    Raises:
+      ValueError: if chunk_size does not divide the batch, at tracing.
+
+    Example:
+      >>> import ordering
+      >>> order = ordering.pair_balance(100, units_per_step=2)
+      >>> gradients = ordering.per_example(lambda w, batch, key: batch @ w)
+      >>> step = ordering.observe_in_chunks(gradients, order.observe, chunk_size=2)
+    """
+
+    def chunked(params, batch, key, state):
+        size = jax.tree.leaves(batch)[0].shape[0]
+        if chunk_size < 1 or size % chunk_size:
+            raise ValueError(
+                f"chunk_size is {chunk_size}, which does not divide the {size} units of this "
+                "batch: choose a divisor, and build the ordering with units_per_step=chunk_size."
+            )
+        chunks = size // chunk_size
+
+        def step(carry, chunk):
+            total, state = carry
+            losses, mean, rows = gradients(params, *chunk)
+            total = jax.tree.map(lambda t, m: t + rows_lib.as_float32(m), total, mean)
+            return (total, observe(state, rows)), losses
+
+        cut = jax.tree.map(lambda x: x.reshape((chunks, chunk_size, *x.shape[1:])), batch)
+        carry = (rows_lib.zeros_like(params), state)
+        (total, state), losses = jax.lax.scan(step, carry, (cut, jax.random.split(key, chunks)))
+        mean = jax.tree.map(lambda t, p: (t / chunks).astype(p.dtype), total, params)
+        return losses.reshape(-1), mean, state
+
+    return chunked
+
+
+def check_separable(loss: Loss, params, batch, key) -> None:
+    """Raises if a loss mixes the examples of a batch, so that per-example units have no meaning.
+
+    Compares the losses of a batch with the losses of its examples one at a time.
+
+    Args:
+      loss, params, key: as for `per_example`; batch: leaves [n, ...], two or three examples.
+
+    Raises:
+      ValueError: if they differ by more than rounding (BatchNorm, contrastive losses).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: jnp.square(batch @ w)
+      >>> ordering.check_separable(loss, jnp.ones(2), jnp.eye(2), jax.random.key(0))
+    """
+    size = jax.tree.leaves(batch)[0].shape[0]
+    together = jax.jit(loss)(params, batch, key)
+    first = jax.jit(loss)(params, jax.tree.map(lambda x: x[:1], batch), key)[0]
+    repeated = jax.tree.map(lambda x: jnp.concatenate([x[:1]] * size), batch)
+    beside_itself = jax.jit(loss)(params, repeated, key)[0]
+    scale = 1e-3 * (1.0 + abs(float(together[0])))
+    if abs(float(together[0] - first)) > scale or abs(float(together[0] - beside_itself)) > scale:
+        raise ValueError(
+            f"the loss of an example is {float(together[0]):.6g} in a batch of {size} and "
+            f"{float(first):.6g} alone: the model mixes the examples of a batch (BatchNorm does), "
+            "so per-example units have no gradient of their own. Take microbatches as units "
+            "(gradients.microbatch), or another normalisation."
+        )

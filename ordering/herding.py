@@ -1,0 +1,160 @@
+"""Herding: how far the partial sums along an order stray, and the greedy order against it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ordering import base
+from ordering.base import Ordering
+
+
+def herding_bound(vectors: jax.Array, order: jax.Array, *, norm: float = jnp.inf) -> jax.Array:
+    """The herding bound of one order: max over k of |sum_{j <= k} (z_{order(j)} - mean z)|.
+
+    Args:
+      vectors: float[M, D].
+      order: int[M], a permutation.
+      norm: `jnp.inf` or 2.
+
+    Returns:
+      float32 scalar, >= 0.
+
+    Raises:
+      ValueError: if the shapes do not fit or the norm is another.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> z = jnp.array([[1.0], [1.0], [-1.0], [-1.0]])
+      >>> float(ordering.herding_bound(z, jnp.arange(4)))
+      2.0
+      >>> float(ordering.herding_bound(z, jnp.array([0, 2, 1, 3])))
+      1.0
+
+    References:
+      Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
+      2022, https://arxiv.org/abs/2205.10733
+    """
+    return parallel_herding_bound(vectors[None], order[None], norm=norm)
+
+
+def parallel_herding_bound(
+    vectors: jax.Array, orders: jax.Array, *, norm: float = jnp.inf
+) -> jax.Array:
+    """The bound over workers: max over k of |sum_{j <= k} sum_w (z_{w, order_w(j)} - mean z)|.
+
+    Args:
+      vectors: float[W, M, D].
+      orders: int[W, M], one permutation per worker.
+      norm: `jnp.inf` or 2.
+
+    Returns:
+      float32 scalar, >= 0.
+
+    Raises:
+      ValueError: if the shapes do not fit or the norm is another.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> z = jnp.array([[[1.0], [-1.0]], [[1.0], [-1.0]]])
+      >>> float(ordering.parallel_herding_bound(z, jnp.array([[0, 1], [1, 0]])))
+      0.0
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845
+    """
+    if vectors.ndim != 3 or orders.shape != vectors.shape[:2]:
+        raise ValueError(
+            f"vectors have shape {vectors.shape} and orders {orders.shape}: the bound needs "
+            "[W, M, D] and [W, M] (for one worker [M, D] and [M])."
+        )
+    vectors = vectors.astype(jnp.float32)
+    mean = jnp.mean(vectors, axis=(0, 1), keepdims=True)
+    ordered = jnp.take_along_axis(vectors - mean, orders[:, :, None], axis=1)
+    prefixes = jnp.cumsum(jnp.sum(ordered, axis=0), axis=0)
+    return jnp.max(row_norms(prefixes, norm))
+
+
+def row_norms(rows: jax.Array, norm: float) -> jax.Array:
+    """Norms float32[n] of rows [n, D], for the norms that bounds are stated in."""
+    if norm == jnp.inf:
+        return jnp.max(jnp.abs(rows), axis=1)
+    if norm == 2:
+        return jnp.sqrt(jnp.sum(jnp.square(rows), axis=1))
+    raise ValueError(f"norm is {norm}: bounds are stated in the norms 2 and jnp.inf.")
+
+
+class GreedyHerdingState(NamedTuple):
+    current: jax.Array  # int32[M]
+    next: jax.Array  # int32[M]; known only when the epoch has ended
+    position: jax.Array  # int32[]
+    left: jax.Array  # int32[], always 0
+    gradients: Any  # float32[M, D], the last gradient of every unit
+
+
+def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
+    """Greedy herding: always the unit that keeps the partial sum smallest. For small M.
+
+    With z the centred gradients of the epoch and s = 0: repeatedly append the unit left that
+    minimises |s + z_u|, and add it to s. O(M D) memory and O(M^2 D) time per epoch: the reference
+    that balanced orders replace. Gradients that are not finite count as 0.
+
+    Args:
+      num_units: M >= 1.
+      units_per_step: B in [1, M].
+
+    Returns:
+      An `Ordering` with `GreedyHerdingState`.
+
+    Raises:
+      ValueError: if sizes do not fit, at construction; if rows have another size, at tracing.
+
+    Example:
+      >>> import ordering
+      >>> order = ordering.greedy_herding(16, units_per_step=4)
+
+    References:
+      Lu, Meng, De Sa, A General Analysis of Example-Selection for Stochastic Gradient Descent,
+      2022, https://openreview.net/forum?id=7gWSJrP3opB
+    """
+    base.check_units_per_step(num_units, units_per_step)
+
+    def init(key, params):
+        current = base.first_order(key, num_units)
+        zero = jnp.zeros((), jnp.int32)
+        size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
+        return GreedyHerdingState(current, current, zero, zero, jnp.zeros((num_units, size)))
+
+    def observe(state, rows):
+        base.check_rows(rows.size, num_units, units_per_step)
+        base.check_stacked(rows)
+        leaves = jax.tree.leaves(rows.tree)
+        flat = [leaf.astype(jnp.float32).reshape(rows.size, -1) for leaf in leaves]
+        flat = jnp.concatenate(flat, axis=1)
+        flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
+        place = state.position + jnp.arange(rows.size)
+        unit = jnp.where(place < num_units, state.current[place], num_units)
+        gradients = state.gradients.at[unit].set(flat, mode="drop")
+        return state._replace(position=state.position + rows.size, gradients=gradients)
+
+    def next_epoch(state):
+        order = greedy_order(state.gradients)
+        return state._replace(current=order, next=order, position=jnp.zeros_like(state.position))
+
+    return Ordering(init, observe, next_epoch)
+
+
+def greedy_order(vectors: jax.Array) -> jax.Array:
+    """int32[M], the greedy herding order of float[M, D]; ties go to the smaller index."""
+    centred = vectors - jnp.mean(vectors, axis=0, keepdims=True)
+    norms = jnp.sum(jnp.square(centred), axis=1)
+
+    def append(carry, _):
+        total, used = carry
+        growth = norms + 2 * centred @ total
+        unit = jnp.argmin(jnp.where(used, jnp.inf, growth)).astype(jnp.int32)
+        return (total + centred[unit], used.at[unit].set(True)), unit
+
+    start = (jnp.zeros_like(centred[0]), jnp.zeros(centred.shape[0], bool))
+    return jax.lax.scan(append, start, length=centred.shape[0])[1]

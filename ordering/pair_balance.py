@@ -1,0 +1,245 @@
+"""PairBalance: signs of pair differences, alone (one worker) or coordinated (CD-GraB)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ordering import base, signs
+from ordering import rows as rows_lib
+from ordering.balance import balance, balance_blocks, default_block_size
+from ordering.base import Ordering
+from ordering.exchange import exchange, shared_key, slice_size
+
+
+class PairBalanceState(NamedTuple):
+    """State of one worker. Under coordination every device holds one slice of r and of pending."""
+
+    current: jax.Array  # int32[M]
+    next: jax.Array  # int32[M]
+    position: jax.Array  # int32[], units of the current order observed so far
+    running_sum: Any  # float32 tree like a gradient; coordinated: float32[ceil(D / W)]
+    pending: Any  # first half of a pair split over two steps; () where B is even
+    rule: Any  # state of the sign rule
+
+    @property
+    def left(self):
+        """int32[], pairs placed so far: `next[:left]` never changes again."""
+        return self.position // 2
+
+
+def pair_balance(
+    num_units: int,
+    *,
+    units_per_step: int = 1,
+    rule: signs.SignRule | None = None,
+    block_size: int | None = None,
+) -> Ordering:
+    """GraB with pair differences, for one worker: needs no mean, works from the first epoch.
+
+    For the k-th pair (a, b) of the current order, with r = 0 at the start of every epoch:
+    s = sign(<r, g_a - g_b>);  r += s (g_a - g_b);  next[k], next[M - 1 - k] = a, b if s is +,
+    else b, a. Run on every worker by itself it is the control "independent pair balance".
+
+    The leftover unit of an odd M is never compared and lands in the middle of the next order.
+    A pair may be split over two steps. An epoch that is cut short keeps the units that were not
+    observed, in their order, in the middle. Surplus units are ignored.
+
+    Args:
+      num_units: M >= 1, units of this worker.
+      units_per_step: B in [1, M], units in the rows of one step; the last step of an epoch has
+        the M mod B that remain.
+      rule: the sign rule; greedy by default.
+      block_size: pairs signed at once; measured default. The signs do not depend on it.
+
+    Returns:
+      An `Ordering` with `PairBalanceState`.
+
+    Raises:
+      ValueError: if sizes do not fit, at construction; if rows have another size, at tracing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> order = ordering.pair_balance(4, units_per_step=2)
+      >>> state = order.init(jax.random.key(0), params=jnp.zeros(3))
+      >>> for start in (0, 2):
+      ...     units = state.current[start:start + 2]
+      ...     state = order.observe(state, ordering.stacked(jnp.eye(4, 3)[units]))
+      >>> sorted(order.next_epoch(state).current.tolist())
+      [0, 1, 2, 3]
+
+    References:
+      Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
+      2022, https://arxiv.org/abs/2205.10733
+    """
+    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name=None)
+
+
+def cd_grab(
+    num_units: int,
+    *,
+    units_per_step: int = 1,
+    axis_name: str = "worker",
+    rule: signs.SignRule | None = None,
+    block_size: int | None = None,
+) -> Ordering:
+    """CD-GraB: PairBalance with one running sum over all workers.
+
+    For the k-th pair of every worker, worker after worker: s = sign(<r, g_a - g_b>) from the
+    shared r;  r += s (g_a - g_b);  the pair is placed in the worker's own next order. This equals
+    `pair_balance` on the worker-interleaved stream. Units never move between workers.
+
+    Runs under a named axis (`jax.vmap` or `jax.shard_map`). Gradients are exchanged in slices of
+    D / W, so that r and the pending gradients are sharded over the workers. An even B sends the
+    pair differences; an odd B sends the gradients, and a loop that exchanges them itself
+    (`gradients.exchanged`) gets the mean gradient for the same volume.
+
+    The leftover unit of an odd M lands in the middle of its worker's next order, as in
+    `pair_balance`. Randomised rules draw the same coins on all workers, from worker 0's key.
+
+    Args:
+      num_units: M >= 1, units of each worker.
+      units_per_step: B in [1, M], as in `pair_balance`.
+      axis_name: the workers' axis.
+      rule: the sign rule; greedy by default.
+      block_size: pairs, over all workers, signed at once; measured default.
+
+    Returns:
+      An `Ordering` with `PairBalanceState`.
+
+    Raises:
+      ValueError: if sizes do not fit, at construction; if rows have another size, at tracing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> order = ordering.cd_grab(4, units_per_step=2)
+      >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device
+      >>> init = jax.vmap(lambda key: order.init(key, jnp.zeros(3)), axis_name="worker")
+      >>> init(keys).current.shape
+      (8, 4)
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845
+    """
+    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name)
+
+
+def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ordering:
+    base.check_units_per_step(num_units, units_per_step)
+    base.check_block_size(block_size)
+    rule = signs.greedy() if rule is None else rule
+    splits_pairs = units_per_step % 2 == 1
+    coordinated = axis_name is not None
+
+    def init(key, params):
+        current = base.first_order(key, num_units)
+        like, workers = params, 1
+        if coordinated:
+            like = jnp.zeros(slice_size(params, axis_name))
+            workers = jax.lax.axis_size(axis_name)
+            key = shared_key(key, axis_name)
+        return PairBalanceState(
+            current=current,
+            next=current,
+            position=jnp.zeros((), jnp.int32),
+            running_sum=rows_lib.zeros_like(like),
+            pending=rows_lib.zeros_like(like, (workers,)) if splits_pairs else (),
+            rule=rule.init(jax.random.fold_in(key, 1)),
+        )
+
+    def observe(state, rows):
+        workers = jax.lax.axis_size(axis_name) if coordinated else 1
+        size = rows.size // (rows.workers or 1)
+        base.check_rows(size, num_units, units_per_step)
+        end = state.position + size
+        num_pairs = (size + splits_pairs) // 2
+        if num_pairs == 0:
+            return state._replace(position=end)
+        pair = state.left + jnp.arange(num_pairs)
+        valid = (pair < num_units // 2) & (2 * pair + 1 < end)
+        carry = (rule, state.rule, state.running_sum)
+        if rows.tree is None and not coordinated and not splits_pairs:
+            pending = ()
+            rule_state, running_sum, sign, _ = balance(
+                *carry, rows_lib.differences(rows), valid=valid
+            )
+        else:
+            base.check_stacked(rows)
+            pending, vectors, derive = complete_pairs(state, rows, num_pairs, workers)
+            rule_state, running_sum, sign, _ = balance_blocks(
+                *carry,
+                vectors,
+                derive=derive,
+                block_size=block_size or default_block_size(rows_lib.tree_size(state.running_sum)),
+                valid=jnp.repeat(valid, workers),
+                reduce=(lambda products: jax.lax.psum(products, axis_name))
+                if coordinated
+                else None,
+            )
+        if coordinated:
+            sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
+        state = state._replace(
+            position=end, running_sum=running_sum, pending=pending, rule=rule_state
+        )
+        return state._replace(next=_place(state, pair, valid, sign > 0))
+
+    def complete_pairs(state, rows, num_pairs, workers):
+        """(pending, vectors, derive): the pairs that these rows complete, worker after worker."""
+        if not coordinated and not splits_pairs:
+            pairs = jax.tree.map(lambda g: rows_lib.split_pairs(g, num_pairs), rows.tree)
+            return (), pairs, lambda block: jax.tree.map(rows_lib.subtract, block)
+        if coordinated and rows.workers is None:
+            # Differences are half as many as gradients; only split pairs need the gradients.
+            if not splits_pairs:
+                sent = exchange(rows_lib.differences(rows), axis_name)
+                return (), sent.tree, lambda block: block
+            rows = exchange(rows, axis_name)
+        units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), rows.tree)
+        pending = ()
+        if splits_pairs:
+            waiting = state.position % 2
+            pending = jax.tree.map(lambda g: rows_lib.as_float32(g[-1]), units)
+            units = jax.tree.map(
+                lambda p, g: _align(p, rows_lib.as_float32(g), waiting, num_pairs),
+                state.pending,
+                units,
+            )
+        vectors = jax.tree.map(
+            lambda g: rows_lib.subtract(rows_lib.split_pairs(g, num_pairs)).reshape(
+                (num_pairs * workers, *g.shape[2:])
+            ),
+            units,
+        )
+        return pending, vectors, lambda block: block
+
+    def next_epoch(state):
+        placed = 2 * state.left  # the unit that waits for a partner is not placed
+        filled = base.fill_middle(state.next, state.current, state.left, placed)
+        return state._replace(
+            current=filled,
+            next=filled,
+            position=jnp.zeros_like(state.position),
+            running_sum=jax.tree.map(jnp.zeros_like, state.running_sum),
+            rule=rule.next_epoch(state.rule),
+        )
+
+    return Ordering(init, observe, next_epoch)
+
+
+def _align(pending, units, waiting, num_pairs):
+    """The 2 P units that pair up: from the pending one on if it waits, else without it."""
+    if units.shape[0] == 1:  # a pair is complete only if one waits; else its sign is not used
+        return jnp.stack([pending, units[0]])
+    around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
+    return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)
+
+
+def _place(state, pair, valid, plus):
+    """Fills the next order from both ends with the units of these pairs."""
+    num_units = state.current.shape[0]
+    first, second = state.current[2 * pair], state.current[2 * pair + 1]
+    front = jnp.where(valid, pair, num_units)  # out of range: dropped
+    back = jnp.where(valid, num_units - 1 - pair, num_units)
+    filled = state.next.at[front].set(jnp.where(plus, first, second), mode="drop")
+    return filled.at[back].set(jnp.where(plus, second, first), mode="drop")

@@ -1,0 +1,174 @@
+"""The seam between gradients and orders: rows, seen only through inner products.
+
+A balancer asks three things of the gradients g_1 .. g_n of n units: `dot(tree)`, `combine(w)`
+and `gram()`. Stacked per-example gradients, microbatch gradients, sketches and matrix-free
+products are interchangeable behind them. All arithmetic is float32, whatever the gradients are.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+class Rows(NamedTuple):
+    """The gradients of n units, g_1 .. g_n, in the order in which they were visited.
+
+    Fields:
+      size: n, a Python int.
+      dot: `tree -> float32[n]`, the inner products <g_i, tree>.
+      combine: `float32[n] -> tree`, the sum of w_i g_i, in float32.
+      gram: `() -> float32[n, n]`, the inner products <g_i, g_j>.
+      tree: the gradients themselves, leaves [n, ...], or None where they do not exist.
+      workers: None for the rows of one worker; W where the rows of all workers are here, sliced
+        over them (see `ordering.exchange`).
+    """
+
+    size: int
+    dot: Callable[[PyTree], jax.Array]
+    combine: Callable[[jax.Array], PyTree]
+    gram: Callable[[], jax.Array]
+    tree: PyTree | None = None
+    workers: int | None = None
+
+
+def stacked(tree: PyTree) -> Rows:
+    """Rows of gradients that are there, stacked along a leading axis.
+
+    Args:
+      tree: pytree of floating leaves [n, ...], n >= 1.
+
+    Returns:
+      `Rows` over the n gradients.
+
+    Raises:
+      ValueError: if the tree is empty or its leaves disagree about n.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> rows = ordering.stacked({"w": jnp.eye(3)})
+      >>> rows.dot({"w": jnp.array([1., 2., 3.])}).tolist()
+      [1.0, 2.0, 3.0]
+    """
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(
+            f"rows need leaves with one common leading axis, got leading sizes {sizes}: "
+            "stack one gradient per unit, for instance with jax.vmap(jax.grad(loss))."
+        )
+    return Rows(
+        size=sizes.pop(),
+        dot=lambda vector: _sum_leaves(_dot_leaf, tree, vector),
+        combine=lambda weights: jax.tree.map(lambda leaf: _combine_leaf(weights, leaf), tree),
+        gram=lambda: _sum_leaves(_gram_leaf, tree),
+        tree=tree,
+    )
+
+
+def centred(rows: Rows, mean: PyTree) -> Rows:
+    """Rows of g_i - mean."""
+    if rows.tree is not None:
+        return stacked(jax.tree.map(lambda g, m: as_float32(g) - m[None], rows.tree, mean))
+
+    def combine(weights):
+        shift = jnp.sum(weights)
+        return jax.tree.map(lambda g, m: g - shift * m, rows.combine(weights), mean)
+
+    def gram():
+        cross = rows.dot(mean)
+        return rows.gram() - cross[:, None] - cross[None, :] + tree_dot(mean, mean)
+
+    return Rows(rows.size, lambda v: rows.dot(v) - tree_dot(mean, v), combine, gram)
+
+
+def differences(rows: Rows) -> Rows:
+    """Rows of the pair differences g_1 - g_2, g_3 - g_4, ...; an odd last row is left out."""
+    pairs = rows.size // 2
+    if rows.tree is not None:
+        return stacked(jax.tree.map(lambda g: subtract(split_pairs(g, pairs)), rows.tree))
+    signs = jnp.zeros((pairs, rows.size)).at[jnp.arange(pairs), 2 * jnp.arange(pairs)].set(1.0)
+    signs = signs.at[jnp.arange(pairs), 2 * jnp.arange(pairs) + 1].set(-1.0)
+    return Rows(
+        size=pairs,
+        dot=lambda vector: signs @ rows.dot(vector),
+        combine=lambda weights: rows.combine(weights @ signs),
+        gram=lambda: signs @ rows.gram() @ signs.T,
+    )
+
+
+def split_pairs(leaf: jax.Array, pairs: int) -> jax.Array:
+    """Reshapes [n, ...] to [pairs, 2, ...]; without a copy when n is 2 * pairs."""
+    return leaf[: 2 * pairs].reshape((pairs, 2, *leaf.shape[1:]))
+
+
+def subtract(pairs: jax.Array) -> jax.Array:
+    """float32 differences [P, ...] of leaves [P, 2, ...]."""
+    return as_float32(pairs[:, 0]) - as_float32(pairs[:, 1])
+
+
+def as_float32(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.float32)
+
+
+def tree_dot(left: PyTree, right: PyTree) -> jax.Array:
+    """The float32 inner product of two trees."""
+    return _sum_leaves(lambda a, b: jnp.vdot(as_float32(a), as_float32(b)), left, right)
+
+
+def zeros_like(params: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
+    """A float32 tree of zeros in the shape of `params`, with `leading` axes in front."""
+    return jax.tree.map(lambda p: jnp.zeros(leading + jnp.shape(p), jnp.float32), params)
+
+
+def tree_size(tree: PyTree) -> int:
+    """D, the entries of one gradient."""
+    return sum(jnp.size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def finite_units(rows: Rows) -> jax.Array:
+    """Which units have a gradient without inf or nan.
+
+    Args:
+      rows: the rows of n units.
+
+    Returns:
+      bool[n]. Balanced orders leave the other units out of their sums; a training loop should
+      stop on them, for the parameters are lost.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> ordering.finite_units(ordering.stacked(jnp.array([[1.0], [jnp.inf]]))).tolist()
+      [True, False]
+    """
+    if rows.tree is None:
+        return jnp.isfinite(jnp.diagonal(rows.gram()))
+    each = jax.tree.map(lambda g: jnp.all(jnp.isfinite(g.reshape(rows.size, -1)), 1), rows.tree)
+    return jax.tree.reduce(jnp.logical_and, each)
+
+
+def _sum_leaves(function, *trees):
+    return jax.tree.reduce(operator.add, jax.tree.map(function, *trees))
+
+
+def _matrix(leaf):
+    return as_float32(leaf).reshape(leaf.shape[0], -1)
+
+
+def _dot_leaf(leaf, vector):
+    return jnp.matmul(
+        _matrix(leaf), as_float32(vector).reshape(-1), precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def _gram_leaf(leaf):
+    matrix = _matrix(leaf)
+    return jnp.matmul(matrix, matrix.T, precision=jax.lax.Precision.HIGHEST)
+
+
+def _combine_leaf(weights, leaf):
+    total = jnp.matmul(weights, _matrix(leaf), precision=jax.lax.Precision.HIGHEST)
+    return total.reshape(leaf.shape[1:])

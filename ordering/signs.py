@@ -1,0 +1,158 @@
+"""Sign rules: which side of the next order a vector goes to.
+
+Every rule sees two scalars, <r, c> and |c|^2, of the running sum r and the vector c at hand, so
+that a whole block of vectors can be signed from one Gram matrix.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class SignRule(NamedTuple):
+    """A record of pure functions.
+
+    Fields:
+      init: `key -> state`; all workers that share a running sum are given the same key.
+      sign: `(state, dot, norm2) -> (state, sign)`, with dot = <r, c>, norm2 = |c|^2 and the sign
+        +1 or -1, float32 scalars.
+      next_epoch: `state -> state`.
+    """
+
+    init: Callable[[jax.Array], Any]
+    sign: Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
+    next_epoch: Callable[[Any], Any]
+
+
+def greedy() -> SignRule:
+    """The sign that makes the running sum smaller: + iff <r, c> <= 0.
+
+    Returns:
+      A deterministic `SignRule` without state.
+
+    Example:
+      >>> import ordering
+      >>> float(ordering.greedy().sign((), 0.5, 1.0)[1])
+      -1.0
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845
+    """
+    return SignRule(
+        init=lambda key: (),
+        sign=lambda state, dot, norm2: (state, _plus_iff(dot <= 0)),
+        next_epoch=lambda state: state,
+    )
+
+
+class WalkState(NamedTuple):
+    key: jax.Array
+    count: jax.Array  # int32[], vectors signed so far, over all epochs
+
+
+def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
+    """The self-balancing walk: P(s = +) = 1/2 - <r, c> / (2 C), clipped to [0, 1].
+
+    Args:
+      bound: C > 0, the largest |<r, c>| for which the walk is random. The theory takes vectors
+        of norm at most 1.
+
+    Returns:
+      A randomised `SignRule`; its coins depend on the key and on how many came before.
+
+    Raises:
+      ValueError: if bound is not positive.
+
+    Example:
+      >>> import ordering
+      >>> rule = ordering.self_balancing_walk(bound=30.0)
+
+    References:
+      Alweiss, Liu, Sawhney, Discrepancy Minimization via a Self-Balancing Walk, 2021,
+      https://arxiv.org/abs/2006.14009
+    """
+    if not bound > 0:
+        raise ValueError(f"bound is {bound}: the walk needs C > 0; the usual value is 30.")
+
+    def sign(state, dot, norm2):
+        coin = jax.random.uniform(jax.random.fold_in(state.key, state.count))
+        plus = jnp.clip(0.5 - dot / (2.0 * bound), 0.0, 1.0)
+        return state._replace(count=state.count + 1), _plus_iff(coin < plus)
+
+    return SignRule(
+        init=lambda key: WalkState(key, jnp.zeros((), jnp.int32)),
+        sign=sign,
+        next_epoch=lambda state: state,
+    )
+
+
+class HalvingState(NamedTuple):
+    key: jax.Array
+    epoch: jax.Array  # int32[]
+    pair: jax.Array  # int32[], pairs signed in this epoch
+    scale: jax.Array  # float32[], S of the algorithm
+
+
+def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> SignRule:
+    """Kernel halving with a linear kernel, the sign rule of KH-SGD.
+
+    For pair i of epoch e (both from 1), l = ln(4/delta (ln K + 1)(ln N + 1) i) + ln e and
+    q = S l / |c|^2:  if q <= 1, t = |c|^2 and S = 2 |c|^2;  else t = |c|^2 sqrt(q) and
+    S += 2 |c|^2 max(0, l + 1/2 - sqrt(q)) / l.  Then + iff <r, c> <= U t, U ~ Unif[-1, 1].
+
+    Args:
+      num_epochs: K >= 1, epochs of the run.
+      num_pairs: N >= 1, pairs per epoch under one running sum (all workers' pairs where they
+        share one).
+      delta: failure probability in (0, 1).
+
+    Returns:
+      A randomised `SignRule`.
+
+    Raises:
+      ValueError: for arguments out of range.
+
+    Example:
+      >>> import ordering
+      >>> rule = ordering.kernel_halving(num_epochs=10, num_pairs=500)
+
+    References:
+      Carrell et al., Low-Rank Thinning, 2025, https://arxiv.org/abs/2502.12063
+    """
+    if num_epochs < 1 or num_pairs < 1 or not 0 < delta < 1:
+        raise ValueError(
+            f"kernel halving got num_epochs={num_epochs}, num_pairs={num_pairs}, delta={delta}: "
+            "both counts must be at least 1 and delta must lie in (0, 1)."
+        )
+    penalty = (4 / delta) * (jnp.log(float(num_epochs)) + 1) * (jnp.log(float(num_pairs)) + 1)
+
+    def init(key):
+        zero = jnp.zeros((), jnp.int32)
+        return HalvingState(key, zero, zero, jnp.zeros((), jnp.float32))
+
+    def sign(state, dot, norm2):
+        log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)
+        # A pair of equal gradients has norm 0: it leaves S alone and takes + (dot is 0 as well).
+        safe_norm2 = jnp.where(norm2 > 0, norm2, 1.0)
+        ratio = state.scale * log_penalty / safe_norm2
+        grown = state.scale + 2 * norm2 * (
+            jnp.maximum(0.0, log_penalty + 0.5 - jnp.sqrt(ratio)) / log_penalty
+        )
+        threshold = norm2 * jnp.where(ratio <= 1, 1.0, jnp.sqrt(ratio))
+        scale = jnp.where(ratio <= 1, 2 * norm2, grown)
+        coin_key = jax.random.fold_in(jax.random.fold_in(state.key, state.epoch), state.pair)
+        coin = jax.random.uniform(coin_key, minval=-1.0, maxval=1.0)
+        state = state._replace(pair=state.pair + 1, scale=jnp.where(norm2 > 0, scale, state.scale))
+        return state, _plus_iff(dot <= coin * threshold)
+
+    def next_epoch(state):
+        return init(state.key)._replace(epoch=state.epoch + 1)
+
+    return SignRule(init, sign, next_epoch)
+
+
+def _plus_iff(condition):
+    return jnp.where(condition, 1.0, -1.0).astype(jnp.float32)

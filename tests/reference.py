@@ -1,0 +1,123 @@
+"""The papers' algorithms in float64 NumPy, line by line and slow. Fast paths must equal these."""
+
+import numpy as np
+
+
+def greedy_sign(dot, norm2):
+    return 1.0 if dot <= 0 else -1.0
+
+
+def walk_sign(bound, coins):
+    """Self-balancing walk (Alweiss, Liu, Sawhney 2021); coins are uniform in [0, 1)."""
+    coins = iter(coins)
+
+    def sign(dot, norm2):
+        plus = min(max(0.5 - dot / (2 * bound), 0.0), 1.0)
+        return 1.0 if next(coins) < plus else -1.0
+
+    return sign
+
+
+def halving_sign(num_epochs, num_pairs, delta, epoch, coins):
+    """Kernel halving (Carrell et al. 2025), one epoch (from 0); coins are uniform in [-1, 1)."""
+    state = {"scale": 0.0, "pair": 0}
+    penalty = 4 / delta * (np.log(num_epochs) + 1) * (np.log(num_pairs) + 1)
+
+    def sign(dot, norm2):
+        state["pair"] += 1
+        log_penalty = np.log(penalty * state["pair"])
+        for k in range(1, epoch + 1):  # at the start of epoch k + 1
+            log_penalty += np.log(1 + 1 / k)
+        coin = coins[state["pair"] - 1]
+        if norm2 == 0:
+            return 1.0
+        ratio = state["scale"] * log_penalty / norm2
+        if ratio <= 1:
+            threshold = norm2
+            state["scale"] = 2 * norm2
+        else:
+            threshold = norm2 * np.sqrt(ratio)
+            state["scale"] += 2 * norm2 * max(0.0, log_penalty + 0.5 - np.sqrt(ratio)) / log_penalty
+        return 1.0 if dot <= coin * threshold else -1.0
+
+    return sign
+
+
+def balance(vectors, total, sign=greedy_sign):
+    """Signs of vectors [n, D] one after the other, and the running sum after them."""
+    total, signs = np.array(total, np.float64), []
+    for c in np.asarray(vectors, np.float64):
+        if not np.isfinite(c @ c):
+            signs.append(1.0)
+            continue
+        s = sign(total @ c, c @ c)
+        total = total + s * c
+        signs.append(s)
+    return np.array(signs), total
+
+
+def pair_balance_epoch(order, gradients, sign=greedy_sign):
+    """PairBalance: the next order of one worker; gradients [M, D] belong to the units."""
+    return cd_grab_epoch([order], [gradients], sign)[0]
+
+
+def cd_grab_epoch(orders, gradients, sign=greedy_sign):
+    """CD-GraB (Cooper et al. 2023): pairs in the outer loop, workers in the inner one."""
+    workers, units = len(orders), len(orders[0])
+    following = [[None] * units for _ in range(workers)]
+    left, right = 0, units - 1
+    total = np.zeros(np.asarray(gradients[0]).shape[1])
+    for k in range(units // 2):
+        for w in range(workers):
+            a, b = orders[w][2 * k], orders[w][2 * k + 1]
+            g = np.asarray(gradients[w], np.float64)
+            (s,), total = balance([g[a] - g[b]], total, sign)
+            following[w][left], following[w][right] = (a, b) if s > 0 else (b, a)
+        left, right = left + 1, right - 1
+    if units % 2:  # the unit without a partner: the one slot that is free
+        for w in range(workers):
+            following[w][left] = orders[w][-1]
+    return following
+
+
+def grab_epoch(order, gradients, mean, sign=greedy_sign):
+    """GraB (Lu, Guo, De Sa 2022) with the stale mean: (next order, mean of this epoch)."""
+    gradients = np.asarray(gradients, np.float64)
+    following = [None] * len(order)
+    left, right = 0, len(order) - 1
+    total, gathered = np.zeros_like(mean, dtype=np.float64), np.zeros_like(mean, dtype=np.float64)
+    for u in order:
+        (s,), total = balance([gradients[u] - mean], total, sign)
+        gathered += gradients[u]
+        if s > 0:
+            following[left], left = u, left + 1
+        else:
+            following[right], right = u, right - 1
+    return following, gathered / len(order)
+
+
+def unzip(order):
+    return list(order[0::2]) + list(order[1::2])[::-1]
+
+
+def greedy_order(vectors):
+    """Greedy herding: always the vector that keeps the partial sum smallest."""
+    centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
+    left, total, order = list(range(len(centred))), np.zeros(centred.shape[1]), []
+    while left:
+        best = min(left, key=lambda u: np.sum((total + centred[u]) ** 2))
+        total = total + centred[best]
+        left.remove(best)
+        order.append(best)
+    return order
+
+
+def parallel_herding_bound(vectors, orders, norm=np.inf):
+    vectors = np.asarray(vectors, np.float64)
+    mean = vectors.mean(axis=(0, 1))
+    total, bound = np.zeros(vectors.shape[2]), 0.0
+    for k in range(vectors.shape[1]):
+        for w in range(vectors.shape[0]):
+            total = total + vectors[w, orders[w][k]] - mean
+        bound = max(bound, np.linalg.norm(total, norm))
+    return bound

@@ -1,0 +1,144 @@
+"""Every algorithm once: a new order is one row of ORDERS, a new sign rule one row of RULES."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+import ordering
+from tests import reference
+
+
+class Order(NamedTuple):
+    make: Callable  # (num_units, units_per_step) -> Ordering
+    observes: bool = True
+    coordinated: bool = False
+
+
+ORDERS = {
+    "random_reshuffling": Order(lambda m, b: ordering.random_reshuffling(m), observes=False),
+    "shuffle_once": Order(lambda m, b: ordering.shuffle_once(m), observes=False),
+    "flip_flop": Order(lambda m, b: ordering.flip_flop(m), observes=False),
+    "block_reshuffling": Order(
+        lambda m, b: ordering.block_reshuffling(m, block_size=min(3, m)), observes=False
+    ),
+    "unzip": Order(lambda m, b: ordering.unzip(m), observes=False),
+    "grab": Order(lambda m, b: ordering.grab(m, units_per_step=b)),
+    "pair_balance": Order(lambda m, b: ordering.pair_balance(m, units_per_step=b)),
+    "pair_balance_walk": Order(
+        lambda m, b: ordering.pair_balance(
+            m, units_per_step=b, rule=ordering.self_balancing_walk(bound=200.0)
+        )
+    ),
+    "kh": Order(
+        lambda m, b: ordering.pair_balance(
+            m,
+            units_per_step=b,
+            rule=ordering.kernel_halving(num_epochs=4, num_pairs=max(1, m // 2)),
+        )
+    ),
+    "greedy_herding": Order(lambda m, b: ordering.greedy_herding(m, units_per_step=b)),
+    "cd_grab": Order(lambda m, b: ordering.cd_grab(m, units_per_step=b), coordinated=True),
+    "cd_grab_walk": Order(
+        lambda m, b: ordering.cd_grab(
+            m, units_per_step=b, rule=ordering.self_balancing_walk(bound=200.0)
+        ),
+        coordinated=True,
+    ),
+}
+
+
+def whole_numbers(shape, seed=0, high=8):
+    """Small whole numbers as float32: every product and sum is exact, so ties are real ties."""
+    return np.random.default_rng(seed).integers(-high, high + 1, shape).astype(np.float32)
+
+
+def steps(num_units, units_per_step):
+    """The (start, stop) of every step of an epoch, the short last one included."""
+    starts = range(0, num_units, units_per_step)
+    return [(s, min(s + units_per_step, num_units)) for s in starts]
+
+
+def run_epoch(order, state, gradients, units_per_step):
+    """One worker's epoch, step by step: gradients [M, D] (or a tree of them) belong to units."""
+    num_units = jax.tree.leaves(gradients)[0].shape[0]
+    for start, stop in steps(num_units, units_per_step):
+        unit = state.current[start:stop]
+        rows = ordering.stacked(jax.tree.map(lambda g, unit=unit: jnp.asarray(g)[unit], gradients))
+        state = order.observe(state, rows)
+    return order.next_epoch(state)
+
+
+def vmap_workers(function):
+    return jax.jit(jax.vmap(function, axis_name="worker"))
+
+
+def shard_map_workers(function):
+    """The same per-worker function, one worker per device."""
+
+    def per_device(*args):
+        out = function(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], out)
+
+    def run(*args):
+        workers = jax.tree.leaves(args)[0].shape[0]
+        mesh = jax.make_mesh(
+            (workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers]
+        )
+        spec = PartitionSpec("worker")
+        return jax.jit(
+            jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )(*args)
+
+    return run
+
+
+def run_workers(order, gradients, units_per_step, *, epochs=2, run=vmap_workers, seed=0):
+    """Orders [epochs + 1, W, M] of all workers; gradients [W, M, D]."""
+    gradients = jnp.asarray(gradients)
+    keys = jax.random.split(jax.random.key(seed), gradients.shape[0])
+
+    def init(key, gradients):
+        return order.init(key, gradients[0])
+
+    def epoch(state, gradients):
+        return run_epoch(order, state, gradients, units_per_step)
+
+    state = run(init)(keys, gradients)
+    orders = [np.asarray(state.current)]
+    run_one = run(epoch)
+    for _ in range(epochs):
+        state = run_one(state, gradients)
+        orders.append(np.asarray(state.current))
+    return np.stack(orders)
+
+
+def reference_orders(name, first, gradients, epochs):
+    """Orders [epochs + 1, W, M] of the NumPy reference, from the first orders on."""
+    orders = [np.asarray(first)]
+    means = [np.zeros(gradients.shape[2]) for _ in first]
+    for _ in range(epochs):
+        current = orders[-1]
+        if name == "cd_grab":
+            following = reference.cd_grab_epoch(current, gradients)
+        elif name == "grab":
+            pairs = [
+                reference.grab_epoch(o, g, m)
+                for o, g, m in zip(current, gradients, means, strict=True)
+            ]
+            following, means = [p[0] for p in pairs], [p[1] for p in pairs]
+        else:
+            following = [REFERENCES[name](o, g) for o, g in zip(current, gradients, strict=True)]
+        orders.append(np.array(following))
+    return np.stack(orders)
+
+
+REFERENCES = {
+    "pair_balance": reference.pair_balance_epoch,
+    "unzip": lambda order, gradients: reference.unzip(order),
+    "shuffle_once": lambda order, gradients: order,
+    "greedy_herding": lambda order, gradients: reference.greedy_order(gradients),
+}
