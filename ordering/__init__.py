@@ -1,8 +1,9 @@
 """Which unit comes next: example orders as small pure functions for JAX."""
 
 from ordering.balance import balance, balance_blocks, default_block_size
-from ordering.base import Ordering
+from ordering.base import Ordering, check_units_per_step
 from ordering.exchange import averaged, exchange, exchanged
+from ordering.front import Front, open_epoch, open_front
 from ordering.grab import GrabState, grab
 from ordering.gradients import (
     check_separable,
@@ -17,7 +18,8 @@ from ordering.herding import (
     parallel_herding_bound,
 )
 from ordering.pair_balance import PairBalanceState, cd_grab, pair_balance
-from ordering.rows import Rows, centred, differences, finite_units, stacked
+from ordering.pipeline import batches, prefetch_to_device, step_indices
+from ordering.rows import Rows, centred, differences, finite_units, joined, stacked
 from ordering.shuffles import (
     ShuffleState,
     block_reshuffling,
@@ -29,6 +31,7 @@ from ordering.shuffles import (
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
 
 __all__ = [
+    "Front",
     "GrabState",
     "GreedyHerdingState",
     "Ordering",
@@ -39,10 +42,12 @@ __all__ = [
     "averaged",
     "balance",
     "balance_blocks",
+    "batches",
     "block_reshuffling",
     "cd_grab",
     "centred",
     "check_separable",
+    "check_units_per_step",
     "default_block_size",
     "differences",
     "exchange",
@@ -53,15 +58,20 @@ __all__ = [
     "greedy",
     "greedy_herding",
     "herding_bound",
+    "joined",
     "kernel_halving",
     "microbatch",
     "observe_in_chunks",
+    "open_epoch",
+    "open_front",
     "pair_balance",
     "parallel_herding_bound",
     "per_example",
+    "prefetch_to_device",
     "random_reshuffling",
     "self_balancing_walk",
     "shuffle_once",
     "stacked",
+    "step_indices",
     "unzip",
 ]

@@ -12,14 +12,9 @@ so the running sum stays finite.
 import jax
 import jax.numpy as jnp
 
+from ordering import fused
 from ordering import rows as rows_lib
 from ordering.signs import SignRule
-
-# Up to this many vectors all inner products of a block are one fused reduction over D: on a CPU
-# the vectors are then read once, straight from the gradients, instead of once for each product.
-FUSED_BLOCK = 6
-# The fused reduction is cut in this many parts, for a CPU runs the parts in parallel.
-FUSED_PARTS = 8
 
 
 def default_block_size(num_parameters: int, backend: str | None = None) -> int:
@@ -30,10 +25,10 @@ def default_block_size(num_parameters: int, backend: str | None = None) -> int:
       backend: "cpu", "gpu" or "tpu"; by default the one that JAX uses.
 
     Returns:
-      n >= 1. On a CPU: 16 up to 4,096 parameters (loop overhead counts), else 4 (memory traffic
-      counts, and a fused block reads each gradient twice), measured by
-      `python -m experiments.bench_balance --sweep`. On accelerators 64, which is a matrix product
-      wide enough for the hardware and not yet measured here.
+      n >= 1. On a CPU 1 up to 64 entries, where a plain scan fits in registers, else 4, which is
+      the fused block that reads every gradient twice and no more: measured by
+      `python -m experiments.bench_balance --sweep`. On accelerators 64, wide enough for a matrix
+      unit; not measured yet.
 
     Example:
       >>> import ordering
@@ -42,7 +37,7 @@ def default_block_size(num_parameters: int, backend: str | None = None) -> int:
     """
     if (backend or jax.default_backend()) != "cpu":
         return 64
-    return 16 if num_parameters <= 4096 else 4
+    return 1 if num_parameters <= 64 else 4
 
 
 def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid=None, reduce=None):
@@ -60,41 +55,74 @@ def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid=Non
     Returns:
       (rule_state, r + sum of s_i z_i, signs float32[n] in {-1, +1}, taken bool[n]): the vectors
       taken are those that are valid and finite.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> rows = ordering.stacked(jnp.array([[1.0], [1.0], [3.0]]))
+      >>> ordering.balance(ordering.greedy(), (), jnp.zeros(1), rows)[2].tolist()
+      [1.0, -1.0, 1.0]
     """
-    products = _inner_products(rows, total)
-    if reduce is not None:
-        products = reduce(products)
-    taken = jnp.isfinite(jnp.diagonal(products, offset=1))
-    if valid is not None:
-        taken = taken & valid
-    rule_state, signs = _sequential_signs(rule, rule_state, products, taken)
+    products = jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1)
+    rule_state, signs, taken = _sequential_signs(rule, rule_state, products, valid, reduce)
     return rule_state, add_weighted(total, rows, signs, taken), signs, taken
 
 
 def balance_blocks(
-    rule: SignRule, rule_state, total, tree, *, block_size, derive, valid=None, reduce=None
+    rule: SignRule,
+    rule_state,
+    total,
+    tree,
+    *,
+    block_size: int,
+    derive=lambda element, context: element,
+    context=None,
+    valid=None,
+    reduce=None,
 ):
-    """Signs the vectors `derive(tree)`, block by block; the same signs for every block size.
+    """Signs vectors block by block: the same signs for every block size.
 
     Args:
       rule, rule_state, total, valid, reduce: as in `balance`.
-      tree: leaves [n, ...]; `derive` maps any block of it, leaves [m, ...], to m vectors. It runs
-        inside the loop over blocks, so that pair differences are never written to memory.
+      tree: leaves [n, ...].
+      derive: `(element, context) -> z_i`, entry by entry, from an element of the tree and a tree
+        like r. It runs inside the loop over blocks, so that pair differences and centred
+        gradients need not be written to memory. By default the elements are the vectors.
       block_size: vectors per block, >= 1; 1 is the plain sequential scan.
 
     Returns:
       (rule_state, running sum, signs float32[n], taken bool[n]), as in `balance`.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> vectors = jnp.array([[1.0], [1.0], [3.0]])
+      >>> ordering.balance_blocks(
+      ...     ordering.greedy(), (), jnp.zeros(1), vectors, block_size=2)[2].tolist()
+      [1.0, -1.0, 1.0]
     """
     size = jax.tree.leaves(tree)[0].shape[0]
     valid = jnp.ones(size, bool) if valid is None else valid
+    given = total
+    tree, total = (jax.tree.map(fused.view, x, given) for x in (tree, total))
+    if context is not None:
+        context = jax.tree.map(fused.view, context, given)
     block_size = min(block_size, size)
     whole = size // block_size * block_size
 
     def step(carry, block):
-        block_tree, block_valid = block
-        rows = rows_lib.stacked(derive(block_tree))
-        *carry, signs, taken = balance(rule, *carry, rows, valid=block_valid, reduce=reduce)
-        return tuple(carry), (signs, taken)
+        elements, block_valid = block
+        state, total = carry
+        count = block_valid.size
+        if count > fused.MOST:
+            rows = rows_lib.stacked(jax.vmap(lambda e: derive(e, context))(elements))
+            *carry, signs, taken = balance(
+                rule, state, total, rows, valid=block_valid, reduce=reduce
+            )
+            return tuple(carry), (signs, taken)
+        elements = [jax.tree.map(lambda x, i=i: x[i], elements) for i in range(count)]
+        products = fused.inner_products([derive(e, context) for e in elements], total)
+        state, signs, taken = _sequential_signs(rule, state, products, block_valid, reduce)
+        total = fused.add(total, elements, derive, context, signs, taken)
+        return (state, total), (signs, taken)
 
     def cut(leaf):
         return leaf[:whole].reshape((whole // block_size, block_size, *leaf.shape[1:]))
@@ -108,12 +136,17 @@ def balance_blocks(
     if whole < size:
         carry, rest = step(carry, jax.tree.map(lambda leaf: leaf[whole:], blocks))
         out = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, rest)
-    return *carry, *out
+    rule_state, total = carry
+    return rule_state, jax.tree.map(lambda x, r: x.reshape(r.shape), total, given), *out
 
 
-def _sequential_signs(rule, rule_state, products, taken):
-    """The scan over n scalars: products is [b, G], float32[n, n + 1]."""
-    size = products.shape[0]
+def _sequential_signs(rule, rule_state, products, valid, reduce):
+    """The scan over n scalars, from products [b, G]: (rule_state, signs[n], taken[n])."""
+    if reduce is not None:
+        products = reduce(products)
+    taken = jnp.isfinite(jnp.diagonal(products, offset=1))
+    if valid is not None:
+        taken = taken & valid
 
     def step(carry, vector):
         rule_state, dots = carry
@@ -130,56 +163,14 @@ def _sequential_signs(rule, rule_state, products, taken):
     (rule_state, _), signs = jax.lax.scan(
         step,
         (rule_state, products[:, 0]),
-        (jnp.arange(size), products[:, 1:], taken),
-        unroll=min(size, 16),
+        (jnp.arange(taken.size), products[:, 1:], taken),
     )
-    return rule_state, signs
+    return rule_state, signs, taken
 
 
 def _is_key(leaf):
     """Rules keep their key and count instead, so a vector that is not taken leaves it alone."""
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _inner_products(rows, total):
-    """[b, G], float32[n, n + 1], with b = Z r and G = Z Z^T."""
-    if rows.tree is not None and rows.size <= FUSED_BLOCK:
-        leaves = zip(jax.tree.leaves(rows.tree), jax.tree.leaves(total), strict=True)
-        return sum(_fused_products(leaf, vector) for leaf, vector in leaves)
-    return jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1)
-
-
-def _fused_products(leaf, vector):
-    size = leaf.shape[0]
-    vectors = [rows_lib.as_float32(leaf[i]).reshape(-1) for i in range(size)]
-    columns = [vector.reshape(-1), *vectors]
-    pairs = [(i, j) for i in range(size) for j in range(i + 2)]
-    length = vector.size // FUSED_PARTS * FUSED_PARTS
-
-    def reduce(parts, start, stop):
-        cut = [c[start:stop].reshape(parts, -1) for c in columns]
-        products = tuple(cut[i + 1] * cut[j] for i, j in pairs)
-        zeros = tuple(jnp.float32(0) for _ in pairs)
-        sums = jax.lax.reduce(products, zeros, _add_tuples, (1,))
-        return jnp.stack([jnp.sum(s) for s in sums])
-
-    flat = jnp.zeros(len(pairs), jnp.float32)
-    if length:
-        flat += reduce(FUSED_PARTS, 0, length)
-    if length < vector.size:
-        flat += reduce(1, length, vector.size)
-    place = {(i, j): k for k, (i, j) in enumerate(pairs)}
-    # Column 0 is b; the Gram matrix behind it is symmetric, so only its lower half was summed.
-    entry = [
-        place[i, j] if j <= i + 1 else place[j - 1, i + 1]
-        for i in range(size)
-        for j in range(size + 1)
-    ]
-    return flat[jnp.array(entry)].reshape(size, size + 1)
-
-
-def _add_tuples(left, right):
-    return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
 def add_weighted(total, rows: rows_lib.Rows, weights, taken):
@@ -190,18 +181,6 @@ def add_weighted(total, rows: rows_lib.Rows, weights, taken):
         # A row that is not finite cannot be left out of a product: leave out the whole block.
         finite = jnp.isfinite(rows_lib.tree_dot(new_total, new_total))
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new_total, total)
-    if rows.size <= FUSED_BLOCK:
-        return jax.tree.map(
-            lambda r, z: (
-                r
-                + sum(
-                    weights[i] * jnp.where(taken[i], rows_lib.as_float32(z[i]), 0.0)
-                    for i in range(rows.size)
-                )
-            ),
-            total,
-            rows.tree,
-        )
 
     def keep_taken(z):
         return jnp.where(taken.reshape((-1,) + (1,) * (z.ndim - 1)), z, 0)

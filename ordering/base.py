@@ -68,6 +68,15 @@ def check_num_units(num_units: int) -> None:
 
 
 def check_units_per_step(num_units: int, units_per_step: int) -> None:
+    """Raises ValueError unless a step of B units fits in an epoch of M.
+
+    Args:
+      num_units: M >= 1; units_per_step: B in [1, M].
+
+    Example:
+      >>> import ordering
+      >>> ordering.check_units_per_step(10, 3)
+    """
     check_num_units(num_units)
     if int(units_per_step) != units_per_step or not 1 <= units_per_step <= num_units:
         raise ValueError(

@@ -41,6 +41,12 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
 
     Raises:
       ValueError: if the rows hold no gradients to send.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> tree = lambda g: ordering.exchange(ordering.stacked(g), "worker").tree
+      >>> jax.vmap(tree, axis_name="worker")(jnp.ones((4, 2, 6))).shape  # W, n W, ceil(6 / 4)
+      (4, 8, 2)
     """
     base.check_stacked(rows)
     workers = jax.lax.axis_size(axis_name)

@@ -83,7 +83,8 @@ def grab(
             rule_state, total, sign, taken = balance_blocks(
                 *carry,
                 rows.tree,
-                derive=lambda block: rows_lib.centred(rows_lib.stacked(block), state.mean).tree,
+                derive=centre,
+                context=state.mean,
                 block_size=block_size or default_block_size(rows_lib.tree_size(state.mean)),
             )
         gathered = add_weighted(state.gathered, rows, jnp.ones(rows.size), taken)
@@ -113,6 +114,11 @@ def grab(
         )
 
     return Ordering(init, observe, next_epoch)
+
+
+def centre(gradient, mean):
+    """g - m in float32: derived inside the kernel's loop."""
+    return jax.tree.map(lambda g, m: rows_lib.as_float32(g) - m, gradient, mean)
 
 
 def _place(state, size, plus):

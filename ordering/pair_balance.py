@@ -188,12 +188,12 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
         """(pending, vectors, derive): the pairs that these rows complete, worker after worker."""
         if not coordinated and not splits_pairs:
             pairs = jax.tree.map(lambda g: rows_lib.split_pairs(g, num_pairs), rows.tree)
-            return (), pairs, lambda block: jax.tree.map(rows_lib.subtract, block)
+            return (), pairs, subtract
         if coordinated and rows.workers is None:
             # Differences are half as many as gradients; only split pairs need the gradients.
             if not splits_pairs:
                 sent = exchange(rows_lib.differences(rows), axis_name)
-                return (), sent.tree, lambda block: block
+                return (), sent.tree, take
             rows = exchange(rows, axis_name)
         units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), rows.tree)
         pending = ()
@@ -206,12 +206,12 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
                 units,
             )
         vectors = jax.tree.map(
-            lambda g: rows_lib.subtract(rows_lib.split_pairs(g, num_pairs)).reshape(
+            lambda g: rows_lib.subtract_pairs(rows_lib.split_pairs(g, num_pairs)).reshape(
                 (num_pairs * workers, *g.shape[2:])
             ),
             units,
         )
-        return pending, vectors, lambda block: block
+        return pending, vectors, take
 
     def next_epoch(state):
         placed = 2 * state.left  # the unit that waits for a partner is not placed
@@ -225,6 +225,16 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
         )
 
     return Ordering(init, observe, next_epoch)
+
+
+def subtract(pair, context):
+    """The difference of a pair, leaves [2, ...]: derived inside the kernel's loop."""
+    return jax.tree.map(rows_lib.subtract, pair)
+
+
+def take(vector, context):
+    """A difference that has been formed already."""
+    return vector
 
 
 def _align(pending, units, waiting, num_pairs):

@@ -70,7 +70,20 @@ def stacked(tree: PyTree) -> Rows:
 
 
 def centred(rows: Rows, mean: PyTree) -> Rows:
-    """Rows of g_i - mean."""
+    """Rows of g_i - mean.
+
+    Args:
+      rows: rows of n units; mean: float32 tree like one gradient.
+
+    Returns:
+      `Rows` of size n, with a tree if `rows` has one.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> rows = ordering.centred(ordering.stacked(jnp.eye(2)), jnp.array([0.5, 0.5]))
+      >>> rows.dot(jnp.array([1.0, 0.0])).tolist()
+      [0.5, -0.5]
+    """
     if rows.tree is not None:
         return stacked(jax.tree.map(lambda g, m: as_float32(g) - m[None], rows.tree, mean))
 
@@ -86,10 +99,23 @@ def centred(rows: Rows, mean: PyTree) -> Rows:
 
 
 def differences(rows: Rows) -> Rows:
-    """Rows of the pair differences g_1 - g_2, g_3 - g_4, ...; an odd last row is left out."""
+    """Rows of the pair differences g_1 - g_2, g_3 - g_4, ...; an odd last row is left out.
+
+    Args:
+      rows: rows of n units.
+
+    Returns:
+      `Rows` of size n // 2, with a tree if `rows` has one.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> rows = ordering.differences(ordering.stacked(jnp.eye(2)))
+      >>> rows.dot(jnp.array([3.0, 1.0])).tolist()
+      [2.0]
+    """
     pairs = rows.size // 2
     if rows.tree is not None:
-        return stacked(jax.tree.map(lambda g: subtract(split_pairs(g, pairs)), rows.tree))
+        return stacked(jax.tree.map(lambda g: subtract_pairs(split_pairs(g, pairs)), rows.tree))
     signs = jnp.zeros((pairs, rows.size)).at[jnp.arange(pairs), 2 * jnp.arange(pairs)].set(1.0)
     signs = signs.at[jnp.arange(pairs), 2 * jnp.arange(pairs) + 1].set(-1.0)
     return Rows(
@@ -100,14 +126,35 @@ def differences(rows: Rows) -> Rows:
     )
 
 
+def joined(first: Rows, second: Rows) -> Rows:
+    """Rows of the units of `first`, then of `second`: two steps observed at once.
+
+    Args:
+      first, second: stacked rows, both local or both exchanged.
+
+    Returns:
+      `Rows` of size first.size + second.size.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> ordering.joined(ordering.stacked(jnp.eye(2)), ordering.stacked(jnp.ones((1, 2)))).size
+      3
+    """
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first.tree, second.tree)
+    return stacked(both)._replace(workers=first.workers)
+
+
 def split_pairs(leaf: jax.Array, pairs: int) -> jax.Array:
     """Reshapes [n, ...] to [pairs, 2, ...]; without a copy when n is 2 * pairs."""
     return leaf[: 2 * pairs].reshape((pairs, 2, *leaf.shape[1:]))
 
 
-def subtract(pairs: jax.Array) -> jax.Array:
-    """float32 differences [P, ...] of leaves [P, 2, ...]."""
-    return as_float32(pairs[:, 0]) - as_float32(pairs[:, 1])
+def subtract(pair: jax.Array) -> jax.Array:
+    """The float32 difference [...] of a leaf [2, ...]."""
+    return as_float32(pair[0]) - as_float32(pair[1])
+
+
+subtract_pairs = jax.vmap(subtract)
 
 
 def as_float32(leaf: jax.Array) -> jax.Array:

@@ -51,6 +51,13 @@ ORDERS = {
 }
 
 
+RULES = {
+    "greedy": ordering.greedy,
+    "self_balancing_walk": ordering.self_balancing_walk,
+    "kernel_halving": lambda: ordering.kernel_halving(num_epochs=3, num_pairs=8),
+}
+
+
 def whole_numbers(shape, seed=0, high=8):
     """Small whole numbers as float32: every product and sum is exact, so ties are real ties."""
     return np.random.default_rng(seed).integers(-high, high + 1, shape).astype(np.float32)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ordering
@@ -42,7 +42,7 @@ def test_units_per_step_does_not_change_the_order(name):
     gradients = tables.whole_numbers((2, 12, 5))
     all_orders = [
         tables.run_workers(tables.ORDERS[name].make(12, b), gradients, b, epochs=3)
-        for b in (1, 2, 3, 5, 12)
+        for b in (1, 2, 5)
     ]
     for other in all_orders[1:]:
         np.testing.assert_array_equal(all_orders[0], other)
@@ -107,6 +107,7 @@ def test_same_key_same_first_order_for_all_orders():
         np.testing.assert_array_equal(firsts[0], first)
 
 
+@settings(max_examples=10)
 @given(st.integers(1, 40), st.data())
 def test_pair_balance_property(num_units, data):
     units_per_step = data.draw(st.integers(1, num_units))
@@ -119,6 +120,7 @@ def test_pair_balance_property(num_units, data):
     assert state.current.tolist() == expected
 
 
+@settings(max_examples=6)
 @given(st.integers(2, 24), st.integers(0, 1000))
 def test_relabelling_and_global_sign_do_not_matter(num_units, seed):
     gradients = tables.whole_numbers((num_units, 3), seed)

@@ -1,0 +1,1 @@
+"""One absl entrypoint per experiment; the pieces are importable from a notebook."""

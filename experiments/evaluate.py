@@ -1,0 +1,100 @@
+"""What is recorded between epochs: losses, accuracy and the parallel herding bound."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from experiments.steps import unit_gradients
+from experiments.workers import AXIS
+
+CHUNK = 2000  # examples evaluated at once
+
+
+def mean_loss(model) -> Callable:
+    """`(params, batch) -> float32[]`, jitted: the mean loss over a whole set."""
+
+    def loss(params, batch):
+        return _sum_chunks(lambda part: jnp.sum(model.loss(params, part, None)), batch)
+
+    return jax.jit(loss)
+
+
+def accuracy(model) -> Callable:
+    """`(params, batch) -> float32[]` in [0, 1], jitted."""
+
+    def share(params, batch):
+        def correct(part):
+            hits = jnp.argmax(model.predict(params, part["x"]), axis=1) == part["y"]
+            return jnp.sum(hits, dtype=jnp.float32)
+
+        return _sum_chunks(correct, batch)
+
+    return jax.jit(share)
+
+
+def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -> Callable:
+    """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
+
+    max over k of |sum_{j <= k} sum_w (g_{w, order_w(j)} - mean g)| in the norms L-infinity and
+    L2, over all units of all workers. Two passes over the data, memory for one step's gradients.
+
+    Args:
+      model: the model; run: `simulate` or `over_mesh(mesh)` of `experiments.workers`.
+      num_units, units_per_step: M and B. The data has leaves [W, M, unit_size, ...].
+    """
+    whole = num_units // units_per_step * units_per_step
+
+    def rows_of(params, order, data, start, size):
+        units = jax.lax.dynamic_slice_in_dim(order, start, size)
+        batch = jax.tree.map(lambda x: x[units], data)
+        gradients = unit_gradients(model.loss, units_per_step=size)
+        rows = gradients(params, batch, jax.random.key(0))[2]
+        leaves = jax.tree.leaves(rows.tree)
+        return jnp.concatenate([leaf.reshape(size, -1) for leaf in leaves], axis=1)
+
+    def visit(function, carry, params, order, data):
+        """Folds `function(carry, rows summed over the workers)` over the steps of an epoch."""
+
+        def step(carry, start, size):
+            rows = jax.lax.psum(rows_of(params, order, data, start, size), AXIS)
+            return function(carry, rows)
+
+        starts = jnp.arange(0, whole, units_per_step)
+        carry, _ = jax.lax.scan(
+            lambda c, start: (step(c, start, units_per_step), None), carry, starts
+        )
+        return step(carry, whole, num_units - whole) if whole < num_units else carry
+
+    def bounds(params, order, data):
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        zeros = jnp.zeros(size)
+        total = visit(lambda t, rows: t + jnp.sum(rows, axis=0), zeros, params, order, data)
+        mean = total / num_units
+
+        def follow(carry, rows):
+            prefix, bound = carry
+            prefixes = prefix[None] + jnp.cumsum(rows - mean[None], axis=0)
+            norms = [jnp.max(jnp.abs(prefixes)), jnp.sqrt(jnp.max(jnp.sum(prefixes**2, axis=1)))]
+            return prefixes[-1], jnp.maximum(bound, jnp.stack(norms))
+
+        return visit(follow, (zeros, jnp.zeros(2)), params, order, data)[1]
+
+    def wrapped(params, order, data):
+        return (bounds(params, order, data),)
+
+    mapped = run(wrapped, owned_in=(False, True, True), owned_out=(False,))
+    return jax.jit(lambda params, orders, data: mapped(params, orders, data)[0])
+
+
+def _sum_chunks(function, batch):
+    """function summed over chunks of the batch, divided by its size."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    whole = size // CHUNK * CHUNK
+    total = jnp.zeros(())
+    if whole:
+        chunks = jax.tree.map(lambda x: x[:whole].reshape((-1, CHUNK, *x.shape[1:])), batch)
+        total += jnp.sum(jax.lax.map(function, chunks))
+    if whole < size:
+        total += function(jax.tree.map(lambda x: x[whole:], batch))
+    return total / size

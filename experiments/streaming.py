@@ -1,0 +1,95 @@
+"""An epoch whose batches come through tf.data, in the order's sequence, ahead of the steps."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ordering
+from experiments import finite, steps
+
+# Chunks before an epoch's end at which the next epoch's front is opened.
+LOOK_AHEAD = 4
+
+
+class Known(NamedTuple):
+    """What `ordering.open_front` looks at, copied, for the step donates its state."""
+
+    next: jax.Array
+    left: jax.Array
+
+
+def epoch(
+    run: Callable,
+    chunk: Callable,
+    order: ordering.Ordering,
+    source,
+    *,
+    shape: tuple[int, int, int],
+    shown: int,
+    sharding=None,
+    transform: Callable | None = None,
+) -> Callable:
+    """`(train, orders, key, front) -> (train, orders, metrics, front of the next epoch)`.
+
+    The host dispatches chunk after chunk without waiting for one: it fetches the metrics of a
+    chunk when the next has been dispatched, and the front of the next order from a state that is
+    a chunk old.
+
+    Args:
+      run, chunk, order: as for a resident epoch.
+      source: anything `ordering.batches` reads, with W M unit_size examples, worker by worker.
+      shape: (W, M, unit_size); shown: units per worker and chunk.
+      sharding: of arrays with a leading worker axis; transform: see `ordering.batches`.
+    """
+    num_workers, num_units, unit_size = shape
+    num_chunks = -(-num_units // shown)
+    owned = (False, True, True, True, False)
+    take = jax.jit(run(chunk, owned_in=owned, owned_out=(False, True, True)), donate_argnums=(0, 1))
+    next_epoch = jax.jit(
+        run(lambda o: (order.next_epoch(o),), owned_in=(True,), owned_out=(True,)),
+        donate_argnums=0,
+    )
+    know = jax.jit(lambda orders: Known(jnp.copy(orders.next), jnp.copy(orders.left)))
+
+    def read(orders, first_chunk):
+        indices, size = ordering.step_indices(
+            orders, units_per_step=shown, unit_size=unit_size, num_units=num_units
+        )
+        stream = ordering.batches(
+            source, indices, batch_size=size, first_batch=first_chunk, transform=transform
+        )
+        return ordering.prefetch_to_device(
+            (jax.tree.map(by_worker, batch) for batch in stream), sharding=sharding
+        )
+
+    def by_worker(leaf):
+        return leaf.reshape(num_workers, -1, unit_size, *leaf.shape[1:])
+
+    def streamed(train, orders, key, front=None):
+        metrics, dispatched, known, following = [], None, None, None
+        first_step = int(train.step)  # the host stands at an epoch's start anyway
+
+        def fetch(chunk_metrics):
+            done = sum(m.loss.shape[1] for m in metrics)
+            metrics.append(jax.device_get(chunk_metrics))
+            finite.stop_if_not_finite(metrics[-1], first_step + done)
+
+        for number, batch in enumerate(ordering.open_epoch(read, orders, front)):
+            units = orders.current[:, number * shown : (number + 1) * shown]
+            train, orders, out = take(train, orders, batch, units, key)
+            if dispatched is not None:
+                fetch(dispatched)
+            dispatched = out
+            if known is not None and following is None:
+                following = ordering.open_front(read, known, units_per_step=shown)
+            if number == max(0, num_chunks - LOOK_AHEAD):
+                known = know(orders)
+        fetch(dispatched)
+        (orders,) = next_epoch(orders)
+        joined = jax.tree.map(lambda *m: np.concatenate(m, axis=1), *metrics)
+        return train, orders, steps.StepMetrics(*joined), following
+
+    return streamed

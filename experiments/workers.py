@@ -1,0 +1,71 @@
+"""One per-worker function, two ways to run it: vmap on one device, shard_map over a mesh.
+
+A function is written for one worker with the named axis "worker". Its arguments and results are
+either shared (the same for all workers) or owned (with a leading worker axis outside, without it
+inside).
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXIS = "worker"
+
+
+def simulate(function: Callable, *, owned_in: Sequence[bool], owned_out: Sequence[bool]):
+    """Runs all workers on one device by `jax.vmap`."""
+    return jax.vmap(
+        function,
+        in_axes=tuple(0 if owned else None for owned in owned_in),
+        out_axes=tuple(0 if owned else None for owned in owned_out),
+        axis_name=AXIS,
+    )
+
+
+def over_mesh(mesh: Mesh):
+    """Runs one worker per device of `mesh`, whose only axis is "worker", by `jax.shard_map`."""
+
+    def run(function: Callable, *, owned_in: Sequence[bool], owned_out: Sequence[bool]):
+        def per_device(*args):
+            inside = [
+                jax.tree.map(lambda x: x[0], a) if owned else a
+                for a, owned in zip(args, owned_in, strict=True)
+            ]
+            out = function(*inside)
+            return tuple(
+                jax.tree.map(lambda x: x[None], o) if owned else o
+                for o, owned in zip(out, owned_out, strict=True)
+            )
+
+        # check_vma=True would make jax.grad of shared parameters insert a psum, and the rows
+        # would no longer be this worker's own.
+        return jax.shard_map(
+            per_device,
+            mesh=mesh,
+            in_specs=tuple(PartitionSpec(AXIS) if o else PartitionSpec() for o in owned_in),
+            out_specs=tuple(PartitionSpec(AXIS) if o else PartitionSpec() for o in owned_out),
+            check_vma=False,
+        )
+
+    return run
+
+
+def worker_mesh(workers: int) -> Mesh:
+    """A mesh of the first `workers` devices.
+
+    Raises:
+      ValueError: if there are fewer devices.
+    """
+    devices = jax.devices()
+    if workers > len(devices):
+        raise ValueError(
+            f"{workers} workers need as many devices, and {len(devices)} are here: use "
+            "--run=vmap to simulate them on one device."
+        )
+    return jax.make_mesh((workers,), (AXIS,), (AxisType.Auto,), devices=devices[:workers])
+
+
+def owned_sharding(mesh: Mesh | None):
+    """Where arrays with a leading worker axis live: one slice per device, or the one device."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))

@@ -1,0 +1,52 @@
+"""The contract of a model: pure functions; the model library stays behind them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Model(NamedTuple):
+    """What is trained.
+
+    Fields:
+      init: `key -> params`, a pytree of float arrays.
+      loss: `(params, batch, key) -> float32[n]`, one loss per example of the batch.
+      predict: `(params, inputs) -> logits`, without randomness.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, models
+      >>> model = models.softmax_regression(num_features=4, num_classes=3)
+      >>> params = model.init(jax.random.key(0))
+      >>> batch = {"x": jnp.ones((2, 4)), "y": jnp.array([0, 2])}
+      >>> model.loss(params, batch, jax.random.key(1)).shape
+      (2,)
+    """
+
+    init: Callable
+    loss: Callable
+    predict: Callable
+
+
+def softmax_loss(predict: Callable, l2: float) -> Callable:
+    """Per-example cross-entropy, plus l2 / 2 |params|^2 in every example's loss."""
+
+    def loss(params, batch, key):
+        logits = predict(params, batch["x"])
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return losses + penalty(params, l2)
+
+    return loss
+
+
+def penalty(params, l2: float) -> jax.Array:
+    """l2 / 2 |params|^2, a scalar."""
+    return 0.5 * l2 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+
+
+def check_l2(l2: float) -> None:
+    if not l2 >= 0:
+        raise ValueError(f"l2 is {l2}: the weight of the penalty must be 0 or positive.")

@@ -1,0 +1,80 @@
+"""The public functions keep the house's conventions."""
+
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import models
+import ordering
+
+ROOT = pathlib.Path(__file__).parents[1]
+PUBLIC = [(package, name) for package in (ordering, models) for name in package.__all__]
+# Algorithms out of papers: name who published them.
+CITED = (
+    "random_reshuffling", "shuffle_once", "flip_flop", "block_reshuffling", "grab", "pair_balance",
+    "cd_grab", "greedy_herding", "greedy", "self_balancing_walk", "kernel_halving", "herding_bound",
+    "parallel_herding_bound", "per_example", "microbatch", "exchanged", "lenet",
+)  # fmt: skip
+
+
+def functions():
+    return [
+        pytest.param(getattr(package, name), id=name)
+        for package, name in PUBLIC
+        if inspect.isfunction(getattr(package, name))
+    ]
+
+
+@pytest.mark.parametrize("function", functions())
+def test_docstrings(function):
+    doc = inspect.getdoc(function)
+    assert doc and doc.split("\n")[0].endswith((".", ":")), "one line first"
+    assert "Example" in doc
+    if inspect.signature(function).parameters:
+        assert "Args:" in doc
+    if "raise ValueError" in inspect.getsource(function):
+        assert "Raises" in doc
+
+
+@pytest.mark.parametrize("function", functions())
+def test_hyper_parameters_are_keyword_only(function):
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is not inspect.Parameter.empty and parameter.name not in ALLOWED:
+            assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, parameter.name
+        assert parameter.name not in ("rng", "seed_key", "prng"), "keys are called key"
+
+
+# (a state that is usually there, a second argument of an accessor)
+ALLOWED = ("front", "backend")
+
+
+@pytest.mark.parametrize("name", CITED)
+def test_references(name):
+    doc = inspect.getdoc(getattr(ordering, name, None) or getattr(models, name))
+    assert re.search(r"References:\n.*\n?.*https?://", doc)
+
+
+def test_everything_public_is_listed():
+    for package in (ordering, models):
+        for name in package.__all__:
+            assert getattr(package, name).__doc__
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    commands = re.findall(r"^(pip install .*)$", readme, re.M)
+    assert len(commands) == 2
+    install, test = commands[1].split(" && ")
+    assert install in ci and test in ci
+
+
+def test_packages_of_setup_cfg_are_all_packages():
+    listed = re.search(r"packages =\n((?:    .*\n)+)", (ROOT / "setup.cfg").read_text())[1].split()
+    found = [
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in ROOT.glob("*/**/__init__.py")
+        if path.relative_to(ROOT).parts[0] not in ("tests", ".venv", "build")
+    ]
+    assert sorted(listed) == sorted(found)

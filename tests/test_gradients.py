@@ -1,0 +1,126 @@
+"""Losses, mean gradients and rows: equal to the plain batch gradient, bounded in memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+import ordering
+from tests import tables
+
+MODELS = {
+    "softmax": (lambda: models.softmax_regression(num_features=6, num_classes=3, l2=0.1), (6,)),
+    "logistic": (lambda: models.logistic_regression(num_features=6), (6,)),
+    "lenet": (lambda: models.lenet(num_classes=3), (28, 28, 1)),
+}
+
+
+def problem(name, size=6):
+    make, shape = MODELS[name]
+    model = make()
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(size, *shape)).astype(np.float32)),
+        "y": jnp.asarray(rng.integers(0, 2, size).astype(np.int32)),
+    }
+    params = jax.tree.map(lambda p: p + 0.01, model.init(jax.random.key(0)))
+    return model, params, batch
+
+
+def plain(model, params, batch, key):
+    return jax.value_and_grad(lambda p: jnp.mean(model.loss(p, batch, key)))(params)
+
+
+def close(left, right):
+    """Equal to float32 rounding of the largest entry of each leaf."""
+
+    def leaf(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(b))))
+
+    jax.tree.map(leaf, left, right)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+def test_per_example_mean_is_the_batch_gradient(name, chunk_size, key):
+    model, params, batch = problem(name)
+    losses, mean, rows = ordering.per_example(model.loss, chunk_size=chunk_size)(params, batch, key)
+    loss, expected = plain(model, params, batch, key)
+    np.testing.assert_allclose(losses.mean(), loss, rtol=1e-5)
+    close(mean, expected)
+    assert rows.size == 6
+    one = plain(model, params, jax.tree.map(lambda x: x[2:3], batch), key)[1]
+    close(jax.tree.map(lambda g: g[2], rows.tree), one)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_microbatch_is_the_batch_gradient(name, key):
+    model, params, batch = problem(name)
+    losses, mean, rows = ordering.microbatch(model.loss)(params, batch, key)
+    loss, expected = plain(model, params, batch, key)
+    np.testing.assert_allclose(losses, [loss], rtol=1e-6)
+    close(mean, expected)
+    close(jax.tree.map(lambda g: g[0], rows.tree), mean)
+
+
+def test_chunks_give_the_same_order_in_less_memory(key):
+    model, params, batch = problem("lenet", size=32)
+    order = ordering.pair_balance(32, units_per_step=32)
+    chunked_order = ordering.pair_balance(32, units_per_step=4)
+    gradients = ordering.per_example(model.loss)
+    chunked = ordering.observe_in_chunks(gradients, chunked_order.observe, chunk_size=4)
+
+    def whole(params, batch, key, state):
+        losses, mean, rows = gradients(params, batch, key)
+        return losses, mean, order.observe(state, rows)
+
+    state = order.init(jax.random.key(1), params)
+    ran = [jax.jit(f)(params, batch, jax.random.key(2), state) for f in (whole, chunked)]
+    np.testing.assert_allclose(ran[0][0], ran[1][0], rtol=1e-5)
+    close(ran[0][1], ran[1][1])
+    np.testing.assert_array_equal(ran[0][2].next, ran[1][2].next)
+    memory = [
+        jax.jit(f).lower(params, batch, key, state).compile().memory_analysis().temp_size_in_bytes
+        for f in (whole, chunked)
+    ]
+    assert memory[1] < memory[0] / 3
+    with pytest.raises(ValueError, match="chunk_size is 4"):
+        chunked(params, jax.tree.map(lambda x: x[:6], batch), key, state)
+
+
+def test_exchanged_mean_equals_averaged_mean():
+    gradients = jnp.asarray(tables.whole_numbers((8, 1, 13)))
+
+    def both(g):
+        rows = ordering.stacked({"a": g[:, :6].reshape(1, 2, 3), "b": g[:, 6:]})
+        mean = jax.tree.map(lambda x: x[0], rows.tree)
+        return ordering.averaged(mean, rows)[0], ordering.exchanged(mean, rows)[0]
+
+    for run in (tables.vmap_workers, tables.shard_map_workers):
+        one, other = run(both)(gradients)
+        close(one, other)
+
+
+def test_batch_norm_has_no_per_example_units(key):
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(6, 3, rngs=rngs)
+            self.norm = nnx.BatchNorm(3, rngs=rngs, use_running_average=False)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    graph, params, rest = nnx.split(Network(nnx.Rngs(key)), nnx.Param, ...)
+
+    def loss(params, batch, key):
+        fresh = jax.tree.map(lambda x: x + 0, rest)  # the statistics are updated in place
+        return jnp.square(nnx.merge(graph, params, fresh)(batch["x"])).sum(axis=1)
+
+    batch = problem("softmax", size=3)[2]
+    with pytest.raises(ValueError, match="BatchNorm"):
+        ordering.check_separable(loss, params, batch, key)
+    for name in MODELS:
+        model, params, batch = problem(name, size=3)
+        ordering.check_separable(model.loss, params, batch, key)

@@ -1,0 +1,519 @@
+"""The pipeline gives the batches of the plain NumPy loop, and gives them ahead of time."""
+
+import functools
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import ordering
+from ordering import pipeline
+from tests import tables
+
+tf = pytest.importorskip("tensorflow")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PATIENCE = 60  # seconds, for events that take milliseconds
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Examples:
+    """A random-access source of the examples of a tree of arrays; counts what is asked for."""
+
+    def __init__(self, arrays, fail_at=None, error=None):
+        self.arrays, self.fail_at, self.error = arrays, fail_at, error
+        self.asked = []
+
+    def __len__(self):
+        return len(jax.tree.leaves(self.arrays)[0])
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        if index == self.fail_at:
+            raise self.error
+        return jax.tree.map(lambda x: x[index], self.arrays)
+
+
+class ManyExamples(Examples):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def data(size=23, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "image": rng.integers(0, 256, (size, 3, 2), dtype=np.uint8),
+        "more": (rng.normal(size=size).astype(np.float32), np.arange(size) % 2 == 0),
+    }
+
+
+SOURCES = {
+    "array": lambda size: np.random.default_rng(size).normal(size=(size, 2)),
+    "scalars": lambda size: np.arange(size, dtype=np.int32) * 3,
+    "tuple": lambda size: (np.arange(size), np.ones((size, 2), np.float16)),
+    "named": lambda size: Pair(np.arange(size), np.arange(size) ** 2),
+    "dict": data,
+}
+
+
+def plain_loop(arrays, indices, batch_size):
+    return [
+        jax.tree.map(lambda x, part=indices[i : i + batch_size]: x[part], arrays)
+        for i in range(0, len(indices), batch_size)
+    ]
+
+
+def assert_same(found, expected):
+    found = list(found)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert isinstance(x, np.ndarray) and x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("kind", [lambda x: x, Examples, ManyExamples])
+@pytest.mark.parametrize("size,batch_size", [(23, 5), (20, 5), (1, 1), (2, 1), (2, 7)])
+def test_equals_the_plain_loop(name, kind, size, batch_size):
+    arrays = SOURCES[name](size)
+    order = np.random.default_rng(1).permutation(size)
+    for transform in (None, lambda batch, seed: batch):
+        found = pipeline.batches(kind(arrays), order, batch_size=batch_size, transform=transform)
+        assert_same(found, plain_loop(arrays, order, batch_size))
+
+
+def test_any_indices_will_do():
+    arrays = jnp.arange(10.0)
+    for indices in ([3, 3, 0, 9, 3], jnp.array([1, 0]), np.array([7], np.uint8), []):
+        expected = plain_loop(np.asarray(arrays), np.asarray(indices, int), 2)
+        assert_same(pipeline.batches(arrays, indices, batch_size=2), expected)
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_the_sequence_does_not_depend_on_how_long_reading_takes(calls):
+    class Uneven(Examples):
+        def __getitem__(self, index):
+            time.sleep(0.002 * (index % 5))
+            return super().__getitem__(index)
+
+    arrays, order = data(40), np.random.default_rng(2).permutation(40)
+    found = pipeline.batches(Uneven(arrays), order, batch_size=3, num_parallel_calls=calls)
+    assert_same(found, plain_loop(arrays, order, 3))
+
+
+def test_text_keeps_its_zeros():
+    texts = [b"abc\0\0", b"", b"\0x", "é"]
+    for transform in (None, lambda batch, seed: batch):
+        (found,) = pipeline.batches(texts, [2, 3, 0, 1], batch_size=4, transform=transform)
+        found = [x.encode() if isinstance(x, str) else x for x in found]
+        assert found == [texts[2], "é".encode(), texts[0], texts[1]]
+        for dtype in ("S3", "U3", object):
+            arrays = np.array(["a", "bcd"], dtype)
+            (found,) = pipeline.batches(arrays, [1, 0], batch_size=2, transform=transform)
+            assert found.astype("U3").tolist() == ["bcd", "a"]
+
+
+def test_grain_source():
+    grain = pytest.importorskip("grain.python")
+    source = grain.RangeDataSource(start=0, stop=30, step=3)
+    order = np.random.default_rng(0).permutation(10)
+    assert_same(
+        pipeline.batches(source, order, batch_size=4), plain_loop(np.arange(0, 30, 3), order, 4)
+    )
+
+
+def test_tfds_source():
+    folder = ROOT.parent / "shared" / "data" / "tfds"
+    if not folder.is_dir():
+        pytest.skip("the prepared data sets are not on this machine")
+    tfds = pytest.importorskip("tensorflow_datasets")
+    source = tfds.data_source("mnist", split="test", data_dir=folder)
+    order = np.random.default_rng(0).permutation(len(source))[:50]
+    found = list(pipeline.batches(source, order, batch_size=20))
+    assert [len(b["label"]) for b in found] == [20, 20, 10]
+    for key in ("image", "label"):
+        expected = np.stack([source[int(i)][key] for i in order])
+        np.testing.assert_array_equal(np.concatenate([b[key] for b in found]), expected)
+
+
+@given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 3), st.data())
+def test_step_indices_are_the_units_of_every_worker(workers, num_units, unit_size, data):
+    units_per_step = data.draw(st.integers(1, num_units))
+    rng = np.random.default_rng(data.draw(st.integers(0, 100)))
+    orders = np.stack([rng.permutation(num_units) for _ in range(workers)])
+    indices, batch_size = pipeline.step_indices(
+        orders, units_per_step=units_per_step, unit_size=unit_size
+    )
+    assert indices.dtype == np.int64
+    assert sorted(indices) == list(range(workers * num_units * unit_size))
+    for step, (start, stop) in enumerate(tables.steps(num_units, units_per_step)):
+        expected = [
+            (w * num_units + unit) * unit_size + example
+            for w in range(workers)
+            for unit in orders[w, start:stop]
+            for example in range(unit_size)
+        ]
+        assert indices[step * batch_size : (step + 1) * batch_size].tolist() == expected
+    cut = units_per_step * data.draw(st.integers(0, num_units // units_per_step))
+    parts = [
+        pipeline.step_indices(
+            part, units_per_step=units_per_step, unit_size=unit_size, num_units=num_units
+        )[0]
+        for part in (orders[:, :cut], orders[:, cut:])
+    ]
+    np.testing.assert_array_equal(np.concatenate(parts), indices)
+
+
+def test_step_indices_of_one_worker():
+    indices, batch_size = pipeline.step_indices(jnp.array([2, 0, 1]), units_per_step=2)
+    assert indices.tolist() == [2, 0, 1] and batch_size == 2
+
+
+def augment(batch, seed):
+    if tf.random.stateless_uniform([], seed) < 0.5:  # becomes a tf.cond
+        batch = dict(batch, image=batch["image"][:, ::-1])
+    noise = tf.random.stateless_normal(tf.shape(batch["image"]), seed)
+    return {"x": tf.cast(batch["image"], tf.float32) + noise, "both": [batch["more"][1], seed]}
+
+
+@pytest.mark.parametrize("kind", [lambda x: x, Examples])
+def test_transform_depends_on_seed_and_batch_number_only(kind):
+    source, order = kind(data()), np.random.default_rng(0).permutation(23)
+    read = functools.partial(pipeline.batches, source, batch_size=4, transform=augment)
+    once = list(read(order, seed=5))
+    assert [b["both"][1].tolist() for b in once] == [[5, i] for i in range(6)]
+    assert once[0]["x"].shape == (4, 3, 2) and once[-1]["x"].shape == (3, 3, 2)
+    assert_same(read(order, seed=5), once)
+    for cut in (1, 4):
+        head, tail = order[: 4 * cut], order[4 * cut :]
+        split = [*read(head, seed=5), *read(tail, seed=5, first_batch=cut)]
+        assert_same(split, once)
+    other = list(read(order, seed=6))
+    assert not np.array_equal(other[0]["x"], once[0]["x"])
+    assert once[0]["x"][0, 0, 0] % 1 != once[1]["x"][0, 0, 0] % 1
+
+
+def test_transform_decodes_text():
+    images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 1), dtype=np.uint8)
+    encoded = [tf.io.encode_png(image).numpy() for image in images]
+
+    def decode(texts, seed):
+        return tf.map_fn(tf.io.decode_png, texts, fn_output_signature=tf.uint8)
+
+    found = pipeline.batches(encoded, [4, 2, 0], batch_size=2, transform=decode)
+    assert_same(found, [images[[4, 2]], images[[0]]])
+
+
+def test_reading_starts_before_the_first_next():
+    source = Examples(np.arange(100))
+    stream = pipeline.batches(source, np.arange(10, 100), batch_size=2, prefetch=3)
+    wait_for(lambda: {10, 11, 12, 13, 14, 15} <= set(source.asked))
+    assert 99 not in source.asked
+    assert next(stream).tolist() == [10, 11]
+
+
+def test_an_iterator_that_is_given_up_stops_reading():
+    started = threading.Event()
+
+    class Slow(Examples):
+        def __getitem__(self, index):
+            if self.asked:
+                started.set()
+                time.sleep(0.01)
+            return super().__getitem__(index)
+
+    source = Slow(np.arange(1000))
+    stream = pipeline.batches(source, np.arange(1000), batch_size=1)
+    assert started.wait(PATIENCE)
+    del stream  # waits for the reading threads
+    asked = len(source.asked)
+    time.sleep(0.1)
+    assert len(source.asked) == asked < 1000
+
+
+def in_new_python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_interpreter_ends_while_an_iterator_reads():
+    code = """
+import time, numpy as np
+from ordering import pipeline
+class Slow:
+    def __len__(self): return 1000
+    def __getitem__(self, i):
+        time.sleep(0.02)
+        return np.zeros(2)
+stream = pipeline.batches(Slow(), np.arange(1000), batch_size=2)
+next(stream)
+print("end")
+"""
+    assert in_new_python(code) == "end\n"
+
+
+def test_tensorflow_is_imported_only_where_it_is_used():
+    code = "import sys, ordering, ordering.pipeline; print('tensorflow' in sys.modules)"
+    assert in_new_python(code) == "False\n"
+
+
+@pytest.mark.parametrize("kind", [Examples, ManyExamples])
+@pytest.mark.parametrize("transform", [None, lambda batch, seed: batch])
+@pytest.mark.parametrize("error", [OSError("disk 7 is gone"), StopIteration("disk 7 is gone")])
+def test_a_source_that_fails(kind, transform, error):
+    source = kind(np.arange(20), fail_at=13, error=error)
+    stream = pipeline.batches(
+        source, [1, 2, 13, 4, 5], batch_size=2, first_batch=6, transform=transform
+    )
+    assert next(stream).tolist() == [1, 2]
+    with pytest.raises(RuntimeError, match=r"batch 7, examples \[13  4\].*disk 7") as caught:
+        next(stream)
+    assert caught.value.__cause__ is error
+
+
+def test_examples_that_do_not_fit_together():
+    ragged = [np.zeros(2), np.zeros(3), np.zeros(2)]
+    for transform in (None, lambda batch, seed: batch):
+        stream = pipeline.batches(ragged, [0, 2, 1, 0], batch_size=2, transform=transform)
+        assert next(stream).shape == (2, 2)
+        with pytest.raises(RuntimeError, match=r"examples \[1 0\]: ValueError.*same shape"):
+            next(stream)
+    for examples in ([1, 2.5], [np.zeros(2), np.zeros(3)], [(1, 2), {"a": 1}]):
+        stream = pipeline.batches(examples, [0, 1], batch_size=1, transform=lambda b, seed: b)
+        next(stream)
+        with pytest.raises(RuntimeError, match=r"(?s)examples \[1\]: .* differ from the first"):
+            next(stream)
+
+    class Short(ManyExamples):
+        def __getitems__(self, indices):
+            return super().__getitems__(indices[:1])
+
+    with pytest.raises(RuntimeError, match="gave 1 examples for 2"):
+        next(pipeline.batches(Short(np.arange(4)), [0, 1], batch_size=2))
+
+
+def test_a_transform_that_fails():
+    def transform(batch, seed):
+        tf.debugging.assert_less(batch, 3, message="three is too much")
+        return batch
+
+    source = np.arange(5, dtype=np.int32)
+    stream = pipeline.batches(source, np.arange(5), batch_size=2, transform=transform)
+    assert next(stream).tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match=r"(?s)batch 1, examples \[2 3\].*three is too much"):
+        next(stream)
+
+
+def test_prefetch_to_device():
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    arrays = {"x": np.arange(24.0, dtype=np.float32).reshape(12, 2), "y": np.arange(12, dtype="i4")}
+    stream = pipeline.batches(arrays, np.arange(12)[::-1], batch_size=4)
+    found = list(pipeline.prefetch_to_device(stream, sharding=sharding))
+    for leaf in jax.tree.leaves(found):
+        assert isinstance(leaf, jax.Array) and leaf.sharding == sharding
+    assert_same(jax.tree.map(np.asarray, found), plain_loop(arrays, np.arange(12)[::-1], 4))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_prefetch_to_device_runs_ahead_by_its_size(size):
+    taken = []
+
+    def source():
+        for i in range(4):
+            taken.append(i)
+            yield np.full(2, i)
+
+    stream = pipeline.prefetch_to_device(source(), size=size)
+    assert next(stream).tolist() == [0, 0]
+    assert len(taken) == min(size, 4)
+    assert [x[0].item() for x in stream] == [1, 2, 3]
+
+
+def some_orders(name, num_units, units_per_step, workers=3):
+    """`(state, observe, next_epoch)` of all workers; `observe(state, steps)` runs those steps."""
+    order = tables.ORDERS[name].make(num_units, units_per_step)
+    gradients = jnp.asarray(tables.whole_numbers((workers, num_units, 4)))
+    keys = jax.random.split(jax.random.key(0), workers)
+    state = tables.vmap_workers(lambda key, g: order.init(key, g[0]))(keys, gradients)
+
+    @functools.cache
+    def step(size):
+        def one_worker(state, gradients, start):
+            unit = jax.lax.dynamic_slice_in_dim(state.current, start, size)
+            return order.observe(state, ordering.stacked(gradients[unit]))
+
+        return tables.vmap_workers(one_worker)
+
+    def observe(state, steps):
+        for start, stop in steps:
+            state = step(stop - start)(state, gradients, jnp.full(workers, start))
+        return state
+
+    return state, observe, tables.vmap_workers(order.next_epoch)
+
+
+def reader(source, units_per_step, num_units):
+    """What a user writes: the orders of the steps from `first_step` on, to batches."""
+
+    def read(orders, first_step):
+        indices, batch_size = pipeline.step_indices(
+            orders, units_per_step=units_per_step, num_units=num_units
+        )
+        return pipeline.batches(source, indices, batch_size=batch_size, first_batch=first_step)
+
+    return read
+
+
+@pytest.mark.parametrize("name", ["cd_grab", "pair_balance", "grab", "random_reshuffling", "unzip"])
+@pytest.mark.parametrize("num_units,units_per_step", [(12, 2), (13, 3), (1, 1), (2, 1)])
+def test_the_front_of_the_next_epoch_is_read_before_this_one_ends(name, num_units, units_per_step):
+    state, observe, next_epoch = some_orders(name, num_units, units_per_step)
+    source = Examples(np.arange(3 * num_units) * 10)
+    read = reader(source, units_per_step, num_units)
+    steps = tables.steps(num_units, units_per_step)
+
+    def expected(state):
+        indices, size = pipeline.step_indices(state.current, units_per_step=units_per_step)
+        return plain_loop(source.arrays, indices, size)
+
+    assert_same(ordering.open_epoch(read, state), expected(state))
+    for _ in range(2):
+        earlier = observe(state, steps[:-1])
+        source.asked.clear()
+        front = ordering.open_front(read, earlier, units_per_step=units_per_step)
+        if num_units > 2:
+            assert front.num_steps >= 1
+            first = np.asarray(front.orders[:, :units_per_step])
+            first = (first + num_units * np.arange(3)[:, None]).reshape(-1).tolist()
+            wait_for(lambda first=first: set(first) <= set(source.asked))
+        state = next_epoch(observe(earlier, steps[-1:]))
+        assert_same(ordering.open_epoch(read, state, front), expected(state))
+
+
+def test_one_worker_and_a_donated_state():
+    order = ordering.shuffle_once(10)
+    state = order.init(jax.random.key(0), None)._replace(left=jnp.array(5))
+    read = reader(np.arange(10), 2, 10)
+    expected = plain_loop(np.arange(10), np.asarray(state.current), 2)
+    front = ordering.open_front(read, state, units_per_step=2)
+    assert front.orders.tolist() == state.current[:4].tolist()
+    state = order.next_epoch(state)
+    stream = ordering.open_epoch(read, state, front)
+    state.current.delete()  # as a step with donated arguments does
+    assert_same(stream, expected)
+
+
+def test_reads_are_asked_in_whole_steps_from_where_the_front_ends():
+    calls = []
+
+    def read(orders, first_step):
+        calls.append((orders.shape, first_step))
+        return iter(np.array_split(orders, -(-orders.shape[-1] // 3), axis=-1))
+
+    state, observe, next_epoch = some_orders("cd_grab", 20, 3)
+    state = observe(state, tables.steps(20, 3)[:5])
+    front = ordering.open_front(read, state, units_per_step=3)
+    assert calls == [((3, 6), 0)]  # 15 observed, 7 pairs placed
+    stream = ordering.open_epoch(read, next_epoch(state), front)
+    next(stream)
+    assert len(calls) == 1  # the host goes on without the new order
+    next(stream)
+    assert calls[1:] == [((3, 14), 2)]
+    late = state._replace(position=jnp.array([14, 3, 14]))
+    assert ordering.open_front(read, late, units_per_step=3).num_steps == 0
+
+
+def test_a_front_of_another_epoch():
+    state, _, _ = some_orders("random_reshuffling", 12, 2)
+    read = reader(np.arange(36), 2, 12)
+    front = ordering.open_front(read, state, units_per_step=2)
+    with pytest.raises(ValueError, match="front of 12 units is not the front"):
+        list(ordering.open_epoch(read, state, front))
+    with pytest.raises(ValueError, match="units_per_step is 13"):
+        ordering.open_front(read, state, units_per_step=13)
+
+
+@pytest.mark.parametrize(
+    "source,indices,sizes,word",
+    [
+        (np.arange(3), [0], {"batch_size": 0}, "batch_size is 0"),
+        (np.arange(3), [0], {"batch_size": 1.5}, "batch_size is 1.5"),
+        (np.arange(3), [0], {"prefetch": 0}, "prefetch is 0"),
+        (np.arange(3), [0], {"first_batch": -1}, "first_batch is -1"),
+        (np.arange(3), [0], {"num_parallel_calls": 0}, "num_parallel_calls is 0"),
+        (np.arange(3), [0, 3], {}, "index 3 is out of range: the source has 3"),
+        (Examples(np.arange(3)), [-1], {}, "index -1 is out of range"),
+        (np.arange(3), [0.0, 1.0], {}, r"indices is float64\[2\]"),
+        (np.arange(3), [True], {}, r"indices is bool\[1\]"),
+        (np.arange(3), [[0]], {}, r"indices is int64\[1, 1\]"),
+        ({"x": np.zeros((3, 1)), "y": np.zeros(2)}, [0], {}, r"\(3, 1\), \(2,\)"),
+        ((np.zeros(3), 3), [0], {}, "leading axis"),
+        ({"train": Examples(np.arange(3))}, [0], {}, "pass one split"),
+        (np.array(3), [0], {}, "leading axis"),
+        ({}, [0], {}, "leading axis"),
+        (np.zeros((0, 2)), [], {}, "source is empty"),
+        ([], [], {}, "source is empty"),
+        (iter([1]), [0], {}, "source is a list_iterator"),
+    ],
+)
+def test_bad_input(source, indices, sizes, word):
+    with pytest.raises(ValueError, match=word):
+        pipeline.batches(source, indices, **{"batch_size": 1, **sizes})
+
+
+@pytest.mark.parametrize(
+    "orders,sizes,word",
+    [
+        ([0, 2, 2], {}, r"orders of shape \(1, 3\) are no permutations of 0 .. 2"),
+        ([1, 2, 3], {}, "no permutations"),
+        ([[0, 1], [0, -1]], {}, "no permutations"),
+        ([0, 1, 2], {"num_units": 2}, "no permutations of 0 .. 1"),
+        ([3, 3], {"num_units": 5}, "no permutations"),
+        ([0.0, 1.0], {}, r"orders is float64\[2\]"),
+        ([[[0]]], {}, r"orders is int64\[1, 1, 1\]"),
+        ([], {}, "num_units is 0"),
+        ([0, 1], {"units_per_step": 3}, "units_per_step is 3"),
+        ([0, 1], {"unit_size": 0}, "unit_size is 0"),
+    ],
+)
+def test_bad_orders(orders, sizes, word):
+    with pytest.raises(ValueError, match=word):
+        pipeline.step_indices(orders, **{"units_per_step": 1, **sizes})
+
+
+def test_bad_size_of_the_device_prefetch():
+    with pytest.raises(ValueError, match="size is 0"):
+        pipeline.prefetch_to_device([], size=0)
+
+
+def test_without_tensorflow(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ImportError, match=r"pip install 'syncopate\[data\]'"):
+        pipeline.batches(np.arange(3), [0], batch_size=1)
