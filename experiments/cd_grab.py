@@ -174,6 +174,9 @@ def main(argv: Sequence[str]) -> None:
             done=done,
             on_record=append,
         )
+    left_out = len(task.train["y"]) % (recipe.workers * recipe.unit_size)
+    if left_out:
+        print(f"{left_out} examples belong to no worker: they do not fill {recipe.workers} units.")
     title = f"{task.name}, {recipe.workers} workers"
     print(report(all_records, folder, title))
     print(f"\nWritten to {folder}: metrics.jsonl, table.md, comparison.png")

@@ -24,13 +24,6 @@ class Method(NamedTuple):
 
 METHODS = {
     "rr": Method("D-RR", lambda s: ordering.random_reshuffling(s.num_units), observes=False),
-    "so": Method("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
-    "flipflop": Method("flip-flop", lambda s: ordering.flip_flop(s.num_units), observes=False),
-    "block": Method(
-        "block reshuffling",
-        lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
-        observes=False,
-    ),
     "unzip": Method("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
     "id_mean": Method(
         "independent mean",
@@ -40,14 +33,21 @@ METHODS = {
         "independent pair",
         lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
     ),
-    "herding": Method(
-        "greedy herding",
-        lambda s: ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
-    ),
     "cd_grab": Method(
         "CD-GraB",
         lambda s: ordering.cd_grab(s.num_units, units_per_step=s.units_per_step),
         coordinated=True,
+    ),
+    "so": Method("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
+    "flipflop": Method("flip-flop", lambda s: ordering.flip_flop(s.num_units), observes=False),
+    "block": Method(
+        "block reshuffling",
+        lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
+        observes=False,
+    ),
+    "herding": Method(
+        "greedy herding",
+        lambda s: ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
     ),
     "cd_walk": Method(
         "CD-GraB, walk",

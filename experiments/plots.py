@@ -37,9 +37,9 @@ def comparison(records, path: str, title: str) -> None:
         for row, unit in enumerate(("epochs", "seconds of training")):
             axis = axes[row][column]
             axis.set_yscale("log" if logarithmic else "linear")
-            for colour, curve in zip(COLOURS * 2, shown, strict=False):
+            for curve in shown:
                 if name in curve.values:
-                    _draw(axis, curve, name, row == 1, colour)
+                    _draw(axis, curve, name, row == 1)
             axis.set_xlabel(unit)
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
@@ -61,7 +61,7 @@ def herding(records, path: str, title: str, norm: str) -> None:
     widths = sorted({r["workers"] for r in records})
     last = max(r["round"] for r in records)
     names = list(dict.fromkeys(r["order"] for r in records))
-    for colour, name in zip(COLOURS * 2, names, strict=False):
+    for name in names:
         own = [r for r in records if r["order"] == name]
         over_rounds = [
             [r["bound"] for r in own if (r["workers"], r["round"]) == (widths[-1], k)]
@@ -79,7 +79,7 @@ def herding(records, path: str, title: str, norm: str) -> None:
                 list(x),
                 mean,
                 yerr=None if np.isnan(half).all() else np.minimum(half, 0.9 * mean),
-                color=colour,
+                **_style(name),
                 marker="o",
                 ms=4,
                 capsize=3,
@@ -117,7 +117,13 @@ def _save(figure, path):
     os.replace(temporary, path)
 
 
-def _draw(axis, curve, name, against_seconds, colour):
+def _style(order):
+    """One look per order, the same in every picture."""
+    row, colour = divmod(list(METHODS).index(order), len(COLOURS))
+    return {"color": COLOURS[colour], "linestyle": ("-", "--")[row % 2]}
+
+
+def _draw(axis, curve, name, against_seconds):
     values = curve.values[name]
     kept = ~np.isnan(values).any(axis=0)
     pairs = [compare.interval(v) for v in values[:, kept].T]
@@ -127,8 +133,10 @@ def _draw(axis, curve, name, against_seconds, colour):
     low = mean - np.nan_to_num(half)
     if axis.get_yscale() == "log":  # where a band may not reach 0
         low = np.maximum(low, values[:, kept].min(axis=0) / 2)
-    axis.plot(x, mean, color=colour, label=label, marker="o" if len(x) < 20 else None, ms=3)
-    axis.fill_between(x, low, mean + np.nan_to_num(half), color=colour, alpha=0.18, linewidth=0)
+    style = _style(curve.order)
+    axis.plot(x, mean, **style, label=label, marker="o" if len(x) < 20 else None, ms=3)
+    high = mean + np.nan_to_num(half)
+    axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
 def _zoom(axis, shown, name):

@@ -27,8 +27,9 @@ def epoch(
     order: ordering.Ordering,
     source,
     *,
-    shape: tuple[int, int, int],
+    sizes: tuple[int, int, int],
     shown: int,
+    example: tuple,
     sharding=None,
     transform: Callable | None = None,
 ) -> Callable:
@@ -40,11 +41,12 @@ def epoch(
 
     Args:
       run, chunk, order: as for a resident epoch.
-      source: anything `ordering.batches` reads, with W M unit_size examples, worker by worker.
-      shape: (W, M, unit_size); shown: units per worker and chunk.
+      source: arrays with W M unit_size examples, worker by worker.
+      sizes: (W, M, unit_size); shown: units per worker and chunk.
+      example: (train, orders) at a start, to compile the chunks with before the clock runs.
       sharding: of arrays with a leading worker axis; transform: see `ordering.batches`.
     """
-    num_workers, num_units, unit_size = shape
+    num_workers, num_units, unit_size = sizes
     num_chunks = -(-num_units // shown)
     owned = (False, True, True, True, False)
     take = jax.jit(run(chunk, owned_in=owned, owned_out=(False, True, True)), donate_argnums=(0, 1))
@@ -67,6 +69,19 @@ def epoch(
 
     def by_worker(leaf):
         return leaf.reshape(num_workers, -1, unit_size, *leaf.shape[1:])
+
+    def compile_chunks(train, orders):
+        orders = next_epoch(orders)[0]
+        know(orders)
+        for size in sorted({shown, num_units % shown} - {0}):
+            rows = np.arange(num_workers * size * unit_size)
+            batch = jax.tree.map(lambda x, rows=rows: by_worker(x[:1][0 * rows]), source)
+            batch = jax.device_put(batch, sharding)
+            train, orders, _ = take(
+                train, orders, batch, orders.current[:, :size], jax.random.key(0)
+            )
+
+    compile_chunks(*example)
 
     def streamed(train, orders, key, front=None):
         metrics, dispatched, known, following = [], None, None, None

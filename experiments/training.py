@@ -84,34 +84,28 @@ def build(
     chunk = steps.worker_chunk(
         step, order, units_per_step=recipe.units_per_step, observes=method.observes
     )
-    init_orders = run(
-        lambda key, params: (order.init(key, params),), owned_in=(True, False), owned_out=(True,)
-    )
-
-    init_orders = jax.jit(init_orders)
-
-    def init(seed, rate):
-        key = jax.random.key(seed)
-        params = task.model.init(jax.random.fold_in(key, 0))
-        keys = jax.random.split(jax.random.fold_in(key, 1), recipe.workers)
-        state = steps.init_train_state(params, optimizer(rate, recipe.momentum, shape))
-        return state, init_orders(keys, params)[0]
-
-    example = init(0, recipe.learning_rates[0])
+    sharding = workers.owned_sharding(mesh)
+    resident = jax.device_put(data, sharding)
+    init = _initial(task.model, order, recipe, shape, run)
     if streamed:
+        examples = jax.tree.map(lambda x: x.reshape((-1, *x.shape[3:])), data)
+        sizes = (recipe.workers, num_units, recipe.unit_size)
+        example = init(0, recipe.learning_rates[0])
         epoch = streaming.epoch(
             run,
             chunk,
             order,
-            jax.tree.map(lambda x: x.reshape((-1, *x.shape[3:])), data),
-            shape=jax.tree.leaves(data)[0].shape[:3],
+            examples,
+            sizes=sizes,
             shown=shown,
-            sharding=workers.owned_sharding(mesh),
+            example=example,
+            sharding=sharding,
         )
     else:
-        epoch = _resident_epoch(run, chunk, order, data, num_units, shown, mesh, example)
+        example = (*init(0, recipe.learning_rates[0]), resident, jax.random.key(0))
+        epoch = _resident_epoch(run, chunk, order, example, num_units=num_units, shown=shown)
     return Program(
-        data=jax.device_put(data, workers.owned_sharding(mesh)),
+        data=resident,
         left_out=left_out,
         init=init,
         epoch=epoch,
@@ -123,13 +117,32 @@ def build(
     )
 
 
-def _resident_epoch(run, chunk, order, data, num_units, shown, mesh, example):
-    """The epoch over data that stay on the devices: one compiled call."""
+def _initial(model, order, recipe, shape, run):
+    """`(seed, learning rate) -> (train, orders)`; one seed gives all methods one first order."""
+    init_orders = jax.jit(
+        run(
+            lambda key, params: (order.init(key, params),),
+            owned_in=(True, False),
+            owned_out=(True,),
+        )
+    )
+
+    def init(seed, rate):
+        key = jax.random.key(seed)
+        params = model.init(jax.random.fold_in(key, 0))
+        keys = jax.random.split(jax.random.fold_in(key, 1), recipe.workers)
+        state = steps.init_train_state(params, optimizer(rate, recipe.momentum, shape))
+        return state, init_orders(keys, params)[0]
+
+    return init
+
+
+def _resident_epoch(run, chunk, order, example, *, num_units, shown):
+    """The epoch over data that stay on the devices: one call, compiled here."""
     epoch = steps.worker_epoch(chunk, order, num_units=num_units, shown=shown)
     mapped = run(epoch, owned_in=(False, True, True, False), owned_out=(False, True, True))
-    data = jax.device_put(data, workers.owned_sharding(mesh))
-    jitted = jax.jit(mapped, donate_argnums=(0, 1))
-    compiled = jitted.lower(*example, data, jax.random.key(0)).compile()
+    compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*example).compile()
+    data = example[2]
 
     def resident(train, orders, key, front=None):
         return *compiled(train, orders, data, key), None

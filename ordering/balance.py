@@ -84,9 +84,10 @@ def balance_blocks(
     Args:
       rule, rule_state, total, valid, reduce: as in `balance`.
       tree: leaves [n, ...].
-      derive: `(element, context) -> z_i`, entry by entry, from an element of the tree and a tree
-        like r. It runs inside the loop over blocks, so that pair differences and centred
-        gradients need not be written to memory. By default the elements are the vectors.
+      derive: `(element, context) -> z_i`, linear and entry by entry, from an element of the tree
+        and a tree like r. It runs inside the loop over blocks, so that pair differences and
+        centred gradients need not be written to memory. By default the elements are the vectors.
+      context: what `derive` gets besides; None or a tree like r.
       block_size: vectors per block, >= 1; 1 is the plain sequential scan.
 
     Returns:

@@ -1,5 +1,7 @@
 """The loop: workers agree however they run, steps hold what they should, errors name things."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +51,8 @@ def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
     task = small_task()
     recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size)
     finals = []
-    for options in ({}, {"mesh": workers.worker_mesh(4)}, {"streamed": True}):
+    streamed = [{"streamed": True}] if importlib.util.find_spec("tensorflow") else []
+    for options in ({}, {"mesh": workers.worker_mesh(4)}, *streamed):
         program = training.build(task, METHODS[name], recipe, **options)
         state, orders, front = *program.init(0, 0.5), None
         for _ in range(2):
@@ -156,10 +159,9 @@ def test_coordination_moves_no_more_bytes_than_an_all_reduce():
 def test_the_second_epoch_never_recompiles():
     task = small_task()
     program = training.build(task, METHODS["cd_grab"], RECIPE)
-    with jax.log_compiles(), pytest.MonkeyPatch.context():
-        state, orders = program.init(0, 0.5)
-        for _ in range(2):  # the compiled epoch refuses arguments of another shape or dtype
-            state, orders, *_ = program.epoch(state, orders, jax.random.key(0))
+    state, orders = program.init(0, 0.5)
+    for _ in range(2):  # an epoch compiled ahead refuses arguments of another shape or dtype
+        state, orders, *_ = program.epoch(state, orders, jax.random.key(0))
     assert int(state.step) == 12
 
 
@@ -169,6 +171,7 @@ def test_a_unit_that_is_not_finite_is_named():
     for name, unit_size in (("cd_grab", 1), ("rr", 1), ("id_mean", 1)):
         with pytest.raises(FloatingPointError, match="unit 5 of worker 2 .* in step [0-5] "):
             run(task, RECIPE._replace(unit_size=unit_size), name)
+    pytest.importorskip("tensorflow")
     with pytest.raises(FloatingPointError, match="unit 5 of worker 2 "):
         run(task, RECIPE, "cd_grab", streamed=True)
 

@@ -1,0 +1,38 @@
+"""What the README claims, run again at full size: `pytest -m slow -n 0`, about seven minutes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import cd_grab, compare, herding
+from experiments.tasks import TASKS
+
+pytestmark = pytest.mark.slow
+
+
+def test_coordination_needs_a_third_of_the_epochs_on_digits():
+    task = TASKS["digits"]()
+    orders = ["rr", "unzip", "id_mean", "id_pair", "cd_grab"]
+    found = cd_grab.compare_orders(
+        task, task.recipe._replace(bound_every=0), orders=orders, seeds=5
+    )
+    rows = {row.order: row for row in compare.summarise(found)}
+    epochs = {name: np.mean(row.fastest_epochs) for name, row in rows.items()}
+    assert epochs["rr"] >= 3 * epochs["cd_grab"]
+    assert epochs["cd_grab"] < epochs["id_pair"] < epochs["rr"]
+    (unzip, unzip_half), (random, random_half) = rows["unzip"].best, rows["rr"].best
+    assert unzip > random - unzip_half - random_half  # the control is no better than D-RR
+    assert rows["cd_grab"].best[0] < 0.2 * min(rows["id_mean"].best[0], rows["id_pair"].best[0])
+
+
+@pytest.mark.parametrize("num_workers", [5, 10, 20, 50, 100])
+def test_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
+    vectors = herding.unit_vectors(num_workers, 10**6 // num_workers, 16, seed=0)
+
+    def bound(name):
+        return herding.bounds_over_rounds(vectors, name, rounds=15, norm=jnp.inf, seed=0)[-1]
+
+    assert bound("cd_grab") <= 3
+    published = {5: 6.0, 10: 8.5, 20: 11.8, 50: 17.5, 100: 24.0}[num_workers]
+    assert 0.75 * published < bound("id_pair") < 1.33 * published
+    assert 100 < bound("rr") < 1000

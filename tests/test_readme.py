@@ -1,0 +1,24 @@
+"""The README's examples run as they are written."""
+
+import pathlib
+import re
+
+import pytest
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_example_runs(code):
+    assert len(code.strip().split("\n")) <= 20
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 2
+
+
+def test_pictures_are_there():
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
+        assert (pathlib.Path(__file__).parents[1] / path).exists(), path
