@@ -97,6 +97,7 @@ class Row(NamedTuple):
     fastest_seconds: np.ndarray
     accuracy: tuple
     bound: tuple
+    has_optimum: bool
 
 
 def summarise(records: Sequence[dict], baseline: str = "rr") -> list[Row]:
@@ -141,6 +142,7 @@ def summarise(records: Sequence[dict], baseline: str = "rr") -> list[Row]:
                 seconds_to(fastest, epochs),
                 interval(best.values["test_accuracy"][:, -1]),
                 interval(last[:, 0]) if last.size else (math.nan, math.nan),
+                "suboptimality" in best.values,
             )
         )
     return rows
@@ -152,7 +154,7 @@ def table(rows: Sequence[Row], baseline: str = "rr") -> str:
     head = [
         "order",
         "best lr",
-        "best train loss above optimum",
+        "best train loss" + (" above the optimum" if base.has_optimum else ""),
         f"epochs to {METHODS[baseline].label}'s best, its lr",
         "own lr",
         "epochs, own lr",
