@@ -118,6 +118,7 @@ def main(argv: Sequence[str]) -> None:
     norm = jnp.inf if FLAGS.norm == "inf" else 2
     settings = {k: FLAGS[k].value for k in ("num_vectors", "dimension", "rounds", "norm")}
     records.open_folder(FLAGS.output_dir, settings, overwrite=True)
+    metrics = os.path.join(FLAGS.output_dir, "metrics.jsonl")
     worker_counts = [int(w) for w in FLAGS.workers]
     all_records = []
     with tqdm(total=len(worker_counts) * FLAGS.seeds * len(FLAGS.orders), unit="run") as bar:
@@ -134,9 +135,9 @@ def main(argv: Sequence[str]) -> None:
                     seconds = time.perf_counter() - start
                     run = {"order": name, "workers": num_workers, "seed": seed, "seconds": seconds}
                     all_records += [run | {"round": k, "bound": b} for k, b in enumerate(found)]
+                    records.write_lines(metrics, all_records)
                     bar.set_postfix(bound=f"{found[-1]:.2f}", seconds=f"{seconds:.1f}")
                     bar.update()
-    records.write_lines(os.path.join(FLAGS.output_dir, "metrics.jsonl"), all_records)
     text = table(all_records, FLAGS.rounds)
     records.write_whole(os.path.join(FLAGS.output_dir, "table.md"), text + "\n")
     title = f"{FLAGS.num_vectors:,} unit vectors, d = {FLAGS.dimension}"
