@@ -219,7 +219,8 @@ def train(
         }
         if optimum is not None:
             record["suboptimality"] = loss - optimum
-        if recipe.bound_every and done % recipe.bound_every == 0:
+        due = recipe.bound_every and done % recipe.bound_every == 0
+        if due or (recipe.bound_every and done == recipe.epochs):
             bound = program.bounds(state.params, orders.current, program.data)
             record["bound_linf"], record["bound_l2"] = (float(b) for b in bound)
         yield record
