@@ -13,6 +13,7 @@ class Setting(NamedTuple):
     units_per_step: int  # B, per worker
     workers: int
     epochs: int
+    block_size: int | None = None  # for running sums that all workers share
 
 
 class Method(NamedTuple):
@@ -35,7 +36,9 @@ METHODS = {
     ),
     "cd_grab": Method(
         "CD-GraB",
-        lambda s: ordering.cd_grab(s.num_units, units_per_step=s.units_per_step),
+        lambda s: ordering.cd_grab(
+            s.num_units, units_per_step=s.units_per_step, block_size=s.block_size
+        ),
         coordinated=True,
     ),
     "so": Method("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
@@ -52,7 +55,10 @@ METHODS = {
     "cd_walk": Method(
         "CD-GraB, walk",
         lambda s: ordering.cd_grab(
-            s.num_units, units_per_step=s.units_per_step, rule=ordering.self_balancing_walk()
+            s.num_units,
+            units_per_step=s.units_per_step,
+            block_size=s.block_size,
+            rule=ordering.self_balancing_walk(),
         ),
         coordinated=True,
     ),
@@ -61,6 +67,7 @@ METHODS = {
         lambda s: ordering.cd_grab(
             s.num_units,
             units_per_step=s.units_per_step,
+            block_size=s.block_size,
             rule=ordering.kernel_halving(
                 num_epochs=s.epochs, num_pairs=max(1, s.num_units // 2 * s.workers)
             ),

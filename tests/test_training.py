@@ -1,6 +1,8 @@
 """The loop: workers agree however they run, steps hold what they should, errors name things."""
 
 import importlib.util
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +138,8 @@ def test_collectives_in_the_compiled_step():
     text = compiled_step(METHODS["cd_grab"], 1)
     assert count(text, "all-to-all") == 2
     assert count(text, "all-gather") == 2
-    assert count(text, "all-reduce") == 1  # inner products of the pairs: W (W + 1) numbers
+    assert count(text, "all-reduce") == 1
+    assert re.search(r"= f32\[4,5\]\S* all-reduce", text)  # all inner products at once, W (W + 1)
     text = compiled_step(METHODS["id_pair"], 1)
     assert count(text, "all-to-all") == count(text, "all-gather") == 0
     plain = compiled_step(METHODS["rr"], 1)
@@ -146,14 +149,16 @@ def test_collectives_in_the_compiled_step():
 
 
 def test_coordination_moves_no_more_bytes_than_an_all_reduce():
-    """Ring all-reduce: 2 D (W - 1) / W entries; all-to-all and all-gather: the same."""
-    size, num_workers = 14, 4  # 6 x 2 weights and 2 biases, padded to 16
-    text = compiled_step(METHODS["cd_grab"], 1, num_workers)
-    lines = [line for line in text.split("\n") if " all-to-all(" in line or " all-gather(" in line]
-    assert len(lines) == 4
-    padded = -(-size // num_workers) * num_workers
-    for line in lines:
-        assert f"{padded // num_workers}" in line.split("=")[1] or f"{padded}" in line
+    """An all-to-all and an all-gather of D entries are the two halves of a ring all-reduce."""
+    text = compiled_step(METHODS["cd_grab"], 1)
+    padded = 16  # 6 x 2 weights and 2 biases, padded to a multiple of 4 workers
+    sent = []
+    for line in text.split("\n"):
+        if found := re.search(r"= (.*?) (all-to-all|all-gather)\(", line):
+            shapes = re.findall(r"f32\[([\d,]+)\]", found[1])
+            sent.append(sum(math.prod(map(int, shape.split(","))) for shape in shapes))
+    assert sent == [padded] * 4  # of two steps
+    assert "f64" not in text and "bf16" not in text
 
 
 def test_the_second_epoch_never_recompiles():
