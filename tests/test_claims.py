@@ -1,4 +1,4 @@
-"""What the README claims, run again at full size: `pytest -m slow -n 0`, about seven minutes."""
+"""What the README claims, run again at full size: `pytest -m slow -n 0`, about four minutes."""
 
 import jax.numpy as jnp
 import numpy as np
