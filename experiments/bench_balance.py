@@ -40,6 +40,7 @@ FLAGS = flags.FLAGS
 # Units per call: enough to leave the caches at every D, at most 1.3 GB.
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
 SWEEP = (1, 2, 4, 6, 8, 16, 32, 64)
+SWEEP_SIZES = {20: 4096, 64: 4096, 200: 4096, 10**3: 2048, 10**4: 1024, 10**5: 256, 10**6: 64}
 
 
 def define_flags() -> None:
@@ -128,10 +129,12 @@ def reads(gradients: jax.Array) -> dict[str, Callable]:
     }
 
 
-def kernel_rows(repeats: int, blocks: Sequence[int | None], *, loops: bool) -> list[dict]:
+def kernel_rows(
+    repeats: int, blocks: Sequence[int | None], *, sizes: dict[int, int], loops: bool
+) -> list[dict]:
     """One row per D and way: microseconds per example, times the limit, times the host loop."""
     rows = []
-    for size, units in KERNEL_SIZES.items():
+    for size, units in sizes.items():
         gradients = jax.random.normal(jax.random.key(0), (units, size))
         total = jnp.zeros(size)
         calls = {}
@@ -215,9 +218,9 @@ def main(argv: Sequence[str]) -> None:
     del argv
     rows = []
     if FLAGS.sweep:
-        rows += kernel_rows(FLAGS.repeats, SWEEP, loops=False)
+        rows += kernel_rows(FLAGS.repeats, SWEEP, sizes=SWEEP_SIZES, loops=False)
     elif "kernel" in FLAGS.parts:
-        rows += kernel_rows(FLAGS.repeats, (None,), loops=True)
+        rows += kernel_rows(FLAGS.repeats, (None,), sizes=KERNEL_SIZES, loops=True)
     if "step" in FLAGS.parts and not FLAGS.sweep:
         rows += step_rows(FLAGS.repeats)
     for part in dict.fromkeys(row["part"] for row in rows):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from experiments.steps import unit_gradients
 from experiments.workers import AXIS
+from ordering.rows import flat, tree_size
 
 CHUNK = 2000  # examples evaluated at once
 
@@ -49,9 +50,7 @@ def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -
         units = jax.lax.dynamic_slice_in_dim(order, start, size)
         batch = jax.tree.map(lambda x: x[units], data)
         gradients = unit_gradients(model.loss, units_per_step=size)
-        rows = gradients(params, batch, jax.random.key(0))[2]
-        leaves = jax.tree.leaves(rows.tree)
-        return jnp.concatenate([leaf.reshape(size, -1) for leaf in leaves], axis=1)
+        return flat(gradients(params, batch, jax.random.key(0))[2])
 
     def visit(function, carry, params, order, data):
         """Folds `function(carry, rows summed over the workers)` over the steps of an epoch."""
@@ -67,8 +66,7 @@ def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -
         return step(carry, whole, num_units - whole) if whole < num_units else carry
 
     def bounds(params, order, data):
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        zeros = jnp.zeros(size)
+        zeros = jnp.zeros(tree_size(params))
         total = visit(lambda t, rows: t + jnp.sum(rows, axis=0), zeros, params, order, data)
         mean = total / num_units
 

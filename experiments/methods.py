@@ -23,6 +23,17 @@ class Method(NamedTuple):
     coordinated: bool = False  # True: one running sum over all workers
 
 
+def _coordinated(s: Setting, rule: ordering.SignRule | None = None) -> ordering.Ordering:
+    return ordering.cd_grab(
+        s.num_units, units_per_step=s.units_per_step, block_size=s.block_size, rule=rule
+    )
+
+
+def _halving(s: Setting) -> ordering.SignRule:
+    num_pairs = max(1, s.num_units // 2 * s.workers)
+    return ordering.kernel_halving(num_epochs=s.epochs, num_pairs=num_pairs)
+
+
 METHODS = {
     "rr": Method("D-RR", lambda s: ordering.random_reshuffling(s.num_units), observes=False),
     "unzip": Method("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
@@ -34,13 +45,7 @@ METHODS = {
         "independent pair",
         lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
     ),
-    "cd_grab": Method(
-        "CD-GraB",
-        lambda s: ordering.cd_grab(
-            s.num_units, units_per_step=s.units_per_step, block_size=s.block_size
-        ),
-        coordinated=True,
-    ),
+    "cd_grab": Method("CD-GraB", _coordinated, coordinated=True),
     "so": Method("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
     "flipflop": Method("flip-flop", lambda s: ordering.flip_flop(s.num_units), observes=False),
     "block": Method(
@@ -54,24 +59,8 @@ METHODS = {
     ),
     "cd_walk": Method(
         "CD-GraB, walk",
-        lambda s: ordering.cd_grab(
-            s.num_units,
-            units_per_step=s.units_per_step,
-            block_size=s.block_size,
-            rule=ordering.self_balancing_walk(),
-        ),
+        lambda s: _coordinated(s, ordering.self_balancing_walk()),
         coordinated=True,
     ),
-    "kh": Method(
-        "KH-SGD",
-        lambda s: ordering.cd_grab(
-            s.num_units,
-            units_per_step=s.units_per_step,
-            block_size=s.block_size,
-            rule=ordering.kernel_halving(
-                num_epochs=s.epochs, num_pairs=max(1, s.num_units // 2 * s.workers)
-            ),
-        ),
-        coordinated=True,
-    ),
+    "kh": Method("KH-SGD", lambda s: _coordinated(s, _halving(s)), coordinated=True),
 }

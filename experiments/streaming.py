@@ -74,8 +74,8 @@ def epoch(
         orders = next_epoch(orders)[0]
         know(orders)
         for size in sorted({shown, num_units % shown} - {0}):
-            rows = np.arange(num_workers * size * unit_size)
-            batch = jax.tree.map(lambda x, rows=rows: by_worker(x[:1][0 * rows]), source)
+            count = num_workers * size * unit_size
+            batch = jax.tree.map(lambda x, n=count: by_worker(np.repeat(x[:1], n, axis=0)), source)
             batch = jax.device_put(batch, sharding)
             train, orders, _ = take(
                 train, orders, batch, orders.current[:, :size], jax.random.key(0)

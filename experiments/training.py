@@ -32,8 +32,7 @@ def optimizer(rate: float, momentum: float, shape: Callable) -> optax.GradientTr
 class Program(NamedTuple):
     """Everything of a run that does not depend on the seed: compiled once, used for all seeds."""
 
-    data: Any  # units of the workers, leaves [W, M, unit_size, ...], on the devices
-    left_out: int  # examples that no worker owns, fewer than W * unit_size
+    data: Any  # units of the workers, leaves [W, M, unit_size, ...]; on the host if streamed
     init: Callable  # (seed, learning rate) -> (train, orders)
     epoch: Callable  # (train, orders, key, front) -> (train, orders, metrics, next front)
     bounds: Callable  # (params, orders, data) -> float32[2]
@@ -55,7 +54,8 @@ def build(
     Args:
       task, method, recipe: what to train, by which order, in which setting.
       schedule: a name of `SCHEDULES`, the shape of the learning rate over the run.
-      streamed: read batches through tf.data instead of keeping the data on the devices.
+      streamed: read the training batches through tf.data instead of from the devices;
+        evaluation between epochs still uses whole sets.
       mesh: a mesh with the axis "worker" and one device per worker; None simulates all workers on
         one device.
 
@@ -64,7 +64,7 @@ def build(
         be units of their own.
     """
     run = workers.simulate if mesh is None else workers.over_mesh(mesh)
-    data, left_out = partition(task.train, recipe.workers, recipe.unit_size)
+    data = partition(task.train, recipe.workers, recipe.unit_size)
     num_units = jax.tree.leaves(data)[0].shape[1]
     ordering.check_units_per_step(num_units, recipe.units_per_step)
     shown = min(steps.units_per_observe(recipe.units_per_step), num_units)
@@ -86,7 +86,6 @@ def build(
         step, order, units_per_step=recipe.units_per_step, observes=method.observes
     )
     sharding = workers.owned_sharding(mesh)
-    resident = jax.device_put(data, sharding)
     init = _initial(task.model, order, recipe, shape, run)
     if streamed:
         examples = jax.tree.map(lambda x: x.reshape((-1, *x.shape[3:])), data)
@@ -103,11 +102,11 @@ def build(
             sharding=sharding,
         )
     else:
-        example = (*init(0, recipe.learning_rates[0]), resident, jax.random.key(0))
+        data = jax.device_put(data, sharding)
+        example = (*init(0, recipe.learning_rates[0]), data, jax.random.key(0))
         epoch = _resident_epoch(run, chunk, order, example, num_units=num_units, shown=shown)
     return Program(
-        data=resident,
-        left_out=left_out,
+        data=data,
         init=init,
         epoch=epoch,
         bounds=evaluate.order_bounds(
@@ -165,8 +164,8 @@ def partition(train: dict, num_workers: int, unit_size: int):
       train: arrays [N, ...]; num_workers: W; unit_size: examples per unit.
 
     Returns:
-      (arrays [W, M, unit_size, ...] with M = N // (W unit_size), examples left out). Worker w
-      owns the w-th run of M * unit_size examples, for the whole training.
+      Arrays [W, M, unit_size, ...] with M = N // (W unit_size). Worker w owns the w-th run of
+      M * unit_size examples, for the whole training; fewer than W * unit_size are left out.
 
     Raises:
       ValueError: if there is not one unit for every worker.
@@ -181,7 +180,7 @@ def partition(train: dict, num_workers: int, unit_size: int):
     num_units = size // (num_workers * unit_size)
     used = num_workers * num_units * unit_size
     shape = (num_workers, num_units, unit_size)
-    return jax.tree.map(lambda x: x[:used].reshape(shape + x.shape[1:]), train), size - used
+    return jax.tree.map(lambda x: x[:used].reshape(shape + x.shape[1:]), train)
 
 
 def train(

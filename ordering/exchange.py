@@ -50,9 +50,7 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     """
     base.check_stacked(rows)
     workers = jax.lax.axis_size(axis_name)
-    flat = jnp.concatenate(
-        [leaf.reshape(rows.size, -1) for leaf in jax.tree.leaves(rows.tree)], axis=1
-    )
+    flat = rows_lib.flat(rows)
     flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % workers)))
     parts = flat.reshape(rows.size, workers, -1).swapaxes(0, 1)
     parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)

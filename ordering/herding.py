@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ordering import base
+from ordering import rows as rows_lib
 from ordering.base import Ordering
 
 
@@ -123,15 +124,13 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     def init(key, params):
         current = base.first_order(key, num_units)
         zero = jnp.zeros((), jnp.int32)
-        size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
+        size = rows_lib.tree_size(params)
         return GreedyHerdingState(current, current, zero, zero, jnp.zeros((num_units, size)))
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)
         base.check_stacked(rows)
-        leaves = jax.tree.leaves(rows.tree)
-        flat = [leaf.astype(jnp.float32).reshape(rows.size, -1) for leaf in leaves]
-        flat = jnp.concatenate(flat, axis=1)
+        flat = rows_lib.as_float32(rows_lib.flat(rows))
         flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
         place = state.position + jnp.arange(rows.size)
         unit = jnp.where(place < num_units, state.current[place], num_units)

@@ -176,6 +176,12 @@ def tree_size(tree: PyTree) -> int:
     return sum(jnp.size(leaf) for leaf in jax.tree.leaves(tree))
 
 
+def flat(rows: Rows) -> jax.Array:
+    """Stacked rows as one matrix [n, D], leaf after leaf."""
+    leaves = jax.tree.leaves(rows.tree)
+    return jnp.concatenate([leaf.reshape(rows.size, -1) for leaf in leaves], axis=1)
+
+
 def finite_units(rows: Rows) -> jax.Array:
     """Which units have a gradient without inf or nan.
 

@@ -79,7 +79,7 @@ def test_equals_a_plain_loop_over_workers():
     optimizer = optax.sgd(0.5, momentum=0.9)
     opt_state = optimizer.init(expected)
     current = [np.asarray(orders.current), np.asarray(orders.next)]
-    data = training.partition(task.train, 4, 1)[0]
+    data = training.partition(task.train, 4, 1)
     for epoch in range(2):
         for start, stop in tables.steps(11, 2):
             units = current[epoch][:, start:stop]
