@@ -14,7 +14,15 @@ class Model(NamedTuple):
     Fields:
       init: `key -> params`, a pytree of float arrays.
       loss: `(params, batch, key) -> float32[n]`, one loss per example of the batch.
-      predict: `(params, inputs) -> logits`, without randomness.
+      predict: `(params, inputs) -> logits`, without randomness; with `statistics` it is
+        `(params, inputs, statistics) -> logits`.
+      statistics: `(params, inputs) -> tree`, the mean and variance of one batch at every batch
+        normalisation, or None for a model that has none.
+
+    A model with statistics carries none of them through training: `loss` normalises with the
+    moments of its own batch, so its losses depend on the whole batch, and `predict` with the
+    moments it is given. Estimate those on training inputs, at the parameters that are evaluated,
+    before every evaluation; the average of `statistics` over several batches serves.
 
     Example:
       >>> import jax, jax.numpy as jnp, models
@@ -23,11 +31,14 @@ class Model(NamedTuple):
       >>> batch = {"x": jnp.ones((2, 4)), "y": jnp.array([0, 2])}
       >>> model.loss(params, batch, jax.random.key(1)).shape
       (2,)
+      >>> model.statistics is None
+      True
     """
 
     init: Callable
     loss: Callable
     predict: Callable
+    statistics: Callable | None = None
 
 
 def softmax_loss(predict: Callable, l2: float) -> Callable:
