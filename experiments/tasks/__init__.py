@@ -1,8 +1,13 @@
 """The table of tasks: a new task is one file and one row."""
 
-from experiments.tasks import digits, hmda, mnist
+from experiments.tasks import cifar10, digits, hmda, mnist
 from experiments.tasks.base import Recipe, Task
 
-TASKS = {"digits": digits.load, "hmda": hmda.load, "mnist": mnist.load}
+TASKS = {
+    "cifar10": cifar10.load,
+    "digits": digits.load,
+    "hmda": hmda.load,
+    "mnist": mnist.load,
+}
 
 __all__ = ["TASKS", "Recipe", "Task"]

@@ -18,12 +18,15 @@ RECIPE = Recipe(
 )
 
 
-def load(data_dir: str | None = None, model: str = "softmax") -> Task:
-    """1,536 training and 261 test images, pixels in [0, 1]; the optimum is computed."""
+def load(data_dir: str | None = None, model: str = "softmax", *, num_train: int = 1536) -> Task:
+    """1,797 images, the first `num_train` of a seeded shuffle to train on, the others to test.
+
+    Pixels in [0, 1]; the optimum is computed.
+    """
     if model != "softmax":
         raise ValueError(f"model is {model!r}: digits has the model 'softmax' only.")
     x, y = datasets.load_digits(return_X_y=True)
-    train, test = split((x / 16).astype(np.float32), y.astype(np.int32), num_train=1536)
+    train, test = split((x / 16).astype(np.float32), y.astype(np.int32), num_train=num_train)
     regression = models.softmax_regression(num_features=64, num_classes=10, l2=L2)
     return Task(
         "digits", regression, train, test, RECIPE, lambda: models.optimum(regression, train)
