@@ -1,0 +1,198 @@
+"""When workers talk, known before the run: the starts of all rounds.
+
+R rounds, T steps. A round is the steps between two syncs; the sync follows its last step.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SyncPlan:
+    """The rounds of a run: a decision that never depends on gradients.
+
+    Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends in a sync; the last round ends
+    with the run. Two plans are equal if they synchronise after the same steps.
+
+    Args:
+      starts: int64[R], first steps of the rounds; starts[0] = 0, strictly increasing, below T.
+      total_steps: T >= 1.
+      rule: how the plan was made, for people.
+
+    Raises:
+      ValueError: if the starts are no rounds of T steps.
+
+    Example:
+      >>> import numpy as np, local_opt
+      >>> plan = local_opt.SyncPlan(np.array([0, 4, 8]), total_steps=10)
+      >>> plan.rounds, plan.volume, plan.periods.tolist()
+      (3, 0.3, [4, 4, 2])
+    """
+
+    starts: np.ndarray
+    total_steps: int
+    rule: str = "given starts"
+
+    def __post_init__(self):
+        starts = np.array(self.starts)
+        check_total_steps(self.total_steps)
+        if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or not len(starts):
+            raise ValueError(
+                f"starts is {starts.dtype}{list(starts.shape)}: it must be a list of the whole "
+                "numbers of the steps at which rounds start."
+            )
+        starts = starts.astype(np.int64)
+        if starts[0] != 0 or (np.diff(starts) < 1).any() or starts[-1] >= self.total_steps:
+            raise ValueError(
+                f"starts go from {starts[0]} to {starts[-1]}: they must begin at 0, increase "
+                f"strictly and end below the {self.total_steps} steps of the run."
+            )
+        starts.setflags(write=False)
+        object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "total_steps", int(self.total_steps))
+
+    @property
+    def rounds(self) -> int:
+        """R, the number of syncs of the run."""
+        return len(self.starts)
+
+    @property
+    def volume(self) -> float:
+        """R / T, the communication as a share of synchronising after every step."""
+        return self.rounds / self.total_steps
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int64[R], one past the last step of each round."""
+        return np.append(self.starts[1:], self.total_steps)
+
+    @property
+    def periods(self) -> np.ndarray:
+        """int64[R], H of each round."""
+        return self.ends - self.starts
+
+    def round_at(self, step):
+        """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
+        step = np.asarray(step)
+        if (step < 0).any() or (step >= self.total_steps).any():
+            raise ValueError(
+                f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "
+                "the whole run."
+            )
+        return np.searchsorted(self.starts, step, side="right") - 1
+
+    def period_at(self, step):
+        """H of the round that a step belongs to."""
+        return self.periods[self.round_at(step)]
+
+    def syncs_after(self, step):
+        """Whether workers synchronise after a step."""
+        return self.ends[self.round_at(step)] == np.asarray(step) + 1
+
+    def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
+        """(first step, steps) of what is left of each round, from any step: how a run resumes."""
+        if step == self.total_steps:
+            return
+        for end in self.ends[self.round_at(step) :]:
+            yield step, int(end) - step
+            step = int(end)
+
+    def digest(self) -> str:
+        """A hash (64 hex digits) of T and all round starts; independent of machine and rule."""
+        content = np.append(self.starts, self.total_steps).astype("<i8").tobytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def __eq__(self, other):
+        return isinstance(other, SyncPlan) and self.digest() == other.digest()
+
+    def __hash__(self):
+        return hash(self.digest())
+
+    def describe(self) -> str:
+        """The plan on one screen: rule, volume, and where H changes."""
+        periods = self.periods
+        changes = np.flatnonzero(np.diff(periods, prepend=-1))
+        shown = list(changes)
+        if len(shown) > 14:
+            shown = [*shown[:7], None, *shown[-6:]]
+        lines = [
+            f"{self.rule}",
+            f"{self.total_steps} steps, {self.rounds} rounds, volume {self.volume:.3%}, "
+            f"H from {periods.min()} to {periods.max()}, hash {self.digest()[:12]}",
+            "  from step     H",
+        ]
+        for r in shown:
+            lines.append("        ..." if r is None else f"{self.starts[r]:>11}{periods[r]:>6}")
+        return "\n".join(lines)
+
+    def __repr__(self):
+        return f"SyncPlan({self.rule}: {self.rounds} rounds in {self.total_steps} steps)"
+
+    def check_run(self, total_steps: int) -> None:
+        """Raises ValueError unless the plan is made for a run of `total_steps`."""
+        if total_steps != self.total_steps:
+            raise ValueError(
+                f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
+                "make the plan with the run's total_steps."
+            )
+
+    def save(self, path: str) -> None:
+        """Writes the plan as JSON: under a temporary name first, so never half a file."""
+        content = {
+            "rule": self.rule,
+            "total_steps": self.total_steps,
+            "starts": self.starts.tolist(),
+            "digest": self.digest(),
+        }
+        temporary = f"{path}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+
+
+def load_plan(path: str) -> SyncPlan:
+    """Reads a plan that `SyncPlan.save` has written.
+
+    Args:
+      path: of the JSON file.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if the file is no plan or does not match its hash.
+
+    Example:
+      >>> import os, tempfile, local_opt
+      >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
+      >>> plan = local_opt.constant(4, total_steps=10)
+      >>> plan.save(path)
+      >>> local_opt.load_plan(path) == plan
+      True
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        starts = np.asarray(content["starts"], np.int64)
+        plan = SyncPlan(starts, content["total_steps"], content["rule"])
+        digest = content["digest"]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:  # not JSON, or no rounds
+        raise ValueError(f"{path!r} holds no saved plan ({error!r}): save it again.") from error
+    if plan.digest() != digest:
+        raise ValueError(f"{path!r} does not match its hash: it was changed. Save the plan again.")
+    return plan
+
+
+def is_whole(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_total_steps(total_steps) -> None:
+    """Raises ValueError unless there is a step to plan for."""
+    if not is_whole(total_steps) or total_steps < 1:
+        raise ValueError(f"total_steps is {total_steps!r}: a run has at least one whole step.")

@@ -1,0 +1,361 @@
+"""The rules that make plans, each one function; all numbers are float64 on the host.
+
+t is the first step of a round, T the number of steps, eta_t the learning rate at step t.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from local_opt.plan import SyncPlan, check_total_steps, is_whole
+from local_opt.schedule import rates_of
+
+
+def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
+    """A plan from any function of the round's first step.
+
+    H(t) = period(t), cut at the end of the run.
+
+    Args:
+      period: from the first step of a round, in 0 .. T - 1, to the steps in it, a whole number
+        >= 1.
+      total_steps: T >= 1.
+      rule: a name for people.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if a period is not a whole number >= 1.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.from_function(lambda t: 1 + t, total_steps=10).periods.tolist()
+      [1, 2, 4, 3]
+    """
+    check_total_steps(total_steps)
+    starts, t = [], 0
+    while t < total_steps:
+        h = period(t)
+        if not is_whole(h) or h < 1:
+            raise ValueError(f"period({t}) is {h!r}: a round has a whole number of steps, >= 1.")
+        starts.append(t)
+        t += int(h)
+    name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
+    return SyncPlan(np.array(starts, np.int64), total_steps, name)
+
+
+def every_step(total_steps: int) -> SyncPlan:
+    """Synchronises after every step, H = 1: volume 1.
+
+    Args:
+      total_steps: T >= 1.
+
+    Returns:
+      The plan.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.every_step(10).volume
+      1.0
+    """
+    check_total_steps(total_steps)
+    return SyncPlan(np.arange(total_steps), total_steps, "every step")
+
+
+def constant(period: int, *, total_steps: int) -> SyncPlan:
+    """Rounds of equal length, H(t) = H; the last may be shorter.
+
+    Args:
+      period: H >= 1.
+      total_steps: T >= 1.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: for a period below 1 or that is not whole.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.constant(4, total_steps=10).periods.tolist()
+      [4, 4, 2]
+
+    References:
+      Stich, Local SGD Converges Fast and Communicates Little, 2019,
+      https://arxiv.org/abs/1805.09767
+    """
+    check_total_steps(total_steps)
+    _check_whole("period", period, 1)
+    return SyncPlan(np.arange(0, total_steps, period), total_steps, f"constant, H = {period}")
+
+
+def power_rule(
+    lr: Callable | float | np.ndarray,
+    *,
+    total_steps: int,
+    alpha: float,
+    h_base: int,
+    power: float,
+    warmup_steps: int = 0,
+    h_max: int | None = None,
+) -> SyncPlan:
+    """Rounds grow as a power of the inverse learning rate at their first step.
+
+    H(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max, T - t), and H_base in rounds that
+    start before the end of the warmup. Power 2 is the Quadratic Synchronization Rule.
+
+    Args:
+      lr: eta, any schedule from step to rate (optax's are), a number, or float[T]; >= 0, finite.
+      total_steps: T >= 1.
+      alpha: growth coefficient > 0, in units of the learning rate.
+      h_base: H_base >= 1, the least number of steps per round.
+      power: > 0.
+      warmup_steps: in 0 .. T; the steps in which the rate still rises.
+      h_max: >= H_base, the most steps per round; None for no limit.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: for values out of range, or a rate that is negative, not finite, or 0 already
+        in the first step after the warmup (the rule would never synchronise).
+
+    Example:
+      >>> import optax, local_opt
+      >>> lr = optax.cosine_decay_schedule(0.1, 100)
+      >>> plan = local_opt.power_rule(lr, total_steps=100, alpha=0.2, h_base=1, power=1)
+      >>> plan.periods.tolist()[-4:]
+      [5, 7, 11, 17]
+
+    References:
+      Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
+      Learning, 2024, https://arxiv.org/abs/2310.14423
+    """
+    _check_positive("alpha", alpha)
+    _check_positive("power", power)
+    _check_whole("h_base", h_base, 1)
+    if h_max is not None:
+        _check_whole("h_max", h_max, h_base)
+    rates = rates_of(lr, total_steps)
+    _check_whole("warmup_steps", warmup_steps, 0, total_steps)
+    if warmup_steps < total_steps and rates[warmup_steps] == 0:
+        raise ValueError(
+            f"the learning rate at step {warmup_steps} is 0, and alpha / 0 is a round without end: "
+            "pass warmup_steps, the number of steps in which the rate still rises from 0."
+        )
+
+    def period(t):
+        if t < warmup_steps:
+            return h_base
+        with np.errstate(divide="ignore", over="ignore"):
+            grown = np.power(np.float64(alpha) / rates[t], power)
+        # Clamped before it becomes an integer: it may be infinite.
+        return max(h_base, math.floor(min(grown, total_steps - t, h_max or math.inf)))
+
+    return from_function(
+        period,
+        total_steps=total_steps,
+        rule=f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup_steps}"
+        + (f", at most {h_max}" if h_max else ""),
+    )
+
+
+def qsr(
+    lr: Callable | float | np.ndarray,
+    *,
+    total_steps: int,
+    alpha: float,
+    h_base: int,
+    warmup_steps: int = 0,
+    h_max: int | None = None,
+) -> SyncPlan:
+    """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
+
+    Args:
+      lr: eta, any schedule from step to rate (optax's are), a number, or float[T]; >= 0, finite.
+      total_steps: T >= 1.
+      alpha: growth coefficient > 0, in units of the learning rate.
+      h_base: H_base >= 1, the least number of steps per round.
+      warmup_steps: in 0 .. T; rounds that start earlier have H_base steps.
+      h_max: >= H_base, the most steps per round; None for no limit.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: as `power_rule`.
+
+    Example:
+      >>> import optax, local_opt  # ViT-B, 300 epochs of ImageNet
+      >>> lr = optax.warmup_cosine_decay_schedule(0.0, 0.008, 10000, 93600, 1e-6)
+      >>> plan = local_opt.qsr(
+      ...     lr, total_steps=93600, alpha=0.0175, h_base=4, warmup_steps=10000
+      ... )
+      >>> plan.rounds, int(plan.starts[-1]), int(plan.periods[-1])
+      (9711, 85458, 8142)
+
+    References:
+      Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
+      Learning, 2024, https://arxiv.org/abs/2310.14423
+    """
+    return power_rule(
+        lr,
+        total_steps=total_steps,
+        alpha=alpha,
+        h_base=h_base,
+        power=2,
+        warmup_steps=warmup_steps,
+        h_max=h_max,
+    )
+
+
+def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
+    """Post-local SGD: every step until t0, then rounds of H steps.
+
+    Args:
+      period: H >= 1 from t0 on.
+      switch_step: t0 in 0 .. T.
+      total_steps: T >= 1.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.post_local(4, switch_step=3, total_steps=10).periods.tolist()
+      [1, 1, 1, 4, 3]
+
+    References:
+      Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
+      https://arxiv.org/abs/1808.07217
+    """
+    check_total_steps(total_steps)
+    _check_whole("period", period, 1)
+    _check_whole("switch_step", switch_step, 0, total_steps)
+    return from_function(
+        lambda t: 1 if t < switch_step else period,
+        total_steps=total_steps,
+        rule=f"post-local, H = 1 to step {switch_step}, then {period}",
+    )
+
+
+def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
+    """Modified SWAP: rounds of H steps until t0, then one single round to the end.
+
+    The first round that starts at or after t0 is the last.
+
+    Args:
+      period: H >= 1 before t0.
+      switch_step: t0 in 0 .. T.
+      total_steps: T >= 1.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.swap(2, switch_step=4, total_steps=10).periods.tolist()
+      [2, 2, 6]
+
+    References:
+      Gupta, Serrano, DeCoste, Stochastic Weight Averaging in Parallel, 2020,
+      https://arxiv.org/abs/2001.02312
+    """
+    check_total_steps(total_steps)
+    _check_whole("period", period, 1)
+    _check_whole("switch_step", switch_step, 0, total_steps)
+    return from_function(
+        lambda t: period if t < switch_step else total_steps - t,
+        total_steps=total_steps,
+        rule=f"SWAP, H = {period} to step {switch_step}, then one round",
+    )
+
+
+def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Array) -> SyncPlan:
+    """Synchronises after step t with probability p(t); the last step always does.
+
+    Args:
+      p: a probability in (0, 1], a schedule of them, or float[T].
+      total_steps: T >= 1.
+      key: shared by all workers, so that all take the same decisions.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if a probability is outside (0, 1].
+
+    Example:
+      >>> import jax, local_opt
+      >>> local_opt.bernoulli(1.0, total_steps=5, key=jax.random.key(0)).rounds
+      5
+    """
+    chances = rates_of(p, total_steps, "p")
+    if (chances <= 0).any() or (chances > 1).any():
+        step = int(np.flatnonzero((chances <= 0) | (chances > 1))[0])
+        raise ValueError(f"p({step}) is {chances[step]:g}: a probability lies in (0, 1].")
+    coins = np.asarray(jax.random.uniform(key, (total_steps,), np.float32))
+    starts = np.append(0, 1 + np.flatnonzero(coins[:-1] < chances[:-1]))
+    name = f"{p:g}" if isinstance(p, int | float) else "p(t)"
+    return SyncPlan(starts, total_steps, f"bernoulli, p = {name}")
+
+
+def by_step(
+    period: Callable | float,
+    *,
+    total_steps: int,
+    h_base: int = 1,
+    h_max: int | None = None,
+) -> SyncPlan:
+    """Rounds that grow with the step, whatever the learning rate does.
+
+    H(t) = min(max(H_base, floor(period(t))), h_max, T - t).
+
+    Args:
+      period: any schedule from step to a real number of steps (optax's linear or exponential
+        ones), or a number; >= 0 and finite.
+      total_steps: T >= 1.
+      h_base: H_base >= 1, the least number of steps per round.
+      h_max: >= H_base, the most; None for no limit.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Example:
+      >>> import optax, local_opt
+      >>> grow = optax.linear_schedule(1, 10, 20)
+      >>> local_opt.by_step(grow, total_steps=20).periods.tolist()
+      [1, 1, 1, 2, 3, 4, 6, 2]
+    """
+    _check_whole("h_base", h_base, 1)
+    if h_max is not None:
+        _check_whole("h_max", h_max, h_base)
+    lengths = rates_of(period, total_steps, "period")
+    return from_function(
+        lambda t: max(h_base, math.floor(min(lengths[t], h_max or math.inf))),
+        total_steps=total_steps,
+        rule="H = floor(period(t))",
+    )
+
+
+def _check_whole(name, value, least, most=None):
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        bounds = f">= {least}" if most is None else f"in {least} .. {most}"
+        raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")
+
+
+def _check_positive(name, value):
+    if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}: it must be a positive, finite number.")
