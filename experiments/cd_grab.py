@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import compare, plots, records, training, workers
+from experiments import compare, plots, records, training
 from experiments.methods import METHODS
 from experiments.tasks import TASKS, Recipe, Task
+from local_opt import runners
 
 FLAGS = flags.FLAGS
 
@@ -161,7 +162,7 @@ def main(argv: Sequence[str]) -> None:
     done = records.open_folder(folder, settings, overwrite=FLAGS.overwrite)
     metrics = os.path.join(folder, "metrics.jsonl")
     records.write_lines(metrics, whole_runs(done, recipe.epochs))
-    mesh = workers.worker_mesh(recipe.workers) if FLAGS.run == "mesh" else None
+    mesh = runners.worker_mesh(recipe.workers) if FLAGS.run == "mesh" else None
     with records.appending(metrics) as append:
         all_records = compare_orders(
             task,

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from experiments.steps import unit_gradients
-from experiments.workers import AXIS
+from local_opt.runners import AXIS
 from ordering.rows import flat, tree_size
 
-CHUNK = 2000  # examples evaluated at once
+CHUNK = 500  # examples evaluated at once
 
 
 def mean_loss(model) -> Callable:
@@ -34,6 +35,27 @@ def accuracy(model) -> Callable:
     return jax.jit(share)
 
 
+def loss_and_accuracy(model) -> Callable:
+    """`(params, statistics, batch) -> (loss, accuracy)`, jitted: of a classifier as it is used.
+
+    Cross-entropy and share of right answers of `predict`, with the given moments where the model
+    has any (else None).
+    """
+
+    def measures(params, statistics, batch):
+        given = () if model.statistics is None else (statistics,)
+
+        def sums(part):
+            logits = model.predict(params, part["x"], *given)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, part["y"])
+            hits = jnp.argmax(logits, axis=1) == part["y"]
+            return jnp.stack([jnp.sum(losses), jnp.sum(hits, dtype=jnp.float32)])
+
+        return tuple(_sum_chunks(sums, batch))
+
+    return jax.jit(measures)
+
+
 def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -> Callable:
     """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
 
@@ -41,7 +63,7 @@ def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -
     L2, over all units of all workers. Two passes over the data, memory for one step's gradients.
 
     Args:
-      model: the model; run: `simulate` or `over_mesh(mesh)` of `experiments.workers`.
+      model: the model; run: `simulate` or `over_mesh(mesh)` of `local_opt.runners`.
       num_units, units_per_step: M and B. The data has leaves [W, M, unit_size, ...].
     """
     whole = num_units // units_per_step * units_per_step
@@ -89,10 +111,10 @@ def _sum_chunks(function, batch):
     """function summed over chunks of the batch, divided by its size."""
     size = jax.tree.leaves(batch)[0].shape[0]
     whole = size // CHUNK * CHUNK
-    total = jnp.zeros(())
+    total = 0.0
     if whole:
         chunks = jax.tree.map(lambda x: x[:whole].reshape((-1, CHUNK, *x.shape[1:])), batch)
-        total += jnp.sum(jax.lax.map(function, chunks))
+        total += jnp.sum(jax.lax.map(function, chunks), axis=0)
     if whole < size:
         total += function(jax.tree.map(lambda x: x[whole:], batch))
     return total / size

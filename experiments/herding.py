@@ -21,8 +21,9 @@ from absl import app, flags
 from tqdm import tqdm
 
 import ordering
-from experiments import compare, plots, records, workers
+from experiments import compare, plots, records
 from experiments.methods import METHODS, Setting
+from local_opt import runners
 
 FLAGS = flags.FLAGS
 
@@ -78,7 +79,7 @@ def bounds_over_rounds(
             state = step(state, whole, num_units - whole)
         return (order.next_epoch(state),)
 
-    simulate = workers.simulate
+    simulate = runners.simulate
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), num_workers)
     (state,) = jax.jit(simulate(init, owned_in=(True,), owned_out=(True,)))(keys)
     run = jax.jit(simulate(one_round, owned_in=(True, True), owned_out=(True,)), donate_argnums=0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import ordering
-from experiments.workers import AXIS
+from local_opt.runners import AXIS
 
 
 class TrainState(NamedTuple):

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 
 import ordering
-from experiments import evaluate, finite, steps, streaming, workers
+from experiments import evaluate, finite, steps, streaming
 from experiments.methods import Method, Setting
 from experiments.tasks import Recipe, Task
+from local_opt import runners
 
 # The shape of the learning rate over T steps, a factor of the peak.
 SCHEDULES = {
@@ -60,10 +61,15 @@ def build(
         one device.
 
     Raises:
-      ValueError: if the data is too small for the workers, or the loss mixes examples that are to
-        be units of their own.
+      ValueError: if the data is too small for the workers, the loss mixes examples that are to be
+        units of their own, or the model needs moments of its training data to predict.
     """
-    run = workers.simulate if mesh is None else workers.over_mesh(mesh)
+    if task.model.statistics is not None:
+        raise ValueError(
+            f"the model of {task.name} normalises over batches: this loop does not measure its "
+            "moments before an evaluation. Use another --model, or experiments.qsr, which does."
+        )
+    run = runners.simulate if mesh is None else runners.over_mesh(mesh)
     data = partition(task.train, recipe.workers, recipe.unit_size)
     num_units = jax.tree.leaves(data)[0].shape[1]
     ordering.check_units_per_step(num_units, recipe.units_per_step)
@@ -85,7 +91,7 @@ def build(
     chunk = steps.worker_chunk(
         step, order, units_per_step=recipe.units_per_step, observes=method.observes
     )
-    sharding = workers.owned_sharding(mesh)
+    sharding = runners.owned_sharding(mesh)
     init = _initial(task.model, order, recipe, shape, run)
     if streamed:
         examples = jax.tree.map(lambda x: x.reshape((-1, *x.shape[3:])), data)

@@ -1,5 +1,7 @@
 """The papers' algorithms in float64 NumPy, line by line and slow. Fast paths must equal these."""
 
+import math
+
 import numpy as np
 
 
@@ -121,3 +123,66 @@ def parallel_herding_bound(vectors, orders, norm=np.inf):
             total = total + vectors[w, orders[w][k]] - mean
         bound = max(bound, np.linalg.norm(total, norm))
     return bound
+
+
+def warmup_cosine(peak, warmup_steps, total_steps, floor):
+    """The published recipes' learning rate, as a function of the step: linear, then cosine."""
+
+    def lr(t):
+        if t < warmup_steps:
+            return peak * t / warmup_steps
+        share = (t - warmup_steps) / (total_steps - warmup_steps)
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+    return lr
+
+
+def qsr_rounds(lr, total_steps, alpha, h_base, power=2, warmup_steps=0, h_max=math.inf):
+    """Starts of the rounds of the Quadratic Synchronization Rule (Gu et al. 2024), one by one."""
+    starts, t = [], 0
+    while t < total_steps:
+        starts.append(t)
+        if t < warmup_steps:
+            h = min(h_base, total_steps - t)
+        else:
+            grown = (alpha / lr(t)) ** power if lr(t) > 0 else math.inf
+            grown = min(grown, total_steps)  # it may be infinite; the next line cuts it anyway
+            h = max(min(max(int(grown), h_base), h_max, total_steps - t), 1)
+        t += h
+    return starts
+
+
+def local_sgd(params, gradient, periods, rate, momentum=0.0, clip=math.inf):
+    """Local SGD (Stich 2019) with a momentum buffer per worker that stays local.
+
+    params [D] of all workers; gradient(worker, step, x) -> [D]. Returns the parameters [W, D] of
+    the workers after every step, for as many workers as `gradient.workers`.
+    """
+    workers = gradient.workers
+    x = [np.array(params, np.float64) for _ in range(workers)]
+    trace = [np.zeros(len(params)) for _ in range(workers)]
+    history, t = [], 0
+    for h in periods:
+        for _ in range(h):
+            for w in range(workers):
+                g = gradient(w, t, x[w])
+                norm = np.sqrt(np.sum(g**2))
+                if norm > clip:
+                    g = g * clip / norm
+                trace[w] = momentum * trace[w] + g
+                x[w] = x[w] - rate * trace[w]
+            t += 1
+            if _ == h - 1:
+                mean = sum(x) / workers
+                x = [mean.copy() for _ in range(workers)]
+            history.append(np.array(x))
+    return np.array(history)
+
+
+def outer_momentum(changes, rate, momentum, nesterov=False):
+    """What momentum on the changes of rounds moves: DiLoCo's Nesterov, SlowMo's heavy ball."""
+    velocity, moves = 0.0, []
+    for d in changes:
+        velocity = momentum * velocity + d
+        moves.append(-rate * (d + momentum * velocity) if nesterov else -rate * velocity)
+    return moves

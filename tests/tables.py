@@ -1,4 +1,4 @@
-"""Every algorithm once: a new order is one row of ORDERS, a new sign rule one row of RULES."""
+"""Every algorithm once: a new order is one row of ORDERS, a sign rule of RULES, a plan of PLANS."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,8 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, PartitionSpec
 
+import local_opt
 import ordering
 from tests import reference
 
@@ -148,4 +150,31 @@ REFERENCES = {
     "unzip": lambda order, gradients: reference.unzip(order),
     "shuffle_once": lambda order, gradients: order,
     "greedy_herding": lambda order, gradients: reference.greedy_order(gradients),
+}
+
+
+COSINE = reference.warmup_cosine(0.1, 0, 40, 1e-4)
+
+# Every rule that makes a plan once: total_steps -> SyncPlan, for any total_steps >= 1.
+PLANS = {
+    "every_step": lambda t: local_opt.every_step(t),
+    "constant": lambda t: local_opt.constant(4, total_steps=t),
+    "qsr": lambda t: local_opt.qsr(
+        optax.warmup_cosine_decay_schedule(0.0, 0.1, 3, 41, 1e-4),
+        total_steps=t,
+        alpha=0.12,
+        h_base=2,
+        warmup_steps=min(3, t),
+    ),
+    "power_rule_1": lambda t: local_opt.power_rule(
+        COSINE, total_steps=t, alpha=0.25, h_base=2, power=1, h_max=9
+    ),
+    "power_rule_3": lambda t: local_opt.power_rule(
+        COSINE, total_steps=t, alpha=0.12, h_base=1, power=3
+    ),
+    "post_local": lambda t: local_opt.post_local(5, switch_step=t // 2, total_steps=t),
+    "swap": lambda t: local_opt.swap(3, switch_step=t // 2, total_steps=t),
+    "bernoulli": lambda t: local_opt.bernoulli(0.3, total_steps=t, key=jax.random.key(7)),
+    "by_step": lambda t: local_opt.by_step(optax.linear_schedule(1, 8, 40), total_steps=t),
+    "from_function": lambda t: local_opt.from_function(lambda s: 1 + s % 5, total_steps=t),
 }

@@ -6,16 +6,20 @@ import re
 
 import pytest
 
+import local_opt
 import models
 import ordering
 
 ROOT = pathlib.Path(__file__).parents[1]
-PUBLIC = [(package, name) for package in (ordering, models) for name in package.__all__]
+PACKAGES = (ordering, models, local_opt)
+PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
 # Algorithms out of papers: name who published them.
 CITED = (
     "random_reshuffling", "shuffle_once", "flip_flop", "block_reshuffling", "grab", "pair_balance",
     "cd_grab", "greedy_herding", "greedy", "self_balancing_walk", "kernel_halving", "herding_bound",
     "parallel_herding_bound", "per_example", "microbatch", "exchanged", "lenet",
+    "small_resnet", "vit", "local_steps", "local_rounds", "accumulate", "accumulated_rounds", "qsr",
+    "power_rule", "constant", "post_local", "swap", "nesterov", "slow_momentum", "reestimate",
 )  # fmt: skip
 
 
@@ -52,12 +56,12 @@ ALLOWED = ("front", "backend")
 
 @pytest.mark.parametrize("name", CITED)
 def test_references(name):
-    doc = inspect.getdoc(getattr(ordering, name, None) or getattr(models, name))
+    (doc,) = (inspect.getdoc(getattr(p, name)) for p in PACKAGES if hasattr(p, name))
     assert re.search(r"References:\n.*\n?.*https?://", doc)
 
 
 def test_everything_public_is_listed():
-    for package in (ordering, models):
+    for package in PACKAGES:
         for name in package.__all__:
             assert getattr(package, name).__doc__
 

@@ -12,9 +12,10 @@ import pytest
 
 import models
 import ordering
-from experiments import evaluate, steps, training, workers
+from experiments import evaluate, steps, training
 from experiments.methods import METHODS
 from experiments.tasks import TASKS, Recipe, Task
+from local_opt import runners
 from tests import tables
 
 RECIPE = Recipe(
@@ -54,7 +55,7 @@ def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
     recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size)
     finals = []
     streamed = [{"streamed": True}] if importlib.util.find_spec("tensorflow") else []
-    for options in ({}, {"mesh": workers.worker_mesh(4)}, *streamed):
+    for options in ({}, {"mesh": runners.worker_mesh(4)}, *streamed):
         program = training.build(task, METHODS[name], recipe, **options)
         state, orders, front = *program.init(0, 0.5), None
         for _ in range(2):
@@ -106,8 +107,8 @@ def compiled_step(method, units_per_step, num_workers=4, name=None):
         exchanges=method.coordinated and units_per_step == 1,
     )  # fmt: skip
     chunk = steps.worker_chunk(step, order, units_per_step=units_per_step, observes=method.observes)
-    mesh = workers.worker_mesh(num_workers)
-    run = workers.over_mesh(mesh)
+    mesh = runners.worker_mesh(num_workers)
+    run = runners.over_mesh(mesh)
     params = model.init(jax.random.key(0))
     keys = jax.random.split(jax.random.key(0), num_workers)
     init = run(lambda k, p: (order.init(k, p),), owned_in=(True, False), owned_out=(True,))
@@ -188,7 +189,7 @@ def test_bad_settings():
     with pytest.raises(ValueError, match="units_per_step is 12"):
         training.build(task, METHODS["rr"], RECIPE._replace(units_per_step=12))
     with pytest.raises(ValueError, match="9 workers need as many devices"):
-        workers.worker_mesh(9)
+        runners.worker_mesh(9)
     for field, value in (
         ("epochs", 0),
         ("learning_rates", (-1.0,)),

@@ -1,0 +1,214 @@
+"""What a plan will cost before it runs, and what communication did cost after runs were timed."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from local_opt.plan import SyncPlan
+
+
+class Forecast(NamedTuple):
+    """The predicted cost of a run; all bytes and seconds are of one worker."""
+
+    rounds: int  # R, syncs of the run
+    volume: float  # R / T
+    sent_bytes: float  # over the run
+    compute_seconds: float
+    communication_seconds: float
+    total_seconds: float
+
+
+class CommunicationTime(NamedTuple):
+    """The two parts of a run's time, in the unit of the measured times.
+
+    The half widths are those of 95 % intervals; nan where two runs leave nothing to estimate them.
+    """
+
+    compute: float  # C, of a run that never synchronises
+    communication: float  # M, of a run that synchronises after every step
+    residual: float  # root mean square of what the line does not explain
+    compute_half_width: float
+    communication_half_width: float
+
+
+def ring_bytes(num_params: int, *, num_workers: int, bytes_per_param: float = 4) -> float:
+    """Bytes that each worker sends in one ring all-reduce of the parameters.
+
+    2 (W - 1) / W D b: W - 1 messages of D / W parameters to add up, and as many to hand round.
+
+    Args:
+      num_params: D >= 1, parameters (and whatever else is averaged).
+      num_workers: W >= 1, members of the ring.
+      bytes_per_param: b > 0, bytes; 4 for float32, 2 for bfloat16.
+
+    Returns:
+      Bytes; 0 for one worker.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.ring_bytes(1000, num_workers=4)
+      6000.0
+
+    References:
+      Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
+      https://doi.org/10.1016/j.jpdc.2008.09.002
+    """
+    _check_count("num_params", num_params)
+    _check_count("num_workers", num_workers)
+    _check_positive("bytes_per_param", bytes_per_param)
+    return 2 * (num_workers - 1) / num_workers * num_params * float(bytes_per_param)
+
+
+def forecast(
+    plan: SyncPlan,
+    *,
+    num_params: int,
+    num_workers: int,
+    step_seconds: float,
+    gigabits_per_second: float,
+    bytes_per_param: float = 4,
+    latency_seconds: float = 0.0,
+) -> Forecast:
+    """Bytes and seconds of a run that synchronises by a plan, without running it.
+
+    total = T s + R (l + 8 B / (10^9 g)), where B = `ring_bytes`.
+
+    Assumed: workers compute, then communicate, and never both; all take equally long for a step;
+    a ring moves as fast as the link of one worker, whatever else uses the network. Data parallel
+    training can hide part of its communication behind the backward pass, so for H = 1 this is an
+    upper bound. On machines with several GPUs, a ring that visits one machine after another sends
+    the same bytes over each machine's link: W counts the GPUs and g is the machine's. If GPUs
+    first average within their machine, W counts machines. Rings over several network cards share
+    the bytes: g is the sum of the cards'.
+
+    Args:
+      plan: of the run.
+      num_params: D >= 1, parameters that are averaged.
+      num_workers: W >= 1; one worker sends nothing and waits for nobody.
+      step_seconds: s > 0, seconds to compute one step on one worker, without communication.
+      gigabits_per_second: g > 0, speed of a link in 10^9 bits per second.
+      bytes_per_param: b > 0, bytes.
+      latency_seconds: l >= 0, seconds that a sync takes beside the transfer.
+
+    Returns:
+      A `Forecast`.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Example:
+      >>> import local_opt
+      >>> cost = dict(num_params=10**9, num_workers=2, step_seconds=0.5, gigabits_per_second=32)
+      >>> local_opt.forecast(local_opt.constant(4, total_steps=100), **cost).total_seconds
+      75.0
+      >>> local_opt.forecast(local_opt.every_step(100), **cost).total_seconds
+      150.0
+
+    References:
+      Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
+      https://doi.org/10.1016/j.jpdc.2008.09.002
+    """
+    _check_positive("step_seconds", step_seconds)
+    _check_positive("gigabits_per_second", gigabits_per_second)
+    if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
+        raise ValueError(f"latency_seconds is {latency_seconds!r}: pass a finite number >= 0.")
+    sent = ring_bytes(num_params, num_workers=num_workers, bytes_per_param=bytes_per_param)
+    per_sync = latency_seconds + 8 * sent / (1e9 * gigabits_per_second) if sent else 0.0
+    compute = plan.total_steps * float(step_seconds)
+    return Forecast(
+        plan.rounds,
+        plan.volume,
+        plan.rounds * sent,
+        compute,
+        plan.rounds * per_sync,
+        compute + plan.rounds * per_sync,
+    )
+
+
+def communication_time(volumes: Sequence[float], times: Sequence[float]) -> CommunicationTime:
+    """Splits the measured times of runs into computation and communication.
+
+    time = C + M volume, by least squares; with two runs of volumes 1 and 1 / H this is
+    M = H / (H - 1) (T_para - T_H). The intervals are Student's t with n - 2 degrees of freedom.
+
+    The runs must differ in nothing but when they synchronise. M is not forced to be positive: a
+    negative one, or an interval that holds 0, says that these times show no cost of communication.
+
+    Args:
+      volumes: syncs per step of each run, in (0, 1] (`SyncPlan.volume`); at least two different.
+      times: of the same runs, > 0, in any one unit.
+
+    Returns:
+      A `CommunicationTime` in the unit of `times`.
+
+    Raises:
+      ValueError: for fewer than two runs, equal volumes, volumes outside (0, 1], or times that
+        are not positive and finite.
+
+    Example:
+      >>> import local_opt  # hours of a run that synchronises every step, and of one with H = 4
+      >>> found = local_opt.communication_time([1, 0.25], [10.0, 7.0])
+      >>> round(found.communication, 6), round(found.compute, 6)
+      (4.0, 6.0)
+
+    References:
+      Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
+      Learning, 2024, Appendix F, https://arxiv.org/abs/2310.14423
+    """
+    x, y = _checked_runs(volumes, times)
+    x_mean, y_mean = x.mean(), y.mean()
+    spread = np.sum((x - x_mean) ** 2)
+    slope = np.sum((x - x_mean) * (y - y_mean)) / spread
+    intercept = y_mean - slope * x_mean
+    squares = np.sum((y - intercept - slope * x) ** 2)
+    halves = (math.nan, math.nan)
+    if len(x) > 2:
+        from scipy.stats import t  # takes a second to import, and two runs need none of it
+
+        freedom = len(x) - 2
+        error = t.ppf(0.975, freedom) * math.sqrt(squares / freedom)
+        # Variances of intercept and slope of a line through points with equal noise.
+        halves = (error * math.sqrt(1 / len(x) + x_mean**2 / spread), error / math.sqrt(spread))
+    return CommunicationTime(
+        float(intercept),
+        float(slope),
+        float(math.sqrt(squares / len(x))),
+        float(halves[0]),
+        float(halves[1]),
+    )
+
+
+def _checked_runs(volumes, times):
+    x, y = np.asarray(volumes, np.float64), np.asarray(times, np.float64)
+    if x.ndim != 1 or x.shape != y.shape or len(x) < 2:
+        raise ValueError(
+            f"volumes have shape {x.shape} and times {y.shape}: pass two lists of equal length, "
+            "with at least two runs."
+        )
+    # Written so that nan fails too.
+    if not ((x > 0) & (x <= 1)).all():
+        raise ValueError(f"volumes are {x.tolist()}: each must lie in (0, 1], as syncs per step.")
+    if not (np.isfinite(y) & (y > 0)).all():
+        raise ValueError(f"times are {y.tolist()}: each must be positive and finite.")
+    if np.ptp(x) == 0:
+        raise ValueError(
+            f"all volumes are {x[0]:g}: computation and communication only come apart between "
+            "runs that synchronise differently often; time another plan."
+        )
+    return x, y
+
+
+def _check_count(name, value):
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(f"{name} is {value!r}: pass a whole number >= 1.")
+
+
+def _check_positive(name, value):
+    if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}: pass a positive, finite number.")

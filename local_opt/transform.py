@@ -1,0 +1,217 @@
+"""Rounds and a plan as one optax transformation that really communicates."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from local_opt.accumulate import accumulated_rounds
+from local_opt.plan import SyncPlan
+from local_opt.rounds import LOCAL, Rounds, local_rounds
+
+
+class PlannedState(NamedTuple):
+    """State of one worker; the counters are equal on all workers."""
+
+    step: jax.Array  # int32[], steps taken, skipped or not
+    round: jax.Array  # int32[], syncs so far
+    rounds: Any  # of the `Rounds`
+
+
+def local_steps(
+    inner: optax.GradientTransformation,
+    plan: SyncPlan,
+    *,
+    axis_name,
+    opt_state: str | Mapping[str, str] = LOCAL,
+    outer: optax.GradientTransformation | None = None,
+    wire_dtype=None,
+    flat: bool = True,
+    gradient_axis=None,
+    total_steps: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Steps of each worker's own, and the mean over workers where the plan ends a round.
+
+    x_w <- x_w + inner(g_w); after the last step of a round, x_w <- 1/W sum_v x_v.
+
+    Put it last in an `optax.chain`: what follows would change the mean. Its update is
+    x_bar - x_w, and x_w + (x_bar - x_w) may miss x_bar by the rounding of x_w, so workers agree to
+    that rounding and no better; it does not accumulate. Loops that want bitwise equal workers
+    and no conditional in the step use `local_rounds`, whose `sync` overwrites, in a second jitted
+    function, called where `plan.syncs_after(step)`.
+
+    With H = 1 and SGD (with or without momentum) this is data-parallel training: the mean of equal
+    linear steps is the step of the mean gradient. Adam is not linear in the gradient: each worker
+    divides by the second moment of its own gradients, which is larger than that of their mean, so
+    local AdamW with H = 1 takes other steps than AdamW on mean gradients.
+
+    Args:
+      inner: any optax optimizer, which sees this worker's gradient.
+      plan: when to synchronise; equal on all workers (see `check_same_plan`). Steps beyond its
+        end all synchronise.
+      axis_name: of the workers; bound by `jax.vmap` or `jax.shard_map`.
+      opt_state, outer, wire_dtype, flat, gradient_axis: what a step and a sync do; see
+        `local_rounds`.
+      total_steps: of the run, to be checked against the plan; None for no check.
+
+    Returns:
+      A GradientTransformationExtraArgs. Its `update` needs `params` and takes `sync`: None (the
+      plan decides, by a conditional that holds the only collective), or a static bool (the host
+      has decided; no conditional). Other extra arguments go to `inner`.
+
+    Raises:
+      ValueError: for a plan of another length than the run, an unknown policy; from `init` for
+        parameters that are not floating; from `update` without params.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> plan = local_opt.constant(2, total_steps=4)
+      >>> opt = local_opt.local_steps(optax.sgd(1.0), plan, axis_name="worker")
+      >>> x, target = jnp.zeros(2), jnp.array([1.0, 3.0])  # two workers
+      >>> state = jax.vmap(opt.init)(x)
+      >>> step = jax.vmap(lambda x, s, t: opt.update(0.5 * (x - t), s, x), axis_name="worker")
+      >>> for _ in range(2):
+      ...     update, state = step(x, state, target)
+      ...     x = x + update
+      >>> x.tolist(), state.round.tolist()
+      ([1.5, 1.5], [1, 1])
+
+    References:
+      Stich, Local SGD Converges Fast and Communicates Little, 2019,
+      https://arxiv.org/abs/1805.09767
+      Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
+      https://arxiv.org/abs/2310.14423
+    """
+    rounds = local_rounds(
+        inner,
+        axis_name=axis_name,
+        opt_state=opt_state,
+        outer=outer,
+        wire_dtype=wire_dtype,
+        flat=flat,
+        gradient_axis=gradient_axis,
+    )
+    overwrites = outer is not None
+    return _planned(rounds, plan, axis_name, total_steps, overwrites=overwrites)
+
+
+def accumulate(
+    inner: optax.GradientTransformation,
+    plan: SyncPlan,
+    *,
+    axis_name,
+    flat: bool = True,
+    total_steps: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Gradient accumulation with the communication of a plan: the baseline of local steps.
+
+    g_w <- mean of the gradients of a round's H steps, all at the round's first parameters; after
+    its last step, x <- x + inner(1/W sum_w g_w).
+
+    Args:
+      inner: any optax optimizer; takes one step per round.
+      plan: the rounds.
+      axis_name: of the workers.
+      flat: one collective for all leaves.
+      total_steps: of the run, to be checked against the plan; None for no check.
+
+    Returns:
+      A GradientTransformationExtraArgs with the extra argument `sync` as in `local_steps`.
+
+    Raises:
+      ValueError: for a plan of another length than the run; from `init` for parameters that are
+        not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> plan = local_opt.constant(2, total_steps=4)
+      >>> opt = local_opt.accumulate(optax.sgd(1.0), plan, axis_name="worker")
+      >>> x = jnp.zeros(2)
+      >>> step = jax.vmap(opt.update, axis_name="worker")
+      >>> update, state = step(jnp.array([1.0, 3.0]), jax.vmap(opt.init)(x), x)
+      >>> update.tolist()
+      [0.0, 0.0]
+      >>> step(jnp.array([1.0, 3.0]), state, x)[0].tolist()
+      [-2.0, -2.0]
+
+    References:
+      Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
+      https://arxiv.org/abs/1808.07217
+    """
+    rounds = accumulated_rounds(inner, axis_name=axis_name, flat=flat)
+    return _planned(rounds, plan, axis_name, total_steps, overwrites=True)
+
+
+def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
+    """Rounds that end where the plan says; `overwrites`: whether a sync moves even one worker."""
+    check_plan(plan, total_steps)
+    ends = jnp.asarray(plan.ends, jnp.int32)
+
+    def init(params):
+        return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
+
+    def update(grads, state, params=None, *, sync: bool | None = None, **extra):
+        if params is None:
+            raise ValueError("a sync averages parameters: call update(grads, state, params).")
+        updates, own = rounds.update(grads, state.rounds, params, **extra)
+        # A sync's update needs the digits of the parameters, whatever the gradients have.
+        updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+
+        def meet(updates, own):
+            mean, own = rounds.sync(optax.apply_updates(params, updates), own, **extra)
+            if lax.axis_size(axis_name) == 1 and not overwrites:
+                return updates, own  # what the inner optimizer said, without any rounding
+            back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
+            return back, own
+
+        # Steps beyond the plan synchronise: rather too often than never again.
+        now = ends[jnp.minimum(state.round, plan.rounds - 1)] <= state.step + 1
+        updates, own = _decide(now if sync is None else sync, meet, updates, own)
+        done = state.round + jnp.asarray(now if sync is None else sync, jnp.int32)
+        return updates, PlannedState(state.step + 1, done, own)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _decide(sync, meet, *operands):
+    """`meet` if there is a sync, else the operands; a conditional only if the host knows not."""
+    if isinstance(sync, bool):
+        return meet(*operands) if sync else operands
+    # Under shard_map a mean is known to be equal on all workers and a worker's own value is not;
+    # both branches of a conditional must say the same. Under vmap there is nothing to say.
+    met = jax.eval_shape(meet, *operands)
+
+    def branch(function, others):
+        def run(*args):
+            return jax.tree.map(_as_varying, function(*args), others)
+
+        return run
+
+    return lax.cond(sync, branch(meet, operands), branch(lambda *args: args, met), *operands)
+
+
+def _as_varying(value, other):
+    lacking = tuple(sorted(_vma(other) - _vma(value)))
+    return lax.pcast(value, lacking, to="varying") if lacking else value
+
+
+def _vma(x):
+    """Names of the mesh axes over which a value is typed as varying."""
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return kind.manual_axis_type.varying if kind.manual_axis_type else frozenset()
+
+
+def check_plan(plan, total_steps) -> None:
+    """Raises ValueError for what is no plan, or one of another length than the run."""
+    if not isinstance(plan, SyncPlan):
+        raise ValueError(
+            f"plan is a {type(plan).__name__}: make a SyncPlan, as local_opt.constant(4, "
+            "total_steps=T)."
+        )
+    if total_steps is not None:
+        plan.check_run(total_steps)
+    if plan.total_steps >= 2**31:
+        raise ValueError(f"the plan has {plan.total_steps} steps: at most 2**31 - 1 are counted.")

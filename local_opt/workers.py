@@ -1,0 +1,146 @@
+"""Workers that must agree: their start, their plan, their mean; and how far they drift."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from local_opt.plan import SyncPlan
+
+
+def check_same_start(tree, *, what: str = "parameters") -> None:
+    """Raises unless all workers hold the same numbers.
+
+    Workers that start from different points average to a point that none of them has trained.
+
+    Args:
+      tree: arrays with a leading worker axis [W, ...]; they may be spread over devices and
+        processes.
+      what: the name of the tree, for the message.
+
+    Raises:
+      ValueError: with the leaf and the workers that differ from worker 0; for a leaf without a
+        worker axis.
+
+    Example:
+      >>> import jax.numpy as jnp, local_opt
+      >>> local_opt.check_same_start({"w": jnp.ones((4, 3))})
+      >>> local_opt.check_same_start({"w": jnp.array([[0.0], [1.0]])})
+      Traceback (most recent call last):
+      ValueError: workers [1] start with other parameters than worker 0 in ['w']: ...
+    """
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not jnp.ndim(x):
+            raise ValueError(
+                f"{what} {jax.tree_util.keystr(path)} is a scalar: every leaf needs a leading "
+                "worker axis. Stack the workers' trees, or initialise them by jax.vmap."
+            )
+    for path, same in jax.tree_util.tree_flatten_with_path(_same_as_first(tree))[0]:
+        if not (same := np.asarray(same)).all():
+            raise ValueError(
+                f"workers {np.flatnonzero(~same).tolist()} start with other {what} than worker 0 "
+                f"in {jax.tree_util.keystr(path)}: initialise all workers from one key, or "
+                "broadcast the state of one."
+            )
+
+
+@jax.jit
+def _same_as_first(tree):
+    def same(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        rows = x.reshape(len(x), -1)
+        if jnp.issubdtype(rows.dtype, jnp.inexact):  # workers that are equally lost are equal
+            both = (rows == rows[:1]) | (jnp.isnan(rows) & jnp.isnan(rows[:1]))
+        else:
+            both = rows == rows[:1]
+        return jnp.all(both, axis=1)
+
+    return jax.tree.map(same, tree)
+
+
+def check_same_plan(plan: SyncPlan, *, gather: Callable | None = None) -> None:
+    """Raises unless all processes have made the same plan.
+
+    A worker that waits for a sync that another does not know of waits for ever.
+
+    Args:
+      plan: of this process.
+      gather: from uint8[32] of this process to uint8[processes, 32] of all; None is
+        `jax.experimental.multihost_utils.process_allgather`.
+
+    Raises:
+      ValueError: with the processes whose plan differs from the plan of process 0.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
+    """
+    if gather is None:
+        from jax.experimental.multihost_utils import process_allgather as gather
+    own = np.frombuffer(bytes.fromhex(plan.digest()), np.uint8)
+    digests = np.asarray(gather(own)).reshape(-1, own.size)
+    other = np.flatnonzero((digests != digests[0]).any(axis=1))
+    if len(other):
+        raise ValueError(
+            f"processes {other.tolist()} have another plan than process 0 (here: {plan.rule}, hash "
+            f"{plan.digest()[:12]}): give all of them the same flags, schedule and key, or save "
+            "the plan once and load it everywhere."
+        )
+
+
+def consolidate(tree):
+    """One model out of W: the mean over the workers, for evaluation and export.
+
+    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's.
+
+    Args:
+      tree: arrays with a leading worker axis [W, ...].
+
+    Returns:
+      The same tree without the worker axis. Training goes on with its argument, so a model can be
+      looked at in the middle of a round.
+
+    Example:
+      >>> import jax.numpy as jnp, local_opt
+      >>> local_opt.consolidate({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
+      {'count': Array(7, dtype=int32), 'w': Array([2.], dtype=float32)}
+    """
+
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[0]
+        return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+
+    return jax.tree.map(mean, tree)
+
+
+def reestimate(statistics: Callable, params, batches):
+    """The moments of normalisation layers, measured anew on averaged parameters.
+
+    s = 1/K sum_k statistics(x_bar, batch_k). The moments that each worker has seen belong to its
+    own parameters, not to their mean; so they are never synchronised in training, and measured
+    before every evaluation.
+
+    Args:
+      statistics: `(params, batch) -> tree of moments`.
+      params: averaged parameters.
+      batches: leaves [K, ...], K batches.
+
+    Returns:
+      The mean tree of moments. Under a named axis, follow it by `synchronize` to use the batches
+      of all workers.
+
+    Example:
+      >>> import jax.numpy as jnp, local_opt
+      >>> moments = lambda scale, x: {"mean": jnp.mean(scale * x), "var": jnp.var(scale * x)}
+      >>> batches = jnp.array([[0.0, 2.0], [4.0, 6.0]])
+      >>> {k: float(v) for k, v in local_opt.reestimate(moments, 2.0, batches).items()}
+      {'mean': 6.0, 'var': 4.0}
+
+    References:
+      Ioffe, Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
+    """
+    per_batch = jax.lax.map(lambda batch: statistics(params, batch), batches)
+    return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)

@@ -1,0 +1,168 @@
+"""Small problems for local steps: workers with their own least squares, and a little network."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, PartitionSpec
+
+import local_opt
+from tests import reference
+
+W = 4
+RATE, MOMENTUM = 0.05, 0.9
+PLAN = local_opt.SyncPlan([0, 1, 3, 6, 10], 13)  # rounds of 1, 2, 3, 4, 3 steps
+SGD = optax.sgd(RATE, momentum=MOMENTUM)
+
+
+def on_mesh(function, workers=W, check_vma=True):
+    """A per-worker function, one worker per device; everything has a leading worker axis."""
+    mesh = jax.make_mesh((workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers])
+
+    def per_device(*args):
+        return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
+
+    spec = PartitionSpec("worker")
+    return jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+
+
+RUNS = {
+    "vmap": functools.partial(jax.vmap, axis_name="worker"),
+    "shard_map": on_mesh,
+    "shard_map, no vma": functools.partial(on_mesh, check_vma=False),
+}
+vmap = RUNS["vmap"]
+
+
+def copies(tree, workers=W):
+    return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * workers), tree)
+
+
+def distance(tree, other):
+    """|tree - other| / |other|."""
+    a, b = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)])
+        for t in (tree, other)
+    )
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def assert_bitwise_equal(tree, other):
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_workers_bitwise_equal(tree):
+    for x in jax.tree.leaves(tree):
+        np.testing.assert_array_equal(x, np.stack([x[0]] * len(x)))
+
+
+# Least squares: worker w at step t has 1/2 |A_w x - b_wt|^2, x of 6 numbers in two leaves.
+
+RNG = np.random.default_rng(0)
+MATRICES = RNG.normal(size=(W, 5, 6)).astype(np.float32)
+TARGETS = RNG.normal(size=(14, W, 5)).astype(np.float32)
+START = {"w": jnp.asarray(RNG.normal(size=(2, 2)), jnp.float32), "b": jnp.zeros(2)}
+
+
+def flat(params):
+    """[..., 6] in the order of the reference: b, then w."""
+    w, b = np.asarray(params["w"]), np.asarray(params["b"])
+    return np.concatenate([b, w.reshape(*w.shape[:-2], 4)], axis=-1)
+
+
+def square_loss(params, matrix, target):
+    x = jnp.concatenate([params["b"], params["w"].reshape(-1)])
+    return 0.5 * jnp.sum((matrix @ x - target) ** 2)
+
+
+def square_gradient(w, t, x):
+    return MATRICES[w].T @ (MATRICES[w] @ x - TARGETS[t, w])
+
+
+square_gradient.workers = W
+
+
+def square_step(opt, **options):
+    def step(params, state, matrix, target):
+        grads = jax.grad(square_loss)(params, matrix, target)
+        updates, state = opt.update(grads, state, params, **options)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def run_squares(opt, run=vmap, steps=13):
+    """[steps, W, 6], parameters of all workers after every step; and the last state."""
+    step = jax.jit(run(square_step(opt)))
+    params, history = copies(START), []
+    state = jax.jit(run(opt.init))(params)
+    for t in range(steps):
+        params, state = step(params, state, MATRICES, TARGETS[t])
+        history.append(flat(params))
+    return np.stack(history), state
+
+
+def run_rounds(rounds, plan, run=vmap):
+    """As `run_squares`, driven by the host."""
+    step, sync = jax.jit(run(square_step(rounds))), jax.jit(run(rounds.sync))
+    params, history = copies(START), []
+    state = jax.jit(run(rounds.init))(params)
+    for start, length in plan.rounds_from(0):
+        for t in range(start, start + length):
+            params, state = step(params, state, MATRICES, TARGETS[t])
+            if t == start + length - 1:
+                params, state = sync(params, state)
+                assert_workers_bitwise_equal(params)
+            history.append(flat(params))
+    return np.stack(history), state
+
+
+def expected_squares(plan=PLAN, clip=math.inf):
+    return reference.local_sgd(
+        flat(START), square_gradient, plan.periods, RATE, MOMENTUM, clip=clip
+    )
+
+
+# A network of two layers with a softmax, for optimizers that no one writes in NumPy.
+
+IMAGES = jnp.asarray(RNG.normal(size=(12, W, 2, 3)), jnp.float32)
+LABELS = jnp.asarray(RNG.integers(0, 3, (12, W, 2)))
+NET = {
+    "w1": jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32),
+    "b1": jnp.zeros(4),
+    "w2": jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32),
+}
+
+
+def net_loss(params, x, y):
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"][None])
+    logits = hidden @ params["w2"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def net_step(opt, x, y, params, state, mean=False, **options):
+    grads = jax.grad(net_loss)(params, x, y)
+    if mean:
+        grads = jax.lax.pmean(grads, "worker")
+    updates, state = opt.update(grads, state, params, **options)
+    return optax.apply_updates(params, updates), state
+
+
+def run_net(opt, workers=W, steps=100, **options):
+    """Parameters after all steps, in one compiled loop."""
+
+    @jax.jit
+    @vmap
+    def run(params, images, labels):
+        def body(carry, t):
+            return net_step(opt, images[t % 12], labels[t % 12], *carry, **options), None
+
+        return jax.lax.scan(body, (params, opt.init(params)), jnp.arange(steps))[0][0]
+
+    data = (jnp.moveaxis(a[:, :workers], 0, 1) for a in (IMAGES, LABELS))
+    return run(copies(NET, workers), *data)

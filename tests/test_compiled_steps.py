@@ -1,0 +1,179 @@
+"""What the compiled steps hold: collectives, conditionals, copies, bytes."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import local_opt
+from tests.problems import PLAN, RATE, SGD, copies, on_mesh
+
+# What the compiled modules hold. Eight workers; the parameters are 24 numbers of two types.
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+TREE = {"w": jnp.ones((5, 3)), "b": jnp.zeros(9, jnp.bfloat16)}
+
+
+def instructions(text):
+    """(operation, computation, line) of the collectives and conditionals of a module."""
+    pattern = re.compile(rf" = .*?\b({'|'.join(COLLECTIVES)}|conditional)(-start)?\(")
+    found, computation = [], None
+    for line in text.splitlines():
+        if line and not line[0].isspace() and line.endswith("{"):
+            computation = line.removeprefix("ENTRY ").split(" ")[0]
+        elif match := pattern.search(line):
+            found.append((match[1], computation, line))
+    return found
+
+
+def operations(text):
+    return [name for name, _, _ in instructions(text)]
+
+
+def linear_step(opt, **options):
+    """Parameters and state first: to be donated. The gradient belongs to this worker."""
+
+    def step(params, state, scale):
+        grads = jax.tree.map(lambda p: (scale * jnp.cos(p)).astype(p.dtype), params)
+        updates, state = opt.update(grads, state, params, **options)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+SCALES = jnp.arange(8.0)
+
+
+def bytes_of(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def compiled(opt, **options):
+    """(compiled step, what it is called with), over eight devices, all but scales donated."""
+    params = copies(TREE, 8)
+    args = params, jax.eval_shape(on_mesh(opt.init, 8), params), SCALES
+    function = on_mesh(linear_step(opt, **options), 8)
+    return jax.jit(function, donate_argnums=(0, 1)).lower(*args).compile(), args
+
+
+def compiled_sync(rounds):
+    params = copies(TREE, 8)
+    state = jax.eval_shape(on_mesh(rounds.init, 8), params)
+    return jax.jit(on_mesh(rounds.sync, 8), donate_argnums=(0, 1)).lower(params, state).compile()
+
+
+def test_the_hot_step_talks_to_nobody_and_copies_nothing():
+    rounds = local_opt.local_rounds(
+        optax.adamw(0.1), axis_name="worker", outer=local_opt.nesterov(), opt_state={"mu": "mean"}
+    )
+    planned = local_opt.local_steps(optax.adamw(0.1), PLAN, axis_name="worker")
+    for opt, options in ((rounds, {}), (planned, {"sync": False})):
+        module, (params, state, _) = compiled(opt, **options)
+        assert operations(module.as_text()) == []
+        donated = bytes_of((params, state)) // 8  # on each device
+        assert module.memory_analysis().alias_size_in_bytes == donated
+        aliases = re.search(r"input_output_alias=\{(.*?) \}", module.as_text())[1]
+        assert aliases.count("alias)") == len(jax.tree.leaves((params, state)))
+
+
+@pytest.mark.parametrize("opt_state", ["local", "mean"])
+def test_a_flat_sync_is_one_all_reduce(opt_state):
+    rounds = local_opt.local_rounds(SGD, axis_name="worker", opt_state=opt_state)
+    assert operations(compiled_sync(rounds).as_text()) == ["all-reduce"]
+
+
+def test_the_only_collective_of_a_planned_step_is_in_a_branch():
+    plan = local_opt.constant(2, total_steps=8)
+    opt = local_opt.local_steps(SGD, plan, axis_name="worker", opt_state="mean")
+    module, (params, state, scales) = compiled(opt)
+    found = instructions(module.as_text())
+    assert sorted(name for name, _, _ in found) == ["all-reduce", "conditional"]
+    reduction = next(computation for name, computation, _ in found if name == "all-reduce")
+    conditional = next(line for name, _, line in found if name == "conditional")
+    branches = re.search(r"branch_computations=\{(.*?)\}|true_computation=(.*)", conditional)[0]
+    assert reduction.startswith("%") and re.search(rf"{reduction}\b", branches)
+    donated = bytes_of((params, state)) // 8
+    assert module.memory_analysis().alias_size_in_bytes == donated
+    step = jax.jit(on_mesh(linear_step(opt), 8))
+    params, state = jax.jit(on_mesh(lambda p: (p, opt.init(p)), 8))(copies(TREE, 8))
+    for _ in range(3):  # over a sync
+        params, state = step(params, state, scales)
+    assert step._cache_size() == 1
+    assert state.round.tolist() == [1] * 8 and state.step.tolist() == [3] * 8
+
+
+def shapes_of(line):
+    """Bytes and types of an instruction's results."""
+    result = line.split(" = ", 1)[1]
+    result = re.split(rf"\b(?:{'|'.join(COLLECTIVES)})", result)[0]
+    found = re.findall(r"\b([a-z]+)(\d+)\[([\d,]*)\]", result)
+    sizes = [math.prod(int(n) for n in dims.split(",") if n) for _, _, dims in found]
+    types = {kind + bits for kind, bits, _ in found}
+    return sum(s * int(b) // 8 for s, (_, b, _) in zip(sizes, found, strict=True)), types
+
+
+def test_a_narrow_wire_moves_half_the_bytes():
+    def moved(**options):
+        rounds = local_opt.local_rounds(SGD, axis_name="worker", **options)
+        total, kinds, names = 0, set(), []
+        for name, _, line in instructions(compiled_sync(rounds).as_text()):
+            size, types = shapes_of(line)
+            # A ring all-reduce moves its operand twice: slices to their owners, sums to all.
+            total += 2 * size if name == "all-reduce" else size
+            kinds |= types
+            names.append(name)
+        return total, kinds, names
+
+    wide, kinds, names = moved()
+    assert (wide, kinds, names) == (2 * 24 * 4, {"f32"}, ["all-reduce"])
+    narrow, kinds, names = moved(wire_dtype=jnp.bfloat16)
+    assert kinds == {"u16"} and names == ["all-to-all", "all-gather"]
+    assert narrow == wide / 2
+
+
+def groups_of(line):
+    """Replica groups of a collective, written out or as [shape]<=[iota]T(permutation)."""
+    if match := re.search(r"replica_groups=\{(\{.*?\})\}", line):
+        rows = re.findall(r"\{([\d,]+)\}", match[1])
+        return sorted(sorted(int(n) for n in row.split(",")) for row in rows)
+    shape, iota, order = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
+    ).groups()
+    ints = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    ids = np.arange(8).reshape(ints(iota))
+    ids = ids.transpose(ints(order)) if order else ids
+    return sorted(sorted(row) for row in ids.reshape(ints(shape)).tolist())
+
+
+def test_two_levels_reduce_inside_hosts_in_a_step_and_between_them_at_a_sync():
+    mesh = jax.make_mesh((2, 4), ("host", "device"), (AxisType.Auto,) * 2)
+    spec = PartitionSpec(("host", "device"))
+    rounds = local_opt.local_rounds(SGD, axis_name="host", gradient_axis="device")
+
+    def run(function):
+        def per_device(*args):
+            return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
+
+        return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec))
+
+    params = copies(TREE, 8)
+    state = run(rounds.init)(params)
+    step, sync = run(linear_step(rounds)), run(rounds.sync)
+    found = instructions(step.lower(params, state, SCALES).compile().as_text())
+    hosts, pairs = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert found and {name for name, _, _ in found} == {"all-reduce"}
+    assert all(groups_of(line) == hosts for _, _, line in found)
+    ((name, _, line),) = instructions(sync.lower(params, state).compile().as_text())
+    assert name == "all-reduce" and groups_of(line) == pairs
+    params, state = step(params, state, SCALES)
+    moved = 1 - np.asarray(params["w"])[:, 0, 0]
+    np.testing.assert_allclose(moved, RATE * np.cos(1.0) * np.repeat([1.5, 5.5], 4), rtol=1e-5)
+    params, _ = sync(params, state)
+    np.testing.assert_allclose(
+        1 - params["w"], RATE * np.cos(1.0) * 3.5 * np.ones((8, 5, 3)), rtol=1e-5
+    )

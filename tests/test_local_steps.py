@@ -1,0 +1,199 @@
+"""Local steps equal the papers line by line, data parallelism at H = 1, and one worker alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from tests.problems import (
+    IMAGES,
+    LABELS,
+    NET,
+    PLAN,
+    RATE,
+    RUNS,
+    SGD,
+    TARGETS,
+    W,
+    assert_bitwise_equal,
+    assert_workers_bitwise_equal,
+    copies,
+    distance,
+    expected_squares,
+    net_step,
+    run_net,
+    run_rounds,
+    run_squares,
+    vmap,
+)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_planned_steps_equal_the_reference(run):
+    opt = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        local_opt.local_steps(SGD, PLAN, axis_name="worker", total_steps=13),
+    )
+    history, state = run_squares(opt, RUNS[run])
+    expected = expected_squares(clip=1.0)
+    # Clipped: the reference without clipping is far away; and workers differ inside rounds.
+    assert distance(expected, expected_squares()) > 0.1
+    assert np.abs(expected[4] - expected[4, :1]).max() > 1e-2
+    # float32 against float64: 13 steps of a rounding (6e-8) of numbers of this size.
+    assert distance(history, expected) < 1e-6
+    for end in PLAN.ends:
+        met = history[end - 1]
+        # x + (mean - x) rounds as x does, so a small mean of large x is one ulp of the large ones.
+        assert np.abs(met - met[:1]).max() <= np.spacing(np.abs(met).max())
+    planned = state[1]
+    assert planned.step.tolist() == [13] * W and planned.round.tolist() == [5] * W
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+def test_host_driven_rounds_equal_the_reference(run):
+    rounds = local_opt.local_rounds(SGD, axis_name="worker")
+    history, state = run_rounds(rounds, PLAN, RUNS[run])
+    assert distance(history, expected_squares()) < 1e-6  # as above
+    assert state.since.tolist() == [0] * W
+
+
+def test_drift_is_the_distance_from_the_mean_before_the_last_sync():
+    rounds = local_opt.local_rounds(SGD, axis_name="worker")
+    _, state = run_rounds(rounds, PLAN)
+    without_the_last = local_opt.SyncPlan(PLAN.starts, 14)
+    before = expected_squares(without_the_last)[12]
+    mean = before.mean(axis=0)
+    drift = np.linalg.norm(before - mean, axis=1) / np.linalg.norm(mean)
+    np.testing.assert_allclose(state.drift, drift, rtol=1e-4)  # a difference of float32 numbers
+
+
+def test_steps_beyond_the_plan_all_synchronise():
+    plan = local_opt.SyncPlan([0, 4], 6)
+    history, state = run_squares(local_opt.local_steps(SGD, plan, axis_name="worker"), steps=9)
+    longer = local_opt.SyncPlan([0, 4, 6, 7, 8], 9)
+    assert distance(history, expected_squares(longer)) < 1e-6
+    assert state.round.tolist() == [5] * W
+
+
+def test_narrow_gradients_do_not_narrow_the_sync():
+    """bfloat16 gradients make bfloat16 updates; what a sync adds needs the parameter's digits."""
+    plan = local_opt.constant(2, total_steps=2)
+    opt = local_opt.local_steps(optax.sgd(0.1), plan, axis_name="worker")
+    step = jax.jit(vmap(lambda g, s, x: opt.update(g, s, x)))
+    x = jnp.ones((W, 3))
+    state = jax.jit(vmap(opt.init))(x)
+    for grads in jnp.asarray(TARGETS[:2, :, :3], jnp.bfloat16):
+        updates, state = step(grads, state, x)
+        x = optax.apply_updates(x, updates)
+    assert x.dtype == jnp.float32
+    assert np.ptp(x, axis=0).max() <= np.spacing(np.abs(x).max())
+    mean = 1 - 0.1 * jnp.asarray(TARGETS[:2, :, :3], jnp.bfloat16).astype(float).mean(1).sum(0)
+    np.testing.assert_allclose(x[0], mean, rtol=1e-2)  # of what the optimizer did in bfloat16
+
+
+def test_a_skipped_step_is_counted():
+    """A worker that skips a gradient which is not finite still meets the others in time."""
+    plan = local_opt.constant(3, total_steps=6)
+    inner = optax.apply_if_finite(optax.sgd(RATE), max_consecutive_errors=5)
+    opt = local_opt.local_steps(inner, plan, axis_name="worker")
+    step = jax.jit(vmap(lambda g, s, x: opt.update(g, s, x)))
+    x = jnp.zeros(W)
+    state = jax.jit(vmap(opt.init))(x)
+    grads = jnp.array([1.0, jnp.nan, 1.0, 1.0])
+    for _ in range(3):
+        updates, state = step(grads, state, x)
+        x = x + updates
+    assert state.step.tolist() == [3] * W and state.round.tolist() == [1] * W
+    np.testing.assert_allclose(x, -3 * RATE * 3 / 4, rtol=1e-6)
+    assert state.rounds.inner.total_notfinite.tolist() == [0, 3, 0, 0]
+
+
+def test_sgd_with_a_sync_after_every_step_is_data_parallel_training():
+    every = local_opt.every_step(100)
+    local = run_net(local_opt.local_steps(SGD, every, axis_name="worker"))
+    parallel = run_net(SGD, mean=True)
+    # 100 steps, rounded in another order; about 3e-7 measured.
+    assert distance(local, parallel) < 1e-6
+    assert distance(parallel, copies(NET)) > 0.1
+
+
+def test_local_adamw_is_not_parallel_adamw_and_accumulation_is():
+    every, adamw = local_opt.every_step(50), optax.adamw(0.01)
+    parallel = run_net(adamw, steps=50, mean=True)
+    local = run_net(local_opt.local_steps(adamw, every, axis_name="worker"), steps=50)
+    gathered = run_net(local_opt.accumulate(adamw, every, axis_name="worker"), steps=50)
+    assert distance(local, parallel) > 1e-4
+    # p + (x - p) rounds otherwise than p + u; Adam divides, so roundings grow to some 1e-6.
+    assert distance(gathered, parallel) < 1e-5
+
+
+INNER = {"sgd": SGD, "adamw": optax.adamw(0.01)}
+
+
+@functools.cache
+def run_alone(optimizer):
+    return run_net(INNER[optimizer], workers=1, steps=20)
+
+
+@pytest.mark.parametrize("optimizer", INNER)
+@pytest.mark.parametrize("period", [1, 3])
+def test_one_worker_is_the_inner_optimizer_bitwise(optimizer, period):
+    inner = INNER[optimizer]
+    opt = local_opt.local_steps(
+        inner, local_opt.constant(period, total_steps=20), axis_name="worker"
+    )
+    alone = run_alone(optimizer)
+    assert distance(alone, copies(NET, 1)) > 0.01
+    assert_bitwise_equal(run_net(opt, workers=1, steps=20), alone)
+
+
+def test_accumulating_on_one_worker_is_multi_steps():
+    plan = local_opt.constant(3, total_steps=12)
+    opt = local_opt.accumulate(SGD, plan, axis_name="worker", total_steps=12)
+    found = run_net(opt, workers=1, steps=12)
+    expected = run_net(optax.MultiSteps(SGD, 3), workers=1, steps=12)
+    assert distance(found, expected) < 1e-6  # four roundings of the parameters
+
+
+def test_accumulating_on_workers_is_training_on_all_their_batches():
+    """Twelve batches of two examples of four workers, three at a time: four large steps."""
+    adamw = optax.adamw(0.01)
+    rounds = local_opt.accumulated_rounds(adamw, axis_name="worker")
+    step = jax.jit(vmap(functools.partial(net_step, rounds)))
+    sync = jax.jit(vmap(rounds.sync))
+    params = copies(NET)
+    state = jax.jit(vmap(rounds.init))(params)
+    expected, adam = NET, jax.jit(adamw.init)(NET)
+    large = jax.jit(functools.partial(net_step, adamw))
+    for r in range(4):
+        for t in range(3 * r, 3 * r + 3):
+            moved, state = step(IMAGES[t], LABELS[t], params, state)
+            assert_bitwise_equal(moved, params)  # no movement inside a round
+        params, state = sync(params, state)
+        assert_workers_bitwise_equal((params, state))
+        batch = IMAGES[3 * r : 3 * r + 3].reshape(-1, 3), LABELS[3 * r : 3 * r + 3].reshape(-1)
+        expected, adam = large(*batch, expected, adam)
+        # Means of means, then Adam's division: a few float32 roundings.
+        assert distance(params, copies(expected)) < 1e-5
+
+
+def test_bad_input():
+    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
+    summed = local_opt.accumulate(SGD, PLAN, axis_name="worker")
+    for bad in (opt, summed):
+        with pytest.raises(ValueError, match=r"parameter \['n'\] is int32: only floating"):
+            bad.init({"n": jnp.arange(3), "w": jnp.ones(3)})
+        with pytest.raises(ValueError, match="averages parameters: call update.grads, state, par"):
+            bad.update(jnp.ones(3), bad.init(jnp.ones(3)))
+    for make in (local_opt.local_steps, local_opt.accumulate):
+        with pytest.raises(ValueError, match="has 13 steps and the run 14: make the plan with"):
+            make(SGD, PLAN, axis_name="worker", total_steps=14)
+        with pytest.raises(ValueError, match="plan is a int: make a SyncPlan"):
+            make(SGD, 4, axis_name="worker")
+    with pytest.raises(ValueError, match="at most 2.*31 - 1 are counted"):
+        long = local_opt.SyncPlan([0], 2**31)
+        local_opt.local_steps(SGD, long, axis_name="worker")

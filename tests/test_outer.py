@@ -1,0 +1,139 @@
+"""Outer optimizers equal their papers, whatever the length of the rounds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from tests import reference
+from tests.problems import (
+    PLAN,
+    RATE,
+    SGD,
+    W,
+    assert_bitwise_equal,
+    assert_workers_bitwise_equal,
+    distance,
+    run_rounds,
+    vmap,
+)
+
+# Outer optimizers. The gradients do not depend on the parameters, so changes are known.
+
+CHANGES = np.random.default_rng(2).normal(size=(13, W, 3)).astype(np.float32)
+
+
+def run_outer(outer, plan, run_in_graph=False):
+    """Parameters [R, 3] after every sync; the inner optimizer is plain SGD."""
+    x = jnp.zeros((W, 3))
+    if run_in_graph:
+        opt = local_opt.local_steps(optax.sgd(RATE), plan, axis_name="worker", outer=outer)
+        step, found = jax.jit(vmap(opt.update)), []
+        state = jax.jit(vmap(opt.init))(x)
+        for t in range(plan.total_steps):
+            updates, state = step(CHANGES[t], state, x)
+            x = x + updates
+            if plan.syncs_after(t):
+                found.append(np.asarray(x))
+        return np.stack(found), state.rounds.outer
+    rounds = local_opt.local_rounds(optax.sgd(RATE), axis_name="worker", outer=outer)
+    update, sync, found = jax.jit(vmap(rounds.update)), jax.jit(vmap(rounds.sync)), []
+    state = jax.jit(vmap(rounds.init))(x)
+    for start, length in plan.rounds_from(0):
+        for t in range(start, start + length):
+            updates, state = update(CHANGES[t], state, x)
+            x = x + updates
+        x, state = sync(x, state)
+        assert_workers_bitwise_equal((x, state.anchor, state.outer))
+        assert_bitwise_equal(state.anchor, x)
+        found.append(np.asarray(x))
+    return np.stack(found), state.outer
+
+
+def expected_outer(plan, rate, momentum, nesterov=False, h_base=None):
+    """Parameters [R, 3] after every sync, in float64."""
+    mean = RATE * np.asarray(CHANGES, np.float64).mean(axis=1)
+    changes = [mean[s : s + h].sum(axis=0) for s, h in plan.rounds_from(0)]
+    lengths = plan.periods / h_base if h_base else np.ones(plan.rounds)
+    moves = reference.outer_momentum(
+        [d / n for d, n in zip(changes, lengths, strict=True)], rate, momentum, nesterov
+    )
+    return np.cumsum([u * n for u, n in zip(moves, lengths, strict=True)], axis=0)
+
+
+OUTER = {
+    "nesterov": (local_opt.nesterov(), (0.7, 0.9, True)),
+    "slow_momentum": (local_opt.slow_momentum(learning_rate=0.8, momentum=0.6), (0.8, 0.6)),
+    "plain": (optax.sgd(1.0), (1.0, 0.0)),
+    "per_step": (
+        local_opt.per_step(local_opt.nesterov(), h_base=2),
+        (0.7, 0.9, True, 2),
+    ),
+    "per_step of a chain": (
+        local_opt.per_step(
+            optax.chain(optax.clip_by_global_norm(1e6), local_opt.slow_momentum(momentum=0.6)),
+            h_base=3,
+        ),
+        (1.0, 0.6, False, 3),
+    ),
+    "chain": (
+        optax.chain(optax.identity(), local_opt.per_step(local_opt.nesterov(), h_base=2)),
+        (0.7, 0.9, True, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name,in_graph", [(name, False) for name in OUTER] + [("nesterov", True), ("chain", True)]
+)
+def test_outer_optimizers_equal_their_papers(name, in_graph):
+    outer, settings = OUTER[name]
+    found, _ = run_outer(outer, PLAN, in_graph)
+    expected = expected_outer(PLAN, *settings)[:, None]
+    # float32 sums of 13 numbers, in another order.
+    assert distance(found, np.broadcast_to(expected, found.shape)) < 2e-6
+
+
+def test_an_outer_step_of_one_is_the_mean():
+    outer = local_opt.local_rounds(SGD, axis_name="worker", outer=optax.sgd(1.0))
+    plain = local_opt.local_rounds(SGD, axis_name="worker")
+    # a - (a - x) rounds once more than x.
+    assert distance(run_rounds(outer, PLAN)[0], run_rounds(plain, PLAN)[0]) < 1e-6
+
+
+def test_per_step_changes_nothing_for_rounds_of_one_length():
+    outer = local_opt.nesterov()
+    corrected = local_opt.per_step(outer, h_base=4), local_opt.per_step(outer, h_base=3)
+    states = [o.init(jnp.zeros(3)) for o in (outer, *corrected)]
+    for change in jnp.asarray(CHANGES[:4, 0]):
+        plain, states[0] = outer.update(change, states[0])
+        same, states[1] = corrected[0].update(change, states[1], period=4)
+        other, states[2] = corrected[1].update(change, states[2], period=4)
+        assert_bitwise_equal(same, plain)
+        np.testing.assert_allclose(other, plain, rtol=1e-6)  # it is linear: only roundings
+
+
+def test_per_step_velocity_does_not_depend_on_the_rounds():
+    outer = local_opt.per_step(local_opt.slow_momentum(momentum=0.5), h_base=4)
+
+    def velocities(periods):
+        state, found = outer.init(jnp.zeros(())), []
+        for period in periods:  # a change of 1 per step
+            _, state = outer.update(jnp.float32(period), state, period=jnp.int32(period))
+            found.append(float(state[0].trace))
+        return found
+
+    assert velocities([4, 4, 4]) == velocities([2, 8, 16]) == [4.0, 6.0, 7.0]
+
+
+def test_bad_outer_optimizers():
+    for make in (local_opt.nesterov, local_opt.slow_momentum):
+        with pytest.raises(ValueError, match="learning_rate is 0: it must be positive"):
+            make(learning_rate=0)
+        with pytest.raises(ValueError, match=r"momentum is 1.0: it must lie in \[0, 1\)"):
+            make(momentum=1.0)
+    for h_base in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"h_base is {h_base}: it must be a whole number >= 1"):
+            local_opt.per_step(optax.sgd(1.0), h_base=h_base)

@@ -1,0 +1,212 @@
+"""A sync is careful with every leaf: policies, dtypes, the wire."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from tests.problems import (
+    PLAN,
+    RATE,
+    RUNS,
+    SGD,
+    W,
+    assert_bitwise_equal,
+    assert_workers_bitwise_equal,
+    copies,
+    distance,
+    expected_squares,
+    on_mesh,
+    run_rounds,
+    run_squares,
+    vmap,
+)
+
+# What becomes of every leaf.
+
+
+def adam_round(opt_state):
+    """(state before the sync, state after it) of adam after two steps with unequal gradients."""
+    rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", opt_state=opt_state)
+
+    @jax.jit
+    @vmap
+    def run(params, grads):
+        state = rounds.init(params)
+        for _ in range(2):
+            _, state = rounds.update(grads, state, params)
+        return state.inner[0], rounds.sync(params, state)[1].inner[0]
+
+    return run(copies({"w": jnp.ones(3)}), {"w": jnp.arange(3.0 * W).reshape(W, 3)})
+
+
+@pytest.mark.parametrize(
+    "opt_state,mu,nu,count",
+    [
+        ("local", "local", "local", 2),
+        ("mean", "mean", "mean", 2),
+        ("reset", "reset", "reset", 2),
+        ({"mu": "mean", "nu": "reset"}, "mean", "reset", 2),
+        ({"0.nu": "mean"}, "local", "mean", 2),
+        ({"nu.w": "reset"}, "local", "reset", 2),
+        ({"count": "reset"}, "local", "local", 0),
+    ],
+    ids=str,
+)
+def test_optimizer_state_follows_the_policy(opt_state, mu, nu, count):
+    before, after = adam_round(opt_state)
+    made = {
+        "local": lambda x: x,
+        "mean": lambda x: np.stack([np.asarray(x).mean(axis=0)] * W),
+        "reset": np.zeros_like,
+    }
+    np.testing.assert_allclose(after.mu["w"], made[mu](before.mu["w"]), rtol=1e-6)
+    np.testing.assert_allclose(after.nu["w"], made[nu](before.nu["w"]), rtol=1e-6)
+    assert np.ptp(before.mu["w"], axis=0).min() > 0  # or the policies would be the same
+    assert after.count.tolist() == [count] * W and after.count.dtype == before.count.dtype
+
+
+@pytest.mark.parametrize("run", ["shard_map", "shard_map, no vma"])
+def test_policies_in_a_planned_step_on_a_mesh(run):
+    """Both branches of the conditional give every field one type, whatever the policy."""
+    opt = local_opt.local_steps(
+        optax.adam(RATE), PLAN, axis_name="worker", opt_state={"mu": "mean", "nu": "reset"}
+    )
+    expected, _ = run_squares(opt, steps=4)
+    found, _ = run_squares(opt, RUNS[run], steps=4)
+    # The same float32 sums in another order; Adam divides by the small ones.
+    assert distance(found, expected) < 1e-5
+
+
+def test_a_step_may_start_from_a_state_made_inside_the_mesh():
+    """There counters and zeros are known to be equal on all workers, and steps must keep types."""
+    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
+    step = jax.jit(on_mesh(lambda x, g: opt.update(g, opt.init(x), x)[0]))
+    x, grads = jnp.ones((W, 3)), jnp.arange(3.0 * W).reshape(W, 3)
+    expected = jax.jit(vmap(lambda x, g: opt.update(g, opt.init(x), x)[0]))(x, grads)
+    np.testing.assert_allclose(step(x, grads), expected, rtol=1e-6)
+
+
+def test_a_name_of_a_trace():
+    policy = {"0.trace": "reset"}
+    _, state = run_rounds(local_opt.local_rounds(SGD, axis_name="worker", opt_state=policy), PLAN)
+    assert all(not x.any() for x in jax.tree.leaves(state.inner[0].trace))
+
+
+def test_bad_policies():
+    params = {"w": jnp.ones(3)}
+
+    def init(opt_state):
+        return local_opt.local_rounds(
+            optax.adam(0.1), axis_name="worker", opt_state=opt_state
+        ).init(params)
+
+    with pytest.raises(ValueError, match="opt_state is 'average': it must be 'local', 'mean' or"):
+        init("average")
+    with pytest.raises(ValueError, match="opt_state is 'sum' for 'mu': it must be"):
+        init({"mu": "sum"})
+    with pytest.raises(ValueError, match=r"names \['trace'\].*one of \['count', 'mu', 'nu'\]"):
+        init({"trace": "mean", "mu": "mean"})
+    with pytest.raises(ValueError, match="averages '0.count', which is int32: only floating"):
+        init({"count": "mean"})
+
+
+def test_leaves_without_a_mean_stay_the_workers_own():
+    tree = {
+        "float": jnp.arange(4.0),
+        "int": jnp.arange(4),
+        "bool": jnp.array([True, False, False, True]),
+        "key": jax.random.split(jax.random.key(0), 4),
+        "raw": jnp.arange(8, dtype=jnp.uint32).reshape(4, 2),
+    }
+    found = vmap(functools.partial(local_opt.synchronize, axis_name="worker"))(tree)
+    assert found["float"].tolist() == [1.5] * 4
+    for name in ("int", "bool", "raw"):
+        assert found[name].dtype == tree[name].dtype
+        np.testing.assert_array_equal(found[name], tree[name])
+    same = jax.random.key_data(found["key"]) == jax.random.key_data(tree["key"])
+    assert found["key"].dtype == tree["key"].dtype and same.all()
+
+
+@pytest.mark.parametrize("run,flat", [("vmap", True), ("vmap", False), ("shard_map", True)])
+def test_narrow_leaves_are_added_in_float32(run, flat):
+    """256 + 1 is 256 in bfloat16, and 2048 + 1 is 2048 in float16: ones would be lost."""
+    tree = {
+        "b16": jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)[:, None],
+        "f16": jnp.array([2048.0, 1.0, 1.0, 2.0], jnp.float16)[:, None],
+        "f32": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None],
+    }
+    sync = RUNS[run](functools.partial(local_opt.synchronize, axis_name="worker", flat=flat))
+    found = jax.jit(sync)(tree)
+    for name, x in tree.items():
+        mean = jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
+        assert_bitwise_equal(found[name], jnp.stack([mean] * 4))
+    # 64.75 and 513.25 to the nearest; the ones lost, they would be 64 and 512.
+    assert float(found["b16"][0, 0]) == 65 and float(found["f16"][0, 0]) == 513
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        x = {"a": jnp.array([1.0, 1.0 + 2**-48]), "b": jnp.array([1.0, 3.0], jnp.float32)}
+        found = jax.jit(vmap(functools.partial(local_opt.synchronize, axis_name="worker")))(x)
+        assert found["a"].dtype == jnp.float64 and found["b"].dtype == jnp.float32
+        assert found["a"].tolist() == [1 + 2**-49] * 2 and found["b"].tolist() == [2.0] * 2
+        rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=local_opt.nesterov())
+        params = jnp.ones((2, 3), jnp.float64)
+        params, state = jax.jit(vmap(lambda x: rounds.sync(x, rounds.init(x))))(params)
+        assert params.dtype == state.anchor.dtype == jnp.float64
+
+
+@pytest.mark.parametrize("run,wire_dtype", [("vmap", jnp.float16), ("shard_map", jnp.bfloat16)])
+def test_a_narrow_wire_rounds_the_change_and_not_the_parameter(run, wire_dtype):
+    rng = np.random.default_rng(1)
+    anchor = {"a": rng.normal(size=7), "b": rng.normal(size=(3, 2))}  # 13 does not divide by W
+    changes = jax.tree.map(lambda a: 0.01 * rng.normal(size=(W, *a.shape)), anchor)
+    anchor = copies(jax.tree.map(np.float32, anchor))
+    tree = jax.tree.map(lambda a, c: a + np.float32(c), anchor, changes)
+
+    def sync(tree, anchor):
+        return local_opt.synchronize(tree, axis_name="worker", anchor=anchor, wire_dtype=wire_dtype)
+
+    found = jax.jit(RUNS[run](sync))(tree, anchor)
+    assert_workers_bitwise_equal(found)
+    half_ulp = float(jnp.finfo(wire_dtype).eps) / 2
+    for name in tree:
+        exact = np.asarray(tree[name], np.float64).mean(axis=0)
+        largest = np.abs(np.asarray(tree[name]) - np.asarray(anchor[name])).max(axis=0)
+        # Each change is rounded, and their mean once more; then the parameter, in float32.
+        bound = 2.1 * half_ulp * largest + 2 * np.spacing(np.float32(np.abs(exact)))
+        assert (np.abs(found[name][0] - exact) <= bound).all()
+        assert np.abs(found[name][0] - exact).max() > 1e-7  # it was rounded
+
+
+def test_what_came_over_a_narrow_wire_is_added_in_float32():
+    x = jnp.array([256.0, 1.0, 1.0, 1.0])  # as above
+    sync = functools.partial(
+        local_opt.synchronize, axis_name="worker", anchor=jnp.zeros(()), wire_dtype=jnp.bfloat16
+    )
+    assert jax.jit(vmap(sync))(x).tolist() == [65.0] * 4
+
+
+def test_a_narrow_wire_needs_an_anchor_and_sixteen_bits():
+    sync = functools.partial(local_opt.synchronize, jnp.ones(3), axis_name="worker")
+    with pytest.raises(ValueError, match="wire_dtype is bfloat16 without an anchor"):
+        sync(wire_dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="wire_dtype is int8: it must be bfloat16, float16"):
+        sync(wire_dtype=jnp.int8, anchor=jnp.ones(3))
+    with pytest.raises(ValueError, match="wire_dtype is float32: it must be bfloat16"):
+        local_opt.local_rounds(SGD, axis_name="worker", wire_dtype=jnp.float32)
+    with pytest.raises(ValueError, match="anchor has 2 leaves and the tree 1"):
+        sync(anchor=(jnp.ones(3), jnp.ones(3)))
+
+
+def test_rounds_on_a_narrow_wire_stay_close():
+    rounds = local_opt.local_rounds(SGD, axis_name="worker", wire_dtype=jnp.bfloat16)
+    history, _ = run_rounds(rounds, PLAN)  # asserts bitwise equal workers after every sync
+    error = distance(history, expected_squares())
+    # Roundings to 2^-9 of the changes of five rounds, each smaller than the parameters.
+    assert 1e-6 < error < 5 * 2**-8

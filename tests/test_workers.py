@@ -1,0 +1,226 @@
+"""Workers that must agree, one model out of many, and three ways to run them."""
+
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+import models
+from local_opt import runners
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def started(workers=4):
+    return {
+        "w": jnp.stack([jnp.arange(6.0).reshape(2, 3)] * workers),
+        "inner": {
+            "count": jnp.zeros(workers, jnp.int32),
+            "b": jnp.ones((workers, 2), jnp.bfloat16),
+        },
+        "key": jnp.stack([jax.random.key(3)] * workers),
+        "nothing": jnp.ones((workers, 0)),
+    }
+
+
+def test_workers_that_start_equal_pass():
+    local_opt.check_same_start(started())
+    tree = started()
+    tree["w"] = tree["w"].at[:, 0, 1].set(jnp.nan).at[:, 1, 1].set(-jnp.inf)  # equal on all
+    local_opt.check_same_start(tree)
+    local_opt.check_same_start(started(1))
+    local_opt.check_same_start({})
+    local_opt.check_same_start(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "path,change,workers",
+    [
+        (("w",), lambda x: x.at[2, 1, 0].add(1e-6), [2]),
+        (("w",), lambda x: x.at[1, 0, 0].set(jnp.nan), [1]),
+        (("w",), lambda x: x.at[0, 0, 0].set(jnp.nan), [1, 2, 3]),
+        (("inner", "count"), lambda x: x.at[3].set(1), [3]),
+        (("inner", "b"), lambda x: x.at[1:3, 1].set(1.0078125), [1, 2]),
+        (("key",), lambda x: x.at[1].set(jax.random.key(4)), [1]),
+    ],
+    ids=["ulps", "nan", "nan of worker 0", "int", "bfloat16", "key"],
+)
+def test_workers_that_start_apart_are_named(path, change, workers):
+    tree = started()
+    inner = tree
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = change(inner[path[-1]])
+    leaf = "".join(f"['{name}']" for name in path)
+    with pytest.raises(ValueError) as error:
+        local_opt.check_same_start(tree, what="weights")
+    assert f"workers {workers} start with other weights than worker 0 in {leaf}:" in str(
+        error.value
+    )
+
+
+def test_processes_with_another_plan_are_named():
+    plan, other = local_opt.constant(4, total_steps=100), local_opt.constant(5, total_steps=100)
+    digests = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other)]
+
+    def gathered(*which):
+        def gather(own):
+            np.testing.assert_array_equal(own, digests[0])
+            return np.stack([digests[i] for i in which])
+
+        return gather
+
+    local_opt.check_same_plan(plan)  # the one process of this test
+    local_opt.check_same_plan(plan, gather=gathered(0, 0, 0))
+    same = local_opt.from_function(lambda t: 4, total_steps=100)  # made in another way
+    local_opt.check_same_plan(same, gather=gathered(0, 0))
+    with pytest.raises(ValueError, match=r"processes \[1, 3\] have another plan than process 0"):
+        local_opt.check_same_plan(plan, gather=gathered(0, 1, 0, 1))
+    with pytest.raises(
+        ValueError, match=rf"processes \[1\] .*here: constant, H = 4, hash {plan.digest()[:12]}"
+    ):
+        local_opt.check_same_plan(plan, gather=gathered(1, 0))
+
+
+PROCESS = """
+import sys, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+port, rank = sys.argv[1:]
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))
+import local_opt
+local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
+print("equal plans pass")
+try:
+    local_opt.check_same_plan(local_opt.constant(4 + int(rank), total_steps=100))
+except ValueError as error:
+    print(error)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_notice_that_their_plans_differ():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(port), str(rank)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        # The longest that a hanging pair may keep a test run waiting.
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (out, err) in enumerate(outputs):
+        assert "equal plans pass" in out, err
+        assert "processes [1] have another plan than process 0" in out, err
+        assert f"(here: constant, H = {4 + rank}," in out
+
+
+def test_consolidating_averages_in_float32_and_keeps_what_has_no_mean():
+    tree = {
+        "w": jnp.array([[1.0, 2.0], [3.0, 5.0]]),
+        "b": jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16),  # their sum there: 256
+        "count": jnp.array([7, 10]),
+        "mask": jnp.array([[False], [True]]),
+        "key": jax.random.split(jax.random.key(0), 2),
+    }
+    found = local_opt.consolidate(tree)
+    assert found["w"].tolist() == [2.0, 3.5] and found["w"].dtype == jnp.float32
+    assert float(found["b"]) == 65 and found["b"].dtype == jnp.bfloat16
+    assert found["count"] == 7 and found["count"].dtype == jnp.int32
+    assert found["mask"].tolist() == [False] and found["mask"].dtype == bool
+    assert found["key"].dtype == tree["key"].dtype and found["key"].shape == ()
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(tree["key"])[0]).all()
+    assert local_opt.consolidate(np.ones((2, 3), np.float32)).shape == (3,)
+
+
+def test_moments_are_measured_on_the_given_parameters():
+    model = models.small_resnet(image_shape=(8, 8, 3), num_classes=2, widths=(4, 4, 4))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(  # any parameters do
+        lambda p: jnp.asarray(rng.normal(scale=0.3, size=p.shape), p.dtype),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+    images = np.float32(rng.normal(size=(3, 4, 8, 8, 3)))
+    images *= np.arange(1.0, 4.0, dtype=np.float32).reshape(3, 1, 1, 1, 1)
+    reestimate = jax.jit(lambda p, x: local_opt.reestimate(model.statistics, p, x))
+    statistics = jax.jit(model.statistics)
+    single = [statistics(params, x) for x in images]
+
+    def assert_close(found, expected):
+        # The same products in another loop: float32 roundings of numbers of order one.
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+        jax.tree.map(close, found, expected)
+
+    assert len(jax.tree.leaves(single[0])) == 2 * 7  # of seven layers
+    assert_close(reestimate(params, np.stack([images[1]] * 3)), single[1])
+    mean = jax.tree.map(lambda *s: np.mean(s, axis=0), *single)
+    found = reestimate(params, images)
+    assert_close(found, mean)
+    far = jax.tree.map(lambda a, b: np.abs(a - b).max(), found, single[0])
+    assert max(jax.tree.leaves(far)) > 0.1  # so the batches do differ
+    # Other parameters have other moments: those of training are of no use after averaging.
+    other = reestimate(jax.tree.map(lambda p: 2 * p, params), images)
+    far = jax.tree.map(lambda a, b: np.abs(a - b).max(), other, found)
+    assert max(jax.tree.leaves(far)) > 0.1
+
+
+def rounds_of(run, sync):
+    """Parameters [4, 3] after two rounds of local steps, each worker with its own targets."""
+    rounds = local_opt.local_rounds(optax.sgd(0.1, momentum=0.9), axis_name=runners.AXIS)
+    targets = jax.random.normal(jax.random.key(0), (4, 6, 3))
+
+    def init(params):
+        return params, rounds.init(params)
+
+    def train(params, state, targets, scale):
+        def step(carry, target):
+            params, state = carry
+            updates, state = rounds.update(scale * (params - target), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), targets)[0]
+
+    init = jax.jit(run(init, owned_in=(True,), owned_out=(True, True)))
+    train = jax.jit(run(train, owned_in=(True, True, True, False), owned_out=(True, True)))
+    sync = jax.jit(sync(rounds.sync, owned_in=(True, True), owned_out=(True, True)))
+    params, state = init(jnp.zeros((4, 3)))
+    for start in (0, 3):
+        params, state = train(params, state, targets[:, start : start + 3], jnp.float32(0.5))
+        before = params
+        params, state = sync(params, state)
+    assert np.ptp(before, axis=0).min() > 1e-3  # the workers had gone apart
+    np.testing.assert_array_equal(params, np.stack([params[0]] * 4))
+    np.testing.assert_allclose(params[0], np.mean(before, axis=0), rtol=1e-6, atol=1e-7)
+    return np.asarray(params)
+
+
+def test_the_runners_agree():
+    mesh = runners.over_mesh(runners.worker_mesh(4))
+    simulated = rounds_of(runners.simulate, runners.simulate)
+    # Steps in turn, the sync at once: means of float32 in another order.
+    in_turn = rounds_of(runners.in_turn, runners.simulate)
+    np.testing.assert_allclose(in_turn, simulated, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(rounds_of(mesh, mesh), simulated, rtol=1e-6, atol=1e-7)
+
+
+def test_in_turn_shares_no_result():
+    with pytest.raises(ValueError, match=r"owned_out is \(True, False\): workers in turn share no"):
+        runners.in_turn(lambda x: (x, x), owned_in=(True,), owned_out=(True, False))
