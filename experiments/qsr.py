@@ -1,0 +1,306 @@
+r"""When should workers talk? Synchronisation rules x seeds on one task.
+
+    python -m experiments.qsr                                   # digits, embedded, two minutes
+    python -m experiments.qsr --recipe=mnist --data_dir=DIR
+    python -m experiments.qsr --recipe=cifar10_resnet --data_dir=DIR
+    python -m experiments.qsr --recipe=cifar10_vit --data_dir=DIR
+
+Every rule first trains once at each peak learning rate; half of the test set chooses the best one,
+and the remaining seeds run there. The other half of the test set is reported. All rules see the
+same examples in the same steps under one seed. Writes metrics.jsonl, table.md and comparison.png
+into --output_dir; the same command goes on where it was stopped.
+
+The rules, for T steps: parallel (mean gradient every step), gradient accumulation and constant H
+(one sync every H_base steps), post-local (every step for T/2, then every H_base), SWAP (every
+H_base for 0.8 T, then one round), QSR, and H ~ 1/eta and 1/eta^3 with the coefficient at which they
+communicate as much as QSR.
+
+Deviations from Gu et al. 2024: small models on small sets, minutes instead of 90 to 300 epochs, no
+augmentation, growth = alpha / peak rate fixed per recipe instead of tuned, and workers that take
+turns on one device, so that seconds show the computation and no network.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from absl import app, flags
+from tqdm import tqdm
+
+import models
+from experiments import local_training, records, sync_report
+from experiments.local_training import Setup
+from experiments.sync_rules import RULES, Setting
+from experiments.tasks import Task, cifar10, digits, mnist
+from local_opt import runners
+
+FLAGS = flags.FLAGS
+FLOOR = 1e-3  # of the cosine, as a factor of the peak
+
+
+class Recipe(NamedTuple):
+    """A task and the setting in which rules are compared; flags override it field by field."""
+
+    load: Callable[[str | None], Task]
+    optimizer: str
+    weight_decay: float
+    total_steps: int
+    warmup_steps: int
+    h_base: int
+    growth: float  # alpha / peak rate
+    peak_rates: tuple[float, ...]
+    workers: int = 4
+    batch_size: int = 32
+
+
+def _digits(data_dir):
+    task = digits.load(data_dir, num_train=800)  # few, so that generalisation can differ
+    return task._replace(model=models.mlp(num_features=64, hidden=(64,), num_classes=10))
+
+
+def _mnist(data_dir):
+    task = mnist.load(data_dir)
+    return task._replace(model=models.mlp(num_features=784, hidden=(128,), num_classes=10))
+
+
+def _cifar10(model):
+    def load(data_dir):
+        task = cifar10.load(data_dir, "resnet", size=16, num_train=20_000, num_test=8_000)
+        return task._replace(model=model)
+
+    return load
+
+
+RECIPES = {
+    "digits": Recipe(
+        _digits, "momentum", 1e-4, 2000, 100, 4, 2.0, (0.05, 0.1, 0.2, 0.4, 0.8), batch_size=16
+    ),
+    "mnist": Recipe(_mnist, "momentum", 1e-4, 4000, 200, 4, 2.0, (0.025, 0.05, 0.1, 0.2, 0.4)),
+    "cifar10_resnet": Recipe(
+        _cifar10(models.small_resnet(image_shape=(16, 16, 3), widths=(8, 16, 32))),
+        "momentum", 5e-4, 2500, 125, 4, 2.0, (0.1, 0.2, 0.4),
+    ),
+    "cifar10_vit": Recipe(
+        _cifar10(models.vit(image_shape=(16, 16, 3), width=48, depth=3)),
+        "adamw", 0.05, 2500, 250, 4, 2.0, (1e-3, 2e-3, 4e-3),
+    ),
+}  # fmt: skip
+
+
+def shape_of(recipe: Recipe) -> optax.Schedule:
+    """Linear warmup and cosine decay, as a factor of the peak rate."""
+    return optax.warmup_cosine_decay_schedule(
+        0.0, 1.0, recipe.warmup_steps, recipe.total_steps, FLOOR
+    )
+
+
+def setting_of(recipe: Recipe, h_max: int | None = None) -> Setting:
+    """Rates and alpha in units of the peak rate: plans do not depend on it."""
+    return Setting.of(
+        shape_of(recipe),
+        total_steps=recipe.total_steps,
+        warmup_steps=recipe.warmup_steps,
+        h_base=recipe.h_base,
+        alpha=recipe.growth,
+        h_max=h_max,
+    )
+
+
+class Run(NamedTuple):
+    rule: str
+    peak_rate: float
+    seed: int
+
+
+def runs(rules: Sequence[str], rates: Sequence[float], seeds: int) -> int:
+    """How many runs a comparison takes."""
+    return len(rules) * (len(rates) + seeds - 1)
+
+
+def compare_rules(
+    task: Task,
+    setup: Setup,
+    setting: Setting,
+    *,
+    rules: Sequence[str],
+    peak_rates: Sequence[float],
+    seeds: int,
+    mesh: jax.sharding.Mesh | None = None,
+    done: Sequence[dict] = (),
+    on_record: Callable[[dict], None] = lambda record: None,
+) -> list[dict]:
+    """Trains every rule at every peak rate with seed 0, then the other seeds at its best rate.
+
+    A run whose loss is not finite ends with a record that says so, and its rate is out.
+
+    Args:
+      task, setup, setting: what to train, and how.
+      rules: names of `RULES`.
+      peak_rates: > 0; seeds: 0 .. seeds - 1.
+      mesh: one device per worker, or None.
+      done: records of an earlier call; whole runs among them are not repeated.
+      on_record: called with every new record.
+
+    Returns:
+      All records of whole runs.
+    """
+    plans = {name: RULES[name].plan(setting) for name in rules}
+    all_records = whole_runs(done, setup.total_steps)
+    programs = {}
+    total = runs(rules, peak_rates, seeds) * setup.total_steps
+    examples = setup.workers * setup.batch_size
+    with tqdm(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
+
+        def ensure(run: Run):
+            bar.set_description(f"{RULES[run.rule].label}, lr {run.peak_rate:g}, seed {run.seed}")
+            if any(key_of(r) == run for r in all_records):
+                bar.update(setup.total_steps)
+                return
+            kind = RULES[run.rule].rounds
+            if kind not in programs:
+                programs[kind] = local_training.build(task, RULES[run.rule], setup, mesh)
+            shown = 0
+            for record in _train(task, setup, programs[kind], plans[run.rule], setting.rates, run):
+                all_records.append(record)
+                on_record(record)
+                bar.update(record["step"] - shown)
+                shown = record["step"]
+                speed = shown * examples / max(record["seconds"], 1e-9)
+                bar.set_postfix(
+                    loss=f"{record['batch_loss']:.4f}",
+                    examples_per_s=f"{speed:,.0f}",
+                    refresh=False,
+                )
+
+        for rule in rules:
+            for rate in peak_rates:
+                ensure(Run(rule, rate, 0))
+            best = sync_report.best_rate(all_records, rule)
+            for seed in range(1, seeds):
+                if best is not None:
+                    ensure(Run(rule, best, seed))
+    return all_records
+
+
+def _train(task, setup, program, plan, rates, run: Run) -> Iterator[dict]:
+    """The records of one run; the last one says if it diverged."""
+    shared = run._asdict()
+    last = {"step": 0, "seconds": 0.0, "rounds": 0, "volume": 0.0, "batch_loss": float("inf")}
+    try:
+        for record in local_training.train(
+            task, setup, program, plan, rates=run.peak_rate * rates, seed=run.seed
+        ):
+            last = shared | record | {"diverged": None}
+            yield last
+    except FloatingPointError as error:
+        yield shared | last | {"step": setup.total_steps, "diverged": str(error)}
+
+
+def key_of(record: dict) -> Run:
+    return Run(*(record[field] for field in Run._fields))
+
+
+def whole_runs(done: Sequence[dict], total_steps: int) -> list[dict]:
+    """The records of runs that reached their last step."""
+    ended = {key_of(r) for r in done if r["step"] == total_steps}
+    return [r for r in done if key_of(r) in ended]
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    own = "; the recipe's own if unset"
+
+    def define(kind, name, default, text, *more, **options):
+        kind(name, default, *more, text, flag_values=values, **options)
+
+    define(flags.DEFINE_enum, "recipe", "digits", "task and setting", list(RECIPES))
+    define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
+    define(flags.DEFINE_list, "rules", ",".join(RULES), f"of {', '.join(RULES)}")
+    define(flags.DEFINE_integer, "seeds", 5, "runs per rule at its best rate", lower_bound=1)
+    define(flags.DEFINE_list, "peak_rates", None, "tried with every rule" + own)
+    define(flags.DEFINE_integer, "total_steps", None, "T" + own, lower_bound=1)
+    define(flags.DEFINE_integer, "warmup_steps", None, "of the learning rate" + own)
+    define(flags.DEFINE_integer, "h_base", None, "least steps per round" + own)
+    define(flags.DEFINE_float, "growth", None, "alpha / peak rate of QSR" + own)
+    define(flags.DEFINE_integer, "h_max", None, "most steps per round of the growing rules")
+    define(flags.DEFINE_integer, "workers", None, "W" + own, lower_bound=1)
+    define(flags.DEFINE_integer, "batch_size", None, "per worker" + own, lower_bound=1)
+    define(flags.DEFINE_float, "weight_decay", None, "of the optimizer" + own)
+    define(flags.DEFINE_integer, "evaluations", 20, "over the run", lower_bound=1)
+    define(flags.DEFINE_enum, "run", "turns", "on one device, or one each", ["turns", "mesh"])
+    define(flags.DEFINE_string, "output_dir", None, "results/qsr_RECIPE if unset")
+    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+
+
+def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
+    """The chosen recipe with the flags that are set in place of its fields.
+
+    Raises:
+      ValueError: for rates that are not positive and finite.
+    """
+    given = {name: values[name].value for name in Recipe._fields if name in values}
+    if values.peak_rates:
+        given["peak_rates"] = tuple(float(r) for r in values.peak_rates)
+    recipe = RECIPES[values.recipe]._replace(**{k: v for k, v in given.items() if v is not None})
+    for rate in recipe.peak_rates:
+        if not (np.isfinite(rate) and rate > 0):
+            raise ValueError(f"a peak rate is {rate}: it must be positive and finite.")
+    return recipe
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    if unknown := sorted(set(FLAGS.rules) - set(RULES)):
+        raise app.UsageError(f"--rules has {unknown}: it must hold names of {', '.join(RULES)}.")
+    recipe = recipe_from_flags()
+    setting = setting_of(recipe, FLAGS.h_max)
+    plans = {name: RULES[name].plan(setting) for name in FLAGS.rules}  # bad settings end here
+    setup = Setup(
+        recipe.workers,
+        recipe.batch_size,
+        recipe.optimizer,
+        recipe.weight_decay,
+        recipe.total_steps,
+        FLAGS.evaluations,
+    )
+    task = recipe.load(FLAGS.data_dir)
+    folder = FLAGS.output_dir or os.path.join("results", f"qsr_{FLAGS.recipe}")
+    settings = {k: v for k, v in recipe._asdict().items() if k not in ("load", "peak_rates")}
+    settings |= {
+        "recipe": FLAGS.recipe,
+        "h_max": FLAGS.h_max,
+        "evaluations": FLAGS.evaluations,
+        "run": FLAGS.run,
+    }
+    done = records.open_folder(folder, settings, overwrite=FLAGS.overwrite)
+    metrics = os.path.join(folder, "metrics.jsonl")
+    records.write_lines(metrics, whole_runs(done, recipe.total_steps))
+    for name, plan in plans.items():
+        plan.save(os.path.join(folder, f"plan_{name}.json"))
+    mesh = runners.worker_mesh(recipe.workers) if FLAGS.run == "mesh" else None
+    with records.appending(metrics) as append:
+        all_records = compare_rules(
+            task,
+            setup,
+            setting,
+            rules=FLAGS.rules,
+            peak_rates=recipe.peak_rates,
+            seeds=FLAGS.seeds,
+            mesh=mesh,
+            done=done,
+            on_record=append,
+        )
+    title = f"{FLAGS.recipe}, {recipe.workers} workers, {recipe.total_steps} steps"
+    print(sync_report.report(all_records, plans, folder, title))
+    print(f"\nWritten to {folder}: metrics.jsonl, plans, table.md, comparison.png")
+
+
+def run() -> None:
+    define_flags()
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()
