@@ -18,9 +18,7 @@ All rows of a table are measured in turns, in one process, after a warm-up: the 
 
 import functools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -33,6 +31,7 @@ import ordering
 from experiments import compare, training
 from experiments.methods import METHODS
 from experiments.tasks import Recipe, Task
+from experiments.timing import medians
 from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
 
@@ -48,18 +47,6 @@ def define_flags() -> None:
     flags.DEFINE_bool("sweep", False, "only the kernel, over block sizes")
     flags.DEFINE_integer("repeats", 9, "timed calls of every row", lower_bound=1)
     flags.DEFINE_string("jsonl", None, "file for the rows as JSON lines; standard output if unset")
-
-
-def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median seconds of every call, measured in turns after one warm-up each."""
-    times = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def kernel(block_size: int | None) -> Callable:

@@ -1,0 +1,196 @@
+r"""What do local steps cost? A step, and a sync, against the plain optax step of the same model.
+
+    python -m experiments.bench_local_steps     # minutes; one worker, then a mesh of four
+
+Step: the plain row is loss, gradient, `inner.update` and `apply_updates`, jitted and donated. The
+others do the same through local_opt, on one worker, where a sync moves no bytes: a hot step of
+`local_rounds` (the fast path: no conditional, no collective), `local_steps` with sync=False, and
+`local_steps` that decides in the graph. Aim: the hot step takes at most 1.02 plain steps.
+
+Sync: one sync of W workers on W devices, in one flat collective or one per leaf, in float32 or
+bfloat16. On a CPU the devices share the cores and collectives are copies in memory: these rows
+order the ways and forecast nothing.
+
+All rows of a part are measured in turns, in one process, after a warm-up. times_plain is the median
+over the turns of the ratio to the plain row of the same turn, with its 95 % interval (order
+statistics of the median).
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from scipy.stats import binom
+
+import local_opt
+import models
+from experiments import compare
+from experiments.timing import in_turns, medians
+from local_opt import runners
+
+FLAGS = flags.FLAGS
+PLAN = local_opt.constant(1000, total_steps=10**9)
+MODELS = {
+    "mlp, 784-128-10, batch 32": (
+        lambda: models.mlp(num_features=784, hidden=(128,), num_classes=10), (784,), 32, 200,
+    ),
+    "mlp, 784-1024-1024-10, batch 64": (
+        lambda: models.mlp(num_features=784, hidden=(1024, 1024), num_classes=10), (784,), 64, 20,
+    ),
+    "resnet 16-32-64, 32x32, batch 16": (lambda: models.small_resnet(), (32, 32, 3), 16, 8),
+    "vit 64x4, 32x32, batch 16": (lambda: models.vit(), (32, 32, 3), 16, 8),
+}  # fmt: skip
+INNER = {
+    "sgd, momentum": optax.sgd(1e-3, momentum=0.9),
+    "adamw": optax.adamw(1e-4),
+}
+
+
+def define_flags() -> None:
+    flags.DEFINE_list("parts", ["step", "sync"], "of step, sync")
+    flags.DEFINE_integer("repeats", 41, "timed calls of every row", lower_bound=6)
+    flags.DEFINE_string("jsonl", None, "file for the rows as JSON lines; standard output if unset")
+
+
+def stepper(model, init: Callable, update: Callable, batch) -> Callable:
+    """`steps -> ...`: a call that takes so many steps; the state is donated, and kept here."""
+    mesh = runners.worker_mesh(1)
+    run = runners.over_mesh(mesh)
+
+    def step(params, state, batch):
+        def mean_loss(params):
+            return jnp.mean(model.loss(params, batch, jax.random.key(0)))
+
+        grads = jax.grad(mean_loss)(params)
+        updates, state = update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    owned = (True, True)
+    jitted = jax.jit(run(step, owned_in=(*owned, False), owned_out=owned), donate_argnums=(0, 1))
+    params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
+    held = [
+        jax.device_put(x, runners.owned_sharding(mesh)) for x in (params, jax.vmap(init)(params))
+    ]
+
+    def call(steps):
+        for _ in range(steps):
+            held[:] = jitted(*held, batch)
+        return held
+
+    return call
+
+
+def step_rows(repeats: int) -> list[dict]:
+    """Rows of every model and optimizer: microseconds per step, and against the plain step."""
+    rows = []
+    for model_name, (make, shape, size, steps) in MODELS.items():
+        for inner_name, inner in INNER.items():
+            model = make()
+            rounds = local_opt.local_rounds(inner, axis_name=runners.AXIS)
+            planned = local_opt.local_steps(inner, PLAN, axis_name=runners.AXIS)
+
+            def hot(grads, state, params, planned=planned):
+                return planned.update(grads, state, params, sync=False)
+
+            ways = {
+                "plain optax": (inner.init, inner.update),
+                "plain optax, again": (inner.init, inner.update),
+                "local_rounds": (rounds.init, rounds.update),
+                "local_steps, sync=False": (planned.init, hot),
+                "local_steps, in the graph": (planned.init, planned.update),
+            }
+            generator = np.random.default_rng(0)
+            batch = {
+                "x": jnp.asarray(generator.normal(size=(size, *shape)), jnp.float32),
+                "y": jnp.asarray(generator.integers(0, 10, size), jnp.int32),
+            }
+            calls = {way: stepper(model, *functions, batch) for way, functions in ways.items()}
+            times = in_turns(
+                {w: lambda c=call, n=steps: c(n) for w, call in calls.items()}, repeats
+            )
+            for way, seconds in times.items():
+                ratios = np.sort(np.array(seconds) / np.array(times["plain optax"]))
+                low, high = ratios[list(_median_interval(len(ratios)))]
+                rows.append({
+                    "part": "step", "model": model_name, "optimizer": inner_name, "way": way,
+                    "us_per_step": round(statistics.median(seconds) / steps * 1e6, 1),
+                    "times_plain": round(float(np.median(ratios)), 3),
+                    "interval": f"{low:.3f} to {high:.3f}",
+                })  # fmt: skip
+    return rows
+
+
+def _median_interval(count: int) -> tuple[int, int]:
+    """Places of the order statistics that hold the median with 95 % confidence."""
+    low = int(binom.ppf(0.025, count, 0.5))
+    return max(low - 1, 0), min(count - low, count - 1)
+
+
+def sync_rows(repeats: int) -> list[dict]:
+    """Rows for one sync of four workers with ten million parameters in 2 or 200 leaves."""
+    mesh = runners.worker_mesh(4)
+    run = runners.over_mesh(mesh)
+    rows = []
+    for leaves in (2, 200):
+        size = 10**7 // leaves
+        params = {
+            str(i): jax.device_put(jnp.ones((4, size)), runners.owned_sharding(mesh))
+            for i in range(leaves)
+        }
+        ways = {
+            "flat, float32": {},
+            "per leaf, float32": {"flat": False},
+            "flat, bfloat16 changes": {"wire_dtype": jnp.bfloat16},
+        }
+        calls = {}
+        for way, options in ways.items():
+
+            def sync(params, anchor, options=options):
+                given = {"anchor": anchor} if "wire_dtype" in options else {}
+                tree = local_opt.synchronize(params, axis_name=runners.AXIS, **options, **given)
+                return (tree,)
+
+            jitted = jax.jit(run(sync, owned_in=(True, True), owned_out=(True,)))
+            calls[way] = lambda jitted=jitted, params=params: jitted(params, params)
+        for way, seconds in medians(calls, repeats).items():
+            rows.append(
+                {"part": "sync", "leaves": leaves, "way": way, "ms": round(seconds * 1e3, 1)}
+            )
+    return rows
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    rows = []
+    if "step" in FLAGS.parts:
+        rows += step_rows(FLAGS.repeats)
+    if "sync" in FLAGS.parts:
+        rows += sync_rows(FLAGS.repeats)
+    for part in dict.fromkeys(row["part"] for row in rows):
+        print(compare.markdown([row for row in rows if row["part"] == part]) + "\n")
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if FLAGS.jsonl:
+        with open(FLAGS.jsonl, "w", encoding="utf-8") as file:
+            file.write(lines)
+    else:
+        sys.stdout.write(lines)
+
+
+def run() -> None:
+    define_flags()
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()
