@@ -17,8 +17,6 @@ All rows of a table are measured in turns, in one process, after a warm-up: the 
 """
 
 import functools
-import json
-import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,10 +26,10 @@ from absl import app, flags
 
 import models
 import ordering
-from experiments import compare, training
+from experiments import training
 from experiments.methods import METHODS
 from experiments.tasks import Recipe, Task
-from experiments.timing import medians
+from experiments.timing import medians, publish
 from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
 
@@ -210,14 +208,7 @@ def main(argv: Sequence[str]) -> None:
         rows += kernel_rows(FLAGS.repeats, (None,), sizes=KERNEL_SIZES, loops=True)
     if "step" in FLAGS.parts and not FLAGS.sweep:
         rows += step_rows(FLAGS.repeats)
-    for part in dict.fromkeys(row["part"] for row in rows):
-        print(compare.markdown([row for row in rows if row["part"] == part]) + "\n")
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    if FLAGS.jsonl:
-        with open(FLAGS.jsonl, "w", encoding="utf-8") as file:
-            file.write(lines)
-    else:
-        sys.stdout.write(lines)
+    publish(rows, FLAGS.jsonl)
 
 
 def run() -> None:

@@ -16,10 +16,8 @@ over the turns of the ratio to the plain row of the same turn, with its 95 % int
 statistics of the median).
 """
 
-import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 
 os.environ["XLA_FLAGS"] = (
@@ -35,8 +33,7 @@ from scipy.stats import binom
 
 import local_opt
 import models
-from experiments import compare
-from experiments.timing import in_turns, medians
+from experiments.timing import in_turns, medians, publish
 from local_opt import runners
 
 FLAGS = flags.FLAGS
@@ -177,14 +174,7 @@ def main(argv: Sequence[str]) -> None:
         rows += step_rows(FLAGS.repeats)
     if "sync" in FLAGS.parts:
         rows += sync_rows(FLAGS.repeats)
-    for part in dict.fromkeys(row["part"] for row in rows):
-        print(compare.markdown([row for row in rows if row["part"] == part]) + "\n")
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    if FLAGS.jsonl:
-        with open(FLAGS.jsonl, "w", encoding="utf-8") as file:
-            file.write(lines)
-    else:
-        sys.stdout.write(lines)
+    publish(rows, FLAGS.jsonl)
 
 
 def run() -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -178,7 +179,7 @@ def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
 
 def _decide(sync, meet, *operands):
     """`meet` if there is a sync, else the operands; a conditional only if the host knows not."""
-    if isinstance(sync, bool):
+    if isinstance(sync, bool | np.bool_):
         return meet(*operands) if sync else operands
     # Under shard_map a mean is known to be equal on all workers and a worker's own value is not;
     # both branches of a conditional must say the same. Under vmap there is nothing to say.
