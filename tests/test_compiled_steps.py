@@ -137,7 +137,18 @@ def test_a_narrow_wire_moves_half_the_bytes():
 
 
 def groups_of(line):
-    """Replica groups of a collective, written out or as [shape]<=[iota]T(permutation)."""
+    """Replica groups of a collective, in the three ways in which XLA prints them.
+
+    Written out, as [shape]<=[iota]T(permutation), or as mesh['a'=2,'b'=4] {'b'}.
+    """
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        axes = re.findall(r"'(\w+)'=(\d+)", match[1])
+        reduced = re.findall(r"'(\w+)'", match[2])
+        ids = np.arange(8).reshape([int(size) for _, size in axes])
+        places = [i for i, (name, _) in enumerate(axes) if name in reduced]
+        ids = np.moveaxis(ids, places, range(-len(places), 0))
+        members = math.prod(ids.shape[-len(places) :])
+        return sorted(sorted(row) for row in ids.reshape(-1, members).tolist())
     if match := re.search(r"replica_groups=\{(\{.*?\})\}", line):
         rows = re.findall(r"\{([\d,]+)\}", match[1])
         return sorted(sorted(int(n) for n in row.split(",")) for row in rows)
