@@ -53,22 +53,19 @@ def _qsr(s: Setting) -> local_opt.SyncPlan:
 
 
 def _at_volume_of_qsr(s: Setting, power: float) -> local_opt.SyncPlan:
-    """Another power with the alpha at which it takes as many rounds as QSR, or almost.
+    """Another power, with the least alpha at which it takes no more rounds than QSR.
 
     Rounds get fewer as alpha grows, so it is found by bisection on its logarithm.
     """
     wanted = _qsr(s).rounds
     low, high = 1e-3 * s.rates.max(), 1e3 * s.rates.max()
-    best = None
     for _ in range(30):
         middle = (low * high) ** 0.5
-        found = _power(s, power, middle)
-        if best is None or abs(found.rounds - wanted) < abs(best.rounds - wanted):
-            best = found
-        if best.rounds == wanted:
-            break
-        low, high = (middle, high) if found.rounds > wanted else (low, middle)
-    return best
+        if _power(s, power, middle).rounds > wanted:
+            low = middle
+        else:
+            high = middle
+    return _power(s, power, high)
 
 
 def _every_step(s: Setting) -> local_opt.SyncPlan:
