@@ -11,14 +11,35 @@ from experiments.compare import interval, markdown, show
 from experiments.sync_rules import RULES
 from local_opt import SyncPlan
 
+FINALISTS = 2
 
-def best_rate(all_records: Sequence[dict], rule: str) -> float | None:
-    """The peak rate at which seed 0 ends with the best validation accuracy; None if all diverge."""
+
+def finalists(all_records: Sequence[dict], rule: str) -> list[float]:
+    """The peak rates at which seed 0 ends with the best validation accuracies, best first."""
     ends = [r for r in finals(all_records) if r["rule"] == rule and r["seed"] == 0]
     ends = [r for r in ends if not r["diverged"]]
-    if not ends:
-        return None
-    return max(ends, key=lambda r: (r["valid_accuracy"], -r["train_loss"]))["peak_rate"]
+    ends.sort(key=lambda r: (r["valid_accuracy"], -r["train_loss"]), reverse=True)
+    return [r["peak_rate"] for r in ends[:FINALISTS]]
+
+
+def best_rate(all_records: Sequence[dict], rule: str) -> float | None:
+    """The peak rate with the best mean validation accuracy, of those that ran with most seeds.
+
+    None if no run has reached its end.
+    """
+    accuracies = validation(all_records, rule)
+    most = max(map(len, accuracies.values()), default=0)
+    means = {rate: np.mean(found) for rate, found in accuracies.items() if len(found) == most}
+    return max(means, key=means.get, default=None)
+
+
+def validation(all_records: Sequence[dict], rule: str) -> dict[float, list[float]]:
+    """{peak rate: final validation accuracies of all seeds}, without runs that diverged."""
+    found = {}
+    for r in finals(all_records):
+        if r["rule"] == rule and not r["diverged"]:
+            found.setdefault(r["peak_rate"], []).append(r["valid_accuracy"])
+    return found
 
 
 def finals(all_records: Sequence[dict]) -> list[dict]:
@@ -77,17 +98,21 @@ def table(all_records: Sequence[dict], plans: Mapping[str, SyncPlan]) -> str:
 
 
 def sweep(all_records: Sequence[dict]) -> str:
-    """Validation accuracy of seed 0 at every peak rate, which chose them, as Markdown."""
-    ends = [r for r in finals(all_records) if r["seed"] == 0]
-    rates = sorted({r["peak_rate"] for r in ends})
-    rows = []
-    for rule in dict.fromkeys(r["rule"] for r in ends):
-        found = {r["peak_rate"]: r for r in ends if r["rule"] == rule}
+    """Mean validation accuracy at every peak rate, which chose them, as Markdown.
 
-        def cell(rate, found=found):
+    In brackets the number of seeds, where it is not one.
+    """
+    rates = sorted({r["peak_rate"] for r in all_records})
+    rows = []
+    for rule in dict.fromkeys(r["rule"] for r in all_records):
+        tried = {r["peak_rate"] for r in all_records if r["rule"] == rule}
+        found = validation(all_records, rule)
+
+        def cell(rate, found=found, tried=tried):
             if rate not in found:
-                return "-"
-            return "diverged" if found[rate]["diverged"] else f"{found[rate]['valid_accuracy']:.4f}"
+                return "diverged" if rate in tried else "-"
+            seeds = len(found[rate])
+            return f"{np.mean(found[rate]):.4f}" + (f" ({seeds})" if seeds > 1 else "")
 
         rows.append({"rule": RULES[rule].label} | {f"lr {rate:g}": cell(rate) for rate in rates})
     return markdown(rows)

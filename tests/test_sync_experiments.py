@@ -121,7 +121,7 @@ def test_a_rate_that_diverges_is_out_and_the_comparison_goes_on():
         task, SETUP, setting(), rules=("constant",), peak_rates=(0.1, 1e30), seeds=2
     )
     ends = {(r["peak_rate"], r["seed"]): r for r in sync_report.finals(found)}
-    assert set(ends) == {(0.1, 0), (1e30, 0), (0.1, 1)}
+    assert set(ends) == {(0.1, 0), (1e30, 0), (0.1, 1)}, "no other seed at a rate that diverged"
     message = ends[1e30, 0]["diverged"]
     assert "worker" in message and "is not finite in step" in message
     assert ends[0.1, 0]["diverged"] is None
@@ -172,3 +172,17 @@ def test_flags_make_a_recipe():
     values["peak_rates"].parse("0")
     with pytest.raises(ValueError, match="a peak rate is 0.0"):
         qsr.recipe_from_flags(values)
+
+
+def test_the_mean_over_seeds_chooses_between_the_best_two_rates():
+    def end(rate, seed, accuracy, diverged=None):
+        common = {"rule": "qsr", "step": 12, "train_loss": 0.0, "diverged": diverged}
+        return common | {"peak_rate": rate, "seed": seed, "valid_accuracy": accuracy}
+
+    first = [end(0.1, 0, 0.5), end(0.2, 0, 0.7), end(0.4, 0, 0.6), end(0.8, 0, 0.9, "nan")]
+    assert sync_report.finalists(first, "qsr") == [0.2, 0.4]
+    assert sync_report.best_rate(first, "qsr") == 0.2
+    others = [end(0.2, 1, 0.3), end(0.4, 1, 0.6)]
+    assert sync_report.best_rate(first + others, "qsr") == 0.4
+    assert "0.5000 (2)" in sync_report.sweep(first + others)
+    assert sync_report.best_rate(first, "constant") is None
