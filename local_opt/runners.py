@@ -85,7 +85,7 @@ def worker_mesh(workers: int) -> Mesh:
     if workers > len(devices):
         raise ValueError(
             f"{workers} workers need as many devices, and {len(devices)} are here: use "
-            "--run=vmap to simulate them on one device."
+            "one device to simulate them."
         )
     return jax.make_mesh((workers,), (AXIS,), (AxisType.Auto,), devices=devices[:workers])
 

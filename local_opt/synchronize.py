@@ -35,7 +35,8 @@ def synchronize(
       A tree of the same shapes and dtypes.
 
     Raises:
-      ValueError: for a wire format without an anchor, or one that is not 16 bits wide.
+      ValueError: for a wire format without an anchor, or one that is not 16 bits wide; for an
+        anchor with another number of leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, local_opt
@@ -75,9 +76,10 @@ def _means(arrays, axis_name, wire_dtype):
     vector = arrays[0].reshape(-1)
     if len(arrays) > 1:
         vector = jnp.concatenate([x.reshape(-1) for x in arrays])
-    mean = lax.pmean if wire_dtype is None else _narrow_mean
-    options = {} if wire_dtype is None else {"wire_dtype": wire_dtype}
-    vector = mean(vector, axis_name, **options)
+    if wire_dtype is None:
+        vector = lax.pmean(vector, axis_name)
+    else:
+        vector = _narrow_mean(vector, axis_name, wire_dtype=wire_dtype)
     means, start = [], 0
     for x in arrays:
         means.append(vector[start : start + x.size].reshape(x.shape))
