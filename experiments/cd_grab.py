@@ -37,7 +37,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     def enum(name, choices, text):
         define(flags.DEFINE_enum, name, choices[0], text, choices)
 
-    enum("task", sorted(TASKS), "what to train on")
+    define(flags.DEFINE_enum, "task", "digits", "what to train on", sorted(TASKS))
     define(flags.DEFINE_string, "model", None, "the model" + own)
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
     define(flags.DEFINE_list, "orders", orders, f"of {', '.join(METHODS)}; rr is the baseline")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments import bench_balance, cd_grab, compare, herding, plots, records
+from experiments import bench_balance, cd_grab, compare, herding, plots, qsr, records
 from experiments.tasks import TASKS
 from tests.test_training import RECIPE, small_task
 
@@ -117,3 +117,12 @@ def test_flags_become_the_recipe():
     task = TASKS["digits"]()
     recipe = cd_grab.recipe_from_flags(task, values)
     assert recipe == task.recipe._replace(epochs=7, learning_rates=(0.5, 1.0), workers=3)
+
+
+def test_defaults_need_no_data():
+    """Whatever tasks the table holds, a command without flags runs on embedded data."""
+    for experiment, name in ((cd_grab, "task"), (qsr, "recipe")):
+        values = flags.FlagValues()
+        experiment.define_flags(values)
+        values(["experiment"])
+        assert values[name].value == "digits"
