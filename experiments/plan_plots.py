@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.plots import COLOURS, _pyplot, _save
 from local_opt.plan import SyncPlan
-from local_opt.schedule import rates_of
+from plans import values_of
 
 DASHES = ("-", (0, (3, 1.5)))
 
@@ -122,7 +122,7 @@ def _draw_rate(axis, panel):
     steps = next(iter(panel.plans.values())).total_steps
     values = panel.lr
     if callable(values) or np.ndim(values) == 0:
-        values = rates_of(values, steps)
+        values = values_of(values, steps, "lr")
     axis.plot(np.arange(steps), values, color="#444444", linewidth=1.2)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("learning rate")

@@ -5,11 +5,11 @@ R rounds, T steps. A round is the steps between two syncs; the sync follows its 
 
 import dataclasses
 import hashlib
-import json
-import os
 from collections.abc import Iterator
 
 import numpy as np
+
+import plans
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class SyncPlan:
 
     def __post_init__(self):
         starts = np.array(self.starts)
-        check_total_steps(self.total_steps)
+        plans.check_total_steps(self.total_steps)
         if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or not len(starts):
             raise ValueError(
                 f"starts is {starts.dtype}{list(starts.shape)}: it must be a list of the whole "
@@ -143,16 +143,7 @@ class SyncPlan:
 
     def save(self, path: str) -> None:
         """Writes the plan as JSON: under a temporary name first, so never half a file."""
-        content = {
-            "rule": self.rule,
-            "total_steps": self.total_steps,
-            "starts": self.starts.tolist(),
-            "digest": self.digest(),
-        }
-        temporary = f"{path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(temporary, path)
+        plans.write(path, self, {"total_steps": self.total_steps, "starts": self.starts.tolist()})
 
 
 def load_plan(path: str) -> SyncPlan:
@@ -175,24 +166,9 @@ def load_plan(path: str) -> SyncPlan:
       >>> local_opt.load_plan(path) == plan
       True
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+
+    def make(content):
         starts = np.asarray(content["starts"], np.int64)
-        plan = SyncPlan(starts, content["total_steps"], content["rule"])
-        digest = content["digest"]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:  # not JSON, or no rounds
-        raise ValueError(f"{path!r} holds no saved plan ({error!r}): save it again.") from error
-    if plan.digest() != digest:
-        raise ValueError(f"{path!r} does not match its hash: it was changed. Save the plan again.")
-    return plan
+        return SyncPlan(starts, content["total_steps"], content["rule"])
 
-
-def is_whole(value) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def check_total_steps(total_steps) -> None:
-    """Raises ValueError unless there is a step to plan for."""
-    if not is_whole(total_steps) or total_steps < 1:
-        raise ValueError(f"total_steps is {total_steps!r}: a run has at least one whole step.")
+    return plans.read(path, make)

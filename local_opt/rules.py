@@ -9,8 +9,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from local_opt.plan import SyncPlan, check_total_steps, is_whole
-from local_opt.schedule import rates_of
+from local_opt.plan import SyncPlan
+from plans import chances, check_total_steps, coins, is_whole, values_of
 
 
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
@@ -139,7 +139,7 @@ def power_rule(
     _check_whole("h_base", h_base, 1)
     if h_max is not None:
         _check_whole("h_max", h_max, h_base)
-    rates = rates_of(lr, total_steps)
+    rates = values_of(lr, total_steps, "lr")
     _check_whole("warmup_steps", warmup_steps, 0, total_steps)
     if warmup_steps < total_steps and rates[warmup_steps] == 0:
         raise ValueError(
@@ -299,14 +299,40 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
       >>> local_opt.bernoulli(1.0, total_steps=5, key=jax.random.key(0)).rounds
       5
     """
-    chances = rates_of(p, total_steps, "p")
-    if (chances <= 0).any() or (chances > 1).any():
-        step = int(np.flatnonzero((chances <= 0) | (chances > 1))[0])
-        raise ValueError(f"p({step}) is {chances[step]:g}: a probability lies in (0, 1].")
-    coins = np.asarray(jax.random.uniform(key, (total_steps,), np.float32))
-    starts = np.append(0, 1 + np.flatnonzero(coins[:-1] < chances[:-1]))
+    heads = coins(chances(p, total_steps, "p"), key)
+    starts = np.append(0, 1 + np.flatnonzero(heads[:-1]))
     name = f"{p:g}" if isinstance(p, int | float) else "p(t)"
     return SyncPlan(starts, total_steps, f"bernoulli, p = {name}")
+
+
+def per_load(fresh: np.ndarray) -> SyncPlan:
+    """One sync per load of an echoed run, before the next batch is loaded.
+
+    Round r takes all uses of batch r. Workers step on their own while a batch is used again, so
+    echoing adds no communication: the volume per load is that of data-parallel training.
+
+    Args:
+      fresh: bool[T], the steps that load a fresh batch, as `ordering.EchoPlan.fresh`; the first
+        is one of them.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if there is no step, or the first is not fresh.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.per_load([True, False, False, True, False]).periods.tolist()
+      [3, 2]
+    """
+    fresh = np.asarray(fresh)
+    if fresh.dtype != bool or fresh.ndim != 1 or not len(fresh) or not fresh[0]:
+        raise ValueError(
+            f"fresh is {fresh.dtype}{list(fresh.shape)}: it must hold one bool per step, the first "
+            "True."
+        )
+    return SyncPlan(np.flatnonzero(fresh), len(fresh), "once per load")
 
 
 def by_step(
@@ -342,7 +368,7 @@ def by_step(
     _check_whole("h_base", h_base, 1)
     if h_max is not None:
         _check_whole("h_max", h_max, h_base)
-    lengths = rates_of(period, total_steps, "period")
+    lengths = values_of(period, total_steps, "period")
     return from_function(
         lambda t: max(h_base, math.floor(min(lengths[t], h_max or math.inf))),
         total_steps=total_steps,

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from local_opt.plan import SyncPlan
 
 
 def check_same_start(tree, *, what: str = "parameters") -> None:
@@ -60,13 +59,15 @@ def _same_as_first(tree):
     return jax.tree.map(same, tree)
 
 
-def check_same_plan(plan: SyncPlan, *, gather: Callable | None = None) -> None:
+def check_same_plan(plan, *, gather: Callable | None = None) -> None:
     """Raises unless all processes have made the same plan.
 
-    A worker that waits for a sync that another does not know of waits for ever.
+    A worker that waits for a sync that another does not know of waits for ever; and workers that
+    load in other steps see other numbers of batches.
 
     Args:
-      plan: of this process.
+      plan: of this process: a `SyncPlan`, an `ordering.EchoPlan`, or anything else with `rule` and
+        `digest()`.
       gather: from uint8[32] of this process to uint8[processes, 32] of all; None is
         `jax.experimental.multihost_utils.process_allgather`.
 

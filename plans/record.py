@@ -1,0 +1,58 @@
+"""Plans as JSON files that are whole and unchanged."""
+
+import json
+import os
+from collections.abc import Callable
+
+
+def write(path: str, plan, content: dict) -> None:
+    """Writes a plan's content and hash: under a temporary name first, so never half a file.
+
+    Args:
+      path: of the file.
+      plan: has `rule` and `digest()`.
+      content: what `read` needs to make it again, JSON values.
+
+    Example:
+      >>> import os, tempfile, local_opt, plans
+      >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
+      >>> plans.write(path, local_opt.every_step(2), {"total_steps": 2})
+      >>> os.listdir(os.path.dirname(path))
+      ['plan.json']
+    """
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({"rule": plan.rule, **content, "digest": plan.digest()}, file)
+    os.replace(temporary, path)
+
+
+def read(path: str, make: Callable[[dict], object]):
+    """The plan that `write` has written, made again and compared with its hash.
+
+    Args:
+      path: of the file.
+      make: from the content, its rule included, to the plan.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if the file holds no such plan, or does not match its hash.
+
+    Example:
+      >>> import os, tempfile, local_opt, plans
+      >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
+      >>> plans.write(path, local_opt.every_step(2), {"total_steps": 2})
+      >>> plans.read(path, lambda content: local_opt.every_step(content["total_steps"])).rounds
+      2
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        plan = make(content)
+        digest = content["digest"]
+    except (ValueError, LookupError, TypeError, OverflowError) as error:  # not JSON, or no plan
+        raise ValueError(f"{path!r} holds no saved plan ({error!r}): save it again.") from error
+    if plan.digest() != digest:
+        raise ValueError(f"{path!r} does not match its hash: it was changed. Save the plan again.")
+    return plan
