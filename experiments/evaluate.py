@@ -23,12 +23,11 @@ def mean_loss(model) -> Callable:
 
 
 def accuracy(model) -> Callable:
-    """`(params, batch) -> float32[]` in [0, 1], jitted."""
+    """`(params, batch) -> float32[]` in [0, 1], jitted: the share of right answers."""
 
     def share(params, batch):
         def correct(part):
-            hits = jnp.argmax(model.predict(params, part["x"]), axis=1) == part["y"]
-            return jnp.sum(hits, dtype=jnp.float32)
+            return _hits(model.predict(params, part["x"]), part["y"])
 
         return _sum_chunks(correct, batch)
 
@@ -39,7 +38,7 @@ def loss_and_accuracy(model) -> Callable:
     """`(params, statistics, batch) -> (loss, accuracy)`, jitted: of a classifier as it is used.
 
     Cross-entropy and share of right answers of `predict`, with the given moments where the model
-    has any (else None).
+    has any (else None). Where an example is a sequence, both are means over its tokens.
     """
 
     def measures(params, statistics, batch):
@@ -48,8 +47,7 @@ def loss_and_accuracy(model) -> Callable:
         def sums(part):
             logits = model.predict(params, part["x"], *given)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, part["y"])
-            hits = jnp.argmax(logits, axis=1) == part["y"]
-            return jnp.stack([jnp.sum(losses), jnp.sum(hits, dtype=jnp.float32)])
+            return jnp.stack([_sum_examples(losses), _hits(logits, part["y"])])
 
         return tuple(_sum_chunks(sums, batch))
 
@@ -105,6 +103,16 @@ def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -
 
     mapped = run(wrapped, owned_in=(False, True, True), owned_out=(False,))
     return jax.jit(lambda params, orders, data: mapped(params, orders, data)[0])
+
+
+def _hits(logits, y):
+    """Right answers among logits [n, C], or of logits [n, L, V] the examples' shares, summed."""
+    return _sum_examples((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))
+
+
+def _sum_examples(values):
+    """The sum over examples of values [n], or of the means over tokens of values [n, L]."""
+    return jnp.sum(jnp.mean(values, axis=tuple(range(1, values.ndim))))
 
 
 def _sum_chunks(function, batch):

@@ -1,50 +1,20 @@
 """Small residual networks with batch normalisation, for images of the size of CIFAR's."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_l2, softmax_loss
+from models.base import Model, check_l2
+from models.convolutions import Conv, model_of, norm
 
 STAGES = 3
 
 
-class _Conv(nnx.Module):
-    """3x3 convolution without bias, padded by one pixel, as one matrix product.
-
-    On a CPU, XLA runs a convolution inside a loop (scan, map) about ten times slower than this
-    product, and vmap over kernels leaves a batched product instead of a grouped convolution. The
-    price is memory: nine copies of the input.
-    """
-
-    def __init__(self, fan_in, fan_out, stride, rngs):
-        init = nnx.initializers.he_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (3, 3, fan_in, fan_out), jnp.float32))
-        self.stride = stride
-
-    def __call__(self, x):
-        _, height, width, _ = x.shape
-        x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-        shifted = [
-            x[:, i : i + height : self.stride, j : j + width : self.stride]
-            for i in range(3)
-            for j in range(3)
-        ]
-        kernel = self.kernel[...]
-        return jnp.concatenate(shifted, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
-
-
-def _norm(width, rngs):
-    # Without momentum a forward pass leaves exactly the moments of its batch in the state.
-    return nnx.BatchNorm(width, momentum=0.0, rngs=rngs)
-
-
 class _Block(nnx.Module):
     def __init__(self, fan_in, fan_out, stride, rngs):
-        self.conv1 = _Conv(fan_in, fan_out, stride, rngs)
-        self.norm1 = _norm(fan_out, rngs)
-        self.conv2 = _Conv(fan_out, fan_out, 1, rngs)
-        self.norm2 = _norm(fan_out, rngs)
+        self.conv1 = Conv(fan_in, fan_out, stride, rngs)
+        self.norm1 = norm(fan_out, rngs)
+        self.conv2 = Conv(fan_out, fan_out, 1, rngs)
+        self.norm2 = norm(fan_out, rngs)
         self.stride, self.widened = stride, fan_out - fan_in
 
     def __call__(self, x, given):
@@ -57,8 +27,8 @@ class _Block(nnx.Module):
 
 class _ResNet(nnx.Module):
     def __init__(self, channels, num_classes, widths, blocks, rngs):
-        self.stem = _Conv(channels, widths[0], 1, rngs)
-        self.norm = _norm(widths[0], rngs)
+        self.stem = Conv(channels, widths[0], 1, rngs)
+        self.norm = norm(widths[0], rngs)
         self.names, fan_in = [], widths[0]
         for stage, width in enumerate(widths):
             for block in range(blocks):
@@ -117,33 +87,10 @@ def small_resnet(
     check_l2(l2)
     _check(image_shape, num_classes, widths, blocks)
 
-    def build(key):
-        net = _ResNet(image_shape[2], num_classes, widths, blocks, nnx.Rngs(key))
-        return nnx.split(net, nnx.Param, nnx.BatchStat)
+    def make(rngs):
+        return _ResNet(image_shape[2], num_classes, widths, blocks, rngs)
 
-    graph, _, moments = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    # They are overwritten before anything reads them.
-    zeros = jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), nnx.to_pure_dict(moments))
-
-    def init(key):
-        return nnx.to_pure_dict(build(key)[1])
-
-    def forward(params, x, statistics):
-        given = zeros if statistics is None else statistics
-        net = nnx.merge(graph, nnx.State(params), nnx.State(given))
-        logits = net(x.astype(jnp.float32), statistics is not None)
-        return logits, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
-
-    def in_training(params, x):
-        return forward(params, x, None)[0]
-
-    def predict(params, x, statistics):
-        return forward(params, x, statistics)[0]
-
-    def statistics(params, x):
-        return forward(params, x, None)[1]
-
-    return Model(init, softmax_loss(in_training, l2), predict, statistics)
+    return model_of(make, l2)
 
 
 def _check(image_shape, num_classes, widths, blocks):

@@ -2,10 +2,13 @@
 
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
-from experiments.tasks import TASKS, cifar10, prepared
+import models
+from experiments import evaluate
+from experiments.tasks import TASKS, cifar10, prepared, tinyshakespeare
 
 DATA = pathlib.Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
@@ -51,11 +54,64 @@ def test_cifar10_from_a_prepared_set():
 
 @pytest.mark.parametrize(
     "settings,word",
-    [({"model": "lenet"}, "models"), ({"size": 8}, "side 32"), ({}, "download_and_prepare")],
+    [({"model": "lenet"}, "mobilenet"), ({"size": 8}, "side 32"), ({}, "download_and_prepare")],
 )
 def test_cifar10_says_what_is_wrong(settings, word):
     with pytest.raises(ValueError, match=word):
         TASKS["cifar10"](**settings)
+
+
+def test_tinyshakespeare_has_all_windows_of_its_text():
+    task = TASKS["tinyshakespeare"](need("tinyshakespeare"))
+    assert task.train["x"].shape == (15685, 64) and task.test["x"].shape == (1742, 64)
+    assert task.train["x"].dtype == task.train["y"].dtype == np.int32
+    assert task.train["y"].max() == 64
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    assert params["tokens"].shape == (65, 64)
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "input.txt").write_text("to be\nor not" * 10, encoding="utf-8")
+    return str(tmp_path)
+
+
+def test_windows_of_characters_and_the_next_ones(text):
+    task = TASKS["tinyshakespeare"](text, length=4)
+    letters = np.array(sorted(set("to be\nor not")))
+    assert "".join(letters[task.train["x"][:3].ravel()]) == "to be\nor not"
+    assert "".join(letters[task.train["y"][:3].ravel()]) == "o be\nor nott"
+    assert task.train["x"].shape == (26, 4) and task.test["x"].shape == (2, 4)
+
+
+def test_sequences_are_evaluated_by_the_mean_of_their_tokens(text, monkeypatch):
+    test = TASKS["tinyshakespeare"](text, length=4).train
+    table = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
+    bigrams = models.Model(None, None, lambda table, x: table[x])
+    logits = table[test["x"]]
+    scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    loss = -np.mean(np.take_along_axis(scores, test["y"][..., None], axis=-1))
+    share = np.mean(logits.argmax(axis=-1) == test["y"])
+    monkeypatch.setattr(evaluate, "CHUNK", 10)
+    assert 0 < share < 1
+    np.testing.assert_allclose(evaluate.accuracy(bigrams)(table, test), share, rtol=1e-6)
+    measures = evaluate.loss_and_accuracy(bigrams)(table, None, test)
+    np.testing.assert_allclose(measures, (loss, share), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings,word",
+    [({"model": "vit"}, "'gpt2' only"), ({"length": 0}, "length is 0"), ({"length": 12}, "has 12")],
+)
+def test_tinyshakespeare_says_what_is_wrong(settings, word, text):
+    with pytest.raises(ValueError, match=word):
+        TASKS["tinyshakespeare"](text, **settings)
+
+
+def test_missing_text_says_where_to_get_it(tmp_path):
+    for folder in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match=tinyshakespeare.SOURCE):
+            TASKS["tinyshakespeare"](folder)
 
 
 def test_a_subset_is_seeded_and_in_order():

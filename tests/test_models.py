@@ -1,4 +1,4 @@
-"""The image models: sizes by hand, and batch normalisation with given moments."""
+"""Models: sizes by hand, batch normalisation with given moments, and who sees which token."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,25 @@ import models
 SHAPE, CLASSES = (8, 8, 3), 7
 RESNET = models.small_resnet(image_shape=SHAPE, num_classes=CLASSES, widths=(4, 6, 8))
 VIT = models.vit(image_shape=SHAPE, num_classes=CLASSES, width=12, depth=2, heads=3, mlp_ratio=2)
+MOBILENET = models.mobilenet_v2(
+    image_shape=SHAPE,
+    num_classes=CLASSES,
+    stages=((1, 4, 1, 1), (2, 6, 1, 2)),
+    stem_channels=4,
+    head_channels=16,
+)
+VOCABULARY, CONTEXT = 11, 6
+DECODER = {"vocab_size": VOCABULARY, "context": CONTEXT, "width": 8, "depth": 2, "heads": 2}
+GPT2 = models.gpt2(**DECODER)
 
 
 def batch_of(key, n=5):
     return {"x": jax.random.normal(key, (n, *SHAPE)), "y": jnp.arange(n) % CLASSES}
+
+
+def tokens_of(key, n=5, length=CONTEXT):
+    text = jax.random.randint(key, (n, length + 1), 0, VOCABULARY)
+    return {"x": text[:, :-1], "y": text[:, 1:]}
 
 
 def params_of(model, key):
@@ -48,31 +63,74 @@ def test_vit_size(key):
     assert count(VIT, key) == embed + 2 * block + 2 * 12 + 12 * CLASSES + CLASSES
 
 
-def test_statistics_of_a_batch_give_its_logits_in_training(key):
+def test_mobilenet_size(key):
+    stem, head = 27 * 4 + 2 * 4, 6 * 16 + 2 * 16
+    plain = 9 * 4 + 2 * 4 + 4 * 4 + 2 * 4
+    expanded = 4 * 8 + 2 * 8 + 9 * 8 + 2 * 8 + 8 * 6 + 2 * 6
+    assert count(MOBILENET, key) == stem + plain + expanded + head + 16 * CLASSES + CLASSES
+
+
+def test_published_mobilenet_size(key):
+    from models.mobilenet import IMAGENET_STAGES
+
+    model = models.mobilenet_v2(
+        image_shape=(224, 224, 3),
+        num_classes=1000,
+        stages=IMAGENET_STAGES,
+        stem_channels=32,
+        stem_stride=2,
+        head_channels=1280,
+    )
+    assert count(model, key) == 3_504_872
+
+
+@pytest.mark.parametrize(
+    "channels,width,scaled",
+    [(20, 1.0, 20), (16, 0.5, 8), (24, 0.75, 24), (32, 1.4, 48), (96, 0.35, 32), (8, 0.25, 8)],
+)
+def test_scaled_channels_are_multiples_of_eight(channels, width, scaled):
+    from models.mobilenet import _scaled
+
+    assert _scaled(channels, width) == scaled
+
+
+def test_gpt2_size(key):
+    embedding = VOCABULARY * 8 + CONTEXT * 8
+    attention, perceptron = 8 * 24 + 24 + 8 * 8 + 8, 8 * 32 + 32 + 32 * 8 + 8
+    assert count(GPT2, key) == embedding + 2 * (2 * 16 + attention + perceptron) + 16
+    small = models.gpt2(vocab_size=50257, context=1024, width=768, depth=12, heads=12)
+    assert count(small, key) == 124_439_808
+
+
+@pytest.mark.parametrize("model", [RESNET, MOBILENET], ids=["resnet", "mobilenet"])
+def test_statistics_of_a_batch_give_its_logits_in_training(model, key):
     init, first, second = jax.random.split(key, 3)
-    params, batch, other = params_of(RESNET, init), batch_of(first), batch_of(second)
+    params, batch, other = params_of(model, init), batch_of(first), batch_of(second)
 
     @jax.jit
     def losses(params, given):
-        logits = RESNET.predict(params, batch["x"], RESNET.statistics(params, given))
+        logits = model.predict(params, batch["x"], model.statistics(params, given))
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
 
-    in_training = jax.jit(RESNET.loss)(params, batch, None)
+    in_training = jax.jit(model.loss)(params, batch, None)
     np.testing.assert_allclose(losses(params, batch["x"]), in_training, rtol=1e-4)
     assert np.max(np.abs(losses(params, other["x"]) - in_training)) > 1e-2
 
 
+@pytest.mark.parametrize("groups", [1, 3], ids=["full", "depthwise"])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_convolution_is_that_of_xla(stride, key):
-    from models.resnet import _Conv
+def test_convolution_is_that_of_xla(stride, groups, key):
+    from models.convolutions import Conv, DepthwiseConv
 
-    conv, x = _Conv(3, 4, stride, nnx.Rngs(1)), batch_of(key)["x"]
+    rngs, x = nnx.Rngs(1), batch_of(key)["x"]
+    conv = Conv(3, 4, stride, rngs) if groups == 1 else DepthwiseConv(3, stride, rngs)
     expected = jax.lax.conv_general_dilated(
         x,
         conv.kernel[...],
         (stride, stride),
         ((1, 1), (1, 1)),
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
     )
     np.testing.assert_allclose(conv(x), expected, atol=1e-5)
 
@@ -89,10 +147,14 @@ def test_statistics_are_the_moments_of_the_first_convolution(key):
     np.testing.assert_allclose(moments["var"], jnp.var(y, axis=(0, 1, 2)), rtol=1e-4)
 
 
-@pytest.mark.parametrize("model", [RESNET, VIT], ids=["resnet", "vit"])
-def test_losses_and_gradient(model, key):
+@pytest.mark.parametrize(
+    "model,draw",
+    [(RESNET, batch_of), (VIT, batch_of), (MOBILENET, batch_of), (GPT2, tokens_of)],
+    ids=["resnet", "vit", "mobilenet", "gpt2"],
+)
+def test_losses_and_gradient(model, draw, key):
     init, data, noise = jax.random.split(key, 3)
-    params, batch = params_of(model, init), batch_of(data)
+    params, batch = params_of(model, init), draw(data)
 
     def mean(params):
         losses = model.loss(params, batch, noise)
@@ -112,6 +174,75 @@ def test_vit_reads_the_patches_in_place(key):
     assert VIT.statistics is None
 
 
+def decoder(params, x):
+    """GPT-2 in numpy, one sequence and one head at a time."""
+
+    def norm(h, p):
+        h = h - h.mean(axis=-1, keepdims=True)
+        return h / np.sqrt((h**2).mean(axis=-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+    def dense(h, p):
+        return h @ p["kernel"] + p["bias"]
+
+    def attention(h, p):
+        q, k, v = np.split(dense(h, p["qkv"]), 3, axis=-1)
+        outputs = []
+        for head in (slice(0, 4), slice(4, 8)):
+            weights = np.tril(np.exp(q[:, head] @ k[:, head].T / 2))
+            outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, head])
+        return dense(np.concatenate(outputs, axis=-1), p["project"])
+
+    h = params["tokens"][x] + params["positions"][: len(x)]
+    for block in (params["block0"], params["block1"]):
+        h = h + attention(norm(h, block["norm1"]), block["attention"])
+        u = dense(norm(h, block["norm2"]), block["dense1"])
+        u = u / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)))
+        h = h + dense(u, block["dense2"])
+    return norm(h, params["norm"]) @ params["tokens"].T
+
+
+def test_gpt2_is_the_published_decoder(key):
+    init, data = jax.random.split(key)
+    params, batch = params_of(GPT2, init), tokens_of(data, n=2, length=4)
+    exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    expected = np.stack([decoder(exact, np.asarray(x)) for x in batch["x"]])
+    np.testing.assert_allclose(jax.jit(GPT2.predict)(params, batch["x"]), expected, atol=1e-4)
+    scores = expected - np.log(np.exp(expected).sum(axis=-1, keepdims=True))
+    chosen = np.take_along_axis(scores, np.asarray(batch["y"])[..., None], axis=-1)
+    losses = jax.jit(GPT2.loss)(params, batch, None)
+    np.testing.assert_allclose(losses, -chosen[..., 0].mean(axis=1), atol=1e-4)
+
+
+def test_gpt2_sees_no_later_token(key):
+    init, data = jax.random.split(key)
+    params, x = params_of(GPT2, init), np.asarray(tokens_of(data)["x"])
+    predict = jax.jit(GPT2.predict)
+    before = np.asarray(predict(params, x))
+    for k in range(CONTEXT):
+        changed = x.copy()
+        changed[:, k] = (x[:, k] + 1) % VOCABULARY
+        after = np.asarray(predict(params, changed))
+        np.testing.assert_array_equal(after[:, :k], before[:, :k])
+        assert np.all(np.max(np.abs(after[:, k:] - before[:, k:]), axis=(0, 2)) > 1e-4)
+
+
+def test_gpt2_starts_as_published(key):
+    model = models.gpt2(vocab_size=200, context=50, width=64, depth=1, heads=4)
+    params = jax.jit(model.init)(key)
+    block = params["block0"]
+    for weights in (params["tokens"], params["positions"], block["attention"]["qkv"]["kernel"]):
+        np.testing.assert_allclose(np.std(weights), 0.02, rtol=0.05)
+    for weights in (block["attention"]["project"]["kernel"], block["dense2"]["kernel"]):
+        np.testing.assert_allclose(np.std(weights), 0.02 / np.sqrt(2), rtol=0.05)
+    assert not np.any(block["dense1"]["bias"]) and not np.any(block["attention"]["qkv"]["bias"])
+
+
+def test_gpt2_refuses_a_sequence_longer_than_its_context(key):
+    params = jax.eval_shape(GPT2.init, key)
+    with pytest.raises(ValueError, match="have 7 tokens and context is 6"):
+        jax.eval_shape(GPT2.predict, params, jnp.zeros((1, CONTEXT + 1), jnp.int32))
+
+
 @pytest.mark.parametrize(
     "build,settings,word",
     [
@@ -124,6 +255,20 @@ def test_vit_reads_the_patches_in_place(key):
         (models.vit, {"patch": 5}, "patch"),
         (models.vit, {"width": 30}, "heads"),
         (models.vit, {"depth": 0}, "depth"),
+        (models.gpt2, DECODER | {"vocab_size": 1}, "vocab_size"),
+        (models.gpt2, DECODER | {"context": 0}, "context"),
+        (models.gpt2, DECODER | {"heads": 3}, "heads"),
+        (models.gpt2, DECODER | {"depth": 0}, "depth"),
+        (models.gpt2, DECODER | {"l2": -1.0}, "l2"),
+        (models.mobilenet_v2, {"image_shape": (3, 8, 3)}, "image_shape"),
+        (models.mobilenet_v2, {"num_classes": 1}, "classes"),
+        (models.mobilenet_v2, {"width": 0.0}, "width"),
+        (models.mobilenet_v2, {"stages": ()}, "stages"),
+        (models.mobilenet_v2, {"stages": ((6, 24, 2, 3),)}, "stages"),
+        (models.mobilenet_v2, {"stages": ((6, 24, 2),)}, "stages"),
+        (models.mobilenet_v2, {"stem_stride": 3}, "stem_stride"),
+        (models.mobilenet_v2, {"head_channels": 0}, "head_channels"),
+        (models.mobilenet_v2, {"l2": -1.0}, "l2"),
     ],
 )
 def test_bad_settings(build, settings, word):

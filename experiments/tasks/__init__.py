@@ -1,6 +1,6 @@
 """The table of tasks: a new task is one file and one row."""
 
-from experiments.tasks import cifar10, digits, hmda, mnist
+from experiments.tasks import cifar10, digits, hmda, mnist, tinyshakespeare
 from experiments.tasks.base import Recipe, Task
 
 TASKS = {
@@ -8,6 +8,7 @@ TASKS = {
     "digits": digits.load,
     "hmda": hmda.load,
     "mnist": mnist.load,
+    "tinyshakespeare": tinyshakespeare.load,
 }
 
 __all__ = ["TASKS", "Recipe", "Task"]

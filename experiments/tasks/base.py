@@ -25,7 +25,7 @@ class Task(NamedTuple):
     """Fields:
     name: of the task, as in `TASKS`.
     model: what is trained.
-    train, test: {"x": array[N, ...], "y": int array[N]}, in memory.
+    train, test: {"x": array[N, ...], "y": int array[N] or [N, L]}, in memory.
     recipe: the default setting.
     optimum: `() -> float`, the minimum of the training loss, or None where it is not known.
     """

@@ -1,0 +1,158 @@
+"""GPT-2's decoder, for next-token prediction."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from models.base import Model, check_l2, penalty
+
+DEVIATION = 0.02  # of all weights and embeddings at the start
+MLP_RATIO = 4
+EPSILON = 1e-5  # of the layer normalisations
+
+
+def _dense(fan_in, fan_out, rngs, scale=1.0):
+    init = nnx.initializers.normal(scale * DEVIATION)
+    return nnx.Linear(fan_in, fan_out, kernel_init=init, rngs=rngs)
+
+
+def _norm(width, rngs):
+    return nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, rngs=rngs)
+
+
+class _Attention(nnx.Module):
+    def __init__(self, width, heads, scale, rngs):
+        self.qkv = _dense(width, 3 * width, rngs)
+        self.project = _dense(width, width, rngs, scale)
+        self.heads = heads
+
+    def __call__(self, x):
+        n, length, width = x.shape
+        qkv = self.qkv(x).reshape(n, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / math.sqrt(width // self.heads)
+        past = jnp.tril(jnp.ones((1, 1, length, length), bool))
+        weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf))
+        return self.project(jnp.einsum("nhqk,nkhd->nqhd", weights, v).reshape(x.shape))
+
+
+class _Block(nnx.Module):
+    def __init__(self, width, heads, scale, rngs):
+        self.norm1 = _norm(width, rngs)
+        self.attention = _Attention(width, heads, scale, rngs)
+        self.norm2 = _norm(width, rngs)
+        self.dense1 = _dense(width, MLP_RATIO * width, rngs)
+        self.dense2 = _dense(MLP_RATIO * width, width, rngs, scale)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.dense2(nnx.gelu(self.dense1(self.norm2(x)), approximate=True))
+
+
+class _GPT2(nnx.Module):
+    def __init__(self, vocab_size, context, width, depth, heads, rngs):
+        draw = nnx.initializers.normal(DEVIATION)
+        self.tokens = nnx.Param(draw(rngs.params(), (vocab_size, width), jnp.float32))
+        self.positions = nnx.Param(draw(rngs.params(), (context, width), jnp.float32))
+        self.names = [f"block{i}" for i in range(depth)]
+        for name in self.names:
+            # Two branches per block are added up: the sum keeps its size whatever the depth.
+            setattr(self, name, _Block(width, heads, 1 / math.sqrt(2 * depth), rngs))
+        self.norm = _norm(width, rngs)
+
+    def __call__(self, x):
+        tokens = self.tokens[...]
+        y = tokens[x] + self.positions[...][None, : x.shape[1]]
+        for name in self.names:
+            y = getattr(self, name)(y)
+        return self.norm(y) @ tokens.T
+
+
+def gpt2(
+    *, vocab_size: int, context: int, width: int, depth: int, heads: int, l2: float = 0.0
+) -> Model:
+    """GPT-2: a causal transformer decoder, logits of every next token; without dropout.
+
+    h = tokens[x] + positions; then in every block h += attention(norm(h)) and
+    h += W_2 gelu(W_1 norm(h)) with 4 * width hidden units; logits = norm(h) tokens^T.
+
+    The tanh form of gelu, layer normalisations with epsilon 1e-5, biases everywhere. Weights and
+    embeddings start normal with deviation 0.02, the last matrix of each residual branch with
+    0.02 / sqrt(2 depth), biases at zero.
+
+    Args:
+      vocab_size: V >= 2; tokens are 0 .. V - 1.
+      context: longest sequence, >= 1.
+      width: features of a token, a multiple of `heads`; depth: transformer blocks, >= 1.
+      heads: attention heads, >= 1.
+      l2: weight of l2/2 |params|^2, >= 0.
+
+    Returns:
+      A `Model` without `statistics`, for batches {"x": int[n, L], "y": int[n, L]} with
+      L <= context, where y holds the token after each of x. A sequence is one example: its loss
+      is the mean cross-entropy of its tokens, in nats; `predict` gives logits float32[n, L, V].
+
+    Raises:
+      ValueError: for sizes out of range, or that do not divide; from `loss` and `predict` for a
+        sequence longer than `context`.
+
+    Example:
+      The published small model.
+
+      >>> import jax, models
+      >>> model = models.gpt2(vocab_size=50257, context=1024, width=768, depth=12, heads=12)
+      >>> params = jax.eval_shape(model.init, jax.random.key(0))
+      >>> sum(p.size for p in jax.tree.leaves(params))
+      124439808
+
+    References:
+      Radford et al., Language Models are Unsupervised Multitask Learners, 2019,
+      https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+      Press, Wolf, Using the Output Embedding to Improve Language Models, 2017,
+      https://arxiv.org/abs/1608.05859
+    """
+    check_l2(l2)
+    _check(vocab_size, context, width, depth, heads)
+
+    def build(key):
+        net = _GPT2(vocab_size, context, width, depth, heads, nnx.Rngs(key))
+        return nnx.split(net, nnx.Param)
+
+    graph, _ = nnx.eval_shape(lambda: build(jax.random.key(0)))
+
+    def init(key):
+        return nnx.to_pure_dict(build(key)[1])
+
+    def predict(params, x):
+        if x.shape[1] > context:
+            raise ValueError(
+                f"the sequences have {x.shape[1]} tokens and context is {context}: cut them into "
+                "windows, or build the model with a longer context."
+            )
+        return nnx.merge(graph, nnx.State(params))(x)
+
+    def loss(params, batch, key):
+        logits = predict(params, batch["x"])
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return jnp.mean(losses, axis=-1) + penalty(params, l2)
+
+    return Model(init, loss, predict)
+
+
+def _check(vocab_size, context, width, depth, heads):
+    if vocab_size < 2 or context < 1:
+        raise ValueError(
+            f"vocab_size is {vocab_size} and context {context}: there must be two tokens to choose "
+            "from, in sequences of at least one."
+        )
+    if heads < 1 or width < 1 or width % heads:
+        raise ValueError(
+            f"width is {width} with {heads} heads: the heads share the width equally. Take a "
+            "multiple of heads."
+        )
+    if depth < 1:
+        raise ValueError(f"depth is {depth}: the decoder needs at least one block.")
