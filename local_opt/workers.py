@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 
-
 def check_same_start(tree, *, what: str = "parameters") -> None:
     """Raises unless all workers hold the same numbers.
 

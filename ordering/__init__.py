@@ -1,7 +1,9 @@
-"""Which unit comes next: example orders as small pure functions for JAX."""
+"""Which unit comes next, and when a batch is used again: small pure functions for JAX."""
 
 from ordering.balance import balance, balance_blocks, default_block_size
 from ordering.base import Ordering, check_units_per_step
+from ordering.echo import EchoPlan, bernoulli, error_diffusion, fixed, load_echo_plan
+from ordering.echoed import Use, echoed, observe_fresh
 from ordering.exchange import averaged, exchange, exchanged
 from ordering.front import Front, open_epoch, open_front
 from ordering.grab import GrabState, grab
@@ -17,8 +19,12 @@ from ordering.herding import (
     herding_bound,
     parallel_herding_bound,
 )
+from ordering.loader import Loader, LoadError, load_ahead
+from ordering.measured import Measured, decide, measured, ready_everywhere
+from ordering.pace import EchoForecast, echo_forecast
 from ordering.pair_balance import PairBalanceState, cd_grab, pair_balance
 from ordering.pipeline import batches, prefetch_to_device, step_indices
+from ordering.proximal import ProximalState, proximal_anchor
 from ordering.rows import Rows, centred, differences, finite_units, joined, stacked
 from ordering.shuffles import (
     ShuffleState,
@@ -31,28 +37,41 @@ from ordering.shuffles import (
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
 
 __all__ = [
+    "EchoForecast",
+    "EchoPlan",
     "Front",
     "GrabState",
     "GreedyHerdingState",
+    "LoadError",
+    "Loader",
+    "Measured",
     "Ordering",
     "PairBalanceState",
+    "ProximalState",
     "Rows",
     "ShuffleState",
     "SignRule",
+    "Use",
     "averaged",
     "balance",
     "balance_blocks",
     "batches",
+    "bernoulli",
     "block_reshuffling",
     "cd_grab",
     "centred",
     "check_separable",
     "check_units_per_step",
+    "decide",
     "default_block_size",
     "differences",
+    "echo_forecast",
+    "echoed",
+    "error_diffusion",
     "exchange",
     "exchanged",
     "finite_units",
+    "fixed",
     "flip_flop",
     "grab",
     "greedy",
@@ -60,7 +79,11 @@ __all__ = [
     "herding_bound",
     "joined",
     "kernel_halving",
+    "load_ahead",
+    "load_echo_plan",
+    "measured",
     "microbatch",
+    "observe_fresh",
     "observe_in_chunks",
     "open_epoch",
     "open_front",
@@ -68,7 +91,9 @@ __all__ = [
     "parallel_herding_bound",
     "per_example",
     "prefetch_to_device",
+    "proximal_anchor",
     "random_reshuffling",
+    "ready_everywhere",
     "self_balancing_walk",
     "shuffle_once",
     "stacked",

@@ -186,3 +186,120 @@ def outer_momentum(changes, rate, momentum, nesterov=False):
         velocity = momentum * velocity + d
         moves.append(-rate * (d + momentum * velocity) if nesterov else -rate * velocity)
     return moves
+
+
+def stochastic_echo(p, uniforms):
+    """Algorithm 1 of the echoing paper: the steps that load, by coins uniform in [0, 1)."""
+    fresh = []
+    for t in range(len(uniforms)):
+        if t == 0 or uniforms[t] < p(t):
+            fresh.append(True)  # load a batch
+        else:
+            fresh.append(False)  # use the last one again
+    return fresh
+
+
+def error_diffusion(shares):
+    """The steps that load; exact for shares that are `fractions.Fraction`."""
+    fresh, acc = [], 1 - shares[0]
+    for share in shares:
+        acc += share
+        load = acc >= 1
+        if load:
+            acc -= 1
+        fresh.append(load)
+    return fresh
+
+
+def loads_used(fresh):
+    """The number of the load that each step uses."""
+    used, load = [], -1
+    for f in fresh:
+        if f:
+            load += 1
+        used.append(load)
+    return used
+
+
+def load_if_ready(ready, max_factor, floor):
+    """The steps that load, and those that had to ask; ready[t] is the answer in step t."""
+    due = error_diffusion(floor)
+    fresh, asked, loads, uses = [], [], 0, 0
+    for t in range(len(floor)):
+        if t == 0 or uses == max_factor or loads < sum(due[: t + 1]):
+            load = True
+        else:
+            asked.append(t)
+            load = ready[t]
+        if load:
+            loads, uses = loads + 1, 0
+        uses += 1
+        fresh.append(load)
+    return fresh, asked
+
+
+def echoed_local_sgd(params, gradient, p, coins, p_sync, sync_coins, rate):
+    """Algorithm 2 of the echoing paper, coins shared by all workers; the last step averages too.
+
+    gradient(worker, load, x) -> [D]. Returns the parameters [T, W, D] after every step, and the
+    numbers of loads and averages.
+    """
+    x = [np.array(params, np.float64) for _ in range(gradient.workers)]
+    history, load, averages = [], -1, 0
+    for t in range(len(coins)):
+        if t == 0 or coins[t] < p(t):
+            load += 1
+        for w in range(gradient.workers):
+            x[w] = x[w] - rate * gradient(w, load, x[w])
+        if sync_coins[t] < p_sync(t) or t == len(coins) - 1:
+            mean = sum(x) / gradient.workers
+            x = [mean.copy() for _ in range(gradient.workers)]
+            averages += 1
+        history.append(np.array(x))
+    return np.array(history), load + 1, averages
+
+
+def anchored_sgd(params, gradient, fresh, strength, rate, momentum=0.0):
+    """SGD drawn back to where the batch was loaded (Agarwal et al. 2020): x after every step."""
+    x, trace, history = np.array(params, np.float64), 0.0, []
+    for t in range(len(fresh)):
+        if fresh[t]:
+            anchor = x
+        g = gradient(t, x) + strength * (x - anchor)
+        trace = momentum * trace + g
+        x = x - rate * trace
+        history.append(x)
+    return np.array(history)
+
+
+def loads_ahead(decide, total_steps, load_ticks, step_ticks, depth):
+    """Loading ahead of echoed steps, tick by tick: (decisions, ticks that steps waited).
+
+    A thread loads, one after the other, into a queue of `depth` batches, and keeps a finished one
+    in its hand while the queue is full. decide(step, loads, uses, ready) -> bool. Ticks before the
+    first step do not count.
+    """
+    queue, hand, busy, begun = 0, False, 0, 0  # busy: ticks that the present load still takes
+    fresh, left, uses, wanted, waited = [], 0, 0, False, 0  # left: ticks of the present step
+    while True:
+        for who in ("thread", "steps", "thread"):
+            if who == "thread":
+                if hand and queue < depth:
+                    queue, hand = queue + 1, False
+                if not hand and not busy and begun < len(load_ticks):
+                    busy, begun = load_ticks[begun], begun + 1
+            elif not left:
+                if not wanted:
+                    if len(fresh) == total_steps:
+                        return fresh, waited
+                    wanted = decide(len(fresh), sum(fresh), uses, queue > 0)
+                    if not wanted:
+                        fresh, uses, left = [*fresh, False], uses + 1, step_ticks
+                if wanted and queue:
+                    queue, wanted = queue - 1, False
+                    fresh, uses, left = [*fresh, True], 1, step_ticks
+        waited += bool(wanted and fresh)
+        left -= bool(left)
+        if busy:
+            busy -= 1
+            hand = not busy

@@ -1,0 +1,262 @@
+"""When a batch is used again, known before the run: which steps load a fresh one.
+
+T steps, L loads. An echoed step uses a batch that is already on the device.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+import plans
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EchoPlan:
+    """The loads of a run: a decision that never depends on gradients.
+
+    Step t loads a fresh batch where fresh[t], and uses the last one again elsewhere. Two plans are
+    equal if they load in the same steps.
+
+    Args:
+      fresh: bool[T]; fresh[0] is True, for there is nothing to use again.
+      rule: how the plan was made, for people.
+
+    Raises:
+      ValueError: if there is no step, or the first is not fresh.
+
+    Example:
+      >>> import ordering
+      >>> plan = ordering.EchoPlan([True, False, True, False, False])
+      >>> plan.loads, plan.share, plan.uses.tolist()
+      (2, 0.4, [2, 3])
+    """
+
+    fresh: np.ndarray
+    rule: str = "given steps"
+
+    def __post_init__(self):
+        fresh = np.array(self.fresh)
+        if fresh.ndim != 1 or fresh.dtype != bool or not len(fresh):
+            raise ValueError(
+                f"fresh is {fresh.dtype}{list(fresh.shape)}: it must be a list of one bool per "
+                "step, True where a fresh batch is loaded."
+            )
+        if not fresh[0]:
+            raise ValueError("fresh[0] is False: the first step has no batch to use again.")
+        fresh.setflags(write=False)
+        object.__setattr__(self, "fresh", fresh)
+
+    @property
+    def total_steps(self) -> int:
+        """T."""
+        return len(self.fresh)
+
+    @property
+    def load_steps(self) -> np.ndarray:
+        """int64[L], the steps that load: the first use of every batch."""
+        return np.flatnonzero(self.fresh)
+
+    @property
+    def loads(self) -> int:
+        """L, the number of loads of the run."""
+        return int(self.fresh.sum())
+
+    @property
+    def share(self) -> float:
+        """L / T, loads per step; its inverse is the mean echo factor."""
+        return self.loads / self.total_steps
+
+    @property
+    def uses(self) -> np.ndarray:
+        """int64[L], the steps from each load to the next: the echo factor of every batch."""
+        return np.diff(self.load_steps, append=self.total_steps)
+
+    def loads_before(self, step):
+        """The loads in the steps 0 .. step - 1, for a step (or an array of steps) of 0 .. T."""
+        step = np.asarray(step)
+        if (step < 0).any() or (step > self.total_steps).any():
+            raise ValueError(
+                f"step {step} is outside the plan's 0 .. {self.total_steps}: make a plan for the "
+                "whole run."
+            )
+        return np.append(0, np.cumsum(self.fresh))[step]
+
+    def first_load(self, step: int, buffer_size: int = 1) -> int:
+        """The first load that steps from `step` on need: where the input of a resumed run starts.
+
+        An echoed step needs the loads before it that are still in the buffer.
+        """
+        kept = buffer_size - bool(step < self.total_steps and self.fresh[step])
+        return max(0, int(self.loads_before(step)) - kept)
+
+    def digest(self) -> str:
+        """A hash (64 hex digits) of T and all loads; independent of machine and rule."""
+        content = np.append(self.load_steps, self.total_steps).astype("<i8").tobytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def __eq__(self, other):
+        return isinstance(other, EchoPlan) and self.digest() == other.digest()
+
+    def __hash__(self):
+        return hash(self.digest())
+
+    def describe(self) -> str:
+        """The plan on one screen: rule, share, and how it changes over the run."""
+        uses = self.uses
+        lines = [
+            self.rule,
+            f"{self.total_steps} steps, {self.loads} loads, share {self.share:.3%}, "
+            f"batches used {uses.min()} to {uses.max()} times, hash {self.digest()[:12]}",
+            "  from step   loads per step",
+        ]
+        edges = np.unique(np.linspace(0, self.total_steps, 11).astype(int))
+        for start, end in zip(edges[:-1], edges[1:], strict=True):
+            lines.append(f"{start:>11}{self.fresh[start:end].mean():>17.4f}")
+        return "\n".join(lines)
+
+    def __repr__(self):
+        return f"EchoPlan({self.rule}: {self.loads} loads in {self.total_steps} steps)"
+
+    def check_run(self, total_steps: int) -> None:
+        """Raises ValueError unless the plan is made for a run of `total_steps`."""
+        if total_steps != self.total_steps:
+            raise ValueError(
+                f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
+                "make the plan with the run's total_steps."
+            )
+
+    def save(self, path: str) -> None:
+        """Writes the plan as JSON: under a temporary name first, so never half a file."""
+        content = {"total_steps": self.total_steps, "load_steps": self.load_steps.tolist()}
+        plans.write(path, self, content)
+
+
+def load_echo_plan(path: str) -> EchoPlan:
+    """Reads a plan that `EchoPlan.save` has written.
+
+    Args:
+      path: of the JSON file.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if the file is no plan or does not match its hash.
+
+    Example:
+      >>> import os, tempfile, ordering
+      >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
+      >>> plan = ordering.fixed(4, total_steps=10)
+      >>> plan.save(path)
+      >>> ordering.load_echo_plan(path) == plan
+      True
+    """
+
+    def make(content):
+        fresh = np.zeros(content["total_steps"], bool)
+        fresh[np.asarray(content["load_steps"], np.int64)] = True
+        return EchoPlan(fresh, content["rule"])
+
+    return plans.read(path, make)
+
+
+def fixed(factor: int, *, total_steps: int) -> EchoPlan:
+    """Every batch is used the same number of times, as in data echoing.
+
+    fresh_t = (t mod e = 0).
+
+    Args:
+      factor: e >= 1, the uses of a batch; 1 is no echo.
+      total_steps: T >= 1.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: for a factor that is not whole or below 1.
+
+    Example:
+      >>> import ordering
+      >>> ordering.fixed(4, total_steps=10).uses.tolist()
+      [4, 4, 2]
+
+    References:
+      Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
+      https://arxiv.org/abs/1907.05550
+    """
+    plans.check_total_steps(total_steps)
+    if not plans.is_whole(factor) or factor < 1:
+        raise ValueError(f"factor is {factor!r}: a batch is used a whole number of times, >= 1.")
+    return EchoPlan(np.arange(total_steps) % factor == 0, f"fixed, e = {factor}")
+
+
+def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Array) -> EchoPlan:
+    """Stochastic data echoing: step t loads with probability p(t); the first always does.
+
+    Args:
+      p: a probability in (0, 1], any schedule of them (optax's are), or float[T].
+      total_steps: T >= 1.
+      key: shared by all workers, so that all take the same decisions.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if a probability is outside (0, 1].
+
+    Example:
+      >>> import jax, optax, ordering
+      >>> p = optax.cosine_decay_schedule(1.0, 1000, alpha=0.25)  # from 1 to 1/4
+      >>> plan = ordering.bernoulli(p, total_steps=1000, key=jax.random.key(0))
+      >>> abs(plan.share - 0.625) < 0.03
+      True
+
+    References:
+      Anonymous, Sharper Analysis of Data Echoing and New Communication-Efficient Algorithm for
+      Data Parallelism, Algorithm 1, submitted to ICLR 2025 (read here from its abstract, reviews
+      and replies), https://openreview.net/group?id=ICLR.cc/2025/Conference
+    """
+    heads = plans.coins(plans.chances(p, total_steps, "p"), key)
+    heads[0] = True
+    return EchoPlan(heads, f"bernoulli, p = {_name(p)}")
+
+
+def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> EchoPlan:
+    """The loads of `bernoulli` in the mean, spread evenly: no coin, and no stall where p <= 1 / R.
+
+    a <- a + p(t); fresh_t = (a >= 1); a <- a - fresh_t; a starts so that the first step loads.
+
+    The number of loads in any stretch of steps differs from the sum of p over it by less than 1,
+    where coins would let the input fall behind and the accelerator wait.
+
+    Args:
+      p: a probability in (0, 1], any schedule of them (optax's are), or float[T].
+      total_steps: T >= 1.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if a probability is outside (0, 1].
+
+    Example:
+      >>> import ordering
+      >>> ordering.error_diffusion(0.4, total_steps=10).uses.tolist()
+      [3, 2, 3, 2]
+    """
+    shares = plans.chances(p, total_steps, "p")
+    fresh = np.empty(total_steps, bool)
+    acc = 1.0 - shares[0]
+    for t, share in enumerate(shares.tolist()):
+        acc += share
+        # Ten tenths add up to a little less than one.
+        fresh[t] = acc >= 1 - 1e-9
+        acc -= fresh[t]
+    return EchoPlan(fresh, f"error diffusion, p = {_name(p)}")
+
+
+def _name(p):
+    return f"{p:g}" if isinstance(p, int | float) else "p(t)"

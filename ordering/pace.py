@@ -1,0 +1,143 @@
+"""What echoing will cost in time, before it runs: the input's pace against that of the steps."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+import plans
+from ordering.echo import EchoPlan
+from ordering.measured import Measured, decide
+
+# Steps; a batch that is late by less is on time. R uses of t_load / R seconds end, but for
+# rounding, when the next load does.
+ROUNDING = 1e-6
+
+
+class EchoForecast(NamedTuple):
+    """The predicted pace of a run; the clock starts with the first step, when load 0 is there."""
+
+    loads: int  # L
+    free_factor: float  # R = t_load / t_step, or 1 if loads are faster: more uses save no time
+    total_seconds: float
+    seconds_per_step: float
+    stall_seconds: float  # of the total, those in which a step waits for its batch
+    slowdown: float  # total / (T t_step); 1 is no stall
+    plan: EchoPlan  # what was timed; of `measured`, its decisions on the simulated clock
+
+
+def echo_forecast(
+    policy: EchoPlan | Measured,
+    *,
+    load_seconds: float | np.ndarray,
+    step_seconds: float,
+    depth: int = 2,
+) -> EchoForecast:
+    """Seconds of a run that loads by a policy through `load_ahead`, without running it.
+
+    F_j = max(F_j-1, S_j-depth-1) + L_j;  S_j = max(F_j, S_j-1 + uses_j-1 t_step), where load j is
+    finished at F_j and first used at S_j: the thread goes on while the queue has a place, with one
+    batch more in its hand. `measured` finds a batch ready at a step that starts at F_j or later.
+
+    Assumed: a step takes the same time whether fresh or echoed, and whatever the thread does
+    meanwhile; one thread loads one batch after the other. For W workers that agree on every step,
+    pass the loads of the slowest.
+
+    Args:
+      policy: of the run; a `Measured` is decided as `decide` does, by the simulated clock.
+      load_seconds: L > 0, seconds to read one batch and move it to the device: a number, or
+        float[n] of single loads, as measured, with n >= loads (n >= T for `measured`).
+      step_seconds: t_step > 0, seconds of one step whose batch is there.
+      depth: >= 1, of the queue; `load_ahead`'s.
+
+    Returns:
+      An `EchoForecast`. The wait for load 0, before the clock starts, is not in it.
+
+    Raises:
+      ValueError: for values out of range, or too few of load_seconds.
+
+    Example:
+      >>> import jax, ordering  # loads of four steps' time: R = 4
+      >>> pace = dict(load_seconds=0.008, step_seconds=0.002, depth=1)
+      >>> every = ordering.fixed(1, total_steps=1000)
+      >>> round(ordering.echo_forecast(every, **pace).slowdown, 3)
+      3.997
+      >>> spread = ordering.error_diffusion(0.25, total_steps=1000)
+      >>> ordering.echo_forecast(spread, **pace).slowdown
+      1.0
+      >>> coins = ordering.bernoulli(0.25, total_steps=10**5, key=jax.random.key(0))
+      >>> round(ordering.echo_forecast(coins, **pace).slowdown, 2)
+      1.17
+
+    References:
+      Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019 (time per
+      load is the larger of t_load and uses t_step), https://arxiv.org/abs/1907.05550
+    """
+    if not isinstance(policy, EchoPlan | Measured):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.fixed(4, "
+            "total_steps=T), or ordering.measured(...)."
+        )
+    if not (_is_number(step_seconds) and math.isfinite(step_seconds) and step_seconds > 0):
+        raise ValueError(f"step_seconds is {step_seconds!r}: pass a positive, finite number.")
+    if not plans.is_whole(depth) or depth < 1:
+        raise ValueError(f"depth is {depth!r}: the queue holds a whole number of batches, >= 1.")
+    each = _each_load(load_seconds, policy)
+    fresh, stall = _simulate(policy, (each / step_seconds).tolist(), int(depth))
+    plan = policy if isinstance(policy, EchoPlan) else EchoPlan(fresh, "measured, simulated")
+    total = (plan.total_steps + stall) * step_seconds
+    return EchoForecast(
+        plan.loads,
+        max(1.0, float(np.mean(load_seconds)) / step_seconds),
+        total,
+        total / plan.total_steps,
+        stall * step_seconds,
+        1 + stall / plan.total_steps,
+        plan,
+    )
+
+
+def _is_number(value):
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _each_load(load_seconds, policy):
+    """float64[n], the seconds of every load that the policy may ask for."""
+    most = policy.loads if isinstance(policy, EchoPlan) else policy.total_steps
+    each = np.asarray(load_seconds, np.float64)
+    if each.ndim > 1 or not (np.isfinite(each) & (each > 0)).all():
+        raise ValueError(
+            f"load_seconds is {load_seconds!r}: pass a positive, finite number, or a list of them."
+        )
+    if each.ndim and len(each) < most:
+        raise ValueError(
+            f"load_seconds has {len(each)} values and the run up to {most} loads: pass one number, "
+            f"or draw as many, as np.random.default_rng(0).choice(load_seconds, {most})."
+        )
+    return each if each.ndim else np.full(most, each)
+
+
+def _simulate(policy, each, depth):
+    """Step by step: the decisions, bool[T], and the stall. The unit of time is a step.
+
+    Whole R are exact in this unit, so that a load of R steps ends with the R-th use.
+    """
+    fresh = np.empty(policy.total_steps, bool)
+    each.append(math.inf)  # nobody asks for the load after the last
+    starts = []  # S_j
+    finished = stall = 0.0  # F of the next load; F_0 = 0 starts the clock
+    uses = 0
+    for step in range(policy.total_steps):
+        late = finished - (step + stall)
+        ready = late <= ROUNDING
+        fresh[step] = decide(
+            policy, step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
+        )
+        if fresh[step]:
+            stall += 0.0 if ready else late
+            starts.append(step + stall)
+            uses, freed = 0, len(starts) - depth - 1  # the load whose place the next one takes
+            begin = max(finished, starts[freed]) if freed >= 0 else finished
+            finished = begin + each[len(starts)]
+        uses += 1
+    return fresh, stall

@@ -1,0 +1,333 @@
+"""Plans of echoing: the papers' loops to the step, the share they promise, what they refuse."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import local_opt
+import ordering
+from tests import reference, tables
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("name", tables.ECHO_PLANS)
+@pytest.mark.parametrize("total_steps", [1, 2, 41])  # jax compiles for each
+def test_every_plan_is_loads_of_the_run(name, total_steps):
+    plan = tables.ECHO_PLANS[name](total_steps)
+    assert plan.total_steps == total_steps == len(plan.fresh)
+    assert plan.fresh.dtype == bool and plan.fresh[0]
+    assert plan.loads == plan.fresh.sum() == len(plan.uses) == len(plan.load_steps)
+    assert (plan.uses >= 1).all() and plan.uses.sum() == total_steps
+    assert plan.share == plan.loads / total_steps
+    # A loop over steps, as a training run sees the plan.
+    used = reference.loads_used(plan.fresh)
+    assert np.bincount(used).tolist() == plan.uses.tolist()
+    assert [used.index(load) for load in range(plan.loads)] == plan.load_steps.tolist()
+    loads_before = [len(set(used[:t])) for t in range(total_steps + 1)]
+    assert plan.loads_before(np.arange(total_steps + 1)).tolist() == loads_before
+    assert [int(plan.loads_before(t)) for t in range(total_steps + 1)] == loads_before
+    for buffer_size in (1, 3):
+        for t in range(total_steps):
+            kept = used[t] - buffer_size + 1  # the oldest load that is in the buffer at step t
+            assert plan.first_load(t, buffer_size) == max(0, kept)
+
+
+@pytest.mark.parametrize("name", tables.ECHO_PLANS)
+def test_plans_survive_saving_and_notice_changes(name, tmp_path):
+    plan, path = tables.ECHO_PLANS[name](41), tmp_path / "plan.json"
+    plan.save(path)
+    loaded = ordering.load_echo_plan(path)
+    assert loaded == plan and hash(loaded) == hash(plan) and loaded.rule == plan.rule
+    np.testing.assert_array_equal(loaded.fresh, plan.fresh)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    content = json.loads(path.read_text())
+    for key, value in (("total_steps", 42), ("load_steps", [0]), ("digest", "0" * 64)):
+        path.write_text(json.dumps(content | {key: value}))
+        with pytest.raises(ValueError, match="does not match its hash: it was changed"):
+            ordering.load_echo_plan(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "garbage",
+        "",
+        "[]",
+        "null",
+        '{"load_steps": [0]}',
+        {"total_steps": 3},  # and loads after it
+        {"total_steps": -1},
+        {"load_steps": [1, 2]},
+        {"load_steps": [0.5]},
+        {"load_steps": "0"},
+    ],
+)
+def test_a_file_without_a_plan(change, tmp_path):
+    path = tmp_path / "plan.json"
+    ordering.fixed(4, total_steps=10).save(path)
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(path.read_text()) | change)
+    path.write_text(change)
+    with pytest.raises(ValueError, match="plan.json' (holds no saved plan|does not match its)"):
+        ordering.load_echo_plan(str(path))
+
+
+def test_a_plan_of_rounds_is_no_plan_of_loads(tmp_path):
+    path = tmp_path / "plan.json"
+    local_opt.constant(4, total_steps=10).save(path)
+    with pytest.raises(ValueError, match="holds no saved plan"):
+        ordering.load_echo_plan(path)
+
+
+@pytest.mark.parametrize("name", tables.ECHO_PLANS)
+@pytest.mark.parametrize("total_steps", [1, 400])
+def test_description_fits_one_screen(name, total_steps):
+    plan = tables.ECHO_PLANS[name](total_steps)
+    lines = plan.describe().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    assert plan.rule in lines[0] and plan.digest()[:12] in lines[1]
+    assert f"{total_steps} steps, {plan.loads} loads, share {plan.share:.3%}" in lines[1]
+    assert f"used {plan.uses.min()} to {plan.uses.max()} times" in lines[1]
+    rows = [(int(row.split()[0]), float(row.split()[1])) for row in lines[3:]]
+    edges = [start for start, _ in rows] + [total_steps]
+    assert edges[0] == 0
+    for (start, share), end in zip(rows, edges[1:], strict=True):
+        assert f"{plan.fresh[start:end].mean():.4f}" == f"{share:.4f}"
+    assert repr(plan) == f"EchoPlan({plan.rule}: {plan.loads} loads in {total_steps} steps)"
+
+
+def test_equal_loads_are_equal_plans_however_they_were_made():
+    plans = [
+        ordering.fixed(1, total_steps=9),
+        ordering.bernoulli(1.0, total_steps=9, key=jax.random.key(0)),
+        ordering.bernoulli(1.0, total_steps=9, key=jax.random.key(1)),
+        ordering.error_diffusion(1.0, total_steps=9),
+        ordering.EchoPlan([True] * 9),
+    ]
+    assert len({plan.digest() for plan in plans}) == 1 and len(set(plans)) == 1
+    # The same on every machine: int64, least byte first.
+    assert plans[0].digest() == hashlib.sha256(struct.pack("<10q", *range(9), 9)).hexdigest()
+    others = [
+        ordering.fixed(1, total_steps=8),
+        ordering.fixed(1, total_steps=10),
+        ordering.fixed(2, total_steps=9),
+        ordering.fixed(2, total_steps=10),  # the same loads, and one more step
+    ]
+    assert len({plan.digest() for plan in (*others, plans[0])}) == 5
+    assert plans[0] != others[0] and plans[0] != "fixed, e = 1"
+
+
+def test_a_plan_cannot_be_changed_by_accident():
+    fresh = np.array([True, False, False])
+    plan = ordering.EchoPlan(fresh)
+    fresh[1] = True
+    assert plan.fresh.tolist() == [True, False, False]
+    with pytest.raises(ValueError, match="read-only"):
+        plan.fresh[1] = True
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.fresh = fresh
+
+
+@given(st.integers(1, 12), st.integers(1, 60))
+def test_fixed_loads_every_so_many_steps(factor, total_steps):
+    plan = ordering.fixed(factor, total_steps=total_steps)
+    assert plan.fresh.tolist() == [t % factor == 0 for t in range(total_steps)]
+
+
+COSINE = optax.cosine_decay_schedule(1.0, 300, alpha=0.25)
+CHANCES = {
+    "a number": (0.3, lambda t: 0.3),
+    "cosine": (COSINE, lambda t: 0.25 + 0.75 * 0.5 * (1 + math.cos(math.pi * t / 300))),
+    "python": (lambda t: 1 / (1 + t % 4), lambda t: 1 / (1 + t % 4)),
+    "an array": (np.linspace(1.0, 0.1, 300), lambda t: 1.0 - 0.9 * t / 299),
+    "almost never": (1e-12, lambda t: 1e-12),
+}
+
+
+@pytest.mark.parametrize("name", CHANCES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_bernoulli_is_algorithm_1(name, seed):
+    given_p, p = CHANCES[name]
+    plan = ordering.bernoulli(given_p, total_steps=300, key=jax.random.key(seed))
+    coins = np.asarray(jax.random.uniform(jax.random.key(seed), (300,), jnp.float32))
+    assert plan.fresh.tolist() == reference.stochastic_echo(p, coins)
+
+
+def test_another_key_is_another_plan():
+    plans = [
+        ordering.bernoulli(0.5, total_steps=100, key=jax.random.key(seed)) for seed in (0, 0, 1)
+    ]
+    assert plans[0] == plans[1] != plans[2]
+
+
+LINE = [Fraction(50 - t, 50) for t in range(45)]  # hits whole sums and misses them by 1/50
+SHARES = {
+    "1/3": (1 / 3, [Fraction(1, 3)] * 1000),
+    "1/4": (0.25, [Fraction(1, 4)] * 1000),
+    "0.1": (0.1, [Fraction(1, 10)] * 1000),
+    "0.4": (0.4, [Fraction(2, 5)] * 1000),
+    "1": (1.0, [Fraction(1)] * 1000),
+    "a line": (lambda t: (50.0 - t) / 50, LINE),
+    "a line of optax": (optax.linear_schedule(1.0, 0.1, 45), LINE),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_error_diffusion_equals_exact_arithmetic(name):
+    p, exact = SHARES[name]
+    plan = ordering.error_diffusion(p, total_steps=len(exact))
+    assert plan.fresh.tolist() == reference.error_diffusion(exact)
+
+
+@given(st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=40))
+@example([0.1] * 40)
+@example([1e-3, 1.0, 1e-3])
+def test_error_diffusion_is_within_one_load_of_its_share_in_every_stretch(p):
+    plan = ordering.error_diffusion(np.array(p), total_steps=len(p))
+    loads, shares = np.append(0, np.cumsum(plan.fresh)), np.append(0, np.cumsum(p))
+    surplus = loads - shares
+    # Within one of each other in exact numbers; these are sums of 40 floats.
+    assert np.abs(surplus[:, None] - surplus[None]).max() < 1 + 1e-12
+
+
+STEPS = 100_000
+SCHEDULES = {
+    "constant": (0.5, 0.5),
+    "linear": (optax.linear_schedule(1.0, 0.25, STEPS), 0.625),
+    "cosine": (optax.cosine_decay_schedule(1.0, STEPS, alpha=0.25), 0.625),
+    "multi-step": (
+        optax.piecewise_constant_schedule(1.0, {STEPS // 4: 0.5, STEPS // 2: 0.5}), 0.5
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_both_makers_have_the_share_of_the_schedule(name):
+    p, mean = SCHEDULES[name]
+    coins = ordering.bernoulli(p, total_steps=STEPS, key=jax.random.key(0))
+    even = ordering.error_diffusion(p, total_steps=STEPS)
+    # One deviation of the coins is at most 0.35 % of these means.
+    assert abs(coins.share / mean - 1) < 0.01
+    assert abs(even.share / mean - 1) < 1e-4  # a step more or less of the schedule
+    # And in every tenth of the run, where the schedules differ.
+    tenths = [plan.fresh.reshape(10, -1).sum(axis=1) for plan in (coins, even)]
+    assert np.abs(tenths[0] - tenths[1]).max() < 4 * math.sqrt(STEPS / 10 / 4)
+    if name != "constant":
+        assert tenths[1][-1] < 0.6 * tenths[1][0]
+
+
+OTHER_PROCESS = """
+import json
+import jax
+from tests import tables
+made = {name: make(400).digest() for name, make in tables.ECHO_PLANS.items()}
+print(json.dumps([len(jax.devices()), jax.numpy.zeros(()).dtype.name, made]))
+"""
+
+
+def test_the_key_alone_decides_whatever_the_process_the_devices_and_the_precision():
+    expected = {name: make(400).digest() for name, make in tables.ECHO_PLANS.items()}
+    assert len(set(expected.values())) == len(expected)
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESS],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_ENABLE_X64": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,  # the longest that a hanging process may keep a test run waiting
+    )
+    assert done.returncode == 0, done.stderr
+    devices, precision, made = json.loads(done.stdout)
+    assert (devices, precision) == (3, "float64") and len(jax.devices()) == 8
+    assert made == expected
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "error_diffusion"])
+def test_every_worker_makes_the_same_plan(name):
+    plan = tables.ECHO_PLANS[name](41)
+    for device in jax.devices()[1::3]:  # a worker's default is its own device
+        with jax.default_device(device):
+            assert tables.ECHO_PLANS[name](41) == plan
+
+
+KEY = dict(total_steps=5, key=jax.random.key(0))
+BAD = {
+    "p 0": (lambda: ordering.bernoulli(0.0, **KEY), r"p\(0\) is 0: a probability lies in \(0, 1"),
+    "p < 0": (lambda: ordering.bernoulli(-0.1, **KEY), r"p\(0\) is -0.1: .*not negative"),
+    "p > 1": (lambda: ordering.bernoulli(1.01, **KEY), r"p\(0\) is 1.01: a probability lies"),
+    "p nan": (lambda: ordering.bernoulli(math.nan, **KEY), r"p\(0\) is nan: .*finite"),
+    "p of 4 steps": (lambda: ordering.bernoulli(np.ones(4), **KEY), r"p has the shape \(4,\): .*5"),
+    "p falls to 0": (
+        lambda: ordering.bernoulli(optax.linear_schedule(1.0, 0.0, 3), **KEY),
+        r"p\(3\) is 0: .*may fall, but not to 0",
+    ),
+    "share 0": (lambda: ordering.error_diffusion(0.0, total_steps=5), r"p\(0\) is 0: a prob"),
+    "share > 1": (
+        lambda: ordering.error_diffusion(lambda t: 1.5 if t == 2 else 0.5, total_steps=5),
+        r"p\(2\) is 1.5: a probability lies",
+    ),
+    "share nan": (
+        lambda: ordering.error_diffusion([0.5, 0.5, math.nan], total_steps=3),
+        r"p\(2\) is nan: .*finite",
+    ),
+    "share falls to 0": (
+        lambda: ordering.error_diffusion(optax.cosine_decay_schedule(1.0, 4), total_steps=9),
+        r"p\(4\) is 0: .*may fall, but not to 0",
+    ),
+    "factor 0": (lambda: ordering.fixed(0, total_steps=5), r"factor is 0: a batch is used a whole"),
+    "factor 2.5": (lambda: ordering.fixed(2.5, total_steps=5), r"factor is 2.5: .*whole number"),
+    "factor True": (lambda: ordering.fixed(True, total_steps=5), r"factor is True: .*whole"),
+    "T 0": (lambda: ordering.fixed(2, total_steps=0), r"total_steps is 0: a run has at least one"),
+    "T 2.5": (
+        lambda: ordering.bernoulli(0.5, total_steps=2.5, key=jax.random.key(0)),
+        r"total_steps is 2.5: a run has",
+    ),
+    "T < 0": (lambda: ordering.error_diffusion(0.5, total_steps=-3), r"total_steps is -3: a run"),
+    "fresh of numbers": (lambda: ordering.EchoPlan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
+    "fresh of two axes": (lambda: ordering.EchoPlan([[True]]), r"fresh is bool\[1, 1\]: .*list of"),
+    "fresh empty": (lambda: ordering.EchoPlan([]), r"fresh is float64\[0\]: .*one bool per step"),
+    "fresh empty of bools": (lambda: ordering.EchoPlan(np.ones(0, bool)), r"fresh is bool\[0\]"),
+    "fresh a bool": (lambda: ordering.EchoPlan(True), r"fresh is bool\[\]: .*one bool per step"),
+    "first not fresh": (lambda: ordering.EchoPlan([False, True]), r"fresh\[0\] is False: .*no bat"),
+    "step -1": (lambda: ordering.fixed(2, total_steps=5).loads_before(-1), r"step -1 is outside"),
+    "step T + 1": (
+        lambda: ordering.fixed(2, total_steps=5).first_load(6), r"step 6 is outside .*0 \.\. 5"
+    ),
+    "run longer": (
+        lambda: ordering.fixed(2, total_steps=5).check_run(6),
+        r"fixed, e = 2\) has 5 steps and the run 6: make the plan with the run's",
+    ),
+    "run shorter": (lambda: ordering.fixed(2, total_steps=5).check_run(4), r"5 steps and .* 4:"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_run_of_the_plans_length_is_no_mistake():
+    ordering.fixed(2, total_steps=5).check_run(5)

@@ -1,0 +1,385 @@
+"""Training with echoed batches: the papers' loops, one sync per load, orders, and the anchor."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import local_opt
+import ordering
+from local_opt import runners
+from tests import reference, tables
+from tests.problems import assert_workers_bitwise_equal, on_mesh, vmap
+
+W, D, B, T = 8, 3, 2, 60
+RATE = 0.05
+RNG = np.random.default_rng(0)
+# Load l of worker w: B equations in D unknowns.
+MATRICES = RNG.normal(size=(T, W, B, D)).astype(np.float32)
+TARGETS = RNG.normal(size=(T, W, B)).astype(np.float32)
+START = RNG.normal(size=D).astype(np.float32)
+
+
+def gradient(w, load, x):
+    return MATRICES[load, w].T @ (MATRICES[load, w] @ x - TARGETS[load, w]) / B
+
+
+gradient.workers = W
+ROUNDS = local_opt.local_rounds(optax.sgd(RATE), axis_name="worker")
+
+
+def loss(x, batch):
+    matrix, target = batch
+    return 0.5 * jnp.mean((matrix @ x - target) ** 2)
+
+
+def one_step(x, state, batch):
+    updates, state = ROUNDS.update(jax.grad(loss)(x, batch), state, x)
+    return optax.apply_updates(x, updates), state
+
+
+@functools.cache
+def compiled(run):
+    """(init, step, sync) of all workers."""
+    over = {"vmap": vmap, "shard_map": functools.partial(on_mesh, workers=W)}[run]
+    return tuple(jax.jit(over(f)) for f in (ROUNDS.init, one_step, ROUNDS.sync))
+
+
+def train(plan, sync_plan, run="vmap"):
+    """[T, W, D] after every step, and at which steps a load and a sync were made."""
+    init, step, sync = compiled(run)
+    x = np.stack([START] * W)
+    state = init(x)
+    history, loads, syncs = [], [], []
+    sharding = None
+    if run == "shard_map":
+        sharding = NamedSharding(runners.worker_mesh(W), PartitionSpec("worker"))
+    with ordering.load_ahead(zip(MATRICES, TARGETS, strict=True), sharding=sharding) as loader:
+        for use in ordering.echoed(loader, plan):
+            if use.fresh:
+                loads.append(use.step)
+            x, state = step(x, state, use.batch)
+            if sync_plan.syncs_after(use.step):
+                x, state = sync(x, state)
+                assert_workers_bitwise_equal(x)
+                syncs.append(use.step)
+            history.append(np.asarray(x))
+    return np.stack(history), loads, syncs
+
+
+P = optax.linear_schedule(1.0, 0.25, T)
+P_SYNC = optax.cosine_decay_schedule(0.9, T, alpha=0.3)
+
+
+@functools.cache
+def algorithm_2(run):
+    plan = ordering.bernoulli(P, total_steps=T, key=jax.random.key(1))
+    sync_plan = local_opt.bernoulli(P_SYNC, total_steps=T, key=jax.random.key(2))
+    return plan, sync_plan, train(plan, sync_plan, run)
+
+
+def test_algorithm_2_equals_the_reference():
+    plan, sync_plan, (history, loads, syncs) = algorithm_2("vmap")
+    coins, sync_coins = (
+        np.asarray(jax.random.uniform(jax.random.key(seed), (T,))) for seed in (1, 2)
+    )
+    expected, num_loads, num_syncs = reference.echoed_local_sgd(
+        START,
+        gradient,
+        lambda t: 1.0 - 0.75 * t / T,
+        coins,
+        lambda t: 0.9 * (0.3 + 0.7 * 0.5 * (1 + math.cos(math.pi * t / T))),
+        sync_coins,
+        RATE,
+    )
+    assert len(loads) == plan.loads == num_loads < T
+    assert len(syncs) == sync_plan.rounds == num_syncs < T
+    # 60 steps of float32 roundings (6e-8) of numbers of order one.
+    np.testing.assert_allclose(history, expected, rtol=0, atol=2e-6)
+    assert np.abs(expected - expected[:, :1]).max() > 0.1  # workers do go apart
+
+
+def test_algorithm_2_over_a_mesh_equals_one_device():
+    _, _, (expected, *when) = algorithm_2("vmap")
+    _, _, (history, *found) = algorithm_2("shard_map")
+    assert found == when
+    # The mean of eight is added up in another order.
+    np.testing.assert_allclose(history, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_one_sync_per_load_is_the_communication_of_data_parallel_training(factor):
+    plan = ordering.fixed(factor, total_steps=30)
+    sync_plan = local_opt.per_load(plan.fresh)
+    assert sync_plan.rounds == plan.loads == 30 // factor
+    np.testing.assert_array_equal(sync_plan.periods, plan.uses)
+    history, loads, syncs = train(plan, sync_plan)
+    assert len(syncs) / len(loads) == 1 == local_opt.every_step(10).rounds / 10
+    # A sync before every load but the first, and one at the end.
+    assert [t + 1 for t in syncs] == [*loads[1:], 30]
+    if factor == 1:  # data-parallel SGD: one step along the mean gradient
+        x = START.astype(np.float64)
+        for t in range(30):
+            x = x - RATE * np.mean([gradient(w, t, x) for w in range(W)], axis=0)
+            np.testing.assert_allclose(history[t], np.stack([x] * W), rtol=0, atol=1e-6)  # float32
+
+
+@pytest.mark.parametrize("name", tables.ECHO_PLANS)
+def test_one_sync_per_load_of_every_plan(name):
+    plan = tables.ECHO_PLANS[name](41)
+    sync_plan = local_opt.per_load(plan.fresh)
+    assert sync_plan.rounds == plan.loads and sync_plan.total_steps == 41
+    np.testing.assert_array_equal(sync_plan.starts, plan.load_steps)
+    assert all(plan.fresh[end] for end in sync_plan.ends[:-1])
+
+
+def test_a_plan_of_loads_without_a_first_one_has_no_rounds():
+    for fresh in ([], [False, True], [1, 0], [[True]]):
+        with pytest.raises(ValueError, match=r"fresh is .*one bool per step, the first True"):
+            local_opt.per_load(fresh)
+
+
+def test_processes_with_another_plan_of_loads_are_named():
+    plan, other = ordering.fixed(3, total_steps=40), ordering.fixed(4, total_steps=40)
+    digests = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other)]
+    local_opt.check_same_plan(plan)  # the one process of this test
+    same = ordering.error_diffusion(1 / 3, total_steps=40)  # made in another way
+    local_opt.check_same_plan(same, gather=lambda own: np.stack([digests[0], own]))
+    with pytest.raises(
+        ValueError,
+        match=rf"processes \[1, 2\] have another plan .*fixed, e = 3, hash {plan.digest()[:12]}",
+    ):
+        local_opt.check_same_plan(plan, gather=lambda own: np.stack([own, digests[1], digests[1]]))
+
+
+# Orders: an echoed batch is not observed.
+
+UNITS, PER_STEP, WORKERS = 8, 2, 4
+USES = [3, 1, 2, 3, 2, 1, 3, 2]  # two epochs of four loads
+ECHOES = ordering.EchoPlan(np.concatenate([np.arange(u) == 0 for u in USES]))
+GRADIENTS = jnp.asarray(tables.whole_numbers((WORKERS, UNITS, 5), seed=3))
+PLAIN = ordering.cd_grab(UNITS, units_per_step=PER_STEP)
+ORDER = ordering.observe_fresh(PLAIN)
+
+
+def rows_at(state, gradients, start, step):
+    """Gradients of a batch, other ones in every step, as the parameters have moved."""
+    units = jax.lax.dynamic_slice_in_dim(state.current, start, PER_STEP)
+    turned = jnp.roll(gradients[units], step, axis=1)
+    return ordering.stacked(turned * (1 + step % 3))
+
+
+def observe_always(state, gradients, start, step):
+    return PLAIN.observe(state, rows_at(state, gradients, start, step))
+
+
+def observe_traced(state, gradients, start, step, fresh):
+    return ORDER.observe(state, rows_at(state, gradients, start, step), fresh)
+
+
+def observe_static(fresh):
+    def observe(state, gradients, start, step):
+        return ORDER.observe(state, rows_at(state, gradients, start, step), fresh)
+
+    return observe
+
+
+init = tables.vmap_workers(lambda key, g: PLAIN.init(key, g[0]))
+next_epoch = tables.vmap_workers(PLAIN.next_epoch)
+observe_on_request = tables.vmap_workers(observe_always)
+
+
+def echoed_orders(observe):
+    """[3, W, M]: the first order and those after two epochs; observe(state, start, step, fresh)."""
+    state = init(jax.random.split(jax.random.key(0), WORKERS), GRADIENTS)
+    orders, load, visited = [np.asarray(state.current)], -1, []
+    for step, fresh in enumerate(ECHOES.fresh.tolist()):
+        load += fresh
+        if load == 4 and fresh:
+            state = next_epoch(state)
+            orders.append(np.asarray(state.current))
+        start = PER_STEP * (load % 4)
+        before = np.asarray(state.position)
+        state = observe(state, start, step, fresh)
+        seen = np.asarray(state.position) - before
+        assert (seen == (PER_STEP if fresh else 0)).all()
+        if fresh:
+            visited.append(np.asarray(state.current)[:, start : start + PER_STEP])
+    for epoch in (visited[:4], visited[4:]):  # every unit once
+        units = np.sort(np.concatenate(epoch, axis=1), axis=1)
+        np.testing.assert_array_equal(units, np.stack([np.arange(UNITS)] * WORKERS))
+    state = next_epoch(state)
+    return np.stack([*orders, np.asarray(state.current)])
+
+
+def each(value):
+    return jnp.full(WORKERS, value)
+
+
+@functools.cache
+def chosen_on_the_host():
+    """Two jitted steps: an echoed one knows nothing of the order."""
+
+    def step(state, start, step, fresh):
+        return observe_on_request(state, GRADIENTS, each(start), each(step)) if fresh else state
+
+    return echoed_orders(step)
+
+
+def test_which_use_of_a_batch_is_observed_matters():
+    """So the equalities below would notice an echoed step that is observed instead."""
+
+    def last_use(state, start, step, fresh):
+        last = step + USES[int(ECHOES.loads_before(step + 1)) - 1] - 1
+        return observe_on_request(state, GRADIENTS, each(start), each(last)) if fresh else state
+
+    assert (echoed_orders(last_use) != chosen_on_the_host()).any()
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+def test_a_traced_fresh_observes_every_unit_once(run):
+    over = {"vmap": vmap, "shard_map": functools.partial(on_mesh, check_vma=False)}[run]
+    observe = jax.jit(over(observe_traced))
+
+    def step(state, start, step, fresh):
+        return observe(state, GRADIENTS, each(start), each(step), each(fresh))
+
+    np.testing.assert_array_equal(echoed_orders(step), chosen_on_the_host())
+
+
+def test_a_fresh_that_all_workers_share_observes_every_unit_once():
+    """With one scalar, the condition stays a branch under vmap."""
+    observe = jax.jit(
+        jax.vmap(observe_traced, in_axes=(0, 0, None, None, None), axis_name="worker")
+    )
+    found = echoed_orders(lambda state, *at: observe(state, GRADIENTS, *at))
+    np.testing.assert_array_equal(found, chosen_on_the_host())
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_])
+def test_a_known_fresh_is_no_condition(kind):
+    fresh, echo = (observe_static(kind(f)) for f in (True, False))
+    state = init(jax.random.split(jax.random.key(0), WORKERS), GRADIENTS)
+    args = state, GRADIENTS, each(0), each(0)
+    traced = [jax.make_jaxpr(vmap(f))(*args) for f in (fresh, echo)]
+    assert all("cond[" not in str(jaxpr) for jaxpr in traced)
+    assert traced[1].jaxpr.outvars == traced[1].jaxpr.invars[: len(jax.tree.leaves(state))]
+    assert traced[0].jaxpr.outvars != traced[0].jaxpr.invars[: len(jax.tree.leaves(state))]
+
+
+# The proximal anchor. Batch l pulls on C[l] with the curvatures H.
+
+H = np.array([0.5, 2.0, 4.0], np.float32)
+CENTRES = RNG.normal(size=(8, 3)).astype(np.float32)
+LOADS = np.array(reference.loads_used(ECHOES.fresh))
+STRENGTH = 1.5
+
+
+def anchored(rate, momentum=None):
+    return optax.chain(ordering.proximal_anchor(STRENGTH), optax.sgd(rate, momentum=momentum))
+
+
+def run_anchored(opt, x, fresh, centres):
+    """x after every step, with a traced `fresh`."""
+
+    def body(carry, at):
+        x, state = carry
+        fresh, centre = at
+        grads = jax.tree.map(lambda x: H * (x - centre), x)
+        updates, state = opt.update(grads, state, x, fresh=fresh)
+        x = optax.apply_updates(x, updates)
+        return (x, state), x
+
+    return jax.lax.scan(body, (x, opt.init(x)), (fresh, centres))[1]
+
+
+def expected_anchored(x, rate, momentum):
+    return reference.anchored_sgd(
+        x, lambda t, x: H * (x - CENTRES[LOADS[t]]), ECHOES.fresh, STRENGTH, rate, momentum
+    )
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_the_anchor_equals_the_reference(momentum):
+    expected = expected_anchored(START, 0.1, momentum or 0.0)
+    tree = jax.jit(functools.partial(run_anchored, anchored(0.1, momentum)))(
+        {"w": jnp.asarray(START)}, ECHOES.fresh, CENTRES[LOADS]
+    )
+    # 17 steps of float32 roundings of numbers of order one.
+    np.testing.assert_allclose(tree["w"], expected, rtol=0, atol=2e-6)
+
+
+def test_workers_are_drawn_back_to_their_own_anchors():
+    x = np.stack([START, -START])
+    run = jax.vmap(functools.partial(run_anchored, anchored(0.1, 0.9)), in_axes=(0, None, None))
+    found = jax.jit(run)(x, ECHOES.fresh, CENTRES[LOADS])
+    for own, start in zip(found, x, strict=True):
+        np.testing.assert_allclose(own, expected_anchored(start, 0.1, 0.9), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_, jnp.bool_])
+def test_a_known_and_a_traced_fresh_agree(kind):
+    opt = ordering.proximal_anchor(STRENGTH)
+    traced = jax.jit(lambda g, s, x, fresh: opt.update(g, s, x, fresh=fresh))
+    x, state = jnp.asarray(START), opt.init(jnp.asarray(START))
+    assert state.anchor.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()  # both are donated
+    for t, fresh in enumerate(ECHOES.fresh[:6].tolist()):
+        known = opt.update(H, state, x, fresh=kind(fresh))
+        update, state = traced(H, state, x, fresh)
+        # The compiler may fuse a product and a sum: one rounding.
+        np.testing.assert_allclose(known[0], update, rtol=2e-7, atol=1e-7)
+        np.testing.assert_array_equal(known[1].anchor, state.anchor)
+        if fresh:
+            np.testing.assert_array_equal(update, H)  # no pull where the batch is loaded
+            np.testing.assert_array_equal(state.anchor, x)
+        else:
+            assert (np.asarray(update) != H).all()
+        x = x + np.float32(0.1 * (t + 1))
+
+
+def test_many_uses_lead_to_the_proximal_point_and_no_further():
+    uses = 200
+    fresh, centres = np.arange(uses) == 0, np.stack([CENTRES[0]] * uses)
+    run = jax.jit(functools.partial(run_anchored, anchored(0.1)))
+    last = run(jnp.asarray(START), fresh, centres)[-1]
+    point = (H * CENTRES[0] + STRENGTH * START) / (H + STRENGTH)
+    # The slowest direction shrinks by 1 - 0.1 * 2 in a step: what is left is rounding.
+    np.testing.assert_allclose(last, point, rtol=0, atol=1e-6)
+    # Without the anchor, the batch's own minimum.
+    assert np.abs(point - CENTRES[0]).max() > 0.1
+
+
+def test_no_strength_changes_nothing():
+    opt = ordering.proximal_anchor(0.0)
+    x = jnp.asarray(START)
+    _, state = opt.update(H, opt.init(x), x, fresh=True)
+    update, _ = opt.update(H, state, x + 1, fresh=False)
+    np.testing.assert_array_equal(update, H)
+
+
+def test_narrow_gradients_keep_their_type():
+    opt = ordering.proximal_anchor(STRENGTH)
+    x = jnp.asarray(START)
+    update, _ = opt.update(jnp.ones(3, jnp.bfloat16), opt.init(x + 1), x, fresh=False)
+    assert update.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(update, jnp.full(3, 1 - STRENGTH, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("strength", [-0.1, math.nan, math.inf])
+def test_bad_strength(strength):
+    with pytest.raises(ValueError, match=f"strength is {strength}: lambda must be finite and >= 0"):
+        ordering.proximal_anchor(strength)
+
+
+def test_the_anchor_needs_parameters_and_to_know_what_is_fresh():
+    opt = ordering.proximal_anchor(1.0)
+    state = opt.init(jnp.ones(2))
+    with pytest.raises(ValueError, match="pulls on parameters: call update.grads, state, params"):
+        opt.update(jnp.ones(2), state, fresh=True)
+    with pytest.raises(TypeError, match="fresh"):
+        opt.update(jnp.ones(2), state, jnp.ones(2))
