@@ -4,6 +4,8 @@ r"""How often do the published recipes synchronise under each rule, and how long
     python -m experiments.forecast --recipe=resnet152 --step_seconds=0.4 --gigabits=25,200
     python -m experiments.forecast --recipe=custom --num_params=7000000 --total_steps=20000 \
         --peak_lr=0.4 --alpha=0.1 --h_base=2 --step_seconds=0.05
+    python -m experiments.forecast --load_seconds=0.008 --step_seconds=0.002   # how much to echo?
+    python -m experiments.forecast --measure=digits    # the same, at the speeds of a task here
 
 Nothing is trained: a plan is known before the run. Writes metrics.jsonl, table.md and periods.png.
 Expected: QSR takes 9711 rounds (10.375 %) on ViT-B and 24792 (39.731 %) on ResNet-152.
@@ -15,17 +17,25 @@ and use H_base before (SWAP) or after (post-local).
 Assumptions: those of `local_opt.forecast` (no overlap, a ring as fast as one worker's link) and no
 latency. ViT-B's seconds per step come from the published total times on 16 GPUs, and hold for
 those only; ResNet-152's are an assumption (`published.ASSUMED_STEP_SECONDS`). Pass --step_seconds.
+
+With --load_seconds and --step_seconds, or with --measure, it answers another question instead: how
+often a batch can be used again at no cost, and what each echo policy loses at each queue depth by
+`ordering.echo_forecast`. Writes metrics.jsonl, table.md and stalls.png. Of the flags above,
+--total_steps alone serves there. Expected for 0.008 and 0.002: R = 4; at depth 1 Bernoulli coins
+with p = 1/R take 1.17 times as long, error diffusion 1.000 times.
 """
 
+import math
 import os
 from collections.abc import Sequence
 
 from absl import app, flags
 
 import local_opt
-from experiments import compare, plan_plots, records
+from experiments import compare, echo_forecast, plan_plots, records
 from experiments.published import RECIPES, VIT_B, Recipe, plans_of, schedule_of
 from experiments.sync_rules import RULES
+from experiments.tasks import TASKS
 
 FLAGS = flags.FLAGS
 # Gu et al. 2024, abstract: ViT-B on 16 GPUs, hours of AdamW that synchronises every step, and of
@@ -60,7 +70,16 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_float, "step_seconds", None, "to compute a step on a worker" + own)
     define(flags.DEFINE_list, "gigabits", ["10", "25", "100", "400"], "Gb/s of a worker's link")
     define(flags.DEFINE_float, "bytes_per_param", 4.0, "sent; 2 for bfloat16")
-    define(flags.DEFINE_string, "output_dir", "results/forecast", "gets what is written")
+    define(flags.DEFINE_float, "load_seconds", None, "to read a batch and move it to the device: "
+           "forecasts echoing; needs --step_seconds")  # fmt: skip
+    define(flags.DEFINE_enum, "measure", None, "task whose loads and steps are timed here: "
+           "forecasts echoing", [*TASKS])  # fmt: skip
+    define(flags.DEFINE_string, "data_dir", None, "folder of the data of --measure")
+    define(flags.DEFINE_integer, "batch_size", 128, "examples per load, of --measure",
+           lower_bound=1)  # fmt: skip
+    define(flags.DEFINE_list, "depths", ["1", "2", "4", "16"], "queue depths, for echoing")
+    define(flags.DEFINE_string, "output_dir", None, "gets what is written; results/forecast if "
+           "unset, results/forecast_echo for echoing")  # fmt: skip
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
 
 
@@ -161,15 +180,59 @@ def published_text() -> str:
     )
 
 
+def speed_from_flags(values: flags.FlagValues = FLAGS) -> echo_forecast.Speed | None:
+    """The speeds that echoing is forecast for, given or measured now; None if it is not asked."""
+    load, step = values.load_seconds, values.step_seconds
+    if values.measure:
+        if load is not None or step is not None:
+            raise app.UsageError(
+                "--measure is given with --load_seconds or --step_seconds: time them here, or "
+                "pass both numbers."
+            )
+        task = TASKS[values.measure](values.data_dir)
+        return echo_forecast.measure(task, batch_size=values.batch_size)
+    if load is None:
+        return None
+    if step is None:
+        raise app.UsageError("--load_seconds is given alone: pass --step_seconds too.")
+    for name, value in (("load_seconds", load), ("step_seconds", step)):
+        if not (math.isfinite(value) and value > 0):
+            raise app.UsageError(f"--{name} is {value:g}: pass a positive, finite number.")
+    return echo_forecast.Speed(load, step, "given")
+
+
+def forecast_echoing(speed: echo_forecast.Speed, values: flags.FlagValues) -> None:
+    """The table and picture of the echo policies."""
+    if bad := [d for d in values.depths if not (d.isdecimal() and int(d))]:
+        raise app.UsageError(f"--depths has {bad}: pass whole numbers >= 1.")
+    depths = sorted({int(d) for d in values.depths})
+    steps = values.total_steps or echo_forecast.TOTAL_STEPS
+    folder = values.output_dir or "results/forecast_echo"
+    asked = ("load_seconds", "step_seconds", "measure", "batch_size")
+    settings = {name: values[name].value for name in asked}
+    settings |= {"depths": depths, "total_steps": steps}
+    records.open_folder(folder, settings, overwrite=values.overwrite)
+    found = echo_forecast.records_of(speed, depths, total_steps=steps)
+    text = echo_forecast.table(speed, found)
+    own = speed._asdict()
+    records.write_lines(os.path.join(folder, "metrics.jsonl"), [own | r for r in found])
+    records.write_whole(os.path.join(folder, "table.md"), text)
+    echo_forecast.picture(speed, found, os.path.join(folder, "stalls.png"))
+    print(f"{text}\nWritten to {folder}: metrics.jsonl, table.md, stalls.png")
+
+
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
+    if speed := speed_from_flags(values):
+        forecast_echoing(speed, values)
+        return
     if unknown := sorted(set(values.rules) - set(RULES)):
         raise app.UsageError(f"--rules has {unknown}: it must hold names of {', '.join(RULES)}.")
     recipes = recipes_from_flags(values)
     asked = ("rules", "switch", "workers", "gigabits", "bytes_per_param")
     settings = {name: values[name].value for name in asked}
     settings["recipes"] = {name: recipe._asdict() for name, recipe in recipes.items()}
-    folder = values.output_dir
+    folder = values.output_dir or "results/forecast"
     records.open_folder(folder, settings, overwrite=values.overwrite)
     all_records, texts, panels = [], [], []
     for name, recipe in recipes.items():
