@@ -52,7 +52,7 @@ class Program(NamedTuple):
     init: Callable  # seed -> (params, state), leaves [W, ...]
     work: Callable  # steps without a sync
     meet: Callable  # the sync
-    evaluate: Callable  # params -> (train loss, validation accuracy, test accuracy)
+    evaluate: Callable  # params -> {part: (loss, accuracy)}
 
 
 def build(task: Task, rule: Rule, setup: Setup, mesh: jax.sharding.Mesh | None = None) -> Program:
@@ -113,13 +113,14 @@ def build(task: Task, rule: Rule, setup: Setup, mesh: jax.sharding.Mesh | None =
     def run_work(params, state, indices, keys, rates, start, steps):
         return jitted(params, state, indices, keys, data, rates, np.int32(start), np.int32(steps))
 
-    return Program(init, run_work, met, evaluator(task, setup))
+    return Program(init, run_work, met, evaluator(task, setup.batch_size))
 
 
-def evaluator(task: Task, setup: Setup) -> Callable:
-    """`params [W, ...] -> (train loss, validation accuracy, test accuracy)` of the mean model.
+def evaluator(task: Task, batch_size: int, parts=("train", "valid", "test")) -> Callable:
+    """`params [W, ...] -> {part: (loss, accuracy)}` of the mean model.
 
-    The moments of normalisation layers are measured on the averaged parameters first.
+    Valid and test are the halves of the task's test set. The moments of normalisation layers are
+    measured on the averaged parameters first.
     """
     half = len(task.test["y"]) // 2
     cut = {
@@ -127,10 +128,10 @@ def evaluator(task: Task, setup: Setup) -> Callable:
         "valid": jax.tree.map(lambda x: x[:half], task.test),
         "test": jax.tree.map(lambda x: x[half:], task.test),
     }
-    cut = jax.device_put(cut)
-    count = min(STATISTICS_BATCHES, len(task.train["y"]) // setup.batch_size)
-    used = task.train["x"][: count * setup.batch_size]
-    batches = jax.device_put(used.reshape(count, setup.batch_size, *used.shape[1:]))
+    cut = jax.device_put({part: cut[part] for part in parts})
+    count = min(STATISTICS_BATCHES, len(task.train["y"]) // batch_size)
+    used = task.train["x"][: count * batch_size]
+    batches = jax.device_put(used.reshape(count, batch_size, *used.shape[1:]))
     measures = evaluate.loss_and_accuracy(task.model)
 
     @jax.jit
@@ -142,9 +143,8 @@ def evaluator(task: Task, setup: Setup) -> Callable:
 
     def run(params):
         mean, statistics = moments(params)
-        loss, _ = measures(mean, statistics, cut["train"])
-        shares = [float(measures(mean, statistics, cut[part])[1]) for part in ("valid", "test")]
-        return float(loss), *shares
+        found = {part: measures(mean, statistics, examples) for part, examples in cut.items()}
+        return {part: (float(loss), float(share)) for part, (loss, share) in found.items()}
 
     return run
 
@@ -223,7 +223,7 @@ def train(
             seconds += time.perf_counter() - begin
             last_loss = _mean_loss(jax.device_get(losses), steps_seen, last_loss)
             drift = np.mean(jax.device_get(drifts)) if drifts else None
-            loss, valid, test = program.evaluate(params)
+            found = program.evaluate(params)
             yield {
                 "seed": seed,
                 "step": end,
@@ -231,9 +231,9 @@ def train(
                 "volume": syncs / setup.total_steps,
                 "seconds": seconds,
                 "batch_loss": last_loss,
-                "train_loss": loss,
-                "valid_accuracy": valid,
-                "test_accuracy": test,
+                "train_loss": found["train"][0],
+                "valid_accuracy": found["valid"][1],
+                "test_accuracy": found["test"][1],
                 "drift": None if drift is None else float(drift),  # mean of workers, syncs
             }
             drifts, losses, steps_seen = [], [], 0

@@ -4,7 +4,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import cd_grab, compare, herding, qsr, sync_report
+from experiments import (
+    cd_grab,
+    compare,
+    echo_report,
+    echo_training,
+    echoing,
+    herding,
+    qsr,
+    sync_report,
+)
 from experiments.local_training import Setup
 from experiments.sync_rules import RULES
 from experiments.tasks import TASKS
@@ -62,3 +71,23 @@ def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
     assert all(len(values) == 5 and values.min() > 0.96 for values in accuracy.values())
     mean, half = compare.interval(accuracy["qsr"] - accuracy["parallel"])
     assert abs(mean) < half + 0.005
+
+
+def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
+    recipe = echoing.RECIPES["digits"]
+    setup = echo_training.Setup(**{f: getattr(recipe, f) for f in echo_training.Setup._fields})
+    found = echoing.compare_arms(
+        recipe.load(None), setup, arms=["none", "larger_lr", "diffusion"], speeds=[8],
+        rates=recipe.rates, seeds=5, horizon=recipe.horizon, step_seconds=1e-4,
+    )  # fmt: skip
+
+    def mean(arm, cost):
+        runs = echo_report.timed(found, arm, 8)
+        return np.mean(list(echo_report.to_target(runs, cost).values()))
+
+    assert mean("none", "loads") >= 3 * mean("diffusion", "loads")
+    assert mean("larger_lr", "loads") >= 3 * mean(
+        "diffusion", "loads"
+    )  # not a larger lr in disguise
+    assert mean("diffusion", "step") > mean("none", "step")
+    assert mean("diffusion", "rounds") <= mean("diffusion", "loads")

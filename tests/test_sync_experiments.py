@@ -73,6 +73,9 @@ def by_hand(task, plan, rates, seed):
     return workers[0][0]
 
 
+NOTHING = dict.fromkeys(("train", "valid", "test"), (0.0, 0.0))
+
+
 @pytest.mark.parametrize("mesh", [False, True])
 def test_the_loop_is_local_sgd(mesh):
     task, plan = tiny_task(), local_opt.SyncPlan(np.array([0, 1, 3, 8]), 12)
@@ -81,7 +84,7 @@ def test_the_loop_is_local_sgd(mesh):
         task, RULES["qsr"], SETUP, runners.worker_mesh(3) if mesh else None
     )
     seen = []
-    watched = program._replace(evaluate=lambda p: seen.append(jax.device_get(p)) or (0.0, 0.0, 0.0))
+    watched = program._replace(evaluate=lambda p: seen.append(jax.device_get(p)) or NOTHING)
     found = list(local_training.train(task, SETUP, watched, plan, rates=rates, seed=4))
     assert [r["step"] for r in found] == [3, 6, 9, 12]
     assert [r["rounds"] for r in found] == [2, 2, 3, 4]
@@ -157,10 +160,11 @@ def test_moments_are_measured_on_the_averaged_model():
     model = models.Model(None, None, predict, statistics)
     data = {"x": np.ones((12, 1), np.float32), "y": np.zeros(12, np.int32)}
     task = Task("moments", model, data, data, None)
-    measure = local_training.evaluator(task, SETUP)
-    loss, valid, test = measure({"scale": jnp.array([1.0, 2.0, 6.0])})
-    assert loss == pytest.approx(math.log1p(math.exp(-3.0)), rel=1e-5)  # the mean scale is 3
-    assert valid == test == 1.0
+    measure = local_training.evaluator(task, SETUP.batch_size)
+    found = measure({"scale": jnp.array([1.0, 2.0, 6.0])})
+    # The mean scale is 3.
+    assert found["train"][0] == pytest.approx(math.log1p(math.exp(-3.0)), rel=1e-5)
+    assert found["valid"][1] == found["test"][1] == 1.0
 
 
 def test_flags_make_a_recipe():

@@ -1,0 +1,213 @@
+"""Training whose input is slow: workers use batches again, and meet when the arm says so."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import local_opt
+import ordering
+from experiments.clock import Clock
+from experiments.echo_arms import Arm, Setting
+from experiments.local_training import OPTIMIZERS, evaluator, sample, scale_by_rate
+from experiments.tasks import Task
+from local_opt import runners
+
+DEPTH = 2  # of the queue of loaded batches
+PATIENCE = 60.0  # seconds after which a load counts as hanging
+
+
+class Setup(NamedTuple):
+    """How a task is trained, whatever the arm."""
+
+    workers: int
+    batch_size: int  # per worker and step
+    optimizer: str  # a name of OPTIMIZERS
+    weight_decay: float
+    total_steps: int  # at most
+    evaluate_every: int  # steps
+    metric: str  # "accuracy", or "loss"
+    target: float  # of the metric on the test half: the run ends where both halves are there
+    proximal: float  # lambda of the proximal arms
+
+
+class Program(NamedTuple):
+    """Everything that depends on neither policy, seed nor learning rate: compiled once."""
+
+    init: Callable  # seed -> (params, state), leaves [W, ...]
+    step: Callable  # one step of all workers, without a sync
+    meet: Callable  # the sync
+    evaluate: Callable  # params -> {"valid": metric, "test": metric}
+
+
+def build(task: Task, arm: Arm, setup: Setup) -> Program:
+    """The compiled parts of an arm's training; workers take turns on one device."""
+    anchor = ordering.proximal_anchor(arm.proximal * setup.proximal)
+    own = OPTIMIZERS[setup.optimizer](setup.weight_decay)
+    inner = optax.chain(*[anchor] * bool(arm.proximal), *own, scale_by_rate())
+    rounds = arm.rounds(inner, axis_name=runners.AXIS)
+
+    def step(params, state, batch, rate, fresh):
+        def mean_loss(params):
+            return jnp.mean(task.model.loss(params, batch, jax.random.key(0)))
+
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        updates, state = rounds.update(grads, state, params, rate=rate, fresh=fresh)
+        return optax.apply_updates(params, updates), state, loss
+
+    def meet(params, state, rate):
+        return rounds.sync(params, state, rate=rate)
+
+    stepped = runners.in_turn(
+        step, owned_in=(True, True, True, False, False), owned_out=(True, True, True)
+    )
+    met = runners.simulate(meet, owned_in=(True, True, False), owned_out=(True, True))
+    model_init, state_init = jax.jit(task.model.init), jax.jit(jax.vmap(rounds.init))
+    measures = evaluator(task, setup.batch_size, parts=("valid", "test"))
+    which = ("loss", "accuracy").index(setup.metric)
+
+    def init(seed):
+        params = model_init(jax.random.fold_in(jax.random.key(seed), 0))
+        params = jax.tree.map(lambda p: jnp.stack([p] * setup.workers), params)
+        local_opt.check_same_start(params)
+        return params, state_init(params)
+
+    return Program(
+        init,
+        jax.jit(stepped, donate_argnums=(0, 1)),
+        jax.jit(met, donate_argnums=(0, 1)),
+        lambda params: {part: found[which] for part, found in measures(params).items()},
+    )
+
+
+def reads(task: Task, setup: Setup, seed: int) -> Iterator[dict]:
+    """Batches [W, B, ...] of every load: each epoch a fresh shuffle, dealt to all workers."""
+    for indices in sample(len(task.train["y"]), setup, seed).transpose(1, 0, 2):
+        yield {field: values[indices] for field, values in task.train.items()}
+
+
+def throttled(batches: Iterator, delay: float, clock: Clock) -> Iterator:
+    """The same batches, each `delay` seconds of the clock after it was begun, if not later."""
+    while True:
+        begun = clock.now()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        clock.sleep_until(begun + delay)
+        yield batch
+
+
+def train(
+    task: Task,
+    setup: Setup,
+    program: Program,
+    arm: Arm,
+    setting: Setting,
+    *,
+    rate: float,
+    seed: int,
+    delay: float,
+) -> Iterator[dict]:
+    """Trains until the target is reached; yields a record at every evaluation.
+
+    Seconds begin with the first load and count training and waiting alone: the clock, and with it
+    the input, stands still during evaluations.
+
+    Args:
+      rate: learning rate, constant; delay: seconds per load.
+
+    Raises:
+      FloatingPointError: for a loss that is not finite; names the step and the worker.
+    """
+    policy = arm.policy(setting)
+    ends = sync_ends(arm, policy, setting)
+    on_device = jnp.float32(rate)
+    flags = {fresh: jnp.array(fresh) for fresh in (False, True)}
+    first = jax.device_put(next(reads(task, setup, seed)))
+    warm = program.step(*program.init(seed), first, on_device, flags[True])  # compiles
+    program.meet(*warm[:2], on_device)
+    params, state = program.init(seed)
+    record, syncs, seen = [], 0, []
+    reached = {"valid": None, "test": None}
+    clock = Clock()
+    source = throttled(reads(task, setup, seed), delay, clock)
+    with ordering.load_ahead(source, depth=DEPTH, timeout=PATIENCE) as loader:
+        for use in ordering.echoed(loader, policy):
+            t = use.step
+            if ends is None and use.fresh and t:  # only now known: the round has ended
+                params, state = program.meet(params, state, on_device)
+                syncs += 1
+            # Proves that an echoed step moves nothing to the device.
+            with jax.transfer_guard_host_to_device("allow" if use.fresh else "disallow_explicit"):
+                params, state, loss = program.step(
+                    params, state, use.batch, on_device, flags[use.fresh]
+                )
+            seen.append(_finite(np.asarray(loss), t))  # waits for the step, as `measured` needs
+            record.append(use.fresh)
+            if ends is not None and ends[t]:
+                params, state = program.meet(params, state, on_device)
+                syncs += 1
+            last = t + 1 == setup.total_steps
+            if not last and (t + 1) % setup.evaluate_every:
+                continue
+            jax.block_until_ready(params)
+            with clock.stopped():
+                cost = {"step": t + 1, "loads": sum(record), "rounds": syncs}
+                cost |= {"seconds": clock.now()}
+                found = program.evaluate(params)
+                for part, value in found.items():
+                    if reached[part] is None and _at_target(setup, value):
+                        reached[part] = cost
+                ended = last or None not in reached.values()
+                closing = _closing(policy, record, reached) if ended else {}
+                yield cost | found | {"batch_loss": float(np.mean(seen)), "ended": ended} | closing
+            seen.clear()
+            if ended:
+                return
+
+
+def step_seconds(task: Task, setup: Setup, program: Program, arm: Arm) -> float:
+    """t_step: the median time of a step of this arm on this machine, where loads have no delay."""
+    every = 20
+    setup = setup._replace(total_steps=8 * every, evaluate_every=every)
+    program = program._replace(evaluate=lambda params: {"valid": np.nan, "test": np.nan})
+    setting = Setting(1, setup.total_steps, setup.total_steps, jax.random.key(0))
+    run = train(task, setup, program, arm, setting, rate=0.0, seed=0, delay=0.0)
+    return float(np.median(np.diff([record["seconds"] for record in run])) / every)
+
+
+def _closing(policy, record, reached):
+    """What the last record of a run adds: the target, and the plan that was carried out."""
+    closing = {"reached": reached, "plan": ordering.EchoPlan(record).digest()}
+    if isinstance(policy, ordering.Measured):  # replays the run
+        closing["load_steps"] = np.flatnonzero(record).tolist()
+    return closing
+
+
+def sync_ends(arm: Arm, policy, setting: Setting) -> np.ndarray | None:
+    """bool[T], the steps after which workers meet; None if only the next load will tell."""
+    if arm.sync is not None:
+        plan = arm.sync(setting)
+    elif isinstance(policy, ordering.EchoPlan):
+        plan = local_opt.per_load(policy.fresh)
+    else:
+        return None
+    return plan.syncs_after(np.arange(setting.total_steps))
+
+
+def _at_target(setup, value):
+    return value >= setup.target if setup.metric == "accuracy" else value <= setup.target
+
+
+def _finite(losses, step):
+    """The mean loss over workers; stops the run at one that is not finite."""
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if len(bad):
+        raise FloatingPointError(
+            f"the loss of worker {bad[0]} is not finite in step {step}: lower the learning rate."
+        )
+    return float(losses.mean())

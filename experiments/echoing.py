@@ -1,0 +1,343 @@
+r"""When input is slow, is a batch worth using again? Arms x loading speeds x seeds on one task.
+
+    python -m experiments.echoing                               # digits, embedded
+    python -m experiments.echoing --recipe=mnist --data_dir=DIR
+    python -m experiments.echoing --recipe=cifar10_resnet --data_dir=DIR
+    python -m experiments.echoing --recipe=cifar10_mobilenet --data_dir=DIR
+    python -m experiments.echoing --recipe=shakespeare --data_dir=DIR
+
+A load takes R steps' time: a real loader thread waits out the declared delay of every load, R times
+t_step, the time of a step without echo and without delay, measured at the start or given by
+--step_seconds. Asked is what it takes to reach a fixed value of the test metric: seconds, loads,
+steps and communication rounds.
+
+Every arm (experiments/echo_arms.py) is tuned at every R on the validation half of the test set,
+without the delay where it does not matter to the decisions: seed 0 at every learning rate, all
+seeds at the best two; the fewest steps to the target choose. Then it runs with the delay and all
+seeds, and the other half of the test set is reported. The echo factor is e = R, and 2 at R = 1,
+where no echo is free. Under one seed all arms see the same batches in the same loads. p falls from
+1 to 1/e over the recipe's horizon. Workers average once per load unless the arm says otherwise.
+
+Writes metrics.jsonl, table.md and pictures into --output_dir; the same command goes on where it was
+stopped. Expected: docs/echoing.md holds the tables of these commands.
+
+Deviations from the paper (ICLR 2025 submission): small models and sets, a constant learning rate,
+a target instead of a fixed number of loads, and workers that take turns on one device, so that
+seconds show loading and computation and no network. lambda of the proximal arms is not tuned.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+import models
+from experiments import echo_report, echo_training, records
+from experiments.echo_arms import ARMS, Setting
+from experiments.echo_training import Setup
+from experiments.tasks import Task, cifar10, digits, mnist, tinyshakespeare
+
+FLAGS = flags.FLAGS
+
+
+class Recipe(NamedTuple):
+    """A task and the setting in which arms are compared; flags override it field by field."""
+
+    load: Callable[[str | None], Task]
+    metric: str
+    target: float
+    rates: tuple[float, ...]
+    total_steps: int  # at most, per run
+    horizon: int  # of a falling p: about the steps that the target takes
+    evaluate_every: int
+    optimizer: str = "momentum"
+    weight_decay: float = 1e-4
+    workers: int = 4
+    batch_size: int = 16
+    proximal: float = 0.1
+    speeds: tuple[float, ...] = (1, 2, 4, 8)
+    arms: tuple[str, ...] = tuple(ARMS)
+
+
+# Of the tasks that take minutes per arm.
+MAIN_ARMS = (
+    "none", "larger_lr", "accumulate", "local", "fixed", "bernoulli", "diffusion",
+    "diffusion_cosine", "diffusion_every", "measured", "proximal",
+)  # fmt: skip
+
+
+FEW_ARMS = ("none", "local", "diffusion", "diffusion_cosine", "measured", "proximal")
+
+
+def _digits(data_dir):
+    task = digits.load(data_dir, num_train=800)
+    return task._replace(model=models.mlp(num_features=64, hidden=(512, 512), num_classes=10))
+
+
+def _mnist(data_dir):
+    return _evaluated_on(2000, mnist.load(data_dir, "lenet"))
+
+
+def _cifar10(model):
+    def load(data_dir):
+        task = cifar10.load(data_dir, "resnet", size=16, num_train=20_000, num_test=2000)
+        return task._replace(model=model)
+
+    return load
+
+
+def _shakespeare(data_dir):
+    return _evaluated_on(400, tinyshakespeare.load(data_dir, length=64))
+
+
+def _evaluated_on(number, task):
+    return task._replace(test={field: values[:number] for field, values in task.test.items()})
+
+
+RECIPES = {
+    "digits": Recipe(_digits, "accuracy", 0.96, (0.025, 0.05, 0.1, 0.2), 500, 80, 5),
+    "mnist": Recipe(_mnist, "accuracy", 0.93, (0.0125, 0.025, 0.05, 0.1), 500, 150, 10),
+    "cifar10_resnet": Recipe(
+        _cifar10(models.small_resnet(image_shape=(16, 16, 3), widths=(8, 16, 32))),
+        "accuracy", 0.38, (0.025, 0.05, 0.1, 0.2), 700, 250, 25,
+        workers=2, batch_size=32, arms=MAIN_ARMS,
+    ),
+    "cifar10_mobilenet": Recipe(
+        _cifar10(models.mobilenet_v2(image_shape=(16, 16, 3))),
+        "accuracy", 0.33, (0.025, 0.05, 0.1, 0.2), 500, 200, 25,
+        workers=2, arms=FEW_ARMS,
+    ),
+    "shakespeare": Recipe(
+        _shakespeare, "loss", 2.45, (1e-3, 2e-3, 4e-3, 8e-3), 500, 150, 20,
+        optimizer="adamw", weight_decay=0.01, workers=2, batch_size=8, arms=FEW_ARMS,
+    ),
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    arm: str
+    speed: float
+    rate: float
+    seed: int
+    timed: bool  # with the delay
+
+
+def compare_arms(
+    task: Task,
+    setup: Setup,
+    *,
+    arms: Sequence[str],
+    speeds: Sequence[float],
+    rates: Sequence[float],
+    seeds: int,
+    horizon: int,
+    step_seconds: float,
+    done: Sequence[dict] = (),
+    on_record: Callable[[dict], None] = lambda record: None,
+) -> list[dict]:
+    """Tunes every arm at every speed, then times it with all seeds at its own best rate.
+
+    Args:
+      task, setup: what to train, and how.
+      arms: names of `ARMS`; speeds: R > 0; rates: > 0; seeds: 0 .. seeds - 1.
+      horizon: steps over which a falling p falls.
+      step_seconds: t_step; a load takes R of it.
+      done: records of an earlier call; whole runs among them are not repeated.
+      on_record: called with every new record.
+
+    Returns:
+      All records of whole runs.
+    """
+    all_records = whole_runs(done)
+    ended = {key_of(r) for r in all_records if r["ended"]}
+    programs, twins = {}, {}
+    each = len(rates) + min(echo_report.FINALISTS, len(rates)) * (seeds - 1) + seeds
+    bar = tqdm(unit="run", total=len(arms) * len(speeds) * each)
+
+    def ensure(run: Run, base_rate: float, tuning: bool):
+        bar.set_description(f"{run.arm}, R {run.speed:g}, lr {run.rate:g}, seed {run.seed}")
+        if run in ended:
+            bar.update()
+            return
+        arm = ARMS[run.arm]
+        setting = Setting(run.speed, setup.total_steps, horizon, jax.random.key(run.seed))
+        shared = run._asdict() | {"base_rate": base_rate, "tuning": tuning}
+        twin = None if run.timed else _trajectory(arm, setting, run)
+        if twin in twins:
+            new = [twins[twin] | shared]
+        else:
+            delay = run.speed * step_seconds if run.timed else 0.0
+            kind = (arm.rounds, arm.proximal)
+            if kind not in programs:
+                programs[kind] = echo_training.build(task, arm, setup)
+            new = list(_train(task, setup, programs[kind], arm, setting, run, delay, shared))
+            if twin is not None:
+                twins[twin] = new[-1]
+            examples = new[-1]["step"] * setup.workers * setup.batch_size
+            speed = examples / max(new[-1]["seconds"], 1e-9)
+            bar.set_postfix(loss=f"{new[-1]['batch_loss']:.3f}", examples_per_s=f"{speed:,.0f}")
+        for record in new if run.timed else new[-1:]:
+            all_records.append(record)
+            on_record(record)
+        ended.add(run)
+        bar.update()
+
+    with bar:
+        for speed in speeds:
+            for name in arms:
+                by_time = name == "measured"
+                factor = ARMS[name].rate_factor(Setting(speed, 1, 1, None))
+                base = {factor * rate: rate for rate in rates}
+                for rate in base:
+                    ensure(Run(name, speed, rate, 0, by_time), base[rate], True)
+                for rate in echo_report.finalists(all_records, name, speed):
+                    for seed in range(1, seeds):
+                        ensure(Run(name, speed, rate, seed, by_time), base[rate], True)
+                best = echo_report.best_rate(all_records, name, speed)
+                for seed in range(seeds if best is not None else 0):
+                    ensure(Run(name, speed, best, seed, True), base[best], by_time)
+    return all_records
+
+
+def _trajectory(arm, setting, run):
+    """What decides the parameters of a run without a delay: many arms and speeds share it."""
+    sync = "per load" if arm.sync is None else arm.sync(setting).digest()
+    policy = arm.policy(setting).digest()
+    return policy, sync, arm.rounds, arm.proximal, run.rate, run.seed
+
+
+def _train(task, setup, program, arm, setting, run: Run, delay, shared) -> Iterator[dict]:
+    """The records of one run; the last one says if it diverged."""
+    last = {"step": 0, "loads": 0, "rounds": 0, "seconds": 0.0, "batch_loss": float("inf")}
+    try:
+        for record in echo_training.train(
+            task, setup, program, arm, setting, rate=run.rate, seed=run.seed, delay=delay
+        ):
+            last = shared | record | {"diverged": None}
+            yield last
+    except FloatingPointError as error:
+        reached = {"valid": None, "test": None}
+        yield shared | last | {"ended": True, "reached": reached, "diverged": str(error)}
+
+
+def key_of(record: dict) -> Run:
+    return Run(*(record[field] for field in Run._fields))
+
+
+def whole_runs(done: Sequence[dict]) -> list[dict]:
+    """The records of runs that have ended."""
+    ended = {key_of(r) for r in done if r["ended"]}
+    return [r for r in done if key_of(r) in ended]
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    own = "; the recipe's own if unset"
+
+    def define(kind, name, default, text, *more, **options):
+        kind(name, default, *more, text, flag_values=values, **options)
+
+    define(flags.DEFINE_enum, "recipe", "digits", "task and setting", list(RECIPES))
+    define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
+    define(flags.DEFINE_list, "arms", None, f"of {', '.join(ARMS)}" + own)
+    define(flags.DEFINE_list, "speeds", None, "R, a load's time in steps" + own)
+    define(flags.DEFINE_list, "rates", None, "learning rates tried with every arm" + own)
+    define(flags.DEFINE_integer, "seeds", 3, "runs per arm at its best rates", lower_bound=1)
+    define(flags.DEFINE_float, "target", None, "of the test metric" + own)
+    define(flags.DEFINE_integer, "total_steps", None, "at most" + own, lower_bound=1)
+    define(flags.DEFINE_integer, "horizon", None, "steps in which p falls" + own, lower_bound=3)
+    define(flags.DEFINE_integer, "evaluate_every", None, "steps" + own, lower_bound=1)
+    define(flags.DEFINE_integer, "workers", None, "W" + own, lower_bound=1)
+    define(flags.DEFINE_integer, "batch_size", None, "per worker" + own, lower_bound=1)
+    define(flags.DEFINE_float, "weight_decay", None, "of the optimizer" + own)
+    define(flags.DEFINE_float, "proximal", None, "lambda of the proximal arm" + own)
+    define(flags.DEFINE_float, "step_seconds", None, "t_step behind the delays; measured if unset")
+    define(flags.DEFINE_string, "output_dir", None, "results/echoing_RECIPE if unset")
+    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+
+
+def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
+    """The chosen recipe with the flags that are set in place of its fields.
+
+    Raises:
+      ValueError: for arms that are not known, and rates or speeds that are not positive.
+    """
+    given = {name: values[name].value for name in Recipe._fields if name in values}
+    for name in ("rates", "speeds"):
+        if given[name]:
+            given[name] = tuple(float(v) for v in given[name])
+    recipe = RECIPES[values.recipe]._replace(**{k: v for k, v in given.items() if v is not None})
+    if unknown := sorted(set(recipe.arms) - set(ARMS)):
+        raise ValueError(f"--arms has {unknown}: it must hold names of {', '.join(ARMS)}.")
+    for name in ("rates", "speeds"):
+        for value in getattr(recipe, name):
+            if not (np.isfinite(value) and value > 0):
+                raise ValueError(f"--{name} has {value}: all must be positive and finite.")
+    return recipe
+
+
+def measured_step(path: str, measure: Callable[[], float]) -> float:
+    """t_step of this folder's runs: measured once, so that all of them have the same delays."""
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)["step_seconds"]
+    seconds = measure()
+    records.write_whole(path, json.dumps({"step_seconds": seconds}) + "\n")
+    return seconds
+
+
+def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
+    del argv
+    recipe = recipe_from_flags(values)
+    setup = Setup(**{field: getattr(recipe, field) for field in Setup._fields})
+    task = recipe.load(values.data_dir)
+    folder = values.output_dir or os.path.join("results", f"echoing_{values.recipe}")
+    passed = ("load", "rates", "arms", "speeds")  # more of these go on in the same folder
+    settings = {k: v for k, v in recipe._asdict().items() if k not in passed}
+    settings |= {"recipe": values.recipe, "step_seconds": values.step_seconds}
+    done = records.open_folder(folder, settings, overwrite=values.overwrite)
+    metrics, timing = os.path.join(folder, "metrics.jsonl"), os.path.join(folder, "step.json")
+    records.write_lines(metrics, whole_runs(done))
+    if not done and os.path.exists(timing):
+        os.remove(timing)  # of a forgotten run
+
+    def measure():
+        program = echo_training.build(task, ARMS["none"], setup)
+        return echo_training.step_seconds(task, setup, program, ARMS["none"])
+
+    seconds = values.step_seconds or measured_step(timing, measure)
+    print(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
+    with records.appending(metrics) as append:
+        all_records = compare_arms(
+            task,
+            setup,
+            arms=recipe.arms,
+            speeds=recipe.speeds,
+            rates=recipe.rates,
+            seeds=values.seeds,
+            horizon=recipe.horizon,
+            step_seconds=seconds,
+            done=done,
+            on_record=append,
+        )
+    title = (
+        f"{values.recipe}, {recipe.workers} workers, a step takes {1e3 * seconds:.1f} ms, "
+        f"to {recipe.metric} {recipe.target:g}"
+    )
+    print(
+        echo_report.report(all_records, folder, title, metric=recipe.metric, target=recipe.target)
+    )
+    print(f"\nWritten to {folder}: metrics.jsonl, table.md, time_to_target.png, curves_R*.png")
+
+
+def run() -> None:
+    define_flags()
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()
