@@ -67,7 +67,10 @@ def to_target(runs: Sequence[dict], name: str) -> dict[int, float]:
 
 
 def table(all_records: Sequence[dict], speed: float) -> str:
-    """Markdown: one row per arm; mean and half width of the 95 % interval over seeds."""
+    """Markdown: one row per arm; mean and half width of the 95 % interval over seeds.
+
+    Times faster are paired by seed: geometric means with their interval.
+    """
     arms = list(dict.fromkeys(r["arm"] for r in all_records if r["speed"] == speed))
     base = to_target(timed(all_records, "none", speed), "seconds")
     rows = []
@@ -79,8 +82,6 @@ def table(all_records: Sequence[dict], speed: float) -> str:
         rate = runs[0]["rate"]
         edge = len(tried) > 1 and rate in (tried[0], tried[-1])
         seconds = to_target(runs, "seconds")
-        shared = [s for s in seconds if s in base and np.isfinite([seconds[s], base[s]]).all()]
-        ratios = [base[s] / seconds[s] for s in shared]
         last = ends(runs)
         per_step = [r["seconds"] / r["step"] * 1e3 for r in last]
         rows.append(
@@ -88,9 +89,7 @@ def table(all_records: Sequence[dict], speed: float) -> str:
                 "arm": ARMS[arm].label,
                 "lr": f"{rate:g}{' (edge)' * edge}",
                 "seconds": _reached(seconds, "{:.2f}"),
-                "times faster than no echo": show(interval(ratios), "{:.2f}")
-                if len(shared) == len(seconds)
-                else "-",
+                "times faster than no echo": _times(base, seconds),
                 "loads": _reached(to_target(runs, "loads"), "{:.0f}"),
                 "steps": _reached(to_target(runs, "step"), "{:.0f}"),
                 "rounds": _reached(to_target(runs, "rounds"), "{:.0f}"),
@@ -99,6 +98,17 @@ def table(all_records: Sequence[dict], speed: float) -> str:
             }
         )
     return markdown(rows)
+
+
+def _times(base: dict[int, float], seconds: dict[int, float]) -> str:
+    """Geometric mean over seeds of base / seconds, and its 95 % interval, from logarithms."""
+    shared = [seed for seed in seconds if seed in base]
+    pairs = np.array([(base[seed], seconds[seed]) for seed in shared])
+    if not shared or not np.isfinite(pairs).all():
+        return "-"
+    mean, half = interval(np.log(pairs[:, 0] / pairs[:, 1]))
+    bounds = f" ({np.exp(mean - half):.2f} to {np.exp(mean + half):.2f})"
+    return f"{np.exp(mean):.2f}" + (bounds if half > 0 else "")
 
 
 def _reached(values: dict[int, float], form: str) -> str:
