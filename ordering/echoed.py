@@ -11,7 +11,7 @@ import plans
 from ordering import echo_buffer
 from ordering.base import Ordering, PyTree
 from ordering.echo import EchoPlan
-from ordering.loader import LoadError
+from ordering.loader import LoadError, on_device
 from ordering.measured import Measured, decide, ready_everywhere
 
 
@@ -103,7 +103,7 @@ def echoed(
         if failed:  # a generator that has failed seems to have ended
             raise failed[0]
         try:
-            return jax.device_put(next(source))
+            return on_device(next(source))
         except StopIteration:
             if load == 0:
                 raise ValueError("the source is empty: pass at least one batch.") from None

@@ -112,6 +112,16 @@ def load_ahead(
     return Loader(shared, thread, first_load, timeout)
 
 
+def on_device(batch, sharding=None):
+    """The batch as JAX arrays; without a sharding, what is one stays where it is.
+
+    Arrays that span several processes could not be placed anew by one of them.
+    """
+    if sharding is not None:
+        return jax.device_put(batch, sharding)
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
+
+
 class _Shared(NamedTuple):
     """Between the loader and its thread, which must not keep the loader alive."""
 
@@ -130,7 +140,7 @@ def _work(batches, sharding, shared):
         if shared.closed.is_set():
             return
         try:
-            item = _Batch(jax.block_until_ready(jax.device_put(next(batches), sharding)))
+            item = _Batch(jax.block_until_ready(on_device(next(batches), sharding)))
         except StopIteration:
             item = None
         except BaseException as error:  # raised where the batch is asked for
