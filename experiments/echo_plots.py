@@ -68,6 +68,8 @@ def curves(runs, path: str, title: str, *, metric: str, target: float) -> None:
       path, title: of the picture; metric: its name; target: of the metric.
     """
     plt = _pyplot()
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = plt.subplots(2, 2, figsize=(12, 10), layout="constrained")
     for axis, (cost, label) in zip(axes.ravel(), COSTS.items(), strict=True):
         for arm in CURVES:
@@ -78,6 +80,9 @@ def curves(runs, path: str, title: str, *, metric: str, target: float) -> None:
         axis.set_ylabel(f"test {metric}")
         axis.grid(alpha=0.3)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
     values = np.array([r["test"] for own in runs.values() for r in own])
     if metric == "accuracy" and len(values):
         axes_low = min(np.quantile(values, 0.15), target - 0.02)

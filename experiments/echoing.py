@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
     metric: str
     target: float
     rates: tuple[float, ...]
-    total_steps: int  # at most, per run
+    total_steps: int  # at most, per run at e = 2; at a larger factor e / 2 times as many
     horizon: int  # of a falling p: about the steps that the target takes
     evaluate_every: int
     optimizer: str = "momentum"
@@ -166,6 +166,9 @@ def compare_arms(
             return
         arm = ARMS[run.arm]
         setting = Setting(run.speed, setup.total_steps, horizon, jax.random.key(run.seed))
+        # As much time for all: a step of an echoed run is that much shorter.
+        most = setup.total_steps * setting.factor // 2
+        setting, own = setting._replace(total_steps=most), setup._replace(total_steps=most)
         shared = run._asdict() | {"base_rate": base_rate, "tuning": tuning}
         twin = None if run.timed else _trajectory(arm, setting, run)
         if twin in twins:
@@ -175,7 +178,7 @@ def compare_arms(
             kind = (arm.rounds, arm.proximal)
             if kind not in programs:
                 programs[kind] = echo_training.build(task, arm, setup)
-            new = list(_train(task, setup, programs[kind], arm, setting, run, delay, shared))
+            new = list(_train(task, own, programs[kind], arm, setting, run, delay, shared))
             if twin is not None:
                 twins[twin] = new[-1]
             examples = new[-1]["step"] * setup.workers * setup.batch_size
@@ -248,7 +251,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_list, "rates", None, "learning rates tried with every arm" + own)
     define(flags.DEFINE_integer, "seeds", 3, "runs per arm at its best rates", lower_bound=1)
     define(flags.DEFINE_float, "target", None, "of the test metric" + own)
-    define(flags.DEFINE_integer, "total_steps", None, "at most" + own, lower_bound=1)
+    define(flags.DEFINE_integer, "total_steps", None, "at most, at e = 2" + own, lower_bound=1)
     define(flags.DEFINE_integer, "horizon", None, "steps in which p falls" + own, lower_bound=3)
     define(flags.DEFINE_integer, "evaluate_every", None, "steps" + own, lower_bound=1)
     define(flags.DEFINE_integer, "workers", None, "W" + own, lower_bound=1)
