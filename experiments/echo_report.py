@@ -100,6 +100,25 @@ def table(all_records: Sequence[dict], speed: float) -> str:
     return markdown(rows)
 
 
+def summary(all_records: Sequence[dict], speeds: Sequence[float]) -> str:
+    """Markdown: how many times faster than no echo every arm is at the target, at every speed."""
+
+    def cell(arm, speed):
+        runs = [to_target(timed(all_records, name, speed), "seconds") for name in ("none", arm)]
+        arrived = [np.isfinite(s) for s in runs[1].values()]
+        if not arrived or all(arrived):
+            return _times(*runs)
+        return f"{sum(arrived)} of {len(arrived)} arrive"
+
+    return markdown(
+        [
+            {"times faster than no echo": ARMS[arm].label}
+            | {f"R = {speed:g}": cell(arm, speed) for speed in speeds}
+            for arm in dict.fromkeys(r["arm"] for r in all_records)
+        ]
+    )
+
+
 def _times(base: dict[int, float], seconds: dict[int, float]) -> str:
     """Geometric mean over seeds of base / seconds, and its 95 % interval, from logarithms."""
     shared = [seed for seed in seconds if seed in base]
@@ -138,8 +157,8 @@ def sweep(all_records: Sequence[dict], speed: float) -> str:
 
 def report(all_records: Sequence[dict], folder: str, title: str, *, metric: str, target: float):
     """Writes table.md, time_to_target.png and a picture of curves per speed; returns the tables."""
-    parts = []
     speeds = sorted({r["speed"] for r in all_records})
+    parts = [summary(all_records, speeds)]
     for speed in speeds:
         parts.append(f"R = {speed:g}\n\n{table(all_records, speed)}")
         echo_plots.curves(

@@ -206,7 +206,8 @@ def test_a_comparison_is_written_and_goes_on_where_it_was_stopped(task, tmp_path
         fresh[r["load_steps"]] = True
         assert ordering.EchoPlan(fresh).digest() == r["plan"]
     text = (tmp_path / "table.md").read_text()
-    assert "error diffusion" in text and "R = 2" in text
+    assert "error diffusion" in text and "R = 2\n" in text
+    assert text.startswith("| times faster than no echo | R = 2")
     for picture in ("time_to_target.png", "curves_R2.png"):
         assert (tmp_path / picture).stat().st_size > 10_000
     trained = []
