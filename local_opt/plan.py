@@ -13,7 +13,7 @@ import plans
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SyncPlan:
+class SyncPlan(plans.Plan):
     """The rounds of a run: a decision that never depends on gradients.
 
     Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends in a sync; the last round ends
@@ -107,12 +107,6 @@ class SyncPlan:
         content = np.append(self.starts, self.total_steps).astype("<i8").tobytes()
         return hashlib.sha256(content).hexdigest()
 
-    def __eq__(self, other):
-        return isinstance(other, SyncPlan) and self.digest() == other.digest()
-
-    def __hash__(self):
-        return hash(self.digest())
-
     def describe(self) -> str:
         """The plan on one screen: rule, volume, and where H changes."""
         periods = self.periods
@@ -132,14 +126,6 @@ class SyncPlan:
 
     def __repr__(self):
         return f"SyncPlan({self.rule}: {self.rounds} rounds in {self.total_steps} steps)"
-
-    def check_run(self, total_steps: int) -> None:
-        """Raises ValueError unless the plan is made for a run of `total_steps`."""
-        if total_steps != self.total_steps:
-            raise ValueError(
-                f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
-                "make the plan with the run's total_steps."
-            )
 
     def save(self, path: str) -> None:
         """Writes the plan as JSON: under a temporary name first, so never half a file."""

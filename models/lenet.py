@@ -18,7 +18,7 @@ class _Conv(nnx.Conv):
         views = [x[:, i : i + height, j : j + width] for i in range(size) for j in range(size)]
         kernel = self.kernel[...]
         product = jnp.concatenate(views, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
-        return product + self.bias[...]
+        return product + self.bias[...][None, None, None]
 
 
 class _LeNet(nnx.Module):

@@ -14,7 +14,7 @@ import plans
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class EchoPlan:
+class EchoPlan(plans.Plan):
     """The loads of a run: a decision that never depends on gradients.
 
     Step t loads a fresh batch where fresh[t], and uses the last one again elsewhere. Two plans are
@@ -97,12 +97,6 @@ class EchoPlan:
         content = np.append(self.load_steps, self.total_steps).astype("<i8").tobytes()
         return hashlib.sha256(content).hexdigest()
 
-    def __eq__(self, other):
-        return isinstance(other, EchoPlan) and self.digest() == other.digest()
-
-    def __hash__(self):
-        return hash(self.digest())
-
     def describe(self) -> str:
         """The plan on one screen: rule, share, and how it changes over the run."""
         uses = self.uses
@@ -119,14 +113,6 @@ class EchoPlan:
 
     def __repr__(self):
         return f"EchoPlan({self.rule}: {self.loads} loads in {self.total_steps} steps)"
-
-    def check_run(self, total_steps: int) -> None:
-        """Raises ValueError unless the plan is made for a run of `total_steps`."""
-        if total_steps != self.total_steps:
-            raise ValueError(
-                f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
-                "make the plan with the run's total_steps."
-            )
 
     def save(self, path: str) -> None:
         """Writes the plan as JSON: under a temporary name first, so never half a file."""

@@ -1,6 +1,15 @@
 """What all plans share: schedules evaluated on the host, shared coins, and a file that is whole."""
 
-from plans.record import read, write
+from plans.record import Plan, read, write
 from plans.schedule import chances, check_total_steps, coins, is_whole, values_of
 
-__all__ = ["chances", "check_total_steps", "coins", "is_whole", "read", "values_of", "write"]
+__all__ = [
+    "Plan",
+    "chances",
+    "check_total_steps",
+    "coins",
+    "is_whole",
+    "read",
+    "values_of",
+    "write",
+]

@@ -5,6 +5,27 @@ import os
 from collections.abc import Callable
 
 
+class Plan:
+    """What every plan does with its `rule`, its `total_steps` and its `digest()`.
+
+    Two plans of one kind are equal if their hashes are.
+    """
+
+    def __eq__(self, other):
+        return isinstance(other, type(self)) and self.digest() == other.digest()
+
+    def __hash__(self):
+        return hash(self.digest())
+
+    def check_run(self, total_steps: int) -> None:
+        """Raises ValueError unless the plan is made for a run of `total_steps`."""
+        if total_steps != self.total_steps:
+            raise ValueError(
+                f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
+                "make the plan with the run's total_steps."
+            )
+
+
 def write(path: str, plan, content: dict) -> None:
     """Writes a plan's content and hash: under a temporary name first, so never half a file.
 

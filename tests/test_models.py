@@ -274,3 +274,16 @@ def test_gpt2_refuses_a_sequence_longer_than_its_context(key):
 def test_bad_settings(build, settings, word):
     with pytest.raises(ValueError, match=word):
         build(**settings)
+
+
+@pytest.mark.parametrize("side", [28, 32])
+def test_the_convolutions_of_lenet_are_those_of_flax(side):
+    from models.lenet import _LeNet
+
+    net = _LeNet(side, 1, 10, nnx.Rngs(0))
+    image = jax.random.normal(jax.random.key(0), (2, side, side, 1))
+    inner = jax.random.normal(jax.random.key(1), (2, 14, 14, 6))
+    for conv, x in ((net.conv1, image), (net.conv2, inner)):
+        expected = nnx.Conv.__call__(conv, x)
+        # float32 sums of up to 150 products of numbers of order one, in another order
+        np.testing.assert_allclose(conv(x), expected, atol=1e-5)
