@@ -17,7 +17,7 @@ from experiments.tasks import Task
 from local_opt import runners
 
 DEPTH = 2  # of the queue of loaded batches
-PATIENCE = 60.0  # seconds after which a load counts as hanging
+PATIENCE = 60.0  # seconds beyond its delay after which a load counts as hanging
 
 
 class Setup(NamedTuple):
@@ -135,7 +135,7 @@ def train(
     reached = {"valid": None, "test": None}
     clock = Clock()
     source = throttled(reads(task, setup, seed), delay, clock)
-    with ordering.load_ahead(source, depth=DEPTH, timeout=PATIENCE) as loader:
+    with ordering.load_ahead(source, depth=DEPTH, timeout=PATIENCE + delay) as loader:
         for use in ordering.echoed(loader, policy):
             t = use.step
             if ends is None and use.fresh and t:  # only now known: the round has ended
