@@ -125,9 +125,9 @@ def stepper(step_seconds: float) -> Callable:
         held[:] = jax.block_until_ready(jitted(*held, batch, times))
 
     batch = jax.device_put(next(slow_batches(0.0)))
-    once, many = 1, 101
+    once, many = jnp.int32(1), jnp.int32(101)
     single = (_median_seconds(call, batch, many) - _median_seconds(call, batch, once)) / 100
-    times = max(1, round(step_seconds / single))
+    times = jnp.int32(max(1, round(step_seconds / single)))  # moved to the device once
     return lambda batch: call(batch, times)
 
 

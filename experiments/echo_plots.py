@@ -85,9 +85,9 @@ def curves(runs, path: str, title: str, *, metric: str, target: float) -> None:
         axis.xaxis.set_minor_formatter(NullFormatter())
     values = np.array([r["test"] for own in runs.values() for r in own])
     if metric == "accuracy" and len(values):
-        axes_low = min(np.quantile(values, 0.15), target - 0.02)
+        lowest = min(np.quantile(values, 0.15), target - 0.02)
         for axis in axes.ravel():
-            axis.set_ylim(axes_low, values.max() + 0.005)
+            axis.set_ylim(lowest, values.max() + 0.005)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle(

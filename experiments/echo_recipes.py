@@ -32,8 +32,6 @@ MAIN_ARMS = (
     "none", "larger_lr", "accumulate", "local", "fixed", "bernoulli", "diffusion",
     "diffusion_cosine", "diffusion_every", "measured", "proximal",
 )  # fmt: skip
-
-
 FEW_ARMS = ("none", "local", "diffusion", "diffusion_cosine", "measured", "proximal")
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from local_opt.plan import SyncPlan
-from plans import chances, check_total_steps, coins, is_whole, values_of
+from plans import chances, check_total_steps, coins, is_whole, shown, values_of
 
 
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
@@ -301,8 +301,7 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     """
     heads = coins(chances(p, total_steps, "p"), key)
     starts = np.append(0, 1 + np.flatnonzero(heads[:-1]))
-    name = f"{p:g}" if isinstance(p, int | float) else "p(t)"
-    return SyncPlan(starts, total_steps, f"bernoulli, p = {name}")
+    return SyncPlan(starts, total_steps, f"bernoulli, p = {shown(p)}")
 
 
 def per_load(fresh: np.ndarray) -> SyncPlan:

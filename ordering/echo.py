@@ -207,7 +207,7 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     """
     heads = plans.coins(plans.chances(p, total_steps, "p"), key)
     heads[0] = True
-    return EchoPlan(heads, f"bernoulli, p = {_name(p)}")
+    return EchoPlan(heads, f"bernoulli, p = {plans.shown(p)}")
 
 
 def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> EchoPlan:
@@ -241,8 +241,4 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
         # Ten tenths add up to a little less than one.
         fresh[t] = acc >= 1 - 1e-9
         acc -= fresh[t]
-    return EchoPlan(fresh, f"error diffusion, p = {_name(p)}")
-
-
-def _name(p):
-    return f"{p:g}" if isinstance(p, int | float) else "p(t)"
+    return EchoPlan(fresh, f"error diffusion, p = {plans.shown(p)}")

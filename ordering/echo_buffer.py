@@ -1,5 +1,6 @@
 """What stays on the device for echoed steps: the last batches, whole or as one pool of examples."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def make(size, total_steps, *, rebatch, axis, augment, key) -> Buffer:
 def _whole(size, total_steps, augment, key, choices):
     """Keeps whole batches; which one a step uses is drawn on the host, before the run."""
     drawn = np.zeros(total_steps) if size == 1 else _uniform(choices, total_steps)
-    augmented = None if augment is None else jax.jit(_augmenting(augment), donate_argnums=2)
+    augmented = None if augment is None else _finish(augment)
 
     def init(first_step):
         return Held((), None if augment is None else jnp.int32(first_step))
@@ -80,17 +81,7 @@ def _whole(size, total_steps, augment, key, choices):
 
 def _pool(size, axis, augment, key, choices):
     """Keeps examples; an echoed step draws as many as a batch has from all of them."""
-    put = jax.jit(_put, static_argnums=3, donate_argnums=0)
-    finish = _augmenting(augment or (lambda batch, key: batch))
-
-    def draw(pool, filled, choices, key, step):
-        total = jax.tree.leaves(pool)[0].shape[axis]
-        scores = jax.random.uniform(jax.random.fold_in(choices, step), (total,))
-        scores = jnp.where(jnp.arange(total) < filled, scores, -1.0)
-        chosen = jax.lax.top_k(scores, total // size)[1]
-        return finish(jax.tree.map(lambda x: jnp.take(x, chosen, axis), pool), key, step)
-
-    draw, finish_jit = jax.jit(draw, donate_argnums=4), jax.jit(finish, donate_argnums=2)
+    draw = _draw(size, axis, augment)
 
     def init(first_step):
         return Pooled(-1, None, None, None, jnp.int32(first_step))
@@ -111,13 +102,13 @@ def _pool(size, axis, augment, key, choices):
             )
         count = shapes[0][axis]
         filled = jnp.int32(min(load + 1, size) * count)
-        return Pooled(load, batch, put(pool, batch, load % size, axis), filled, state.step)
+        return Pooled(load, batch, _put(pool, batch, load % size, axis), filled, state.step)
 
     def use(state, step, fresh):
         if fresh:
             batch, counter = state.batch, state.step + 1
             if augment is not None:
-                batch, counter = finish_jit(batch, key, state.step)
+                batch, counter = _finish(augment)(batch, key, state.step)
         else:
             batch, counter = draw(state.pool, state.filled, choices, key, state.step)
         return state.load, batch, state._replace(step=counter)
@@ -125,6 +116,7 @@ def _pool(size, axis, augment, key, choices):
     return Buffer(init, add, use)
 
 
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _put(pool, batch, position, axis):
     def place(all_examples, examples):
         start = position * examples.shape[axis]
@@ -133,13 +125,34 @@ def _put(pool, batch, position, axis):
     return jax.tree.map(place, pool, batch)
 
 
-def _augmenting(augment):
-    """`(batch, key, step) -> (batch, step + 1)`, the counter staying on the device."""
+# The compiled functions outlive a call of `echoed`: there may be one per epoch.
+@functools.lru_cache(maxsize=32)
+def _finish(augment):
+    """`(batch, key, step) -> (batch, step + 1)`, jitted; the counter stays on the device."""
 
     def run(batch, key, step):
         return augment(batch, jax.random.fold_in(key, step)), step + 1
 
-    return run
+    return jax.jit(run, donate_argnums=2)
+
+
+@functools.lru_cache(maxsize=32)
+def _draw(size, axis, augment):
+    """`(pool, filled, choices, key, step) -> (batch, step + 1)`, jitted."""
+    finish = _finish(augment or _unchanged)
+
+    def draw(pool, filled, choices, key, step):
+        total = jax.tree.leaves(pool)[0].shape[axis]
+        scores = jax.random.uniform(jax.random.fold_in(choices, step), (total,))
+        scores = jnp.where(jnp.arange(total) < filled, scores, -1.0)
+        chosen = jax.lax.top_k(scores, total // size)[1]
+        return finish(jax.tree.map(lambda x: jnp.take(x, chosen, axis), pool), key, step)
+
+    return jax.jit(draw, donate_argnums=4)
+
+
+def _unchanged(batch, key):
+    return batch
 
 
 def _uniform(key, total_steps):

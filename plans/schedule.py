@@ -132,6 +132,23 @@ def coins(chances: np.ndarray, key: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.uniform(key, (len(chances),), np.float32)) < chances
 
 
+def shown(p) -> str:
+    """A probability or its schedule in a rule's name.
+
+    Args:
+      p: a number, a schedule or an array.
+
+    Returns:
+      The number, or "p(t)".
+
+    Example:
+      >>> import plans
+      >>> plans.shown(0.25), plans.shown(lambda t: 0.25)
+      ('0.25', 'p(t)')
+    """
+    return f"{p:g}" if isinstance(p, int | float) else "p(t)"
+
+
 def _evaluated(schedule, total_steps):
     # Without a CPU backend the default device must do; accelerators emulate float64.
     try:

@@ -578,3 +578,24 @@ def test_bad_input(name):
     make, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("rebatch", [False, True])
+def test_an_epoch_compiles_nothing_that_the_one_before_has(rebatch):
+    traced = []
+
+    def augment(batch, key):
+        traced.append(key)
+        return jax.tree.map(lambda x: x + 1, batch)
+
+    def epoch():
+        plan = ordering.fixed(2, total_steps=6)
+        loads = (np.full(4, i, np.float32) for i in range(3))
+        options = {"augment": augment, "key": jax.random.key(0), "rebatch": rebatch}
+        return [np.asarray(u.batch) for u in ordering.echoed(loads, plan, **options)]
+
+    first = epoch()
+    count = len(traced)
+    assert count
+    np.testing.assert_array_equal(epoch(), first)
+    assert len(traced) == count

@@ -11,34 +11,19 @@ MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
 DEVIATION = np.array([0.2470, 0.2435, 0.2616], np.float32)
 SIDE = 32
 CHUNK = 5000  # images that are float32 at full size at once
+CONVOLUTIONAL = Recipe(
+    workers=4,
+    units_per_step=1,
+    unit_size=32,
+    epochs=10,
+    learning_rates=(0.1,),
+    momentum=0.9,
+    bound_every=0,
+)
 RECIPES = {
-    "resnet": Recipe(
-        workers=4,
-        units_per_step=1,
-        unit_size=32,
-        epochs=10,
-        learning_rates=(0.1,),
-        momentum=0.9,
-        bound_every=0,
-    ),
-    "mobilenet": Recipe(
-        workers=4,
-        units_per_step=1,
-        unit_size=32,
-        epochs=10,
-        learning_rates=(0.1,),
-        momentum=0.9,
-        bound_every=0,
-    ),
-    "vit": Recipe(
-        workers=4,
-        units_per_step=1,
-        unit_size=32,
-        epochs=10,
-        learning_rates=(1e-3,),  # of AdamW
-        momentum=0.9,
-        bound_every=0,
-    ),
+    "resnet": CONVOLUTIONAL,
+    "mobilenet": CONVOLUTIONAL,
+    "vit": CONVOLUTIONAL._replace(learning_rates=(1e-3,)),  # of AdamW
 }
 
 
