@@ -138,9 +138,12 @@ def _reached(values: dict[int, float], form: str) -> str:
 
 
 def sweep(all_records: Sequence[dict], speed: float) -> str:
-    """Mean steps to the target (validation half) at every rate, which chose them, as Markdown."""
+    """Mean steps to the target (validation half) at every rate, which chose them, as Markdown.
+
+    An arm that multiplies its rates has them in the columns of the rates before.
+    """
     runs = ends(all_records, speed=speed, tuning=True)
-    factors = sorted({r["base_rate"] for r in runs})
+    base_rates = sorted({r["base_rate"] for r in runs})
     rows = []
     for arm in dict.fromkeys(r["arm"] for r in runs):
 
@@ -151,7 +154,7 @@ def sweep(all_records: Sequence[dict], speed: float) -> str:
                 return f"{np.isfinite(steps).sum()} of {len(own)} arrive" if own else "-"
             return f"{np.mean(steps):.0f}" + (f" ({len(own)})" if len(own) > 1 else "")
 
-        rows.append({"arm": ARMS[arm].label} | {f"lr {r:g}": cell(r) for r in factors})
+        rows.append({"arm": ARMS[arm].label} | {f"lr {r:g}": cell(r) for r in base_rates})
     return markdown(rows)
 
 
