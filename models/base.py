@@ -53,6 +53,18 @@ def softmax_loss(predict: Callable, l2: float) -> Callable:
     return loss
 
 
+def token_loss(predict: Callable, l2: float) -> Callable:
+    """Per-sequence mean of the tokens' cross-entropies, plus l2 / 2 |params|^2 in every one."""
+
+    def loss(params, batch, key):
+        logits = predict(params, batch["x"])
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return jnp.mean(losses, axis=-1) + penalty(params, l2)
+
+    return loss
+
+
 def penalty(params, l2: float) -> jax.Array:
     """l2 / 2 |params|^2, a scalar."""
     return 0.5 * l2 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
@@ -61,3 +73,19 @@ def penalty(params, l2: float) -> jax.Array:
 def check_l2(l2: float) -> None:
     if not l2 >= 0:
         raise ValueError(f"l2 is {l2}: the weight of the penalty must be 0 or positive.")
+
+
+def check_dtype(dtype: str) -> jnp.dtype:
+    """The type that a model computes with; its parameters are float32 all the same."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"dtype is {dtype!r}: choose 'float32' or 'bfloat16' to compute with; parameters are "
+            "float32 under both."
+        )
+    return jnp.dtype(dtype)
+
+
+def product(x: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x weights, of factors rounded to `dtype`, summed up and returned in float32."""
+    x, weights = x.astype(dtype), weights.astype(dtype)
+    return jnp.matmul(x, weights, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""What the networks with batch normalisation share: 3x3 convolutions, moments, the record."""
+"""What the convolutional networks share: convolutions, normalisations, the record."""
 
 from collections.abc import Callable
 
@@ -8,64 +8,136 @@ from flax import nnx
 
 from models.base import Model, softmax_loss
 
+EPSILON = 1e-5  # of the normalisations
+GROUPS = 32  # of the group normalisations, or as many as there are channels
 
-def _shifted(x, stride):
-    """The nine views of the images [n, H, W, C] that a 3x3 kernel sees, padded by one pixel."""
+
+def _shifted(x, stride, size):
+    """The size^2 views of the images [n, H, W, C] that an odd kernel sees, padded by size // 2."""
     _, height, width, _ = x.shape
-    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    edge = (size // 2, size // 2)
+    x = jnp.pad(x, ((0, 0), edge, edge, (0, 0)))
     return [
-        x[:, i : i + height : stride, j : j + width : stride] for i in range(3) for j in range(3)
+        x[:, i : i + height : stride, j : j + width : stride]
+        for i in range(size)
+        for j in range(size)
     ]
 
 
-class Conv(nnx.Module):
-    """3x3 convolution without bias, padded by one pixel, as one matrix product.
+class Convolution(nnx.Module):
+    """Convolution with an odd square kernel, without bias, padded by size // 2 pixels.
+
+    As all layers here it answers in the type of its input; the parameters stay float32.
+    """
+
+    def __init__(self, fan_in, fan_out, stride, rngs, *, size=3):
+        init = nnx.initializers.he_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (size, size, fan_in, fan_out), jnp.float32))
+        self.stride = stride
+
+    def __call__(self, x):
+        kernel = self.kernel[...].astype(x.dtype)
+        edge = kernel.shape[0] // 2
+        return jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            (self.stride, self.stride),
+            ((edge, edge), (edge, edge)),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+
+class Conv(Convolution):
+    """The same function as one matrix product.
 
     On a CPU, XLA runs a convolution inside a loop (scan, map) about ten times slower than this
     product, and vmap over kernels leaves a batched product instead of a grouped convolution. The
-    price is memory: nine copies of the input.
+    price is memory: size^2 copies of the input.
     """
 
-    def __init__(self, fan_in, fan_out, stride, rngs):
-        init = nnx.initializers.he_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (3, 3, fan_in, fan_out), jnp.float32))
-        self.stride = stride
-
     def __call__(self, x):
-        kernel = self.kernel[...]
-        shifted = jnp.concatenate(_shifted(x, self.stride), axis=-1)
+        kernel = self.kernel[...].astype(x.dtype)
+        shifted = jnp.concatenate(_shifted(x, self.stride, kernel.shape[0]), axis=-1)
         return shifted @ kernel.reshape(-1, kernel.shape[-1])
 
 
-class DepthwiseConv(nnx.Module):
-    """3x3 convolution of every channel by itself, without bias, as nine scaled, shifted images."""
+class Pointwise(nnx.Module):
+    """1x1 convolution without bias, a matrix product over the channels."""
 
-    def __init__(self, channels, stride, rngs):
+    def __init__(self, fan_in, fan_out, rngs, *, stride=1):
         init = nnx.initializers.he_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (3, 3, 1, channels), jnp.float32))
+        self.kernel = nnx.Param(init(rngs.params(), (fan_in, fan_out), jnp.float32))
         self.stride = stride
 
     def __call__(self, x):
-        kernel = self.kernel[...].reshape(9, 1, 1, 1, -1)
-        return sum(kernel[k] * view for k, view in enumerate(_shifted(x, self.stride)))
+        return x[:, :: self.stride, :: self.stride] @ self.kernel[...].astype(x.dtype)
 
 
-def norm(width: int, rngs: nnx.Rngs) -> nnx.BatchNorm:
+class DepthwiseConv(nnx.Module):
+    """Convolution of every channel by itself, without bias, as size^2 scaled, shifted images."""
+
+    def __init__(self, channels, stride, rngs, *, size=3):
+        init = nnx.initializers.he_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (size, size, 1, channels), jnp.float32))
+        self.stride = stride
+
+    def __call__(self, x):
+        size, _, _, channels = self.kernel.shape
+        kernel = self.kernel[...].reshape(-1, 1, 1, 1, channels)
+        views = _shifted(x, self.stride, size)
+        # The float32 kernel makes the terms float32: no rounding of every partial sum.
+        return sum(kernel[k] * view for k, view in enumerate(views)).astype(x.dtype)
+
+
+def _in_float32(norm, x):
+    """norm(x) with moments and arithmetic in float32, of the type of x."""
+    return norm(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
+
+
+class _BatchNorm(nnx.BatchNorm):
+    def __call__(self, x, use_running_average):
+        norm = super().__call__
+        return _in_float32(lambda x: norm(x, use_running_average=use_running_average), x)
+
+
+class _GroupNorm(nnx.GroupNorm):
+    def __call__(self, x, use_running_average):
+        """Called as a batch normalisation is; there are no running moments."""
+        return _in_float32(super().__call__, x)
+
+
+def batch_norm(width: int, rngs: nnx.Rngs, *, epsilon: float = EPSILON) -> nnx.BatchNorm:
     # Without momentum a forward pass leaves exactly the moments of its batch in the state.
-    return nnx.BatchNorm(width, momentum=0.0, rngs=rngs)
+    return _BatchNorm(width, momentum=0.0, epsilon=epsilon, rngs=rngs)
 
 
-def model_of(make: Callable, l2: float) -> Model:
-    """The record of a network with batch normalisation.
+def group_norm(width: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
+    return _GroupNorm(width, min(GROUPS, width), epsilon=EPSILON, rngs=rngs)
+
+
+class _Keys:
+    """The keys of nnx.Rngs, whose traced counter costs seconds where a network is deep."""
+
+    def __init__(self, key):
+        self.key, self.drawn = key, 0
+
+    def params(self):
+        self.drawn += 1
+        return jax.random.fold_in(self.key, self.drawn - 1)
+
+
+def model_of(make: Callable, l2: float, dtype: jnp.dtype = jnp.float32) -> Model:
+    """The record of a network; with batch normalisation in it, one with `statistics`.
 
     Args:
       make: `rngs -> net`, where `net(x, given)` gives logits, normalised with the moments in the
         state where `given` is true, and otherwise with those of `x`, left in the state.
       l2: weight of l2/2 |params|^2.
+      dtype: of the images as `net` gets them, and so of its activations.
     """
 
     def build(key):
-        return nnx.split(make(nnx.Rngs(key)), nnx.Param, nnx.BatchStat)
+        return nnx.split(make(_Keys(key)), nnx.Param, nnx.BatchStat)
 
     graph, _, moments = nnx.eval_shape(lambda: build(jax.random.key(0)))
     # They are overwritten before anything reads them.
@@ -77,7 +149,7 @@ def model_of(make: Callable, l2: float) -> Model:
     def forward(params, x, statistics):
         given = zeros if statistics is None else statistics
         net = nnx.merge(graph, nnx.State(params), nnx.State(given))
-        logits = net(x.astype(jnp.float32), statistics is not None)
+        logits = net(x.astype(dtype), statistics is not None)
         return logits, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
 
     def in_training(params, x):
@@ -89,4 +161,16 @@ def model_of(make: Callable, l2: float) -> Model:
     def statistics(params, x):
         return forward(params, x, None)[1]
 
+    if not zeros:
+        return Model(init, softmax_loss(in_training, l2), in_training)
     return Model(init, softmax_loss(in_training, l2), predict, statistics)
+
+
+def check_images(image_shape: tuple[int, int, int], num_classes: int, reduction: int) -> None:
+    height, width, channels = image_shape
+    if min(height, width) < reduction or channels < 1 or num_classes < 2:
+        raise ValueError(
+            f"image_shape is {image_shape} with {num_classes} classes: the strides shrink the "
+            f"image {reduction} times, so it needs at least {reduction} x {reduction} pixels, and "
+            "a channel and two classes. Resize the images or take smaller strides."
+        )

@@ -4,19 +4,23 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
-from models.base import Model, check_l2, penalty
+from models.base import Model, check_dtype, check_l2, product, token_loss
 
 DEVIATION = 0.02  # of all weights and embeddings at the start
 MLP_RATIO = 4
 EPSILON = 1e-5  # of the layer normalisations
 
+SIZES = {
+    "tiny": {"width": 128, "depth": 2, "heads": 2},  # that of CD-GraB's experiments
+    "small": {"width": 768, "depth": 12, "heads": 12},  # the published one of 124 million
+}
 
-def _dense(fan_in, fan_out, rngs, scale=1.0):
+
+def _dense(fan_in, fan_out, dtype, rngs, scale=1.0):
     init = nnx.initializers.normal(scale * DEVIATION)
-    return nnx.Linear(fan_in, fan_out, kernel_init=init, rngs=rngs)
+    return nnx.Linear(fan_in, fan_out, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def _norm(width, rngs):
@@ -24,28 +28,29 @@ def _norm(width, rngs):
 
 
 class _Attention(nnx.Module):
-    def __init__(self, width, heads, scale, rngs):
-        self.qkv = _dense(width, 3 * width, rngs)
-        self.project = _dense(width, width, rngs, scale)
+    def __init__(self, width, heads, scale, dtype, rngs):
+        self.qkv = _dense(width, 3 * width, dtype, rngs)
+        self.project = _dense(width, width, dtype, rngs, scale)
         self.heads = heads
 
     def __call__(self, x):
         n, length, width = x.shape
         qkv = self.qkv(x).reshape(n, length, 3, self.heads, width // self.heads)
         q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / math.sqrt(width // self.heads)
+        scores = jnp.einsum("nqhd,nkhd->nhqk", q, k, preferred_element_type=jnp.float32)
+        scores = scores / math.sqrt(width // self.heads)
         past = jnp.tril(jnp.ones((1, 1, length, length), bool))
-        weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf))
+        weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf)).astype(v.dtype)
         return self.project(jnp.einsum("nhqk,nkhd->nqhd", weights, v).reshape(x.shape))
 
 
 class _Block(nnx.Module):
-    def __init__(self, width, heads, scale, rngs):
+    def __init__(self, width, heads, scale, dtype, rngs):
         self.norm1 = _norm(width, rngs)
-        self.attention = _Attention(width, heads, scale, rngs)
+        self.attention = _Attention(width, heads, scale, dtype, rngs)
         self.norm2 = _norm(width, rngs)
-        self.dense1 = _dense(width, MLP_RATIO * width, rngs)
-        self.dense2 = _dense(MLP_RATIO * width, width, rngs, scale)
+        self.dense1 = _dense(width, MLP_RATIO * width, dtype, rngs)
+        self.dense2 = _dense(MLP_RATIO * width, width, dtype, rngs, scale)
 
     def __call__(self, x):
         x = x + self.attention(self.norm1(x))
@@ -53,14 +58,15 @@ class _Block(nnx.Module):
 
 
 class _GPT2(nnx.Module):
-    def __init__(self, vocab_size, context, width, depth, heads, rngs):
+    def __init__(self, vocab_size, context, width, depth, heads, dtype, rngs):
+        self.dtype = dtype
         draw = nnx.initializers.normal(DEVIATION)
         self.tokens = nnx.Param(draw(rngs.params(), (vocab_size, width), jnp.float32))
         self.positions = nnx.Param(draw(rngs.params(), (context, width), jnp.float32))
         self.names = [f"block{i}" for i in range(depth)]
         for name in self.names:
             # Two branches per block are added up: the sum keeps its size whatever the depth.
-            setattr(self, name, _Block(width, heads, 1 / math.sqrt(2 * depth), rngs))
+            setattr(self, name, _Block(width, heads, 1 / math.sqrt(2 * depth), dtype, rngs))
         self.norm = _norm(width, rngs)
 
     def __call__(self, x):
@@ -68,11 +74,18 @@ class _GPT2(nnx.Module):
         y = tokens[x] + self.positions[...][None, : x.shape[1]]
         for name in self.names:
             y = getattr(self, name)(y)
-        return self.norm(y) @ tokens.T
+        return product(self.norm(y), tokens.T, self.dtype)
 
 
 def gpt2(
-    *, vocab_size: int, context: int, width: int, depth: int, heads: int, l2: float = 0.0
+    *,
+    vocab_size: int,
+    context: int,
+    width: int,
+    depth: int,
+    heads: int,
+    dtype: str = "float32",
+    l2: float = 0.0,
 ) -> Model:
     """GPT-2: a causal transformer decoder, logits of every next token; without dropout.
 
@@ -88,6 +101,8 @@ def gpt2(
       context: longest sequence, >= 1.
       width: features of a token, a multiple of `heads`; depth: transformer blocks, >= 1.
       heads: attention heads, >= 1.
+      dtype: "float32" or "bfloat16", of the factors of matrix products and the hidden units;
+        residuals, layer normalisations, softmax, logits and parameters are float32.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
@@ -96,14 +111,15 @@ def gpt2(
       is the mean cross-entropy of its tokens, in nats; `predict` gives logits float32[n, L, V].
 
     Raises:
-      ValueError: for sizes out of range, or that do not divide; from `loss` and `predict` for a
-        sequence longer than `context`.
+      ValueError: for sizes out of range, or that do not divide, or another dtype; from `loss` and
+        `predict` for a sequence longer than `context`.
 
     Example:
       The published small model.
 
       >>> import jax, models
-      >>> model = models.gpt2(vocab_size=50257, context=1024, width=768, depth=12, heads=12)
+      >>> from models.gpt2 import SIZES
+      >>> model = models.gpt2(vocab_size=50257, context=1024, **SIZES["small"])
       >>> params = jax.eval_shape(model.init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       124439808
@@ -115,10 +131,11 @@ def gpt2(
       https://arxiv.org/abs/1608.05859
     """
     check_l2(l2)
+    dtype = check_dtype(dtype)
     _check(vocab_size, context, width, depth, heads)
 
     def build(key):
-        net = _GPT2(vocab_size, context, width, depth, heads, nnx.Rngs(key))
+        net = _GPT2(vocab_size, context, width, depth, heads, dtype, nnx.Rngs(key))
         return nnx.split(net, nnx.Param)
 
     graph, _ = nnx.eval_shape(lambda: build(jax.random.key(0)))
@@ -134,13 +151,7 @@ def gpt2(
             )
         return nnx.merge(graph, nnx.State(params))(x)
 
-    def loss(params, batch, key):
-        logits = predict(params, batch["x"])
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return jnp.mean(losses, axis=-1) + penalty(params, l2)
-
-    return Model(init, loss, predict)
+    return Model(init, token_loss(predict, l2), predict)
 
 
 def _check(vocab_size, context, width, depth, heads):

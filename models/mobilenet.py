@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_l2
-from models.convolutions import Conv, DepthwiseConv, model_of, norm
+from models.base import Model, check_dtype, check_l2
+from models.convolutions import Conv, DepthwiseConv, Pointwise, batch_norm, check_images, model_of
 
 # (expansion t, channels c, blocks n, stride s of the first block) of every stage.
 IMAGENET_STAGES = (
@@ -27,28 +27,17 @@ SMALL_STAGES = (
 )
 
 
-class _Pointwise(nnx.Module):
-    """1x1 convolution without bias, a matrix product over the channels."""
-
-    def __init__(self, fan_in, fan_out, rngs):
-        init = nnx.initializers.he_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (fan_in, fan_out), jnp.float32))
-
-    def __call__(self, x):
-        return x @ self.kernel[...]
-
-
 class _Block(nnx.Module):
     def __init__(self, fan_in, fan_out, expansion, stride, rngs):
         hidden = expansion * fan_in
         self.expands = expansion > 1
         if self.expands:
-            self.expand = _Pointwise(fan_in, hidden, rngs)
-            self.norm1 = norm(hidden, rngs)
+            self.expand = Pointwise(fan_in, hidden, rngs)
+            self.norm1 = batch_norm(hidden, rngs)
         self.depthwise = DepthwiseConv(hidden, stride, rngs)
-        self.norm2 = norm(hidden, rngs)
-        self.project = _Pointwise(hidden, fan_out, rngs)
-        self.norm3 = norm(fan_out, rngs)
+        self.norm2 = batch_norm(hidden, rngs)
+        self.project = Pointwise(hidden, fan_out, rngs)
+        self.norm3 = batch_norm(fan_out, rngs)
         self.residual = stride == 1 and fan_in == fan_out
 
     def __call__(self, x, given):
@@ -64,7 +53,7 @@ class _Block(nnx.Module):
 class _MobileNet(nnx.Module):
     def __init__(self, channels, num_classes, stem, stem_stride, stages, head, rngs):
         self.stem = Conv(channels, stem, stem_stride, rngs)
-        self.norm1 = norm(stem, rngs)
+        self.norm1 = batch_norm(stem, rngs)
         self.names, fan_in = [], stem
         for stage, (expansion, fan_out, blocks, stride) in enumerate(stages):
             for block in range(blocks):
@@ -72,8 +61,8 @@ class _MobileNet(nnx.Module):
                 step = stride if block == 0 else 1
                 setattr(self, self.names[-1], _Block(fan_in, fan_out, expansion, step, rngs))
                 fan_in = fan_out
-        self.head = _Pointwise(fan_in, head, rngs)
-        self.norm2 = norm(head, rngs)
+        self.head = Pointwise(fan_in, head, rngs)
+        self.norm2 = batch_norm(head, rngs)
         self.dense = nnx.Linear(head, num_classes, rngs=rngs)
 
     def __call__(self, x, given):
@@ -81,7 +70,7 @@ class _MobileNet(nnx.Module):
         for name in self.names:
             x = getattr(self, name)(x, given)
         x = nnx.relu6(self.norm2(self.head(x), use_running_average=given))
-        return self.dense(jnp.mean(x, axis=(1, 2)))
+        return self.dense(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
 
 
 def _scaled(channels, width):
@@ -101,6 +90,7 @@ def mobilenet_v2(
     stem_channels: int = 8,
     stem_stride: int = 1,
     head_channels: int = 128,
+    dtype: str = "float32",
     l2: float = 0.0,
 ) -> Model:
     """MobileNetV2: inverted residuals with linear bottlenecks, ReLU6 and batch normalisation.
@@ -123,6 +113,8 @@ def mobilenet_v2(
         that of a stage's first block.
       stem_channels, stem_stride: of the first convolution; the stride is 1 or 2.
       head_channels: of the last 1x1 convolution, >= 1.
+      dtype: "float32" or "bfloat16", of activations and products; parameters, moments and logits
+        are float32 all the same.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
@@ -130,7 +122,7 @@ def mobilenet_v2(
       n >= 2 examples.
 
     Raises:
-      ValueError: for sizes out of range.
+      ValueError: for sizes out of range, or another dtype.
 
     Example:
       >>> import jax, models
@@ -146,24 +138,14 @@ def mobilenet_v2(
     """
     check_l2(l2)
     _check_layers(stages, width, stem_channels, stem_stride, head_channels)
-    _check_images(image_shape, num_classes, stem_stride * math.prod(s for *_, s in stages))
+    check_images(image_shape, num_classes, stem_stride * math.prod(s for *_, s in stages))
     scaled = tuple((t, _scaled(c, width), n, s) for t, c, n, s in stages)
     stem, head = _scaled(stem_channels, width), _scaled(head_channels, max(1.0, width))
 
     def make(rngs):
         return _MobileNet(image_shape[2], num_classes, stem, stem_stride, scaled, head, rngs)
 
-    return model_of(make, l2)
-
-
-def _check_images(image_shape, num_classes, reduction):
-    height, width, channels = image_shape
-    if min(height, width) < reduction or channels < 1 or num_classes < 2:
-        raise ValueError(
-            f"image_shape is {image_shape} with {num_classes} classes: the strides shrink the "
-            f"image {reduction} times, so it needs at least {reduction} x {reduction} pixels, and "
-            "a channel and two classes. Resize the images or take smaller strides."
-        )
+    return model_of(make, l2, check_dtype(dtype))
 
 
 def _check_layers(stages, width, stem_channels, stem_stride, head_channels):
