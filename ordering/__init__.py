@@ -35,6 +35,7 @@ from ordering.shuffles import (
     unzip,
 )
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
+from ordering.sources import reader
 
 __all__ = [
     "EchoForecast",
@@ -93,6 +94,7 @@ __all__ = [
     "prefetch_to_device",
     "proximal_anchor",
     "random_reshuffling",
+    "reader",
     "ready_everywhere",
     "self_balancing_walk",
     "shuffle_once",

@@ -15,6 +15,7 @@ import numpy as np
 
 from ordering import base
 from ordering.base import PyTree
+from ordering.sources import reader
 
 
 def step_indices(
@@ -116,7 +117,7 @@ def batches(
     _check_at_least(
         1, batch_size=batch_size, num_parallel_calls=num_parallel_calls, prefetch=prefetch
     )
-    num_examples, read = _reader(source)
+    num_examples, read = reader(source)
     indices = _integers("indices", indices, ndims=(1,))
     _check_in_range(indices, num_examples)
     tf = _tensorflow()
@@ -268,40 +269,3 @@ def _check_in_range(indices, num_examples):
             f"index {wrong[0]} is out of range: the source has {num_examples} examples. Pass "
             f"indices in [0, {num_examples - 1}]; see step_indices for workers and units."
         )
-
-
-def _reader(source):
-    """`(N, read)`, where `read(indices)` gives those examples as one tree of arrays."""
-    if isinstance(source, np.ndarray | jax.Array | dict | tuple):
-        shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(source)]
-        if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
-            raise ValueError(
-                f"the source's leaves have shapes {shapes}: pass arrays that share one leading "
-                "axis, the examples (of a dict of splits, pass one split)."
-            )
-        source = jax.tree.map(np.asarray, source)
-        num_examples, read = shapes[0][0], lambda i: jax.tree.map(lambda x: x[i], source)
-    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        num_examples, read = len(source), lambda i: _read_examples(source, i.tolist())
-    else:
-        raise ValueError(
-            f"the source is a {type(source).__name__}: pass arrays, a tuple or dict of arrays, "
-            "or an object with __len__ and __getitem__."
-        )
-    if num_examples == 0:
-        raise ValueError("the source is empty: pass at least one example.")
-    return num_examples, read
-
-
-def _read_examples(source, indices):
-    many = getattr(source, "__getitems__", None)
-    rows = list(many(indices)) if many else [source[i] for i in indices]
-    if len(rows) != len(indices):
-        raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
-    return jax.tree.map(_stack, *rows)
-
-
-def _stack(*leaves):
-    # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
-    is_text = np.asarray(leaves[0]).dtype.kind in "SU"
-    return np.array(leaves, dtype=object) if is_text else np.stack(leaves)
