@@ -4,9 +4,10 @@ import numpy as np
 from sklearn import datasets
 
 import models
-from experiments.tasks.base import Recipe, Task, split
+from experiments.tasks.base import Recipe, Task, abstract_set, split
 
 L2 = 1e-2
+NUM_IMAGES, FEATURES = 1797, 64
 RECIPE = Recipe(
     workers=32,
     units_per_step=2,
@@ -18,16 +19,28 @@ RECIPE = Recipe(
 )
 
 
-def load(data_dir: str | None = None, model: str = "softmax", *, num_train: int = 1536) -> Task:
+def load(
+    data_dir: str | None = None,
+    model: str = "softmax",
+    *,
+    num_train: int = 1536,
+    abstract: bool = False,
+) -> Task:
     """1,797 images, the first `num_train` of a seeded shuffle to train on, the others to test.
 
-    Pixels in [0, 1]; the optimum is computed.
+    Pixels in [0, 1]; the optimum is computed. With `abstract` the shapes of the same sets.
     """
     if model != "softmax":
         raise ValueError(f"model is {model!r}: digits has the model 'softmax' only.")
+    regression = models.softmax_regression(num_features=FEATURES, num_classes=10, l2=L2)
+    if abstract:
+        train, test = (
+            abstract_set(number, x=((FEATURES,), np.float32), y=((), np.int32))
+            for number in (num_train, NUM_IMAGES - num_train)
+        )
+        return Task("digits", regression, train, test, RECIPE)
     x, y = datasets.load_digits(return_X_y=True)
     train, test = split((x / 16).astype(np.float32), y.astype(np.int32), num_train=num_train)
-    regression = models.softmax_regression(num_features=64, num_classes=10, l2=L2)
     return Task(
         "digits", regression, train, test, RECIPE, lambda: models.optimum(regression, train)
     )

@@ -1,7 +1,9 @@
 """MNIST: softmax regression or LeNet with ReLU, from a set that tensorflow-datasets prepared."""
 
+import numpy as np
+
 import models
-from experiments.tasks.base import Recipe, Task
+from experiments.tasks.base import Recipe, Task, abstract_set
 from experiments.tasks.prepared import as_arrays, read_all, source
 
 RECIPES = {
@@ -26,16 +28,24 @@ RECIPES = {
 }
 
 
-def load(data_dir: str | None = None, model: str = "softmax") -> Task:
-    """60,000 training and 10,000 test images, pixels in [0, 1], kept in memory."""
+def load(data_dir: str | None = None, model: str = "softmax", *, abstract: bool = False) -> Task:
+    """60,000 training and 10,000 test images, pixels in [0, 1], kept in memory.
+
+    With `abstract` their shapes alone, without a file.
+    """
     if model not in RECIPES:
         raise ValueError(f"model is {model!r}: mnist has the models {sorted(RECIPES)}.")
-    train, test = (
-        as_arrays(read_all(source("mnist", data_dir, part))) for part in ("train", "test")
-    )
-    if model == "softmax":
-        chosen = models.softmax_regression(num_features=784, num_classes=10, l2=1e-4)
-        return Task(
-            "mnist", chosen, train, test, RECIPES[model], lambda: models.optimum(chosen, train)
+    if abstract:
+        train, test = (
+            abstract_set(number, x=((28, 28, 1), np.float32), y=((), np.int32))
+            for number in (60_000, 10_000)
         )
-    return Task("mnist", models.lenet(), train, test, RECIPES[model])
+    else:
+        train, test = (
+            as_arrays(read_all(source("mnist", data_dir, part))) for part in ("train", "test")
+        )
+    if model == "lenet":
+        return Task("mnist", models.lenet(), train, test, RECIPES[model])
+    chosen = models.softmax_regression(num_features=784, num_classes=10, l2=1e-4)
+    optimum = None if abstract else lambda: models.optimum(chosen, train)
+    return Task("mnist", chosen, train, test, RECIPES[model], optimum)

@@ -6,13 +6,16 @@ import numpy as np
 
 from experiments.tasks.base import need_file
 
+# What else the command that prepares a set needs: what its owners let nobody download unasked.
+MANUAL = {"imagenet2012": " --manual_dir=DIR_WITH_ILSVRC2012_TARS"}
+
 
 def source(name: str, data_dir: str | None, split: str):
     """The random-access source of a prepared set; an error that says how to prepare it."""
+    manual = MANUAL.get(name, "")
     how = (
-        'Prepare it with python -c "import tensorflow_datasets as tfds; '
-        f"tfds.builder('{name}', data_dir='DIR', file_format='array_record')"
-        '.download_and_prepare()" and pass --data_dir=DIR.'
+        f"Prepare it with `python -m experiments.prepare --name={name} --data_dir=DIR{manual}` "
+        "(tensorflow-datasets' download_and_prepare) and pass --data_dir=DIR."
     )
     if data_dir is None:
         raise ValueError(f"{name} reads a prepared set from --data_dir, which is not set. {how}")
@@ -34,9 +37,14 @@ def subset(examples, size: int, *, name: str, seed: int = 0) -> np.ndarray:
       examples: the source; size: from 1 to its length; name: what `size` is called in the error.
       seed: of the draw.
     """
-    if not 1 <= size <= len(examples):
-        raise ValueError(f"{name} is {size}: the set holds {len(examples)} examples; take 1 to it.")
+    check_number(size, len(examples), name=name)
     return np.sort(np.random.default_rng(seed).permutation(len(examples))[:size])
+
+
+def check_number(number: int, held: int, *, name: str) -> None:
+    """Raises unless `number`, called `name` in the error, is from 1 to what a set holds."""
+    if not 1 <= number <= held:
+        raise ValueError(f"{name} is {number}: the set holds {held} examples; take 1 to it.")
 
 
 def as_arrays(rows: list[dict]) -> dict:

@@ -6,8 +6,10 @@ import numpy as np
 
 import models
 from experiments.tasks.base import Recipe, Task, need_file
+from experiments.tasks.text import abstract_windows, check_length, windows
 
 SOURCE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+NUM_CHARACTERS, VOCAB_SIZE = 1_115_394, 65
 RECIPE = Recipe(
     workers=4,
     units_per_step=1,
@@ -19,7 +21,9 @@ RECIPE = Recipe(
 )
 
 
-def load(data_dir: str | None = None, model: str = "gpt2", *, length: int = 64) -> Task:
+def load(
+    data_dir: str | None = None, model: str = "gpt2", *, length: int = 64, abstract: bool = False
+) -> Task:
     """Windows of characters; the first nine tenths of the text train, the last tenth tests.
 
     The vocabulary is the sorted characters of the whole text, 65 of them. An example is a window
@@ -30,36 +34,26 @@ def load(data_dir: str | None = None, model: str = "gpt2", *, length: int = 64) 
       data_dir: folder of input.txt.
       model: "gpt2" only.
       length: L >= 1, characters of a window, and the context of the model.
+      abstract: shapes only, of the whole text of 1,115,394 characters; reads nothing.
 
     Raises:
       ValueError: for another model or length, and where the file is not there or is too short.
     """
     if model != "gpt2":
         raise ValueError(f"model is {model!r}: tinyshakespeare has the model 'gpt2' only.")
-    if length < 1:
-        raise ValueError(f"length is {length}: a window needs at least one character.")
-    characters, tokens = np.unique(_read(data_dir), return_inverse=True)
-    cut = len(tokens) * 9 // 10
-    train, test = windows(tokens[:cut], length), windows(tokens[cut:], length)
-    decoder = models.gpt2(vocab_size=len(characters), context=length, width=64, depth=2, heads=4)
-    return Task("tinyshakespeare", decoder, train, test, RECIPE)
-
-
-def windows(tokens: np.ndarray, length: int) -> dict:
-    """Tokens [T] as {"x": int32[N, L], "y": int32[N, L]} with N = (T - 1) // L.
-
-    Raises:
-      ValueError: if they do not fill one window and its last target.
-    """
-    number = (len(tokens) - 1) // length
-    if number < 1:
-        raise ValueError(
-            f"length is {length}: a part of the text has {len(tokens)} characters and needs one "
-            "more than length. Take shorter windows or a longer text."
+    check_length(length)
+    if abstract:
+        num_train = NUM_CHARACTERS * 9 // 10
+        train, test = (
+            abstract_windows(number, length) for number in (num_train, NUM_CHARACTERS - num_train)
         )
-    used = number * length
-    x, y = (tokens[k : k + used].reshape(number, length).astype(np.int32) for k in (0, 1))
-    return {"x": x, "y": y}
+        vocab_size = VOCAB_SIZE
+    else:
+        characters, tokens = np.unique(_read(data_dir), return_inverse=True)
+        cut, vocab_size = len(tokens) * 9 // 10, len(characters)
+        train, test = windows(tokens[:cut], length), windows(tokens[cut:], length)
+    decoder = models.gpt2(vocab_size=vocab_size, context=length, width=64, depth=2, heads=4)
+    return Task("tinyshakespeare", decoder, train, test, RECIPE)
 
 
 def _read(data_dir):

@@ -1,0 +1,122 @@
+"""ImageNet of 2012 as tensorflow-datasets prepared it, read while training: 1,000 classes.
+
+Recipes of Gu et al. 2023, https://arxiv.org/abs/2310.14423, in batches of 4096: those of ResNet-152
+and ViT-B are published, and the other ResNets and Vision Transformers take them over. A recipe does
+not hold their warmup, 1,560 steps for ResNets and 10,000 for Vision Transformers, nor the cosine's
+floor of 1e-6. Their label smoothing (ResNets, 0.1) and RandAugment and mixup (Vision Transformers)
+are left out, so expect lower accuracies than theirs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+import models
+from experiments.tasks.base import Recipe, Task, abstract_set
+from experiments.tasks.image_source import ImageSource
+from experiments.tasks.prepared import source
+from models.mobilenet import IMAGENET_STAGES
+from models.vit import SIZES
+
+SIDE = 224
+NUM_CLASSES = 1000
+NUM_TRAIN, NUM_TEST = 1_281_167, 50_000
+
+RESNET = Recipe(
+    workers=16,
+    units_per_step=1,
+    unit_size=256,
+    epochs=200,
+    learning_rates=(0.8,),
+    momentum=0.9,
+    bound_every=0,
+    weight_decay=1e-4,
+    schedule="cosine",
+)
+VIT = RESNET._replace(epochs=300, learning_rates=(8e-3,), optimizer="adamw", weight_decay=0.05)
+# In general use with SGD; they are not in that paper.
+MOBILENET = RESNET._replace(epochs=150, weight_decay=4e-5)
+
+
+class Choice(NamedTuple):
+    """A network of published size: its builder and its recipe."""
+
+    build: Callable
+    recipe: Recipe
+
+
+def _resnet(depth, norm="batch"):
+    return partial(models.resnet, depth=depth, norm=norm)
+
+
+def _vit(name):
+    return partial(models.vit, pool="class", gelu="exact", **SIZES[name])
+
+
+_mobilenet_v2 = partial(
+    models.mobilenet_v2,
+    stages=IMAGENET_STAGES,
+    stem_channels=32,
+    stem_stride=2,
+    head_channels=1280,
+)
+
+CHOICES = {
+    "resnet50": Choice(_resnet(50), RESNET._replace(epochs=90)),
+    "resnet152": Choice(_resnet(152), RESNET),
+    "resnet152_gn": Choice(_resnet(152, norm="group"), RESNET),
+    "vit_b": Choice(_vit("base"), VIT),
+    "vit_s": Choice(_vit("small"), VIT),
+    "vit_ti": Choice(_vit("tiny"), VIT),
+    "mobilenet_v2": Choice(_mobilenet_v2, MOBILENET),
+    "mobilenet_v3": Choice(models.mobilenet_v3, MOBILENET),
+}
+
+
+def load(
+    data_dir: str | None = None,
+    model: str = "resnet50",
+    *,
+    abstract: bool = False,
+    size: int = SIDE,
+    dtype: str = "float32",
+    augment: bool = True,
+    seed: int = 0,
+) -> Task:
+    """1,281,167 training images, and the 50,000 of the validation split to test on.
+
+    The images of the split called test have no labels. Neither set is held in memory: `train` and
+    `test` are random-access sources, see `image_source.ImageSource`.
+
+    Args:
+      data_dir: folder of the prepared set.
+      model: a name of `CHOICES`.
+      abstract: the shapes only; nothing is read.
+      size: side of the images in pixels.
+      dtype: "float32" or "bfloat16", what the model computes with; the images are float32.
+      augment: training crops that are drawn and mirrored; else central ones, which orders by
+        remembered gradients take for granted.
+      seed: of the crops.
+
+    Raises:
+      ValueError: for another model or a size it cannot take, and where the set is not there.
+    """
+    if model not in CHOICES:
+        raise ValueError(f"model is {model!r}: imagenet2012 has the models {sorted(CHOICES)}.")
+    choice, shape = CHOICES[model], (size, size, 3)
+    built = choice.build(image_shape=shape, num_classes=NUM_CLASSES, dtype=dtype)
+    if abstract:
+        train, test = (
+            abstract_set(number, x=(shape, np.float32), y=((), np.int32))
+            for number in (NUM_TRAIN, NUM_TEST)
+        )
+    else:
+        train, test = (
+            ImageSource(
+                source("imagenet2012", data_dir, part), size=size, training=drawn, seed=seed
+            )
+            for part, drawn in (("train", augment), ("validation", False))
+        )
+    return Task("imagenet2012", built, train, test, choice.recipe)

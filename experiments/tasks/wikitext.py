@@ -1,0 +1,226 @@
+"""WikiText-2 and WikiText-103: the next word of articles out of Wikipedia, an LSTM or GPT-2.
+
+`wikitext2_small` IS NOT THE PUBLISHED TASK: it trains on the TEST text of WikiText-2 and tests on
+the validation text, for where the training text is not at hand; its perplexities compare with
+nothing published. It also keeps few words, and models that a CPU can train.
+
+Recipes of Cooper et al. 2023. LSTM: four workers, four windows of 35 words per worker and step
+whose mean gradient is ordered, lr 5 times 0.1 every ten epochs, momentum 0.9, 50 epochs. GPT-2:
+64 workers, one window of 128 tokens per worker and step, AdamW at 5e-4 without decay, 30 epochs.
+Ours differ: they cut the text into parallel streams before the windows (LSTM), truncate every line
+to 128 tokens and evaluate on the validation text (GPT-2).
+"""
+
+import io
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+import models
+from experiments.tasks import builders
+from experiments.tasks.base import Recipe, Task, need_file
+from experiments.tasks.text import (
+    abstract_windows,
+    check_length,
+    encode,
+    vocabulary,
+    windows,
+    words,
+)
+
+SOURCES = {
+    "wikitext2": "https://wikitext.smerity.com/wikitext-2-v1.zip",
+    "wikitext103": "https://wikitext.smerity.com/wikitext-103-v1.zip",
+}
+RECIPES = {
+    "lstm": Recipe(
+        workers=4,
+        units_per_step=1,
+        unit_size=4,
+        epochs=50,
+        learning_rates=(5.0,),
+        momentum=0.9,
+        bound_every=0,
+        schedule="step",
+        decay_every=10,
+        decay_factor=0.1,
+    ),
+    "gpt2": Recipe(
+        workers=64,
+        units_per_step=1,
+        unit_size=1,
+        epochs=30,
+        learning_rates=(5e-4,),
+        momentum=0.9,  # b1 of AdamW
+        bound_every=0,
+        optimizer="adamw",
+    ),
+}
+
+
+class Size(NamedTuple):
+    """What is built: the window is also the context; `max_words` None keeps all words."""
+
+    length: int
+    width: int
+    max_words: int | None = None
+
+
+class Corpus(NamedTuple):
+    """A text: which files train and test, how many tokens they hold, and how many words."""
+
+    source: str  # of `SOURCES`
+    files: tuple[str, str]
+    num_tokens: tuple[int, int]
+    num_words: int
+    sizes: dict
+
+
+PUBLISHED = {"lstm": Size(35, 32), "gpt2": Size(128, 128)}
+SMALL = {"lstm": Size(35, 32, 4096), "gpt2": Size(64, 64, 2048)}
+CORPORA = {
+    "wikitext2": Corpus("wikitext2", ("train", "test"), (2_088_628, 245_569), 33_278, PUBLISHED),
+    "wikitext2_small": Corpus("wikitext2", ("test", "valid"), (245_569, 217_646), 14_143, SMALL),
+    "wikitext103": Corpus(
+        "wikitext103", ("train", "test"), (103_227_021, 245_569), 267_735, PUBLISHED
+    ),
+}
+BPE_WORDS = 50_257  # GPT-2's own tokens, which the paper takes for WikiText-103
+
+
+def load(
+    data_dir: str | None = None,
+    model: str = "lstm",
+    *,
+    corpus: str = "wikitext2",
+    length: int | None = None,
+    max_words: int | None = None,
+    abstract: bool = False,
+) -> Task:
+    """Windows of words and the words after them: {"x": int32[N, L], "y": int32[N, L]}.
+
+    Every line gives its words, split at spaces, and then "<eos>", empty lines too: so 2,088,628
+    tokens of WikiText-2 train. The vocabulary is that of the training text; other words of the
+    test text are "<unk>". Windows do not overlap and each starts without a past.
+
+    Where train.npy and test.npy lie in the folder, they are taken instead: int[T], the ids of a
+    text that was tokenised before, as for GPT-2's byte pairs (package tiktoken), for both files:
+
+      ids = tiktoken.get_encoding("gpt2").encode_ordinary_batch(list(open("wiki.train.raw")))
+      np.save("train.npy", np.concatenate([np.array(line, np.int32) for line in ids]))
+
+    Args:
+      data_dir: folder of train.txt, valid.txt and test.txt, or of the same files under the names
+        of the published archive, wiki.train.tokens and so on; or of the prepared set; or of
+        train.npy and test.npy.
+      model: "lstm", two layers of 32 units and windows of 35 words, or "gpt2", two blocks of width
+        128 with two heads, windows of 128.
+      corpus: "wikitext2", "wikitext103", or "wikitext2_small": trained on the test text, tested on
+        the validation text, with the 4096 most frequent words for "lstm" and 2048 for "gpt2",
+        which has width 64 and windows of 64. The ".npy" files do not count for it.
+      length: L >= 1, tokens of a window, instead of the model's.
+      max_words: keep so many words, the most frequent, instead of the corpus' own number: all, but
+        for "wikitext2_small". "<eos>" and "<unk>" are among them.
+      abstract: shapes only, of the whole published text; reads nothing. The vocabularies are then
+        of 33,278 and 267,735 words, and for "gpt2" on "wikitext103" of the 50,257 byte pairs of
+        the paper; the number of its windows is still that of words, an assumption.
+
+    Raises:
+      ValueError: for another model or corpus, for lengths or numbers of words that are too small,
+        and where a file is not there or is too short.
+    """
+    _check(model, corpus)
+    chosen = CORPORA[corpus]
+    size = chosen.sizes[model]
+    length = size.length if length is None else length
+    max_words = size.max_words if max_words is None else max_words
+    check_length(length)
+    if abstract:
+        train, test = (abstract_windows(number, length) for number in chosen.num_tokens)
+        num_words = BPE_WORDS if (corpus, model) == ("wikitext103", "gpt2") else chosen.num_words
+        vocab_size = min(num_words, max_words or num_words)
+    else:
+        train, test, vocab_size = _read(data_dir, corpus, max_words)
+        train, test = windows(train, length), windows(test, length)
+    if model == "lstm":
+        net = models.lstm(vocab_size=vocab_size, width=size.width, depth=2)
+    else:
+        net = models.gpt2(vocab_size=vocab_size, context=length, width=size.width, depth=2, heads=2)
+    return Task(corpus, net, train, test, RECIPES[model], metric="perplexity")
+
+
+def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
+    """The lines of one part ("train", "valid", "test") of a corpus, prepared or from the files.
+
+    Raises:
+      ValueError: where neither is there.
+    """
+    source = CORPORA[corpus].source
+    prepared = f"wikitext/{source}"
+    split = {"valid": "validation"}.get(part, part)
+    if builders.is_prepared(prepared, data_dir, split):
+        texts = [row["text"].decode() for row in builders.examples(prepared, data_dir, split)]
+        return itertools.chain.from_iterable(io.StringIO(text) for text in texts)
+    how = (
+        f"Download and unpack {SOURCES[source]} and pass the folder of wiki.{part}.tokens as "
+        f"--data_dir. {builders.how_to_prepare(prepared)}"
+    )
+    if part == "train" and corpus == "wikitext2":
+        how += " Or take --task=wikitext2_small, which trains on the test text instead."
+    if data_dir is None:
+        raise ValueError(f"{corpus} reads {part}.txt from --data_dir, which is not set. {how}")
+    paths = [os.path.join(data_dir, name) for name in file_names(part)]
+    return _lines_of(next(filter(os.path.exists, paths), None) or need_file(paths[1], how))
+
+
+def file_names(part: str) -> tuple[str, str]:
+    """What the file of a part is called: in the published archive, and in plain."""
+    return f"wiki.{part}.tokens", f"{part}.txt"
+
+
+def articles(lines: Iterable[str]) -> Iterator[str]:
+    """The lines joined to articles: each begins with a line like " = Title = "."""
+    article = []
+    for line in lines:
+        if _is_title(line.split()) and any(map(str.strip, article)):
+            yield "".join(article)
+            article = []
+        article.append(line)
+    yield "".join(article)
+
+
+def _is_title(words):
+    ends, inner = [*words[:1], *words[-1:]], [*words[1:2], *words[-2:-1]]
+    return len(words) > 2 and ends == ["=", "="] and "=" not in inner
+
+
+def _lines_of(path):
+    with open(path, encoding="utf-8", newline="\n") as file:
+        yield from file
+
+
+def _read(data_dir, corpus, max_words):
+    """Tokens of the training and the test text, and the size of their vocabulary."""
+    files = CORPORA[corpus].files
+    saved = [os.path.join(data_dir or "", f"{part}.npy") for part in files]
+    if files[0] == "train" and all(map(os.path.exists, saved)):
+        if max_words is not None:
+            raise ValueError(
+                f"max_words is {max_words}: {saved[0]!r} holds ids already, all of which are kept. "
+                "Leave max_words out, or move the file away."
+            )
+        train, test = (np.load(path, mmap_mode="r") for path in saved)
+        return train, test, 1 + int(max(train.max(), test.max()))
+    known = vocabulary(words(lines(data_dir, corpus, files[0])), max_words)
+    train, test = (encode(words(lines(data_dir, corpus, part)), known) for part in files)
+    return train, test, len(known)
+
+
+def _check(model, corpus):
+    if model not in RECIPES:
+        raise ValueError(f"model is {model!r}: wikitext has the models {sorted(RECIPES)}.")
+    if corpus not in CORPORA:
+        raise ValueError(f"corpus is {corpus!r}: there are {sorted(CORPORA)}.")
