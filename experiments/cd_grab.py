@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import compare, plots, records, training
+from experiments import compare, dry_run, plots, records, training
 from experiments.methods import METHODS
+from experiments.optimizers import OPTIMIZERS, SHAPES
 from experiments.tasks import TASKS, Recipe, Task
 from local_opt import runners
 
@@ -43,17 +44,22 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_list, "orders", orders, f"of {', '.join(METHODS)}; rr is the baseline")
     define(flags.DEFINE_integer, "seeds", 5, "runs per order and learning rate", lower_bound=1)
     define(flags.DEFINE_list, "learning_rates", None, "tried with every order" + own)
-    enum("schedule", list(training.SCHEDULES), "shape of the learning rate")
     define(flags.DEFINE_integer, "epochs", None, "passes over the data" + own)
     define(flags.DEFINE_integer, "workers", None, "W" + own)
     define(flags.DEFINE_integer, "units_per_step", None, "B, per worker" + own)
     define(flags.DEFINE_integer, "unit_size", None, "examples per unit" + own)
-    define(flags.DEFINE_float, "momentum", None, "of SGD" + own)
+    define(flags.DEFINE_enum, "optimizer", None, "of all orders" + own, list(OPTIMIZERS))
+    define(flags.DEFINE_float, "momentum", None, "of SGD; first moment of AdamW" + own)
+    define(flags.DEFINE_float, "weight_decay", None, "of the optimizer" + own)
+    define(flags.DEFINE_enum, "schedule", None, "of the learning rate" + own, list(SHAPES))
+    define(flags.DEFINE_integer, "decay_every", None, "epochs, of --schedule=step" + own)
+    define(flags.DEFINE_float, "decay_factor", None, "of --schedule=step" + own)
     define(flags.DEFINE_integer, "bound_every", None, "epochs between herding bounds, 0: never")
     enum("run", ["vmap", "mesh"], "all workers on one device, or one device per worker")
     enum("input", ["device", "stream"], "data that stay on the device, or read through tf.data")
     define(flags.DEFINE_string, "output_dir", None, "results/cd_grab_TASK if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+    dry_run.define_flags(values)
 
 
 def recipe_from_flags(task: Task, values: flags.FlagValues = FLAGS) -> Recipe:
@@ -72,7 +78,6 @@ def compare_orders(
     *,
     orders: Sequence[str],
     seeds: int,
-    schedule: str = "constant",
     streamed: bool = False,
     mesh=None,
     done: Sequence[dict] = (),
@@ -82,7 +87,6 @@ def compare_orders(
 
     Args:
       task, recipe: what to train; orders: names of `METHODS`; seeds: 0 .. seeds - 1.
-      schedule: a name of `training.SCHEDULES`.
       streamed: read through tf.data; mesh: None simulates the workers on one device.
       done: records of an earlier call; whole runs among them are not repeated.
       on_record: called with every new record.
@@ -102,19 +106,26 @@ def compare_orders(
             bar.update((len(runs) - len(missing)) * recipe.epochs)
             if not missing:
                 continue
-            program = training.build(
-                task, METHODS[order], recipe, schedule=schedule, streamed=streamed, mesh=mesh
-            )
+            program = training.build(task, METHODS[order], recipe, streamed=streamed, mesh=mesh)
             for _, rate, seed in missing:
                 bar.set_description(f"{METHODS[order].label}, lr {rate:g}")
-                for record in training.train(
-                    task, recipe, program, seed=seed, rate=rate, optimum=optimum
-                ):
-                    record = {"order": order, "learning_rate": rate} | record
+                for record in _train(recipe, program, order, seed, rate, optimum):
                     all_records.append(record)
                     on_record(record)
                     _show_progress(bar, record, len(task.train["y"]))
     return all_records
+
+
+def _train(recipe, program, order, seed, rate, optimum):
+    """The records of one run; one whose loss is not finite ends with a record that says so."""
+    shared = {"order": order, "learning_rate": rate}
+    last = {"seed": seed}
+    try:
+        for record in training.train(recipe, program, seed=seed, rate=rate, optimum=optimum):
+            last = shared | record
+            yield last
+    except FloatingPointError as error:
+        yield shared | last | {"epoch": recipe.epochs, "diverged": str(error)}
 
 
 def _show_progress(bar: tqdm, record: dict, examples: int) -> None:
@@ -134,6 +145,8 @@ def whole_runs(done: Sequence[dict], epochs: int) -> list[dict]:
 def report(all_records: Sequence[dict], folder: str, title: str) -> str:
     """Writes table.md and comparison.png into the folder and returns the table."""
     text = compare.table(compare.summarise(all_records))
+    for order, rate in compare.diverged(all_records):
+        text += f"\n\n{METHODS[order].label} diverged at learning rate {rate:g}."
     records.write_whole(os.path.join(folder, "table.md"), text + "\n")
     plots.comparison(all_records, os.path.join(folder, "comparison.png"), title)
     return text
@@ -148,14 +161,16 @@ def main(argv: Sequence[str]) -> None:
             f"{', '.join(METHODS)}."
         )
     chosen = {"model": FLAGS.model} if FLAGS.model else {}
-    task = TASKS[FLAGS.task](FLAGS.data_dir, **chosen)
+    task = TASKS[FLAGS.task](FLAGS.data_dir, abstract=FLAGS.dry_run, **chosen)
     recipe = recipe_from_flags(task)
+    if FLAGS.dry_run:
+        print(dry_run.of_orders(task, recipe, FLAGS.orders, dry_run.assumed(FLAGS)))
+        return
     folder = FLAGS.output_dir or os.path.join("results", f"cd_grab_{task.name}")
     settings = {
         "task": task.name,
         "model": FLAGS.model,
         "recipe": recipe._asdict(),
-        "schedule": FLAGS.schedule,
         "run": FLAGS.run,
         "input": FLAGS.input,
     }
@@ -169,7 +184,6 @@ def main(argv: Sequence[str]) -> None:
             recipe,
             orders=FLAGS.orders,
             seeds=FLAGS.seeds,
-            schedule=FLAGS.schedule,
             streamed=FLAGS.input == "stream",
             mesh=mesh,
             done=done,

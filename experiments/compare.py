@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.methods import METHODS
+from experiments.metrics import METRICS
 
 
 class Curves(NamedTuple):
@@ -20,13 +21,19 @@ class Curves(NamedTuple):
     values: dict  # name of a metric -> array
 
 
-METRICS = ("train_loss", "suboptimality", "test_accuracy", "bound_linf", "bound_l2")
+TEST_METRICS = tuple(f"test_{name}" for name in METRICS)
+VALUES = ("train_loss", "suboptimality", *TEST_METRICS, "bound_linf", "bound_l2")
 
 
 def gather(records: Sequence[dict]) -> list[Curves]:
-    """Groups records by method and learning rate; every run must have the same epochs."""
-    runs = {}
+    """Groups records by method and learning rate; every run must have the same epochs.
+
+    A learning rate at which a run of the method diverged is out for it.
+    """
+    runs, out = {}, diverged(records)
     for record in records:
+        if (record["order"], record["learning_rate"]) in out:
+            continue
         key = (record["order"], record["learning_rate"])
         runs.setdefault(key, {}).setdefault(record["seed"], []).append(record)
     curves = []
@@ -37,10 +44,15 @@ def gather(records: Sequence[dict]) -> list[Curves]:
         def column(name, rows=rows):
             return np.array([[r.get(name, math.nan) for r in row] for row in rows], float)
 
-        values = {name: column(name) for name in METRICS}
+        values = {name: column(name) for name in VALUES}
         values = {name: v for name, v in values.items() if not np.isnan(v).all()}
         curves.append(Curves(order, rate, seeds, column("epoch")[0], column("seconds"), values))
     return curves
+
+
+def diverged(records: Sequence[dict]) -> list[tuple[str, float]]:
+    """(order, learning rate) of all methods that had a run with a loss that was not finite."""
+    return sorted({(r["order"], r["learning_rate"]) for r in records if r.get("diverged")})
 
 
 def interval(values) -> tuple[float, float]:
@@ -95,7 +107,8 @@ class Row(NamedTuple):
     fastest_rate: float
     fastest_epochs: np.ndarray  # at the learning rate that needs fewest
     fastest_seconds: np.ndarray
-    accuracy: tuple
+    metric: tuple  # of the test set, at the last epoch
+    metric_label: str
     bound: tuple
     has_optimum: bool
 
@@ -115,6 +128,7 @@ def summarise(records: Sequence[dict], baseline: str = "rr") -> list[Row]:
         raise ValueError(f"the baseline {baseline!r} is not among the orders run: {orders}.")
     base = best_of(curves, baseline)
     target = lowest_mean(base)
+    metric = next(name for name in METRICS if f"test_{name}" in base.values)
     rows = []
     for order in orders:
         own = [c for c in curves if c.order == order]
@@ -140,7 +154,8 @@ def summarise(records: Sequence[dict], baseline: str = "rr") -> list[Row]:
                 fastest.learning_rate,
                 epochs,
                 seconds_to(fastest, epochs),
-                interval(best.values["test_accuracy"][:, -1]),
+                interval(best.values[f"test_{metric}"][:, -1]),
+                METRICS[metric].label,
                 interval(last[:, 0]) if last.size else (math.nan, math.nan),
                 "suboptimality" in best.values,
             )
@@ -160,7 +175,7 @@ def table(rows: Sequence[Row], baseline: str = "rr") -> str:
         "epochs, own lr",
         "times fewer",
         "seconds, own lr",
-        "test accuracy",
+        base.metric_label,
         "last bound L∞",
     ]
     body = []
@@ -177,7 +192,7 @@ def table(rows: Sequence[Row], baseline: str = "rr") -> str:
                 show_reached(row.fastest_epochs, "{:.0f}"),
                 show(interval(ratio), "{:.1f}") if arrived.all() else "-",
                 show_reached(row.fastest_seconds, "{:.2f}"),
-                show(row.accuracy, "{:.4f}"),
+                show(row.metric, "{:.4f}"),
                 show(row.bound, "{:.2f}"),
             ]
         )

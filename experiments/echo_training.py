@@ -12,7 +12,9 @@ import local_opt
 import ordering
 from experiments.clock import Clock
 from experiments.echo_arms import Arm, Setting
-from experiments.local_training import OPTIMIZERS, evaluator, sample, scale_by_rate
+from experiments.local_training import evaluator, sample
+from experiments.optimizers import OPTIMIZERS, scale_by_rate
+from experiments.round_work import worker_step
 from experiments.tasks import Task
 from local_opt import runners
 
@@ -50,13 +52,10 @@ def build(task: Task, arm: Arm, setup: Setup) -> Program:
     inner = optax.chain(*[anchor] * bool(arm.proximal), *own, scale_by_rate())
     rounds = arm.rounds(inner, axis_name=runners.AXIS)
 
-    def step(params, state, batch, rate, fresh):
-        def mean_loss(params):
-            return jnp.mean(task.model.loss(params, batch, jax.random.key(0)))
+    one = worker_step(task.model, rounds)
 
-        loss, grads = jax.value_and_grad(mean_loss)(params)
-        updates, state = rounds.update(grads, state, params, rate=rate, fresh=fresh)
-        return optax.apply_updates(params, updates), state, loss
+    def step(params, state, batch, rate, fresh):
+        return one(params, state, batch, jax.random.key(0), rate=rate, fresh=fresh)
 
     def meet(params, state, rate):
         return rounds.sync(params, state, rate=rate)

@@ -37,7 +37,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import ordering
-from experiments import echo_report, echo_training, records
+from experiments import dry_run, echo_report, echo_training, records
 from experiments.echo_arms import ARMS, Setting
 from experiments.echo_recipes import RECIPES, Recipe
 from experiments.echo_training import Setup
@@ -193,6 +193,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_float, "step_seconds", None, "t_step behind the delays; measured if unset")
     define(flags.DEFINE_string, "output_dir", None, "results/echoing_RECIPE if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+    dry_run.define_flags(values)
 
 
 def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
@@ -229,6 +230,11 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
     recipe = recipe_from_flags(values)
     setup = Setup(**{field: getattr(recipe, field) for field in Setup._fields})
+    if values.dry_run:
+        settings = {r: setting_of(setup, recipe.horizon, r, seed=0) for r in recipe.speeds}
+        task = recipe.load(None, abstract=True)
+        print(dry_run.of_arms(task, recipe, settings, dry_run.assumed(values)))
+        return
     task = recipe.load(values.data_dir)
     folder = values.output_dir or os.path.join("results", f"echoing_{values.recipe}")
     passed = ("load", "rates", "arms", "speeds")  # more of these go on in the same folder

@@ -4,34 +4,90 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+import local_opt
+import ordering
 from experiments.steps import unit_gradients
 from local_opt.runners import AXIS
 from ordering.rows import flat, tree_size
 
-CHUNK = 500  # examples evaluated at once
+CHUNK = 500  # examples, or tokens of examples, evaluated at once
+BATCHES = 16  # of training data, behind the moments of a normalisation layer
+
+
+def predicting(model, params, statistics) -> Callable:
+    """`x -> predictions`, with the given moments where the model has any (else None)."""
+    given = () if model.statistics is None else (statistics,)
+    return lambda x: model.predict(params, x, *given)
+
+
+def size_of(data) -> int:
+    """Examples of arrays, of their shapes, or of a random-access source."""
+    return jax.tree.leaves(data)[0].shape[0] if isinstance(data, dict) else len(data)
+
+
+def part_of(data, start: int, stop: int) -> Callable:
+    """`() -> iterator of batches`, the examples from `start` to `stop`.
+
+    Arrays are placed on the device once, as one batch; a source is read anew, in pieces.
+    """
+    if isinstance(data, dict):
+        part = jax.device_put(jax.tree.map(lambda x: x[start:stop], data))
+        return lambda: iter([part])
+    _, read = ordering.reader(data)
+    starts = range(start, stop, CHUNK)
+    return lambda: (read(np.arange(first, min(first + CHUNK, stop))) for first in starts)
+
+
+def over_parts(measures: Callable) -> Callable:
+    """`(params, statistics, part) -> floats`: measures of batches averaged over a `part_of`."""
+
+    def run(params, statistics, part):
+        found = [
+            (size_of(batch), jax.device_get(measures(params, statistics, batch)))
+            for batch in part()
+        ]
+        sizes, values = zip(*found, strict=True)
+        return tuple(float(v) for v in np.average(np.array(values, float), axis=0, weights=sizes))
+
+    return run
+
+
+def moments(model, train, batch_size: int) -> Callable:
+    """`params -> statistics`, jitted: moments of training inputs at these parameters, or None.
+
+    Args:
+      train: the training set, or a source; `BATCHES` batches of its first examples are used.
+      batch_size: of each.
+    """
+    if model.statistics is None:
+        return lambda params: None
+    count = max(1, min(BATCHES, size_of(train) // batch_size))
+    _, read = ordering.reader(train)
+    used = read(np.arange(count * batch_size))["x"]
+    batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))
+    return jax.jit(lambda params: local_opt.reestimate(model.statistics, params, batches))
 
 
 def mean_loss(model) -> Callable:
-    """`(params, batch) -> float32[]`, jitted: the mean loss over a whole set."""
+    """`(params, statistics, batch) -> float32[]`, jitted: the mean loss over a whole set.
 
-    def loss(params, batch):
-        return _sum_chunks(lambda part: jnp.sum(model.loss(params, part, None)), batch)
+    With the penalty on the parameters, which is trained on too; a model with statistics is
+    measured as it is used, by the cross-entropy of its predictions.
+    """
+
+    def loss(params, statistics, batch):
+        def total(part):
+            if model.statistics is None:
+                return jnp.sum(model.loss(params, part, None))
+            logits = predicting(model, params, statistics)(part["x"])
+            return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, part["y"]))
+
+        return sum_chunks(total, batch)
 
     return jax.jit(loss)
-
-
-def accuracy(model) -> Callable:
-    """`(params, batch) -> float32[]` in [0, 1], jitted: the share of right answers."""
-
-    def share(params, batch):
-        def correct(part):
-            return _hits(model.predict(params, part["x"]), part["y"])
-
-        return _sum_chunks(correct, batch)
-
-    return jax.jit(share)
 
 
 def loss_and_accuracy(model) -> Callable:
@@ -42,14 +98,14 @@ def loss_and_accuracy(model) -> Callable:
     """
 
     def measures(params, statistics, batch):
-        given = () if model.statistics is None else (statistics,)
+        predict = predicting(model, params, statistics)
 
         def sums(part):
-            logits = model.predict(params, part["x"], *given)
+            logits = predict(part["x"])
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, part["y"])
-            return jnp.stack([_sum_examples(losses), _hits(logits, part["y"])])
+            return jnp.stack([sum_examples(losses), hits(logits, part["y"])])
 
-        return tuple(_sum_chunks(sums, batch))
+        return tuple(sum_chunks(sums, batch))
 
     return jax.jit(measures)
 
@@ -105,24 +161,31 @@ def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -
     return jax.jit(lambda params, orders, data: mapped(params, orders, data)[0])
 
 
-def _hits(logits, y):
+def hits(logits, y):
     """Right answers among logits [n, C], or of logits [n, L, V] the examples' shares, summed."""
-    return _sum_examples((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))
+    return sum_examples((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))
 
 
-def _sum_examples(values):
+def sum_examples(values):
     """The sum over examples of values [n], or of the means over tokens of values [n, L]."""
     return jnp.sum(jnp.mean(values, axis=tuple(range(1, values.ndim))))
 
 
-def _sum_chunks(function, batch):
+def sum_chunks(function, batch):
     """function summed over chunks of the batch, divided by its size."""
     size = jax.tree.leaves(batch)[0].shape[0]
-    whole = size // CHUNK * CHUNK
+    chunk = _chunk(batch["y"])
+    whole = size // chunk * chunk
     total = 0.0
     if whole:
-        chunks = jax.tree.map(lambda x: x[:whole].reshape((-1, CHUNK, *x.shape[1:])), batch)
+        chunks = jax.tree.map(lambda x: x[:whole].reshape((-1, chunk, *x.shape[1:])), batch)
         total += jnp.sum(jax.lax.map(function, chunks), axis=0)
     if whole < size:
         total += function(jax.tree.map(lambda x: x[whole:], batch))
     return total / size
+
+
+def _chunk(y):
+    """Examples at once: the logits of a token take as much memory as those of an example."""
+    tokens = y.shape[1] if y.ndim > 1 and jnp.issubdtype(y.dtype, jnp.integer) else 1
+    return max(1, CHUNK // tokens)

@@ -11,11 +11,11 @@ import optax
 
 import local_opt
 from experiments import evaluate
+from experiments.optimizers import OPTIMIZERS, scale_by_rate
+from experiments.round_work import resident_work, streamed_work, worker_step
 from experiments.sync_rules import Rule
 from experiments.tasks import Task
 from local_opt import runners
-
-STATISTICS_BATCHES = 16  # of training data, behind the moments of a normalisation layer
 
 
 class Setup(NamedTuple):
@@ -29,35 +29,25 @@ class Setup(NamedTuple):
     evaluations: int  # evenly spread over the run
 
 
-# Everything of an optimizer but its learning rate, which comes with every step.
-OPTIMIZERS = {
-    "momentum": lambda decay: (optax.add_decayed_weights(decay), optax.trace(0.9)),
-    "adamw": lambda decay: (optax.scale_by_adam(), optax.add_decayed_weights(decay)),
-}
-
-
-def scale_by_rate() -> optax.GradientTransformationExtraArgs:
-    """u <- -rate u with the extra argument `rate`: one compiled step serves all schedules."""
-
-    def update(updates, state, params=None, *, rate, **extra):
-        del params, extra
-        return jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
 class Program(NamedTuple):
     """Everything that does not depend on plan, seed and learning rate: compiled once."""
 
     init: Callable  # seed -> (params, state), leaves [W, ...]
+    feed: Callable  # int32[W, T, B] -> context manager of what `work` takes its examples from
     work: Callable  # steps without a sync
     meet: Callable  # the sync
     evaluate: Callable  # params -> {part: (loss, accuracy)}
 
 
+def inner_optimizer(setup: Setup) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of one worker; its learning rate comes with every step, as `rate`."""
+    return optax.chain(*OPTIMIZERS[setup.optimizer](setup.weight_decay), scale_by_rate())
+
+
 def build(task: Task, rule: Rule, setup: Setup, mesh: jax.sharding.Mesh | None = None) -> Program:
-    """Places the data and prepares the two functions of a round: `work` without any collective
-    and without a conditional, and `meet`.
+    """Prepares the two functions of a round: `work` without any collective and without a
+    conditional, and `meet`. Arrays are placed on the devices; a source that does not fit there is
+    read while the workers work.
 
     Args:
       task: what to train; half of its test set chooses learning rates, the other half reports.
@@ -67,36 +57,16 @@ def build(task: Task, rule: Rule, setup: Setup, mesh: jax.sharding.Mesh | None =
     """
     steps_run = runners.in_turn if mesh is None else runners.over_mesh(mesh)
     meet_run = runners.simulate if mesh is None else runners.over_mesh(mesh)
-    inner = optax.chain(*OPTIMIZERS[setup.optimizer](setup.weight_decay), scale_by_rate())
-    rounds = rule.rounds(inner, axis_name=runners.AXIS)
-    data = jax.device_put(task.train)
-
-    def work(params, state, indices, key, data, rates, start, steps):
-        """`steps` steps of one worker from step `start`; the loop's length is not compiled in."""
-
-        def step(i, carry):
-            params, state, total, bad = carry
-            t = start + i
-            batch = jax.tree.map(lambda x: x[indices[t]], data)
-
-            def mean_loss(params):
-                return jnp.mean(task.model.loss(params, batch, jax.random.fold_in(key, t)))
-
-            loss, grads = jax.value_and_grad(mean_loss)(params)
-            updates, state = rounds.update(grads, state, params, rate=rates[t])
-            params = optax.apply_updates(params, updates)
-            bad = jnp.where((bad < 0) & ~jnp.isfinite(loss), t, bad)
-            return params, state, total + loss, bad
-
-        nothing = jnp.zeros(()), jnp.full((), -1, jnp.int32)
-        return jax.lax.fori_loop(0, steps, step, (params, state, *nothing))
+    rounds = rule.rounds(inner_optimizer(setup), axis_name=runners.AXIS)
+    step = worker_step(task.model, rounds)
+    if isinstance(task.train, dict):
+        feed, work = resident_work(task, step, steps_run)
+    else:
+        feed, work = streamed_work(task, step, steps_run, sharding=runners.owned_sharding(mesh))
 
     def meet(params, state, rate):
         return rounds.sync(params, state, rate=rate)
 
-    owned = (True, True, True, True, False, False, False, False)
-    mapped = steps_run(work, owned_in=owned, owned_out=(True,) * 4)
-    jitted = jax.jit(mapped, donate_argnums=(0, 1))
     met = jax.jit(
         meet_run(meet, owned_in=(True, True, False), owned_out=(True, True)), donate_argnums=(0, 1)
     )
@@ -110,41 +80,31 @@ def build(task: Task, rule: Rule, setup: Setup, mesh: jax.sharding.Mesh | None =
         local_opt.check_same_start(params)
         return jax.device_put(params, sharding), jax.device_put(state_init(params), sharding)
 
-    def run_work(params, state, indices, keys, rates, start, steps):
-        return jitted(params, state, indices, keys, data, rates, np.int32(start), np.int32(steps))
-
-    return Program(init, run_work, met, evaluator(task, setup.batch_size))
+    return Program(init, feed, work, met, evaluator(task, setup.batch_size))
 
 
 def evaluator(task: Task, batch_size: int, parts=("train", "valid", "test")) -> Callable:
     """`params [W, ...] -> {part: (loss, accuracy)}` of the mean model.
 
-    Valid and test are the halves of the task's test set. The moments of normalisation layers are
-    measured on the averaged parameters first.
+    Valid and test are the halves of the task's test set; the training set is measured on as many
+    examples as those have. The moments of normalisation layers are measured on the averaged
+    parameters first.
     """
-    half = len(task.test["y"]) // 2
-    cut = {
-        "train": jax.tree.map(lambda x: x[: 2 * half], task.train),
-        "valid": jax.tree.map(lambda x: x[:half], task.test),
-        "test": jax.tree.map(lambda x: x[half:], task.test),
+    half = evaluate.size_of(task.test) // 2
+    of = {
+        "train": (task.train, 0, 2 * half),
+        "valid": (task.test, 0, half),
+        "test": (task.test, half, 2 * half),
     }
-    cut = jax.device_put({part: cut[part] for part in parts})
-    count = min(STATISTICS_BATCHES, len(task.train["y"]) // batch_size)
-    used = task.train["x"][: count * batch_size]
-    batches = jax.device_put(used.reshape(count, batch_size, *used.shape[1:]))
-    measures = evaluate.loss_and_accuracy(task.model)
-
-    @jax.jit
-    def moments(params):
-        mean = local_opt.consolidate(params)
-        if task.model.statistics is None:
-            return mean, None
-        return mean, local_opt.reestimate(task.model.statistics, mean, batches)
+    cut = {part: evaluate.part_of(*of[part]) for part in parts}
+    moments = evaluate.moments(task.model, task.train, batch_size)
+    measures = evaluate.over_parts(evaluate.loss_and_accuracy(task.model))
+    average = jax.jit(local_opt.consolidate)
 
     def run(params):
-        mean, statistics = moments(params)
-        found = {part: measures(mean, statistics, examples) for part, examples in cut.items()}
-        return {part: (float(loss), float(share)) for part, (loss, share) in found.items()}
+        mean = average(params)
+        statistics = moments(mean)
+        return {part: measures(mean, statistics, examples) for part, examples in cut.items()}
 
     return run
 
@@ -184,7 +144,7 @@ def train(
 
     Models are only ever looked at as the mean over workers; in the middle of a round the mean is
     a copy and training goes on from the workers' own. Seconds count training alone, not
-    compilation (a round without steps is run and thrown away first) nor evaluation.
+    compilation (a step and a sync are run and thrown away first) nor evaluation.
 
     Args:
       rates: float[T], learning rates.
@@ -195,49 +155,51 @@ def train(
     """
     plan.check_run(setup.total_steps)
     local_opt.check_same_plan(plan)
-    indices = jax.device_put(sample(len(task.train["y"]), setup, seed))
+    indices = sample(evaluate.size_of(task.train), setup, seed)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), setup.workers)
     rates = np.asarray(rates, np.float32)
     on_device = jax.device_put(rates)
-    warm = program.work(*program.init(seed), indices, keys, on_device, 0, 0)
-    program.meet(*warm[:2], rates[0])
-    params, state = program.init(seed)
     looks = np.unique(np.linspace(0, setup.total_steps, setup.evaluations + 1).astype(int)[1:])
+    with program.feed(indices) as fed:
+        warm = program.work(*program.init(seed), fed, keys, on_device, 0, 1)
+        program.meet(*warm[:2], rates[0])
+    params, state = program.init(seed)
     seconds, syncs, last_loss = 0.0, 0, float("nan")
-    begin = time.perf_counter()
     drifts, losses, steps_seen = [], [], 0
-    for start, end, ends_round in segments(plan, looks):
-        params, state, total, bad = program.work(
-            params, state, indices, keys, on_device, start, end - start
-        )
-        losses.append((total, bad))
-        steps_seen += end - start
-        if ends_round:
-            first = plan.starts[plan.round_at(start)]
-            params, state = program.meet(params, state, rates[first])
-            syncs += 1
-            if isinstance(state, local_opt.LocalState):
-                drifts.append(jnp.copy(state.drift))  # the state is donated
-        if end in looks:
-            jax.block_until_ready((params, state))
-            seconds += time.perf_counter() - begin
-            last_loss = _mean_loss(jax.device_get(losses), steps_seen, last_loss)
-            drift = np.mean(jax.device_get(drifts)) if drifts else None
-            found = program.evaluate(params)
-            yield {
-                "seed": seed,
-                "step": end,
-                "rounds": syncs,
-                "volume": syncs / setup.total_steps,
-                "seconds": seconds,
-                "batch_loss": last_loss,
-                "train_loss": found["train"][0],
-                "valid_accuracy": found["valid"][1],
-                "test_accuracy": found["test"][1],
-                "drift": None if drift is None else float(drift),  # mean of workers, syncs
-            }
-            drifts, losses, steps_seen = [], [], 0
-            begin = time.perf_counter()
+    with program.feed(indices) as fed:
+        begin = time.perf_counter()
+        for start, end, ends_round in segments(plan, looks):
+            params, state, total, bad = program.work(
+                params, state, fed, keys, on_device, start, end - start
+            )
+            losses.append((total, bad))
+            steps_seen += end - start
+            if ends_round:
+                first = plan.starts[plan.round_at(start)]
+                params, state = program.meet(params, state, rates[first])
+                syncs += 1
+                if isinstance(state, local_opt.LocalState):
+                    drifts.append(jnp.copy(state.drift))  # the state is donated
+            if end in looks:
+                jax.block_until_ready((params, state))
+                seconds += time.perf_counter() - begin
+                last_loss = _mean_loss(jax.device_get(losses), steps_seen, last_loss)
+                drift = np.mean(jax.device_get(drifts)) if drifts else None
+                found = program.evaluate(params)
+                yield {
+                    "seed": seed,
+                    "step": end,
+                    "rounds": syncs,
+                    "volume": syncs / setup.total_steps,
+                    "seconds": seconds,
+                    "batch_loss": last_loss,
+                    "train_loss": found["train"][0],
+                    "valid_accuracy": found["valid"][1],
+                    "test_accuracy": found["test"][1],
+                    "drift": None if drift is None else float(drift),  # mean of workers, syncs
+                }
+                drifts, losses, steps_seen = [], [], 0
+                begin = time.perf_counter()
 
 
 def segments(plan: local_opt.SyncPlan, looks) -> Iterator[tuple[int, int, bool]]:

@@ -6,13 +6,14 @@ import numpy as np
 
 from experiments import compare
 from experiments.methods import METHODS
+from experiments.metrics import METRICS
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#999999")
 PANELS = (
     ("suboptimality", "train loss above the optimum", True),
     ("train_loss", "train loss", False),
-    ("test_accuracy", "test accuracy", False),
+    *((f"test_{name}", metric.label, False) for name, metric in METRICS.items()),
     ("bound_linf", "parallel herding bound, L∞", True),
 )
 
@@ -43,7 +44,7 @@ def comparison(records, path: str, title: str) -> None:
             axis.set_xlabel(unit)
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
-            if name == "test_accuracy":
+            if name in compare.TEST_METRICS:
                 _zoom(axis, shown, name)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
@@ -140,7 +141,7 @@ def _draw(axis, curve, name, against_seconds):
 
 
 def _zoom(axis, shown, name):
-    """Leaves out the first epochs' low accuracies, which would flatten the rest."""
+    """Leaves out the first epochs' bad values, which would flatten the rest."""
     late = np.concatenate([c.values[name][:, len(c.epoch) // 5 :].ravel() for c in shown])
     margin = 0.1 * (late.max() - late.min()) + 1e-3
     axis.set_ylim(late.min() - margin, late.max() + margin)

@@ -30,87 +30,18 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import optax
 from absl import app, flags
 from tqdm import tqdm
 
-import models
-from experiments import local_training, records, sync_report
+from experiments import dry_run, local_training, records, sync_report
 from experiments.local_training import Setup
+from experiments.optimizers import SHAPES
+from experiments.sync_recipes import RECIPES, Recipe, setting_of
 from experiments.sync_rules import RULES, Setting
-from experiments.tasks import Task, cifar10, digits, mnist
+from experiments.tasks import Task
 from local_opt import runners
 
 FLAGS = flags.FLAGS
-FLOOR = 1e-3  # of the cosine, as a factor of the peak
-
-
-class Recipe(NamedTuple):
-    """A task and the setting in which rules are compared; flags override it field by field."""
-
-    load: Callable[[str | None], Task]
-    optimizer: str
-    weight_decay: float
-    total_steps: int
-    warmup_steps: int
-    h_base: int
-    growth: float  # alpha / peak rate
-    peak_rates: tuple[float, ...]
-    workers: int = 4
-    batch_size: int = 32
-
-
-def _digits(data_dir):
-    task = digits.load(data_dir, num_train=800)  # few, so that generalisation can differ
-    return task._replace(model=models.mlp(num_features=64, hidden=(64,), num_classes=10))
-
-
-def _mnist(data_dir):
-    task = mnist.load(data_dir)
-    return task._replace(model=models.mlp(num_features=784, hidden=(128,), num_classes=10))
-
-
-def _cifar10(model):
-    def load(data_dir):
-        task = cifar10.load(data_dir, "resnet", size=16, num_train=20_000, num_test=8_000)
-        return task._replace(model=model)
-
-    return load
-
-
-RECIPES = {
-    "digits": Recipe(
-        _digits, "momentum", 1e-4, 2000, 100, 4, 2.0, (0.05, 0.1, 0.2, 0.4, 0.8), batch_size=16
-    ),
-    "mnist": Recipe(_mnist, "momentum", 1e-4, 2000, 100, 4, 2.0, (0.05, 0.1, 0.2, 0.4)),
-    "cifar10_resnet": Recipe(
-        _cifar10(models.small_resnet(image_shape=(16, 16, 3), widths=(8, 16, 32))),
-        "momentum", 5e-4, 2500, 125, 4, 2.0, (0.1, 0.2, 0.4, 0.8),
-    ),
-    "cifar10_vit": Recipe(
-        _cifar10(models.vit(image_shape=(16, 16, 3), width=48, depth=3)),
-        "adamw", 0.05, 2500, 250, 4, 2.0, (1e-3, 2e-3, 4e-3, 8e-3),
-    ),
-}  # fmt: skip
-
-
-def shape_of(recipe: Recipe) -> optax.Schedule:
-    """Linear warmup and cosine decay, as a factor of the peak rate."""
-    return optax.warmup_cosine_decay_schedule(
-        0.0, 1.0, recipe.warmup_steps, recipe.total_steps, FLOOR
-    )
-
-
-def setting_of(recipe: Recipe, h_max: int | None = None) -> Setting:
-    """Rates and alpha in units of the peak rate: plans do not depend on it."""
-    return Setting.of(
-        shape_of(recipe),
-        total_steps=recipe.total_steps,
-        warmup_steps=recipe.warmup_steps,
-        h_base=recipe.h_base,
-        alpha=recipe.growth,
-        h_max=h_max,
-    )
 
 
 class Run(NamedTuple):
@@ -225,6 +156,10 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_list, "peak_rates", None, "tried with every rule" + own)
     define(flags.DEFINE_integer, "total_steps", None, "T" + own, lower_bound=1)
     define(flags.DEFINE_integer, "warmup_steps", None, "of the learning rate" + own)
+    define(flags.DEFINE_enum, "schedule", None, "after the warmup" + own, list(SHAPES))
+    define(flags.DEFINE_float, "floor", None, "last rate / peak rate" + own)
+    define(flags.DEFINE_integer, "decay_steps", None, "of --schedule=step" + own, lower_bound=1)
+    define(flags.DEFINE_float, "decay_factor", None, "of --schedule=step" + own)
     define(flags.DEFINE_integer, "h_base", None, "least steps per round" + own)
     define(flags.DEFINE_float, "growth", None, "alpha / peak rate of QSR" + own)
     define(flags.DEFINE_integer, "h_max", None, "most steps per round of the growing rules")
@@ -235,6 +170,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_enum, "run", "turns", "on one device, or one each", ["turns", "mesh"])
     define(flags.DEFINE_string, "output_dir", None, "results/qsr_RECIPE if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+    dry_run.define_flags(values)
 
 
 def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
@@ -268,6 +204,10 @@ def main(argv: Sequence[str]) -> None:
         recipe.total_steps,
         FLAGS.evaluations,
     )
+    if FLAGS.dry_run:
+        task = recipe.load(None, abstract=True)
+        print(dry_run.of_rules(task, setup, plans, dry_run.assumed(FLAGS)))
+        return
     task = recipe.load(FLAGS.data_dir)
     folder = FLAGS.output_dir or os.path.join("results", f"qsr_{FLAGS.recipe}")
     settings = {k: v for k, v in recipe._asdict().items() if k not in ("load", "peak_rates")}

@@ -32,13 +32,16 @@ def init_train_state(params, optimizer: optax.GradientTransformation) -> TrainSt
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def unit_gradients(loss: Callable, *, units_per_step: int, observes: bool = True) -> Callable:
+def unit_gradients(
+    loss: Callable, *, units_per_step: int, observes: bool = True, mixes: bool = False
+) -> Callable:
     """Gradients of B units from batches with leaves [B, unit_size, ...].
 
     One unit per step costs a plain gradient; more of them cost one gradient each, which is spared
-    where no order looks at them (the rows are then one: the mean).
+    where no order looks at them (the rows are then one: the mean), unless the loss `mixes` the
+    examples of its batch, which must then be a unit for every order.
     """
-    if units_per_step == 1 or not observes:
+    if units_per_step == 1 or not (observes or mixes):
 
         def merged(params, batch, key):
             flat = jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), batch)
@@ -64,6 +67,7 @@ def worker_step(
     *,
     observes: bool = True,
     exchanges: bool = False,
+    mixes: bool = False,
 ) -> Callable:
     """`(train, batch, key) -> (train, rows, loss, place of a bad unit, -1 or -2)` of one worker.
 
@@ -72,12 +76,13 @@ def worker_step(
       observes: whether an order will look at the rows.
       exchanges: whether the mean comes from the exchange that a coordinated order needs anyway,
         which moves the same bytes where there is one unit per step.
+      mixes: whether the loss of an example depends on its batch (normalisation over batches).
     """
     reduce = ordering.exchanged if exchanges else ordering.averaged
 
     def step(train, batch, key):
         size = jax.tree.leaves(batch)[0].shape[0]  # the last step of an epoch may be shorter
-        gradients = unit_gradients(loss, units_per_step=size, observes=observes)
+        gradients = unit_gradients(loss, units_per_step=size, observes=observes, mixes=mixes)
         losses, mean, rows = gradients(train.params, batch, key)
         bad = _bad_unit(jnp.isfinite(losses), ordering.finite_units(rows))
         mean, rows = reduce(mean, rows, axis_name=AXIS)

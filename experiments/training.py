@@ -1,5 +1,6 @@
 """The one training loop: workers, an order, an optimizer, and what is recorded on the way."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,24 +11,23 @@ import numpy as np
 import optax
 
 import ordering
-from experiments import evaluate, finite, steps, streaming
+from experiments import evaluate, finite, metrics, optimizers, steps, streaming
 from experiments.methods import Method, Setting
 from experiments.tasks import Recipe, Task
 from local_opt import runners
 
-# The shape of the learning rate over T steps, a factor of the peak.
-SCHEDULES = {
-    "constant": lambda steps: optax.constant_schedule(1.0),
-    "cosine": lambda steps: optax.cosine_decay_schedule(1.0, steps),
-}
 
-
-def optimizer(rate: float, momentum: float, shape: Callable) -> optax.GradientTransformation:
-    """SGD whose peak learning rate is part of its state: one compiled epoch serves all rates."""
-    sgd = optax.inject_hyperparams(optax.sgd, static_args="momentum")(
-        learning_rate=jnp.float32(rate), momentum=momentum or None
+def optimizer(recipe: Recipe, rate: float, steps_per_epoch: int) -> optax.GradientTransformation:
+    """The recipe's optimizer and schedule, its peak learning rate part of its state."""
+    shape = optimizers.shape(
+        recipe.schedule,
+        total_steps=recipe.epochs * steps_per_epoch,
+        decay_steps=recipe.decay_every * steps_per_epoch,
+        decay_factor=recipe.decay_factor,
     )
-    return optax.chain(sgd, optax.scale_by_schedule(shape))
+    return optimizers.with_shape(
+        recipe.optimizer, recipe.weight_decay, recipe.momentum, rate=rate, shape=shape
+    )
 
 
 class Program(NamedTuple):
@@ -37,8 +37,44 @@ class Program(NamedTuple):
     init: Callable  # (seed, learning rate) -> (train, orders)
     epoch: Callable  # (train, orders, key, front) -> (train, orders, metrics, next front)
     bounds: Callable  # (params, orders, data) -> float32[2]
-    train_loss: Callable
-    test_metric: Callable
+    evaluate: Callable  # params -> {"train_loss": float, "test_METRIC": float}
+
+
+class Parts(NamedTuple):
+    """What a step and an epoch are made of, before any data are there."""
+
+    order: ordering.Ordering
+    chunk: Callable
+    init: Callable  # (seed, learning rate) -> (train, orders)
+    num_units: int  # M
+    shown: int  # units an order looks at at once
+
+
+def parts_of(task: Task, method: Method, recipe: Recipe, run: Callable, simulated: bool) -> Parts:
+    """The parts of a training of `task`, whose data may be shapes only.
+
+    Raises:
+      ValueError: if the data are too small for the workers.
+    """
+    units = units_of(task.train, recipe.workers, recipe.unit_size)
+    num_units = jax.tree.leaves(units)[0].shape[1]
+    ordering.check_units_per_step(num_units, recipe.units_per_step)
+    shown = min(steps.units_per_observe(recipe.units_per_step), num_units)
+    block_size = _simulated_block_size(task.model, recipe.workers) if simulated else None
+    order = method.make(Setting(num_units, shown, recipe.workers, recipe.epochs, block_size))
+    steps_per_epoch = -(-num_units // recipe.units_per_step)
+    step = steps.worker_step(
+        task.model.loss,
+        optimizer(recipe, 0.0, steps_per_epoch),
+        observes=method.observes,
+        exchanges=method.coordinated and recipe.units_per_step == 1,
+        mixes=task.model.statistics is not None,
+    )
+    chunk = steps.worker_chunk(
+        step, order, units_per_step=recipe.units_per_step, observes=method.observes
+    )
+    init = _initial(task.model, order, recipe, steps_per_epoch, run)
+    return Parts(order, chunk, init, num_units, shown)
 
 
 def build(
@@ -46,7 +82,6 @@ def build(
     method: Method,
     recipe: Recipe,
     *,
-    schedule: str = "constant",
     streamed: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Program:
@@ -54,73 +89,75 @@ def build(
 
     Args:
       task, method, recipe: what to train, by which order, in which setting.
-      schedule: a name of `SCHEDULES`, the shape of the learning rate over the run.
       streamed: read the training batches through tf.data instead of from the devices;
         evaluation between epochs still uses whole sets.
       mesh: a mesh with the axis "worker" and one device per worker; None simulates all workers on
         one device.
 
     Raises:
-      ValueError: if the data is too small for the workers, the loss mixes examples that are to be
-        units of their own, or the model needs moments of its training data to predict.
+      ValueError: if the data is too small for the workers, or the loss mixes examples that are to
+        be units of their own.
     """
-    if task.model.statistics is not None:
-        raise ValueError(
-            f"the model of {task.name} normalises over batches: this loop does not measure its "
-            "moments before an evaluation. Use another --model, or experiments.qsr, which does."
-        )
     run = runners.simulate if mesh is None else runners.over_mesh(mesh)
     data = partition(task.train, recipe.workers, recipe.unit_size)
-    num_units = jax.tree.leaves(data)[0].shape[1]
-    ordering.check_units_per_step(num_units, recipe.units_per_step)
-    shown = min(steps.units_per_observe(recipe.units_per_step), num_units)
-    block_size = _simulated_block_size(task.model, recipe.workers) if mesh is None else None
-    order = method.make(Setting(num_units, shown, recipe.workers, recipe.epochs, block_size))
-    if method.observes and recipe.units_per_step > 1 and recipe.unit_size == 1:
-        few = jax.tree.map(lambda x: jnp.asarray(x[:3]), task.train)
-        params = task.model.init(jax.random.key(0))
-        ordering.check_separable(task.model.loss, params, few, jax.random.key(0))
-    steps_per_epoch = -(-num_units // recipe.units_per_step)
-    shape = SCHEDULES[schedule](recipe.epochs * steps_per_epoch)
-    step = steps.worker_step(
-        task.model.loss,
-        optimizer(0.0, recipe.momentum, shape),
-        observes=method.observes,
-        exchanges=method.coordinated and recipe.units_per_step == 1,
-    )
-    chunk = steps.worker_chunk(
-        step, order, units_per_step=recipe.units_per_step, observes=method.observes
-    )
+    parts = parts_of(task, method, recipe, run, simulated=mesh is None)
+    if recipe.unit_size == 1:
+        _check_separable(task, observed=method.observes and recipe.units_per_step > 1)
     sharding = runners.owned_sharding(mesh)
-    init = _initial(task.model, order, recipe, shape, run)
     if streamed:
         examples = jax.tree.map(lambda x: x.reshape((-1, *x.shape[3:])), data)
-        sizes = (recipe.workers, num_units, recipe.unit_size)
-        example = init(0, recipe.learning_rates[0])
         epoch = streaming.epoch(
             run,
-            chunk,
-            order,
+            parts.chunk,
+            parts.order,
             examples,
-            sizes=sizes,
-            shown=shown,
-            example=example,
+            sizes=(recipe.workers, parts.num_units, recipe.unit_size),
+            shown=parts.shown,
+            example=parts.init(0, recipe.learning_rates[0]),
             sharding=sharding,
         )
     else:
         data = jax.device_put(data, sharding)
-        example = (*init(0, recipe.learning_rates[0]), data, jax.random.key(0))
-        epoch = _resident_epoch(run, chunk, order, example, num_units=num_units, shown=shown)
-    return Program(
-        data=data,
-        init=init,
-        epoch=epoch,
-        bounds=evaluate.order_bounds(
-            task.model, run, num_units=num_units, units_per_step=recipe.units_per_step
-        ),
-        train_loss=evaluate.mean_loss(task.model),
-        test_metric=evaluate.accuracy(task.model),
+        example = (*parts.init(0, recipe.learning_rates[0]), data, jax.random.key(0))
+        epoch = _resident_epoch(lowered_epoch(parts, run, example).compile(), data)
+    bounds = evaluate.order_bounds(
+        task.model, run, num_units=parts.num_units, units_per_step=recipe.units_per_step
     )
+    return Program(data, parts.init, epoch, bounds, evaluation(task, recipe))
+
+
+def _check_separable(task, observed):
+    """Units of one example need losses of single examples."""
+    if task.model.statistics is not None:
+        raise ValueError(
+            f"the model of {task.name} normalises over batches, so one example is no unit: pass "
+            "--unit_size=2 or more, or choose another --model."
+        )
+    if observed:
+        few = jax.tree.map(lambda x: jnp.asarray(x[:3]), task.train)
+        params = task.model.init(jax.random.key(0))
+        ordering.check_separable(task.model.loss, params, few, jax.random.key(0))
+
+
+def evaluation(task: Task, recipe: Recipe) -> Callable:
+    """`params -> {"train_loss": float, "test_METRIC": float}` over the whole sets.
+
+    The moments of normalisation layers are measured first, on training inputs at these parameters.
+    """
+    train, test = jax.device_put(task.train), jax.device_put(task.test)
+    batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
+    moments = evaluate.moments(task.model, task.train, batch_size)
+    loss = evaluate.mean_loss(task.model)
+    metric = metrics.measured(task.model, task.metric)
+
+    def run(params):
+        statistics = moments(params)
+        return {
+            "train_loss": float(loss(params, statistics, train)),
+            f"test_{task.metric}": float(metric(params, statistics, test)),
+        }
+
+    return run
 
 
 def _simulated_block_size(model, num_workers):
@@ -130,7 +167,7 @@ def _simulated_block_size(model, num_workers):
     return ordering.default_block_size(-(-size // num_workers))
 
 
-def _initial(model, order, recipe, shape, run):
+def _initial(model, order, recipe, steps_per_epoch, run):
     """`(seed, learning rate) -> (train, orders)`; one seed gives all methods one first order."""
     init_orders = jax.jit(
         run(
@@ -144,19 +181,22 @@ def _initial(model, order, recipe, shape, run):
         key = jax.random.key(seed)
         params = model.init(jax.random.fold_in(key, 0))
         keys = jax.random.split(jax.random.fold_in(key, 1), recipe.workers)
-        state = steps.init_train_state(params, optimizer(rate, recipe.momentum, shape))
+        state = steps.init_train_state(params, optimizer(recipe, rate, steps_per_epoch))
         return state, init_orders(keys, params)[0]
 
     return init
 
 
-def _resident_epoch(run, chunk, order, example, *, num_units, shown):
-    """The epoch over data that stay on the devices: one call, compiled here."""
-    epoch = steps.worker_epoch(chunk, order, num_units=num_units, shown=shown)
+def lowered_epoch(parts: Parts, run: Callable, example: tuple) -> jax.stages.Lowered:
+    """The epoch over data that stay on the devices; `example` may hold shapes only."""
+    epoch = steps.worker_epoch(
+        parts.chunk, parts.order, num_units=parts.num_units, shown=parts.shown
+    )
     mapped = run(epoch, owned_in=(False, True, True, False), owned_out=(False, True, True))
-    compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*example).compile()
-    data = example[2]
+    return jax.jit(mapped, donate_argnums=(0, 1)).lower(*example)
 
+
+def _resident_epoch(compiled, data):
     def resident(train, orders, key, front=None):
         return *compiled(train, orders, data, key), None
 
@@ -176,21 +216,29 @@ def partition(train: dict, num_workers: int, unit_size: int):
     Raises:
       ValueError: if there is not one unit for every worker.
     """
-    size = len(jax.tree.leaves(train)[0])
+    if not isinstance(train, dict):
+        raise ValueError(
+            f"the training set is a {type(train).__name__}, which does not fit in memory: this "
+            "loop cuts arrays. Choose a task whose data fit, or experiments.qsr, which streams."
+        )
+    shapes = units_of(train, num_workers, unit_size)
+    return jax.tree.map(lambda x, s: x[: math.prod(s.shape[:3])].reshape(s.shape), train, shapes)
+
+
+def units_of(train: dict, num_workers: int, unit_size: int):
+    """The shapes of `partition`, from arrays or from shapes."""
+    size = jax.tree.leaves(train)[0].shape[0]
     if min(num_workers, unit_size) < 1 or num_workers * unit_size > size:
         raise ValueError(
             f"{num_workers} workers with units of {unit_size} examples need at least "
             f"{num_workers * unit_size} examples (both at least 1); the training set has {size}. "
             "Lower --workers or --unit_size."
         )
-    num_units = size // (num_workers * unit_size)
-    used = num_workers * num_units * unit_size
-    shape = (num_workers, num_units, unit_size)
-    return jax.tree.map(lambda x: x[:used].reshape(shape + x.shape[1:]), train)
+    units = (num_workers, size // (num_workers * unit_size), unit_size)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*units, *x.shape[1:]), x.dtype), train)
 
 
 def train(
-    task: Task,
     recipe: Recipe,
     program: Program,
     *,
@@ -207,8 +255,6 @@ def train(
       FloatingPointError: at the first epoch with a loss or gradient that is not finite; names the
         step, the worker and the unit.
     """
-    full = jax.device_put(task.train)
-    test = jax.device_put(task.test)
     key = jax.random.fold_in(jax.random.key(seed), 2)
     state, orders = program.init(seed, rate)
     seconds, front = 0.0, None
@@ -221,17 +267,15 @@ def train(
             jax.block_until_ready((state, orders))
             seconds += time.perf_counter() - start
             finite.stop_if_not_finite(jax.device_get(metrics), first_step)
-        loss = float(program.train_loss(state.params, full))
+        found = program.evaluate(state.params)
         record = {
             "seed": seed,
             "epoch": done,
             "step": int(state.step),
             "seconds": seconds,
-            "train_loss": loss,
-            "test_accuracy": float(program.test_metric(state.params, test)),
-        }
+        } | found
         if optimum is not None:
-            record["suboptimality"] = loss - optimum
+            record["suboptimality"] = found["train_loss"] - optimum
         due = recipe.bound_every and done % recipe.bound_every == 0
         if due or (recipe.bound_every and done == recipe.epochs):
             bound = program.bounds(state.params, orders.current, program.data)

@@ -97,6 +97,58 @@ def test_the_loop_is_local_sgd(mesh):
         np.testing.assert_allclose(leaf[0], expected, atol=1e-5)
 
 
+class Rows:
+    """A random-access source over arrays, which notes what epochs it was asked for."""
+
+    def __init__(self, data, epochs):
+        self.data, self.epochs = data, epochs
+
+    def __len__(self):
+        return len(self.data["y"])
+
+    def __getitem__(self, index):
+        return {name: values[index] for name, values in self.data.items()}
+
+    def at_epoch(self, epoch):
+        self.epochs.append(epoch)
+        return self
+
+
+@pytest.mark.parametrize("mesh", [False, True])
+def test_a_streamed_source_trains_as_arrays_do(mesh):
+    task, plan, epochs = tiny_task(), local_opt.SyncPlan(np.array([0, 1, 3, 8]), 12), []
+    streamed = task._replace(train=Rows(task.train, epochs), test=Rows(task.test, []))
+    found = [
+        list(
+            local_training.train(
+                t,
+                SETUP,
+                local_training.build(
+                    t, RULES["qsr"], SETUP, runners.worker_mesh(3) if mesh else None
+                ),
+                plan,
+                rates=np.full(12, 0.2),
+                seed=4,
+            )
+        )
+        for t in (task, streamed)
+    ]
+    for record, expected in zip(found[1], found[0], strict=True):
+        for name in ("batch_loss", "train_loss", "valid_accuracy", "test_accuracy"):
+            assert record[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert set(epochs) == {0, 1}  # 40 examples, 6 a step
+
+
+def test_a_streamed_loss_that_is_not_finite_names_step_and_worker():
+    task = tiny_task()
+    task.train["x"][local_training.sample(40, SETUP, 0)[1, 7, 0]] = np.nan
+    task = task._replace(train=Rows(task.train, []))
+    program = local_training.build(task, RULES["qsr"], SETUP)
+    plan = local_opt.SyncPlan(np.arange(0, 12, 4), 12)
+    with pytest.raises(FloatingPointError, match="step"):
+        list(local_training.train(task, SETUP, program, plan, rates=np.full(12, 0.1), seed=0))
+
+
 def test_records_table_picture_and_resuming(tmp_path):
     task, s = tiny_task(), setting()
     rules = ("parallel", "accumulate", "constant", "qsr")

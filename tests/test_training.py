@@ -12,7 +12,7 @@ import pytest
 
 import models
 import ordering
-from experiments import evaluate, steps, training
+from experiments import evaluate, metrics, steps, training
 from experiments.methods import METHODS
 from experiments.tasks import TASKS, Recipe, Task
 from local_opt import runners
@@ -36,7 +36,7 @@ def small_task(num_train=44, model=None):
 
 def run(task, recipe, name="cd_grab", **options):
     program = training.build(task, METHODS[name], recipe, **options)
-    return list(training.train(task, recipe, program, seed=0, rate=recipe.learning_rates[0]))
+    return list(training.train(recipe, program, seed=0, rate=recipe.learning_rates[0]))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -213,16 +213,40 @@ def test_a_model_that_mixes_examples_is_refused():
     training.build(task, METHODS["cd_grab"], RECIPE._replace(units_per_step=1, unit_size=4))
 
 
+BATCH_NORM = models.small_resnet(image_shape=(4, 4, 3), num_classes=2, widths=(2, 2, 2))
+
+
+def image_task():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(44, 4, 4, 3)).astype(np.float32)
+    y = (x.mean(axis=(1, 2, 3)) > 0).astype(np.int32)
+    train, test = ({"x": x[part], "y": y[part]} for part in (slice(32), slice(32, None)))
+    return Task("images", BATCH_NORM, train, test, RECIPE)
+
+
+def test_batch_normalised_models_are_ordered_by_microbatches():
+    recipe = RECIPE._replace(units_per_step=2, unit_size=2, workers=2, learning_rates=(0.1,))
+    found = {name: run(image_task(), recipe, name) for name in ("rr", "cd_grab")}
+    first, *_, last = found["cd_grab"]
+    assert last["train_loss"] < first["train_loss"] and 0 <= last["test_accuracy"] <= 1
+    # The first epoch has the same order, and a unit is its own batch under every method.
+    np.testing.assert_allclose(
+        found["rr"][1]["train_loss"], found["cd_grab"][1]["train_loss"], rtol=1e-4
+    )
+    with pytest.raises(ValueError, match="one example is no unit"):
+        training.build(image_task(), METHODS["cd_grab"], recipe._replace(unit_size=1))
+
+
 def test_evaluation_in_chunks_equals_the_whole(monkeypatch):
     task = small_task()
     params = jax.tree.map(lambda p: p + 0.3, task.model.init(jax.random.key(0)))
-    whole = float(evaluate.mean_loss(task.model)(params, task.train))
-    share = float(evaluate.accuracy(task.model)(params, task.train))
+    whole = float(evaluate.mean_loss(task.model)(params, None, task.train))
+    share = float(metrics.measured(task.model, "accuracy")(params, None, task.train))
     monkeypatch.setattr(evaluate, "CHUNK", 10)
     np.testing.assert_allclose(
-        float(evaluate.mean_loss(task.model)(params, task.train)), whole, rtol=1e-6
+        float(evaluate.mean_loss(task.model)(params, None, task.train)), whole, rtol=1e-6
     )
-    assert float(evaluate.accuracy(task.model)(params, task.train)) == share
+    assert float(metrics.measured(task.model, "accuracy")(params, None, task.train)) == share
 
 
 @pytest.mark.parametrize(
