@@ -67,7 +67,8 @@ def parts_of(task: Task, method: Method, recipe: Recipe, run: Callable, simulate
         task.model.loss,
         optimizer(recipe, 0.0, steps_per_epoch),
         observes=method.observes,
-        exchanges=method.coordinated and recipe.units_per_step == 1,
+        # Among simulated workers nothing travels: there the exchange is only more work.
+        exchanges=method.coordinated and recipe.units_per_step == 1 and not simulated,
         mixes=task.model.statistics is not None,
     )
     chunk = steps.worker_chunk(
