@@ -23,6 +23,7 @@ from experiments import compare, dry_run, plots, records, training
 from experiments.methods import METHODS
 from experiments.optimizers import OPTIMIZERS, SHAPES
 from experiments.tasks import TASKS, Recipe, Task
+from experiments.tasks.base import first_of
 from local_opt import runners
 
 FLAGS = flags.FLAGS
@@ -41,6 +42,9 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_enum, "task", "digits", "what to train on", sorted(TASKS))
     define(flags.DEFINE_string, "model", None, "the model" + own)
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
+    define(
+        flags.DEFINE_integer, "num_train", None, "first examples alone; all if unset", lower_bound=1
+    )
     define(flags.DEFINE_list, "orders", orders, f"of {', '.join(METHODS)}; rr is the baseline")
     define(flags.DEFINE_integer, "seeds", 5, "runs per order and learning rate", lower_bound=1)
     define(flags.DEFINE_list, "learning_rates", None, "tried with every order" + own)
@@ -70,6 +74,13 @@ def recipe_from_flags(task: Task, values: flags.FlagValues = FLAGS) -> Recipe:
     recipe = task.recipe._replace(**{k: v for k, v in given.items() if v is not None})
     training.check_recipe(recipe)
     return recipe
+
+
+def with_first(task: Task, num_train: int | None) -> Task:
+    """The task on its first training examples alone; the optimum over all is not theirs."""
+    if num_train is None or not isinstance(task.train, dict):
+        return task
+    return task._replace(train=first_of(task.train, num_train), optimum=None)
 
 
 def compare_orders(
@@ -162,6 +173,7 @@ def main(argv: Sequence[str]) -> None:
         )
     chosen = {"model": FLAGS.model} if FLAGS.model else {}
     task = TASKS[FLAGS.task](FLAGS.data_dir, abstract=FLAGS.dry_run, **chosen)
+    task = with_first(task, FLAGS.num_train)
     recipe = recipe_from_flags(task)
     if FLAGS.dry_run:
         print(dry_run.of_orders(task, recipe, FLAGS.orders, dry_run.assumed(FLAGS)))
@@ -174,6 +186,8 @@ def main(argv: Sequence[str]) -> None:
         "run": FLAGS.run,
         "input": FLAGS.input,
     }
+    if FLAGS.num_train:  # settings of whole sets stay as they were written before
+        settings["num_train"] = FLAGS.num_train
     done = records.open_folder(folder, settings, overwrite=FLAGS.overwrite)
     metrics = os.path.join(folder, "metrics.jsonl")
     records.write_lines(metrics, whole_runs(done, recipe.epochs))

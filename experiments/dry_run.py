@@ -4,8 +4,8 @@
 step of one worker, compiles it unless told not to, and prints what is known before the run.
 Memory is that of one worker's program on a device of its own, as XLA lays it out for the backend
 at hand; the collectives' buffers are not in it. The forecast assumes a device that computes
---device_teraflops, of the operations that XLA counts in the step, and a link of --gigabits; it
-leaves evaluation out.
+--device_teraflops, of the operations that XLA counts in a gradient, and a link of --gigabits; it
+leaves out evaluation, balancing, and the launch of a step, which is most of a small one.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from absl import flags
 
 import local_opt
@@ -20,7 +21,9 @@ import ordering
 from experiments import echo_arms, local_training, round_work, training
 from experiments.compare import markdown
 from experiments.evaluate import size_of
+from experiments.flops import operations
 from experiments.methods import METHODS
+from experiments.partition import partition_shapes
 from experiments.sync_rules import RULES
 from experiments.tasks import Recipe, Task
 from local_opt import runners
@@ -61,7 +64,7 @@ def of_orders(task: Task, recipe: Recipe, orders: Sequence[str], given: Assumed)
     rows = []
     for name in orders:
         parts = training.parts_of(owned, METHODS[name], one, runners.simulate, simulated=False)
-        units = training.units_of(owned.train, 1, recipe.unit_size)
+        units = partition_shapes(owned.train, 1, recipe.unit_size)
         state, states = jax.eval_shape(lambda p=parts: p.init(0, 0.1))
         example = (state, states, units, jax.eval_shape(lambda: jax.random.key(0)))
         lowered = training.lowered_epoch(parts, runners.simulate, example)
@@ -147,10 +150,13 @@ def of_arms(task: Task, recipe, settings: dict[float, echo_arms.Setting], given:
     for speed, setting in settings.items():
         for name in recipe.arms:
             arm = echo_arms.ARMS[name]
-            if arm.rounds not in memory:
+            kind = (arm.rounds, arm.proximal)
+            if kind not in memory:
+                anchor = ordering.proximal_anchor(arm.proximal * recipe.proximal)
                 inner = local_training.inner_optimizer(recipe)
+                inner = optax.chain(anchor, inner) if arm.proximal else inner
                 rounds = arm.rounds(inner, axis_name=runners.AXIS)
-                memory[arm.rounds] = _memory(_lowered_step(task.model, rounds, batch), given)
+                memory[kind] = _memory(_lowered_step(task.model, rounds, batch), given)
             forecast = ordering.echo_forecast(
                 arm.policy(setting), step_seconds=step_seconds, load_seconds=speed * step_seconds
             )
@@ -165,7 +171,7 @@ def of_arms(task: Task, recipe, settings: dict[float, echo_arms.Setting], given:
                     "rounds": rounds,
                     "volume": f"{rounds / setting.total_steps:.1%}",
                     "sent per worker": _size(sent * rounds),
-                    "memory of a worker": memory[arm.rounds],
+                    "memory of a worker": memory[kind],
                     "forecast": _hours(forecast.total_seconds, link),
                 }
             )
@@ -184,22 +190,21 @@ def _lowered_step(model: Model, rounds: local_opt.Rounds, batch) -> jax.stages.L
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = jax.eval_shape(rounds.init, params)
 
-    def one(params, state, batch, rate):
-        return step(params, state, batch, jax.random.key(0), rate=rate, fresh=True)
+    def one(params, state, batch, rate, fresh):
+        return step(params, state, batch, jax.random.key(0), rate=rate, fresh=fresh)
 
-    rate = jax.ShapeDtypeStruct((), jnp.float32)
-    return jax.jit(one, donate_argnums=(0, 1)).lower(params, state, batch, rate)
+    rate, fresh = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
+    return jax.jit(one, donate_argnums=(0, 1)).lower(params, state, batch, rate, fresh)
 
 
 def _gradient_flops(model: Model, batch) -> float:
-    """Operations of one worker's gradient, as XLA counts them before it optimises."""
+    """Operations of one worker's gradient."""
     params = jax.eval_shape(model.init, jax.random.key(0))
 
     def mean_loss(params, batch):
         return jnp.mean(model.loss(params, batch, jax.random.key(0)))
 
-    costs = jax.jit(jax.grad(mean_loss)).lower(params, batch).cost_analysis()
-    return float(costs["flops"])
+    return operations(jax.grad(mean_loss), params, batch)
 
 
 def _facts(task: Task) -> dict:

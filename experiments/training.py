@@ -1,6 +1,5 @@
 """The one training loop: workers, an order, an optimizer, and what is recorded on the way."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import optax
 import ordering
 from experiments import evaluate, finite, metrics, optimizers, steps, streaming
 from experiments.methods import Method, Setting
+from experiments.partition import partition, partition_shapes
 from experiments.tasks import Recipe, Task
 from local_opt import runners
 
@@ -56,8 +56,8 @@ def parts_of(task: Task, method: Method, recipe: Recipe, run: Callable, simulate
     Raises:
       ValueError: if the data are too small for the workers.
     """
-    units = units_of(task.train, recipe.workers, recipe.unit_size)
-    num_units = jax.tree.leaves(units)[0].shape[1]
+    shapes = partition_shapes(task.train, recipe.workers, recipe.unit_size)
+    num_units = jax.tree.leaves(shapes)[0].shape[1]
     ordering.check_units_per_step(num_units, recipe.units_per_step)
     shown = min(steps.units_per_observe(recipe.units_per_step), num_units)
     block_size = _simulated_block_size(task.model, recipe.workers) if simulated else None
@@ -204,41 +204,6 @@ def _resident_epoch(compiled, data):
     return resident
 
 
-def partition(train: dict, num_workers: int, unit_size: int):
-    """Cuts the training set into fixed units of fixed workers.
-
-    Args:
-      train: arrays [N, ...]; num_workers: W; unit_size: examples per unit.
-
-    Returns:
-      Arrays [W, M, unit_size, ...] with M = N // (W unit_size). Worker w owns the w-th run of
-      M * unit_size examples, for the whole training; fewer than W * unit_size are left out.
-
-    Raises:
-      ValueError: if there is not one unit for every worker.
-    """
-    if not isinstance(train, dict):
-        raise ValueError(
-            f"the training set is a {type(train).__name__}, which does not fit in memory: this "
-            "loop cuts arrays. Choose a task whose data fit, or experiments.qsr, which streams."
-        )
-    shapes = units_of(train, num_workers, unit_size)
-    return jax.tree.map(lambda x, s: x[: math.prod(s.shape[:3])].reshape(s.shape), train, shapes)
-
-
-def units_of(train: dict, num_workers: int, unit_size: int):
-    """The shapes of `partition`, from arrays or from shapes."""
-    size = jax.tree.leaves(train)[0].shape[0]
-    if min(num_workers, unit_size) < 1 or num_workers * unit_size > size:
-        raise ValueError(
-            f"{num_workers} workers with units of {unit_size} examples need at least "
-            f"{num_workers * unit_size} examples (both at least 1); the training set has {size}. "
-            "Lower --workers or --unit_size."
-        )
-    units = (num_workers, size // (num_workers * unit_size), unit_size)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*units, *x.shape[1:]), x.dtype), train)
-
-
 def train(
     recipe: Recipe,
     program: Program,
@@ -293,6 +258,13 @@ def check_recipe(recipe: Recipe) -> None:
             raise ValueError(f"a learning rate is {rate}: it must be positive and finite.")
     if not 0 <= recipe.momentum < 1:
         raise ValueError(f"momentum is {recipe.momentum}: it must lie in [0, 1).")
+    if not recipe.weight_decay >= 0:
+        raise ValueError(f"weight_decay is {recipe.weight_decay}: it must be 0 or positive.")
+    if recipe.decay_every < 1 or not 0 < recipe.decay_factor <= 1:
+        raise ValueError(
+            f"decay_every is {recipe.decay_every} and decay_factor {recipe.decay_factor}: the rate "
+            "falls after at least one epoch, by a factor in (0, 1]."
+        )
     if recipe.bound_every < 0:
         raise ValueError(
             f"bound_every is {recipe.bound_every}: 0 for never, or a number of epochs."

@@ -14,6 +14,7 @@ import models
 import ordering
 from experiments import evaluate, metrics, steps, training
 from experiments.methods import METHODS
+from experiments.partition import partition
 from experiments.tasks import TASKS, Recipe, Task
 from local_opt import runners
 from tests import tables
@@ -80,7 +81,7 @@ def test_equals_a_plain_loop_over_workers():
     optimizer = optax.sgd(0.5, momentum=0.9)
     opt_state = optimizer.init(expected)
     current = [np.asarray(orders.current), np.asarray(orders.next)]
-    data = training.partition(task.train, 4, 1)
+    data = partition(task.train, 4, 1)
     for epoch in range(2):
         for start, stop in tables.steps(11, 2):
             units = current[epoch][:, start:stop]
@@ -195,6 +196,9 @@ def test_bad_settings():
         ("learning_rates", (-1.0,)),
         ("momentum", 1.0),
         ("bound_every", -1),
+        ("weight_decay", -0.5),
+        ("decay_every", 0),
+        ("decay_factor", 1.5),
     ):
         with pytest.raises(ValueError, match=str(value).strip("(),")):
             training.check_recipe(RECIPE._replace(**{field: value}))
@@ -213,20 +217,28 @@ def test_a_model_that_mixes_examples_is_refused():
     training.build(task, METHODS["cd_grab"], RECIPE._replace(units_per_step=1, unit_size=4))
 
 
-BATCH_NORM = models.small_resnet(image_shape=(4, 4, 3), num_classes=2, widths=(2, 2, 2))
+def normalising():
+    """Softmax regression on features that are normalised over their batch."""
+    plain = models.softmax_regression(num_features=6, num_classes=2)
 
+    def statistics(params, x):
+        return jnp.mean(x, axis=0), jnp.var(x, axis=0)
 
-def image_task():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(44, 4, 4, 3)).astype(np.float32)
-    y = (x.mean(axis=(1, 2, 3)) > 0).astype(np.int32)
-    train, test = ({"x": x[part], "y": y[part]} for part in (slice(32), slice(32, None)))
-    return Task("images", BATCH_NORM, train, test, RECIPE)
+    def predict(params, x, statistics):
+        mean, variance = statistics
+        return plain.predict(params, (x - mean[None]) / jnp.sqrt(variance + 1e-3)[None])
+
+    def loss(params, batch, key):
+        logits = predict(params, batch["x"], statistics(params, batch["x"]))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+    return models.Model(plain.init, loss, predict, statistics)
 
 
 def test_batch_normalised_models_are_ordered_by_microbatches():
-    recipe = RECIPE._replace(units_per_step=2, unit_size=2, workers=2, learning_rates=(0.1,))
-    found = {name: run(image_task(), recipe, name) for name in ("rr", "cd_grab")}
+    task = small_task(model=normalising())._replace(optimum=None)
+    recipe = RECIPE._replace(units_per_step=2, unit_size=3, workers=2, learning_rates=(0.1,))
+    found = {name: run(task, recipe, name) for name in ("rr", "cd_grab")}
     first, *_, last = found["cd_grab"]
     assert last["train_loss"] < first["train_loss"] and 0 <= last["test_accuracy"] <= 1
     # The first epoch has the same order, and a unit is its own batch under every method.
@@ -234,7 +246,7 @@ def test_batch_normalised_models_are_ordered_by_microbatches():
         found["rr"][1]["train_loss"], found["cd_grab"][1]["train_loss"], rtol=1e-4
     )
     with pytest.raises(ValueError, match="one example is no unit"):
-        training.build(image_task(), METHODS["cd_grab"], recipe._replace(unit_size=1))
+        training.build(task, METHODS["cd_grab"], recipe._replace(unit_size=1))
 
 
 def test_evaluation_in_chunks_equals_the_whole(monkeypatch):
