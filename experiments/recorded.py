@@ -52,8 +52,14 @@ RUNS = {
         "for WikiText-103, 128 and 30; valid.txt tests; 2,048 words, windows of 64 for 128, "
         "lr 1e-3 and 2e-3 for 5e-4",
     ),
+    "sst2": Run(
+        "SST-2, linear head, W = 16", "features of the text for frozen BERT's",
+        "TF-IDF in 256 dimensions; lr 1e-3 to 3e-2 for 1e-4",
+    ),
     "lenet_w4": Run("CIFAR-10, LeNet, W = 4", _LENET, _RATES),
-    "lenet_w16": Run("CIFAR-10, LeNet, W = 16", _LENET, _RATES),
+    "lenet_w16": Run(
+        "CIFAR-10, LeNet, W = 16", _LENET, "lr 1e-2 alone, the better at W = 4 and 64, for 1e-3"
+    ),
     "lenet_w64": Run("CIFAR-10, LeNet, W = 64", _LENET, _RATES),
     "qsr_cifar10_vit": Run(
         "CIFAR-10, ViT, Local AdamW", "CIFAR-10 at 16 x 16 for ImageNet, 16 epochs for 300",
