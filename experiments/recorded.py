@@ -46,15 +46,16 @@ RUNS = {
     "lstm": Run(
         "WikiText-2, LSTM, W = 4", "test.txt trains, 15 epochs for 50",
         "valid.txt tests: compares with no published perplexity; 4,096 words, decay every 5",
+        shown_from=2,
     ),
     "gpt2": Run(
         "GPT-2, W = 64", "WikiText-2's test.txt, width 64, 8 epochs",
         "for WikiText-103, 128 and 30; valid.txt tests; 2,048 words, windows of 64 for 128, "
-        "lr 1e-3 and 2e-3 for 5e-4",
+        "lr 1e-3 and 2e-3 for 5e-4", shown_from=3,
     ),
     "sst2": Run(
         "SST-2, linear head, W = 16", "features of the text for frozen BERT's",
-        "TF-IDF in 256 dimensions; lr 1e-3 to 3e-2 for 1e-4",
+        "TF-IDF in 256 dimensions; lr 1e-4 to 3e-2 for 1e-4", shown_from=3,
     ),
     "lenet_w4": Run("CIFAR-10, LeNet, W = 4", _LENET, _RATES),
     "lenet_w16": Run(
