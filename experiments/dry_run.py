@@ -88,7 +88,8 @@ def of_orders(task: Task, recipe: Recipe, orders: Sequence[str], given: Assumed)
         "units per worker": share // recipe.unit_size,
         "examples per step": recipe.workers * recipe.units_per_step * recipe.unit_size,
         "optimizer": f"{recipe.optimizer}, lr {_list(recipe.learning_rates)}, {recipe.schedule}",
-        "volume": "100 %: one sync per step",
+        "rounds": f"{steps}, one per step: volume 100 %",
+        "loads": f"{steps}, one per step",
         "sent per worker": _size(sent * steps),
         "forecast": _hours(steps * seconds, steps * sent * 8 / (given.gigabits * GIGA)),
     }
