@@ -50,7 +50,7 @@ def comparison(records, path: str, title: str) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
     seeds = len(shown[0].seeds)
     figure.suptitle(
-        f"{title}: each order at its own best learning rate, {seeds} seeds, mean and 95 % interval"
+        f"{title}\neach order at its own best learning rate, {seeds} seeds, mean and 95 % interval"
     )
     _save(figure, path)
 
