@@ -1,4 +1,4 @@
-"""What the README claims, run again at full size: `pytest -m slow -n 0`, about five minutes."""
+"""What the README claims at full size: `pytest -m slow -n 0 tests/test_claims.py`, five minutes."""
 
 import jax.numpy as jnp
 import numpy as np
