@@ -64,9 +64,9 @@ def moments(model, train, batch_size: int) -> Callable:
     """
     if model.statistics is None:
         return lambda params: None
-    count = max(1, min(BATCHES, size_of(train) // batch_size))
-    _, read = ordering.reader(train)
-    used = read(np.arange(count * batch_size))["x"]
+    size, read = ordering.reader(train)
+    count = max(1, min(BATCHES, size // batch_size))
+    used = read(np.arange(min(count * batch_size, size)))["x"]
     batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))
     return jax.jit(lambda params: local_opt.reestimate(model.statistics, params, batches))
 
