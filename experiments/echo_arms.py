@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import optax
 
 import local_opt
 import ordering
+from experiments.echo_policies import POLICIES
 
 
 class Setting(NamedTuple):
@@ -43,41 +43,8 @@ class Arm(NamedTuple):
     proximal: float = 0
 
 
-# p from 1 to 1 / e over the horizon; the first of them is at its end from the start.
-SCHEDULES = {
-    "constant": lambda least, horizon: least,
-    "linear": lambda least, horizon: optax.linear_schedule(1.0, least, horizon),
-    "multi-step": lambda least, horizon: optax.piecewise_constant_schedule(
-        1.0, {horizon // 3: least**0.5, 2 * horizon // 3: least**0.5}
-    ),
-    "cosine": lambda least, horizon: optax.cosine_decay_schedule(1.0, horizon, alpha=least),
-}
-
-
-def _p(s: Setting, shape: str):
-    return SCHEDULES[shape](1 / s.factor, s.horizon)
-
-
-def _no_echo(s: Setting) -> ordering.EchoPlan:
-    return ordering.fixed(1, total_steps=s.total_steps)
-
-
-def _fixed(s: Setting) -> ordering.EchoPlan:
-    return ordering.fixed(s.factor, total_steps=s.total_steps)
-
-
-def _bernoulli(shape: str) -> Callable:
-    return lambda s: ordering.bernoulli(
-        _p(s, shape), total_steps=s.total_steps, key=jax.random.fold_in(s.key, 0)
-    )
-
-
-def _error_diffusion(shape: str) -> Callable:
-    return lambda s: ordering.error_diffusion(_p(s, shape), total_steps=s.total_steps)
-
-
-def _measured(s: Setting) -> ordering.Measured:
-    return ordering.measured(total_steps=s.total_steps, max_factor=4 * s.factor)
+def _arm(policy: str, *rest) -> Arm:
+    return Arm(*POLICIES[policy], *rest)
 
 
 def _every_step(s: Setting) -> local_opt.SyncPlan:
@@ -97,24 +64,26 @@ def _coins(s: Setting) -> local_opt.SyncPlan:
 PARALLEL = local_opt.accumulated_rounds  # with a sync in every step
 
 ARMS = {
-    "none": Arm("no echo", _no_echo, _every_step, PARALLEL),
-    "larger_lr": Arm("no echo, lr × e", _no_echo, _every_step, PARALLEL, lambda s: s.factor),
-    "accumulate": Arm("gradient accumulation", _no_echo, _every_factor, PARALLEL),
-    "local": Arm("local steps, no echo", _no_echo, _every_factor),
-    "fixed": Arm("fixed factor", _fixed),
-    "bernoulli": Arm("Bernoulli", _bernoulli("constant")),
-    "bernoulli_linear": Arm("Bernoulli, linear p", _bernoulli("linear")),
-    "bernoulli_multistep": Arm("Bernoulli, multi-step p", _bernoulli("multi-step")),
-    "bernoulli_cosine": Arm("Bernoulli, cosine p", _bernoulli("cosine")),
-    "algorithm2": Arm("Bernoulli, coins for syncs too", _bernoulli("constant"), _coins),
-    "diffusion": Arm("error diffusion", _error_diffusion("constant")),
-    "diffusion_linear": Arm("error diffusion, linear p", _error_diffusion("linear")),
-    "diffusion_multistep": Arm("error diffusion, multi-step p", _error_diffusion("multi-step")),
-    "diffusion_cosine": Arm("error diffusion, cosine p", _error_diffusion("cosine")),
-    "diffusion_every": Arm(
-        "error diffusion, sync every step", _error_diffusion("constant"), _every_step, PARALLEL
+    "none": _arm("none", _every_step, PARALLEL),
+    "larger_lr": Arm(
+        "no echo, lr × e", POLICIES["none"].make, _every_step, PARALLEL, lambda s: s.factor
     ),
-    "measured": Arm("measured", _measured),
-    "proximal": Arm("fixed factor, proximal", _fixed, proximal=1),
-    "proximal_strong": Arm("fixed factor, proximal, 10 λ", _fixed, proximal=10),
+    "accumulate": Arm("gradient accumulation", POLICIES["none"].make, _every_factor, PARALLEL),
+    "local": Arm("local steps, no echo", POLICIES["none"].make, _every_factor),
+    "fixed": _arm("fixed"),
+    "bernoulli": _arm("bernoulli"),
+    "bernoulli_linear": _arm("bernoulli_linear"),
+    "bernoulli_multistep": _arm("bernoulli_multistep"),
+    "bernoulli_cosine": _arm("bernoulli_cosine"),
+    "algorithm2": Arm("Bernoulli, coins for syncs too", POLICIES["bernoulli"].make, _coins),
+    "diffusion": _arm("diffusion"),
+    "diffusion_linear": _arm("diffusion_linear"),
+    "diffusion_multistep": _arm("diffusion_multistep"),
+    "diffusion_cosine": _arm("diffusion_cosine"),
+    "diffusion_every": Arm(
+        "error diffusion, sync every step", POLICIES["diffusion"].make, _every_step, PARALLEL
+    ),
+    "measured": _arm("measured"),
+    "proximal": Arm("fixed factor, proximal", POLICIES["fixed"].make, proximal=1),
+    "proximal_strong": Arm("fixed factor, proximal, 10 λ", POLICIES["fixed"].make, proximal=10),
 }

@@ -13,7 +13,8 @@ import models
 import ordering
 from experiments import echo_report, echo_training, echoing, records
 from experiments.clock import Clock
-from experiments.echo_arms import ARMS, SCHEDULES, Setting
+from experiments.echo_arms import ARMS, Setting
+from experiments.echo_policies import SCHEDULES
 from experiments.tasks import Task
 
 SETUP = echo_training.Setup(
