@@ -5,8 +5,8 @@ r"""Does a coordinated example order need fewer epochs than random reshuffling?
     python -m experiments.cd_grab --task=mnist --model=lenet --data_dir=DIR --orders=rr,cd_grab
 
 Trains every order at every learning rate with every seed, from the same first orders, and writes
-metrics.jsonl, table.md and comparison.png into --output_dir. A run that was interrupted goes on
-where it stopped when the same command is given again.
+metrics, table.md, comparison.png and report.html into --output_dir. A run that was interrupted goes
+on where it stopped when the same command is given again.
 
 Expected on digits (32 workers, 5 seeds): see the table in the README. Deviations from Cooper et
 al. 2023: the optimum is computed, every order is also shown at its own best learning rate, and
@@ -19,12 +19,20 @@ from collections.abc import Sequence
 from absl import app, flags
 from tqdm import tqdm
 
-from experiments import compare, dry_run, plots, records, training
+from experiments import (
+    compare,
+    dry_run,
+    html_report,
+    plots,
+    processes,
+    records,
+    training,
+    writers,
+)
 from experiments.methods import METHODS
 from experiments.optimizers import OPTIMIZERS, SHAPES
 from experiments.tasks import TASKS, Recipe, Task
-from experiments.tasks.base import first_of
-from local_opt import runners
+from experiments.tasks.base import with_first
 
 FLAGS = flags.FLAGS
 
@@ -64,6 +72,8 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_string, "output_dir", None, "results/cd_grab_TASK if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
     dry_run.define_flags(values)
+    processes.define_flags(values)
+    writers.define_flags(values)
 
 
 def recipe_from_flags(task: Task, values: flags.FlagValues = FLAGS) -> Recipe:
@@ -74,13 +84,6 @@ def recipe_from_flags(task: Task, values: flags.FlagValues = FLAGS) -> Recipe:
     recipe = task.recipe._replace(**{k: v for k, v in given.items() if v is not None})
     training.check_recipe(recipe)
     return recipe
-
-
-def with_first(task: Task, num_train: int | None) -> Task:
-    """The task on its first training examples alone; the optimum over all is not theirs."""
-    if num_train is None or not isinstance(task.train, dict):
-        return task
-    return task._replace(train=first_of(task.train, num_train), optimum=None)
 
 
 def compare_orders(
@@ -110,7 +113,7 @@ def compare_orders(
     all_records = list(kept)
     finished = {(r["order"], r["learning_rate"], r["seed"]) for r in kept}
     total = len(orders) * len(recipe.learning_rates) * seeds * recipe.epochs
-    with tqdm(total=total, unit="epoch", mininterval=0.5, smoothing=0) as bar:
+    with processes.bar(total=total, unit="epoch", mininterval=0.5, smoothing=0) as bar:
         for order in orders:
             runs = [(order, rate, s) for rate in recipe.learning_rates for s in range(seeds)]
             missing = [run for run in runs if run not in finished]
@@ -165,6 +168,7 @@ def report(all_records: Sequence[dict], folder: str, title: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    processes.start()
     unknown = sorted(set(FLAGS.orders) - set(METHODS))
     if unknown or "rr" not in FLAGS.orders:
         raise app.UsageError(
@@ -176,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
     task = with_first(task, FLAGS.num_train)
     recipe = recipe_from_flags(task)
     if FLAGS.dry_run:
-        print(dry_run.of_orders(task, recipe, FLAGS.orders, dry_run.assumed(FLAGS)))
+        processes.say(dry_run.of_orders(task, recipe, FLAGS.orders, dry_run.assumed(FLAGS)))
         return
     folder = FLAGS.output_dir or os.path.join("results", f"cd_grab_{task.name}")
     settings = {
@@ -188,11 +192,14 @@ def main(argv: Sequence[str]) -> None:
     }
     if FLAGS.num_train:  # settings of whole sets stay as they were written before
         settings["num_train"] = FLAGS.num_train
+    mesh = processes.mesh_of(FLAGS.run, recipe.workers)
     done = records.open_folder(folder, settings, overwrite=FLAGS.overwrite)
-    metrics = os.path.join(folder, "metrics.jsonl")
-    records.write_lines(metrics, whole_runs(done, recipe.epochs))
-    mesh = runners.worker_mesh(recipe.workers) if FLAGS.run == "mesh" else None
-    with records.appending(metrics) as append:
+    with writers.open_writers(
+        folder,
+        tensorboard=FLAGS.tensorboard,
+        keep=whole_runs(done, recipe.epochs),
+        run_fields=("order", "learning_rate", "seed"),
+    ) as write:
         all_records = compare_orders(
             task,
             recipe,
@@ -201,14 +208,17 @@ def main(argv: Sequence[str]) -> None:
             streamed=FLAGS.input == "stream",
             mesh=mesh,
             done=done,
-            on_record=append,
+            on_record=write,
         )
+    if not processes.is_first():
+        return
     left_out = len(task.train["y"]) % (recipe.workers * recipe.unit_size)
     if left_out:
         print(f"{left_out} examples belong to no worker: they do not fill {recipe.workers} units.")
     title = f"{task.name}, {recipe.workers} workers"
     print(report(all_records, folder, title))
-    print(f"\nWritten to {folder}: metrics.jsonl, table.md, comparison.png")
+    html_report.of_folder(folder, title=title, command=html_report.command_line())
+    print(f"\nWritten to {folder}: metrics, table.md, comparison.png, report.html")
 
 
 def run() -> None:

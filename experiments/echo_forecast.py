@@ -17,7 +17,7 @@ import optax
 
 import ordering
 from experiments import compare
-from experiments.plots import COLOURS, _pyplot, _save
+from experiments.plots import COLOURS, pyplot, save
 from experiments.tasks import Task
 
 TOTAL_STEPS = 100_000  # coins differ by some 0.002 of a slowdown from run to run of this length
@@ -123,14 +123,14 @@ def table(speed: Speed, found: Sequence[dict]) -> str:
 
 def picture(speed: Speed, found: Sequence[dict], path: str, *, seed: int = 0) -> None:
     """Writes a PNG: slowdown against queue depth, and time per step against loads per step."""
-    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
     _draw_depths(left, found)
     _draw_shares(right, speed, seed)
     figure.suptitle(
         f"{1e3 * speed.load_seconds:.4g} ms per load, {1e3 * speed.step_seconds:.4g} ms per step: "
         f"{_free(speed)}"
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def _free(speed):

@@ -5,7 +5,7 @@ import numpy as np
 from experiments import compare
 from experiments.echo_arms import ARMS
 from experiments.plan_plots import look
-from experiments.plots import _pyplot, _save
+from experiments.plots import pyplot, save
 
 COSTS = {
     "loads": "loads of a fresh batch",
@@ -27,7 +27,7 @@ def time_to_target(seconds, path: str, title: str) -> None:
       seconds: {speed: {arm: {seed: seconds to the target, inf where never}}}.
       path, title: of the picture.
     """
-    plt = _pyplot()
+    plt = pyplot()
     arms = [arm for arm in ARMS if any(found.get(arm) for found in seconds.values())]
     height = 1.6 + 0.32 * len(arms)
     figure, axes = plt.subplots(
@@ -57,7 +57,7 @@ def time_to_target(seconds, path: str, title: str) -> None:
     axes[0][0].set_yticks(range(len(arms)), [ARMS[arm].label for arm in arms])
     axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
     figure.suptitle(f"{title}\nmean, 95 % interval, seeds; dotted: no echo", fontsize=11)
-    _save(figure, path)
+    save(figure, path)
 
 
 def curves(runs, path: str, title: str, *, metric: str, target: float) -> None:
@@ -67,7 +67,7 @@ def curves(runs, path: str, title: str, *, metric: str, target: float) -> None:
       runs: {arm: records of all seeds at its own best rate}.
       path, title: of the picture; metric: its name; target: of the metric.
     """
-    plt = _pyplot()
+    plt = pyplot()
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(2, 2, figsize=(12, 10), layout="constrained")
@@ -94,7 +94,7 @@ def curves(runs, path: str, title: str, *, metric: str, target: float) -> None:
         f"{title}\nmean and 95 % interval, until the first seed is at the target (dotted)",
         fontsize=11,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def _curve(axis, arm, records, cost):

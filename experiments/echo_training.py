@@ -10,6 +10,7 @@ import optax
 
 import local_opt
 import ordering
+from experiments import processes
 from experiments.clock import Clock
 from experiments.echo_arms import Arm, Setting
 from experiments.local_training import evaluator, sample
@@ -17,6 +18,7 @@ from experiments.optimizers import OPTIMIZERS, scale_by_rate
 from experiments.round_work import worker_step
 from experiments.tasks import Task
 from local_opt import runners
+from ordering.loader import on_device
 
 DEPTH = 2  # of the queue of loaded batches
 PATIENCE = 60.0  # seconds beyond its delay after which a load counts as hanging
@@ -43,10 +45,16 @@ class Program(NamedTuple):
     step: Callable  # one step of all workers, without a sync
     meet: Callable  # the sync
     evaluate: Callable  # params -> {"valid": metric, "test": metric}
+    mesh: jax.sharding.Mesh | None = None  # of one device per worker
 
 
-def build(task: Task, arm: Arm, setup: Setup) -> Program:
-    """The compiled parts of an arm's training; workers take turns on one device."""
+def build(task: Task, arm: Arm, setup: Setup, mesh: jax.sharding.Mesh | None = None) -> Program:
+    """The compiled parts of an arm's training.
+
+    Args:
+      task, arm, setup: what to train, and how.
+      mesh: one device per worker; None lets the workers of one device take turns.
+    """
     anchor = ordering.proximal_anchor(arm.proximal * setup.proximal)
     own = OPTIMIZERS[setup.optimizer](setup.weight_decay)
     inner = optax.chain(*[anchor] * bool(arm.proximal), *own, scale_by_rate())
@@ -60,10 +68,12 @@ def build(task: Task, arm: Arm, setup: Setup) -> Program:
     def meet(params, state, rate):
         return rounds.sync(params, state, rate=rate)
 
-    stepped = runners.in_turn(
+    steps_run = runners.in_turn if mesh is None else runners.over_mesh(mesh)
+    meet_run = runners.simulate if mesh is None else runners.over_mesh(mesh)
+    stepped = steps_run(
         step, owned_in=(True, True, True, False, False), owned_out=(True, True, True)
     )
-    met = runners.simulate(meet, owned_in=(True, True, False), owned_out=(True, True))
+    met = meet_run(meet, owned_in=(True, True, False), owned_out=(True, True))
     model_init, state_init = jax.jit(task.model.init), jax.jit(jax.vmap(rounds.init))
     measures = evaluator(task, setup.batch_size, parts=("valid", "test"))
     which = ("loss", "accuracy").index(setup.metric)
@@ -72,20 +82,27 @@ def build(task: Task, arm: Arm, setup: Setup) -> Program:
         params = model_init(jax.random.fold_in(jax.random.key(seed), 0))
         params = jax.tree.map(lambda p: jnp.stack([p] * setup.workers), params)
         local_opt.check_same_start(params)
-        return params, state_init(params)
+        started = params, state_init(params)
+        return started if mesh is None else processes.place(started, runners.owned_sharding(mesh))
 
     return Program(
         init,
         jax.jit(stepped, donate_argnums=(0, 1)),
         jax.jit(met, donate_argnums=(0, 1)),
         lambda params: {part: found[which] for part, found in measures(params).items()},
+        mesh,
     )
 
 
-def reads(task: Task, setup: Setup, seed: int) -> Iterator[dict]:
-    """Batches [W, B, ...] of every load: each epoch a fresh shuffle, dealt to all workers."""
+def reads(task: Task, setup: Setup, seed: int, mesh=None) -> Iterator[dict]:
+    """Batches [W, B, ...] of every load: each epoch a fresh shuffle, dealt to all workers.
+
+    On a mesh they are placed on its devices; a process reads the examples of its own workers alone.
+    """
+    own, sharding = processes.own_workers(mesh, setup.workers), runners.owned_sharding(mesh)
     for indices in sample(len(task.train["y"]), setup, seed).transpose(1, 0, 2):
-        yield {field: values[indices] for field, values in task.train.items()}
+        batch = {field: values[indices[own]] for field, values in task.train.items()}
+        yield batch if mesh is None else processes.place_rows(batch, sharding, setup.workers)
 
 
 def throttled(batches: Iterator, delay: float, clock: Clock) -> Iterator:
@@ -124,31 +141,32 @@ def train(
     """
     policy = arm.policy(setting)
     ends = sync_ends(arm, policy, setting)
-    on_device = jnp.float32(rate)
-    flags = {fresh: jnp.array(fresh) for fresh in (False, True)}
-    first = jax.device_put(next(reads(task, setup, seed)))
-    warm = program.step(*program.init(seed), first, on_device, flags[True])  # compiles
-    program.meet(*warm[:2], on_device)
+    shared = jnp.float32(rate), {fresh: jnp.array(fresh) for fresh in (False, True)}
+    if program.mesh is not None:  # to where the steps need them, so that none moves them
+        shared = processes.place(shared, runners.shared_sharding(program.mesh))
+    rate, flags = shared
+    first = on_device(next(reads(task, setup, seed, program.mesh)))
+    warm = program.step(*program.init(seed), first, rate, flags[True])  # compiles
+    program.meet(*warm[:2], rate)
     params, state = program.init(seed)
     record, syncs, seen = [], 0, []
     reached = {"valid": None, "test": None}
     clock = Clock()
-    source = throttled(reads(task, setup, seed), delay, clock)
+    source = throttled(reads(task, setup, seed, program.mesh), delay, clock)
     with ordering.load_ahead(source, depth=DEPTH, timeout=PATIENCE + delay) as loader:
         for use in ordering.echoed(loader, policy):
             t = use.step
             if ends is None and use.fresh and t:  # only now known: the round has ended
-                params, state = program.meet(params, state, on_device)
+                params, state = program.meet(params, state, rate)
                 syncs += 1
             # Proves that an echoed step moves nothing to the device.
             with jax.transfer_guard_host_to_device("allow" if use.fresh else "disallow_explicit"):
-                params, state, loss = program.step(
-                    params, state, use.batch, on_device, flags[use.fresh]
-                )
-            seen.append(_finite(np.asarray(loss), t))  # waits for the step, as `measured` needs
+                params, state, loss = program.step(params, state, use.batch, rate, flags[use.fresh])
+            # Waits for the step, as `measured` needs.
+            seen.append(_finite(processes.on_host(loss), t))
             record.append(use.fresh)
             if ends is not None and ends[t]:
-                params, state = program.meet(params, state, on_device)
+                params, state = program.meet(params, state, rate)
                 syncs += 1
             last = t + 1 == setup.total_steps
             if not last and (t + 1) % setup.evaluate_every:
@@ -157,7 +175,7 @@ def train(
             with clock.stopped():
                 cost = {"step": t + 1, "loads": sum(record), "rounds": syncs}
                 cost |= {"seconds": clock.now()}
-                found = program.evaluate(params)
+                found = processes.of_first(program.evaluate(params))  # all stop, or none
                 for part, value in found.items():
                     if reached[part] is None and _at_target(setup, value):
                         reached[part] = cost

@@ -34,10 +34,17 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from absl import app, flags
-from tqdm import tqdm
 
 import ordering
-from experiments import dry_run, echo_report, echo_training, records
+from experiments import (
+    dry_run,
+    echo_report,
+    echo_training,
+    html_report,
+    processes,
+    records,
+    writers,
+)
 from experiments.echo_arms import ARMS, Setting
 from experiments.echo_recipes import RECIPES, Recipe
 from experiments.echo_training import Setup
@@ -64,6 +71,7 @@ def compare_arms(
     seeds: int,
     horizon: int,
     step_seconds: float,
+    mesh: jax.sharding.Mesh | None = None,
     done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
 ) -> list[dict]:
@@ -74,6 +82,7 @@ def compare_arms(
       arms: names of `ARMS`; speeds: R > 0; rates: > 0; seeds: 0 .. seeds - 1.
       horizon: steps over which a falling p falls.
       step_seconds: t_step; a load takes R of it.
+      mesh: one device per worker, or None.
       done: records of an earlier call; whole runs among them are not repeated.
       on_record: called with every new record.
 
@@ -84,7 +93,7 @@ def compare_arms(
     ended = {key_of(r) for r in all_records if r["ended"]}
     programs, twins = {}, {}
     each = len(rates) + min(echo_report.FINALISTS, len(rates)) * (seeds - 1) + seeds
-    bar = tqdm(unit="run", total=len(arms) * len(speeds) * each)
+    bar = processes.bar(unit="run", total=len(arms) * len(speeds) * each)
 
     def ensure(run: Run, base_rate: float, tuning: bool):
         bar.set_description(f"{run.arm}, R {run.speed:g}, lr {run.rate:g}, seed {run.seed}")
@@ -101,8 +110,9 @@ def compare_arms(
             delay = run.speed * step_seconds if run.timed else 0.0
             kind = (arm.rounds, arm.proximal)
             if kind not in programs:
-                programs[kind] = echo_training.build(task, arm, setup)
+                programs[kind] = echo_training.build(task, arm, setup, mesh)
             new = list(_train(task, own, programs[kind], arm, setting, run, delay, shared))
+            new = processes.of_first(new)  # all go on with the same rates
             if twin is not None:
                 twins[twin] = new[-1]
             examples = new[-1]["step"] * setup.workers * setup.batch_size
@@ -191,9 +201,12 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_float, "weight_decay", None, "of the optimizer" + own)
     define(flags.DEFINE_float, "proximal", None, "lambda of the proximal arm" + own)
     define(flags.DEFINE_float, "step_seconds", None, "t_step behind the delays; measured if unset")
+    define(flags.DEFINE_enum, "run", "turns", "on one device, or one each", ["turns", "mesh"])
     define(flags.DEFINE_string, "output_dir", None, "results/echoing_RECIPE if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
     dry_run.define_flags(values)
+    processes.define_flags(values)
+    writers.define_flags(values)
 
 
 def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
@@ -218,41 +231,53 @@ def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
 
 def measured_step(path: str, measure: Callable[[], float]) -> float:
     """t_step of this folder's runs: measured once, so that all of them have the same delays."""
-    if os.path.exists(path):
+    known = None
+    if processes.is_first() and os.path.exists(path):
         with open(path, encoding="utf-8") as file:
-            return json.load(file)["step_seconds"]
-    seconds = measure()
+            known = json.load(file)["step_seconds"]
+    known = processes.of_first(known)
+    if known is not None:
+        return known
+    seconds = processes.of_first(measure())
     records.write_whole(path, json.dumps({"step_seconds": seconds}) + "\n")
     return seconds
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
+    processes.start(values)
     recipe = recipe_from_flags(values)
     setup = Setup(**{field: getattr(recipe, field) for field in Setup._fields})
     if values.dry_run:
         settings = {r: setting_of(setup, recipe.horizon, r, seed=0) for r in recipe.speeds}
         task = recipe.load(None, abstract=True)
-        print(dry_run.of_arms(task, recipe, settings, dry_run.assumed(values)))
+        processes.say(dry_run.of_arms(task, recipe, settings, dry_run.assumed(values)))
         return
     task = recipe.load(values.data_dir)
     folder = values.output_dir or os.path.join("results", f"echoing_{values.recipe}")
     passed = ("load", "rates", "arms", "speeds")  # more of these go on in the same folder
     settings = {k: v for k, v in recipe._asdict().items() if k not in passed}
     settings |= {"recipe": values.recipe, "step_seconds": values.step_seconds}
+    if values.run != "turns":  # settings of workers in turns stay as they were written before
+        settings["run"] = values.run
+    mesh = processes.mesh_of(values.run, recipe.workers)
     done = records.open_folder(folder, settings, overwrite=values.overwrite)
-    metrics, timing = os.path.join(folder, "metrics.jsonl"), os.path.join(folder, "step.json")
-    records.write_lines(metrics, whole_runs(done))
-    if not done and os.path.exists(timing):
+    timing = os.path.join(folder, "step.json")
+    if not done and processes.is_first() and os.path.exists(timing):
         os.remove(timing)  # of a forgotten run
 
     def measure():
-        program = echo_training.build(task, ARMS["none"], setup)
+        program = echo_training.build(task, ARMS["none"], setup, mesh)
         return echo_training.step_seconds(task, setup, program, ARMS["none"])
 
     seconds = values.step_seconds or measured_step(timing, measure)
-    print(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
-    with records.appending(metrics) as append:
+    processes.say(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
+    with writers.open_writers(
+        folder,
+        tensorboard=values.tensorboard,
+        keep=whole_runs(done),
+        run_fields=Run._fields,
+    ) as write:
         all_records = compare_arms(
             task,
             setup,
@@ -262,9 +287,12 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
             seeds=values.seeds,
             horizon=recipe.horizon,
             step_seconds=seconds,
+            mesh=mesh,
             done=done,
-            on_record=append,
+            on_record=write,
         )
+    if not processes.is_first():
+        return
     title = (
         f"{values.recipe}, {recipe.workers} workers, a step takes {1e3 * seconds:.1f} ms, "
         f"to {recipe.metric} {recipe.target:g}"
@@ -272,7 +300,8 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     print(
         echo_report.report(all_records, folder, title, metric=recipe.metric, target=recipe.target)
     )
-    print(f"\nWritten to {folder}: metrics.jsonl, table.md, time_to_target.png, curves_R*.png")
+    html_report.of_folder(folder, title=title, command=html_report.command_line())
+    print(f"\nWritten to {folder}: metrics, table.md, pictures, report.html")
 
 
 def run() -> None:

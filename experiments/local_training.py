@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import local_opt
-from experiments import evaluate
+from experiments import evaluate, processes
 from experiments.optimizers import OPTIMIZERS, scale_by_rate
 from experiments.round_work import resident_work, streamed_work, worker_step
 from experiments.sync_rules import Rule
@@ -37,6 +37,7 @@ class Program(NamedTuple):
     work: Callable  # steps without a sync
     meet: Callable  # the sync
     evaluate: Callable  # params -> {part: (loss, accuracy)}
+    sharding: Any  # of what every worker has its own of
 
 
 def inner_optimizer(setup: Setup) -> optax.GradientTransformationExtraArgs:
@@ -59,10 +60,12 @@ def build(task: Task, rule: Rule, setup: Setup, mesh: jax.sharding.Mesh | None =
     meet_run = runners.simulate if mesh is None else runners.over_mesh(mesh)
     rounds = rule.rounds(inner_optimizer(setup), axis_name=runners.AXIS)
     step = worker_step(task.model, rounds)
+    sharding = runners.owned_sharding(mesh)
     if isinstance(task.train, dict):
-        feed, work = resident_work(task, step, steps_run)
+        feed, work = resident_work(task, step, steps_run, sharding=sharding)
     else:
-        feed, work = streamed_work(task, step, steps_run, sharding=runners.owned_sharding(mesh))
+        own = processes.own_workers(mesh, setup.workers)
+        feed, work = streamed_work(task, step, steps_run, sharding=sharding, own=own)
 
     def meet(params, state, rate):
         return rounds.sync(params, state, rate=rate)
@@ -72,15 +75,14 @@ def build(task: Task, rule: Rule, setup: Setup, mesh: jax.sharding.Mesh | None =
     )
     model_init = jax.jit(task.model.init)
     state_init = jax.jit(jax.vmap(rounds.init))
-    sharding = runners.owned_sharding(mesh)
 
     def init(seed):
         params = model_init(jax.random.fold_in(jax.random.key(seed), 0))
         params = jax.tree.map(lambda p: jnp.stack([p] * setup.workers), params)
         local_opt.check_same_start(params)
-        return jax.device_put(params, sharding), jax.device_put(state_init(params), sharding)
+        return processes.place((params, state_init(params)), sharding)
 
-    return Program(init, feed, work, met, evaluator(task, setup.batch_size))
+    return Program(init, feed, work, met, evaluator(task, setup.batch_size), sharding)
 
 
 def evaluator(task: Task, batch_size: int, parts=("train", "valid", "test")) -> Callable:
@@ -102,7 +104,7 @@ def evaluator(task: Task, batch_size: int, parts=("train", "valid", "test")) -> 
     average = jax.jit(local_opt.consolidate)
 
     def run(params):
-        mean = average(params)
+        mean = processes.local(average(params))
         statistics = moments(mean)
         return {part: measures(mean, statistics, examples) for part, examples in cut.items()}
 
@@ -157,6 +159,7 @@ def train(
     local_opt.check_same_plan(plan)
     indices = sample(evaluate.size_of(task.train), setup, seed)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), setup.workers)
+    keys = processes.place(keys, program.sharding)
     rates = np.asarray(rates, np.float32)
     on_device = jax.device_put(rates)
     looks = np.unique(np.linspace(0, setup.total_steps, setup.evaluations + 1).astype(int)[1:])
@@ -183,8 +186,8 @@ def train(
             if end in looks:
                 jax.block_until_ready((params, state))
                 seconds += time.perf_counter() - begin
-                last_loss = _mean_loss(jax.device_get(losses), steps_seen, last_loss)
-                drift = np.mean(jax.device_get(drifts)) if drifts else None
+                last_loss = _mean_loss(losses, steps_seen, last_loss)
+                drift = np.mean(processes.stacked_on_host(drifts)) if drifts else None
                 found = program.evaluate(params)
                 yield {
                     "seed": seed,
@@ -212,7 +215,7 @@ def segments(plan: local_opt.SyncPlan, looks) -> Iterator[tuple[int, int, bool]]
 
 def _mean_loss(losses: list[tuple[Any, Any]], steps: int, last: float) -> float:
     """Mean loss over all workers' steps; stops the run at one that is not finite."""
-    bad = np.array([b for _, b in losses])  # [segments, W]
+    totals, bad = map(processes.stacked_on_host, zip(*losses, strict=True))  # [segments, W]
     if (bad >= 0).any():
         segment = int(np.argmax((bad >= 0).any(axis=1)))
         found = np.where(bad[segment] >= 0, bad[segment], np.iinfo(np.int32).max)
@@ -221,4 +224,4 @@ def _mean_loss(losses: list[tuple[Any, Any]], steps: int, last: float) -> float:
             f"the loss of worker {worker} is not finite in step {found[worker]} (last mean loss: "
             f"{last:.6g}). Lower the learning rate."
         )
-    return float(np.sum([t for t, _ in losses]) / (steps * bad.shape[1]))
+    return float(np.sum(totals) / (steps * bad.shape[1]))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.plots import COLOURS, _pyplot, _save
+from experiments.plots import COLOURS, pyplot, save
 from local_opt.plan import SyncPlan
 from plans import values_of
 
@@ -51,7 +51,7 @@ def period_panels(panels: Sequence[Panel], path: str, title: str) -> None:
                 f"the plans of {panel.title!r} have {lengths} steps: one panel shows plans of one "
                 "run; give every run its own panel."
             )
-    plt = _pyplot()
+    plt = pyplot()
     with_rate = any(panel.lr is not None for panel in panels)
     figure, axes = plt.subplots(
         1 + with_rate,
@@ -79,7 +79,7 @@ def period_panels(panels: Sequence[Panel], path: str, title: str) -> None:
         ncols=min(4, len(labels)),
     )
     figure.suptitle(title)
-    _save(figure, path)
+    save(figure, path)
 
 
 def look(place: int) -> dict:

@@ -23,7 +23,7 @@ def comparison(records, path: str, title: str) -> None:
 
     Every order is shown at its own best learning rate: mean and 95 % interval over seeds.
     """
-    plt = _pyplot()
+    plt = pyplot()
     curves = compare.gather(records)
     orders = list(dict.fromkeys(c.order for c in curves))
     shown = [compare.best_of(curves, order) for order in orders]
@@ -42,6 +42,7 @@ def comparison(records, path: str, title: str) -> None:
                 if name in curve.values:
                     _draw(axis, curve, name, row == 1)
             axis.set_xlabel(unit)
+            axis.locator_params(axis="x", nbins=5)
             axis.set_ylabel(label)
             axis.grid(alpha=0.3)
             if name in compare.TEST_METRICS:
@@ -52,12 +53,12 @@ def comparison(records, path: str, title: str) -> None:
     figure.suptitle(
         f"{title}\neach order at its own best learning rate, {seeds} seeds, mean and 95 % interval"
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def herding(records, path: str, title: str, norm: str) -> None:
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     widths = sorted({r["workers"] for r in records})
     last = max(r["round"] for r in records)
@@ -98,10 +99,10 @@ def herding(records, path: str, title: str, norm: str) -> None:
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
     figure.suptitle(title)
-    _save(figure, path)
+    save(figure, path)
 
 
-def _pyplot():
+def pyplot():
     """matplotlib is imported where a picture is made: it takes a second."""
     import matplotlib
 
@@ -111,10 +112,10 @@ def _pyplot():
     return matplotlib.pyplot
 
 
-def _save(figure, path):
+def save(figure, path):
     temporary = f"{path}.tmp.png"
     figure.savefig(temporary, dpi=110)
-    _pyplot().close(figure)
+    pyplot().close(figure)
     os.replace(temporary, path)
 
 

@@ -31,15 +31,21 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from absl import app, flags
-from tqdm import tqdm
 
-from experiments import dry_run, local_training, records, sync_report
+from experiments import (
+    dry_run,
+    html_report,
+    local_training,
+    processes,
+    records,
+    sync_report,
+    writers,
+)
 from experiments.local_training import Setup
 from experiments.optimizers import SHAPES
 from experiments.sync_recipes import RECIPES, Recipe, setting_of
 from experiments.sync_rules import RULES, Setting
 from experiments.tasks import Task
-from local_opt import runners
 
 FLAGS = flags.FLAGS
 
@@ -87,7 +93,7 @@ def compare_rules(
     programs = {}
     total = runs(rules, peak_rates, seeds) * setup.total_steps
     examples = setup.workers * setup.batch_size
-    with tqdm(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
+    with processes.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
 
         def ensure(run: Run):
             bar.set_description(f"{RULES[run.rule].label}, lr {run.peak_rate:g}, seed {run.seed}")
@@ -99,6 +105,7 @@ def compare_rules(
                 programs[kind] = local_training.build(task, RULES[run.rule], setup, mesh)
             shown = 0
             for record in _train(task, setup, programs[kind], plans[run.rule], setting.rates, run):
+                record = processes.of_first(record)  # all go on with the same rates
                 all_records.append(record)
                 on_record(record)
                 bar.update(record["step"] - shown)
@@ -171,6 +178,8 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_string, "output_dir", None, "results/qsr_RECIPE if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
     dry_run.define_flags(values)
+    processes.define_flags(values)
+    writers.define_flags(values)
 
 
 def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
@@ -191,6 +200,7 @@ def recipe_from_flags(values: flags.FlagValues = FLAGS) -> Recipe:
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    processes.start()
     if unknown := sorted(set(FLAGS.rules) - set(RULES)):
         raise app.UsageError(f"--rules has {unknown}: it must hold names of {', '.join(RULES)}.")
     recipe = recipe_from_flags()
@@ -206,7 +216,7 @@ def main(argv: Sequence[str]) -> None:
     )
     if FLAGS.dry_run:
         task = recipe.load(None, abstract=True)
-        print(dry_run.of_rules(task, setup, plans, dry_run.assumed(FLAGS)))
+        processes.say(dry_run.of_rules(task, setup, plans, dry_run.assumed(FLAGS)))
         return
     task = recipe.load(FLAGS.data_dir)
     folder = FLAGS.output_dir or os.path.join("results", f"qsr_{FLAGS.recipe}")
@@ -217,15 +227,18 @@ def main(argv: Sequence[str]) -> None:
         "evaluations": FLAGS.evaluations,
         "run": FLAGS.run,
     }
+    mesh = processes.mesh_of(FLAGS.run, recipe.workers)
     done = records.open_folder(folder, settings, overwrite=FLAGS.overwrite)
-    metrics = os.path.join(folder, "metrics.jsonl")
-    records.write_lines(metrics, whole_runs(done, recipe.total_steps))
     for name in dict.fromkeys(r["rule"] for r in done):  # of an earlier call with other --rules
         plans.setdefault(name, RULES[name].plan(setting))
-    for name, plan in plans.items():
+    for name, plan in plans.items() if processes.is_first() else ():
         plan.save(os.path.join(folder, f"plan_{name}.json"))
-    mesh = runners.worker_mesh(recipe.workers) if FLAGS.run == "mesh" else None
-    with records.appending(metrics) as append:
+    with writers.open_writers(
+        folder,
+        tensorboard=FLAGS.tensorboard,
+        keep=whole_runs(done, recipe.total_steps),
+        run_fields=Run._fields,
+    ) as write:
         all_records = compare_rules(
             task,
             setup,
@@ -235,11 +248,14 @@ def main(argv: Sequence[str]) -> None:
             seeds=FLAGS.seeds,
             mesh=mesh,
             done=done,
-            on_record=append,
+            on_record=write,
         )
+    if not processes.is_first():
+        return
     title = f"{FLAGS.recipe}, {recipe.workers} workers, {recipe.total_steps} steps"
     print(sync_report.report(all_records, plans, folder, title))
-    print(f"\nWritten to {folder}: metrics.jsonl, plans, table.md, comparison.png")
+    html_report.of_folder(folder, title=title, command=html_report.command_line())
+    print(f"\nWritten to {folder}: metrics, plans, table.md, comparison.png, report.html")
 
 
 def run() -> None:

@@ -1,4 +1,7 @@
-"""Where an experiment's numbers live: metrics.jsonl, its flags and its versions in one folder."""
+"""Where an experiment's numbers live: metrics.jsonl, its flags and its versions in one folder.
+
+Of several processes all read, and process 0 alone writes.
+"""
 
 import contextlib
 import importlib.metadata
@@ -7,11 +10,15 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 
+from experiments import processes
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
 
 
 def write_whole(path: str, text: str) -> None:
     """Writes a file under a temporary name, then renames it: never half a file."""
+    if not processes.is_first():
+        return
     temporary = f"{path}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -27,9 +34,8 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
       overwrite: forget what an earlier run with other settings has left.
 
     Raises:
-      ValueError: if the folder holds a run with other settings.
+      ValueError: if the folder holds a run with other settings, or not the same for all processes.
     """
-    os.makedirs(folder, exist_ok=True)
     settings = json.loads(json.dumps(dict(settings)))
     settings_path = os.path.join(folder, "settings.json")
     metrics_path = os.path.join(folder, "metrics.jsonl")
@@ -45,9 +51,21 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
             )
         if os.path.exists(metrics_path):
             kept = read(metrics_path)
+    processes.wait(f"read {folder}")  # before the first of them writes
+    _check_same(folder, kept)
+    os.makedirs(folder, exist_ok=True)
     write_whole(settings_path, json.dumps(settings, indent=1, sort_keys=True) + "\n")
     write_whole(os.path.join(folder, "versions.json"), json.dumps(versions(), indent=1) + "\n")
     return kept
+
+
+def _check_same(folder, kept):
+    first = processes.of_first(len(kept))
+    if first != len(kept):
+        raise ValueError(
+            f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
+            "--output_dir that all processes share."
+        )
 
 
 def versions() -> dict:
@@ -60,13 +78,17 @@ def versions() -> dict:
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     device = jax.devices()[0]
-    return found | {
-        "python": platform.python_version(),
-        "backend": jax.default_backend(),
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "cores": os.cpu_count(),
-    }
+    return (
+        found
+        | {
+            "python": platform.python_version(),
+            "backend": jax.default_backend(),
+            "device": device.device_kind,
+            "devices": jax.device_count(),
+            "cores": os.cpu_count(),
+        }
+        | ({"processes": jax.process_count()} if processes.several() else {})
+    )
 
 
 def read(path: str) -> list[dict]:
@@ -87,6 +109,9 @@ def write_lines(path: str, records: Iterable[Mapping]) -> None:
 @contextlib.contextmanager
 def appending(path: str):
     """Opens a JSON-lines file for appending; every record is on disk before the next."""
+    if not processes.is_first():
+        yield lambda record: None
+        return
     with open(path, "a", encoding="utf-8") as file:
 
         def append(record: Mapping) -> None:

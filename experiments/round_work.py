@@ -1,7 +1,7 @@
 """What workers do between two syncs, and where their examples come from."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 
 import local_opt
 import ordering
+from experiments import processes
 from experiments.tasks import Task
 from models import Model
 
@@ -28,7 +29,9 @@ def worker_step(model: Model, rounds: local_opt.Rounds) -> Callable:
     return step
 
 
-def resident_work(task: Task, step: Callable, steps_run: Callable) -> tuple[Callable, Callable]:
+def resident_work(
+    task: Task, step: Callable, steps_run: Callable, *, sharding=None
+) -> tuple[Callable, Callable]:
     """`feed` and `work` of a `Program` whose examples stay on the devices."""
     data = jax.device_put(task.train)
 
@@ -55,13 +58,16 @@ def resident_work(task: Task, step: Callable, steps_run: Callable) -> tuple[Call
         indices = fed
         return jitted(params, state, indices, keys, data, rates, np.int32(start), np.int32(steps))
 
-    return lambda indices: contextlib.nullcontext(jax.device_put(indices)), run_work
+    return lambda indices: contextlib.nullcontext(processes.place(indices, sharding)), run_work
 
 
 def streamed_work(
-    task: Task, step: Callable, steps_run: Callable, *, sharding=None
+    task: Task, step: Callable, steps_run: Callable, *, own: Sequence[int], sharding=None
 ) -> tuple[Callable, Callable]:
-    """`feed` and `work` of a `Program` whose examples are read ahead of the steps, on a thread."""
+    """`feed` and `work` of a `Program` whose examples are read ahead of the steps, on a thread.
+
+    A process reads the examples of its `own` workers alone.
+    """
 
     def one(params, state, total, bad, batch, key, rates, t):
         params, state, loss = step(params, state, batch, jax.random.fold_in(key, t), rate=rates[t])
@@ -74,8 +80,8 @@ def streamed_work(
     )
 
     def run_work(params, state, fed, keys, rates, start, steps):
-        total = jax.device_put(jnp.zeros(len(keys)), sharding)
-        bad = jax.device_put(jnp.full(len(keys), -1, jnp.int32), sharding)
+        total = processes.place(np.zeros(len(keys), np.float32), sharding)
+        bad = processes.place(np.full(len(keys), -1, np.int32), sharding)
         for t in range(start, start + steps):
             params, state, total, bad = jitted(
                 params, state, total, bad, next(fed), keys, rates, np.int32(t)
@@ -83,13 +89,17 @@ def streamed_work(
         return params, state, total, bad
 
     def feed(indices):
-        return ordering.load_ahead(read_steps(task.train, indices), sharding=sharding)
+        batches = read_steps(task.train, indices, own)
+        if not processes.several():
+            return ordering.load_ahead(batches, sharding=sharding)
+        placed = (processes.place_rows(batch, sharding, len(indices)) for batch in batches)
+        return ordering.load_ahead(placed)
 
     return feed, run_work
 
 
-def read_steps(source, indices: np.ndarray) -> Iterator[dict]:
-    """Batches [W, B, ...] of every step out of a random-access source.
+def read_steps(source, indices: np.ndarray, own: Sequence[int]) -> Iterator[dict]:
+    """Batches [w, B, ...] of every step for `own` workers, out of a random-access source.
 
     A source with `at_epoch` is asked for every epoch's own view of its examples.
     """
@@ -99,5 +109,5 @@ def read_steps(source, indices: np.ndarray) -> Iterator[dict]:
     for t in range(total_steps):
         if t % steps_per_epoch == 0:
             _, read = ordering.reader(at_epoch(t // steps_per_epoch))
-        batch = read(indices[:, t].reshape(-1))
-        yield jax.tree.map(lambda x: x.reshape((num_workers, -1, *x.shape[1:])), batch)
+        batch = read(indices[own, t].reshape(-1))
+        yield jax.tree.map(lambda x: x.reshape((len(own), -1, *x.shape[1:])), batch)

@@ -84,7 +84,7 @@ def worker_step(
         size = jax.tree.leaves(batch)[0].shape[0]  # the last step of an epoch may be shorter
         gradients = unit_gradients(loss, units_per_step=size, observes=observes, mixes=mixes)
         losses, mean, rows = gradients(train.params, batch, key)
-        bad = _bad_unit(jnp.isfinite(losses), ordering.finite_units(rows))
+        bad = bad_unit(jnp.isfinite(losses), ordering.finite_units(rows))
         mean, rows = reduce(mean, rows, axis_name=AXIS)
         updates, opt_state = optimizer.update(mean, train.opt_state, train.params)
         params = optax.apply_updates(train.params, updates)
@@ -93,7 +93,7 @@ def worker_step(
     return step
 
 
-def _bad_unit(finite_losses, finite_rows):
+def bad_unit(finite_losses, finite_rows):
     """Place of the first unit that is not finite; -1 if all are, -2 if only their sum shows it."""
     named = finite_rows.size == finite_losses.size
     by_row = jnp.where(jnp.all(finite_rows), -1, jnp.argmin(finite_rows) if named else -2)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ordering
-from experiments import finite, steps
+from experiments import finite, processes, steps
 
 # Chunks before an epoch's end at which the next epoch's front is opened.
 LOOK_AHEAD = 4
@@ -17,6 +17,7 @@ LOOK_AHEAD = 4
 class Known(NamedTuple):
     """What `ordering.open_front` looks at, copied, for the step donates its state."""
 
+    current: jax.Array
     next: jax.Array
     left: jax.Array
 
@@ -31,6 +32,7 @@ def epoch(
     shown: int,
     example: tuple,
     sharding=None,
+    total: int | None = None,
     transform: Callable | None = None,
 ) -> Callable:
     """`(train, orders, key, front) -> (train, orders, metrics, front of the next epoch)`.
@@ -41,12 +43,14 @@ def epoch(
 
     Args:
       run, chunk, order: as for a resident epoch.
-      source: arrays with W M unit_size examples, worker by worker.
-      sizes: (W, M, unit_size); shown: units per worker and chunk.
+      source: arrays with W M unit_size examples, worker by worker: those of own workers.
+      sizes: (W, M, unit_size) of this process's own W; shown: units per worker and chunk.
       example: (train, orders) at a start, to compile the chunks with before the clock runs.
-      sharding: of arrays with a leading worker axis; transform: see `ordering.batches`.
+      sharding: of arrays with a leading worker axis; total: workers of all processes, if not W.
+      transform: see `ordering.batches`.
     """
     num_workers, num_units, unit_size = sizes
+    total = num_workers if total is None else total
     num_chunks = -(-num_units // shown)
     owned = (False, True, True, True, False)
     take = jax.jit(run(chunk, owned_in=owned, owned_out=(False, True, True)), donate_argnums=(0, 1))
@@ -54,7 +58,7 @@ def epoch(
         run(lambda o: (order.next_epoch(o),), owned_in=(True,), owned_out=(True,)),
         donate_argnums=0,
     )
-    know = jax.jit(lambda orders: Known(jnp.copy(orders.next), jnp.copy(orders.left)))
+    know = jax.jit(lambda orders: Known(*(jnp.copy(getattr(orders, f)) for f in Known._fields)))
 
     def read(orders, first_chunk):
         indices, size = ordering.step_indices(
@@ -64,19 +68,22 @@ def epoch(
             source, indices, batch_size=size, first_batch=first_chunk, transform=transform
         )
         return ordering.prefetch_to_device(
-            (jax.tree.map(by_worker, batch) for batch in stream), sharding=sharding
+            (by_worker(batch) for batch in stream), sharding=sharding
         )
 
-    def by_worker(leaf):
-        return leaf.reshape(num_workers, -1, unit_size, *leaf.shape[1:])
+    def by_worker(batch):
+        split = (num_workers, -1, unit_size)
+        batch = jax.tree.map(lambda x: x.reshape(*split, *x.shape[1:]), batch)
+        # Several processes cannot hand over an array that none of them has as a whole.
+        return processes.place_rows(batch, sharding, total) if processes.several() else batch
 
     def compile_chunks(train, orders):
         orders = next_epoch(orders)[0]
         know(orders)
         for size in sorted({shown, num_units % shown} - {0}):
             count = num_workers * size * unit_size
-            batch = jax.tree.map(lambda x, n=count: by_worker(np.repeat(x[:1], n, axis=0)), source)
-            batch = jax.device_put(batch, sharding)
+            batch = jax.tree.map(lambda x, n=count: np.repeat(x[:1], n, axis=0), source)
+            batch = jax.device_put(by_worker(batch), sharding)
             train, orders, _ = take(
                 train, orders, batch, orders.current[:, :size], jax.random.key(0)
             )
@@ -89,19 +96,20 @@ def epoch(
 
         def fetch(chunk_metrics):
             done = sum(m.loss.shape[1] for m in metrics)
-            metrics.append(jax.device_get(chunk_metrics))
+            metrics.append(processes.on_host(chunk_metrics))
             finite.stop_if_not_finite(metrics[-1], first_step + done)
 
-        for number, batch in enumerate(ordering.open_epoch(read, orders, front)):
+        begun = jax.tree.map(processes.own, know(orders)) if processes.several() else orders
+        for number, batch in enumerate(ordering.open_epoch(read, begun, front)):
             units = orders.current[:, number * shown : (number + 1) * shown]
             train, orders, out = take(train, orders, batch, units, key)
             if dispatched is not None:
                 fetch(dispatched)
-            dispatched = out
+            dispatched = processes.gathered(out)
             if known is not None and following is None:
                 following = ordering.open_front(read, known, units_per_step=shown)
             if number == max(0, num_chunks - LOOK_AHEAD):
-                known = know(orders)
+                known = jax.tree.map(processes.own, know(orders))
         fetch(dispatched)
         (orders,) = next_epoch(orders)
         joined = jax.tree.map(lambda *m: np.concatenate(m, axis=1), *metrics)

@@ -4,7 +4,7 @@ import numpy as np
 
 from experiments import compare
 from experiments.plan_plots import draw_plans, look
-from experiments.plots import _pyplot, _save
+from experiments.plots import pyplot, save
 from experiments.sync_rules import RULES
 
 
@@ -16,7 +16,7 @@ def comparison(chosen, plans, path: str, title: str) -> None:
       plans: {rule: SyncPlan}.
       path, title: of the picture.
     """
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
     panels = axes.ravel()
     for rule, records in chosen.items():
@@ -48,7 +48,7 @@ def comparison(chosen, plans, path: str, title: str) -> None:
     figure.suptitle(
         f"{title}: each rule at its own best peak rate, {seeds} seeds, mean and 95 % interval"
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def style(rule: str) -> dict:

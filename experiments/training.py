@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import ordering
-from experiments import evaluate, finite, metrics, optimizers, steps, streaming
+from experiments import evaluate, finite, metrics, optimizers, processes, steps, streaming
 from experiments.methods import Method, Setting
 from experiments.partition import partition, partition_shapes
 from experiments.tasks import Recipe, Task
@@ -50,7 +50,14 @@ class Parts(NamedTuple):
     shown: int  # units an order looks at at once
 
 
-def parts_of(task: Task, method: Method, recipe: Recipe, run: Callable, simulated: bool) -> Parts:
+def parts_of(
+    task: Task,
+    method: Method,
+    recipe: Recipe,
+    run: Callable,
+    simulated: bool,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Parts:
     """The parts of a training of `task`, whose data may be shapes only.
 
     Raises:
@@ -60,7 +67,7 @@ def parts_of(task: Task, method: Method, recipe: Recipe, run: Callable, simulate
     num_units = jax.tree.leaves(shapes)[0].shape[1]
     ordering.check_units_per_step(num_units, recipe.units_per_step)
     shown = min(steps.units_per_observe(recipe.units_per_step), num_units)
-    block_size = _simulated_block_size(task.model, recipe.workers) if simulated else None
+    block_size = simulated_block_size(task.model, recipe.workers) if simulated else None
     order = method.make(Setting(num_units, shown, recipe.workers, recipe.epochs, block_size))
     steps_per_epoch = -(-num_units // recipe.units_per_step)
     step = steps.worker_step(
@@ -74,7 +81,7 @@ def parts_of(task: Task, method: Method, recipe: Recipe, run: Callable, simulate
     chunk = steps.worker_chunk(
         step, order, units_per_step=recipe.units_per_step, observes=method.observes
     )
-    init = _initial(task.model, order, recipe, steps_per_epoch, run)
+    init = _initial(task.model, order, recipe, steps_per_epoch, run, mesh)
     return Parts(order, chunk, init, num_units, shown)
 
 
@@ -101,33 +108,37 @@ def build(
     """
     run = runners.simulate if mesh is None else runners.over_mesh(mesh)
     data = partition(task.train, recipe.workers, recipe.unit_size)
-    parts = parts_of(task, method, recipe, run, simulated=mesh is None)
+    parts = parts_of(task, method, recipe, run, simulated=mesh is None, mesh=mesh)
     if recipe.unit_size == 1:
-        _check_separable(task, observed=method.observes and recipe.units_per_step > 1)
+        check_units(task, observed=method.observes and recipe.units_per_step > 1)
     sharding = runners.owned_sharding(mesh)
     if streamed:
-        examples = jax.tree.map(lambda x: x.reshape((-1, *x.shape[3:])), data)
+        workers = processes.own_workers(mesh, recipe.workers)
+        examples = jax.tree.map(lambda x: x[workers].reshape((-1, *x.shape[3:])), data)
         epoch = streaming.epoch(
             run,
             parts.chunk,
             parts.order,
             examples,
-            sizes=(recipe.workers, parts.num_units, recipe.unit_size),
+            sizes=(len(workers), parts.num_units, recipe.unit_size),
             shown=parts.shown,
             example=parts.init(0, recipe.learning_rates[0]),
             sharding=sharding,
+            total=recipe.workers,
         )
     else:
-        data = jax.device_put(data, sharding)
+        data = processes.place(data, sharding)
         example = (*parts.init(0, recipe.learning_rates[0]), data, jax.random.key(0))
         epoch = _resident_epoch(lowered_epoch(parts, run, example).compile(), data)
     bounds = evaluate.order_bounds(
         task.model, run, num_units=parts.num_units, units_per_step=recipe.units_per_step
     )
+    if streamed and processes.several():
+        data = processes.place(data, sharding)  # which the bounds look at
     return Program(data, parts.init, epoch, bounds, evaluation(task, recipe))
 
 
-def _check_separable(task, observed):
+def check_units(task, observed):
     """Units of one example need losses of single examples."""
     if task.model.statistics is not None:
         raise ValueError(
@@ -152,6 +163,7 @@ def evaluation(task: Task, recipe: Recipe) -> Callable:
     metric = metrics.measured(task.model, task.metric)
 
     def run(params):
+        params = processes.local(params)
         statistics = moments(params)
         return {
             "train_loss": float(loss(params, statistics, train)),
@@ -161,14 +173,14 @@ def evaluation(task: Task, recipe: Recipe) -> Callable:
     return run
 
 
-def _simulated_block_size(model, num_workers):
+def simulated_block_size(model, num_workers):
     """Reductions over simulated workers cost nothing: take what is fastest for one slice of r."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     return ordering.default_block_size(-(-size // num_workers))
 
 
-def _initial(model, order, recipe, steps_per_epoch, run):
+def _initial(model, order, recipe, steps_per_epoch, run, mesh):
     """`(seed, learning rate) -> (train, orders)`; one seed gives all methods one first order."""
     init_orders = jax.jit(
         run(
@@ -182,6 +194,7 @@ def _initial(model, order, recipe, steps_per_epoch, run):
         key = jax.random.key(seed)
         params = model.init(jax.random.fold_in(key, 0))
         keys = jax.random.split(jax.random.fold_in(key, 1), recipe.workers)
+        keys = processes.place(keys, runners.owned_sharding(mesh))
         state = steps.init_train_state(params, optimizer(recipe, rate, steps_per_epoch))
         return state, init_orders(keys, params)[0]
 
@@ -232,7 +245,7 @@ def train(
             state, orders, metrics, front = program.epoch(state, orders, key, front)
             jax.block_until_ready((state, orders))
             seconds += time.perf_counter() - start
-            finite.stop_if_not_finite(jax.device_get(metrics), first_step)
+            finite.stop_if_not_finite(processes.on_host(metrics), first_step)
         found = program.evaluate(state.params)
         record = {
             "seed": seed,
@@ -245,7 +258,7 @@ def train(
         due = recipe.bound_every and done % recipe.bound_every == 0
         if due or (recipe.bound_every and done == recipe.epochs):
             bound = program.bounds(state.params, orders.current, program.data)
-            record["bound_linf"], record["bound_l2"] = (float(b) for b in bound)
+            record["bound_linf"], record["bound_l2"] = (float(b) for b in processes.on_host(bound))
         yield record
 
 

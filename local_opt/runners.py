@@ -76,10 +76,10 @@ def over_mesh(mesh: Mesh):
 
 
 def worker_mesh(workers: int) -> Mesh:
-    """A mesh of the first `workers` devices.
+    """A mesh of the first `workers` devices, of all processes.
 
     Raises:
-      ValueError: if there are fewer devices.
+      ValueError: if there are fewer devices, or a process has none of them.
     """
     devices = jax.devices()
     if workers > len(devices):
@@ -87,9 +87,20 @@ def worker_mesh(workers: int) -> Mesh:
             f"{workers} workers need as many devices, and {len(devices)} are here: use "
             "one device to simulate them."
         )
+    taking_part = {device.process_index for device in devices[:workers]}
+    if len(taking_part) < jax.process_count():
+        raise ValueError(
+            f"{workers} workers leave processes without one, of {jax.process_count()} with "
+            f"{len(devices)} devices: use as many workers as devices, or start fewer processes."
+        )
     return jax.make_mesh((workers,), (AXIS,), (AxisType.Auto,), devices=devices[:workers])
 
 
 def owned_sharding(mesh: Mesh | None):
     """Where arrays with a leading worker axis live: one slice per device, or the one device."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
+
+
+def shared_sharding(mesh: Mesh | None):
+    """Where arrays live that are the same for all workers: whole on every device."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())

@@ -140,14 +140,20 @@ def model_of(make: Callable, l2: float, dtype: jnp.dtype = jnp.float32) -> Model
         return nnx.split(make(_Keys(key)), nnx.Param, nnx.BatchStat)
 
     graph, _, moments = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    # They are overwritten before anything reads them.
-    zeros = jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), nnx.to_pure_dict(moments))
+    # Shapes only: making a model must not start JAX's devices, for tables of recipes make some at
+    # import, before `jax.distributed.initialize`.
+    moments = jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), nnx.to_pure_dict(moments)
+    )
+
+    def zeros():  # overwritten before anything reads them
+        return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moments)
 
     def init(key):
         return nnx.to_pure_dict(build(key)[1])
 
     def forward(params, x, statistics):
-        given = zeros if statistics is None else statistics
+        given = zeros() if statistics is None else statistics
         net = nnx.merge(graph, nnx.State(params), nnx.State(given))
         logits = net(x.astype(dtype), statistics is not None)
         return logits, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
@@ -161,7 +167,7 @@ def model_of(make: Callable, l2: float, dtype: jnp.dtype = jnp.float32) -> Model
     def statistics(params, x):
         return forward(params, x, None)[1]
 
-    if not zeros:
+    if not moments:
         return Model(init, softmax_loss(in_training, l2), in_training)
     return Model(init, softmax_loss(in_training, l2), predict, statistics)
 

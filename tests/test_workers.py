@@ -1,10 +1,5 @@
 """Workers that must agree, one model out of many, and three ways to run them."""
 
-import pathlib
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +9,7 @@ import pytest
 import local_opt
 import models
 from local_opt import runners
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from tests import pair
 
 
 def started(workers=4):
@@ -89,48 +83,26 @@ def test_processes_with_another_plan_are_named():
         local_opt.check_same_plan(plan, gather=gathered(1, 0))
 
 
-PROCESS = """
+@pytest.mark.slow
+def test_two_processes_notice_that_their_plans_differ(tmp_path):
+    (tmp_path / "child.py").write_text("""
 import sys, jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-port, rank = sys.argv[1:]
-jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(rank))
+address, count, rank = (argument.split("=")[1] for argument in sys.argv[1:])
+jax.distributed.initialize(address, num_processes=int(count), process_id=int(rank))
 import local_opt
 local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
-print("equal plans pass")
 try:
     local_opt.check_same_plan(local_opt.constant(4 + int(rank), total_steps=100))
 except ValueError as error:
-    print(error)
+    with open(f"told{rank}", "w") as file:
+        file.write(str(error))
 jax.distributed.shutdown()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_notice_that_their_plans_differ():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(port), str(rank)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        # The longest that a hanging pair may keep a test run waiting.
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (out, err) in enumerate(outputs):
-        assert "equal plans pass" in out, err
-        assert "processes [1] have another plan than process 0" in out, err
-        assert f"(here: constant, H = {4 + rank}," in out
+""")
+    assert pair.start_two("child", folder=tmp_path) == 0
+    for rank in range(2):
+        told = (tmp_path / f"told{rank}").read_text()
+        assert "processes [1] have another plan than process 0" in told
+        assert f"(here: constant, H = {4 + rank}," in told
 
 
 def test_consolidating_averages_in_float32_and_keeps_what_has_no_mean():

@@ -68,6 +68,13 @@ def first_of(data: dict, number: int) -> dict:
     return jax.tree.map(first, data)
 
 
+def with_first(task: Task, num_train: int | None) -> Task:
+    """The task on its first training examples alone; the optimum over all is not theirs."""
+    if num_train is None or not isinstance(task.train, dict):
+        return task
+    return task._replace(train=first_of(task.train, num_train), optimum=None)
+
+
 def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:
     """Train and test set of a seeded shuffle: the first `num_train` examples train."""
     order = np.random.default_rng(seed).permutation(len(x))

@@ -1,0 +1,115 @@
+"""How the processes of one run find each other: by flags, under SLURM and on TPU pods."""
+
+import os
+import sys
+import threading
+
+import jax
+from absl import flags, logging
+
+FLAGS = flags.FLAGS
+NAMES = ("coordinator_address", "num_processes", "process_id")
+AUTO = "auto"
+GRACE = 5.0  # seconds that a process which fails alone waits for the others at its exit
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    """Defines --coordinator_address, --num_processes and --process_id."""
+    own = "; unset under SLURM, on TPU pods and for one process"
+    flags.DEFINE_string(
+        NAMES[0],
+        None,
+        f"host:port of process 0, or '{AUTO}': all that JAX finds out{own}",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(NAMES[1], None, "of the run" + own, flag_values=values)
+    flags.DEFINE_integer(NAMES[2], None, "0 .. num_processes - 1" + own, flag_values=values)
+
+
+def start(values: flags.FlagValues = FLAGS) -> None:
+    """Joins the other processes, where there are any; before any other call of JAX.
+
+    By the flags; without them automatically where the environment has several tasks of one SLURM
+    step, or several hosts of a TPU pod. TPU pods that do not name their hosts in the environment
+    need --coordinator_address=auto. Otherwise nothing happens.
+
+    Args:
+      values: parsed flags of `define_flags`.
+
+    Raises:
+      ValueError: for flags that are half given or do not fit each other.
+      RuntimeError: by JAX, if it was used before.
+    """
+    if "verbosity" in values and values["verbosity"].using_default_value:
+        logging.set_verbosity(logging.WARNING)  # a checkpoint alone is told in forty lines
+    chosen = _from_flags(*(values[name].value for name in NAMES))
+    if chosen is None:
+        chosen = _from_environment(os.environ)
+    if chosen is None:
+        return
+    if jax.config.jax_cpu_collectives_implementation is None:  # "mpi" stays if somebody chose it
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX's own service would take SIGTERM for a notice, and the process would go on.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(**chosen)
+    if jax.process_count() > 1:
+        sys.excepthook = _leaving(sys.excepthook)
+
+
+def _from_flags(address, count, number) -> dict | None:
+    """Arguments of `jax.distributed.initialize`; None if no flag is given."""
+    if address == AUTO and count is None and number is None:
+        return {}
+    given = dict(zip(NAMES, (address, count, number), strict=True))
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        shown = ", ".join(f"--{k}={v}" for k, v in given.items() if v is not None)
+        raise ValueError(
+            f"{shown} without --{' and --'.join(missing)}: several processes need all three. Give "
+            "every process the same address and number, and its own --process_id; or give none."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"--coordinator_address is {address!r}: it must be host:port of process 0. Choose a "
+            f"free port there, as in --coordinator_address=localhost:8476, or {AUTO!r} alone."
+        )
+    if count < 1 or not 0 <= number < count:
+        raise ValueError(
+            f"--process_id is {number} of --num_processes={count}: ids go from 0 to the number of "
+            "processes - 1. Give every process its own."
+        )
+    return given
+
+
+def _from_environment(environment) -> dict | None:
+    """The same, from what SLURM and TPU pods set; None for a single process."""
+    # The step's tasks: a script outside of srun has the job's SLURM_NTASKS, and runs once.
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1:
+        return {"num_processes": tasks, "process_id": int(environment["SLURM_PROCID"])}
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and "tpu" not in platforms:
+        return None
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
+    slices = int(environment.get("MEGASCALE_NUM_SLICES") or 1)
+    return {} if "," in hosts or slices > 1 else None
+
+
+def _leaving(excepthook):
+    """Ends this process soon after an error that the others do not have.
+
+    At its exit a process waits for all others, and they for its part of their next collective. If
+    it leaves, whoever has started the processes sees that one has failed.
+    """
+
+    def hook(*error):
+        excepthook(*error)
+        sys.stderr.flush()
+        timer = threading.Timer(GRACE, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    return hook

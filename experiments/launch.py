@@ -1,0 +1,167 @@
+r"""Starts an experiment in several local processes on the CPU, for tests and for a look.
+
+    python -m experiments.launch --processes=2 -- experiments.cd_grab --run=mesh --workers=2
+
+Each has one device, unless XLA_FLAGS says otherwise, and its workers' data; gloo carries what they
+exchange. (Two CPU devices of one process can each wait for a collective that the other has not
+begun.) The output is that of process 0; lines of the others go to stderr, with their number.
+Ctrl-C or SIGTERM asks all processes to end, a second one ends them. On a cluster SLURM's srun does
+this work: see experiments/processes.py.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from absl import app, flags
+
+GRACE = 5.0  # seconds that the others have once one has failed; gloo lets them wait for ever
+DEVICES = "--xla_force_host_platform_device_count"
+
+FLAGS = flags.FLAGS
+
+
+def launch(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    processes: int,
+    environment: Mapping[str, str] = os.environ,
+    grace: float = GRACE,
+    stdout=None,
+    folder: str | os.PathLike | None = None,
+) -> int:
+    """Runs `python -m module` in several processes that know of each other; waits for all.
+
+    Each is given the arguments, --coordinator_address, --num_processes and --process_id.
+
+    Args:
+      module: an experiment; arguments: its flags.
+      processes: how many, >= 1.
+      environment: of all of them; the CPU and one device each are chosen where it chooses nothing.
+      grace: seconds after which the others are killed, once one has failed.
+      stdout: where process 0 prints; None is where this process does.
+      folder: in which they run; None is that of this process.
+
+    Returns:
+      The exit code of the first process that failed, 128 + n where signal n ended it; else 0.
+
+    Raises:
+      ValueError: for less than one process.
+    """
+    if processes < 1:
+        raise ValueError(f"--processes is {processes}: start at least 1.")
+    environment = _with_devices(environment)
+    shared = [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={processes}"]
+    running = []
+    try:
+        with _forwarding(running):
+            for number in range(processes):
+                command = [sys.executable, "-m", module, *arguments, *shared]
+                running.append(_started(command, number, environment, stdout, folder))
+            return _waited(running, grace)
+    finally:
+        _send(running, signal.SIGKILL)
+        for process in running:
+            process.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def _with_devices(environment):
+    xla_flags = environment.get("XLA_FLAGS", "")
+    if DEVICES not in xla_flags:
+        xla_flags = f"{xla_flags} {DEVICES}=1".strip()
+    return {"JAX_PLATFORMS": "cpu"} | dict(environment) | {"XLA_FLAGS": xla_flags}
+
+
+def _started(command, number, environment, stdout, folder):
+    """Process `number`, in a session of its own: the terminal's Ctrl-C reaches it through us."""
+    command = [*command, f"--process_id={number}"]
+    shared = {"cwd": folder, "env": environment, "start_new_session": True}
+    if number == 0:
+        return subprocess.Popen(command, stdout=stdout, **shared)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **shared
+    )
+    threading.Thread(target=_echo, args=(process.stdout, number), daemon=True).start()
+    return process
+
+
+def _echo(lines, number):
+    with lines:
+        for line in lines:
+            sys.stderr.write(f"[{number}] {line}")
+            sys.stderr.flush()
+
+
+class _forwarding:
+    """While the body runs: the first SIGINT or SIGTERM ends the processes, the second kills."""
+
+    def __init__(self, running):
+        self._running, self._asked, self._before = running, False, {}
+
+    def __enter__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, frame):
+        _send(self._running, signal.SIGKILL if self._asked else signal.SIGTERM)
+        self._asked = True
+
+
+def _send(running, number):
+    for process in running:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _waited(running, grace) -> int:
+    """Waits for all, and kills what is left `grace` seconds after a failure."""
+    failed, deadline = 0, None
+    while None in [process.poll() for process in running]:
+        codes = [process.returncode for process in running if process.returncode]
+        if codes and deadline is None:
+            failed, deadline = codes[0], time.monotonic() + grace
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    codes = [process.returncode for process in running if process.returncode]
+    code = failed or (codes[0] if codes else 0)
+    return 128 - code if code < 0 else code
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    flags.DEFINE_integer("processes", 2, "to start", lower_bound=1, flag_values=values)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) < 2:
+        raise app.UsageError(
+            "no experiment is named: python -m experiments.launch --processes=2 -- "
+            "experiments.NAME --run=mesh --workers=2"
+        )
+    sys.exit(launch(argv[1], argv[2:], processes=FLAGS.processes))
+
+
+def run() -> None:
+    define_flags()
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()
