@@ -1,0 +1,99 @@
+"""The notebooks run from a fresh kernel, as they are stored, and show what they promise."""
+
+import os
+import pathlib
+
+import pytest
+
+pytest.importorskip("ipykernel", reason="notebooks are run by ipykernel: install '.[notebooks]'")
+nbformat = pytest.importorskip("nbformat", reason="to read notebooks: install '.[notebooks]'")
+nbclient = pytest.importorskip("nbclient", reason="to run notebooks: install '.[notebooks]'")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PICTURES = {"1_orders": 2, "2_local_steps": 2, "3_echoing": 3, "4_all_together": 1}
+LARGEST = 600_000  # bytes, for a code host to show it
+
+by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def executed(path, *, devices=1):
+    """The notebook, run in a kernel that finds this tree's packages and that many CPU devices."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    notebook = read(path)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    resources = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources=resources
+    )
+    return client.execute(env=environment)
+
+
+def outputs(notebook):
+    return [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+
+
+def check_outputs(notebook, pictures):
+    found = outputs(notebook)
+    assert not [o for o in found if o.output_type == "error"]
+    assert not [o.text for o in found if o.output_type == "stream" and o.name == "stderr"]
+    assert sum("image/png" in o.get("data", {}) for o in found) == pictures
+
+
+def text_of(notebook):
+    said = [o.text for o in outputs(notebook) if o.output_type == "stream"]
+    return "\n".join([cell.source for cell in notebook.cells] + said)
+
+
+def test_every_notebook_is_known():
+    assert [path.stem for path in NOTEBOOKS] == list(PICTURES)
+
+
+@by_name
+def test_notebook_runs_without_a_warning_and_shows_its_pictures(path):
+    notebook = executed(path)
+    check_outputs(notebook, PICTURES[path.stem])
+    assert "bitwise" not in text_of(notebook) or ": True" in text_of(notebook)
+
+
+@pytest.mark.slow
+def test_local_steps_run_with_one_worker_per_device():
+    notebook = executed(ROOT / "notebooks" / "2_local_steps.ipynb", devices=4)
+    check_outputs(notebook, PICTURES["2_local_steps"])
+    assert "4 workers, one per device" in text_of(notebook)
+
+
+@by_name
+def test_stored_notebook_holds_results_and_nothing_of_a_machine(path):
+    notebook, content = read(path), path.read_text()
+    nbformat.validate(notebook)
+    check_outputs(notebook, PICTURES[path.stem])
+    assert len(content) < LARGEST
+    assert not [word for word in ("/tmp", "/home", "/root", "site-packages") if word in content]
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebook.metadata.colab == {"provenance": []}
+
+
+@by_name
+def test_notebook_has_a_title_a_set_up_cell_and_an_exercise(path):
+    notebook = read(path)
+    first, second, third = notebook.cells[:3]
+    assert first.cell_type == "markdown" and first.source.startswith("# ")
+    assert second.cell_type == third.cell_type == "code"
+    assert 'SOURCE = ".."' in second.source and "%pip install -q {JAX} {SOURCE}" in second.source
+    assert "jax.__version__" in third.source and "jax.devices()" in third.source
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert any("## Exercise" in text for text in texts)
+    assert "experiments" not in "".join(c.source for c in notebook.cells if c.cell_type == "code")
