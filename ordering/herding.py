@@ -87,6 +87,8 @@ def row_norms(rows: jax.Array, norm: float) -> jax.Array:
 
 
 class GreedyHerdingState(NamedTuple):
+    """State of one worker: the last gradient of every unit."""
+
     current: jax.Array  # int32[M]
     next: jax.Array  # int32[M]; known only when the epoch has ended
     position: jax.Array  # int32[]

@@ -9,6 +9,8 @@ import optax
 
 
 class ProximalState(NamedTuple):
+    """State of the anchor."""
+
     anchor: Any  # the parameters at the last load
 
 
