@@ -31,7 +31,7 @@ from experiments import (
     run_setting,
     writers,
 )
-from experiments.combined_report import Arm, Run
+from experiments.combined_runs import Arm, Run, finalists, run_of, runs_per_arm, whole_runs
 from experiments.echo_policies import POLICIES
 from experiments.methods import METHODS
 from experiments.run_setting import Decisions
@@ -89,9 +89,9 @@ def compare_arms(
     """
     setup, optimum = run_setting.setup_of(recipe), task.optimum() if task.optimum else None
     per_epoch = check_setup(task, setup).loads_per_epoch
-    all_records = combined_report.whole_runs(done, decisions.total_steps)
+    all_records = whole_runs(done, decisions.total_steps)
     rates = recipe.learning_rates
-    total = len(arms) * combined_report.runs_per_arm(len(rates), seeds) * decisions.total_steps
+    total = len(arms) * runs_per_arm(len(rates), seeds) * decisions.total_steps
     examples = setup.workers * setup.units_per_step * setup.unit_size
     with processes.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
         program, built_for = None, None
@@ -99,7 +99,7 @@ def compare_arms(
         def ensure(arm: Arm, run: Run):
             nonlocal program, built_for
             bar.set_description(f"{arm.label}, lr {run.learning_rate:g}, seed {run.seed}")
-            if any(combined_report.run_of(r) == run for r in all_records):
+            if any(run_of(r) == run for r in all_records):
                 bar.update(decisions.total_steps)
                 return
             plans = plans_of(arm, decisions, recipe, per_epoch, run)
@@ -120,7 +120,7 @@ def compare_arms(
         for arm in arms:
             for rate in rates:
                 ensure(arm, Run(*arm, rate, 0))
-            for rate in combined_report.finalists(all_records, arm):
+            for rate in finalists(all_records, arm):
                 for seed in range(1, seeds):
                     ensure(arm, Run(*arm, rate, seed))
     return all_records
@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> None:
     settings |= {"task": task.name, "decay": [recipe.decay_every, recipe.decay_factor]}
     settings |= setup._asdict() | decisions._asdict() | factors._asdict()
     done = records.open_folder(folder, settings, overwrite=FLAGS.overwrite)
-    kept = combined_report.whole_runs(done, decisions.total_steps)
+    kept = whole_runs(done, decisions.total_steps)
     with writers.open_writers(
         folder, tensorboard=FLAGS.tensorboard, keep=kept, run_fields=Run._fields
     ) as write:

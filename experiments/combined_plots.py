@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from experiments.combined_runs import metric_of
 from experiments.compare import interval
 from experiments.metrics import METRICS
 from experiments.plots import COLOURS, pyplot, save
@@ -21,7 +22,7 @@ def comparison(all_records, chosen, path: str, title: str) -> None:
     """
     plt = pyplot()
     above = "suboptimality" in all_records[0]
-    metric = next(name for name in METRICS if f"test_{name}" in all_records[0])
+    metric = metric_of(all_records)
     rows = [
         ("suboptimality", "train loss above the optimum")
         if above

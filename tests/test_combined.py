@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from experiments import combined, combined_report, html_report
-from experiments.combined_report import Arm, effects
+from experiments import combined, combined_effects, combined_report, combined_runs, html_report
+from experiments.combined_effects import effects
+from experiments.combined_runs import Arm
 from tests.test_train import RECIPE, STEPS, plans_of, task
 
 DECISIONS = dict(
@@ -43,12 +44,12 @@ def test_a_main_effect_is_the_mean_change_and_its_interval_is_over_seeds():
 
 
 def test_effects_are_shown_as_factors_and_bold_where_there_is_one():
-    effect = combined_report.Effect(("order",), np.log(0.5), np.log(1.25))
-    assert combined_report.shown(effect, relative=True) == "**× 0.50 (0.40 to 0.62)**"
-    unclear = combined_report.Effect(("order",), 0.1, 0.2)
-    assert combined_report.shown(unclear, relative=False) == "+0.10 (-0.10 to +0.30)"
-    single = combined_report.Effect(("order",), np.log(2), float("nan"))
-    assert combined_report.shown(single, relative=True) == "× 2.00"
+    effect = combined_effects.Effect(("order",), np.log(0.5), np.log(1.25))
+    assert combined_effects.shown(effect, relative=True) == "**× 0.50 (0.40 to 0.62)**"
+    unclear = combined_effects.Effect(("order",), 0.1, 0.2)
+    assert combined_effects.shown(unclear, relative=False) == "+0.10 (-0.10 to +0.30)"
+    single = combined_effects.Effect(("order",), np.log(2), float("nan"))
+    assert combined_effects.shown(single, relative=True) == "× 2.00"
 
 
 def test_a_price_takes_the_slower_of_steps_and_loads():
@@ -73,9 +74,9 @@ def compared():
 def test_every_arm_runs_and_a_comparison_goes_on_where_it_was(compared):
     recipe, decisions, arms, options, found, written = compared
     assert found == written
-    runs = {combined_report.run_of(r) for r in found}
-    assert len(runs) == 8 * 4 == len(arms) * combined_report.runs_per_arm(2, 2)
-    assert {combined_report.arm_of(r) for r in found} == set(arms)
+    runs = {combined_runs.run_of(r) for r in found}
+    assert len(runs) == 8 * 4 == len(arms) * combined_runs.runs_per_arm(2, 2)
+    assert {combined_runs.arm_of(r) for r in found} == set(arms)
     again = []
     cut = found[:-6]  # the last run and half of the one before are missing
     same = combined.compare_arms(
@@ -92,7 +93,7 @@ def test_every_arm_runs_and_a_comparison_goes_on_where_it_was(compared):
 
 def test_arms_begin_alike_and_differ_in_what_they_decide(compared):
     _, _, arms, _, found, _ = compared
-    ends = {(a, s): r for r in found for a, s in [(combined_report.arm_of(r), r["seed"])]}
+    ends = {(a, s): r for r in found for a, s in [(combined_runs.arm_of(r), r["seed"])]}
     plans = plans_of()
     for arm in arms:
         end = ends[arm, 0]
@@ -125,10 +126,10 @@ def test_a_diverged_rate_is_out(compared):
     recipe = recipe._replace(learning_rates=(0.3, 1e30))
     found = combined.compare_arms(task(), recipe, decisions, arms[:1], **options)
     assert [r["learning_rate"] for r in found if r["diverged"]] == [1e30]
-    assert combined_report.best_rate(found, arms[0]) == 0.3
+    assert combined_runs.best_rate(found, arms[0]) == 0.3
     lost = [r for r in found if r["learning_rate"] == 1e30]
     with pytest.raises(ValueError, match="D-RR . parallel . no echo has no learning rate"):
-        combined_report.at_best(lost, arms[:1])
+        combined_runs.at_best(lost, arms[:1])
 
 
 def test_what_arms_cost_is_known_before(compared):
@@ -136,7 +137,7 @@ def test_what_arms_cost_is_known_before(compared):
     machines = combined_report.prices(4.0, 2.0)
     text = combined.forecast(arms, decisions, recipe, 4, machines)
     line = next(line for line in text.splitlines() if line.startswith(f"| {arms[-1].label} "))
-    end = next(r for r in found if combined_report.arm_of(r) == arms[-1] and r["step"] == STEPS)
+    end = next(r for r in found if combined_runs.arm_of(r) == arms[-1] and r["step"] == STEPS)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:3] == [str(end["loads"]), str(end["rounds"])]
     assert cells[4] == str(STEPS)
