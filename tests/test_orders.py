@@ -37,7 +37,7 @@ def test_equals_reference(name, num_units, units_per_step):
     np.testing.assert_array_equal(orders, expected)
 
 
-@pytest.mark.parametrize("name", tables.ORDERS)
+@pytest.mark.parametrize("name", [n for n, row in tables.ORDERS.items() if row.observes])
 def test_units_per_step_does_not_change_the_order(name):
     gradients = tables.whole_numbers((2, 12, 5))
     all_orders = [
@@ -48,8 +48,11 @@ def test_units_per_step_does_not_change_the_order(name):
         np.testing.assert_array_equal(all_orders[0], other)
 
 
-@pytest.mark.parametrize("name", tables.ORDERS)
-@pytest.mark.parametrize("units_per_step", [2, 3])
+EVEN_STEPS = [(2, n) for n, row in tables.ORDERS.items() if row.coordinated]
+
+
+# Split pairs are the harder case; an even step differs in what coordinated orders send.
+@pytest.mark.parametrize("units_per_step,name", [*((3, n) for n in tables.ORDERS), *EVEN_STEPS])
 def test_vmap_equals_shard_map(name, units_per_step):
     order = tables.ORDERS[name].make(10, units_per_step)
     gradients = tables.whole_numbers((8, 10, 7))
@@ -107,7 +110,7 @@ def test_same_key_same_first_order_for_all_orders():
         np.testing.assert_array_equal(firsts[0], first)
 
 
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(st.integers(1, 40), st.data())
 def test_pair_balance_property(num_units, data):
     units_per_step = data.draw(st.integers(1, num_units))
