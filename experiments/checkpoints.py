@@ -1,6 +1,7 @@
 """Checkpoints of whole runs: orbax writes them asynchronously, atomically, from all processes."""
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 
@@ -67,7 +68,7 @@ def restore(manager, plans: Plans, start: State) -> tuple[At, State, Look]:
     found = manager.restore(step, args=args)
     position = found["position"]
     for name, digest in _digests(plans).items():
-        if position["plans"][name] != digest:
+        if position["plans"].get(name) != digest:
             raise ValueError(
                 f"the checkpoint of step {step} belongs to another {name} plan: give the command "
                 "that made it, choose another --output_dir, or pass --overwrite."
@@ -79,4 +80,5 @@ def restore(manager, plans: Plans, start: State) -> tuple[At, State, Look]:
 def _digests(plans: Plans) -> dict:
     """Hashes of what is decided before the run."""
     echo = plans.echo.digest() if isinstance(plans.echo, ordering.EchoPlan) else "measured"
-    return {"sync": plans.sync.digest(), "echo": echo}
+    rates = hashlib.sha256(np.asarray(plans.rates, "<f4").tobytes()).hexdigest()
+    return {"sync": plans.sync.digest(), "echo": echo, "learning rate": rates}

@@ -40,7 +40,7 @@ def start(values: flags.FlagValues = FLAGS) -> None:
       ValueError: for flags that are half given or do not fit each other.
       RuntimeError: by JAX, if it was used before.
     """
-    if "verbosity" in values and values["verbosity"].using_default_value:
+    if "verbosity" in values and not values["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # a checkpoint alone is told in forty lines
     chosen = _from_flags(*(values[name].value for name in NAMES))
     if chosen is None:

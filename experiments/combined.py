@@ -37,7 +37,8 @@ from experiments.methods import METHODS
 from experiments.run_setting import Decisions
 from experiments.sync_rules import RULES
 from experiments.tasks import Recipe, Task
-from experiments.whole import build, check_setup, order_volume
+from experiments.volume import order_sent
+from experiments.whole import build, check_setup, num_params
 
 FLAGS = flags.FLAGS
 
@@ -99,7 +100,7 @@ def compare_arms(
         def ensure(arm: Arm, run: Run):
             nonlocal program, built_for
             bar.set_description(f"{arm.label}, lr {run.learning_rate:g}, seed {run.seed}")
-            if any(run_of(r) == run for r in all_records):
+            if any(run_of(r) == run for r in all_records):  # of an earlier call
                 bar.update(decisions.total_steps)
                 return
             plans = plans_of(arm, decisions, recipe, per_epoch, run)
@@ -120,9 +121,14 @@ def compare_arms(
         for arm in arms:
             for rate in rates:
                 ensure(arm, Run(*arm, rate, 0))
-            for rate in finalists(all_records, arm):
-                for seed in range(1, seeds):
-                    ensure(arm, Run(*arm, rate, seed))
+            # A rate at which a later seed diverges is out, and the next best takes its place.
+            while missing := [
+                Run(*arm, rate, seed)
+                for rate in finalists(all_records, arm)
+                for seed in range(1, seeds)
+                if not any(run_of(r) == Run(*arm, rate, seed) for r in all_records)
+            ]:
+                ensure(arm, missing[0])
     return all_records
 
 
@@ -145,12 +151,15 @@ def plans_of(arm: Arm, decisions: Decisions, recipe: Recipe, per_epoch: int, run
     return run_setting.plans_of(own, recipe, per_epoch, rate=run.learning_rate, seed=run.seed)
 
 
-def forecast(arms, decisions, recipe, per_epoch, machines) -> str:
+def forecast(task, arms, decisions, recipe, machines) -> str:
     """What the arms cost, known before a run."""
-    setup = run_setting.setup_of(recipe)
-    plans = {arm: plans_of(arm, decisions, recipe, per_epoch, Run(*arm, 1.0, 0)) for arm in arms}
-    volumes = {arm: order_volume(METHODS[arm.order], setup) for arm in arms}
-    return combined_report.forecast(arms, plans, machines, volumes)
+    sizes, count = check_setup(task, run_setting.setup_of(recipe)), num_params(task.model)
+    plans = {
+        arm: plans_of(arm, decisions, recipe, sizes.loads_per_epoch, Run(*arm, 1.0, 0))
+        for arm in arms
+    }
+    sent = {arm: order_sent(METHODS[arm.order], sizes, count) for arm in arms}
+    return combined_report.forecast(plans, sent, machines)
 
 
 def trained(program, plans: loop.Plans, run: Run, evaluations: int, optimum) -> Iterator[dict]:
@@ -159,7 +168,8 @@ def trained(program, plans: loop.Plans, run: Run, evaluations: int, optimum) -> 
     try:
         loop.train(program, plans, state, evaluations=evaluations, on_record=found.append)
     except FloatingPointError as error:
-        last = found[-1] if found else {"batch_loss": float("inf"), "seconds": 0.0}
+        nothing = {"batch_loss": float("inf"), "train_loss": float("inf"), "seconds": 0.0}
+        last = found[-1] if found else nothing
         found.append(last | {"step": plans.total_steps, "diverged": str(error)})
     for record in found:
         above = {} if optimum is None else {"suboptimality": record["train_loss"] - optimum}
@@ -187,11 +197,15 @@ def main(argv: Sequence[str]) -> None:
     del argv
     processes.start()
     task, recipe = run_setting.task_from_flags()
-    if FLAGS.learning_rates:
-        recipe = recipe._replace(learning_rates=tuple(float(r) for r in FLAGS.learning_rates))
     factors = Factors(FLAGS.order, FLAGS.sync, FLAGS.echo)
     if same := {"rr", "parallel", "none"} & set(factors):
         raise app.UsageError(f"--order, --sync, --echo name {same}: that is the first level.")
+    if POLICIES[FLAGS.echo].timed:
+        plans = [name for name, policy in POLICIES.items() if not policy.timed]
+        raise app.UsageError(
+            f"--echo is {FLAGS.echo}, which follows slow input, and data on the devices are not "
+            f"slow: choose one of {', '.join(plans[1:])}."
+        )
     setup = run_setting.setup_of(recipe)
     sizes = check_setup(task, setup)
     decisions = run_setting.decisions_from_flags(
@@ -199,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
     )
     machines = combined_report.prices(FLAGS.load_steps, FLAGS.sync_steps)
     if FLAGS.dry_run:
-        print(forecast(factors.arms, decisions, recipe, sizes.loads_per_epoch, machines))
+        processes.say(forecast(task, factors.arms, decisions, recipe, machines))
         return
     folder = FLAGS.output_dir or os.path.join("results", f"combined_{task.name}")
     settings = {name: FLAGS[name].value for name in ("model", "num_train", "evaluations", "run")}

@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.combined_runs import FACTORS, Arm, metric_of, objective, reached, target_of
+from experiments.combined_runs import (
+    FACTORS,
+    Arm,
+    above_optimum,
+    metric_of,
+    objective,
+    reached,
+    target_of,
+)
 from experiments.compare import interval
 from experiments.metrics import METRICS
 
@@ -29,7 +37,7 @@ class Response(NamedTuple):
 def responses(all_records: Sequence[dict]) -> list[Response]:
     metric = metric_of(all_records)
     points = metric == "accuracy"
-    above = " above the optimum" if "suboptimality" in all_records[0] else ""
+    above = above_optimum(all_records)
 
     def tested(run, target):
         return run[-1][f"test_{metric}"] * (100 if points else 1)

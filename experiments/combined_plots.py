@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments.combined_runs import metric_of
+from experiments.combined_runs import above_optimum, metric_of
 from experiments.compare import interval
 from experiments.metrics import METRICS
 from experiments.plots import COLOURS, pyplot, save
@@ -21,7 +21,7 @@ def comparison(all_records, chosen, path: str, title: str) -> None:
     Mean and 95 % interval over seeds; a colour per order and sync, dashed with echoing.
     """
     plt = pyplot()
-    above = "suboptimality" in all_records[0]
+    above = above_optimum(all_records)
     metric = metric_of(all_records)
     rows = [
         ("suboptimality", "train loss above the optimum")

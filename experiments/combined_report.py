@@ -9,9 +9,20 @@ import numpy as np
 
 from experiments import combined_plots, records
 from experiments.combined_effects import effects, effects_of, responses, shown
-from experiments.combined_runs import Arm, at_best, metric_of, objective, reached, target_of
+from experiments.combined_runs import (
+    Arm,
+    above_optimum,
+    at_best,
+    metric_of,
+    objective,
+    reached,
+    target_of,
+    until,
+)
 from experiments.compare import interval, markdown, show
 from experiments.metrics import METRICS
+
+WINDOWS = 50  # of a forecast
 
 
 class Price(NamedTuple):
@@ -32,16 +43,22 @@ def prices(load: float, sync: float) -> list[Price]:
     ]
 
 
-def priced(record: dict, price: Price) -> float:
-    """Time in steps of computation: input beside the steps, what is sent between them."""
-    return max(record["step"], price.load * record["loads"]) + price.sync * record["sent"]
+def priced(run: Sequence[dict], price: Price) -> float:
+    """Time in steps of computation, up to the last of a run's records.
+
+    From record to record input is read beside the steps, the slower of both counts; what is sent
+    comes between them.
+    """
+    steps, loads = (np.diff([r[name] for r in run], prepend=0) for name in ("step", "loads"))
+    waited = np.maximum(steps, price.load * loads).sum()
+    return float(waited + price.sync * run[-1]["sent"])
 
 
 def table(all_records: Sequence[dict], chosen: dict[Arm, list[list[dict]]]) -> str:
     """Markdown: every arm at its own best rate, and what it takes to the target."""
     target, metric, rows = target_of(chosen), metric_of(all_records), []
     tried = sorted({r["learning_rate"] for r in all_records})
-    above = " above the optimum" if "suboptimality" in all_records[0] else ""
+    above = above_optimum(all_records)
     for arm, runs in chosen.items():
         rate = runs[0][-1]["learning_rate"]
         edge = " (edge)" if rate in (tried[0], tried[-1]) and len(tried) > 1 else ""
@@ -87,7 +104,7 @@ def priced_table(chosen: dict[Arm, list[list[dict]]], machines: Sequence[Price])
     first = next(iter(chosen.values()))
 
     def times(runs, price):
-        return np.log([priced(reached(run, target), price) for run in runs])
+        return np.log([priced(until(run, target), price) for run in runs])
 
     rows = []
     for arm, runs in chosen.items():
@@ -135,19 +152,21 @@ def report(
     return "\n\n".join(texts.values())
 
 
-def forecast(arms, plans: dict, machines: Sequence[Price], order_volumes: dict) -> str:
-    """What the arms cost, known before a run: loads, rounds, what is sent, and priced time."""
+def forecast(plans: dict, order_sent: dict, machines: Sequence[Price]) -> str:
+    """What the arms cost, known before a run: loads, rounds, what is sent, and priced time.
+
+    Args:
+      plans: {arm: its plans}; order_sent: {arm: what its order sends after a number of loads}.
+    """
     rows = []
-    for arm in arms:
-        plan = plans[arm]
-        end = {
-            "step": plan.total_steps,
-            "loads": plan.echo.loads,
-            "sent": plan.sync.rounds + order_volumes[arm] * plan.echo.loads,
-        }
+    for arm, plan in plans.items():
+        steps = np.linspace(0, plan.total_steps, WINDOWS + 1).astype(int)[1:]
+        loads = plan.echo.loads_before(steps)
+        sent = plan.sync.rounds + order_sent[arm](plan.echo.loads)
+        ends = [{"step": t, "loads": n, "sent": sent} for t, n in zip(steps, loads, strict=True)]
         rows.append(
-            {"arm": arm.label, "loads": end["loads"], "rounds": plan.sync.rounds}
-            | {"sent, in all-reduces": f"{end['sent']:.0f}"}
-            | {price.label: f"{priced(end, price):.0f}" for price in machines}
+            {"arm": arm.label, "loads": plan.echo.loads, "rounds": plan.sync.rounds}
+            | {"sent, in all-reduces": f"{sent:.0f}"}
+            | {price.label: f"{priced(ends, price):.0f}" for price in machines}
         )
     return markdown(rows)

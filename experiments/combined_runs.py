@@ -90,7 +90,7 @@ def at_best(all_records: Sequence[dict], arms: Sequence[Arm]) -> dict[Arm, list[
     """{arm: one list of records per seed}, at every arm's own best rate.
 
     Raises:
-      ValueError: where an arm diverged at every rate.
+      ValueError: where an arm diverged at every rate, or has fewer seeds than another.
     """
     chosen = {}
     for arm in arms:
@@ -103,6 +103,12 @@ def at_best(all_records: Sequence[dict], arms: Sequence[Arm]) -> dict[Arm, list[
         own = [r for r in all_records if arm_of(r) == arm and r["learning_rate"] == rate]
         seeds = sorted({r["seed"] for r in own})
         chosen[arm] = [[r for r in own if r["seed"] == seed] for seed in seeds]
+    counts = {arm.label: len(runs) for arm, runs in chosen.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"the arms' best rates have runs of {counts} seeds, for others diverged: pass more and "
+            "lower --learning_rates."
+        )
     return chosen
 
 
@@ -111,11 +117,23 @@ def target_of(chosen: dict[Arm, list[list[dict]]]) -> float:
     return max(objective(run[-1]) for runs in chosen.values() for run in runs)
 
 
+def until(run: Sequence[dict], target: float) -> list[dict]:
+    """The records of a run up to the first at or below the target."""
+    first = next(i for i, r in enumerate(run) if objective(r) <= target)
+    return list(run[: first + 1])
+
+
 def reached(run: Sequence[dict], target: float) -> dict:
     """The first record of a run at or below the target."""
-    return next(r for r in run if objective(r) <= target)
+    return until(run, target)[-1]
+
+
+def above_optimum(all_records: Sequence[dict]) -> str:
+    """Words for what is compared, where the minimum of the train loss is known; else ""."""
+    return " above the optimum" if "suboptimality" in all_records[0] else ""
 
 
 def metric_of(all_records: Sequence[dict]) -> str:
     """The name of the metric that the test set measures."""
-    return next(name for name in METRICS if f"test_{name}" in all_records[0])
+    names = set().union(*all_records)  # a run that diverged at once has none
+    return next(name for name in METRICS if f"test_{name}" in names)

@@ -44,7 +44,7 @@ class Arm(NamedTuple):
 
 
 def _arm(policy: str, *rest) -> Arm:
-    return Arm(*POLICIES[policy], *rest)
+    return Arm(*POLICIES[policy][:2], *rest)
 
 
 def _every_step(s: Setting) -> local_opt.SyncPlan:

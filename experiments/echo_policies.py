@@ -21,6 +21,7 @@ class Setting(NamedTuple):
 class Policy(NamedTuple):
     label: str
     make: Callable[[Setting], ordering.EchoPlan | ordering.Measured]
+    timed: bool = False  # True: decides while the run goes on, by how fast its input is
 
 
 # p from 1 to 1 / e over the horizon; the first of them is at its end from the start.
@@ -63,5 +64,5 @@ POLICIES = {
     "diffusion_linear": Policy("error diffusion, linear p", _error_diffusion("linear")),
     "diffusion_multistep": Policy("error diffusion, multi-step p", _error_diffusion("multi-step")),
     "diffusion_cosine": Policy("error diffusion, cosine p", _error_diffusion("cosine")),
-    "measured": Policy("measured", _measured),
+    "measured": Policy("measured", _measured, timed=True),
 }

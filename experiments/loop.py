@@ -150,7 +150,7 @@ class Look(NamedTuple):
 def look(program: Program, plans: Plans, at: At, state: State, before: Look) -> dict:
     """A record of the run where it stands."""
     stop_if_not_finite(state, before.batch_loss)
-    sent = at.rounds + program.order_volume * at.loads
+    sent = at.rounds + program.order_sent(at.loads)
     losses = on_host(state.seen.loss)
     return {
         "step": at.step,
@@ -235,12 +235,14 @@ def train(
 
 def warm_up(program: Program, plans: Plans) -> None:
     """Compiles what a run needs, by a step of each kind, before a clock runs."""
-    state, rate = program.init(0), np.float32(plans.rates[0])
+    state, rate, sizes = program.init(0), np.float32(plans.rates[0]), program.sizes
     echoes = plans.timed or plans.echo.loads < plans.total_steps
     kinds = [program.fresh] + [program.echoed] * echoes
-    with program.input.open(see(state.orders), 0, 0, None) as batches:
-        batch = next(iter(batches))
-    for step in kinds:
-        state = step(state, batch, rate, np.int32(0), np.int32(0))
+    # The last step of an epoch may be shorter, and is another shape.
+    for load in {0, sizes.loads_per_epoch - 1 if sizes.num_units % sizes.units_per_step else 0}:
+        with program.input.open(see(state.orders), load, 0, None) as batches:
+            batch = next(iter(batches))
+        for step in kinds:
+            state = step(state, batch, rate, np.int32(0), np.int32(0))
     state = program.next_epoch(program.forget(program.meet(state, rate)))
     program.evaluate(state.params)

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Sequence
 
+import ordering
 from experiments import checkpoints, interrupts, loop, processes, writers
 
 
@@ -44,7 +45,7 @@ def train_in(
         _save_plans(folder, plans)
         kept = [record for record in done if record["step"] <= at.step]
         if at.step:
-            _say(f"Goes on from the checkpoint of step {at.step}.")
+            processes.say(f"Goes on from the checkpoint of step {at.step}.")
         saving = loop.Saving(
             due=lambda step: (
                 step == total or bool(checkpoint_every and not step % checkpoint_every)
@@ -71,25 +72,30 @@ def train_in(
                 before=seen,
                 saving=saving,
             )
+    if plans.timed:
+        _save(folder, "echo_plan", ordering.EchoPlan(list(at.decided), "measured"))
     if at.step < total:
-        _say(f"Stopped and saved at step {at.step} of {total}: the same command goes on.")
+        again = "the same command, without --overwrite," if overwrite else "the same command"
+        processes.say(f"Stopped and saved at step {at.step} of {total}: {again} goes on.")
         return signals[0] if signals else 1
-    _say(f"Written to {folder}: metrics.jsonl, metrics.csv, plans, checkpoints")
+    processes.say(f"Written to {folder}: metrics.jsonl, metrics.csv, plans, checkpoints")
     return 0
 
 
 def _save_plans(folder, plans):
-    if not processes.is_first():
-        return
-    os.makedirs(folder, exist_ok=True)
-    plans.sync.save(os.path.join(folder, "sync_plan.json"))
+    """Plans that are known before the run; what was measured is one when it has ended."""
+    _save(folder, "sync_plan", plans.sync)
     if not plans.timed:
-        plans.echo.save(os.path.join(folder, "echo_plan.json"))
+        _save(folder, "echo_plan", plans.echo)
+    elif processes.is_first():
+        with contextlib.suppress(FileNotFoundError):  # of another policy
+            os.remove(os.path.join(folder, "echo_plan.json"))
 
 
-def _say(text):
+def _save(folder, name, plan):
     if processes.is_first():
-        print(text)
+        os.makedirs(folder, exist_ok=True)
+        plan.save(os.path.join(folder, f"{name}.json"))
 
 
 @contextlib.contextmanager

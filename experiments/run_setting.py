@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 from absl import flags
 
-from experiments import loop, optimizers, processes
+from experiments import loop, optimizers, processes, training
 from experiments.echo_policies import POLICIES
 from experiments.echo_policies import Setting as EchoSetting
 from experiments.sync_rules import RULES
@@ -35,6 +35,13 @@ class Decisions(NamedTuple):
 def plans_of(decisions: Decisions, recipe: Recipe, loads_per_epoch: int, *, rate, seed):
     """The plans of a run, made before it: when to meet, when to load, and the learning rates."""
     d = decisions
+    if d.total_steps < 1 or not 0 <= d.warmup_steps < d.total_steps:
+        raise ValueError(
+            f"--warmup_steps is {d.warmup_steps} of {d.total_steps} steps: a run has at least one "
+            "step after its warmup. Raise --total_steps (or --epochs), or lower the warmup."
+        )
+    if not d.growth > 0:
+        raise ValueError(f"--growth is {d.growth}: alpha / peak rate of QSR must be positive.")
     shape = optimizers.shape(
         d.schedule,
         total_steps=d.total_steps,
@@ -95,12 +102,20 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
 
 
 def task_from_flags(values: flags.FlagValues = FLAGS) -> tuple[Task, Recipe]:
-    """The task, and its recipe with the flags that are set in place of its fields."""
+    """The task, and its recipe with the flags that are set in place of its fields.
+
+    Raises:
+      ValueError: for a recipe that cannot run.
+    """
     chosen = {"model": values.model} if values.model else {}
     task = TASKS[values.task](values.data_dir, abstract=values.dry_run, **chosen)
     task = with_first(task, values.num_train)
     given = {name: values[name].value for name in Recipe._fields if name in values}
-    return task, task.recipe._replace(**{k: v for k, v in given.items() if v is not None})
+    if given.get("learning_rates"):
+        given["learning_rates"] = tuple(float(r) for r in given["learning_rates"])
+    recipe = task.recipe._replace(**{k: v for k, v in given.items() if v is not None})
+    training.check_recipe(recipe)
+    return task, recipe
 
 
 def decisions_from_flags(

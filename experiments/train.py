@@ -15,15 +15,16 @@ take fewer loads.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import app, flags
 
-from experiments import loop, processes, records, resumable, run_setting, writers
+from experiments import loop, processes, records, resumable, run_setting, training, writers
 from experiments.echo_policies import POLICIES
 from experiments.methods import METHODS
 from experiments.sync_rules import RULES
-from experiments.whole import build, check_setup, order_volume
+from experiments.volume import order_sent
+from experiments.whole import build, check_setup, num_params
 
 FLAGS = flags.FLAGS
 
@@ -38,18 +39,18 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_float, "learning_rate", None, "peak; the middle of the task's if unset")
     define(flags.DEFINE_integer, "seed", 0, "of parameters, orders and coins", lower_bound=0)
     define(flags.DEFINE_integer, "evaluations", 10, "over the run", lower_bound=1)
-    define(flags.DEFINE_integer, "checkpoint_every", 500, "steps; 0: only at the end")
+    define(flags.DEFINE_integer, "checkpoint_every", 500, "steps; 0: at the end", lower_bound=0)
     define(flags.DEFINE_enum, "input", "device", "where batches come from", ["device", "stream"])
     run_setting.define_flags(values)
     writers.define_flags(values)
     define(flags.DEFINE_string, "output_dir", None, "results/train_TASK if unset")
 
 
-def describe(plans: loop.Plans, order_volume: float) -> str:
-    """All that is known before the run."""
+def describe(plans: loop.Plans, order_sent: Callable[[int], float]) -> str:
+    """All that is known before the run; `order_sent` as of `volume`."""
     if plans.timed:
         return f"{plans.sync.describe()}\n\nechoing follows the input: loads are not known before"
-    order = order_volume * plans.echo.loads / plans.total_steps
+    order = order_sent(plans.echo.loads) / plans.total_steps
     return (
         f"{plans.sync.describe()}\n\n{plans.echo.describe()}\n\nvolume: {plans.sync.volume:.3%} "
         f"by syncs and {order:.3%} by the order, of an all-reduce in every step"
@@ -65,13 +66,16 @@ def main(argv: Sequence[str]) -> None:
     decisions = run_setting.decisions_from_flags(
         recipe, sizes.loads_per_epoch, sync=FLAGS.sync, echo=FLAGS.echo
     )
-    rate = FLAGS.learning_rate or recipe.learning_rates[len(recipe.learning_rates) // 2]
+    rate = FLAGS.learning_rate
+    if rate is None:
+        rate = recipe.learning_rates[len(recipe.learning_rates) // 2]
+    training.check_recipe(recipe._replace(learning_rates=(rate,)))
     plans = run_setting.plans_of(
         decisions, recipe, sizes.loads_per_epoch, rate=rate, seed=FLAGS.seed
     )
     method = METHODS[FLAGS.order]
     if FLAGS.dry_run:
-        print(describe(plans, order_volume(method, setup)))
+        processes.say(describe(plans, order_sent(method, sizes, num_params(task.model))))
         return
     program = build(
         task,

@@ -146,7 +146,7 @@ def check_units(task, observed):
             "--unit_size=2 or more, or choose another --model."
         )
     if observed:
-        few = jax.tree.map(lambda x: jnp.asarray(x[:3]), task.train)
+        few = jax.tree.map(jnp.asarray, ordering.reader(task.train)[1](np.arange(3)))
         params = task.model.init(jax.random.key(0))
         ordering.check_separable(task.model.loss, params, few, jax.random.key(0))
 

@@ -22,6 +22,7 @@ from experiments.partition import partition
 from experiments.processes import on_host, own_workers, place
 from experiments.steps import bad_unit, unit_gradients
 from experiments.tasks import Task
+from experiments.volume import order_sent
 from local_opt import runners
 
 
@@ -66,18 +67,20 @@ class Program(NamedTuple):
     forget: Callable  # state -> state with nothing seen
     next_epoch: Callable  # state -> state
     evaluate: Callable  # params [W, ...] -> {"train_loss": float, "test_METRIC": float}
-    order_volume: float  # what the order sends in a fresh step, as a share of an all-reduce
+    order_sent: Callable  # loads -> what the order has sent, in all-reduces
 
 
 def check_setup(task: Task, setup: Setup) -> loads.Sizes:
     """The sizes of a run; ValueError where the data are too few for the workers."""
     per_unit = setup.workers * setup.unit_size
     size = evaluate.size_of(task.train)
-    if min(setup.workers, setup.unit_size) < 1 or per_unit > size:
+    for name in ("workers", "unit_size"):
+        if getattr(setup, name) < 1:
+            raise ValueError(f"--{name} is {getattr(setup, name)}: pass a whole number >= 1.")
+    if per_unit > size:
         raise ValueError(
             f"{setup.workers} workers with units of {setup.unit_size} examples need at least "
-            f"{per_unit} examples (both at least 1); the training set has {size}. Lower "
-            "--workers or --unit_size."
+            f"{per_unit} examples; the training set has {size}. Lower --workers or --unit_size."
         )
     ordering.check_units_per_step(size // per_unit, setup.units_per_step)
     return loads.Sizes(setup.workers, size // per_unit, setup.units_per_step, setup.unit_size)
@@ -144,7 +147,7 @@ def build(
         jitted(lambda state: (state._replace(seen=nothing_seen()),)),
         jitted(next_epoch),
         evaluator(task, setup),
-        order_volume(method, setup),
+        order_sent(method, sizes, num_params(task.model)),
     )
 
 
@@ -192,17 +195,6 @@ def nothing_seen() -> Seen:
     return Seen(jnp.zeros(()), none, none)
 
 
-def order_volume(method: Method, setup: Setup) -> float:
-    """What the coordination of an order sends per fresh step, as a share of an all-reduce.
-
-    An all-to-all of n gradients is n / 2 all-reduces; pairs of one step are sent as differences.
-    """
-    if not method.coordinated or setup.workers == 1:
-        return 0.0
-    units = setup.units_per_step
-    return (units if units % 2 else units // 2) / 2
-
-
 def _initial(model, order, rounds, workers, run, mesh):
     sharding = runners.owned_sharding(mesh)
     model_init = jax.jit(model.init)
@@ -236,6 +228,12 @@ def _input(task, sizes, run, streamed, mesh):
     return loads.resident(place(units, sharding), sizes, run)
 
 
+def num_params(model) -> int:
+    """D, without making any."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
 def evaluator(task: Task, setup: Setup) -> Callable:
     """`params [W, ...] -> measures` of the mean model, equal on all processes.
 
@@ -256,7 +254,8 @@ def evaluator(task: Task, setup: Setup) -> Callable:
 def _of_sources(task, recipe):
     batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
     size = evaluate.size_of(task.test)
-    train, test = (evaluate.part_of(part, 0, size) for part in (task.train, task.test))
+    test = evaluate.part_of(task.test, 0, size)
+    train = evaluate.part_of(task.train, 0, min(size, evaluate.size_of(task.train)))
     moments = evaluate.moments(task.model, task.train, batch_size)
     measures = evaluate.over_parts(evaluate.loss_and_accuracy(task.model))
 

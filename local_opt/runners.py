@@ -84,8 +84,9 @@ def worker_mesh(workers: int) -> Mesh:
     devices = jax.devices()
     if workers > len(devices):
         raise ValueError(
-            f"{workers} workers need as many devices, and {len(devices)} are here: use "
-            "one device to simulate them."
+            f"{workers} workers need as many devices, and {len(devices)} are here: take fewer "
+            "workers, or use one device to simulate them (without --run=mesh). On a CPU "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={workers} makes more."
         )
     taking_part = {device.process_index for device in devices[:workers]}
     if len(taking_part) < jax.process_count():

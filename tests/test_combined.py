@@ -5,15 +5,25 @@ import json
 import numpy as np
 import pytest
 
-from experiments import combined, combined_effects, combined_report, combined_runs, html_report
+from experiments import (
+    combined,
+    combined_effects,
+    combined_report,
+    combined_runs,
+    html_report,
+    loads,
+    volume,
+)
 from experiments.combined_effects import effects
 from experiments.combined_runs import Arm
-from tests.test_train import RECIPE, STEPS, plans_of, task
+from experiments.methods import METHODS
+from tests.test_train import PER_STEP, RECIPE, STEPS, UNITS, WORKERS, plans_of, task
 
 DECISIONS = dict(
     sync="qsr", echo="diffusion_cosine", total_steps=STEPS, schedule="cosine", floor=0.01,
     warmup_steps=3, h_base=2, growth=1.5, h_max=None, echo_factor=3,
 )  # fmt: skip
+SIZES = loads.Sizes(WORKERS, UNITS, PER_STEP, 1)
 FACTORS = combined.Factors("cd_grab", "qsr", "diffusion_cosine")
 
 
@@ -53,9 +63,11 @@ def test_effects_are_shown_as_factors_and_bold_where_there_is_one():
 
 
 def test_a_price_takes_the_slower_of_steps_and_loads():
-    record = {"step": 100, "loads": 40, "sent": 10}
+    run = [{"step": 50, "loads": 40, "sent": 5}, {"step": 100, "loads": 45, "sent": 10}]
     machines = combined_report.prices(4.0, 2.0)
-    assert [combined_report.priced(record, m) for m in machines] == [100, 160, 120, 180]
+    # 40 loads of 4 steps hold the first 50 steps up; 5 of them hide behind the next 50.
+    found = [combined_report.priced(run, machine) for machine in machines]
+    assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 20]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +112,9 @@ def test_arms_begin_alike_and_differ_in_what_they_decide(compared):
         assert end["step"] == STEPS
         assert end["loads"] == (STEPS if arm.echo == "none" else plans.echo.loads)
         assert end["rounds"] == (STEPS if arm.sync == "parallel" else plans.sync.rounds)
-        order = 1.5 * end["loads"] if arm.order == "cd_grab" else 0
-        assert end["sent"] == end["rounds"] + order
+        sent = volume.order_sent(METHODS[arm.order], SIZES, 18)
+        assert end["sent"] == end["rounds"] + sent(end["loads"])
+        assert (sent(end["loads"]) > 0) == (arm.order == "cd_grab")
 
 
 def test_the_report_has_tables_pictures_and_one_page(compared, tmp_path):
@@ -128,6 +141,7 @@ def test_a_diverged_rate_is_out(compared):
     assert [r["learning_rate"] for r in found if r["diverged"]] == [1e30]
     assert combined_runs.best_rate(found, arms[0]) == 0.3
     lost = [r for r in found if r["learning_rate"] == 1e30]
+    assert combined_runs.metric_of(lost + found) == "accuracy"
     with pytest.raises(ValueError, match="D-RR . parallel . no echo has no learning rate"):
         combined_runs.at_best(lost, arms[:1])
 
@@ -135,12 +149,37 @@ def test_a_diverged_rate_is_out(compared):
 def test_what_arms_cost_is_known_before(compared):
     recipe, decisions, arms, _, found, _ = compared
     machines = combined_report.prices(4.0, 2.0)
-    text = combined.forecast(arms, decisions, recipe, 4, machines)
+    text = combined.forecast(task(), arms, decisions, recipe, machines)
     line = next(line for line in text.splitlines() if line.startswith(f"| {arms[-1].label} "))
     end = next(r for r in found if combined_runs.arm_of(r) == arms[-1] and r["step"] == STEPS)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:3] == [str(end["loads"]), str(end["rounds"])]
     assert cells[4] == str(STEPS)
+
+
+def test_arms_with_unequal_seeds_are_not_compared(compared):
+    _, _, arms, _, found, _ = compared
+    first = [r for r in found if (combined_runs.arm_of(r), r["seed"]) != (arms[0], 1)]
+    with pytest.raises(ValueError, match="the arms' best rates have runs of"):
+        combined_runs.at_best(first, arms)
+
+
+def test_a_rate_at_which_a_later_seed_diverges_makes_place_for_the_next(compared, monkeypatch):
+    recipe, decisions, arms, options, _, _ = compared
+    recipe = recipe._replace(learning_rates=(0.1, 0.2, 0.3))
+
+    def trained(program, plans, run, evaluations, optimum):
+        bad = run.seed == 1 and run.learning_rate != 0.1
+        loss = 1 / run.learning_rate
+        yield run._asdict() | {
+            "step": STEPS, "loads": 1, "rounds": 1, "sent": 1, "seconds": 0.1, "batch_loss": loss,
+            "train_loss": loss, "test_accuracy": 0.5, "diverged": "at once" if bad else None,
+        }  # fmt: skip
+
+    monkeypatch.setattr(combined, "trained", trained)
+    found = combined.compare_arms(task(), recipe, decisions, arms[:1], **options)
+    assert sorted(r["learning_rate"] for r in found if r["seed"] == 1) == [0.1, 0.2, 0.3]
+    assert [len(runs) for runs in combined_runs.at_best(found, arms[:1]).values()] == [2]
 
 
 def test_arms_are_the_factorial():

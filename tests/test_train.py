@@ -1,5 +1,6 @@
 """The three decisions in one loop: equal to a slow reference, and to itself after a stop."""
 
+import collections
 import contextlib
 import json
 
@@ -10,8 +11,17 @@ import pytest
 
 import models
 import ordering
-from experiments import checkpoints, interrupts, loop, resumable, run_setting, whole
-from experiments.methods import METHODS
+from experiments import (
+    checkpoints,
+    interrupts,
+    loads,
+    loop,
+    resumable,
+    run_setting,
+    volume,
+    whole,
+)
+from experiments.methods import METHODS, Setting
 from experiments.sync_rules import RULES
 from experiments.tasks import Recipe, Task
 from local_opt import runners
@@ -141,7 +151,7 @@ def test_the_loop_equals_a_slow_reference(program):
         plans.sync.rounds,
     )
     assert last["epoch"] == plans.echo.loads / 4
-    assert last["sent"] == plans.sync.rounds + 1.5 * plans.echo.loads  # 3 units: 3 / 2 all-reduces
+    assert last["sent"] == plans.sync.rounds + program.order_sent(plans.echo.loads)
     assert [r["step"] for r in records] == [12, 24, 36, 48, 60]
 
 
@@ -168,6 +178,50 @@ def test_a_run_compiles_every_step_once(program):
     trained(program, plans_of(seed=1))
     assert [f._cache_size() for f in (program.fresh, program.echoed, program.meet)] == before
     assert before == [2, 2, 1]  # the last step of an epoch has two units
+
+
+def collectives(jaxpr):
+    """{name of a collective: float32 numbers that one device hands over}, all steps added."""
+    found = collections.Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("all_to_all", "psum", "psum_invariant", "all_gather"):
+            found[eqn.primitive.name] += sum(v.aval.size for v in eqn.invars)
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += collectives(inner)
+    return found
+
+
+@pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
+def test_what_an_order_sends_is_what_its_step_does(per_step, size):
+    units = 2 * per_step + size % per_step  # the last step of an epoch may be the shorter one
+    order = METHODS["cd_grab"].make(Setting(units, per_step, WORKERS, 5))
+    params = jnp.zeros(18)
+
+    def step(state, rows):
+        return (order.observe(state, ordering.stacked(rows)),)
+
+    mesh = runners.over_mesh(runners.worker_mesh(WORKERS))
+    init = mesh(lambda key: (order.init(key, params),), owned_in=(True,), owned_out=(True,))
+    state = jax.eval_shape(init, jax.random.split(jax.random.key(0), WORKERS))[0]
+    rows = jax.ShapeDtypeStruct((WORKERS, size, 18), jnp.float32)
+    observe = mesh(step, owned_in=(True, True), owned_out=(True,))
+    found = collectives(jax.make_jaxpr(observe)(state, rows).jaxpr)
+    # Of n numbers an all-to-all sends (W - 1) / W n, an all-reduce 2 (W - 1) / W n.
+    sent = found["all_to_all"] / 2 / 18 + (found["psum"] + found["psum_invariant"]) / 18
+    sizes = loads.Sizes(WORKERS, units, per_step, 1)
+    assert volume.step_sent(size, sizes, 18) == pytest.approx(sent)
+
+
+def test_the_short_last_step_of_an_epoch_sends_less():
+    sizes = loads.Sizes(WORKERS, UNITS, 4, 1)  # 4, 4 and 3 units
+    sent = volume.order_sent(METHODS["cd_grab"], sizes, 18)
+    whole, last = (volume.step_sent(size, sizes, 18) for size in (4, 3))
+    assert sent(7) == pytest.approx(2 * (2 * whole + last) + whole)
+    assert volume.order_sent(METHODS["id_pair"], sizes, 18)(7) == 0
 
 
 class Killed(BaseException):
@@ -282,6 +336,63 @@ def test_a_checkpoint_of_other_plans_is_refused(tmp_path, program):
         run_in(tmp_path, program, plans_of(echo="fixed"))
 
 
+def test_what_was_measured_is_a_plan_in_the_end(tmp_path, streamed):
+    plans = plans_of(echo="measured")
+    plans_of().echo.save(str(tmp_path / "echo_plan.json"))  # left by another policy
+    run_in(tmp_path, streamed, plans)
+    at, _, _ = result(tmp_path, streamed, plans)
+    plan = ordering.load_echo_plan(str(tmp_path / "echo_plan.json"))
+    assert plan.fresh.tolist() == list(at.decided)
+
+
+class Source:
+    """Random access to more test than training examples, with another view of every epoch."""
+
+    def __init__(self, data):
+        self.data, self.epochs = data, []
+
+    def __len__(self):
+        return len(self.data["y"])
+
+    def __getitem__(self, i):
+        return {name: values[i] for name, values in self.data.items()}
+
+    def at_epoch(self, epoch):
+        self.epochs.append(epoch)
+        return self
+
+
+def test_a_source_trains_as_arrays_do(streamed):
+    arrays = task()
+    train = Source(arrays.train)
+    many = {name: np.concatenate([v, v]) for name, v in arrays.test.items()}
+    sources = arrays._replace(train=train, test=Source(many))
+    setup = run_setting.setup_of(RECIPE)
+    program = whole.build(
+        sources, METHODS["cd_grab"], RULES["qsr"].rounds, setup, epochs=15, streamed=True
+    )
+    plans = plans_of()
+    state, _ = trained(streamed, plans)
+    other, records = trained(program, plans)
+    assert_same(state, other)
+    assert set(train.epochs) == set(range(-(-plans.echo.loads // 4)))
+    assert records[-1]["test_accuracy"] > 0.8
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"warmup_steps": 60}, r"--warmup_steps is 60 of 60 steps: .* lower the warmup"),
+        ({"growth": 0.0}, r"--growth is 0.0: alpha / peak rate of QSR must be positive"),
+        ({"total_steps": 0, "warmup_steps": 0}, r"is 0 of 0 steps: .* Raise --total_steps"),
+    ],
+)
+def test_bad_plans_are_named(fields, message):
+    decisions = run_setting.Decisions("qsr", "none", 60, "cosine", 0.01, 3, 2, 1.5, None, 3)
+    with pytest.raises(ValueError, match=message):
+        run_setting.plans_of(decisions._replace(**fields), RECIPE, 4, rate=0.3, seed=0)
+
+
 def test_bad_input_is_named(program):
     plans = plans_of()
     short = plans._replace(rates=plans.rates[:-1])
@@ -290,5 +401,7 @@ def test_bad_input_is_named(program):
     setup = run_setting.setup_of(RECIPE)
     with pytest.raises(ValueError, match="64 workers with units of 1 examples need at least 64"):
         whole.check_setup(task(), setup._replace(workers=64))
+    with pytest.raises(ValueError, match="--workers is 0: pass a whole number >= 1"):
+        whole.check_setup(task(), setup._replace(workers=0))
     with pytest.raises(FloatingPointError, match=r"unit \d+ of worker \d is not finite in step \d"):
         trained(program, plans._replace(rates=np.full(STEPS, 1e38)))
