@@ -38,7 +38,7 @@ def comparison(all_records, chosen, path: str, title: str) -> None:
                 _draw(axis, runs, x_name, name, arm.label, styles[arm], (0.14, 0.06)[row])
             axis.set_xlabel(x_label)
             axis.grid(alpha=0.3)
-            if row == 0:
+            if row == 0 and above:  # over decades
                 axis.set_yscale("log")
             if x_name == "loads":
                 _epochs_on_top(axis, runs[0][-1])
