@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+import local_opt
 import ordering
 from experiments.loop import At, Look, Plans, resumed
+from experiments.processes import on_host
 from experiments.whole import State
 
 KEPT = 2
@@ -75,6 +77,18 @@ def restore(manager, plans: Plans, start: State) -> tuple[At, State, Look]:
             )
     decided = np.isin(np.arange(step if plans.timed else 0), position["decided"])
     return resumed(plans, step, tuple(decided)), found["state"], Look(**position["look"])
+
+
+def export(folder: str, params) -> None:
+    """Writes the mean over the workers as FOLDER/model: a tree that orbax restores by itself.
+
+    orbax.checkpoint.StandardCheckpointer().restore(os.path.abspath("FOLDER/model"))
+    """
+    import orbax.checkpoint as ocp
+
+    model = on_host(jax.jit(local_opt.consolidate)(params))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(os.path.abspath(os.path.join(folder, "model")), model, force=True)
 
 
 def _digests(plans: Plans) -> dict:

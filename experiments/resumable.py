@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Sequence
 
 import ordering
@@ -24,7 +25,7 @@ def train_in(
     """Trains in an output folder, from its last checkpoint on, and says where it has written.
 
     Args:
-      folder: gets metrics, plans and checkpoints.
+      folder: gets metrics, plans, checkpoints and in the end the mean model.
       program, plans, seed: of the run.
       evaluations: evenly spread over the run.
       checkpoint_every: steps; 0 saves at the end alone. A signal saves in any case.
@@ -62,7 +63,7 @@ def train_in(
                 write(record)
                 show(record)
 
-            at, _ = loop.train(
+            at, state = loop.train(
                 program,
                 plans,
                 state,
@@ -77,8 +78,9 @@ def train_in(
     if at.step < total:
         again = "the same command, without --overwrite," if overwrite else "the same command"
         processes.say(f"Stopped and saved at step {at.step} of {total}: {again} goes on.")
-        return signals[0] if signals else 1
-    processes.say(f"Written to {folder}: metrics.jsonl, metrics.csv, plans, checkpoints")
+        return signals[0] if signals else signal.SIGTERM  # another process was asked
+    checkpoints.export(folder, state.params)
+    processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
     return 0
 
 
@@ -106,7 +108,8 @@ def _progress(program, plans, at):
     with processes.bar(total=plans.total_steps, initial=at.step, unit="step") as bar:
 
         def show(record):
-            bar.write(writers.console_line(record))
+            if not bar.disable:
+                bar.write(writers.console_line(record))
             speed = record["step"] * examples / max(record["seconds"], 1e-9)
             loss = f"{record['batch_loss']:.4f}"
             bar.set_postfix(loss=loss, examples_per_s=f"{speed:,.0f}", refresh=False)

@@ -1,6 +1,7 @@
 """The factorial: its effects by hand, its tables and pictures, and a comparison that goes on."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from experiments import (
     combined_runs,
     html_report,
     loads,
+    recorded,
     volume,
 )
 from experiments.combined_effects import effects
@@ -23,6 +25,7 @@ DECISIONS = dict(
     sync="qsr", echo="diffusion_cosine", total_steps=STEPS, schedule="cosine", floor=0.01,
     warmup_steps=3, h_base=2, growth=1.5, h_max=None, echo_factor=3,
 )  # fmt: skip
+ROOT = pathlib.Path(__file__).parents[1]
 SIZES = loads.Sizes(WORKERS, UNITS, PER_STEP, 1)
 FACTORS = combined.Factors("cd_grab", "qsr", "diffusion_cosine")
 
@@ -186,3 +189,16 @@ def test_arms_are_the_factorial():
     assert FACTORS.arms[0] == Arm("rr", "parallel", "none")
     assert FACTORS.arms[-1] == Arm("cd_grab", "qsr", "diffusion_cosine")
     assert len(set(FACTORS.arms)) == 8
+
+
+@pytest.mark.parametrize("name", ["digits", "digits_pair", "digits_growth", "shakespeare"])
+def test_the_tables_of_the_page_are_those_of_the_recorded_runs(name):
+    page = (ROOT / "docs" / "combined.md").read_text()
+    folder = recorded.FOLDER / f"combined_{name}"
+    found = recorded.unpack((folder / recorded.METRICS).read_bytes())
+    arms = list(dict.fromkeys(map(combined_runs.arm_of, found)))
+    assert len(arms) == 8
+    chosen = combined_runs.at_best(found, arms)
+    for text in combined_report.tables(found, chosen, combined_report.prices(4.0, 2.0)).values():
+        assert text in page
+    assert (folder / recorded.COMMAND).read_text().strip() in page

@@ -7,8 +7,10 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+import local_opt
 import models
 import ordering
 from experiments import (
@@ -263,6 +265,9 @@ def test_a_run_killed_or_stopped_at_ten_steps_ends_bitwise_the_same(tmp_path, mo
     plans = plans_of()
     assert run_in(tmp_path / "whole", program, plans) == 0
     at, state, records = result(tmp_path / "whole", program, plans)
+    with ocp.StandardCheckpointer() as checkpointer:
+        model = checkpointer.restore(tmp_path / "whole" / "model")
+    assert_same(model, local_opt.consolidate(state.params))
     assert at.step == STEPS and len(records) == 12
     chosen = np.random.default_rng(6).choice(np.arange(1, STEPS), 10, replace=False)
     inside_round = [not plans.sync.syncs_after(s - 1) for s in chosen]
