@@ -21,7 +21,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import ordering
-from experiments import compare, plots, records
+from experiments import compare, html_report, plots, records
 from experiments.methods import METHODS, Setting
 from local_opt import runners
 
@@ -145,6 +145,7 @@ def main(argv: Sequence[str]) -> None:
     records.write_whole(os.path.join(FLAGS.output_dir, "table.md"), text + "\n")
     title = f"{FLAGS.num_vectors:,} unit vectors, d = {FLAGS.dimension}"
     plots.herding(all_records, os.path.join(FLAGS.output_dir, "herding.png"), title, FLAGS.norm)
+    html_report.of_folder(FLAGS.output_dir, title=title, command=html_report.command_line())
     print(text)
     total = sum(r["seconds"] for r in all_records if r["round"] == 0)
     print(f"\n{np.round(total):.0f} s of work. Written to {FLAGS.output_dir}")
