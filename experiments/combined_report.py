@@ -70,7 +70,7 @@ def table(all_records: Sequence[dict], chosen: dict[Arm, list[list[dict]]]) -> s
                 "arm": arm.label,
                 "best lr": f"{rate:g}{edge}",
                 f"last train loss{above}": show(interval(list(map(objective, last))), "{:.3g}"),
-                METRICS[metric].label: show(interval(tested), "{:.4g}"),
+                METRICS[metric].label: show(np.round(interval(tested), 9), "{:.4g}"),
                 "steps to the target": show(interval([r["step"] for r in at]), "{:.0f}"),
                 "loads": show(interval([r["loads"] for r in at]), "{:.0f}"),
                 "sent, in all-reduces": show(interval([r["sent"] for r in at]), "{:.0f}"),
