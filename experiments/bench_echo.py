@@ -36,6 +36,7 @@ from absl import app, flags
 
 import models
 import ordering
+from experiments.flag_values import definer
 from experiments.timing import publish
 
 FLAGS = flags.FLAGS
@@ -86,9 +87,7 @@ class Run(NamedTuple):
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    def define(kind, name, default, text, **options):
-        kind(name, default, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_integer, "steps", 400, "T of every run", lower_bound=2)
     define(flags.DEFINE_integer, "repeats", 3, "turns of every run", lower_bound=1)
     define(flags.DEFINE_list, "ratios", ["2", "4", "8"], "R, loads of so many steps' time")

@@ -37,6 +37,7 @@ from absl import app, flags
 from scipy.stats import binom
 
 from experiments import compare, records, training
+from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.tasks import TASKS, Recipe, Task
 from experiments.timing import in_turns
@@ -73,9 +74,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     orders = "rr,so,unzip,id_pair,cd_grab"
     own = "; the row's own if unset"
 
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_string, "data_root", None, "folder of the sets' folders")
     define(flags.DEFINE_list, "rows", ",".join(ROWS), "of the table")
     define(flags.DEFINE_enum, "task", None, "one task instead of the table", sorted(TASKS))

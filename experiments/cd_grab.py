@@ -29,6 +29,7 @@ from experiments import (
     training,
     writers,
 )
+from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.optimizers import OPTIMIZERS, SHAPES
 from experiments.tasks import TASKS, Recipe, Task
@@ -41,8 +42,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     orders = "rr,unzip,id_mean,id_pair,cd_grab"
     own = "; the task's own if unset"
 
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
+    define = definer(values)
 
     def enum(name, choices, text):
         define(flags.DEFINE_enum, name, choices[0], text, choices)

@@ -7,6 +7,8 @@ import threading
 import jax
 from absl import flags, logging
 
+from experiments.flag_values import definer
+
 FLAGS = flags.FLAGS
 NAMES = ("coordinator_address", "num_processes", "process_id")
 AUTO = "auto"
@@ -16,14 +18,11 @@ GRACE = 5.0  # seconds that a process which fails alone waits for the others at 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     """Defines --coordinator_address, --num_processes and --process_id."""
     own = "; unset under SLURM, on TPU pods and for one process"
-    flags.DEFINE_string(
-        NAMES[0],
-        None,
-        f"host:port of process 0, or '{AUTO}': all that JAX finds out{own}",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(NAMES[1], None, "of the run" + own, flag_values=values)
-    flags.DEFINE_integer(NAMES[2], None, "0 .. num_processes - 1" + own, flag_values=values)
+    address = f"host:port of process 0, or '{AUTO}': all that JAX finds out{own}"
+    define = definer(values)
+    define(flags.DEFINE_string, NAMES[0], None, address)
+    define(flags.DEFINE_integer, NAMES[1], None, "of the run" + own)
+    define(flags.DEFINE_integer, NAMES[2], None, "0 .. num_processes - 1" + own)
 
 
 def start(values: flags.FlagValues = FLAGS) -> None:

@@ -33,6 +33,7 @@ from experiments import (
 )
 from experiments.combined_runs import Arm, Run, finalists, run_of, runs_per_arm, whole_runs
 from experiments.echo_policies import POLICIES
+from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.run_setting import Decisions
 from experiments.sync_rules import RULES
@@ -177,9 +178,7 @@ def trained(program, plans: loop.Plans, run: Run, evaluations: int, optimum) -> 
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
-
+    define = definer(values)
     run_setting.define_flags(values)
     writers.define_flags(values)
     define(flags.DEFINE_enum, "order", "cd_grab", "against rr", list(METHODS))

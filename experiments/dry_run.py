@@ -21,6 +21,7 @@ import ordering
 from experiments import echo_arms, local_training, round_work, training
 from experiments.compare import markdown
 from experiments.evaluate import size_of
+from experiments.flag_values import definer
 from experiments.flops import operations
 from experiments.methods import METHODS
 from experiments.partition import partition_shapes
@@ -41,9 +42,7 @@ class Assumed(NamedTuple):
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    def define(kind, name, default, text, **options):
-        kind(name, default, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_bool, "dry_run", False, "print what the run would cost, and stop")
     define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
     define(flags.DEFINE_float, "device_teraflops", 50.0, "per second, assumed by a dry run",

@@ -48,6 +48,7 @@ from experiments import (
 from experiments.echo_arms import ARMS, Setting
 from experiments.echo_recipes import RECIPES, Recipe
 from experiments.echo_training import Setup
+from experiments.flag_values import definer
 from experiments.tasks import Task
 
 FLAGS = flags.FLAGS
@@ -183,9 +184,7 @@ def whole_runs(done: Sequence[dict]) -> list[dict]:
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     own = "; the recipe's own if unset"
 
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_enum, "recipe", "digits", "task and setting", list(RECIPES))
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
     define(flags.DEFINE_list, "arms", None, f"of {', '.join(ARMS)}" + own)

@@ -33,6 +33,7 @@ from absl import app, flags
 
 import local_opt
 from experiments import compare, echo_forecast, plan_plots, records
+from experiments.flag_values import definer
 from experiments.published import RECIPES, VIT_B, Recipe, plans_of, schedule_of
 from experiments.sync_rules import RULES
 from experiments.tasks import TASKS
@@ -49,9 +50,7 @@ SHOWN = [name for name in RULES if name != "accumulate"]
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     own = "; the recipe's own if unset"
 
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_enum, "recipe", "all", "what to plan", [*RECIPES, "all"])
     define(flags.DEFINE_integer, "num_params", None, "D, averaged at a sync" + own, lower_bound=1)
     define(flags.DEFINE_integer, "total_steps", None, "T" + own, lower_bound=1)

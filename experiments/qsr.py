@@ -41,6 +41,7 @@ from experiments import (
     sync_report,
     writers,
 )
+from experiments.flag_values import definer
 from experiments.local_training import Setup
 from experiments.optimizers import SHAPES
 from experiments.sync_recipes import RECIPES, Recipe, setting_of
@@ -153,9 +154,7 @@ def whole_runs(done: Sequence[dict], total_steps: int) -> list[dict]:
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     own = "; the recipe's own if unset"
 
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_enum, "recipe", "digits", "task and setting", list(RECIPES))
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
     define(flags.DEFINE_list, "rules", ",".join(RULES), f"of {', '.join(RULES)}")

@@ -8,6 +8,7 @@ from absl import flags
 from experiments import loop, optimizers, processes, training
 from experiments.echo_policies import POLICIES
 from experiments.echo_policies import Setting as EchoSetting
+from experiments.flag_values import definer
 from experiments.sync_rules import RULES
 from experiments.sync_rules import Setting as SyncSetting
 from experiments.tasks import TASKS, Recipe, Task
@@ -71,9 +72,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     """The flags of a task and of what is decided, but for the names of the decisions."""
     own = "; the task's own if unset"
 
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_enum, "task", "digits", "what to train on", sorted(TASKS))
     define(flags.DEFINE_string, "model", None, "the model" + own)
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")

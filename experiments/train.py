@@ -22,6 +22,7 @@ from absl import app, flags
 
 from experiments import loop, processes, records, resumable, run_setting, training, writers
 from experiments.echo_policies import POLICIES
+from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.sync_rules import RULES
 from experiments.volume import order_sent
@@ -31,9 +32,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
-
+    define = definer(values)
     define(flags.DEFINE_enum, "order", "cd_grab", "which unit comes next", list(METHODS))
     define(flags.DEFINE_enum, "sync", "qsr", "when workers meet", list(RULES))
     define(flags.DEFINE_enum, "echo", "none", "when a batch is used again", list(POLICIES))

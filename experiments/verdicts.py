@@ -20,6 +20,7 @@ from absl import app, flags
 
 from experiments import compare, plots, recorded, records
 from experiments.claims import CLAIMS, Claim, decide
+from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.verdict_rule import VERDICTS
 
@@ -31,9 +32,7 @@ END = "<!-- end: written by python -m experiments.verdicts -->"
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    def define(kind, name, default, text):
-        kind(name, default, text, flag_values=values)
-
+    define = definer(values)
     define(flags.DEFINE_bool, "check", False, "write nothing; fail if the tables are out of date")
     define(flags.DEFINE_bool, "pictures", False, "draw the pictures of the runs of orders too")
     define(flags.DEFINE_string, "record", None, "an output folder to keep in experiments/runs")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from absl import flags
 
 from experiments import processes, records
+from experiments.flag_values import definer
 
 METRICS, TABLE, EVENTS = "metrics.jsonl", "metrics.csv", "tensorboard"
 Write = Callable[[Mapping], None]
@@ -25,7 +26,7 @@ Write = Callable[[Mapping], None]
 def define_flags(values: flags.FlagValues) -> None:
     """Defines --tensorboard, for the caller of `open_writers`."""
     text = "write event files for TensorBoard too (extra: tensorboard)"
-    flags.DEFINE_bool("tensorboard", False, text, flag_values=values)
+    definer(values)(flags.DEFINE_bool, "tensorboard", False, text)
 
 
 @contextlib.contextmanager

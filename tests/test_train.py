@@ -3,12 +3,14 @@
 import collections
 import contextlib
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from absl import flags
 
 import local_opt
 import models
@@ -20,6 +22,7 @@ from experiments import (
     loop,
     resumable,
     run_setting,
+    train,
     volume,
     whole,
 )
@@ -396,6 +399,14 @@ def test_bad_plans_are_named(fields, message):
     decisions = run_setting.Decisions("qsr", "none", 60, "cosine", 0.01, 3, 2, 1.5, None, 3)
     with pytest.raises(ValueError, match=message):
         run_setting.plans_of(decisions._replace(**fields), RECIPE, 4, rate=0.3, seed=0)
+
+
+def test_help_shows_every_flag_of_the_program():
+    values = flags.FlagValues()
+    train.define_flags(values)
+    shown = {flag.name for flag in values.get_key_flags_for_module(sys.argv[0])}
+    assert shown == set(values)
+    assert {"order", "workers", "tensorboard", "coordinator_address"} < shown
 
 
 def test_bad_input_is_named(program):
