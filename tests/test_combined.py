@@ -191,7 +191,9 @@ def test_arms_are_the_factorial():
     assert len(set(FACTORS.arms)) == 8
 
 
-@pytest.mark.parametrize("name", ["digits", "digits_pair", "digits_growth", "shakespeare"])
+@pytest.mark.parametrize(
+    "name", ["digits", "digits_pair", "digits_growth", "digits_constant", "shakespeare"]
+)
 def test_the_tables_of_the_page_are_those_of_the_recorded_runs(name):
     page = (ROOT / "docs" / "combined.md").read_text()
     folder = recorded.FOLDER / f"combined_{name}"
