@@ -32,8 +32,8 @@ from experiments import (
 from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.optimizers import OPTIMIZERS, SHAPES
+from experiments.task_flags import task_from_flags
 from experiments.tasks import TASKS, Recipe, Task
-from experiments.tasks.base import with_first
 
 FLAGS = flags.FLAGS
 
@@ -74,16 +74,6 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     dry_run.define_flags(values)
     processes.define_flags(values)
     writers.define_flags(values)
-
-
-def recipe_from_flags(task: Task, values: flags.FlagValues = FLAGS) -> Recipe:
-    """The task's recipe with the flags that are set in place of its fields."""
-    rates = values.learning_rates and tuple(float(r) for r in values.learning_rates)
-    given = {name: values[name].value for name in Recipe._fields if name in values}
-    given["learning_rates"] = rates
-    recipe = task.recipe._replace(**{k: v for k, v in given.items() if v is not None})
-    training.check_recipe(recipe)
-    return recipe
 
 
 def compare_orders(
@@ -175,10 +165,7 @@ def main(argv: Sequence[str]) -> None:
             f"--orders is {','.join(FLAGS.orders)}: it must hold rr, the baseline, and names of "
             f"{', '.join(METHODS)}."
         )
-    chosen = {"model": FLAGS.model} if FLAGS.model else {}
-    task = TASKS[FLAGS.task](FLAGS.data_dir, abstract=FLAGS.dry_run, **chosen)
-    task = with_first(task, FLAGS.num_train)
-    recipe = recipe_from_flags(task)
+    task, recipe = task_from_flags()
     if FLAGS.dry_run:
         processes.say(dry_run.of_orders(task, recipe, FLAGS.orders, dry_run.assumed(FLAGS)))
         return

@@ -1,6 +1,6 @@
 r"""Do the three decisions help each other? The factorial of order x sync x echo on one task.
 
-    python -m experiments.combined                        # digits, embedded, a few minutes
+    python -m experiments.combined                        # digits, embedded, a minute
     python -m experiments.combined --task=tinyshakespeare --data_dir=DIR --workers=4 ...
 
 Eight arms: --order against D-RR, --sync against parallel, --echo against none. Every arm first
@@ -37,6 +37,7 @@ from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.run_setting import Decisions
 from experiments.sync_rules import RULES
+from experiments.task_flags import task_from_flags
 from experiments.tasks import Recipe, Task
 from experiments.volume import order_sent
 from experiments.whole import build, check_setup, num_params
@@ -70,7 +71,6 @@ def compare_arms(
     seeds: int,
     evaluations: int,
     mesh: jax.sharding.Mesh | None = None,
-    streamed: bool = False,
     done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
 ) -> list[dict]:
@@ -82,7 +82,7 @@ def compare_arms(
       task, recipe: what to train, in which setting; decisions: but for the arms' own.
       arms: of a factorial, or any.
       seeds: 0 .. seeds - 1; evaluations: evenly spread over a run.
-      mesh: one device per worker, or None; streamed: see `whole.build`.
+      mesh: one device per worker, or None.
       done: records of an earlier call; whole runs among them are not repeated.
       on_record: called with every new record.
 
@@ -92,6 +92,7 @@ def compare_arms(
     setup, optimum = run_setting.setup_of(recipe), task.optimum() if task.optimum else None
     per_epoch = check_setup(task, setup).loads_per_epoch
     all_records = whole_runs(done, decisions.total_steps)
+    ran = {run_of(r) for r in all_records}
     rates = recipe.learning_rates
     total = len(arms) * runs_per_arm(len(rates), seeds) * decisions.total_steps
     examples = setup.workers * setup.units_per_step * setup.unit_size
@@ -101,14 +102,15 @@ def compare_arms(
         def ensure(arm: Arm, run: Run):
             nonlocal program, built_for
             bar.set_description(f"{arm.label}, lr {run.learning_rate:g}, seed {run.seed}")
-            if any(run_of(r) == run for r in all_records):  # of an earlier call
+            if run in ran:  # in an earlier call
                 bar.update(decisions.total_steps)
                 return
             plans = plans_of(arm, decisions, recipe, per_epoch, run)
-            kind = (arm.order, RULES[arm.sync].rounds, streamed or plans.timed)
+            kind = (arm.order, RULES[arm.sync].rounds)
             if kind != built_for:  # whether batches are echoed does not matter
-                program, built_for = built(task, setup, arm, decisions, *kind[2:], mesh), kind
+                program, built_for = built(task, setup, arm, decisions, mesh), kind
             loop.warm_up(program, plans)
+            ran.add(run)
             shown = 0
             for record in trained(program, plans, run, evaluations, optimum):
                 all_records.append(record)
@@ -127,13 +129,13 @@ def compare_arms(
                 Run(*arm, rate, seed)
                 for rate in finalists(all_records, arm)
                 for seed in range(1, seeds)
-                if not any(run_of(r) == Run(*arm, rate, seed) for r in all_records)
+                if Run(*arm, rate, seed) not in ran
             ]:
                 ensure(arm, missing[0])
     return all_records
 
 
-def built(task, setup, arm: Arm, decisions: Decisions, streamed: bool, mesh):
+def built(task, setup, arm: Arm, decisions: Decisions, mesh):
     """The program of an arm's order and rounds."""
     return build(
         task,
@@ -141,7 +143,6 @@ def built(task, setup, arm: Arm, decisions: Decisions, streamed: bool, mesh):
         RULES[arm.sync].rounds,
         setup,
         epochs=-(-decisions.total_steps // check_setup(task, setup).loads_per_epoch),
-        streamed=streamed,
         mesh=mesh,
     )
 
@@ -195,7 +196,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
 def main(argv: Sequence[str]) -> None:
     del argv
     processes.start()
-    task, recipe = run_setting.task_from_flags()
+    task, recipe = task_from_flags()
     factors = Factors(FLAGS.order, FLAGS.sync, FLAGS.echo)
     if same := {"rr", "parallel", "none"} & set(factors):
         raise app.UsageError(f"--order, --sync, --echo name {same}: that is the first level.")

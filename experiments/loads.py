@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ordering
-from experiments.processes import place_rows
+from experiments.processes import own, place_rows
 from experiments.streaming import LOOK_AHEAD
 
 
@@ -118,7 +118,7 @@ def streamed(source, sizes: Sizes, *, owned: list[int], sharding=None, depth: in
     def open_epoch(sight, first, epoch, front):
         if first == sizes.loads_per_epoch:
             return contextlib.nullcontext(())
-        sight = _own(sight)
+        sight = jax.tree.map(own, sight)
         if first:
             opened = reading(epoch)(sight.current[:, first * sizes.units_per_step :], first)
         else:
@@ -126,7 +126,8 @@ def streamed(source, sizes: Sizes, *, owned: list[int], sharding=None, depth: in
         return ordering.load_ahead(opened, depth=depth)
 
     def front(sight, epoch):
-        return ordering.open_front(reading(epoch), _own(sight), units_per_step=sizes.units_per_step)
+        sight = jax.tree.map(own, sight)
+        return ordering.open_front(reading(epoch), sight, units_per_step=sizes.units_per_step)
 
     return Input(open_epoch, front)
 
@@ -134,15 +135,3 @@ def streamed(source, sizes: Sizes, *, owned: list[int], sharding=None, depth: in
 def front_load(sizes: Sizes) -> int:
     """The load of an epoch at which the front of the next one is looked at."""
     return max(0, sizes.loads_per_epoch - LOOK_AHEAD)
-
-
-def _own(sight: Sight) -> Sight:
-    """The rows of this process's own workers, where others hold the rest."""
-    if sight.current.is_fully_addressable:
-        return sight
-
-    def rows(x):
-        shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start)
-        return np.concatenate([np.asarray(shard.data) for shard in shards])
-
-    return jax.tree.map(rows, sight)

@@ -68,6 +68,7 @@ def steps(program: Program, plans: Plans, state: State, at: At, visit: Visit) ->
     """
     per_epoch = program.sizes.loads_per_epoch
     rates = np.asarray(plans.rates, np.float32)
+    starts, ends = plans.sync.starts, plans.sync.ends
     round_of = plans.sync.round_at(np.arange(len(rates)))
     timed, policy, decided = plans.timed, plans.echo, list(at.decided)
     if timed:
@@ -85,14 +86,14 @@ def steps(program: Program, plans: Plans, state: State, at: At, visit: Visit) ->
                 unit = np.int32(load * program.sizes.units_per_step)
                 step = program.fresh if use.fresh else program.echoed
                 state = step(state, use.batch, rates[t], unit, np.int32(t))
-                ends = plans.sync.ends[around] == t + 1
-                if ends:
-                    state = program.meet(state, rates[plans.sync.starts[around]])
+                meets = ends[around] == t + 1
+                if meets:
+                    state = program.meet(state, rates[starts[around]])
                 if timed:
                     decided.append(use.fresh)
                 if timed or t % IN_FLIGHT == 0:
                     jax.block_until_ready(state)
-                at = At(t + 1, use.load + 1, at.rounds + int(ends), decided)
+                at = At(t + 1, use.load + 1, at.rounds + int(meets), decided)
                 if sight is not None:  # of an earlier step, which is done by now
                     front, sight = program.input.front(sight, epoch + 1), None
                 elif program.input.front and use.fresh and load == front_load(program.sizes):

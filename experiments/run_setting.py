@@ -5,14 +5,13 @@ from typing import NamedTuple
 import jax
 from absl import flags
 
-from experiments import loop, optimizers, processes, training
+from experiments import loop, optimizers, processes
 from experiments.echo_policies import POLICIES
 from experiments.echo_policies import Setting as EchoSetting
 from experiments.flag_values import definer
 from experiments.sync_rules import RULES
 from experiments.sync_rules import Setting as SyncSetting
-from experiments.tasks import TASKS, Recipe, Task
-from experiments.tasks.base import with_first
+from experiments.tasks import TASKS, Recipe
 from experiments.whole import Setup
 
 FLAGS = flags.FLAGS
@@ -98,23 +97,6 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
     define(flags.DEFINE_bool, "dry_run", False, "print the plans and what they cost, and leave")
     processes.define_flags(values)
-
-
-def task_from_flags(values: flags.FlagValues = FLAGS) -> tuple[Task, Recipe]:
-    """The task, and its recipe with the flags that are set in place of its fields.
-
-    Raises:
-      ValueError: for a recipe that cannot run.
-    """
-    chosen = {"model": values.model} if values.model else {}
-    task = TASKS[values.task](values.data_dir, abstract=values.dry_run, **chosen)
-    task = with_first(task, values.num_train)
-    given = {name: values[name].value for name in Recipe._fields if name in values}
-    if given.get("learning_rates"):
-        given["learning_rates"] = tuple(float(r) for r in given["learning_rates"])
-    recipe = task.recipe._replace(**{k: v for k, v in given.items() if v is not None})
-    training.check_recipe(recipe)
-    return task, recipe
 
 
 def decisions_from_flags(

@@ -25,6 +25,7 @@ from experiments.echo_policies import POLICIES
 from experiments.flag_values import definer
 from experiments.methods import METHODS
 from experiments.sync_rules import RULES
+from experiments.task_flags import task_from_flags
 from experiments.volume import order_sent
 from experiments.whole import build, check_setup, num_params
 
@@ -60,7 +61,7 @@ def describe(plans: loop.Plans, order_sent: Callable[[int], float]) -> str:
 def main(argv: Sequence[str]) -> None:
     del argv
     processes.start()
-    task, recipe = run_setting.task_from_flags()
+    task, recipe = task_from_flags()
     setup = run_setting.setup_of(recipe)
     sizes = check_setup(task, setup)
     decisions = run_setting.decisions_from_flags(

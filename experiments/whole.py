@@ -122,8 +122,7 @@ def build(
 
     def jitted(function, *owned):
         mapped = run(function, owned_in=(True, *owned), owned_out=(True,))
-        single = jax.jit(lambda *args: mapped(*args)[0], donate_argnums=0)
-        return single
+        return jax.jit(lambda *args: mapped(*args)[0], donate_argnums=0)
 
     fresh, echoed = (
         jitted(worker_step(task.model, method, order, rounds, fresh), True, False, False, False)

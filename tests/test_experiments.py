@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from absl import flags
 
-from experiments import bench_balance, cd_grab, compare, herding, plots, qsr, records
+from experiments import bench_balance, cd_grab, compare, herding, plots, qsr, records, task_flags
 from experiments.tasks import TASKS
 from tests.test_training import RECIPE, small_task
 
@@ -115,7 +115,7 @@ def test_flags_become_the_recipe():
     cd_grab.define_flags(values)
     values(["cd_grab", "--epochs=7", "--learning_rates=0.5,1", "--workers=3"])
     task = TASKS["digits"]()
-    recipe = cd_grab.recipe_from_flags(task, values)
+    recipe = task_flags.recipe_from_flags(task, values)
     assert recipe == task.recipe._replace(epochs=7, learning_rates=(0.5, 1.0), workers=3)
 
 

@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments import cd_grab, echoing, qsr, records
+from experiments import cd_grab, echoing, qsr, records, task_flags, tasks
 from experiments.flops import operations
 from experiments.sync_recipes import setting_of
 from experiments.sync_rules import RULES
@@ -76,7 +76,7 @@ def abstract(name, model):
 def recipe_of(values):
     if "task" not in values:
         return (qsr if "rules" in values else echoing).recipe_from_flags(values)
-    return cd_grab.recipe_from_flags(abstract(values.task, values.model), values)
+    return task_flags.recipe_from_flags(abstract(values.task, values.model), values)
 
 
 def parts(path):
@@ -234,8 +234,8 @@ def test_a_dry_run_of_arms(capsys):
 
 def test_the_first_examples_alone_train():
     task = TASKS["digits"]()
-    assert cd_grab.with_first(task, None) is task
-    few = cd_grab.with_first(task, 100)
+    assert tasks.base.with_first(task, None) is task
+    few = tasks.base.with_first(task, 100)
     assert few.train["x"].shape == (100, 64) and few.test is task.test
     assert (few.train["y"] == task.train["y"][:100]).all()
     assert few.optimum is None, "that of all examples is another"
