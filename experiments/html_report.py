@@ -29,6 +29,8 @@ NAME = "report.html"
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 ALTS = {  # starts of file names -> what such a picture shows
     "comparison": "Line charts of everything compared, mean over seeds with its 95 % interval",
+    "effects": "Main effects and interactions on every response, with their 95 % intervals",
+    "herding": "Line charts of herding bounds over rounds and over workers",
     "time_to_target": "Seconds to the target metric of every arm at every loading speed",
     "curves": "Line charts of the metric of every arm against loads, steps, seconds and rounds",
 }
