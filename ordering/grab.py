@@ -37,7 +37,7 @@ def grab(
     front of the next order if s is +, else to its back. Run on every worker by itself it is the
     control "independent mean balance". There are no pairs, so any M and B leave nothing over; the
     units of an epoch that is cut short stay in the middle. Gradients that are not finite take +
-    and enter neither r nor the mean.
+    and enter neither r nor the mean. Surplus units are ignored.
 
     Args:
       num_units: M >= 1.
@@ -76,9 +76,11 @@ def grab(
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)
+        valid = state.position + jnp.arange(rows.size) < num_units
         carry = (rule, state.rule, state.running_sum)
         if rows.tree is None:
-            rule_state, total, sign, taken = balance(*carry, rows_lib.centred(rows, state.mean))
+            centred = rows_lib.centred(rows, state.mean)
+            rule_state, total, sign, taken = balance(*carry, centred, valid=valid)
         else:
             rule_state, total, sign, taken = balance_blocks(
                 *carry,
@@ -86,6 +88,7 @@ def grab(
                 derive=centre,
                 context=state.mean,
                 block_size=block_size or default_block_size(rows_lib.tree_size(state.mean)),
+                valid=valid,
             )
         gathered = add_weighted(state.gathered, rows, jnp.ones(rows.size), taken)
         following, left = _place(state, rows.size, sign > 0)
@@ -101,7 +104,7 @@ def grab(
     def next_epoch(state):
         filled = base.fill_middle(state.next, state.current, state.left, state.position)
         zeros = jax.tree.map(jnp.zeros_like, state.running_sum)
-        observed = jnp.maximum(state.position, 1)
+        observed = jnp.clip(state.position, 1, num_units)
         return state._replace(
             current=filled,
             next=filled,

@@ -19,7 +19,7 @@ class PairBalanceState(NamedTuple):
 
     current: jax.Array  # int32[M]
     next: jax.Array  # int32[M]
-    position: jax.Array  # int32[], units of the current order observed so far
+    position: jax.Array  # int32[], units of the current order observed so far (even B: in pairs)
     running_sum: Any  # float32 tree like a gradient; coordinated: float32[ceil(D / W)]
     pending: Any  # first half of a pair split over two steps; () where B is even
     rule: Any  # state of the sign rule
@@ -27,7 +27,8 @@ class PairBalanceState(NamedTuple):
     @property
     def left(self):
         """int32[], pairs placed so far: `next[:left]` never changes again."""
-        return self.position // 2
+        # Surplus units are counted in the position and never placed.
+        return jnp.minimum(self.position, self.current.shape[-1]) // 2
 
 
 def pair_balance(
@@ -156,8 +157,10 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
         workers = jax.lax.axis_size(axis_name) if coordinated else 1
         size = rows.size // (rows.workers or 1)
         base.check_rows(size, num_units, units_per_step)
-        end = state.position + size
         num_pairs = (size + splits_pairs) // 2
+        # Where pairs are never split, the odd unit of a short step gets no partner any more. It is
+        # not counted, or two such steps would count as a pair that nobody has placed.
+        end = state.position + (size if splits_pairs else 2 * num_pairs)
         if num_pairs == 0:
             return state._replace(position=end)
         pair = state.left + jnp.arange(num_pairs)

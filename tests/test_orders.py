@@ -1,5 +1,7 @@
 """Every order of the table: always a permutation, equal to its reference, stable under jit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,6 +183,39 @@ def test_an_epoch_cut_short_loses_nothing(name):
     keys = jax.random.split(jax.random.key(0), 2)
     following = tables.vmap_workers(half_epoch)(keys, gradients)
     assert (np.sort(following, axis=-1) == np.arange(9)).all()
+
+
+@functools.cache
+def compiled(name, num_units, units_per_step):
+    """The first state of two workers, and both jitted functions: compiled once for all examples."""
+    order = tables.ORDERS[name].make(num_units, units_per_step)
+    keys = jax.random.split(jax.random.key(0), 2)
+    init = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(2)))
+    observe = tables.vmap_workers(lambda state, g: order.observe(state, ordering.stacked(g)))
+    return init(keys), observe, tables.vmap_workers(order.next_epoch)
+
+
+@pytest.mark.parametrize("name", tables.ORDERS)
+@settings(max_examples=10)
+@given(st.data())
+def test_too_many_and_too_few_steps_lose_no_unit(name, data):
+    num_units, units_per_step = data.draw(st.sampled_from([(5, 2), (7, 3)]))
+    tail = num_units % units_per_step
+    state, observe, next_epoch = compiled(name, num_units, units_per_step)
+    gradients = tables.whole_numbers((2, 4, 2))
+    for _ in range(2):
+        for size in data.draw(st.lists(st.sampled_from([units_per_step, tail]), max_size=7)):
+            state = observe(state, gradients[:, :size])
+        state = next_epoch(state)
+        assert (np.sort(state.current, axis=-1) == np.arange(num_units)).all()
+
+
+def test_grab_leaves_surplus_units_out_of_its_mean():
+    order = ordering.grab(3, units_per_step=2)
+    state = order.init(jax.random.key(0), jnp.zeros(1))
+    for gradient in ([1.0, 2.0], [3.0, 99.0]):
+        state = order.observe(state, ordering.stacked(jnp.array(gradient)[:, None]))
+    assert order.next_epoch(state).mean.tolist() == [2.0]
 
 
 @pytest.mark.parametrize("name", tables.ORDERS)
