@@ -70,9 +70,17 @@ def grab(
 
     def init(key, params):
         current = base.first_order(key, num_units)
-        zero, zeros = jnp.zeros((), jnp.int32), rows_lib.zeros_like(params)
-        rule_state = rule.init(jax.random.fold_in(key, 1))
-        return GrabState(current, current, zero, zero, zeros, zeros, zeros, rule_state)
+        # A state may be donated: no buffer is in it twice.
+        return GrabState(
+            current=current,
+            next=jnp.copy(current),
+            position=jnp.zeros((), jnp.int32),
+            left=jnp.zeros((), jnp.int32),
+            running_sum=rows_lib.zeros_like(params),
+            mean=rows_lib.zeros_like(params),
+            gathered=rows_lib.zeros_like(params),
+            rule=rule.init(jax.random.fold_in(key, 1)),
+        )
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)
@@ -103,16 +111,15 @@ def grab(
 
     def next_epoch(state):
         filled = base.fill_middle(state.next, state.current, state.left, state.position)
-        zeros = jax.tree.map(jnp.zeros_like, state.running_sum)
         observed = jnp.clip(state.position, 1, num_units)
         return state._replace(
             current=filled,
-            next=filled,
+            next=jnp.copy(filled),
             position=jnp.zeros_like(state.position),
             left=jnp.zeros_like(state.left),
-            running_sum=zeros,
+            running_sum=jax.tree.map(jnp.zeros_like, state.running_sum),
             mean=jax.tree.map(lambda g: g / observed, state.gathered),
-            gathered=zeros,
+            gathered=jax.tree.map(jnp.zeros_like, state.gathered),
             rule=rule.next_epoch(state.rule),
         )
 

@@ -125,9 +125,14 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
     def init(key, params):
         current = base.first_order(key, num_units)
-        zero = jnp.zeros((), jnp.int32)
-        size = rows_lib.tree_size(params)
-        return GreedyHerdingState(current, current, zero, zero, jnp.zeros((num_units, size)))
+        # A state may be donated: no buffer is in it twice.
+        return GreedyHerdingState(
+            current=current,
+            next=jnp.copy(current),
+            position=jnp.zeros((), jnp.int32),
+            left=jnp.zeros((), jnp.int32),
+            gradients=jnp.zeros((num_units, rows_lib.tree_size(params))),
+        )
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)
@@ -141,7 +146,9 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
     def next_epoch(state):
         order = greedy_order(state.gradients)
-        return state._replace(current=order, next=order, position=jnp.zeros_like(state.position))
+        return state._replace(
+            current=order, next=jnp.copy(order), position=jnp.zeros_like(state.position)
+        )
 
     return Ordering(init, observe, next_epoch)
 

@@ -146,7 +146,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
             key = shared_key(key, axis_name)
         return PairBalanceState(
             current=current,
-            next=current,
+            next=jnp.copy(current),  # a state may be donated: no buffer is in it twice
             position=jnp.zeros((), jnp.int32),
             running_sum=rows_lib.zeros_like(like),
             pending=rows_lib.zeros_like(like, (workers,)) if splits_pairs else (),
@@ -231,7 +231,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
         filled = base.fill_middle(state.next, state.current, state.left, placed)
         return state._replace(
             current=filled,
-            next=filled,
+            next=jnp.copy(filled),
             position=jnp.zeros_like(state.position),
             running_sum=jax.tree.map(jnp.zeros_like, state.running_sum),
             rule=rule.next_epoch(state.rule),

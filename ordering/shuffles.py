@@ -64,7 +64,8 @@ def shuffle_once(num_units: int) -> Ordering:
       Safran, Shamir, How Good is SGD with Random Shuffling?, 2020,
       https://arxiv.org/abs/1908.00045
     """
-    return _shuffle(num_units, lambda key, epoch, current: current)
+    # A copy: a state may be donated, and then no buffer is in it twice.
+    return _shuffle(num_units, lambda key, epoch, current: jnp.copy(current))
 
 
 def flip_flop(num_units: int) -> Ordering:
@@ -175,6 +176,10 @@ def _shuffle(num_units, draw) -> Ordering:
         current = base.first_order(key, num_units)
         left = jnp.full((), num_units, jnp.int32)
         following = draw(key, jnp.ones((), jnp.int32), current)
+        # A copy of the key: who donates the state keeps the key that it was made from.
+        key = jax.random.wrap_key_data(
+            jnp.copy(jax.random.key_data(key)), impl=jax.random.key_impl(key)
+        )
         return ShuffleState(current, following, left, jnp.zeros((), jnp.int32), key)
 
     def next_epoch(state):

@@ -218,6 +218,23 @@ def test_grab_leaves_surplus_units_out_of_its_mean():
     assert order.next_epoch(state).mean.tolist() == [2.0]
 
 
+@pytest.mark.parametrize("num_units", [1, 4])
+@pytest.mark.parametrize("name", tables.ORDERS)
+def test_a_state_may_be_donated(name, num_units):
+    """After `init` and after `next_epoch`, outside jit: no buffer is in a state twice."""
+    order = tables.ORDERS[name].make(num_units, 1)
+    donate = jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)
+    key = jax.random.key(0)
+    if tables.ORDERS[name].coordinated:
+        state = jax.vmap(order.init, (0, None), axis_name="worker")(key[None], jnp.zeros(2))
+        order = order._replace(next_epoch=jax.vmap(order.next_epoch))
+    else:
+        state = order.init(key, jnp.zeros(2))
+    for _ in range(3):
+        state = order.next_epoch(donate(state))
+    assert not key.is_deleted()
+
+
 @pytest.mark.parametrize("name", tables.ORDERS)
 def test_state_keeps_its_shapes_and_the_second_call_never_recompiles(name):
     order = tables.ORDERS[name].make(8, 2)
