@@ -149,7 +149,7 @@ def accumulate(
 def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
     """Rounds that end where the plan says; `overwrites`: whether a sync moves even one worker."""
     check_plan(plan, total_steps)
-    ends = jnp.asarray(plan.ends, jnp.int32)
+    ends = plan.ends.astype(np.int32)  # on the host: made inside a trace it could not leave it
 
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
@@ -169,7 +169,7 @@ def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
             return back, own
 
         # Steps beyond the plan synchronise: rather too often than never again.
-        now = ends[jnp.minimum(state.round, plan.rounds - 1)] <= state.step + 1
+        now = jnp.asarray(ends)[jnp.minimum(state.round, plan.rounds - 1)] <= state.step + 1
         updates, own = _decide(now if sync is None else sync, meet, updates, own)
         done = state.round + jnp.asarray(now if sync is None else sync, jnp.int32)
         return updates, PlannedState(state.step + 1, done, own)

@@ -4,6 +4,7 @@ Every rule sees two scalars, <r, c> and |c|^2, of the running sum r and the vect
 that a whole block of vectors can be signed from one Gram matrix.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -127,11 +128,13 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
             f"kernel halving got num_epochs={num_epochs}, num_pairs={num_pairs}, delta={delta}: "
             "both counts must be at least 1 and delta must lie in (0, 1)."
         )
-    penalty = (4 / delta) * (jnp.log(float(num_epochs)) + 1) * (jnp.log(float(num_pairs)) + 1)
+    # On the host: a rule made inside a trace could not leave it with an array.
+    penalty = (4 / delta) * (math.log(num_epochs) + 1) * (math.log(num_pairs) + 1)
 
     def init(key):
-        zero = jnp.zeros((), jnp.int32)
-        return HalvingState(key, zero, zero, jnp.zeros((), jnp.float32))
+        return HalvingState(
+            key, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+        )
 
     def sign(state, dot, norm2):
         log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)

@@ -129,7 +129,8 @@ def coins(chances: np.ndarray, key: jax.Array) -> np.ndarray:
       >>> plans.coins(np.array([1.0, 0.0]), jax.random.key(0)).tolist()
       [True, False]
     """
-    return np.asarray(jax.random.uniform(key, (len(chances),), np.float32)) < chances
+    with jax.ensure_compile_time_eval():  # now, even where the plan is made inside a trace
+        return np.asarray(jax.random.uniform(key, (len(chances),), np.float32)) < chances
 
 
 def shown(p) -> str:
@@ -155,7 +156,8 @@ def _evaluated(schedule, total_steps):
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         device = None
-    with jax.enable_x64(True), jax.default_device(device):
+    # Evaluated now, even where the plan is made while a function is traced.
+    with jax.enable_x64(True), jax.default_device(device), jax.ensure_compile_time_eval():
         try:
             # Not jitted: a compiler may rewrite t / 10 as t * 0.1, and plans, which are hashed,
             # must not depend on the machine.
