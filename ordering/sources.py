@@ -12,10 +12,13 @@ def reader(source):
         `source.__getitems__(list)` where it exists (`tfds.data_source`, Grain).
 
     Returns:
-      `(N, read)`, where `read(indices)` gives those examples as one tree of arrays [n, ...].
+      `(N, read)`, where `read(indices)` gives those examples as one tree of arrays [n, ...]. A list
+      of numbers or texts in an example, as in a table in plain Python, is one array; other lists,
+      tuples and dicts are structure.
 
     Raises:
-      ValueError: for what is no source, for an empty one, and for arrays of unequal lengths.
+      ValueError: for what is no source, for an empty one, and for arrays of unequal lengths; from
+        `read`, for lists that are no array.
 
     Example:
       >>> import numpy as np, ordering
@@ -44,15 +47,60 @@ def reader(source):
     return num_examples, read
 
 
+# What a list of a table holds; None, for a value that is missing, becomes an error of its own.
+PLAIN = bool | int | float | complex | str | bytes | np.generic | None
+
+
 def _read_examples(source, indices):
     many = getattr(source, "__getitems__", None)
     rows = list(many(indices)) if many else [source[i] for i in indices]
     if len(rows) != len(indices):
         raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
-    return jax.tree.map(_stack, *rows)
+    return jax.tree.map(_stack, *rows, is_leaf=_is_column)
+
+
+def _is_column(value):
+    """Whether a list is data, numbers or texts, and no structure that holds arrays.
+
+    Tables in plain Python (Hugging Face datasets are) give an array as a list, which JAX would take
+    for a tree and cut into one array per place.
+    """
+    if not isinstance(value, list):
+        return False
+    return all(_is_column(v) or isinstance(v, PLAIN) for v in value)
 
 
 def _stack(*leaves):
+    if isinstance(leaves[0], list):
+        leaves = [_array(leaf) for leaf in leaves]
+        shapes = sorted({leaf.shape for leaf in leaves})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"a column of the source holds lists of the shapes {shapes}: examples of a batch "
+                "need lists of one length. Pad or cut them in the source."
+            )
     # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
     is_text = np.asarray(leaves[0]).dtype.kind in "SU"
     return np.array(leaves, dtype=object) if is_text else np.stack(leaves)
+
+
+def _array(column):
+    """One array from a list of numbers or of texts."""
+    try:
+        array = np.asarray(column)
+    except ValueError:  # lists of unequal lengths
+        array = np.empty(0, object)
+    texts = {isinstance(value, str | bytes) for value in _flat(column)}
+    if array.dtype == object or len(texts) > 1:
+        raise ValueError(
+            f"a column of the source holds the list {str(column)[:60]}: a list is read as one "
+            "array, so it needs numbers or texts, of one length on every level and none missing. "
+            "Pad it in the source, or drop the column."
+        )
+    # NumPy's text types drop trailing zero bytes.
+    return np.asarray(column, object) if texts == {True} else array
+
+
+def _flat(column):
+    for value in column:
+        yield from _flat(value) if isinstance(value, list) else (value,)

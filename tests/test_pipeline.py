@@ -318,6 +318,39 @@ def test_examples_that_do_not_fit_together():
         next(pipeline.batches(Short(np.arange(4)), [0, 1], batch_size=2))
 
 
+def test_a_list_in_an_example_is_one_array():
+    """A table in plain Python, as a Hugging Face dataset gives it."""
+    table = [
+        {"x": [i, 2, 3], "y": [[i, 1.5]], "words": ["a", str(i)], "label": i, "files": [b"a\0"]}
+        for i in range(4)
+    ]
+    _, read = ordering.reader(table)
+    batch = read(np.array([2, 0]))
+    assert batch["x"].tolist() == [[2, 2, 3], [0, 2, 3]]
+    assert batch["y"].tolist() == [[[2, 1.5]], [[0, 1.5]]]
+    assert batch["words"].tolist() == [["a", "2"], ["a", "0"]]
+    assert batch["label"].tolist() == [2, 0]
+    assert batch["files"].tolist() == [[b"a\0"], [b"a\0"]]
+    pairs = [[np.zeros(2), np.ones(3)], [np.zeros(2), np.ones(3)]]  # structure, not data
+    found = ordering.reader(pairs)[1](np.array([1]))
+    assert [x.shape for x in found] == [(1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    "columns,word",
+    [
+        ([[1, 2], [1, 2, 3]], r"shapes \[\(2,\), \(3,\)\]: .* one length"),
+        ([[[1], [1, 2]]], r"the list \[\[1\], \[1, 2\]\]: a list is read as one"),
+        ([[1, None]], "none missing"),
+        ([[1, "a"]], "numbers or texts"),
+    ],
+)
+def test_lists_that_are_no_array(columns, word):
+    _, read = ordering.reader([{"x": column} for column in columns])
+    with pytest.raises(ValueError, match=word):
+        read(np.arange(len(columns)))
+
+
 def test_a_transform_that_fails():
     def transform(batch, seed):
         tf.debugging.assert_less(batch, 3, message="three is too much")
