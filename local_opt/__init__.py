@@ -10,7 +10,13 @@ from local_opt.forecast import (
 )
 from local_opt.outer import nesterov, per_step, slow_momentum
 from local_opt.plan import SyncPlan, load_plan
-from local_opt.rounds import LocalState, Rounds, local_rounds, relative_distance
+from local_opt.rounds import (
+    LocalState,
+    Rounds,
+    local_rounds,
+    parallel_rounds,
+    relative_distance,
+)
 from local_opt.rules import (
     bernoulli,
     by_step,
@@ -51,6 +57,7 @@ __all__ = [
     "local_rounds",
     "local_steps",
     "nesterov",
+    "parallel_rounds",
     "per_load",
     "per_step",
     "post_local",

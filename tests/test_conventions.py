@@ -21,7 +21,7 @@ CITED = (
     "parallel_herding_bound", "per_example", "microbatch", "exchanged", "lenet",
     "small_resnet", "vit", "gpt2", "mobilenet_v2", "resnet", "mobilenet_v3",
     "lstm", "forecaster",
-    "local_steps", "local_rounds", "accumulate", "accumulated_rounds", "qsr",
+    "local_steps", "local_rounds", "parallel_rounds", "accumulate", "accumulated_rounds", "qsr",
     "power_rule", "constant", "post_local", "swap", "nesterov", "slow_momentum", "reestimate",
     "echoed", "fixed", "bernoulli", "proximal_anchor",
 )  # fmt: skip

@@ -181,7 +181,37 @@ def test_accumulating_on_workers_is_training_on_all_their_batches():
         assert distance(params, copies(expected)) < 1e-5
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_parallel_rounds_are_data_parallel_training(run):
+    """As a loop by hand, as accumulation with a sync after every step, and on equal parameters."""
+    parallel = local_opt.parallel_rounds(SGD, axis_name="worker")
+    found, state = run_rounds(parallel, PLAN, RUNS[run])
+    assert_workers_bitwise_equal(state)
+    np.testing.assert_array_equal(found, np.repeat(found[:, :1], W, axis=1))
+    every = local_opt.every_step(13)
+    gathered, _ = run_rounds(
+        local_opt.accumulated_rounds(SGD, axis_name="worker"), every, RUNS[run]
+    )
+    # 13 steps of float32 roundings; the reference is in float64, and takes a sync in every step.
+    assert distance(found, gathered) < 1e-6
+    assert distance(found, expected_squares(every)) < 1e-6
+
+
+def test_parallel_rounds_add_narrow_gradients_in_float32_and_pass_extra_arguments():
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda g, s, p=None, *, scale: (jax.tree.map(lambda x: -scale * x, g), s)
+    )
+    rounds = local_opt.parallel_rounds(inner, axis_name="worker")
+    grads = jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
+    updates = jax.jit(vmap(lambda g: rounds.update(g, (), scale=2.0)[0]))(grads)
+    assert updates.dtype == jnp.bfloat16
+    assert updates.tolist() == [float(-2 * jnp.bfloat16(259 / 4))] * W
+
+
 def test_bad_input():
+    parallel = local_opt.parallel_rounds(SGD, axis_name="worker")
+    with pytest.raises(ValueError, match=r"parameter \['n'\] is int32: only floating"):
+        parallel.init({"n": jnp.arange(3)})
     opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
     summed = local_opt.accumulate(SGD, PLAN, axis_name="worker")
     for bad in (opt, summed):

@@ -69,6 +69,7 @@ MADE = {
         use_optimizer,
     ),
     "local_rounds": (lambda: local_opt.local_rounds(SGD, axis_name="worker"), use_rounds),
+    "parallel_rounds": (lambda: local_opt.parallel_rounds(SGD, axis_name="worker"), use_rounds),
     "accumulated_rounds": (
         lambda: local_opt.accumulated_rounds(SGD, axis_name="worker"),
         use_rounds,
