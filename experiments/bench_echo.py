@@ -6,7 +6,7 @@ r"""Does echoing hide slow input as predicted? Runs with a slow loader against r
 A real loader (`ordering.load_ahead`) reads batches that take a declared delay of R t_step each:
 gather, copy to the device, and sleep until the delay since the start is over. A real step (MLP with
 momentum, jitted, repeated until it takes --step_ms) is waited for, on batches from
-`ordering.echoed`. The CPU that the sleeping loader leaves free is what a network would leave.
+`ordering.echo_batches`. The CPU that the sleeping loader leaves free is what a network would leave.
 
 Right before every run goes the same run without a delay (for "measured", which would then never
 echo, that of error diffusion): its seconds per step are t_step, so that what slows the machine for
@@ -161,7 +161,7 @@ def _examples():
 def timed(step: Callable, policy, *, depth: int, delay: float) -> Run:
     """Runs a policy to its end."""
     with ordering.load_ahead(slow_batches(delay), depth=depth) as loader:
-        uses = ordering.echoed(loader, policy)  # takes the first batch
+        uses = ordering.echo_batches(loader, policy)  # takes the first batch
         start, within, loads, steps = time.perf_counter(), 0.0, 0, 0
         for use in uses:
             begin = time.perf_counter()

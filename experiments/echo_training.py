@@ -154,7 +154,7 @@ def train(
     clock = Clock()
     source = throttled(reads(task, setup, seed, program.mesh), delay, clock)
     with ordering.load_ahead(source, depth=DEPTH, timeout=PATIENCE + delay) as loader:
-        for use in ordering.echoed(loader, policy):
+        for use in ordering.echo_batches(loader, policy):
             t = use.step
             if ends is None and use.fresh and t:  # only now known: the round has ended
                 params, state = program.meet(params, state, rate)
@@ -210,7 +210,7 @@ def sync_ends(arm: Arm, policy, setting: Setting) -> np.ndarray | None:
     if arm.sync is not None:
         plan = arm.sync(setting)
     elif isinstance(policy, ordering.EchoPlan):
-        plan = local_opt.per_load(policy.fresh)
+        plan = local_opt.sync_every_load(policy.fresh)
     else:
         return None
     return plan.syncs_after(np.arange(setting.total_steps))

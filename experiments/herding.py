@@ -70,7 +70,7 @@ def bounds_over_rounds(
     def one_round(state, vectors):
         def step(state, start, size):
             unit = jax.lax.dynamic_slice_in_dim(state.current, start, size)
-            return order.observe(state, ordering.stacked(vectors[unit]))
+            return order.observe(state, ordering.Rows.of(vectors[unit]))
 
         whole = num_units // units_per_step * units_per_step
         starts = jnp.arange(0, whole, units_per_step)

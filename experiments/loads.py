@@ -122,12 +122,14 @@ def streamed(source, sizes: Sizes, *, owned: list[int], sharding=None, depth: in
         if first:
             opened = reading(epoch)(sight.current[:, first * sizes.units_per_step :], first)
         else:
-            opened = ordering.open_epoch(reading(epoch), sight, front)
+            opened = ordering.read_epoch(reading(epoch), sight, front)
         return ordering.load_ahead(opened, depth=depth)
 
     def front(sight, epoch):
         sight = jax.tree.map(own, sight)
-        return ordering.open_front(reading(epoch), sight, units_per_step=sizes.units_per_step)
+        return ordering.prefetch_next_epoch(
+            reading(epoch), sight, units_per_step=sizes.units_per_step
+        )
 
     return Input(open_epoch, front)
 

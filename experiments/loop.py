@@ -81,7 +81,9 @@ def steps(program: Program, plans: Plans, state: State, at: At, visit: Visit) ->
         opened = program.input.open(see(state.orders), first, epoch, front)
         front = None
         with opened as batches:
-            for use in ordering.echoed(batches, policy, first_step=at.step, stop_with_loads=True):
+            for use in ordering.echo_batches(
+                batches, policy, first_step=at.step, stop_with_loads=True
+            ):
                 t, load, around = use.step, use.load - epoch * per_epoch, round_of[use.step]
                 unit = np.int32(load * program.sizes.units_per_step)
                 step = program.fresh if use.fresh else program.echoed

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.plots import COLOURS, pyplot, save
 from local_opt.plan import SyncPlan
-from plans import values_of
+from plans import evaluate_schedule
 
 DASHES = ("-", (0, (3, 1.5)))
 
@@ -122,7 +122,7 @@ def _draw_rate(axis, panel):
     steps = next(iter(panel.plans.values())).total_steps
     values = panel.lr
     if callable(values) or np.ndim(values) == 0:
-        values = values_of(values, steps, "lr")
+        values = evaluate_schedule(values, steps, "lr")
     axis.plot(np.arange(steps), values, color="#444444", linewidth=1.2)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("learning rate")

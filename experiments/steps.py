@@ -51,7 +51,7 @@ def unit_gradients(
 
         def gradients(params, batch, key):
             (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-            return losses, mean, ordering.stacked(jax.tree.map(lambda g: g[None], mean))
+            return losses, mean, ordering.Rows.of(jax.tree.map(lambda g: g[None], mean))
 
         return gradients
 
@@ -78,7 +78,7 @@ def worker_step(
         which moves the same bytes where there is one unit per step.
       mixes: whether the loss of an example depends on its batch (normalisation over batches).
     """
-    reduce = ordering.exchanged if exchanges else ordering.averaged
+    reduce = ordering.all_to_all_mean if exchanges else ordering.all_reduce_mean
 
     def step(train, batch, key):
         size = jax.tree.leaves(batch)[0].shape[0]  # the last step of an epoch may be shorter
@@ -121,7 +121,7 @@ def worker_chunk(
             place = slice(start, start + units_per_step)
             part = jax.tree.map(lambda x, place=place: x[place], batch)
             train, rows, loss, bad = step(train, part, jax.random.fold_in(key, train.step))
-            seen = rows if seen is None or not observes else ordering.joined(seen, rows)
+            seen = rows if seen is None or not observes else ordering.concatenate(seen, rows)
             metrics.append(StepMetrics(loss, jnp.where(bad < 0, bad, units[place][bad])))
         if observes:
             order_state = order.observe(order_state, seen)

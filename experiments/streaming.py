@@ -15,7 +15,7 @@ LOOK_AHEAD = 4
 
 
 class Known(NamedTuple):
-    """What `ordering.open_front` looks at, copied, for the step donates its state."""
+    """What `ordering.prefetch_next_epoch` looks at, copied, for the step donates its state."""
 
     current: jax.Array
     next: jax.Array
@@ -100,14 +100,14 @@ def epoch(
             finite.stop_if_not_finite(metrics[-1], first_step + done)
 
         begun = jax.tree.map(processes.own, know(orders)) if processes.several() else orders
-        for number, batch in enumerate(ordering.open_epoch(read, begun, front)):
+        for number, batch in enumerate(ordering.read_epoch(read, begun, front)):
             units = orders.current[:, number * shown : (number + 1) * shown]
             train, orders, out = take(train, orders, batch, units, key)
             if dispatched is not None:
                 fetch(dispatched)
             dispatched = processes.gathered(out)
             if known is not None and following is None:
-                following = ordering.open_front(read, known, units_per_step=shown)
+                following = ordering.prefetch_next_epoch(read, known, units_per_step=shown)
             if number == max(0, num_chunks - LOOK_AHEAD):
                 known = jax.tree.map(processes.own, know(orders))
         fetch(dispatched)

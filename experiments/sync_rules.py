@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 import local_opt
-from plans import values_of
+from plans import evaluate_schedule
 
 
 class Setting(NamedTuple):
@@ -23,7 +23,7 @@ class Setting(NamedTuple):
     @classmethod
     def of(cls, lr: Callable, *, total_steps: int, **fields) -> "Setting":
         """From a schedule, which is evaluated once for all rules."""
-        return cls(values_of(lr, total_steps, "lr"), **fields)
+        return cls(evaluate_schedule(lr, total_steps, "lr"), **fields)
 
     @property
     def total_steps(self) -> int:

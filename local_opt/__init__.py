@@ -8,8 +8,8 @@ from local_opt.forecast import (
     forecast,
     ring_bytes,
 )
-from local_opt.outer import nesterov, per_step, slow_momentum
-from local_opt.plan import SyncPlan, load_plan
+from local_opt.outer import nesterov, normalize_by_period, slow_momentum
+from local_opt.plan import SyncPlan, read_sync_plan
 from local_opt.rounds import (
     LocalState,
     Rounds,
@@ -19,15 +19,15 @@ from local_opt.rounds import (
 )
 from local_opt.rules import (
     bernoulli,
-    by_step,
     constant,
     every_step,
     from_function,
-    per_load,
+    from_schedule,
     post_local,
     power_rule,
     qsr,
     swap,
+    sync_every_load,
 )
 from local_opt.synchronize import synchronize
 from local_opt.transform import PlannedState, accumulate, local_steps
@@ -44,7 +44,7 @@ __all__ = [
     "accumulate",
     "accumulated_rounds",
     "bernoulli",
-    "by_step",
+    "from_schedule",
     "check_same_plan",
     "check_same_start",
     "communication_time",
@@ -53,13 +53,13 @@ __all__ = [
     "every_step",
     "forecast",
     "from_function",
-    "load_plan",
+    "read_sync_plan",
     "local_rounds",
     "local_steps",
     "nesterov",
     "parallel_rounds",
-    "per_load",
-    "per_step",
+    "sync_every_load",
+    "normalize_by_period",
     "post_local",
     "power_rule",
     "qsr",

@@ -69,7 +69,7 @@ def slow_momentum(
     return optax.sgd(learning_rate, momentum=momentum)
 
 
-def per_step(
+def normalize_by_period(
     outer: optax.GradientTransformation, *, h_base: int
 ) -> optax.GradientTransformationExtraArgs:
     """Corrects an outer optimizer for rounds of different lengths.
@@ -95,7 +95,7 @@ def per_step(
 
     Example:
       >>> import jax.numpy as jnp, local_opt
-      >>> outer = local_opt.per_step(local_opt.slow_momentum(momentum=0.5), h_base=2)
+      >>> outer = local_opt.normalize_by_period(local_opt.slow_momentum(momentum=0.5), h_base=2)
       >>> state = outer.init(jnp.zeros(()))
       >>> for period in (2, 8):  # a change of 1 per step
       ...     update, state = outer.update(jnp.float32(period), state, period=period)

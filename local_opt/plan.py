@@ -132,7 +132,7 @@ class SyncPlan(plans.Plan):
         plans.write(path, self, {"total_steps": self.total_steps, "starts": self.starts.tolist()})
 
 
-def load_plan(path: str) -> SyncPlan:
+def read_sync_plan(path: str) -> SyncPlan:
     """Reads a plan that `SyncPlan.save` has written.
 
     Args:
@@ -149,7 +149,7 @@ def load_plan(path: str) -> SyncPlan:
       >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
       >>> plan = local_opt.constant(4, total_steps=10)
       >>> plan.save(path)
-      >>> local_opt.load_plan(path) == plan
+      >>> local_opt.read_sync_plan(path) == plan
       True
     """
 

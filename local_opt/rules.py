@@ -10,7 +10,14 @@ import jax
 import numpy as np
 
 from local_opt.plan import SyncPlan
-from plans import chances, check_total_steps, coins, is_whole, shown, values_of
+from plans import (
+    bernoulli_draws,
+    check_total_steps,
+    describe,
+    evaluate_schedule,
+    is_whole,
+    probabilities,
+)
 
 
 def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
@@ -139,7 +146,7 @@ def power_rule(
     _check_whole("h_base", h_base, 1)
     if h_max is not None:
         _check_whole("h_max", h_max, h_base)
-    rates = values_of(lr, total_steps, "lr")
+    rates = evaluate_schedule(lr, total_steps, "lr")
     _check_whole("warmup_steps", warmup_steps, 0, total_steps)
     if warmup_steps < total_steps and rates[warmup_steps] == 0:
         raise ValueError(
@@ -299,12 +306,12 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
       >>> local_opt.bernoulli(1.0, total_steps=5, key=jax.random.key(0)).rounds
       5
     """
-    heads = coins(chances(p, total_steps, "p"), key)
+    heads = bernoulli_draws(probabilities(p, total_steps, "p"), key)
     starts = np.append(0, 1 + np.flatnonzero(heads[:-1]))
-    return SyncPlan(starts, total_steps, f"bernoulli, p = {shown(p)}")
+    return SyncPlan(starts, total_steps, f"bernoulli, p = {describe(p)}")
 
 
-def per_load(fresh: np.ndarray) -> SyncPlan:
+def sync_every_load(fresh: np.ndarray) -> SyncPlan:
     """One sync per load of an echoed run, before the next batch is loaded.
 
     Round r takes all uses of batch r. Workers step on their own while a batch is used again, so
@@ -322,7 +329,7 @@ def per_load(fresh: np.ndarray) -> SyncPlan:
 
     Example:
       >>> import local_opt
-      >>> local_opt.per_load([True, False, False, True, False]).periods.tolist()
+      >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
       [3, 2]
     """
     fresh = np.asarray(fresh)
@@ -334,7 +341,7 @@ def per_load(fresh: np.ndarray) -> SyncPlan:
     return SyncPlan(np.flatnonzero(fresh), len(fresh), "once per load")
 
 
-def by_step(
+def from_schedule(
     period: Callable | float,
     *,
     total_steps: int,
@@ -361,13 +368,13 @@ def by_step(
     Example:
       >>> import optax, local_opt
       >>> grow = optax.linear_schedule(1, 10, 20)
-      >>> local_opt.by_step(grow, total_steps=20).periods.tolist()
+      >>> local_opt.from_schedule(grow, total_steps=20).periods.tolist()
       [1, 1, 1, 2, 3, 4, 6, 2]
     """
     _check_whole("h_base", h_base, 1)
     if h_max is not None:
         _check_whole("h_max", h_max, h_base)
-    lengths = values_of(period, total_steps, "period")
+    lengths = evaluate_schedule(period, total_steps, "period")
     return from_function(
         lambda t: max(h_base, math.floor(min(lengths[t], h_max or math.inf))),
         total_steps=total_steps,

@@ -2,10 +2,10 @@
 
 from ordering.balance import balance, balance_blocks, default_block_size
 from ordering.base import Ordering, check_units_per_step
-from ordering.echo import EchoPlan, bernoulli, error_diffusion, fixed, load_echo_plan
-from ordering.echoed import Use, echoed, observe_fresh
-from ordering.exchange import averaged, exchange, exchanged
-from ordering.front import Front, open_epoch, open_front
+from ordering.echo import EchoPlan, bernoulli, error_diffusion, fixed, read_echo_plan
+from ordering.echo_batches import EchoStep, echo_batches, observe_fresh
+from ordering.exchange import all_reduce_mean, all_to_all_mean, exchange
+from ordering.front import Prefetched, prefetch_next_epoch, read_epoch
 from ordering.grab import GrabState, grab
 from ordering.gradients import (
     check_separable,
@@ -19,13 +19,13 @@ from ordering.herding import (
     herding_bound,
     parallel_herding_bound,
 )
+from ordering.input_simulator import EchoForecast, echo_forecast
 from ordering.loader import Loader, LoadError, load_ahead
 from ordering.measured import Measured, decide, measured, ready_everywhere
-from ordering.pace import EchoForecast, echo_forecast
 from ordering.pair_balance import PairBalanceState, cd_grab, pair_balance
 from ordering.pipeline import batches, prefetch_to_device, step_indices
 from ordering.proximal import ProximalState, proximal_anchor
-from ordering.rows import Rows, centred, differences, finite_units, joined, stacked
+from ordering.rows import Rows, centre, concatenate, differences, finite_units
 from ordering.shuffles import (
     ShuffleState,
     block_reshuffling,
@@ -40,7 +40,7 @@ from ordering.sources import reader
 __all__ = [
     "EchoForecast",
     "EchoPlan",
-    "Front",
+    "Prefetched",
     "GrabState",
     "GreedyHerdingState",
     "LoadError",
@@ -52,25 +52,25 @@ __all__ = [
     "Rows",
     "ShuffleState",
     "SignRule",
-    "Use",
-    "averaged",
+    "EchoStep",
+    "all_reduce_mean",
     "balance",
     "balance_blocks",
     "batches",
     "bernoulli",
     "block_reshuffling",
     "cd_grab",
-    "centred",
+    "centre",
     "check_separable",
     "check_units_per_step",
     "decide",
     "default_block_size",
     "differences",
     "echo_forecast",
-    "echoed",
+    "echo_batches",
     "error_diffusion",
     "exchange",
-    "exchanged",
+    "all_to_all_mean",
     "finite_units",
     "fixed",
     "flip_flop",
@@ -78,16 +78,16 @@ __all__ = [
     "greedy",
     "greedy_herding",
     "herding_bound",
-    "joined",
+    "concatenate",
     "kernel_halving",
     "load_ahead",
-    "load_echo_plan",
+    "read_echo_plan",
     "measured",
     "microbatch",
     "observe_fresh",
     "observe_in_chunks",
-    "open_epoch",
-    "open_front",
+    "read_epoch",
+    "prefetch_next_epoch",
     "pair_balance",
     "parallel_herding_bound",
     "per_example",
@@ -98,7 +98,6 @@ __all__ = [
     "ready_everywhere",
     "self_balancing_walk",
     "shuffle_once",
-    "stacked",
     "step_indices",
     "unzip",
 ]

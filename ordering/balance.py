@@ -58,7 +58,7 @@ def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid=Non
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.stacked(jnp.array([[1.0], [1.0], [3.0]]))
+      >>> rows = ordering.Rows.of(jnp.array([[1.0], [1.0], [3.0]]))
       >>> ordering.balance(ordering.greedy(), (), jnp.zeros(1), rows)[2].tolist()
       [1.0, -1.0, 1.0]
     """
@@ -114,7 +114,7 @@ def balance_blocks(
         state, total = carry
         count = block_valid.size
         if count > fused.MOST:
-            rows = rows_lib.stacked(jax.vmap(lambda e: derive(e, context))(elements))
+            rows = rows_lib.Rows.of(jax.vmap(lambda e: derive(e, context))(elements))
             *carry, signs, taken = balance(
                 rule, state, total, rows, valid=block_valid, reduce=reduce
             )
@@ -186,5 +186,5 @@ def add_weighted(total, rows: rows_lib.Rows, weights, taken):
     def keep_taken(z):
         return jnp.where(taken.reshape((-1,) + (1,) * (z.ndim - 1)), z, 0)
 
-    clean = rows_lib.stacked(jax.tree.map(keep_taken, rows.tree))
+    clean = rows_lib.Rows.of(jax.tree.map(keep_taken, rows.tree))
     return jax.tree.map(jnp.add, total, clean.combine(weights))

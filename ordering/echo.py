@@ -120,7 +120,7 @@ class EchoPlan(plans.Plan):
         plans.write(path, self, content)
 
 
-def load_echo_plan(path: str) -> EchoPlan:
+def read_echo_plan(path: str) -> EchoPlan:
     """Reads a plan that `EchoPlan.save` has written.
 
     Args:
@@ -137,7 +137,7 @@ def load_echo_plan(path: str) -> EchoPlan:
       >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
       >>> plan = ordering.fixed(4, total_steps=10)
       >>> plan.save(path)
-      >>> ordering.load_echo_plan(path) == plan
+      >>> ordering.read_echo_plan(path) == plan
       True
     """
 
@@ -205,9 +205,9 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
       Data Parallelism, Algorithm 1, submitted to ICLR 2025 (read here from its abstract, reviews
       and replies), https://openreview.net/group?id=ICLR.cc/2025/Conference
     """
-    heads = plans.coins(plans.chances(p, total_steps, "p"), key)
+    heads = plans.bernoulli_draws(plans.probabilities(p, total_steps, "p"), key)
     heads[0] = True
-    return EchoPlan(heads, f"bernoulli, p = {plans.shown(p)}")
+    return EchoPlan(heads, f"bernoulli, p = {plans.describe(p)}")
 
 
 def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> EchoPlan:
@@ -233,7 +233,7 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
       >>> ordering.error_diffusion(0.4, total_steps=10).uses.tolist()
       [3, 2, 3, 2]
     """
-    shares = plans.chances(p, total_steps, "p")
+    shares = plans.probabilities(p, total_steps, "p")
     fresh = np.empty(total_steps, bool)
     acc = 1.0 - shares[0]
     for t, share in enumerate(shares.tolist()):
@@ -241,4 +241,4 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
         # Ten tenths add up to a little less than one.
         fresh[t] = acc >= 1 - 1e-9
         acc -= fresh[t]
-    return EchoPlan(fresh, f"error diffusion, p = {plans.shown(p)}")
+    return EchoPlan(fresh, f"error diffusion, p = {plans.describe(p)}")

@@ -44,7 +44,7 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> tree = lambda g: ordering.exchange(ordering.stacked(g), "worker").tree
+      >>> tree = lambda g: ordering.exchange(ordering.Rows.of(g), "worker").tree
       >>> jax.vmap(tree, axis_name="worker")(jnp.ones((4, 2, 6))).shape  # W, n W, ceil(6 / 4)
       (4, 8, 2)
     """
@@ -55,10 +55,10 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     parts = flat.reshape(rows.size, workers, -1).swapaxes(0, 1)
     parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
     interleaved = parts.swapaxes(0, 1).reshape(rows.size * workers, -1)
-    return rows_lib.stacked(interleaved)._replace(workers=workers)
+    return rows_lib.Rows.of(interleaved)._replace(workers=workers)
 
 
-def averaged(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
+def all_reduce_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
     """The mean gradient over all workers, by an all-reduce; the rows stay local.
 
     Args:
@@ -69,19 +69,19 @@ def averaged(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> mean = lambda g: ordering.averaged(g[0], ordering.stacked(g))[0]
+      >>> mean = lambda g: ordering.all_reduce_mean(g[0], ordering.Rows.of(g))[0]
       >>> jax.vmap(mean, axis_name="worker")(jnp.array([[[1.0]], [[3.0]]])).tolist()
       [[2.0], [2.0]]
     """
     return jax.lax.pmean(mean, axis_name), rows
 
 
-def exchanged(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
+def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
     """The mean gradient over all workers and the rows of all workers, from one exchange.
 
-    An all-to-all and an all-gather in place of the all-reduce of `averaged`: with one unit per
-    worker and step (`microbatch`) both move the same bytes, so coordination costs no volume. With
-    an even number of units `averaged` is the cheaper one, for `cd_grab` then sends differences.
+    An all-to-all and an all-gather in place of the all-reduce of `all_reduce_mean`: with one unit
+    per worker and step (`microbatch`) both move the same bytes, so coordination costs no volume.
+    With an even number of units `all_reduce_mean` is cheaper, for `cd_grab` then sends differences.
 
     Args:
       mean: this worker's mean gradient, which gives structure, shapes and dtypes.
@@ -95,7 +95,7 @@ def exchanged(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> mean = lambda g: ordering.exchanged(g[0], ordering.stacked(g))[0]
+      >>> mean = lambda g: ordering.all_to_all_mean(g[0], ordering.Rows.of(g))[0]
       >>> jax.vmap(mean, axis_name="worker")(jnp.array([[[1.0]], [[3.0]]])).tolist()
       [[2.0], [2.0]]
 

@@ -56,7 +56,7 @@ def grab(
       >>> order = ordering.grab(3)
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(2))
       >>> for gradient in ([[1., 0.]], [[0., 1.]], [[1., 1.]]):
-      ...     state = order.observe(state, ordering.stacked(jnp.array(gradient)))
+      ...     state = order.observe(state, ordering.Rows.of(jnp.array(gradient)))
       >>> sorted(order.next_epoch(state).current.tolist())
       [0, 1, 2]
 
@@ -87,7 +87,7 @@ def grab(
         valid = state.position + jnp.arange(rows.size) < num_units
         carry = (rule, state.rule, state.running_sum)
         if rows.tree is None:
-            centred = rows_lib.centred(rows, state.mean)
+            centred = rows_lib.centre(rows, state.mean)
             rule_state, total, sign, taken = balance(*carry, centred, valid=valid)
         else:
             rule_state, total, sign, taken = balance_blocks(

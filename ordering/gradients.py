@@ -61,7 +61,7 @@ def per_example(loss: Loss, *, chunk_size: int | None = None) -> Gradients:
         else:
             losses, tree = jax.lax.map(one, examples, batch_size=chunk_size)
         mean = jax.tree.map(lambda g: jnp.mean(rows_lib.as_float32(g), 0).astype(g.dtype), tree)
-        return losses.astype(jnp.float32), mean, rows_lib.stacked(tree)
+        return losses.astype(jnp.float32), mean, rows_lib.Rows.of(tree)
 
     return gradients
 
@@ -90,7 +90,7 @@ def microbatch(loss: Loss) -> Gradients:
 
     def gradients(params, batch, key):
         value, grad = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch, key)))(params)
-        rows = rows_lib.stacked(jax.tree.map(lambda g: g[None], grad))
+        rows = rows_lib.Rows.of(jax.tree.map(lambda g: g[None], grad))
         return value[None].astype(jnp.float32), grad, rows
 
     return gradients

@@ -43,7 +43,7 @@ def measured(
       decided: decisions of the steps before the run was stopped.
 
     Returns:
-      A `Measured` for `echoed`.
+      A `Measured` for `echo_batches`.
 
     Raises:
       ValueError: for values out of range, or decisions that are no plan.
@@ -52,7 +52,7 @@ def measured(
       >>> import numpy as np, ordering
       >>> policy = ordering.measured(total_steps=6, max_factor=3)
       >>> with ordering.load_ahead(np.ones(2) for _ in range(6)) as loader:
-      ...     record = [use.fresh for use in ordering.echoed(loader, policy)]
+      ...     record = [use.fresh for use in ordering.echo_batches(loader, policy)]
       >>> plan = ordering.EchoPlan(record, rule="measured")  # replays the run
       >>> plan.total_steps, int(plan.uses.max()) <= 3
       (6, True)
@@ -62,7 +62,7 @@ def measured(
         raise ValueError(
             f"max_factor is {max_factor!r}: a batch is used a whole number of times, >= 1."
         )
-    floor = 1 / max_factor if floor is None else plans.chances(floor, total_steps, "floor")
+    floor = 1 / max_factor if floor is None else plans.probabilities(floor, total_steps, "floor")
     at_least = np.cumsum(error_diffusion(floor, total_steps=total_steps).fresh)
     decided = np.array(list(decided), bool)
     if len(decided) > total_steps or (len(decided) and not decided[0]):

@@ -67,7 +67,7 @@ def pair_balance(
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(3))
       >>> for start in (0, 2):
       ...     units = state.current[start:start + 2]
-      ...     state = order.observe(state, ordering.stacked(jnp.eye(4, 3)[units]))
+      ...     state = order.observe(state, ordering.Rows.of(jnp.eye(4, 3)[units]))
       >>> sorted(order.next_epoch(state).current.tolist())
       [0, 1, 2, 3]
 
@@ -95,7 +95,7 @@ def cd_grab(
     Runs under a named axis (`jax.vmap` or `jax.shard_map`). Gradients are exchanged in slices of
     D / W, so that r and the pending gradients are sharded over the workers. An even B sends the
     pair differences; an odd B sends the gradients, and a loop that exchanges them itself
-    (`gradients.exchanged`) gets the mean gradient for the same volume.
+    (`ordering.all_to_all_mean`) gets the mean gradient for the same volume.
 
     The leftover unit of an odd M lands in the middle of its worker's next order, as in
     `pair_balance`. Randomised rules draw the same coins on all workers, from worker 0's key.

@@ -35,41 +35,41 @@ class Rows(NamedTuple):
     tree: PyTree | None = None
     workers: int | None = None
 
+    @classmethod
+    def of(cls, tree: PyTree) -> "Rows":
+        """Rows of gradients that are there, stacked along a leading axis.
 
-def stacked(tree: PyTree) -> Rows:
-    """Rows of gradients that are there, stacked along a leading axis.
+        Args:
+          tree: pytree of floating leaves [n, ...], n >= 1.
 
-    Args:
-      tree: pytree of floating leaves [n, ...], n >= 1.
+        Returns:
+          `Rows` over the n gradients.
 
-    Returns:
-      `Rows` over the n gradients.
+        Raises:
+          ValueError: if the tree is empty or its leaves disagree about n.
 
-    Raises:
-      ValueError: if the tree is empty or its leaves disagree about n.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.stacked({"w": jnp.eye(3)})
-      >>> rows.dot({"w": jnp.array([1., 2., 3.])}).tolist()
-      [1.0, 2.0, 3.0]
-    """
-    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
-    if len(sizes) != 1 or None in sizes:
-        raise ValueError(
-            f"rows need leaves with one common leading axis, got leading sizes {sizes}: "
-            "stack one gradient per unit, for instance with jax.vmap(jax.grad(loss))."
+        Example:
+          >>> import jax.numpy as jnp, ordering
+          >>> rows = ordering.Rows.of({"w": jnp.eye(3)})
+          >>> rows.dot({"w": jnp.array([1., 2., 3.])}).tolist()
+          [1.0, 2.0, 3.0]
+        """
+        sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
+        if len(sizes) != 1 or None in sizes:
+            raise ValueError(
+                f"rows need leaves with one common leading axis, got leading sizes {sizes}: "
+                "stack one gradient per unit, for instance with jax.vmap(jax.grad(loss))."
+            )
+        return cls(
+            size=sizes.pop(),
+            dot=lambda vector: _sum_leaves(_dot_leaf, tree, vector),
+            combine=lambda weights: jax.tree.map(lambda leaf: _combine_leaf(weights, leaf), tree),
+            gram=lambda: _sum_leaves(_gram_leaf, tree),
+            tree=tree,
         )
-    return Rows(
-        size=sizes.pop(),
-        dot=lambda vector: _sum_leaves(_dot_leaf, tree, vector),
-        combine=lambda weights: jax.tree.map(lambda leaf: _combine_leaf(weights, leaf), tree),
-        gram=lambda: _sum_leaves(_gram_leaf, tree),
-        tree=tree,
-    )
 
 
-def centred(rows: Rows, mean: PyTree) -> Rows:
+def centre(rows: Rows, mean: PyTree) -> Rows:
     """Rows of g_i - mean.
 
     Args:
@@ -80,12 +80,12 @@ def centred(rows: Rows, mean: PyTree) -> Rows:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.centred(ordering.stacked(jnp.eye(2)), jnp.array([0.5, 0.5]))
+      >>> rows = ordering.centre(ordering.Rows.of(jnp.eye(2)), jnp.array([0.5, 0.5]))
       >>> rows.dot(jnp.array([1.0, 0.0])).tolist()
       [0.5, -0.5]
     """
     if rows.tree is not None:
-        return stacked(jax.tree.map(lambda g, m: as_float32(g) - m[None], rows.tree, mean))
+        return Rows.of(jax.tree.map(lambda g, m: as_float32(g) - m[None], rows.tree, mean))
 
     def combine(weights):
         shift = jnp.sum(weights)
@@ -109,13 +109,13 @@ def differences(rows: Rows) -> Rows:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.differences(ordering.stacked(jnp.eye(2)))
+      >>> rows = ordering.differences(ordering.Rows.of(jnp.eye(2)))
       >>> rows.dot(jnp.array([3.0, 1.0])).tolist()
       [2.0]
     """
     pairs = rows.size // 2
     if rows.tree is not None:
-        return stacked(jax.tree.map(lambda g: subtract_pairs(split_pairs(g, pairs)), rows.tree))
+        return Rows.of(jax.tree.map(lambda g: subtract_pairs(split_pairs(g, pairs)), rows.tree))
     signs = jnp.zeros((pairs, rows.size)).at[jnp.arange(pairs), 2 * jnp.arange(pairs)].set(1.0)
     signs = signs.at[jnp.arange(pairs), 2 * jnp.arange(pairs) + 1].set(-1.0)
     return Rows(
@@ -126,7 +126,7 @@ def differences(rows: Rows) -> Rows:
     )
 
 
-def joined(first: Rows, second: Rows) -> Rows:
+def concatenate(first: Rows, second: Rows) -> Rows:
     """Rows of the units of `first`, then of `second`: two steps observed at once.
 
     Args:
@@ -137,11 +137,11 @@ def joined(first: Rows, second: Rows) -> Rows:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> ordering.joined(ordering.stacked(jnp.eye(2)), ordering.stacked(jnp.ones((1, 2)))).size
+      >>> ordering.concatenate(ordering.Rows.of(jnp.eye(2)), ordering.Rows.of(jnp.ones((1, 2)))).size
       3
     """
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first.tree, second.tree)
-    return stacked(both)._replace(workers=first.workers)
+    return Rows.of(both)._replace(workers=first.workers)
 
 
 def split_pairs(leaf: jax.Array, pairs: int) -> jax.Array:
@@ -194,7 +194,7 @@ def finite_units(rows: Rows) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> ordering.finite_units(ordering.stacked(jnp.array([[1.0], [jnp.inf]]))).tolist()
+      >>> ordering.finite_units(ordering.Rows.of(jnp.array([[1.0], [jnp.inf]]))).tolist()
       [True, False]
     """
     if rows.tree is None:

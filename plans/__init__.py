@@ -1,16 +1,23 @@
-"""What all plans share: schedules evaluated on the host, shared coins, and a file that is whole."""
+"""What all plans share: schedules evaluated on the host, draws of one shared key, and a file that is whole."""
 
 from plans.record import Plan, read, write
-from plans.schedule import chances, check_total_steps, coins, is_whole, shown, values_of
+from plans.schedule import (
+    bernoulli_draws,
+    check_total_steps,
+    describe,
+    evaluate_schedule,
+    is_whole,
+    probabilities,
+)
 
 __all__ = [
     "Plan",
-    "chances",
+    "probabilities",
     "check_total_steps",
-    "coins",
+    "bernoulli_draws",
     "is_whole",
     "read",
-    "shown",
-    "values_of",
+    "describe",
+    "evaluate_schedule",
     "write",
 ]

@@ -42,7 +42,9 @@ def check_total_steps(total_steps) -> None:
         raise ValueError(f"total_steps is {total_steps!r}: a run has at least one whole step.")
 
 
-def values_of(schedule: Callable | float | np.ndarray, total_steps: int, name: str) -> np.ndarray:
+def evaluate_schedule(
+    schedule: Callable | float | np.ndarray, total_steps: int, name: str
+) -> np.ndarray:
     """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
 
     A schedule of jax operations is called once, for all steps, in float64; one that Python alone
@@ -61,7 +63,7 @@ def values_of(schedule: Callable | float | np.ndarray, total_steps: int, name: s
 
     Example:
       >>> import optax, plans
-      >>> plans.values_of(optax.linear_schedule(1.0, 0.0, 4), 5, "lr").tolist()
+      >>> plans.evaluate_schedule(optax.linear_schedule(1.0, 0.0, 4), 5, "lr").tolist()
       [1.0, 0.75, 0.5, 0.25, 0.0]
     """
     check_total_steps(total_steps)
@@ -84,7 +86,7 @@ def values_of(schedule: Callable | float | np.ndarray, total_steps: int, name: s
     return values
 
 
-def chances(p: Callable | float | np.ndarray, total_steps: int, name: str) -> np.ndarray:
+def probabilities(p: Callable | float | np.ndarray, total_steps: int, name: str) -> np.ndarray:
     """float64[T], the values of a schedule of probabilities, none of them 0.
 
     Args:
@@ -100,11 +102,11 @@ def chances(p: Callable | float | np.ndarray, total_steps: int, name: str) -> np
 
     Example:
       >>> import optax, plans
-      >>> plans.chances(optax.linear_schedule(1.0, 0.0, 4), 5, "p")
+      >>> plans.probabilities(optax.linear_schedule(1.0, 0.0, 4), 5, "p")
       Traceback (most recent call last):
       ValueError: p(4) is 0: a probability lies in (0, 1]. A schedule may fall, but not to 0.
     """
-    values = values_of(p, total_steps, name)
+    values = evaluate_schedule(p, total_steps, name)
     bad = np.flatnonzero((values <= 0) | (values > 1))
     if len(bad):
         raise ValueError(
@@ -114,11 +116,11 @@ def chances(p: Callable | float | np.ndarray, total_steps: int, name: str) -> np
     return values
 
 
-def coins(chances: np.ndarray, key: jax.Array) -> np.ndarray:
+def bernoulli_draws(p: np.ndarray, key: jax.Array) -> np.ndarray:
     """bool[T], one coin per step: heads with the step's chance. The key alone decides.
 
     Args:
-      chances: float64[T] in [0, 1].
+      p: float64[T] in [0, 1], the chance of heads in every step.
       key: `jax.random.key` of the default kind, whose numbers do not depend on the hardware.
 
     Returns:
@@ -126,14 +128,14 @@ def coins(chances: np.ndarray, key: jax.Array) -> np.ndarray:
 
     Example:
       >>> import jax, numpy as np, plans
-      >>> plans.coins(np.array([1.0, 0.0]), jax.random.key(0)).tolist()
+      >>> plans.bernoulli_draws(np.array([1.0, 0.0]), jax.random.key(0)).tolist()
       [True, False]
     """
     with jax.ensure_compile_time_eval():  # now, even where the plan is made inside a trace
-        return np.asarray(jax.random.uniform(key, (len(chances),), np.float32)) < chances
+        return np.asarray(jax.random.uniform(key, (len(p),), np.float32)) < p
 
 
-def shown(p) -> str:
+def describe(p) -> str:
     """A probability or its schedule in a rule's name.
 
     Args:
@@ -144,7 +146,7 @@ def shown(p) -> str:
 
     Example:
       >>> import plans
-      >>> plans.shown(0.25), plans.shown(lambda t: 0.25)
+      >>> plans.describe(0.25), plans.describe(lambda t: 0.25)
       ('0.25', 'p(t)')
     """
     return f"{p:g}" if isinstance(p, int | float) else "p(t)"

@@ -76,7 +76,7 @@ def run_epoch(order, state, gradients, units_per_step):
     num_units = jax.tree.leaves(gradients)[0].shape[0]
     for start, stop in steps(num_units, units_per_step):
         unit = state.current[start:stop]
-        rows = ordering.stacked(jax.tree.map(lambda g, unit=unit: jnp.asarray(g)[unit], gradients))
+        rows = ordering.Rows.of(jax.tree.map(lambda g, unit=unit: jnp.asarray(g)[unit], gradients))
         state = order.observe(state, rows)
     return order.next_epoch(state)
 
@@ -175,8 +175,8 @@ PLANS = {
     "post_local": lambda t: local_opt.post_local(5, switch_step=t // 2, total_steps=t),
     "swap": lambda t: local_opt.swap(3, switch_step=t // 2, total_steps=t),
     "bernoulli": lambda t: local_opt.bernoulli(0.3, total_steps=t, key=jax.random.key(7)),
-    "per_load": lambda t: local_opt.per_load(np.arange(t) % 3 == 0),
-    "by_step": lambda t: local_opt.by_step(optax.linear_schedule(1, 8, 40), total_steps=t),
+    "per_load": lambda t: local_opt.sync_every_load(np.arange(t) % 3 == 0),
+    "by_step": lambda t: local_opt.from_schedule(optax.linear_schedule(1, 8, 40), total_steps=t),
     "from_function": lambda t: local_opt.from_function(lambda s: 1 + s % 5, total_steps=t),
 }
 

@@ -135,11 +135,11 @@ def test_vectors_that_are_not_valid_are_left_out(block_size):
 
 def test_seam_without_gradients_equals_the_blocks():
     """Derived rows by linear algebra (no tree) equal derived rows from the gradients."""
-    stacked = ordering.stacked({"a": jnp.asarray(tables.whole_numbers((7, 3)))})
+    stacked = ordering.Rows.of({"a": jnp.asarray(tables.whole_numbers((7, 3)))})
     bare = stacked._replace(tree=None)
     vector, weights = {"a": jnp.array([1.0, -2.0, 3.0])}, jnp.arange(7.0)
     mean = {"a": jnp.array([1.0, 0.0, -1.0])}
-    for derive, n in ((ordering.differences, 3), (lambda r: ordering.centred(r, mean), 7)):
+    for derive, n in ((ordering.differences, 3), (lambda r: ordering.centre(r, mean), 7)):
         one, other = derive(stacked), derive(bare)
         assert one.size == other.size == n
         np.testing.assert_array_equal(one.dot(vector), other.dot(vector))

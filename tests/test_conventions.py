@@ -18,12 +18,12 @@ PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
 CITED = (
     "random_reshuffling", "shuffle_once", "flip_flop", "block_reshuffling", "grab", "pair_balance",
     "cd_grab", "greedy_herding", "greedy", "self_balancing_walk", "kernel_halving", "herding_bound",
-    "parallel_herding_bound", "per_example", "microbatch", "exchanged", "lenet",
+    "parallel_herding_bound", "per_example", "microbatch", "all_to_all_mean", "lenet",
     "small_resnet", "vit", "gpt2", "mobilenet_v2", "resnet", "mobilenet_v3",
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulate", "accumulated_rounds", "qsr",
     "power_rule", "constant", "post_local", "swap", "nesterov", "slow_momentum", "reestimate",
-    "echoed", "fixed", "bernoulli", "proximal_anchor",
+    "echo_batches", "fixed", "bernoulli", "proximal_anchor",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_hyper_parameters_are_keyword_only(function):
 
 
 # (a state that is usually there, a second argument of an accessor)
-ALLOWED = ("front", "backend")
+ALLOWED = ("prefetched", "backend")
 
 
 @pytest.mark.parametrize("name", CITED)

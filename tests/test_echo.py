@@ -77,7 +77,7 @@ PLAN = ordering.EchoPlan(np.repeat([1, 0, 1, 0, 1, 0, 1], [1, 2, 1, 1, 2, 3, 1])
 
 def stream(mode, source, plan=PLAN, seed=0, **options):
     key = {} if mode == "plain" else dict(key=jax.random.key(seed))
-    return ordering.echoed(source, plan, **MODES[mode], **key, **options)
+    return ordering.echo_batches(source, plan, **MODES[mode], **key, **options)
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def test_every_step_uses_the_batch_of_the_plain_loop(name):
     plan = tables.ECHO_PLANS[name](41)
     source, steps = Source(99), 0
     expected = reference.loads_used(plan.fresh)
-    for use in ordering.echoed(source, plan):
+    for use in ordering.echo_batches(source, plan):
         assert (use.step, use.load) == (steps, expected[steps])
         assert type(use.fresh) is bool and use.fresh == plan.fresh[steps]
         assert source.asked == plan.loads_before(steps + 1)  # none on an echoed step, none ahead
@@ -208,7 +208,7 @@ def test_the_key_of_a_plan_may_be_the_key_of_its_stream():
     """Choices among the loads are not the coins of the plan once more."""
     plan = ordering.bernoulli(0.5, total_steps=2000, key=jax.random.key(0))
     loads = ({"x": np.zeros(0)} for _ in range(2000))
-    uses = ordering.echoed(loads, plan, buffer_size=2, key=jax.random.key(0))
+    uses = ordering.echo_batches(loads, plan, buffer_size=2, key=jax.random.key(0))
     newest = np.cumsum(plan.fresh) - 1
     ages = np.array([newest[u.step] - u.load for u in uses])[~plan.fresh]
     # A half of about 1000, and 4 deviations.
@@ -254,7 +254,7 @@ def test_a_run_resumes_at_any_step_bitwise(mode):
 
 def test_a_run_that_is_over_resumes_to_nothing():
     source = Source(99, first=PLAN.first_load(PLAN.total_steps))
-    assert list(ordering.echoed(source, PLAN, first_step=PLAN.total_steps)) == []
+    assert list(ordering.echo_batches(source, PLAN, first_step=PLAN.total_steps)) == []
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -262,19 +262,19 @@ def test_loads_that_end_too_early(ahead):
     def loads():
         return ordering.load_ahead(Source(2)) if ahead else Source(2)
 
-    steps = ordering.echoed(loads(), PLAN)
+    steps = ordering.echo_batches(loads(), PLAN)
     assert [next(steps).load for _ in range(5)] == [0, 0, 0, 1, 1]
     for _ in range(2):  # the end stays the end
         with pytest.raises(ordering.LoadError, match="load 2 is missing.* step 5 of 11 ") as error:
             next(steps)
         assert error.value.load == 2
-    uses = list(ordering.echoed(loads(), PLAN, stop_with_loads=True))
+    uses = list(ordering.echo_batches(loads(), PLAN, stop_with_loads=True))
     assert [use.load for use in uses] == [0, 0, 0, 1, 1]
 
 
 def test_loads_that_are_not_needed_stay():
     source = Source(99)
-    list(ordering.echoed(source, PLAN))
+    list(ordering.echo_batches(source, PLAN))
     np.testing.assert_array_equal(next(source)["x"], batch(PLAN.loads)["x"])
 
 
@@ -283,7 +283,7 @@ def test_loads_that_are_not_needed_stay():
 def test_an_empty_source_is_an_error_of_the_call(ahead, stop_with_loads):
     empty = ordering.load_ahead([]) if ahead else []
     with pytest.raises(ValueError, match="the source is empty: pass at least one batch"):
-        ordering.echoed(empty, PLAN, stop_with_loads=stop_with_loads)
+        ordering.echo_batches(empty, PLAN, stop_with_loads=stop_with_loads)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -292,7 +292,7 @@ def test_a_failed_load_is_named_and_the_run_resumes_from_it(ahead):
         yield from Source(99, fail_at=2)
 
     source = ordering.load_ahead(generator()) if ahead else generator()
-    steps = ordering.echoed(source, PLAN, stop_with_loads=True)
+    steps = ordering.echo_batches(source, PLAN, stop_with_loads=True)
     uses = [next(steps) for _ in range(5)]
     for _ in range(2):  # a failure does not become an end
         with pytest.raises(ordering.LoadError, match="load 2 failed.*OSError: disk on fire") as e:
@@ -302,14 +302,14 @@ def test_a_failed_load_is_named_and_the_run_resumes_from_it(ahead):
     assert first == 2
     rest = Source(99, first=first)
     rest = ordering.load_ahead(rest, first_load=first) if ahead else rest
-    assert_same([*uses, *ordering.echoed(rest, PLAN, first_step=5)], whole_run("plain"))
+    assert_same([*uses, *ordering.echo_batches(rest, PLAN, first_step=5)], whole_run("plain"))
 
 
 def test_a_load_that_hangs_is_named_and_nothing_is_lost():
     source = Source(99, wait_at=2)
     with ordering.load_ahead(source, timeout=0.02) as loader:
         wait_for(loader.ready)  # any load may take longer than this timeout
-        steps, uses, late = ordering.echoed(loader, PLAN), [], 0
+        steps, uses, late = ordering.echo_batches(loader, PLAN), [], 0
         while len(uses) < PLAN.total_steps and late < 1000:
             try:
                 uses.append(next(steps))
@@ -387,7 +387,7 @@ def test_batches_are_placed_once_where_they_belong():
     sharding = NamedSharding(mesh, PartitionSpec("worker"))
     loads = [np.arange(16.0).reshape(8, 2) + i for i in range(3)]
     with ordering.load_ahead(loads, sharding=sharding) as loader:
-        for use in ordering.echoed(loader, ordering.fixed(2, total_steps=6)):
+        for use in ordering.echo_batches(loader, ordering.fixed(2, total_steps=6)):
             assert use.batch.sharding == sharding
             assert len(use.batch.addressable_shards) == 8
             np.testing.assert_array_equal(use.batch, np.float32(loads[use.load]))
@@ -399,7 +399,7 @@ def test_an_abandoned_loader_is_let_go_and_its_thread_ends():
     before = loading_threads()
     loader = ordering.load_ahead(Source(10**6))
     (thread,) = loading_threads() - before
-    steps = ordering.echoed(loader, PLAN)
+    steps = ordering.echo_batches(loader, PLAN)
     next(steps)
     abandoned = weakref.ref(loader)
     del loader, steps
@@ -426,7 +426,7 @@ class Scripted(Source):
     def run(self, policy, first_step=0, **options):
         """The uses of all steps, `step` being the one that is decided."""
         self.step = first_step
-        steps, uses = ordering.echoed(self, policy, first_step=first_step, **options), []
+        steps, uses = ordering.echo_batches(self, policy, first_step=first_step, **options), []
         for use in steps:
             uses.append(use)
             self.step = use.step + 1
@@ -455,7 +455,7 @@ def test_measured_decides_as_the_reference(data):
     assert loader.asked_in == asked  # only where time decides
     plan = ordering.EchoPlan(fresh)
     assert plan.uses.max() <= max_factor and loader.asked == plan.loads
-    assert_same(ordering.echoed(Source(99), plan), uses)  # replayed
+    assert_same(ordering.echo_batches(Source(99), plan), uses)  # replayed
 
 
 def test_a_floor_may_be_a_schedule():
@@ -522,7 +522,7 @@ def test_measured_echoes_while_a_real_loader_waits():
     source = Source(99, wait_at=1)
     policy = ordering.measured(total_steps=8, max_factor=3)
     with ordering.load_ahead(source, depth=3) as loader:
-        steps = ordering.echoed(loader, policy)
+        steps = ordering.echo_batches(loader, policy)
         assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
         source.go_on.set()
         assert next(steps)[:3] == (3, 1, True)  # the cap: it waits, whenever the batch comes
@@ -532,27 +532,27 @@ def test_measured_echoes_while_a_real_loader_waits():
 
 BAD = {
     "measured without a loader": (
-        lambda: ordering.echoed([batch(0)], POLICY()),
+        lambda: ordering.echo_batches([batch(0)], POLICY()),
         r"asks whether a batch is ready: pass loads=load_ahead",
     ),
-    "no policy": (lambda: ordering.echoed([batch(0)], 4), r"policy is a int: make an EchoPlan"),
-    "first_step -1": (lambda: ordering.echoed([], PLAN, first_step=-1), r"first_step is -1"),
-    "first_step T + 1": (lambda: ordering.echoed([], PLAN, first_step=12), r"is 12: .*11 steps"),
-    "first_step 1.5": (lambda: ordering.echoed([], PLAN, first_step=1.5), r"first_step is 1.5"),
+    "no policy": (lambda: ordering.echo_batches([batch(0)], 4), r"policy is a int: make an EchoPlan"),
+    "first_step -1": (lambda: ordering.echo_batches([], PLAN, first_step=-1), r"first_step is -1"),
+    "first_step T + 1": (lambda: ordering.echo_batches([], PLAN, first_step=12), r"is 12: .*11 steps"),
+    "first_step 1.5": (lambda: ordering.echo_batches([], PLAN, first_step=1.5), r"first_step is 1.5"),
     "first_step undecided": (
-        lambda: ordering.echoed(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
+        lambda: ordering.echo_batches(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
         r"first_step is 3: the decisions known before are those of 2 steps",
     ),
-    "buffer_size 0": (lambda: ordering.echoed([], PLAN, buffer_size=0), r"buffer_size is 0"),
-    "buffer_size 1.5": (lambda: ordering.echoed([], PLAN, buffer_size=1.5), r"buffer_size is 1.5"),
-    "buffer without a key": (lambda: ordering.echoed([], PLAN, buffer_size=2), r"pass key=jax.ran"),
-    "rebatch without a key": (lambda: ordering.echoed([], PLAN, rebatch=True), r"pass key=jax.ran"),
+    "buffer_size 0": (lambda: ordering.echo_batches([], PLAN, buffer_size=0), r"buffer_size is 0"),
+    "buffer_size 1.5": (lambda: ordering.echo_batches([], PLAN, buffer_size=1.5), r"buffer_size is 1.5"),
+    "buffer without a key": (lambda: ordering.echo_batches([], PLAN, buffer_size=2), r"pass key=jax.ran"),
+    "rebatch without a key": (lambda: ordering.echo_batches([], PLAN, rebatch=True), r"pass key=jax.ran"),
     "augment without a key": (
-        lambda: ordering.echoed([], PLAN, augment=add_noise), r"are random: pass key=jax.random"
+        lambda: ordering.echo_batches([], PLAN, augment=add_noise), r"are random: pass key=jax.random"
     ),
     "unequal batches": (
         lambda: list(
-            ordering.echoed([np.ones(3), np.ones(2)], PLAN, rebatch=True, key=jax.random.key(0))
+            ordering.echo_batches([np.ones(3), np.ones(2)], PLAN, rebatch=True, key=jax.random.key(0))
         ),
         r"batch of load 1 has leaves \[\(2,\)\] and those before \[\(3,\)\]: .*drop the short last",
     ),
@@ -592,7 +592,7 @@ def test_an_epoch_compiles_nothing_that_the_one_before_has(rebatch):
         plan = ordering.fixed(2, total_steps=6)
         loads = (np.full(4, i, np.float32) for i in range(3))
         options = {"augment": augment, "key": jax.random.key(0), "rebatch": rebatch}
-        return [np.asarray(u.batch) for u in ordering.echoed(loads, plan, **options)]
+        return [np.asarray(u.batch) for u in ordering.echo_batches(loads, plan, **options)]
 
     first = epoch()
     count = len(traced)

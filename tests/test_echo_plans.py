@@ -52,7 +52,7 @@ def test_every_plan_is_loads_of_the_run(name, total_steps):
 def test_plans_survive_saving_and_notice_changes(name, tmp_path):
     plan, path = tables.ECHO_PLANS[name](41), tmp_path / "plan.json"
     plan.save(path)
-    loaded = ordering.load_echo_plan(path)
+    loaded = ordering.read_echo_plan(path)
     assert loaded == plan and hash(loaded) == hash(plan) and loaded.rule == plan.rule
     np.testing.assert_array_equal(loaded.fresh, plan.fresh)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
@@ -60,7 +60,7 @@ def test_plans_survive_saving_and_notice_changes(name, tmp_path):
     for key, value in (("total_steps", 42), ("load_steps", [0]), ("digest", "0" * 64)):
         path.write_text(json.dumps(content | {key: value}))
         with pytest.raises(ValueError, match="does not match its hash: it was changed"):
-            ordering.load_echo_plan(path)
+            ordering.read_echo_plan(path)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_a_file_without_a_plan(change, tmp_path):
         change = json.dumps(json.loads(path.read_text()) | change)
     path.write_text(change)
     with pytest.raises(ValueError, match="plan.json' (holds no saved plan|does not match its)"):
-        ordering.load_echo_plan(str(path))
+        ordering.read_echo_plan(str(path))
 
 
 def test_a_plan_of_rounds_is_no_plan_of_loads(tmp_path):
     path = tmp_path / "plan.json"
     local_opt.constant(4, total_steps=10).save(path)
     with pytest.raises(ValueError, match="holds no saved plan"):
-        ordering.load_echo_plan(path)
+        ordering.read_echo_plan(path)
 
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)

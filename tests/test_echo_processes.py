@@ -20,7 +20,7 @@ def slow():
 policy = ordering.measured(total_steps=60, max_factor=50)
 fresh = []
 with ordering.load_ahead(slow()) as loader:
-    for use in ordering.echoed(loader, policy):
+    for use in ordering.echo_batches(loader, policy):
         fresh.append(use.fresh)
         time.sleep(0.005)
 plan = ordering.EchoPlan(fresh, "measured")

@@ -60,7 +60,7 @@ def train(plan, sync_plan, run="vmap"):
     if run == "shard_map":
         sharding = NamedSharding(runners.worker_mesh(W), PartitionSpec("worker"))
     with ordering.load_ahead(zip(MATRICES, TARGETS, strict=True), sharding=sharding) as loader:
-        for use in ordering.echoed(loader, plan):
+        for use in ordering.echo_batches(loader, plan):
             if use.fresh:
                 loads.append(use.step)
             x, state = step(x, state, use.batch)
@@ -115,7 +115,7 @@ def test_algorithm_2_over_a_mesh_equals_one_device():
 @pytest.mark.parametrize("factor", [1, 3])
 def test_one_sync_per_load_is_the_communication_of_data_parallel_training(factor):
     plan = ordering.fixed(factor, total_steps=30)
-    sync_plan = local_opt.per_load(plan.fresh)
+    sync_plan = local_opt.sync_every_load(plan.fresh)
     assert sync_plan.rounds == plan.loads == 30 // factor
     np.testing.assert_array_equal(sync_plan.periods, plan.uses)
     history, loads, syncs = train(plan, sync_plan)
@@ -132,7 +132,7 @@ def test_one_sync_per_load_is_the_communication_of_data_parallel_training(factor
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
 def test_one_sync_per_load_of_every_plan(name):
     plan = tables.ECHO_PLANS[name](41)
-    sync_plan = local_opt.per_load(plan.fresh)
+    sync_plan = local_opt.sync_every_load(plan.fresh)
     assert sync_plan.rounds == plan.loads and sync_plan.total_steps == 41
     np.testing.assert_array_equal(sync_plan.starts, plan.load_steps)
     assert all(plan.fresh[end] for end in sync_plan.ends[:-1])
@@ -141,7 +141,7 @@ def test_one_sync_per_load_of_every_plan(name):
 def test_a_plan_of_loads_without_a_first_one_has_no_rounds():
     for fresh in ([], [False, True], [1, 0], [[True]]):
         with pytest.raises(ValueError, match=r"fresh is .*one bool per step, the first True"):
-            local_opt.per_load(fresh)
+            local_opt.sync_every_load(fresh)
 
 
 def test_processes_with_another_plan_of_loads_are_named():
@@ -171,7 +171,7 @@ def rows_at(state, gradients, start, step):
     """Gradients of a batch, other ones in every step, as the parameters have moved."""
     units = jax.lax.dynamic_slice_in_dim(state.current, start, PER_STEP)
     turned = jnp.roll(gradients[units], step, axis=1)
-    return ordering.stacked(turned * (1 + step % 3))
+    return ordering.Rows.of(turned * (1 + step % 3))
 
 
 def observe_always(state, gradients, start, step):

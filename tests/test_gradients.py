@@ -109,9 +109,9 @@ def test_exchanged_mean_equals_averaged_mean():
     gradients = jnp.asarray(tables.whole_numbers((8, 1, 13)))
 
     def both(g):
-        rows = ordering.stacked({"a": g[:, :6].reshape(1, 2, 3), "b": g[:, 6:]})
+        rows = ordering.Rows.of({"a": g[:, :6].reshape(1, 2, 3), "b": g[:, 6:]})
         mean = jax.tree.map(lambda x: x[0], rows.tree)
-        return ordering.averaged(mean, rows)[0], ordering.exchanged(mean, rows)[0]
+        return ordering.all_reduce_mean(mean, rows)[0], ordering.all_to_all_mean(mean, rows)[0]
 
     for run in (tables.vmap_workers, tables.shard_map_workers):
         one, other = run(both)(gradients)

@@ -152,7 +152,7 @@ def test_front_of_the_next_order_is_final(name):
 
     def step(state, gradients, start):
         unit = jax.lax.dynamic_slice_in_dim(state.current, start, 2)
-        return order.observe(state, ordering.stacked(gradients[unit]))
+        return order.observe(state, ordering.Rows.of(gradients[unit]))
 
     fronts = []
     for start in range(0, 12, 2):
@@ -176,7 +176,7 @@ def test_an_epoch_cut_short_loses_nothing(name):
         state = order.init(key, gradients[0])
         for start in (0, 2):
             state = order.observe(
-                state, ordering.stacked(gradients[state.current[start : start + 2]])
+                state, ordering.Rows.of(gradients[state.current[start : start + 2]])
             )
         return order.next_epoch(state).current
 
@@ -191,7 +191,7 @@ def compiled(name, num_units, units_per_step):
     order = tables.ORDERS[name].make(num_units, units_per_step)
     keys = jax.random.split(jax.random.key(0), 2)
     init = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(2)))
-    observe = tables.vmap_workers(lambda state, g: order.observe(state, ordering.stacked(g)))
+    observe = tables.vmap_workers(lambda state, g: order.observe(state, ordering.Rows.of(g)))
     return init(keys), observe, tables.vmap_workers(order.next_epoch)
 
 
@@ -214,7 +214,7 @@ def test_grab_leaves_surplus_units_out_of_its_mean():
     order = ordering.grab(3, units_per_step=2)
     state = order.init(jax.random.key(0), jnp.zeros(1))
     for gradient in ([1.0, 2.0], [3.0, 99.0]):
-        state = order.observe(state, ordering.stacked(jnp.array(gradient)[:, None]))
+        state = order.observe(state, ordering.Rows.of(jnp.array(gradient)[:, None]))
     assert order.next_epoch(state).mean.tolist() == [2.0]
 
 
@@ -261,7 +261,7 @@ def test_non_finite_gradients_do_not_poison_the_state(name):
         state = order.init(key, gradients[0])
         for start in range(0, 8, 2):
             state = order.observe(
-                state, ordering.stacked(gradients[state.current[start : start + 2]])
+                state, ordering.Rows.of(gradients[state.current[start : start + 2]])
             )
         return state, order.next_epoch(state)
 
@@ -271,7 +271,7 @@ def test_non_finite_gradients_do_not_poison_the_state(name):
     if name == "grab":
         assert np.isfinite(after.mean).all()
     assert (np.sort(after.current, axis=-1) == np.arange(8)).all()
-    finite = ordering.finite_units(ordering.stacked(jnp.asarray(gradients[0])))
+    finite = ordering.finite_units(ordering.Rows.of(jnp.asarray(gradients[0])))
     assert finite.tolist() == [i != 3 for i in range(8)]
 
 
@@ -335,7 +335,7 @@ def test_block_reshuffling_keeps_blocks_together():
         (lambda: ordering.block_reshuffling(4, block_size=9), "block_size is 9"),
         (lambda: ordering.self_balancing_walk(bound=0.0), "bound is 0"),
         (lambda: ordering.kernel_halving(num_epochs=0, num_pairs=1), "num_epochs=0"),
-        (lambda: ordering.stacked({"a": jnp.zeros((2, 1)), "b": jnp.zeros((3, 1))}), "leading"),
+        (lambda: ordering.Rows.of({"a": jnp.zeros((2, 1)), "b": jnp.zeros((3, 1))}), "leading"),
         (lambda: ordering.per_example(lambda *a: 0, chunk_size=0), "chunk_size is 0"),
         (lambda: ordering.herding_bound(jnp.zeros((3, 2)), jnp.arange(4)), "shape"),
         (lambda: ordering.herding_bound(jnp.zeros((3, 2)), jnp.arange(3), norm=1), "norm is 1"),
@@ -350,6 +350,6 @@ def test_bad_input(make, word):
 def test_rows_of_the_wrong_size(name):
     order = tables.ORDERS[name].make(9, 2)
     state = order.init(jax.random.key(0), jnp.zeros(3))
-    order.observe(state, ordering.stacked(jnp.zeros((1, 3))))  # 9 mod 2
+    order.observe(state, ordering.Rows.of(jnp.zeros((1, 3))))  # 9 mod 2
     with pytest.raises(ValueError, match="rows of 3 units"):
-        order.observe(state, ordering.stacked(jnp.zeros((3, 3))))
+        order.observe(state, ordering.Rows.of(jnp.zeros((3, 3))))

@@ -68,18 +68,20 @@ OUTER = {
     "slow_momentum": (local_opt.slow_momentum(learning_rate=0.8, momentum=0.6), (0.8, 0.6)),
     "plain": (optax.sgd(1.0), (1.0, 0.0)),
     "per_step": (
-        local_opt.per_step(local_opt.nesterov(), h_base=2),
+        local_opt.normalize_by_period(local_opt.nesterov(), h_base=2),
         (0.7, 0.9, True, 2),
     ),
     "per_step of a chain": (
-        local_opt.per_step(
+        local_opt.normalize_by_period(
             optax.chain(optax.clip_by_global_norm(1e6), local_opt.slow_momentum(momentum=0.6)),
             h_base=3,
         ),
         (1.0, 0.6, False, 3),
     ),
     "chain": (
-        optax.chain(optax.identity(), local_opt.per_step(local_opt.nesterov(), h_base=2)),
+        optax.chain(
+            optax.identity(), local_opt.normalize_by_period(local_opt.nesterov(), h_base=2)
+        ),
         (0.7, 0.9, True, 2),
     ),
 }
@@ -105,7 +107,10 @@ def test_an_outer_step_of_one_is_the_mean():
 
 def test_per_step_changes_nothing_for_rounds_of_one_length():
     outer = local_opt.nesterov()
-    corrected = local_opt.per_step(outer, h_base=4), local_opt.per_step(outer, h_base=3)
+    corrected = (
+        local_opt.normalize_by_period(outer, h_base=4),
+        local_opt.normalize_by_period(outer, h_base=3),
+    )
     states = [o.init(jnp.zeros(3)) for o in (outer, *corrected)]
     for change in jnp.asarray(CHANGES[:4, 0]):
         plain, states[0] = outer.update(change, states[0])
@@ -116,7 +121,7 @@ def test_per_step_changes_nothing_for_rounds_of_one_length():
 
 
 def test_per_step_velocity_does_not_depend_on_the_rounds():
-    outer = local_opt.per_step(local_opt.slow_momentum(momentum=0.5), h_base=4)
+    outer = local_opt.normalize_by_period(local_opt.slow_momentum(momentum=0.5), h_base=4)
 
     def velocities(periods):
         state, found = outer.init(jnp.zeros(())), []
@@ -136,4 +141,4 @@ def test_bad_outer_optimizers():
             make(momentum=1.0)
     for h_base in (0, 1.5, True):
         with pytest.raises(ValueError, match=f"h_base is {h_base}: it must be a whole number >= 1"):
-            local_opt.per_step(optax.sgd(1.0), h_base=h_base)
+            local_opt.normalize_by_period(optax.sgd(1.0), h_base=h_base)

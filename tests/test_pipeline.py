@@ -400,7 +400,7 @@ def some_orders(name, num_units, units_per_step, workers=3):
     def step(size):
         def one_worker(state, gradients, start):
             unit = jax.lax.dynamic_slice_in_dim(state.current, start, size)
-            return order.observe(state, ordering.stacked(gradients[unit]))
+            return order.observe(state, ordering.Rows.of(gradients[unit]))
 
         return tables.vmap_workers(one_worker)
 
@@ -436,18 +436,18 @@ def test_the_front_of_the_next_epoch_is_read_before_this_one_ends(name, num_unit
         indices, size = pipeline.step_indices(state.current, units_per_step=units_per_step)
         return plain_loop(source.arrays, indices, size)
 
-    assert_same(ordering.open_epoch(read, state), expected(state))
+    assert_same(ordering.read_epoch(read, state), expected(state))
     for _ in range(2):
         earlier = observe(state, steps[:-1])
         source.asked.clear()
-        front = ordering.open_front(read, earlier, units_per_step=units_per_step)
+        front = ordering.prefetch_next_epoch(read, earlier, units_per_step=units_per_step)
         if num_units > 2:
             assert front.num_steps >= 1
             first = np.asarray(front.orders[:, :units_per_step])
             first = (first + num_units * np.arange(3)[:, None]).reshape(-1).tolist()
             wait_for(lambda first=first: set(first) <= set(source.asked))
         state = next_epoch(observe(earlier, steps[-1:]))
-        assert_same(ordering.open_epoch(read, state, front), expected(state))
+        assert_same(ordering.read_epoch(read, state, front), expected(state))
 
 
 def test_one_worker_and_a_donated_state():
@@ -455,10 +455,10 @@ def test_one_worker_and_a_donated_state():
     state = order.init(jax.random.key(0), None)._replace(left=jnp.array(5))
     read = reader(np.arange(10), 2, 10)
     expected = plain_loop(np.arange(10), np.asarray(state.current), 2)
-    front = ordering.open_front(read, state, units_per_step=2)
+    front = ordering.prefetch_next_epoch(read, state, units_per_step=2)
     assert front.orders.tolist() == state.current[:4].tolist()
     state = order.next_epoch(state)
-    stream = ordering.open_epoch(read, state, front)
+    stream = ordering.read_epoch(read, state, front)
     state.current.delete()  # as a step with donated arguments does
     assert_same(stream, expected)
 
@@ -472,25 +472,25 @@ def test_reads_are_asked_in_whole_steps_from_where_the_front_ends():
 
     state, observe, next_epoch = some_orders("cd_grab", 20, 3)
     state = observe(state, tables.steps(20, 3)[:5])
-    front = ordering.open_front(read, state, units_per_step=3)
+    front = ordering.prefetch_next_epoch(read, state, units_per_step=3)
     assert calls == [((3, 6), 0)]  # 15 observed, 7 pairs placed
-    stream = ordering.open_epoch(read, next_epoch(state), front)
+    stream = ordering.read_epoch(read, next_epoch(state), front)
     next(stream)
     assert len(calls) == 1  # the host goes on without the new order
     next(stream)
     assert calls[1:] == [((3, 14), 2)]
     late = state._replace(position=jnp.array([14, 3, 14]))
-    assert ordering.open_front(read, late, units_per_step=3).num_steps == 0
+    assert ordering.prefetch_next_epoch(read, late, units_per_step=3).num_steps == 0
 
 
 def test_a_front_of_another_epoch():
     state, _, _ = some_orders("random_reshuffling", 12, 2)
     read = reader(np.arange(36), 2, 12)
-    front = ordering.open_front(read, state, units_per_step=2)
+    front = ordering.prefetch_next_epoch(read, state, units_per_step=2)
     with pytest.raises(ValueError, match="front of 12 units is not the front"):
-        list(ordering.open_epoch(read, state, front))
+        list(ordering.read_epoch(read, state, front))
     with pytest.raises(ValueError, match="units_per_step is 13"):
-        ordering.open_front(read, state, units_per_step=13)
+        ordering.prefetch_next_epoch(read, state, units_per_step=13)
 
 
 @pytest.mark.parametrize(

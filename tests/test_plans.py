@@ -174,14 +174,14 @@ def test_a_run_resumes_at_any_step_with_the_same_round_ends(name):
 def test_plans_survive_saving_and_notice_changes(name, tmp_path):
     plan, path = tables.PLANS[name](41), tmp_path / "plan.json"
     plan.save(path)
-    loaded = local_opt.load_plan(path)
+    loaded = local_opt.read_sync_plan(path)
     assert loaded == plan and hash(loaded) == hash(plan) and loaded.rule == plan.rule
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     content = json.loads(path.read_text())
     for key, value in (("total_steps", 42), ("starts", [0]), ("digest", "0" * 64)):
         path.write_text(json.dumps(content | {key: value}))
         with pytest.raises(ValueError, match="does not match its hash: it was changed"):
-            local_opt.load_plan(path)
+            local_opt.read_sync_plan(path)
 
 
 @pytest.mark.parametrize("name", tables.PLANS)
@@ -206,7 +206,7 @@ def test_equal_rounds_are_equal_plans_however_they_were_made():
         local_opt.bernoulli(1.0, total_steps=9, key=jax.random.key(0)),
         local_opt.bernoulli(1.0, total_steps=9, key=jax.random.key(1)),
         local_opt.post_local(3, switch_step=9, total_steps=9),
-        local_opt.by_step(1.9, total_steps=9),
+        local_opt.from_schedule(1.9, total_steps=9),
         local_opt.SyncPlan(list(range(9)), 9),
     ]
     assert len({plan.digest() for plan in plans}) == 1 and len(set(plans)) == 1
@@ -296,7 +296,9 @@ def test_h_max_bounds_every_round():
     assert free.periods.max() > 7 == bound.periods.max()
     expected = reference.qsr_rounds(reference.warmup_cosine(0.1, 0, 200, 0.0), **rule, h_max=7)
     assert bound.starts.tolist() == expected
-    grow = local_opt.by_step(optax.linear_schedule(1, 50, 200), total_steps=200, h_max=7, h_base=3)
+    grow = local_opt.from_schedule(
+        optax.linear_schedule(1, 50, 200), total_steps=200, h_max=7, h_base=3
+    )
     assert (grow.periods[:-1].min(), grow.periods.max()) == (3, 7)
 
 
@@ -403,7 +405,7 @@ BAD = {
         r"switch_step is -1: .*in 0 \.\. 5",
     ),
     "by_step < 0": (
-        lambda: local_opt.by_step(lambda t: 2.0 - t, total_steps=5),
+        lambda: local_opt.from_schedule(lambda t: 2.0 - t, total_steps=5),
         r"period\(3\) is -1: .*not negative",
     ),
     "starts not increasing": (
@@ -455,7 +457,7 @@ def test_a_file_without_a_plan(content, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(content)
     with pytest.raises(ValueError, match="plan.json' holds no saved plan .*: save it again"):
-        local_opt.load_plan(str(path))
+        local_opt.read_sync_plan(str(path))
 
 
 def test_no_half_file_stays_under_the_name(tmp_path, monkeypatch):
@@ -464,4 +466,4 @@ def test_no_half_file_stays_under_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(json, "dump", lambda content, file: file.write("{") and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         local_opt.constant(2, total_steps=5).save(path)
-    assert local_opt.load_plan(path) == plan
+    assert local_opt.read_sync_plan(path) == plan

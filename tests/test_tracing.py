@@ -18,7 +18,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 def use_order(order):
     run = jax.vmap(order.init, (0, None), axis_name="worker")
     state = run(jax.random.split(jax.random.key(0), 2), jnp.zeros(2))
-    observe = jax.vmap(lambda s, g: order.observe(s, ordering.stacked(g)), axis_name="worker")
+    observe = jax.vmap(lambda s, g: order.observe(s, ordering.Rows.of(g)), axis_name="worker")
     return jax.vmap(order.next_epoch)(observe(state, jnp.ones((2, 1, 2)))).current
 
 
@@ -79,7 +79,7 @@ MADE = {
         local_opt.slow_momentum,
         lambda o: o.update(jnp.ones(2), o.init(jnp.ones(2)))[0],
     ),
-    "per_step": (lambda: local_opt.per_step(local_opt.nesterov(), h_base=2), use_outer),
+    "per_step": (lambda: local_opt.normalize_by_period(local_opt.nesterov(), h_base=2), use_outer),
     "proximal_anchor": (
         lambda: ordering.proximal_anchor(0.5),
         lambda o: o.update(jnp.ones(2), o.init(jnp.zeros(2)), jnp.ones(2), fresh=False)[0],

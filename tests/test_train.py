@@ -207,7 +207,7 @@ def test_what_an_order_sends_is_what_its_step_does(per_step, size):
     params = jnp.zeros(18)
 
     def step(state, rows):
-        return (order.observe(state, ordering.stacked(rows)),)
+        return (order.observe(state, ordering.Rows.of(rows)),)
 
     mesh = runners.over_mesh(runners.worker_mesh(WORKERS))
     init = mesh(lambda key: (order.init(key, params),), owned_in=(True,), owned_out=(True,))
@@ -349,7 +349,7 @@ def test_what_was_measured_is_a_plan_in_the_end(tmp_path, streamed):
     plans_of().echo.save(str(tmp_path / "echo_plan.json"))  # left by another policy
     run_in(tmp_path, streamed, plans)
     at, _, _ = result(tmp_path, streamed, plans)
-    plan = ordering.load_echo_plan(str(tmp_path / "echo_plan.json"))
+    plan = ordering.read_echo_plan(str(tmp_path / "echo_plan.json"))
     assert plan.fresh.tolist() == list(at.decided)
 
 

@@ -287,7 +287,7 @@ def test_order_state_survives_a_checkpoint(tmp_path):
     def some_steps(state, gradients, start):
         for k in range(4):
             unit = state.current[start + k][None]
-            state = order.observe(state, ordering.stacked(gradients[unit]))
+            state = order.observe(state, ordering.Rows.of(gradients[unit]))
         return state
 
     run_some = tables.vmap_workers(some_steps)

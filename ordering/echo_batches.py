@@ -15,7 +15,7 @@ from ordering.loader import LoadError, on_device
 from ordering.measured import Measured, decide, ready_everywhere
 
 
-class Use(NamedTuple):
+class EchoStep(NamedTuple):
     """One step's batch."""
 
     step: int
@@ -24,7 +24,7 @@ class Use(NamedTuple):
     batch: PyTree
 
 
-def echoed(
+def echo_batches(
     loads: Iterable,
     policy: EchoPlan | Measured,
     *,
@@ -36,7 +36,7 @@ def echoed(
     key: jax.Array | None = None,
     agree: Callable[[bool], bool] = ready_everywhere,
     stop_with_loads: bool = False,
-) -> Iterator[Use]:
+) -> Iterator[EchoStep]:
     """One batch per step: a fresh one from `loads` where the policy says so, else one used again.
 
     A batch is placed on the device once, when it is loaded; an echoed step moves nothing from the
@@ -64,7 +64,7 @@ def echoed(
         an error.
 
     Returns:
-      An iterator of `Use`.
+      An iterator of `EchoStep`.
 
     Raises:
       ValueError: at the call, for an empty source, a missing key, or values out of range.
@@ -75,7 +75,7 @@ def echoed(
       >>> import numpy as np, ordering
       >>> plan = ordering.fixed(2, total_steps=4)
       >>> loads = (np.full(3, i) for i in range(2))
-      >>> for use in ordering.echoed(loads, plan):
+      >>> for use in ordering.echo_batches(loads, plan):
       ...     print(use.step, use.load, use.fresh, use.batch)
       0 0 True [0 0 0]
       1 0 False [0 0 0]
@@ -130,7 +130,7 @@ def echoed(
                 raise
             count, uses = count + 1, 0
         load, batch, state = buffer.use(state, step, fresh)
-        return Use(step, load, fresh, batch), _At(step + 1, count, uses + 1, state)
+        return EchoStep(step, load, fresh, batch), _At(step + 1, count, uses + 1, state)
 
     count = int(known.fresh[:first_step].sum())
     state = buffer.init(first_step)
