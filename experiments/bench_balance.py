@@ -1,7 +1,7 @@
 r"""What does balancing cost? The kernel against host loops and the memory, the step against itself.
 
     python -m experiments.bench_balance                # both tables, a few minutes
-    python -m experiments.bench_balance --sweep        # block sizes, for ordering.balance
+    python -m experiments.bench_balance --sweep        # block sizes, for ordering.balance.balance
     python -m experiments.bench_balance --parts=step
 
 Kernel: microseconds per example to sign pairs of gradients that are in memory, for D parameters.
@@ -52,9 +52,9 @@ def kernel(block_size: int | None) -> Callable:
 
     @jax.jit
     def sign(gradients, total):
-        size = block_size or ordering.default_block_size(total.size)
+        size = block_size or ordering.balance.default_block_size(total.size)
         pairs = split_pairs(gradients, gradients.shape[0] // 2)
-        _, total, signs, _ = ordering.balance_blocks(
+        _, total, signs, _ = ordering.balance.balance_blocks(
             ordering.greedy(), (), total, pairs, block_size=size, derive=subtract
         )
         return total, signs

@@ -3,16 +3,16 @@ r"""Does echoing hide slow input as predicted? Runs with a slow loader against r
     python -m experiments.bench_echo                   # minutes; nothing else may run beside it
     python -m experiments.bench_echo --ratios=4 --steps=100 --repeats=1
 
-A real loader (`ordering.load_ahead`) reads batches that take a declared delay of R t_step each:
+A real loader (`load_ahead`) reads batches that take a declared delay of R t_step each:
 gather, copy to the device, and sleep until the delay since the start is over. A real step (MLP with
 momentum, jitted, repeated until it takes --step_ms) is waited for, on batches from
-`ordering.echo_batches`. The CPU that the sleeping loader leaves free is what a network would leave.
+`echo_batches`. The CPU that the sleeping loader leaves free is what a network would leave.
 
 Right before every run goes the same run without a delay (for "measured", which would then never
 echo, that of error diffusion): its seconds per step are t_step, so that what slows the machine for
 longer than two runs slows both. Columns, medians over the turns: measured, the seconds per step
 over those of the run without delay, both from the first batch on; simulated,
-`ordering.echo_forecast` of the very same policy, steps and delay; table, the reference value,
+`ordering.echo.echo_forecast` of the very same policy, steps and delay; table, the reference value,
 simulated over far more steps. The coins have one key in all turns.
 
 Nothing is subtracted from the times: `time.sleep` oversleeps by some 0.1 ms and a thread takes time
@@ -53,18 +53,18 @@ class Row(NamedTuple):
 
 
 def _diffused(factor, steps):
-    return ordering.error_diffusion(1 / factor, total_steps=steps)
+    return ordering.echo.error_diffusion(1 / factor, total_steps=steps)
 
 
 def _coins(share):
     def make(factor, steps):
-        return ordering.bernoulli(share / factor, total_steps=steps, key=jax.random.key(0))
+        return ordering.echo.bernoulli(share / factor, total_steps=steps, key=jax.random.key(0))
 
     return make
 
 
 def _measured(factor, steps):
-    return ordering.measured(total_steps=steps, max_factor=round(4 * factor))
+    return ordering.echo.measured(total_steps=steps, max_factor=round(4 * factor))
 
 
 ROWS = (
@@ -160,8 +160,8 @@ def _examples():
 
 def timed(step: Callable, policy, *, depth: int, delay: float) -> Run:
     """Runs a policy to its end."""
-    with ordering.load_ahead(slow_batches(delay), depth=depth) as loader:
-        uses = ordering.echo_batches(loader, policy)  # takes the first batch
+    with ordering.input.load_ahead(slow_batches(delay), depth=depth) as loader:
+        uses = ordering.echo.echo_batches(loader, policy)  # takes the first batch
         start, within, loads, steps = time.perf_counter(), 0.0, 0, 0
         for use in uses:
             begin = time.perf_counter()
@@ -180,11 +180,15 @@ def measure(step: Callable, ratios: Sequence[float], *, steps: int, repeats: int
     for _ in range(repeats):
         for ratio in ratios:
             for i, (row, policy) in enumerate(zip(ROWS, policies[ratio], strict=True)):
-                plan = _diffused(ratio, steps) if isinstance(policy, ordering.Measured) else policy
+                plan = (
+                    _diffused(ratio, steps)
+                    if isinstance(policy, ordering.echo.online.Measured)
+                    else policy
+                )
                 base = timed(step, plan, depth=row.depth, delay=0.0).seconds_per_step
                 pace = {"load_seconds": ratio * base, "step_seconds": base}
                 run = timed(step, policy, depth=row.depth, delay=ratio * base)
-                cost = ordering.echo_forecast(policy, depth=row.depth, **pace)
+                cost = ordering.echo.echo_forecast(policy, depth=row.depth, **pace)
                 measured = run.seconds_per_step / base
                 share = run.loads / steps
                 found[ratio, i].append((base, share, measured, run.in_run, cost.slowdown))

@@ -152,12 +152,12 @@ def of_arms(task: Task, recipe, settings: dict[float, echo_arms.Setting], given:
             arm = echo_arms.ARMS[name]
             kind = (arm.rounds, arm.proximal)
             if kind not in memory:
-                anchor = ordering.proximal_anchor(arm.proximal * recipe.proximal)
+                anchor = ordering.echo.proximal_anchor(arm.proximal * recipe.proximal)
                 inner = local_training.inner_optimizer(recipe)
                 inner = optax.chain(anchor, inner) if arm.proximal else inner
                 rounds = arm.rounds(inner, axis_name=runners.AXIS)
                 memory[kind] = _memory(_lowered_step(task.model, rounds, batch), given)
-            forecast = ordering.echo_forecast(
+            forecast = ordering.echo.echo_forecast(
                 arm.policy(setting), step_seconds=step_seconds, load_seconds=speed * step_seconds
             )
             rounds = forecast.loads if arm.sync is None else arm.sync(setting).rounds

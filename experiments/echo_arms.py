@@ -36,7 +36,7 @@ class Arm(NamedTuple):
     """
 
     label: str
-    policy: Callable[[Setting], ordering.EchoPlan | ordering.Measured]
+    policy: Callable[[Setting], ordering.echo.EchoPlan | ordering.echo.online.Measured]
     sync: Callable[[Setting], local_opt.SyncPlan] | None = None
     rounds: Callable = local_opt.local_rounds
     rate_factor: Callable[[Setting], float] = lambda s: 1

@@ -42,33 +42,33 @@ class Speed(NamedTuple):
 
 
 def _diffused(s: Setting):
-    return ordering.error_diffusion(1 / s.factor, total_steps=s.total_steps)
+    return ordering.echo.error_diffusion(1 / s.factor, total_steps=s.total_steps)
 
 
 def _fixed(s: Setting):
     # R is a quotient: 0.9 / 0.3 is a little more than 3.
-    return ordering.fixed(math.ceil(s.factor - 1e-9), total_steps=s.total_steps)
+    return ordering.echo.fixed(math.ceil(s.factor - 1e-9), total_steps=s.total_steps)
 
 
 def _bernoulli(s: Setting, share: float):
     # The same coins for both shares.
     key = jax.random.key(s.seed)
-    return ordering.bernoulli(share / s.factor, total_steps=s.total_steps, key=key)
+    return ordering.echo.bernoulli(share / s.factor, total_steps=s.total_steps, key=key)
 
 
 def _cosine(s: Setting):
     p = optax.cosine_decay_schedule(1.0, s.total_steps, alpha=1 / s.factor)
-    return ordering.error_diffusion(p, total_steps=s.total_steps)
+    return ordering.echo.error_diffusion(p, total_steps=s.total_steps)
 
 
 def _measured(s: Setting):
     cap = math.ceil(4 * s.factor)
-    return ordering.measured(total_steps=s.total_steps, max_factor=cap)
+    return ordering.echo.measured(total_steps=s.total_steps, max_factor=cap)
 
 
 # A new policy is one row.
 POLICIES: dict[str, Callable] = {
-    "no echo": lambda s: ordering.fixed(1, total_steps=s.total_steps),
+    "no echo": lambda s: ordering.echo.fixed(1, total_steps=s.total_steps),
     "fixed, e = ceil(R)": _fixed,
     "Bernoulli, p = 1/R": lambda s: _bernoulli(s, 1.0),
     "Bernoulli, p = 0.9/R": lambda s: _bernoulli(s, 0.9),
@@ -81,7 +81,7 @@ POLICIES: dict[str, Callable] = {
 def records_of(
     speed: Speed, depths: Sequence[int], *, total_steps: int = TOTAL_STEPS, seed: int = 0
 ) -> list[dict]:
-    """One record per policy and queue depth: what `ordering.echo_forecast` says of it."""
+    """One record per policy and queue depth: what `ordering.echo.echo_forecast` says of it."""
     setting = Setting(max(1.0, speed.load_seconds / speed.step_seconds), total_steps, seed)
     found = []
     for name, make in POLICIES.items():
@@ -141,7 +141,7 @@ def _free(speed):
 
 
 def _forecast(policy, speed, depth):
-    return ordering.echo_forecast(
+    return ordering.echo.echo_forecast(
         policy, load_seconds=speed.load_seconds, step_seconds=speed.step_seconds, depth=depth
     )
 
@@ -183,10 +183,10 @@ def _draw_shares(axis, speed, seed):
     most = min(1.0, 2.4 / factor)
     shares = np.unique(np.append(np.linspace(most / 12, most, 12), min(1.0, 1 / factor)))
     ways = {
-        "Bernoulli": lambda p: ordering.bernoulli(
+        "Bernoulli": lambda p: ordering.echo.bernoulli(
             p, total_steps=PICTURE_STEPS, key=jax.random.key(seed)
         ),
-        "error diffusion": lambda p: ordering.error_diffusion(p, total_steps=PICTURE_STEPS),
+        "error diffusion": lambda p: ordering.echo.error_diffusion(p, total_steps=PICTURE_STEPS),
     }
     colours = (COLOURS[list(POLICIES).index("Bernoulli, p = 1/R")],
                COLOURS[list(POLICIES).index("error diffusion, p = 1/R")])  # fmt: skip
@@ -212,7 +212,7 @@ def measure(task: Task, *, batch_size: int, rounds: int = 7, per_round: int = 20
     """Times loads and steps of a task on this machine, one after the other.
 
     t_step: a jitted step of SGD with momentum, waited for, its batch on the device. t_load: reading
-    a batch in a random order through `ordering.batches`, or by a NumPy gather where TensorFlow is
+    a batch in a random order through `input.batches`, or by a NumPy gather where TensorFlow is
     not installed, and moving it to the device. Each is the median of `rounds` means over
     `per_round`, for batches that are read in parallel arrive in bursts; a first round warms up.
 
@@ -229,7 +229,10 @@ def measure(task: Task, *, batch_size: int, rounds: int = 7, per_round: int = 20
     order = np.concatenate([generator.permutation(count) for _ in range(-(-wanted // count))])
     indices = order[:wanted]
     try:
-        batches, source = ordering.batches(task.train, indices, batch_size=batch_size), "tf.data"
+        batches, source = (
+            ordering.input.batches(task.train, indices, batch_size=batch_size),
+            "tf.data",
+        )
     except ImportError:
         parts = indices.reshape(-1, batch_size)
         batches = (jax.tree.map(lambda x, i=i: x[i], task.train) for i in parts)

@@ -20,7 +20,7 @@ class Setting(NamedTuple):
 
 class Policy(NamedTuple):
     label: str
-    make: Callable[[Setting], ordering.EchoPlan | ordering.Measured]
+    make: Callable[[Setting], ordering.echo.EchoPlan | ordering.echo.online.Measured]
     timed: bool = False  # True: decides while the run goes on, by how fast its input is
 
 
@@ -40,22 +40,24 @@ def _p(s: Setting, shape: str):
 
 
 def _bernoulli(shape: str) -> Callable:
-    return lambda s: ordering.bernoulli(
+    return lambda s: ordering.echo.bernoulli(
         _p(s, shape), total_steps=s.total_steps, key=jax.random.fold_in(s.key, 0)
     )
 
 
 def _error_diffusion(shape: str) -> Callable:
-    return lambda s: ordering.error_diffusion(_p(s, shape), total_steps=s.total_steps)
+    return lambda s: ordering.echo.error_diffusion(_p(s, shape), total_steps=s.total_steps)
 
 
-def _measured(s: Setting) -> ordering.Measured:
-    return ordering.measured(total_steps=s.total_steps, max_factor=4 * s.factor)
+def _measured(s: Setting) -> ordering.echo.online.Measured:
+    return ordering.echo.measured(total_steps=s.total_steps, max_factor=4 * s.factor)
 
 
 POLICIES = {
-    "none": Policy("no echo", lambda s: ordering.fixed(1, total_steps=s.total_steps)),
-    "fixed": Policy("fixed factor", lambda s: ordering.fixed(s.factor, total_steps=s.total_steps)),
+    "none": Policy("no echo", lambda s: ordering.echo.fixed(1, total_steps=s.total_steps)),
+    "fixed": Policy(
+        "fixed factor", lambda s: ordering.echo.fixed(s.factor, total_steps=s.total_steps)
+    ),
     "bernoulli": Policy("Bernoulli", _bernoulli("constant")),
     "bernoulli_linear": Policy("Bernoulli, linear p", _bernoulli("linear")),
     "bernoulli_multistep": Policy("Bernoulli, multi-step p", _bernoulli("multi-step")),

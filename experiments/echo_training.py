@@ -18,7 +18,7 @@ from experiments.optimizers import OPTIMIZERS, scale_by_rate
 from experiments.round_work import worker_step
 from experiments.tasks import Task
 from local_opt import runners
-from ordering.loader import on_device
+from ordering.input.loader import on_device
 
 DEPTH = 2  # of the queue of loaded batches
 PATIENCE = 60.0  # seconds beyond its delay after which a load counts as hanging
@@ -55,7 +55,7 @@ def build(task: Task, arm: Arm, setup: Setup, mesh: jax.sharding.Mesh | None = N
       task, arm, setup: what to train, and how.
       mesh: one device per worker; None lets the workers of one device take turns.
     """
-    anchor = ordering.proximal_anchor(arm.proximal * setup.proximal)
+    anchor = ordering.echo.proximal_anchor(arm.proximal * setup.proximal)
     own = OPTIMIZERS[setup.optimizer](setup.weight_decay)
     inner = optax.chain(*[anchor] * bool(arm.proximal), *own, scale_by_rate())
     rounds = arm.rounds(inner, axis_name=runners.AXIS)
@@ -153,8 +153,8 @@ def train(
     reached = {"valid": None, "test": None}
     clock = Clock()
     source = throttled(reads(task, setup, seed, program.mesh), delay, clock)
-    with ordering.load_ahead(source, depth=DEPTH, timeout=PATIENCE + delay) as loader:
-        for use in ordering.echo_batches(loader, policy):
+    with ordering.input.load_ahead(source, depth=DEPTH, timeout=PATIENCE + delay) as loader:
+        for use in ordering.echo.echo_batches(loader, policy):
             t = use.step
             if ends is None and use.fresh and t:  # only now known: the round has ended
                 params, state = program.meet(params, state, rate)
@@ -199,8 +199,8 @@ def step_seconds(task: Task, setup: Setup, program: Program, arm: Arm) -> float:
 
 def _closing(policy, record, reached):
     """What the last record of a run adds: the target, and the plan that was carried out."""
-    closing = {"reached": reached, "plan": ordering.EchoPlan(record).digest()}
-    if isinstance(policy, ordering.Measured):  # replays the run
+    closing = {"reached": reached, "plan": ordering.echo.EchoPlan(record).digest()}
+    if isinstance(policy, ordering.echo.online.Measured):  # replays the run
         closing["load_steps"] = np.flatnonzero(record).tolist()
     return closing
 
@@ -209,7 +209,7 @@ def sync_ends(arm: Arm, policy, setting: Setting) -> np.ndarray | None:
     """bool[T], the steps after which workers meet; None if only the next load will tell."""
     if arm.sync is not None:
         plan = arm.sync(setting)
-    elif isinstance(policy, ordering.EchoPlan):
+    elif isinstance(policy, ordering.echo.EchoPlan):
         plan = local_opt.sync_every_load(policy.fresh)
     else:
         return None

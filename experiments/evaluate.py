@@ -36,7 +36,7 @@ def part_of(data, start: int, stop: int) -> Callable:
     if isinstance(data, dict):
         part = jax.device_put(jax.tree.map(lambda x: x[start:stop], data))
         return lambda: iter([part])
-    _, read = ordering.reader(data)
+    _, read = ordering.input.reader(data)
     starts = range(start, stop, CHUNK)
     return lambda: (read(np.arange(first, min(first + CHUNK, stop))) for first in starts)
 
@@ -64,7 +64,7 @@ def moments(model, train, batch_size: int) -> Callable:
     """
     if model.statistics is None:
         return lambda params: None
-    size, read = ordering.reader(train)
+    size, read = ordering.input.reader(train)
     count = max(1, min(BATCHES, size // batch_size))
     used = read(np.arange(min(count * batch_size, size)))["x"]
     batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))

@@ -20,7 +20,7 @@ those only; ResNet-152's are an assumption (`published.ASSUMED_STEP_SECONDS`). P
 
 With --load_seconds and --step_seconds, or with --measure, it answers another question instead: how
 often a batch can be used again at no cost, and what each echo policy loses at each queue depth by
-`ordering.echo_forecast`. Writes metrics.jsonl, table.md and stalls.png. Of the flags above,
+`ordering.echo.echo_forecast`. Writes metrics.jsonl, table.md and stalls.png. Of the flags above,
 --total_steps alone serves there. Expected for 0.008 and 0.002: R = 4; at depth 1 Bernoulli coins
 with p = 1/R take 1.17 times as long, error diffusion 1.000 times.
 """

@@ -60,7 +60,7 @@ def bounds_over_rounds(
     num_workers, num_units, dimension = vectors.shape
     # Steps of about 16 units in all keep the loop short without large Gram matrices.
     units_per_step = min(max(2, 16 // num_workers * 2), num_units)
-    block_size = ordering.default_block_size(-(-dimension // num_workers))
+    block_size = ordering.balance.default_block_size(-(-dimension // num_workers))
     setting = Setting(num_units, units_per_step, num_workers, rounds, block_size)
     order = METHODS[order_name].make(setting)
 

@@ -100,12 +100,14 @@ def streamed(source, sizes: Sizes, *, owned: list[int], sharding=None, depth: in
     def reading(epoch):
         def read(orders, first_load):
             del first_load  # the slice of the orders begins there
-            return ordering.load_ahead(batches(ordering.reader(at_epoch(epoch))[1], orders))
+            return ordering.input.load_ahead(
+                batches(ordering.input.reader(at_epoch(epoch))[1], orders)
+            )
 
         return read
 
     def batches(read, orders) -> Iterator:
-        indices, size = ordering.step_indices(
+        indices, size = ordering.input.step_indices(
             np.asarray(orders),
             units_per_step=sizes.units_per_step,
             unit_size=sizes.unit_size,
@@ -122,12 +124,12 @@ def streamed(source, sizes: Sizes, *, owned: list[int], sharding=None, depth: in
         if first:
             opened = reading(epoch)(sight.current[:, first * sizes.units_per_step :], first)
         else:
-            opened = ordering.read_epoch(reading(epoch), sight, front)
-        return ordering.load_ahead(opened, depth=depth)
+            opened = ordering.input.read_epoch(reading(epoch), sight, front)
+        return ordering.input.load_ahead(opened, depth=depth)
 
     def front(sight, epoch):
         sight = jax.tree.map(own, sight)
-        return ordering.prefetch_next_epoch(
+        return ordering.input.prefetch_next_epoch(
             reading(epoch), sight, units_per_step=sizes.units_per_step
         )
 

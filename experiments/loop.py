@@ -20,7 +20,7 @@ class Plans(NamedTuple):
     """The decisions of a run, all of one length T."""
 
     sync: local_opt.SyncPlan
-    echo: ordering.EchoPlan | ordering.Measured
+    echo: ordering.echo.EchoPlan | ordering.echo.online.Measured
     rates: np.ndarray  # float[T], learning rates
 
     @property
@@ -30,7 +30,7 @@ class Plans(NamedTuple):
     @property
     def timed(self) -> bool:
         """Whether it depends on time when the run loads."""
-        return isinstance(self.echo, ordering.Measured)
+        return isinstance(self.echo, ordering.echo.online.Measured)
 
     def check(self) -> None:
         """Raises ValueError where the lengths differ, or another process has other plans."""
@@ -50,7 +50,7 @@ class At(NamedTuple):
     step: int = 0
     loads: int = 0
     rounds: int = 0
-    decided: Sequence[bool] = ()  # by `ordering.measured` so far; a list that grows
+    decided: Sequence[bool] = ()  # by `ordering.echo.measured` so far; a list that grows
 
 
 Visit = Callable[[At, State], State | None]
@@ -81,7 +81,7 @@ def steps(program: Program, plans: Plans, state: State, at: At, visit: Visit) ->
         opened = program.input.open(see(state.orders), first, epoch, front)
         front = None
         with opened as batches:
-            for use in ordering.echo_batches(
+            for use in ordering.echo.echo_batches(
                 batches, policy, first_step=at.step, stop_with_loads=True
             ):
                 t, load, around = use.step, use.load - epoch * per_epoch, round_of[use.step]
@@ -115,8 +115,8 @@ def steps(program: Program, plans: Plans, state: State, at: At, visit: Visit) ->
 def _first_load(policy, step):
     if not step:
         return 0
-    if isinstance(policy, ordering.Measured):
-        policy = ordering.EchoPlan(policy.decided, "measured")
+    if isinstance(policy, ordering.echo.online.Measured):
+        policy = ordering.echo.EchoPlan(policy.decided, "measured")
     return policy.first_load(step)
 
 
@@ -124,7 +124,7 @@ def resumed(plans: Plans, step: int, decided: Sequence[bool] = ()) -> At:
     """Where a run stands after `step` steps."""
     if not step:
         return At()
-    echo = ordering.EchoPlan(decided, "measured") if plans.timed else plans.echo
+    echo = ordering.echo.EchoPlan(decided, "measured") if plans.timed else plans.echo
     rounds = int((plans.sync.ends <= step).sum())
     return At(step, int(echo.loads_before(step)), rounds, decided)
 

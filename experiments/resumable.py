@@ -74,7 +74,7 @@ def train_in(
                 saving=saving,
             )
     if plans.timed:
-        _save(folder, "echo_plan", ordering.EchoPlan(list(at.decided), "measured"))
+        _save(folder, "echo_plan", ordering.echo.EchoPlan(list(at.decided), "measured"))
     if at.step < total:
         again = "the same command, without --overwrite," if overwrite else "the same command"
         processes.say(f"Stopped and saved at step {at.step} of {total}: {again} goes on.")

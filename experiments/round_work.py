@@ -91,9 +91,9 @@ def streamed_work(
     def feed(indices):
         batches = read_steps(task.train, indices, own)
         if not processes.several():
-            return ordering.load_ahead(batches, sharding=sharding)
+            return ordering.input.load_ahead(batches, sharding=sharding)
         placed = (processes.place_rows(batch, sharding, len(indices)) for batch in batches)
-        return ordering.load_ahead(placed)
+        return ordering.input.load_ahead(placed)
 
     return feed, run_work
 
@@ -108,6 +108,6 @@ def read_steps(source, indices: np.ndarray, own: Sequence[int]) -> Iterator[dict
     at_epoch = getattr(source, "at_epoch", lambda epoch: source)
     for t in range(total_steps):
         if t % steps_per_epoch == 0:
-            _, read = ordering.reader(at_epoch(t // steps_per_epoch))
+            _, read = ordering.input.reader(at_epoch(t // steps_per_epoch))
         batch = read(indices[own, t].reshape(-1))
         yield jax.tree.map(lambda x: x.reshape((len(own), -1, *x.shape[1:])), batch)

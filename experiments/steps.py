@@ -84,7 +84,7 @@ def worker_step(
         size = jax.tree.leaves(batch)[0].shape[0]  # the last step of an epoch may be shorter
         gradients = unit_gradients(loss, units_per_step=size, observes=observes, mixes=mixes)
         losses, mean, rows = gradients(train.params, batch, key)
-        bad = bad_unit(jnp.isfinite(losses), ordering.finite_units(rows))
+        bad = bad_unit(jnp.isfinite(losses), ordering.rows.finite_units(rows))
         mean, rows = reduce(mean, rows, axis_name=AXIS)
         updates, opt_state = optimizer.update(mean, train.opt_state, train.params)
         params = optax.apply_updates(train.params, updates)
@@ -121,7 +121,7 @@ def worker_chunk(
             place = slice(start, start + units_per_step)
             part = jax.tree.map(lambda x, place=place: x[place], batch)
             train, rows, loss, bad = step(train, part, jax.random.fold_in(key, train.step))
-            seen = rows if seen is None or not observes else ordering.concatenate(seen, rows)
+            seen = rows if seen is None or not observes else ordering.rows.concatenate(seen, rows)
             metrics.append(StepMetrics(loss, jnp.where(bad < 0, bad, units[place][bad])))
         if observes:
             order_state = order.observe(order_state, seen)

@@ -15,7 +15,7 @@ LOOK_AHEAD = 4
 
 
 class Known(NamedTuple):
-    """What `ordering.prefetch_next_epoch` looks at, copied, for the step donates its state."""
+    """What `prefetch_next_epoch` looks at, copied, for the step donates its state."""
 
     current: jax.Array
     next: jax.Array
@@ -47,7 +47,7 @@ def epoch(
       sizes: (W, M, unit_size) of this process's own W; shown: units per worker and chunk.
       example: (train, orders) at a start, to compile the chunks with before the clock runs.
       sharding: of arrays with a leading worker axis; total: workers of all processes, if not W.
-      transform: see `ordering.batches`.
+      transform: see `ordering.input.batches`.
     """
     num_workers, num_units, unit_size = sizes
     total = num_workers if total is None else total
@@ -61,13 +61,13 @@ def epoch(
     know = jax.jit(lambda orders: Known(*(jnp.copy(getattr(orders, f)) for f in Known._fields)))
 
     def read(orders, first_chunk):
-        indices, size = ordering.step_indices(
+        indices, size = ordering.input.step_indices(
             orders, units_per_step=shown, unit_size=unit_size, num_units=num_units
         )
-        stream = ordering.batches(
+        stream = ordering.input.batches(
             source, indices, batch_size=size, first_batch=first_chunk, transform=transform
         )
-        return ordering.prefetch_to_device(
+        return ordering.input.prefetch_to_device(
             (by_worker(batch) for batch in stream), sharding=sharding
         )
 
@@ -100,14 +100,14 @@ def epoch(
             finite.stop_if_not_finite(metrics[-1], first_step + done)
 
         begun = jax.tree.map(processes.own, know(orders)) if processes.several() else orders
-        for number, batch in enumerate(ordering.read_epoch(read, begun, front)):
+        for number, batch in enumerate(ordering.input.read_epoch(read, begun, front)):
             units = orders.current[:, number * shown : (number + 1) * shown]
             train, orders, out = take(train, orders, batch, units, key)
             if dispatched is not None:
                 fetch(dispatched)
             dispatched = processes.gathered(out)
             if known is not None and following is None:
-                following = ordering.prefetch_next_epoch(read, known, units_per_step=shown)
+                following = ordering.input.prefetch_next_epoch(read, known, units_per_step=shown)
             if number == max(0, num_chunks - LOOK_AHEAD):
                 known = jax.tree.map(processes.own, know(orders))
         fetch(dispatched)

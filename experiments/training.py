@@ -65,7 +65,7 @@ def parts_of(
     """
     shapes = partition_shapes(task.train, recipe.workers, recipe.unit_size)
     num_units = jax.tree.leaves(shapes)[0].shape[1]
-    ordering.check_units_per_step(num_units, recipe.units_per_step)
+    ordering.base.check_units_per_step(num_units, recipe.units_per_step)
     shown = min(steps.units_per_observe(recipe.units_per_step), num_units)
     block_size = simulated_block_size(task.model, recipe.workers) if simulated else None
     order = method.make(Setting(num_units, shown, recipe.workers, recipe.epochs, block_size))
@@ -146,9 +146,9 @@ def check_units(task, observed):
             "--unit_size=2 or more, or choose another --model."
         )
     if observed:
-        few = jax.tree.map(jnp.asarray, ordering.reader(task.train)[1](np.arange(3)))
+        few = jax.tree.map(jnp.asarray, ordering.input.reader(task.train)[1](np.arange(3)))
         params = task.model.init(jax.random.key(0))
-        ordering.check_separable(task.model.loss, params, few, jax.random.key(0))
+        ordering.gradients.check_separable(task.model.loss, params, few, jax.random.key(0))
 
 
 def evaluation(task: Task, recipe: Recipe) -> Callable:
@@ -177,7 +177,7 @@ def simulated_block_size(model, num_workers):
     """Reductions over simulated workers cost nothing: take what is fastest for one slice of r."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return ordering.default_block_size(-(-size // num_workers))
+    return ordering.balance.default_block_size(-(-size // num_workers))
 
 
 def _initial(model, order, recipe, steps_per_epoch, run, mesh):

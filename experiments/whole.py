@@ -82,7 +82,7 @@ def check_setup(task: Task, setup: Setup) -> loads.Sizes:
             f"{setup.workers} workers with units of {setup.unit_size} examples need at least "
             f"{per_unit} examples; the training set has {size}. Lower --workers or --unit_size."
         )
-    ordering.check_units_per_step(size // per_unit, setup.units_per_step)
+    ordering.base.check_units_per_step(size // per_unit, setup.units_per_step)
     return loads.Sizes(setup.workers, size // per_unit, setup.units_per_step, setup.unit_size)
 
 
@@ -163,7 +163,7 @@ def worker_step(model, method: Method, order, rounds: local_opt.Rounds, fresh: b
             mixes=model.statistics is not None,
         )
         losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
-        bad = bad_unit(jnp.isfinite(losses), ordering.finite_units(rows))
+        bad = bad_unit(jnp.isfinite(losses), ordering.rows.finite_units(rows))
         updates, own = rounds.update(mean, state.rounds, state.params, rate=rate)
         units = jax.lax.dynamic_slice_in_dim(state.orders.current, first, size)
         state = state._replace(

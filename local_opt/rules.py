@@ -318,8 +318,8 @@ def sync_every_load(fresh: np.ndarray) -> SyncPlan:
     echoing adds no communication: the volume per load is that of data-parallel training.
 
     Args:
-      fresh: bool[T], the steps that load a fresh batch, as `ordering.EchoPlan.fresh`; the first
-        is one of them.
+      fresh: bool[T], the steps that load a fresh batch, as `EchoPlan.fresh` of `ordering.echo`; the
+        first is one of them.
 
     Returns:
       The plan.

@@ -65,8 +65,8 @@ def check_same_plan(plan, *, gather: Callable | None = None) -> None:
     load in other steps see other numbers of batches.
 
     Args:
-      plan: of this process: a `SyncPlan`, an `ordering.EchoPlan`, or anything else with `rule` and
-        `digest()`.
+      plan: of this process: a `SyncPlan`, an `ordering.echo.EchoPlan`, or anything else with `rule`
+        and `digest()`.
       gather: from uint8[32] of this process to uint8[processes, 32] of all; None is
         `jax.experimental.multihost_utils.process_allgather`.
 

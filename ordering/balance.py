@@ -32,7 +32,7 @@ def default_block_size(num_parameters: int, backend: str | None = None) -> int:
 
     Example:
       >>> import ordering
-      >>> ordering.default_block_size(10**6, backend="cpu")
+      >>> ordering.balance.default_block_size(10**6, backend="cpu")
       4
     """
     if (backend or jax.default_backend()) != "cpu":
@@ -59,7 +59,7 @@ def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid=Non
     Example:
       >>> import jax.numpy as jnp, ordering
       >>> rows = ordering.Rows.of(jnp.array([[1.0], [1.0], [3.0]]))
-      >>> ordering.balance(ordering.greedy(), (), jnp.zeros(1), rows)[2].tolist()
+      >>> ordering.balance.balance(ordering.greedy(), (), jnp.zeros(1), rows)[2].tolist()
       [1.0, -1.0, 1.0]
     """
     products = jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1)
@@ -96,7 +96,7 @@ def balance_blocks(
     Example:
       >>> import jax.numpy as jnp, ordering
       >>> vectors = jnp.array([[1.0], [1.0], [3.0]])
-      >>> ordering.balance_blocks(
+      >>> ordering.balance.balance_blocks(
       ...     ordering.greedy(), (), jnp.zeros(1), vectors, block_size=2)[2].tolist()
       [1.0, -1.0, 1.0]
     """

@@ -75,7 +75,7 @@ def check_units_per_step(num_units: int, units_per_step: int) -> None:
 
     Example:
       >>> import ordering
-      >>> ordering.check_units_per_step(10, 3)
+      >>> ordering.base.check_units_per_step(10, 3)
     """
     check_num_units(num_units)
     if int(units_per_step) != units_per_step or not 1 <= units_per_step <= num_units:

@@ -44,7 +44,7 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> tree = lambda g: ordering.exchange(ordering.Rows.of(g), "worker").tree
+      >>> tree = lambda g: ordering.exchange.exchange(ordering.Rows.of(g), "worker").tree
       >>> jax.vmap(tree, axis_name="worker")(jnp.ones((4, 2, 6))).shape  # W, n W, ceil(6 / 4)
       (4, 8, 2)
     """

@@ -115,7 +115,7 @@ def observe_in_chunks(gradients: Gradients, observe: Callable, *, chunk_size: in
       >>> import ordering
       >>> order = ordering.pair_balance(100, units_per_step=2)
       >>> gradients = ordering.per_example(lambda w, batch, key: batch @ w)
-      >>> step = ordering.observe_in_chunks(gradients, order.observe, chunk_size=2)
+      >>> step = ordering.gradients.observe_in_chunks(gradients, order.observe, chunk_size=2)
     """
 
     def chunked(params, batch, key, state):
@@ -156,7 +156,7 @@ def check_separable(loss: Loss, params, batch, key) -> None:
     Example:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = lambda w, batch, key: jnp.square(batch @ w)
-      >>> ordering.check_separable(loss, jnp.ones(2), jnp.eye(2), jax.random.key(0))
+      >>> ordering.gradients.check_separable(loss, jnp.ones(2), jnp.eye(2), jax.random.key(0))
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     together = jax.jit(loss)(params, batch, key)

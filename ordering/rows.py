@@ -80,7 +80,7 @@ def centre(rows: Rows, mean: PyTree) -> Rows:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.centre(ordering.Rows.of(jnp.eye(2)), jnp.array([0.5, 0.5]))
+      >>> rows = ordering.rows.centre(ordering.Rows.of(jnp.eye(2)), jnp.array([0.5, 0.5]))
       >>> rows.dot(jnp.array([1.0, 0.0])).tolist()
       [0.5, -0.5]
     """
@@ -109,7 +109,7 @@ def differences(rows: Rows) -> Rows:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.differences(ordering.Rows.of(jnp.eye(2)))
+      >>> rows = ordering.rows.differences(ordering.Rows.of(jnp.eye(2)))
       >>> rows.dot(jnp.array([3.0, 1.0])).tolist()
       [2.0]
     """
@@ -137,7 +137,8 @@ def concatenate(first: Rows, second: Rows) -> Rows:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> ordering.concatenate(ordering.Rows.of(jnp.eye(2)), ordering.Rows.of(jnp.ones((1, 2)))).size
+      >>> first, second = ordering.Rows.of(jnp.eye(2)), ordering.Rows.of(jnp.ones((1, 2)))
+      >>> ordering.rows.concatenate(first, second).size
       3
     """
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first.tree, second.tree)
@@ -194,7 +195,7 @@ def finite_units(rows: Rows) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> ordering.finite_units(ordering.Rows.of(jnp.array([[1.0], [jnp.inf]]))).tolist()
+      >>> ordering.rows.finite_units(ordering.Rows.of(jnp.array([[1.0], [jnp.inf]]))).tolist()
       [True, False]
     """
     if rows.tree is None:

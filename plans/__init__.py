@@ -1,4 +1,4 @@
-"""What all plans share: schedules evaluated on the host, draws of one shared key, and a file that is whole."""
+"""What all plans share: schedules on the host, draws of one shared key, a file that is whole."""
 
 from plans.record import Plan, read, write
 from plans.schedule import (

@@ -182,12 +182,12 @@ PLANS = {
 
 # Every maker of a plan to echo once: total_steps -> EchoPlan, for any total_steps >= 1.
 ECHO_PLANS = {
-    "fixed": lambda t: ordering.fixed(3, total_steps=t),
-    "bernoulli": lambda t: ordering.bernoulli(
+    "fixed": lambda t: ordering.echo.fixed(3, total_steps=t),
+    "bernoulli": lambda t: ordering.echo.bernoulli(
         optax.cosine_decay_schedule(1.0, 40, alpha=0.25), total_steps=t, key=jax.random.key(5)
     ),
-    "error_diffusion": lambda t: ordering.error_diffusion(
+    "error_diffusion": lambda t: ordering.echo.error_diffusion(
         optax.linear_schedule(1.0, 0.25, 40), total_steps=t
     ),
-    "given steps": lambda t: ordering.EchoPlan([s % 7 in (0, 2, 3) for s in range(t)]),
+    "given steps": lambda t: ordering.echo.EchoPlan([s % 7 in (0, 2, 3) for s in range(t)]),
 }

@@ -17,7 +17,7 @@ BLOCKS = (1, 2, 3, 4, 5, 8, 64)
 
 def signs_of(vectors, block_size, rule=None, state=(), total=None, **options):
     total = jnp.zeros(vectors.shape[1:]) if total is None else total
-    return ordering.balance_blocks(
+    return ordering.balance.balance_blocks(
         rule or ordering.greedy(),
         state,
         total,
@@ -56,7 +56,7 @@ def test_any_structure_and_bfloat16(block_size):
     tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
     total = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), tree)
     pairs = jax.tree.map(lambda g: split_pairs(g, 10), tree)
-    _, found, signs, _ = ordering.balance_blocks(
+    _, found, signs, _ = ordering.balance.balance_blocks(
         ordering.greedy(), (), total, pairs, block_size=block_size, derive=subtract
     )
     expected, expected_total = reference.balance(flat[0::2] - flat[1::2], np.zeros(12))
@@ -139,7 +139,7 @@ def test_seam_without_gradients_equals_the_blocks():
     bare = stacked._replace(tree=None)
     vector, weights = {"a": jnp.array([1.0, -2.0, 3.0])}, jnp.arange(7.0)
     mean = {"a": jnp.array([1.0, 0.0, -1.0])}
-    for derive, n in ((ordering.differences, 3), (lambda r: ordering.centre(r, mean), 7)):
+    for derive, n in ((ordering.rows.differences, 3), (lambda r: ordering.rows.centre(r, mean), 7)):
         one, other = derive(stacked), derive(bare)
         assert one.size == other.size == n
         np.testing.assert_array_equal(one.dot(vector), other.dot(vector))

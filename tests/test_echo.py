@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ordering
+from ordering import echo
+from ordering.echo import echo_batches
+from ordering.input import load_ahead
 from tests import reference, tables
 
 PATIENCE = 60  # seconds, for events that take milliseconds
@@ -72,12 +75,12 @@ MODES = {
     "augment": dict(augment=add_noise),
     "rebatch and augment": dict(buffer_size=2, rebatch=True, axis=1, augment=add_noise),
 }
-PLAN = ordering.EchoPlan(np.repeat([1, 0, 1, 0, 1, 0, 1], [1, 2, 1, 1, 2, 3, 1]).astype(bool))
+PLAN = echo.EchoPlan(np.repeat([1, 0, 1, 0, 1, 0, 1], [1, 2, 1, 1, 2, 3, 1]).astype(bool))
 
 
 def stream(mode, source, plan=PLAN, seed=0, **options):
     key = {} if mode == "plain" else dict(key=jax.random.key(seed))
-    return ordering.echo_batches(source, plan, **MODES[mode], **key, **options)
+    return echo_batches(source, plan, **MODES[mode], **key, **options)
 
 
 @functools.cache
@@ -105,7 +108,7 @@ def test_every_step_uses_the_batch_of_the_plain_loop(name):
     plan = tables.ECHO_PLANS[name](41)
     source, steps = Source(99), 0
     expected = reference.loads_used(plan.fresh)
-    for use in ordering.echo_batches(source, plan):
+    for use in echo_batches(source, plan):
         assert (use.step, use.load) == (steps, expected[steps])
         assert type(use.fresh) is bool and use.fresh == plan.fresh[steps]
         assert source.asked == plan.loads_before(steps + 1)  # none on an echoed step, none ahead
@@ -138,7 +141,7 @@ def train(params, batch):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_echoed_step_moves_nothing_from_the_host(mode):
-    plan = ordering.fixed(3, total_steps=10)
+    plan = echo.fixed(3, total_steps=10)
     steps = stream(mode, Source(99), plan)
     params = train(jnp.float32(1.0), next(steps).batch)
     for t in range(1, 9):
@@ -152,7 +155,7 @@ def test_an_echoed_step_moves_nothing_from_the_host(mode):
     assert np.isfinite(params) and params != 1
     # The guard does see the copy of a load.
     with jax.transfer_guard("disallow_explicit"):
-        with pytest.raises(ordering.LoadError, match="load 3 .*host-to-device transfer"):
+        with pytest.raises(ordering.input.LoadError, match="load 3 .*host-to-device transfer"):
             next(steps)
 
 
@@ -161,7 +164,7 @@ def ids(use):
     return np.asarray(use.batch["x"][0]) // 10
 
 
-LONG = ordering.error_diffusion(0.3, total_steps=60)
+LONG = echo.error_diffusion(0.3, total_steps=60)
 
 
 def test_a_buffer_holds_the_last_loads():
@@ -206,9 +209,9 @@ def test_rebatching_draws_from_the_last_loads_without_replacement(mode, size):
 
 def test_the_key_of_a_plan_may_be_the_key_of_its_stream():
     """Choices among the loads are not the coins of the plan once more."""
-    plan = ordering.bernoulli(0.5, total_steps=2000, key=jax.random.key(0))
+    plan = echo.bernoulli(0.5, total_steps=2000, key=jax.random.key(0))
     loads = ({"x": np.zeros(0)} for _ in range(2000))
-    uses = ordering.echo_batches(loads, plan, buffer_size=2, key=jax.random.key(0))
+    uses = echo_batches(loads, plan, buffer_size=2, key=jax.random.key(0))
     newest = np.cumsum(plan.fresh) - 1
     ages = np.array([newest[u.step] - u.load for u in uses])[~plan.fresh]
     # A half of about 1000, and 4 deviations.
@@ -254,36 +257,38 @@ def test_a_run_resumes_at_any_step_bitwise(mode):
 
 def test_a_run_that_is_over_resumes_to_nothing():
     source = Source(99, first=PLAN.first_load(PLAN.total_steps))
-    assert list(ordering.echo_batches(source, PLAN, first_step=PLAN.total_steps)) == []
+    assert list(echo_batches(source, PLAN, first_step=PLAN.total_steps)) == []
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_loads_that_end_too_early(ahead):
     def loads():
-        return ordering.load_ahead(Source(2)) if ahead else Source(2)
+        return load_ahead(Source(2)) if ahead else Source(2)
 
-    steps = ordering.echo_batches(loads(), PLAN)
+    steps = echo_batches(loads(), PLAN)
     assert [next(steps).load for _ in range(5)] == [0, 0, 0, 1, 1]
     for _ in range(2):  # the end stays the end
-        with pytest.raises(ordering.LoadError, match="load 2 is missing.* step 5 of 11 ") as error:
+        with pytest.raises(
+            ordering.input.LoadError, match="load 2 is missing.* step 5 of 11 "
+        ) as error:
             next(steps)
         assert error.value.load == 2
-    uses = list(ordering.echo_batches(loads(), PLAN, stop_with_loads=True))
+    uses = list(echo_batches(loads(), PLAN, stop_with_loads=True))
     assert [use.load for use in uses] == [0, 0, 0, 1, 1]
 
 
 def test_loads_that_are_not_needed_stay():
     source = Source(99)
-    list(ordering.echo_batches(source, PLAN))
+    list(echo_batches(source, PLAN))
     np.testing.assert_array_equal(next(source)["x"], batch(PLAN.loads)["x"])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("stop_with_loads", [False, True])
 def test_an_empty_source_is_an_error_of_the_call(ahead, stop_with_loads):
-    empty = ordering.load_ahead([]) if ahead else []
+    empty = load_ahead([]) if ahead else []
     with pytest.raises(ValueError, match="the source is empty: pass at least one batch"):
-        ordering.echo_batches(empty, PLAN, stop_with_loads=stop_with_loads)
+        echo_batches(empty, PLAN, stop_with_loads=stop_with_loads)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -291,31 +296,33 @@ def test_a_failed_load_is_named_and_the_run_resumes_from_it(ahead):
     def generator():  # generators end with their first error
         yield from Source(99, fail_at=2)
 
-    source = ordering.load_ahead(generator()) if ahead else generator()
-    steps = ordering.echo_batches(source, PLAN, stop_with_loads=True)
+    source = load_ahead(generator()) if ahead else generator()
+    steps = echo_batches(source, PLAN, stop_with_loads=True)
     uses = [next(steps) for _ in range(5)]
     for _ in range(2):  # a failure does not become an end
-        with pytest.raises(ordering.LoadError, match="load 2 failed.*OSError: disk on fire") as e:
+        with pytest.raises(
+            ordering.input.LoadError, match="load 2 failed.*OSError: disk on fire"
+        ) as e:
             next(steps)
         assert e.value.load == 2 and isinstance(e.value.__cause__, OSError)
     first = PLAN.first_load(5)
     assert first == 2
     rest = Source(99, first=first)
-    rest = ordering.load_ahead(rest, first_load=first) if ahead else rest
-    assert_same([*uses, *ordering.echo_batches(rest, PLAN, first_step=5)], whole_run("plain"))
+    rest = load_ahead(rest, first_load=first) if ahead else rest
+    assert_same([*uses, *echo_batches(rest, PLAN, first_step=5)], whole_run("plain"))
 
 
 def test_a_load_that_hangs_is_named_and_nothing_is_lost():
     source = Source(99, wait_at=2)
-    with ordering.load_ahead(source, timeout=0.02) as loader:
+    with load_ahead(source, timeout=0.02) as loader:
         wait_for(loader.ready)  # any load may take longer than this timeout
-        steps, uses, late = ordering.echo_batches(loader, PLAN), [], 0
+        steps, uses, late = echo_batches(loader, PLAN), [], 0
         while len(uses) < PLAN.total_steps and late < 1000:
             try:
                 uses.append(next(steps))
             except StopIteration:
                 break
-            except ordering.LoadError as error:
+            except ordering.input.LoadError as error:
                 message = "did not come within 0.02 s: the input hangs. Call next again"
                 assert message in str(error)
                 if len(uses) == 5:  # where the step needs the load that waits
@@ -330,7 +337,7 @@ def test_a_load_that_hangs_is_named_and_nothing_is_lost():
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loader_reads_so_many_batches_ahead(depth):
     source = Source(10**6)
-    loader = ordering.load_ahead(source, depth=depth)
+    loader = load_ahead(source, depth=depth)
     for consumed in range(1, 5):
         np.testing.assert_array_equal(next(loader)["x"], batch(consumed - 1)["x"])
         wait_for(lambda c=consumed: source.asked == c + depth + 1)
@@ -349,7 +356,7 @@ def loading_threads():
 def test_a_batch_that_comes_after_closing_does_not_follow_the_end():
     source = Source(99, wait_at=0)
     before = loading_threads()
-    loader = ordering.load_ahead(source)
+    loader = load_ahead(source)
     (thread,) = loading_threads() - before
     wait_for(lambda: source.asked == 1)
     loader.close()
@@ -361,19 +368,19 @@ def test_a_batch_that_comes_after_closing_does_not_follow_the_end():
 
 
 def test_ends_and_errors_of_a_loader_stay():
-    loader = ordering.load_ahead(Source(2), first_load=5)
+    loader = load_ahead(Source(2), first_load=5)
     assert len(list(loader)) == 2 and list(loader) == [] and loader.ready()
-    loader = ordering.load_ahead(Source(99, fail_at=1), first_load=5)
+    loader = load_ahead(Source(99, fail_at=1), first_load=5)
     next(loader)
     for _ in range(2):
-        with pytest.raises(ordering.LoadError, match="load 6 failed: OSError: disk") as error:
+        with pytest.raises(ordering.input.LoadError, match="load 6 failed: OSError: disk") as error:
             next(loader)
         assert error.value.load == 6 and loader.ready()
 
 
 def test_a_loader_knows_what_is_ready():
     source = Source(99, wait_at=1)
-    with ordering.load_ahead(source) as loader:
+    with load_ahead(source) as loader:
         wait_for(loader.ready)
         next(loader)
         assert not loader.ready()
@@ -386,20 +393,20 @@ def test_batches_are_placed_once_where_they_belong():
     mesh = jax.make_mesh((8,), ("worker",), (AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("worker"))
     loads = [np.arange(16.0).reshape(8, 2) + i for i in range(3)]
-    with ordering.load_ahead(loads, sharding=sharding) as loader:
-        for use in ordering.echo_batches(loader, ordering.fixed(2, total_steps=6)):
+    with load_ahead(loads, sharding=sharding) as loader:
+        for use in echo_batches(loader, echo.fixed(2, total_steps=6)):
             assert use.batch.sharding == sharding
             assert len(use.batch.addressable_shards) == 8
             np.testing.assert_array_equal(use.batch, np.float32(loads[use.load]))
-    (placed,) = ordering.load_ahead(loads[:1], sharding=jax.devices()[3])
+    (placed,) = load_ahead(loads[:1], sharding=jax.devices()[3])
     assert placed.devices() == {jax.devices()[3]}
 
 
 def test_an_abandoned_loader_is_let_go_and_its_thread_ends():
     before = loading_threads()
-    loader = ordering.load_ahead(Source(10**6))
+    loader = load_ahead(Source(10**6))
     (thread,) = loading_threads() - before
-    steps = ordering.echo_batches(loader, PLAN)
+    steps = echo_batches(loader, PLAN)
     next(steps)
     abandoned = weakref.ref(loader)
     del loader, steps
@@ -426,7 +433,7 @@ class Scripted(Source):
     def run(self, policy, first_step=0, **options):
         """The uses of all steps, `step` being the one that is decided."""
         self.step = first_step
-        steps, uses = ordering.echo_batches(self, policy, first_step=first_step, **options), []
+        steps, uses = echo_batches(self, policy, first_step=first_step, **options), []
         for use in steps:
             uses.append(use)
             self.step = use.step + 1
@@ -448,19 +455,19 @@ def test_measured_decides_as_the_reference(data):
         numbers = data.draw(st.lists(twelfths, min_size=total_steps, max_size=total_steps))
         floor, exact = np.array(numbers) / 12, [Fraction(n, 12) for n in numbers]
     fresh, asked = reference.load_if_ready(answers, max_factor, exact)
-    policy = ordering.measured(total_steps=total_steps, max_factor=max_factor, floor=floor)
+    policy = echo.measured(total_steps=total_steps, max_factor=max_factor, floor=floor)
     loader = Scripted(answers)
     uses = loader.run(policy)
     assert [use.fresh for use in uses] == fresh
     assert loader.asked_in == asked  # only where time decides
-    plan = ordering.EchoPlan(fresh)
+    plan = echo.EchoPlan(fresh)
     assert plan.uses.max() <= max_factor and loader.asked == plan.loads
-    assert_same(ordering.echo_batches(Source(99), plan), uses)  # replayed
+    assert_same(echo_batches(Source(99), plan), uses)  # replayed
 
 
 def test_a_floor_may_be_a_schedule():
     floor = optax.piecewise_constant_schedule(0.5, {12: 0.5})
-    policy = ordering.measured(total_steps=24, max_factor=9, floor=floor)
+    policy = echo.measured(total_steps=24, max_factor=9, floor=floor)
     uses = Scripted([False] * 24).run(policy)
     exact = [Fraction(1, 2) if t < 12 else Fraction(1, 4) for t in range(24)]
     assert [use.fresh for use in uses] == reference.load_if_ready([False] * 24, 9, exact)[0]
@@ -468,7 +475,7 @@ def test_a_floor_may_be_a_schedule():
 
 
 ANSWERS = [t % 5 in (1, 2) or t % 7 == 3 for t in range(24)]
-POLICY = functools.partial(ordering.measured, total_steps=24, max_factor=4)
+POLICY = functools.partial(echo.measured, total_steps=24, max_factor=4)
 
 
 @pytest.mark.parametrize("mode", ["plain", "buffer"])
@@ -480,7 +487,7 @@ def test_measured_resumes_at_any_step(mode):
     for step in range(25):
         start = 0
         if step:
-            plan = ordering.EchoPlan(record[:step])
+            plan = echo.EchoPlan(record[:step])
             start = plan.first_load(step, MODES[mode].get("buffer_size", 1))
         loader = Scripted(ANSWERS, first=start)
         found = loader.run(POLICY(decided=record[:step]), first_step=step, **options())
@@ -507,22 +514,24 @@ def test_all_processes_are_asked_and_obeyed():
 
 
 def test_ready_everywhere_is_the_least_ready_of_all(monkeypatch):
-    assert ordering.ready_everywhere(True) is True and ordering.ready_everywhere(False) is False
+    assert (
+        echo.online.ready_everywhere(True) is True and echo.online.ready_everywhere(False) is False
+    )
     from jax.experimental import multihost_utils
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for others in ([1, 1], [1, 0], [0, 0]):
         gather = lambda own, others=others: np.array([own, *others])  # noqa: E731
         monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-        assert ordering.ready_everywhere(True) is (others == [1, 1])
-        assert ordering.ready_everywhere(False) is False
+        assert echo.online.ready_everywhere(True) is (others == [1, 1])
+        assert echo.online.ready_everywhere(False) is False
 
 
 def test_measured_echoes_while_a_real_loader_waits():
     source = Source(99, wait_at=1)
-    policy = ordering.measured(total_steps=8, max_factor=3)
-    with ordering.load_ahead(source, depth=3) as loader:
-        steps = ordering.echo_batches(loader, policy)
+    policy = echo.measured(total_steps=8, max_factor=3)
+    with load_ahead(source, depth=3) as loader:
+        steps = echo_batches(loader, policy)
         assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
         source.go_on.set()
         assert next(steps)[:3] == (3, 1, True)  # the cap: it waits, whenever the batch comes
@@ -532,27 +541,27 @@ def test_measured_echoes_while_a_real_loader_waits():
 
 BAD = {
     "measured without a loader": (
-        lambda: ordering.echo_batches([batch(0)], POLICY()),
+        lambda: echo_batches([batch(0)], POLICY()),
         r"asks whether a batch is ready: pass loads=load_ahead",
     ),
-    "no policy": (lambda: ordering.echo_batches([batch(0)], 4), r"policy is a int: make an EchoPlan"),
-    "first_step -1": (lambda: ordering.echo_batches([], PLAN, first_step=-1), r"first_step is -1"),
-    "first_step T + 1": (lambda: ordering.echo_batches([], PLAN, first_step=12), r"is 12: .*11 steps"),
-    "first_step 1.5": (lambda: ordering.echo_batches([], PLAN, first_step=1.5), r"first_step is 1.5"),
+    "no policy": (lambda: echo_batches([batch(0)], 4), r"policy is a int: make an EchoPlan"),
+    "first_step -1": (lambda: echo_batches([], PLAN, first_step=-1), r"first_step is -1"),
+    "first_step T + 1": (lambda: echo_batches([], PLAN, first_step=12), r"is 12: .*11 steps"),
+    "first_step 1.5": (lambda: echo_batches([], PLAN, first_step=1.5), r"first_step is 1.5"),
     "first_step undecided": (
-        lambda: ordering.echo_batches(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
+        lambda: echo_batches(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
         r"first_step is 3: the decisions known before are those of 2 steps",
     ),
-    "buffer_size 0": (lambda: ordering.echo_batches([], PLAN, buffer_size=0), r"buffer_size is 0"),
-    "buffer_size 1.5": (lambda: ordering.echo_batches([], PLAN, buffer_size=1.5), r"buffer_size is 1.5"),
-    "buffer without a key": (lambda: ordering.echo_batches([], PLAN, buffer_size=2), r"pass key=jax.ran"),
-    "rebatch without a key": (lambda: ordering.echo_batches([], PLAN, rebatch=True), r"pass key=jax.ran"),
+    "buffer_size 0": (lambda: echo_batches([], PLAN, buffer_size=0), r"buffer_size is 0"),
+    "buffer_size 1.5": (lambda: echo_batches([], PLAN, buffer_size=1.5), r"buffer_size is 1.5"),
+    "buffer without a key": (lambda: echo_batches([], PLAN, buffer_size=2), r"pass key=jax.ran"),
+    "rebatch without a key": (lambda: echo_batches([], PLAN, rebatch=True), r"pass key=jax.ran"),
     "augment without a key": (
-        lambda: ordering.echo_batches([], PLAN, augment=add_noise), r"are random: pass key=jax.random"
+        lambda: echo_batches([], PLAN, augment=add_noise), r"are random: pass key=jax.random"
     ),
     "unequal batches": (
         lambda: list(
-            ordering.echo_batches([np.ones(3), np.ones(2)], PLAN, rebatch=True, key=jax.random.key(0))
+            echo_batches([np.ones(3), np.ones(2)], PLAN, rebatch=True, key=jax.random.key(0))
         ),
         r"batch of load 1 has leaves \[\(2,\)\] and those before \[\(3,\)\]: .*drop the short last",
     ),
@@ -565,11 +574,11 @@ BAD = {
     "decided not fresh": (
         lambda: POLICY(decided=[False, True]), r"2 decisions for 24 steps, and the first is not"
     ),
-    "depth 0": (lambda: ordering.load_ahead([], depth=0), r"depth is 0: the queue holds a whole"),
-    "depth 1.5": (lambda: ordering.load_ahead([], depth=1.5), r"depth is 1.5"),
-    "timeout 0": (lambda: ordering.load_ahead([], timeout=0), r"timeout is 0: pass seconds > 0"),
-    "timeout nan": (lambda: ordering.load_ahead([], timeout=float("nan")), r"timeout is nan"),
-    "first_load -1": (lambda: ordering.load_ahead([], first_load=-1), r"first_load is -1: loads"),
+    "depth 0": (lambda: load_ahead([], depth=0), r"depth is 0: the queue holds a whole"),
+    "depth 1.5": (lambda: load_ahead([], depth=1.5), r"depth is 1.5"),
+    "timeout 0": (lambda: load_ahead([], timeout=0), r"timeout is 0: pass seconds > 0"),
+    "timeout nan": (lambda: load_ahead([], timeout=float("nan")), r"timeout is nan"),
+    "first_load -1": (lambda: load_ahead([], first_load=-1), r"first_load is -1: loads"),
 }  # fmt: skip
 
 
@@ -589,10 +598,10 @@ def test_an_epoch_compiles_nothing_that_the_one_before_has(rebatch):
         return jax.tree.map(lambda x: x + 1, batch)
 
     def epoch():
-        plan = ordering.fixed(2, total_steps=6)
+        plan = echo.fixed(2, total_steps=6)
         loads = (np.full(4, i, np.float32) for i in range(3))
         options = {"augment": augment, "key": jax.random.key(0), "rebatch": rebatch}
-        return [np.asarray(u.batch) for u in ordering.echo_batches(loads, plan, **options)]
+        return [np.asarray(u.batch) for u in echo_batches(loads, plan, **options)]
 
     first = epoch()
     count = len(traced)

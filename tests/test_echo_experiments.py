@@ -74,7 +74,7 @@ def test_a_load_takes_its_delay_by_the_clock():
 def test_every_arm_makes_its_plans(name):
     arm, s = ARMS[name], setting(total_steps=3000)
     policy = arm.policy(s)
-    if isinstance(policy, ordering.EchoPlan):
+    if isinstance(policy, ordering.echo.EchoPlan):
         policy.check_run(3000)
         expected = 1.0 if arm.policy is ARMS["none"].policy else 1 / 3
         assert policy.fresh[20:].mean() == pytest.approx(expected, abs=0.04)
@@ -205,7 +205,7 @@ def test_a_comparison_is_written_and_goes_on_where_it_was_stopped(task, tmp_path
     for r in replayed:  # the decisions of a measured run are on record
         fresh = np.zeros(r["step"], bool)
         fresh[r["load_steps"]] = True
-        assert ordering.EchoPlan(fresh).digest() == r["plan"]
+        assert ordering.echo.EchoPlan(fresh).digest() == r["plan"]
     text = (tmp_path / "table.md").read_text()
     assert "error diffusion" in text and "R = 2\n" in text
     assert text.startswith("| times faster than no echo | R = 2")

@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import local_opt
-import ordering
+from ordering import echo
 from tests import reference, tables
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -52,7 +52,7 @@ def test_every_plan_is_loads_of_the_run(name, total_steps):
 def test_plans_survive_saving_and_notice_changes(name, tmp_path):
     plan, path = tables.ECHO_PLANS[name](41), tmp_path / "plan.json"
     plan.save(path)
-    loaded = ordering.read_echo_plan(path)
+    loaded = echo.read_echo_plan(path)
     assert loaded == plan and hash(loaded) == hash(plan) and loaded.rule == plan.rule
     np.testing.assert_array_equal(loaded.fresh, plan.fresh)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
@@ -60,7 +60,7 @@ def test_plans_survive_saving_and_notice_changes(name, tmp_path):
     for key, value in (("total_steps", 42), ("load_steps", [0]), ("digest", "0" * 64)):
         path.write_text(json.dumps(content | {key: value}))
         with pytest.raises(ValueError, match="does not match its hash: it was changed"):
-            ordering.read_echo_plan(path)
+            echo.read_echo_plan(path)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def test_plans_survive_saving_and_notice_changes(name, tmp_path):
 )
 def test_a_file_without_a_plan(change, tmp_path):
     path = tmp_path / "plan.json"
-    ordering.fixed(4, total_steps=10).save(path)
+    echo.fixed(4, total_steps=10).save(path)
     if isinstance(change, dict):
         change = json.dumps(json.loads(path.read_text()) | change)
     path.write_text(change)
     with pytest.raises(ValueError, match="plan.json' (holds no saved plan|does not match its)"):
-        ordering.read_echo_plan(str(path))
+        echo.read_echo_plan(str(path))
 
 
 def test_a_plan_of_rounds_is_no_plan_of_loads(tmp_path):
     path = tmp_path / "plan.json"
     local_opt.constant(4, total_steps=10).save(path)
     with pytest.raises(ValueError, match="holds no saved plan"):
-        ordering.read_echo_plan(path)
+        echo.read_echo_plan(path)
 
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
@@ -114,20 +114,20 @@ def test_description_fits_one_screen(name, total_steps):
 
 def test_equal_loads_are_equal_plans_however_they_were_made():
     plans = [
-        ordering.fixed(1, total_steps=9),
-        ordering.bernoulli(1.0, total_steps=9, key=jax.random.key(0)),
-        ordering.bernoulli(1.0, total_steps=9, key=jax.random.key(1)),
-        ordering.error_diffusion(1.0, total_steps=9),
-        ordering.EchoPlan([True] * 9),
+        echo.fixed(1, total_steps=9),
+        echo.bernoulli(1.0, total_steps=9, key=jax.random.key(0)),
+        echo.bernoulli(1.0, total_steps=9, key=jax.random.key(1)),
+        echo.error_diffusion(1.0, total_steps=9),
+        echo.EchoPlan([True] * 9),
     ]
     assert len({plan.digest() for plan in plans}) == 1 and len(set(plans)) == 1
     # The same on every machine: int64, least byte first.
     assert plans[0].digest() == hashlib.sha256(struct.pack("<10q", *range(9), 9)).hexdigest()
     others = [
-        ordering.fixed(1, total_steps=8),
-        ordering.fixed(1, total_steps=10),
-        ordering.fixed(2, total_steps=9),
-        ordering.fixed(2, total_steps=10),  # the same loads, and one more step
+        echo.fixed(1, total_steps=8),
+        echo.fixed(1, total_steps=10),
+        echo.fixed(2, total_steps=9),
+        echo.fixed(2, total_steps=10),  # the same loads, and one more step
     ]
     assert len({plan.digest() for plan in (*others, plans[0])}) == 5
     assert plans[0] != others[0] and plans[0] != "fixed, e = 1"
@@ -135,7 +135,7 @@ def test_equal_loads_are_equal_plans_however_they_were_made():
 
 def test_a_plan_cannot_be_changed_by_accident():
     fresh = np.array([True, False, False])
-    plan = ordering.EchoPlan(fresh)
+    plan = echo.EchoPlan(fresh)
     fresh[1] = True
     assert plan.fresh.tolist() == [True, False, False]
     with pytest.raises(ValueError, match="read-only"):
@@ -146,7 +146,7 @@ def test_a_plan_cannot_be_changed_by_accident():
 
 @given(st.integers(1, 12), st.integers(1, 60))
 def test_fixed_loads_every_so_many_steps(factor, total_steps):
-    plan = ordering.fixed(factor, total_steps=total_steps)
+    plan = echo.fixed(factor, total_steps=total_steps)
     assert plan.fresh.tolist() == [t % factor == 0 for t in range(total_steps)]
 
 
@@ -164,15 +164,13 @@ CHANCES = {
 @pytest.mark.parametrize("seed", [0, 1])
 def test_bernoulli_is_algorithm_1(name, seed):
     given_p, p = CHANCES[name]
-    plan = ordering.bernoulli(given_p, total_steps=300, key=jax.random.key(seed))
+    plan = echo.bernoulli(given_p, total_steps=300, key=jax.random.key(seed))
     coins = np.asarray(jax.random.uniform(jax.random.key(seed), (300,), jnp.float32))
     assert plan.fresh.tolist() == reference.stochastic_echo(p, coins)
 
 
 def test_another_key_is_another_plan():
-    plans = [
-        ordering.bernoulli(0.5, total_steps=100, key=jax.random.key(seed)) for seed in (0, 0, 1)
-    ]
+    plans = [echo.bernoulli(0.5, total_steps=100, key=jax.random.key(seed)) for seed in (0, 0, 1)]
     assert plans[0] == plans[1] != plans[2]
 
 
@@ -191,7 +189,7 @@ SHARES = {
 @pytest.mark.parametrize("name", SHARES)
 def test_error_diffusion_equals_exact_arithmetic(name):
     p, exact = SHARES[name]
-    plan = ordering.error_diffusion(p, total_steps=len(exact))
+    plan = echo.error_diffusion(p, total_steps=len(exact))
     assert plan.fresh.tolist() == reference.error_diffusion(exact)
 
 
@@ -199,7 +197,7 @@ def test_error_diffusion_equals_exact_arithmetic(name):
 @example([0.1] * 40)
 @example([1e-3, 1.0, 1e-3])
 def test_error_diffusion_is_within_one_load_of_its_share_in_every_stretch(p):
-    plan = ordering.error_diffusion(np.array(p), total_steps=len(p))
+    plan = echo.error_diffusion(np.array(p), total_steps=len(p))
     loads, shares = np.append(0, np.cumsum(plan.fresh)), np.append(0, np.cumsum(p))
     surplus = loads - shares
     # Within one of each other in exact numbers; these are sums of 40 floats.
@@ -220,8 +218,8 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_both_makers_have_the_share_of_the_schedule(name):
     p, mean = SCHEDULES[name]
-    coins = ordering.bernoulli(p, total_steps=STEPS, key=jax.random.key(0))
-    even = ordering.error_diffusion(p, total_steps=STEPS)
+    coins = echo.bernoulli(p, total_steps=STEPS, key=jax.random.key(0))
+    even = echo.error_diffusion(p, total_steps=STEPS)
     # One deviation of the coins is at most 0.35 % of these means.
     assert abs(coins.share / mean - 1) < 0.01
     assert abs(even.share / mean - 1) < 1e-4  # a step more or less of the schedule
@@ -273,52 +271,52 @@ def test_every_worker_makes_the_same_plan(name):
 
 KEY = dict(total_steps=5, key=jax.random.key(0))
 BAD = {
-    "p 0": (lambda: ordering.bernoulli(0.0, **KEY), r"p\(0\) is 0: a probability lies in \(0, 1"),
-    "p < 0": (lambda: ordering.bernoulli(-0.1, **KEY), r"p\(0\) is -0.1: .*not negative"),
-    "p > 1": (lambda: ordering.bernoulli(1.01, **KEY), r"p\(0\) is 1.01: a probability lies"),
-    "p nan": (lambda: ordering.bernoulli(math.nan, **KEY), r"p\(0\) is nan: .*finite"),
-    "p of 4 steps": (lambda: ordering.bernoulli(np.ones(4), **KEY), r"p has the shape \(4,\): .*5"),
+    "p 0": (lambda: echo.bernoulli(0.0, **KEY), r"p\(0\) is 0: a probability lies in \(0, 1"),
+    "p < 0": (lambda: echo.bernoulli(-0.1, **KEY), r"p\(0\) is -0.1: .*not negative"),
+    "p > 1": (lambda: echo.bernoulli(1.01, **KEY), r"p\(0\) is 1.01: a probability lies"),
+    "p nan": (lambda: echo.bernoulli(math.nan, **KEY), r"p\(0\) is nan: .*finite"),
+    "p of 4 steps": (lambda: echo.bernoulli(np.ones(4), **KEY), r"p has the shape \(4,\): .*5"),
     "p falls to 0": (
-        lambda: ordering.bernoulli(optax.linear_schedule(1.0, 0.0, 3), **KEY),
+        lambda: echo.bernoulli(optax.linear_schedule(1.0, 0.0, 3), **KEY),
         r"p\(3\) is 0: .*may fall, but not to 0",
     ),
-    "share 0": (lambda: ordering.error_diffusion(0.0, total_steps=5), r"p\(0\) is 0: a prob"),
+    "share 0": (lambda: echo.error_diffusion(0.0, total_steps=5), r"p\(0\) is 0: a prob"),
     "share > 1": (
-        lambda: ordering.error_diffusion(lambda t: 1.5 if t == 2 else 0.5, total_steps=5),
+        lambda: echo.error_diffusion(lambda t: 1.5 if t == 2 else 0.5, total_steps=5),
         r"p\(2\) is 1.5: a probability lies",
     ),
     "share nan": (
-        lambda: ordering.error_diffusion([0.5, 0.5, math.nan], total_steps=3),
+        lambda: echo.error_diffusion([0.5, 0.5, math.nan], total_steps=3),
         r"p\(2\) is nan: .*finite",
     ),
     "share falls to 0": (
-        lambda: ordering.error_diffusion(optax.cosine_decay_schedule(1.0, 4), total_steps=9),
+        lambda: echo.error_diffusion(optax.cosine_decay_schedule(1.0, 4), total_steps=9),
         r"p\(4\) is 0: .*may fall, but not to 0",
     ),
-    "factor 0": (lambda: ordering.fixed(0, total_steps=5), r"factor is 0: a batch is used a whole"),
-    "factor 2.5": (lambda: ordering.fixed(2.5, total_steps=5), r"factor is 2.5: .*whole number"),
-    "factor True": (lambda: ordering.fixed(True, total_steps=5), r"factor is True: .*whole"),
-    "T 0": (lambda: ordering.fixed(2, total_steps=0), r"total_steps is 0: a run has at least one"),
+    "factor 0": (lambda: echo.fixed(0, total_steps=5), r"factor is 0: a batch is used a whole"),
+    "factor 2.5": (lambda: echo.fixed(2.5, total_steps=5), r"factor is 2.5: .*whole number"),
+    "factor True": (lambda: echo.fixed(True, total_steps=5), r"factor is True: .*whole"),
+    "T 0": (lambda: echo.fixed(2, total_steps=0), r"total_steps is 0: a run has at least one"),
     "T 2.5": (
-        lambda: ordering.bernoulli(0.5, total_steps=2.5, key=jax.random.key(0)),
+        lambda: echo.bernoulli(0.5, total_steps=2.5, key=jax.random.key(0)),
         r"total_steps is 2.5: a run has",
     ),
-    "T < 0": (lambda: ordering.error_diffusion(0.5, total_steps=-3), r"total_steps is -3: a run"),
-    "fresh of numbers": (lambda: ordering.EchoPlan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
-    "fresh of two axes": (lambda: ordering.EchoPlan([[True]]), r"fresh is bool\[1, 1\]: .*list of"),
-    "fresh empty": (lambda: ordering.EchoPlan([]), r"fresh is float64\[0\]: .*one bool per step"),
-    "fresh empty of bools": (lambda: ordering.EchoPlan(np.ones(0, bool)), r"fresh is bool\[0\]"),
-    "fresh a bool": (lambda: ordering.EchoPlan(True), r"fresh is bool\[\]: .*one bool per step"),
-    "first not fresh": (lambda: ordering.EchoPlan([False, True]), r"fresh\[0\] is False: .*no bat"),
-    "step -1": (lambda: ordering.fixed(2, total_steps=5).loads_before(-1), r"step -1 is outside"),
+    "T < 0": (lambda: echo.error_diffusion(0.5, total_steps=-3), r"total_steps is -3: a run"),
+    "fresh of numbers": (lambda: echo.EchoPlan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
+    "fresh of two axes": (lambda: echo.EchoPlan([[True]]), r"fresh is bool\[1, 1\]: .*list of"),
+    "fresh empty": (lambda: echo.EchoPlan([]), r"fresh is float64\[0\]: .*one bool per step"),
+    "fresh empty of bools": (lambda: echo.EchoPlan(np.ones(0, bool)), r"fresh is bool\[0\]"),
+    "fresh a bool": (lambda: echo.EchoPlan(True), r"fresh is bool\[\]: .*one bool per step"),
+    "first not fresh": (lambda: echo.EchoPlan([False, True]), r"fresh\[0\] is False: .*no bat"),
+    "step -1": (lambda: echo.fixed(2, total_steps=5).loads_before(-1), r"step -1 is outside"),
     "step T + 1": (
-        lambda: ordering.fixed(2, total_steps=5).first_load(6), r"step 6 is outside .*0 \.\. 5"
+        lambda: echo.fixed(2, total_steps=5).first_load(6), r"step 6 is outside .*0 \.\. 5"
     ),
     "run longer": (
-        lambda: ordering.fixed(2, total_steps=5).check_run(6),
+        lambda: echo.fixed(2, total_steps=5).check_run(6),
         r"fixed, e = 2\) has 5 steps and the run 6: make the plan with the run's",
     ),
-    "run shorter": (lambda: ordering.fixed(2, total_steps=5).check_run(4), r"5 steps and .* 4:"),
+    "run shorter": (lambda: echo.fixed(2, total_steps=5).check_run(4), r"5 steps and .* 4:"),
 }  # fmt: skip
 
 
@@ -330,4 +328,4 @@ def test_bad_input(name):
 
 
 def test_a_run_of_the_plans_length_is_no_mistake():
-    ordering.fixed(2, total_steps=5).check_run(5)
+    echo.fixed(2, total_steps=5).check_run(5)

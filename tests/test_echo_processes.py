@@ -17,13 +17,13 @@ def slow():
         time.sleep(0.03 * rank)  # the input of process 0 is always ready
         yield np.ones(2)
 
-policy = ordering.measured(total_steps=60, max_factor=50)
+policy = ordering.echo.measured(total_steps=60, max_factor=50)
 fresh = []
-with ordering.load_ahead(slow()) as loader:
-    for use in ordering.echo_batches(loader, policy):
+with ordering.input.load_ahead(slow()) as loader:
+    for use in ordering.echo.echo_batches(loader, policy):
         fresh.append(use.fresh)
         time.sleep(0.005)
-plan = ordering.EchoPlan(fresh, "measured")
+plan = ordering.echo.EchoPlan(fresh, "measured")
 local_opt.check_same_plan(plan)
 with open(f"loads{rank}", "w") as file:
     file.write(f"{plan.loads} {plan.digest()}")

@@ -59,8 +59,10 @@ def train(plan, sync_plan, run="vmap"):
     sharding = None
     if run == "shard_map":
         sharding = NamedSharding(runners.worker_mesh(W), PartitionSpec("worker"))
-    with ordering.load_ahead(zip(MATRICES, TARGETS, strict=True), sharding=sharding) as loader:
-        for use in ordering.echo_batches(loader, plan):
+    with ordering.input.load_ahead(
+        zip(MATRICES, TARGETS, strict=True), sharding=sharding
+    ) as loader:
+        for use in ordering.echo.echo_batches(loader, plan):
             if use.fresh:
                 loads.append(use.step)
             x, state = step(x, state, use.batch)
@@ -78,7 +80,7 @@ P_SYNC = optax.cosine_decay_schedule(0.9, T, alpha=0.3)
 
 @functools.cache
 def algorithm_2(run):
-    plan = ordering.bernoulli(P, total_steps=T, key=jax.random.key(1))
+    plan = ordering.echo.bernoulli(P, total_steps=T, key=jax.random.key(1))
     sync_plan = local_opt.bernoulli(P_SYNC, total_steps=T, key=jax.random.key(2))
     return plan, sync_plan, train(plan, sync_plan, run)
 
@@ -114,7 +116,7 @@ def test_algorithm_2_over_a_mesh_equals_one_device():
 
 @pytest.mark.parametrize("factor", [1, 3])
 def test_one_sync_per_load_is_the_communication_of_data_parallel_training(factor):
-    plan = ordering.fixed(factor, total_steps=30)
+    plan = ordering.echo.fixed(factor, total_steps=30)
     sync_plan = local_opt.sync_every_load(plan.fresh)
     assert sync_plan.rounds == plan.loads == 30 // factor
     np.testing.assert_array_equal(sync_plan.periods, plan.uses)
@@ -145,10 +147,10 @@ def test_a_plan_of_loads_without_a_first_one_has_no_rounds():
 
 
 def test_processes_with_another_plan_of_loads_are_named():
-    plan, other = ordering.fixed(3, total_steps=40), ordering.fixed(4, total_steps=40)
+    plan, other = ordering.echo.fixed(3, total_steps=40), ordering.echo.fixed(4, total_steps=40)
     digests = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other)]
     local_opt.check_same_plan(plan)  # the one process of this test
-    same = ordering.error_diffusion(1 / 3, total_steps=40)  # made in another way
+    same = ordering.echo.error_diffusion(1 / 3, total_steps=40)  # made in another way
     local_opt.check_same_plan(same, gather=lambda own: np.stack([digests[0], own]))
     with pytest.raises(
         ValueError,
@@ -161,10 +163,10 @@ def test_processes_with_another_plan_of_loads_are_named():
 
 UNITS, PER_STEP, WORKERS = 8, 2, 4
 USES = [3, 1, 2, 3, 2, 1, 3, 2]  # two epochs of four loads
-ECHOES = ordering.EchoPlan(np.concatenate([np.arange(u) == 0 for u in USES]))
+ECHOES = ordering.echo.EchoPlan(np.concatenate([np.arange(u) == 0 for u in USES]))
 GRADIENTS = jnp.asarray(tables.whole_numbers((WORKERS, UNITS, 5), seed=3))
 PLAIN = ordering.cd_grab(UNITS, units_per_step=PER_STEP)
-ORDER = ordering.observe_fresh(PLAIN)
+ORDER = ordering.echo.observe_fresh(PLAIN)
 
 
 def rows_at(state, gradients, start, step):
@@ -281,7 +283,7 @@ STRENGTH = 1.5
 
 
 def anchored(rate, momentum=None):
-    return optax.chain(ordering.proximal_anchor(STRENGTH), optax.sgd(rate, momentum=momentum))
+    return optax.chain(ordering.echo.proximal_anchor(STRENGTH), optax.sgd(rate, momentum=momentum))
 
 
 def run_anchored(opt, x, fresh, centres):
@@ -324,7 +326,7 @@ def test_workers_are_drawn_back_to_their_own_anchors():
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, jnp.bool_])
 def test_a_known_and_a_traced_fresh_agree(kind):
-    opt = ordering.proximal_anchor(STRENGTH)
+    opt = ordering.echo.proximal_anchor(STRENGTH)
     traced = jax.jit(lambda g, s, x, fresh: opt.update(g, s, x, fresh=fresh))
     x, state = jnp.asarray(START), opt.init(jnp.asarray(START))
     assert state.anchor.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()  # both are donated
@@ -355,7 +357,7 @@ def test_many_uses_lead_to_the_proximal_point_and_no_further():
 
 
 def test_no_strength_changes_nothing():
-    opt = ordering.proximal_anchor(0.0)
+    opt = ordering.echo.proximal_anchor(0.0)
     x = jnp.asarray(START)
     _, state = opt.update(H, opt.init(x), x, fresh=True)
     update, _ = opt.update(H, state, x + 1, fresh=False)
@@ -363,7 +365,7 @@ def test_no_strength_changes_nothing():
 
 
 def test_narrow_gradients_keep_their_type():
-    opt = ordering.proximal_anchor(STRENGTH)
+    opt = ordering.echo.proximal_anchor(STRENGTH)
     x = jnp.asarray(START)
     update, _ = opt.update(jnp.ones(3, jnp.bfloat16), opt.init(x + 1), x, fresh=False)
     assert update.dtype == jnp.bfloat16
@@ -373,11 +375,11 @@ def test_narrow_gradients_keep_their_type():
 @pytest.mark.parametrize("strength", [-0.1, math.nan, math.inf])
 def test_bad_strength(strength):
     with pytest.raises(ValueError, match=f"strength is {strength}: lambda must be finite and >= 0"):
-        ordering.proximal_anchor(strength)
+        ordering.echo.proximal_anchor(strength)
 
 
 def test_the_anchor_needs_parameters_and_to_know_what_is_fresh():
-    opt = ordering.proximal_anchor(1.0)
+    opt = ordering.echo.proximal_anchor(1.0)
     state = opt.init(jnp.ones(2))
     with pytest.raises(ValueError, match="pulls on parameters: call update.grads, state, params"):
         opt.update(jnp.ones(2), state, fresh=True)

@@ -85,7 +85,7 @@ def test_chunks_give_the_same_order_in_less_memory(key):
     order = ordering.pair_balance(32, units_per_step=32)
     chunked_order = ordering.pair_balance(32, units_per_step=4)
     gradients = ordering.per_example(model.loss)
-    chunked = ordering.observe_in_chunks(gradients, chunked_order.observe, chunk_size=4)
+    chunked = ordering.gradients.observe_in_chunks(gradients, chunked_order.observe, chunk_size=4)
 
     def whole(params, batch, key, state):
         losses, mean, rows = gradients(params, batch, key)
@@ -135,7 +135,7 @@ def test_batch_norm_has_no_per_example_units(key):
 
     batch = problem("softmax", size=3)[2]
     with pytest.raises(ValueError, match="BatchNorm"):
-        ordering.check_separable(loss, params, batch, key)
+        ordering.gradients.check_separable(loss, params, batch, key)
     for name in MODELS:
         model, params, batch = problem(name, size=3)
-        ordering.check_separable(model.loss, params, batch, key)
+        ordering.gradients.check_separable(model.loss, params, batch, key)

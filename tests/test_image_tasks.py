@@ -254,7 +254,7 @@ def test_batches_of_imagenet_come_in_the_order_that_was_asked_for(imagenet, any_
     pytest.importorskip("tensorflow")
     source = TASKS["imagenet2012"](imagenet, size=32).train.at_epoch(2)
     order = np.random.default_rng(0).permutation(12)
-    batches = list(ordering.batches(source, order, batch_size=5, num_parallel_calls=3))
+    batches = list(ordering.input.batches(source, order, batch_size=5, num_parallel_calls=3))
     assert [len(batch["y"]) for batch in batches] == [5, 5, 2]
     np.testing.assert_array_equal(np.concatenate([b["y"] for b in batches]), 7 * order)
     one_by_one = np.stack([source[int(i)]["x"] for i in order])

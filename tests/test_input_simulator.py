@@ -36,7 +36,7 @@ def runs(draw):
 
 def forecast_of(policy, loads, step, depth):
     seconds = TICK * np.array(loads)
-    return ordering.echo_forecast(
+    return ordering.echo.echo_forecast(
         policy, load_seconds=seconds, step_seconds=TICK * step, depth=depth
     )
 
@@ -46,7 +46,7 @@ def forecast_of(policy, loads, step, depth):
 def test_plans_keep_the_pace_of_the_queue(run, data):
     steps, loads, step, depth = run
     fresh = [True, *data.draw(st.lists(st.booleans(), min_size=steps - 1, max_size=steps - 1))]
-    found = forecast_of(ordering.EchoPlan(fresh), loads, step, depth)
+    found = forecast_of(ordering.echo.EchoPlan(fresh), loads, step, depth)
     decisions, waited = reference.loads_ahead(
         lambda t, *_: fresh[t], steps, loads[: sum(fresh)], step, depth
     )
@@ -61,11 +61,11 @@ def test_plans_keep_the_pace_of_the_queue(run, data):
 @given(runs(), st.integers(1, 6), st.sampled_from([None, 0.3, 0.9]))
 def test_measured_decides_as_at_the_queue(run, cap, floor):
     steps, loads, step, depth = run
-    policy = ordering.measured(total_steps=steps, max_factor=cap, floor=floor)
+    policy = ordering.echo.measured(total_steps=steps, max_factor=cap, floor=floor)
     found = forecast_of(policy, loads, step, depth)
 
     def decide(t, count, uses, ready):
-        return ordering.decide(policy, t, loads=count, uses=uses, ready=lambda: ready)
+        return ordering.echo.online.decide(policy, t, loads=count, uses=uses, ready=lambda: ready)
 
     decisions, waited = reference.loads_ahead(decide, steps, loads, step, depth)
     assert found.plan.fresh.tolist() == decisions
@@ -80,11 +80,11 @@ def test_coins_lose_what_the_reference_table_says(factor):
     """Over 200,000 steps the standard deviation over 12 keys is at most 0.0036; both sides vary."""
     pace = {"load_seconds": 0.002 * factor, "step_seconds": 0.002}
     plans = [
-        ordering.bernoulli(share / factor, total_steps=200_000, key=jax.random.key(0))
+        ordering.echo.bernoulli(share / factor, total_steps=200_000, key=jax.random.key(0))
         for share in (1, 0.9)
     ]
-    found = [ordering.echo_forecast(plans[0], depth=d, **pace).slowdown for d in (1, 4, 16)]
-    found.append(ordering.echo_forecast(plans[1], depth=8, **pace).slowdown)
+    found = [ordering.echo.echo_forecast(plans[0], depth=d, **pace).slowdown for d in (1, 4, 16)]
+    found.append(ordering.echo.echo_forecast(plans[1], depth=8, **pace).slowdown)
     np.testing.assert_allclose(found, TABLE[factor], rtol=0, atol=0.01)
 
 
@@ -93,31 +93,35 @@ def test_spread_loads_never_stall(factor):
     """At p = 1/R exactly: error diffusion, and loads when ready."""
     steps = 50_000
     pace = {"load_seconds": 0.003 * factor, "step_seconds": 0.003, "depth": 1}
-    spread = ordering.echo_forecast(ordering.error_diffusion(1 / factor, total_steps=steps), **pace)
+    spread = ordering.echo.echo_forecast(
+        ordering.echo.error_diffusion(1 / factor, total_steps=steps), **pace
+    )
     assert spread.slowdown == 1 and spread.stall_seconds == 0
     assert spread.free_factor == pytest.approx(factor)
-    policy = ordering.measured(total_steps=steps, max_factor=math.ceil(4 * factor))
-    ready = ordering.echo_forecast(policy, **pace)
+    policy = ordering.echo.measured(total_steps=steps, max_factor=math.ceil(4 * factor))
+    ready = ordering.echo.echo_forecast(policy, **pace)
     assert ready.slowdown == 1
     assert abs(ready.loads - spread.loads) <= 1  # as often as the input allows
-    every = ordering.echo_forecast(ordering.fixed(1, total_steps=steps), **pace)
+    every = ordering.echo.echo_forecast(ordering.echo.fixed(1, total_steps=steps), **pace)
     assert every.slowdown == pytest.approx(factor, rel=2e-5 * factor)
 
 
 def test_measured_bears_jitter():
     loads = np.random.default_rng(0).exponential(0.008, 5000)
-    policy = ordering.measured(total_steps=5000, max_factor=200)
+    policy = ordering.echo.measured(total_steps=5000, max_factor=200)
     pace = {"load_seconds": loads, "step_seconds": 0.002, "depth": 1}
-    assert ordering.echo_forecast(policy, **pace).stall_seconds == 0
-    spread = ordering.error_diffusion(0.25, total_steps=5000)
-    assert ordering.echo_forecast(spread, **pace).slowdown > 1.1
+    assert ordering.echo.echo_forecast(policy, **pace).stall_seconds == 0
+    spread = ordering.echo.error_diffusion(0.25, total_steps=5000)
+    assert ordering.echo.echo_forecast(spread, **pace).slowdown > 1.1
 
 
 def test_measured_goes_on_after_its_decisions():
     pace = {"load_seconds": 3.0, "step_seconds": 1.0}
-    whole = ordering.echo_forecast(ordering.measured(total_steps=30, max_factor=9), **pace).plan
-    policy = ordering.measured(total_steps=30, max_factor=9, decided=whole.fresh[:11])
-    assert ordering.echo_forecast(policy, **pace).plan == whole
+    whole = ordering.echo.echo_forecast(
+        ordering.echo.measured(total_steps=30, max_factor=9), **pace
+    ).plan
+    policy = ordering.echo.measured(total_steps=30, max_factor=9, decided=whole.fresh[:11])
+    assert ordering.echo.echo_forecast(policy, **pace).plan == whole
 
 
 @pytest.mark.parametrize(
@@ -135,10 +139,10 @@ def test_measured_goes_on_after_its_decisions():
     ],
 )  # fmt: skip
 def test_forecast_names_the_bad_value(change, message):
-    policy = ordering.fixed(2, total_steps=6)
+    policy = ordering.echo.fixed(2, total_steps=6)
     values = {"policy": policy, "load_seconds": 1.0, "step_seconds": 1.0} | change
     with pytest.raises(ValueError, match=message):
-        ordering.echo_forecast(values.pop("policy"), **values)
+        ordering.echo.echo_forecast(values.pop("policy"), **values)
 
 
 def parsed(module, *given):
@@ -177,7 +181,7 @@ def test_command_measures_digits_without_tensorflow(tmp_path, monkeypatch, capsy
 
 def test_measuring_reads_through_batches(monkeypatch):
     """A stand-in with the same arguments: TensorFlow takes seconds to import."""
-    arguments, read = inspect.signature(ordering.batches), []
+    arguments, read = inspect.signature(ordering.input.batches), []
 
     def batches(*args, **options):
         given = arguments.bind(*args, **options).arguments

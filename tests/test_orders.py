@@ -271,7 +271,7 @@ def test_non_finite_gradients_do_not_poison_the_state(name):
     if name == "grab":
         assert np.isfinite(after.mean).all()
     assert (np.sort(after.current, axis=-1) == np.arange(8)).all()
-    finite = ordering.finite_units(ordering.Rows.of(jnp.asarray(gradients[0])))
+    finite = ordering.rows.finite_units(ordering.Rows.of(jnp.asarray(gradients[0])))
     assert finite.tolist() == [i != 3 for i in range(8)]
 
 

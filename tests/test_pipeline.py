@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ordering
-from ordering import pipeline
+from ordering.input import pipeline
 from tests import tables
 
 tf = pytest.importorskip("tensorflow")
@@ -265,7 +265,7 @@ def in_new_python(code):
 def test_the_interpreter_ends_while_an_iterator_reads():
     code = """
 import time, numpy as np
-from ordering import pipeline
+from ordering.input import pipeline
 class Slow:
     def __len__(self): return 1000
     def __getitem__(self, i):
@@ -279,7 +279,7 @@ print("end")
 
 
 def test_tensorflow_is_imported_only_where_it_is_used():
-    code = "import sys, ordering, ordering.pipeline; print('tensorflow' in sys.modules)"
+    code = "import sys, ordering, ordering.input.pipeline; print('tensorflow' in sys.modules)"
     assert in_new_python(code) == "False\n"
 
 
@@ -324,7 +324,7 @@ def test_a_list_in_an_example_is_one_array():
         {"x": [i, 2, 3], "y": [[i, 1.5]], "words": ["a", str(i)], "label": i, "files": [b"a\0"]}
         for i in range(4)
     ]
-    _, read = ordering.reader(table)
+    _, read = ordering.input.reader(table)
     batch = read(np.array([2, 0]))
     assert batch["x"].tolist() == [[2, 2, 3], [0, 2, 3]]
     assert batch["y"].tolist() == [[[2, 1.5]], [[0, 1.5]]]
@@ -332,7 +332,7 @@ def test_a_list_in_an_example_is_one_array():
     assert batch["label"].tolist() == [2, 0]
     assert batch["files"].tolist() == [[b"a\0"], [b"a\0"]]
     pairs = [[np.zeros(2), np.ones(3)], [np.zeros(2), np.ones(3)]]  # structure, not data
-    found = ordering.reader(pairs)[1](np.array([1]))
+    found = ordering.input.reader(pairs)[1](np.array([1]))
     assert [x.shape for x in found] == [(1, 2), (1, 3)]
 
 
@@ -346,7 +346,7 @@ def test_a_list_in_an_example_is_one_array():
     ],
 )
 def test_lists_that_are_no_array(columns, word):
-    _, read = ordering.reader([{"x": column} for column in columns])
+    _, read = ordering.input.reader([{"x": column} for column in columns])
     with pytest.raises(ValueError, match=word):
         read(np.arange(len(columns)))
 
@@ -436,18 +436,18 @@ def test_the_front_of_the_next_epoch_is_read_before_this_one_ends(name, num_unit
         indices, size = pipeline.step_indices(state.current, units_per_step=units_per_step)
         return plain_loop(source.arrays, indices, size)
 
-    assert_same(ordering.read_epoch(read, state), expected(state))
+    assert_same(ordering.input.read_epoch(read, state), expected(state))
     for _ in range(2):
         earlier = observe(state, steps[:-1])
         source.asked.clear()
-        front = ordering.prefetch_next_epoch(read, earlier, units_per_step=units_per_step)
+        front = ordering.input.prefetch_next_epoch(read, earlier, units_per_step=units_per_step)
         if num_units > 2:
             assert front.num_steps >= 1
             first = np.asarray(front.orders[:, :units_per_step])
             first = (first + num_units * np.arange(3)[:, None]).reshape(-1).tolist()
             wait_for(lambda first=first: set(first) <= set(source.asked))
         state = next_epoch(observe(earlier, steps[-1:]))
-        assert_same(ordering.read_epoch(read, state, front), expected(state))
+        assert_same(ordering.input.read_epoch(read, state, front), expected(state))
 
 
 def test_one_worker_and_a_donated_state():
@@ -455,10 +455,10 @@ def test_one_worker_and_a_donated_state():
     state = order.init(jax.random.key(0), None)._replace(left=jnp.array(5))
     read = reader(np.arange(10), 2, 10)
     expected = plain_loop(np.arange(10), np.asarray(state.current), 2)
-    front = ordering.prefetch_next_epoch(read, state, units_per_step=2)
+    front = ordering.input.prefetch_next_epoch(read, state, units_per_step=2)
     assert front.orders.tolist() == state.current[:4].tolist()
     state = order.next_epoch(state)
-    stream = ordering.read_epoch(read, state, front)
+    stream = ordering.input.read_epoch(read, state, front)
     state.current.delete()  # as a step with donated arguments does
     assert_same(stream, expected)
 
@@ -472,25 +472,25 @@ def test_reads_are_asked_in_whole_steps_from_where_the_front_ends():
 
     state, observe, next_epoch = some_orders("cd_grab", 20, 3)
     state = observe(state, tables.steps(20, 3)[:5])
-    front = ordering.prefetch_next_epoch(read, state, units_per_step=3)
+    front = ordering.input.prefetch_next_epoch(read, state, units_per_step=3)
     assert calls == [((3, 6), 0)]  # 15 observed, 7 pairs placed
-    stream = ordering.read_epoch(read, next_epoch(state), front)
+    stream = ordering.input.read_epoch(read, next_epoch(state), front)
     next(stream)
     assert len(calls) == 1  # the host goes on without the new order
     next(stream)
     assert calls[1:] == [((3, 14), 2)]
     late = state._replace(position=jnp.array([14, 3, 14]))
-    assert ordering.prefetch_next_epoch(read, late, units_per_step=3).num_steps == 0
+    assert ordering.input.prefetch_next_epoch(read, late, units_per_step=3).num_steps == 0
 
 
 def test_a_front_of_another_epoch():
     state, _, _ = some_orders("random_reshuffling", 12, 2)
     read = reader(np.arange(36), 2, 12)
-    front = ordering.prefetch_next_epoch(read, state, units_per_step=2)
+    front = ordering.input.prefetch_next_epoch(read, state, units_per_step=2)
     with pytest.raises(ValueError, match="front of 12 units is not the front"):
-        list(ordering.read_epoch(read, state, front))
+        list(ordering.input.read_epoch(read, state, front))
     with pytest.raises(ValueError, match="units_per_step is 13"):
-        ordering.prefetch_next_epoch(read, state, units_per_step=13)
+        ordering.input.prefetch_next_epoch(read, state, units_per_step=13)
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,13 @@ MADE = {
     ),
     "per_step": (lambda: local_opt.normalize_by_period(local_opt.nesterov(), h_base=2), use_outer),
     "proximal_anchor": (
-        lambda: ordering.proximal_anchor(0.5),
+        lambda: ordering.echo.proximal_anchor(0.5),
         lambda o: o.update(jnp.ones(2), o.init(jnp.zeros(2)), jnp.ones(2), fresh=False)[0],
     ),
     "measured": (
-        lambda: ordering.measured(total_steps=9, max_factor=3, floor=optax.constant_schedule(0.5)),
+        lambda: ordering.echo.measured(
+            total_steps=9, max_factor=3, floor=optax.constant_schedule(0.5)
+        ),
         lambda policy: policy.at_least,
     ),
     "mlp": (lambda: models.mlp(num_features=3, hidden=(4,), num_classes=2), use_model),
@@ -101,7 +103,7 @@ def test_what_is_made_inside_a_trace_may_leave_it(name, trace):
     np.testing.assert_array_equal(use(made[0]), use(make()))
 
 
-@pytest.mark.parametrize("make", [local_opt.bernoulli, ordering.bernoulli])
+@pytest.mark.parametrize("make", [local_opt.bernoulli, ordering.echo.bernoulli])
 def test_draws_from_a_key_that_is_there_are_made_at_once(make):
     key, made = jax.random.key(5), []
     jax.eval_shape(lambda: made.append(make(0.5, total_steps=30, key=key)))

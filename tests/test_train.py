@@ -333,7 +333,7 @@ def test_what_was_measured_replays_bitwise(streamed):
         program, plans, middle, evaluations=5, on_record=found.append, at=resumed, before=seen
     )
     assert len(at.decided) == STEPS and list(at.decided[:25]) == decided
-    replay = plans._replace(echo=ordering.EchoPlan(list(at.decided), "measured"))
+    replay = plans._replace(echo=ordering.echo.EchoPlan(list(at.decided), "measured"))
     again, _ = trained(program, replay)
     assert_same(end, again)
 
@@ -349,7 +349,7 @@ def test_what_was_measured_is_a_plan_in_the_end(tmp_path, streamed):
     plans_of().echo.save(str(tmp_path / "echo_plan.json"))  # left by another policy
     run_in(tmp_path, streamed, plans)
     at, _, _ = result(tmp_path, streamed, plans)
-    plan = ordering.read_echo_plan(str(tmp_path / "echo_plan.json"))
+    plan = ordering.echo.read_echo_plan(str(tmp_path / "echo_plan.json"))
     assert plan.fresh.tolist() == list(at.decided)
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 import plans
-from ordering.echo import EchoPlan
-from ordering.measured import Measured, decide
+from ordering.echo.online import Measured, decide
+from ordering.echo.plan import EchoPlan
 
 # Steps; a batch that is late by less is on time. R uses of t_load / R seconds end, but for
 # rounding, when the next load does.
@@ -59,14 +59,14 @@ def echo_forecast(
     Example:
       >>> import jax, ordering  # loads of four steps' time: R = 4
       >>> pace = dict(load_seconds=0.008, step_seconds=0.002, depth=1)
-      >>> every = ordering.fixed(1, total_steps=1000)
-      >>> round(ordering.echo_forecast(every, **pace).slowdown, 3)
+      >>> every = ordering.echo.fixed(1, total_steps=1000)
+      >>> round(ordering.echo.echo_forecast(every, **pace).slowdown, 3)
       3.997
-      >>> spread = ordering.error_diffusion(0.25, total_steps=1000)
-      >>> ordering.echo_forecast(spread, **pace).slowdown
+      >>> spread = ordering.echo.error_diffusion(0.25, total_steps=1000)
+      >>> ordering.echo.echo_forecast(spread, **pace).slowdown
       1.0
-      >>> coins = ordering.bernoulli(0.25, total_steps=10**5, key=jax.random.key(0))
-      >>> round(ordering.echo_forecast(coins, **pace).slowdown, 2)
+      >>> coins = ordering.echo.bernoulli(0.25, total_steps=10**5, key=jax.random.key(0))
+      >>> round(ordering.echo.echo_forecast(coins, **pace).slowdown, 2)
       1.17
 
     References:
@@ -75,8 +75,8 @@ def echo_forecast(
     """
     if not isinstance(policy, EchoPlan | Measured):
         raise ValueError(
-            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.fixed(4, "
-            "total_steps=T), or ordering.measured(...)."
+            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
+            "total_steps=T), or ordering.echo.measured(...)."
         )
     if not (_is_number(step_seconds) and math.isfinite(step_seconds) and step_seconds > 0):
         raise ValueError(f"step_seconds is {step_seconds!r}: pass a positive, finite number.")

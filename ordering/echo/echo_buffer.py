@@ -39,7 +39,7 @@ class Pooled(NamedTuple):
 
 
 def make(size, total_steps, *, rebatch, axis, augment, key) -> Buffer:
-    """The buffer that the options of `ordering.echo_batches` ask for.
+    """The buffer that the options of `ordering.echo.echo_batches` ask for.
 
     Raises:
       ValueError: for a size below 1, or randomness without a key.

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import plans
-from ordering.echo import EchoPlan, error_diffusion
+from ordering.echo.plan import EchoPlan, error_diffusion
 
 
 class Measured(NamedTuple):
@@ -50,10 +50,10 @@ def measured(
 
     Example:
       >>> import numpy as np, ordering
-      >>> policy = ordering.measured(total_steps=6, max_factor=3)
-      >>> with ordering.load_ahead(np.ones(2) for _ in range(6)) as loader:
-      ...     record = [use.fresh for use in ordering.echo_batches(loader, policy)]
-      >>> plan = ordering.EchoPlan(record, rule="measured")  # replays the run
+      >>> policy = ordering.echo.measured(total_steps=6, max_factor=3)
+      >>> with ordering.input.load_ahead(np.ones(2) for _ in range(6)) as loader:
+      ...     record = [use.fresh for use in ordering.echo.echo_batches(loader, policy)]
+      >>> plan = ordering.echo.EchoPlan(record, rule="measured")  # replays the run
       >>> plan.total_steps, int(plan.uses.max()) <= 3
       (6, True)
     """
@@ -88,8 +88,8 @@ def decide(
 
     Example:
       >>> import ordering
-      >>> policy = ordering.measured(total_steps=9, max_factor=4)
-      >>> [ordering.decide(policy, 5, loads=2, uses=u, ready=lambda: False) for u in (3, 4)]
+      >>> policy = ordering.echo.measured(total_steps=9, max_factor=4)
+      >>> [ordering.echo.online.decide(policy, 5, loads=2, uses=u, ready=lambda: False) for u in (3, 4)]
       [False, True]
     """
     if isinstance(policy, EchoPlan):
@@ -111,7 +111,7 @@ def ready_everywhere(ready: bool) -> bool:
 
     Example:
       >>> import ordering
-      >>> ordering.ready_everywhere(True)
+      >>> ordering.echo.online.ready_everywhere(True)
       True
     """
     if jax.process_count() == 1:

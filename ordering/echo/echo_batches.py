@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 import plans
-from ordering import echo_buffer
 from ordering.base import Ordering, PyTree
-from ordering.echo import EchoPlan
-from ordering.loader import LoadError, on_device
-from ordering.measured import Measured, decide, ready_everywhere
+from ordering.echo import echo_buffer
+from ordering.echo.online import Measured, decide, ready_everywhere
+from ordering.echo.plan import EchoPlan
+from ordering.input.loader import LoadError, on_device
 
 
 class EchoStep(NamedTuple):
@@ -73,9 +73,9 @@ def echo_batches(
 
     Example:
       >>> import numpy as np, ordering
-      >>> plan = ordering.fixed(2, total_steps=4)
+      >>> plan = ordering.echo.fixed(2, total_steps=4)
       >>> loads = (np.full(3, i) for i in range(2))
-      >>> for use in ordering.echo_batches(loads, plan):
+      >>> for use in ordering.echo.echo_batches(loads, plan):
       ...     print(use.step, use.load, use.fresh, use.batch)
       0 0 True [0 0 0]
       1 0 False [0 0 0]
@@ -176,8 +176,8 @@ def _known(policy) -> EchoPlan:
         decided = policy.decided if len(policy.decided) else np.ones(1, bool)
         return EchoPlan(decided, "measured")
     raise ValueError(
-        f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.fixed(4, "
-        "total_steps=T), or ordering.measured(...)."
+        f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
+        "total_steps=T), or ordering.echo.measured(...)."
     )
 
 
@@ -198,7 +198,7 @@ def observe_fresh(order: Ordering) -> Ordering:
 
     Example:
       >>> import jax, ordering
-      >>> order = ordering.observe_fresh(ordering.random_reshuffling(4))
+      >>> order = ordering.echo.observe_fresh(ordering.random_reshuffling(4))
       >>> state = order.init(jax.random.key(0), params=None)
       >>> int(order.observe(state, None, fresh=False).left) == int(state.left)
       True

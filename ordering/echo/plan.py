@@ -29,7 +29,7 @@ class EchoPlan(plans.Plan):
 
     Example:
       >>> import ordering
-      >>> plan = ordering.EchoPlan([True, False, True, False, False])
+      >>> plan = ordering.echo.EchoPlan([True, False, True, False, False])
       >>> plan.loads, plan.share, plan.uses.tolist()
       (2, 0.4, [2, 3])
     """
@@ -135,9 +135,9 @@ def read_echo_plan(path: str) -> EchoPlan:
     Example:
       >>> import os, tempfile, ordering
       >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
-      >>> plan = ordering.fixed(4, total_steps=10)
+      >>> plan = ordering.echo.fixed(4, total_steps=10)
       >>> plan.save(path)
-      >>> ordering.read_echo_plan(path) == plan
+      >>> ordering.echo.read_echo_plan(path) == plan
       True
     """
 
@@ -166,7 +166,7 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
 
     Example:
       >>> import ordering
-      >>> ordering.fixed(4, total_steps=10).uses.tolist()
+      >>> ordering.echo.fixed(4, total_steps=10).uses.tolist()
       [4, 4, 2]
 
     References:
@@ -196,7 +196,7 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     Example:
       >>> import jax, optax, ordering
       >>> p = optax.cosine_decay_schedule(1.0, 1000, alpha=0.25)  # from 1 to 1/4
-      >>> plan = ordering.bernoulli(p, total_steps=1000, key=jax.random.key(0))
+      >>> plan = ordering.echo.bernoulli(p, total_steps=1000, key=jax.random.key(0))
       >>> abs(plan.share - 0.625) < 0.03
       True
 
@@ -230,7 +230,7 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
 
     Example:
       >>> import ordering
-      >>> ordering.error_diffusion(0.4, total_steps=10).uses.tolist()
+      >>> ordering.echo.error_diffusion(0.4, total_steps=10).uses.tolist()
       [3, 2, 3, 2]
     """
     shares = plans.probabilities(p, total_steps, "p")

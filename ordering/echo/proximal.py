@@ -35,7 +35,7 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
 
     Example:
       >>> import jax.numpy as jnp, optax, ordering
-      >>> opt = optax.chain(ordering.proximal_anchor(2.0), optax.sgd(0.5))
+      >>> opt = optax.chain(ordering.echo.proximal_anchor(2.0), optax.sgd(0.5))
       >>> x, g = jnp.array(1.0), jnp.array(1.0)
       >>> state = opt.init(x)
       >>> for fresh in (True, False, False):

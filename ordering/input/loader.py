@@ -24,7 +24,7 @@ class Loader(Iterator):
 
     Example:
       >>> import numpy as np, ordering
-      >>> with ordering.load_ahead([np.ones(2)]) as loader:
+      >>> with ordering.input.load_ahead([np.ones(2)]) as loader:
       ...     batch = next(loader)
       >>> float(batch.sum())
       2.0
@@ -80,8 +80,8 @@ def load_ahead(
     place, or being loaded. Loading starts at the call. A batch is ready when its transfer is over.
 
     Args:
-      batches: any iterable of trees of arrays, as `ordering.batches` or a Grain loader; used on the
-        thread alone.
+      batches: any iterable of trees of arrays, as `ordering.input.batches` or a Grain loader; used
+        on the thread alone.
       depth: >= 1, of the queue.
       timeout: seconds > 0 after which a load that does not come is an error; None waits for ever.
       sharding: a device or `jax.sharding.Sharding`, or a tree of them; the default device if None.
@@ -96,7 +96,7 @@ def load_ahead(
 
     Example:
       >>> import numpy as np, ordering
-      >>> loader = ordering.load_ahead(np.full(2, i) for i in range(3))
+      >>> loader = ordering.input.load_ahead(np.full(2, i) for i in range(3))
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]
     """

@@ -48,8 +48,8 @@ def prefetch_next_epoch(read: Read, state: State, *, units_per_step: int) -> Pre
       >>> order = ordering.random_reshuffling(6)
       >>> state = order.init(jax.random.key(0), params=None)
       >>> read = lambda orders, first_step: iter(orders.reshape(-1, 2))
-      >>> prefetched = ordering.prefetch_next_epoch(read, state, units_per_step=2)
-      >>> len(list(ordering.read_epoch(read, order.next_epoch(state), prefetched)))
+      >>> prefetched = ordering.input.prefetch_next_epoch(read, state, units_per_step=2)
+      >>> len(list(ordering.input.read_epoch(read, order.next_epoch(state), prefetched)))
       3
     """
     num_units = state.next.shape[-1]

@@ -22,7 +22,7 @@ def reader(source):
 
     Example:
       >>> import numpy as np, ordering
-      >>> size, read = ordering.reader([{"x": np.full(2, i)} for i in range(5)])
+      >>> size, read = ordering.input.reader([{"x": np.full(2, i)} for i in range(5)])
       >>> size, read(np.array([3, 1]))["x"].tolist()
       (5, [[3, 3], [1, 1]])
     """

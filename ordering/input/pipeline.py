@@ -15,7 +15,7 @@ import numpy as np
 
 from ordering import base
 from ordering.base import PyTree
-from ordering.sources import reader
+from ordering.input.sources import reader
 
 
 def step_indices(
@@ -41,7 +41,7 @@ def step_indices(
       ValueError: if a worker's units are out of range or named twice, or a size does not fit.
 
     Example:
-      >>> from ordering import pipeline
+      >>> from ordering.input import pipeline
       >>> indices, batch_size = pipeline.step_indices([[2, 0, 1], [1, 0, 2]], units_per_step=2)
       >>> indices.tolist(), batch_size
       ([2, 0, 4, 3, 1, 5], 4)
@@ -106,7 +106,7 @@ def batches(
 
     Example:
       >>> import numpy as np
-      >>> from ordering import pipeline
+      >>> from ordering.input import pipeline
       >>> source = {"x": np.arange(5), "y": np.arange(5) ** 2}
       >>> for batch in pipeline.batches(source, [4, 0, 3], batch_size=2):
       ...     print(batch["x"], batch["y"])
@@ -219,7 +219,7 @@ def prefetch_to_device(iterator: Iterable, *, size: int = 2, sharding=None) -> I
 
     Example:
       >>> import numpy as np
-      >>> from ordering import pipeline
+      >>> from ordering.input import pipeline
       >>> [int(x.sum()) for x in pipeline.prefetch_to_device([np.arange(3), np.arange(4)])]
       [3, 6]
     """
