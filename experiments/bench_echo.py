@@ -180,11 +180,7 @@ def measure(step: Callable, ratios: Sequence[float], *, steps: int, repeats: int
     for _ in range(repeats):
         for ratio in ratios:
             for i, (row, policy) in enumerate(zip(ROWS, policies[ratio], strict=True)):
-                plan = (
-                    _diffused(ratio, steps)
-                    if isinstance(policy, ordering.echo.online.Measured)
-                    else policy
-                )
+                plan = _diffused(ratio, steps) if policy.online else policy
                 base = timed(step, plan, depth=row.depth, delay=0.0).seconds_per_step
                 pace = {"load_seconds": ratio * base, "step_seconds": base}
                 run = timed(step, policy, depth=row.depth, delay=ratio * base)

@@ -93,6 +93,6 @@ def export(folder: str, params) -> None:
 
 def _digests(plans: Plans) -> dict:
     """Hashes of what is decided before the run."""
-    echo = plans.echo.digest() if isinstance(plans.echo, ordering.echo.EchoPlan) else "measured"
+    echo = plans.echo.digest() if not plans.echo.online else "measured"
     rates = hashlib.sha256(np.asarray(plans.rates, "<f4").tobytes()).hexdigest()
     return {"sync": plans.sync.digest(), "echo": echo, "learning rate": rates}

@@ -200,7 +200,7 @@ def step_seconds(task: Task, setup: Setup, program: Program, arm: Arm) -> float:
 def _closing(policy, record, reached):
     """What the last record of a run adds: the target, and the plan that was carried out."""
     closing = {"reached": reached, "plan": ordering.echo.EchoPlan(record).digest()}
-    if isinstance(policy, ordering.echo.online.Measured):  # replays the run
+    if policy.online:  # replays the run
         closing["load_steps"] = np.flatnonzero(record).tolist()
     return closing
 
@@ -209,7 +209,7 @@ def sync_ends(arm: Arm, policy, setting: Setting) -> np.ndarray | None:
     """bool[T], the steps after which workers meet; None if only the next load will tell."""
     if arm.sync is not None:
         plan = arm.sync(setting)
-    elif isinstance(policy, ordering.echo.EchoPlan):
+    elif not policy.online:
         plan = local_opt.sync_every_load(policy.fresh)
     else:
         return None

@@ -130,7 +130,7 @@ def compare_arms(
             for name in arms:
                 setting = setting_of(setup, horizon, speed, seed=0)
                 # What decides by time is tuned with the delay.
-                by_time = isinstance(ARMS[name].policy(setting), ordering.echo.online.Measured)
+                by_time = ARMS[name].policy(setting).online
                 factor = ARMS[name].rate_factor(setting)
                 base = {factor * rate: rate for rate in rates}
                 for rate in base:

@@ -30,7 +30,7 @@ class Plans(NamedTuple):
     @property
     def timed(self) -> bool:
         """Whether it depends on time when the run loads."""
-        return isinstance(self.echo, ordering.echo.online.Measured)
+        return self.echo.online
 
     def check(self) -> None:
         """Raises ValueError where the lengths differ, or another process has other plans."""
@@ -115,7 +115,7 @@ def steps(program: Program, plans: Plans, state: State, at: At, visit: Visit) ->
 def _first_load(policy, step):
     if not step:
         return 0
-    if isinstance(policy, ordering.echo.online.Measured):
+    if policy.online:
         policy = ordering.echo.EchoPlan(policy.decided, "measured")
     return policy.first_load(step)
 

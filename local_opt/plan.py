@@ -4,7 +4,6 @@ R rounds, T steps. A round is the steps between two syncs; the sync follows its 
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,6 +36,8 @@ class SyncPlan(plans.Plan):
     starts: np.ndarray
     total_steps: int
     rule: str = "given starts"
+
+    MARKS = "starts"
 
     def __post_init__(self):
         starts = np.array(self.starts)
@@ -102,34 +103,25 @@ class SyncPlan(plans.Plan):
             yield step, int(end) - step
             step = int(end)
 
-    def digest(self) -> str:
-        """A hash (64 hex digits) of T and all round starts; independent of machine and rule."""
-        content = np.append(self.starts, self.total_steps).astype("<i8").tobytes()
-        return hashlib.sha256(content).hexdigest()
-
-    def describe(self) -> str:
-        """The plan on one screen: rule, volume, and where H changes."""
+    def _summary(self):
         periods = self.periods
-        changes = np.flatnonzero(np.diff(periods, prepend=-1))
-        shown = list(changes)
-        if len(shown) > 14:
-            shown = [*shown[:7], None, *shown[-6:]]
-        lines = [
-            f"{self.rule}",
-            f"{self.total_steps} steps, {self.rounds} rounds, volume {self.volume:.3%}, "
-            f"H from {periods.min()} to {periods.max()}, hash {self.digest()[:12]}",
-            "  from step     H",
-        ]
-        for r in shown:
-            lines.append("        ..." if r is None else f"{self.starts[r]:>11}{periods[r]:>6}")
-        return "\n".join(lines)
+        return (
+            f"{self.rounds} rounds, volume {self.volume:.3%}, "
+            f"H from {periods.min()} to {periods.max()}"
+        )
+
+    def _table(self):
+        """Where H changes."""
+        periods = self.periods
+        changes = list(np.flatnonzero(np.diff(periods, prepend=-1)))
+        if len(changes) > 14:
+            changes = [*changes[:7], None, *changes[-6:]]
+        yield "  from step     H"
+        for r in changes:
+            yield "        ..." if r is None else f"{self.starts[r]:>11}{periods[r]:>6}"
 
     def __repr__(self):
         return f"SyncPlan({self.rule}: {self.rounds} rounds in {self.total_steps} steps)"
-
-    def save(self, path: str) -> None:
-        """Writes the plan as JSON: under a temporary name first, so never half a file."""
-        plans.write(path, self, {"total_steps": self.total_steps, "starts": self.starts.tolist()})
 
 
 def read_sync_plan(path: str) -> SyncPlan:

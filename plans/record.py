@@ -1,15 +1,33 @@
-"""Plans as JSON files that are whole and unchanged."""
+"""What plans have in common, and JSON files of them that are whole and unchanged."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 
+import numpy as np
+
 
 class Plan:
-    """What every plan does with its `rule`, its `total_steps` and its `digest()`.
+    """Steps of a run that are marked before it: those that start a round, or that load a batch.
 
-    Two plans of one kind are equal if their hashes are.
+    A kind of plan has the fields `rule`, its making for people, and `total_steps`, T; it names in
+    `MARKS` its array of marked steps, int64[n], strictly increasing. Two plans of one kind are
+    equal if their hashes are.
     """
+
+    MARKS: str
+    online = False  # True where a policy decides during the run, by time
+
+    @property
+    def marks(self) -> np.ndarray:
+        """int64[n], the steps that the plan marks."""
+        return getattr(self, self.MARKS)
+
+    def digest(self) -> str:
+        """A hash (64 hex digits) of T and all marked steps; independent of machine and rule."""
+        content = np.append(self.marks, self.total_steps).astype("<i8").tobytes()
+        return hashlib.sha256(content).hexdigest()
 
     def __eq__(self, other):
         return isinstance(other, type(self)) and self.digest() == other.digest()
@@ -24,6 +42,15 @@ class Plan:
                 f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
                 "make the plan with the run's total_steps."
             )
+
+    def describe(self) -> str:
+        """The plan on one screen: rule, share, hash, and how it changes over the run."""
+        summary = f"{self.total_steps} steps, {self._summary()}, hash {self.digest()[:12]}"
+        return "\n".join([self.rule, summary, *self._table()])
+
+    def save(self, path: str) -> None:
+        """Writes the plan as JSON: under a temporary name first, so never half a file."""
+        write(path, self, {"total_steps": self.total_steps, self.MARKS: self.marks.tolist()})
 
 
 def write(path: str, plan, content: dict) -> None:

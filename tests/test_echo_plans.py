@@ -329,3 +329,15 @@ def test_bad_input(name):
 
 def test_a_run_of_the_plans_length_is_no_mistake():
     echo.fixed(2, total_steps=5).check_run(5)
+
+
+@pytest.mark.parametrize("name", tables.ECHO_PLANS)
+def test_nobody_needs_to_ask_which_kind_a_policy_is(name):
+    """A plan and a policy that has decided the same are one: the questions of a stream agree."""
+    plan = tables.ECHO_PLANS[name](20)
+    policy = echo.measured(total_steps=20, max_factor=3, decided=plan.fresh)
+    assert (plan.online, policy.online, local_opt.every_step(20).online) == (False, True, False)
+    assert plan.known == policy.known == plan and plan.total_steps == policy.total_steps
+    for step in range(20):
+        asked = dict(loads=0, uses=0, ready=lambda: pytest.fail("nobody waits"))
+        assert plan.decide(step, **asked) == policy.decide(step, **asked) == plan.fresh[step]

@@ -65,7 +65,7 @@ def test_measured_decides_as_at_the_queue(run, cap, floor):
     found = forecast_of(policy, loads, step, depth)
 
     def decide(t, count, uses, ready):
-        return ordering.echo.online.decide(policy, t, loads=count, uses=uses, ready=lambda: ready)
+        return policy.decide(t, loads=count, uses=uses, ready=lambda: ready)
 
     decisions, waited = reference.loads_ahead(decide, steps, loads, step, depth)
     assert found.plan.fresh.tolist() == decisions

@@ -10,8 +10,8 @@ import numpy as np
 import plans
 from ordering.base import Ordering, PyTree
 from ordering.echo import echo_buffer
-from ordering.echo.online import Measured, decide, ready_everywhere
-from ordering.echo.plan import EchoPlan
+from ordering.echo.online import Measured, ready_everywhere
+from ordering.echo.plan import EchoPlan, check_policy
 from ordering.input.loader import LoadError, on_device
 
 
@@ -86,8 +86,9 @@ def echo_batches(
       Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
       https://arxiv.org/abs/1907.05550
     """
-    known = _known(policy)
-    if isinstance(policy, Measured) and not hasattr(loads, "ready"):
+    check_policy(policy)
+    known = policy.known
+    if policy.online and not hasattr(loads, "ready"):
         raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")
     if not plans.is_whole(first_step) or not 0 <= first_step <= len(known.fresh):
         raise ValueError(
@@ -120,7 +121,7 @@ def echo_batches(
         step, count, uses, state = at
         if step == policy.total_steps:
             raise StopIteration
-        fresh = decide(policy, step, loads=count, uses=uses, ready=lambda: agree(loads.ready()))
+        fresh = policy.decide(step, loads=count, uses=uses, ready=lambda: agree(loads.ready()))
         if fresh:
             try:
                 state = buffer.add(state, count, fetch(count, step))
@@ -166,19 +167,6 @@ class _Stream(Iterator):
     def __next__(self):
         use, self._at = self._advance(self._at)
         return use
-
-
-def _known(policy) -> EchoPlan:
-    """The decisions that are known before the run."""
-    if isinstance(policy, EchoPlan):
-        return policy
-    if isinstance(policy, Measured):
-        decided = policy.decided if len(policy.decided) else np.ones(1, bool)
-        return EchoPlan(decided, "measured")
-    raise ValueError(
-        f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
-        "total_steps=T), or ordering.echo.measured(...)."
-    )
 
 
 def observe_fresh(order: Ordering) -> Ordering:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 import plans
-from ordering.echo.online import Measured, decide
-from ordering.echo.plan import EchoPlan
+from ordering.echo.online import Measured
+from ordering.echo.plan import EchoPlan, check_policy
 
 # Steps; a batch that is late by less is on time. R uses of t_load / R seconds end, but for
 # rounding, when the next load does.
@@ -44,7 +44,7 @@ def echo_forecast(
     pass the loads of the slowest.
 
     Args:
-      policy: of the run; a `Measured` is decided as `decide` does, by the simulated clock.
+      policy: of the run; `measured` decides by the simulated clock.
       load_seconds: L > 0, seconds to read one batch and move it to the device: a number, or
         float[n] of single loads, as measured, with n >= loads (n >= T for `measured`).
       step_seconds: t_step > 0, seconds of one step whose batch is there.
@@ -73,18 +73,14 @@ def echo_forecast(
       Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019 (time per
       load is the larger of t_load and uses t_step), https://arxiv.org/abs/1907.05550
     """
-    if not isinstance(policy, EchoPlan | Measured):
-        raise ValueError(
-            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
-            "total_steps=T), or ordering.echo.measured(...)."
-        )
+    check_policy(policy)
     if not (_is_number(step_seconds) and math.isfinite(step_seconds) and step_seconds > 0):
         raise ValueError(f"step_seconds is {step_seconds!r}: pass a positive, finite number.")
     if not plans.is_whole(depth) or depth < 1:
         raise ValueError(f"depth is {depth!r}: the queue holds a whole number of batches, >= 1.")
     each = _each_load(load_seconds, policy)
     fresh, stall = _simulate(policy, (each / step_seconds).tolist(), int(depth))
-    plan = policy if isinstance(policy, EchoPlan) else EchoPlan(fresh, "measured, simulated")
+    plan = EchoPlan(fresh, "measured, simulated") if policy.online else policy
     total = (plan.total_steps + stall) * step_seconds
     return EchoForecast(
         plan.loads,
@@ -103,7 +99,7 @@ def _is_number(value):
 
 def _each_load(load_seconds, policy):
     """float64[n], the seconds of every load that the policy may ask for."""
-    most = policy.loads if isinstance(policy, EchoPlan) else policy.total_steps
+    most = policy.total_steps if policy.online else policy.loads
     each = np.asarray(load_seconds, np.float64)
     if each.ndim > 1 or not (np.isfinite(each) & (each > 0)).all():
         raise ValueError(
@@ -130,8 +126,8 @@ def _simulate(policy, each, depth):
     for step in range(policy.total_steps):
         late = finished - (step + stall)
         ready = late <= ROUNDING
-        fresh[step] = decide(
-            policy, step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
+        fresh[step] = policy.decide(
+            step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
         )
         if fresh[step]:
             stall += 0.0 if ready else late

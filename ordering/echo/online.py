@@ -18,6 +18,35 @@ class Measured(NamedTuple):
     max_factor: int
     decided: np.ndarray  # bool[k], the decisions of an earlier part of the run
 
+    rule = "measured"
+    online = True  # decides during the run, by time
+
+    @property
+    def known(self) -> EchoPlan:
+        """The decisions that are known before the run; the first step loads in any case."""
+        return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), self.rule)
+
+    def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
+        """Whether a step loads.
+
+        Args:
+          step: t in 0 .. T - 1; loads: those before it; uses: of the last batch so far.
+          ready: asked only where time decides.
+
+        Returns:
+          A bool.
+
+        Example:
+          >>> import ordering
+          >>> policy = ordering.echo.measured(total_steps=9, max_factor=4)
+          >>> [policy.decide(5, loads=2, uses=u, ready=lambda: False) for u in (3, 4)]
+          [False, True]
+        """
+        if step < len(self.decided):
+            return bool(self.decided[step])
+        forced = step == 0 or uses >= self.max_factor or loads < self.at_least[step]
+        return bool(forced or ready())
+
 
 def measured(
     *,
@@ -71,33 +100,6 @@ def measured(
             f"{'' if decided[0] else ', and the first is not fresh'}: pass those of this run."
         )
     return Measured(int(total_steps), at_least, int(max_factor), decided)
-
-
-def decide(
-    policy: EchoPlan | Measured, step: int, *, loads: int, uses: int, ready: Callable[[], bool]
-) -> bool:
-    """Whether a step loads.
-
-    Args:
-      policy: a plan, or `measured`.
-      step: t in 0 .. T - 1; loads: those before it; uses: of the last batch so far.
-      ready: asked only where time decides.
-
-    Returns:
-      A bool.
-
-    Example:
-      >>> import ordering
-      >>> policy = ordering.echo.measured(total_steps=9, max_factor=4)
-      >>> [ordering.echo.online.decide(policy, 5, loads=2, uses=u, ready=lambda: False) for u in (3, 4)]
-      [False, True]
-    """
-    if isinstance(policy, EchoPlan):
-        return bool(policy.fresh[step])
-    if step < len(policy.decided):
-        return bool(policy.decided[step])
-    forced = step == 0 or uses >= policy.max_factor or loads < policy.at_least[step]
-    return bool(forced or ready())
 
 
 def ready_everywhere(ready: bool) -> bool:

@@ -4,7 +4,6 @@ T steps, L loads. An echoed step uses a batch that is already on the device.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 
 import jax
@@ -36,6 +35,8 @@ class EchoPlan(plans.Plan):
 
     fresh: np.ndarray
     rule: str = "given steps"
+
+    MARKS = "load_steps"
 
     def __post_init__(self):
         fresh = np.array(self.fresh)
@@ -92,32 +93,41 @@ class EchoPlan(plans.Plan):
         kept = buffer_size - bool(step < self.total_steps and self.fresh[step])
         return max(0, int(self.loads_before(step)) - kept)
 
-    def digest(self) -> str:
-        """A hash (64 hex digits) of T and all loads; independent of machine and rule."""
-        content = np.append(self.load_steps, self.total_steps).astype("<i8").tobytes()
-        return hashlib.sha256(content).hexdigest()
+    @property
+    def known(self) -> "EchoPlan":
+        """The decisions that are known before the run: all of them."""
+        return self
 
-    def describe(self) -> str:
-        """The plan on one screen: rule, share, and how it changes over the run."""
+    def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
+        """Whether a step loads, whatever has been loaded, used and is ready."""
+        del loads, uses, ready
+        return bool(self.fresh[step])
+
+    def _summary(self):
         uses = self.uses
-        lines = [
-            self.rule,
-            f"{self.total_steps} steps, {self.loads} loads, share {self.share:.3%}, "
-            f"batches used {uses.min()} to {uses.max()} times, hash {self.digest()[:12]}",
-            "  from step   loads per step",
-        ]
+        return (
+            f"{self.loads} loads, share {self.share:.3%}, "
+            f"batches used {uses.min()} to {uses.max()} times"
+        )
+
+    def _table(self):
+        """How the share changes over the run."""
+        yield "  from step   loads per step"
         edges = np.unique(np.linspace(0, self.total_steps, 11).astype(int))
         for start, end in zip(edges[:-1], edges[1:], strict=True):
-            lines.append(f"{start:>11}{self.fresh[start:end].mean():>17.4f}")
-        return "\n".join(lines)
+            yield f"{start:>11}{self.fresh[start:end].mean():>17.4f}"
 
     def __repr__(self):
         return f"EchoPlan({self.rule}: {self.loads} loads in {self.total_steps} steps)"
 
-    def save(self, path: str) -> None:
-        """Writes the plan as JSON: under a temporary name first, so never half a file."""
-        content = {"total_steps": self.total_steps, "load_steps": self.load_steps.tolist()}
-        plans.write(path, self, content)
+
+def check_policy(policy) -> None:
+    """Raises ValueError for what decides no loads."""
+    if not hasattr(policy, "decide"):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
+            "total_steps=T), or ordering.echo.measured(...)."
+        )
 
 
 def read_echo_plan(path: str) -> EchoPlan:
