@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 import local_opt
-import ordering
 from experiments.loop import At, Look, Plans, resumed
 from experiments.processes import on_host
 from experiments.whole import State

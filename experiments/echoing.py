@@ -35,7 +35,6 @@ import jax
 import numpy as np
 from absl import app, flags
 
-import ordering
 from experiments import (
     dry_run,
     echo_report,
