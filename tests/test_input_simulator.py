@@ -189,7 +189,7 @@ def test_measuring_reads_through_batches(monkeypatch):
             read.append(len(part))
             yield {name: values[part] for name, values in given["source"].items()}
 
-    monkeypatch.setattr(ordering, "batches", batches)
+    monkeypatch.setattr(ordering.input, "batches", batches)
     task = TASKS["digits"]()
     speed = echo_forecast.measure(task, batch_size=64, rounds=2, per_round=20)
     assert speed.load_seconds > 0 and speed.step_seconds > 0
