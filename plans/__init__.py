@@ -12,12 +12,12 @@ from plans.schedule import (
 
 __all__ = [
     "Plan",
-    "probabilities",
-    "check_total_steps",
     "bernoulli_draws",
-    "is_whole",
-    "read",
+    "check_total_steps",
     "describe",
     "evaluate_schedule",
+    "is_whole",
+    "probabilities",
+    "read",
     "write",
 ]
