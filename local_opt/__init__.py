@@ -9,26 +9,19 @@ from local_opt.forecast import (
     ring_bytes,
 )
 from local_opt.outer import nesterov, normalize_by_period, slow_momentum
+from local_opt.parallel import parallel_rounds
 from local_opt.plan import SyncPlan, read_sync_plan
-from local_opt.rounds import (
-    LocalState,
-    Rounds,
-    local_rounds,
-    parallel_rounds,
-    relative_distance,
-)
+from local_opt.rounds import LocalState, Rounds, local_rounds, relative_distance
 from local_opt.rules import (
     bernoulli,
     constant,
     every_step,
     from_function,
-    from_schedule,
     post_local,
-    power_rule,
-    qsr,
     swap,
     sync_every_load,
 )
+from local_opt.schedule_rules import from_schedule, power_rule, qsr
 from local_opt.synchronize import synchronize
 from local_opt.transform import PlannedState, accumulate, local_steps
 from local_opt.workers import check_same_plan, check_same_start, consolidate, reestimate

@@ -11,7 +11,7 @@ import numpy as np
 import plans
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SyncPlan(plans.Plan):
     """The rounds of a run: a decision that never depends on gradients.
 
@@ -33,11 +33,12 @@ class SyncPlan(plans.Plan):
       (3, 0.3, [4, 4, 2])
     """
 
+    marks = "starts"
+    stretches = "rounds"
+
     starts: np.ndarray
     total_steps: int
     rule: str = "given starts"
-
-    MARKS = "starts"
 
     def __post_init__(self):
         starts = np.array(self.starts)
@@ -57,6 +58,10 @@ class SyncPlan(plans.Plan):
         object.__setattr__(self, "starts", starts)
         object.__setattr__(self, "total_steps", int(self.total_steps))
 
+    @classmethod
+    def of_marks(cls, marked, total_steps, rule):
+        return cls(marked, total_steps, rule)
+
     @property
     def rounds(self) -> int:
         """R, the number of syncs of the run."""
@@ -75,7 +80,7 @@ class SyncPlan(plans.Plan):
     @property
     def periods(self) -> np.ndarray:
         """int64[R], H of each round."""
-        return self.ends - self.starts
+        return self.lengths
 
     def round_at(self, step):
         """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
@@ -105,23 +110,15 @@ class SyncPlan(plans.Plan):
 
     def _summary(self):
         periods = self.periods
-        return (
-            f"{self.rounds} rounds, volume {self.volume:.3%}, "
-            f"H from {periods.min()} to {periods.max()}"
-        )
-
-    def _table(self):
-        """Where H changes."""
-        periods = self.periods
-        changes = list(np.flatnonzero(np.diff(periods, prepend=-1)))
-        if len(changes) > 14:
-            changes = [*changes[:7], None, *changes[-6:]]
-        yield "  from step     H"
-        for r in changes:
-            yield "        ..." if r is None else f"{self.starts[r]:>11}{periods[r]:>6}"
-
-    def __repr__(self):
-        return f"SyncPlan({self.rule}: {self.rounds} rounds in {self.total_steps} steps)"
+        changes = np.flatnonzero(np.diff(periods, prepend=-1))
+        rows = list(changes)
+        if len(rows) > 14:
+            rows = [*rows[:7], None, *rows[-6:]]
+        sizes = f"volume {self.volume:.3%}, H from {periods.min()} to {periods.max()}"
+        lines = ["  from step     H"]
+        for r in rows:
+            lines.append("        ..." if r is None else f"{self.starts[r]:>11}{periods[r]:>6}")
+        return sizes, lines
 
 
 def read_sync_plan(path: str) -> SyncPlan:
@@ -144,9 +141,4 @@ def read_sync_plan(path: str) -> SyncPlan:
       >>> local_opt.read_sync_plan(path) == plan
       True
     """
-
-    def make(content):
-        starts = np.asarray(content["starts"], np.int64)
-        return SyncPlan(starts, content["total_steps"], content["rule"])
-
-    return plans.read(path, make)
+    return SyncPlan.read(path)

@@ -16,7 +16,7 @@ class Rounds(NamedTuple):
     Fields:
       init: `params -> state`.
       update: `(grads, state, params, **extra) -> (updates, state)`, as optax's: one step of the
-        worker's own, without any collective (`parallel_rounds` and a `gradient_axis` have one).
+        worker's own, without any collective but in `parallel_rounds` and two levels.
       sync: `(params, state, **extra) -> (params, state)`, after the round's last step; overwrites,
         so that the parameters of all workers are bitwise equal after it.
     """
@@ -146,63 +146,6 @@ def local_rounds(
     return Rounds(init, update, sync)
 
 
-def parallel_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds:
-    """Data-parallel training: the mean gradient in every step, and nothing left for the sync.
-
-    x <- x + inner(1/W sum_w g_w) in a step; a sync changes nothing.
-
-    With it a loop that is written for rounds trains in parallel too. Workers that start bitwise
-    equal stay so, whatever the plan; `accumulated_rounds` that synchronise after every step take
-    the same steps.
-
-    Args:
-      inner: any optax optimizer; it sees the mean gradient, the same on all workers, and the extra
-        arguments of `update`.
-      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
-
-    Returns:
-      A `Rounds` whose `update` holds the only collective, and whose state is that of `inner`.
-
-    Raises:
-      ValueError: from `init`, for parameters that are not floating.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> rounds = local_opt.parallel_rounds(optax.sgd(0.5), axis_name="worker")
-      >>> x = jnp.array([1.0, 1.0])  # two workers
-      >>> state = jax.vmap(rounds.init)(x)
-      >>> update = jax.vmap(rounds.update, axis_name="worker")
-      >>> updates, state = update(jnp.array([2.0, -4.0]), state, x)
-      >>> (x + updates).tolist()
-      [1.5, 1.5]
-
-    References:
-      Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
-      https://arxiv.org/abs/1706.02677
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def init(params):
-        check_floating(params)
-        return inner.init(params)
-
-    def update(grads, state, params=None, **extra):
-        return inner.update(mean_gradient(grads, axis_name), state, params, **extra)
-
-    def sync(params, state, **extra):
-        del extra
-        return params, state
-
-    return Rounds(init, update, sync)
-
-
-def mean_gradient(grads, axis_name):
-    """The mean over the axis, added in float32 (float64 leaves in float64) and cast back."""
-    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
-    mean = jax.lax.pmean(wide, axis_name)
-    return jax.tree.map(lambda m, g: m.astype(g.dtype), mean, grads)
-
-
 def _placed(opt_state, chosen, means, initial):
     """The optimizer state with averaged and reset leaves in their places."""
     leaves, treedef = jax.tree.flatten(opt_state)
@@ -279,6 +222,13 @@ def _policy_of_leaves(opt_state, policies):
 
 def _names(path):
     return [str(part.name) for part in path if hasattr(part, "name")]
+
+
+def mean_gradient(grads, axis_name):
+    """The mean over an axis, or a tuple of axes, in float32 or wider, and cast back."""
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+    mean = jax.lax.pmean(wide, axis_name)
+    return jax.tree.map(lambda m, g: m.astype(g.dtype), mean, grads)
 
 
 def check_floating(params) -> None:

@@ -161,7 +161,7 @@ def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
         # A sync's update needs the digits of the parameters, whatever the gradients have.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
-        def meet(updates, own):
+        def synced(updates, own):
             mean, own = rounds.sync(optax.apply_updates(params, updates), own, **extra)
             if lax.axis_size(axis_name) == 1 and not overwrites:
                 return updates, own  # what the inner optimizer said, without any rounding
@@ -170,20 +170,20 @@ def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
 
         # Steps beyond the plan synchronise: rather too often than never again.
         now = jnp.asarray(ends)[jnp.minimum(state.round, plan.rounds - 1)] <= state.step + 1
-        updates, own = _decide(now if sync is None else sync, meet, updates, own)
+        updates, own = _decide(now if sync is None else sync, synced, updates, own)
         done = state.round + jnp.asarray(now if sync is None else sync, jnp.int32)
         return updates, PlannedState(state.step + 1, done, own)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _decide(sync, meet, *operands):
-    """`meet` if there is a sync, else the operands; a conditional only if the host knows not."""
+def _decide(sync, synced, *operands):
+    """`synced` if there is a sync, else the operands; a conditional only if the host knows not."""
     if isinstance(sync, bool | np.bool_):
-        return meet(*operands) if sync else operands
+        return synced(*operands) if sync else operands
     # Under shard_map a mean is known to be equal on all workers and a worker's own value is not;
     # both branches of a conditional must say the same. Under vmap there is nothing to say.
-    met = jax.eval_shape(meet, *operands)
+    after = jax.eval_shape(synced, *operands)
 
     def branch(function, others):
         def run(*args):
@@ -191,7 +191,7 @@ def _decide(sync, meet, *operands):
 
         return run
 
-    return lax.cond(sync, branch(meet, operands), branch(lambda *args: args, met), *operands)
+    return lax.cond(sync, branch(synced, operands), branch(lambda *args: args, after), *operands)
 
 
 def _as_varying(value, other):

@@ -1,7 +1,6 @@
-"""Which unit comes next; in `ordering.echo` when a batch is used again, in `ordering.input` how
-batches are read in an order: small pure functions for JAX.
+"""Which unit comes next: orders as small pure functions for JAX.
 
-What only loops and experts need stands in the modules, as `ordering.balance.balance_blocks`.
+`ordering.echo` says when a batch is used again, and `ordering.input` reads batches ahead.
 """
 
 from ordering import echo, input

@@ -27,8 +27,8 @@ def default_block_size(num_parameters: int, backend: str | None = None) -> int:
     Returns:
       n >= 1. On a CPU 1 up to 64 entries, where a plain scan fits in registers, else 4, which is
       the fused block that reads every gradient twice and no more: measured by
-      `python -m experiments.bench_balance --sweep`. On accelerators 64, wide enough for a matrix
-      unit; not measured yet.
+      `python -m experiments.bench --part=balance --rows=sweep`. On accelerators 64, wide enough for
+      a matrix unit; not measured yet.
 
     Example:
       >>> import ordering

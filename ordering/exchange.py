@@ -81,7 +81,8 @@ def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
 
     An all-to-all and an all-gather in place of the all-reduce of `all_reduce_mean`: with one unit
     per worker and step (`microbatch`) both move the same bytes, so coordination costs no volume.
-    With an even number of units `all_reduce_mean` is cheaper, for `cd_grab` then sends differences.
+    With an even number of units `all_reduce_mean` is the cheaper one, for `cd_grab` then sends
+    differences.
 
     Args:
       mean: this worker's mean gradient, which gives structure, shapes and dtypes.

@@ -95,7 +95,7 @@ def cd_grab(
     Runs under a named axis (`jax.vmap` or `jax.shard_map`). Gradients are exchanged in slices of
     D / W, so that r and the pending gradients are sharded over the workers. An even B sends the
     pair differences; an odd B sends the gradients, and a loop that exchanges them itself
-    (`ordering.all_to_all_mean`) gets the mean gradient for the same volume.
+    (`all_to_all_mean`) gets the mean gradient for the same volume.
 
     The leftover unit of an odd M lands in the middle of its worker's next order, as in
     `pair_balance`. Randomised rules draw the same coins on all workers, from worker 0's key.

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
       gram: `() -> float32[n, n]`, the inner products <g_i, g_j>.
       tree: the gradients themselves, leaves [n, ...], or None where they do not exist.
       workers: None for the rows of one worker; W where the rows of all workers are here, sliced
-        over them (see `ordering.exchange`).
+        over them (see `ordering.exchange.exchange`).
     """
 
     size: int
@@ -137,7 +137,7 @@ def concatenate(first: Rows, second: Rows) -> Rows:
 
     Example:
       >>> import jax.numpy as jnp, ordering
-      >>> first, second = ordering.Rows.of(jnp.eye(2)), ordering.Rows.of(jnp.ones((1, 2)))
+      >>> first, second = map(ordering.Rows.of, (jnp.eye(2), jnp.ones((1, 2))))
       >>> ordering.rows.concatenate(first, second).size
       3
     """

@@ -1,10 +1,10 @@
-"""What all plans share: schedules on the host, draws of one shared key, a file that is whole."""
+"""What all plans share: schedules evaluated on the host, shared coins, and a file that is whole."""
 
-from plans.record import Plan, read, write
+from plans.record import Plan
 from plans.schedule import (
     bernoulli_draws,
     check_total_steps,
-    describe,
+    describe_schedule,
     evaluate_schedule,
     is_whole,
     probabilities,
@@ -14,10 +14,8 @@ __all__ = [
     "Plan",
     "bernoulli_draws",
     "check_total_steps",
-    "describe",
+    "describe_schedule",
     "evaluate_schedule",
     "is_whole",
     "probabilities",
-    "read",
-    "write",
 ]

@@ -116,11 +116,11 @@ def probabilities(p: Callable | float | np.ndarray, total_steps: int, name: str)
     return values
 
 
-def bernoulli_draws(p: np.ndarray, key: jax.Array) -> np.ndarray:
+def bernoulli_draws(probabilities: np.ndarray, key: jax.Array) -> np.ndarray:
     """bool[T], one coin per step: heads with the step's chance. The key alone decides.
 
     Args:
-      p: float64[T] in [0, 1], the chance of heads in every step.
+      probabilities: float64[T] in [0, 1].
       key: `jax.random.key` of the default kind, whose numbers do not depend on the hardware.
 
     Returns:
@@ -132,10 +132,12 @@ def bernoulli_draws(p: np.ndarray, key: jax.Array) -> np.ndarray:
       [True, False]
     """
     with jax.ensure_compile_time_eval():  # now, even where the plan is made inside a trace
-        return np.asarray(jax.random.uniform(key, (len(p),), np.float32)) < p
+        return (
+            np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32)) < probabilities
+        )
 
 
-def describe(p) -> str:
+def describe_schedule(p) -> str:
     """A probability or its schedule in a rule's name.
 
     Args:
@@ -146,7 +148,7 @@ def describe(p) -> str:
 
     Example:
       >>> import plans
-      >>> plans.describe(0.25), plans.describe(lambda t: 0.25)
+      >>> plans.describe_schedule(0.25), plans.describe_schedule(lambda t: 0.25)
       ('0.25', 'p(t)')
     """
     return f"{p:g}" if isinstance(p, int | float) else "p(t)"

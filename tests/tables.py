@@ -175,8 +175,10 @@ PLANS = {
     "post_local": lambda t: local_opt.post_local(5, switch_step=t // 2, total_steps=t),
     "swap": lambda t: local_opt.swap(3, switch_step=t // 2, total_steps=t),
     "bernoulli": lambda t: local_opt.bernoulli(0.3, total_steps=t, key=jax.random.key(7)),
-    "per_load": lambda t: local_opt.sync_every_load(np.arange(t) % 3 == 0),
-    "by_step": lambda t: local_opt.from_schedule(optax.linear_schedule(1, 8, 40), total_steps=t),
+    "sync_every_load": lambda t: local_opt.sync_every_load(np.arange(t) % 3 == 0),
+    "from_schedule": lambda t: local_opt.from_schedule(
+        optax.linear_schedule(1, 8, 40), total_steps=t
+    ),
     "from_function": lambda t: local_opt.from_function(lambda s: 1 + s % 5, total_steps=t),
 }
 

@@ -23,7 +23,7 @@ CITED = (
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulate", "accumulated_rounds", "qsr",
     "power_rule", "constant", "post_local", "swap", "nesterov", "slow_momentum", "reestimate",
-    "echo_batches", "fixed", "bernoulli", "proximal_anchor",
+    "echo_batches", "echo_forecast", "fixed", "bernoulli", "proximal_anchor",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_hyper_parameters_are_keyword_only(function):
 
 
 # (a state that is usually there, a second argument of an accessor)
-ALLOWED = ("prefetched", "backend")
+ALLOWED = ("front", "backend")
 
 
 @pytest.mark.parametrize("name", CITED)

@@ -20,6 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import local_opt
+import plans
 from ordering import echo
 from tests import reference, tables
 
@@ -110,6 +111,41 @@ def test_description_fits_one_screen(name, total_steps):
     for (start, share), end in zip(rows, edges[1:], strict=True):
         assert f"{plan.fresh[start:end].mean():.4f}" == f"{share:.4f}"
     assert repr(plan) == f"EchoPlan({plan.rule}: {plan.loads} loads in {total_steps} steps)"
+
+
+@pytest.mark.parametrize("name", tables.PLANS)
+@pytest.mark.parametrize("name_of_loads", tables.ECHO_PLANS)
+def test_rounds_and_loads_are_plans_of_one_kind(name, name_of_loads, tmp_path):
+    """Marked steps, a hash and a file; and one with the marks of the other is not the other."""
+    syncs, loads = tables.PLANS[name](41), tables.ECHO_PLANS[name_of_loads](41)
+    for plan in (syncs, loads):
+        assert isinstance(plan, plans.Plan) and plan.online is False
+        assert plan.marked[0] == 0 and plan.lengths.sum() == plan.total_steps == 41
+        plan.save(tmp_path / "plan.json")
+        content = json.loads((tmp_path / "plan.json").read_text())
+        assert list(content) == ["rule", "total_steps", plan.marks, "digest"]
+        assert type(plan).read(tmp_path / "plan.json") == plan
+    other = local_opt.SyncPlan(loads.load_steps, 41)
+    assert other.digest() == loads.digest() and other != loads and loads != other
+
+
+@given(st.data())
+def test_plans_and_the_measured_policy_decide_through_one_method(data):
+    total_steps = data.draw(st.integers(1, 20))
+    fresh = [True, *data.draw(st.lists(st.booleans(), min_size=total_steps - 1,
+                                       max_size=total_steps - 1))]  # fmt: skip
+    plan = echo.EchoPlan(fresh)
+    policy = echo.measured(total_steps=total_steps, max_factor=99, floor=1e-3, decided=fresh)
+    assert (plan.online, policy.online) == (False, True)
+    assert plan.total_steps == policy.total_steps and plan.known == policy.known == plan
+    for step in range(total_steps):  # decided before: nobody is asked what is ready
+        asked = dict(loads=sum(fresh[:step]), uses=1, ready=None)
+        for one in (plan, policy):
+            assert (
+                echo.online.decide(one, step, **asked) is one.decide(step, **asked) is fresh[step]
+            )
+    with pytest.raises(ValueError, match="policy is a SyncPlan: make an EchoPlan"):
+        echo.online.check_policy(local_opt.every_step(3))
 
 
 def test_equal_loads_are_equal_plans_however_they_were_made():
@@ -329,15 +365,3 @@ def test_bad_input(name):
 
 def test_a_run_of_the_plans_length_is_no_mistake():
     echo.fixed(2, total_steps=5).check_run(5)
-
-
-@pytest.mark.parametrize("name", tables.ECHO_PLANS)
-def test_nobody_needs_to_ask_which_kind_a_policy_is(name):
-    """A plan and a policy that has decided the same are one: the questions of a stream agree."""
-    plan = tables.ECHO_PLANS[name](20)
-    policy = echo.measured(total_steps=20, max_factor=3, decided=plan.fresh)
-    assert (plan.online, policy.online, local_opt.every_step(20).online) == (False, True, False)
-    assert plan.known == policy.known == plan and plan.total_steps == policy.total_steps
-    for step in range(20):
-        asked = dict(loads=0, uses=0, ready=lambda: pytest.fail("nobody waits"))
-        assert plan.decide(step, **asked) == policy.decide(step, **asked) == plan.fresh[step]

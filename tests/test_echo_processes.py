@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import pair
+from tests.two_processes import start_two
 
 PROCESS = """
 import sys, time, jax
@@ -34,7 +34,7 @@ jax.distributed.shutdown()
 @pytest.mark.slow
 def test_two_processes_load_in_the_same_steps(tmp_path):
     (tmp_path / "child.py").write_text(PROCESS)
-    assert pair.start_two("child", folder=tmp_path) == 0
+    assert start_two("child", folder=tmp_path) == 0
     first, second = ((tmp_path / f"loads{rank}").read_text() for rank in (0, 1))
     assert first == second
     # Process 0 alone would have loaded in every step.

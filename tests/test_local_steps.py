@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import local_opt
+from local_opt import runners
 from tests.problems import (
     IMAGES,
     LABELS,
@@ -17,6 +18,7 @@ from tests.problems import (
     RATE,
     RUNS,
     SGD,
+    START,
     TARGETS,
     W,
     assert_bitwise_equal,
@@ -181,37 +183,7 @@ def test_accumulating_on_workers_is_training_on_all_their_batches():
         assert distance(params, copies(expected)) < 1e-5
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_parallel_rounds_are_data_parallel_training(run):
-    """As a loop by hand, as accumulation with a sync after every step, and on equal parameters."""
-    parallel = local_opt.parallel_rounds(SGD, axis_name="worker")
-    found, state = run_rounds(parallel, PLAN, RUNS[run])
-    assert_workers_bitwise_equal(state)
-    np.testing.assert_array_equal(found, np.repeat(found[:, :1], W, axis=1))
-    every = local_opt.every_step(13)
-    gathered, _ = run_rounds(
-        local_opt.accumulated_rounds(SGD, axis_name="worker"), every, RUNS[run]
-    )
-    # 13 steps of float32 roundings; the reference is in float64, and takes a sync in every step.
-    assert distance(found, gathered) < 1e-6
-    assert distance(found, expected_squares(every)) < 1e-6
-
-
-def test_parallel_rounds_add_narrow_gradients_in_float32_and_pass_extra_arguments():
-    inner = optax.GradientTransformationExtraArgs(
-        lambda params: (), lambda g, s, p=None, *, scale: (jax.tree.map(lambda x: -scale * x, g), s)
-    )
-    rounds = local_opt.parallel_rounds(inner, axis_name="worker")
-    grads = jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
-    updates = jax.jit(vmap(lambda g: rounds.update(g, (), scale=2.0)[0]))(grads)
-    assert updates.dtype == jnp.bfloat16
-    assert updates.tolist() == [float(-2 * jnp.bfloat16(259 / 4))] * W
-
-
 def test_bad_input():
-    parallel = local_opt.parallel_rounds(SGD, axis_name="worker")
-    with pytest.raises(ValueError, match=r"parameter \['n'\] is int32: only floating"):
-        parallel.init({"n": jnp.arange(3)})
     opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
     summed = local_opt.accumulate(SGD, PLAN, axis_name="worker")
     for bad in (opt, summed):
@@ -227,3 +199,53 @@ def test_bad_input():
     with pytest.raises(ValueError, match="at most 2.*31 - 1 are counted"):
         long = local_opt.SyncPlan([0], 2**31)
         local_opt.local_steps(SGD, long, axis_name="worker")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_parallel_rounds_are_steps_with_the_mean_gradient(run):
+    """So they equal rounds of one step of SGD, and a sync changes nothing."""
+    every = local_opt.every_step(13)
+    rounds = local_opt.parallel_rounds(SGD, axis_name="worker")
+    history, state = run_rounds(rounds, PLAN, RUNS[run])
+    np.testing.assert_array_equal(history, np.stack([history[:, 0]] * W, axis=1))  # in every step
+    assert distance(history, expected_squares(every)) < 1e-6  # as above
+    assert jax.tree.structure(state) == jax.tree.structure(jax.vmap(SGD.init)(copies(START)))
+    params = copies(START)
+    found = rounds.sync(params, state, period=4)
+    assert found[0] is params and found[1] is state
+
+
+def test_parallel_rounds_pass_extra_arguments_on_and_add_in_float32():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append((params is not None, extra))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+    rounds = local_opt.parallel_rounds(inner, axis_name="worker")
+    grads = jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)  # their sum there: 256
+    step = vmap(lambda g: rounds.update(g, rounds.init(g), g, fresh=True)[0])
+    assert step(grads).tolist() == [65.0] * 4 and step(grads).dtype == jnp.bfloat16
+    assert seen[0] == (True, {"fresh": True})
+    with pytest.raises(ValueError, match="parameter .* is int32: only floating"):
+        rounds.init({"w": jnp.arange(3)})
+
+
+def test_parallel_rounds_keep_one_copy_for_all_workers_on_a_mesh():
+    rounds = local_opt.parallel_rounds(SGD, axis_name=runners.AXIS)
+
+    def step(params, state, grads):
+        updates, state = rounds.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads, x = jnp.arange(3.0 * W).reshape(W, 3), jnp.ones(3)
+    mesh = runners.over_mesh(runners.worker_mesh(W))
+    sides = dict(owned_in=(False, False, True), owned_out=(False, False))
+    state = rounds.init(x)
+    for _ in range(2):
+        found, after = jax.jit(mesh(step, **sides))(x, state, grads)
+        expected = jax.jit(runners.simulate(step, **sides))(x, state, grads)
+        np.testing.assert_allclose(found, expected[0], rtol=1e-6)
+        x, state = found, after
+    assert x.shape == (3,) and x.sharding.is_fully_replicated

@@ -67,11 +67,11 @@ OUTER = {
     "nesterov": (local_opt.nesterov(), (0.7, 0.9, True)),
     "slow_momentum": (local_opt.slow_momentum(learning_rate=0.8, momentum=0.6), (0.8, 0.6)),
     "plain": (optax.sgd(1.0), (1.0, 0.0)),
-    "per_step": (
+    "normalize_by_period": (
         local_opt.normalize_by_period(local_opt.nesterov(), h_base=2),
         (0.7, 0.9, True, 2),
     ),
-    "per_step of a chain": (
+    "normalize_by_period of a chain": (
         local_opt.normalize_by_period(
             optax.chain(optax.clip_by_global_norm(1e6), local_opt.slow_momentum(momentum=0.6)),
             h_base=3,
@@ -105,7 +105,7 @@ def test_an_outer_step_of_one_is_the_mean():
     assert distance(run_rounds(outer, PLAN)[0], run_rounds(plain, PLAN)[0]) < 1e-6
 
 
-def test_per_step_changes_nothing_for_rounds_of_one_length():
+def test_normalizing_changes_nothing_for_rounds_of_one_length():
     outer = local_opt.nesterov()
     corrected = (
         local_opt.normalize_by_period(outer, h_base=4),
@@ -120,7 +120,7 @@ def test_per_step_changes_nothing_for_rounds_of_one_length():
         np.testing.assert_allclose(other, plain, rtol=1e-6)  # it is linear: only roundings
 
 
-def test_per_step_velocity_does_not_depend_on_the_rounds():
+def test_normalized_velocity_does_not_depend_on_the_rounds():
     outer = local_opt.normalize_by_period(local_opt.slow_momentum(momentum=0.5), h_base=4)
 
     def velocities(periods):

@@ -404,7 +404,7 @@ BAD = {
         lambda: local_opt.swap(2, switch_step=-1, total_steps=5),
         r"switch_step is -1: .*in 0 \.\. 5",
     ),
-    "by_step < 0": (
+    "from_schedule < 0": (
         lambda: local_opt.from_schedule(lambda t: 2.0 - t, total_steps=5),
         r"period\(3\) is -1: .*not negative",
     ),

@@ -68,8 +68,8 @@ MADE = {
         lambda: local_opt.accumulate(SGD, PLAN, axis_name="worker"),
         use_optimizer,
     ),
-    "local_rounds": (lambda: local_opt.local_rounds(SGD, axis_name="worker"), use_rounds),
     "parallel_rounds": (lambda: local_opt.parallel_rounds(SGD, axis_name="worker"), use_rounds),
+    "local_rounds": (lambda: local_opt.local_rounds(SGD, axis_name="worker"), use_rounds),
     "accumulated_rounds": (
         lambda: local_opt.accumulated_rounds(SGD, axis_name="worker"),
         use_rounds,
@@ -79,7 +79,10 @@ MADE = {
         local_opt.slow_momentum,
         lambda o: o.update(jnp.ones(2), o.init(jnp.ones(2)))[0],
     ),
-    "per_step": (lambda: local_opt.normalize_by_period(local_opt.nesterov(), h_base=2), use_outer),
+    "normalize_by_period": (
+        lambda: local_opt.normalize_by_period(local_opt.nesterov(), h_base=2),
+        use_outer,
+    ),
     "proximal_anchor": (
         lambda: ordering.echo.proximal_anchor(0.5),
         lambda o: o.update(jnp.ones(2), o.init(jnp.zeros(2)), jnp.ones(2), fresh=False)[0],

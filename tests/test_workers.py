@@ -9,7 +9,7 @@ import pytest
 import local_opt
 import models
 from local_opt import runners
-from tests import pair
+from tests.two_processes import start_two
 
 
 def started(workers=4):
@@ -98,7 +98,7 @@ except ValueError as error:
         file.write(str(error))
 jax.distributed.shutdown()
 """)
-    assert pair.start_two("child", folder=tmp_path) == 0
+    assert start_two("child", folder=tmp_path) == 0
     for rank in range(2):
         told = (tmp_path / f"told{rank}").read_text()
         assert "processes [1] have another plan than process 0" in told

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 import plans
-from ordering.echo.online import Measured
-from ordering.echo.plan import EchoPlan, check_policy
+from ordering.echo.online import Measured, check_policy, decide
+from ordering.echo.plans import EchoPlan
 
 # Steps; a batch that is late by less is on time. R uses of t_load / R seconds end, but for
 # rounding, when the next load does.
@@ -44,7 +44,7 @@ def echo_forecast(
     pass the loads of the slowest.
 
     Args:
-      policy: of the run; `measured` decides by the simulated clock.
+      policy: of the run; a `Measured` is decided as `decide` does, by the simulated clock.
       load_seconds: L > 0, seconds to read one batch and move it to the device: a number, or
         float[n] of single loads, as measured, with n >= loads (n >= T for `measured`).
       step_seconds: t_step > 0, seconds of one step whose batch is there.
@@ -126,8 +126,8 @@ def _simulate(policy, each, depth):
     for step in range(policy.total_steps):
         late = finished - (step + stall)
         ready = late <= ROUNDING
-        fresh[step] = policy.decide(
-            step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
+        fresh[step] = decide(
+            policy, step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
         )
         if fresh[step]:
             stall += 0.0 if ready else late

@@ -7,41 +7,30 @@ import jax
 import numpy as np
 
 import plans
-from ordering.echo.plan import EchoPlan, error_diffusion
+from ordering.echo.plans import EchoPlan, error_diffusion
 
 
 class Measured(NamedTuple):
-    """The policy of `measured`: what it decides depends on time, so its decisions are recorded."""
+    """The policy of `measured`: what it decides depends on time, so its decisions are recorded.
+
+    It has what `ordering.echo.EchoPlan` has for those who follow a policy: `total_steps`,
+    `online`, `known` and `decide`.
+    """
 
     total_steps: int
     at_least: np.ndarray  # int64[T], loads that the floor demands up to and including each step
     max_factor: int
     decided: np.ndarray  # bool[k], the decisions of an earlier part of the run
 
-    rule = "measured"
-    online = True  # decides during the run, by time
+    online = True  # no field: of every measured policy
 
     @property
     def known(self) -> EchoPlan:
-        """The decisions that are known before the run; the first step loads in any case."""
-        return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), self.rule)
+        """The decisions known before the run: those given, or that the first step loads."""
+        return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), "measured")
 
     def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
-        """Whether a step loads.
-
-        Args:
-          step: t in 0 .. T - 1; loads: those before it; uses: of the last batch so far.
-          ready: asked only where time decides.
-
-        Returns:
-          A bool.
-
-        Example:
-          >>> import ordering
-          >>> policy = ordering.echo.measured(total_steps=9, max_factor=4)
-          >>> [policy.decide(5, loads=2, uses=u, ready=lambda: False) for u in (3, 4)]
-          [False, True]
-        """
+        """Whether a step loads: as `ordering.echo.online.decide`."""
         if step < len(self.decided):
             return bool(self.decided[step])
         forced = step == 0 or uses >= self.max_factor or loads < self.at_least[step]
@@ -100,6 +89,49 @@ def measured(
             f"{'' if decided[0] else ', and the first is not fresh'}: pass those of this run."
         )
     return Measured(int(total_steps), at_least, int(max_factor), decided)
+
+
+def decide(
+    policy: EchoPlan | Measured, step: int, *, loads: int, uses: int, ready: Callable[[], bool]
+) -> bool:
+    """Whether a step loads.
+
+    Args:
+      policy: a plan, or `measured`.
+      step: t in 0 .. T - 1; loads: those before it; uses: of the last batch so far.
+      ready: asked only where time decides.
+
+    Returns:
+      A bool.
+
+    Example:
+      >>> import ordering
+      >>> policy = ordering.echo.measured(total_steps=9, max_factor=4)
+      >>> late = dict(loads=2, ready=lambda: False)
+      >>> [ordering.echo.online.decide(policy, 5, uses=uses, **late) for uses in (3, 4)]
+      [False, True]
+    """
+    return policy.decide(step, loads=loads, uses=uses, ready=ready)
+
+
+def check_policy(policy) -> None:
+    """Raises ValueError for what decides no loads.
+
+    Args:
+      policy: anything.
+
+    Raises:
+      ValueError: unless it has `decide`, as an `EchoPlan` and `measured` do.
+
+    Example:
+      >>> import ordering
+      >>> ordering.echo.online.check_policy(ordering.echo.fixed(4, total_steps=10))
+    """
+    if not hasattr(policy, "decide"):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
+            "total_steps=T), or ordering.echo.measured(...)."
+        )
 
 
 def ready_everywhere(ready: bool) -> bool:

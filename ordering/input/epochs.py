@@ -14,15 +14,15 @@ from ordering.base import State
 Read = Callable[[np.ndarray, int], Iterable]
 
 
-class Prefetched(NamedTuple):
-    """The first steps of the next epoch, being read: see `prefetch_next_epoch`."""
+class NextEpoch(NamedTuple):
+    """The first steps of the next epoch, read while this one runs: see `prefetch_next_epoch`."""
 
     orders: np.ndarray  # int[.., m]
     num_steps: int
     batches: Iterable
 
 
-def prefetch_next_epoch(read: Read, state: State, *, units_per_step: int) -> Prefetched:
+def prefetch_next_epoch(read: Read, state: State, *, units_per_step: int) -> NextEpoch:
     """Starts to read the next epoch before this one ends: the steps that are already decided.
 
     These are min(left) // B steps, over the workers, or all where left = M. Pair balancing has
@@ -38,7 +38,7 @@ def prefetch_next_epoch(read: Read, state: State, *, units_per_step: int) -> Pre
       units_per_step: B in [1, M], units per worker and step.
 
     Returns:
-      A `Prefetched` for `read_epoch`.
+      A `NextEpoch` for `read_epoch`.
 
     Raises:
       ValueError: if units_per_step is out of range.
@@ -48,8 +48,8 @@ def prefetch_next_epoch(read: Read, state: State, *, units_per_step: int) -> Pre
       >>> order = ordering.random_reshuffling(6)
       >>> state = order.init(jax.random.key(0), params=None)
       >>> read = lambda orders, first_step: iter(orders.reshape(-1, 2))
-      >>> prefetched = ordering.input.prefetch_next_epoch(read, state, units_per_step=2)
-      >>> len(list(ordering.input.read_epoch(read, order.next_epoch(state), prefetched)))
+      >>> front = ordering.input.prefetch_next_epoch(read, state, units_per_step=2)
+      >>> len(list(ordering.input.read_epoch(read, order.next_epoch(state), front)))
       3
     """
     num_units = state.next.shape[-1]
@@ -57,44 +57,44 @@ def prefetch_next_epoch(read: Read, state: State, *, units_per_step: int) -> Pre
     left = int(np.min(jax.device_get(state.left)))
     known = num_units if left >= num_units else left - left % units_per_step
     orders = np.asarray(state.next[..., :known])
-    return Prefetched(orders, -(-known // units_per_step), read(orders, 0) if known else ())
+    return NextEpoch(orders, -(-known // units_per_step), read(orders, 0) if known else ())
 
 
-def read_epoch(read: Read, state: State, prefetched: Prefetched | None = None) -> Iterator:
-    """One iterator over the epoch that `state` begins: those already prefetched, then all others.
+def read_epoch(read: Read, state: State, front: NextEpoch | None = None) -> Iterator:
+    """One iterator over the epoch that `state` begins: the front's batches, then all others.
 
-    With what was prefetched the host does not wait: the order is fetched, checked against it, and
-    the rest opened when half of it is used up, while the device has work.
+    With a front the host does not wait: the order is fetched, checked against the front, and the
+    rest opened when half of the front is used up, while the device has work.
 
     Args:
       read: as in `prefetch_next_epoch`. (To resume within an epoch, call `read` from that step on.)
       state: after `init` or `next_epoch`; it may be donated afterwards.
-      prefetched: what `prefetch_next_epoch` gave during the epoch before, if anything; used up.
+      front: what `prefetch_next_epoch` gave during the epoch before, if anything; used up.
 
     Returns:
       An iterator of what `read` gives.
 
     Raises:
-      ValueError: from `next`, if it was prefetched for another order than `state.current`.
+      ValueError: from `next`, if the front is not that of `state.current`.
 
     Example: see `prefetch_next_epoch`.
     """
-    if prefetched is None:
+    if front is None:
         return iter(read(np.asarray(state.current), 0))
     current = jnp.copy(state.current)
     current.copy_to_host_async()
 
     def run():
-        opened = iter(prefetched.batches)
-        yield from itertools.islice(opened, prefetched.num_steps // 2)
-        known, orders = prefetched.orders.shape[-1], np.asarray(current)
-        if not np.array_equal(prefetched.orders, orders[..., :known]):
+        opened = iter(front.batches)
+        yield from itertools.islice(opened, front.num_steps // 2)
+        known, orders = front.orders.shape[-1], np.asarray(current)
+        if not np.array_equal(front.orders, orders[..., :known]):
             raise ValueError(
-                f"the {known} units that were prefetched are not the first of this epoch's order: "
-                "prefetch from a state of the epoch just before, or pass None."
+                f"the front of {known} units is not the front of this epoch's order: open it "
+                "from a state of the epoch just before, or pass None."
             )
         rest = orders[..., known:]
-        following = read(rest, prefetched.num_steps) if rest.size else ()
+        following = read(rest, front.num_steps) if rest.size else ()
         yield from itertools.chain(opened, following)
 
     return run()

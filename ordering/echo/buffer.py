@@ -125,7 +125,7 @@ def _put(pool, batch, position, axis):
     return jax.tree.map(place, pool, batch)
 
 
-# The compiled functions outlive a call of `echoed`: there may be one per epoch.
+# The compiled functions outlive a call of `echo_batches`: there may be one per epoch.
 @functools.lru_cache(maxsize=32)
 def _finish(augment):
     """`(batch, key, step) -> (batch, step + 1)`, jitted; the counter stays on the device."""

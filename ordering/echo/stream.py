@@ -9,9 +9,9 @@ import numpy as np
 
 import plans
 from ordering.base import Ordering, PyTree
-from ordering.echo import echo_buffer
-from ordering.echo.online import Measured, ready_everywhere
-from ordering.echo.plan import EchoPlan, check_policy
+from ordering.echo import buffer as echo_buffer
+from ordering.echo.online import Measured, check_policy, decide, ready_everywhere
+from ordering.echo.plans import EchoPlan
 from ordering.input.loader import LoadError, on_device
 
 
@@ -121,7 +121,7 @@ def echo_batches(
         step, count, uses, state = at
         if step == policy.total_steps:
             raise StopIteration
-        fresh = policy.decide(step, loads=count, uses=uses, ready=lambda: agree(loads.ready()))
+        fresh = decide(policy, step, loads=count, uses=uses, ready=lambda: agree(loads.ready()))
         if fresh:
             try:
                 state = buffer.add(state, count, fetch(count, step))

@@ -12,7 +12,7 @@ import numpy as np
 import plans
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class EchoPlan(plans.Plan):
     """The loads of a run: a decision that never depends on gradients.
 
@@ -33,10 +33,11 @@ class EchoPlan(plans.Plan):
       (2, 0.4, [2, 3])
     """
 
+    marks = "load_steps"
+    stretches = "loads"
+
     fresh: np.ndarray
     rule: str = "given steps"
-
-    MARKS = "load_steps"
 
     def __post_init__(self):
         fresh = np.array(self.fresh)
@@ -49,6 +50,12 @@ class EchoPlan(plans.Plan):
             raise ValueError("fresh[0] is False: the first step has no batch to use again.")
         fresh.setflags(write=False)
         object.__setattr__(self, "fresh", fresh)
+
+    @classmethod
+    def of_marks(cls, marked, total_steps, rule):
+        fresh = np.zeros(total_steps, bool)
+        fresh[marked] = True
+        return cls(fresh, rule)
 
     @property
     def total_steps(self) -> int:
@@ -73,7 +80,7 @@ class EchoPlan(plans.Plan):
     @property
     def uses(self) -> np.ndarray:
         """int64[L], the steps from each load to the next: the echo factor of every batch."""
-        return np.diff(self.load_steps, append=self.total_steps)
+        return self.lengths
 
     def loads_before(self, step):
         """The loads in the steps 0 .. step - 1, for a step (or an array of steps) of 0 .. T."""
@@ -93,41 +100,24 @@ class EchoPlan(plans.Plan):
         kept = buffer_size - bool(step < self.total_steps and self.fresh[step])
         return max(0, int(self.loads_before(step)) - kept)
 
+    def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
+        """Whether a step loads: as `ordering.echo.online.decide`; the plan needs only the step."""
+        del loads, uses, ready
+        return bool(self.fresh[step])
+
     @property
     def known(self) -> "EchoPlan":
         """The decisions that are known before the run: all of them."""
         return self
 
-    def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
-        """Whether a step loads, whatever has been loaded, used and is ready."""
-        del loads, uses, ready
-        return bool(self.fresh[step])
-
     def _summary(self):
         uses = self.uses
-        return (
-            f"{self.loads} loads, share {self.share:.3%}, "
-            f"batches used {uses.min()} to {uses.max()} times"
-        )
-
-    def _table(self):
-        """How the share changes over the run."""
-        yield "  from step   loads per step"
+        sizes = f"share {self.share:.3%}, batches used {uses.min()} to {uses.max()} times"
+        lines = ["  from step   loads per step"]
         edges = np.unique(np.linspace(0, self.total_steps, 11).astype(int))
         for start, end in zip(edges[:-1], edges[1:], strict=True):
-            yield f"{start:>11}{self.fresh[start:end].mean():>17.4f}"
-
-    def __repr__(self):
-        return f"EchoPlan({self.rule}: {self.loads} loads in {self.total_steps} steps)"
-
-
-def check_policy(policy) -> None:
-    """Raises ValueError for what decides no loads."""
-    if not hasattr(policy, "decide"):
-        raise ValueError(
-            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
-            "total_steps=T), or ordering.echo.measured(...)."
-        )
+            lines.append(f"{start:>11}{self.fresh[start:end].mean():>17.4f}")
+        return sizes, lines
 
 
 def read_echo_plan(path: str) -> EchoPlan:
@@ -150,13 +140,7 @@ def read_echo_plan(path: str) -> EchoPlan:
       >>> ordering.echo.read_echo_plan(path) == plan
       True
     """
-
-    def make(content):
-        fresh = np.zeros(content["total_steps"], bool)
-        fresh[np.asarray(content["load_steps"], np.int64)] = True
-        return EchoPlan(fresh, content["rule"])
-
-    return plans.read(path, make)
+    return EchoPlan.read(path)
 
 
 def fixed(factor: int, *, total_steps: int) -> EchoPlan:
@@ -217,7 +201,7 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     """
     heads = plans.bernoulli_draws(plans.probabilities(p, total_steps, "p"), key)
     heads[0] = True
-    return EchoPlan(heads, f"bernoulli, p = {plans.describe(p)}")
+    return EchoPlan(heads, f"bernoulli, p = {plans.describe_schedule(p)}")
 
 
 def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> EchoPlan:
@@ -251,4 +235,4 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
         # Ten tenths add up to a little less than one.
         fresh[t] = acc >= 1 - 1e-9
         acc -= fresh[t]
-    return EchoPlan(fresh, f"error diffusion, p = {plans.describe(p)}")
+    return EchoPlan(fresh, f"error diffusion, p = {plans.describe_schedule(p)}")

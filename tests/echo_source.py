@@ -1,0 +1,84 @@
+"""Batches that can be told apart, and a source that counts, fails or waits."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ordering import echo
+from ordering.echo import echo_batches
+from tests.waiting import PATIENCE
+
+W, B = 2, 4
+
+
+def batch(load):
+    """Example i of load l is 1000 l + 10 i, the same for both workers but for a sign."""
+    ids = np.int32(1000 * load + 10 * np.arange(B))
+    return {"x": np.stack([ids, -ids]), "y": np.float32([ids, -ids])[..., None] / 2}
+
+
+class Source:
+    """An iterator of batches that counts what is asked for, and may fail or wait."""
+
+    def __init__(self, loads, first=0, fail_at=None, wait_at=None):
+        self.loads, self.next, self.asked = loads, first, 0
+        self.fail_at, self.wait_at, self.go_on = fail_at, wait_at, threading.Event()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.asked += 1
+        load, self.next = self.next, self.next + 1
+        if load == self.wait_at:
+            self.go_on.wait(PATIENCE)
+        if load == self.fail_at:
+            raise OSError("disk on fire")
+        if load >= self.loads:
+            raise StopIteration
+        return batch(load)
+
+
+def add_noise(batch, key):
+    """Whole numbers below 5, so that an example can still be told."""
+    noise = (jax.random.bits(key, batch["x"].shape) % 5).astype(jnp.int32)
+    return {"x": batch["x"] + noise, "y": batch["y"] - noise[..., None]}
+
+
+MODES = {
+    "plain": {},
+    "buffer": dict(buffer_size=3),
+    "rebatch": dict(buffer_size=3, rebatch=True, axis=1),
+    "rebatch one": dict(rebatch=True, axis=1),
+    "augment": dict(augment=add_noise),
+    "rebatch and augment": dict(buffer_size=2, rebatch=True, axis=1, augment=add_noise),
+}
+PLAN = echo.EchoPlan(np.repeat([1, 0, 1, 0, 1, 0, 1], [1, 2, 1, 1, 2, 3, 1]).astype(bool))
+
+
+def stream(mode, source, plan=PLAN, seed=0, **options):
+    key = {} if mode == "plain" else dict(key=jax.random.key(seed))
+    return echo_batches(source, plan, **MODES[mode], **key, **options)
+
+
+@functools.cache
+def counted_run(mode):
+    source = Source(99)
+    return list(stream(mode, source)), source.asked
+
+
+def whole_run(mode):
+    return counted_run(mode)[0]
+
+
+def assert_same(found, expected):
+    found = list(found)
+    assert [use[:3] for use in found] == [use[:3] for use in expected]
+    for use, other in zip(found, expected, strict=True):
+        assert jax.tree.structure(use.batch) == jax.tree.structure(other.batch)
+        for a, b in zip(jax.tree.leaves(use.batch), jax.tree.leaves(other.batch), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)

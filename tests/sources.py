@@ -1,0 +1,67 @@
+"""Sources of examples, and the plain loop over their batches."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Examples:
+    """A random-access source of the examples of a tree of arrays; counts what is asked for."""
+
+    def __init__(self, arrays, fail_at=None, error=None):
+        self.arrays, self.fail_at, self.error = arrays, fail_at, error
+        self.asked = []
+
+    def __len__(self):
+        return len(jax.tree.leaves(self.arrays)[0])
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        if index == self.fail_at:
+            raise self.error
+        return jax.tree.map(lambda x: x[index], self.arrays)
+
+
+class ManyExamples(Examples):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def data(size=23, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "image": rng.integers(0, 256, (size, 3, 2), dtype=np.uint8),
+        "more": (rng.normal(size=size).astype(np.float32), np.arange(size) % 2 == 0),
+    }
+
+
+SOURCES = {
+    "array": lambda size: np.random.default_rng(size).normal(size=(size, 2)),
+    "scalars": lambda size: np.arange(size, dtype=np.int32) * 3,
+    "tuple": lambda size: (np.arange(size), np.ones((size, 2), np.float16)),
+    "named": lambda size: Pair(np.arange(size), np.arange(size) ** 2),
+    "dict": data,
+}
+
+
+def plain_loop(arrays, indices, batch_size):
+    return [
+        jax.tree.map(lambda x, part=indices[i : i + batch_size]: x[part], arrays)
+        for i in range(0, len(indices), batch_size)
+    ]
+
+
+def assert_same(found, expected):
+    found = list(found)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert isinstance(x, np.ndarray) and x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
