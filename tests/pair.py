@@ -2,35 +2,30 @@
 
 import importlib
 import json
-import os
 import pathlib
 import sys
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import app
+from absl import flags as absl_flags
 
-from experiments import launch, local_training, processes, records, training
-from experiments.methods import METHODS
-from experiments.sync_rules import RULES, Setting
+from experiments import flags
+from experiments.processes import distributed
+from experiments.results import records
+from experiments.studies import trainer
+from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import first_of
+from experiments.training import config, program, run
 from local_opt import runners
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-WORKERS, EPOCHS, STEPS = 2, 3, 24
-RECIPE = Recipe(WORKERS, 2, 2, EPOCHS, (0.1,), 0.9, bound_every=0)
-SETUP = local_training.Setup(WORKERS, 8, "momentum", 1e-3, STEPS, 3)
-
-
-def start_two(module: str, *arguments: str, folder: pathlib.Path = ROOT, **options) -> int:
-    """The exit code of two processes that run a module of the tests, or one of `folder`.
-
-    They have one device each, whatever the tests themselves have.
-    """
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    options |= {"processes": 2, "environment": environment, "folder": folder}
-    return launch.launch(module, arguments, **options)
+WORKERS, STEPS = 2, 24
+RECIPE = Recipe(
+    workers=WORKERS, units_per_step=2, unit_size=2, learning_rates=(0.1,), total_steps=STEPS,
+    schedule="linear", floor=0.1, h_base=2, echo_factor=2,
+)  # fmt: skip
+DECISIONS = {"cd_grab": ("cd_grab", "parallel", "fixed"), "qsr": ("dealt", "qsr", "fixed")}
 
 
 def small_task():
@@ -38,45 +33,32 @@ def small_task():
     return task._replace(train=first_of(task.train, 90), test=first_of(task.test, 60), optimum=None)
 
 
-def by_orders(mesh) -> dict:
-    """Orders and losses of CD-GraB's epochs, and how it stops at a rate far too large."""
-    program = training.build(small_task(), METHODS["cd_grab"], RECIPE, mesh=mesh)
-    orders, epoch = [], program.epoch
+def trained(mesh, order, sync, echo, rate):
+    """(records, orders at every evaluation, what was not finite) of a run."""
+    task, row, rule = small_task(), ORDERS[order], SYNC_RULES[sync]
+    built = program.build(task, RECIPE, row, rule.rounds, mesh=mesh)
+    given = config.config_of(RECIPE, built.sizes, seed=3)
+    plans = config.plans_of(given, rule, ECHO_POLICIES[echo], rate=rate)
+    found, orders, measure = [], [], trainer.scalars_of(task, RECIPE)(built, row)
 
-    def noted(*args):
-        out = epoch(*args)
-        orders.append(processes.on_host(out[1].current).tolist())
-        return out
+    def evaluate(state):
+        orders.append(distributed.on_host(state.orders.current).tolist())
+        return measure(len(orders), STEPS, state)
 
-    program = program._replace(epoch=noted)
-    found = list(training.train(RECIPE, program, seed=3, rate=0.1))
-    try:
-        stopped = list(training.train(RECIPE, program, seed=3, rate=1e38))
-    except FloatingPointError as error:
-        stopped = str(error)
-    return {"orders": orders[:EPOCHS], "epochs": found, "stopped": stopped}
-
-
-def by_rounds(mesh) -> dict:
-    """The records of QSR, and how it stops."""
-    program = local_training.build(small_task(), RULES["qsr"], SETUP, mesh)
-    rates = np.linspace(1, 0.1, STEPS)
-    plan = RULES["qsr"].plan(Setting(rates, warmup_steps=0, h_base=2, alpha=2.0))
-
-    def train(rate):
-        return list(
-            local_training.train(small_task(), SETUP, program, plan, rates=rate * rates, seed=3)
-        )
-
-    try:
-        stopped = train(1e38)
-    except FloatingPointError as error:
-        stopped = str(error)
-    return {"looks": train(0.2), "rounds_stopped": stopped}
+    outcome = run.train(
+        built, plans, seed=3, evaluate=evaluate, evaluate_at=(0, 8, 16), on_record=found.append
+    )
+    return found, orders, outcome.diverged
 
 
 def measured(mesh) -> dict:
-    return by_orders(mesh) | by_rounds(mesh)
+    """CD-GraB and QSR, and how both stop at a rate far too large."""
+    found = {}
+    for name, decisions in DECISIONS.items():
+        records, orders, _ = trained(mesh, *decisions, 0.2)
+        stopped = trained(mesh, *decisions, 1e38)[2]
+        found[name] = {"records": records, "orders": orders, "stopped": stopped}
+    return found
 
 
 class Asked:
@@ -93,28 +75,27 @@ class Asked:
 
 def main(argv) -> None:
     """Writes what each process has found into a file of its own, and records into a shared one."""
-    folder, number = pathlib.Path(argv[1]), flags.FLAGS.process_id
+    folder, number = pathlib.Path(argv[1]), absl_flags.FLAGS.process_id
     for name in ("cd_grab", "echoing", "qsr"):  # none may start the devices: it would be too early
         importlib.import_module(f"experiments.{name}")
-    processes.start()
+    distributed.start(absl_flags.FLAGS)
     mesh = runners.worker_mesh(WORKERS)
     asked = Asked(np.arange(6.0).reshape(WORKERS, 3))
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    placed = processes.place({"x": asked, "key": keys}, runners.owned_sharding(mesh))
+    placed = distributed.place({"x": asked, "key": keys}, runners.owned_sharding(mesh))
     found = {
-        "own": processes.own_workers(mesh, WORKERS),
+        "own": distributed.own_workers(mesh, WORKERS),
         "asked": sorted(asked.rows),
-        "here": np.asarray(processes.own(placed["x"])).tolist(),
-        "whole": jax.tree.map(np.ndarray.tolist, processes.on_host(placed)),
-        "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
+        "here": np.asarray(distributed.own(placed["x"])).tolist(),
+        "whole": jax.tree.map(np.ndarray.tolist, distributed.on_host(placed)),
+        "first": distributed.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }
-    done = records.open_folder(str(folder / "run"), {"workers": WORKERS})
-    with records.appending(str(folder / "run" / "metrics.jsonl")) as append:
-        append({"process": number})
-    found |= {"done": done} | measured(mesh)
+    found["done"] = records.open_folder(str(folder / "run"), {"workers": WORKERS})
+    records.write_lines(str(folder / "run" / "metrics.jsonl"), [{"process": number}])
+    found |= measured(mesh)
     (folder / f"{number}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    processes.define_flags()
+    flags.define(absl_flags.FLAGS, "run")
     app.run(main, argv=sys.argv)

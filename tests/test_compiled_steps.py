@@ -11,6 +11,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
+import models
+from experiments.studies.tables import ORDERS, SYNC_RULES
+from experiments.tasks import Recipe, Task
+from experiments.training import program
+from local_opt import runners
 from tests.problems import PLAN, RATE, SGD, copies, on_mesh
 
 # What the compiled modules hold. Eight workers; the parameters are 24 numbers of two types.
@@ -188,3 +193,63 @@ def test_two_levels_reduce_inside_hosts_in_a_step_and_between_them_at_a_sync():
     np.testing.assert_allclose(
         1 - params["w"], RATE * np.cos(1.0) * 3.5 * np.ones((8, 5, 3)), rtol=1e-5
     )
+
+
+# The loop's programs: four workers on a mesh, 14 parameters. A step is the body of a loop.
+
+DATA = {"x": np.ones((48, 6), np.float32), "y": np.zeros(48, np.int32)}
+RECIPE = Recipe(workers=4, units_per_step=1, unit_size=1, learning_rates=(0.1,), epochs=3)
+
+
+def compiled_parts(order, sync, units_per_step):
+    """(compiled steps of a segment, compiled sync or None); they give all their state away."""
+    recipe = RECIPE._replace(units_per_step=units_per_step)
+    model = models.softmax_regression(num_features=6, num_classes=2)
+    task = Task("ones", model, DATA, DATA, recipe)
+    row, rounds = ORDERS[order], SYNC_RULES[sync].rounds
+    built = program.build(task, recipe, row, rounds, mesh=runners.worker_mesh(4))
+    state, zero, rates = built.init(0), np.int32(0), np.zeros(4, np.float32)
+    steps = built.steps(True, units_per_step)
+    steps = steps.lower(state, built.data, zero, zero, zero, rates).compile()
+    aliases = re.search(r"input_output_alias=\{(.*?) \}", steps.as_text())[1]
+    assert aliases.count("alias)") == len(jax.tree.leaves(state))
+    assert not any("main" in where for _, where, _ in instructions(steps.as_text()))
+    if built.sync_in_step:
+        return steps.as_text(), None
+    return steps.as_text(), built.ends(True, False).lower(state, np.float32(0)).compile().as_text()
+
+
+@pytest.mark.parametrize("order", ["rr", "id_pair"])
+@pytest.mark.parametrize("sync", ["qsr", "accumulate"])
+def test_workers_in_local_rounds_meet_at_their_end_alone(order, sync):
+    steps, end = compiled_parts(order, sync, 2)
+    assert operations(steps) == []
+    assert operations(end) == ["all-reduce"]
+
+
+@pytest.mark.parametrize("order", ["rr", "id_pair"])
+def test_a_parallel_step_is_one_all_reduce(order):
+    steps, _ = compiled_parts(order, "parallel", 2)
+    assert operations(steps) == ["all-reduce"]
+
+
+def test_with_one_unit_per_step_coordination_moves_what_an_all_reduce_does():
+    """An all-to-all and an all-gather of D entries are the two halves of a ring all-reduce."""
+    found = {
+        name: line for name, _, line in instructions(compiled_parts("cd_grab", "parallel", 1)[0])
+    }
+    assert sorted(found) == ["all-gather", "all-reduce", "all-to-all"]
+    padded = 16  # 6 x 2 weights and 2 biases, padded to a multiple of 4 workers
+    assert [shapes_of(found[n]) for n in ("all-to-all", "all-gather")] == [
+        (4 * padded, {"f32"})
+    ] * 2
+    assert shapes_of(found["all-reduce"])[0] == 4 * 4 * 5  # all inner products at once, W (W + 1)
+
+
+def test_coordination_beside_other_means_moves_the_differences_of_pairs():
+    steps, _ = compiled_parts("cd_grab", "parallel", 2)
+    assert sorted(operations(steps)) == ["all-reduce", "all-to-all"]  # gradients and products
+    for units_per_step in (1, 2):
+        steps, end = compiled_parts("cd_grab", "qsr", units_per_step)
+        assert sorted(operations(steps)) == ["all-reduce", "all-to-all"]
+        assert operations(end) == ["all-reduce"]

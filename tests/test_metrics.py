@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 import models
-from experiments import evaluate, metrics
+from experiments.training import sums
+from experiments.training.metrics import METRICS
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(evaluate, "CHUNK", 4)
+    monkeypatch.setattr(sums, "CHUNK", 4)
 
 
 def test_perplexity_is_the_exponential_of_the_mean_nats_of_a_token():
@@ -20,7 +21,7 @@ def test_perplexity_is_the_exponential_of_the_mean_nats_of_a_token():
     bigrams = models.Model(None, None, lambda table, x: table[x])
     scores = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
     expected = np.exp(-scores[x, y].mean())
-    found = metrics.measured(bigrams, "perplexity")(jnp.asarray(table), None, {"x": x, "y": y})
+    found = METRICS["perplexity"].measure(bigrams)(jnp.asarray(table), None, {"x": x, "y": y})
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
@@ -40,9 +41,9 @@ def test_smape_rolls_a_forecast_out_over_all_values(horizon):
     forecast = np.array([[2.0, 3.0, 5.0, 8.0], [2.0, 4.0, 6.0, 10.0]])
     expected = np.mean(200 * np.abs(y - forecast) / (np.abs(y) + np.abs(forecast)))
     model = models.Model(None, None, predict)
-    found = metrics.measured(model, "smape")(None, None, {"x": x, "y": y})
+    found = METRICS["smape"].measure(model)(None, None, {"x": x, "y": y})
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
 def test_every_metric_says_what_it_is():
-    assert all(m.label and isinstance(m.lower, bool) for m in metrics.METRICS.values())
+    assert all(m.label and isinstance(m.lower, bool) for m in METRICS.values())

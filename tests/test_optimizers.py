@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import optimizers
+from experiments.tasks import Recipe
+from experiments.training import optimizers
 
 STEPS = 40
 
@@ -21,26 +22,26 @@ STEPS = 40
     ],
 )
 def test_shapes_without_a_warmup(name, expected):
-    shape = optimizers.shape(name, total_steps=STEPS, floor=0.1, decay_steps=15, decay_factor=0.5)
+    rate = optimizers.schedule(name, total_steps=STEPS, floor=0.1, decay_steps=15, decay_factor=0.5)
     for t in range(STEPS):
-        assert float(shape(t)) == pytest.approx(expected(t), rel=1e-5)
+        assert float(rate(t)) == pytest.approx(expected(t), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", optimizers.SHAPES)
+@pytest.mark.parametrize("name", optimizers.SCHEDULES)
 def test_a_warmup_is_linear_and_belongs_to_the_run(name):
-    shape = optimizers.shape(
+    rate = optimizers.schedule(
         name, total_steps=STEPS, warmup_steps=8, floor=0.1, decay_steps=15, decay_factor=0.5
     )
-    np.testing.assert_allclose([float(shape(t)) for t in range(9)], np.arange(9) / 8, rtol=1e-6)
-    falls = [t for t in range(9, STEPS) if float(shape(t)) < 0.9 * float(shape(t - 1))]
+    np.testing.assert_allclose([float(rate(t)) for t in range(9)], np.arange(9) / 8, rtol=1e-6)
+    falls = [t for t in range(9, STEPS) if float(rate(t)) < 0.9 * float(rate(t - 1))]
     if name == "step":  # counted from the run's first step, not from the warmup's end
         assert falls == [15, 30]
 
 
 def test_the_cosine_with_a_warmup_is_optax_s():
-    shape = optimizers.shape("cosine", total_steps=STEPS, warmup_steps=8, floor=1e-3)
+    rate = optimizers.schedule("cosine", total_steps=STEPS, warmup_steps=8, floor=1e-3)
     theirs = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, STEPS, 1e-3)
-    assert [float(shape(t)) for t in range(STEPS)] == [float(theirs(t)) for t in range(STEPS)]
+    assert [float(rate(t)) for t in range(STEPS)] == [float(theirs(t)) for t in range(STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -54,15 +55,14 @@ def test_the_cosine_with_a_warmup_is_optax_s():
     ],
 )
 def test_optimizers_are_optax_s(name, decay, momentum, theirs):
-    ours = optimizers.with_shape(
-        name, decay, momentum, rate=0.2, shape=optax.constant_schedule(1.0)
-    )
+    recipe = Recipe(1, 1, 1, (0.2,), optimizer=name, momentum=momentum, weight_decay=decay)
+    ours, theirs = optimizers.inner(recipe), optax.with_extra_args_support(theirs)
     params = {"w": jnp.array([1.0, -2.0])}
     states = [optimizer.init(params) for optimizer in (ours, theirs)]
     for t in range(4):
         grads = {"w": jnp.array([0.3, 1.0]) * (t + 1)}
         (mine, states[0]), (expected, states[1]) = (
-            optimizer.update(grads, state, params)
+            optimizer.update(grads, state, params, rate=0.2)
             for optimizer, state in zip((ours, theirs), states, strict=True)
         )
         np.testing.assert_allclose(mine["w"], expected["w"], rtol=1e-5)

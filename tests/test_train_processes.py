@@ -101,4 +101,4 @@ def test_two_processes_stop_go_on_and_equal_one_with_two_devices(tmp_path):
         assert [a[n] for n in ("step", "loads", "rounds")] == [
             b[n] for n in ("step", "loads", "rounds")
         ]
-        np.testing.assert_allclose(a["train_loss"], b["train_loss"], rtol=1e-5)
+        np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-5)

@@ -1,8 +1,6 @@
-"""The loop: workers agree however they run, steps hold what they should, errors name things."""
+"""Programs: workers agree however they run, units are what was asked for, errors name things."""
 
-import importlib.util
-import math
-import re
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +8,24 @@ import numpy as np
 import optax
 import pytest
 
+import local_opt
 import models
 import ordering
-from experiments import evaluate, metrics, steps, training
-from experiments.methods import METHODS
-from experiments.partition import partition
+from experiments.studies import trainer
+from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe, Task
+from experiments.tasks.base import check_recipe
+from experiments.training import evaluate, input, metrics, program, run, sums
+from experiments.training.config import Plans
 from local_opt import runners
+from ordering.echo import EchoPlan
 from tests import tables
 
 RECIPE = Recipe(
     workers=4, units_per_step=2, unit_size=1, epochs=3, learning_rates=(0.05,), momentum=0.9,
     bound_every=2,
 )  # fmt: skip
+PARALLEL = SYNC_RULES["parallel"].rounds
 
 
 def small_task(num_train=44, model=None):
@@ -35,169 +38,129 @@ def small_task(num_train=44, model=None):
     return Task("small", model, train, test, RECIPE, lambda: models.optimum(model, train))
 
 
-def run(task, recipe, name="cd_grab", **options):
-    program = training.build(task, METHODS[name], recipe, **options)
-    return list(training.train(recipe, program, seed=0, rate=recipe.learning_rates[0]))
+def every_step(built, recipe, rate=None):
+    steps = recipe.epochs * built.sizes.loads_per_epoch
+    rates = np.full(steps, rate or recipe.learning_rates[0])
+    return Plans(local_opt.every_step(steps), EchoPlan(np.ones(steps, bool)), rates)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_trains(name):
-    records = run(small_task(), RECIPE, name)
+def built(task, recipe, name, **options):
+    return program.build(task, recipe, ORDERS[name], PARALLEL, **options)
+
+
+def trained(prepared, recipe, measure=lambda step, total, state: {}, **options):
+    """(outcome, records, orders at the end of every epoch)."""
+    found, orders, plans = [], [], every_step(prepared, recipe)
+    steps = trainer.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
+    following = iter(steps)
+
+    def look(state):
+        orders.append(np.asarray(state.orders.current))
+        return measure(next(following), plans.total_steps, state)
+
+    outcome = run.train(
+        prepared, plans, seed=0, evaluate=look, evaluate_at=steps, on_record=found.append, **options
+    )
+    return outcome, found, orders
+
+
+@functools.cache
+def measures():
+    return trainer.scalars_of(small_task(), RECIPE)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ORDERS.items() if not row.deals])
+def test_every_order_trains(name):
+    prepared = built(small_task(), RECIPE, name)
+    _, records, orders = trained(prepared, RECIPE, measures()(prepared, ORDERS[name]))
     assert [r["epoch"] for r in records] == [0, 1, 2, 3]
     assert [r["step"] for r in records] == [0, 6, 12, 18]  # 11 units, 2 per step
-    assert records[-1]["train_loss"] < 0.6 < records[0]["train_loss"]
-    assert ["bound_linf" in r for r in records] == [True, False, True, True]  # and at the end
+    assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
+    assert 0 < records[-1]["train/above_optimum"] < records[0]["train/above_optimum"]
+    assert ["bound/linf" in r for r in records] == [True, False, True, True]  # and at the end
+    units = np.tile(np.arange(11), (4, 4, 1))
+    np.testing.assert_array_equal(np.sort(orders, axis=2), units)
 
 
 @pytest.mark.parametrize(
     "units_per_step,unit_size,name",
-    [
-        (2, 1, "cd_grab"), (1, 2, "cd_grab"), (3, 1, "cd_grab"), (2, 2, "cd_grab"),
-        (3, 1, "rr"), (2, 2, "rr"), (3, 1, "id_pair"),
-    ],
-)  # fmt: skip
+    [(1, 2, "cd_grab"), (3, 1, "id_pair"), (2, 2, "rr")],
+)
 def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
-    task = small_task()
-    recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size)
-    finals = []
-    streamed = [{"streamed": True}] if importlib.util.find_spec("tensorflow") else []
-    for options in ({}, {"mesh": runners.worker_mesh(4)}, *streamed):
-        program = training.build(task, METHODS[name], recipe, **options)
-        state, orders, front = *program.init(0, 0.5), None
-        for _ in range(2):
-            state, orders, metrics, front = program.epoch(state, orders, jax.random.key(0), front)
-        finals.append((state.params, orders.current, metrics.loss))
-    for params, current, losses in finals[1:]:
-        np.testing.assert_array_equal(current, finals[0][1])
-        np.testing.assert_allclose(losses, finals[0][2], rtol=1e-4)
+    recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size, epochs=2)
+    mesh = runners.worker_mesh(4)
+    ways = [{}, {"mesh": mesh}, {"mesh": mesh, "reads": "thread"}]
+    finals = [trained(built(small_task(), recipe, name, **way), recipe) for way in ways]
+    for outcome, records, orders in finals[1:]:
+        np.testing.assert_array_equal(orders, finals[0][2])
+        for found, expected in zip(records[1:], finals[0][1][1:], strict=True):
+            assert found["train/batch_loss"] == pytest.approx(expected["train/batch_loss"], 1e-4)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-            params,
-            finals[0][0],
+            outcome.state.params,
+            finals[0][0].state.params,
         )
 
 
 def test_equals_a_plain_loop_over_workers():
     """Two epochs of D-RR against optax by hand, with the last step of an epoch shorter."""
-    task, recipe = small_task(), RECIPE
-    program = training.build(task, METHODS["rr"], recipe)
-    state, orders = program.init(0, 0.5)
-    expected = state.params
+    task, recipe = small_task(), RECIPE._replace(learning_rates=(0.5,), epochs=2)
+    prepared = built(task, recipe, "rr")
+    expected = jax.device_get(prepared.init(0).params)
     optimizer = optax.sgd(0.5, momentum=0.9)
     opt_state = optimizer.init(expected)
-    current = [np.asarray(orders.current), np.asarray(orders.next)]
-    data = partition(task.train, 4, 1)
+    outcome, _, orders = trained(prepared, recipe)
+    data = input.partition(task.train, prepared.sizes)
     for epoch in range(2):
         for start, stop in tables.steps(11, 2):
-            units = current[epoch][:, start:stop]
+            units = orders[epoch][:, start:stop]
             batch = {
                 k: np.concatenate([v[w, units[w], 0] for w in range(4)]) for k, v in data.items()
             }
             grad = jax.grad(lambda p, b: jnp.mean(task.model.loss(p, b, None)))(expected, batch)
             updates, opt_state = optimizer.update(grad, opt_state, expected)
             expected = optax.apply_updates(expected, updates)
-        state, orders, _, _ = program.epoch(state, orders, jax.random.key(0))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        outcome.state.params,
+        expected,
     )
 
 
-def compiled_step(method, units_per_step, num_workers=4, name=None):
-    """HLO text of one training step under shard_map."""
-    model = models.softmax_regression(num_features=6, num_classes=2)
-    optimizer = optax.sgd(0.1)
-    shown = steps.units_per_observe(units_per_step)
-    order = method.make(training.Setting(12, shown, num_workers, 3))
-    step = steps.worker_step(
-        model.loss, optimizer, observes=method.observes,
-        exchanges=method.coordinated and units_per_step == 1,
-    )  # fmt: skip
-    chunk = steps.worker_chunk(step, order, units_per_step=units_per_step, observes=method.observes)
-    mesh = runners.worker_mesh(num_workers)
-    run = runners.over_mesh(mesh)
-    params = model.init(jax.random.key(0))
-    keys = jax.random.split(jax.random.key(0), num_workers)
-    init = run(lambda k, p: (order.init(k, p),), owned_in=(True, False), owned_out=(True,))
-    (orders,) = jax.jit(init)(keys, params)
-    batch = {
-        "x": jnp.zeros((num_workers, shown, 1, 6)),
-        "y": jnp.zeros((num_workers, shown, 1), jnp.int32),
-    }
-    owned = (False, True, True, True, False)
-    function = jax.jit(run(chunk, owned_in=owned, owned_out=(False, True, True)))
-    return function.lower(
-        steps.init_train_state(params, optimizer),
-        orders,
-        batch,
-        orders.current[:, :shown],
-        jax.random.key(0),
-    ).compile().as_text()  # fmt: skip
-
-
-def count(text, collective):
-    return sum(
-        f" {collective}(" in line or f" {collective}-start(" in line for line in text.split("\n")
-    )
-
-
-def test_collectives_in_the_compiled_step():
-    """Two steps of one unit: per step an all-to-all and an all-gather replace the all-reduce."""
-    text = compiled_step(METHODS["cd_grab"], 1)
-    assert count(text, "all-to-all") == 2
-    assert count(text, "all-gather") == 2
-    assert count(text, "all-reduce") == 1
-    assert re.search(r"= f32\[4,5\]\S* all-reduce", text)  # all inner products at once, W (W + 1)
-    text = compiled_step(METHODS["id_pair"], 1)
-    assert count(text, "all-to-all") == count(text, "all-gather") == 0
-    plain = compiled_step(METHODS["rr"], 1)
-    assert count(text, "all-reduce") == count(plain, "all-reduce")
-    text = compiled_step(METHODS["cd_grab"], 2)
-    assert count(text, "all-to-all") == 1  # the differences of the pairs
-
-
-def test_coordination_moves_no_more_bytes_than_an_all_reduce():
-    """An all-to-all and an all-gather of D entries are the two halves of a ring all-reduce."""
-    text = compiled_step(METHODS["cd_grab"], 1)
-    padded = 16  # 6 x 2 weights and 2 biases, padded to a multiple of 4 workers
-    sent = []
-    for line in text.split("\n"):
-        if found := re.search(r"= (.*?) (all-to-all|all-gather)\(", line):
-            shapes = re.findall(r"f32\[([\d,]+)\]", found[1])
-            sent.append(sum(math.prod(map(int, shape.split(","))) for shape in shapes))
-    assert sent == [padded] * 4  # of two steps
-    assert "f64" not in text and "bf16" not in text
-
-
-def test_the_second_epoch_never_recompiles():
-    task = small_task()
-    program = training.build(task, METHODS["cd_grab"], RECIPE)
-    state, orders = program.init(0, 0.5)
-    for _ in range(2):  # an epoch compiled ahead refuses arguments of another shape or dtype
-        state, orders, *_ = program.epoch(state, orders, jax.random.key(0))
-    assert int(state.step) == 12
+def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
+    """With SGD and momentum; so are sums of gradients, and workers in turn."""
+    recipe, found = RECIPE._replace(epochs=1), []
+    ways = ((PARALLEL, "vmap"), (PARALLEL, "turns"), (local_opt.local_rounds, "vmap"))
+    for rounds, way in (*ways, (local_opt.accumulated_rounds, "vmap")):
+        prepared = program.build(small_task(), recipe._replace(run=way), ORDERS["dealt"], rounds)
+        assert prepared.sync_in_step == ((rounds, way) == ways[0])
+        found.append(prepared.mean_params(trained(prepared, recipe)[0].state))
+    for other in found[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), other, found[0])
 
 
 def test_a_unit_that_is_not_finite_is_named():
     task = small_task()
     task.train["x"][4 * 0 + 11 * 2 + 5, 3] = np.nan  # worker 2, unit 5
-    for name, unit_size in (("cd_grab", 1), ("rr", 1), ("id_mean", 1)):
-        with pytest.raises(FloatingPointError, match="unit 5 of worker 2 .* in step [0-5] "):
-            run(task, RECIPE._replace(unit_size=unit_size), name)
-    pytest.importorskip("tensorflow")
-    with pytest.raises(FloatingPointError, match="unit 5 of worker 2 "):
-        run(task, RECIPE, "cd_grab", streamed=True)
+    for name, reads in (("cd_grab", None), ("rr", None), ("id_mean", None), ("cd_grab", "thread")):
+        outcome, records, _ = trained(built(task, RECIPE, name, reads=reads), RECIPE)
+        assert outcome.diverged.startswith("the loss or gradient of unit 5 of worker 2 is not")
+        step = int(outcome.diverged.split("in step ")[1].split(" ")[0])
+        assert 0 <= step <= 5 and len(records) == 2  # of the start, and that it ended
+        assert (records[-1]["ended"], records[-1]["diverged"]) == (True, outcome.diverged)
 
 
 def test_bad_settings():
     task = small_task()
-    with pytest.raises(ValueError, match="50 workers with units of 1"):
-        training.build(task, METHODS["rr"], RECIPE._replace(workers=50))
+    with pytest.raises(ValueError, match="50 workers with 2 units of 1"):
+        built(task, RECIPE._replace(workers=50), "rr")
     with pytest.raises(ValueError, match="units_per_step is 12"):
-        training.build(task, METHODS["rr"], RECIPE._replace(units_per_step=12))
+        built(task, RECIPE._replace(units_per_step=12), "rr")
     with pytest.raises(ValueError, match="9 workers need as many devices"):
         runners.worker_mesh(9)
     for field, value in (
         ("epochs", 0),
+        ("epochs", None),
         ("learning_rates", (-1.0,)),
         ("momentum", 1.0),
         ("bound_every", -1),
@@ -205,8 +168,9 @@ def test_bad_settings():
         ("decay_every", 0),
         ("decay_factor", 1.5),
     ):
-        with pytest.raises(ValueError, match=str(value).strip("(),")):
-            training.check_recipe(RECIPE._replace(**{field: value}))
+        message = str(value).strip("(),") if value is not None else "pass --epochs or --total_steps"
+        with pytest.raises(ValueError, match=message):
+            check_recipe(RECIPE._replace(**{field: value}))
 
 
 def test_a_model_that_mixes_examples_is_refused():
@@ -218,8 +182,8 @@ def test_a_model_that_mixes_examples_is_refused():
 
     task = small_task(model=model._replace(loss=loss))
     with pytest.raises(ValueError, match="mixes the examples"):
-        training.build(task, METHODS["cd_grab"], RECIPE)
-    training.build(task, METHODS["cd_grab"], RECIPE._replace(units_per_step=1, unit_size=4))
+        built(task, RECIPE, "cd_grab")
+    built(task, RECIPE._replace(units_per_step=1, unit_size=4), "cd_grab")
 
 
 def normalising():
@@ -243,27 +207,52 @@ def normalising():
 def test_batch_normalised_models_are_ordered_by_microbatches():
     task = small_task(model=normalising())._replace(optimum=None)
     recipe = RECIPE._replace(units_per_step=2, unit_size=3, workers=2, learning_rates=(0.1,))
-    found = {name: run(task, recipe, name) for name in ("rr", "cd_grab")}
+    measure, found = trainer.scalars_of(task, recipe), {}
+    for name in ("rr", "cd_grab"):
+        prepared = built(task, recipe, name)
+        found[name] = trained(prepared, recipe, measure(prepared, ORDERS[name]))[1]
     first, *_, last = found["cd_grab"]
-    assert last["train_loss"] < first["train_loss"] and 0 <= last["test_accuracy"] <= 1
-    # The first epoch has the same order, and a unit is its own batch under every method.
+    assert last["train/loss"] < first["train/loss"] and 0 <= last["test/accuracy"] <= 1
+    # The first epoch has the same order, and a unit is its own batch under every order.
     np.testing.assert_allclose(
-        found["rr"][1]["train_loss"], found["cd_grab"][1]["train_loss"], rtol=1e-4
+        found["rr"][1]["train/loss"], found["cd_grab"][1]["train/loss"], rtol=1e-4
     )
     with pytest.raises(ValueError, match="one example is no unit"):
-        training.build(task, METHODS["cd_grab"], recipe._replace(unit_size=1))
+        built(task, recipe._replace(unit_size=1), "cd_grab")
+    built(task, recipe._replace(unit_size=1), "dealt")  # its batch is the unit
+
+
+def test_moments_are_measured_at_the_mean_of_the_workers():
+    """A model whose prediction is its statistic shows which parameters it was measured at."""
+
+    def statistics(params, x):
+        return params["scale"] * jnp.mean(x)
+
+    def predict(params, x, moment):
+        return jnp.stack([jnp.full(x.shape[0], moment), jnp.zeros(x.shape[0])], axis=1)
+
+    data = {"x": np.ones((12, 1), np.float32), "y": np.zeros(12, np.int32)}
+    task = Task("moments", models.Model(None, None, predict, statistics), data, data, RECIPE)
+    measure = evaluate.evaluator(task, RECIPE._replace(workers=3, units_per_step=1), halves=True)
+    found = measure(local_opt.consolidate({"scale": jnp.array([1.0, 2.0, 6.0])}))
+    assert found["train/loss"] == pytest.approx(np.log1p(np.exp(-3.0)), rel=1e-5)
+    assert found["valid/accuracy"] == found["test/accuracy"] == 1.0
 
 
 def test_evaluation_in_chunks_equals_the_whole(monkeypatch):
     task = small_task()
     params = jax.tree.map(lambda p: p + 0.3, task.model.init(jax.random.key(0)))
-    whole = float(evaluate.mean_loss(task.model)(params, None, task.train))
-    share = float(metrics.measured(task.model, "accuracy")(params, None, task.train))
-    monkeypatch.setattr(evaluate, "CHUNK", 10)
-    np.testing.assert_allclose(
-        float(evaluate.mean_loss(task.model)(params, None, task.train)), whole, rtol=1e-6
-    )
-    assert float(metrics.measured(task.model, "accuracy")(params, None, task.train)) == share
+    share = metrics.METRICS["accuracy"].measure(task.model)
+
+    def values():
+        return float(evaluate.mean_loss(task.model)(params, None, task.train)), float(
+            share(params, None, task.train)
+        )
+
+    whole = values()
+    monkeypatch.setattr(sums, "CHUNK", 10)
+    np.testing.assert_allclose(values()[0], whole[0], rtol=1e-6)
+    assert values()[1] == whole[1]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""Optimizers without their learning rate, and shapes of the learning rate: one row each."""
-
-from collections.abc import Callable
+"""Optimizers without their learning rate, and schedules of it: one row each."""
 
 import jax
-import jax.numpy as jnp
 import optax
+
+import ordering.echo
+from experiments.tasks.base import Recipe
 
 
 def _momentum(decay: float, momentum: float = 0.9) -> tuple:
@@ -30,10 +30,15 @@ def scale_by_rate() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def with_shape(name: str, decay: float, momentum: float, *, rate: float, shape: Callable):
-    """An optimizer whose peak rate is part of its state: one compiled epoch serves all rates."""
-    scale = optax.inject_hyperparams(optax.scale_by_learning_rate)(learning_rate=jnp.float32(rate))
-    return optax.chain(*OPTIMIZERS[name](decay, momentum), scale, optax.scale_by_schedule(shape))
+def inner(recipe: Recipe, *, proximal: float = 0.0) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of one worker; its learning rate comes with every step, as `rate`.
+
+    Args:
+      proximal: strength of the pull back to the parameters at the last load; 0 for none.
+    """
+    anchor = [ordering.echo.proximal_anchor(proximal)] * bool(proximal)
+    own = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum)
+    return optax.chain(*anchor, *own, scale_by_rate())
 
 
 def _staircase(steps, floor, every, factor, warmup):
@@ -42,7 +47,7 @@ def _staircase(steps, floor, every, factor, warmup):
 
 
 # (steps after the warmup, floor, ...) -> schedule, a factor of the peak rate.
-SHAPES = {
+SCHEDULES = {
     "constant": lambda steps, floor, *rest: optax.constant_schedule(1.0),
     "cosine": lambda steps, floor, *rest: optax.cosine_decay_schedule(1.0, steps, floor),
     "linear": lambda steps, floor, *rest: optax.linear_schedule(1.0, floor, steps),
@@ -50,7 +55,7 @@ SHAPES = {
 }
 
 
-def shape(
+def schedule(
     name: str,
     *,
     total_steps: int,
@@ -59,16 +64,16 @@ def shape(
     decay_steps: int = 1,
     decay_factor: float = 0.1,
 ) -> optax.Schedule:
-    """The learning rate over a run as a factor of its peak: a linear warmup, then the named shape.
+    """The learning rate over a run as a factor of its peak: a linear warmup, then the named one.
 
     Args:
-      name: of `SHAPES`.
+      name: of `SCHEDULES`.
       total_steps: T, the warmup included; warmup_steps: < T.
       floor: at the end of "cosine" and "linear".
       decay_steps, decay_factor: "step" multiplies by the factor every so many steps of the run.
     """
     rest = total_steps - warmup_steps
-    after = SHAPES[name](rest, floor, decay_steps, decay_factor, warmup_steps)
+    after = SCHEDULES[name](rest, floor, decay_steps, decay_factor, warmup_steps)
     if not warmup_steps:
         return after
     return optax.join_schedules(

@@ -1,4 +1,4 @@
-"""What is recorded between epochs: losses, accuracy and the parallel herding bound."""
+"""What is measured where the run is looked at: losses, metrics and the parallel herding bound."""
 
 from collections.abc import Callable
 
@@ -8,24 +8,63 @@ import numpy as np
 import optax
 
 import local_opt
-import ordering
-from experiments.steps import unit_gradients
+import ordering.input
+from experiments.tasks.base import Recipe, Task
+from experiments.training.config import size_of
+from experiments.training.metrics import METRICS
+from experiments.training.step import unit_gradients
+from experiments.training.sums import CHUNK, predicting, sum_chunks
 from local_opt.runners import AXIS
 from ordering.rows import flat, tree_size
 
-CHUNK = 500  # examples, or tokens of examples, evaluated at once
 BATCHES = 16  # of training data, behind the moments of a normalisation layer
 
 
-def predicting(model, params, statistics) -> Callable:
-    """`x -> predictions`, with the given moments where the model has any (else None)."""
-    given = () if model.statistics is None else (statistics,)
-    return lambda x: model.predict(params, x, *given)
+def evaluator(
+    task: Task, recipe: Recipe, *, halves: bool = False, train_examples: int | None = None
+) -> Callable:
+    """`params -> {"train/loss": float, "test/METRIC": float, ...}`, equal on all processes.
+
+    METRIC is the task's own, and every one that is measured everywhere. The moments of
+    normalisation layers are measured first, on training inputs at these parameters.
+
+    Args:
+      task, recipe: what is trained, in which setting.
+      halves: the first half of the test set is "valid", which tunes, the other one "test".
+      train_examples: the first ones, for the training loss; None is all of arrays, and as many of
+        a source as there are to test.
+    """
+    size, tested = size_of(task.train), size_of(task.test)
+    if train_examples is None:
+        train_examples = size if isinstance(task.train, dict) else tested
+    middle = tested // 2 if halves else 0
+    parts = {"test": part_of(task.test, middle, 2 * middle or tested)}
+    if halves:
+        parts = {"valid": part_of(task.test, 0, middle)} | parts
+    train = part_of(task.train, 0, min(size, train_examples))
+    batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
+    moments_at = moments(task.model, task.train, batch_size)
+    asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
+    names = [name for name, metric in METRICS.items() if name in asked or metric.everywhere]
+    measures = {name: jax.jit(METRICS[name].measure(task.model)) for name in names}
+    loss = mean_loss(task.model)
+
+    def run(params) -> dict:
+        statistics = moments_at(params)
+        found = {"train/loss": mean_over(loss, params, statistics, train())}
+        for part, batches in parts.items():
+            for name, measure in measures.items():
+                found[f"{part}/{name}"] = mean_over(measure, params, statistics, batches())
+        return found
+
+    return run
 
 
-def size_of(data) -> int:
-    """Examples of arrays, of their shapes, or of a random-access source."""
-    return jax.tree.leaves(data)[0].shape[0] if isinstance(data, dict) else len(data)
+def mean_over(measure: Callable, params, statistics, batches) -> float:
+    """A measure of batches, averaged by their sizes."""
+    found = [(size_of(batch), float(measure(params, statistics, batch))) for batch in batches]
+    sizes, values = zip(*found, strict=True)
+    return float(np.average(values, weights=sizes))
 
 
 def part_of(data, start: int, stop: int) -> Callable:
@@ -41,27 +80,8 @@ def part_of(data, start: int, stop: int) -> Callable:
     return lambda: (read(np.arange(first, min(first + CHUNK, stop))) for first in starts)
 
 
-def over_parts(measures: Callable) -> Callable:
-    """`(params, statistics, part) -> floats`: measures of batches averaged over a `part_of`."""
-
-    def run(params, statistics, part):
-        found = [
-            (size_of(batch), jax.device_get(measures(params, statistics, batch)))
-            for batch in part()
-        ]
-        sizes, values = zip(*found, strict=True)
-        return tuple(float(v) for v in np.average(np.array(values, float), axis=0, weights=sizes))
-
-    return run
-
-
 def moments(model, train, batch_size: int) -> Callable:
-    """`params -> statistics`, jitted: moments of training inputs at these parameters, or None.
-
-    Args:
-      train: the training set, or a source; `BATCHES` batches of its first examples are used.
-      batch_size: of each.
-    """
+    """`params -> statistics`, jitted: moments of the first training inputs at these parameters."""
     if model.statistics is None:
         return lambda params: None
     size, read = ordering.input.reader(train)
@@ -90,45 +110,23 @@ def mean_loss(model) -> Callable:
     return jax.jit(loss)
 
 
-def loss_and_accuracy(model) -> Callable:
-    """`(params, statistics, batch) -> (loss, accuracy)`, jitted: of a classifier as it is used.
-
-    Cross-entropy and share of right answers of `predict`, with the given moments where the model
-    has any (else None). Where an example is a sequence, both are means over its tokens.
-    """
-
-    def measures(params, statistics, batch):
-        predict = predicting(model, params, statistics)
-
-        def sums(part):
-            logits = predict(part["x"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, part["y"])
-            return jnp.stack([sum_examples(losses), hits(logits, part["y"])])
-
-        return tuple(sum_chunks(sums, batch))
-
-    return jax.jit(measures)
-
-
 def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -> Callable:
     """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
 
     max over k of |sum_{j <= k} sum_w (g_{w, order_w(j)} - mean g)| in the norms L-infinity and
     L2, over all units of all workers. Two passes over the data, memory for one step's gradients.
-
-    Args:
-      model: the model; run: `simulate` or `over_mesh(mesh)` of `local_opt.runners`.
-      num_units, units_per_step: M and B. The data has leaves [W, M, unit_size, ...].
+    `run` is `simulate` or `over_mesh(mesh)` of `local_opt.runners`; the data has leaves
+    [W, M, unit_size, ...].
     """
     whole = num_units // units_per_step * units_per_step
 
     def rows_of(params, order, data, start, size):
         units = jax.lax.dynamic_slice_in_dim(order, start, size)
         batch = jax.tree.map(lambda x: x[units], data)
-        gradients = unit_gradients(model.loss, units_per_step=size)
+        gradients = unit_gradients(model.loss, units_per_step=size, separate=True)
         return flat(gradients(params, batch, jax.random.key(0))[2])
 
-    def visit(function, carry, params, order, data):
+    def scan_units(function, carry, params, order, data):
         """Folds `function(carry, rows summed over the workers)` over the steps of an epoch."""
 
         def step(carry, start, size):
@@ -143,7 +141,7 @@ def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -
 
     def bounds(params, order, data):
         zeros = jnp.zeros(tree_size(params))
-        total = visit(lambda t, rows: t + jnp.sum(rows, axis=0), zeros, params, order, data)
+        total = scan_units(lambda t, rows: t + jnp.sum(rows, axis=0), zeros, params, order, data)
         mean = total / num_units
 
         def follow(carry, rows):
@@ -152,40 +150,10 @@ def order_bounds(model, run: Callable, *, num_units: int, units_per_step: int) -
             norms = [jnp.max(jnp.abs(prefixes)), jnp.sqrt(jnp.max(jnp.sum(prefixes**2, axis=1)))]
             return prefixes[-1], jnp.maximum(bound, jnp.stack(norms))
 
-        return visit(follow, (zeros, jnp.zeros(2)), params, order, data)[1]
+        return scan_units(follow, (zeros, jnp.zeros(2)), params, order, data)[1]
 
     def wrapped(params, order, data):
         return (bounds(params, order, data),)
 
     mapped = run(wrapped, owned_in=(False, True, True), owned_out=(False,))
     return jax.jit(lambda params, orders, data: mapped(params, orders, data)[0])
-
-
-def hits(logits, y):
-    """Right answers among logits [n, C], or of logits [n, L, V] the examples' shares, summed."""
-    return sum_examples((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))
-
-
-def sum_examples(values):
-    """The sum over examples of values [n], or of the means over tokens of values [n, L]."""
-    return jnp.sum(jnp.mean(values, axis=tuple(range(1, values.ndim))))
-
-
-def sum_chunks(function, batch):
-    """function summed over chunks of the batch, divided by its size."""
-    size = jax.tree.leaves(batch)[0].shape[0]
-    chunk = _chunk(batch["y"])
-    whole = size // chunk * chunk
-    total = 0.0
-    if whole:
-        chunks = jax.tree.map(lambda x: x[:whole].reshape((-1, chunk, *x.shape[1:])), batch)
-        total += jnp.sum(jax.lax.map(function, chunks), axis=0)
-    if whole < size:
-        total += function(jax.tree.map(lambda x: x[whole:], batch))
-    return total / size
-
-
-def _chunk(y):
-    """Examples at once: the logits of a token take as much memory as those of an example."""
-    tokens = y.shape[1] if y.ndim > 1 and jnp.issubdtype(y.dtype, jnp.integer) else 1
-    return max(1, CHUNK // tokens)

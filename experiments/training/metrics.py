@@ -3,23 +3,27 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.evaluate import hits, predicting, sum_chunks, sum_examples
+from experiments.training.sums import hits, predicting, sum_chunks, sum_examples
 
 
 class Metric(NamedTuple):
     """Fields:
     label: for people, with its unit.
     lower: whether less of it is better.
-    measure: `model -> (params, statistics, batch) -> float32[]`.
+    measure: `model -> (params, statistics, batch) -> float32[]`, a mean over the batch.
+    form: of its numbers in tables.
+    everywhere: measured of every task, and in the record, the tables and the pictures of every
+      study; otherwise only where it is a task's own.
     """
 
     label: str
     lower: bool
     measure: Callable
+    form: str = "{:.4f}"
+    everywhere: bool = False
 
 
 def _accuracy(model):
@@ -31,17 +35,8 @@ def _accuracy(model):
 
 
 def _perplexity(model):
-    def measure(params, statistics, batch):
-        predict = predicting(model, params, statistics)
-
-        def nats(part):
-            logits = predict(part["x"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, part["y"])
-            return sum_examples(losses)
-
-        return jnp.exp(sum_chunks(nats, batch))
-
-    return measure
+    mean = _loss(model)
+    return lambda params, statistics, batch: jnp.exp(mean(params, statistics, batch))
 
 
 def _smape(model):
@@ -65,13 +60,23 @@ def _smape(model):
     return measure
 
 
+def _loss(model):
+    """Cross-entropy of the predictions, without any penalty."""
+
+    def measure(params, statistics, batch):
+        return sum_chunks(lambda part: _nats(model, params, statistics, part), batch)
+
+    return measure
+
+
+def _nats(model, params, statistics, part):
+    logits = predicting(model, params, statistics)(part["x"])
+    return sum_examples(optax.softmax_cross_entropy_with_integer_labels(logits, part["y"]))
+
+
 METRICS = {
     "accuracy": Metric("test accuracy", False, _accuracy),
+    "loss": Metric("test loss", True, _loss),
     "perplexity": Metric("test perplexity", True, _perplexity),
     "smape": Metric("test sMAPE / %", True, _smape),
 }
-
-
-def measured(model, name: str) -> Callable:
-    """`(params, statistics, batch) -> float32[]`, jitted: a metric over a whole set."""
-    return jax.jit(METRICS[name].measure(model))

@@ -18,8 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tqdm import tqdm
 
-from experiments.cluster import define_flags as define_flags
-from experiments.cluster import start as start
+from experiments.processes.cluster import start as start
 from local_opt import runners
 
 
@@ -46,8 +45,8 @@ def place(tree, sharding: Sharding | None):
 
     Example:
       >>> import numpy as np
-      >>> from experiments import processes
-      >>> processes.place({"x": np.ones((4, 2))}, None)["x"].shape
+      >>> from experiments.processes import distributed
+      >>> distributed.place({"x": np.ones((4, 2))}, None)["x"].shape
       (4, 2)
     """
     if sharding is None or sharding.is_fully_addressable:
@@ -130,8 +129,8 @@ def on_host(tree):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from experiments import processes
-      >>> processes.on_host({"x": jnp.arange(3)})
+      >>> from experiments.processes import distributed
+      >>> distributed.on_host({"x": jnp.arange(3)})
       {'x': array([0, 1, 2], dtype=int32)}
     """
 
@@ -160,8 +159,8 @@ def of_first(value):
       value: made of what JSON knows; floats survive exactly.
 
     Example:
-      >>> from experiments import processes
-      >>> processes.of_first({"seconds": 0.1})
+      >>> from experiments.processes import distributed
+      >>> distributed.of_first({"seconds": 0.1})
       {'seconds': 0.1}
     """
     if not several():
@@ -204,8 +203,8 @@ def own_workers(mesh: Mesh | None, workers: int) -> list[int]:
       workers: W.
 
     Example:
-      >>> from experiments import processes
-      >>> processes.own_workers(None, 3)
+      >>> from experiments.processes import distributed
+      >>> distributed.own_workers(None, 3)
       [0, 1, 2]
     """
     if mesh is None:

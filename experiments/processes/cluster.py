@@ -7,22 +7,10 @@ import threading
 import jax
 from absl import flags, logging
 
-from experiments.flag_values import definer
-
 FLAGS = flags.FLAGS
 NAMES = ("coordinator_address", "num_processes", "process_id")
 AUTO = "auto"
 GRACE = 5.0  # seconds that a process which fails alone waits for the others at its exit
-
-
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    """Defines --coordinator_address, --num_processes and --process_id."""
-    own = "; unset under SLURM, on TPU pods and for one process"
-    address = f"host:port of process 0, or '{AUTO}': all that JAX finds out{own}"
-    define = definer(values)
-    define(flags.DEFINE_string, NAMES[0], None, address)
-    define(flags.DEFINE_integer, NAMES[1], None, "of the run" + own)
-    define(flags.DEFINE_integer, NAMES[2], None, "0 .. num_processes - 1" + own)
 
 
 def start(values: flags.FlagValues = FLAGS) -> None:
@@ -33,7 +21,7 @@ def start(values: flags.FlagValues = FLAGS) -> None:
     need --coordinator_address=auto. Otherwise nothing happens.
 
     Args:
-      values: parsed flags of `define_flags`.
+      values: parsed flags, those of NAMES among them.
 
     Raises:
       ValueError: for flags that are half given or do not fit each other.

@@ -1,0 +1,223 @@
+"""What a run is made of before it begins: sizes, the rows of the three tables, and its plans.
+
+Shape letters: W workers, M units per worker, B units per worker and step, S examples per unit.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import local_opt
+import ordering
+from experiments.tasks.base import Recipe, Task
+from experiments.training import optimizers
+from plans import evaluate_schedule
+
+
+class Sizes(NamedTuple):
+    workers: int  # W
+    num_units: int  # M, per worker
+    units_per_step: int  # B, per worker and load
+    unit_size: int  # S, examples
+
+    @property
+    def loads_per_epoch(self) -> int:
+        return -(-self.num_units // self.units_per_step)
+
+    @property
+    def examples_per_step(self) -> int:
+        return self.workers * self.units_per_step * self.unit_size
+
+
+class OrderSetting(NamedTuple):
+    """What an order may need to know about a run."""
+
+    num_units: int  # M
+    units_per_step: int  # B
+    workers: int
+    epochs: int
+    block_size: int | None = None  # for running sums that all workers share
+
+
+class RunConfig(NamedTuple):
+    """What a synchronisation rule or an echo policy may need to know about a run."""
+
+    rates: np.ndarray  # float64[T], learning rates as a factor of their peak
+    key: jax.Array  # of all coins of the run, shared by its workers
+    warmup_steps: int = 0
+    h_base: int = 4  # least steps per round
+    growth: float = 2.0  # alpha / peak rate of QSR
+    h_max: int | None = None  # of the rules that follow the rate
+    echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
+    horizon: int = 1  # steps over which a falling p falls
+    fresh: np.ndarray | None = None  # bool[T], for rules that follow the loads
+
+    @property
+    def total_steps(self) -> int:
+        return len(self.rates)
+
+
+class Order(NamedTuple):
+    """A row of ORDERS.
+
+    Fields:
+      label: for people.
+      make: from the setting to the `ordering.Ordering`; of an order that is drawn on the host, what
+        gives its first epoch.
+      observes: False if it needs no gradient of single units.
+      coordinated: True if its running sum is of all workers.
+      on_host: `(seed, first order int32[W, M], Sizes) -> (epoch -> int32[W, M])` for an order that
+        looks at nothing: it is drawn ahead, beside the steps. None: made on the devices.
+      deals: True if its numbers are examples of the whole training set and not own units.
+    """
+
+    label: str
+    make: Callable[[OrderSetting], ordering.Ordering]
+    observes: bool = True
+    coordinated: bool = False
+    on_host: Callable | None = None
+    deals: bool = False
+
+
+class SyncRule(NamedTuple):
+    """A row of SYNC_RULES: `plan` gives the SyncPlan, and `rounds` what a step and a sync do."""
+
+    label: str
+    plan: Callable[[RunConfig], local_opt.SyncPlan]
+    rounds: Callable = local_opt.local_rounds  # (inner optimizer, axis_name=) -> Rounds
+
+
+class EchoPolicy(NamedTuple):
+    """A row of ECHO_POLICIES; an `online` one decides while the run goes on."""
+
+    label: str
+    make: Callable[[RunConfig], Any]
+    online: bool = False
+
+
+class Plans(NamedTuple):
+    """The decisions of a run, all of one length T."""
+
+    sync: local_opt.SyncPlan | None  # None: before every load but the first, whenever that is
+    echo: Any  # an EchoPlan, or what decides online
+    rates: np.ndarray  # float64[T], learning rates
+
+    @property
+    def total_steps(self) -> int:
+        return len(self.rates)
+
+    def check(self) -> None:
+        """Raises ValueError where the lengths differ, or another process has other plans."""
+        for plan in (self.sync, self.echo):
+            if plan is None:
+                continue
+            if plan.total_steps != self.total_steps:
+                raise ValueError(
+                    f"a plan has {plan.total_steps} steps and the run {self.total_steps}: make it "
+                    "with the run's total_steps."
+                )
+            if not plan.online:
+                local_opt.check_same_plan(plan)
+
+    def digests(self) -> dict[str, str]:
+        """Hashes of all that is decided before the run."""
+        rates = hashlib.sha256(np.asarray(self.rates, "<f4").tobytes()).hexdigest()
+        known = {"sync": self.sync, "echo": self.echo}
+        named = {
+            name: "by loads" if plan is None else "online" if plan.online else plan.digest()
+            for name, plan in known.items()
+        }
+        return named | {"learning rate": rates}
+
+
+def sizes_of(task: Task, recipe: Recipe, *, deals: bool = False) -> Sizes:
+    """The sizes of a run; ValueError where the data are too few for the workers.
+
+    Args:
+      deals: whether examples of the whole set are dealt to all workers anew in every epoch; then
+        the last ones that fill no step are left out of it.
+    """
+    size = size_of(task.train)
+    for name in ("workers", "unit_size", "units_per_step"):
+        if getattr(recipe, name) < 1:
+            raise ValueError(f"--{name} is {getattr(recipe, name)}: pass a whole number >= 1.")
+    per_unit = recipe.workers * recipe.unit_size
+    per_step = per_unit * recipe.units_per_step
+    least = per_step if deals else per_unit
+    if least > size:
+        raise ValueError(
+            f"{recipe.workers} workers with {recipe.units_per_step} units of {recipe.unit_size} "
+            f"examples need at least {least} examples; the training set has {size}. Lower "
+            "--workers, --units_per_step or --unit_size."
+        )
+    if deals:  # single examples move
+        batch = recipe.units_per_step * recipe.unit_size
+        return Sizes(recipe.workers, size // per_step * batch, batch, 1)
+    sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
+    ordering.base.check_units_per_step(sizes.num_units, sizes.units_per_step)
+    return sizes
+
+
+def size_of(data) -> int:
+    """Examples of arrays, of their shapes, or of a random-access source."""
+    return jax.tree.leaves(data)[0].shape[0] if isinstance(data, dict) else len(data)
+
+
+def total_steps_of(recipe: Recipe, sizes: Sizes) -> int:
+    if recipe.total_steps is not None:
+        return recipe.total_steps
+    return recipe.epochs * sizes.loads_per_epoch
+
+
+def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = None) -> RunConfig:
+    """What plans of a run are made from.
+
+    Args:
+      seed: of the coins.
+      speed: R, the steps that a load takes, for studies of slow input: the echo factor is then R,
+        and 2 where no echo is free; at a larger factor the run has more steps, for echoed ones are
+        shorter.
+    """
+    total, factor = total_steps_of(recipe, sizes), recipe.echo_factor
+    if speed is not None:
+        factor = max(2, round(speed))
+        total = total * factor // 2
+    if total < 1 or not 0 <= recipe.warmup_steps < total:
+        raise ValueError(
+            f"--warmup_steps is {recipe.warmup_steps} of {total} steps: a run has at least one "
+            "step after its warmup. Raise --total_steps (or --epochs), or lower the warmup."
+        )
+    if not recipe.growth > 0:
+        raise ValueError(f"--growth is {recipe.growth}: alpha / peak rate of QSR must be positive.")
+    schedule = optimizers.schedule(
+        recipe.schedule,
+        total_steps=total,
+        warmup_steps=recipe.warmup_steps,
+        floor=recipe.floor,
+        decay_steps=max(1, round(recipe.decay_every * sizes.loads_per_epoch)),
+        decay_factor=recipe.decay_factor,
+    )
+    return RunConfig(
+        rates=evaluate_schedule(schedule, total, "lr"),
+        key=jax.random.fold_in(jax.random.key(seed), 3),
+        warmup_steps=recipe.warmup_steps,
+        h_base=recipe.h_base,
+        growth=recipe.growth,
+        h_max=recipe.h_max,
+        echo_factor=factor,
+        horizon=recipe.horizon or total,
+    )
+
+
+def plans_of(config: RunConfig, sync: SyncRule, echo: EchoPolicy, *, rate: float) -> Plans:
+    """The plans of a run, made before it: when to load, when to meet, and the learning rates.
+
+    Args:
+      sync, echo: rows of the tables; rate: peak learning rate.
+    """
+    policy = echo.make(config)
+    fresh = None if policy.online else policy.fresh
+    return Plans(sync.plan(config._replace(fresh=fresh)), policy, rate * config.rates)

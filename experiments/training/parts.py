@@ -1,0 +1,115 @@
+"""What a segment is made of, before any data are there: the compiled parts of a run."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+import local_opt
+import ordering
+from experiments.tasks.base import Recipe, Task
+from experiments.training import input, optimizers, step
+from experiments.training.config import Order, OrderSetting, Sizes
+from experiments.training.step import HostOrder, TrainState
+from local_opt import runners
+
+
+class Parts(NamedTuple):
+    """What a segment is made of, before any data are there."""
+
+    row: Order
+    order: ordering.Ordering
+    rounds: local_opt.Rounds
+    steps: dict[bool, Callable]  # fresh, echoed
+    owned: tuple[bool, ...]  # which fields of the state have a worker axis
+    sizes: Sizes
+
+
+def parts_of(
+    task: Task, recipe: Recipe, row: Order, rounds_of: Callable, sizes: Sizes, *,
+    proximal=0.0, mesh=None, epochs=None,
+) -> Parts:  # fmt: skip
+    """The parts of a training of `task`, whose data may be shapes only."""
+    epochs = epochs or recipe.epochs or 1
+    block_size = None if mesh else _simulated_block_size(task.model, sizes.workers)
+    order = row.make(
+        OrderSetting(sizes.num_units, sizes.units_per_step, sizes.workers, epochs, block_size)
+    )
+    inner = optimizers.inner(recipe, proximal=proximal)
+    rounds = rounds_of(inner, axis_name=runners.AXIS)
+    shared = rounds_of is local_opt.parallel_rounds
+    exchange, fresh_rounds = None, rounds
+    # Among simulated workers nothing travels: there the exchange is only more work.
+    if shared and row.coordinated and sizes.units_per_step == 1 and mesh is not None:
+        exchange = functools.partial(ordering.all_to_all_mean, axis_name=runners.AXIS)
+        fresh_rounds = rounds._replace(update=inner.update)
+    steps = {
+        True: step.worker_step(task.model, row, order, fresh_rounds, fresh=True, exchange=exchange),
+        False: step.worker_step(task.model, row, order, rounds, fresh=False),
+    }
+    owned = (not shared, not shared, True, True, True)
+    return Parts(row, order, rounds, steps, owned, sizes)
+
+
+def _simulated_block_size(model, num_workers):
+    """Reductions over simulated workers cost nothing: take what is fastest for one slice of r."""
+    return ordering.balance.default_block_size(-(-num_params(model) // num_workers))
+
+
+def num_params(model) -> int:
+    """D, without making any."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def steps_of(parts: Parts, run, reads: bool) -> Callable:
+    """(fresh, units) -> the compiled steps of a segment, all in one loop."""
+    if reads:
+        take = lambda batch, units: batch  # noqa: E731
+    else:
+        take = functools.partial(input.take_units, deals=parts.row.deals)
+    own_batch = reads or not parts.row.deals
+
+    def compiled(fresh: bool, size: int):
+        steps = step.worker_steps(
+            parts.steps[fresh],
+            take,
+            fresh=fresh,
+            size=size,
+            units_per_step=parts.sizes.units_per_step,
+        )
+        owned_in = (*parts.owned, own_batch, False, False, False, False)
+        return jitted(steps, run, owned_in, parts.owned)
+
+    return functools.cache(compiled)
+
+
+def ends_of(parts: Parts, run) -> Callable:
+    """(sync, epoch_end) -> what is compiled of what follows a segment's last step."""
+
+    def compiled(sync: bool, epoch_end: bool):
+        end = step.worker_end(parts.order, parts.rounds, sync=sync, epoch_end=epoch_end)
+        return jitted(end, run, (*parts.owned, False), parts.owned)
+
+    return functools.cache(compiled)
+
+
+def jitted(function, run, owned_in, owned_out):
+    """`(state, ...) -> state` of all workers, from that of one."""
+    mapped = run(
+        lambda *a: tuple(function(TrainState(*a[:5]), *a[5:])),
+        owned_in=owned_in,
+        owned_out=owned_out,
+    )
+    return jax.jit(lambda state, *rest: TrainState(*mapped(*state, *rest)), donate_argnums=0)
+
+
+def start_of(parts: Parts, run) -> Callable:
+    """`(params, keys of orders, orders of the host, keys) -> the fields of a TrainState`."""
+
+    def start(params, order_key, given, key):
+        orders = HostOrder(given) if parts.row.on_host else parts.order.init(order_key, params)
+        return params, parts.rounds.init(params), orders, key, step.zero_stats()
+
+    return run(start, owned_in=(parts.owned[0], True, True, True), owned_out=parts.owned)

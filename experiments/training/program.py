@@ -1,0 +1,184 @@
+"""What is compiled of a run: it depends on neither plans, seed nor learning rate."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import local_opt
+import ordering
+from experiments.processes import distributed
+from experiments.tasks.base import Recipe, Task
+from experiments.training import config, input, step
+from experiments.training.config import Order, Sizes
+from experiments.training.parts import Parts, ends_of, jitted, parts_of, start_of, steps_of
+from experiments.training.step import TrainState
+from local_opt import runners
+from ordering.gradients import check_separable
+
+
+class Program(NamedTuple):
+    """Everything of a run that depends on neither plans, seed nor learning rate.
+
+    Fields:
+      sizes: of the run; sharding: of arrays with a worker axis.
+      init: seed -> TrainState.
+      steps: (fresh, units) -> `(state, batch, start, stop, first unit, rates) -> state`, steps
+        without an event of the host between them; compiled when first called.
+      ends: (sync, epoch_end) -> `(state, rate) -> state`, what follows them.
+      data: what stays on the devices, in place of batches; None if batches are read.
+      source: what is read; None if the data stay on the devices.
+      orders_of: seed -> (epoch -> int32[W, M]) of orders drawn on the host; else None.
+      sync_in_step: workers meet in every step, within it.
+      reset: state -> state with zero stats.
+      mean_params: state -> the model, on the host of every process.
+    """
+
+    sizes: Sizes
+    sharding: Any
+    init: Callable
+    steps: Callable
+    ends: Callable
+    data: Any
+    source: input.Source | None
+    orders_of: Callable | None
+    sync_in_step: bool
+    reset: Callable
+    mean_params: Callable
+
+
+def build(
+    task: Task,
+    recipe: Recipe,
+    row: Order,
+    rounds: Callable,
+    *,
+    proximal: float = 0.0,
+    reads: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    epochs: int | None = None,
+) -> Program:
+    """Places the data and prepares the segments.
+
+    Args:
+      task, recipe: what to train, in which setting; `recipe.run` says how workers run.
+      row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
+      proximal: strength of the pull back to the parameters at the last load; 0 for none.
+      reads: None keeps the data on the devices; "thread" or "tfdata" reads batches while the
+        workers work, as sources that fit nowhere always are (by a thread).
+      mesh: one device per worker, of one or several processes; None runs all on one device.
+      epochs: that the run takes, which some orders need to know; the recipe's if unset.
+
+    Raises:
+      ValueError: if the data are too few, the loss mixes examples that are to be units, or workers
+        in turn would need each other in a step.
+    """
+    sizes = config.sizes_of(task, recipe, deals=row.deals)
+    if sizes.unit_size == 1 and not row.deals:
+        check_units(task, observed=row.observes and sizes.units_per_step > 1)
+    if reads is None and not isinstance(task.train, dict):
+        reads = "thread"
+    turns = mesh is None and recipe.run == "turns"
+    if turns and row.coordinated:
+        raise ValueError(
+            f"{row.label} coordinates workers in every step, and workers in turn cannot: pass "
+            "--run=vmap or --run=mesh."
+        )
+    if turns and rounds is local_opt.parallel_rounds:  # the same, with the mean at a sync
+        rounds = local_opt.accumulated_rounds
+    parts = parts_of(task, recipe, row, rounds, sizes, proximal=proximal, mesh=mesh, epochs=epochs)
+    run = runners.simulate if mesh is None else runners.over_mesh(mesh)
+    data, source = None, None
+    if reads is None:
+        data = _place_data(task.train, sizes, row, mesh)
+    else:
+        owned = distributed.own_workers(mesh, sizes.workers)
+        sharding = runners.owned_sharding(mesh)
+        source = input.Source(task.train, sizes, row.deals, owned, sharding, reads)
+    orders_of = _orders_of(parts, config.size_of(task.train)) if row.on_host else None
+    reset = jitted(
+        lambda state: state._replace(stats=step.zero_stats()), run, parts.owned, parts.owned
+    )
+    return Program(
+        sizes=sizes,
+        sharding=runners.owned_sharding(mesh),
+        init=_initial(task.model, parts, orders_of, run, mesh),
+        steps=steps_of(parts, runners.in_turn if turns else run, bool(reads)),
+        ends=ends_of(parts, run),
+        data=data,
+        source=source,
+        orders_of=orders_of,
+        sync_in_step=not parts.owned[0],
+        reset=reset,
+        mean_params=_mean_params(parts),
+    )
+
+
+def check_units(task: Task, observed: bool) -> None:
+    """Units of one example need losses of single examples."""
+    if task.model.statistics is not None:
+        raise ValueError(
+            f"the model of {task.name} normalises over batches, so one example is no unit: pass "
+            "--unit_size=2 or more, or choose another --model."
+        )
+    if observed:
+        few = jax.tree.map(jnp.asarray, ordering.input.reader(task.train)[1](np.arange(3)))
+        params = task.model.init(jax.random.key(0))
+        check_separable(task.model.loss, params, few, jax.random.key(0))
+
+
+def _place_data(train, sizes, row, mesh):
+    if row.deals:
+        return distributed.place(train, runners.shared_sharding(mesh) if mesh else None)
+    return distributed.place(input.partition(train, sizes), runners.owned_sharding(mesh))
+
+
+def _keys(seed: int, workers: int):
+    """(of the parameters, of the workers' orders, of the workers' steps)."""
+    key = jax.random.key(seed)
+    orders, steps = (jax.random.split(jax.random.fold_in(key, part), workers) for part in (1, 2))
+    return jax.random.fold_in(key, 0), orders, steps
+
+
+def _initial(model, parts: Parts, orders_of, run, mesh) -> Callable:
+    workers, (own, *_) = parts.sizes.workers, parts.owned
+    model_init = jax.jit(model.init)
+    started = jax.jit(start_of(parts, run))
+    owned_sharding = runners.owned_sharding(mesh)
+
+    def init(seed: int) -> TrainState:
+        """One seed gives all orders the same parameters and first orders."""
+        params_key, order_keys, keys = _keys(seed, workers)
+        params = jax.device_get(model_init(params_key))
+        if own:
+            params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
+        shared = runners.shared_sharding(mesh) if mesh else None
+        params = distributed.place(params, owned_sharding if own else shared)
+        given = orders_of(seed)(0) if orders_of else None
+        own_rows = distributed.place((order_keys, given, keys), owned_sharding)
+        state = TrainState(*started(params, *own_rows))
+        # Committed, as a restored state is: what the steps are compiled for depends on it.
+        return jax.device_put(state, jax.devices()[0]) if mesh is None else state
+
+    return init
+
+
+def _orders_of(parts: Parts, num_examples: int) -> Callable:
+    """seed -> (epoch -> int32[W, M]), for an order that is drawn on the host."""
+    sizes = parts.sizes
+
+    def orders_of(seed: int) -> Callable:
+        _, order_keys, _ = _keys(seed, sizes.workers)
+        first = jax.vmap(lambda key: ordering.base.first_order(key, sizes.num_units))(order_keys)
+        return parts.row.on_host(seed, np.asarray(first), sizes, num_examples)
+
+    return orders_of
+
+
+def _mean_params(parts: Parts) -> Callable:
+    if not parts.owned[0]:
+        return lambda state: distributed.on_host(state.params)
+    average = jax.jit(local_opt.consolidate)
+    return lambda state: distributed.on_host(average(state.params))

@@ -1,0 +1,218 @@
+"""One run: from its start or its last checkpoint to its end, with records on the way."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+import local_opt
+from experiments.processes import distributed, interrupts
+from experiments.training import checkpoint, loop
+from experiments.training.checkpoint import Evaluation
+from experiments.training.clock import Clock
+from experiments.training.config import Plans
+from experiments.training.loop import Progress
+from experiments.training.program import Program
+from experiments.training.step import TrainState
+
+SAVE_SECONDS = 60.0  # of training between two checkpoints, where no number of steps is given
+
+
+class Outcome(NamedTuple):
+    """How a call ended.
+
+    Fields:
+      step: after which; state: there, None if it is lost; decided: by a policy that decides online.
+      stopped: the signal that came, or 0; ended: whether the run has its last record.
+      diverged: what was not finite, in which step and worker, or None.
+    """
+
+    step: int
+    state: TrainState | None
+    decided: tuple = ()
+    stopped: int = 0
+    ended: bool = False
+    diverged: str | None = None
+
+
+class Saving(NamedTuple):
+    """When and where a run is saved.
+
+    Fields:
+      folder: of this run's checkpoints; the run goes on from the newest.
+      every: steps; 0: only where a signal asks; None: about every minute of training.
+      at_end: whether the end is saved too.
+    """
+
+    folder: str
+    every: int | None = None
+    at_end: bool = False
+
+    def due(self, step: int, seconds_since: float, total: int) -> bool:
+        if step == total:
+            return self.at_end
+        if self.every is None:
+            return seconds_since >= SAVE_SECONDS
+        return bool(self.every) and step % self.every == 0
+
+
+def train(
+    program: Program,
+    plans: Plans,
+    *,
+    seed: int,
+    evaluate: Callable[[TrainState], dict],
+    evaluate_at: Iterable[int],
+    on_record: Callable[[dict], None],
+    order_traffic: Callable[[int], float] = lambda loads: 0.0,
+    saving: Saving | None = None,
+    delay: float = 0.0,
+    ends: Callable[[dict], bool] = lambda record: False,
+) -> Outcome:
+    """Trains to the end of the plans, or until it is stopped.
+
+    Args:
+      program, plans: what is compiled, and what is decided; seed: of parameters and orders.
+      evaluate: state -> scalars, by name; evaluate_at: the steps after which it is called, the
+        start (0) among them if asked, the end always.
+      on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
+        ended, diverged. Seconds count training and waiting alone, and no compilation.
+      order_traffic: loads -> all-reduces that the order has sent.
+      saving: None for a run that is not saved.
+      delay: seconds that a load takes at least, for programs that read.
+      ends: whether a record ends the run.
+
+    Returns:
+      An `Outcome`. A loss or gradient that is not finite ends the run with a record that says so.
+
+    Raises:
+      ValueError: where plans do not fit the run, or differ between processes.
+    """
+    plans.check()
+    loop.warm_up(program, plans, program.init(seed))
+    total = plans.total_steps
+    looks = {int(step) for step in evaluate_at} | {total}
+    stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
+    with contextlib.ExitStack() as stack:
+        ask = stack.enter_context(interrupts.caught())
+        saver = _Saver(stack, saving, plans)
+        at, state, seen = saver.restore(program.init(seed))
+        recorder = _Recorder(program, evaluate, on_record, order_traffic, ends, total, seen)
+        clock, passed, stopped = Clock(), seen.seconds, 0
+
+        def hook(at, state):
+            nonlocal stopped
+            seconds = passed + clock.now()
+            stopped, save = ask(saver.due(at.step, seconds))
+            with clock.stopped():
+                if at.step in looks:
+                    state = recorder.record(at, state, seconds)
+                if save or (stopped and not recorder.ended):
+                    _check_finite(state, recorder.seen.batch_loss)
+                    saver.save(at, state, recorder.seen._replace(seconds=seconds))
+            return loop.Stop(state) if stopped or recorder.ended else state
+
+        try:
+            if at.step in looks and not at.step:
+                with clock.stopped():
+                    state = recorder.record(at, state, 0.0)
+            at, state = loop.run(
+                program, plans, state, at, hook, seed=seed, stops=stops, delay=delay, clock=clock
+            )
+        except FloatingPointError as error:
+            recorder.diverged(str(error))
+            return Outcome(recorder.seen.step, None, (), stopped, True, str(error))
+    return Outcome(at.step, state, tuple(at.decided), stopped, recorder.ended)
+
+
+class _Recorder:
+    """Writes a record at every evaluation, and knows whether one has ended the run."""
+
+    def __init__(self, program, evaluate, on_record, order_traffic, ends, total, seen):
+        self._program, self._evaluate, self._on_record = program, evaluate, on_record
+        self._order_traffic, self._ends, self._total = order_traffic, ends, total
+        self.seen, self.ended = seen, False
+
+    def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
+        """A record of the run where it stands; the state with new stats."""
+        _check_finite(state, self.seen.batch_loss)
+        found = {
+            "step": at.step,
+            "epoch": at.loads / self._program.sizes.loads_per_epoch,
+            "loads": at.loads,
+            "rounds": at.rounds,
+            "allreduces": at.rounds + self._order_traffic(at.loads),
+            "seconds": seconds,
+        }
+        found |= _scalars(at, state, self.seen) | self._evaluate(state)
+        found = distributed.of_first(found)  # all processes end, or none
+        self.ended = at.step == self._total or self._ends(found)
+        loss = found.get("train/batch_loss", self.seen.batch_loss)
+        self.seen = Evaluation(at.step, at.rounds, found["seconds"], loss)
+        online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
+        closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
+        self._on_record(found | closing)
+        return self._program.reset(state)
+
+    def diverged(self, message: str) -> None:
+        """The last record of a run whose parameters are lost."""
+        nothing = {"step": self._total, "epoch": 0.0, "loads": 0, "rounds": 0, "allreduces": 0.0}
+        ending = {"seconds": self.seen.seconds, "ended": True, "diverged": message}
+        self._on_record(nothing | ending)
+
+
+class _Saver:
+    """The checkpoints of a run, opened when the first is read or written."""
+
+    def __init__(self, stack: contextlib.ExitStack, saving: Saving | None, plans: Plans):
+        self._stack, self._saving, self._plans = stack, saving, plans
+        self._manager, self._seconds = None, 0.0
+
+    def restore(self, start: TrainState) -> tuple[Progress, TrainState, Evaluation]:
+        if self._saving is None or not checkpoint.latest(self._saving.folder):
+            return Progress(), start, Evaluation()
+        at, state, seen = checkpoint.restore(self._opened(), self._plans, start)
+        self._seconds = seen.seconds
+        distributed.say(f"Goes on from the checkpoint of step {at.step}.")
+        return at, state, seen
+
+    def due(self, step: int, seconds: float) -> bool:
+        if self._saving is None:
+            return False
+        return self._saving.due(step, seconds - self._seconds, self._plans.total_steps)
+
+    def save(self, at: Progress, state: TrainState, seen: Evaluation) -> None:
+        if self._saving is not None:
+            checkpoint.save(self._opened(), self._plans, at, state, seen)
+            self._seconds = seen.seconds
+
+    def _opened(self):
+        if self._manager is None:
+            self._manager = self._stack.enter_context(checkpoint.opened(self._saving.folder))
+        return self._manager
+
+
+def _scalars(at: Progress, state: TrainState, seen: Evaluation) -> dict:
+    """What the steps since the last evaluation have seen."""
+    found = {}
+    stats = distributed.on_host(state.stats)
+    if at.step > seen.step:
+        found["train/batch_loss"] = float(stats.loss.mean()) / (at.step - seen.step)
+    if isinstance(state.opt_state, local_opt.LocalState) and at.rounds > seen.rounds:
+        found["drift"] = float(stats.drift.mean()) / (at.rounds - seen.rounds)
+    return found
+
+
+def _check_finite(state: TrainState, last_loss: float) -> None:
+    """Raises FloatingPointError, on all processes, where a worker saw what is not finite."""
+    stats = distributed.on_host(state.stats)
+    step, unit = stats.bad_step, stats.bad_unit
+    if (step < 0).all():
+        return
+    worker = int(np.argmin(np.where(step < 0, np.iinfo(np.int32).max, step)))
+    name = f"unit {unit[worker]}" if unit[worker] >= 0 else "one unit"
+    raise FloatingPointError(
+        f"the loss or gradient of {name} of worker {worker} is not finite in step {step[worker]} "
+        f"(last mean loss: {last_loss:.6g}). Lower the learning rate or look at that unit."
+    )

@@ -1,0 +1,172 @@
+"""What one worker does in a step, between two events of the host, and at its sync.
+
+Everything is written for one worker under the named axis "worker"; all there is of a run, of all
+workers, is one tree: `TrainState`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import local_opt
+import ordering
+from experiments.training.config import Order
+from ordering.rows import finite_units
+
+
+class StepStats(NamedTuple):
+    """What a worker has seen since the last evaluation."""
+
+    loss: jax.Array  # float32[], summed over steps
+    bad_step: jax.Array  # int32[], the first step whose loss or gradient is not finite; -1: none
+    bad_unit: jax.Array  # int32[], which unit it was; -2: one of them
+    drift: jax.Array  # float32[], summed over syncs: how far it was from the workers' mean
+
+
+class TrainState(NamedTuple):
+    """All there is of a run: a checkpoint is this tree.
+
+    Parameters and the optimizer's state are shared by all workers where these meet in every step,
+    and have a leading worker axis where rounds are local; the other fields always have one.
+    """
+
+    params: Any
+    opt_state: Any  # of `local_opt.Rounds`
+    orders: Any  # current and next order, running sum, pending half pair
+    key: jax.Array  # of the steps' randomness
+    stats: StepStats
+
+
+class HostOrder(NamedTuple):
+    """State of an order that is drawn on the host."""
+
+    current: jax.Array  # int32[M]
+
+
+def zero_stats() -> StepStats:
+    """A worker's stats at the start and after every evaluation."""
+    none = jnp.full((), -1, jnp.int32)
+    return StepStats(jnp.zeros(()), none, none, jnp.zeros(()))
+
+
+def unit_gradients(loss: Callable, *, units_per_step: int, separate: bool) -> Callable:
+    """Gradients of B units from batches with leaves [B, unit_size, ...].
+
+    One unit per step costs a plain gradient; more of them cost one gradient each, which is spared
+    unless they must be `separate`: the rows are then one, the mean.
+    """
+    if units_per_step == 1 or not separate:
+
+        def merged(params, batch, key):
+            flat = jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), batch)
+            losses = loss(params, flat, key)
+            unit_losses = jnp.mean(losses.reshape(units_per_step, -1), axis=1)
+            return jnp.mean(losses), unit_losses
+
+        def gradients(params, batch, key):
+            (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
+            return losses, mean, ordering.Rows.of(jax.tree.map(lambda g: g[None], mean))
+
+        return gradients
+
+    def unit_losses(params, batch, key):
+        return jax.vmap(lambda unit: jnp.mean(loss(params, unit, key)))(batch)
+
+    return ordering.per_example(unit_losses)
+
+
+def worker_step(
+    model, row: Order, order: ordering.Ordering, rounds: local_opt.Rounds, *, fresh, exchange=None
+) -> Callable:
+    """`(state, batch, units, rate, t) -> state`, a step of one worker.
+
+    Args:
+      row, order: of ORDERS, and what it made; only fresh steps observe.
+      exchange: from this worker's (mean, rows) to those of all, where coordination and the mean
+        gradient share one exchange; then `rounds` takes the mean as it is.
+    """
+    observes = fresh and row.observes
+    # A loss that mixes its batch has no gradient of single units: the unit is then the same for
+    # every order, but for dealt examples, whose batch is the unit.
+    separate = observes or (model.statistics is not None and not row.deals)
+
+    def step(state, batch, units, rate, t):
+        gradients = unit_gradients(model.loss, units_per_step=units.shape[0], separate=separate)
+        losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
+        bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
+        if exchange is not None:
+            mean, rows = exchange(mean, rows)
+        # The proximal anchor asks whether the batch is new.
+        updates, opt_state = rounds.update(
+            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
+        )
+        return state._replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            orders=order.observe(state.orders, rows) if observes else state.orders,
+            stats=_add(state.stats, jnp.mean(losses), bad, units, t),
+        )
+
+    return step
+
+
+def bad_unit(finite_losses, finite_rows):
+    """Place of the first unit that is not finite; -1 if all are, -2 if only their sum shows it."""
+    named = finite_rows.size == finite_losses.size
+    by_row = jnp.where(jnp.all(finite_rows), -1, jnp.argmin(finite_rows) if named else -2)
+    by_loss = jnp.argmin(finite_losses)
+    return jnp.where(jnp.all(finite_losses), by_row, by_loss).astype(jnp.int32)
+
+
+def _add(stats, loss, bad, units, t):
+    first = (bad != -1) & (stats.bad_step < 0)
+    return stats._replace(
+        loss=stats.loss + loss,
+        bad_step=jnp.where(first, t, stats.bad_step),
+        bad_unit=jnp.where(first, jnp.where(bad < 0, bad, units[bad]), stats.bad_unit),
+    )
+
+
+def worker_steps(step: Callable, take: Callable, *, fresh: bool, size: int, units_per_step: int):
+    """`(state, batch, start, stop, first, rates) -> state`, the steps of a segment of one worker.
+
+    `take(batch, units)` is the batch of these units, out of what the segment was handed. A fresh
+    step takes the next units of the order; echoed ones all take the same.
+    """
+
+    def steps(state, batch, start, stop, first, rates):
+        def units_at(t):
+            moved = (t - start) * units_per_step if fresh else 0
+            return jax.lax.dynamic_slice_in_dim(state.orders.current, first + moved, size)
+
+        held = None if fresh else take(batch, units_at(start))
+
+        def body(t, state):
+            units = units_at(t)
+            given = take(batch, units) if fresh else held
+            return step(state, given, units, rates[t], t)
+
+        # The number of steps is not compiled in.
+        return jax.lax.fori_loop(start, stop, body, state)
+
+    return steps
+
+
+def worker_end(order: ordering.Ordering, rounds: local_opt.Rounds, *, sync: bool, epoch_end: bool):
+    """`(state, rate) -> state`: the sync and the epoch's end of one worker."""
+
+    def end(state, rate):
+        if sync:
+            params, opt_state = rounds.sync(state.params, state.opt_state, rate=rate)
+            stats = state.stats
+            if isinstance(opt_state, local_opt.LocalState):
+                stats = stats._replace(drift=stats.drift + opt_state.drift)
+            state = state._replace(params=params, opt_state=opt_state, stats=stats)
+        if epoch_end:
+            state = state._replace(orders=order.next_epoch(state.orders))
+        return state
+
+    return end

@@ -1,0 +1,106 @@
+"""The run as arrays over its steps, and how it is cut where the host must stand.
+
+What is decided is known before the run, so what lies between two events of the host is one call of
+one compiled program: a segment. T steps.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.training.config import Plans, Sizes
+
+
+class Timeline(NamedTuple):
+    """What happens in and after every step; all arrays have T entries."""
+
+    fresh: np.ndarray  # bool: the step takes a new batch
+    sync: np.ndarray  # bool: workers meet after it
+    epoch_end: np.ndarray  # bool: the next order becomes current after it
+    load: np.ndarray  # int: of the batch that the step uses, counted from 0
+    round_rate: np.ndarray  # float32: learning rate at the start of its round
+
+
+class Kind(NamedTuple):
+    """What a segment is compiled for."""
+
+    fresh: bool
+    size: int  # units per worker and step
+    sync: bool  # after the last step
+    epoch_end: bool  # after that
+
+
+class Segment(NamedTuple):
+    """Equal steps, `start` to `stop` - 1, without an event of the host between them."""
+
+    start: int
+    stop: int  # of none, where only the sync or the epoch's end is wanted: `start`
+    load: int  # of its first step, counted from 0
+    kind: Kind
+    rounds: int  # that it ends
+    rate: np.float32  # learning rate at the start of the last of them
+
+
+def timeline(plans: Plans, sizes: Sizes, fresh=None) -> Timeline:
+    """The timeline of plans.
+
+    Args:
+      fresh: bool[T], what was decided, in place of a policy that decides online.
+    """
+    fresh = np.asarray(plans.echo.fresh if fresh is None else fresh)
+    load = np.cumsum(fresh) - 1
+    following = np.append(load[1:], load[-1] + 1)
+    new = np.append(fresh[1:], True)  # the step after this one loads
+    per_epoch = sizes.loads_per_epoch
+    epoch_end = new & (following % per_epoch == 0) & (following > 0)
+    if plans.sync is None:  # before every load but the first
+        sync, first = new, np.maximum.accumulate(np.where(fresh, np.arange(len(fresh)), 0))
+    else:
+        steps = np.arange(plans.total_steps)
+        sync = plans.sync.syncs_after(steps)
+        first = plans.sync.starts[plans.sync.round_at(steps)]
+    rates = np.asarray(plans.rates, np.float32)
+    return Timeline(fresh, sync, epoch_end, load, rates[first])
+
+
+def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, stops=()):
+    """int[n], the steps (one past) at which a segment must end, increasing, the last is T.
+
+    Args:
+      streams: batches are handed over, so that every load begins a segment.
+      sync_in_step: workers meet in every step, within it: the host need not stand there.
+      stops: steps after which the host looks at the run.
+    """
+    cut = line.epoch_end.copy()
+    if not sync_in_step:
+        cut |= line.sync
+    size = units_of(line.load, sizes)
+    cut[:-1] |= (line.fresh[1:] != line.fresh[:-1]) | (size[1:] != size[:-1])
+    if streams:
+        cut[:-1] |= line.fresh[1:]
+    stops = np.asarray(sorted(stops), int)
+    cut[stops[(stops > 0) & (stops <= len(cut))] - 1] = True
+    cut[-1] = True
+    return np.flatnonzero(cut) + 1
+
+
+def units_of(load, sizes: Sizes):
+    """Units per worker of a load (or of an array of them): the last of an epoch may be shorter."""
+    first = load % sizes.loads_per_epoch * sizes.units_per_step
+    return np.minimum(sizes.units_per_step, sizes.num_units - first)
+
+
+def segment_from(
+    line: Timeline, ends: np.ndarray, sizes: Sizes, step: int, limit: int, *, sync_in_step: bool
+) -> Segment:
+    """The segment from a step on: to the next of `ends`, as of `cuts`, at most to `limit`."""
+    stop = min(int(ends[np.searchsorted(ends, step, side="right")]), limit)
+    last, load = stop - 1, int(line.load[step])
+    kind = Kind(
+        fresh=bool(line.fresh[last]),
+        size=int(units_of(load, sizes)),
+        sync=bool(line.sync[last]) and not sync_in_step,
+        epoch_end=bool(line.epoch_end[last]),
+    )
+    rounds = int(np.count_nonzero(line.sync[step:stop]))
+    return Segment(step, stop, load, kind, rounds, line.round_rate[last])
