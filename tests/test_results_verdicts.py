@@ -6,11 +6,14 @@ import re
 import numpy as np
 import pytest
 
-from experiments import recorded, verdicts
-from experiments.claims import CLAIMS, decide
-from experiments.effects import at_end, cheaper, over_run, points, to_best
-from experiments.recorded import RUNS
-from experiments.verdict_rule import NOTHING, VERDICTS, Effect, gain, no_gain, ratio
+from experiments import verdicts
+from experiments.results import archive
+from experiments.results.statistics import Criterion, compare
+from experiments.verdict_parts import claims, runs
+from experiments.verdict_parts.claims import CLAIMS, decide
+from experiments.verdict_parts.effects import at_end, cheaper, over_run, points, to_best
+from experiments.verdict_parts.rule import NOTHING, VERDICTS, Effect, gain, no_gain, ratio
+from experiments.verdict_parts.runs import RUNS
 
 CLEAR = np.array([0.9, 1.0, 1.1])  # interval 0.75 to 1.25
 
@@ -58,11 +61,11 @@ def test_that_a_gain_has_gone_is_reproduced_partly_or_not(gone, there, verdict):
 def order_records(losses, *, rates=(0.1,), seeds=3, epochs=6, accuracy=0.5):
     """Losses fall from 2 to the order's own; seeds differ much, orders within a seed as given."""
     return [
-        {"order": order, "learning_rate": rate, "seed": seed, "epoch": epoch,
-         "seconds": 2.0 * epoch,
-         "train_loss": (1 + seed) * (2 + (loss * rate / 0.1 - 2) * epoch / epochs)
+        {"arm": order, "speed": None, "learning_rate": rate, "seed": seed, "phase": "run",
+         "epoch": epoch, "step": epoch, "seconds": 2.0 * epoch,
+         "train/loss": (1 + seed) * (2 + (loss * rate / 0.1 - 2) * epoch / epochs)
          * (1 + 1e-3 * ((seed * 7 + epoch + len(order)) % 3)),
-         "test_accuracy": accuracy + (1 - loss) / 10}
+         "test/accuracy": accuracy + (1 - loss) / 10}
         for order, loss in losses.items()
         for rate in rates
         for seed in range(seeds)
@@ -70,9 +73,24 @@ def order_records(losses, *, rates=(0.1,), seeds=3, epochs=6, accuracy=0.5):
     ]  # fmt: skip
 
 
+LABELS = {
+    "rr": "D-RR", "cd_grab": "CD-GraB", "unzip": "unzip control", "id_pair": "independent pair",
+    "parallel": "parallel", "constant": "constant H", "qsr": "QSR", "none": "no echo",
+    "local": "local steps, no echo", "diffusion": "error diffusion",
+}  # fmt: skip
+
+
+LOWEST = Criterion(when="lowest")
+
+
+def compared(records, criterion=LOWEST):
+    arms = {name: LABELS[name] for name in dict.fromkeys(r["arm"] for r in records)}
+    return compare(records, arms, criterion)
+
+
 def test_losses_are_paired_by_seed():
     records = order_records({"rr": 1.0, "cd_grab": 0.9})
-    values = at_end("train_loss")(records).values
+    values = at_end("train/loss")(compared(records)).values
     np.testing.assert_allclose(values, np.full(3, np.log(1 / 0.9)), atol=3e-3)
 
 
@@ -90,24 +108,24 @@ def test_losses_are_paired_by_seed():
 @pytest.mark.parametrize("measure", [at_end, over_run])
 def test_records_of_orders_drive_the_verdict(measure, losses, verdict):
     size = ratio(0.9, 1.0) if measure is at_end else ratio(0.96, 1.0)
-    assert gain(measure("train_loss"), size)(order_records(losses))[1] == verdict
+    assert gain(measure("train/loss"), size)(compared(order_records(losses)))[1] == verdict
 
 
 def test_an_own_learning_rate_is_the_one_whose_loss_ends_lowest():
     records = order_records({"rr": 1.0, "cd_grab": 0.9}, rates=(0.1, 0.2, 0.15))
-    worse = [r | {"test_accuracy": 0.99} for r in records if r["learning_rate"] == 0.2]
+    worse = [r | {"test/accuracy": 0.99} for r in records if r["learning_rate"] == 0.2]
     records = [r for r in records if r["learning_rate"] != 0.2] + worse
-    own, same = (at_end("test_accuracy", rate=rate)(records) for rate in (None, 0.15))
+    own, same = (at_end("test/accuracy", rate=rate)(compared(records)) for rate in (None, 0.15))
     assert own.text.endswith("lr 0.1; 3 seeds") and same.text.endswith("lr 0.15; 3 seeds")
     np.testing.assert_allclose(own.values, np.full(3, 1.0))  # points
 
 
 def test_less_of_a_perplexity_is_better():
     records = [
-        r | {"test_perplexity": 100 * r["train_loss"]}
+        r | {"test/perplexity": 100 * r["train/loss"]}
         for r in order_records({"rr": 1.0, "cd_grab": 0.9})
     ]
-    assert gain(at_end("test_perplexity"))(records)[1] == "reproduced"
+    assert gain(at_end("test/perplexity"))(compared(records))[1] == "reproduced"
 
 
 def alike(losses):
@@ -117,28 +135,29 @@ def alike(losses):
 
 def test_epochs_to_the_best_of_the_baseline_are_counted():
     records = alike({"rr": 1.0, "cd_grab": 0.5})
-    epochs = to_best("epochs")(records)
+    epochs = to_best("epochs")(compared(records))
     assert epochs.text.startswith("4 against 6 epochs: 1.50 times less")
-    assert to_best("seconds")(records).text.startswith("8 against 12 s: 1.50 times less")
+    assert to_best("seconds")(compared(records)).text.startswith("8 against 12 s: 1.50 times less")
     np.testing.assert_allclose(epochs.values, np.full(3, np.log(1.5)))
 
 
 def test_an_order_that_does_not_arrive_or_diverges_is_not_reproduced():
     records = alike({"rr": 1.0, "cd_grab": 1.2})
-    assert gain(to_best("epochs"))(records) == (
+    assert gain(to_best("epochs"))(compared(records)) == (
         "0 of 3 seeds arrive, of D-RR 3",
         "not reproduced: not all seeds arrive",
     )
     records[-1] |= {"diverged": "loss is nan"}
-    for measure in (to_best("epochs"), at_end("train_loss")):
-        assert gain(measure)(records)[1] == "not reproduced: CD-GraB diverges"
+    for measure in (to_best("epochs"), at_end("train/loss")):
+        assert gain(measure)(compared(records))[1] == "not reproduced: CD-GraB diverges"
 
 
 def rule_records(accuracies):
     return [
-        {"rule": rule, "peak_rate": rate, "seed": seed, "step": 10, "volume": 0.25,
-         "train_loss": 1.0, "valid_accuracy": accuracy - rate, "diverged": None,
-         "test_accuracy": accuracy - rate + 0.05 * seed + 1e-4 * ((seed + len(rule)) % 2)}
+        {"arm": rule, "speed": None, "learning_rate": rate, "seed": seed, "phase": "run",
+         "step": 12, "rounds": 3, "train/loss": 1.0, "valid/accuracy": accuracy - rate,
+         "diverged": None,
+         "test/accuracy": accuracy - rate + 0.05 * seed + 1e-4 * ((seed + len(rule)) % 2)}
         for rule, accuracy in accuracies.items()
         for rate in (0.1, 0.2)
         for seed in range(3)
@@ -157,7 +176,9 @@ def rule_records(accuracies):
 )
 def test_records_of_rules_drive_the_verdict(accuracies, verdict):
     judge = gain(points("qsr", "parallel", controls=["constant"]), 1.1)
-    assert judge(rule_records(accuracies))[1] == verdict
+    assert (
+        judge(compared(rule_records(accuracies), Criterion("valid/accuracy", False)))[1] == verdict
+    )
 
 
 def echo_records(steps, *, loads_per_step):
@@ -165,16 +186,14 @@ def echo_records(steps, *, loads_per_step):
     found = []
     for arm, count in steps.items():
         for seed in range(3):
-            number = count and count + seed + len(arm) % 2
-            at = count and {
-                "step": number, "loads": number * loads_per_step.get(arm, 1),
-                "rounds": number, "seconds": 0.1 * number * loads_per_step.get(arm, 1),
-            }  # fmt: skip
+            number = (count or 0) + seed + len(arm) % 2
+            cost = number * loads_per_step.get(arm, 1)
+            score = {"valid/accuracy": float(bool(count)), "test/accuracy": float(bool(count))}
             row = {
-                "arm": arm, "speed": 2.0, "rate": 0.1, "seed": seed, "ended": True,
-                "diverged": None, "reached": {"valid": at, "test": at},
+                "arm": arm, "speed": 2.0, "learning_rate": 0.1, "seed": seed, "step": number,
+                "loads": cost, "rounds": number, "seconds": 0.1 * cost, "diverged": None,
             }  # fmt: skip
-            found += [row | {"tuning": t, "timed": not t} for t in (True, False)]
+            found += [row | score | {"phase": phase} for phase in ("tune", "report")]
     return found
 
 
@@ -193,7 +212,12 @@ def echo_records(steps, *, loads_per_step):
 @pytest.mark.parametrize("cost", ["loads", "seconds"])
 def test_records_of_echoing_drive_the_verdict(cost, steps, verdict):
     records = echo_records(steps, loads_per_step={"diffusion": 0.5})
-    assert gain(cheaper(cost, speed=2), ratio(1, 2))(records)[1] == verdict
+    assert (
+        gain(cheaper(cost, speed=2), ratio(1, 2))(
+            compared(records, Criterion("valid/accuracy", False, "target", 0.5))
+        )[1]
+        == verdict
+    )
 
 
 def test_every_claim_names_known_runs_and_has_a_verdict_without_them():
@@ -217,32 +241,43 @@ def finished(folder, rows):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "table.md").write_text("")
     (folder / "settings.json").write_text("{}")
+    described = {"criterion": LOWEST._asdict(), "plans": {}}
+    described["arms"] = {k: LABELS[k] for k in dict.fromkeys(r["arm"] for r in rows)}
+    (folder / "comparison.json").write_text(json.dumps(described))
     (folder / "versions.json").write_text('{"jax": "0.0.1", "device": "abacus"}')
     return str(folder)
 
 
 def test_a_recorded_run_is_the_run_at_six_digits(tmp_path):
-    rows = [{"loss": 0.123456789, "seed": 3, "reached": {"at": [1.23456789e-9, None]}, "ok": True}]
+    rows = [r | {"train/loss": r["train/loss"] / 7} for r in order_records({"rr": 1.0})]
     results = finished(tmp_path / "results", rows)
-    target = recorded.record(results, "hmda", "python -m x\n", tmp_path / "runs")
-    expected = [{"loss": 0.123457, "seed": 3, "reached": {"at": [1.23457e-9, None]}, "ok": True}]
-    assert recorded.load(tmp_path / "runs") == {"hmda": expected}
-    assert recorded.text_of("hmda", "command.txt", tmp_path / "runs") == "python -m x\n"
+    target = verdicts.record(results, "hmda", "python -m x\n", tmp_path / "runs")
+    ((name, kept),) = runs.load(tmp_path / "runs").items()
+    assert name == "hmda" and kept.arms == {"rr": "D-RR"} and len(kept.records) == len(rows)
+    for row, record in zip(rows, kept.records, strict=True):
+        assert record["train/loss"] == float(f"{row['train/loss']:.6g}")
+    assert (target / "command.txt").read_text() == "python -m x\n"
     before = (target / "metrics.jsonl.gz").read_bytes()
-    recorded.record(results, "hmda", "python -m x", tmp_path / "runs")
+    verdicts.record(results, "hmda", "python -m x", tmp_path / "runs")
     assert (target / "metrics.jsonl.gz").read_bytes() == before
-    assert recorded.pack(expected) == before  # rounding twice changes nothing
+    assert archive.pack(kept.records) == before  # rounding twice changes nothing
+
+
+def test_plans_survive_the_archive():
+    kept = archive.load("qsr_cifar10_vit")
+    again = archive.restore(kept.records, json.loads(json.dumps(archive.describe(kept))))
+    assert again.plans == kept.plans and again.plans["qsr"].rounds == 292
 
 
 def test_only_known_finished_runs_are_recorded(tmp_path):
     results = finished(tmp_path / "results", [])
     with pytest.raises(ValueError, match="'hmdb'.*Add a row to RUNS"):
-        recorded.record(results, "hmdb", "python", tmp_path)
+        verdicts.record(results, "hmdb", "python", tmp_path)
     with pytest.raises(ValueError, match="--command is ' '"):
-        recorded.record(results, "hmda", " ", tmp_path)
+        verdicts.record(results, "hmda", " ", tmp_path)
     (tmp_path / "results" / "table.md").unlink()
     with pytest.raises(ValueError, match="has no table.md: only runs that have ended"):
-        recorded.record(results, "hmda", "python", tmp_path)
+        verdicts.record(results, "hmda", "python", tmp_path)
 
 
 def rows_of(text, start):
@@ -255,7 +290,7 @@ def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded(tmp_path):
     assert all("| not run " in line for line in rows_of(before, title))
     rows = order_records({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, rates=(0.01, 0.02))
     results = finished(tmp_path / "results", rows)
-    recorded.record(results, "lenet_w4", "python -m experiments.cd_grab", tmp_path)
+    verdicts.record(results, "lenet_w4", "python -m experiments.cd_grab", tmp_path)
     after = verdicts.generated(tmp_path)
     losses = rows_of(after, f"{title}: train loss, lr 0.01 and own lr")
     assert len(losses) == 1 and "| reproduced " in losses[0] and "(#lenet_w4)" in losses[0]
@@ -265,12 +300,12 @@ def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded(tmp_path):
 
 def test_what_is_equal_at_several_rates_is_one_row(tmp_path):
     rows = order_records({"rr": 1.0, "cd_grab": 0.9}, rates=(0.01, 0.005))
-    lines = verdicts.table({"lenet_w4": rows})
+    lines = claims.table({"lenet_w4": compared(rows)})
     assert len(rows_of(lines, f"{RUNS['lenet_w4'].title}: train loss")) == 2  # another own rate
 
 
 def test_counts_are_those_of_the_rows():
-    lines = verdicts.table({})
+    lines = claims.table({})
     total = sum(int(n) for n in re.findall(r"(\d+) [a-z]", verdicts.count(lines)))
     assert total == len(lines.splitlines()) - 2
     assert all(line.split("|")[5].split(":")[0].strip() in VERDICTS for line in
@@ -282,11 +317,11 @@ def test_a_stale_readme_is_noticed(tmp_path):
     readme.write_text(f"before\n{verdicts.BEGIN}\nold\n{verdicts.END}\nafter\n")
     with pytest.raises(ValueError, match="README.md are not those of the recorded runs"):
         verdicts.check(readme, tmp_path)
-    text = verdicts.renewed(readme.read_text(), verdicts.generated(tmp_path))
+    text = verdicts.replace_section(readme.read_text(), verdicts.generated(tmp_path))
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     readme.write_text(text)
     verdicts.check(readme, tmp_path)
-    assert verdicts.renewed(text, verdicts.generated(tmp_path)) == text
+    assert verdicts.replace_section(text, verdicts.generated(tmp_path)) == text
     readme.write_text(text.replace("| reproduced ", "| not reproduced ", 1))
     with pytest.raises(ValueError, match="python -m experiments.verdicts"):
         verdicts.check(readme, tmp_path)
@@ -295,11 +330,7 @@ def test_a_stale_readme_is_noticed(tmp_path):
 @pytest.mark.parametrize("text", ["", verdicts.BEGIN, f"{verdicts.END}{verdicts.BEGIN}"])
 def test_a_readme_without_markers_is_refused(text):
     with pytest.raises(ValueError, match="needs the lines"):
-        verdicts.renewed(text, "body")
-
-
-def test_the_tables_of_the_readme_are_up_to_date():
-    verdicts.check()
+        verdicts.replace_section(text, "body")
 
 
 def test_the_readme_links_to_what_is_there():
@@ -314,5 +345,5 @@ def test_the_readme_links_to_what_is_there():
 
 def test_pictures_are_drawn_of_runs_of_orders_only(tmp_path):
     rows = order_records({"rr": 1.0, "cd_grab": 0.9}, epochs=8)
-    verdicts.draw({"m4": rows, "qsr_cifar10_vit": []}, tmp_path)
+    runs.draw({"m4": compared(rows), "qsr_cifar10_vit": compared(rows)}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["orders_m4.png"]

@@ -1,7 +1,7 @@
 """The rule of verdicts: from an effect, paired by seed, to one of five words.
 
-`gain` and `no_gain` turn a measure (experiments/effects.py) into what a row of
-`experiments.claims.CLAIMS` holds: a function from the records of runs to (ours, verdict).
+`gain` and `no_gain` turn a measure (effects.py) into what a row of `claims.CLAIMS` holds: a
+function from comparisons to (ours, verdict).
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.compare import interval
+from experiments.results.statistics import interval
 
 REPRODUCED, PARTLY, NOT = "reproduced", "partly", "not reproduced"
 UNTESTABLE, NOT_RUN = "not testable here", "not run"
@@ -43,11 +43,8 @@ def gain(measure: Callable, size: float = 0.0) -> Callable:
     """Claims an effect.
 
     Args:
-      measure: `(*records) -> Effect`.
+      measure: `(*comparisons) -> Effect`.
       size: what was published, in the unit of `Effect.values`; 0 where only the sign was.
-
-    Returns:
-      `(*records) -> (text, verdict)`.
     """
 
     def judge(*runs):
@@ -57,46 +54,30 @@ def gain(measure: Callable, size: float = 0.0) -> Callable:
         mean, half = interval(effect.values)
         as_well = [k for k, values in effect.controls.items() if np.mean(values) >= mean / 2]
         if mean + half < 0:
-            verdict = f"{NOT}: the opposite"
-        elif mean - half <= 0:
-            verdict = f"{NOT}: within the noise"
-        elif as_well:
-            verdict = f"{PARTLY}: {', '.join(as_well)} as well"
-        elif mean < size / 2:
-            verdict = f"{PARTLY}: smaller"
-        else:
-            verdict = REPRODUCED
-        return effect.text, verdict
+            return effect.text, f"{NOT}: the opposite"
+        if mean - half <= 0:
+            return effect.text, f"{NOT}: within the noise"
+        if as_well:
+            return effect.text, f"{PARTLY}: {', '.join(as_well)} as well"
+        return effect.text, f"{PARTLY}: smaller" if mean < size / 2 else REPRODUCED
 
     return judge
 
 
 def no_gain(measure: Callable, than: Callable) -> Callable:
-    """Claims that an effect has gone which is there elsewhere.
-
-    Args:
-      measure: `(records) -> Effect`, of the first run: what should be gone.
-      than: `(records) -> Effect`, of the last run: where it should be there.
-
-    Returns:
-      `(*records) -> (text, verdict)`.
-    """
+    """Claims that an effect has gone in the first run which is there in the last."""
 
     def judge(*runs):
         effect, there = measure(runs[0]), than(runs[-1])
         if short := _too_little(effect) or _too_little(there):
             return effect.text, short
-        mean, half = interval(effect.values)
-        size, size_half = interval(there.values)
+        (mean, half), (size, size_half) = interval(effect.values), interval(there.values)
         if size - size_half <= 0:
-            verdict = f"{NOT}: no gain to lose"
-        elif mean + half < size / 2:
-            verdict = REPRODUCED
-        elif mean - half > 0 and mean >= size / 2:
-            verdict = f"{NOT}: a gain is left"
-        else:
-            verdict = f"{PARTLY}: too noisy to tell"
-        return effect.text, verdict
+            return effect.text, f"{NOT}: no gain to lose"
+        if mean + half < size / 2:
+            return effect.text, REPRODUCED
+        left = mean - half > 0 and mean >= size / 2
+        return effect.text, f"{NOT}: a gain is left" if left else f"{PARTLY}: too noisy to tell"
 
     return judge
 

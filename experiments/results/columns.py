@@ -1,0 +1,215 @@
+"""The tables of studies as data: a study names one tuple of columns, and what stands below them.
+
+A section is a function of the comparison that gives (file name, text), or for a picture
+(file name, function of a path and a title that draws it).
+"""
+
+import numpy as np
+
+from experiments.results import statistics
+from experiments.results.statistics import interval, last, target_of
+from experiments.results.tables import (
+    Column,
+    against,
+    costs,
+    faster,
+    name_of,
+    show,
+    show_reached,
+    sweep,
+    times_faster,
+)
+
+TABLE = "table.md"
+
+
+def arm(head: str) -> Column:
+    return Column(head, lambda comparison, own: own.label, always=True)
+
+
+def rate(head: str, *, edge: bool = True) -> Column:
+    """The arm's own learning rate; edge: say where it is at the border of those tried."""
+
+    def cell(comparison, own):
+        if own.rate is None:
+            return "all diverge"
+        at_edge = edge and len(own.tried) > 1 and own.rate in (own.tried[0], own.tried[-1])
+        return f"{own.rate:g}{' (edge)' * at_edge}"
+
+    return Column(head, cell, always=True)
+
+
+def end(head: str, scalar: str, form: str) -> Column:
+    """The last value of a scalar."""
+    return Column(head, lambda comparison, own: show(_lasts(own, scalar), form))
+
+
+def metric(form: str) -> Column:
+    """The last value of the metric that is reported, on the test set."""
+
+    def cell(comparison, own):
+        return show(_lasts(own, f"test/{statistics.metric_of(comparison)}"), form)
+
+    return Column(lambda comparison: name_of(f"test/{statistics.metric_of(comparison)}"), cell)
+
+
+def to_target(head: str, name: str, form: str, word: str = "") -> Column:
+    """What it takes to the target, or how many seeds get there."""
+    return Column(
+        head, lambda comparison, own: show_reached(costs(comparison, own, name), form, word)
+    )
+
+
+def _lasts(own, scalar):
+    return [last(run, scalar) for run in own.runs.values()]
+
+
+# Of orders: also at other rates than the best, at which the baseline's best is reached.
+def fastest(comparison, arm_name: str) -> tuple[float, dict]:
+    """(rate, runs by seed) with which most seeds and then the fewest steps reach the target."""
+    criterion = comparison.criterion._replace(when="target", target=target_of(comparison))
+    best = statistics.best_rate(comparison.records, arm_name, None, criterion)
+    return best, statistics.tuned(comparison.records, arm_name).get(best, {})
+
+
+def spent(comparison, runs, name: str) -> dict:
+    return statistics.to_target(runs, comparison.criterion, target_of(comparison), name)
+
+
+def _same_rate(comparison, own):
+    """At the baseline's rate, or at the arm's own if it did not train with that."""
+    runs = statistics.tuned(comparison.records, own.arm).get(comparison.baseline().rate, own.runs)
+    return show_reached(spent(comparison, runs, "epoch"), "{:.0f}")
+
+
+def _fewer(comparison, own):
+    base, mine = (
+        spent(comparison, fastest(comparison, name)[1], "epoch")
+        for name in (comparison.baseline().arm, own.arm)
+    )
+    pairs = np.array([(base[seed], mine[seed]) for seed in mine if seed in base])
+    if not len(pairs) or not np.isfinite(pairs).all():
+        return "-"
+    return show(pairs[:, 0] / np.maximum(pairs[:, 1], 1), "{:.1f}")
+
+
+def _fastest_spent(name, form):
+    return lambda comparison, own: show_reached(
+        spent(comparison, fastest(comparison, own.arm)[1], name), form
+    )
+
+
+ORDER_COLUMNS = (
+    arm("order"),
+    rate("best lr", edge=False),
+    Column(
+        lambda c: f"best {name_of(c.criterion.scalar)}",
+        lambda c, own: show(statistics.lowest([*own.runs.values()], c.criterion), "{:.2e}"),
+    ),
+    Column(lambda c: f"epochs to {c.baseline().label}'s best, its lr", _same_rate),
+    Column("own lr", lambda c, own: f"{fastest(c, own.arm)[0]:g}"),
+    Column("epochs, own lr", _fastest_spent("epoch", "{:.0f}")),
+    Column("times fewer", _fewer),
+    Column("seconds, own lr", _fastest_spent("seconds", "{:.2f}")),
+    metric("{:.4f}"),
+    end("last bound L∞", "bound/linf", "{:.2f}"),
+)
+
+
+def _volume(comparison, own):
+    shares = {last(run, "rounds") / run[-1]["step"] for run in own.runs.values()}
+    return ", ".join(f"{share:.2%}" for share in sorted(shares)) or "-"
+
+
+def _rounds(comparison, own):
+    counts = sorted({run[-1]["rounds"] for run in own.runs.values()})
+    return ", ".join(map(str, counts)) or "-"
+
+
+def _periods(comparison, own):
+    plan = comparison.plans.get(own.arm)
+    return f"{plan.periods.min()} to {plan.periods.max()}" if plan else "-"
+
+
+SYNC_COLUMNS = (
+    arm("rule"),
+    rate("peak lr"),
+    Column("seeds", lambda c, own: f"{len(own.runs)}"),
+    metric("{:.4f}"),
+    end("train loss", "train/loss", "{:.4f}"),
+    Column("volume", _volume),
+    Column("rounds", _rounds),
+    Column("H", _periods),
+    end("seconds", "seconds", "{:.1f}"),
+    end("last drift", "drift", "{:.4f}"),
+    Column("diverged", lambda c, own: ", ".join(f"{r:g}" for r in own.diverged) or "-", True),
+)
+
+
+def _per_step(own, name):
+    return [run[-1][name] / run[-1]["step"] for run in own.runs.values()]
+
+
+ECHO_COLUMNS = (
+    arm("arm"),
+    rate("lr"),
+    to_target("seconds", "seconds", "{:.2f}", "arrive"),
+    Column(lambda c: f"times faster than {next(iter(c.arms.values()))}", faster),
+    to_target("loads", "loads", "{:.0f}", "arrive"),
+    to_target("steps", "step", "{:.0f}", "arrive"),
+    to_target("rounds", "rounds", "{:.0f}", "arrive"),
+    Column(
+        "ms per step",
+        lambda c, own: show([1e3 * s for s in _per_step(own, "seconds")], "{:.2f}"),
+    ),
+    Column("loads per step", lambda c, own: f"{interval(_per_step(own, 'loads'))[0]:.2f}"),
+)
+
+COMBINED_COLUMNS = (
+    arm("arm"),
+    rate("best lr"),
+    Column(
+        lambda c: f"last {name_of(c.criterion.scalar)}",
+        lambda c, own: show(_lasts(own, c.criterion.scalar), "{:.3g}"),
+    ),
+    metric("{:.4g}"),
+    to_target("steps to the target", "step", "{:.0f}"),
+    to_target("loads", "loads", "{:.0f}"),
+    to_target("sent, in all-reduces", "allreduces", "{:.0f}"),
+    to_target("seconds", "seconds", "{:.2f}"),
+)
+
+
+# Sections.
+def diverged_rates(comparison):
+    """A line per learning rate at which an arm diverged."""
+    lines = [f"{own.label} diverged at learning rate {r:g}." for own in comparison.at()
+             for r in own.diverged]  # fmt: skip
+    return TABLE, "\n\n".join(lines)
+
+
+def rates_tried(head: str = "arm"):
+    """A table per speed of what chose the learning rates."""
+
+    def section(comparison):
+        criterion, parts = comparison.criterion, []
+        what = f"mean {name_of(criterion.scalar)}"
+        if criterion.when == "target":
+            what = "mean steps to the target on the validation half"
+        for speed in comparison.speeds:
+            start = "Tuning" if speed is None else f"R = {speed:g}, tuning"
+            title = f"{start}: {what} at every learning rate (seeds)"
+            parts.append(f"{title}\n\n{sweep(comparison, speed, head)}")
+        return TABLE, "\n\n".join(parts)
+
+    return section
+
+
+def against_baseline(comparison):
+    """Paired differences of the test metric."""
+    return TABLE, against(comparison)
+
+
+def times_faster_than_baseline(comparison):
+    """A summary of all speeds."""
+    return TABLE, times_faster(comparison)

@@ -1,0 +1,210 @@
+"""The factorial of decisions: main effects and interactions, and time on machines with prices."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.results import plots, statistics
+from experiments.results.statistics import (
+    Comparison,
+    interval,
+    last,
+    log_ratios,
+    reached,
+    target_of,
+)
+from experiments.results.tables import markdown, name_of, times
+from experiments.training.metrics import METRICS
+
+FACTORS = ("order", "sync", "echo")  # fields of the records
+COSTS = (("step", "steps"), ("loads", "loads"), ("allreduces", "volume"), ("seconds", "seconds"))
+
+
+class Response(NamedTuple):
+    """What effects are estimated of.
+
+    Fields:
+      label: for people.
+      value: `run -> float`.
+      relative: whether effects are factors; else differences.
+    """
+
+    label: str
+    value: Callable[[Sequence[Mapping]], float]
+    relative: bool = True
+
+
+class Effect(NamedTuple):
+    factors: tuple[str, ...]  # one for a main effect, more for an interaction
+    mean: float
+    half_width: float  # of the 95 % interval over seeds
+
+
+def responses(comparison: Comparison) -> list[Response]:
+    """The last objective and test metric, and every cost to the target."""
+    criterion, metric = comparison.criterion, statistics.metric_of(comparison)
+    points, target = metric == "accuracy", target_of(comparison)
+    scale = 100 if points else 1
+    return [
+        Response(f"last {name_of(criterion.scalar)}", lambda run: last(run, criterion.scalar)),
+        Response(
+            METRICS[metric].label + (" / points" if points else ""),
+            lambda run: scale * last(run, f"test/{metric}"),
+            not points,
+        ),
+        *(
+            Response(
+                f"{label} to the target", lambda run, n=name: reached(run, criterion, target)[n]
+            )
+            for name, label in COSTS
+        ),
+    ]
+
+
+def cells(comparison: Comparison) -> tuple[tuple[str, ...], np.ndarray]:
+    """(names of the factors, object[2, ..., 2, seeds] of runs).
+
+    Raises:
+      ValueError: if the arms are no two-level factorial, one diverged at every rate, or one has
+        fewer seeds than another.
+    """
+    arms = comparison.at()
+    if lost := [own.label for own in arms if own.rate is None]:
+        raise ValueError(
+            f"{', '.join(lost)} has no learning rate at which it did not diverge: pass lower "
+            "--learning_rates."
+        )
+    counts = {own.label: len(own.runs) for own in arms}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"the arms' best rates have runs of {counts} seeds, for others diverged: pass more and "
+            "lower --learning_rates."
+        )
+    of = [next(iter(own.runs.values()))[-1] for own in arms]
+    levels = {name: list(dict.fromkeys(r[name] for r in of)) for name in FACTORS}
+    levels = {name: found for name, found in levels.items() if len(found) > 1}
+    at = [tuple(found.index(r[name]) for name, found in levels.items()) for r in of]
+    if set(at) != set(itertools.product((0, 1), repeat=len(levels))):
+        raise ValueError(
+            f"effects are of a full factorial of two levels, and the {len(arms)} arms have the "
+            f"levels {levels}: run every combination of two levels each."
+        )
+    runs = np.empty((*[2] * len(levels), counts[arms[0].label]), object)
+    for place, own in zip(at, arms, strict=True):
+        for i, run in enumerate(own.runs.values()):
+            runs[(*place, i)] = run
+    return tuple(levels), runs
+
+
+def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect]:
+    """Main effects and interactions of a two-level factorial, paired by seed.
+
+    effect(S) = 2 / 2^k sum over cells of y times the product over S of (-1 at the first level, +1
+    at the second): for one factor the mean change from the first level to the second; for two, half
+    the difference that the second makes to the change by the first.
+
+    Args:
+      values: float[2, ..., 2, seeds], an axis per factor.
+      factors: their names.
+
+    Returns:
+      An effect per subset of the factors, the small ones first.
+
+    Example:
+      >>> import numpy as np
+      >>> y = np.zeros((2, 2, 2, 3))
+      >>> y[1] = 1.0  # the order alone matters
+      >>> [e.mean for e in effects(y)]
+      [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    """
+    count, found = values.ndim - 1, []
+    for size in range(1, count + 1):
+        for axes in itertools.combinations(range(count), size):
+            signs = np.ones(values.shape[:-1])
+            for axis in axes:
+                shape = [2 if a == axis else 1 for a in range(count)]
+                signs = signs * np.array([-1.0, 1.0]).reshape(shape)
+            per_seed = 2 / 2**count * np.tensordot(signs, values, count)
+            found.append(Effect(tuple(factors[a] for a in axes), *interval(per_seed)))
+    return found
+
+
+def effects_of(comparison: Comparison) -> dict[Response, list[Effect]]:
+    """The effects on every response, of logarithms where they are factors."""
+    factors, runs = cells(comparison)
+
+    def measured(response):
+        y = np.vectorize(response.value, otypes=[float])(runs)
+        return np.log(np.maximum(y, 1e-12)) if response.relative else y
+
+    return {r: effects(measured(r), factors) for r in responses(comparison)}
+
+
+def format_effect(effect: Effect, relative: bool) -> str:
+    """As "× 0.88 (0.86 to 0.90)", or a difference; bold where the interval leaves no effect out."""
+    low, high = effect.mean - effect.half_width, effect.mean + effect.half_width
+    form = (lambda v: f"{math.exp(v):.2f}") if relative else (lambda v: f"{v:+.2f}")
+    text = ("× " if relative else "") + form(effect.mean)
+    if not math.isnan(low):
+        text += f" ({form(low)} to {form(high)})"
+    return f"**{text}**" if low * high > 0 else text
+
+
+def effects_table(comparison: Comparison) -> tuple[str, str]:
+    """Section: a row per effect, a column per response."""
+    found = effects_of(comparison)
+    rows = [
+        {"effect of": " × ".join(each[0].factors)}
+        | {r.label: format_effect(e, r.relative) for r, e in zip(found, each, strict=True)}
+        for each in zip(*found.values(), strict=True)
+    ]
+    text = (
+        "Effects from the first level to the second, 95 % intervals over seeds, × for factors; "
+        "bold: no effect lies outside."
+    )
+    return "table_effects.md", f"{text}\n\n{markdown(rows)}"
+
+
+def effects_picture(comparison: Comparison) -> tuple[str, Callable]:
+    """Section: a panel per response, a row per effect with its interval."""
+    found = effects_of(comparison)
+    return "effects.png", lambda path, title: plots.effects(found, path, title)
+
+
+def target_line(comparison: Comparison) -> tuple[str, str]:
+    """Section: the target of the main table."""
+    text = f"Target: {target_of(comparison):.4g}, which every arm reaches with every seed."
+    return "table.md", text
+
+
+def priced_table(machines: Sequence, price: Callable) -> Callable:
+    """Section: priced time to the target as times faster than the first arm, paired by seed.
+
+    Args:
+      machines: each with a label; price: `(run, machine) -> time up to the run's last record`.
+    """
+
+    def section(comparison):
+        target, arms = target_of(comparison), comparison.at()
+
+        def spent(own, machine):
+            at = {s: reached(run, comparison.criterion, target) for s, run in own.runs.items()}
+            until = {s: [r for r in own.runs[s] if r["step"] <= at[s]["step"]] for s in at}
+            return {s: price(run, machine) for s, run in until.items()}
+
+        base = {machine.label: spent(arms[0], machine) for machine in machines}
+        rows = [
+            {"arm": own.label}
+            | {
+                m.label: times(log_ratios(base[m.label], spent(own, m)), exact=True)
+                for m in machines
+            }
+            for own in arms
+        ]
+        text = "Times faster to the target than the first arm, priced."
+        return "table_priced.md", f"{text}\n\n{markdown(rows)}"
+
+    return section

@@ -1,0 +1,293 @@
+"""One way to draw: curves of panels against what they cost, effects, time to a target, herding."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.results import statistics
+from experiments.results.statistics import Comparison, interval, tested
+from experiments.results.tables import costs, name_of
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#999999")
+DASHES = ("-", (0, (3, 1.5)))
+LOGARITHMIC = ("train/above_optimum", "bound/linf", "bound/l2", "drift")
+SPREAD = ("rounds", "loads", "allreduces")  # costs in which arms differ by factors
+
+
+class Panel(NamedTuple):
+    """A row of a picture.
+
+    Fields:
+      scalar: of the records; "objective" is what chose the rates, "metric" what is reported.
+      x: names of the records' costs, a column each.
+    """
+
+    scalar: str
+    x: tuple[str, ...] = ("epoch", "seconds")
+
+
+ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))
+SYNC_PANELS = (
+    Panel("metric", ("rounds", "seconds")),
+    Panel("train/loss", ("step", "seconds")),
+    Panel("drift", ("step", "rounds")),
+)
+ECHO_PANELS = (Panel("metric", ("loads", "step")), Panel("metric", ("seconds", "rounds")))
+COMBINED_PANELS = (
+    Panel("objective", ("step", "loads", "allreduces", "seconds")),
+    Panel("metric", ("step", "loads", "allreduces", "seconds")),
+)
+
+
+def comparison(
+    compared: Comparison, panels: Sequence[Panel], path: str, title: str, speed: float | None = None
+) -> None:
+    """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
+
+    What every task measures gets a row too; what was not recorded is left out.
+    """
+    rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
+    width = max(len(x) for _, x in rows)
+    figure, axes = pyplot().subplots(
+        len(rows), width, figsize=(4.7 * width, 3.7 * len(rows) + 0.9), squeeze=False,
+        layout="constrained", sharey="row",
+    )  # fmt: skip
+    for row, (scalar, names) in zip(axes, rows, strict=True):
+        for axis, x in zip(row, names, strict=False):
+            for place, arm in enumerate(compared.arms):
+                own = compared.chosen.get((arm, speed))
+                if own and own.runs:
+                    label = f"{own.label} (lr {own.rate:g})"
+                    _draw(axis, list(own.runs.values()), x, scalar, look(place) | {"label": label})
+            if goal.when == "target" and scalar == goal.scalar:
+                axis.axhline(goal.target, color="#444444", linewidth=0.8, linestyle=":")
+            _label(axis, x)
+        for axis in row[len(names) :]:
+            axis.set_visible(False)
+        row[0].set_ylabel(name_of(scalar))
+        if scalar in LOGARITHMIC:
+            row[0].set_yscale("log")
+        else:
+            _zoom(row[0], compared, scalar, speed)
+    legend(figure, axes)
+    seeds = max(len(own.runs) for own in compared.at(speed))
+    at = "" if speed is None else f", R = {speed:g}"
+    figure.suptitle(
+        f"{title}{at}\neach at its own best learning rate, {seeds} seeds, mean and 95 % interval"
+    )
+    save(figure, path)
+
+
+def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
+    """(scalar, costs) for which there is something to draw."""
+    names = {
+        "objective": tested(compared.criterion).scalar,
+        "metric": f"test/{statistics.metric_of(compared)}",
+    }
+    runs = [run for own in compared.at(speed) for run in own.runs.values()]
+    known = {k for run in runs for r in run for k, v in r.items() if v is not None}
+    more = [Panel(f"test/{name}", panels[0].x) for name in statistics.everywhere(compared)]
+    rows = [(names.get(p.scalar, p.scalar), p.x) for p in (*panels, *more)]
+    rows = [(scalar, tuple(n for n in x if n in known)) for scalar, x in rows if scalar in known]
+    return list(dict.fromkeys(rows))
+
+
+def _draw(axis, runs, x: str, scalar: str, style) -> None:
+    """A curve with its interval, as long as all seeds run."""
+    found, at = statistics.values(runs, scalar), statistics.values(runs, x).mean(axis=0)
+    kept = ~(np.isnan(found).any(axis=0) | np.isnan(at))
+    if not kept.any():
+        return
+    found, at = found[:, kept], at[kept]
+    mean, half = np.array([interval(v) for v in found.T]).T
+    half = np.nan_to_num(half)
+    low, colour = mean - half, style["color"]
+    if scalar in LOGARITHMIC:  # where a band may not reach 0
+        low = np.maximum(low, found.min(axis=0) / 2)
+    axis.plot(at, mean, **style, marker="o" if len(at) < 20 else None, ms=3)
+    axis.fill_between(at, low, mean + half, color=colour, alpha=0.1, linewidth=0)
+    axis.plot(at[-1], mean[-1], "o", color=colour, ms=5)
+
+
+def _label(axis, x):
+    axis.set_xlabel(name_of(x))
+    axis.grid(alpha=0.3)
+    if x in SPREAD:
+        axis.set_xscale("log")
+        _plain(axis.xaxis)
+    else:
+        axis.locator_params(axis="x", nbins=5)
+        axis.xaxis.set_major_formatter("{x:,g}")
+
+
+def _plain(axis):
+    """Of a logarithmic axis: numbers without powers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _zoom(axis, compared, scalar, speed):
+    """Leaves out the first fifth's bad values, which would flatten the rest."""
+    runs = [list(own.runs.values()) for own in compared.at(speed) if own.runs]
+    late = [v[:, v.shape[1] // 5 :].ravel() for v in (statistics.values(r, scalar) for r in runs)]
+    late = np.concatenate(late)
+    late = late[np.isfinite(late)]
+    if len(late):
+        margin = 0.08 * (late.max() - late.min()) + 1e-3 * abs(late.max())
+        axis.set_ylim(late.min() - margin, late.max() + margin)
+
+
+def look(place: int) -> dict:
+    """Colour and dash of the line in this place; a colour's second use has the other dash."""
+    dashed = (place + place // len(COLOURS)) % 2
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[dashed]}
+
+
+def time_to_target(compared: Comparison) -> tuple[str, Callable]:
+    """Section: a panel per speed, a row per arm, seconds to the target with their interval."""
+    return "time_to_target.png", lambda path, title: _time_to_target(compared, path, title)
+
+
+def _time_to_target(compared, path, title):
+    speeds = compared.speeds
+    arms = [arm for arm in compared.arms if any((arm, s) in compared.chosen for s in speeds)]
+    figure, axes = pyplot().subplots(
+        1, len(speeds), figsize=(3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)), sharey=True,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    for axis, speed in zip(axes[0], speeds, strict=True):
+        for own in compared.at(speed):
+            found = np.array([*costs(compared, own, "seconds").values()])
+            _bar(axis, arms.index(own.arm), found, dashed=own.arm == arms[0])
+        axis.set(xlim=(0, None), xlabel="seconds to the target")
+        axis.set_title(f"a load takes {speed:g} step{'s' * (speed != 1)}", fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0][0].set_yticks(range(len(arms)), [compared.arms[arm] for arm in arms])
+    axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
+    name = compared.arms[arms[0]]
+    figure.suptitle(f"{title}\nmean, 95 % interval and seeds; dotted: {name}", fontsize=11)
+    save(figure, path)
+
+
+def _bar(axis, row, found, *, dashed):
+    """Seconds of one arm; where not all seeds arrive, those that do and their number."""
+    arrived, colour = found[np.isfinite(found)], look(row)["color"]
+    axis.plot(arrived, [row] * len(arrived), "|", color=colour, alpha=0.6)
+    if len(arrived) < len(found):
+        text = f"{len(arrived)} of {len(found)} arrive"
+        axis.text(0.03, row, text, va="center", fontsize=8, transform=axis.get_yaxis_transform())
+    elif len(found):
+        mean, half = interval(found)
+        axis.errorbar(mean, row, xerr=np.nan_to_num(half), fmt="o", capsize=3, color=colour)
+        if dashed:
+            axis.axvline(mean, color="#444444", linewidth=0.8, linestyle=":")
+
+
+def effects(found: Mapping, path: str, title: str) -> None:
+    """Writes a PNG: a panel per response of `factorial`, a row per effect with its interval."""
+    lines = -(-len(found) // 3)
+    figure, axes = pyplot().subplots(
+        lines, 3, figsize=(15, 3.6 * lines), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, (response, each) in zip(axes.flat, found.items(), strict=False):
+        bounds = np.array([(e.mean, e.mean - e.half_width, e.mean + e.half_width) for e in each])
+        if response.relative:
+            bounds = np.exp(bounds)
+            _factors_on(axis, bounds)
+        mean, low, high = bounds.T
+        y = np.arange(len(each))
+        axis.axvline(1 if response.relative else 0, color="0.5", linewidth=1)
+        axis.hlines(y, low, high, color=COLOURS[6], linewidth=2)
+        axis.plot(mean, y, "o", color=COLOURS[4], ms=5)
+        axis.set_yticks(y, [" × ".join(e.factors) for e in each])
+        kind = "factor on the" if response.relative else "change of the"
+        axis.set_xlabel(f"{kind} {response.label}")
+        axis.grid(alpha=0.3, axis="x")
+    axes[0][0].invert_yaxis()
+    for axis in list(axes.flat)[len(found) :]:
+        axis.set_visible(False)
+    figure.suptitle(
+        f"{title}\neffects from the first level to the second, 95 % intervals over seeds"
+    )
+    save(figure, path)
+
+
+def _factors_on(axis, bounds):
+    """A logarithmic axis with a few plain numbers."""
+    axis.set_xscale("log")
+    low, high = min(np.nanmin(bounds), 0.8), max(np.nanmax(bounds), 1.25)
+    axis.set_xlim(low / 1.05, high * 1.05)
+    few = [t for t in (0.5, 0.8, 1, 1.25, 2) if low <= t <= high]
+    if high / low <= 12:
+        axis.set_xticks(few, [f"{t:g}" for t in few])
+        axis.minorticks_off()
+    else:
+        _plain(axis.xaxis)
+
+
+def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str) -> None:
+    """Writes a PNG: the bound over rounds at the most workers, and over workers at the end.
+
+    Args:
+      records: with order, workers, round and bound; labels: {order: label}; norm: "inf" or "2".
+    """
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
+    at = {}
+    for r in records:
+        at.setdefault((r["order"], r["workers"], r["round"]), []).append(r["bound"])
+    for i, name in enumerate(dict.fromkeys(r["order"] for r in records)):
+        over_rounds = [at[name, widths[-1], k] for k in rounds]
+        over_workers = [at[name, w, rounds[-1]] for w in widths]
+        for axis, x, groups in zip(
+            axes, (rounds, widths), (over_rounds, over_workers), strict=True
+        ):
+            mean, half = np.array([interval(g) for g in groups]).T
+            bars = None if np.isnan(half).all() else np.minimum(half, 0.9 * mean)
+            style = look(i) | {"label": labels[name], "marker": "o", "ms": 4, "capsize": 3}
+            axis.errorbar(x, mean, yerr=bars, **style)
+    for axis in axes:
+        axis.set(yscale="log", ylabel=name_of(f"bound/l{norm}"))
+        _plain(axis.yaxis)
+        axis.grid(alpha=0.3)
+    axes[0].set_xlabel(f"rounds (W = {widths[-1]})")
+    axes[1].set(xlabel=f"workers (after {rounds[-1]} rounds)", xscale="log")
+    axes[1].set_xticks(widths, [str(w) for w in widths])
+    axes[1].minorticks_off()
+    legend(figure, [axes])
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def legend(figure, axes) -> None:
+    """One for all, below."""
+    found = {}
+    for axis in (axis for row in axes for axis in row):
+        found |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    widest = 0.6 + 0.09 * max(map(len, found), default=0)  # inches of an entry
+    columns = max(1, min(4, len(found), int(figure.get_figwidth() / widest)))
+    figure.legend(found.values(), found, loc="outside lower center", ncols=columns)
+
+
+def pyplot():
+    """matplotlib is imported where a picture is made: it takes a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save(figure, path) -> None:
+    temporary = f"{path}.tmp.png"
+    figure.savefig(temporary, dpi=110)
+    pyplot().close(figure)
+    os.replace(temporary, path)

@@ -1,0 +1,129 @@
+"""What is written down of a run, and the folder it lies in.
+
+A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
+not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
+rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
+"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the last record of
+a run "ended": true, "diverged": null or the message, and "load_steps" where echoing was measured.
+Tuning runs recorded before this schema hold, for what was evaluated on the way, the first record at
+the target alone: its costs, and in "at_target" the scalars that were there.
+
+Of several processes all read, and process 0 alone writes.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+
+from experiments.processes import distributed
+
+RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
+IDENTITY = ("study", "order", "sync", "echo", *RUN_FIELDS)  # nothing that is found
+METRICS = "metrics.jsonl"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
+
+
+def run_of(record: Mapping) -> tuple:
+    """What tells a record's run apart from others: its `RUN_FIELDS`."""
+    return tuple(record.get(name) for name in RUN_FIELDS)
+
+
+def whole_runs(records: Sequence[Mapping]) -> list[dict]:
+    """The records of runs that have ended."""
+    ended = {run_of(r) for r in records if r.get("ended")}
+    return [r for r in records if run_of(r) in ended]
+
+
+def write_whole(path: str, text: str) -> None:
+    """Writes a file under a temporary name, then renames it: never half a file."""
+    if not distributed.is_first():
+        return
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def write_json(path: str, value) -> None:
+    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str, default=None):
+    """What is in a JSON file; the default where there is no file."""
+    if not os.path.exists(path):
+        return default
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> list[dict]:
+    """Prepares an output folder and returns the records of an earlier, equal run in it.
+
+    Args:
+      folder: created if absent; gets settings.json (the flags) and versions.json.
+      settings: what the run depends on, JSON values.
+      overwrite: forget what an earlier run with other settings has left.
+
+    Raises:
+      ValueError: if the folder holds a run with other settings, or not the same for all processes.
+    """
+    settings = json.loads(json.dumps(dict(settings), sort_keys=True))
+    path = os.path.join(folder, "settings.json")
+    metrics = os.path.join(folder, METRICS)
+    before, kept = None if overwrite else read_json(path), []
+    if before is not None:
+        if before != settings:
+            changed = sorted(k for k in settings | before if settings.get(k) != before.get(k))
+            raise ValueError(
+                f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
+                "another --output_dir, or pass --overwrite to forget that run."
+            )
+        kept = read(metrics) if os.path.exists(metrics) else []
+    distributed.wait(f"read {folder}")  # before the first of them writes
+    first = distributed.of_first(len(kept))
+    if first != len(kept):
+        raise ValueError(
+            f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
+            "--output_dir that all processes share."
+        )
+    os.makedirs(folder, exist_ok=True)
+    write_json(path, settings)
+    write_json(os.path.join(folder, "versions.json"), versions())
+    return kept
+
+
+def versions() -> dict:
+    """Packages, Python and the device, for whoever runs it again."""
+    import jax
+
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    found |= {
+        "python": platform.python_version(),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "cores": os.cpu_count(),
+    }
+    return found | ({"processes": jax.process_count()} if distributed.several() else {})
+
+
+def read(path: str) -> list[dict]:
+    """The records of a JSON-lines file; a last line that was cut off is left out."""
+    records = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                break
+            records.append(json.loads(line))
+    return records
+
+
+def write_lines(path: str, records: Iterable[Mapping]) -> None:
+    write_whole(path, "".join(json.dumps(r) + "\n" for r in records))

@@ -1,0 +1,269 @@
+"""One comparison: arms at their own best rates, chosen by one protocol, and what they take there.
+
+A run is the list of its records by step. Over seeds, intervals are Student's t at 95 %.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.training.metrics import METRICS
+
+TUNING, REPORTED = ("run", "tune"), ("run", "report")  # phases
+LOSS, ABOVE = "train/loss", "train/above_optimum"
+Run = Sequence[Mapping]
+
+
+class Criterion(NamedTuple):
+    """What chooses a learning rate.
+
+    Fields:
+      scalar: of the records, on the tuning split; "train/loss" counts above its minimum where that
+        is known.
+      lower: whether less of it is better.
+      when: "last" value, "lowest" point of the mean over seeds, or fewest steps to a "target".
+      target: of the scalar, for when="target".
+    """
+
+    scalar: str = LOSS
+    lower: bool = True
+    when: str = "last"
+    target: float | None = None
+
+
+class Chosen(NamedTuple):
+    """An arm at its own best learning rate, at one speed of the input.
+
+    Fields:
+      rate: None where a run diverged at every rate.
+      runs: by seed, of the reported phase.
+      tried, diverged: learning rates, ascending.
+    """
+
+    arm: str
+    label: str
+    speed: float | None
+    rate: float | None
+    runs: Mapping[int, Run]
+    tried: tuple[float, ...]
+    diverged: tuple[float, ...]
+
+
+class Comparison(NamedTuple):
+    """All that tables and pictures need.
+
+    Fields:
+      records: of whole runs; arms: {name: label}, the baseline first.
+      speeds: of the input, or (None,).
+      chosen: {(arm, speed): Chosen}, in the order of the arms, for those that have run.
+      plans: {arm: SyncPlan}, where they are known before the run.
+    """
+
+    records: Sequence[Mapping]
+    arms: Mapping[str, str]
+    criterion: Criterion
+    speeds: tuple
+    chosen: Mapping[tuple, Chosen]
+    plans: Mapping[str, Any]
+
+    def at(self, speed: float | None = None) -> list[Chosen]:
+        return [own for (_, s), own in self.chosen.items() if s == speed]
+
+    def baseline(self, speed: float | None = None) -> Chosen | None:
+        return self.chosen.get((next(iter(self.arms)), speed))
+
+
+def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
+    """Every arm at its own best rate, at every speed.
+
+    Args:
+      records: of whole runs; arms: {name: label}, the baseline first; plans: {arm: SyncPlan}.
+
+    Raises:
+      ValueError: if the baseline has not run.
+    """
+    records, first, chosen = list(records), next(iter(arms)), {}
+    ran = list(dict.fromkeys(r["arm"] for r in records))
+    if first not in ran:
+        raise ValueError(f"the baseline {first!r} is not among the arms run, {ran}: run it too.")
+    speeds = sorted({r["speed"] for r in records if r.get("speed") is not None}) or [None]
+    for speed in speeds:
+        for arm, label in arms.items():
+            rate, runs = best_rate(records, arm, speed, criterion), {}
+            if rate is not None:
+                runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
+            if tried := tuple(sorted(runs_of(records, arm, speed))):
+                out = diverged(records, arm, speed)
+                chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
+    known = of_records(criterion, records)
+    return Comparison(records, dict(arms), known, tuple(speeds), chosen, dict(plans or {}))
+
+
+def of_records(criterion: Criterion, records: Sequence[Mapping]) -> Criterion:
+    """The criterion with the train loss above its minimum in its place, where that is known."""
+    above = criterion.scalar == LOSS and criterion.target is None
+    known = above and any(ABOVE in r for r in records)
+    return criterion._replace(scalar=ABOVE) if known else criterion
+
+
+def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, list]]:
+    """{learning rate: {seed: run}} of an arm at a speed."""
+    found = {}
+    for r in records:
+        if r["arm"] == arm and r.get("speed") == speed and r["phase"] in phases:
+            found.setdefault(r["learning_rate"], {}).setdefault(r["seed"], []).append(r)
+    for run in (run for by_seed in found.values() for run in by_seed.values()):
+        run.sort(key=lambda r: r["step"])
+    return found
+
+
+def diverged(records, arm: str, speed: float | None = None) -> tuple[float, ...]:
+    """The learning rates at which a run of the arm diverged, ascending."""
+    own = (r for r in records if r["arm"] == arm and r.get("speed") == speed)
+    return tuple(sorted({r["learning_rate"] for r in own if r.get("diverged")}))
+
+
+def tuned(records, arm: str, speed: float | None = None) -> dict[float, dict[int, Run]]:
+    """As `runs_of`, without rates at which a seed diverged: these are out."""
+    out = diverged(records, arm, speed)
+    return {rate: runs for rate, runs in runs_of(records, arm, speed).items() if rate not in out}
+
+
+def finalists(records, arm: str, speed, criterion: Criterion, count: int | None) -> list[float]:
+    """The best learning rates of seed 0, at most `count` (None: all), best first."""
+    criterion = of_records(criterion, records)
+    first = {rate: runs[0] for rate, runs in tuned(records, arm, speed).items() if 0 in runs}
+    return sorted(first, key=lambda rate: score([first[rate]], criterion))[:count]
+
+
+def best_rate(records, arm: str, speed, criterion: Criterion) -> float | None:
+    """The best learning rate of those that ran with most seeds; None where all diverged."""
+    criterion, runs = of_records(criterion, records), tuned(records, arm, speed)
+    most = max(map(len, runs.values()), default=0)
+    kept = {rate: list(own.values()) for rate, own in runs.items() if len(own) == most}
+    return min(kept, key=lambda rate: score(kept[rate], criterion), default=None)
+
+
+def score(runs: Sequence[Run], criterion: Criterion) -> tuple[float, float]:
+    """Less is better: (runs that never arrive, mean over seeds)."""
+    sign = 1 if criterion.lower else -1
+    if criterion.when == "target":
+        steps = [at["step"] for at in (reached(run, criterion) for run in runs) if at]
+        return len(runs) - len(steps), float(np.mean(steps)) if steps else 0.0
+    if criterion.when == "lowest":
+        return 0, sign * float(lowest(runs, criterion).mean())
+    return 0, sign * float(np.mean([last(run, criterion.scalar) for run in runs]))
+
+
+def last(run: Run, name: str) -> float:
+    """The last value of a scalar; nan if it was never measured."""
+    return next((r[name] for r in reversed(run) if r.get(name) is not None), math.nan)
+
+
+def values(runs: Sequence[Run], name: str) -> np.ndarray:
+    """float64[seeds, evaluations], as long as all seeds run; gaps are nan."""
+    steps = sorted(set.intersection(*({r["step"] for r in run} for run in runs)))
+    found = [{r["step"]: r.get(name) for r in run} for run in runs]
+    return np.array([[of.get(step) for step in steps] for of in found], float)
+
+
+def lowest(runs: Sequence[Run], criterion: Criterion) -> np.ndarray:
+    """float64[seeds], at the best point of the mean over seeds."""
+    found = values(runs, criterion.scalar)
+    mean = found.mean(axis=0)
+    return found[:, np.nanargmin(mean if criterion.lower else -mean)]
+
+
+def reached(run: Run, criterion: Criterion | str, target: float | None = None) -> Mapping | None:
+    """The first record of a run at the target; None if there is none.
+
+    Args:
+      criterion: with its target, or the name of a scalar.
+      target: overrides the criterion's.
+    """
+    if isinstance(criterion, str):
+        criterion = Criterion(criterion, lower_of(criterion))
+    scalar, goal = criterion.scalar, criterion.target if target is None else target
+    for r in run:
+        value = r.get(scalar)
+        if value is not None and (value <= goal if criterion.lower else value >= goal):
+            return r
+        if scalar in r.get("at_target", ()):
+            return r
+    return None
+
+
+def lower_of(scalar: str) -> bool:
+    """Whether less of a scalar is better."""
+    metric = METRICS.get(scalar.split("/")[-1])
+    return metric.lower if metric else True
+
+
+def tested(criterion: Criterion) -> Criterion:
+    """The criterion on the half of the test set that is reported."""
+    return criterion._replace(scalar=criterion.scalar.replace("valid/", "test/"))
+
+
+def target_of(comparison: Comparison) -> float:
+    """What every arm is to reach.
+
+    The criterion's target; of when="lowest" the baseline's best; of "last" the worst of all last
+    values, so that every arm gets there with every seed.
+    """
+    criterion = comparison.criterion
+    if criterion.when == "target":
+        return criterion.target
+    if criterion.when == "lowest":
+        base = comparison.baseline()
+        if not base.runs:
+            raise ValueError(f"{base.label} diverged at every rate: pass lower --learning_rates.")
+        return float(lowest(list(base.runs.values()), criterion).mean())
+    worst = max if criterion.lower else min
+    runs = [run for own in comparison.chosen.values() for run in own.runs.values()]
+    return worst(last(run, criterion.scalar) for run in runs)
+
+
+def to_target(runs: Mapping[int, Run], criterion: Criterion, target: float, name: str) -> dict:
+    """{seed: what a run takes to the target, in steps, epochs, loads, seconds}; inf: never."""
+    found = {seed: reached(run, criterion, target) for seed, run in runs.items()}
+    return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
+
+
+def log_ratios(base: Mapping[int, float], own: Mapping[int, float]) -> np.ndarray:
+    """log(base / own), paired by seed: positive where it takes less than the base."""
+    pairs = np.array([(base[seed], own[seed]) for seed in own if seed in base]).reshape(-1, 2)
+    before, after = np.log(np.maximum(pairs, 1e-12)).T  # a target may be there at once
+    return before - after
+
+
+def interval(found) -> tuple[float, float]:
+    """Mean and half width of the 95 % interval over seeds; nan for one seed."""
+    from scipy.special import stdtrit
+
+    found = np.asarray(list(found), float)
+    if len(found) < 2:
+        return (float(found[0]) if len(found) else math.nan), math.nan
+    if (found == found[0]).all():  # whose mean and deviation float64 rounds
+        return float(found[0]), 0.0
+    half = stdtrit(len(found) - 1, 0.975) * np.std(found, ddof=1) / math.sqrt(len(found))
+    return float(np.mean(found)), float(half)
+
+
+def metric_of(comparison: Comparison) -> str:
+    """The name of the metric that is reported: the criterion's, or what the task's test measures.
+
+    The loss, and what every task measures, only where there is nothing else.
+    """
+    part, _, name = comparison.criterion.scalar.partition("/")
+    known = set().union(*comparison.records)
+    found = [name for name in METRICS if f"test/{name}" in known]
+    order = {name: (METRICS[name].everywhere, name == "loss") for name in found}
+    return name if part == "valid" else min(found, key=order.get)
+
+
+def everywhere(comparison: Comparison) -> list[str]:
+    """The metrics that are measured of every task and were: a column and a panel each."""
+    known = set().union(*comparison.records)
+    return [name for name, m in METRICS.items() if m.everywhere and f"test/{name}" in known]

@@ -1,0 +1,183 @@
+"""One way to tabulate: columns as data, Markdown, and how numbers with intervals are written."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.results import statistics
+from experiments.results.statistics import Chosen, Comparison, interval
+from experiments.training.metrics import METRICS
+
+NAMES = {
+    "train/loss": "train loss",
+    "train/above_optimum": "train loss above the optimum",
+    "train/batch_loss": "loss of the batch",
+    "bound/linf": "parallel herding bound, L∞",
+    "bound/l2": "parallel herding bound, L2",
+    "drift": "worker drift at syncs, |x_w - mean| / |mean|",
+    "step": "steps",
+    "epoch": "epochs",
+    "loads": "loads",
+    "rounds": "communication rounds",
+    "allreduces": "sent, in all-reduces",
+    "seconds": "seconds of training",
+}
+
+
+class Column(NamedTuple):
+    """Fields:
+    head: its text, or a function of the comparison.
+    cell: `(comparison, arm at its own best rate) -> text`.
+    always: of arms too that diverged at every rate; else "-".
+    """
+
+    head: str | Callable[[Comparison], str]
+    cell: Callable[[Comparison, Chosen], str]
+    always: bool = False
+
+
+def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:
+    """The main table: an arm a row, at its own best rate; what every task measures comes last."""
+    heads = [c.head if isinstance(c.head, str) else c.head(comparison) for c in columns]
+    rows = []
+    for own in comparison.at(speed):
+        row = {
+            head: c.cell(comparison, own) if own.runs or c.always else "-"
+            for head, c in zip(heads, columns, strict=True)
+        }
+        for name in statistics.everywhere(comparison):
+            ends = [statistics.last(run, f"test/{name}") for run in own.runs.values()]
+            row.setdefault(METRICS[name].label, show(ends, METRICS[name].form))
+        rows.append(row)
+    return markdown(rows)
+
+
+def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm") -> str:
+    """What chose the rates: the criterion at every learning rate, in brackets the seeds if many."""
+    at = comparison.at(speed)
+    rates = sorted({rate for own in at for rate in own.tried})
+
+    def cell(own, rate):
+        if rate in own.diverged:
+            return "diverged"
+        runs = statistics.runs_of(comparison.records, own.arm, speed).get(rate)
+        return _scored(list(runs.values()), comparison.criterion) if runs else "-"
+
+    return markdown([{head: own.label} | {f"lr {r:g}": cell(own, r) for r in rates} for own in at])
+
+
+def _scored(runs, criterion) -> str:
+    seeds = f" ({len(runs)})" if len(runs) > 1 else ""
+    late, mean = statistics.score(runs, criterion)
+    if late:
+        return f"{len(runs) - late:.0f} of {len(runs)} arrive"
+    if criterion.when == "target":
+        return f"{rounded(mean, '{:.0f}')}{seeds}"
+    return f"{rounded(mean if criterion.lower else -mean, form_of(criterion.scalar))}{seeds}"
+
+
+def against(comparison: Comparison, speed: float | None = None) -> str:
+    """The test metric of every arm less the baseline's, paired by seed; "" with one arm."""
+    metric, base = statistics.metric_of(comparison), comparison.baseline(speed)
+    name, scale = f"test/{metric}", 100 if metric == "accuracy" else 1
+    head = f"{'points' if scale == 100 else 'difference'} against {base.label}"
+    rows = []
+    for own in comparison.at(speed):
+        shared = sorted(set(own.runs) & set(base.runs))
+        if own.arm == base.arm or not shared:
+            continue
+        pairs = [[statistics.last(of.runs[s], name) for of in (own, base)] for s in shared]
+        text = show([scale * (a - b) for a, b in pairs], "{:+.2f}").replace("± +", "± ")
+        rows.append({head: own.label, METRICS[metric].label: text})
+    return markdown(rows) if rows else ""
+
+
+def times_faster(comparison: Comparison) -> str:
+    """How many times faster than the baseline an arm is at the target, a column per speed."""
+    head = f"times faster than {next(iter(comparison.arms.values()))}"
+
+    def cell(arm, speed):
+        own = comparison.chosen.get((arm, speed))
+        return faster(comparison, own, missing="arrive") if own else "-"
+
+    return markdown(
+        [
+            {head: label} | {f"R = {speed:g}": cell(arm, speed) for speed in comparison.speeds}
+            for arm, label in comparison.arms.items()
+            if any((arm, speed) in comparison.chosen for speed in comparison.speeds)
+        ]
+    )
+
+
+def faster(comparison: Comparison, own: Chosen, missing: str = "") -> str:
+    """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none."""
+    base = comparison.baseline(own.speed)
+    spent, before = (costs(comparison, of, "seconds") if of else {} for of in (own, base))
+    late = sum(math.isinf(s) for s in spent.values())
+    if late and missing:
+        return f"{len(spent) - late} of {len(spent)} {missing}"
+    if late or not set(spent) & set(before) or any(map(math.isinf, before.values())):
+        return "-"
+    return times(statistics.log_ratios(before, spent))
+
+
+def costs(comparison: Comparison, own: Chosen, name: str) -> dict[int, float]:
+    """{seed: what an arm takes to the target}, on what is reported; inf: never."""
+    criterion = statistics.tested(comparison.criterion)
+    return statistics.to_target(own.runs, criterion, statistics.target_of(comparison), name)
+
+
+def times(logs, *, exact: bool = False) -> str:
+    """A geometric mean of ratios and its interval, from logarithms; exact: even where it is 0."""
+    mean, half = interval(logs)
+    shown = half >= 0 if exact else half > 0
+    bounds = f" ({np.exp(mean - half):.2f} to {np.exp(mean + half):.2f})"
+    return f"{np.exp(mean):.2f}" + (bounds if shown else "")
+
+
+def show(found, form: str) -> str:
+    """Mean and half width of the 95 % interval over seeds; "-" where there is nothing."""
+    mean, half = interval(found)
+    if math.isnan(mean):
+        return "-"
+    return rounded(mean, form) + ("" if math.isnan(half) else f" ± {form.format(half)}")
+
+
+def rounded(mean: float, form: str) -> str:
+    """Ties go up: records have six digits, and their binary tails shall decide nothing."""
+    return form.format(mean + 1e-12 * abs(mean))
+
+
+def show_reached(found: Mapping[int, float], form: str, word: str = "") -> str:
+    """Mean and interval if all seeds arrived, else how many did."""
+    late = sum(math.isinf(v) for v in found.values())
+    if late:
+        return f"{len(found) - late} of {len(found)} {word}".rstrip()
+    return show(found.values(), form)
+
+
+def name_of(scalar: str) -> str:
+    """A scalar of the records, for people."""
+    if scalar in NAMES:
+        return NAMES[scalar]
+    part, _, name = scalar.partition("/")
+    words = {"valid": "validation"}.get(part, part)
+    return METRICS[name].label.replace("test", words) if name in METRICS else f"{words} {name}"
+
+
+def form_of(scalar: str) -> str:
+    metric = METRICS.get(scalar.split("/")[-1])
+    return metric.form if metric and not scalar.startswith("train") else "{:.3g}"
+
+
+def markdown(rows: Sequence[Mapping]) -> str:
+    """Rows with equal keys as an aligned Markdown table."""
+    lines = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    lines.insert(1, ["-" * w for w in widths])
+    return "\n".join(
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )

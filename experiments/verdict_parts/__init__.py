@@ -1,0 +1,1 @@
+"""What the papers claim, what is compared for it, and the rule that decides."""
