@@ -6,7 +6,7 @@ r"""One run: any task, any order, any synchronisation rule and any echo policy t
     python -m experiments.launch --processes=2 -- experiments.train --run=mesh --workers=2
 
 Writes metrics.jsonl, metrics.csv, the plans, settings and versions into --output_dir, checkpoints
-of the whole state, and in the end the mean over the workers as `model`, which orbax restores.
+of the whole state, and in the end the model, the mean over the workers, which orbax restores.
 SIGTERM and SIGINT save and leave; the same command, given again, goes on from the last checkpoint,
 and ends bitwise as the run that was never stopped.
 
@@ -16,102 +16,115 @@ take fewer loads.
 
 import os
 import sys
-from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app
+from absl import flags as absl_flags
 
-from experiments import loop, processes, records, resumable, run_setting, training, writers
-from experiments.echo_policies import POLICIES
-from experiments.flag_values import definer
-from experiments.methods import METHODS
-from experiments.sync_rules import RULES
-from experiments.task_flags import task_from_flags
-from experiments.volume import order_sent
-from experiments.whole import build, check_setup, num_params
-
-FLAGS = flags.FLAGS
-
-
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    define = definer(values)
-    define(flags.DEFINE_enum, "order", "cd_grab", "which unit comes next", list(METHODS))
-    define(flags.DEFINE_enum, "sync", "qsr", "when workers meet", list(RULES))
-    define(flags.DEFINE_enum, "echo", "none", "when a batch is used again", list(POLICIES))
-    define(flags.DEFINE_float, "learning_rate", None, "peak; the middle of the task's if unset")
-    define(flags.DEFINE_integer, "seed", 0, "of parameters, orders and coins", lower_bound=0)
-    define(flags.DEFINE_integer, "evaluations", 10, "over the run", lower_bound=1)
-    define(flags.DEFINE_integer, "checkpoint_every", 500, "steps; 0: at the end", lower_bound=0)
-    define(flags.DEFINE_enum, "input", "device", "where batches come from", ["device", "stream"])
-    run_setting.define_flags(values)
-    writers.define_flags(values)
-    define(flags.DEFINE_string, "output_dir", None, "results/train_TASK if unset")
+from experiments import flags
+from experiments.processes import distributed
+from experiments.results import writers
+from experiments.studies import study, trainer
+from experiments.studies.dry_run import dry_run
+from experiments.studies.study import Arm, Study
+from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.tasks.base import check_recipe
+from experiments.training import checkpoint, config, program
+from experiments.training import run as training_run
+from ordering.echo import EchoPlan
 
 
-def describe(plans: loop.Plans, order_sent: Callable[[int], float]) -> str:
-    """All that is known before the run; `order_sent` as of `volume`."""
-    if plans.timed:
-        return f"{plans.sync.describe()}\n\nechoing follows the input: loads are not known before"
-    order = order_sent(plans.echo.loads) / plans.total_steps
-    return (
-        f"{plans.sync.describe()}\n\n{plans.echo.describe()}\n\nvolume: {plans.sync.volume:.3%} "
-        f"by syncs and {order:.3%} by the order, of an all-reduce in every step"
+def define_flags(values: absl_flags.FlagValues) -> None:
+    flags.define(values, "task", "setting", "run", "forecast", task="digits_cosine", evaluations=10)
+    define, enum = flags.definer(values), absl_flags.DEFINE_enum
+    define(enum, "order", "cd_grab", "which unit comes next", list(ORDERS))
+    define(enum, "sync", "qsr", "when workers meet", list(SYNC_RULES))
+    define(enum, "echo", "none", "when a batch is used again", list(ECHO_POLICIES))
+    rate = "peak; the middle one of --learning_rates if unset"
+    define(absl_flags.DEFINE_float, "learning_rate", None, rate)
+    define(absl_flags.DEFINE_integer, "seed", 0, "of parameters, orders, coins", lower_bound=0)
+
+
+def run(values: absl_flags.FlagValues) -> None:
+    """Trains with parsed flags, from the last checkpoint of --output_dir on.
+
+    Raises:
+      SystemExit: 128 + n if signal n stopped it; with the reason if it diverged.
+    """
+    distributed.start(values)
+    task, recipe = flags.setting_from_flags(values)
+    rates = recipe.learning_rates
+    rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
+    recipe = recipe._replace(learning_rates=(rate,))
+    check_recipe(recipe)
+    decisions = {name: values[name].value for name in ("order", "sync", "echo")}
+    arm = Arm("run", **decisions)
+    order, rule, policy = trainer.rows_of(arm)
+    if values.dry_run:
+        only = Study("train", {"run": arm}, values.task, None, (), ())
+        return distributed.say(dry_run(task, recipe, only, flags.assumed(values)))
+    mesh = distributed.mesh_of(recipe.run, recipe.workers)
+    sizes = config.sizes_of(task, recipe, deals=order.deals)
+    own = trainer.config_of(task, recipe, arm, seed=values.seed)
+    plans = config.plans_of(own, rule, policy, rate=rate)
+    reads = None if values.input == "device" else values.input
+    built = program.build(
+        task, recipe, order, rule.rounds, mesh=mesh,
+        reads="thread" if policy.online and reads is None else reads,
+        epochs=-(-plans.total_steps // sizes.loads_per_epoch),
+    )  # fmt: skip
+    folder = values.output_dir or os.path.join("results", f"train_{values.task}")
+    fixed = {**decisions, "seed": values.seed, "learning_rate": rate}
+    done = study.open_folder(folder, {**flags.settings(values, recipe), **fixed}, values)
+    identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
+    outcome = _train(task, recipe, built, plans, order, values, folder, done, identity)
+    _save_plans(folder, plans, outcome.decided)
+    if not outcome.ended:
+        step, command = outcome.step, study.go_on(values)
+        distributed.say(
+            f"Stopped and saved at step {step} of {plans.total_steps}: {command} goes on."
+        )
+        sys.exit(128 + outcome.stopped)
+    if outcome.diverged:
+        sys.exit(outcome.diverged)
+    checkpoint.export(folder, built.mean_params(outcome.state))
+    distributed.say(f"Written to {folder}: metrics, plans, checkpoints, model")
+
+
+def _train(task, recipe, built, plans, order, values, folder, done, identity):
+    saving = training_run.Saving(
+        os.path.join(folder, "checkpoints"), values.checkpoint_every, at_end=True
     )
+    at = checkpoint.latest(saving.folder)
+    kept = [r for r in done if r["step"] <= at] if at else []
+    measure = trainer.scalars_of(task, recipe)(built, order)
+    with (
+        distributed.bar(total=plans.total_steps, initial=at, unit="step") as bar,
+        writers.open_writers(
+            folder, tensorboard=values.tensorboard, keep=kept,
+            console=None if bar.disable else bar.write,
+        ) as write,
+    ):  # fmt: skip
+
+        def on_record(record):
+            write(identity | record)
+            bar.update(record["step"] - bar.n)
+
+        return trainer.train_one(
+            task, recipe, built, plans, order, measure, seed=values.seed, saving=saving,
+            on_record=on_record,
+        )  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    processes.start()
-    task, recipe = task_from_flags()
-    setup = run_setting.setup_of(recipe)
-    sizes = check_setup(task, setup)
-    decisions = run_setting.decisions_from_flags(
-        recipe, sizes.loads_per_epoch, sync=FLAGS.sync, echo=FLAGS.echo
-    )
-    rate = FLAGS.learning_rate
-    if rate is None:
-        rate = recipe.learning_rates[len(recipe.learning_rates) // 2]
-    training.check_recipe(recipe._replace(learning_rates=(rate,)))
-    plans = run_setting.plans_of(
-        decisions, recipe, sizes.loads_per_epoch, rate=rate, seed=FLAGS.seed
-    )
-    method = METHODS[FLAGS.order]
-    if FLAGS.dry_run:
-        processes.say(describe(plans, order_sent(method, sizes, num_params(task.model))))
+def _save_plans(folder, plans, decided):
+    """Plans that are known before the run; what was decided online is one when it has ended."""
+    if not distributed.is_first():
         return
-    program = build(
-        task,
-        method,
-        RULES[FLAGS.sync].rounds,
-        setup,
-        epochs=-(-decisions.total_steps // sizes.loads_per_epoch),
-        streamed=FLAGS.input == "stream" or plans.timed,
-        mesh=processes.mesh_of(FLAGS.run, recipe.workers),
-    )
-    folder = FLAGS.output_dir or os.path.join("results", f"train_{task.name}")
-    names = ("model", "num_train", "order", "seed", "evaluations", "input", "run")
-    settings = {name: FLAGS[name].value for name in names}
-    settings |= {"task": task.name, "learning_rate": rate, **setup._asdict()}
-    settings |= {**decisions._asdict(), "decay": [recipe.decay_every, recipe.decay_factor]}
-    done = records.open_folder(folder, settings, overwrite=FLAGS.overwrite)
-    stopped = resumable.train_in(
-        folder,
-        program,
-        plans,
-        seed=FLAGS.seed,
-        evaluations=FLAGS.evaluations,
-        checkpoint_every=FLAGS.checkpoint_every,
-        done=done,
-        tensorboard=FLAGS.tensorboard,
-        overwrite=FLAGS.overwrite,
-    )
-    if stopped:
-        sys.exit(128 + stopped)
-
-
-def run() -> None:
-    define_flags()
-    app.run(main)
+    echo = EchoPlan(list(decided), "measured") if plans.echo.online else plans.echo
+    for name, plan in {"sync_plan": plans.sync, "echo_plan": echo}.items():
+        if plan is not None:
+            plan.save(os.path.join(folder, f"{name}.json"))
 
 
 if __name__ == "__main__":
-    run()
+    define_flags(absl_flags.FLAGS)
+    app.run(lambda argv: run(absl_flags.FLAGS))

@@ -4,36 +4,48 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import (
-    cd_grab,
-    compare,
-    echo_report,
-    echo_training,
-    echoing,
-    herding,
-    qsr,
-    sync_report,
-)
-from experiments.local_training import Setup
-from experiments.sync_rules import RULES
-from experiments.tasks import TASKS
+from experiments import cd_grab, echoing, herding, qsr
+from experiments.results import statistics
+from experiments.results.statistics import Criterion
+from experiments.studies import recipes, search, trainer
+from experiments.studies.study import plans_of
 
 pytestmark = pytest.mark.slow
 
 
+def compared(study, name, arms, *, seeds, speeds=(), criterion=None, **fields):
+    """(comparison of a study's arms, task, recipe), as its command makes it."""
+    task, recipe = recipes.load(name, None, False)
+    recipe = recipe._replace(**fields)
+    study = study._replace(
+        arms={arm: study.arms[arm] for arm in arms}, speeds=speeds,
+        criterion=criterion or study.criterion,
+    )  # fmt: skip
+    setup = trainer.Setup(step_seconds=1e-4)
+    found, _ = search.search(study, trainer.trainer_of(study, task, recipe, setup), seeds=seeds)
+    labels = {arm: study.arms[arm].label for arm in arms}
+    return statistics.compare(found, labels, study.criterion), task, recipe
+
+
 def test_coordination_needs_a_third_of_the_epochs_on_digits():
-    task = TASKS["digits"]()
-    orders = ["rr", "unzip", "id_mean", "id_pair", "cd_grab"]
-    found = cd_grab.compare_orders(
-        task, task.recipe._replace(bound_every=0), orders=orders, seeds=5
-    )
-    rows = {row.order: row for row in compare.summarise(found)}
-    epochs = {name: np.mean(row.fastest_epochs) for name, row in rows.items()}
+    arms = ("rr", "unzip", "id_mean", "id_pair", "cd_grab")
+    found, _, _ = compared(cd_grab.STUDY, "digits", arms, seeds=5, bound_every=0)
+    own = {c.arm: c for c in found.at()}
+    target = statistics.target_of(found)  # the best of D-RR
+    epochs = {
+        arm: np.mean([statistics.reached(r, found.criterion.scalar, target)["epoch"] for r in c.runs.values()])
+        for arm, c in own.items() if arm != "unzip"
+    }  # fmt: skip
     assert epochs["rr"] >= 3 * epochs["cd_grab"]
     assert epochs["cd_grab"] < epochs["id_pair"] < epochs["rr"]
-    (unzip, unzip_half), (random, random_half) = rows["unzip"].best, rows["rr"].best
-    assert unzip > random - unzip_half - random_half  # the control is no better than D-RR
-    assert rows["cd_grab"].best[0] < 0.2 * min(rows["id_mean"].best[0], rows["id_pair"].best[0])
+    best = {
+        arm: statistics.lowest(list(c.runs.values()), found.criterion) for arm, c in own.items()
+    }
+    unzip, random = best["unzip"], best["rr"]  # the control is no better than D-RR
+    spread = unzip.std(ddof=1) + random.std(ddof=1)
+    assert unzip.mean() > random.mean() - 2.776 / 5**0.5 * spread
+    means = {arm: values.mean() for arm, values in best.items()}
+    assert means["cd_grab"] < 0.2 * min(means["id_mean"], means["id_pair"])
 
 
 @pytest.mark.parametrize("num_workers", [5, 10, 20, 50, 100])
@@ -50,44 +62,37 @@ def test_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
 
 
 def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
-    recipe = qsr.RECIPES["digits"]
-    setting = qsr.setting_of(recipe)
-    plan = RULES["qsr"].plan(setting)
+    arms = ("parallel", "qsr", "cubic")
+    found, task, recipe = compared(qsr.STUDY, "digits_mlp", arms, seeds=5)
+    plan = plans_of({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
     assert (plan.rounds, plan.total_steps) == (219, 2000)
-    setup = Setup(recipe.workers, recipe.batch_size, recipe.optimizer, recipe.weight_decay, 2000, 4)
-    found = qsr.compare_rules(
-        recipe.load(None),
-        setup,
-        setting,
-        rules=("parallel", "qsr", "cubic"),
-        peak_rates=recipe.peak_rates,
-        seeds=5,
-    )
-    chosen = sync_report.at_best(found)
     accuracy = {
-        rule: np.array([r["test_accuracy"] for r in sync_report.finals(own)])
-        for rule, own in chosen.items()
+        c.arm: np.array([statistics.last(run, "test/accuracy") for run in c.runs.values()])
+        for c in found.at()
     }
     assert all(len(values) == 5 and values.min() > 0.96 for values in accuracy.values())
-    mean, half = compare.interval(accuracy["qsr"] - accuracy["parallel"])
-    assert abs(mean) < half + 0.005
+    change = accuracy["qsr"] - accuracy["parallel"]
+    assert abs(change.mean()) < 2.776 * change.std(ddof=1) / 5**0.5 + 0.005
 
 
 def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
-    recipe = echoing.RECIPES["digits"]
-    setup = echo_training.Setup(**{f: getattr(recipe, f) for f in echo_training.Setup._fields})
-    found = echoing.compare_arms(
-        recipe.load(None), setup, arms=["none", "larger_lr", "diffusion"], speeds=[8],
-        rates=recipe.rates, seeds=5, horizon=recipe.horizon, step_seconds=1e-4,
-    )  # fmt: skip
+    _, recipe = recipes.load("digits_wide", None, True)
+    criterion = Criterion(f"valid/{recipe.metric}", False, "target", recipe.target)
+    arms = ("none", "larger_lr", "diffusion")
+    found, _, _ = compared(
+        echoing.STUDY, "digits_wide", arms, seeds=5, speeds=(8,), criterion=criterion
+    )
+    at = {
+        c.arm: [statistics.reached(run, statistics.tested(criterion)) for run in c.runs.values()]
+        for c in found.at(8)
+    }
+    assert all(len(runs) == 5 and all(runs) for runs in at.values())
 
     def mean(arm, cost):
-        runs = echo_report.timed(found, arm, 8)
-        return np.mean(list(echo_report.to_target(runs, cost).values()))
+        return np.mean([record[cost] for record in at[arm]])
 
     assert mean("none", "loads") >= 3 * mean("diffusion", "loads")
-    assert mean("larger_lr", "loads") >= 3 * mean(
-        "diffusion", "loads"
-    )  # not a larger lr in disguise
+    # Not a larger learning rate in disguise.
+    assert mean("larger_lr", "loads") >= 3 * mean("diffusion", "loads")
     assert mean("diffusion", "step") > mean("none", "step")
     assert mean("diffusion", "rounds") <= mean("diffusion", "loads")

@@ -1,4 +1,8 @@
-"""A stranger's order, rule and task: one new file and one table row each, and all runs."""
+"""A stranger's order, rule, echo policy and task: one new file and one row each. A study: one file.
+
+The tree is copied, the new files and rows are put into it, and the new study runs there. That a new
+scalar is in all records, tables and pictures after one edit is shown in test_studies.
+"""
 
 import json
 import pathlib
@@ -8,6 +12,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("ordering", "local_opt", "models", "plans", "experiments")
+TABLES = "experiments/studies/tables.py"
 
 # The new file; the table; its row and what the row needs imported.
 ORDER = (
@@ -30,9 +35,9 @@ def backwards(num_units):
 
     return Ordering(init, lambda state, rows: state, next_epoch)
 ''',
-    "experiments/methods.py",
+    TABLES,
     "from ordering.backwards import backwards\n",
-    'METHODS["backwards"] = Method("to and fro", lambda s: backwards(s.num_units), False)\n',
+    'ORDERS["backwards"] = Order("to and fro", lambda s: backwards(s.num_units), observes=False)\n',
 )
 RULE = (
     "local_opt/thirds.py",
@@ -45,25 +50,43 @@ from local_opt.plan import SyncPlan
 def thirds(total_steps):
     return SyncPlan(np.array([0, total_steps // 3, 2 * total_steps // 3]), total_steps, "thirds")
 ''',
-    "experiments/sync_rules.py",
+    TABLES,
     "from local_opt.thirds import thirds\n",
-    'RULES["thirds"] = Rule("thirds", lambda s: thirds(s.total_steps))\n',
+    'SYNC_RULES["thirds"] = SyncRule("thirds", lambda config: thirds(config.total_steps))\n',
+)
+POLICY = (
+    "ordering/echo/late.py",
+    '''"""No echo in the first half of a run, and every batch twice in the other one."""
+import numpy as np
+
+from ordering.echo.plans import EchoPlan
+
+
+def late(total_steps):
+    steps = np.arange(total_steps)
+    return EchoPlan((steps < total_steps // 2) | (steps % 2 == 0), "late")
+''',
+    TABLES,
+    "from ordering.echo.late import late\n",
+    'ECHO_POLICIES["late"] = EchoPolicy("late", lambda config: late(config.total_steps))\n',
 )
 TASK = (
     "experiments/tasks/blobs.py",
-    '''"""Two blobs."""
+    '''"""Blobs."""
 import numpy as np
 
 import models
 from experiments.tasks.base import Recipe, Task
 
-RECIPE = Recipe(2, 2, 1, 4, (0.1,), 0.0, 0)
+RECIPE = Recipe(
+    workers=2, units_per_step=2, unit_size=1, learning_rates=(0.1, 0.3), epochs=4, momentum=0.0
+)
 
 
-def load(data_dir=None, model="logistic", *, abstract=False):
+def load(data_dir=None, model="softmax", *, distance: float = 1.0, abstract=False):
     rng = np.random.default_rng(0)
     y = np.arange(40, dtype=np.int32) % 2
-    x = (rng.normal(size=(40, 2)) + 3 * y[:, None]).astype(np.float32)
+    x = (rng.normal(size=(40, 2)) + distance * y[:, None]).astype(np.float32)
     part = {"x": x, "y": y}
     net = models.softmax_regression(num_features=2, num_classes=2, l2=0.0)
     return Task("blobs", net, part, part, RECIPE)
@@ -72,31 +95,64 @@ def load(data_dir=None, model="logistic", *, abstract=False):
     "from experiments.tasks import blobs\n",
     'TASKS["blobs"] = blobs.load\n',
 )
+STUDY = '''"""Does going to and fro help?
+
+    python -m experiments.to_and_fro
+"""
+
+from experiments.results import columns, plots
+from experiments.results.statistics import Criterion
+from experiments.studies import study
+from experiments.studies.study import Arm, Study
+
+ARMS = {
+    "rr": Arm("D-RR", order="rr"),
+    "backwards": Arm("to and fro", order="backwards"),
+    "all": Arm("all that is new", order="backwards", sync="thirds", echo="late"),
+}
+STUDY = Study(
+    "to_and_fro",
+    ARMS,
+    recipe="blobs",
+    criterion=Criterion("train/loss"),
+    columns=columns.SYNC_COLUMNS,
+    panels=(plots.Panel("train/loss", ("step", "rounds")),),
+)
+
+if __name__ == "__main__":
+    study.main(STUDY)
+'''
 
 
-def test_an_order_a_rule_and_a_task_take_one_file_and_one_row_each(tmp_path):
+def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(tmp_path):
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__", "runs")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
-    for new, text, table, needed, row in (ORDER, RULE, TASK):
+    for new, text, table, needed, row in (ORDER, RULE, POLICY, TASK):
         assert not (tmp_path / new).exists()
         (tmp_path / new).write_text(text)
         before = (tmp_path / table).read_text()
         (tmp_path / table).write_text(before + needed + row)
+    assert STUDY.count("\n") <= 60
+    (tmp_path / "experiments" / "to_and_fro.py").write_text(STUDY)
     command = [
-        sys.executable, "-m", "experiments.train", "--task=blobs", "--order=backwards",
-        "--sync=thirds", "--total_steps=40", "--evaluations=2", "--output_dir=out",
+        sys.executable, "-m", "experiments.to_and_fro", "--distance=3", "--total_steps=40",
+        "--evaluations=2", "--seeds=2", "--output_dir=out",
     ]  # fmt: skip
     environment = {"PATH": "", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    assert (last["step"], last["rounds"], last["epoch"]) == (40, 3, 4.0)
-    assert last["test_accuracy"] > 0.9
+    found = [json.loads(line) for line in lines]
+    last = next(r for r in reversed(found) if r["arm"] == "all")
+    assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)
+    assert (last["order"], last["sync"], last["echo"]) == ("backwards", "thirds", "late")
+    assert last["test/accuracy"] > 0.9
+    assert len([r for r in found if r["ended"]]) == 3 * (2 + 2)
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
-    assert (settings["task"], settings["order"], settings["sync"]) == (
-        "blobs", "backwards", "thirds",
-    )  # fmt: skip
+    assert (settings["task"], settings["distance"]) == ("blobs", 3.0)
+    assert "all that is new" in (tmp_path / "out" / "table.md").read_text()
+    for name in ("comparison.png", "report.html"):
+        assert (tmp_path / "out" / name).stat().st_size > 10_000

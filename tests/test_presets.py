@@ -10,14 +10,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from absl import flags
-from absl.testing import flagsaver
+from absl import flags as absl_flags
 
-from experiments import cd_grab, echoing, qsr, records, task_flags, tasks
-from experiments.flops import operations
-from experiments.sync_recipes import setting_of
-from experiments.sync_rules import RULES
-from experiments.tasks import TASKS
+from experiments import cd_grab, combined, echoing, flags, qsr
+from experiments.results import records
+from experiments.studies import recipes, study
+from experiments.studies.cost import operations
+from experiments.studies.tables import ECHO_POLICIES, SYNC_RULES
+from experiments.training import config
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -43,10 +43,10 @@ PUBLISHED = {
 NAMES = sorted(PUBLISHED)
 PATHS = [FOLDER / f"{n}.flags" for n in NAMES] + [FOLDER / "tiny" / f"{n}.flags" for n in NAMES]
 QSR = [name for name in NAMES if name.startswith("qsr")]
-DATA_FOLDERS = {
+SLOW = (*LARGE, "mobilenet_v2")
+DATA_FOLDERS = {  # of tasks
     "hmda": "hmda", "wikitext2_small": "wikitext2", "m4_weekly": "m4", "sst2": "sst2",
-    "cifar10_small": "tfds", "cifar10_resnet": "tfds", "cifar10_vit": "tfds",
-    "cifar10_mobilenet": "tfds", "shakespeare": "tinyshakespeare",
+    "cifar10_small": "tfds", "cifar10": "tfds", "tinyshakespeare": "tinyshakespeare",
 }  # fmt: skip
 
 
@@ -60,23 +60,23 @@ def entrypoint(path):
     return next(e for e in ENTRYPOINTS if pathlib.Path(path).stem.startswith(f"{e}_"))
 
 
-def parsed(path):
-    values = flags.FlagValues()
-    ENTRYPOINTS[entrypoint(path)].define_flags(values)
-    rest = values(["experiment", f"--flagfile={path}"])
+def parsed(path, *more):
+    values = absl_flags.FlagValues()
+    module = ENTRYPOINTS[entrypoint(path)]
+    study.define_flags(module.STUDY, values)
+    rest = values(["experiment", f"--flagfile={path}", "--dry_run", *more])
     assert rest == ["experiment"], "every line of the body is a flag"
     return values
 
 
 @functools.cache
-def abstract(name, model):
-    return TASKS[name](model=model, abstract=True)
+def setting_of(path):
+    """The task of a preset, by its shapes, and its recipe."""
+    return flags.setting_from_flags(parsed(path))
 
 
-def recipe_of(values):
-    if "task" not in values:
-        return (qsr if "rules" in values else echoing).recipe_from_flags(values)
-    return task_flags.recipe_from_flags(abstract(values.task, values.model), values)
+def full(name):
+    return setting_of(FOLDER / f"{name}.flags")
 
 
 def parts(path):
@@ -84,10 +84,6 @@ def parts(path):
     comment, body = pathlib.Path(path).read_text().split("\n\n")
     assert all(line.startswith("#") for line in comment.split("\n"))
     return [line[2:] for line in comment.split("\n")], body.rstrip("\n").split("\n")
-
-
-def shown_parameters(text):
-    return int(re.search(r"\| parameters +\| ([\d,]+)", text)[1].replace(",", ""))
 
 
 def test_every_preset_has_a_tiny_variant_and_a_line_in_the_readme():
@@ -112,37 +108,35 @@ def test_the_comment_says_the_commands_and_what_to_expect(path):
     assert not chosen & {"data_dir", "output_dir", "overwrite", "dry_run"}, "those are the user's"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_preset_is_the_record_of_its_recipe(name):
-    """Nothing that matters is left to a default; its tiny variant is a part of it."""
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * any(net in n for net in SLOW)) for n in NAMES],
+)
+def test_a_tiny_variant_is_a_part_of_its_preset(name):
     values, tiny = parsed(FOLDER / f"{name}.flags"), parsed(FOLDER / "tiny" / f"{name}.flags")
-    recipe, small = recipe_of(values), recipe_of(tiny)
-    fields = {field for field in recipe._fields if field in values}
-    if "schedule" not in values or values.schedule != "step":
-        fields -= {"decay_steps", "decay_every", "decay_factor"}
-    assert {field for field in fields if values[field].value is None} == set()
-    for length in {"epochs", "total_steps", "workers", "batch_size"} & fields:
-        assert getattr(small, length) <= getattr(recipe, length)
-    for values_of_one in ("orders", "rules", "arms"):
-        if values_of_one in values:
-            assert set(tiny[values_of_one].value) <= set(values[values_of_one].value)
+    arms = ENTRYPOINTS[entrypoint(name)].STUDY.arms
+    assert set(tiny.arms) <= set(values.arms) <= set(arms)
     assert tiny.seeds <= values.seeds
+    (_, recipe), (task, small) = full(name), setting_of(FOLDER / "tiny" / f"{name}.flags")
+    assert small.workers <= recipe.workers
+    assert config.size_of(task.train) <= 20_000
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if PUBLISHED[n][1]])
 def test_a_step_takes_as_many_examples_as_published(name):
-    recipe, expected = recipe_of(parsed(FOLDER / f"{name}.flags")), PUBLISHED[name][1]
+    (task, recipe), expected = full(name), PUBLISHED[name][1]
+    assert recipe.workers * recipe.units_per_step * recipe.unit_size == expected
     if entrypoint(name) == "qsr":
-        assert recipe.workers * recipe.batch_size == expected
-        assert recipe.total_steps / (1_281_167 // expected) in (200, 300)  # epochs
-    else:
-        assert recipe.workers * recipe.units_per_step * recipe.unit_size == expected
+        sizes = config.sizes_of(task, recipe, deals=True)
+        assert sizes.loads_per_epoch == 1_281_167 // expected
+        steps = config.total_steps_of(recipe, sizes)
+        assert steps / sizes.loads_per_epoch in (200, 300)  # epochs
 
 
 @functools.cache
 def plan_of(name):
-    values = parsed(FOLDER / f"{name}.flags")
-    return RULES["qsr"].plan(setting_of(recipe_of(values), values.h_max))
+    task, recipe = full(name)
+    return study.plans_of({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +164,13 @@ def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name)
         assert plan.periods.max() > 4 * plan.periods.min()
 
 
-SLOW = (*LARGE, "mobilenet_v2")
+def test_the_step_decay_falls_after_as_many_steps_as_it_did():
+    for name, steps in (("4096", 312), ("16384", 78)):
+        for net, epochs in (("resnet152", 60), ("vit_b", 100)):
+            task, recipe = full(f"qsr_{net}_{name}_step")
+            sizes = config.sizes_of(task, recipe, deals=True)
+            rates = config.config_of(recipe, sizes, seed=0).rates
+            assert rates[epochs * steps - 1] == 1 and rates[epochs * steps] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -178,67 +178,76 @@ SLOW = (*LARGE, "mobilenet_v2")
     [pytest.param(n, marks=[pytest.mark.slow] * any(net in n for net in SLOW)) for n in NAMES],
 )
 def test_the_network_has_as_many_parameters_as_published(name):
-    values = parsed(FOLDER / f"{name}.flags")
-    if "task" in values:
-        task = abstract(values.task, values.model)
-    else:
-        task = recipe_of(values).load(None, abstract=True)
-    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    params = jax.eval_shape(full(name)[0].model.init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == PUBLISHED[name][0]
 
 
-def dry_run(capsys, command):
-    module = ENTRYPOINTS[command[0]]
-    with flagsaver.flagsaver():
-        module.define_flags()
-        flags.FLAGS([*command, "--dry_run"])
-        module.main([])
+def dry_run(capsys, path, *more):
+    module = ENTRYPOINTS[entrypoint(path)]
+    study.run(module.STUDY, parsed(path, "--nocompile", *more), fit=getattr(module, "fit", own))
     return capsys.readouterr().out
+
+
+def own(study, *_):
+    return study
+
+
+def cells(text, label):
+    """{column: text} of the row of an arm."""
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
+    row = next(line for line in lines if label in line[:2])
+    head = next(line for line in reversed(lines[: lines.index(row)]) if "arm" in line[:2])
+    return dict(zip(head, row, strict=True))
 
 
 def test_a_dry_run_of_orders(capsys):
     path = FOLDER / "tiny" / "cd_grab_hmda.flags"
-    command = ["cd_grab", f"--flagfile={path}", "--orders=rr,cd_grab", "--nocompile"]
-    text = dry_run(capsys, command)
-    assert shown_parameters(text) == 20
+    text = dry_run(capsys, path, "--arms=rr,cd_grab")
     assert re.search(r"\| training examples +\| 16,384 ", text), "--num_train counts"
+    assert re.search(r"\| parameters +\| 20 ", text)
     # 16,384 examples of four workers, four per step and worker, three epochs.
-    for label in ("D-RR", "CD-GraB"):
-        assert re.search(rf"\| {label} +\| 1024 +\| 3072 +\| \S+ k?B +\| not compiled", text), label
+    found = {label: cells(text, label) for label in ("D-RR", "CD-GraB")}
+    assert {(c["steps"], c["loads"]) for c in found.values()} == {("3072", "3072")}
+    assert found["D-RR"]["volume"] == "100.000%"
 
 
 def test_a_dry_run_of_rules(capsys):
     path = FOLDER / "tiny" / "qsr_vit_b_4096.flags"
-    command = ["qsr", f"--flagfile={path}", "--recipe=digits", "--rules=parallel,qsr"]
-    text = dry_run(capsys, [*command, "--nocompile"])
-    rounds = RULES["qsr"].plan(setting_of(recipe_of(parsed(path)))).rounds
-    assert re.search(rf"\| QSR +\| {rounds} +\| {rounds / 40:.3%} +\|", text)
-    assert re.search(r"\| parallel +\| 40 +\| 100.000% +\| 1 to 1 +\| \S+ .B +\|", text)
-    assert text.count("not compiled") == 2
+    text = dry_run(capsys, path, "--task=digits_mlp", "--arms=parallel,qsr")
+    rounds = SYNC_RULES["qsr"].plan(
+        config.config_of(
+            (found := recipes.load("digits_mlp", abstract=True))[1]._replace(
+                total_steps=40, warmup_steps=4, growth=2, workers=2, units_per_step=8
+            ),
+            config.sizes_of(*found, deals=True), seed=0,
+        )
+    ).rounds  # fmt: skip
+    assert cells(text, "QSR")["rounds"] == f"{rounds}"
+    assert cells(text, "QSR")["volume"] == f"{rounds / 40:.3%}"
+    assert cells(text, "parallel")["rounds"] == "40"
 
 
 def test_a_dry_run_of_arms(capsys):
     path = FOLDER / "tiny" / "echoing_wikitext2_gpt2.flags"
-    command = ["echoing", f"--flagfile={path}", "--recipe=digits"]
-    text = dry_run(capsys, [*command, "--arms=none,diffusion,proximal"])
+    text = dry_run(capsys, path, "--task=digits_wide", "--arms=none,diffusion,proximal")
     # R = 4, so e = 4 and twice the steps; one load in four steps.
-    row = r"\| 4 \| {} +\| 120 +\| {} +\| {} +\| {}% +\| \S+ .B +\| (\S+) MB +\|"
-    assert re.search(row.format("no echo", 120, 120, "100.0"), text)
-    echo = re.search(row.format("error diffusion", 30, 30, "25.0"), text)
-    proximal = re.search(row.format("fixed factor, proximal", 30, 30, "25.0"), text)
-    more = float(proximal[1]) - float(echo[1])
-    # The parameters at the load: those of 64 x 512 x 512 x 10 units, in float32.
-    anchor = 4e-6 * (65 * 512 + 513 * 512 + 513 * 10)
-    assert more == pytest.approx(anchor, abs=0.1)
+    for label, loads in (("no echo", 120), ("error diffusion", 30), ("fixed factor, proximal", 30)):
+        found = cells(text, label)
+        assert (found["R"], found["steps"], found["loads"]) == ("4", "120", f"{loads}")
+        assert found["rounds"] == found["loads"]
 
 
-def test_the_first_examples_alone_train():
-    task = TASKS["digits"]()
-    assert tasks.base.with_first(task, None) is task
-    few = tasks.base.with_first(task, 100)
-    assert few.train["x"].shape == (100, 64) and few.test is task.test
-    assert (few.train["y"] == task.train["y"][:100]).all()
-    assert few.optimum is None, "that of all examples is another"
+def test_a_dry_run_prices_the_arms_of_the_factorial(capsys):
+    values = absl_flags.FlagValues()
+    study.define_flags(combined.STUDY, values)
+    combined.define_flags(values)
+    values(["combined", "--dry_run", "--nocompile", "--total_steps=100", "--num_train=320"])
+    study.run(combined.STUDY, values, fit=combined.fit)
+    text = capsys.readouterr().out
+    first = cells(text, next(iter(combined.STUDY.arms.values())).label)
+    assert (first["rounds"], first["fast input, fast network"]) == ("100", "100")
+    assert first["load 4, sync 2 steps"] == f"{100 * (4 + 2)}"
+    assert ECHO_POLICIES["diffusion_cosine"].label in text
 
 
 def test_loops_count_as_often_as_they_turn():
@@ -270,18 +279,19 @@ def run(path, *more, timeout):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dry_run_at_full_size(name):
     text = run(FOLDER / f"{name}.flags", "--dry_run", timeout=900)
-    assert shown_parameters(text) == PUBLISHED[name][0]
+    parameters = re.search(r"\| parameters +\| ([\d,]+)", text)[1].replace(",", "")
+    assert int(parameters) == PUBLISHED[name][0]
     assert "forecast" in text and re.search(r"\| \S+ [MG]B +\|", text)
     if name.startswith("qsr"):
-        assert re.search(rf"\| QSR +\| {plan_of(name).rounds} +\|", text)
+        assert cells(text, "QSR")["rounds"] == f"{plan_of(name).rounds}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_variant_runs_to_its_end(name, tmp_path):
     path = FOLDER / "tiny" / f"{name}.flags"
-    values = parsed(path)
-    folder = DATA / DATA_FOLDERS[values.task if "task" in values else values.recipe]
+    task = recipes.setting_of(parsed(path).task).task
+    folder = DATA / DATA_FOLDERS[task]
     if not folder.exists():
         pytest.skip(f"no data in ../shared/data/{folder.name}")
     if folder.name == "tfds":

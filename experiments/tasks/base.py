@@ -11,20 +11,37 @@ from models import Model
 
 
 class Recipe(NamedTuple):
-    """The published or tuned setting of a task; flags override it field by field."""
+    """A setting of a run, whatever the study; flags override it field by field.
 
-    workers: int
+    Rates are factors of the peak learning rate but for `learning_rates`, the peaks themselves.
+    """
+
+    workers: int  # W
     units_per_step: int  # B, per worker
     unit_size: int  # examples per unit; 1 is per-example ordering
-    epochs: int
-    learning_rates: tuple[float, ...]  # each order is compared at its own best of these
-    momentum: float
-    bound_every: int  # epochs between two recordings of the herding bound; 0 never
-    optimizer: str = "momentum"  # a name of `experiments.optimizers.OPTIMIZERS`
+    learning_rates: tuple[float, ...]  # every arm is compared at its own best of these
+    epochs: int | None = None  # passes over the data without echoing
+    total_steps: int | None = None  # T; wins over epochs
+    optimizer: str = "momentum"  # a name of `training.optimizers.OPTIMIZERS`
+    momentum: float = 0.9  # of SGD; first moment of AdamW
     weight_decay: float = 0.0
-    schedule: str = "constant"  # a name of `experiments.optimizers.SHAPES`
-    decay_every: int = 10  # epochs, of the schedule "step"
-    decay_factor: float = 0.1
+    schedule: str = "constant"  # after the warmup: a name of `training.optimizers.SCHEDULES`
+    warmup_steps: int = 0
+    floor: float = 0.0  # last rate / peak rate of "cosine" and "linear"
+    decay_every: float = 10.0  # epochs, of "step"
+    decay_factor: float = 0.1  # of "step"
+    h_base: int = 4  # least steps per round
+    growth: float = 2.0  # alpha / peak rate of QSR
+    h_max: int | None = None  # most steps per round of the rules that follow the rate
+    echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
+    horizon: int | None = None  # steps over which a falling p falls; T if None
+    proximal: float = 0.1  # lambda of proximal arms
+    evaluations: int | None = None  # evenly over the run; None: at every epoch's end
+    evaluate_every: int | None = None  # steps; wins over evaluations
+    bound_every: int = 0  # epochs between two herding bounds; 0 never
+    metric: str = "accuracy"  # of the target, a name of `training.metrics.METRICS`
+    target: float | None = None  # of the metric, for studies that count steps to it
+    run: str = "vmap"  # "vmap" or "turns" on one device, "mesh" one device per worker
 
 
 class Task(NamedTuple):
@@ -36,7 +53,7 @@ class Task(NamedTuple):
       `jax.ShapeDtypeStruct`: the shapes of the published data, which a dry run needs.
     recipe: the default setting.
     optimum: `() -> float`, the minimum of the training loss, or None where it is not known.
-    metric: what the test set measures, a name of `experiments.metrics.METRICS`.
+    metric: what the test set measures, a name of `training.metrics.METRICS`.
     """
 
     name: str
@@ -46,6 +63,30 @@ class Task(NamedTuple):
     recipe: Recipe
     optimum: Callable[[], float] | None = None
     metric: str = "accuracy"
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises ValueError for a recipe that cannot run, before anything is compiled."""
+    if (recipe.epochs is None) == (recipe.total_steps is None) and not recipe.total_steps:
+        raise ValueError("a recipe has epochs or total_steps: pass --epochs or --total_steps.")
+    if recipe.epochs is not None and recipe.epochs < 1:
+        raise ValueError(f"epochs is {recipe.epochs}: train for at least one.")
+    for rate in recipe.learning_rates:
+        if not (np.isfinite(rate) and rate > 0):
+            raise ValueError(f"a learning rate is {rate}: it must be positive and finite.")
+    if not 0 <= recipe.momentum < 1:
+        raise ValueError(f"momentum is {recipe.momentum}: it must lie in [0, 1).")
+    if not recipe.weight_decay >= 0:
+        raise ValueError(f"weight_decay is {recipe.weight_decay}: it must be 0 or positive.")
+    if not recipe.decay_every > 0 or not 0 < recipe.decay_factor <= 1:
+        raise ValueError(
+            f"decay_every is {recipe.decay_every} and decay_factor {recipe.decay_factor}: the rate "
+            "falls after a positive number of epochs, by a factor in (0, 1]."
+        )
+    if recipe.bound_every < 0:
+        raise ValueError(
+            f"bound_every is {recipe.bound_every}: 0 for never, or a number of epochs."
+        )
 
 
 def abstract_set(number: int, **fields) -> dict:
@@ -68,11 +109,24 @@ def first_of(data: dict, number: int) -> dict:
     return jax.tree.map(first, data)
 
 
-def with_first(task: Task, num_train: int | None) -> Task:
-    """The task on its first training examples alone; the optimum over all is not theirs."""
-    if num_train is None or not isinstance(task.train, dict):
-        return task
-    return task._replace(train=first_of(task.train, num_train), optimum=None)
+def with_first(task: Task, *, num_train: int | None = None, num_test: int | None = None) -> Task:
+    """The task with its first examples alone; None keeps all.
+
+    Raises:
+      ValueError: for less than one example, and of sets that are not held in memory.
+    """
+    given = {"train": num_train, "test": num_test}
+    given = {part: number for part, number in given.items() if number is not None}
+    for part, number in given.items():
+        if number < 1 or not isinstance(task.train, dict):
+            raise ValueError(
+                f"num_{part} is {number}: take the first examples, at least one, of a task whose "
+                f"sets are held in memory; {task.name} has them "
+                f"{'in memory' if isinstance(task.train, dict) else 'on disk'}."
+            )
+    parts = {part: first_of(getattr(task, part), number) for part, number in given.items()}
+    # The optimum over all training examples is not that of the first ones.
+    return task._replace(**parts, **({"optimum": None} if "train" in parts else {}))
 
 
 def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:

@@ -24,6 +24,7 @@ SMALL = Recipe(
     momentum=0.9,
     bound_every=0,
 )
+SMALL_VIT = SMALL._replace(learning_rates=(1e-3,), optimizer="adamw")
 # Cooper et al., CD-GraB, 2023, https://arxiv.org/abs/2302.00845: batches of 64, without
 # augmentation, which would change the gradients that orders remember.
 LENET = Recipe(
@@ -65,8 +66,10 @@ _mobilenet_v2 = partial(
 
 CHOICES = {
     "resnet": Choice(models.small_resnet, SMALL, SIDE // 2),
+    "resnet8": Choice(partial(models.small_resnet, widths=(8, 16, 32)), SMALL, SIDE // 2),
     "mobilenet": Choice(models.mobilenet_v2, SMALL, SIDE // 2),
-    "vit": Choice(models.vit, SMALL._replace(learning_rates=(1e-3,), optimizer="adamw"), SIDE // 2),
+    "vit": Choice(models.vit, SMALL_VIT, SIDE // 2),
+    "small_vit": Choice(partial(models.vit, width=48, depth=3), SMALL_VIT, SIDE // 2),
     "lenet": Choice(models.lenet, LENET),
     "resnet18": Choice(_resnet18, FULL),
     "resnet18_gn": Choice(partial(_resnet18, norm="group"), FULL),

@@ -12,10 +12,24 @@ IMAGES = cifar.Images("cifar10", 10, MEAN, DEVIATION)
 
 
 def load(
-    data_dir: str | None = None, model: str = "resnet", *, abstract: bool = False, **options
+    data_dir: str | None = None,
+    model: str = "resnet",
+    *,
+    abstract: bool = False,
+    size: int | None = None,
+    num_train: int = cifar.NUM_TRAIN,
+    num_test: int = cifar.NUM_TEST,
 ) -> Task:
-    """50,000 training and 10,000 test images of ten classes; see `cifar.load` for the options."""
-    return cifar.load(IMAGES, data_dir, model, abstract=abstract, **options)
+    """50,000 training and 10,000 test images of ten classes; see `cifar.load` for the choices."""
+    return cifar.load(
+        IMAGES,
+        data_dir,
+        model,
+        abstract=abstract,
+        size=size,
+        num_train=num_train,
+        num_test=num_test,
+    )
 
 
 def load_small(

@@ -1,4 +1,4 @@
-"""Digits: scikit-learn's bundled 8 x 8 images, softmax regression. Needs no download."""
+"""Digits: scikit-learn's bundled 8 x 8 images, softmax or a perceptron. Needs no download."""
 
 import numpy as np
 from sklearn import datasets
@@ -19,28 +19,50 @@ RECIPE = Recipe(
 )
 
 
+MODELS = ("softmax", "mlp")
+
+
 def load(
     data_dir: str | None = None,
     model: str = "softmax",
     *,
     num_train: int = 1536,
+    width: int = 64,
+    depth: int = 1,
     abstract: bool = False,
 ) -> Task:
     """1,797 images, the first `num_train` of a seeded shuffle to train on, the others to test.
 
-    Pixels in [0, 1]; the optimum is computed. With `abstract` the shapes of the same sets.
+    Pixels in [0, 1].
+
+    Args:
+      data_dir: not read.
+      model: "softmax", regression whose optimum is computed, or "mlp".
+      num_train: 1 to 1,796.
+      width, depth: units of a hidden layer of "mlp", and how many of these.
+      abstract: the shapes of the same sets.
+
+    Raises:
+      ValueError: for another model, or a number that leaves nothing to train or to test on.
     """
-    if model != "softmax":
-        raise ValueError(f"model is {model!r}: digits has the model 'softmax' only.")
-    regression = models.softmax_regression(num_features=FEATURES, num_classes=10, l2=L2)
+    if model not in MODELS:
+        raise ValueError(f"model is {model!r}: digits has the models {sorted(MODELS)}.")
+    if not 1 <= num_train < NUM_IMAGES:
+        raise ValueError(
+            f"num_train is {num_train}: take 1 to {NUM_IMAGES - 1} of the {NUM_IMAGES} images; the "
+            "others are tested on."
+        )
+    if model == "mlp":
+        net = models.mlp(num_features=FEATURES, hidden=(width,) * depth, num_classes=10)
+    else:
+        net = models.softmax_regression(num_features=FEATURES, num_classes=10, l2=L2)
     if abstract:
         train, test = (
             abstract_set(number, x=((FEATURES,), np.float32), y=((), np.int32))
             for number in (num_train, NUM_IMAGES - num_train)
         )
-        return Task("digits", regression, train, test, RECIPE)
+        return Task("digits", net, train, test, RECIPE)
     x, y = datasets.load_digits(return_X_y=True)
     train, test = split((x / 16).astype(np.float32), y.astype(np.int32), num_train=num_train)
-    return Task(
-        "digits", regression, train, test, RECIPE, lambda: models.optimum(regression, train)
-    )
+    optimum = None if model == "mlp" else lambda: models.optimum(net, train)
+    return Task("digits", net, train, test, RECIPE, optimum)

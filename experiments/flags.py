@@ -1,0 +1,228 @@
+"""The flags of all experiments: one dialect, in groups, defined into any `FlagValues`.
+
+task      what is trained on: --task, --data_dir, and the choices of every task's loader
+setting   how: the fields of a `Recipe`, each the setting's own where its flag is unset
+run       how a run is carried out and where it is written
+forecast  --dry_run and what it assumes
+
+And `define_study`: what is compared.
+"""
+
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+
+from absl import flags
+
+from experiments.processes import cluster
+from experiments.studies import recipes
+from experiments.studies.dry_run import TERA, Assumed
+from experiments.tasks import TASKS
+from experiments.tasks.base import Recipe, Task, check_recipe
+from experiments.training.metrics import METRICS
+from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
+
+KINDS = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_bool,
+    str: flags.DEFINE_string,
+    tuple: flags.DEFINE_list,
+}
+ENUMS = {
+    "optimizer": list(OPTIMIZERS),
+    "schedule": list(SCHEDULES),
+    "metric": list(METRICS),
+    "run": ["vmap", "turns", "mesh"],
+}
+FIELDS = {  # of a Recipe
+    "workers": "W",
+    "units_per_step": "B, per worker",
+    "unit_size": "examples per unit",
+    "learning_rates": "peaks, tried with every arm",
+    "epochs": "passes over the data without echoing, instead of --total_steps",
+    "total_steps": "T, instead of --epochs",
+    "optimizer": "of every worker",
+    "momentum": "of SGD; first moment of AdamW",
+    "weight_decay": "of the optimizer",
+    "schedule": "of the learning rate, after the warmup",
+    "warmup_steps": "of the learning rate",
+    "floor": "last rate / peak rate",
+    "decay_every": "epochs, of --schedule=step",
+    "decay_factor": "of --schedule=step",
+    "h_base": "least steps per round",
+    "growth": "alpha / peak rate of QSR",
+    "h_max": "most steps per round of the rules that follow the rate",
+    "echo_factor": "e, the uses of a batch, at the end",
+    "horizon": "steps in which a falling p falls",
+    "proximal": "lambda of proximal arms",
+    "evaluations": "evenly over the run",
+    "evaluate_every": "steps, instead of --evaluations",
+    "bound_every": "epochs between two herding bounds; 0: never",
+    "metric": "of the target",
+    "target": "of the metric, on both halves of the test set",
+    "run": "all workers on one device, at once or in turn, or one device each",
+}
+EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
+
+
+def definer(values: flags.FlagValues) -> Callable:
+    """`define(kind, name, default, text, *more, **options)`, a flag of `absl.flags` in one line.
+
+    Example:
+      >>> from absl import flags
+      >>> from experiments.flags import definer
+      >>> values = flags.FlagValues()
+      >>> define = definer(values)
+      >>> define(flags.DEFINE_enum, "run", "vmap", "where", ["vmap", "mesh"])
+      >>> values(["program", "--run=mesh"])
+      ['program']
+      >>> values.run
+      'mesh'
+    """
+
+    def define(kind, name, default, text, *more, **options):
+        kind(name, default, *more, text, flag_values=values, **options)
+        # --help shows what belongs to the program, wherever it is defined.
+        values.register_key_flag_for_module(sys.argv[0], values[name])
+
+    return define
+
+
+def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
+    """Defines groups of flags, with other defaults for some, such as `task="digits_mlp"`."""
+    add = definer(values)
+
+    def one(kind, name, default, text, *more, **options):
+        add(kind, name, defaults.get(name, default), text, *more, **options)
+
+    for group in groups:
+        GROUPS[group](one)
+
+
+def define_study(values: flags.FlagValues, arms: Iterable[str], *, seeds: int, slow: bool) -> None:
+    """Defines what is compared: --arms, --seeds and, of slow input, --speeds and --step_seconds."""
+    add, own = definer(values), "; the study's own if unset"
+    add(flags.DEFINE_list, "arms", None, f"of {', '.join(arms)}{own}")
+    add(flags.DEFINE_integer, "seeds", seeds, "runs per arm at its best rates", lower_bound=1)
+    if slow:
+        add(flags.DEFINE_list, "speeds", None, "R, a load's time in steps" + own)
+        add(flags.DEFINE_float, "step_seconds", None, "behind the delays; measured if unset")
+
+
+def _task(define):
+    names = ", ".join([*recipes.RECIPES, *TASKS])
+    define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
+    define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
+    for name, (kind, tasks) in choices().items():
+        text = f"of {', '.join(tasks)}" if tasks else "first examples alone, of every task"
+        define(KINDS[kind], name, None, text + "; its own if unset")
+
+
+def _setting(define):
+    hints = typing.get_type_hints(Recipe)
+    for name, text in FIELDS.items():
+        text += "; the setting's own if unset"
+        if name in ENUMS:
+            define(flags.DEFINE_enum, name, None, text, ENUMS[name])
+        else:
+            define(KINDS[_kind(hints[name])], name, None, text)
+
+
+def _run(define):
+    reads = ["device", "thread", "tfdata"]
+    define(flags.DEFINE_enum, "input", "device", "data that stay there, or are read", reads)
+    text = "steps; 0: where a signal asks; about every minute if unset"
+    define(flags.DEFINE_integer, "checkpoint_every", None, text, lower_bound=0)
+    define(flags.DEFINE_string, "output_dir", None, "results/NAME_TASK if unset")
+    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+    define(flags.DEFINE_bool, "tensorboard", False, "event files too (extra: tensorboard)")
+    own = "; unset under SLURM, on TPU pods and for one process"
+    address, number, process = cluster.NAMES
+    text = f"host:port of process 0, or '{cluster.AUTO}': all that JAX finds out{own}"
+    define(flags.DEFINE_string, address, None, text)
+    define(flags.DEFINE_integer, number, None, "of the run" + own)
+    define(flags.DEFINE_integer, process, None, f"0 .. {number} - 1" + own)
+
+
+def _forecast(define):
+    define(flags.DEFINE_bool, "dry_run", False, "print what it would cost, and stop")
+    define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
+    assumed = "assumed by a dry run"
+    define(flags.DEFINE_float, "device_teraflops", 50.0, f"per second, {assumed}", lower_bound=1e-3)
+    define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
+
+
+GROUPS = {
+    "task": _task,
+    "setting": _setting,
+    "run": _run,
+    "forecast": _forecast,
+}
+
+
+def choices() -> dict[str, tuple[type, list[str]]]:
+    """{choice: (its type, the tasks that have it)}, as the tasks' loaders say.
+
+    Raises:
+      ValueError: for a choice that is of one type in one task and of another in another.
+    """
+    found = {name: (int, []) for name in recipes.SUBSETS}
+    for task, loader in TASKS.items():
+        for name, parameter in recipes.choices_of(loader).items():
+            kind = parameter.annotation
+            kind = type(parameter.default) if kind is parameter.empty else _kind(kind)
+            if found.setdefault(name, (kind, []))[0] is not kind or kind not in KINDS:
+                raise ValueError(
+                    f"{name} of {task} is a {kind.__name__}: choices are int, float, str or bool, "
+                    f"and one name has one type; it is a {found[name][0].__name__} elsewhere."
+                )
+            if name not in recipes.SUBSETS:
+                found[name][1].append(task)
+    return found
+
+
+def _kind(hint) -> type:
+    """int of `int | None`, tuple of `tuple[float, ...]`."""
+    if isinstance(hint, types.UnionType):
+        hint = next(h for h in typing.get_args(hint) if h is not types.NoneType)
+    return typing.get_origin(hint) or hint
+
+
+def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
+    """The task of --task and its recipe, with the flags that are set in place of its fields.
+
+    Of a dry run, the task is one of shapes alone.
+
+    Raises:
+      ValueError: for a choice that the task does not have, or a recipe that cannot run.
+    """
+    chosen = _given(values, choices())
+    task, recipe = recipes.load(values.task, values.data_dir, abstract=values.dry_run, **chosen)
+    given = _given(values, Recipe._fields)
+    if "learning_rates" in given:
+        given["learning_rates"] = tuple(float(rate) for rate in given["learning_rates"])
+    for pair in EITHER:
+        for one, other in (pair, pair[::-1]):
+            if one in given:
+                given.setdefault(other, None)
+    recipe = recipe._replace(**given)
+    check_recipe(recipe)
+    return task, recipe
+
+
+def _given(values, names) -> dict:
+    return {name: values[name].value for name in names if values[name].value is not None}
+
+
+def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
+    """What the runs of a folder share: other arms, rates and seeds go on there."""
+    shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
+    further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
+    return {"task": values.task, **_given(values, choices()), **shared, **further}
+
+
+def assumed(values: flags.FlagValues, machines: tuple = ()) -> Assumed:
+    """What a dry run takes for granted."""
+    return Assumed(values.compile, values.device_teraflops * TERA, values.gigabits, machines)

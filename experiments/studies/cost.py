@@ -1,0 +1,142 @@
+"""What a run costs, known before it: what is sent, the time on a machine, and operations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from experiments.training.config import Order, Sizes
+from ordering.pair_balance import SHARED_BLOCK
+
+
+def order_traffic(
+    order: Order, sizes: Sizes, num_params: int, *, sync_in_step: bool = False
+) -> Callable[[int], float]:
+    """`loads -> what a worker has sent for its order after so many`, in all-reduces.
+
+    Independent orders send nothing. Of a coordinated one every fresh step exchanges its rows, n / 2
+    all-reduces for n of them, and adds up the inner products of its pairs over the workers. With
+    one unit per step, where workers meet in every step, the mean gradient comes out of the exchange
+    of the rows, which then costs nothing.
+
+    Args:
+      order: a row of ORDERS; sizes: of the run; num_params: D, of the model.
+      sync_in_step: whether the mean gradient is taken in every step.
+
+    Example:
+      >>> from experiments.studies.tables import ORDERS
+      >>> from experiments.training.config import Sizes
+      >>> sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
+      >>> order_traffic(ORDERS["cd_grab"], sizes, 10**6)(10)
+      5.00072
+      >>> order_traffic(ORDERS["rr"], sizes, 10**6)(10)
+      0.0
+    """
+    if not order.coordinated or sizes.workers == 1:
+        return lambda loads: 0.0
+    whole = step_traffic(sizes.units_per_step, sizes, num_params)
+    if sync_in_step and sizes.units_per_step == 1:
+        whole -= -(-num_params // sizes.workers) * sizes.workers / num_params / 2
+    tail = sizes.num_units % sizes.units_per_step
+    last = step_traffic(tail, sizes, num_params) if tail else whole
+
+    def allreduces(loads: int) -> float:
+        epochs, rest = divmod(loads, sizes.loads_per_epoch)
+        return epochs * ((sizes.loads_per_epoch - 1) * whole + last) + rest * whole
+
+    return allreduces
+
+
+def step_traffic(size: int, sizes: Sizes, num_params: int) -> float:
+    """The same of one fresh step with `size` units per worker.
+
+    An even number of units per step sends the differences of its pairs, an odd one all gradients.
+    Pairs are signed in blocks of b, whose b (b + 1) products take one reduction.
+    """
+    splits = sizes.units_per_step % 2
+    pairs = (size + splits) // 2
+    if not pairs:
+        return 0.0
+    rows = size if splits else pairs
+    padded = -(-num_params // sizes.workers) * sizes.workers
+    blocks, rest = divmod(pairs * sizes.workers, SHARED_BLOCK)
+    products = blocks * SHARED_BLOCK * (SHARED_BLOCK + 1) + rest * (rest + 1)
+    return rows / 2 * padded / num_params + products / num_params
+
+
+class Price(NamedTuple):
+    """A machine, in steps of computation: what a load and an all-reduce take on it."""
+
+    label: str
+    load: float
+    sync: float
+
+
+def machines(load: float, sync: float) -> list[Price]:
+    """The four machines whose input or network may be slow."""
+    return [
+        Price("fast input, fast network", 0, 0),
+        Price(f"load {load:g} steps", load, 0),
+        Price(f"sync {sync:g} steps", 0, sync),
+        Price(f"load {load:g}, sync {sync:g} steps", load, sync),
+    ]
+
+
+def price(run: Sequence[dict], machine: Price) -> float:
+    """Time in steps of computation, up to the last of a run's records.
+
+    From record to record input is read beside the steps, the slower of both counts; what is sent
+    comes between them.
+    """
+    steps, loads = (np.diff([r[name] for r in run], prepend=0) for name in ("step", "loads"))
+    waited = np.maximum(steps, machine.load * loads).sum()
+    return float(waited + machine.sync * run[-1]["allreduces"])
+
+
+def operations(function: Callable, *shapes) -> float:
+    """Floating-point operations of one call, as XLA counts them before it optimises.
+
+    XLA counts the body of a loop once: the other turns of every scan are added here. A loop whose
+    length the program does not know, a `lax.while_loop`, still counts as one turn.
+
+    Args:
+      function: anything that `jax.jit` takes; shapes: its arguments, of which only shapes and
+        dtypes matter.
+
+    Example:
+      A product with a 3 x 3 matrix takes 18 operations.
+
+      >>> import jax, jax.numpy as jnp
+      >>> step = lambda x: jnp.ones((3, 3)) @ x
+      >>> scanned = lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=10)[0]
+      >>> operations(step, jnp.ones(3)), operations(scanned, jnp.ones(3)) >= 180
+      (18.0, True)
+    """
+    return _counted(jax.make_jaxpr(function)(*shapes))
+
+
+def _counted(program: core.ClosedJaxpr) -> float:
+    total = _by_xla(program)
+    for length, body in _scans(program.jaxpr):
+        total += length * _counted(body) - _by_xla(body)
+    return total
+
+
+def _by_xla(program: core.ClosedJaxpr) -> float:
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals]
+    lowered = jax.jit(core.jaxpr_as_fun(program)).lower(*shapes)
+    return float(lowered.cost_analysis()["flops"])
+
+
+def _scans(program: core.Jaxpr) -> Iterator[tuple[int, core.ClosedJaxpr]]:
+    """(length, body) of the scans that are in no other scan."""
+    for equation in program.eqns:
+        if equation.primitive.name == "scan":
+            yield equation.params["length"], equation.params["jaxpr"]
+            continue
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, core.ClosedJaxpr | core.Jaxpr):
+                    yield from _scans(getattr(part, "jaxpr", part))

@@ -1,0 +1,198 @@
+"""What a study is, and how it is run: its arms, its question, and one `main` for all of them.
+
+A study is one file: a table of arms, a `Study`, and `study.main(STUDY)`.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from absl import app
+from absl import flags as absl_flags
+
+from experiments import flags
+from experiments.processes import distributed
+from experiments.results import html, records, report, statistics, writers
+from experiments.results.statistics import Criterion
+from experiments.studies import search, trainer
+from experiments.studies.dry_run import dry_run
+from experiments.tasks.base import Recipe, Task
+from experiments.training import config
+from experiments.training.config import RunConfig
+
+
+class Arm(NamedTuple):
+    """What is compared.
+
+    Fields:
+      label: for people.
+      order, sync, echo: names of ORDERS, SYNC_RULES and ECHO_POLICIES.
+      rate_factor: of the learning rates that are tried.
+      proximal: strength, in units of the recipe's lambda, of the pull back to the parameters at the
+        last load; 0 for none.
+    """
+
+    label: str
+    order: str = "dealt"
+    sync: str = "parallel"
+    echo: str = "none"
+    rate_factor: Callable[[RunConfig], float] = lambda config: 1
+    proximal: float = 0.0
+
+
+class Study(NamedTuple):
+    """A comparison: what of, in which setting, and what is asked.
+
+    Fields:
+      name: of its folders; arms: by name, the baseline first.
+      recipe: what --task is if unset, a name of RECIPES or TASKS.
+      criterion: what chooses an arm's learning rate.
+      columns, panels, sections: of the tables and pictures, as of `results.report.write`.
+      speeds: R of slow input; () where it is not slow.
+      finalists: learning rates that run with all seeds; None: all.
+      seeds: what --seeds is if unset; default: names of the arms if --arms is unset, () for all.
+      machines: on which a dry run prices the arms, as of `cost.machines`.
+    """
+
+    name: str
+    arms: Mapping[str, Arm]
+    recipe: str
+    criterion: Criterion
+    columns: Sequence
+    panels: Sequence
+    sections: Sequence[Callable] = ()
+    speeds: tuple[float, ...] = ()
+    finalists: int | None = 2
+    seeds: int = 5
+    default: tuple[str, ...] = ()
+    machines: tuple = ()
+
+
+Fit = Callable[[Study, Task, Recipe, absl_flags.FlagValues], Study]
+
+
+def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
+    flags.define(values, "task", "setting", "run", "forecast", task=study.recipe)
+    flags.define_study(values, study.arms, seeds=study.seeds, slow=bool(study.speeds))
+
+
+def main(
+    study: Study,
+    *,
+    define: Callable[[absl_flags.FlagValues], None] = lambda values: None,
+    fit: Fit = lambda study, task, recipe, values: study,
+) -> None:
+    """Runs a study from the command line, as `python -m` does.
+
+    Args:
+      define: flags of its own; fit: `(study, task, recipe, values) -> study`, what of it depends
+        on the flags.
+    """
+    define_flags(study, absl_flags.FLAGS)
+    define(absl_flags.FLAGS)
+    app.run(lambda argv: run(study, absl_flags.FLAGS, fit=fit))
+
+
+def run(
+    study: Study,
+    values: absl_flags.FlagValues,
+    *,
+    fit: Fit = lambda study, task, recipe, values: study,
+) -> None:
+    """Runs a study with parsed flags: a dry run, or the search and its report.
+
+    Raises:
+      SystemExit: 128 + n if signal n stopped it; the same flags go on.
+      ValueError, absl.app.UsageError: for flags that do not fit.
+    """
+    distributed.start(values)
+    task, recipe = flags.setting_from_flags(values)
+    study = fit(study, task, recipe, values)
+    chosen = study._replace(arms=_chosen_arms(study, values), speeds=_speeds(study, values))
+    if values.dry_run:
+        given = flags.assumed(values, study.machines)
+        return distributed.say(dry_run(task, recipe, chosen, given))
+    folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
+    done = open_folder(folder, flags.settings(values, recipe), values)
+    found, stopped = _search(chosen, task, recipe, folder, done, values)
+    if stopped:
+        distributed.say(f"Stopped and saved: {go_on(values)} goes on.")
+        sys.exit(128 + stopped)
+    if distributed.is_first():
+        ran = {r["arm"] for r in found}
+        labels = {name: arm.label for name, arm in study.arms.items() if name in ran}
+        arms = {name: study.arms[name] for name in labels}
+        plans = {} if chosen.speeds else plans_of(arms, task, recipe)
+        for name, plan in plans.items():
+            plan.save(os.path.join(folder, f"plan_{name}.json"))
+        title = f"{values.task}, {recipe.workers} workers"
+        compared = statistics.compare(found, labels, study.criterion, plans)
+        print(report.write(
+            compared, folder, title=title, command=html.command_line(), columns=study.columns,
+            panels=study.panels, sections=study.sections,
+        ))  # fmt: skip
+        print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
+
+
+def _search(study, task, recipe, folder, done, values):
+    mesh = distributed.mesh_of(recipe.run, recipe.workers)
+    seconds = 0.0
+    if study.speeds:
+        seconds = values.step_seconds or _step_seconds(study, task, recipe, mesh, folder, done)
+        distributed.say(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
+    reads = None if values.input == "device" else values.input
+    setup = trainer.Setup(folder, reads, mesh, values.checkpoint_every, seconds)
+    trained = trainer.trainer_of(study, task, recipe, setup)
+    kept = trainer.before_checkpoints(folder, done)
+    with writers.open_writers(folder, tensorboard=values.tensorboard, keep=kept) as write:
+        return search.search(study, trained, seeds=values.seeds, done=kept, on_record=write)
+
+
+def _step_seconds(study, task, recipe, mesh, folder, done) -> float:
+    """t_step of this folder's runs: measured once, so that all of them have the same delays."""
+    path = os.path.join(folder, "step.json")
+    known = distributed.of_first(records.read_json(path) if done else None)
+    if known is None:
+        seconds = trainer.step_seconds(study, task, recipe, mesh)
+        known = distributed.of_first({"step_seconds": seconds})
+        records.write_json(path, known)
+    return known["step_seconds"]
+
+
+def _chosen_arms(study, values) -> dict[str, Arm]:
+    names = values.arms or study.default or tuple(study.arms)
+    if unknown := sorted(set(names) - set(study.arms)):
+        raise app.UsageError(f"--arms has {unknown}: names are {', '.join(study.arms)}.")
+    return {name: arm for name, arm in study.arms.items() if name in names}
+
+
+def _speeds(study, values) -> tuple[float, ...]:
+    if not study.speeds or not values.speeds:
+        return study.speeds
+    speeds = tuple(float(speed) for speed in values.speeds)
+    if not all(0 < speed < float("inf") for speed in speeds):
+        raise app.UsageError(f"--speeds is {values.speeds}: all must be positive and finite.")
+    return speeds
+
+
+def plans_of(arms: Mapping[str, Arm], task: Task, recipe: Recipe) -> dict:
+    """{arm: SyncPlan} of seed 0, where it is known before the run."""
+    found = {}
+    for name, arm in arms.items():
+        _, rule, policy = trainer.rows_of(arm)
+        own = trainer.config_of(task, recipe, arm)
+        found[name] = config.plans_of(own, rule, policy, rate=1.0).sync
+    return {name: plan for name, plan in found.items() if plan is not None}
+
+
+def open_folder(folder: str, settings: Mapping, values: absl_flags.FlagValues) -> list[dict]:
+    """`records.open_folder`; with --overwrite, earlier checkpoints go too."""
+    if values.overwrite and distributed.is_first():
+        shutil.rmtree(os.path.join(folder, "checkpoints"), ignore_errors=True)
+    return records.open_folder(folder, settings, overwrite=values.overwrite)
+
+
+def go_on(values: absl_flags.FlagValues) -> str:
+    return "the same command" + (", without --overwrite," if values.overwrite else "")

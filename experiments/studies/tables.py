@@ -1,0 +1,199 @@
+"""The three tables of decisions: a new order, synchronisation rule or echo policy is one row.
+
+Which unit comes next, when workers meet, and when a batch is used again. Every study and `train`
+know them by these names alone.
+"""
+
+from collections.abc import Callable
+
+import jax
+import optax
+
+import local_opt
+import ordering
+import ordering.echo
+from experiments.studies import host_orders
+from experiments.training.config import EchoPolicy, Order, OrderSetting, RunConfig, SyncRule
+
+POST_LOCAL_UNTIL = 0.5  # of T: where post-local training begins its local steps
+SWAP_UNTIL = 0.8  # of T: where SWAP begins its last round
+
+
+def _random(s: OrderSetting) -> ordering.Ordering:
+    return ordering.random_reshuffling(s.num_units)
+
+
+def _coordinated(s: OrderSetting, rule: ordering.SignRule | None = None) -> ordering.Ordering:
+    return ordering.cd_grab(
+        s.num_units, units_per_step=s.units_per_step, block_size=s.block_size, rule=rule
+    )
+
+
+def _halving(s: OrderSetting) -> ordering.SignRule:
+    num_pairs = max(1, s.num_units // 2 * s.workers)
+    return ordering.kernel_halving(num_epochs=s.epochs, num_pairs=num_pairs)
+
+
+ORDERS = {
+    "rr": Order("D-RR", _random, observes=False, on_host=host_orders.reshuffled),
+    "dealt": Order("D-RR, dealt", _random, observes=False, on_host=host_orders.dealt, deals=True),
+    "unzip": Order("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
+    "id_mean": Order(
+        "independent mean",
+        lambda s: ordering.grab(s.num_units, units_per_step=s.units_per_step),
+    ),
+    "id_pair": Order(
+        "independent pair",
+        lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
+    ),
+    "cd_grab": Order("CD-GraB", _coordinated, coordinated=True),
+    "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
+    "flipflop": Order("flip-flop", lambda s: ordering.flip_flop(s.num_units), observes=False),
+    "block": Order(
+        "block reshuffling",
+        lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
+        observes=False,
+    ),
+    "herding": Order(
+        "greedy herding",
+        lambda s: ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
+    ),
+    "cd_walk": Order(
+        "CD-GraB, walk",
+        lambda s: _coordinated(s, ordering.self_balancing_walk()),
+        coordinated=True,
+    ),
+    "kh": Order("KH-SGD", lambda s: _coordinated(s, _halving(s)), coordinated=True),
+}
+
+
+def _every_step(config: RunConfig) -> local_opt.SyncPlan:
+    return local_opt.every_step(config.total_steps)
+
+
+def _constant(config: RunConfig) -> local_opt.SyncPlan:
+    return local_opt.constant(config.h_base, total_steps=config.total_steps)
+
+
+def _every_factor(config: RunConfig) -> local_opt.SyncPlan:
+    return local_opt.constant(config.echo_factor, total_steps=config.total_steps)
+
+
+def _every_load(config: RunConfig) -> local_opt.SyncPlan | None:
+    """None where loads are not known before the run."""
+    return None if config.fresh is None else local_opt.sync_every_load(config.fresh)
+
+
+def _coins(config: RunConfig) -> local_opt.SyncPlan:
+    key = jax.random.fold_in(config.key, 1)
+    return local_opt.bernoulli(1 / config.echo_factor, total_steps=config.total_steps, key=key)
+
+
+def _switching(rule: Callable, share: float) -> Callable:
+    return lambda config: rule(
+        config.h_base, switch_step=int(share * config.total_steps), total_steps=config.total_steps
+    )
+
+
+def _power(config: RunConfig, power: float, alpha: float) -> local_opt.SyncPlan:
+    return local_opt.power_rule(
+        config.rates,
+        total_steps=config.total_steps,
+        alpha=alpha,
+        h_base=config.h_base,
+        power=power,
+        warmup_steps=config.warmup_steps,
+        h_max=config.h_max,
+    )
+
+
+def _qsr(config: RunConfig) -> local_opt.SyncPlan:
+    return _power(config, 2, config.growth)
+
+
+def _at_volume_of_qsr(power: float) -> Callable:
+    """Another power, with the least alpha at which it takes no more rounds than QSR.
+
+    Rounds get fewer as alpha grows, so it is found by bisection on its logarithm.
+    """
+
+    def plan(config: RunConfig) -> local_opt.SyncPlan:
+        wanted = _qsr(config).rounds
+        low, high = 1e-3 * config.rates.max(), 1e3 * config.rates.max()
+        for _ in range(30):
+            middle = (low * high) ** 0.5
+            if _power(config, power, middle).rounds > wanted:
+                low = middle
+            else:
+                high = middle
+        return _power(config, power, high)
+
+    return plan
+
+
+SYNC_RULES = {
+    "parallel": SyncRule("parallel", _every_step, local_opt.parallel_rounds),
+    "accumulate": SyncRule("gradient accumulation", _constant, local_opt.accumulated_rounds),
+    "constant": SyncRule("constant H", _constant),
+    "post_local": SyncRule("post-local", _switching(local_opt.post_local, POST_LOCAL_UNTIL)),
+    "swap": SyncRule("SWAP", _switching(local_opt.swap, SWAP_UNTIL)),
+    "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1)),
+    "qsr": SyncRule("QSR", _qsr),
+    "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3)),
+    # What slow input asks for: e is the echo factor.
+    "every_load": SyncRule("once per load", _every_load),
+    "every_factor": SyncRule("every e steps", _every_factor),
+    "accumulate_factor": SyncRule(
+        "gradient accumulation over e steps", _every_factor, local_opt.accumulated_rounds
+    ),
+    "coins": SyncRule("coins of 1 / e", _coins),
+}
+
+# p from 1 to 1 / e over the horizon; the first of them is at its end from the start.
+_P = {
+    "constant": lambda least, horizon: least,
+    "linear": lambda least, horizon: optax.linear_schedule(1.0, least, horizon),
+    "multi-step": lambda least, horizon: optax.piecewise_constant_schedule(
+        1.0, {horizon // 3: least**0.5, 2 * horizon // 3: least**0.5}
+    ),
+    "cosine": lambda least, horizon: optax.cosine_decay_schedule(1.0, horizon, alpha=least),
+}
+
+
+def _fixed(config: RunConfig, factor: int) -> ordering.echo.EchoPlan:
+    return ordering.echo.fixed(factor, total_steps=config.total_steps)
+
+
+def _bernoulli(shape: str) -> Callable:
+    return lambda config: ordering.echo.bernoulli(
+        _P[shape](1 / config.echo_factor, config.horizon),
+        total_steps=config.total_steps,
+        key=jax.random.fold_in(config.key, 0),
+    )
+
+
+def _error_diffusion(shape: str) -> Callable:
+    return lambda config: ordering.echo.error_diffusion(
+        _P[shape](1 / config.echo_factor, config.horizon), total_steps=config.total_steps
+    )
+
+
+def _measured(config: RunConfig):
+    return ordering.echo.measured(total_steps=config.total_steps, max_factor=4 * config.echo_factor)
+
+
+ECHO_POLICIES = {
+    "none": EchoPolicy("no echo", lambda config: _fixed(config, 1)),
+    "fixed": EchoPolicy("fixed factor", lambda config: _fixed(config, config.echo_factor)),
+    "bernoulli": EchoPolicy("Bernoulli", _bernoulli("constant")),
+    "bernoulli_linear": EchoPolicy("Bernoulli, linear p", _bernoulli("linear")),
+    "bernoulli_multistep": EchoPolicy("Bernoulli, multi-step p", _bernoulli("multi-step")),
+    "bernoulli_cosine": EchoPolicy("Bernoulli, cosine p", _bernoulli("cosine")),
+    "diffusion": EchoPolicy("error diffusion", _error_diffusion("constant")),
+    "diffusion_linear": EchoPolicy("error diffusion, linear p", _error_diffusion("linear")),
+    "diffusion_multistep": EchoPolicy(
+        "error diffusion, multi-step p", _error_diffusion("multi-step")
+    ),
+    "diffusion_cosine": EchoPolicy("error diffusion, cosine p", _error_diffusion("cosine")),
+    "measured": EchoPolicy("measured", _measured, online=True),
+}

@@ -1,0 +1,243 @@
+"""How a run of a study is trained: its plans, its program, and what is measured of it."""
+
+import functools
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.processes import distributed
+from experiments.results import statistics
+from experiments.results.records import run_of
+from experiments.results.statistics import Criterion
+from experiments.studies.cost import order_traffic
+from experiments.studies.search import Run, Trainer
+from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.tasks.base import Recipe, Task
+from experiments.training import checkpoint, config, evaluate, input, program, run
+from experiments.training.parts import num_params
+from local_opt import runners
+
+
+class Setup(NamedTuple):
+    """How the runs of a study are carried out.
+
+    Fields:
+      folder: of the study, for checkpoints; None: without.
+      reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
+      step_seconds: t_step; with the delay, a load takes R of it.
+    """
+
+    folder: str | None = None
+    reads: str | None = None
+    mesh: Any = None
+    checkpoint_every: int | None = None
+    step_seconds: float = 0.0
+
+
+def rows_of(arm) -> tuple[config.Order, config.SyncRule, config.EchoPolicy]:
+    """The rows of the three tables that an arm names."""
+    return ORDERS[arm.order], SYNC_RULES[arm.sync], ECHO_POLICIES[arm.echo]
+
+
+def config_of(task: Task, recipe: Recipe, arm, *, seed=0, speed=None) -> config.RunConfig:
+    sizes = config.sizes_of(task, recipe, deals=ORDERS[arm.order].deals)
+    return config.config_of(recipe, sizes, seed=seed, speed=speed)
+
+
+def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
+    """Trains the arms of a study; what those have in common is compiled once."""
+    halves = study.criterion.scalar.startswith("valid/")
+    scalars = scalars_of(task, recipe, halves=halves)
+
+    @functools.cache
+    def own(arm, speed, seed=0):
+        return config_of(task, recipe, study.arms[arm], seed=seed, speed=speed)
+
+    @functools.lru_cache(2)
+    def plans_of(this: Run):
+        _, rule, policy = rows_of(study.arms[this.arm])
+        given = own(this.arm, this.speed, this.seed)
+        return config.plans_of(given, rule, policy, rate=this.learning_rate)
+
+    @functools.cache
+    def program_of(order, rounds, proximal, reads, epochs):
+        built = program.build(
+            task, recipe, order, rounds, proximal=proximal * recipe.proximal, reads=reads,
+            mesh=setup.mesh, epochs=epochs,
+        )  # fmt: skip
+        return built, scalars(built, order)
+
+    def trajectory(this):
+        arm = study.arms[this.arm]
+        if this.phase != "tune" or throttled(arm, this):
+            return None
+        digests = tuple(plans_of(this).digests().values())
+        return arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal, this.seed, digests
+
+    def train(this, kept, on_record):
+        arm, plans = study.arms[this.arm], plans_of(this)
+        order, rule, policy = rows_of(arm)
+        sizes = config.sizes_of(task, recipe, deals=order.deals)
+        # Tuned as it is reported: one program for both phases.
+        reads = setup.reads or ("thread" if this.speed is not None or policy.online else None)
+        epochs = -(-plans.total_steps // sizes.loads_per_epoch)
+        built, measure = program_of(order, rule.rounds, arm.proximal, reads, epochs)
+        folder = setup.folder and os.path.join(setup.folder, "checkpoints", this.name)
+        outcome = train_one(
+            task, recipe, built, plans, order, measure, seed=this.seed, on_record=on_record,
+            saving=run.Saving(folder, setup.checkpoint_every) if folder else None,
+            delay=this.speed * setup.step_seconds if throttled(arm, this) else 0.0,
+            ends=ends_at(study.criterion, kept),
+        )  # fmt: skip
+        if folder and outcome.ended and distributed.is_first():
+            shutil.rmtree(folder, ignore_errors=True)
+        return outcome.stopped
+
+    def rates(arm, speed):
+        factor = study.arms[arm].rate_factor(own(arm, speed))
+        return [factor * rate for rate in recipe.learning_rates]
+
+    def steps(arm, speed):
+        return own(arm, speed).total_steps
+
+    examples = recipe.workers * recipe.units_per_step * recipe.unit_size
+    return Trainer(train, rates, steps, trajectory, examples)
+
+
+def throttled(arm, this: Run) -> bool:
+    """Whether a run has the delay: where it is reported, or decides by it."""
+    online = ECHO_POLICIES[arm.echo].online
+    return this.speed is not None and (online or this.phase == "report")
+
+
+def before_checkpoints(folder: str, done: Sequence[dict]) -> list[dict]:
+    """The records of whole runs, and of others those that their checkpoints have seen."""
+    whole = {run_of(r) for r in done if r.get("ended")}
+
+    @functools.cache
+    def saved(run):
+        return checkpoint.latest(os.path.join(folder, "checkpoints", Run(*run).name)) or -1
+
+    return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
+
+
+def train_one(task, recipe, built, plans, order, measure, *, saving, **options) -> run.Outcome:
+    """`training.run.train`, evaluated as the recipe asks.
+
+    Args:
+      order: a row of ORDERS; measure: `(step, T, state) -> scalars`, as of `scalars_of`.
+      options: of `training.run.train`.
+    """
+    total = plans.total_steps
+    steps = evaluation_steps(recipe, built.sizes, total)
+    at = checkpoint.latest(saving.folder) if saving else 0
+    following = iter([step for step in steps if step > at or not at])  # as they are evaluated
+    return run.train(
+        built,
+        plans,
+        evaluate=lambda state: measure(next(following), total, state),
+        evaluate_at=steps,
+        order_traffic=order_traffic(
+            order, built.sizes, num_params(task.model), sync_in_step=built.sync_in_step
+        ),
+        saving=saving,
+        **options,
+    )
+
+
+def evaluation_steps(recipe: Recipe, sizes: config.Sizes, total: int) -> list[int]:
+    """The steps after which a run is evaluated; the last one always is."""
+    if recipe.evaluate_every is not None:
+        steps = range(recipe.evaluate_every, total, recipe.evaluate_every)
+    elif recipe.evaluations is not None:
+        steps = np.linspace(0, total, recipe.evaluations + 1).astype(int)[1:].tolist()
+    else:
+        steps = range(0, total, sizes.loads_per_epoch)
+    return sorted({*steps, total})
+
+
+def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict], bool]:
+    """`record -> whether the run has reached the target` on both halves of the test set.
+
+    Args:
+      kept: records of the run so far.
+    """
+    if criterion.when != "target":
+        return lambda record: False
+    seen = list(kept)
+
+    def ends(record):
+        seen.append(record)
+        return all(statistics.reached(seen, c) for c in (criterion, statistics.tested(criterion)))
+
+    return ends
+
+
+def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
+    """`(program, row of ORDERS) -> (step, T, state) -> scalars`.
+
+    Args:
+      halves: the first half of the test set is "valid", which tunes, the other one "test"; and the
+        training loss is that of as many examples.
+    """
+    examples = config.size_of(task.test) if halves else None
+    measure = evaluate.evaluator(task, recipe, halves=halves, train_examples=examples)
+    optimum = task.optimum() if task.optimum else None
+
+    def of(built, order):
+        bounds = _bounds(task, recipe, built, order)
+        every = recipe.bound_every * built.sizes.loads_per_epoch
+
+        def scalars(step, total, state):
+            params = built.mean_params(state)
+            found = measure(params)
+            if optimum is not None:
+                found["train/above_optimum"] = found["train/loss"] - optimum
+            if bounds and (step == total or not step % every):
+                found |= bounds(params, state.orders.current)
+            return found
+
+        return scalars
+
+    return of
+
+
+def _bounds(task, recipe, built, order) -> Callable | None:
+    """`(params, orders) -> the parallel herding bound`; None where it is not asked for, or units
+    have no owner."""
+    if not recipe.bound_every or order.deals:
+        return None
+    sizes, data, of_all = built.sizes, built.data, runners.simulate
+    if built.sharding is not None:
+        of_all = runners.over_mesh(built.sharding.mesh)
+    if data is None:
+        data = distributed.place(input.partition(task.train, sizes), built.sharding)
+    bound = evaluate.order_bounds(
+        task.model, of_all, num_units=sizes.num_units, units_per_step=sizes.units_per_step
+    )
+
+    def measure(params, orders):
+        found = distributed.on_host(bound(params, orders, data))
+        return {
+            f"bound/{norm}": float(value) for norm, value in zip(("linf", "l2"), found, strict=True)
+        }
+
+    return measure
+
+
+def step_seconds(study, task: Task, recipe: Recipe, mesh=None, *, every: int = 20) -> float:
+    """t_step: the median time of a step of the first arm on this machine, without a delay."""
+    arm, total = next(iter(study.arms.values())), 8 * every
+    order, rule, policy = rows_of(arm)
+    built = program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh)
+    short = recipe._replace(total_steps=total, warmup_steps=0)
+    plans = config.plans_of(config_of(task, short, arm), rule, policy, rate=0.0)
+    seconds = []
+    run.train(
+        built, plans, seed=0, evaluate=lambda state: {}, evaluate_at=range(every, total, every),
+        on_record=lambda record: seconds.append(record["seconds"]),
+    )  # fmt: skip
+    return float(np.median(np.diff(seconds)) / every)
