@@ -10,35 +10,37 @@ vectors of dimension 16 after 15 rounds, L-infinity, W = 5, 10, 20, 50, 100: CD-
 24, D-RR 350 to 400.
 """
 
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
 import ordering
-from experiments import compare, html_report, plots, records
-from experiments.methods import METHODS, Setting
+from experiments.flags import definer
+from experiments.results import html, plots, records, tables
+from experiments.studies.tables import ORDERS
+from experiments.training.config import OrderSetting
 from local_opt import runners
 
 FLAGS = flags.FLAGS
+NORMS = {"inf": jnp.inf, "2": 2}
 
 
-def define_flags() -> None:
-    flags.DEFINE_integer("num_vectors", 1_000_000, "over all workers", lower_bound=1)
-    flags.DEFINE_integer("dimension", 16, "of a vector", lower_bound=1)
-    flags.DEFINE_integer("rounds", 15, "passes over the vectors", lower_bound=1)
-    flags.DEFINE_list("workers", ["5", "10", "20", "50", "100"], "numbers of workers")
-    flags.DEFINE_list("orders", ["rr", "id_mean", "id_pair", "cd_grab"], "of experiments.methods")
-    flags.DEFINE_integer("seeds", 1, "draws of the vectors and first orders", lower_bound=1)
-    flags.DEFINE_enum("norm", "inf", ["inf", "2"], "of the bound")
-    flags.DEFINE_string(
-        "output_dir", "results/herding", "gets metrics.jsonl, table.md, herding.png"
-    )
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    define, integer, names = definer(values), flags.DEFINE_integer, flags.DEFINE_list
+    define(integer, "num_vectors", 1_000_000, "over all workers", lower_bound=1)
+    define(integer, "dimension", 16, "of a vector", lower_bound=1)
+    define(integer, "rounds", 15, "passes over the vectors", lower_bound=1)
+    define(integer, "seeds", 1, "draws of the vectors and first orders", lower_bound=1)
+    define(names, "workers", ["5", "10", "20", "50", "100"], "numbers of workers")
+    define(names, "orders", ["rr", "id_mean", "id_pair", "cd_grab"], f"of {', '.join(ORDERS)}")
+    define(flags.DEFINE_enum, "norm", "inf", "of the bound", list(NORMS))
+    define(flags.DEFINE_string, "output_dir", "results/herding", "gets what is written")
 
 
 def unit_vectors(num_workers: int, num_units: int, dimension: int, seed: int) -> jax.Array:
@@ -55,22 +57,22 @@ def bounds_over_rounds(
     """Parallel herding bounds of the first order and of the order after every round.
 
     Args:
-      vectors: float32[W, M, D]; order_name: of `METHODS`; rounds: passes; norm: jnp.inf or 2.
+      vectors: float32[W, M, D]; order_name: of `ORDERS`; rounds: passes; norm: jnp.inf or 2.
     """
     num_workers, num_units, dimension = vectors.shape
     # Steps of about 16 units in all keep the loop short without large Gram matrices.
     units_per_step = min(max(2, 16 // num_workers * 2), num_units)
     block_size = ordering.balance.default_block_size(-(-dimension // num_workers))
-    setting = Setting(num_units, units_per_step, num_workers, rounds, block_size)
-    order = METHODS[order_name].make(setting)
+    setting = OrderSetting(num_units, units_per_step, num_workers, rounds, block_size)
+    order = ORDERS[order_name].make(setting)
 
     def init(key):
         return (order.init(key, jnp.zeros(dimension)),)
 
     def one_round(state, vectors):
         def step(state, start, size):
-            unit = jax.lax.dynamic_slice_in_dim(state.current, start, size)
-            return order.observe(state, ordering.Rows.of(vectors[unit]))
+            units = jax.lax.dynamic_slice_in_dim(state.current, start, size)
+            return order.observe(state, ordering.Rows.of(vectors[units]))
 
         whole = num_units // units_per_step * units_per_step
         starts = jnp.arange(0, whole, units_per_step)
@@ -91,64 +93,62 @@ def bounds_over_rounds(
     return found
 
 
+def measure(values: flags.FlagValues, worker_counts: Sequence[int]) -> Iterator[list[dict]]:
+    """The records of every run: a bound per round."""
+    total = len(worker_counts) * values.seeds * len(values.orders)
+    with tqdm(total=total, unit="run") as bar:
+        for num_workers, seed in itertools.product(worker_counts, range(values.seeds)):
+            num_units = values.num_vectors // num_workers
+            vectors = unit_vectors(num_workers, num_units, values.dimension, seed)
+            for name in values.orders:
+                bar.set_description(f"{ORDERS[name].label}, W = {num_workers}")
+                start = time.perf_counter()
+                bounds = bounds_over_rounds(
+                    vectors, name, rounds=values.rounds, norm=NORMS[values.norm], seed=seed
+                )
+                seconds = time.perf_counter() - start
+                run = {"order": name, "workers": num_workers, "seed": seed, "seconds": seconds}
+                yield [run | {"round": k, "bound": b} for k, b in enumerate(bounds)]
+                bar.set_postfix(bound=f"{bounds[-1]:.2f}", seconds=f"{seconds:.1f}")
+                bar.update()
+
+
 def table(all_records: Sequence[dict], rounds: int) -> str:
     """Markdown: the bound after the last round, an order a row, a number of workers a column."""
-    widths = sorted({r["workers"] for r in all_records})
-    lines = ["| order | " + " | ".join(f"W = {w}" for w in widths) + " |"]
-    lines.append("|" + "---|" * (len(widths) + 1))
-    for name in dict.fromkeys(r["order"] for r in all_records):
-        cells = [
-            compare.show(compare.interval(_final(all_records, name, w, rounds)), "{:.2f}")
-            for w in widths
-        ]
-        lines.append(f"| {METHODS[name].label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    bounds = {}
+    for r in all_records:
+        if r["round"] == rounds:
+            bounds.setdefault((r["order"], r["workers"]), []).append(r["bound"])
+    widths = sorted({workers for _, workers in bounds})
+    rows = []
+    for name in dict.fromkeys(order for order, _ in bounds):
+        cells = {f"W = {w}": tables.show(bounds[name, w], "{:.2f}") for w in widths}
+        rows.append({"order": ORDERS[name].label} | cells)
+    return tables.markdown(rows)
 
 
-def _final(all_records, name, num_workers, rounds):
-    return [
-        r["bound"]
-        for r in all_records
-        if (r["order"], r["workers"], r["round"]) == (name, num_workers, rounds)
-    ]
-
-
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    unknown = sorted(set(FLAGS.orders) - set(METHODS))
-    if unknown:
-        raise app.UsageError(f"--orders holds {unknown}: choose of {', '.join(METHODS)}.")
-    norm = jnp.inf if FLAGS.norm == "inf" else 2
-    settings = {k: FLAGS[k].value for k in ("num_vectors", "dimension", "rounds", "norm")}
-    records.open_folder(FLAGS.output_dir, settings, overwrite=True)
-    metrics = os.path.join(FLAGS.output_dir, "metrics.jsonl")
-    worker_counts = [int(w) for w in FLAGS.workers]
+    if unknown := sorted(set(values.orders) - set(ORDERS)):
+        raise app.UsageError(f"--orders holds {unknown}: choose of {', '.join(ORDERS)}.")
+    if bad := [w for w in values.workers if not (w.isdecimal() and int(w))]:
+        raise app.UsageError(f"--workers holds {bad}: pass whole numbers >= 1.")
+    folder = values.output_dir
+    settings = {k: values[k].value for k in ("num_vectors", "dimension", "rounds", "norm")}
+    records.open_folder(folder, settings, overwrite=True)
     all_records = []
-    with tqdm(total=len(worker_counts) * FLAGS.seeds * len(FLAGS.orders), unit="run") as bar:
-        for num_workers in worker_counts:
-            num_units = FLAGS.num_vectors // num_workers
-            for seed in range(FLAGS.seeds):
-                vectors = unit_vectors(num_workers, num_units, FLAGS.dimension, seed)
-                for name in FLAGS.orders:
-                    bar.set_description(f"{METHODS[name].label}, W = {num_workers}")
-                    start = time.perf_counter()
-                    found = bounds_over_rounds(
-                        vectors, name, rounds=FLAGS.rounds, norm=norm, seed=seed
-                    )
-                    seconds = time.perf_counter() - start
-                    run = {"order": name, "workers": num_workers, "seed": seed, "seconds": seconds}
-                    all_records += [run | {"round": k, "bound": b} for k, b in enumerate(found)]
-                    records.write_lines(metrics, all_records)
-                    bar.set_postfix(bound=f"{found[-1]:.2f}", seconds=f"{seconds:.1f}")
-                    bar.update()
-    text = table(all_records, FLAGS.rounds)
-    records.write_whole(os.path.join(FLAGS.output_dir, "table.md"), text + "\n")
-    title = f"{FLAGS.num_vectors:,} unit vectors, d = {FLAGS.dimension}"
-    plots.herding(all_records, os.path.join(FLAGS.output_dir, "herding.png"), title, FLAGS.norm)
-    html_report.of_folder(FLAGS.output_dir, title=title, command=html_report.command_line())
+    for run in measure(values, [int(w) for w in values.workers]):
+        all_records += run
+        records.write_lines(os.path.join(folder, "metrics.jsonl"), all_records)
+    text = table(all_records, values.rounds)
+    records.write_whole(os.path.join(folder, "table.md"), text + "\n")
+    title = f"{values.num_vectors:,} unit vectors, d = {values.dimension}"
+    labels, path = {n: o.label for n, o in ORDERS.items()}, os.path.join(folder, "herding.png")
+    plots.herding(all_records, labels, path, title, values.norm)
+    html.of_folder(folder, title=title, command=html.command_line())
     print(text)
     total = sum(r["seconds"] for r in all_records if r["round"] == 0)
-    print(f"\n{np.round(total):.0f} s of work. Written to {FLAGS.output_dir}")
+    print(f"\n{total:.0f} s of work. Written to {folder}")
 
 
 def run() -> None:

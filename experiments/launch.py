@@ -6,9 +6,10 @@ Each has one device, unless XLA_FLAGS says otherwise, and its workers' data; glo
 exchange. (Two CPU devices of one process can each wait for a collective that the other has not
 begun.) The output is that of process 0; lines of the others go to stderr, with their number.
 Ctrl-C or SIGTERM asks all processes to end, a second one ends them. On a cluster SLURM's srun does
-this work: see experiments/processes.py.
+this work: see experiments/processes/distributed.py.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -45,26 +46,22 @@ def launch(
       processes: how many, >= 1.
       environment: of all of them; the CPU and one device each are chosen where it chooses nothing.
       grace: seconds after which the others are killed, once one has failed.
-      stdout: where process 0 prints; None is where this process does.
-      folder: in which they run; None is that of this process.
+      stdout: where process 0 prints; folder: in which they run; None: as this process.
 
     Returns:
       The exit code of the first process that failed, 128 + n where signal n ended it; else 0.
-
-    Raises:
-      ValueError: for less than one process.
     """
     if processes < 1:
         raise ValueError(f"--processes is {processes}: start at least 1.")
     environment = _with_devices(environment)
     shared = [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={processes}"]
+    command = [sys.executable, "-m", module, *arguments, *shared]
     running = []
     try:
-        with _forwarding(running):
+        with _forwarded_signals(running):
             for number in range(processes):
-                command = [sys.executable, "-m", module, *arguments, *shared]
-                running.append(_started(command, number, environment, stdout, folder))
-            return _waited(running, grace)
+                running.append(_start(command, number, environment, stdout, folder))
+            return _wait(running, grace)
     finally:
         _send(running, signal.SIGKILL)
         for process in running:
@@ -85,43 +82,46 @@ def _with_devices(environment):
     return {"JAX_PLATFORMS": "cpu"} | dict(environment) | {"XLA_FLAGS": xla_flags}
 
 
-def _started(command, number, environment, stdout, folder):
+def _start(command, number, environment, stdout, folder):
     """Process `number`, in a session of its own: the terminal's Ctrl-C reaches it through us."""
-    command = [*command, f"--process_id={number}"]
-    shared = {"cwd": folder, "env": environment, "start_new_session": True}
-    if number == 0:
-        return subprocess.Popen(command, stdout=stdout, **shared)
+    first = number == 0
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **shared
+        [*command, f"--process_id={number}"],
+        stdout=stdout if first else subprocess.PIPE,
+        stderr=None if first else subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
     )
-    threading.Thread(target=_echo, args=(process.stdout, number), daemon=True).start()
+    if not first:
+        threading.Thread(target=_relay, args=(process.stdout, number), daemon=True).start()
     return process
 
 
-def _echo(lines, number):
+def _relay(lines, number):
     with lines:
         for line in lines:
             sys.stderr.write(f"[{number}] {line}")
             sys.stderr.flush()
 
 
-class _forwarding:
+@contextlib.contextmanager
+def _forwarded_signals(running):
     """While the body runs: the first SIGINT or SIGTERM ends the processes, the second kills."""
+    asked = []
 
-    def __init__(self, running):
-        self._running, self._asked, self._before = running, False, {}
+    def handle(number, frame):
+        del frame
+        _send(running, signal.SIGKILL if asked else signal.SIGTERM)
+        asked.append(number)
 
-    def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
+    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _handle(self, number, frame):
-        _send(self._running, signal.SIGKILL if self._asked else signal.SIGTERM)
-        self._asked = True
 
 
 def _send(running, number):
@@ -130,7 +130,7 @@ def _send(running, number):
             process.send_signal(number)
 
 
-def _waited(running, grace) -> int:
+def _wait(running, grace) -> int:
     """Waits for all, and kills what is left `grace` seconds after a failure."""
     failed, deadline = 0, None
     while None in [process.poll() for process in running]:

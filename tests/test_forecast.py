@@ -1,7 +1,10 @@
 """The cost of plans before they run, and communication times out of measured totals."""
 
+import inspect
 import json
 import math
+import pathlib
+import sys
 
 import numpy as np
 import optax
@@ -9,8 +12,13 @@ import pytest
 from absl import app, flags
 
 import local_opt
-from experiments import forecast, plan_plots, published
+import ordering.input
+from experiments import forecast
+from experiments.forecast_parts import echoes, rounds
+from experiments.results import plan_plots
+from experiments.tasks import TASKS
 
+ROOT = pathlib.Path(__file__).parents[1]
 COST = {"num_params": 10**9, "num_workers": 4, "step_seconds": 0.5, "gigabits_per_second": 32}
 
 
@@ -104,7 +112,11 @@ def test_communication_time_says_what_is_wrong(volumes, times, message):
         local_opt.communication_time(volumes, times)
 
 
-def flag_values(*given):
+CUSTOM = ["--task=custom", "--total_steps=100", "--num_params=10", "--learning_rates=0.4",
+          "--growth=0.25", "--h_base=2", "--step_seconds=0.1"]  # fmt: skip
+
+
+def parsed(*given):
     values = flags.FlagValues()
     forecast.define_flags(values)
     values(["forecast", *given])
@@ -113,7 +125,7 @@ def flag_values(*given):
 
 def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
     folder = tmp_path / "forecast"
-    forecast.main(["forecast"], flag_values(f"--output_dir={folder}"))
+    forecast.main(["forecast"], parsed(f"--output_dir={folder}"))
     text = (folder / "table.md").read_text()
     assert text in capsys.readouterr().out
     rows = [[c.strip() for c in line.split("|")[1:4]] for line in text.split("\n") if "|" in line]
@@ -122,38 +134,44 @@ def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
     assert "19.45 h of computation and 7.25 h" in text and "8.67 h" in text
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(found) == 2 * len(forecast.SHOWN)
-    by_rule = {r["rule"]: r for r in found if r["recipe"] == "vit_b"}
+    by_rule = {r["rule"]: r for r in found if r["task"] == "imagenet_vit_b"}
     assert by_rule["inverse"]["rounds"] == by_rule["cubic"]["rounds"] == 9711
     every, ring = by_rule["parallel"], local_opt.ring_bytes(86_567_656, num_workers=16)
     assert every["sent_bytes"] == pytest.approx(93600 * ring)
-    assert every["compute_hours"] == pytest.approx(forecast.published_split().compute)
+    assert every["compute_hours"] == pytest.approx(rounds.published_split().compute)
     assert every["total_hours"]["25"] - every["compute_hours"] == pytest.approx(
         93600 * ring * 8 / 25e9 / 3600
     )
     assert (folder / "periods.png").stat().st_size > 20_000
     assert not list(folder.glob("*.tmp*"))
-    assert json.loads((folder / "settings.json").read_text())["workers"] == 16
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["runs"]["imagenet_vit_b"]["workers"] == 16
+    docs = (ROOT / "docs" / "local_steps.md").read_text()
+    assert all(part in docs for part in text.strip().split("\n\n")), "docs/local_steps.md"
 
 
-def test_custom_recipe_needs_its_values():
-    with pytest.raises(app.UsageError, match="--alpha.*--step_seconds"):
-        forecast.recipes_from_flags(flag_values("--recipe=custom", "--total_steps=100"))
-    given = ["--total_steps=100", "--num_params=10", "--peak_lr=0.4", "--alpha=0.1", "--h_base=2",
-             "--step_seconds=0.1"]  # fmt: skip
-    recipe = forecast.recipes_from_flags(flag_values("--recipe=custom", *given))["custom"]
-    assert recipe.total_steps == 100 and recipe.warmup_steps == 0 and recipe.h_max is None
-    plans = published.plans_of(recipe, forecast.SHOWN, 0.5)
+def test_a_run_of_ones_own_needs_its_values():
+    with pytest.raises(app.UsageError, match="--growth.*--step_seconds"):
+        forecast.runs_from_flags(parsed("--task=custom", "--total_steps=100"))
+    (run,) = forecast.runs_from_flags(parsed(*CUSTOM)).values()
+    assert run.recipe.total_steps == 100 and run.recipe.warmup_steps == 0
+    assert rounds.config_of(run.recipe).growth == pytest.approx(0.1)  # alpha
+    plans = rounds.plans_of(run.recipe, forecast.SHOWN)
     assert plans["swap"].periods.max() == 50 and plans["post_local"].rounds == 75
     assert abs(plans["inverse"].rounds - plans["qsr"].rounds) <= 1
 
 
-def test_flags_replace_a_recipes_values():
-    values = flag_values("--recipe=resnet152", "--step_seconds=0.2", "--h_max=64")
-    (recipe,) = forecast.recipes_from_flags(values).values()
-    assert recipe == published.RESNET152._replace(
-        step_seconds=0.2, h_max=64, seconds_are="given by --step_seconds"
-    )
-    assert published.plans_of(recipe, forecast.SHOWN, 0.5)["qsr"].periods.max() == 64
+def test_flags_replace_a_settings_values():
+    """Any setting can be planned; only a published one knows its seconds per step."""
+    with pytest.raises(app.UsageError, match="pass .'--step_seconds'"):
+        forecast.runs_from_flags(parsed("--task=digits"))
+    values = parsed("--task=digits", "--step_seconds=0.2", "--h_max=4", "--epochs=7")
+    (run,) = forecast.runs_from_flags(values).values()
+    assert run.seconds_are == "given by --step_seconds" and run.num_params == 650
+    task = TASKS["digits"]()
+    assert run.recipe._replace(total_steps=None) == task.recipe._replace(h_max=4, epochs=7)
+    per_epoch = -(-1536 // (task.recipe.workers * task.recipe.unit_size))
+    assert run.recipe.total_steps == 7 * -(-per_epoch // task.recipe.units_per_step)
 
 
 def test_corners_redraw_the_plan():
@@ -169,8 +187,81 @@ def test_corners_redraw_the_plan():
 
 def test_a_panel_shows_plans_of_one_run(tmp_path):
     plans = {f"H = {h}": local_opt.constant(h, total_steps=100) for h in range(1, 13)}
-    plan_plots.periods(plans, str(tmp_path / "periods.png"), "constants", lr=0.1)
-    assert (tmp_path / "periods.png").stat().st_size > 10_000
+    path = tmp_path / "periods.png"
+    plan_plots.period_panels({"constants": (np.full(100, 0.1), plans)}, str(path), "title")
+    assert path.stat().st_size > 10_000
     plans["longer"] = local_opt.every_step(200)
     with pytest.raises(ValueError, match="100, 200"):
-        plan_plots.periods(plans, str(tmp_path / "periods.png"), "constants")
+        plan_plots.period_panels({"constants": (None, plans)}, str(path), "title")
+
+
+def test_echoing_from_speeds_to_table_and_picture(tmp_path, capsys):
+    folder = tmp_path / "echo"
+    given = ["--load_seconds=0.008", "--step_seconds=0.002", "--depths=4,1", "--total_steps=400"]
+    forecast.main(["forecast"], parsed(*given, f"--output_dir={folder}"))
+    text = (folder / "table.md").read_text()
+    assert text in capsys.readouterr().out and "R = 4" in text
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["policy"], r["depth"]) for r in found] == [
+        (name, depth) for name in echoes.POLICIES for depth in (1, 4)
+    ]
+    by_name = {r["policy"]: r for r in found if r["depth"] == 1}
+    assert by_name["error diffusion, p = 1/R"]["slowdown"] == 1
+    assert by_name["fixed, e = ceil(R)"]["loads"] == 100
+    assert by_name["no echo"]["seconds_per_step"] == pytest.approx(0.008, rel=0.01)
+    assert (folder / "stalls.png").stat().st_size > 20_000
+    assert not list(folder.glob("*.tmp*")) and not (folder / "periods.png").exists()
+
+
+def test_coins_lose_what_the_docs_say():
+    """At R = 4 over 100,000 steps; the simulator's own table is in test_input_simulator."""
+    found = echoes.records_of(echoes.Speed(0.008, 0.002, "given"), [1])
+    slow = {r["policy"]: round(r["slowdown"], 2) for r in found}
+    assert slow["Bernoulli, p = 1/R"] == 1.17 and slow["error diffusion, p = 1/R"] == 1.0
+
+
+def test_echoing_measures_digits_without_tensorflow(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    monkeypatch.chdir(tmp_path)
+    given = ["--measure=digits", "--batch_size=32", "--depths=1", "--total_steps=100"]
+    forecast.main(["forecast"], parsed(*given))
+    assert "digits, batch 32, measured here, NumPy gather" in capsys.readouterr().out
+    (folder,) = (tmp_path / "results").iterdir()
+    assert folder.name == "forecast_echo" and (folder / "stalls.png").exists()
+
+
+def test_measuring_reads_through_batches(monkeypatch):
+    """A stand-in with the same arguments: TensorFlow takes seconds to import."""
+    arguments, read = inspect.signature(ordering.input.batches), []
+
+    def batches(*args, **options):
+        given = arguments.bind(*args, **options).arguments
+        for part in given["indices"].reshape(-1, given["batch_size"]):
+            read.append(len(part))
+            yield {name: values[part] for name, values in given["source"].items()}
+
+    monkeypatch.setattr(ordering.input, "batches", batches)
+    task = TASKS["digits"]()
+    speed = echoes.measure(task, batch_size=64, rounds=2, per_round=20)
+    assert speed.load_seconds > 0 and speed.step_seconds > 0
+    assert speed.source == "digits, batch 64, measured here, tf.data"
+    assert read == 60 * [64]  # a round to warm up, and two that count
+    with pytest.raises(ValueError, match="batch_size is 2000: digits has 1536"):
+        echoes.measure(task, batch_size=2000)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--load_seconds=1"], "--load_seconds is given alone"),
+        (["--load_seconds=0", "--step_seconds=1"], "--load_seconds is 0"),
+        (["--load_seconds=1", "--step_seconds=-1"], "--step_seconds is -1"),
+        (["--load_seconds=nan", "--step_seconds=1"], "--load_seconds is nan"),
+        (["--measure=digits", "--step_seconds=1"], "--measure is given with"),
+        (["--load_seconds=1", "--step_seconds=1", "--depths=1,0"], "--depths has .'0'"),
+        (["--rules=qsr,often"], "--rules has .'often'"),
+    ],
+)
+def test_command_says_what_is_wrong(given, message):
+    with pytest.raises(app.UsageError, match=message):
+        forecast.main(["forecast"], parsed(*given))

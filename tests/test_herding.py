@@ -50,9 +50,9 @@ def test_greedy_herding_beats_a_random_order(key):
 
 
 def test_bound_of_the_training_metric_equals_the_function():
-    """The two passes over data in experiments.evaluate equal the bound of stacked gradients."""
+    """The two passes over data in training/evaluate.py equal the bound of stacked gradients."""
     import models
-    from experiments import evaluate
+    from experiments.training import evaluate
     from local_opt import runners
 
     model = models.softmax_regression(num_features=5, num_classes=3)

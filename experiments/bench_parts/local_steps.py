@@ -1,6 +1,4 @@
-r"""What do local steps cost? A step, and a sync, against the plain optax step of the same model.
-
-    python -m experiments.bench_local_steps     # minutes; one worker, then a mesh of four
+"""What do local steps cost? A step, and a sync, against the plain optax step of the same model.
 
 Step: the plain row is loss, gradient, `inner.update` and `apply_updates`, jitted and donated. The
 others do the same through local_opt, on one worker, where a sync moves no bytes: a hot step of
@@ -18,25 +16,22 @@ statistics of the median).
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
-
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-)
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
-from scipy.stats import binom
+from absl import flags
 
 import local_opt
 import models
-from experiments.timing import in_turns, medians, publish
+from experiments.bench_parts.timing import in_turns, median_interval, medians, publish
 from local_opt import runners
 
-FLAGS = flags.FLAGS
+REPEATS = 41
+WORKERS = 4
+DEVICES = f"--xla_force_host_platform_device_count={WORKERS}"
 PLAN = local_opt.constant(1000, total_steps=10**9)
 MODELS = {
     "mlp, 784-128-10, batch 32": (
@@ -52,12 +47,6 @@ INNER = {
     "sgd, momentum": optax.sgd(1e-3, momentum=0.9),
     "adamw": optax.adamw(1e-4),
 }
-
-
-def define_flags() -> None:
-    flags.DEFINE_list("parts", ["step", "sync"], "of step, sync")
-    flags.DEFINE_integer("repeats", 41, "timed calls of every row", lower_bound=6)
-    flags.DEFINE_string("jsonl", None, "file for the rows as JSON lines; standard output if unset")
 
 
 def stepper(model, init: Callable, update: Callable, batch) -> Callable:
@@ -88,68 +77,63 @@ def stepper(model, init: Callable, update: Callable, batch) -> Callable:
     return call
 
 
+def ways_of(inner) -> dict[str, tuple[Callable, Callable]]:
+    """(init, update) of the plain optimizer and of what wraps it."""
+    rounds = local_opt.local_rounds(inner, axis_name=runners.AXIS)
+    planned = local_opt.local_steps(inner, PLAN, axis_name=runners.AXIS)
+
+    def hot(grads, state, params):
+        return planned.update(grads, state, params, sync=False)
+
+    return {
+        "plain optax": (inner.init, inner.update),
+        "plain optax, again": (inner.init, inner.update),
+        "local_rounds": (rounds.init, rounds.update),
+        "local_steps, sync=False": (planned.init, hot),
+        "local_steps, in the graph": (planned.init, planned.update),
+    }
+
+
 def step_rows(repeats: int) -> list[dict]:
     """Rows of every model and optimizer: microseconds per step, and against the plain step."""
     rows = []
     for model_name, (make, shape, size, steps) in MODELS.items():
         for inner_name, inner in INNER.items():
-            model = make()
-            rounds = local_opt.local_rounds(inner, axis_name=runners.AXIS)
-            planned = local_opt.local_steps(inner, PLAN, axis_name=runners.AXIS)
-
-            def hot(grads, state, params, planned=planned):
-                return planned.update(grads, state, params, sync=False)
-
-            ways = {
-                "plain optax": (inner.init, inner.update),
-                "plain optax, again": (inner.init, inner.update),
-                "local_rounds": (rounds.init, rounds.update),
-                "local_steps, sync=False": (planned.init, hot),
-                "local_steps, in the graph": (planned.init, planned.update),
-            }
-            generator = np.random.default_rng(0)
+            model, generator = make(), np.random.default_rng(0)
             batch = {
                 "x": jnp.asarray(generator.normal(size=(size, *shape)), jnp.float32),
                 "y": jnp.asarray(generator.integers(0, 10, size), jnp.int32),
             }
-            calls = {way: stepper(model, *functions, batch) for way, functions in ways.items()}
+            calls = {
+                way: stepper(model, *functions, batch) for way, functions in ways_of(inner).items()
+            }
             times = in_turns(
                 {w: lambda c=call, n=steps: c(n) for w, call in calls.items()}, repeats
             )
             for way, seconds in times.items():
-                ratios = np.sort(np.array(seconds) / np.array(times["plain optax"]))
-                low, high = ratios[list(_median_interval(len(ratios)))]
+                ratios = np.array(seconds) / np.array(times["plain optax"])
+                middle, low, high = median_interval(ratios)
                 rows.append({
                     "part": "step", "model": model_name, "optimizer": inner_name, "way": way,
                     "us_per_step": round(statistics.median(seconds) / steps * 1e6, 1),
-                    "times_plain": round(float(np.median(ratios)), 3),
-                    "interval": f"{low:.3f} to {high:.3f}",
+                    "times_plain": round(middle, 3), "interval": f"{low:.3f} to {high:.3f}",
                 })  # fmt: skip
     return rows
 
 
-def _median_interval(count: int) -> tuple[int, int]:
-    """Places of the order statistics that hold the median with 95 % confidence."""
-    low = int(binom.ppf(0.025, count, 0.5))
-    return max(low - 1, 0), min(count - low, count - 1)
-
-
 def sync_rows(repeats: int) -> list[dict]:
     """Rows for one sync of four workers with ten million parameters in 2 or 200 leaves."""
-    mesh = runners.worker_mesh(4)
+    mesh = runners.worker_mesh(WORKERS)
     run = runners.over_mesh(mesh)
+    ways = {
+        "flat, float32": {},
+        "per leaf, float32": {"flat": False},
+        "flat, bfloat16 changes": {"wire_dtype": jnp.bfloat16},
+    }
     rows = []
     for leaves in (2, 200):
-        size = 10**7 // leaves
-        params = {
-            str(i): jax.device_put(jnp.ones((4, size)), runners.owned_sharding(mesh))
-            for i in range(leaves)
-        }
-        ways = {
-            "flat, float32": {},
-            "per leaf, float32": {"flat": False},
-            "flat, bfloat16 changes": {"wire_dtype": jnp.bfloat16},
-        }
+        one = jnp.ones((WORKERS, 10**7 // leaves))
+        params = {str(i): jax.device_put(one, runners.owned_sharding(mesh)) for i in range(leaves)}
         calls = {}
         for way, options in ways.items():
 
@@ -161,26 +145,17 @@ def sync_rows(repeats: int) -> list[dict]:
             jitted = jax.jit(run(sync, owned_in=(True, True), owned_out=(True,)))
             calls[way] = lambda jitted=jitted, params=params: jitted(params, params)
         for way, seconds in medians(calls, repeats).items():
-            rows.append(
-                {"part": "sync", "leaves": leaves, "way": way, "ms": round(seconds * 1e3, 1)}
-            )
+            ms = round(seconds * 1e3, 1)
+            rows.append({"part": "sync", "leaves": leaves, "way": way, "ms": ms})
     return rows
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    rows = []
-    if "step" in FLAGS.parts:
-        rows += step_rows(FLAGS.repeats)
-    if "sync" in FLAGS.parts:
-        rows += sync_rows(FLAGS.repeats)
-    publish(rows, FLAGS.jsonl)
+ROWS = {"step": step_rows, "sync": sync_rows}
 
 
-def run() -> None:
-    define_flags()
-    app.run(main)
-
-
-if __name__ == "__main__":
-    run()
+def main(values: flags.FlagValues) -> None:
+    # Read when the first device is asked for, which is below.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
+    repeats = max(6, values.repeats or REPEATS)  # for the intervals
+    rows = [row for name in values.rows or ROWS for row in ROWS[name](repeats)]
+    publish(rows, values.jsonl)

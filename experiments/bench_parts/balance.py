@@ -1,16 +1,13 @@
-r"""What does balancing cost? The kernel against host loops and the memory, the step against itself.
-
-    python -m experiments.bench_balance                # both tables, a few minutes
-    python -m experiments.bench_balance --sweep        # block sizes, for ordering.balance.balance
-    python -m experiments.bench_balance --parts=step
+"""What does balancing cost? The kernel against host loops and the memory, the step against itself.
 
 Kernel: microseconds per example to sign pairs of gradients that are in memory, for D parameters.
 "read once" is the time to sum the same gradients, the fastest of three ways: what the memory
 allows. "host loop" is the published way, a Python loop with one sync per pair, on NumPy arrays, on
-JAX arrays, and with PyTorch where it is installed.
+JAX arrays, and with PyTorch where it is installed. Sweep: the kernel over block sizes, for
+ordering.balance.
 
 Step: a training step with an order against the same step in one fixed order (shuffle once, which
-draws nothing), on random data of the tasks' shapes. D-RR's row has the cost of its permutations.
+draws nothing), on random data of the tasks' shapes. D-RR's permutations are drawn on the host.
 Published systems: 1.5 to 2.1.
 
 All rows of a table are measured in turns, in one process, after a warm-up: the median of --repeats.
@@ -22,29 +19,23 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import models
 import ordering
-from experiments import training
-from experiments.methods import METHODS
+from experiments.bench_parts.timing import medians, publish, training_calls
+from experiments.studies.tables import ORDERS
 from experiments.tasks import Recipe, Task
-from experiments.timing import medians, publish
+from ordering.balance import balance_blocks, default_block_size
 from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
 
-FLAGS = flags.FLAGS
+REPEATS = 9
 # Units per call: enough to leave the caches at every D, at most 1.3 GB.
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
 SWEEP = (1, 2, 4, 6, 8, 16, 32, 64)
 SWEEP_SIZES = {20: 4096, 64: 4096, 200: 4096, 10**3: 2048, 10**4: 1024, 10**5: 256, 10**6: 64}
-
-
-def define_flags() -> None:
-    flags.DEFINE_list("parts", ["kernel", "step"], "of kernel, step")
-    flags.DEFINE_bool("sweep", False, "only the kernel, over block sizes")
-    flags.DEFINE_integer("repeats", 9, "timed calls of every row", lower_bound=1)
-    flags.DEFINE_string("jsonl", None, "file for the rows as JSON lines; standard output if unset")
+EPOCHS = 4  # of a timed call: what surrounds a run is then little of it
 
 
 def kernel(block_size: int | None) -> Callable:
@@ -52,9 +43,9 @@ def kernel(block_size: int | None) -> Callable:
 
     @jax.jit
     def sign(gradients, total):
-        size = block_size or ordering.balance.default_block_size(total.size)
+        size = block_size or default_block_size(total.size)
         pairs = split_pairs(gradients, gradients.shape[0] // 2)
-        _, total, signs, _ = ordering.balance.balance_blocks(
+        _, total, signs, _ = balance_blocks(
             ordering.greedy(), (), total, pairs, block_size=size, derive=subtract
         )
         return total, signs
@@ -80,24 +71,22 @@ def host_loop(gradients, total, dot: Callable, order: list) -> list:
 
 def host_loops(gradients: jax.Array) -> dict[str, Callable]:
     """The host loop on NumPy arrays, JAX arrays and, if installed, PyTorch tensors."""
-    array, order = np.array(gradients), list(range(gradients.shape[0]))
-    rows = list(gradients)
-    jax_dot = jax.jit(jnp.vdot)
-    loops = {
-        "host loop, NumPy": lambda: host_loop(array, np.zeros_like(array[0]), np.dot, order),
-        "host loop, JAX": lambda: host_loop(
-            rows, jnp.zeros_like(rows[0]), lambda a, b: float(jax_dot(a, b)), order
-        ),
+    array, rows, jax_dot = np.array(gradients), list(gradients), jax.jit(jnp.vdot)
+    ways = {
+        "NumPy": (array, np.zeros_like, np.dot),
+        "JAX": (rows, jnp.zeros_like, lambda a, b: float(jax_dot(a, b))),
     }
     try:
         import torch
     except ImportError:
-        return loops
-    tensor = torch.from_numpy(array)
-    return loops | {
-        "host loop, PyTorch": lambda: host_loop(
-            tensor, torch.zeros_like(tensor[0]), lambda a, b: torch.dot(a, b).item(), order
-        )
+        pass
+    else:
+        tensor = torch.from_numpy(array)
+        ways["PyTorch"] = (tensor, torch.zeros_like, lambda a, b: torch.dot(a, b).item())
+    order = list(range(len(rows)))
+    return {
+        f"host loop, {name}": lambda way=way: host_loop(way[0], way[1](way[0][0]), way[2], order)
+        for name, way in ways.items()
     }
 
 
@@ -121,13 +110,13 @@ def kernel_rows(
     rows = []
     for size, units in sizes.items():
         gradients = jax.random.normal(jax.random.key(0), (units, size))
-        total = jnp.zeros(size)
-        calls = {}
-        for block in blocks:
-            name = f"block {block}" if block else "syncopate"
-            calls[name] = functools.partial(kernel(block), gradients, total)
-        if loops:
-            calls |= host_loops(gradients)
+        calls = {
+            f"block {block}" if block else "syncopate": functools.partial(
+                kernel(block), gradients, jnp.zeros(size)
+            )
+            for block in blocks
+        }
+        calls |= host_loops(gradients) if loops else {}
         found = medians(calls | reads(gradients), repeats)
         limit = min(found.pop(name) for name in ("read 1", "read 2", "read 3"))
         ours = found.get("syncopate")
@@ -147,25 +136,23 @@ def step_tasks() -> list[tuple[str, Task, Recipe]]:
 
     def task(name, model, shape, classes):
         x = rng.normal(size=shape).astype(np.float32)
-        return Task(
-            name, model, {"x": x, "y": rng.integers(0, classes, shape[0], np.int32)}, {}, None
-        )
+        data = {"x": x, "y": rng.integers(0, classes, shape[0], np.int32)}
+        return Task(name, model, data, {}, None)
 
     softmax = models.softmax_regression(num_features=64, num_classes=10)
     digits = task("digits", softmax, (1536, 64), 10)
     hmda = task("hmda", models.logistic_regression(num_features=20), (65536, 20), 2)
     lenet = task("lenet", models.lenet(), (2048, 28, 28, 1), 10)
-
-    def recipe(workers, units_per_step, unit_size):
-        return Recipe(workers, units_per_step, unit_size, 1, (1e-3,), 0.9, 0)
-
     return [
-        ("microbatch of 16", digits, recipe(4, 1, 16)),
-        ("microbatch of 64", hmda, recipe(4, 1, 64)),
-        ("microbatch of 16", lenet, recipe(4, 1, 16)),
-        ("example, 2 per step", digits, recipe(32, 2, 1)),
-        ("example, 4 per step", hmda, recipe(4, 4, 1)),
-        ("example, 16 per step", lenet, recipe(4, 16, 1)),
+        (unit, of, Recipe(*sizes, (1e-3,), epochs=EPOCHS))
+        for unit, of, sizes in (
+            ("microbatch of 16", digits, (4, 1, 16)),
+            ("microbatch of 64", hmda, (4, 1, 64)),
+            ("microbatch of 16", lenet, (4, 1, 16)),
+            ("example, 2 per step", digits, (32, 2, 1)),
+            ("example, 4 per step", hmda, (4, 4, 1)),
+            ("example, 16 per step", lenet, (4, 16, 1)),
+        )
     ]
 
 
@@ -173,48 +160,25 @@ def step_rows(repeats: int) -> list[dict]:
     """One row per task, unit and order: microseconds per step, times the plain step."""
     rows = []
     for unit, task, recipe in step_tasks():
-        calls, steps = {}, 0
-        for name in ("so", "rr", "id_pair", "cd_grab"):
-            program = training.build(task, METHODS[name], recipe)
-            calls[name] = _epochs(program, program.init(0, 1e-3))
-            num_units = len(task.train["y"]) // (recipe.workers * recipe.unit_size)
-            steps = -(-num_units // recipe.units_per_step)
+        arms = {name: (name, "parallel") for name in ("so", "rr", "id_pair", "cd_grab")}
+        calls, steps = training_calls(task, recipe, arms)
         found = medians(calls, repeats)
         for name, seconds in found.items():
-            row = {"part": "step", "task": task.name, "unit": unit, "order": METHODS[name].label}
+            row = {"part": "step", "task": task.name, "unit": unit, "order": ORDERS[name].label}
             row["us_per_step"] = round(seconds / steps * 1e6, 1)
             row["times_plain"] = round(seconds / found["so"], 3)
             rows.append(row)
     return rows
 
 
-def _epochs(program, carry):
-    """A call that trains one epoch more; buffers are donated, so the state is kept here."""
-    held = list(carry)
-
-    def epoch():
-        held[0], held[1], *_ = program.epoch(*held, jax.random.key(0))
-        return held
-
-    return epoch
+ROWS = {
+    "kernel": lambda repeats: kernel_rows(repeats, (None,), sizes=KERNEL_SIZES, loops=True),
+    "step": step_rows,
+    "sweep": lambda repeats: kernel_rows(repeats, SWEEP, sizes=SWEEP_SIZES, loops=False),
+}
+DEFAULT = ("kernel", "step")
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    rows = []
-    if FLAGS.sweep:
-        rows += kernel_rows(FLAGS.repeats, SWEEP, sizes=SWEEP_SIZES, loops=False)
-    elif "kernel" in FLAGS.parts:
-        rows += kernel_rows(FLAGS.repeats, (None,), sizes=KERNEL_SIZES, loops=True)
-    if "step" in FLAGS.parts and not FLAGS.sweep:
-        rows += step_rows(FLAGS.repeats)
-    publish(rows, FLAGS.jsonl)
-
-
-def run() -> None:
-    define_flags()
-    app.run(main)
-
-
-if __name__ == "__main__":
-    run()
+def main(values: flags.FlagValues) -> None:
+    rows = [r for name in values.rows or DEFAULT for r in ROWS[name](values.repeats or REPEATS)]
+    publish(rows, values.jsonl)

@@ -1,0 +1,1 @@
+"""The parts of `experiments.bench`, a table each."""

@@ -1,0 +1,117 @@
+"""Fair times: calls take turns in one process, so that what disturbs one disturbs all."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.results import records, tables
+from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.tasks import Recipe, Task
+from experiments.training import loop
+from experiments.training.config import config_of, plans_of
+from experiments.training.program import build
+from models import Model
+
+
+def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every call, `repeats` of each, measured in turns after one warm-up each."""
+    times = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
+    """Median seconds of every call."""
+    return {name: statistics.median(s) for name, s in in_turns(calls, repeats).items()}
+
+
+def median_interval(values) -> tuple[float, float, float]:
+    """Median and the order statistics that hold it with 95 % confidence, if there are six."""
+    from scipy.stats import binom
+
+    ordered = np.sort(np.asarray(values, float))
+    count = len(ordered)
+    low = int(binom.ppf(0.025, count, 0.5))
+    ends = max(low - 1, 0), min(count - low, count - 1)
+    return float(np.median(ordered)), *(float(ordered[end]) for end in ends)
+
+
+def training_calls(
+    task: Task, recipe: Recipe, arms: dict[str, tuple[str, str]]
+) -> tuple[dict[str, Callable], int]:
+    """Calls that train on, as long as the recipe says, without evaluation; and their steps.
+
+    Args:
+      task, recipe: what is trained, at the first learning rate; arms: {name: (order, sync rule)}.
+    """
+    calls, steps = {}, 0
+    for name, (order, sync) in arms.items():
+        rule = SYNC_RULES[sync]
+        program = build(task, recipe, ORDERS[order], rule.rounds)
+        config = config_of(recipe, program.sizes, seed=0)
+        rate = recipe.learning_rates[0]
+        plans = plans_of(config, rule, ECHO_POLICIES["none"], rate=rate)
+        calls[name], steps = _on_and_on(program, plans), plans.total_steps
+    return calls, steps
+
+
+def _on_and_on(program, plans) -> Callable:
+    """Buffers are donated, so the state is kept here."""
+    held = [program.init(0)]
+
+    def call():
+        start = loop.Progress()
+        _, held[0] = loop.run(program, plans, held[0], start, lambda at, state: state, seed=0)
+        return held
+
+    return call
+
+
+def momentum_step(model: Model, *, compiler_options=None) -> Callable:
+    """`(batch, times=None) -> None`: updates of SGD with momentum on one batch, waited for.
+
+    None is one, without a loop. The state is donated, and kept here.
+    """
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+
+    def step(params, state, batch, times):
+        def update(_, carry):
+            params, state = carry
+            key = jax.random.key(0)
+            grads = jax.grad(lambda p: jnp.mean(model.loss(p, batch, key)))(params)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        start = (params, state)
+        return update(0, start) if times is None else jax.lax.fori_loop(0, times, update, start)
+
+    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options)
+    params = jax.jit(model.init)(jax.random.key(0))
+    held = [params, optimizer.init(params)]
+
+    def call(batch, times=None):
+        held[:] = jax.block_until_ready(jitted(*held, batch, times))
+
+    return call
+
+
+def publish(rows: Sequence[dict], path: str | None) -> None:
+    """Prints a table per part, and the rows as JSON lines: into a file, or below the tables."""
+    for part in dict.fromkeys(row["part"] for row in rows):
+        print(tables.markdown([row for row in rows if row["part"] == part]) + "\n")
+    if path:
+        records.write_lines(path, rows)
+    else:
+        sys.stdout.write("".join(json.dumps(row) + "\n" for row in rows))

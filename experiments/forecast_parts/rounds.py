@@ -1,0 +1,175 @@
+"""How often a run synchronises under each rule, and what that costs: plans and table.
+
+The command is `experiments.forecast`.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import local_opt
+from experiments.results.tables import markdown
+from experiments.studies import recipes
+from experiments.studies.tables import SYNC_RULES
+from experiments.tasks import Recipe
+from experiments.training import config
+from experiments.training.parts import num_params
+from local_opt import SyncPlan
+
+VIT_B = "imagenet_vit_b"
+# Gu et al. 2024, abstract: ViT-B on 16 GPUs, hours of AdamW that synchronises every step, and of
+# Local AdamW with QSR.
+PUBLISHED_HOURS = {"parallel": 26.7, "qsr": 20.2}
+PUBLISHED_WORKERS = 16
+# Where these two switch is a flag here.
+SWITCHING = {"post_local": local_opt.post_local, "swap": local_opt.swap}
+
+
+class Run(NamedTuple):
+    """A run, as far as a plan and its price need it. None, or no learning rate: to be given."""
+
+    label: str
+    recipe: Recipe
+    num_params: int | None = None
+    step_seconds: float | None = None
+    seconds_are: str = "given by --step_seconds"
+
+
+CUSTOM = Recipe(PUBLISHED_WORKERS, 1, 1, (), schedule="cosine", floor=1e-6)
+CUSTOM = CUSTOM._replace(h_base=None, growth=None)
+# Of published runs: label, seconds of computation per step, and where these come from.
+KNOWN = {
+    VIT_B: (
+        "ViT-B, AdamW, 300 epochs", lambda: published_seconds(), "derived from published times"),
+    "imagenet_resnet152": (
+        "ResNet-152, SGD, 200 epochs", lambda: 0.5, "an assumption, not measured"),
+}  # fmt: skip
+
+
+@functools.cache
+def _loaded(name):
+    """(shapes of the task, its recipe, its parameters)."""
+    task, recipe = recipes.load(name, abstract=True)
+    return task, recipe, num_params(task.model)
+
+
+def run_of(name: str, **fields) -> Run:
+    """The run of a setting with other fields of its recipe; of "custom" all are to be given."""
+    if name == "custom":
+        return Run(name, CUSTOM._replace(**fields))
+    run = Run(name, recipe_of(name, **fields), _loaded(name)[2])
+    if name not in KNOWN:
+        return run
+    label, seconds, seconds_are = KNOWN[name]
+    return run._replace(label=label, step_seconds=seconds(), seconds_are=seconds_are)
+
+
+def recipe_of(name: str, **fields) -> Recipe:
+    """With its total_steps, if it has epochs."""
+    task, recipe, _ = _loaded(name)
+    recipe = recipe._replace(**fields)
+    sizes = config.sizes_of(task, recipe)
+    return recipe._replace(total_steps=config.total_steps_of(recipe, sizes))
+
+
+def config_of(recipe: Recipe) -> config.RunConfig:
+    """In the units of the learning rate itself: alpha is then the published one."""
+    rate = recipe.learning_rates[0]
+    found = config.config_of(recipe, config.Sizes(1, 1, 1, 1), seed=0)
+    return found._replace(rates=rate * found.rates, growth=rate * found.growth)
+
+
+def plans_of(recipe: Recipe, rules: Sequence[str], switch: float = 0.5) -> dict[str, SyncPlan]:
+    """The plans of rules by name; `switch` is where post-local and SWAP change, a share of T."""
+    made, total = config_of(recipe), recipe.total_steps
+    return {
+        name: SWITCHING[name](made.h_base, switch_step=int(switch * total), total_steps=total)
+        if name in SWITCHING
+        else SYNC_RULES[name].plan(made)
+        for name in rules
+    }
+
+
+def published_split(volume: float | None = None) -> local_opt.CommunicationTime:
+    """Hours of computation and communication of the published ViT-B runs.
+
+    Args:
+      volume: of the shorter run; QSR's if unset.
+    """
+    if volume is None:
+        volume = plans_of(recipe_of(VIT_B), ["qsr"])["qsr"].volume
+    return local_opt.communication_time([1, volume], list(PUBLISHED_HOURS.values()))
+
+
+def published_seconds() -> float:
+    """Of computation per step of ViT-B."""
+    return 3600 * published_split().compute / recipe_of(VIT_B).total_steps
+
+
+def published_text() -> str:
+    """What the published times of ViT-B say about communication."""
+    recipe, count = recipe_of(VIT_B), _loaded(VIT_B)[2]
+    split, as_constant = published_split(), published_split(1 / recipe.h_base)
+    sent = local_opt.ring_bytes(count, num_workers=PUBLISHED_WORKERS)
+    speed = 8 * sent * recipe.total_steps / (3600 * split.communication) / 1e9
+    every, qsr = PUBLISHED_HOURS.values()
+    return (
+        f"ViT-B on {PUBLISHED_WORKERS} GPUs took {every} h with a sync every step and {qsr} h with "
+        f"QSR (Gu et al. 2024): by\ncommunication_time, {split.compute:.2f} h of computation and "
+        f"{split.communication:.2f} h of communication (every step), as a ring over\nlinks of "
+        f"{speed:.1f} Gb/s. Reading the {qsr} h as constant H = {recipe.h_base} would give "
+        f"{as_constant.communication:.2f} h.\n"
+    )
+
+
+def records_of(
+    name: str, run: Run, plans: Mapping[str, SyncPlan], speeds: Sequence[str], bytes_per_param=4.0
+) -> list[dict]:
+    """One record per rule; speeds are those of a worker's link, in Gb/s."""
+    found = []
+    for rule, plan in plans.items():
+        costs = {
+            speed: local_opt.forecast(
+                plan,
+                num_params=run.num_params,
+                num_workers=run.recipe.workers,
+                step_seconds=run.step_seconds,
+                gigabits_per_second=float(speed),
+                bytes_per_param=bytes_per_param,
+            )
+            for speed in speeds
+        }
+        cost = next(iter(costs.values()))
+        found.append({
+            "task": name, "rule": rule, "plan": plan.rule, "digest": plan.digest(),
+            "rounds": cost.rounds, "volume": cost.volume, "sent_bytes": cost.sent_bytes,
+            "h_least": int(plan.periods.min()), "h_most": int(plan.periods.max()),
+            "compute_hours": cost.compute_seconds / 3600,
+            "total_hours": {speed: c.total_seconds / 3600 for speed, c in costs.items()},
+        })  # fmt: skip
+    return found
+
+
+def table(run: Run, found: Sequence[dict]) -> str:
+    """Markdown: the run, one row per rule, and what the rules are exactly."""
+    rows = [
+        {
+            "rule": SYNC_RULES[r["rule"]].label,
+            "rounds": r["rounds"],
+            "volume": f"{r['volume']:.3%}",
+            "GB sent": f"{r['sent_bytes'] / 1e9:,.0f}",
+            "H": f"{r['h_least']} to {r['h_most']}" if r["h_least"] < r["h_most"] else r["h_most"],
+            "compute h": f"{r['compute_hours']:.2f}",
+        }
+        | {f"h at {speed} Gb/s": f"{hours:.2f}" for speed, hours in r["total_hours"].items()}
+        for r in found
+    ]
+    exact = "\n".join(f"- {SYNC_RULES[r['rule']].label}: {r['plan']}" for r in found)
+    recipe, rate = run.recipe, run.recipe.learning_rates[0]
+    return (
+        f"{run.label}: {run.num_params:,} parameters, {recipe.total_steps} steps "
+        f"({recipe.warmup_steps} of warmup), learning rate {rate:g} to "
+        f"{rate * recipe.floor:g}, {recipe.workers} workers,\n{run.step_seconds:.4g} s of "
+        f"computation per step ({run.seconds_are}). GB are sent per worker; h are hours in all."
+        f"\n\n{markdown(rows)}\n\n{exact}\n"
+    )

@@ -1,0 +1,165 @@
+"""What a run costs, known before it: what an order sends, prices, operations and the dry run."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+import ordering
+from experiments.studies import cost
+from experiments.studies.dry_run import Assumed, dry_run, lower_step
+from experiments.studies.study import Arm
+from experiments.studies.tables import ORDERS, SYNC_RULES
+from experiments.tasks import Recipe, Task
+from experiments.tasks.base import abstract_set
+from experiments.training.config import OrderSetting, Sizes
+from local_opt import ring_bytes, runners
+
+WORKERS = 4
+
+
+def collectives(jaxpr):
+    """{name of a collective: float32 numbers that one device hands over}, all steps added."""
+    found = collections.Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("all_to_all", "psum", "psum_invariant", "all_gather"):
+            found[eqn.primitive.name] += sum(v.aval.size for v in eqn.invars)
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += collectives(inner)
+    return found
+
+
+@pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
+def test_what_an_order_sends_is_what_its_step_does(per_step, size):
+    units = 2 * per_step + size % per_step  # the last step of an epoch may be the shorter one
+    order = ORDERS["cd_grab"].make(OrderSetting(units, per_step, WORKERS, 5))
+    params = jnp.zeros(18)
+
+    def step(state, rows):
+        return (order.observe(state, ordering.Rows.of(rows)),)
+
+    mesh = runners.over_mesh(runners.worker_mesh(WORKERS))
+    init = mesh(lambda key: (order.init(key, params),), owned_in=(True,), owned_out=(True,))
+    state = jax.eval_shape(init, jax.random.split(jax.random.key(0), WORKERS))[0]
+    rows = jax.ShapeDtypeStruct((WORKERS, size, 18), jnp.float32)
+    observe = mesh(step, owned_in=(True, True), owned_out=(True,))
+    found = collectives(jax.make_jaxpr(observe)(state, rows).jaxpr)
+    # Of n numbers an all-to-all sends (W - 1) / W n, an all-reduce 2 (W - 1) / W n.
+    sent = found["all_to_all"] / 2 / 18 + (found["psum"] + found["psum_invariant"]) / 18
+    assert cost.step_traffic(size, Sizes(WORKERS, units, per_step, 1), 18) == pytest.approx(sent)
+
+
+def test_the_short_last_step_of_an_epoch_sends_less():
+    sizes = Sizes(WORKERS, 11, 4, 1)  # 4, 4 and 3 units
+    sent = cost.order_traffic(ORDERS["cd_grab"], sizes, 18)
+    whole, last = (cost.step_traffic(size, sizes, 18) for size in (4, 3))
+    assert sent(7) == pytest.approx(2 * (2 * whole + last) + whole)
+    assert cost.order_traffic(ORDERS["id_pair"], sizes, 18)(7) == 0
+    assert cost.order_traffic(ORDERS["cd_grab"], sizes._replace(workers=1), 18)(7) == 0
+
+
+def test_a_price_takes_the_slower_of_steps_and_loads():
+    run = [
+        {"step": 50, "loads": 40, "allreduces": 5},
+        {"step": 100, "loads": 45, "allreduces": 10},
+    ]
+    # 40 loads of 4 steps hold the first 50 steps up; 5 of them hide behind the next 50.
+    found = [cost.price(run, machine) for machine in cost.machines(4.0, 2.0)]
+    assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 20]
+
+
+def test_loops_count_as_often_as_they_turn():
+    def twice(x):
+        return jax.lax.scan(lambda x, _: (x @ x, None), x, length=2)[0]
+
+    def nested(x):
+        return jax.lax.scan(lambda x, _: (twice(x), None), x, length=5)[0]
+
+    x = jnp.ones((50, 50))
+    # 250,000 operations each, and a few for the loops' counters.
+    assert cost.operations(lambda x: x @ x, x) == 250_000
+    assert cost.operations(jax.jit(twice), x) == pytest.approx(2 * 250_000, abs=100)
+    assert cost.operations(nested, x) == pytest.approx(10 * 250_000, abs=100)
+
+
+class Arms(collections.namedtuple("Arms", "arms speeds")):
+    """What a dry run needs of a study."""
+
+
+RECIPE = Recipe(
+    WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4, metric="loss",
+    target=0.5,
+)  # fmt: skip
+
+
+def task(width=64):
+    data = abstract_set(322, x=((width,), np.float32), y=((), np.int32))
+    model = models.softmax_regression(num_features=width, num_classes=10)
+    return Task("shapes", model, data, data, RECIPE)
+
+
+def rows_of(text):
+    """{head: cell} of the lines of the second table."""
+    lines = [
+        [c.strip() for c in x.strip("|").split("|")] for x in text.split("\n\n")[1].split("\n")
+    ]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def test_a_dry_run_knows_every_arm():
+    arms = {
+        "rr": Arm("D-RR", "rr"),
+        "cd_grab": Arm("CD-GraB", "cd_grab"),
+        "constant": Arm("constant H", "rr", "constant"),
+        "all": Arm("all three", "cd_grab", "constant", "fixed"),
+    }
+    given = Assumed(compiles=False, machines=tuple(cost.machines(4.0, 2.0)))
+    text = dry_run(task(), RECIPE, Arms(arms, ()), given)
+    assert re.search(r"\| parameters +\| 650 \(2.6 kB\)", text)
+    assert re.search(r"\| training examples +\| 322 ", text) and "| loss 0.5 " in text
+    rows = dict(zip(arms, rows_of(text), strict=True))
+    assert {r["steps"] for r in rows.values()} == {"40"}
+    assert [r["loads"] for r in rows.values()] == ["40", "40", "40", "10"]
+    assert [r["rounds"] for r in rows.values()] == ["40", "40", "10", "10"]
+    assert [r["volume"] for r in rows.values()] == ["100.000%", "100.000%", "25.000%", "25.000%"]
+    ring = ring_bytes(650, num_workers=WORKERS)
+    assert rows["rr"]["sent per worker"] == f"{40 * ring / 1e3:.3g} kB"
+    assert rows["constant"]["sent per worker"] == f"{10 * ring / 1e3:.3g} kB"
+    traffic = cost.order_traffic(ORDERS["cd_grab"], Sizes(WORKERS, 20, 2, 4), 650)(40)
+    assert rows["cd_grab"]["sent per worker"] == f"{(40 + traffic) * ring / 1e3:.3g} kB"
+    assert {r["memory of a worker"] for r in rows.values()} == {"not compiled"}
+    assert rows["rr"]["load 4 steps"] == "160" and rows["rr"]["sync 2 steps"] == "120"
+
+
+def test_a_dry_run_has_a_row_per_speed():
+    """A load in four steps at R = 4, where a run has twice the steps."""
+    arms = {
+        "none": Arm("no echo", "rr"),
+        "diffusion": Arm("error diffusion", "rr", "every_load", "diffusion"),
+        "measured": Arm("measured", "rr", "every_load", "measured"),
+    }
+    rows = rows_of(dry_run(task(10_000), RECIPE, Arms(arms, (1.0, 4.0)), Assumed()))
+    assert [r["R"] for r in rows] == ["1"] * 3 + ["4"] * 3
+    slow = rows[3:]
+    assert {r["steps"] for r in slow} == {"80"}
+    assert [r["loads"] for r in slow] == [r["rounds"] for r in slow] == ["80", "20", "20"]
+    model = 4e-6 * 10_001 * 10  # in MB; parameters, momentum and batch lie in memory at least
+    assert all(2 * model < float(r["memory of a worker"].removesuffix(" MB")) for r in slow)
+
+
+def test_a_proximal_step_holds_the_parameters_at_the_load():
+    rounds = SYNC_RULES["every_load"].rounds
+    found = [
+        lower_step(task(10_000), RECIPE, ORDERS["rr"], rounds, proximal=strength).compile()
+        for strength in (0.0, 0.1)
+    ]
+    plain, more = (step.memory_analysis().argument_size_in_bytes for step in found)
+    assert more - plain == 4 * 10_001 * 10
