@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def compared(study, name, arms, *, seeds, speeds=(), criterion=None, **fields):
     """(comparison of a study's arms, task, recipe), as its command makes it."""
-    task, recipe = recipes.load(name, None, False)
+    task, recipe = recipes.load(name)
     recipe = recipe._replace(**fields)
     study = study._replace(
         arms={arm: study.arms[arm] for arm in arms}, speeds=speeds,
@@ -30,22 +30,19 @@ def compared(study, name, arms, *, seeds, speeds=(), criterion=None, **fields):
 def test_coordination_needs_a_third_of_the_epochs_on_digits():
     arms = ("rr", "unzip", "id_mean", "id_pair", "cd_grab")
     found, _, _ = compared(cd_grab.STUDY, "digits", arms, seeds=5, bound_every=0)
-    own = {c.arm: c for c in found.at()}
+    runs, best = {c.arm: c.runs for c in found.at()}, {}
     target = statistics.target_of(found)  # the best of D-RR
     epochs = {
-        arm: np.mean([statistics.reached(r, found.criterion.scalar, target)["epoch"] for r in c.runs.values()])
-        for arm, c in own.items() if arm != "unzip"
-    }  # fmt: skip
+        arm: np.mean(list(statistics.to_target(own, found.criterion, target, "epoch").values()))
+        for arm, own in runs.items()
+    }
     assert epochs["rr"] >= 3 * epochs["cd_grab"]
     assert epochs["cd_grab"] < epochs["id_pair"] < epochs["rr"]
-    best = {
-        arm: statistics.lowest(list(c.runs.values()), found.criterion) for arm, c in own.items()
-    }
-    unzip, random = best["unzip"], best["rr"]  # the control is no better than D-RR
-    spread = unzip.std(ddof=1) + random.std(ddof=1)
-    assert unzip.mean() > random.mean() - 2.776 / 5**0.5 * spread
-    means = {arm: values.mean() for arm, values in best.items()}
-    assert means["cd_grab"] < 0.2 * min(means["id_mean"], means["id_pair"])
+    for arm, own in runs.items():
+        best[arm] = statistics.interval(statistics.lowest(list(own.values()), found.criterion))
+    (unzip, unzip_half), (random, random_half) = best["unzip"], best["rr"]
+    assert unzip > random - unzip_half - random_half  # the control is no better than D-RR
+    assert best["cd_grab"][0] < 0.2 * min(best["id_mean"][0], best["id_pair"][0])
 
 
 @pytest.mark.parametrize("num_workers", [5, 10, 20, 50, 100])
@@ -71,25 +68,23 @@ def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
         for c in found.at()
     }
     assert all(len(values) == 5 and values.min() > 0.96 for values in accuracy.values())
-    change = accuracy["qsr"] - accuracy["parallel"]
-    assert abs(change.mean()) < 2.776 * change.std(ddof=1) / 5**0.5 + 0.005
+    mean, half = statistics.interval(accuracy["qsr"] - accuracy["parallel"])
+    assert abs(mean) < half + 0.005
 
 
 def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
-    _, recipe = recipes.load("digits_wide", None, True)
+    _, recipe = recipes.load("digits_wide", abstract=True)
     criterion = Criterion(f"valid/{recipe.metric}", False, "target", recipe.target)
     arms = ("none", "larger_lr", "diffusion")
     found, _, _ = compared(
         echoing.STUDY, "digits_wide", arms, seeds=5, speeds=(8,), criterion=criterion
     )
-    at = {
-        c.arm: [statistics.reached(run, statistics.tested(criterion)) for run in c.runs.values()]
-        for c in found.at(8)
-    }
-    assert all(len(runs) == 5 and all(runs) for runs in at.values())
+    runs = {c.arm: c.runs for c in found.at(8)}
+    assert all(len(own) == 5 for own in runs.values())
+    tested = statistics.tested(criterion)
 
     def mean(arm, cost):
-        return np.mean([record[cost] for record in at[arm]])
+        return np.mean(list(statistics.to_target(runs[arm], tested, None, cost).values()))
 
     assert mean("none", "loads") >= 3 * mean("diffusion", "loads")
     # Not a larger learning rate in disguise.

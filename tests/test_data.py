@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -96,7 +97,7 @@ def test_sequences_are_evaluated_by_the_mean_of_their_tokens(text, monkeypatch):
     monkeypatch.setattr(sums, "CHUNK", 10)
     assert 0 < share < 1
     for name, expected in (("accuracy", share), ("loss", loss)):
-        found = METRICS[name].measure(bigrams)(table, None, test)
+        found = METRICS[name].measure(bigrams)(jnp.asarray(table), None, test)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

@@ -154,12 +154,6 @@ class Feed:
             self._loader.close()
             self._loader = None
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
     def _open(self, state, epoch, place):
         self.close()
         self._epoch = epoch

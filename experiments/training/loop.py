@@ -128,7 +128,8 @@ def _feed(program, seed, delay, clock):
     if program.source is None:
         return contextlib.nullcontext()
     order_of = program.orders_of(seed) if program.orders_of else None
-    return input.Feed(program.source, order_of=order_of, delay=delay, clock=clock)
+    feed = input.Feed(program.source, order_of=order_of, delay=delay, clock=clock)
+    return contextlib.closing(feed)
 
 
 def _after(at: Progress, segment: Segment, online: bool) -> Progress:
