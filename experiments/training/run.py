@@ -123,7 +123,7 @@ def train(
         except FloatingPointError as error:
             recorder.diverged(str(error))
             return Outcome(recorder.seen.step, None, (), stopped, True, str(error))
-    return Outcome(at.step, state, tuple(at.decided), stopped, recorder.ended)
+    return Outcome(at.step, state, tuple(at.decided), stopped, recorder.ended or at.step == total)
 
 
 class _Recorder:
