@@ -7,7 +7,7 @@ from ordering import echo, input
 from ordering.base import Ordering
 from ordering.exchange import all_reduce_mean, all_to_all_mean
 from ordering.grab import grab
-from ordering.gradients import microbatch, per_example
+from ordering.gradients import grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound, parallel_herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
 from ordering.rows import Rows
@@ -19,6 +19,8 @@ from ordering.shuffles import (
     unzip,
 )
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
+from ordering.sketched_gradients import sketched, sketched_parameters
+from ordering.sketches import sketch, sketch_rows, sketch_size
 
 __all__ = [
     "Ordering",
@@ -33,6 +35,7 @@ __all__ = [
     "grab",
     "greedy",
     "greedy_herding",
+    "grouped",
     "herding_bound",
     "input",
     "kernel_halving",
@@ -43,5 +46,10 @@ __all__ = [
     "random_reshuffling",
     "self_balancing_walk",
     "shuffle_once",
+    "sketch",
+    "sketch_rows",
+    "sketch_size",
+    "sketched",
+    "sketched_parameters",
     "unzip",
 ]

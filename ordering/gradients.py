@@ -96,6 +96,29 @@ def microbatch(loss: Loss) -> Gradients:
     return gradients
 
 
+def grouped(loss: Loss) -> Loss:
+    """A loss of groups: each is one unit, the mean over its examples.
+
+    Args:
+      loss: `(params, batch, key) -> losses[n]`; it may mix the examples of a group.
+
+    Returns:
+      `(params, batch, key) -> losses[B]` for batches with leaves [B, n, ...]: B microbatches in a
+      step, for `per_example` and `sketched`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = ordering.grouped(lambda w, batch, key: batch @ w)
+      >>> loss(jnp.ones(2), jnp.ones((4, 8, 2)), jax.random.key(0)).tolist()
+      [2.0, 2.0, 2.0, 2.0]
+    """
+
+    def of_groups(params, batch, key):
+        return jax.vmap(lambda group: jnp.mean(loss(params, group, key)))(batch)
+
+    return of_groups
+
+
 def observe_in_chunks(gradients: Gradients, observe: Callable, *, chunk_size: int) -> Callable:
     """Gradients and observation of a batch, chunk by chunk: memory for `chunk_size` gradients.
 

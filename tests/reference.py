@@ -303,3 +303,37 @@ def loads_ahead(decide, total_steps, load_ticks, step_ticks, depth):
         if busy:
             busy -= 1
             hand = not busy
+
+
+def hash_signs(seed, places):
+    """The signs of `ordering.sketches.hash_signs`, entry by entry, in Python's integers."""
+    signs = []
+    for place in np.ravel(places):
+        x = (int(place) * 0x9E3779B1 & 0xFFFFFFFF) ^ seed
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
+            x = (x ^ x >> shift) * factor & 0xFFFFFFFF
+        signs.append(1.0 - 2.0 * (x >> 31))
+    return np.reshape(signs, np.shape(places))
+
+
+def fold(leaf, seed, size, block):
+    """A sketch in two loops: signed blocks of whole rows are added up, then every k-th entry."""
+    matrix = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else leaf.size).astype(np.float64)
+    length, width = matrix.shape
+    rows = min(length, -(-block // width))
+    count = -(-length // rows)
+    if length // rows > 1:
+        total = np.zeros((rows, width))
+        signs = hash_signs(seed, np.arange(rows * width + count))
+        of_blocks = hash_signs(~seed & 0xFFFFFFFF, np.arange(count))
+        for b in range(count):
+            part = matrix[b * rows : (b + 1) * rows]
+            own = signs[b : b + rows * width].reshape(rows, width)[: len(part)]
+            total[: len(part)] += of_blocks[b] * own * part
+        matrix = total
+    flat = matrix.ravel() * hash_signs(seed ^ 0x5BD1E995, np.arange(matrix.size))
+    found = np.zeros(size)
+    start = seed % size if flat.size < size else 0
+    for n, value in enumerate(flat):
+        found[(n + start) % size] += value
+    return found
