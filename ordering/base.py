@@ -23,6 +23,8 @@ class Ordering(NamedTuple):
       observe: `(state, rows) -> state`. Runs inside the jitted step, after the gradients of the
         next `rows.size` units of the current order are known. See `ordering.rows`.
       next_epoch: `state -> state`. Makes the next order current.
+      sync: `state -> state`. Where workers meet: what coordinated orders have to tell each other
+        may wait for it. Nothing for the others, and never needed: `next_epoch` does what is left.
 
     Every state has `current`, int32[M], the order of this epoch; `next`, int32[M], the order
     being filled; and `left`, int32[]: the entries `next[:left]` are known and never change again,
@@ -39,6 +41,7 @@ class Ordering(NamedTuple):
     init: Callable[[jax.Array, PyTree], State]
     observe: Callable[[State, Any], State]
     next_epoch: Callable[[State], State]
+    sync: Callable[[State], State] = lambda state: state
 
 
 def first_order(key: jax.Array, num_units: int) -> jax.Array:
@@ -57,6 +60,21 @@ def fill_middle(next_order, current, left, placed):
     slot = jnp.arange(num_units)
     free = (slot >= left) & (slot < left + num_units - placed)
     return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
+
+
+def place_pairs(state, pair, valid, plus):
+    """The next order, filled from both ends with the units of these pairs.
+
+    Args:
+      state: with `current` and `next`; pair: int32[P], numbers of pairs; valid: bool[P], others are
+        left out; plus: bool[P], the signs.
+    """
+    num_units = state.current.shape[0]
+    first, second = state.current[2 * pair], state.current[2 * pair + 1]
+    front = jnp.where(valid, pair, num_units)  # out of range: dropped
+    back = jnp.where(valid, num_units - 1 - pair, num_units)
+    filled = state.next.at[front].set(jnp.where(plus, first, second), mode="drop")
+    return filled.at[back].set(jnp.where(plus, second, first), mode="drop")
 
 
 def check_num_units(num_units: int) -> None:

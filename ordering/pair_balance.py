@@ -10,6 +10,7 @@ from ordering import rows as rows_lib
 from ordering.balance import balance, balance_blocks, default_block_size
 from ordering.base import Ordering
 from ordering.exchange import exchange, shared_key, slice_size
+from ordering.gathered import gathered_pairs
 
 SHARED_BLOCK = 64
 
@@ -85,6 +86,7 @@ def cd_grab(
     axis_name: str = "worker",
     rule: signs.SignRule | None = None,
     block_size: int | None = None,
+    gathers: str | None = None,
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum over all workers.
 
@@ -97,6 +99,10 @@ def cd_grab(
     pair differences; an odd B sends the gradients, and a loop that exchanges them itself
     (`all_to_all_mean`) gets the mean gradient for the same volume.
 
+    Short rows, above all sketches (`ordering.sketched`), need none of this: with `gathers` workers
+    send each other whole pairs, k numbers each, and all compute all signs. Gathered when they sync,
+    the pairs of a round wait in the state, float32[M // 2, k]; the order is the same.
+
     The leftover unit of an odd M lands in the middle of its worker's next order, as in
     `pair_balance`. Randomised rules draw the same coins on all workers, from worker 0's key.
 
@@ -107,10 +113,12 @@ def cd_grab(
       rule: the sign rule; greedy by default.
       block_size: pairs, over all workers, signed at once; 64 by default, since every block is one
         reduction over the workers. Workers simulated on one CPU are faster with
-        `default_block_size(D // W)`.
+        `default_block_size(D // W)`. Not used with `gathers`.
+      gathers: None exchanges slices of gradients; "step" gathers whole rows in every step; "sync"
+        where `Ordering.sync` is called, and at the epoch's end.
 
     Returns:
-      An `Ordering` with `PairBalanceState`.
+      An `Ordering` with `PairBalanceState`; of `gathers`, with `gathered.GatheredState`.
 
     Raises:
       ValueError: if sizes do not fit, at construction; if rows have another size, at tracing.
@@ -127,6 +135,10 @@ def cd_grab(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
+    if gathers is not None:
+        return gathered_pairs(
+            num_units, units_per_step=units_per_step, axis_name=axis_name, rule=rule, when=gathers
+        )
     return _pair_balance(num_units, units_per_step, rule, block_size, axis_name)
 
 
@@ -189,7 +201,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
         state = state._replace(
             position=end, running_sum=running_sum, pending=pending, rule=rule_state
         )
-        return state._replace(next=_place(state, pair, valid, sign > 0))
+        return state._replace(next=base.place_pairs(state, pair, valid, sign > 0))
 
     def measured_block_size(state):
         # Every block is one reduction over the workers: latency counts more than arithmetic.
@@ -256,13 +268,3 @@ def _align(pending, units, waiting, num_pairs):
         return jnp.stack([pending, units[0]])
     around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
     return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)
-
-
-def _place(state, pair, valid, plus):
-    """Fills the next order from both ends with the units of these pairs."""
-    num_units = state.current.shape[0]
-    first, second = state.current[2 * pair], state.current[2 * pair + 1]
-    front = jnp.where(valid, pair, num_units)  # out of range: dropped
-    back = jnp.where(valid, num_units - 1 - pair, num_units)
-    filled = state.next.at[front].set(jnp.where(plus, first, second), mode="drop")
-    return filled.at[back].set(jnp.where(plus, second, first), mode="drop")

@@ -44,6 +44,12 @@ ORDERS = {
     ),
     "greedy_herding": Order(lambda m, b: ordering.greedy_herding(m, units_per_step=b)),
     "cd_grab": Order(lambda m, b: ordering.cd_grab(m, units_per_step=b), coordinated=True),
+    "cd_grab, gathered": Order(
+        lambda m, b: ordering.cd_grab(m, units_per_step=b, gathers="step"), coordinated=True
+    ),
+    "cd_grab, at syncs": Order(
+        lambda m, b: ordering.cd_grab(m, units_per_step=b, gathers="sync"), coordinated=True
+    ),
     "cd_grab_walk": Order(
         lambda m, b: ordering.cd_grab(
             m, units_per_step=b, rule=ordering.self_balancing_walk(bound=200.0)
@@ -131,7 +137,7 @@ def reference_orders(name, first, gradients, epochs):
     means = [np.zeros(gradients.shape[2]) for _ in first]
     for _ in range(epochs):
         current = orders[-1]
-        if name == "cd_grab":
+        if name.startswith("cd_grab"):
             following = reference.cd_grab_epoch(current, gradients)
         elif name == "grab":
             pairs = [

@@ -25,7 +25,17 @@ def test_every_epoch_is_a_permutation(name, num_units, units_per_step):
 
 
 @pytest.mark.parametrize(
-    "name", ["cd_grab", "grab", "pair_balance", "unzip", "shuffle_once", "greedy_herding"]
+    "name",
+    [
+        "cd_grab",
+        "cd_grab, gathered",
+        "cd_grab, at syncs",
+        "grab",
+        "pair_balance",
+        "unzip",
+        "shuffle_once",
+        "greedy_herding",
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize("num_units,units_per_step", SIZES)
 def test_equals_reference(name, num_units, units_per_step):
@@ -152,7 +162,7 @@ def test_front_of_the_next_order_is_final(name):
 
     def step(state, gradients, start):
         unit = jax.lax.dynamic_slice_in_dim(state.current, start, 2)
-        return order.observe(state, ordering.Rows.of(gradients[unit]))
+        return order.sync(order.observe(state, ordering.Rows.of(gradients[unit])))
 
     fronts = []
     for start in range(0, 12, 2):
@@ -165,6 +175,32 @@ def test_front_of_the_next_order_is_final(name):
             np.testing.assert_array_equal(front[w], final[w, : len(front[w])])
     if row.observes and name != "greedy_herding":
         assert sum(len(f) for f in fronts[-1]) > 0
+
+
+@pytest.mark.parametrize("units_per_step", [1, 2, 3])
+def test_when_workers_sync_does_not_change_the_order(units_per_step):
+    """Windows of pairs that waited, also longer than a window, against a gather in every step."""
+    gradients = jnp.asarray(tables.whole_numbers((2, 75, 3)))
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def epochs(order, synced):
+        def run(key, gradients):
+            state, orders = order.init(key, gradients[0]), []
+            for _ in range(2):
+                for step, (start, stop) in enumerate(tables.steps(75, units_per_step)):
+                    rows = ordering.Rows.of(gradients[state.current[start:stop]])
+                    state = order.observe(state, rows)
+                    state = order.sync(state) if step in synced else state
+                state = order.next_epoch(state)
+                orders.append(state.current)
+            return orders
+
+        return np.asarray(tables.vmap_workers(run)(keys, gradients))
+
+    make = functools.partial(ordering.cd_grab, 75, units_per_step=units_per_step)
+    expected = epochs(make(gathers="step"), ())
+    for synced in ((), (0, 3, 4, 23)):
+        np.testing.assert_array_equal(epochs(make(gathers="sync"), synced), expected)
 
 
 @pytest.mark.parametrize("name", tables.ORDERS)
@@ -227,7 +263,7 @@ def test_a_state_may_be_donated(name, num_units):
     key = jax.random.key(0)
     if tables.ORDERS[name].coordinated:
         state = jax.vmap(order.init, (0, None), axis_name="worker")(key[None], jnp.zeros(2))
-        order = order._replace(next_epoch=jax.vmap(order.next_epoch))
+        order = order._replace(next_epoch=jax.vmap(order.next_epoch, axis_name="worker"))
     else:
         state = order.init(key, jnp.zeros(2))
     for _ in range(3):

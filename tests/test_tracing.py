@@ -19,7 +19,8 @@ def use_order(order):
     run = jax.vmap(order.init, (0, None), axis_name="worker")
     state = run(jax.random.split(jax.random.key(0), 2), jnp.zeros(2))
     observe = jax.vmap(lambda s, g: order.observe(s, ordering.Rows.of(g)), axis_name="worker")
-    return jax.vmap(order.next_epoch)(observe(state, jnp.ones((2, 1, 2)))).current
+    state = observe(state, jnp.ones((2, 1, 2)))
+    return jax.vmap(order.next_epoch, axis_name="worker")(state).current
 
 
 def use_optimizer(opt):

@@ -1,5 +1,6 @@
 """What a run costs, known before it: what is sent, the time on a machine, and operations."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ def order_traffic(
 ) -> Callable[[int], float]:
     """`loads -> what a worker has sent for its order after so many`, in all-reduces.
 
-    Independent orders send nothing. Of a coordinated one every fresh step exchanges its rows, n / 2
+    Independent orders send nothing. Sketches of k numbers are gathered, one for a pair: k W / 2 D
+    of an all-reduce. Of an exact coordinated order every fresh step exchanges its rows, n / 2
     all-reduces for n of them, and adds up the inner products of its pairs over the workers. With
     one unit per step, where workers meet in every step, the mean gradient comes out of the exchange
     of the rows, which then costs nothing.
@@ -36,6 +38,15 @@ def order_traffic(
     """
     if not order.coordinated or sizes.workers == 1:
         return lambda loads: 0.0
+    if order.sketch:
+        per_pair = min(order.sketch, num_params) * sizes.workers / 2 / num_params
+        epoch, step = sizes.num_units // 2, sizes.units_per_step / 2
+
+        def gathered(loads: int) -> float:
+            epochs, rest = divmod(loads, sizes.loads_per_epoch)
+            return per_pair * (epochs * epoch + math.floor(rest * step))
+
+        return gathered
     whole = step_traffic(sizes.units_per_step, sizes, num_params)
     if sync_in_step and sizes.units_per_step == 1:
         whole -= -(-num_params // sizes.workers) * sizes.workers / num_params / 2

@@ -16,6 +16,7 @@ from experiments.studies import host_orders
 from experiments.training.config import EchoPolicy, Order, OrderSetting, RunConfig, SyncRule
 
 POST_LOCAL_UNTIL = 0.5  # of T: where post-local training begins its local steps
+SKETCHES = (16, 64, 256, 1024)  # numbers that stand for a gradient
 SWAP_UNTIL = 0.8  # of T: where SWAP begins its last round
 
 
@@ -26,6 +27,15 @@ def _random(s: OrderSetting) -> ordering.Ordering:
 def _coordinated(s: OrderSetting, rule: ordering.SignRule | None = None) -> ordering.Ordering:
     return ordering.cd_grab(
         s.num_units, units_per_step=s.units_per_step, block_size=s.block_size, rule=rule
+    )
+
+
+def _sketched(size: int) -> Order:
+    return Order(
+        f"CD-GraB, {size} numbers",
+        lambda s: ordering.cd_grab(s.num_units, units_per_step=s.units_per_step, gathers=s.gathers),
+        coordinated=True,
+        sketch=size,
     )
 
 
@@ -47,6 +57,12 @@ ORDERS = {
         lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
     ),
     "cd_grab": Order("CD-GraB", _coordinated, coordinated=True),
+    **{f"sketch{size}": _sketched(size) for size in SKETCHES},
+    "id_sketch": Order(
+        "independent pair, sketched",
+        lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
+        sketch=SKETCHES[-1],
+    ),
     "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
     "flipflop": Order("flip-flop", lambda s: ordering.flip_flop(s.num_units), observes=False),
     "block": Order(

@@ -40,6 +40,7 @@ class OrderSetting(NamedTuple):
     workers: int
     epochs: int
     block_size: int | None = None  # for running sums that all workers share
+    gathers: str = "step"  # when workers tell each other the sketches of their pairs
 
 
 class RunConfig(NamedTuple):
@@ -71,6 +72,7 @@ class Order(NamedTuple):
       coordinated: True if its running sum is of all workers.
       on_host: `(seed, first order int32[W, M], Sizes) -> (epoch -> int32[W, M])` for an order that
         looks at nothing: it is drawn ahead, beside the steps. None: made on the devices.
+      sketch: k, if it looks at sketches of so many numbers; None: at gradients.
       deals: True if its numbers are examples of the whole training set and not own units.
     """
 
@@ -78,6 +80,7 @@ class Order(NamedTuple):
     make: Callable[[OrderSetting], ordering.Ordering]
     observes: bool = True
     coordinated: bool = False
+    sketch: int | None = None
     on_host: Callable | None = None
     deals: bool = False
 

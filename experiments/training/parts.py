@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 import local_opt
 import ordering
@@ -24,6 +25,7 @@ class Parts(NamedTuple):
     steps: dict[bool, Callable]  # fresh, echoed
     owned: tuple[bool, ...]  # which fields of the state have a worker axis
     sizes: Sizes
+    sketch: int | None  # k of what the order looks at; None: gradients
 
 
 def parts_of(
@@ -33,23 +35,30 @@ def parts_of(
     """The parts of a training of `task`, whose data may be shapes only."""
     epochs = epochs or recipe.epochs or 1
     block_size = None if mesh else _simulated_block_size(task.model, sizes.workers)
+    shared = rounds_of is local_opt.parallel_rounds
+    gathers = "step" if shared else "sync"
     order = row.make(
-        OrderSetting(sizes.num_units, sizes.units_per_step, sizes.workers, epochs, block_size)
+        OrderSetting(
+            sizes.num_units, sizes.units_per_step, sizes.workers, epochs, block_size, gathers
+        )
     )
     inner = optimizers.inner(recipe, proximal=proximal)
     rounds = rounds_of(inner, axis_name=runners.AXIS)
-    shared = rounds_of is local_opt.parallel_rounds
     exchange, fresh_rounds = None, rounds
     # Among simulated workers nothing travels: there the exchange is only more work.
-    if shared and row.coordinated and sizes.units_per_step == 1 and mesh is not None:
+    exchanges = row.coordinated and row.sketch is None
+    if shared and exchanges and sizes.units_per_step == 1 and mesh is not None:
         exchange = functools.partial(ordering.all_to_all_mean, axis_name=runners.AXIS)
         fresh_rounds = rounds._replace(update=inner.update)
+    sketch = row.sketch and min(row.sketch, num_params(task.model))
     steps = {
-        True: step.worker_step(task.model, row, order, fresh_rounds, fresh=True, exchange=exchange),
+        True: step.worker_step(
+            task.model, row, order, fresh_rounds, fresh=True, exchange=exchange, sketch=sketch
+        ),
         False: step.worker_step(task.model, row, order, rounds, fresh=False),
     }
     owned = (not shared, not shared, True, True, True)
-    return Parts(row, order, rounds, steps, owned, sizes)
+    return Parts(row, order, rounds, steps, owned, sizes, sketch)
 
 
 def _simulated_block_size(model, num_workers):
@@ -89,7 +98,7 @@ def ends_of(parts: Parts, run) -> Callable:
     """(sync, epoch_end) -> what is compiled of what follows a segment's last step."""
 
     def compiled(sync: bool, epoch_end: bool):
-        end = step.worker_end(parts.order, parts.rounds, sync=sync, epoch_end=epoch_end)
+        end = step.worker_end(parts.row, parts.order, parts.rounds, sync=sync, epoch_end=epoch_end)
         return jitted(end, run, (*parts.owned, False), parts.owned)
 
     return functools.cache(compiled)
@@ -109,7 +118,8 @@ def start_of(parts: Parts, run) -> Callable:
     """`(params, keys of orders, orders of the host, keys) -> the fields of a TrainState`."""
 
     def start(params, order_key, given, key):
-        orders = HostOrder(given) if parts.row.on_host else parts.order.init(order_key, params)
+        like = params if parts.sketch is None else jnp.zeros(parts.sketch)
+        orders = HostOrder(given) if parts.row.on_host else parts.order.init(order_key, like)
         return params, parts.rounds.init(params), orders, key, step.zero_stats()
 
     return run(start, owned_in=(parts.owned[0], True, True, True), owned_out=parts.owned)

@@ -4,6 +4,7 @@ Everything is written for one worker under the named axis "worker"; all there is
 workers, is one tree: `TrainState`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ import local_opt
 import ordering
 from experiments.training.config import Order
 from ordering.rows import finite_units
+
+# One map for all workers and runs.
+SKETCH_KEY = functools.partial(jax.random.key, 1907)
 
 
 class StepStats(NamedTuple):
@@ -52,11 +56,14 @@ def zero_stats() -> StepStats:
     return StepStats(jnp.zeros(()), none, none, jnp.zeros(()))
 
 
-def unit_gradients(loss: Callable, *, units_per_step: int, separate: bool) -> Callable:
+def unit_gradients(
+    loss: Callable, *, units_per_step: int, separate: bool, sketch: int | None = None
+) -> Callable:
     """Gradients of B units from batches with leaves [B, unit_size, ...].
 
     One unit per step costs a plain gradient; more of them cost one gradient each, which is spared
-    unless they must be `separate`: the rows are then one, the mean.
+    unless they must be `separate`: the rows are then one, the mean. With `sketch` numbers that
+    stand for a gradient, they cost a plain gradient too.
     """
     if units_per_step == 1 or not separate:
 
@@ -68,18 +75,27 @@ def unit_gradients(loss: Callable, *, units_per_step: int, separate: bool) -> Ca
 
         def gradients(params, batch, key):
             (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-            return losses, mean, ordering.Rows.of(jax.tree.map(lambda g: g[None], mean))
+            rows = ordering.Rows.of(jax.tree.map(lambda g: g[None], mean))
+            if sketch and separate:
+                rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
+            return losses, mean, rows
 
         return gradients
 
-    def unit_losses(params, batch, key):
-        return jax.vmap(lambda unit: jnp.mean(loss(params, unit, key)))(batch)
-
-    return ordering.per_example(unit_losses)
+    if sketch:
+        return ordering.sketched(ordering.grouped(loss), SKETCH_KEY(), size=sketch)
+    return ordering.per_example(ordering.grouped(loss))
 
 
 def worker_step(
-    model, row: Order, order: ordering.Ordering, rounds: local_opt.Rounds, *, fresh, exchange=None
+    model,
+    row: Order,
+    order: ordering.Ordering,
+    rounds: local_opt.Rounds,
+    *,
+    fresh: bool,
+    exchange: Callable | None = None,
+    sketch: int | None = None,
 ) -> Callable:
     """`(state, batch, units, rate, t) -> state`, a step of one worker.
 
@@ -87,6 +103,7 @@ def worker_step(
       row, order: of ORDERS, and what it made; only fresh steps observe.
       exchange: from this worker's (mean, rows) to those of all, where coordination and the mean
         gradient share one exchange; then `rounds` takes the mean as it is.
+      sketch: k of what the order looks at; None: gradients.
     """
     observes = fresh and row.observes
     # A loss that mixes its batch has no gradient of single units: the unit is then the same for
@@ -94,7 +111,12 @@ def worker_step(
     separate = observes or (model.statistics is not None and not row.deals)
 
     def step(state, batch, units, rate, t):
-        gradients = unit_gradients(model.loss, units_per_step=units.shape[0], separate=separate)
+        gradients = unit_gradients(
+            model.loss,
+            units_per_step=units.shape[0],
+            separate=separate,
+            sketch=sketch,
+        )
         losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
         if exchange is not None:
@@ -155,7 +177,9 @@ def worker_steps(step: Callable, take: Callable, *, fresh: bool, size: int, unit
     return steps
 
 
-def worker_end(order: ordering.Ordering, rounds: local_opt.Rounds, *, sync: bool, epoch_end: bool):
+def worker_end(
+    row: Order, order: ordering.Ordering, rounds: local_opt.Rounds, *, sync: bool, epoch_end: bool
+):
     """`(state, rate) -> state`: the sync and the epoch's end of one worker."""
 
     def end(state, rate):
@@ -164,7 +188,8 @@ def worker_end(order: ordering.Ordering, rounds: local_opt.Rounds, *, sync: bool
             stats = state.stats
             if isinstance(opt_state, local_opt.LocalState):
                 stats = stats._replace(drift=stats.drift + opt_state.drift)
-            state = state._replace(params=params, opt_state=opt_state, stats=stats)
+            orders = order.sync(state.orders) if row.observes else state.orders
+            state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
         if epoch_end:
             state = state._replace(orders=order.next_epoch(state.orders))
         return state

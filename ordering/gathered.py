@@ -1,0 +1,151 @@
+"""Coordinated pair balance on short rows: workers gather them, and all compute all signs.
+
+Rows of k numbers, such as sketches, are sent whole, k numbers for a pair. All workers then know all
+pairs and the running sum, so that nothing else is sent; and since no sign is needed before the
+epoch ends, pairs may wait until the workers meet anyway.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ordering import base, signs
+from ordering import rows as rows_lib
+from ordering.balance import balance_blocks
+from ordering.exchange import shared_key
+
+WHEN = ("step", "sync")
+WINDOW = 16  # pairs of a worker in one gather of those that waited
+BLOCK = 64  # pairs, over all workers, signed at once
+
+
+class GatheredState(NamedTuple):
+    """State of one worker; running sum, position, signed and rule are equal on all."""
+
+    current: jax.Array  # int32[M]
+    next: jax.Array  # int32[M]
+    position: jax.Array  # int32[], units of the current order observed so far
+    signed: jax.Array  # int32[], pairs signed and placed
+    running_sum: jax.Array  # float32[k]
+    pending: Any  # float32[k], the first half of a pair split over two steps; () where B is even
+    waiting: Any  # [M // 2, k], the pairs of this epoch; () where none wait
+    rule: Any  # state of the sign rule
+
+    @property
+    def left(self):
+        """int32[], pairs placed so far: `next[:left]` never changes again."""
+        return self.signed
+
+
+def gathered_pairs(
+    num_units: int,
+    *,
+    units_per_step: int,
+    axis_name: str,
+    rule: signs.SignRule | None,
+    when: str,
+    dtype=jnp.float32,
+) -> base.Ordering:
+    """The coordinated order of `cd_grab(gathers=when)`."""
+    base.check_units_per_step(num_units, units_per_step)
+    if when not in WHEN:
+        raise ValueError(f"gathers is {when!r}: choose one of {', '.join(WHEN)}, or None.")
+    rule = signs.greedy() if rule is None else rule
+    pairs = num_units // 2
+    waits = when == "sync" and pairs > 0
+    splits_pairs = units_per_step % 2 == 1
+
+    def init(key, params):
+        current, size = base.first_order(key, num_units), rows_lib.tree_size(params)
+        coins = rule.init(jax.random.fold_in(shared_key(key, axis_name), 1))
+        return GatheredState(
+            current=current,
+            next=jnp.copy(current),  # a state may be donated: no buffer is in it twice
+            position=jnp.zeros((), jnp.int32),
+            signed=jnp.zeros((), jnp.int32),
+            running_sum=jnp.zeros(size),
+            pending=jnp.zeros(size) if splits_pairs else (),
+            waiting=jnp.zeros((pairs, size), dtype) if waits else (),
+            rule=coins,
+        )
+
+    def observe(state, rows):
+        base.check_stacked(rows)
+        base.check_rows(rows.size, num_units, units_per_step)
+        units = rows_lib.as_float32(rows_lib.flat(rows))
+        first, found, end, pending = complete_pairs(state, units)
+        state = state._replace(position=end, pending=pending)
+        if not found.shape[0]:
+            return state
+        number = first + jnp.arange(found.shape[0])
+        known = (number < pairs) & (2 * number + 1 < end)
+        if waits:  # out of range: dropped
+            at = jnp.where(known, number, pairs)
+            waiting = state.waiting.at[at].set(found.astype(dtype), mode="drop")
+            return state._replace(waiting=waiting)
+        return place(state, found.astype(dtype), first, known)
+
+    def complete_pairs(state, units):
+        """What these units complete: (first pair, differences [n, k], end, pending)."""
+        size = units.shape[0]
+        first = state.position // 2
+        if not splits_pairs:  # an odd unit of a short step gets no partner any more
+            whole = size // 2 * 2
+            differences = units[0:whole:2] - units[1:whole:2]
+            return first, differences, state.position + whole, state.pending
+        around = jnp.concatenate([state.pending[None], units, jnp.zeros_like(units[:1])])
+        count = (size + 1) // 2
+        start = 1 - state.position % 2  # from the unit that waits on, if one does
+        both = jax.lax.dynamic_slice_in_dim(around, start, 2 * count)
+        return first, both[::2] - both[1::2], state.position + size, units[-1]
+
+    def place(state, own, first, known):
+        """Signs pairs `first` and on, of all workers, and places this one's."""
+        count = own.shape[0]
+        everyone = jax.lax.all_gather(own, axis_name)  # [W, n, k]
+        workers = everyone.shape[0]
+        stream = rows_lib.as_float32(everyone).swapaxes(0, 1).reshape(count * workers, -1)
+        rule_state, running_sum, sign, _ = balance_blocks(
+            rule, state.rule, state.running_sum, stream, block_size=BLOCK,
+            valid=jnp.repeat(known, workers),
+        )  # fmt: skip
+        sign = sign.reshape(count, workers)[:, jax.lax.axis_index(axis_name)]
+        number = first + jnp.arange(count)
+        return state._replace(
+            next=base.place_pairs(state, number, known, sign > 0),
+            signed=state.signed + jnp.sum(known, dtype=jnp.int32),
+            running_sum=running_sum,
+            rule=rule_state,
+        )
+
+    def sync(state):
+        """Signs all pairs that wait, a window at a time."""
+        if not waits:
+            return state
+        observed = jnp.minimum(state.position // 2, pairs)
+        size = min(WINDOW, pairs)
+
+        def window(state):
+            # Near the end a window begins with pairs that are signed already.
+            first = jnp.minimum(state.signed, pairs - size)
+            number = first + jnp.arange(size)
+            known = (number >= state.signed) & (number < observed)
+            own = jax.lax.dynamic_slice_in_dim(state.waiting, first, size)
+            return place(state, own, first, known)
+
+        return jax.lax.while_loop(lambda state: state.signed < observed, window, state)
+
+    def next_epoch(state):
+        state = sync(state)
+        filled = base.fill_middle(state.next, state.current, state.signed, 2 * state.signed)
+        return state._replace(
+            current=filled,
+            next=jnp.copy(filled),
+            position=jnp.zeros_like(state.position),
+            signed=jnp.zeros_like(state.signed),
+            running_sum=jnp.zeros_like(state.running_sum),
+            rule=rule.next_epoch(state.rule),
+        )
+
+    return base.Ordering(init, observe, next_epoch, sync)
