@@ -90,4 +90,18 @@ def check_dtype(dtype: str) -> jnp.dtype:
 def product(x: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """x weights, of factors rounded to `dtype`, summed up and returned in float32."""
     x, weights = x.astype(dtype), weights.astype(dtype)
-    return jnp.matmul(x, weights, preferred_element_type=jnp.float32)
+    contracted = ((x.ndim - 1,), (0,)), ((), ())
+    return flat_dot_general(x, weights, contracted, preferred_element_type=jnp.float32)
+
+
+def flat_dot_general(x: jax.Array, weights: jax.Array, dimension_numbers, **options) -> jax.Array:
+    """`lax.dot_general` of x [..., K] and weights [K, N] with one axis for all rows.
+
+    A CPU takes half the time for it; other compilers do the same by themselves.
+    """
+    last_and_first = dimension_numbers == (((x.ndim - 1,), (0,)), ((), ()))
+    if not last_and_first or weights.ndim != 2:
+        return jax.lax.dot_general(x, weights, dimension_numbers, **options)
+    rows = x.reshape(-1, x.shape[-1])
+    y = jax.lax.dot_general(rows, weights, (((1,), (0,)), ((), ())), **options)
+    return y.reshape(*x.shape[:-1], weights.shape[1])

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_l2, product, token_loss
+from models.base import (
+    Model,
+    check_dtype,
+    check_l2,
+    flat_dot_general,
+    product,
+    token_loss,
+)
 
 DEVIATION = 0.02  # of all weights and embeddings at the start
 MLP_RATIO = 4
@@ -20,7 +27,9 @@ SIZES = {
 
 def _dense(fan_in, fan_out, dtype, rngs, scale=1.0):
     init = nnx.initializers.normal(scale * DEVIATION)
-    return nnx.Linear(fan_in, fan_out, kernel_init=init, dtype=dtype, rngs=rngs)
+    return nnx.Linear(
+        fan_in, fan_out, kernel_init=init, dtype=dtype, dot_general=flat_dot_general, rngs=rngs
+    )
 
 
 def _norm(width, rngs):
