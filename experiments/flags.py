@@ -198,21 +198,26 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     Raises:
       ValueError: for a choice that the task does not have, or a recipe that cannot run.
     """
-    chosen = _given(values, choices())
+    chosen = given(values, choices())
     task, recipe = recipes.load(values.task, values.data_dir, abstract=values.dry_run, **chosen)
-    given = _given(values, Recipe._fields)
-    if "learning_rates" in given:
-        given["learning_rates"] = tuple(float(rate) for rate in given["learning_rates"])
-    for pair in EITHER:
-        for one, other in (pair, pair[::-1]):
-            if one in given:
-                given.setdefault(other, None)
-    recipe = recipe._replace(**given)
+    recipe = recipe._replace(**recipe_fields(values))
     check_recipe(recipe)
     return task, recipe
 
 
-def _given(values, names) -> dict:
+def recipe_fields(values: flags.FlagValues) -> dict:
+    """The fields of a recipe whose flags are set; of two that exclude each other, both."""
+    found = given(values, Recipe._fields)
+    if "learning_rates" in found:
+        found["learning_rates"] = tuple(map(float, found["learning_rates"]))
+    for one, other in EITHER:
+        if one in found or other in found:
+            found = {one: None, other: None} | found
+    return found
+
+
+def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
+    """The flags of these names that are set."""
     return {name: values[name].value for name in names if values[name].value is not None}
 
 
@@ -220,7 +225,7 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     """What the runs of a folder share: other arms, rates and seeds go on there."""
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
-    return {"task": values.task, **_given(values, choices()), **shared, **further}
+    return {"task": values.task, **given(values, choices()), **shared, **further}
 
 
 def assumed(values: flags.FlagValues, machines: tuple = ()) -> Assumed:
