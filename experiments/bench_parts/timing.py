@@ -48,6 +48,17 @@ def median_interval(values) -> tuple[float, float, float]:
     return float(np.median(ordered)), *(float(ordered[end]) for end in ends)
 
 
+def carry_on(step: Callable, state) -> Callable:
+    """`(*inputs) -> state`, from the state that the call before left: for steps that donate it."""
+    held = [state]
+
+    def call(*inputs):
+        held[0] = step(held[0], *inputs)
+        return held[0]
+
+    return call
+
+
 def training_calls(
     task: Task, recipe: Recipe, arms: dict[str, tuple[str, str]]
 ) -> tuple[dict[str, Callable], int]:
@@ -60,51 +71,38 @@ def training_calls(
     for name, (order, sync) in arms.items():
         rule = SYNC_RULES[sync]
         program = build(task, recipe, ORDERS[order], rule.rounds)
-        config = config_of(recipe, program.sizes, seed=0)
-        rate = recipe.learning_rates[0]
+        config, rate = config_of(recipe, program.sizes, seed=0), recipe.learning_rates[0]
         plans = plans_of(config, rule, ECHO_POLICIES["none"], rate=rate)
-        calls[name], steps = _on_and_on(program, plans), plans.total_steps
+
+        def train(state, program=program, plans=plans):
+            start = loop.Progress()
+            return loop.run(program, plans, state, start, lambda at, state: state, seed=0)[1]
+
+        calls[name], steps = carry_on(train, program.init(0)), plans.total_steps
     return calls, steps
 
 
-def _on_and_on(program, plans) -> Callable:
-    """Buffers are donated, so the state is kept here."""
-    held = [program.init(0)]
-
-    def call():
-        start = loop.Progress()
-        _, held[0] = loop.run(program, plans, held[0], start, lambda at, state: state, seed=0)
-        return held
-
-    return call
-
-
 def momentum_step(model: Model, *, compiler_options=None) -> Callable:
-    """`(batch, times=None) -> None`: updates of SGD with momentum on one batch, waited for.
+    """`(batch, times=None) -> state`: updates of SGD with momentum on one batch, waited for.
 
-    None is one, without a loop. The state is donated, and kept here.
+    None is one, without a loop.
     """
     optimizer = optax.sgd(1e-3, momentum=0.9)
 
-    def step(params, state, batch, times):
-        def update(_, carry):
-            params, state = carry
+    def step(state, batch, times):
+        def update(_, state):
+            params, inner = state
             key = jax.random.key(0)
             grads = jax.grad(lambda p: jnp.mean(model.loss(p, batch, key)))(params)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+            updates, inner = optimizer.update(grads, inner, params)
+            return optax.apply_updates(params, updates), inner
 
-        start = (params, state)
-        return update(0, start) if times is None else jax.lax.fori_loop(0, times, update, start)
+        return update(0, state) if times is None else jax.lax.fori_loop(0, times, update, state)
 
-    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options)
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
     params = jax.jit(model.init)(jax.random.key(0))
-    held = [params, optimizer.init(params)]
-
-    def call(batch, times=None):
-        held[:] = jax.block_until_ready(jitted(*held, batch, times))
-
-    return call
+    call = carry_on(jitted, (params, optimizer.init(params)))
+    return lambda batch, times=None: jax.block_until_ready(call(batch, times))
 
 
 def publish(rows: Sequence[dict], path: str | None) -> None:
