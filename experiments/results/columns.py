@@ -1,7 +1,7 @@
 """The tables of studies as data: a study names one tuple of columns, and what stands below them.
 
-A section is a function of the comparison that gives (file name, text), or for a picture
-(file name, function of a path and a title that draws it).
+A section is a function of the comparison that gives the text below the main table, (file name,
+text), or for a picture (file name, function of a path and a title that draws it).
 """
 
 import numpy as np
@@ -10,17 +10,13 @@ from experiments.results import statistics
 from experiments.results.statistics import interval, last, target_of
 from experiments.results.tables import (
     Column,
-    against,
     costs,
     faster,
     name_of,
     show,
     show_reached,
     sweep,
-    times_faster,
 )
-
-TABLE = "table.md"
 
 
 def arm(head: str) -> Column:
@@ -76,6 +72,10 @@ def spent(comparison, runs, name: str) -> dict:
     return statistics.to_target(runs, comparison.criterion, target_of(comparison), name)
 
 
+def _fastest_spent(comparison, arm_name, name="epoch"):
+    return spent(comparison, fastest(comparison, arm_name)[1], name)
+
+
 def _same_rate(comparison, own):
     """At the baseline's rate, or at the arm's own if it did not train with that."""
     runs = statistics.tuned(comparison.records, own.arm).get(comparison.baseline().rate, own.runs)
@@ -83,20 +83,12 @@ def _same_rate(comparison, own):
 
 
 def _fewer(comparison, own):
-    base, mine = (
-        spent(comparison, fastest(comparison, name)[1], "epoch")
-        for name in (comparison.baseline().arm, own.arm)
-    )
+    base = _fastest_spent(comparison, comparison.baseline().arm)
+    mine = _fastest_spent(comparison, own.arm)
     pairs = np.array([(base[seed], mine[seed]) for seed in mine if seed in base])
     if not len(pairs) or not np.isfinite(pairs).all():
         return "-"
     return show(pairs[:, 0] / np.maximum(pairs[:, 1], 1), "{:.1f}")
-
-
-def _fastest_spent(name, form):
-    return lambda comparison, own: show_reached(
-        spent(comparison, fastest(comparison, own.arm)[1], name), form
-    )
 
 
 ORDER_COLUMNS = (
@@ -108,22 +100,24 @@ ORDER_COLUMNS = (
     ),
     Column(lambda c: f"epochs to {c.baseline().label}'s best, its lr", _same_rate),
     Column("own lr", lambda c, own: f"{fastest(c, own.arm)[0]:g}"),
-    Column("epochs, own lr", _fastest_spent("epoch", "{:.0f}")),
+    Column("epochs, own lr", lambda c, own: show_reached(_fastest_spent(c, own.arm), "{:.0f}")),
     Column("times fewer", _fewer),
-    Column("seconds, own lr", _fastest_spent("seconds", "{:.2f}")),
+    Column(
+        "seconds, own lr",
+        lambda c, own: show_reached(_fastest_spent(c, own.arm, "seconds"), "{:.2f}"),
+    ),
     metric("{:.4f}"),
     end("last bound L∞", "bound/linf", "{:.2f}"),
 )
 
 
-def _volume(comparison, own):
-    shares = {last(run, "rounds") / run[-1]["step"] for run in own.runs.values()}
-    return ", ".join(f"{share:.2%}" for share in sorted(shares)) or "-"
+def _each(found, form: str) -> str:
+    """What seeds have, each number once: they seldom differ."""
+    return ", ".join(form.format(v) for v in sorted(set(found))) or "-"
 
 
-def _rounds(comparison, own):
-    counts = sorted({run[-1]["rounds"] for run in own.runs.values()})
-    return ", ".join(map(str, counts)) or "-"
+def _per_step(own, name) -> list[float]:
+    return [run[-1][name] / run[-1]["step"] for run in own.runs.values()]
 
 
 def _periods(comparison, own):
@@ -137,17 +131,13 @@ SYNC_COLUMNS = (
     Column("seeds", lambda c, own: f"{len(own.runs)}"),
     metric("{:.4f}"),
     end("train loss", "train/loss", "{:.4f}"),
-    Column("volume", _volume),
-    Column("rounds", _rounds),
+    Column("volume", lambda c, own: _each(_per_step(own, "rounds"), "{:.2%}")),
+    Column("rounds", lambda c, own: _each(_lasts(own, "rounds"), "{}")),
     Column("H", _periods),
     end("seconds", "seconds", "{:.1f}"),
     end("last drift", "drift", "{:.4f}"),
     Column("diverged", lambda c, own: ", ".join(f"{r:g}" for r in own.diverged) or "-", True),
 )
-
-
-def _per_step(own, name):
-    return [run[-1][name] / run[-1]["step"] for run in own.runs.values()]
 
 
 ECHO_COLUMNS = (
@@ -183,9 +173,9 @@ COMBINED_COLUMNS = (
 # Sections.
 def diverged_rates(comparison):
     """A line per learning rate at which an arm diverged."""
-    lines = [f"{own.label} diverged at learning rate {r:g}." for own in comparison.at()
-             for r in own.diverged]  # fmt: skip
-    return TABLE, "\n\n".join(lines)
+    arms = comparison.at()
+    lines = [f"{own.label} diverged at learning rate {r:g}." for own in arms for r in own.diverged]
+    return "\n\n".join(lines)
 
 
 def rates_tried(head: str = "arm"):
@@ -200,16 +190,6 @@ def rates_tried(head: str = "arm"):
             start = "Tuning" if speed is None else f"R = {speed:g}, tuning"
             title = f"{start}: {what} at every learning rate (seeds)"
             parts.append(f"{title}\n\n{sweep(comparison, speed, head)}")
-        return TABLE, "\n\n".join(parts)
+        return "\n\n".join(parts)
 
     return section
-
-
-def against_baseline(comparison):
-    """Paired differences of the test metric."""
-    return TABLE, against(comparison)
-
-
-def times_faster_than_baseline(comparison):
-    """A summary of all speeds."""
-    return TABLE, times_faster(comparison)

@@ -174,10 +174,9 @@ def effects_picture(comparison: Comparison) -> tuple[str, Callable]:
     return "effects.png", lambda path, title: plots.effects(found, path, title)
 
 
-def target_line(comparison: Comparison) -> tuple[str, str]:
+def target_line(comparison: Comparison) -> str:
     """Section: the target of the main table."""
-    text = f"Target: {target_of(comparison):.4g}, which every arm reaches with every seed."
-    return "table.md", text
+    return f"Target: {target_of(comparison):.4g}, which every arm reaches with every seed."
 
 
 def priced_table(machines: Sequence, price: Callable) -> Callable:

@@ -79,7 +79,7 @@ def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOL
     if run.tables:
         return "\n\n".join([*parts, f"Tables and pictures: [{run.tables}]({run.tables})."])
     parts += [tables.table(comparison, columns.ORDER_COLUMNS)]
-    parts += [columns.diverged_rates(comparison)[1], f"![{run.title}](../docs/orders_{name}.png)"]
+    parts += [columns.diverged_rates(comparison), f"![{run.title}](../docs/orders_{name}.png)"]
     return "\n\n".join(filter(None, parts))
 
 
