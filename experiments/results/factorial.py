@@ -20,7 +20,7 @@ from experiments.results.tables import markdown, name_of, times
 from experiments.training.metrics import METRICS
 
 FACTORS = ("order", "sync", "echo")  # fields of the records
-COSTS = (("step", "steps"), ("loads", "loads"), ("allreduces", "volume"), ("seconds", "seconds"))
+COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
 
 
 class Response(NamedTuple):
@@ -47,21 +47,15 @@ def responses(comparison: Comparison) -> list[Response]:
     """The last objective and test metric, and every cost to the target."""
     criterion, metric = comparison.criterion, statistics.metric_of(comparison)
     points, target = metric == "accuracy", target_of(comparison)
-    scale = 100 if points else 1
+    scale, unit = (100, " / points") if points else (1, "")
     return [
         Response(f"last {name_of(criterion.scalar)}", lambda run: last(run, criterion.scalar)),
-        Response(
-            METRICS[metric].label + (" / points" if points else ""),
-            lambda run: scale * last(run, f"test/{metric}"),
-            not points,
-        ),
-        *(
-            Response(
-                f"{label} to the target", lambda run, n=name: reached(run, criterion, target)[n]
-            )
-            for name, label in COSTS
-        ),
-    ]
+        Response(METRICS[metric].label + unit,
+                 lambda run: scale * last(run, f"test/{metric}"), not points),
+        *(Response(f"{label} to the target",
+                   lambda run, name=name: reached(run, criterion, target)[name])
+          for name, label in COSTS.items()),
+    ]  # fmt: skip
 
 
 def cells(comparison: Comparison) -> tuple[tuple[str, ...], np.ndarray]:
@@ -121,12 +115,10 @@ def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect
       [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     count, found = values.ndim - 1, []
+    levels = 2 * np.indices(values.shape[:-1]) - 1.0  # of every factor in every cell
     for size in range(1, count + 1):
         for axes in itertools.combinations(range(count), size):
-            signs = np.ones(values.shape[:-1])
-            for axis in axes:
-                shape = [2 if a == axis else 1 for a in range(count)]
-                signs = signs * np.array([-1.0, 1.0]).reshape(shape)
+            signs = levels[list(axes)].prod(axis=0)
             per_seed = 2 / 2**count * np.tensordot(signs, values, count)
             found.append(Effect(tuple(factors[a] for a in axes), *interval(per_seed)))
     return found
@@ -134,13 +126,12 @@ def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect
 
 def effects_of(comparison: Comparison) -> dict[Response, list[Effect]]:
     """The effects on every response, of logarithms where they are factors."""
-    factors, runs = cells(comparison)
-
-    def measured(response):
+    (factors, runs), found = cells(comparison), {}
+    for response in responses(comparison):
         y = np.vectorize(response.value, otypes=[float])(runs)
-        return np.log(np.maximum(y, 1e-12)) if response.relative else y
-
-    return {r: effects(measured(r), factors) for r in responses(comparison)}
+        y = np.log(np.maximum(y, 1e-12)) if response.relative else y
+        found[response] = effects(y, factors)
+    return found
 
 
 def format_effect(effect: Effect, relative: bool) -> str:
@@ -190,17 +181,16 @@ def priced_table(machines: Sequence, price: Callable) -> Callable:
         target, arms = target_of(comparison), comparison.at()
 
         def spent(own, machine):
-            at = {s: reached(run, comparison.criterion, target) for s, run in own.runs.items()}
-            until = {s: [r for r in own.runs[s] if r["step"] <= at[s]["step"]] for s in at}
-            return {s: price(run, machine) for s, run in until.items()}
+            found = {}
+            for seed, run in own.runs.items():
+                step = reached(run, comparison.criterion, target)["step"]
+                found[seed] = price([r for r in run if r["step"] <= step], machine)
+            return found
 
-        base = {machine.label: spent(arms[0], machine) for machine in machines}
+        base = {m: spent(arms[0], m) for m in machines}
         rows = [
             {"arm": own.label}
-            | {
-                m.label: times(log_ratios(base[m.label], spent(own, m)), exact=True)
-                for m in machines
-            }
+            | {m.label: times(log_ratios(base[m], spent(own, m)), exact=True) for m in machines}
             for own in arms
         ]
         text = "Times faster to the target than the first arm, priced."
