@@ -118,8 +118,7 @@ def picture(speed: Speed, found: Sequence[dict], path: str) -> None:
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
     _draw_depths(left, found)
     _draw_shares(right, speed)
-    figure.suptitle(f"{speed}: {speed.free}")
-    save(figure, path)
+    save(figure, path, f"{speed}: {speed.free}")
 
 
 def _draw_depths(axis, found):

@@ -1,5 +1,6 @@
 """The factorial of decisions: main effects and interactions, and time on machines with prices."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -161,8 +162,7 @@ def effects_table(comparison: Comparison) -> tuple[str, str]:
 
 def effects_picture(comparison: Comparison) -> tuple[str, Callable]:
     """Section: a panel per response, a row per effect with its interval."""
-    found = effects_of(comparison)
-    return "effects.png", lambda path, title: plots.effects(found, path, title)
+    return "effects.png", functools.partial(plots.effects, effects_of(comparison))
 
 
 def target_line(comparison: Comparison) -> str:

@@ -57,8 +57,7 @@ def period_panels(shown: Mapping[str, tuple], path: str, title: str) -> None:
             column[1].grid(alpha=0.3)
         column[-1].set_xlabel("step")
     legend(figure, axes)
-    figure.suptitle(title)
-    save(figure, path)
+    save(figure, path, title)
 
 
 def draw_plans(axis, plans: Mapping[str, SyncPlan], labels: Sequence[str]) -> None:

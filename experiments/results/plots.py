@@ -1,5 +1,6 @@
 """One way to draw: curves of panels against what they cost, effects, time to a target, herding."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -50,6 +51,7 @@ def comparison(
     What every task measures gets a row too; what was not recorded is left out.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
+    shown = {own.arm: list(own.runs.values()) for own in compared.at(speed) if own.runs}
     width = max(len(x) for _, x in rows)
     figure, axes = pyplot().subplots(
         len(rows), width, figsize=(4.7 * width, 3.7 * len(rows) + 0.9), squeeze=False,
@@ -58,10 +60,10 @@ def comparison(
     for row, (scalar, names) in zip(axes, rows, strict=True):
         for axis, x in zip(row, names, strict=False):
             for place, arm in enumerate(compared.arms):
-                own = compared.chosen.get((arm, speed))
-                if own and own.runs:
-                    label = f"{own.label} (lr {own.rate:g})"
-                    _draw(axis, list(own.runs.values()), x, scalar, look(place) | {"label": label})
+                if arm in shown:
+                    own = compared.chosen[arm, speed]
+                    label = {"label": f"{own.label} (lr {own.rate:g})"}
+                    _draw(axis, shown[arm], x, scalar, look(place) | label)
             if goal.when == "target" and scalar == goal.scalar:
                 axis.axhline(goal.target, color="#444444", linewidth=0.8, linestyle=":")
             _label(axis, x)
@@ -71,14 +73,14 @@ def comparison(
         if scalar in LOGARITHMIC:
             row[0].set_yscale("log")
         else:
-            _zoom(row[0], compared, scalar, speed)
+            _zoom(row[0], [statistics.values(runs, scalar) for runs in shown.values()])
     legend(figure, axes)
-    seeds = max(len(own.runs) for own in compared.at(speed))
+    seeds = max(map(len, shown.values()), default=0)
     at = "" if speed is None else f", R = {speed:g}"
-    figure.suptitle(
-        f"{title}{at}\neach at its own best learning rate, {seeds} seeds, mean and 95 % interval"
-    )
-    save(figure, path)
+    save(
+        figure, path,
+        f"{title}{at}\neach at its own best learning rate, {seeds} seeds, mean and 95 % interval",
+    )  # fmt: skip
 
 
 def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
@@ -102,8 +104,7 @@ def _draw(axis, runs, x: str, scalar: str, style) -> None:
     if not kept.any():
         return
     found, at = found[:, kept], at[kept]
-    mean, half = np.array([interval(v) for v in found.T]).T
-    half = np.nan_to_num(half)
+    mean, half = np.nan_to_num([interval(v) for v in found.T]).T
     low, colour = mean - half, style["color"]
     if scalar in LOGARITHMIC:  # where a band may not reach 0
         low = np.maximum(low, found.min(axis=0) / 2)
@@ -133,11 +134,9 @@ def _plain(axis):
     axis.set_minor_formatter(NullFormatter())
 
 
-def _zoom(axis, compared, scalar, speed):
+def _zoom(axis, found: Sequence[np.ndarray]):
     """Leaves out the first fifth's bad values, which would flatten the rest."""
-    runs = [list(own.runs.values()) for own in compared.at(speed) if own.runs]
-    late = [v[:, v.shape[1] // 5 :].ravel() for v in (statistics.values(r, scalar) for r in runs)]
-    late = np.concatenate(late)
+    late = np.concatenate([v[:, v.shape[1] // 5 :].ravel() for v in found])
     late = late[np.isfinite(late)]
     if len(late):
         margin = 0.08 * (late.max() - late.min()) + 1e-3 * abs(late.max())
@@ -152,12 +151,12 @@ def look(place: int) -> dict:
 
 def time_to_target(compared: Comparison) -> tuple[str, Callable]:
     """Section: a panel per speed, a row per arm, seconds to the target with their interval."""
-    return "time_to_target.png", lambda path, title: _time_to_target(compared, path, title)
+    return "time_to_target.png", functools.partial(_time_to_target, compared)
 
 
 def _time_to_target(compared, path, title):
-    speeds = compared.speeds
-    arms = [arm for arm in compared.arms if any((arm, s) in compared.chosen for s in speeds)]
+    speeds, present = compared.speeds, {arm for arm, _ in compared.chosen}
+    arms = [arm for arm in compared.arms if arm in present]
     figure, axes = pyplot().subplots(
         1, len(speeds), figsize=(3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)), sharey=True,
         layout="constrained", squeeze=False,
@@ -172,8 +171,7 @@ def _time_to_target(compared, path, title):
     axes[0][0].set_yticks(range(len(arms)), [compared.arms[arm] for arm in arms])
     axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
     name = compared.arms[arms[0]]
-    figure.suptitle(f"{title}\nmean, 95 % interval and seeds; dotted: {name}", fontsize=11)
-    save(figure, path)
+    save(figure, path, f"{title}\nmean, 95 % interval and seeds; dotted: {name}", fontsize=11)
 
 
 def _bar(axis, row, found, *, dashed):
@@ -213,10 +211,8 @@ def effects(found: Mapping, path: str, title: str) -> None:
     axes[0][0].invert_yaxis()
     for axis in list(axes.flat)[len(found) :]:
         axis.set_visible(False)
-    figure.suptitle(
-        f"{title}\neffects from the first level to the second, 95 % intervals over seeds"
-    )
-    save(figure, path)
+    lines = "effects from the first level to the second, 95 % intervals over seeds"
+    save(figure, path, f"{title}\n{lines}")
 
 
 def _factors_on(axis, bounds):
@@ -240,18 +236,14 @@ def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str
     """
     figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
-    at = {}
-    for r in records:
-        at.setdefault((r["order"], r["workers"], r["round"]), []).append(r["bound"])
+    panels = ("round", rounds, {"workers": widths[-1]}), ("workers", widths, {"round": rounds[-1]})
     for i, name in enumerate(dict.fromkeys(r["order"] for r in records)):
-        over_rounds = [at[name, widths[-1], k] for k in rounds]
-        over_workers = [at[name, w, rounds[-1]] for w in widths]
-        for axis, x, groups in zip(
-            axes, (rounds, widths), (over_rounds, over_workers), strict=True
-        ):
+        style = look(i) | {"label": labels[name], "marker": "o", "ms": 4, "capsize": 3}
+        for axis, (along, x, fixed) in zip(axes, panels, strict=True):
+            own = [r for r in records if {"order": name, **fixed}.items() <= r.items()]
+            groups = [[r["bound"] for r in own if r[along] == value] for value in x]
             mean, half = np.array([interval(g) for g in groups]).T
             bars = None if np.isnan(half).all() else np.minimum(half, 0.9 * mean)
-            style = look(i) | {"label": labels[name], "marker": "o", "ms": 4, "capsize": 3}
             axis.errorbar(x, mean, yerr=bars, **style)
     for axis in axes:
         axis.set(yscale="log", ylabel=name_of(f"bound/l{norm}"))
@@ -261,16 +253,16 @@ def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str
     axes[1].set(xlabel=f"workers (after {rounds[-1]} rounds)", xscale="log")
     axes[1].set_xticks(widths, [str(w) for w in widths])
     axes[1].minorticks_off()
-    legend(figure, [axes])
-    figure.suptitle(title)
-    save(figure, path)
+    legend(figure, axes)
+    save(figure, path, title)
 
 
 def legend(figure, axes) -> None:
     """One for all, below."""
     found = {}
-    for axis in (axis for row in axes for axis in row):
-        found |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    for axis in np.ravel(axes):
+        handles, labels = axis.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
     widest = 0.6 + 0.09 * max(map(len, found), default=0)  # inches of an entry
     columns = max(1, min(4, len(found), int(figure.get_figwidth() / widest)))
     figure.legend(found.values(), found, loc="outside lower center", ncols=columns)
@@ -286,7 +278,9 @@ def pyplot():
     return matplotlib.pyplot
 
 
-def save(figure, path) -> None:
+def save(figure, path: str, title: str, **options) -> None:
+    """Writes a PNG under a temporary name, then renames it."""
+    figure.suptitle(title, **options)
     temporary = f"{path}.tmp.png"
     figure.savefig(temporary, dpi=110)
     pyplot().close(figure)
