@@ -3,6 +3,7 @@
 A run is the list of its records by step. Over seeds, intervals are Student's t at 95 %.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -89,14 +90,11 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
     if first not in ran:
         raise ValueError(f"the baseline {first!r} is not among the arms run, {ran}: run it too.")
     speeds = sorted({r["speed"] for r in records if r.get("speed") is not None}) or [None]
-    for speed in speeds:
-        for arm, label in arms.items():
-            rate, runs = best_rate(records, arm, speed, criterion), {}
-            if rate is not None:
-                runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
-            if tried := tuple(sorted(runs_of(records, arm, speed))):
-                out = diverged(records, arm, speed)
-                chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
+    for speed, (arm, label) in itertools.product(speeds, arms.items()):
+        if tried := tuple(sorted(runs_of(records, arm, speed))):
+            rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
+            runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
+            chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
     known = of_records(criterion, records)
     return Comparison(records, dict(arms), known, tuple(speeds), chosen, dict(plans or {}))
 
@@ -176,29 +174,15 @@ def lowest(runs: Sequence[Run], criterion: Criterion) -> np.ndarray:
     return found[:, np.nanargmin(mean if criterion.lower else -mean)]
 
 
-def reached(run: Run, criterion: Criterion | str, target: float | None = None) -> Mapping | None:
-    """The first record of a run at the target; None if there is none.
-
-    Args:
-      criterion: with its target, or the name of a scalar.
-      target: overrides the criterion's.
-    """
-    if isinstance(criterion, str):
-        criterion = Criterion(criterion, lower_of(criterion))
+def reached(run: Run, criterion: Criterion, target: float | None = None) -> Mapping | None:
+    """The first record of a run at the target, the criterion's if unset; None if there is none."""
     scalar, goal = criterion.scalar, criterion.target if target is None else target
     for r in run:
         value = r.get(scalar)
-        if value is not None and (value <= goal if criterion.lower else value >= goal):
-            return r
-        if scalar in r.get("at_target", ()):
+        there = value is not None and (value <= goal if criterion.lower else value >= goal)
+        if there or scalar in r.get("at_target", ()):
             return r
     return None
-
-
-def lower_of(scalar: str) -> bool:
-    """Whether less of a scalar is better."""
-    metric = METRICS.get(scalar.split("/")[-1])
-    return metric.lower if metric else True
 
 
 def tested(criterion: Criterion) -> Criterion:

@@ -74,7 +74,7 @@ def over_run(scalar: str, order: str = "cd_grab", against: str = "rr", *, rate=N
 
 
 def _better(scalar, pair, rate, summary):
-    kind = "less" if statistics.lower_of(scalar) else "points"
+    kind = "points" if scalar == "test/accuracy" else "less"
 
     def measure(comparison):
         chosen = {k: _ending(comparison, k, rate) for k in (*pair, *CONTROLS)}
