@@ -104,8 +104,9 @@ def _draw(axis, runs, x: str, scalar: str, style) -> None:
     if not kept.any():
         return
     found, at = found[:, kept], at[kept]
-    mean, half = np.nan_to_num([interval(v) for v in found.T]).T
-    low, colour = mean - half, style["color"]
+    mean, half = np.array([interval(v) for v in found.T]).T
+    half, colour = np.nan_to_num(half), style["color"]
+    low = mean - half
     if scalar in LOGARITHMIC:  # where a band may not reach 0
         low = np.maximum(low, found.min(axis=0) / 2)
     axis.plot(at, mean, **style, marker="o" if len(at) < 20 else None, ms=3)
