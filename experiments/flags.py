@@ -67,23 +67,15 @@ FIELDS = {  # of a Recipe
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
 
 
-def definer(values: flags.FlagValues) -> Callable:
+def definer(values: flags.FlagValues, **defaults) -> Callable:
     """`define(kind, name, default, text, *more, **options)`, a flag of `absl.flags` in one line.
 
-    Example:
-      >>> from absl import flags
-      >>> from experiments.flags import definer
-      >>> values = flags.FlagValues()
-      >>> define = definer(values)
-      >>> define(flags.DEFINE_enum, "run", "vmap", "where", ["vmap", "mesh"])
-      >>> values(["program", "--run=mesh"])
-      ['program']
-      >>> values.run
-      'mesh'
+    Args:
+      defaults: in place of those that `define` is given, by the names of flags.
     """
 
     def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
+        kind(name, defaults.get(name, default), *more, text, flag_values=values, **options)
         # --help shows what belongs to the program, wherever it is defined.
         values.register_key_flag_for_module(sys.argv[0], values[name])
 
@@ -92,13 +84,8 @@ def definer(values: flags.FlagValues) -> Callable:
 
 def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
     """Defines groups of flags, with other defaults for some, such as `task="digits_mlp"`."""
-    add = definer(values)
-
-    def one(kind, name, default, text, *more, **options):
-        add(kind, name, defaults.get(name, default), text, *more, **options)
-
     for group in groups:
-        GROUPS[group](one)
+        GROUPS[group](definer(values, **defaults))
 
 
 def define_study(values: flags.FlagValues, arms: Iterable[str], *, seeds: int, slow: bool) -> None:
@@ -123,11 +110,10 @@ def _task(define):
 def _setting(define):
     hints = typing.get_type_hints(Recipe)
     for name, text in FIELDS.items():
-        text += "; the setting's own if unset"
+        kind, more = KINDS[_kind(hints[name])], ()
         if name in ENUMS:
-            define(flags.DEFINE_enum, name, None, text, ENUMS[name])
-        else:
-            define(KINDS[_kind(hints[name])], name, None, text)
+            kind, more = flags.DEFINE_enum, (ENUMS[name],)
+        define(kind, name, None, f"{text}; the setting's own if unset", *more)
 
 
 def _run(define):
@@ -154,12 +140,7 @@ def _forecast(define):
     define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
 
 
-GROUPS = {
-    "task": _task,
-    "setting": _setting,
-    "run": _run,
-    "forecast": _forecast,
-}
+GROUPS = {"task": _task, "setting": _setting, "run": _run, "forecast": _forecast}
 
 
 def choices() -> dict[str, tuple[type, list[str]]]:
