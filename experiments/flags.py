@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 
-from absl import flags
+from absl import app, flags
 
 from experiments.processes import cluster
 from experiments.studies import recipes
@@ -195,6 +195,20 @@ def recipe_fields(values: flags.FlagValues) -> dict:
         if one in found or other in found:
             found = {one: None, other: None} | found
     return found
+
+
+def names_of(values: flags.FlagValues, name: str, known: Iterable[str]) -> list[str]:
+    """A flag that lists names; UsageError where one is not known."""
+    if unknown := sorted(set(values[name].value) - set(known)):
+        raise app.UsageError(f"--{name} has {unknown}: names are {', '.join(known)}.")
+    return values[name].value
+
+
+def whole_numbers(values: flags.FlagValues, name: str) -> list[int]:
+    """A flag that lists whole numbers >= 1; UsageError where one is another."""
+    if bad := [v for v in values[name].value if not (v.isdecimal() and int(v))]:
+        raise app.UsageError(f"--{name} has {bad}: pass whole numbers >= 1.")
+    return [int(v) for v in values[name].value]
 
 
 def given(values: flags.FlagValues, names: Iterable[str]) -> dict:

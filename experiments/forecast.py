@@ -96,14 +96,12 @@ def runs_from_flags(values: flags.FlagValues = FLAGS) -> dict[str, rounds.Run]:
 
 def forecast_rounds(values: flags.FlagValues) -> Forecast:
     """The tables and the picture of the rules."""
-    if unknown := sorted(set(values.arms) - set(SYNC_RULES)):
-        raise app.UsageError(f"--arms has {unknown}: names are {', '.join(SYNC_RULES)}.")
-    runs = runs_from_flags(values)
+    rules, runs = dialect.names_of(values, "arms", SYNC_RULES), runs_from_flags(values)
     settings = dialect.given(values, ("arms", "switch", "gigabits", "bytes_per_param"))
     settings["runs"] = {n: run._asdict() | run.recipe._asdict() for n, run in runs.items()}
     found, texts, shown = [], [], {}
     for name, run in runs.items():
-        plans = rounds.plans_of(run.recipe, values.arms, values.switch)
+        plans = rounds.plans_of(run.recipe, rules, values.switch)
         own = rounds.records_of(name, run, plans, values.gigabits, values.bytes_per_param)
         found += own
         texts.append(rounds.table(run, own))
@@ -138,10 +136,8 @@ def speed_from_flags(values: flags.FlagValues = FLAGS) -> echoes.Speed | None:
 
 def forecast_echoing(speed: echoes.Speed, values: flags.FlagValues) -> Forecast:
     """The table and picture of the echo policies."""
-    if bad := [d for d in values.depths if not (d.isdecimal() and int(d))]:
-        raise app.UsageError(f"--depths has {bad}: pass whole numbers >= 1.")
-    depths, steps = sorted({int(d) for d in values.depths}), values.total_steps
-    steps = steps or echoes.TOTAL_STEPS
+    depths = sorted(set(dialect.whole_numbers(values, "depths")))
+    steps = values.total_steps or echoes.TOTAL_STEPS
     asked = ("load_seconds", "step_seconds", "measure", "units_per_step", "unit_size")
     settings = {name: values[name].value for name in asked}
     settings |= {"depths": depths, "total_steps": steps}

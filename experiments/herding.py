@@ -22,7 +22,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import ordering
-from experiments.flags import definer
+from experiments.flags import definer, names_of, whole_numbers
 from experiments.results import html, plots, records, tables
 from experiments.studies.tables import ORDERS
 from experiments.training.config import OrderSetting
@@ -130,14 +130,11 @@ def table(all_records: Sequence[dict], rounds: int) -> str:
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    if unknown := sorted(set(values.arms) - set(ORDERS)):
-        raise app.UsageError(f"--arms has {unknown}: names are {', '.join(ORDERS)}.")
-    if bad := [w for w in values.workers if not (w.isdecimal() and int(w))]:
-        raise app.UsageError(f"--workers holds {bad}: pass whole numbers >= 1.")
+    names_of(values, "arms", ORDERS)
     folder, all_records = values.output_dir, []
     settings = {k: values[k].value for k in ("num_vectors", "dimension", "rounds", "norm")}
     records.open_folder(folder, settings, overwrite=True)
-    for run in measure(values, [int(w) for w in values.workers]):
+    for run in measure(values, whole_numbers(values, "workers")):
         all_records += run
         records.write_lines(os.path.join(folder, records.METRICS), all_records)
     text = table(all_records, values.rounds)

@@ -19,7 +19,6 @@ machine changed from run to run: measure again.
 Aim: at R = 4 error diffusion takes at most 1.03 times as long as no delay.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,21 +70,15 @@ def stepper(step_seconds: float) -> Callable:
 
 def slow_batches(delay: float) -> Iterator[dict]:
     """Random batches on the device, without end, each `delay` seconds after it was asked for."""
-    generator, examples = np.random.default_rng(0), _examples()
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
+    y, generator = generator.integers(0, 10, EXAMPLES, np.int32), np.random.default_rng(0)
     while True:
         start = time.perf_counter()
         chosen = generator.integers(0, EXAMPLES, BATCH)
-        batch = {name: values[chosen] for name, values in examples.items()}
-        batch = jax.block_until_ready(jax.device_put(batch))
+        batch = jax.block_until_ready(jax.device_put({"x": x[chosen], "y": y[chosen]}))
         time.sleep(max(0.0, start + delay - time.perf_counter()))
         yield batch
-
-
-@functools.cache
-def _examples():
-    generator = np.random.default_rng(1)
-    x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
-    return {"x": x, "y": generator.integers(0, 10, EXAMPLES, np.int32)}
 
 
 def run_policy(step: Callable, policy, *, depth: int, delay: float) -> tuple[float, float, float]:

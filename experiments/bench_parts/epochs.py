@@ -127,9 +127,7 @@ def load(name: str, values: flags.FlagValues) -> tuple[Task, Recipe]:
 
 
 def _check(values):
-    if unknown := sorted(set(values.arms) - set(ORDERS)):
-        raise app.UsageError(f"--arms has {unknown}: names are {', '.join(ORDERS)}.")
-    if BASELINE not in values.arms:
+    if BASELINE not in dialect.names_of(values, "arms", ORDERS):
         raise app.UsageError(f"--arms is {values.arms}: it must hold rr, the baseline.")
     if not (values.task or values.data_root):
         raise app.UsageError(

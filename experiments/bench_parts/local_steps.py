@@ -43,10 +43,7 @@ MODELS = {
     "resnet 16-32-64, 32x32, batch 16": (models.small_resnet, (32, 32, 3), 16, 8),
     "vit 64x4, 32x32, batch 16": (models.vit, (32, 32, 3), 16, 8),
 }  # fmt: skip
-INNER = {
-    "sgd, momentum": optax.sgd(1e-3, momentum=0.9),
-    "adamw": optax.adamw(1e-4),
-}
+INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e-4)}
 
 
 def stepper(model, init: Callable, update: Callable, batch) -> Callable:

@@ -68,12 +68,18 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
     return restore(map(json.loads, lines), records.read_json(path / COMPARISON))
 
 
+def corners(plan: local_opt.SyncPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Steps at which H changes, with the end of the run, and H from there on."""
+    kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
+    steps = np.append(plan.starts[kept], plan.total_steps)
+    return steps, np.append(plan.periods[kept], plan.periods[-1])
+
+
 def describe(comparison: Comparison) -> dict:
     """What is in comparison.json."""
     plans = {}
     for arm, plan in comparison.plans.items():
-        kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
-        changes = np.stack([plan.starts[kept], plan.periods[kept]], axis=1).tolist()
+        changes = np.transpose(corners(plan))[:-1].tolist()
         plans[arm] = {"total_steps": plan.total_steps, "rule": plan.rule, "changes": changes}
     criterion, arms = comparison.criterion._asdict(), dict(comparison.arms)
     return {"criterion": criterion, "arms": arms, "plans": plans}

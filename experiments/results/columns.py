@@ -8,15 +8,7 @@ import numpy as np
 
 from experiments.results import statistics
 from experiments.results.statistics import interval, last, target_of
-from experiments.results.tables import (
-    Column,
-    costs,
-    faster,
-    name_of,
-    show,
-    show_reached,
-    sweep,
-)
+from experiments.results.tables import Column, costs, faster, name_of, show, show_reached, sweep
 
 
 def arm(head: str) -> Column:
@@ -149,8 +141,7 @@ ECHO_COLUMNS = (
     to_target("steps", "step", "{:.0f}", "arrive"),
     to_target("rounds", "rounds", "{:.0f}", "arrive"),
     Column(
-        "ms per step",
-        lambda c, own: show([1e3 * s for s in _per_step(own, "seconds")], "{:.2f}"),
+        "ms per step", lambda c, own: show([1e3 * s for s in _per_step(own, "seconds")], "{:.2f}")
     ),
     Column("loads per step", lambda c, own: f"{interval(_per_step(own, 'loads'))[0]:.2f}"),
 )

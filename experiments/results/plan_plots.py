@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from experiments.results.archive import corners
 from experiments.results.plots import DASHES, legend, look, pyplot, save
 from experiments.results.statistics import Comparison
 from local_opt import SyncPlan
@@ -21,7 +22,6 @@ def period_panels(shown: Mapping[str, tuple], path: str, title: str) -> None:
     Args:
       shown: {title: (learning rates float[T] or None, {label: plan of T steps})}; a label has the
         same look in every column.
-      path, title: of the picture.
 
     Raises:
       ValueError: if the plans of a run are of different lengths.
@@ -79,10 +79,3 @@ def draw_plans(axis, plans: Mapping[str, SyncPlan], labels: Sequence[str]) -> No
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.xaxis.get_major_locator().set_params(nbins=6)
     axis.grid(alpha=0.3)
-
-
-def corners(plan: SyncPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Steps at which H changes, with the end of the run, and H from there on."""
-    kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
-    steps = np.append(plan.starts[kept], plan.total_steps)
-    return steps, np.append(plan.periods[kept], plan.periods[-1])

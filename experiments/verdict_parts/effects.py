@@ -3,6 +3,7 @@
 A measure takes a comparison and gives an `Effect`, on which rule.py decides.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -56,7 +57,9 @@ def _at(rates) -> str:
     return f"; lr {' and '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}"
 
 
-def at_end(scalar: str, order: str = "cd_grab", against: str = "rr", *, rate=None) -> Callable:
+def at_end(
+    scalar: str, order="cd_grab", against="rr", *, rate=None, over_run: bool = False
+) -> Callable:
     """How much better an order is at the last epoch.
 
     Args:
@@ -64,31 +67,27 @@ def at_end(scalar: str, order: str = "cd_grab", against: str = "rr", *, rate=Non
       order, against: names of orders.
       rate: the learning rate of both; None: each at its own, where the mean train loss over seeds
         ends lowest.
+      over_run: in the mean over all epochs.
     """
-    return _better(scalar, (order, against), rate, lambda values: values[:, -1])
-
-
-def over_run(scalar: str, order: str = "cd_grab", against: str = "rr", *, rate=None) -> Callable:
-    """How much better an order is in the mean over all epochs; arguments as of `at_end`."""
-    return _better(scalar, (order, against), rate, lambda v: np.nanmean(v[:, 1:], axis=1))
-
-
-def _better(scalar, pair, rate, summary):
-    kind = "points" if scalar == "test/accuracy" else "less"
+    pair, kind = (order, against), "points" if scalar == "test/accuracy" else "less"
 
     def measure(comparison):
         chosen = {k: _ending(comparison, k, rate) for k in (*pair, *CONTROLS)}
         chosen = {k: own for k, own in chosen.items() if own}
         if not set(pair) <= set(chosen):
             return _none(comparison, pair, rate)
-        ends = {}
+        found = {}
         for k, (_, runs) in chosen.items():
-            found = summary(statistics.values([*runs.values()], scalar))
-            ends[k] = dict(zip(runs, found, strict=True))
+            epochs = statistics.values([*runs.values()], scalar)
+            ends = np.nanmean(epochs[:, 1:], axis=1) if over_run else epochs[:, -1]
+            found[k] = dict(zip(runs, ends, strict=True))
         rates = _at([chosen[k][0] for k in pair])
-        return _effect(ends, pair, kind, controls=_controls(comparison, pair), rest=rates)
+        return _effect(found, pair, kind, controls=_controls(comparison, pair), rest=rates)
 
     return measure
+
+
+over_run = functools.partial(at_end, over_run=True)
 
 
 def to_best(cost: str, order: str = "cd_grab", *, rate=None) -> Callable:
