@@ -215,10 +215,18 @@ def to_target(runs: Mapping[int, Run], criterion: Criterion, target: float, name
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
 
 
-def log_ratios(base: Mapping[int, float], own: Mapping[int, float]) -> np.ndarray:
-    """log(base / own), paired by seed: positive where it takes less than the base."""
-    pairs = np.array([(base[seed], own[seed]) for seed in own if seed in base]).reshape(-1, 2)
-    before, after = np.log(np.maximum(pairs, 1e-12)).T  # a target may be there at once
+def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
+    """float64[seeds, 2]: what both have, in the first one's order."""
+    return np.array([(own[seed], base[seed]) for seed in own if seed in base], float).reshape(-1, 2)
+
+
+def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-12) -> np.ndarray:
+    """log(base / own), paired by seed: positive where it takes less than the base.
+
+    Args:
+      floor: values below count as this: a target may be there at once.
+    """
+    after, before = np.log(np.maximum(paired(own, base), floor)).T
     return before - after
 
 

@@ -40,13 +40,12 @@ class Column(NamedTuple):
 
 def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:
     """The main table: an arm a row, at its own best rate; what every task measures comes last."""
-    heads = [c.head if isinstance(c.head, str) else c.head(comparison) for c in columns]
     rows = []
     for own in comparison.at(speed):
-        row = {
-            head: c.cell(comparison, own) if own.runs or c.always else "-"
-            for head, c in zip(heads, columns, strict=True)
-        }
+        row = {}
+        for head, cell, always in columns:
+            head = head if isinstance(head, str) else head(comparison)
+            row[head] = cell(comparison, own) if own.runs or always else "-"
         for name in statistics.everywhere(comparison):
             ends = [statistics.last(run, f"test/{name}") for run in own.runs.values()]
             row.setdefault(METRICS[name].label, show(ends, METRICS[name].form))
@@ -79,15 +78,15 @@ def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm")
 def against(comparison: Comparison) -> str:
     """Section: the test metric of every arm less the baseline's, paired by seed."""
     metric, base = statistics.metric_of(comparison), comparison.baseline()
-    name, scale = f"test/{metric}", 100 if metric == "accuracy" else 1
-    head = f"{'points' if scale == 100 else 'difference'} against {base.label}"
+    scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
     rows = []
     for own in comparison.at():
-        shared = sorted(set(own.runs) & set(base.runs))
-        if own.arm != base.arm and shared:
-            pairs = [[statistics.last(of.runs[s], name) for of in (own, base)] for s in shared]
-            text = show([scale * (a - b) for a, b in pairs], "{:+.2f}").replace("± +", "± ")
-            rows.append({head: own.label, METRICS[metric].label: text})
+        ends = ({s: statistics.last(run, f"test/{metric}") for s, run in of.runs.items()}
+                for of in (own, base))  # fmt: skip
+        less = statistics.paired(*ends)
+        if own.arm != base.arm and len(less):
+            text = show(scale * (less[:, 0] - less[:, 1]), "{:+.2f}").replace("± +", "± ")
+            rows.append({f"{unit} against {base.label}": own.label, METRICS[metric].label: text})
     return markdown(rows) if rows else ""
 
 

@@ -29,11 +29,10 @@ def _effect(found, pair, kind, *, controls, rest, floor=1e-12, start="") -> Effe
     """
 
     def better(arm):
-        seeds = [s for s in found[arm] if s in found[pair[1]]]
-        own, base = (np.array([found[a][s] for s in seeds], float) for a in (arm, pair[1]))
+        own, base = found[arm], found[pair[1]]
         if kind == "points":
-            return 100 * (own - base)
-        logs = np.log(np.maximum(base, floor)) - np.log(np.maximum(own, floor))
+            return 100 * -np.diff(statistics.paired(own, base))[:, 0]
+        logs = statistics.log_ratios(base, own, floor=floor)
         return -logs if kind == "more" else logs
 
     values, means = better(pair[0]), [np.mean([*found[arm].values()]) for arm in pair]
