@@ -58,10 +58,6 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     part.main(values)
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

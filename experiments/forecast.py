@@ -160,10 +160,6 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     print(f"{made.text}\nWritten to {folder}: metrics.jsonl, table.md, {made.picture}")
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

@@ -57,11 +57,7 @@ def unit_vectors(num_workers: int, num_units: int, dimension: int, seed: int) ->
 def bounds_over_rounds(
     vectors: jax.Array, order_name: str, *, rounds: int, norm: float, seed: int
 ) -> list[float]:
-    """Parallel herding bounds of the first order and of the order after every round.
-
-    Args:
-      vectors: float32[W, M, D]; order_name: of `ORDERS`; rounds: passes; norm: jnp.inf or 2.
-    """
+    """Parallel herding bounds of the first order and of that after every round, of [W, M, D]."""
     num_workers, num_units, dimension = vectors.shape
     # Steps of about 16 units in all keep the loop short without large Gram matrices.
     units_per_step = min(max(2, 16 // num_workers * 2), num_units)
@@ -148,10 +144,6 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     print(f"\n{total:.0f} s of work. Written to {folder}")
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

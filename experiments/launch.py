@@ -147,10 +147,6 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(launch(argv[1], argv[2:], processes=FLAGS.processes))
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

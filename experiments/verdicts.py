@@ -100,10 +100,6 @@ def main(argv: Sequence[str]) -> None:
     print(f"Written: {README.name}, {len(text.splitlines())} lines")
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

@@ -68,12 +68,7 @@ ROWS = {
 
 
 def measure(task: Task, recipe: Recipe, *, orders: Sequence[str], repeats: int) -> list[dict]:
-    """One record per order and timed epoch, all orders in turns.
-
-    Args:
-      task, recipe: what is trained, at the first learning rate of the recipe.
-      orders: names of `ORDERS`; repeats: timed epochs of each, after one to warm up.
-    """
+    """One record per order and timed epoch, all orders in turns, after an epoch to warm up."""
     recipe = recipe._replace(epochs=1, total_steps=None)
     calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in orders})
     shared = {name: getattr(recipe, name) for name in SETTING}

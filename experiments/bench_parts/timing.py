@@ -64,8 +64,7 @@ def training_calls(
 ) -> tuple[dict[str, Callable], int]:
     """Calls that train on, as long as the recipe says, without evaluation; and their steps.
 
-    Args:
-      task, recipe: what is trained, at the first learning rate; arms: {name: (order, sync rule)}.
+    Arms are {name: (order, sync rule)}; all have the recipe's first learning rate.
     """
     calls, steps = {}, 0
     for name, (order, sync) in arms.items():

@@ -19,11 +19,7 @@ WORKERS, STEPS, QSR_ROUNDS, H_BASE, PARAMS = 16, 93_600, 9711, 4, 86_567_656
 
 
 def published_split(volume: float = QSR_ROUNDS / STEPS) -> local_opt.CommunicationTime:
-    """Hours of computation and communication of the published ViT-B runs.
-
-    Args:
-      volume: of the shorter run.
-    """
+    """Hours of computation and communication of the published ViT-B runs, QSR's of this volume."""
     return local_opt.communication_time([1, volume], HOURS)
 
 

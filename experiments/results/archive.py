@@ -24,14 +24,7 @@ DIGITS = 6  # significant ones
 
 
 def record(results: str, target: os.PathLike, command: str) -> None:
-    """Keeps a finished output folder of a study.
-
-    Args:
-      results: the output folder; target: where it is kept; command: what made it, DIR for the data.
-
-    Raises:
-      ValueError: for a run that has not ended, or without a command.
-    """
+    """Keeps a finished output folder; ValueError for one that has not ended, or no command."""
     if not (command or "").strip():
         raise ValueError(f"--command is {command!r}: pass what made the run, DIR for its data.")
     needed = (records.METRICS, "table.md", *COPIED)

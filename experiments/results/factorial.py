@@ -25,17 +25,11 @@ COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "
 
 
 class Response(NamedTuple):
-    """What effects are estimated of.
-
-    Fields:
-      label: for people.
-      value: `run -> float`.
-      relative: whether effects are factors; else differences.
-    """
+    """What effects are estimated of."""
 
     label: str
-    value: Callable[[Sequence[Mapping]], float]
-    relative: bool = True
+    value: Callable[[Sequence[Mapping]], float]  # of a run
+    relative: bool = True  # whether effects are factors; else differences
 
 
 class Effect(NamedTuple):
@@ -103,17 +97,9 @@ def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect
 
     Args:
       values: float[2, ..., 2, seeds], an axis per factor.
-      factors: their names.
 
     Returns:
       An effect per subset of the factors, the small ones first.
-
-    Example:
-      >>> import numpy as np
-      >>> y = np.zeros((2, 2, 2, 3))
-      >>> y[1] = 1.0  # the order alone matters
-      >>> [e.mean for e in effects(y)]
-      [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     count, found = values.ndim - 1, []
     levels = 2 * np.indices(values.shape[:-1]) - 1.0  # of every factor in every cell

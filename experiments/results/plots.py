@@ -19,15 +19,10 @@ SPREAD = ("rounds", "loads", "allreduces")  # costs in which arms differ by fact
 
 
 class Panel(NamedTuple):
-    """A row of a picture.
+    """A row of a picture."""
 
-    Fields:
-      scalar: of the records; "objective" is what chose the rates, "metric" what is reported.
-      x: names of the records' costs, a column each.
-    """
-
-    scalar: str
-    x: tuple[str, ...] = ("epoch", "seconds")
+    scalar: str  # of the records; "objective" chose the rates, "metric" is what is reported
+    x: tuple[str, ...] = ("epoch", "seconds")  # costs of the records, a column each
 
 
 ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))
@@ -230,11 +225,7 @@ def _factors_on(axis, bounds):
 
 
 def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str) -> None:
-    """Writes a PNG: the bound over rounds at the most workers, and over workers at the end.
-
-    Args:
-      records: with order, workers, round and bound; labels: {order: label}; norm: "inf" or "2".
-    """
+    """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
     figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
     panels = ("round", rounds, {"workers": widths[-1]}), ("workers", widths, {"round": rounds[-1]})

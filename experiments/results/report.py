@@ -23,8 +23,6 @@ def write(
     """Writes tables, pictures, comparison.json and report.html into the folder.
 
     Args:
-      comparison: of whole runs.
-      folder: exists.
       title: of the pictures and the page; command: what makes the comparison.
       columns: of the main table, one table per speed.
       panels: of comparison.png, one picture per speed.

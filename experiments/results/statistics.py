@@ -18,56 +18,35 @@ Run = Sequence[Mapping]
 
 
 class Criterion(NamedTuple):
-    """What chooses a learning rate.
+    """What chooses a learning rate."""
 
-    Fields:
-      scalar: of the records, on the tuning split; "train/loss" counts above its minimum where that
-        is known.
-      lower: whether less of it is better.
-      when: "last" value, "lowest" point of the mean over seeds, or fewest steps to a "target".
-      target: of the scalar, for when="target".
-    """
-
-    scalar: str = LOSS
-    lower: bool = True
-    when: str = "last"
-    target: float | None = None
+    scalar: str = LOSS  # on the tuning split; the loss above its minimum where that is known
+    lower: bool = True  # whether less of it is better
+    when: str = "last"  # value, "lowest" point of the mean over seeds, or fewest steps to "target"
+    target: float | None = None  # of the scalar, for when="target"
 
 
 class Chosen(NamedTuple):
-    """An arm at its own best learning rate, at one speed of the input.
-
-    Fields:
-      rate: None where a run diverged at every rate.
-      runs: by seed, of the reported phase.
-      tried, diverged: learning rates, ascending.
-    """
+    """An arm at its own best learning rate, at one speed of the input."""
 
     arm: str
     label: str
     speed: float | None
-    rate: float | None
-    runs: Mapping[int, Run]
-    tried: tuple[float, ...]
+    rate: float | None  # None where a run diverged at every rate
+    runs: Mapping[int, Run]  # by seed, of the reported phase
+    tried: tuple[float, ...]  # learning rates, ascending, as those that diverged
     diverged: tuple[float, ...]
 
 
 class Comparison(NamedTuple):
-    """All that tables and pictures need.
+    """All that tables and pictures need."""
 
-    Fields:
-      records: of whole runs; arms: {name: label}, the baseline first.
-      speeds: of the input, or (None,).
-      chosen: {(arm, speed): Chosen}, in the order of the arms, for those that have run.
-      plans: {arm: SyncPlan}, where they are known before the run.
-    """
-
-    records: Sequence[Mapping]
-    arms: Mapping[str, str]
+    records: Sequence[Mapping]  # of whole runs
+    arms: Mapping[str, str]  # {name: label}, the baseline first
     criterion: Criterion
-    speeds: tuple
-    chosen: Mapping[tuple, Chosen]
-    plans: Mapping[str, Any]
+    speeds: tuple  # of the input, or (None,)
+    chosen: Mapping[tuple, Chosen]  # {(arm, speed): Chosen} of those that have run, as the arms
+    plans: Mapping[str, Any]  # {arm: SyncPlan}, where they are known before the run
 
     def at(self, speed: float | None = None) -> list[Chosen]:
         return [own for (_, s), own in self.chosen.items() if s == speed]
@@ -77,14 +56,7 @@ class Comparison(NamedTuple):
 
 
 def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
-    """Every arm at its own best rate, at every speed.
-
-    Args:
-      records: of whole runs; arms: {name: label}, the baseline first; plans: {arm: SyncPlan}.
-
-    Raises:
-      ValueError: if the baseline has not run.
-    """
+    """Every arm at its own best rate, at every speed; ValueError if the baseline has not run."""
     records, first, chosen = list(records), next(iter(arms)), {}
     ran = list(dict.fromkeys(r["arm"] for r in records))
     if first not in ran:
@@ -223,8 +195,7 @@ def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
 def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-12) -> np.ndarray:
     """log(base / own), paired by seed: positive where it takes less than the base.
 
-    Args:
-      floor: values below count as this: a target may be there at once.
+    Values below the floor count as that: a target may be there at once.
     """
     after, before = np.log(np.maximum(paired(own, base), floor)).T
     return before - after

@@ -27,15 +27,9 @@ NAMES = {
 
 
 class Column(NamedTuple):
-    """Fields:
-    head: its text, or a function of the comparison.
-    cell: `(comparison, arm at its own best rate) -> text`.
-    always: of arms too that diverged at every rate; else "-".
-    """
-
     head: str | Callable[[Comparison], str]
-    cell: Callable[[Comparison, Chosen], str]
-    always: bool = False
+    cell: Callable[[Comparison, Chosen], str]  # of an arm at its own best rate
+    always: bool = False  # of arms too that diverged at every rate; else "-"
 
 
 def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:

@@ -26,23 +26,13 @@ from experiments.verdict_parts.runs import RUNS
 
 
 class Claim(NamedTuple):
-    """Fields:
-    text: what is claimed; of CD-GraB against D-RR, where it does not say more.
-    paper: the published numbers.
-    runs: names of `RUNS` whose comparisons `judge` takes; the first one's command is shown.
-    judge: `(*comparisons) -> (ours, verdict)`; None: not testable here.
-    scaled: what was scaled down, or is missing, where it is not what the run says.
-    setting: at which learning rate.
-    command: what shows it, where no recorded run does.
-    """
-
-    text: str
-    paper: str
-    runs: tuple[str, ...] = ()
-    judge: Callable | None = None
-    scaled: str = ""
-    setting: str = ""
-    command: str = ""
+    text: str  # of CD-GraB against D-RR, where it does not say more
+    paper: str  # the published numbers
+    runs: tuple[str, ...] = ()  # of `RUNS`, which `judge` takes; the first one's command is shown
+    judge: Callable | None = None  # `(*comparisons) -> (ours, verdict)`; None: not testable here
+    scaled: str = ""  # what was scaled down, or is missing, where it is not what the run says
+    setting: str = ""  # at which learning rate
+    command: str = ""  # what shows it, where no recorded run does
 
 
 def decide(claim: Claim, recorded: Mapping[str, Comparison]) -> tuple[str, str]:

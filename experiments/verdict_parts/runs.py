@@ -11,19 +11,11 @@ from experiments.results.statistics import Comparison
 
 
 class Run(NamedTuple):
-    """Fields:
-    title: the task.
-    scaled: what is smaller than published, in few words.
-    details: more of it, or "".
-    tables: where its tables are, seen from experiments/; "": below, for it compares orders.
-    shown_from: first epoch of its picture, past spikes that would flatten the rest.
-    """
-
-    title: str
-    scaled: str
-    details: str = ""
-    tables: str = ""
-    shown_from: int = 0
+    title: str  # the task
+    scaled: str  # what is smaller than published, in few words
+    details: str = ""  # more of it
+    tables: str = ""  # where they are, seen from experiments/; "": below, for it compares orders
+    shown_from: int = 0  # first epoch of its picture, past spikes that would flatten the rest
 
 
 _LENET = "4,096 images, 25 epochs for 100"
