@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from experiments.results import tables
-from experiments.results.plots import COLOURS, pyplot, save
+from experiments.results.plots import COLOURS, panes, save
 from experiments.studies.tables import ECHO_POLICIES
 from experiments.training.config import RunConfig
 from ordering import echo
@@ -115,7 +115,7 @@ def table(speed: Speed, found: Sequence[dict]) -> str:
 
 def picture(speed: Speed, found: Sequence[dict], path: str) -> None:
     """Writes a PNG: slowdown against queue depth, and time per step against loads per step."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, ((left, right),) = panes(1, 2, (12, 5))
     _draw_depths(left, found)
     _draw_shares(right, speed)
     save(figure, path, f"{speed}: {speed.free}")

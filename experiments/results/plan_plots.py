@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from experiments.results.archive import corners
-from experiments.results.plots import DASHES, legend, look, pyplot, save
+from experiments.results.plots import DASHES, legend, look, panes, save
 from experiments.results.statistics import Comparison
 from local_opt import SyncPlan
 
@@ -35,11 +35,8 @@ def period_panels(shown: Mapping[str, tuple], path: str, title: str) -> None:
       True
     """
     with_rate = any(rates is not None for rates, _ in shown.values())
-    figure, axes = pyplot().subplots(
-        1 + with_rate, len(shown), squeeze=False, sharex="col", layout="constrained",
-        figsize=(max(7.0, 6.0 * len(shown)), 4.6 + 1.5 * with_rate),
-        height_ratios=[4, 1][: 1 + with_rate],
-    )  # fmt: skip
+    size, heights = (max(7.0, 6.0 * len(shown)), 4.6 + 1.5 * with_rate), [4, 1][: 1 + with_rate]
+    figure, axes = panes(1 + with_rate, len(shown), size, sharex="col", height_ratios=heights)
     labels = list(dict.fromkeys(label for _, plans in shown.values() for label in plans))
     for column, (name, (rates, plans)) in zip(axes.T, shown.items(), strict=True):
         lengths = {plan.total_steps for plan in plans.values()}
@@ -56,7 +53,7 @@ def period_panels(shown: Mapping[str, tuple], path: str, title: str) -> None:
             column[1].set(ylabel="learning rate", ylim=(0, None))
             column[1].grid(alpha=0.3)
         column[-1].set_xlabel("step")
-    legend(figure, axes)
+    legend(figure)
     save(figure, path, title)
 
 

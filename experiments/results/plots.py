@@ -48,10 +48,8 @@ def comparison(
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
     shown = {own.arm: list(own.runs.values()) for own in compared.at(speed) if own.runs}
     width = max(len(x) for _, x in rows)
-    figure, axes = pyplot().subplots(
-        len(rows), width, figsize=(4.7 * width, 3.7 * len(rows) + 0.9), squeeze=False,
-        layout="constrained", sharey="row",
-    )  # fmt: skip
+    size = 4.7 * width, 3.7 * len(rows) + 0.9
+    figure, axes = panes(len(rows), width, size, sharey="row")
     for row, (scalar, names) in zip(axes, rows, strict=True):
         for axis, x in zip(row, names, strict=False):
             for place, arm in enumerate(compared.arms):
@@ -69,7 +67,7 @@ def comparison(
             row[0].set_yscale("log")
         else:
             _zoom(row[0], [statistics.values(runs, scalar) for runs in shown.values()])
-    legend(figure, axes)
+    legend(figure)
     seeds = max(map(len, shown.values()), default=0)
     at = "" if speed is None else f", R = {speed:g}"
     save(
@@ -153,10 +151,8 @@ def time_to_target(compared: Comparison) -> tuple[str, Callable]:
 def _time_to_target(compared, path, title):
     speeds, present = compared.speeds, {arm for arm, _ in compared.chosen}
     arms = [arm for arm in compared.arms if arm in present]
-    figure, axes = pyplot().subplots(
-        1, len(speeds), figsize=(3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)), sharey=True,
-        layout="constrained", squeeze=False,
-    )  # fmt: skip
+    size = 3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)
+    figure, axes = panes(1, len(speeds), size, sharey=True)
     for axis, speed in zip(axes[0], speeds, strict=True):
         for own in compared.at(speed):
             found = np.array([*costs(compared, own, "seconds").values()])
@@ -187,9 +183,7 @@ def _bar(axis, row, found, *, dashed):
 def effects(found: Mapping, path: str, title: str) -> None:
     """Writes a PNG: a panel per response of `factorial`, a row per effect with its interval."""
     lines = -(-len(found) // 3)
-    figure, axes = pyplot().subplots(
-        lines, 3, figsize=(15, 3.6 * lines), layout="constrained", sharey=True, squeeze=False
-    )
+    figure, axes = panes(lines, 3, (15, 3.6 * lines), sharey=True)
     for axis, (response, each) in zip(axes.flat, found.items(), strict=False):
         bounds = np.array([(e.mean, e.mean - e.half_width, e.mean + e.half_width) for e in each])
         if response.relative:
@@ -226,33 +220,41 @@ def _factors_on(axis, bounds):
 
 def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str) -> None:
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    figure, ((left, right),) = panes(1, 2, (11, 4.4))
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
     panels = ("round", rounds, {"workers": widths[-1]}), ("workers", widths, {"round": rounds[-1]})
     for i, name in enumerate(dict.fromkeys(r["order"] for r in records)):
         style = look(i) | {"label": labels[name], "marker": "o", "ms": 4, "capsize": 3}
-        for axis, (along, x, fixed) in zip(axes, panels, strict=True):
+        for axis, (along, x, fixed) in zip((left, right), panels, strict=True):
             own = [r for r in records if {"order": name, **fixed}.items() <= r.items()]
             groups = [[r["bound"] for r in own if r[along] == value] for value in x]
             mean, half = np.array([interval(g) for g in groups]).T
             bars = None if np.isnan(half).all() else np.minimum(half, 0.9 * mean)
             axis.errorbar(x, mean, yerr=bars, **style)
-    for axis in axes:
+    for axis in (left, right):
         axis.set(yscale="log", ylabel=name_of(f"bound/l{norm}"))
         _plain(axis.yaxis)
         axis.grid(alpha=0.3)
-    axes[0].set_xlabel(f"rounds (W = {widths[-1]})")
-    axes[1].set(xlabel=f"workers (after {rounds[-1]} rounds)", xscale="log")
-    axes[1].set_xticks(widths, [str(w) for w in widths])
-    axes[1].minorticks_off()
-    legend(figure, axes)
+    left.set_xlabel(f"rounds (W = {widths[-1]})")
+    right.set(xlabel=f"workers (after {rounds[-1]} rounds)", xscale="log")
+    right.set_xticks(widths, [str(w) for w in widths])
+    right.minorticks_off()
+    legend(figure)
     save(figure, path, title)
 
 
-def legend(figure, axes) -> None:
+def panes(rows: int, columns: int, size: tuple[float, float], **options):
+    """(figure, axes [rows, columns]); matplotlib is imported here, for it takes a second."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def legend(figure) -> None:
     """One for all, below."""
     found = {}
-    for axis in np.ravel(axes):
+    for axis in figure.axes:
         handles, labels = axis.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
     widest = 0.6 + 0.09 * max(map(len, found), default=0)  # inches of an entry
@@ -260,20 +262,9 @@ def legend(figure, axes) -> None:
     figure.legend(found.values(), found, loc="outside lower center", ncols=columns)
 
 
-def pyplot():
-    """matplotlib is imported where a picture is made: it takes a second."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def save(figure, path: str, title: str, **options) -> None:
     """Writes a PNG under a temporary name, then renames it."""
     figure.suptitle(title, **options)
     temporary = f"{path}.tmp.png"
     figure.savefig(temporary, dpi=110)
-    pyplot().close(figure)
     os.replace(temporary, path)
