@@ -9,14 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import plots, statistics
-from experiments.results.statistics import (
-    Comparison,
-    interval,
-    last,
-    log_ratios,
-    reached,
-    target_of,
-)
+from experiments.results.statistics import Chosen, Comparison, interval, last, reached, target_of
 from experiments.results.tables import markdown, name_of, times
 from experiments.training.metrics import METRICS
 
@@ -53,8 +46,8 @@ def responses(comparison: Comparison) -> list[Response]:
     ]  # fmt: skip
 
 
-def cells(comparison: Comparison) -> tuple[tuple[str, ...], np.ndarray]:
-    """(names of the factors, object[2, ..., 2, seeds] of runs).
+def cells(comparison: Comparison) -> tuple[tuple[str, ...], list[Chosen]]:
+    """(names of the factors, the arms by their levels, the last factor's changing fastest).
 
     Raises:
       ValueError: if the arms are no two-level factorial, one diverged at every rate, or one has
@@ -81,11 +74,7 @@ def cells(comparison: Comparison) -> tuple[tuple[str, ...], np.ndarray]:
             f"effects are of a full factorial of two levels, and the {len(arms)} arms have the "
             f"levels {levels}: run every combination of two levels each."
         )
-    runs = np.empty((*[2] * len(levels), counts[arms[0].label]), object)
-    for place, own in zip(at, arms, strict=True):
-        for i, run in enumerate(own.runs.values()):
-            runs[(*place, i)] = run
-    return tuple(levels), runs
+    return tuple(levels), [arms[i] for i in sorted(range(len(at)), key=at.__getitem__)]
 
 
 def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect]:
@@ -113,11 +102,11 @@ def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect
 
 def effects_of(comparison: Comparison) -> dict[Response, list[Effect]]:
     """The effects on every response, of logarithms where they are factors."""
-    (factors, runs), found = cells(comparison), {}
+    (factors, arms), found = cells(comparison), {}
     for response in responses(comparison):
-        y = np.vectorize(response.value, otypes=[float])(runs)
+        y = np.array([[response.value(run) for run in own.runs.values()] for own in arms])
         y = np.log(np.maximum(y, 1e-12)) if response.relative else y
-        found[response] = effects(y, factors)
+        found[response] = effects(y.reshape(*[2] * len(factors), -1), factors)
     return found
 
 
@@ -173,12 +162,11 @@ def priced_table(machines: Sequence, price: Callable) -> Callable:
                 found[seed] = price([r for r in run if r["step"] <= step], machine)
             return found
 
-        base = {m: spent(arms[0], m) for m in machines}
-        rows = [
-            {"arm": own.label}
-            | {m.label: times(log_ratios(base[m], spent(own, m)), exact=True) for m in machines}
-            for own in arms
-        ]
+        def faster(own, machine):
+            logs = statistics.log_ratios(spent(arms[0], machine), spent(own, machine))
+            return times(logs, exact=True)
+
+        rows = [{"arm": own.label} | {m.label: faster(own, m) for m in machines} for own in arms]
         text = "Times faster to the target than the first arm, priced."
         return "table_priced.md", f"{text}\n\n{markdown(rows)}"
 

@@ -12,16 +12,9 @@ from typing import NamedTuple
 from experiments.forecast_parts import rounds
 from experiments.results.statistics import Comparison
 from experiments.results.tables import markdown
+from experiments.verdict_parts import rule
 from experiments.verdict_parts.effects import at_end, cheaper, over_run, points, to_best
-from experiments.verdict_parts.rule import (
-    NOT,
-    NOT_RUN,
-    REPRODUCED,
-    UNTESTABLE,
-    gain,
-    no_gain,
-    ratio,
-)
+from experiments.verdict_parts.rule import gain, no_gain, ratio
 from experiments.verdict_parts.runs import RUNS
 
 
@@ -38,9 +31,9 @@ class Claim(NamedTuple):
 def decide(claim: Claim, recorded: Mapping[str, Comparison]) -> tuple[str, str]:
     """(ours, verdict) from the comparisons of runs by name."""
     if claim.judge is None:
-        return "-", UNTESTABLE
+        return "-", rule.UNTESTABLE
     if not set(claim.runs) <= set(recorded):
-        return "-", NOT_RUN
+        return "-", rule.NOT_RUN
     return claim.judge(*(recorded[name] for name in claim.runs))
 
 
@@ -144,7 +137,7 @@ def _planned(setting: str, text: str, published: str) -> Claim:
     def judge():
         plan = rounds.plans_of(rounds.run_of(setting).recipe, ["qsr"])["qsr"]
         ours = f"{plan.rounds:,} rounds, {100 * plan.volume:.3f} %"
-        return ours, REPRODUCED if ours == published else NOT
+        return ours, rule.REPRODUCED if ours == published else rule.NOT
 
     scaled = "nothing: a plan is known before training"
     return Claim(text, published, (), judge, scaled, command=FORECAST)
