@@ -27,7 +27,7 @@ from absl import flags
 
 import local_opt
 import models
-from experiments.bench_parts.timing import carry_on, in_turns, median_interval, medians, publish
+from experiments.bench_parts import timing
 from local_opt import runners
 
 REPEATS = 41
@@ -49,19 +49,12 @@ INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e
 def stepper(model, init: Callable, update: Callable, batch) -> Callable:
     """`steps -> state`: a call that takes so many steps, on from the last."""
     mesh, owned = runners.worker_mesh(1), (True, True)
-
-    def step(params, state, batch):
-        def mean_loss(params):
-            return jnp.mean(model.loss(params, batch, jax.random.key(0)))
-
-        updates, state = update(jax.grad(mean_loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = timing.gradient_step(model, update)
     run = runners.over_mesh(mesh)(step, owned_in=(*owned, False), owned_out=owned)
     jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
     params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
     start = jax.device_put((params, jax.vmap(init)(params)), runners.owned_sharding(mesh))
-    call = carry_on(jitted, start)
+    call = timing.carry_on(jitted, start)
     return lambda steps: [call(batch) for _ in range(steps)][-1]
 
 
@@ -96,10 +89,10 @@ def step_rows(repeats: int) -> list[dict]:
                 way: functools.partial(stepper(model, *functions, batch), steps)
                 for way, functions in ways_of(inner).items()
             }
-            times = in_turns(calls, repeats)
+            times = timing.in_turns(calls, repeats)
             for way, seconds in times.items():
                 ratios = np.array(seconds) / np.array(times["plain optax"])
-                middle, low, high = median_interval(ratios)
+                middle, low, high = timing.median_interval(ratios)
                 rows.append({
                     "part": "step", "model": model_name, "optimizer": inner_name, "way": way,
                     "us_per_step": round(statistics.median(seconds) / steps * 1e6, 1),
@@ -133,7 +126,7 @@ def sync_rows(repeats: int) -> list[dict]:
         }
         rows += [
             {"part": "sync", "leaves": leaves, "way": way, "ms": round(seconds * 1e3, 1)}
-            for way, seconds in medians(calls, repeats).items()
+            for way, seconds in timing.medians(calls, repeats).items()
         ]
     return rows
 
@@ -146,4 +139,4 @@ def main(values: flags.FlagValues) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
     repeats = max(6, values.repeats or REPEATS)  # for the intervals
     rows = [row for name in values.rows or ROWS for row in ROWS[name](repeats)]
-    publish(rows, values.jsonl)
+    timing.publish(rows, values.jsonl)

@@ -81,22 +81,31 @@ def training_calls(
     return calls, steps
 
 
+def gradient_step(model: Model, update: Callable) -> Callable:
+    """`(params, state, batch) -> (params, state)`, by an optimizer's update."""
+
+    def step(params, state, batch):
+        def mean_loss(params):
+            return jnp.mean(model.loss(params, batch, jax.random.key(0)))
+
+        updates, state = update(jax.grad(mean_loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
 def momentum_step(model: Model, *, compiler_options=None) -> Callable:
     """`(batch, times=None) -> state`: updates of SGD with momentum on one batch, waited for.
 
     None is one, without a loop.
     """
     optimizer = optax.sgd(1e-3, momentum=0.9)
+    one = gradient_step(model, optimizer.update)
 
     def step(state, batch, times):
-        def update(_, state):
-            params, inner = state
-            key = jax.random.key(0)
-            grads = jax.grad(lambda p: jnp.mean(model.loss(p, batch, key)))(params)
-            updates, inner = optimizer.update(grads, inner, params)
-            return optax.apply_updates(params, updates), inner
-
-        return update(0, state) if times is None else jax.lax.fori_loop(0, times, update, state)
+        if times is None:
+            return one(*state, batch)
+        return jax.lax.fori_loop(0, times, lambda _, state: one(*state, batch), state)
 
     jitted = jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
     params = jax.jit(model.init)(jax.random.key(0))
