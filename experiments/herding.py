@@ -113,15 +113,14 @@ def measure(values: flags.FlagValues, worker_counts: Sequence[int]) -> Iterator[
 def table(all_records: Sequence[dict], rounds: int) -> str:
     """Markdown: the bound after the last round, an order a row, a number of workers a column."""
     bounds = {}
-    for r in all_records:
+    for r in sorted(all_records, key=lambda r: r["workers"]):
         if r["round"] == rounds:
-            bounds.setdefault((r["order"], r["workers"]), []).append(r["bound"])
-    widths = sorted({workers for _, workers in bounds})
-    rows = []
-    for name in dict.fromkeys(order for order, _ in bounds):
-        cells = {f"W = {w}": tables.show(bounds[name, w], "{:.2f}") for w in widths}
-        rows.append({"order": ORDERS[name].label} | cells)
-    return tables.markdown(rows)
+            own = bounds.setdefault(ORDERS[r["order"]].label, {})
+            own.setdefault(f"W = {r['workers']}", []).append(r["bound"])
+    return tables.markdown([
+        {"order": label} | {head: tables.show(found, "{:.2f}") for head, found in own.items()}
+        for label, own in bounds.items()
+    ])  # fmt: skip
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:

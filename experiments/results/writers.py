@@ -111,27 +111,26 @@ def _plain(record: Mapping) -> dict:
 
 def _csv(path: str, kept: Sequence[Mapping]) -> Write:
     """Columns stand in the order in which they were first seen; the file grows by whole rows."""
-    columns = list(dict.fromkeys(name for row in kept for name in row))
+    rows, columns = list(kept), list(dict.fromkeys(name for row in kept for name in row))
 
-    def text(rows, *, head):
+    def text(some, *, head):
         file = io.StringIO()
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if head:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(some)
         return file.getvalue()
 
     def write(record: Mapping) -> None:
+        rows.append(record)
         if new := [name for name in record if name not in columns]:
-            with open(path, encoding="utf-8", newline="") as file:
-                before = list(csv.DictReader(file))
             columns.extend(new)
-            records.write_whole(path, text([*before, record], head=True))
+            records.write_whole(path, text(rows, head=True))
         else:
             with open(path, "a", encoding="utf-8", newline="") as file:
                 file.write(text([record], head=False))
 
-    records.write_whole(path, text(kept, head=bool(columns)))
+    records.write_whole(path, text(rows, head=bool(columns)))
     return write
 
 
