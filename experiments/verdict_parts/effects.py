@@ -4,7 +4,7 @@ A measure takes a comparison and gives an `Effect`, on which rule.py decides.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,13 +18,13 @@ CONTROLS = ("unzip", "id_mean", "id_pair")  # of CD-GraB
 NO_ECHO = ("local", "larger_lr", "accumulate")  # what might do the work of echoing
 
 
-def _effect(found, pair, kind, *, controls, rest, floor=1e-12, start="") -> Effect:
+def _effect(comparison, found, pair, kind, *, controls, rest, floor=1e-12, start="") -> Effect:
     """How much better the first arm of a pair is than the second, of {arm: {seed: value}}.
 
     Args:
       kind: "points" more of an accuracy, "less" or "more" of a loss, or a unit of which it takes
         times less.
-      controls: {arm: label}; rest: of the text, at its end.
+      controls: arms; rest: of the text, at its end.
       floor: values below count as this in ratios; start: of the second arm's value in the text.
     """
 
@@ -48,7 +48,8 @@ def _effect(found, pair, kind, *, controls, rest, floor=1e-12, start="") -> Effe
         ratios = np.exp([mean, mean - half, mean + half])
         text = f"{means[0]:.3g} against {start}{means[1]:.3g} {kind}: "
         text += "{:.2f} times less ({:.2f} to {:.2f})".format(*ratios)
-    others = {label: better(arm) for arm, label in controls.items() if arm in found}
+    others = [k for k in controls if k in found and k not in pair]
+    others = {comparison.arms[k]: better(k) for k in others}
     return Effect(values, f"{text}{rest}; {len(values)} seeds", others)
 
 
@@ -81,7 +82,7 @@ def at_end(
             ends = np.nanmean(epochs[:, 1:], axis=1) if over_run else epochs[:, -1]
             found[k] = dict(zip(runs, ends, strict=True))
         rates = _at([chosen[k][0] for k in pair])
-        return _effect(found, pair, kind, controls=_controls(comparison, pair), rest=rates)
+        return _effect(comparison, found, pair, kind, controls=_controls(pair), rest=rates)
 
     return measure
 
@@ -118,7 +119,7 @@ def to_best(cost: str, order: str = "cd_grab", *, rate=None) -> Callable:
         ends = {seed: run[-1][name] for seed, run in runs["rr"][1].items()}
         needed["rr"] = {s: v if np.isfinite(v) else ends[s] for s, v in needed["rr"].items()}
         return _effect(
-            needed, pair, unit, controls=_controls(comparison, pair), floor=floor,
+            comparison, needed, pair, unit, controls=_controls(pair), floor=floor,
             start="" if arrived["rr"].all() else "over ", rest=_at([runs[k][0] for k in pair]),
         )  # fmt: skip
 
@@ -129,14 +130,14 @@ def _ending(comparison, arm, rate):
     """(rate, runs) at this learning rate, or at that whose mean train loss ends lowest, or None."""
     tuned = statistics.tuned(comparison.records, arm)
     kept = {r: runs for r, runs in tuned.items() if rate in (None, r)}
-    score = lambda r: statistics.score([*kept[r].values()], Criterion(LOSS))  # noqa: E731
-    best = min(kept, key=score, default=None)
+    scores = {r: statistics.score([*runs.values()], Criterion(LOSS)) for r, runs in kept.items()}
+    best = min(scores, key=scores.get, default=None)
     return None if best is None else (best, kept[best])
 
 
-def _controls(comparison, pair) -> Mapping[str, str]:
-    """The labels of the other orders, where it is CD-GraB that is compared with D-RR."""
-    return {k: comparison.arms.get(k) for k in CONTROLS} if pair == ("cd_grab", "rr") else {}
+def _controls(pair) -> tuple[str, ...]:
+    """The other orders, where it is CD-GraB that is compared with D-RR."""
+    return CONTROLS if pair == ("cd_grab", "rr") else ()
 
 
 def _none(comparison, orders, rate) -> Effect:
@@ -164,8 +165,7 @@ def points(
         ends = {k: {s: last(r, scalar) for s, r in one.runs.items()} for k, one in own.items()}
         end = own[rule].runs[min(own[rule].runs)][-1]
         volume = f"; volume {100 * end['rounds'] / end['step']:.1f} %"
-        labels = {k: own[k].label for k in controls if k in own}
-        return _effect(ends, (rule, against), kind, controls=labels, rest=volume)
+        return _effect(comparison, ends, (rule, against), kind, controls=controls, rest=volume)
 
     return measure
 
@@ -199,8 +199,7 @@ def cheaper(cost: str, arm: str = "diffusion", against: str = "none", *, speed: 
             steps = [[*costs(comparison, own[k], "step").values()] for k in pair]
             rest = "; {:.3g} against {:.3g} steps".format(*map(np.mean, steps)) + rest
         free = NO_ECHO if against == "none" else ()
-        labels = {k: own[k].label for k in free if k in own and k != arm}
         unit = {"loads": "loads", "seconds": "s"}[cost]
-        return _effect(needed, pair, unit, controls=labels, rest=rest)
+        return _effect(comparison, needed, pair, unit, controls=free, rest=rest)
 
     return measure
