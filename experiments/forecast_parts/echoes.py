@@ -29,10 +29,9 @@ class Speed(NamedTuple):
     def ratio(self) -> float:
         return self.load_seconds / self.step_seconds
 
-    def __str__(self):
-        return (
-            f"{1e3 * self.load_seconds:.4g} ms per load, {1e3 * self.step_seconds:.4g} ms per step"
-        )
+    def text(self, between: str) -> str:
+        load, step = 1e3 * self.load_seconds, 1e3 * self.step_seconds
+        return f"{load:.4g} ms per load{between}{step:.4g} ms per step"
 
     @property
     def free(self) -> str:
@@ -107,7 +106,7 @@ def table(speed: Speed, found: Sequence[dict]) -> str:
         for r in found
     ]
     return (
-        f"{str(speed).replace(', ', ' and ')} ({speed.source}): {speed.free}.\n"
+        f"{speed.text(' and ')} ({speed.source}): {speed.free}.\n"
         f"Simulated over {found[0]['total_steps']} steps of constant speed. Slowdown is the time "
         f"per step over that of a step that never waits.\n\n{tables.markdown(rows)}\n"
     )
@@ -118,7 +117,7 @@ def picture(speed: Speed, found: Sequence[dict], path: str) -> None:
     figure, ((left, right),) = panes(1, 2, (12, 5))
     _draw_depths(left, found)
     _draw_shares(right, speed)
-    save(figure, path, f"{speed}: {speed.free}")
+    save(figure, path, f"{speed.text(', ')}: {speed.free}")
 
 
 def _draw_depths(axis, found):
