@@ -4,7 +4,7 @@ r"""What does it cost? Five benchmarks, a module of `experiments.bench_parts` ea
     python -m experiments.bench --part=balance --rows=sweep     # block sizes, for ordering.balance
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
     python -m experiments.bench --part=epochs --data_root=DIR --rows=hmda,m4 --num_train=0
-    python -m experiments.bench --part=epochs --task=digits --orders=rr,cd_grab
+    python -m experiments.bench --part=epochs --task=digits --arms=rr,cd_grab
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
     python -m experiments.bench --part=echo                     # nothing else may run beside it
     python -m experiments.bench --part=echo --ratios=4 --steps=100 --repeats=1
@@ -42,8 +42,8 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_float, "step_ms", 4.0, "echo: what a step is made to take",
            lower_bound=0.1)  # fmt: skip
     define(text, "data_root", None, "epochs: folder of the sets' folders")
-    define(names, "orders", ["rr", "so", "unzip", "id_pair", "cd_grab"],
-           f"epochs: of {', '.join(ORDERS)}; rr is the baseline")  # fmt: skip
+    define(names, "arms", ["rr", "so", "unzip", "id_pair", "cd_grab"],
+           f"epochs: orders, of {', '.join(ORDERS)}; rr is the baseline")  # fmt: skip
     define(text, "output_dir", "results/bench_epochs", "epochs: where the numbers go")
     define(flags.DEFINE_bool, "overwrite", False, "epochs: forget another run in that folder")
 
@@ -58,10 +58,6 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     part.main(values)
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

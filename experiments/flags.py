@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 
-from absl import flags
+from absl import app, flags
 
 from experiments.processes import cluster
 from experiments.studies import recipes
@@ -67,23 +67,15 @@ FIELDS = {  # of a Recipe
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
 
 
-def definer(values: flags.FlagValues) -> Callable:
+def definer(values: flags.FlagValues, **defaults) -> Callable:
     """`define(kind, name, default, text, *more, **options)`, a flag of `absl.flags` in one line.
 
-    Example:
-      >>> from absl import flags
-      >>> from experiments.flags import definer
-      >>> values = flags.FlagValues()
-      >>> define = definer(values)
-      >>> define(flags.DEFINE_enum, "run", "vmap", "where", ["vmap", "mesh"])
-      >>> values(["program", "--run=mesh"])
-      ['program']
-      >>> values.run
-      'mesh'
+    Args:
+      defaults: in place of those that `define` is given, by the names of flags.
     """
 
     def define(kind, name, default, text, *more, **options):
-        kind(name, default, *more, text, flag_values=values, **options)
+        kind(name, defaults.get(name, default), *more, text, flag_values=values, **options)
         # --help shows what belongs to the program, wherever it is defined.
         values.register_key_flag_for_module(sys.argv[0], values[name])
 
@@ -92,13 +84,8 @@ def definer(values: flags.FlagValues) -> Callable:
 
 def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
     """Defines groups of flags, with other defaults for some, such as `task="digits_mlp"`."""
-    add = definer(values)
-
-    def one(kind, name, default, text, *more, **options):
-        add(kind, name, defaults.get(name, default), text, *more, **options)
-
     for group in groups:
-        GROUPS[group](one)
+        GROUPS[group](definer(values, **defaults))
 
 
 def define_study(values: flags.FlagValues, arms: Iterable[str], *, seeds: int, slow: bool) -> None:
@@ -123,11 +110,10 @@ def _task(define):
 def _setting(define):
     hints = typing.get_type_hints(Recipe)
     for name, text in FIELDS.items():
-        text += "; the setting's own if unset"
+        kind, more = KINDS[_kind(hints[name])], ()
         if name in ENUMS:
-            define(flags.DEFINE_enum, name, None, text, ENUMS[name])
-        else:
-            define(KINDS[_kind(hints[name])], name, None, text)
+            kind, more = flags.DEFINE_enum, (ENUMS[name],)
+        define(kind, name, None, f"{text}; the setting's own if unset", *more)
 
 
 def _run(define):
@@ -154,12 +140,7 @@ def _forecast(define):
     define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
 
 
-GROUPS = {
-    "task": _task,
-    "setting": _setting,
-    "run": _run,
-    "forecast": _forecast,
-}
+GROUPS = {"task": _task, "setting": _setting, "run": _run, "forecast": _forecast}
 
 
 def choices() -> dict[str, tuple[type, list[str]]]:
@@ -198,21 +179,40 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     Raises:
       ValueError: for a choice that the task does not have, or a recipe that cannot run.
     """
-    chosen = _given(values, choices())
+    chosen = given(values, choices())
     task, recipe = recipes.load(values.task, values.data_dir, abstract=values.dry_run, **chosen)
-    given = _given(values, Recipe._fields)
-    if "learning_rates" in given:
-        given["learning_rates"] = tuple(float(rate) for rate in given["learning_rates"])
-    for pair in EITHER:
-        for one, other in (pair, pair[::-1]):
-            if one in given:
-                given.setdefault(other, None)
-    recipe = recipe._replace(**given)
+    recipe = recipe._replace(**recipe_fields(values))
     check_recipe(recipe)
     return task, recipe
 
 
-def _given(values, names) -> dict:
+def recipe_fields(values: flags.FlagValues) -> dict:
+    """The fields of a recipe whose flags are set; of two that exclude each other, both."""
+    found = given(values, Recipe._fields)
+    if "learning_rates" in found:
+        found["learning_rates"] = tuple(map(float, found["learning_rates"]))
+    for one, other in EITHER:
+        if one in found or other in found:
+            found = {one: None, other: None} | found
+    return found
+
+
+def names_of(values: flags.FlagValues, name: str, known: Iterable[str]) -> list[str]:
+    """A flag that lists names; UsageError where one is not known."""
+    if unknown := sorted(set(values[name].value) - set(known)):
+        raise app.UsageError(f"--{name} has {unknown}: names are {', '.join(known)}.")
+    return values[name].value
+
+
+def whole_numbers(values: flags.FlagValues, name: str) -> list[int]:
+    """A flag that lists whole numbers >= 1; UsageError where one is another."""
+    if bad := [v for v in values[name].value if not (v.isdecimal() and int(v))]:
+        raise app.UsageError(f"--{name} has {bad}: pass whole numbers >= 1.")
+    return [int(v) for v in values[name].value]
+
+
+def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
+    """The flags of these names that are set."""
     return {name: values[name].value for name in names if values[name].value is not None}
 
 
@@ -220,7 +220,7 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     """What the runs of a folder share: other arms, rates and seeds go on there."""
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
-    return {"task": values.task, **_given(values, choices()), **shared, **further}
+    return {"task": values.task, **given(values, choices()), **shared, **further}
 
 
 def assumed(values: flags.FlagValues, machines: tuple = ()) -> Assumed:

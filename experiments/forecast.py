@@ -21,25 +21,39 @@ those only; ResNet-152's are an assumption. Pass --step_seconds.
 With --load_seconds and --step_seconds, or with --measure, it answers another question instead: how
 often a batch can be used again at no cost, and what each echo policy loses at each queue depth by
 `ordering.echo.echo_forecast`. Writes metrics.jsonl, table.md and stalls.png. Of the flags above,
---total_steps alone serves there. Expected for 0.008 and 0.002: R = 4; at depth 1 Bernoulli coins
-with p = 1/R take 1.17 times as long, error diffusion 1.000 times.
+--total_steps alone serves there, and --units_per_step and --unit_size with --measure. Expected for
+0.008 and 0.002: R = 4; at depth 1 Bernoulli coins with p = 1/R take 1.17 times as long, error
+diffusion 1.000 times.
 """
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from absl import app, flags
 
 from experiments import flags as dialect
+from experiments.bench_parts.echo import measure
 from experiments.forecast_parts import echoes, rounds
 from experiments.results import plan_plots, records
 from experiments.studies.tables import SYNC_RULES
-from experiments.tasks import TASKS, Recipe
+from experiments.tasks import TASKS
 
 FLAGS = flags.FLAGS
 # Gradient accumulation communicates as constant H does.
 SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"]
+NEEDED = ("num_params", "total_steps", "learning_rates", "growth", "h_base", "step_seconds")
+
+
+class Forecast(NamedTuple):
+    """What a folder gets: settings, records, the table, and a picture by its name."""
+
+    settings: dict
+    records: list[dict]
+    text: str
+    picture: str
+    draw: Callable[[str], None]
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
@@ -49,7 +63,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(text, "task", "all", "a setting to plan, custom, or all that are published")
     define(flags.DEFINE_integer, "num_params", None, "D, averaged at a sync; the model's if unset",
            lower_bound=1)  # fmt: skip
-    define(names, "rules", SHOWN, f"of {', '.join(SYNC_RULES)}")
+    define(names, "arms", SHOWN, f"rules, of {', '.join(SYNC_RULES)}")
     define(real, "switch", 0.5, "share of T at which post-local and SWAP switch", lower_bound=0,
            upper_bound=1)  # fmt: skip
     define(real, "step_seconds", None, "to compute a step on a worker; the published if unset")
@@ -60,7 +74,6 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_enum, "measure", None, "task whose loads and steps are timed here: "
            "forecasts echoing", [*TASKS])  # fmt: skip
     define(text, "data_dir", None, "folder of the data of --measure")
-    define(flags.DEFINE_integer, "batch_size", 128, "examples per load, of --measure")
     define(names, "depths", ["1", "2", "4", "16"], "queue depths, for echoing")
     define(text, "output_dir", None, "results/forecast if unset, or results/forecast_echo")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
@@ -68,49 +81,36 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
 
 def runs_from_flags(values: flags.FlagValues = FLAGS) -> dict[str, rounds.Run]:
     """The chosen runs with the flags that are set in place of their fields."""
-    fields = {f: values[f].value for f in Recipe._fields if values[f].value is not None}
-    if "epochs" in fields:
-        fields.setdefault("total_steps", None)
-    if "learning_rates" in fields:
-        fields["learning_rates"] = tuple(map(float, fields["learning_rates"]))
-    own = {"num_params": values.num_params, "step_seconds": values.step_seconds}
-    own = {f: v for f, v in own.items() if v is not None}
+    own = dialect.given(values, ("num_params", "step_seconds"))
     if "step_seconds" in own:
         own["seconds_are"] = rounds.Run._field_defaults["seconds_are"]
     runs = {}
     for name in rounds.KNOWN if values.task == "all" else [values.task]:
-        run = rounds.run_of(name, **fields)._replace(**own)
-        needed = run._asdict() | run.recipe._asdict()
-        asked = ("num_params", "total_steps", "learning_rates", "growth", "h_base", "step_seconds")
-        if missing := [f"--{f}" for f in asked if needed[f] in (None, ())]:
+        run = rounds.run_of(name, **dialect.recipe_fields(values))._replace(**own)
+        known = run.recipe._asdict() | run._asdict()
+        if missing := [f"--{f}" for f in NEEDED if known[f] in (None, ())]:
             raise app.UsageError(f"--task={name} has no values of its own: pass {missing}.")
         runs[name] = run
     return runs
 
 
-def forecast_rounds(values: flags.FlagValues) -> None:
+def forecast_rounds(values: flags.FlagValues) -> Forecast:
     """The tables and the picture of the rules."""
-    if unknown := sorted(set(values.rules) - set(SYNC_RULES)):
-        raise app.UsageError(
-            f"--rules has {unknown}: it must hold names of {', '.join(SYNC_RULES)}."
-        )
-    runs = runs_from_flags(values)
-    asked = ("rules", "switch", "gigabits", "bytes_per_param")
-    settings = {name: values[name].value for name in asked}
+    rules, runs = dialect.names_of(values, "arms", SYNC_RULES), runs_from_flags(values)
+    settings = dialect.given(values, ("arms", "switch", "gigabits", "bytes_per_param"))
     settings["runs"] = {n: run._asdict() | run.recipe._asdict() for n, run in runs.items()}
-    folder = values.output_dir or "results/forecast"
-    records.open_folder(folder, settings, overwrite=values.overwrite)
     found, texts, shown = [], [], {}
     for name, run in runs.items():
-        plans = rounds.plans_of(run.recipe, values.rules, values.switch)
+        plans = rounds.plans_of(run.recipe, rules, values.switch)
         own = rounds.records_of(name, run, plans, values.gigabits, values.bytes_per_param)
         found += own
         texts.append(rounds.table(run, own))
         labelled = {SYNC_RULES[rule].label: plan for rule, plan in plans.items()}
         shown[run.label] = (rounds.config_of(run.recipe).rates, labelled)
-    path = os.path.join(folder, "periods.png")
-    plan_plots.period_panels(shown, path, "Steps between syncs, known before the run")
-    _write(folder, found, "\n".join([*texts, rounds.published_text()]), "periods.png")
+    text = "\n".join([*texts, rounds.published_text()])
+    title = "Steps between syncs, known before the run"
+    return Forecast(settings, found, text, "periods.png",
+                    lambda path: plan_plots.period_panels(shown, path, title))  # fmt: skip
 
 
 def speed_from_flags(values: flags.FlagValues = FLAGS) -> echoes.Speed | None:
@@ -123,7 +123,7 @@ def speed_from_flags(values: flags.FlagValues = FLAGS) -> echoes.Speed | None:
                 "pass both numbers."
             )
         task = TASKS[values.measure](values.data_dir)
-        return echoes.measure(task, batch_size=values.batch_size)
+        return measure(task, task.recipe._replace(**dialect.recipe_fields(values)))
     if load is None:
         return None
     if step is None:
@@ -134,41 +134,32 @@ def speed_from_flags(values: flags.FlagValues = FLAGS) -> echoes.Speed | None:
     return echoes.Speed(load, step, "given")
 
 
-def forecast_echoing(speed: echoes.Speed, values: flags.FlagValues) -> None:
+def forecast_echoing(speed: echoes.Speed, values: flags.FlagValues) -> Forecast:
     """The table and picture of the echo policies."""
-    if bad := [d for d in values.depths if not (d.isdecimal() and int(d))]:
-        raise app.UsageError(f"--depths has {bad}: pass whole numbers >= 1.")
-    depths = sorted({int(d) for d in values.depths})
+    depths = sorted(set(dialect.whole_numbers(values, "depths")))
     steps = values.total_steps or echoes.TOTAL_STEPS
-    folder = values.output_dir or "results/forecast_echo"
-    asked = ("load_seconds", "step_seconds", "measure", "batch_size")
+    asked = ("load_seconds", "step_seconds", "measure", "units_per_step", "unit_size")
     settings = {name: values[name].value for name in asked}
     settings |= {"depths": depths, "total_steps": steps}
-    records.open_folder(folder, settings, overwrite=values.overwrite)
     found = echoes.records_of(speed, depths, total_steps=steps)
-    echoes.picture(speed, found, os.path.join(folder, "stalls.png"))
-    lines = [speed._asdict() | r for r in found]
-    _write(folder, lines, echoes.table(speed, found), "stalls.png")
-
-
-def _write(folder, found, text, picture):
-    records.write_lines(os.path.join(folder, "metrics.jsonl"), found)
-    records.write_whole(os.path.join(folder, "table.md"), text)
-    print(f"{text}\nWritten to {folder}: metrics.jsonl, table.md, {picture}")
+    return Forecast(settings, found, echoes.table(speed, found), "stalls.png",
+                    lambda path: echoes.picture(speed, found, path))  # fmt: skip
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
     if speed := speed_from_flags(values):
-        forecast_echoing(speed, values)
+        folder, made = "results/forecast_echo", forecast_echoing(speed, values)
     else:
-        forecast_rounds(values)
-
-
-def run() -> None:
-    define_flags()
-    app.run(main)
+        folder, made = "results/forecast", forecast_rounds(values)
+    folder = values.output_dir or folder
+    records.open_folder(folder, made.settings, overwrite=values.overwrite)
+    made.draw(os.path.join(folder, made.picture))
+    records.write_lines(os.path.join(folder, records.METRICS), made.records)
+    records.write_whole(os.path.join(folder, "table.md"), made.text)
+    print(f"{made.text}\nWritten to {folder}: metrics.jsonl, table.md, {made.picture}")
 
 
 if __name__ == "__main__":
-    run()
+    define_flags()
+    app.run(main)

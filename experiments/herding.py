@@ -10,6 +10,7 @@ vectors of dimension 16 after 15 rounds, L-infinity, W = 5, 10, 20, 50, 100: CD-
 24, D-RR 350 to 400.
 """
 
+import functools
 import itertools
 import os
 import time
@@ -21,7 +22,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import ordering
-from experiments.flags import definer
+from experiments.flags import definer, names_of, whole_numbers
 from experiments.results import html, plots, records, tables
 from experiments.studies.tables import ORDERS
 from experiments.training.config import OrderSetting
@@ -38,7 +39,9 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(integer, "rounds", 15, "passes over the vectors", lower_bound=1)
     define(integer, "seeds", 1, "draws of the vectors and first orders", lower_bound=1)
     define(names, "workers", ["5", "10", "20", "50", "100"], "numbers of workers")
-    define(names, "orders", ["rr", "id_mean", "id_pair", "cd_grab"], f"of {', '.join(ORDERS)}")
+    define(
+        names, "arms", ["rr", "id_mean", "id_pair", "cd_grab"], f"orders, of {', '.join(ORDERS)}"
+    )
     define(flags.DEFINE_enum, "norm", "inf", "of the bound", list(NORMS))
     define(flags.DEFINE_string, "output_dir", "results/herding", "gets what is written")
 
@@ -54,11 +57,7 @@ def unit_vectors(num_workers: int, num_units: int, dimension: int, seed: int) ->
 def bounds_over_rounds(
     vectors: jax.Array, order_name: str, *, rounds: int, norm: float, seed: int
 ) -> list[float]:
-    """Parallel herding bounds of the first order and of the order after every round.
-
-    Args:
-      vectors: float32[W, M, D]; order_name: of `ORDERS`; rounds: passes; norm: jnp.inf or 2.
-    """
+    """Parallel herding bounds of the first order and of that after every round, of [W, M, D]."""
     num_workers, num_units, dimension = vectors.shape
     # Steps of about 16 units in all keep the loop short without large Gram matrices.
     units_per_step = min(max(2, 16 // num_workers * 2), num_units)
@@ -95,51 +94,44 @@ def bounds_over_rounds(
 
 def measure(values: flags.FlagValues, worker_counts: Sequence[int]) -> Iterator[list[dict]]:
     """The records of every run: a bound per round."""
-    total = len(worker_counts) * values.seeds * len(values.orders)
-    with tqdm(total=total, unit="run") as bar:
-        for num_workers, seed in itertools.product(worker_counts, range(values.seeds)):
-            num_units = values.num_vectors // num_workers
-            vectors = unit_vectors(num_workers, num_units, values.dimension, seed)
-            for name in values.orders:
-                bar.set_description(f"{ORDERS[name].label}, W = {num_workers}")
-                start = time.perf_counter()
-                bounds = bounds_over_rounds(
-                    vectors, name, rounds=values.rounds, norm=NORMS[values.norm], seed=seed
-                )
-                seconds = time.perf_counter() - start
-                run = {"order": name, "workers": num_workers, "seed": seed, "seconds": seconds}
-                yield [run | {"round": k, "bound": b} for k, b in enumerate(bounds)]
-                bar.set_postfix(bound=f"{bounds[-1]:.2f}", seconds=f"{seconds:.1f}")
-                bar.update()
+    runs = list(itertools.product(worker_counts, range(values.seeds), values.arms))
+    drawn = functools.lru_cache(1)(unit_vectors)
+    with tqdm(runs, unit="run") as bar:
+        for workers, seed, name in bar:
+            bar.set_description(f"{ORDERS[name].label}, W = {workers}")
+            vectors = drawn(workers, values.num_vectors // workers, values.dimension, seed)
+            start = time.perf_counter()
+            bounds = bounds_over_rounds(
+                vectors, name, rounds=values.rounds, norm=NORMS[values.norm], seed=seed
+            )
+            seconds = time.perf_counter() - start
+            bar.set_postfix(bound=f"{bounds[-1]:.2f}", seconds=f"{seconds:.1f}")
+            run = {"order": name, "workers": workers, "seed": seed, "seconds": seconds}
+            yield [run | {"round": k, "bound": b} for k, b in enumerate(bounds)]
 
 
 def table(all_records: Sequence[dict], rounds: int) -> str:
     """Markdown: the bound after the last round, an order a row, a number of workers a column."""
     bounds = {}
-    for r in all_records:
+    for r in sorted(all_records, key=lambda r: r["workers"]):
         if r["round"] == rounds:
-            bounds.setdefault((r["order"], r["workers"]), []).append(r["bound"])
-    widths = sorted({workers for _, workers in bounds})
-    rows = []
-    for name in dict.fromkeys(order for order, _ in bounds):
-        cells = {f"W = {w}": tables.show(bounds[name, w], "{:.2f}") for w in widths}
-        rows.append({"order": ORDERS[name].label} | cells)
-    return tables.markdown(rows)
+            own = bounds.setdefault(ORDERS[r["order"]].label, {})
+            own.setdefault(f"W = {r['workers']}", []).append(r["bound"])
+    return tables.markdown([
+        {"order": label} | {head: tables.show(found, "{:.2f}") for head, found in own.items()}
+        for label, own in bounds.items()
+    ])  # fmt: skip
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    if unknown := sorted(set(values.orders) - set(ORDERS)):
-        raise app.UsageError(f"--orders holds {unknown}: choose of {', '.join(ORDERS)}.")
-    if bad := [w for w in values.workers if not (w.isdecimal() and int(w))]:
-        raise app.UsageError(f"--workers holds {bad}: pass whole numbers >= 1.")
-    folder = values.output_dir
+    names_of(values, "arms", ORDERS)
+    folder, all_records = values.output_dir, []
     settings = {k: values[k].value for k in ("num_vectors", "dimension", "rounds", "norm")}
     records.open_folder(folder, settings, overwrite=True)
-    all_records = []
-    for run in measure(values, [int(w) for w in values.workers]):
+    for run in measure(values, whole_numbers(values, "workers")):
         all_records += run
-        records.write_lines(os.path.join(folder, "metrics.jsonl"), all_records)
+        records.write_lines(os.path.join(folder, records.METRICS), all_records)
     text = table(all_records, values.rounds)
     records.write_whole(os.path.join(folder, "table.md"), text + "\n")
     title = f"{values.num_vectors:,} unit vectors, d = {values.dimension}"
@@ -151,10 +143,6 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     print(f"\n{total:.0f} s of work. Written to {folder}")
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

@@ -10,6 +10,7 @@ this work: see experiments/processes/distributed.py.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -53,7 +54,10 @@ def launch(
     """
     if processes < 1:
         raise ValueError(f"--processes is {processes}: start at least 1.")
-    environment = _with_devices(environment)
+    xla_flags = environment.get("XLA_FLAGS", "")
+    if DEVICES not in xla_flags:
+        xla_flags = f"{xla_flags} {DEVICES}=1".strip()
+    environment = {"JAX_PLATFORMS": "cpu", **environment, "XLA_FLAGS": xla_flags}
     shared = [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={processes}"]
     command = [sys.executable, "-m", module, *arguments, *shared]
     running = []
@@ -75,26 +79,14 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def _with_devices(environment):
-    xla_flags = environment.get("XLA_FLAGS", "")
-    if DEVICES not in xla_flags:
-        xla_flags = f"{xla_flags} {DEVICES}=1".strip()
-    return {"JAX_PLATFORMS": "cpu"} | dict(environment) | {"XLA_FLAGS": xla_flags}
-
-
 def _start(command, number, environment, stdout, folder):
     """Process `number`, in a session of its own: the terminal's Ctrl-C reaches it through us."""
-    first = number == 0
+    outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(
-        [*command, f"--process_id={number}"],
-        stdout=stdout if first else subprocess.PIPE,
-        stderr=None if first else subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=environment,
-        start_new_session=True,
-    )
-    if not first:
+        [*command, f"--process_id={number}"], text=True, cwd=folder, env=environment,
+        start_new_session=True, **outputs if number else {"stdout": stdout},
+    )  # fmt: skip
+    if number:
         threading.Thread(target=_relay, args=(process.stdout, number), daemon=True).start()
     return process
 
@@ -131,18 +123,15 @@ def _send(running, number):
 
 
 def _wait(running, grace) -> int:
-    """Waits for all, and kills what is left `grace` seconds after a failure."""
-    failed, deadline = 0, None
-    while None in [process.poll() for process in running]:
-        codes = [process.returncode for process in running if process.returncode]
-        if codes and deadline is None:
-            failed, deadline = codes[0], time.monotonic() + grace
-        if deadline is not None and time.monotonic() > deadline:
-            break
+    """Waits for all, or `grace` seconds after a failure for what is left; the exit code."""
+    first, deadline = 0, math.inf
+    while True:
+        left = [process for process in running if process.poll() is None]
+        if not first and (first := next((p.returncode for p in running if p.returncode), 0)):
+            deadline = time.monotonic() + grace
+        if not left or time.monotonic() > deadline:
+            return 128 - first if first < 0 else first
         time.sleep(0.05)
-    codes = [process.returncode for process in running if process.returncode]
-    code = failed or (codes[0] if codes else 0)
-    return 128 - code if code < 0 else code
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
@@ -158,10 +147,6 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(launch(argv[1], argv[2:], processes=FLAGS.processes))
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

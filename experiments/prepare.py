@@ -42,12 +42,8 @@ def main(_):
     print(f"Pass --data_dir={FLAGS.data_dir}")
 
 
-def _define_flags():
+if __name__ == "__main__":
     flags.DEFINE_string("name", None, "the set, NAME or NAME/CONFIG", required=True)
     flags.DEFINE_string("data_dir", None, "where it goes", required=True)
     flags.DEFINE_string("manual_dir", None, "folder of files that were downloaded by hand")
-
-
-if __name__ == "__main__":
-    _define_flags()
     app.run(main)

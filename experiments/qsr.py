@@ -24,7 +24,7 @@ augmentation, growth = alpha / peak rate fixed per setting instead of tuned, and
 device, so that seconds show the computation and no network.
 """
 
-from experiments.results import columns, plots
+from experiments.results import columns, plots, tables
 from experiments.results.statistics import Criterion
 from experiments.studies import study
 from experiments.studies.study import Arm, Study
@@ -41,7 +41,7 @@ STUDY = Study(
     criterion=Criterion("valid/accuracy", lower=False),
     columns=columns.SYNC_COLUMNS,
     panels=plots.SYNC_PANELS,
-    sections=(columns.rates_tried("rule"), columns.against_baseline),
+    sections=(columns.rates_tried("rule"), tables.against),
     default=RULES,
 )
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from experiments.flags import definer
 from experiments.results import archive, records
 from experiments.verdict_parts import claims, runs
 from experiments.verdict_parts.rule import VERDICTS
@@ -29,15 +30,12 @@ END = "<!-- end: written by python -m experiments.verdicts -->"
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    for kind, name, default, text in (
-        (flags.DEFINE_bool, "check", False, "write nothing; fail if the tables are out of date"),
-        (flags.DEFINE_bool, "pictures", False, "draw the pictures of the runs of orders too"),
-        (flags.DEFINE_string, "record", None, "an output folder to keep in experiments/runs"),
-        (flags.DEFINE_string, "name", None, "of the run to record, as in RUNS"),
-        (flags.DEFINE_string, "command", None, "that made it, DIR for the data"),
-    ):
-        kind(name, default, text, flag_values=values)
-        values.register_key_flag_for_module(sys.argv[0], values[name])
+    define, switch, text = definer(values), flags.DEFINE_bool, flags.DEFINE_string
+    define(switch, "check", False, "write nothing; fail if the tables are out of date")
+    define(switch, "pictures", False, "draw the pictures of the runs of orders too")
+    define(text, "record", None, "an output folder to keep in experiments/runs")
+    define(text, "name", None, "of the run to record, as in RUNS")
+    define(text, "command", None, "that made it, DIR for the data")
 
 
 def count(text: str) -> str:
@@ -102,10 +100,6 @@ def main(argv: Sequence[str]) -> None:
     print(f"Written: {README.name}, {len(text.splitlines())} lines")
 
 
-def run() -> None:
+if __name__ == "__main__":
     define_flags()
     app.run(main)
-
-
-if __name__ == "__main__":
-    run()

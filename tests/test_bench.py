@@ -130,7 +130,7 @@ def test_rows_without_data_are_left_out_and_measured_ones_kept(tmp_path, monkeyp
 
     monkeypatch.setattr(epochs, "measure", measure)
     given = ["--part=epochs", f"--data_root={tmp_path}", f"--output_dir={tmp_path / 'out'}",
-             "--repeats=2", "--orders=rr,cd_grab"]  # fmt: skip
+             "--repeats=2", "--arms=rr,cd_grab"]  # fmt: skip
     metrics = tmp_path / "out" / "metrics.jsonl"
     run(*given, "--rows=hmda,m4,gpt2")
     text = capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_rows_without_data_are_left_out_and_measured_ones_kept(tmp_path, monkeyp
 
 
 def test_a_task_of_ones_own(tmp_path, capsys):
-    given = ["--part=epochs", "--task=digits", "--num_train=30", "--repeats=1", "--orders=rr",
+    given = ["--part=epochs", "--task=digits", "--num_train=30", "--repeats=1", "--arms=rr",
              "--workers=2", "--unit_size=5", "--units_per_step=2",
              f"--output_dir={tmp_path}"]  # fmt: skip
     run(*given)
@@ -212,8 +212,8 @@ def test_echo_runs_every_policy(tmp_path, capsys):
     [
         (["--part=epochs"], "pass --data_root=DIR"),
         (["--part=epochs", "--data_root=.", "--rows=hmda,bert"], "--rows has .'bert'"),
-        (["--part=epochs", "--data_root=.", "--orders=rr,sorted"], "--orders has .'sorted'"),
-        (["--part=epochs", "--data_root=.", "--orders=cd_grab"], "it must hold rr"),
+        (["--part=epochs", "--data_root=.", "--arms=rr,sorted"], "--arms has .'sorted'"),
+        (["--part=epochs", "--data_root=.", "--arms=cd_grab"], "it must hold rr"),
         (["--part=epochs", "--data_root=nowhere"], "no row has its data in --data_root=nowhere"),
         (["--part=echo", "--ratios=0.5"], "--ratios has"),
         (["--part=echo", "--rows=step"], "all are measured, leave it out"),

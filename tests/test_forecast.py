@@ -14,6 +14,7 @@ from absl import app, flags
 import local_opt
 import ordering.input
 from experiments import forecast
+from experiments.bench_parts import echo
 from experiments.forecast_parts import echoes, rounds
 from experiments.results import plan_plots
 from experiments.tasks import TASKS
@@ -223,7 +224,13 @@ def test_coins_lose_what_the_docs_say():
 def test_echoing_measures_digits_without_tensorflow(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     monkeypatch.chdir(tmp_path)
-    given = ["--measure=digits", "--batch_size=32", "--depths=1", "--total_steps=100"]
+    given = [
+        "--measure=digits",
+        "--units_per_step=1",
+        "--unit_size=32",
+        "--depths=1",
+        "--total_steps=100",
+    ]
     forecast.main(["forecast"], parsed(*given))
     assert "digits, batch 32, measured here, NumPy gather" in capsys.readouterr().out
     (folder,) = (tmp_path / "results").iterdir()
@@ -242,12 +249,13 @@ def test_measuring_reads_through_batches(monkeypatch):
 
     monkeypatch.setattr(ordering.input, "batches", batches)
     task = TASKS["digits"]()
-    speed = echoes.measure(task, batch_size=64, rounds=2, per_round=20)
+    recipe = task.recipe._replace(units_per_step=4, unit_size=16)
+    speed = echo.measure(task, recipe, rounds=2, per_round=20)
     assert speed.load_seconds > 0 and speed.step_seconds > 0
     assert speed.source == "digits, batch 64, measured here, tf.data"
     assert read == 60 * [64]  # a round to warm up, and two that count
-    with pytest.raises(ValueError, match="batch_size is 2000: digits has 1536"):
-        echoes.measure(task, batch_size=2000)
+    with pytest.raises(ValueError, match="unit_size is 2000: digits has 1536"):
+        echo.measure(task, recipe._replace(units_per_step=125))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +267,7 @@ def test_measuring_reads_through_batches(monkeypatch):
         (["--load_seconds=nan", "--step_seconds=1"], "--load_seconds is nan"),
         (["--measure=digits", "--step_seconds=1"], "--measure is given with"),
         (["--load_seconds=1", "--step_seconds=1", "--depths=1,0"], "--depths has .'0'"),
-        (["--rules=qsr,often"], "--rules has .'often'"),
+        (["--arms=qsr,often"], "--arms has .'often'"),
     ],
 )
 def test_command_says_what_is_wrong(given, message):

@@ -33,7 +33,8 @@ def test_the_factorials(name):
     assert len(comparison.chosen) == 8
     check(tables.table(comparison, columns.COMBINED_COLUMNS), whole)
     priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)
-    for section in (factorial.target_line, factorial.effects_table, priced):
+    check(factorial.target_line(comparison), whole)
+    for section in (factorial.effects_table, priced):
         check(section(comparison)[1], whole)
     assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
 

@@ -19,11 +19,9 @@ machine changed from run to run: measure again.
 Aim: at R = 4 error diffusion takes at most 1.03 times as long as no delay.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +30,9 @@ from absl import app, flags
 
 import models
 import ordering.input
-from experiments.bench_parts.timing import momentum_step, publish
-from experiments.forecast_parts.echoes import POLICIES
+from experiments.bench_parts.timing import medians, momentum_step, publish
+from experiments.forecast_parts.echoes import Speed, policy_of
+from experiments.tasks import Recipe, Task
 from ordering import echo
 
 REPEATS = 3
@@ -51,14 +50,6 @@ ROWS = (
 )
 
 
-class Run(NamedTuple):
-    """One run, timed from its first batch on."""
-
-    seconds_per_step: float
-    in_run: float  # of all seconds, over those within steps
-    loads: int
-
-
 def stepper(step_seconds: float) -> Callable:
     """`batch -> None`: a step on one batch that takes about so long, and is waited for.
 
@@ -71,39 +62,31 @@ def stepper(step_seconds: float) -> Callable:
     call = momentum_step(model, compiler_options=options)
     batch = next(slow_batches(0.0))
 
-    def seconds(times):
-        found, times = [], jnp.int32(times)
-        for _ in range(9):
-            start = time.perf_counter()
-            call(batch, times)
-            found.append(time.perf_counter() - start)
-        return statistics.median(found[2:])
-
-    times = jnp.int32(max(1, round(step_seconds / ((seconds(101) - seconds(1)) / 100))))
+    counts = jnp.int32(1), jnp.int32(101)
+    one, many = medians({int(n): lambda n=n: call(batch, n) for n in counts}, 7).values()
+    times = jnp.int32(max(1, round(step_seconds / ((many - one) / 100))))
     return lambda batch: call(batch, times)  # times are on the device already
 
 
 def slow_batches(delay: float) -> Iterator[dict]:
     """Random batches on the device, without end, each `delay` seconds after it was asked for."""
-    generator, examples = np.random.default_rng(0), _examples()
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
+    y, generator = generator.integers(0, 10, EXAMPLES, np.int32), np.random.default_rng(0)
     while True:
         start = time.perf_counter()
         chosen = generator.integers(0, EXAMPLES, BATCH)
-        batch = {name: values[chosen] for name, values in examples.items()}
-        batch = jax.block_until_ready(jax.device_put(batch))
+        batch = jax.block_until_ready(jax.device_put({"x": x[chosen], "y": y[chosen]}))
         time.sleep(max(0.0, start + delay - time.perf_counter()))
         yield batch
 
 
-@functools.cache
-def _examples():
-    generator = np.random.default_rng(1)
-    x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
-    return {"x": x, "y": generator.integers(0, 10, EXAMPLES, np.int32)}
+def run_policy(step: Callable, policy, *, depth: int, delay: float) -> tuple[float, float, float]:
+    """Runs a policy to its end, timed from its first batch on.
 
-
-def run_policy(step: Callable, policy, *, depth: int, delay: float) -> Run:
-    """Runs a policy to its end."""
+    Returns:
+      Seconds per step, all seconds over those within steps, and loads per step.
+    """
     with ordering.input.load_ahead(slow_batches(delay), depth=depth) as loader:
         uses = echo.echo_batches(loader, policy)  # takes the first batch
         start, within, loads, steps = time.perf_counter(), 0.0, 0, 0
@@ -113,34 +96,65 @@ def run_policy(step: Callable, policy, *, depth: int, delay: float) -> Run:
             within += time.perf_counter() - begin
             loads, steps = loads + use.fresh, steps + 1
         total = time.perf_counter() - start
-        return Run(total / steps, total / within, int(loads))
+        return total / steps, total / within, loads / steps
 
 
-def measure(step: Callable, ratios: Sequence[float], *, steps: int, repeats: int) -> list[dict]:
+def bench_rows(step: Callable, ratios: Sequence[float], *, steps: int, repeats: int) -> list[dict]:
     """One row per R and policy, all measured in turns."""
-    places = [(r, *row, POLICIES[row[0]](r, steps)) for r in ratios for row in ROWS]
+    places = [(r, *row, policy_of(row[0], r, steps)) for r in ratios for row in ROWS]
     found = [[] for _ in places]
-    run_policy(step, POLICIES[DIFFUSION](2, 20), depth=1, delay=0.0)  # warms up the rest
+    run_policy(step, policy_of(DIFFUSION, 2, 20), depth=1, delay=0.0)  # warms up the rest
     for _ in range(repeats):
         for turns, (ratio, _, depth, _, policy) in zip(found, places, strict=True):
-            plan = POLICIES[DIFFUSION](ratio, steps) if policy.online else policy
-            base = run_policy(step, plan, depth=depth, delay=0.0).seconds_per_step
-            run = run_policy(step, policy, depth=depth, delay=ratio * base)
+            plan = policy_of(DIFFUSION, ratio, steps) if policy.online else policy
+            base, _, _ = run_policy(step, plan, depth=depth, delay=0.0)
+            seconds, in_run, share = run_policy(step, policy, depth=depth, delay=ratio * base)
             cost = echo.echo_forecast(
                 policy, depth=depth, load_seconds=ratio * base, step_seconds=base
             )
-            measured, share = run.seconds_per_step / base, run.loads / steps
-            turns.append((base, share, measured, run.in_run, cost.slowdown))
-    rows = []
-    for turns, (ratio, label, depth, table, _) in zip(found, places, strict=True):
-        base, share, measured, in_run, simulated = map(statistics.median, zip(*turns, strict=True))
-        rows.append({
-            "part": "echo", "R": ratio, "policy": label, "depth": depth,
-            "step_ms": round(1e3 * base, 3), "loads_per_step": round(share, 4),
-            "measured": round(measured, 3), "in_run": round(in_run, 3),
-            "simulated": round(simulated, 3), "table": table.get(ratio, "-"),
-        })  # fmt: skip
-    return rows
+            turns.append((1e3 * base, share, seconds / base, in_run, cost.slowdown))
+    names = {"step_ms": 3, "loads_per_step": 4, "measured": 3, "in_run": 3, "simulated": 3}
+    return [
+        {"part": "echo", "R": ratio, "policy": label, "depth": depth}
+        | {name: round(statistics.median(values), digits)
+           for (name, digits), values in zip(names.items(), zip(*turns, strict=True), strict=True)}
+        | {"table": table.get(ratio, "-")}
+        for turns, (ratio, label, depth, table, _) in zip(found, places, strict=True)
+    ]  # fmt: skip
+
+
+def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20) -> Speed:
+    """Times loads and steps of one worker's batches on this machine, one after the other.
+
+    t_step: a step of SGD with momentum, waited for, its batch on the device. t_load: reading a
+    batch in a random order through `ordering.input.batches`, or by a NumPy gather without
+    TensorFlow, and moving it to the device. Each is the median of `rounds` means over `per_round`,
+    for batches that are read in parallel arrive in bursts; a first round warms up. In a run loads
+    and steps share the cores, and data may not be in memory, which this leaves out.
+    """
+    count, size = len(task.train["y"]), recipe.units_per_step * recipe.unit_size
+    if not 1 <= size <= count:
+        raise ValueError(
+            f"--units_per_step x --unit_size is {size}: {task.name} has {count} training examples; "
+            "pass numbers whose product is from 1 to that."
+        )
+    generator, wanted = np.random.default_rng(0), size * per_round * (rounds + 1)
+    order = np.concatenate([generator.permutation(count) for _ in range(-(-wanted // count))])
+    indices = order[:wanted]
+    try:
+        read, source = ordering.input.batches(task.train, indices, batch_size=size), "tf.data"
+    except ImportError:
+        parts, source = indices.reshape(-1, size), "NumPy gather"
+        read = (jax.tree.map(lambda x, i=i: x[i], task.train) for i in parts)
+    batch = jax.device_put(jax.tree.map(lambda x: x[:size], task.train))
+    take = momentum_step(task.model)
+
+    def seconds(call):
+        return medians({"": lambda: [call() for _ in range(per_round)][-1]}, rounds)[""] / per_round
+
+    load = seconds(lambda: jax.block_until_ready(jax.device_put(next(read))))
+    step = seconds(lambda: take(batch))
+    return Speed(load, step, f"{task.name}, batch {size}, measured here, {source}")
 
 
 def main(values: flags.FlagValues) -> None:
@@ -151,4 +165,4 @@ def main(values: flags.FlagValues) -> None:
     if not ratios or not all(1 <= r < 1000 for r in ratios):
         raise app.UsageError(f"--ratios has {values.ratios}: pass numbers >= 1.")
     step, repeats = stepper(values.step_ms / 1e3), values.repeats or REPEATS
-    publish(measure(step, ratios, steps=values.steps, repeats=repeats), values.jsonl)
+    publish(bench_rows(step, ratios, steps=values.steps, repeats=repeats), values.jsonl)

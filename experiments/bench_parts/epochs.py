@@ -20,6 +20,7 @@ Writes metrics.jsonl, a line per epoch, and table.md into --output_dir; rows tha
 the end are kept when the same command, or one with other --rows, is given again.
 """
 
+import collections
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,30 +54,21 @@ class Row(NamedTuple):
     published: tuple[float, float] | None = None  # seconds per epoch, CD-GraB and D-RR
 
 
-def _lenet(workers: int, unit_size: int) -> Row:
-    """Batches of 64 for every W, as published."""
-    setting = {"workers": workers, "unit_size": unit_size}
-    return Row("cifar10_small", {"model": "lenet"}, "tfds", 1024, setting)
-
-
+# LeNet has batches of 64 for every W, as published.
 ROWS = {
     "hmda": Row("hmda", {"model": "logistic"}, "hmda", published=(68, 36)),
     "m4": Row("m4_weekly", {"model": "mlp"}, "m4", 40_000, published=(73, 35)),
     "lstm": Row("wikitext2_small", {"model": "lstm"}, "wikitext2", 512, published=(22.5, 15)),
     "gpt2": Row("wikitext2_small", {"model": "gpt2"}, "wikitext2", 256),
-    "lenet_4": _lenet(4, 16),
-    "lenet_16": _lenet(16, 4),
-    "lenet_64": _lenet(64, 1),
-}
+} | {
+    f"lenet_{workers}": Row("cifar10_small", {"model": "lenet"}, "tfds", 1024,
+                            {"workers": workers, "unit_size": 64 // workers})
+    for workers in (4, 16, 64)
+}  # fmt: skip
 
 
 def measure(task: Task, recipe: Recipe, *, orders: Sequence[str], repeats: int) -> list[dict]:
-    """One record per order and timed epoch, all orders in turns.
-
-    Args:
-      task, recipe: what is trained, at the first learning rate of the recipe.
-      orders: names of `ORDERS`; repeats: timed epochs of each, after one to warm up.
-    """
+    """One record per order and timed epoch, all orders in turns, after an epoch to warm up."""
     recipe = recipe._replace(epochs=1, total_steps=None)
     calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in orders})
     shared = {name: getattr(recipe, name) for name in SETTING}
@@ -99,6 +91,7 @@ def summarise(found: Sequence[dict]) -> list[dict]:
         row, order = first["row"], first["order"]
         seconds, fixed = times[row, order], times.get((row, "so"))
         middle, low, high = median_interval(seconds / times[row, BASELINE])
+        published = ROWS[row].published if row in ROWS and order == "cd_grab" else None
         lines.append({
             "row": row, "W x B x unit": " x ".join(str(first[name]) for name in SETTING),
             "parameters": first["parameters"], "steps": first["steps"],
@@ -106,22 +99,10 @@ def summarise(found: Sequence[dict]) -> list[dict]:
             "times_rr": f"{middle:.3f}",
             "interval": "-" if order == BASELINE else f"{low:.3f} to {high:.3f}",
             "times_so": "-" if fixed is None else f"{np.median(seconds / fixed):.3f}",
-            "published": _published(row) if order == "cd_grab" else "-",
+            "published": "{:.1f} ({:g}/{:g} s)".format(published[0] / published[1], *published)
+            if published else "-",
         })  # fmt: skip
     return lines
-
-
-def _published(row):
-    if row not in ROWS or ROWS[row].published is None:
-        return "-"
-    balanced, plain = ROWS[row].published
-    return f"{balanced / plain:.1f} ({balanced:g}/{plain:g} s)"
-
-
-def whole_rows(done: Sequence[dict], orders: Sequence[str], repeats: int) -> list[dict]:
-    """The records of rows that were measured to the end."""
-    count = {row: sum(r["row"] == row for r in done) for row in {r["row"] for r in done}}
-    return [r for r in done if count[r["row"]] == len(set(orders)) * repeats]
 
 
 def load(name: str, values: flags.FlagValues) -> tuple[Task, Recipe]:
@@ -133,22 +114,16 @@ def load(name: str, values: flags.FlagValues) -> tuple[Task, Recipe]:
     """
     row = Row(values.task, {}, "") if values.task else ROWS[name]
     data_dir = values.data_dir if values.task else os.path.join(values.data_root, row.folder)
-    chosen = row.choices | given(values, dialect.choices())
+    chosen = row.choices | dialect.given(values, dialect.choices())
     first = chosen.pop("num_train", row.num_train)
     task, recipe = recipes.load(row.task, data_dir, **chosen)
     task = task._replace(train=jax.tree.map(lambda x: x[: first or None], task.train))
-    return task, recipe._replace(**(row.setting | given(values, SETTING)))
-
-
-def given(values: flags.FlagValues, names) -> dict:
-    return {name: values[name].value for name in names if values[name].value is not None}
+    return task, recipe._replace(**(row.setting | dialect.given(values, SETTING)))
 
 
 def _check(values):
-    if unknown := sorted(set(values.orders) - set(ORDERS)):
-        raise app.UsageError(f"--orders has {unknown}: choose of {', '.join(ORDERS)}.")
-    if BASELINE not in values.orders:
-        raise app.UsageError(f"--orders is {values.orders}: it must hold rr, the baseline.")
+    if BASELINE not in dialect.names_of(values, "arms", ORDERS):
+        raise app.UsageError(f"--arms is {values.arms}: it must hold rr, the baseline.")
     if not (values.task or values.data_root):
         raise app.UsageError(
             "pass --data_root=DIR with the folders hmda, m4, wikitext2 and tfds, some or all, or "
@@ -159,15 +134,15 @@ def _check(values):
 def main(values: flags.FlagValues) -> None:
     _check(values)
     repeats, folder = values.repeats or REPEATS, values.output_dir
-    whole = " ".join(filter(None, (values.task, values.model)))
-    names = [whole] if values.task else values.rows or list(ROWS)
-    settings = given(values, (*SETTING, *dialect.choices())) | {"orders": values.orders}
-    done = records.open_folder(folder, settings | {"repeats": repeats}, overwrite=values.overwrite)
-    found = whole_rows(done, values.orders, repeats)
-    metrics = os.path.join(folder, "metrics.jsonl")
+    own = " ".join(filter(None, (values.task, values.model)))
+    settings = dialect.given(values, (*SETTING, *dialect.choices(), "arms")) | {"repeats": repeats}
+    done = records.open_folder(folder, settings, overwrite=values.overwrite)
+    metrics, whole = os.path.join(folder, records.METRICS), len(set(values.arms)) * repeats
+    counts = collections.Counter(r["row"] for r in done)
+    found = [r for r in done if counts[r["row"]] == whole]  # of rows measured to the end
     records.write_lines(metrics, found)
-    for name in names:
-        if any(record["row"] == name for record in found):
+    for name in [own] if values.task else values.rows or ROWS:
+        if counts[name] == whole:
             continue
         try:
             task, recipe = load(name, values)
@@ -176,7 +151,7 @@ def main(values: flags.FlagValues) -> None:
                 raise
             print(f"{name} is left out: {error}")
             continue
-        timed = measure(task, recipe, orders=values.orders, repeats=repeats)
+        timed = measure(task, recipe, orders=values.arms, repeats=repeats)
         found += [{"row": name} | record for record in timed]
         records.write_lines(metrics, found)
     if not found:

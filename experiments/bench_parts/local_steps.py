@@ -14,6 +14,7 @@ over the turns of the ratio to the plain row of the same turn, with its 95 % int
 statistics of the median).
 """
 
+import functools
 import os
 import statistics
 from collections.abc import Callable
@@ -26,55 +27,35 @@ from absl import flags
 
 import local_opt
 import models
-from experiments.bench_parts.timing import in_turns, median_interval, medians, publish
+from experiments.bench_parts import timing
 from local_opt import runners
 
 REPEATS = 41
 WORKERS = 4
 DEVICES = f"--xla_force_host_platform_device_count={WORKERS}"
 PLAN = local_opt.constant(1000, total_steps=10**9)
+# What is trained, the shape of an input, examples, and steps of a timed call.
 MODELS = {
-    "mlp, 784-128-10, batch 32": (
-        lambda: models.mlp(num_features=784, hidden=(128,), num_classes=10), (784,), 32, 200,
-    ),
-    "mlp, 784-1024-1024-10, batch 64": (
-        lambda: models.mlp(num_features=784, hidden=(1024, 1024), num_classes=10), (784,), 64, 20,
-    ),
-    "resnet 16-32-64, 32x32, batch 16": (lambda: models.small_resnet(), (32, 32, 3), 16, 8),
-    "vit 64x4, 32x32, batch 16": (lambda: models.vit(), (32, 32, 3), 16, 8),
+    "mlp, 784-128-10, batch 32": (lambda: models.mlp(num_features=784, hidden=(128,),
+                                                     num_classes=10), (784,), 32, 200),
+    "mlp, 784-1024-1024-10, batch 64": (lambda: models.mlp(num_features=784, hidden=(1024, 1024),
+                                                           num_classes=10), (784,), 64, 20),
+    "resnet 16-32-64, 32x32, batch 16": (models.small_resnet, (32, 32, 3), 16, 8),
+    "vit 64x4, 32x32, batch 16": (models.vit, (32, 32, 3), 16, 8),
 }  # fmt: skip
-INNER = {
-    "sgd, momentum": optax.sgd(1e-3, momentum=0.9),
-    "adamw": optax.adamw(1e-4),
-}
+INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e-4)}
 
 
 def stepper(model, init: Callable, update: Callable, batch) -> Callable:
-    """`steps -> ...`: a call that takes so many steps; the state is donated, and kept here."""
-    mesh = runners.worker_mesh(1)
-    run = runners.over_mesh(mesh)
-
-    def step(params, state, batch):
-        def mean_loss(params):
-            return jnp.mean(model.loss(params, batch, jax.random.key(0)))
-
-        grads = jax.grad(mean_loss)(params)
-        updates, state = update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    owned = (True, True)
-    jitted = jax.jit(run(step, owned_in=(*owned, False), owned_out=owned), donate_argnums=(0, 1))
+    """`steps -> state`: a call that takes so many steps, on from the last."""
+    mesh, owned = runners.worker_mesh(1), (True, True)
+    step = timing.gradient_step(model, update)
+    run = runners.over_mesh(mesh)(step, owned_in=(*owned, False), owned_out=owned)
+    jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
     params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
-    held = [
-        jax.device_put(x, runners.owned_sharding(mesh)) for x in (params, jax.vmap(init)(params))
-    ]
-
-    def call(steps):
-        for _ in range(steps):
-            held[:] = jitted(*held, batch)
-        return held
-
-    return call
+    start = jax.device_put((params, jax.vmap(init)(params)), runners.owned_sharding(mesh))
+    call = timing.carry_on(jitted, start)
+    return lambda steps: [call(batch) for _ in range(steps)][-1]
 
 
 def ways_of(inner) -> dict[str, tuple[Callable, Callable]]:
@@ -105,14 +86,13 @@ def step_rows(repeats: int) -> list[dict]:
                 "y": jnp.asarray(generator.integers(0, 10, size), jnp.int32),
             }
             calls = {
-                way: stepper(model, *functions, batch) for way, functions in ways_of(inner).items()
+                way: functools.partial(stepper(model, *functions, batch), steps)
+                for way, functions in ways_of(inner).items()
             }
-            times = in_turns(
-                {w: lambda c=call, n=steps: c(n) for w, call in calls.items()}, repeats
-            )
+            times = timing.in_turns(calls, repeats)
             for way, seconds in times.items():
                 ratios = np.array(seconds) / np.array(times["plain optax"])
-                middle, low, high = median_interval(ratios)
+                middle, low, high = timing.median_interval(ratios)
                 rows.append({
                     "part": "step", "model": model_name, "optimizer": inner_name, "way": way,
                     "us_per_step": round(statistics.median(seconds) / steps * 1e6, 1),
@@ -124,29 +104,30 @@ def step_rows(repeats: int) -> list[dict]:
 def sync_rows(repeats: int) -> list[dict]:
     """Rows for one sync of four workers with ten million parameters in 2 or 200 leaves."""
     mesh = runners.worker_mesh(WORKERS)
-    run = runners.over_mesh(mesh)
     ways = {
         "flat, float32": {},
         "per leaf, float32": {"flat": False},
         "flat, bfloat16 changes": {"wire_dtype": jnp.bfloat16},
     }
+
+    def sync(options):
+        def one(params, anchor):
+            given = {"anchor": anchor} if "wire_dtype" in options else {}
+            return (local_opt.synchronize(params, axis_name=runners.AXIS, **options, **given),)
+
+        return jax.jit(runners.over_mesh(mesh)(one, owned_in=(True, True), owned_out=(True,)))
+
     rows = []
     for leaves in (2, 200):
-        one = jnp.ones((WORKERS, 10**7 // leaves))
-        params = {str(i): jax.device_put(one, runners.owned_sharding(mesh)) for i in range(leaves)}
-        calls = {}
-        for way, options in ways.items():
-
-            def sync(params, anchor, options=options):
-                given = {"anchor": anchor} if "wire_dtype" in options else {}
-                tree = local_opt.synchronize(params, axis_name=runners.AXIS, **options, **given)
-                return (tree,)
-
-            jitted = jax.jit(run(sync, owned_in=(True, True), owned_out=(True,)))
-            calls[way] = lambda jitted=jitted, params=params: jitted(params, params)
-        for way, seconds in medians(calls, repeats).items():
-            ms = round(seconds * 1e3, 1)
-            rows.append({"part": "sync", "leaves": leaves, "way": way, "ms": ms})
+        leaf = jnp.ones((WORKERS, 10**7 // leaves))
+        params = {str(i): jax.device_put(leaf, runners.owned_sharding(mesh)) for i in range(leaves)}
+        calls = {
+            way: functools.partial(sync(options), params, params) for way, options in ways.items()
+        }
+        rows += [
+            {"part": "sync", "leaves": leaves, "way": way, "ms": round(seconds * 1e3, 1)}
+            for way, seconds in timing.medians(calls, repeats).items()
+        ]
     return rows
 
 
@@ -158,4 +139,4 @@ def main(values: flags.FlagValues) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
     repeats = max(6, values.repeats or REPEATS)  # for the intervals
     rows = [row for name in values.rows or ROWS for row in ROWS[name](repeats)]
-    publish(rows, values.jsonl)
+    timing.publish(rows, values.jsonl)

@@ -38,14 +38,23 @@ def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
 
 
 def median_interval(values) -> tuple[float, float, float]:
-    """Median and the order statistics that hold it with 95 % confidence, if there are six."""
-    from scipy.stats import binom
+    """Median and the order statistics that hold it with 95 % confidence; of few, all of them."""
+    from scipy.stats import quantile_test
 
-    ordered = np.sort(np.asarray(values, float))
-    count = len(ordered)
-    low = int(binom.ppf(0.025, count, 0.5))
-    ends = max(low - 1, 0), min(count - low, count - 1)
-    return float(np.median(ordered)), *(float(ordered[end]) for end in ends)
+    known = quantile_test(values).confidence_interval()
+    low, high = known if len(values) > 5 else (min(values), max(values))
+    return float(np.median(values)), float(low), float(high)
+
+
+def carry_on(step: Callable, state) -> Callable:
+    """`(*inputs) -> state`, from the state that the call before left: for steps that donate it."""
+    held = [state]
+
+    def call(*inputs):
+        held[0] = step(held[0], *inputs)
+        return held[0]
+
+    return call
 
 
 def training_calls(
@@ -53,58 +62,53 @@ def training_calls(
 ) -> tuple[dict[str, Callable], int]:
     """Calls that train on, as long as the recipe says, without evaluation; and their steps.
 
-    Args:
-      task, recipe: what is trained, at the first learning rate; arms: {name: (order, sync rule)}.
+    Arms are {name: (order, sync rule)}; all have the recipe's first learning rate.
     """
     calls, steps = {}, 0
     for name, (order, sync) in arms.items():
         rule = SYNC_RULES[sync]
         program = build(task, recipe, ORDERS[order], rule.rounds)
-        config = config_of(recipe, program.sizes, seed=0)
-        rate = recipe.learning_rates[0]
+        config, rate = config_of(recipe, program.sizes, seed=0), recipe.learning_rates[0]
         plans = plans_of(config, rule, ECHO_POLICIES["none"], rate=rate)
-        calls[name], steps = _on_and_on(program, plans), plans.total_steps
+
+        def train(state, program=program, plans=plans):
+            start = loop.Progress()
+            return loop.run(program, plans, state, start, lambda at, state: state, seed=0)[1]
+
+        calls[name], steps = carry_on(train, program.init(0)), plans.total_steps
     return calls, steps
 
 
-def _on_and_on(program, plans) -> Callable:
-    """Buffers are donated, so the state is kept here."""
-    held = [program.init(0)]
+def gradient_step(model: Model, update: Callable) -> Callable:
+    """`(params, state, batch) -> (params, state)`, by an optimizer's update."""
 
-    def call():
-        start = loop.Progress()
-        _, held[0] = loop.run(program, plans, held[0], start, lambda at, state: state, seed=0)
-        return held
+    def step(params, state, batch):
+        def mean_loss(params):
+            return jnp.mean(model.loss(params, batch, jax.random.key(0)))
 
-    return call
+        updates, state = update(jax.grad(mean_loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def momentum_step(model: Model, *, compiler_options=None) -> Callable:
-    """`(batch, times=None) -> None`: updates of SGD with momentum on one batch, waited for.
+    """`(batch, times=None) -> state`: updates of SGD with momentum on one batch, waited for.
 
-    None is one, without a loop. The state is donated, and kept here.
+    None is one, without a loop.
     """
     optimizer = optax.sgd(1e-3, momentum=0.9)
+    one = gradient_step(model, optimizer.update)
 
-    def step(params, state, batch, times):
-        def update(_, carry):
-            params, state = carry
-            key = jax.random.key(0)
-            grads = jax.grad(lambda p: jnp.mean(model.loss(p, batch, key)))(params)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+    def step(state, batch, times):
+        if times is None:
+            return one(*state, batch)
+        return jax.lax.fori_loop(0, times, lambda _, state: one(*state, batch), state)
 
-        start = (params, state)
-        return update(0, start) if times is None else jax.lax.fori_loop(0, times, update, start)
-
-    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options)
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
     params = jax.jit(model.init)(jax.random.key(0))
-    held = [params, optimizer.init(params)]
-
-    def call(batch, times=None):
-        held[:] = jax.block_until_ready(jitted(*held, batch, times))
-
-    return call
+    call = carry_on(jitted, (params, optimizer.init(params)))
+    return lambda batch, times=None: jax.block_until_ready(call(batch, times))
 
 
 def publish(rows: Sequence[dict], path: str | None) -> None:

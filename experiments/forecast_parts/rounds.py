@@ -1,9 +1,5 @@
-"""How often a run synchronises under each rule, and what that costs: plans and table.
+"""How often a run synchronises under each rule, and what that costs: plans and table."""
 
-The command is `experiments.forecast`.
-"""
-
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,13 +12,15 @@ from experiments.training import config
 from experiments.training.parts import num_params
 from local_opt import SyncPlan
 
-VIT_B = "imagenet_vit_b"
 # Gu et al. 2024, abstract: ViT-B on 16 GPUs, hours of AdamW that synchronises every step, and of
-# Local AdamW with QSR.
-PUBLISHED_HOURS = {"parallel": 26.7, "qsr": 20.2}
-PUBLISHED_WORKERS = 16
-# Where these two switch is a flag here.
-SWITCHING = {"post_local": local_opt.post_local, "swap": local_opt.swap}
+# Local AdamW with QSR. Its 300 epochs are 93,600 steps, its least H is 4.
+HOURS = (26.7, 20.2)
+WORKERS, STEPS, QSR_ROUNDS, H_BASE, PARAMS = 16, 93_600, 9711, 4, 86_567_656
+
+
+def published_split(volume: float = QSR_ROUNDS / STEPS) -> local_opt.CommunicationTime:
+    """Hours of computation and communication of the published ViT-B runs, QSR's of this volume."""
+    return local_opt.communication_time([1, volume], HOURS)
 
 
 class Run(NamedTuple):
@@ -35,41 +33,28 @@ class Run(NamedTuple):
     seconds_are: str = "given by --step_seconds"
 
 
-CUSTOM = Recipe(PUBLISHED_WORKERS, 1, 1, (), schedule="cosine", floor=1e-6)
-CUSTOM = CUSTOM._replace(h_base=None, growth=None)
+CUSTOM = Recipe(WORKERS, 1, 1, (), schedule="cosine", floor=1e-6, h_base=None, growth=None)
 # Of published runs: label, seconds of computation per step, and where these come from.
 KNOWN = {
-    VIT_B: (
-        "ViT-B, AdamW, 300 epochs", lambda: published_seconds(), "derived from published times"),
+    "imagenet_vit_b": (
+        "ViT-B, AdamW, 300 epochs", 3600 * published_split().compute / STEPS,
+        "derived from published times"),
     "imagenet_resnet152": (
-        "ResNet-152, SGD, 200 epochs", lambda: 0.5, "an assumption, not measured"),
+        "ResNet-152, SGD, 200 epochs", 0.5, "an assumption, not measured"),
 }  # fmt: skip
-
-
-@functools.cache
-def _loaded(name):
-    """(shapes of the task, its recipe, its parameters)."""
-    task, recipe = recipes.load(name, abstract=True)
-    return task, recipe, num_params(task.model)
+# Where these two switch is a flag here.
+SWITCHING = {"post_local": local_opt.post_local, "swap": local_opt.swap}
 
 
 def run_of(name: str, **fields) -> Run:
     """The run of a setting with other fields of its recipe; of "custom" all are to be given."""
     if name == "custom":
         return Run(name, CUSTOM._replace(**fields))
-    run = Run(name, recipe_of(name, **fields), _loaded(name)[2])
-    if name not in KNOWN:
-        return run
-    label, seconds, seconds_are = KNOWN[name]
-    return run._replace(label=label, step_seconds=seconds(), seconds_are=seconds_are)
-
-
-def recipe_of(name: str, **fields) -> Recipe:
-    """With its total_steps, if it has epochs."""
-    task, recipe, _ = _loaded(name)
+    task, recipe = recipes.load(name, abstract=True)
     recipe = recipe._replace(**fields)
-    sizes = config.sizes_of(task, recipe)
-    return recipe._replace(total_steps=config.total_steps_of(recipe, sizes))
+    total = config.total_steps_of(recipe, config.sizes_of(task, recipe))
+    label, *seconds = KNOWN.get(name, (name,))
+    return Run(label, recipe._replace(total_steps=total), num_params(task.model), *seconds)
 
 
 def config_of(recipe: Recipe) -> config.RunConfig:
@@ -90,62 +75,26 @@ def plans_of(recipe: Recipe, rules: Sequence[str], switch: float = 0.5) -> dict[
     }
 
 
-def published_split(volume: float | None = None) -> local_opt.CommunicationTime:
-    """Hours of computation and communication of the published ViT-B runs.
-
-    Args:
-      volume: of the shorter run; QSR's if unset.
-    """
-    if volume is None:
-        volume = plans_of(recipe_of(VIT_B), ["qsr"])["qsr"].volume
-    return local_opt.communication_time([1, volume], list(PUBLISHED_HOURS.values()))
-
-
-def published_seconds() -> float:
-    """Of computation per step of ViT-B."""
-    return 3600 * published_split().compute / recipe_of(VIT_B).total_steps
-
-
-def published_text() -> str:
-    """What the published times of ViT-B say about communication."""
-    recipe, count = recipe_of(VIT_B), _loaded(VIT_B)[2]
-    split, as_constant = published_split(), published_split(1 / recipe.h_base)
-    sent = local_opt.ring_bytes(count, num_workers=PUBLISHED_WORKERS)
-    speed = 8 * sent * recipe.total_steps / (3600 * split.communication) / 1e9
-    every, qsr = PUBLISHED_HOURS.values()
-    return (
-        f"ViT-B on {PUBLISHED_WORKERS} GPUs took {every} h with a sync every step and {qsr} h with "
-        f"QSR (Gu et al. 2024): by\ncommunication_time, {split.compute:.2f} h of computation and "
-        f"{split.communication:.2f} h of communication (every step), as a ring over\nlinks of "
-        f"{speed:.1f} Gb/s. Reading the {qsr} h as constant H = {recipe.h_base} would give "
-        f"{as_constant.communication:.2f} h.\n"
-    )
-
-
 def records_of(
     name: str, run: Run, plans: Mapping[str, SyncPlan], speeds: Sequence[str], bytes_per_param=4.0
 ) -> list[dict]:
     """One record per rule; speeds are those of a worker's link, in Gb/s."""
     found = []
     for rule, plan in plans.items():
-        costs = {
-            speed: local_opt.forecast(
-                plan,
-                num_params=run.num_params,
-                num_workers=run.recipe.workers,
-                step_seconds=run.step_seconds,
-                gigabits_per_second=float(speed),
+        costs = [
+            local_opt.forecast(
+                plan, num_params=run.num_params, num_workers=run.recipe.workers,
+                step_seconds=run.step_seconds, gigabits_per_second=float(speed),
                 bytes_per_param=bytes_per_param,
             )
             for speed in speeds
-        }
-        cost = next(iter(costs.values()))
+        ]  # fmt: skip
         found.append({
             "task": name, "rule": rule, "plan": plan.rule, "digest": plan.digest(),
-            "rounds": cost.rounds, "volume": cost.volume, "sent_bytes": cost.sent_bytes,
+            "rounds": plan.rounds, "volume": plan.volume, "sent_bytes": costs[0].sent_bytes,
             "h_least": int(plan.periods.min()), "h_most": int(plan.periods.max()),
-            "compute_hours": cost.compute_seconds / 3600,
-            "total_hours": {speed: c.total_seconds / 3600 for speed, c in costs.items()},
+            "compute_hours": costs[0].compute_seconds / 3600,
+            "total_hours": {s: c.total_seconds / 3600 for s, c in zip(speeds, costs, strict=True)},
         })  # fmt: skip
     return found
 
@@ -172,4 +121,19 @@ def table(run: Run, found: Sequence[dict]) -> str:
         f"{rate * recipe.floor:g}, {recipe.workers} workers,\n{run.step_seconds:.4g} s of "
         f"computation per step ({run.seconds_are}). GB are sent per worker; h are hours in all."
         f"\n\n{markdown(rows)}\n\n{exact}\n"
+    )
+
+
+def published_text() -> str:
+    """What the published times of ViT-B say about communication."""
+    split, as_constant = published_split(), published_split(1 / H_BASE)
+    sent = local_opt.ring_bytes(PARAMS, num_workers=WORKERS)
+    speed = 8 * sent * STEPS / (3600 * split.communication) / 1e9
+    every, qsr = HOURS
+    return (
+        f"ViT-B on {WORKERS} GPUs took {every} h with a sync every step and {qsr} h with "
+        f"QSR (Gu et al. 2024): by\ncommunication_time, {split.compute:.2f} h of computation and "
+        f"{split.communication:.2f} h of communication (every step), as a ring over\nlinks of "
+        f"{speed:.1f} Gb/s. Reading the {qsr} h as constant H = {H_BASE} would give "
+        f"{as_constant.communication:.2f} h.\n"
     )

@@ -24,14 +24,7 @@ DIGITS = 6  # significant ones
 
 
 def record(results: str, target: os.PathLike, command: str) -> None:
-    """Keeps a finished output folder of a study.
-
-    Args:
-      results: the output folder; target: where it is kept; command: what made it, DIR for the data.
-
-    Raises:
-      ValueError: for a run that has not ended, or without a command.
-    """
+    """Keeps a finished output folder; ValueError for one that has not ended, or no command."""
     if not (command or "").strip():
         raise ValueError(f"--command is {command!r}: pass what made the run, DIR for its data.")
     needed = (records.METRICS, "table.md", *COPIED)
@@ -45,24 +38,18 @@ def record(results: str, target: os.PathLike, command: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for part in COPIED:
         shutil.copyfile(os.path.join(results, part), target / part)
-    records.write_whole(str(target / COMMAND), command.strip() + "\n")
-    packed = pack(records.read(os.path.join(results, records.METRICS)))
-    (target / METRICS).write_bytes(packed)
+    (target / COMMAND).write_text(command.strip() + "\n", encoding="utf-8")
+    (target / METRICS).write_bytes(pack(records.read(os.path.join(results, records.METRICS))))
 
 
 def pack(rows: Iterable[dict]) -> bytes:
-    """JSON lines with rounded numbers, compressed; equal rows give equal bytes."""
-    text = "".join(json.dumps(rounded(row)) + "\n" for row in rows)
-    return gzip.compress(text.encode(), mtime=0)
+    """JSON lines with floats of six digits, compressed; equal rows give equal bytes."""
 
+    def rounded(value):
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
-def unpack(packed: bytes) -> list[dict]:
-    return [json.loads(line) for line in gzip.decompress(packed).decode().splitlines()]
-
-
-def rounded(row: Mapping) -> dict:
-    """All floats of a record at six significant digits."""
-    return {k: float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for k, v in row.items()}
+    lines = [json.dumps({k: rounded(v) for k, v in row.items()}) + "\n" for row in rows]
+    return gzip.compress("".join(lines).encode(), mtime=0)
 
 
 def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
@@ -70,21 +57,25 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
     path = pathlib.Path(folder) / name
     if not (path / METRICS).exists():
         return None
-    return restore(unpack((path / METRICS).read_bytes()), records.read_json(path / COMPARISON))
+    lines = gzip.decompress((path / METRICS).read_bytes()).decode().splitlines()
+    return restore(map(json.loads, lines), records.read_json(path / COMPARISON))
+
+
+def corners(plan: local_opt.SyncPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Steps at which H changes, with the end of the run, and H from there on."""
+    kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
+    steps = np.append(plan.starts[kept], plan.total_steps)
+    return steps, np.append(plan.periods[kept], plan.periods[-1])
 
 
 def describe(comparison: Comparison) -> dict:
     """What is in comparison.json."""
     plans = {}
     for arm, plan in comparison.plans.items():
-        kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
-        changes = np.stack([plan.starts[kept], plan.periods[kept]], axis=1).tolist()
+        changes = np.transpose(corners(plan))[:-1].tolist()
         plans[arm] = {"total_steps": plan.total_steps, "rule": plan.rule, "changes": changes}
-    return {
-        "criterion": comparison.criterion._asdict(),
-        "arms": dict(comparison.arms),
-        "plans": plans,
-    }
+    criterion, arms = comparison.criterion._asdict(), dict(comparison.arms)
+    return {"criterion": criterion, "arms": arms, "plans": plans}
 
 
 def restore(rows: Iterable[dict], described: Mapping) -> Comparison:
@@ -93,7 +84,6 @@ def restore(rows: Iterable[dict], described: Mapping) -> Comparison:
     for arm, of in described["plans"].items():
         first, periods = np.array(of["changes"]).T
         ends = np.append(first[1:], of["total_steps"])
-        starts = [np.arange(a, b, h) for a, b, h in zip(first, ends, periods, strict=True)]
-        plans[arm] = local_opt.SyncPlan(np.concatenate(starts), of["total_steps"], of["rule"])
-    criterion = Criterion(**described["criterion"])
-    return compare(rows, described["arms"], criterion, plans)
+        starts = np.concatenate([*map(np.arange, first, ends, periods)])
+        plans[arm] = local_opt.SyncPlan(starts, of["total_steps"], of["rule"])
+    return compare(rows, described["arms"], Criterion(**described["criterion"]), plans)

@@ -1,26 +1,16 @@
 """The tables of studies as data: a study names one tuple of columns, and what stands below them.
 
-A section is a function of the comparison that gives (file name, text), or for a picture
-(file name, function of a path and a title that draws it).
+A section is a function of the comparison that gives the text below the main table, (file name,
+text), or for a picture (file name, function of a path and a title that draws it).
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.statistics import interval, last, target_of
-from experiments.results.tables import (
-    Column,
-    against,
-    costs,
-    faster,
-    name_of,
-    show,
-    show_reached,
-    sweep,
-    times_faster,
-)
-
-TABLE = "table.md"
+from experiments.results.statistics import interval, last, paired, target_of
+from experiments.results.tables import Column, costs, faster, name_of, show, show_reached, sweep
 
 
 def arm(head: str) -> Column:
@@ -39,25 +29,33 @@ def rate(head: str, *, edge: bool = True) -> Column:
     return Column(head, cell, always=True)
 
 
+def mean(head, form: str, values: Callable) -> Column:
+    """The mean over seeds of `(comparison, arm) -> float[seeds]`, with its interval."""
+    return Column(head, lambda comparison, own: show(values(comparison, own), form))
+
+
+def arrival(head, form: str, values: Callable, word: str = "") -> Column:
+    """The same of {seed: what it takes, or inf}; or how many seeds arrive, and this word."""
+    return Column(head, lambda comparison, own: show_reached(values(comparison, own), form, word))
+
+
 def end(head: str, scalar: str, form: str) -> Column:
     """The last value of a scalar."""
-    return Column(head, lambda comparison, own: show(_lasts(own, scalar), form))
+    return mean(head, form, lambda comparison, own: _lasts(own, scalar))
 
 
 def metric(form: str) -> Column:
     """The last value of the metric that is reported, on the test set."""
 
-    def cell(comparison, own):
-        return show(_lasts(own, f"test/{statistics.metric_of(comparison)}"), form)
+    def name(comparison):
+        return f"test/{statistics.metric_of(comparison)}"
 
-    return Column(lambda comparison: name_of(f"test/{statistics.metric_of(comparison)}"), cell)
+    return mean(lambda c: name_of(name(c)), form, lambda c, own: _lasts(own, name(c)))
 
 
 def to_target(head: str, name: str, form: str, word: str = "") -> Column:
     """What it takes to the target, or how many seeds get there."""
-    return Column(
-        head, lambda comparison, own: show_reached(costs(comparison, own, name), form, word)
-    )
+    return arrival(head, form, lambda comparison, own: costs(comparison, own, name), word)
 
 
 def _lasts(own, scalar):
@@ -76,54 +74,44 @@ def spent(comparison, runs, name: str) -> dict:
     return statistics.to_target(runs, comparison.criterion, target_of(comparison), name)
 
 
+def _fastest_spent(comparison, own, name="epoch"):
+    return spent(comparison, fastest(comparison, own.arm)[1], name)
+
+
 def _same_rate(comparison, own):
     """At the baseline's rate, or at the arm's own if it did not train with that."""
     runs = statistics.tuned(comparison.records, own.arm).get(comparison.baseline().rate, own.runs)
-    return show_reached(spent(comparison, runs, "epoch"), "{:.0f}")
+    return spent(comparison, runs, "epoch")
 
 
-def _fewer(comparison, own):
-    base, mine = (
-        spent(comparison, fastest(comparison, name)[1], "epoch")
-        for name in (comparison.baseline().arm, own.arm)
-    )
-    pairs = np.array([(base[seed], mine[seed]) for seed in mine if seed in base])
-    if not len(pairs) or not np.isfinite(pairs).all():
-        return "-"
-    return show(pairs[:, 0] / np.maximum(pairs[:, 1], 1), "{:.1f}")
-
-
-def _fastest_spent(name, form):
-    return lambda comparison, own: show_reached(
-        spent(comparison, fastest(comparison, own.arm)[1], name), form
-    )
+def _times_fewer(comparison, own):
+    pairs = paired(*(_fastest_spent(comparison, of) for of in (own, comparison.baseline())))
+    arrived = np.isfinite(pairs).all()
+    return pairs[:, 1] / np.maximum(pairs[:, 0], 1) if arrived else ()
 
 
 ORDER_COLUMNS = (
     arm("order"),
     rate("best lr", edge=False),
-    Column(
-        lambda c: f"best {name_of(c.criterion.scalar)}",
-        lambda c, own: show(statistics.lowest([*own.runs.values()], c.criterion), "{:.2e}"),
-    ),
-    Column(lambda c: f"epochs to {c.baseline().label}'s best, its lr", _same_rate),
+    mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}",
+         lambda c, own: statistics.lowest([*own.runs.values()], c.criterion)),
+    arrival(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "{:.0f}", _same_rate),
     Column("own lr", lambda c, own: f"{fastest(c, own.arm)[0]:g}"),
-    Column("epochs, own lr", _fastest_spent("epoch", "{:.0f}")),
-    Column("times fewer", _fewer),
-    Column("seconds, own lr", _fastest_spent("seconds", "{:.2f}")),
+    arrival("epochs, own lr", "{:.0f}", _fastest_spent),
+    mean("times fewer", "{:.1f}", _times_fewer),
+    arrival("seconds, own lr", "{:.2f}", lambda c, own: _fastest_spent(c, own, "seconds")),
     metric("{:.4f}"),
     end("last bound L∞", "bound/linf", "{:.2f}"),
-)
+)  # fmt: skip
 
 
-def _volume(comparison, own):
-    shares = {last(run, "rounds") / run[-1]["step"] for run in own.runs.values()}
-    return ", ".join(f"{share:.2%}" for share in sorted(shares)) or "-"
+def _per_step(own, name) -> list[float]:
+    return [run[-1][name] / run[-1]["step"] for run in own.runs.values()]
 
 
-def _rounds(comparison, own):
-    counts = sorted({run[-1]["rounds"] for run in own.runs.values()})
-    return ", ".join(map(str, counts)) or "-"
+def _each(found, form: str) -> str:
+    """What seeds have, each number once: they seldom differ."""
+    return ", ".join(form.format(v) for v in sorted(set(found))) or "-"
 
 
 def _periods(comparison, own):
@@ -137,19 +125,13 @@ SYNC_COLUMNS = (
     Column("seeds", lambda c, own: f"{len(own.runs)}"),
     metric("{:.4f}"),
     end("train loss", "train/loss", "{:.4f}"),
-    Column("volume", _volume),
-    Column("rounds", _rounds),
+    Column("volume", lambda c, own: _each(_per_step(own, "rounds"), "{:.2%}")),
+    Column("rounds", lambda c, own: _each(_lasts(own, "rounds"), "{}")),
     Column("H", _periods),
     end("seconds", "seconds", "{:.1f}"),
     end("last drift", "drift", "{:.4f}"),
     Column("diverged", lambda c, own: ", ".join(f"{r:g}" for r in own.diverged) or "-", True),
 )
-
-
-def _per_step(own, name):
-    return [run[-1][name] / run[-1]["step"] for run in own.runs.values()]
-
-
 ECHO_COLUMNS = (
     arm("arm"),
     rate("lr"),
@@ -158,34 +140,28 @@ ECHO_COLUMNS = (
     to_target("loads", "loads", "{:.0f}", "arrive"),
     to_target("steps", "step", "{:.0f}", "arrive"),
     to_target("rounds", "rounds", "{:.0f}", "arrive"),
-    Column(
-        "ms per step",
-        lambda c, own: show([1e3 * s for s in _per_step(own, "seconds")], "{:.2f}"),
-    ),
+    mean("ms per step", "{:.2f}", lambda c, own: [1e3 * s for s in _per_step(own, "seconds")]),
     Column("loads per step", lambda c, own: f"{interval(_per_step(own, 'loads'))[0]:.2f}"),
 )
-
 COMBINED_COLUMNS = (
     arm("arm"),
     rate("best lr"),
-    Column(
-        lambda c: f"last {name_of(c.criterion.scalar)}",
-        lambda c, own: show(_lasts(own, c.criterion.scalar), "{:.3g}"),
-    ),
+    mean(lambda c: f"last {name_of(c.criterion.scalar)}", "{:.3g}",
+         lambda c, own: _lasts(own, c.criterion.scalar)),
     metric("{:.4g}"),
     to_target("steps to the target", "step", "{:.0f}"),
     to_target("loads", "loads", "{:.0f}"),
     to_target("sent, in all-reduces", "allreduces", "{:.0f}"),
     to_target("seconds", "seconds", "{:.2f}"),
-)
+)  # fmt: skip
 
 
 # Sections.
 def diverged_rates(comparison):
     """A line per learning rate at which an arm diverged."""
-    lines = [f"{own.label} diverged at learning rate {r:g}." for own in comparison.at()
-             for r in own.diverged]  # fmt: skip
-    return TABLE, "\n\n".join(lines)
+    arms = comparison.at()
+    lines = [f"{own.label} diverged at learning rate {r:g}." for own in arms for r in own.diverged]
+    return "\n\n".join(lines)
 
 
 def rates_tried(head: str = "arm"):
@@ -200,16 +176,6 @@ def rates_tried(head: str = "arm"):
             start = "Tuning" if speed is None else f"R = {speed:g}, tuning"
             title = f"{start}: {what} at every learning rate (seeds)"
             parts.append(f"{title}\n\n{sweep(comparison, speed, head)}")
-        return TABLE, "\n\n".join(parts)
+        return "\n\n".join(parts)
 
     return section
-
-
-def against_baseline(comparison):
-    """Paired differences of the test metric."""
-    return TABLE, against(comparison)
-
-
-def times_faster_than_baseline(comparison):
-    """A summary of all speeds."""
-    return TABLE, times_faster(comparison)

@@ -1,5 +1,6 @@
 """The factorial of decisions: main effects and interactions, and time on machines with prices."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,33 +9,20 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import plots, statistics
-from experiments.results.statistics import (
-    Comparison,
-    interval,
-    last,
-    log_ratios,
-    reached,
-    target_of,
-)
+from experiments.results.statistics import Chosen, Comparison, interval, last, reached, target_of
 from experiments.results.tables import markdown, name_of, times
 from experiments.training.metrics import METRICS
 
 FACTORS = ("order", "sync", "echo")  # fields of the records
-COSTS = (("step", "steps"), ("loads", "loads"), ("allreduces", "volume"), ("seconds", "seconds"))
+COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
 
 
 class Response(NamedTuple):
-    """What effects are estimated of.
-
-    Fields:
-      label: for people.
-      value: `run -> float`.
-      relative: whether effects are factors; else differences.
-    """
+    """What effects are estimated of."""
 
     label: str
-    value: Callable[[Sequence[Mapping]], float]
-    relative: bool = True
+    value: Callable[[Sequence[Mapping]], float]  # of a run
+    relative: bool = True  # whether effects are factors; else differences
 
 
 class Effect(NamedTuple):
@@ -47,25 +35,19 @@ def responses(comparison: Comparison) -> list[Response]:
     """The last objective and test metric, and every cost to the target."""
     criterion, metric = comparison.criterion, statistics.metric_of(comparison)
     points, target = metric == "accuracy", target_of(comparison)
-    scale = 100 if points else 1
+    scale, unit = (100, " / points") if points else (1, "")
     return [
         Response(f"last {name_of(criterion.scalar)}", lambda run: last(run, criterion.scalar)),
-        Response(
-            METRICS[metric].label + (" / points" if points else ""),
-            lambda run: scale * last(run, f"test/{metric}"),
-            not points,
-        ),
-        *(
-            Response(
-                f"{label} to the target", lambda run, n=name: reached(run, criterion, target)[n]
-            )
-            for name, label in COSTS
-        ),
-    ]
+        Response(METRICS[metric].label + unit,
+                 lambda run: scale * last(run, f"test/{metric}"), not points),
+        *(Response(f"{label} to the target",
+                   lambda run, name=name: reached(run, criterion, target)[name])
+          for name, label in COSTS.items()),
+    ]  # fmt: skip
 
 
-def cells(comparison: Comparison) -> tuple[tuple[str, ...], np.ndarray]:
-    """(names of the factors, object[2, ..., 2, seeds] of runs).
+def cells(comparison: Comparison) -> tuple[tuple[str, ...], list[Chosen]]:
+    """(names of the factors, the arms by their levels, the last factor's changing fastest).
 
     Raises:
       ValueError: if the arms are no two-level factorial, one diverged at every rate, or one has
@@ -92,11 +74,7 @@ def cells(comparison: Comparison) -> tuple[tuple[str, ...], np.ndarray]:
             f"effects are of a full factorial of two levels, and the {len(arms)} arms have the "
             f"levels {levels}: run every combination of two levels each."
         )
-    runs = np.empty((*[2] * len(levels), counts[arms[0].label]), object)
-    for place, own in zip(at, arms, strict=True):
-        for i, run in enumerate(own.runs.values()):
-            runs[(*place, i)] = run
-    return tuple(levels), runs
+    return tuple(levels), [arms[i] for i in sorted(range(len(at)), key=at.__getitem__)]
 
 
 def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect]:
@@ -108,25 +86,15 @@ def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect
 
     Args:
       values: float[2, ..., 2, seeds], an axis per factor.
-      factors: their names.
 
     Returns:
       An effect per subset of the factors, the small ones first.
-
-    Example:
-      >>> import numpy as np
-      >>> y = np.zeros((2, 2, 2, 3))
-      >>> y[1] = 1.0  # the order alone matters
-      >>> [e.mean for e in effects(y)]
-      [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     count, found = values.ndim - 1, []
+    levels = 2 * np.indices(values.shape[:-1]) - 1.0  # of every factor in every cell
     for size in range(1, count + 1):
         for axes in itertools.combinations(range(count), size):
-            signs = np.ones(values.shape[:-1])
-            for axis in axes:
-                shape = [2 if a == axis else 1 for a in range(count)]
-                signs = signs * np.array([-1.0, 1.0]).reshape(shape)
+            signs = levels[list(axes)].prod(axis=0)
             per_seed = 2 / 2**count * np.tensordot(signs, values, count)
             found.append(Effect(tuple(factors[a] for a in axes), *interval(per_seed)))
     return found
@@ -134,13 +102,12 @@ def effects(values: np.ndarray, factors: Sequence[str] = FACTORS) -> list[Effect
 
 def effects_of(comparison: Comparison) -> dict[Response, list[Effect]]:
     """The effects on every response, of logarithms where they are factors."""
-    factors, runs = cells(comparison)
-
-    def measured(response):
-        y = np.vectorize(response.value, otypes=[float])(runs)
-        return np.log(np.maximum(y, 1e-12)) if response.relative else y
-
-    return {r: effects(measured(r), factors) for r in responses(comparison)}
+    (factors, arms), found = cells(comparison), {}
+    for response in responses(comparison):
+        y = np.array([[response.value(run) for run in own.runs.values()] for own in arms])
+        y = np.log(np.maximum(y, 1e-12)) if response.relative else y
+        found[response] = effects(y.reshape(*[2] * len(factors), -1), factors)
+    return found
 
 
 def format_effect(effect: Effect, relative: bool) -> str:
@@ -170,14 +137,12 @@ def effects_table(comparison: Comparison) -> tuple[str, str]:
 
 def effects_picture(comparison: Comparison) -> tuple[str, Callable]:
     """Section: a panel per response, a row per effect with its interval."""
-    found = effects_of(comparison)
-    return "effects.png", lambda path, title: plots.effects(found, path, title)
+    return "effects.png", functools.partial(plots.effects, effects_of(comparison))
 
 
-def target_line(comparison: Comparison) -> tuple[str, str]:
+def target_line(comparison: Comparison) -> str:
     """Section: the target of the main table."""
-    text = f"Target: {target_of(comparison):.4g}, which every arm reaches with every seed."
-    return "table.md", text
+    return f"Target: {target_of(comparison):.4g}, which every arm reaches with every seed."
 
 
 def priced_table(machines: Sequence, price: Callable) -> Callable:
@@ -191,19 +156,17 @@ def priced_table(machines: Sequence, price: Callable) -> Callable:
         target, arms = target_of(comparison), comparison.at()
 
         def spent(own, machine):
-            at = {s: reached(run, comparison.criterion, target) for s, run in own.runs.items()}
-            until = {s: [r for r in own.runs[s] if r["step"] <= at[s]["step"]] for s in at}
-            return {s: price(run, machine) for s, run in until.items()}
+            found = {}
+            for seed, run in own.runs.items():
+                step = reached(run, comparison.criterion, target)["step"]
+                found[seed] = price([r for r in run if r["step"] <= step], machine)
+            return found
 
-        base = {machine.label: spent(arms[0], machine) for machine in machines}
-        rows = [
-            {"arm": own.label}
-            | {
-                m.label: times(log_ratios(base[m.label], spent(own, m)), exact=True)
-                for m in machines
-            }
-            for own in arms
-        ]
+        def faster(own, machine):
+            logs = statistics.log_ratios(spent(arms[0], machine), spent(own, machine))
+            return times(logs, exact=True)
+
+        rows = [{"arm": own.label} | {m.label: faster(own, m) for m in machines} for own in arms]
         text = "Times faster to the target than the first arm, priced."
         return "table_priced.md", f"{text}\n\n{markdown(rows)}"
 

@@ -5,7 +5,6 @@ Markdown becomes HTML by markdown-it, which escapes whatever else is in it.
 """
 
 import base64
-import glob
 import html
 import json
 import os
@@ -14,6 +13,7 @@ import re
 import shlex
 import struct
 import sys
+import textwrap
 import urllib.parse
 
 import markdown_it
@@ -28,18 +28,16 @@ INTERVALS = (
     "± is the half width of the 95 % interval over seeds (Student's t); “2 of 5” counts the seeds "
     "that arrive at all."
 )
+SCROLL = '<div class="scroll" role="region" tabindex="0" aria-label="Table">'
 PARTS = pathlib.Path(__file__).parent  # page.html and style.css
 
 
 def of_folder(folder: str, *, title: str, command: str | None = None) -> str:
-    """Writes report.html from what a study has left in its output folder.
+    """Writes report.html from what a study has left in its output folder, and gives its path.
 
     Args:
       folder: with table*.md, *.png or both; settings.json and versions.json where they are.
       title: plain text; command: what makes the comparison.
-
-    Returns:
-      The path of the report.
 
     Raises:
       ValueError: if the folder has neither tables nor pictures.
@@ -57,8 +55,7 @@ def of_folder(folder: str, *, title: str, command: str | None = None) -> str:
     for name in tables:
         parts += [f"### {name}"] if len(tables) > 1 else []
         parts.append(pathlib.Path(folder, name).read_text(encoding="utf-8"))
-    kinds = ("*.csv", "*.jsonl*", "*.json", "*.md")
-    beside = [name for kind in kinds for name in _named(folder, kind)]
+    beside = [n for kind in ("*.csv", "*.jsonl*", "*.json", "*.md") for n in _named(folder, kind)]
     if beside:
         parts += ["## Files", "Beside this file, where it has not been moved."]
         parts.append("\n".join(f"- [{name}](./{urllib.parse.quote(name)})" for name in beside))
@@ -83,21 +80,16 @@ def page(markdown: str, *, title: str, folder: str) -> str:
       True
     """
     parser = markdown_it.MarkdownIt("commonmark", {"html": False}).enable("table")
-    for name, rule in (("image", _image), ("table_open", _open), ("table_close", _close)):
-        parser.add_render_rule(name, rule)
+    parser.add_render_rule("image", _image)
+    parser.add_render_rule("table_open", lambda *args: f"{SCROLL}\n<table>\n")
+    parser.add_render_rule("table_close", lambda *args: "</table>\n</div>\n")
     env = {"folder": folder}
     tokens = parser.parse(markdown, env)
     _align(tokens)
-    return (
-        (PARTS / "page.html")
-        .read_text(encoding="utf-8")
-        .format(
-            policy=html.escape(POLICY),
-            title=html.escape(title),
-            style=(PARTS / "style.css").read_text(encoding="utf-8"),
-            body=parser.renderer.render(tokens, parser.options, env),
-        )
-    )
+    page, style = ((PARTS / name).read_text("utf-8") for name in ("page.html", "style.css"))
+    policy, title = html.escape(POLICY), html.escape(title)
+    body = parser.renderer.render(tokens, parser.options, env)
+    return page.format(policy=policy, title=title, style=style, body=body)
 
 
 def command_line() -> str:
@@ -109,10 +101,11 @@ def command_line() -> str:
 
 def _align(tokens) -> None:
     """A column is of numbers when most of what is there is; then it stands to the right."""
-    table = []
-    for token, inside in zip(tokens, [*tokens[1:], None], strict=True):
-        if token.type in ("thead_open", "tr_open"):
-            table = [] if token.type == "thead_open" else [*table, []]
+    for token, inside in zip(tokens, tokens[1:], strict=False):
+        if token.type == "table_open":
+            table = []
+        elif token.type == "tr_open":
+            table.append([])
         elif token.type in ("th_open", "td_open"):
             table[-1].append((token, inside.content))
         elif token.type == "table_close":
@@ -121,14 +114,6 @@ def _align(tokens) -> None:
                 if 2 * sum(bool(NUMBER.match(text)) for text in there) >= len(there) + bool(there):
                     for cell, _ in column:
                         cell.attrSet("class", "number")
-
-
-def _open(self, tokens, i, options, env) -> str:
-    return '<div class="scroll" role="region" tabindex="0" aria-label="Table">\n<table>\n'
-
-
-def _close(self, tokens, i, options, env) -> str:
-    return "</table>\n</div>\n"
 
 
 def _image(self, tokens, i, options, env) -> str:
@@ -145,8 +130,8 @@ def _image(self, tokens, i, options, env) -> str:
 
 def _code(text: str) -> str:
     """Indented, for text that may hold fences."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    return textwrap.indent(text, "    ", lambda line: True)
 
 
 def _named(folder: str, pattern: str) -> list[str]:
-    return sorted(map(os.path.basename, glob.glob(os.path.join(glob.escape(folder), pattern))))
+    return sorted(path.name for path in pathlib.Path(folder).glob(pattern))

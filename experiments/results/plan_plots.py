@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from experiments.results.plots import DASHES, legend, look, pyplot, save
+from experiments.results.archive import corners
+from experiments.results.plots import DASHES, legend, look, panes, save
 from experiments.results.statistics import Comparison
 from local_opt import SyncPlan
 
@@ -21,7 +22,6 @@ def period_panels(shown: Mapping[str, tuple], path: str, title: str) -> None:
     Args:
       shown: {title: (learning rates float[T] or None, {label: plan of T steps})}; a label has the
         same look in every column.
-      path, title: of the picture.
 
     Raises:
       ValueError: if the plans of a run are of different lengths.
@@ -35,11 +35,8 @@ def period_panels(shown: Mapping[str, tuple], path: str, title: str) -> None:
       True
     """
     with_rate = any(rates is not None for rates, _ in shown.values())
-    figure, axes = pyplot().subplots(
-        1 + with_rate, len(shown), squeeze=False, sharex="col", layout="constrained",
-        figsize=(max(7.0, 6.0 * len(shown)), 4.6 + 1.5 * with_rate),
-        height_ratios=[4, 1][: 1 + with_rate],
-    )  # fmt: skip
+    size, heights = (max(7.0, 6.0 * len(shown)), 4.6 + 1.5 * with_rate), [4, 1][: 1 + with_rate]
+    figure, axes = panes(1 + with_rate, len(shown), size, sharex="col", height_ratios=heights)
     labels = list(dict.fromkeys(label for _, plans in shown.values() for label in plans))
     for column, (name, (rates, plans)) in zip(axes.T, shown.items(), strict=True):
         lengths = {plan.total_steps for plan in plans.values()}
@@ -56,9 +53,8 @@ def period_panels(shown: Mapping[str, tuple], path: str, title: str) -> None:
             column[1].set(ylabel="learning rate", ylim=(0, None))
             column[1].grid(alpha=0.3)
         column[-1].set_xlabel("step")
-    legend(figure, axes)
-    figure.suptitle(title)
-    save(figure, path)
+    legend(figure)
+    save(figure, path, title)
 
 
 def draw_plans(axis, plans: Mapping[str, SyncPlan], labels: Sequence[str]) -> None:
@@ -80,10 +76,3 @@ def draw_plans(axis, plans: Mapping[str, SyncPlan], labels: Sequence[str]) -> No
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.xaxis.get_major_locator().set_params(nbins=6)
     axis.grid(alpha=0.3)
-
-
-def corners(plan: SyncPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Steps at which H changes, with the end of the run, and H from there on."""
-    kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
-    steps = np.append(plan.starts[kept], plan.total_steps)
-    return steps, np.append(plan.periods[kept], plan.periods[-1])

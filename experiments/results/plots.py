@@ -1,5 +1,6 @@
 """One way to draw: curves of panels against what they cost, effects, time to a target, herding."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -18,15 +19,10 @@ SPREAD = ("rounds", "loads", "allreduces")  # costs in which arms differ by fact
 
 
 class Panel(NamedTuple):
-    """A row of a picture.
+    """A row of a picture."""
 
-    Fields:
-      scalar: of the records; "objective" is what chose the rates, "metric" what is reported.
-      x: names of the records' costs, a column each.
-    """
-
-    scalar: str
-    x: tuple[str, ...] = ("epoch", "seconds")
+    scalar: str  # of the records; "objective" chose the rates, "metric" is what is reported
+    x: tuple[str, ...] = ("epoch", "seconds")  # costs of the records, a column each
 
 
 ORDER_PANELS = (Panel("objective"), Panel("metric"), Panel("bound/linf"))
@@ -50,18 +46,17 @@ def comparison(
     What every task measures gets a row too; what was not recorded is left out.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
+    shown = {own.arm: list(own.runs.values()) for own in compared.at(speed) if own.runs}
     width = max(len(x) for _, x in rows)
-    figure, axes = pyplot().subplots(
-        len(rows), width, figsize=(4.7 * width, 3.7 * len(rows) + 0.9), squeeze=False,
-        layout="constrained", sharey="row",
-    )  # fmt: skip
+    size = 4.7 * width, 3.7 * len(rows) + 0.9
+    figure, axes = panes(len(rows), width, size, sharey="row")
     for row, (scalar, names) in zip(axes, rows, strict=True):
         for axis, x in zip(row, names, strict=False):
             for place, arm in enumerate(compared.arms):
-                own = compared.chosen.get((arm, speed))
-                if own and own.runs:
-                    label = f"{own.label} (lr {own.rate:g})"
-                    _draw(axis, list(own.runs.values()), x, scalar, look(place) | {"label": label})
+                if arm in shown:
+                    own = compared.chosen[arm, speed]
+                    label = {"label": f"{own.label} (lr {own.rate:g})"}
+                    _draw(axis, shown[arm], x, scalar, look(place) | label)
             if goal.when == "target" and scalar == goal.scalar:
                 axis.axhline(goal.target, color="#444444", linewidth=0.8, linestyle=":")
             _label(axis, x)
@@ -71,14 +66,14 @@ def comparison(
         if scalar in LOGARITHMIC:
             row[0].set_yscale("log")
         else:
-            _zoom(row[0], compared, scalar, speed)
-    legend(figure, axes)
-    seeds = max(len(own.runs) for own in compared.at(speed))
+            _zoom(row[0], [statistics.values(runs, scalar) for runs in shown.values()])
+    legend(figure)
+    seeds = max(map(len, shown.values()), default=0)
     at = "" if speed is None else f", R = {speed:g}"
-    figure.suptitle(
-        f"{title}{at}\neach at its own best learning rate, {seeds} seeds, mean and 95 % interval"
-    )
-    save(figure, path)
+    save(
+        figure, path,
+        f"{title}{at}\neach at its own best learning rate, {seeds} seeds, mean and 95 % interval",
+    )  # fmt: skip
 
 
 def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
@@ -103,8 +98,8 @@ def _draw(axis, runs, x: str, scalar: str, style) -> None:
         return
     found, at = found[:, kept], at[kept]
     mean, half = np.array([interval(v) for v in found.T]).T
-    half = np.nan_to_num(half)
-    low, colour = mean - half, style["color"]
+    half, colour = np.nan_to_num(half), style["color"]
+    low = mean - half
     if scalar in LOGARITHMIC:  # where a band may not reach 0
         low = np.maximum(low, found.min(axis=0) / 2)
     axis.plot(at, mean, **style, marker="o" if len(at) < 20 else None, ms=3)
@@ -133,11 +128,9 @@ def _plain(axis):
     axis.set_minor_formatter(NullFormatter())
 
 
-def _zoom(axis, compared, scalar, speed):
+def _zoom(axis, found: Sequence[np.ndarray]):
     """Leaves out the first fifth's bad values, which would flatten the rest."""
-    runs = [list(own.runs.values()) for own in compared.at(speed) if own.runs]
-    late = [v[:, v.shape[1] // 5 :].ravel() for v in (statistics.values(r, scalar) for r in runs)]
-    late = np.concatenate(late)
+    late = np.concatenate([v[:, v.shape[1] // 5 :].ravel() for v in found])
     late = late[np.isfinite(late)]
     if len(late):
         margin = 0.08 * (late.max() - late.min()) + 1e-3 * abs(late.max())
@@ -152,16 +145,14 @@ def look(place: int) -> dict:
 
 def time_to_target(compared: Comparison) -> tuple[str, Callable]:
     """Section: a panel per speed, a row per arm, seconds to the target with their interval."""
-    return "time_to_target.png", lambda path, title: _time_to_target(compared, path, title)
+    return "time_to_target.png", functools.partial(_time_to_target, compared)
 
 
 def _time_to_target(compared, path, title):
-    speeds = compared.speeds
-    arms = [arm for arm in compared.arms if any((arm, s) in compared.chosen for s in speeds)]
-    figure, axes = pyplot().subplots(
-        1, len(speeds), figsize=(3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)), sharey=True,
-        layout="constrained", squeeze=False,
-    )  # fmt: skip
+    speeds, present = compared.speeds, {arm for arm, _ in compared.chosen}
+    arms = [arm for arm in compared.arms if arm in present]
+    size = 3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)
+    figure, axes = panes(1, len(speeds), size, sharey=True)
     for axis, speed in zip(axes[0], speeds, strict=True):
         for own in compared.at(speed):
             found = np.array([*costs(compared, own, "seconds").values()])
@@ -172,8 +163,7 @@ def _time_to_target(compared, path, title):
     axes[0][0].set_yticks(range(len(arms)), [compared.arms[arm] for arm in arms])
     axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
     name = compared.arms[arms[0]]
-    figure.suptitle(f"{title}\nmean, 95 % interval and seeds; dotted: {name}", fontsize=11)
-    save(figure, path)
+    save(figure, path, f"{title}\nmean, 95 % interval and seeds; dotted: {name}", fontsize=11)
 
 
 def _bar(axis, row, found, *, dashed):
@@ -193,9 +183,7 @@ def _bar(axis, row, found, *, dashed):
 def effects(found: Mapping, path: str, title: str) -> None:
     """Writes a PNG: a panel per response of `factorial`, a row per effect with its interval."""
     lines = -(-len(found) // 3)
-    figure, axes = pyplot().subplots(
-        lines, 3, figsize=(15, 3.6 * lines), layout="constrained", sharey=True, squeeze=False
-    )
+    figure, axes = panes(lines, 3, (15, 3.6 * lines), sharey=True)
     for axis, (response, each) in zip(axes.flat, found.items(), strict=False):
         bounds = np.array([(e.mean, e.mean - e.half_width, e.mean + e.half_width) for e in each])
         if response.relative:
@@ -213,10 +201,8 @@ def effects(found: Mapping, path: str, title: str) -> None:
     axes[0][0].invert_yaxis()
     for axis in list(axes.flat)[len(found) :]:
         axis.set_visible(False)
-    figure.suptitle(
-        f"{title}\neffects from the first level to the second, 95 % intervals over seeds"
-    )
-    save(figure, path)
+    lines = "effects from the first level to the second, 95 % intervals over seeds"
+    save(figure, path, f"{title}\n{lines}")
 
 
 def _factors_on(axis, bounds):
@@ -233,61 +219,52 @@ def _factors_on(axis, bounds):
 
 
 def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str) -> None:
-    """Writes a PNG: the bound over rounds at the most workers, and over workers at the end.
-
-    Args:
-      records: with order, workers, round and bound; labels: {order: label}; norm: "inf" or "2".
-    """
-    figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
+    figure, ((left, right),) = panes(1, 2, (11, 4.4))
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
-    at = {}
-    for r in records:
-        at.setdefault((r["order"], r["workers"], r["round"]), []).append(r["bound"])
+    panels = ("round", rounds, {"workers": widths[-1]}), ("workers", widths, {"round": rounds[-1]})
     for i, name in enumerate(dict.fromkeys(r["order"] for r in records)):
-        over_rounds = [at[name, widths[-1], k] for k in rounds]
-        over_workers = [at[name, w, rounds[-1]] for w in widths]
-        for axis, x, groups in zip(
-            axes, (rounds, widths), (over_rounds, over_workers), strict=True
-        ):
+        style = look(i) | {"label": labels[name], "marker": "o", "ms": 4, "capsize": 3}
+        for axis, (along, x, fixed) in zip((left, right), panels, strict=True):
+            own = [r for r in records if {"order": name, **fixed}.items() <= r.items()]
+            groups = [[r["bound"] for r in own if r[along] == value] for value in x]
             mean, half = np.array([interval(g) for g in groups]).T
             bars = None if np.isnan(half).all() else np.minimum(half, 0.9 * mean)
-            style = look(i) | {"label": labels[name], "marker": "o", "ms": 4, "capsize": 3}
             axis.errorbar(x, mean, yerr=bars, **style)
-    for axis in axes:
+    for axis in (left, right):
         axis.set(yscale="log", ylabel=name_of(f"bound/l{norm}"))
         _plain(axis.yaxis)
         axis.grid(alpha=0.3)
-    axes[0].set_xlabel(f"rounds (W = {widths[-1]})")
-    axes[1].set(xlabel=f"workers (after {rounds[-1]} rounds)", xscale="log")
-    axes[1].set_xticks(widths, [str(w) for w in widths])
-    axes[1].minorticks_off()
-    legend(figure, [axes])
-    figure.suptitle(title)
-    save(figure, path)
+    left.set_xlabel(f"rounds (W = {widths[-1]})")
+    right.set(xlabel=f"workers (after {rounds[-1]} rounds)", xscale="log")
+    right.set_xticks(widths, [str(w) for w in widths])
+    right.minorticks_off()
+    legend(figure)
+    save(figure, path, title)
 
 
-def legend(figure, axes) -> None:
+def panes(rows: int, columns: int, size: tuple[float, float], **options):
+    """(figure, axes [rows, columns]); matplotlib is imported here, for it takes a second."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def legend(figure) -> None:
     """One for all, below."""
     found = {}
-    for axis in (axis for row in axes for axis in row):
-        found |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    for axis in figure.axes:
+        handles, labels = axis.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
     widest = 0.6 + 0.09 * max(map(len, found), default=0)  # inches of an entry
     columns = max(1, min(4, len(found), int(figure.get_figwidth() / widest)))
     figure.legend(found.values(), found, loc="outside lower center", ncols=columns)
 
 
-def pyplot():
-    """matplotlib is imported where a picture is made: it takes a second."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
-def save(figure, path) -> None:
+def save(figure, path: str, title: str, **options) -> None:
+    """Writes a PNG under a temporary name, then renames it."""
+    figure.suptitle(title, **options)
     temporary = f"{path}.tmp.png"
     figure.savefig(temporary, dpi=110)
-    pyplot().close(figure)
     os.replace(temporary, path)

@@ -11,6 +11,7 @@ the target alone: its costs, and in "at_target" the scalars that were there.
 Of several processes all read, and process 0 alone writes.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -70,17 +71,15 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
       ValueError: if the folder holds a run with other settings, or not the same for all processes.
     """
     settings = json.loads(json.dumps(dict(settings), sort_keys=True))
-    path = os.path.join(folder, "settings.json")
-    metrics = os.path.join(folder, METRICS)
-    before, kept = None if overwrite else read_json(path), []
-    if before is not None:
-        if before != settings:
-            changed = sorted(k for k in settings | before if settings.get(k) != before.get(k))
-            raise ValueError(
-                f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
-                "another --output_dir, or pass --overwrite to forget that run."
-            )
-        kept = read(metrics) if os.path.exists(metrics) else []
+    path, metrics = os.path.join(folder, "settings.json"), os.path.join(folder, METRICS)
+    before = None if overwrite else read_json(path)
+    if before not in (None, settings):
+        changed = sorted(k for k in settings | before if settings.get(k) != before.get(k))
+        raise ValueError(
+            f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
+            "another --output_dir, or pass --overwrite to forget that run."
+        )
+    kept = read(metrics) if before is not None and os.path.exists(metrics) else []
     distributed.wait(f"read {folder}")  # before the first of them writes
     first = distributed.of_first(len(kept))
     if first != len(kept):
@@ -98,12 +97,10 @@ def versions() -> dict:
     """Packages, Python and the device, for whoever runs it again."""
     import jax
 
-    found = {}
+    found = dict.fromkeys(PACKAGES)
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
     found |= {
         "python": platform.python_version(),
         "backend": jax.default_backend(),
@@ -116,13 +113,8 @@ def versions() -> dict:
 
 def read(path: str) -> list[dict]:
     """The records of a JSON-lines file; a last line that was cut off is left out."""
-    records = []
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                break
-            records.append(json.loads(line))
-    return records
+        return [json.loads(line) for line in file if line.endswith("\n")]
 
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:

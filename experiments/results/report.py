@@ -4,9 +4,10 @@ import os
 from collections.abc import Callable, Sequence
 
 from experiments.results import archive, html, plots, records, tables
-from experiments.results.columns import TABLE
 from experiments.results.statistics import Comparison
 from experiments.results.tables import Column
+
+TABLE = "table.md"
 
 
 def write(
@@ -22,13 +23,11 @@ def write(
     """Writes tables, pictures, comparison.json and report.html into the folder.
 
     Args:
-      comparison: of whole runs.
-      folder: exists.
       title: of the pictures and the page; command: what makes the comparison.
       columns: of the main table, one table per speed.
       panels: of comparison.png, one picture per speed.
-      sections: functions of the comparison that give (file name, text), or for a picture (file
-        name, function of a path and a title).
+      sections: functions of the comparison that give a text below the main table, (file name,
+        text), or for a picture (file name, function of a path and a title).
 
     Returns:
       The tables.
@@ -41,7 +40,8 @@ def write(
         path = os.path.join(folder, f"comparison{end}.png")
         plots.comparison(comparison, panels, path, title, speed)
     for section in sections:
-        name, made = section(comparison)
+        made = section(comparison)
+        name, made = (TABLE, made) if isinstance(made, str) else made
         if callable(made):
             made(os.path.join(folder, name), title)
         elif made:

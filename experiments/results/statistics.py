@@ -3,6 +3,7 @@
 A run is the list of its records by step. Over seeds, intervals are Student's t at 95 %.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,56 +18,35 @@ Run = Sequence[Mapping]
 
 
 class Criterion(NamedTuple):
-    """What chooses a learning rate.
+    """What chooses a learning rate."""
 
-    Fields:
-      scalar: of the records, on the tuning split; "train/loss" counts above its minimum where that
-        is known.
-      lower: whether less of it is better.
-      when: "last" value, "lowest" point of the mean over seeds, or fewest steps to a "target".
-      target: of the scalar, for when="target".
-    """
-
-    scalar: str = LOSS
-    lower: bool = True
-    when: str = "last"
-    target: float | None = None
+    scalar: str = LOSS  # on the tuning split; the loss above its minimum where that is known
+    lower: bool = True  # whether less of it is better
+    when: str = "last"  # value, "lowest" point of the mean over seeds, or fewest steps to "target"
+    target: float | None = None  # of the scalar, for when="target"
 
 
 class Chosen(NamedTuple):
-    """An arm at its own best learning rate, at one speed of the input.
-
-    Fields:
-      rate: None where a run diverged at every rate.
-      runs: by seed, of the reported phase.
-      tried, diverged: learning rates, ascending.
-    """
+    """An arm at its own best learning rate, at one speed of the input."""
 
     arm: str
     label: str
     speed: float | None
-    rate: float | None
-    runs: Mapping[int, Run]
-    tried: tuple[float, ...]
+    rate: float | None  # None where a run diverged at every rate
+    runs: Mapping[int, Run]  # by seed, of the reported phase
+    tried: tuple[float, ...]  # learning rates, ascending, as those that diverged
     diverged: tuple[float, ...]
 
 
 class Comparison(NamedTuple):
-    """All that tables and pictures need.
+    """All that tables and pictures need."""
 
-    Fields:
-      records: of whole runs; arms: {name: label}, the baseline first.
-      speeds: of the input, or (None,).
-      chosen: {(arm, speed): Chosen}, in the order of the arms, for those that have run.
-      plans: {arm: SyncPlan}, where they are known before the run.
-    """
-
-    records: Sequence[Mapping]
-    arms: Mapping[str, str]
+    records: Sequence[Mapping]  # of whole runs
+    arms: Mapping[str, str]  # {name: label}, the baseline first
     criterion: Criterion
-    speeds: tuple
-    chosen: Mapping[tuple, Chosen]
-    plans: Mapping[str, Any]
+    speeds: tuple  # of the input, or (None,)
+    chosen: Mapping[tuple, Chosen]  # {(arm, speed): Chosen} of those that have run, as the arms
+    plans: Mapping[str, Any]  # {arm: SyncPlan}, where they are known before the run
 
     def at(self, speed: float | None = None) -> list[Chosen]:
         return [own for (_, s), own in self.chosen.items() if s == speed]
@@ -76,27 +56,17 @@ class Comparison(NamedTuple):
 
 
 def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
-    """Every arm at its own best rate, at every speed.
-
-    Args:
-      records: of whole runs; arms: {name: label}, the baseline first; plans: {arm: SyncPlan}.
-
-    Raises:
-      ValueError: if the baseline has not run.
-    """
+    """Every arm at its own best rate, at every speed; ValueError if the baseline has not run."""
     records, first, chosen = list(records), next(iter(arms)), {}
     ran = list(dict.fromkeys(r["arm"] for r in records))
     if first not in ran:
         raise ValueError(f"the baseline {first!r} is not among the arms run, {ran}: run it too.")
     speeds = sorted({r["speed"] for r in records if r.get("speed") is not None}) or [None]
-    for speed in speeds:
-        for arm, label in arms.items():
-            rate, runs = best_rate(records, arm, speed, criterion), {}
-            if rate is not None:
-                runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
-            if tried := tuple(sorted(runs_of(records, arm, speed))):
-                out = diverged(records, arm, speed)
-                chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
+    for speed, (arm, label) in itertools.product(speeds, arms.items()):
+        if tried := tuple(sorted(runs_of(records, arm, speed))):
+            rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
+            runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
+            chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
     known = of_records(criterion, records)
     return Comparison(records, dict(arms), known, tuple(speeds), chosen, dict(plans or {}))
 
@@ -176,29 +146,15 @@ def lowest(runs: Sequence[Run], criterion: Criterion) -> np.ndarray:
     return found[:, np.nanargmin(mean if criterion.lower else -mean)]
 
 
-def reached(run: Run, criterion: Criterion | str, target: float | None = None) -> Mapping | None:
-    """The first record of a run at the target; None if there is none.
-
-    Args:
-      criterion: with its target, or the name of a scalar.
-      target: overrides the criterion's.
-    """
-    if isinstance(criterion, str):
-        criterion = Criterion(criterion, lower_of(criterion))
+def reached(run: Run, criterion: Criterion, target: float | None = None) -> Mapping | None:
+    """The first record of a run at the target, the criterion's if unset; None if there is none."""
     scalar, goal = criterion.scalar, criterion.target if target is None else target
     for r in run:
         value = r.get(scalar)
-        if value is not None and (value <= goal if criterion.lower else value >= goal):
-            return r
-        if scalar in r.get("at_target", ()):
+        there = value is not None and (value <= goal if criterion.lower else value >= goal)
+        if there or scalar in r.get("at_target", ()):
             return r
     return None
-
-
-def lower_of(scalar: str) -> bool:
-    """Whether less of a scalar is better."""
-    metric = METRICS.get(scalar.split("/")[-1])
-    return metric.lower if metric else True
 
 
 def tested(criterion: Criterion) -> Criterion:
@@ -231,10 +187,17 @@ def to_target(runs: Mapping[int, Run], criterion: Criterion, target: float, name
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
 
 
-def log_ratios(base: Mapping[int, float], own: Mapping[int, float]) -> np.ndarray:
-    """log(base / own), paired by seed: positive where it takes less than the base."""
-    pairs = np.array([(base[seed], own[seed]) for seed in own if seed in base]).reshape(-1, 2)
-    before, after = np.log(np.maximum(pairs, 1e-12)).T  # a target may be there at once
+def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
+    """float64[seeds, 2]: what both have, in the first one's order."""
+    return np.array([(own[seed], base[seed]) for seed in own if seed in base], float).reshape(-1, 2)
+
+
+def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-12) -> np.ndarray:
+    """log(base / own), paired by seed: positive where it takes less than the base.
+
+    Values below the floor count as that: a target may be there at once.
+    """
+    after, before = np.log(np.maximum(paired(own, base), floor)).T
     return before - after
 
 

@@ -27,26 +27,19 @@ NAMES = {
 
 
 class Column(NamedTuple):
-    """Fields:
-    head: its text, or a function of the comparison.
-    cell: `(comparison, arm at its own best rate) -> text`.
-    always: of arms too that diverged at every rate; else "-".
-    """
-
     head: str | Callable[[Comparison], str]
-    cell: Callable[[Comparison, Chosen], str]
-    always: bool = False
+    cell: Callable[[Comparison, Chosen], str]  # of an arm at its own best rate
+    always: bool = False  # of arms too that diverged at every rate; else "-"
 
 
 def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:
     """The main table: an arm a row, at its own best rate; what every task measures comes last."""
-    heads = [c.head if isinstance(c.head, str) else c.head(comparison) for c in columns]
     rows = []
     for own in comparison.at(speed):
-        row = {
-            head: c.cell(comparison, own) if own.runs or c.always else "-"
-            for head, c in zip(heads, columns, strict=True)
-        }
+        row = {}
+        for head, cell, always in columns:
+            head = head if isinstance(head, str) else head(comparison)
+            row[head] = cell(comparison, own) if own.runs or always else "-"
         for name in statistics.everywhere(comparison):
             ends = [statistics.last(run, f"test/{name}") for run in own.runs.values()]
             row.setdefault(METRICS[name].label, show(ends, METRICS[name].form))
@@ -56,66 +49,61 @@ def table(comparison: Comparison, columns: Sequence[Column], speed: float | None
 
 def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm") -> str:
     """What chose the rates: the criterion at every learning rate, in brackets the seeds if many."""
-    at = comparison.at(speed)
+    at, criterion = comparison.at(speed), comparison.criterion
     rates = sorted({rate for own in at for rate in own.tried})
 
     def cell(own, rate):
         if rate in own.diverged:
             return "diverged"
         runs = statistics.runs_of(comparison.records, own.arm, speed).get(rate)
-        return _scored(list(runs.values()), comparison.criterion) if runs else "-"
+        if not runs:
+            return "-"
+        late, mean = statistics.score([*runs.values()], criterion)
+        if late:
+            return f"{len(runs) - late:.0f} of {len(runs)} arrive"
+        target = criterion.when == "target"
+        mean = mean if target or criterion.lower else -mean
+        text = rounded(mean, "{:.0f}" if target else form_of(criterion.scalar))
+        return text + (f" ({len(runs)})" if len(runs) > 1 else "")
 
     return markdown([{head: own.label} | {f"lr {r:g}": cell(own, r) for r in rates} for own in at])
 
 
-def _scored(runs, criterion) -> str:
-    seeds = f" ({len(runs)})" if len(runs) > 1 else ""
-    late, mean = statistics.score(runs, criterion)
-    if late:
-        return f"{len(runs) - late:.0f} of {len(runs)} arrive"
-    if criterion.when == "target":
-        return f"{rounded(mean, '{:.0f}')}{seeds}"
-    return f"{rounded(mean if criterion.lower else -mean, form_of(criterion.scalar))}{seeds}"
-
-
-def against(comparison: Comparison, speed: float | None = None) -> str:
-    """The test metric of every arm less the baseline's, paired by seed; "" with one arm."""
-    metric, base = statistics.metric_of(comparison), comparison.baseline(speed)
-    name, scale = f"test/{metric}", 100 if metric == "accuracy" else 1
-    head = f"{'points' if scale == 100 else 'difference'} against {base.label}"
+def against(comparison: Comparison) -> str:
+    """Section: the test metric of every arm less the baseline's, paired by seed."""
+    metric, base = statistics.metric_of(comparison), comparison.baseline()
+    scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
     rows = []
-    for own in comparison.at(speed):
-        shared = sorted(set(own.runs) & set(base.runs))
-        if own.arm == base.arm or not shared:
-            continue
-        pairs = [[statistics.last(of.runs[s], name) for of in (own, base)] for s in shared]
-        text = show([scale * (a - b) for a, b in pairs], "{:+.2f}").replace("± +", "± ")
-        rows.append({head: own.label, METRICS[metric].label: text})
+    for own in comparison.at():
+        ends = ({s: statistics.last(run, f"test/{metric}") for s, run in of.runs.items()}
+                for of in (own, base))  # fmt: skip
+        less = statistics.paired(*ends)
+        if own.arm != base.arm and len(less):
+            text = show(scale * (less[:, 0] - less[:, 1]), "{:+.2f}").replace("± +", "± ")
+            rows.append({f"{unit} against {base.label}": own.label, METRICS[metric].label: text})
     return markdown(rows) if rows else ""
 
 
 def times_faster(comparison: Comparison) -> str:
-    """How many times faster than the baseline an arm is at the target, a column per speed."""
+    """Section: how many times faster than the baseline an arm is at the target, by speed."""
+    chosen, speeds = comparison.chosen, comparison.speeds
     head = f"times faster than {next(iter(comparison.arms.values()))}"
 
-    def cell(arm, speed):
-        own = comparison.chosen.get((arm, speed))
+    def cell(own):
         return faster(comparison, own, missing="arrive") if own else "-"
 
-    return markdown(
-        [
-            {head: label} | {f"R = {speed:g}": cell(arm, speed) for speed in comparison.speeds}
-            for arm, label in comparison.arms.items()
-            if any((arm, speed) in comparison.chosen for speed in comparison.speeds)
-        ]
-    )
+    return markdown([
+        {head: label} | {f"R = {speed:g}": cell(chosen.get((arm, speed))) for speed in speeds}
+        for arm, label in comparison.arms.items()
+        if any((arm, speed) in chosen for speed in speeds)
+    ])  # fmt: skip
 
 
 def faster(comparison: Comparison, own: Chosen, missing: str = "") -> str:
     """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none."""
     base = comparison.baseline(own.speed)
     spent, before = (costs(comparison, of, "seconds") if of else {} for of in (own, base))
-    late = sum(math.isinf(s) for s in spent.values())
+    late = sum(map(math.isinf, spent.values()))
     if late and missing:
         return f"{len(spent) - late} of {len(spent)} {missing}"
     if late or not set(spent) & set(before) or any(map(math.isinf, before.values())):
@@ -134,7 +122,7 @@ def times(logs, *, exact: bool = False) -> str:
     mean, half = interval(logs)
     shown = half >= 0 if exact else half > 0
     bounds = f" ({np.exp(mean - half):.2f} to {np.exp(mean + half):.2f})"
-    return f"{np.exp(mean):.2f}" + (bounds if shown else "")
+    return f"{np.exp(mean):.2f}" + bounds * shown
 
 
 def show(found, form: str) -> str:
@@ -152,7 +140,7 @@ def rounded(mean: float, form: str) -> str:
 
 def show_reached(found: Mapping[int, float], form: str, word: str = "") -> str:
     """Mean and interval if all seeds arrived, else how many did."""
-    late = sum(math.isinf(v) for v in found.values())
+    late = sum(map(math.isinf, found.values()))
     if late:
         return f"{len(found) - late} of {len(found)} {word}".rstrip()
     return show(found.values(), form)
@@ -163,8 +151,8 @@ def name_of(scalar: str) -> str:
     if scalar in NAMES:
         return NAMES[scalar]
     part, _, name = scalar.partition("/")
-    words = {"valid": "validation"}.get(part, part)
-    return METRICS[name].label.replace("test", words) if name in METRICS else f"{words} {name}"
+    part = "validation" if part == "valid" else part
+    return METRICS[name].label.replace("test", part) if name in METRICS else f"{part} {name}"
 
 
 def form_of(scalar: str) -> str:
@@ -175,9 +163,6 @@ def form_of(scalar: str) -> str:
 def markdown(rows: Sequence[Mapping]) -> str:
     """Rows with equal keys as an aligned Markdown table."""
     lines = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * w for w in widths])
-    return "\n".join(
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)

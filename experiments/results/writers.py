@@ -7,6 +7,7 @@ import contextlib
 import csv
 import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -41,9 +42,6 @@ def open_writers(
       keep: records of an earlier call.
       console: takes every new record as one readable line, such as `print`.
 
-    Yields:
-      A function of one record.
-
     Raises:
       ImportError: if TensorBoard is asked for and tensorboardX is not installed.
 
@@ -63,11 +61,13 @@ def open_writers(
         return
     kept = [_plain(record) for record in keep]
     os.makedirs(folder, exist_ok=True)
-    events = os.path.join(folder, EVENTS)
+    events, lines = os.path.join(folder, EVENTS), os.path.join(folder, records.METRICS)
     _forget_events(events)
+    records.write_lines(lines, kept)
     with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(lines, "a", encoding="utf-8", buffering=1))
         opened = [
-            stack.enter_context(_json_lines(os.path.join(folder, records.METRICS), kept)),
+            lambda record: file.write(json.dumps(record) + "\n"),  # a line is flushed
             _csv(os.path.join(folder, TABLE), kept),
         ]
         if tensorboard:
@@ -91,12 +91,11 @@ def console_line(record: Mapping) -> str:
       'step 12,000  train/loss 0.9123'
     """
     hidden = {*records.IDENTITY, "ended"}
-    shown = {
-        name: value
+    return "  ".join(
+        f"{name} {_short(value)}"
         for name, value in _plain(record).items()
         if value is not None and name not in hidden and not isinstance(value, list)
-    }
-    return "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
+    )
 
 
 def _short(value) -> str:
@@ -110,43 +109,29 @@ def _plain(record: Mapping) -> dict:
     return {name: v.tolist() if hasattr(v, "tolist") else v for name, v in record.items()}
 
 
-@contextlib.contextmanager
-def _json_lines(path: str, kept: Sequence[Mapping]) -> Iterator[Write]:
-    records.write_lines(path, kept)
-    with open(path, "a", encoding="utf-8") as file:
-
-        def write(record: Mapping) -> None:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-
-        yield write
-
-
 def _csv(path: str, kept: Sequence[Mapping]) -> Write:
     """Columns stand in the order in which they were first seen; the file grows by whole rows."""
-    columns = list(dict.fromkeys(name for row in kept for name in row))
-    records.write_whole(path, _csv_lines(columns, kept, header=bool(columns)))
+    rows, columns = list(kept), list(dict.fromkeys(name for row in kept for name in row))
+
+    def text(some, *, head):
+        file = io.StringIO()
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if head:
+            writer.writeheader()
+        writer.writerows(some)
+        return file.getvalue()
 
     def write(record: Mapping) -> None:
+        rows.append(record)
         if new := [name for name in record if name not in columns]:
-            with open(path, encoding="utf-8", newline="") as file:
-                before = list(csv.DictReader(file))
             columns.extend(new)
-            records.write_whole(path, _csv_lines(columns, [*before, record], header=True))
+            records.write_whole(path, text(rows, head=True))
         else:
             with open(path, "a", encoding="utf-8", newline="") as file:
-                file.write(_csv_lines(columns, [record], header=False))
+                file.write(text([record], head=False))
 
+    records.write_whole(path, text(rows, head=bool(columns)))
     return write
-
-
-def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping], *, header: bool) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _tensorboardx():
@@ -176,19 +161,25 @@ def _forget_events(path: str) -> None:
 
 @contextlib.contextmanager
 def _event_files(path: str, kept: Sequence[Mapping]) -> Iterator[Write]:
+    """One file is open at a time: that of the run whose record came last."""
     events_writer, event, scalar = _tensorboardx()
-    opened, count, file = None, 0, None
+    numbers, open_run = itertools.count(), contextlib.ExitStack()
+    opened = file = None
+
+    def name_of(record: Mapping) -> str:
+        parts = [f"{k}={record[k]}" for k in records.RUN_FIELDS if record.get(k) is not None]
+        return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))
 
     def write(record: Mapping) -> None:
-        nonlocal opened, count, file
-        run = _run_name(record)
+        nonlocal opened, file
+        run = name_of(record)
         if run != opened:
-            if file is not None:
-                file.close()
+            open_run.close()
             os.makedirs(os.path.join(path, run), exist_ok=True)
             # The number tells files apart that are opened in one second.
-            file = events_writer(os.path.join(path, run, "events"), f".{count:06d}")
-            opened, count = run, count + 1
+            name = os.path.join(path, run, "events")
+            opened, file = run, events_writer(name, f".{next(numbers):06d}")
+            open_run.callback(file.close)
         for name, value in record.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and name not in ("step", *records.RUN_FIELDS):
@@ -196,15 +187,7 @@ def _event_files(path: str, kept: Sequence[Mapping]) -> Iterator[Write]:
                 file.write_event(event(wall_time=time.time(), step=record["step"], summary=summary))
         file.flush()
 
-    try:
-        for record in sorted(kept, key=_run_name):  # stable: a run stays in order
+    with open_run:
+        for record in sorted(kept, key=name_of):  # stable: a run stays in order
             write(record)
         yield write
-    finally:
-        if file is not None:
-            file.close()
-
-
-def _run_name(record: Mapping) -> str:
-    parts = [f"{k}={record[k]}" for k in records.RUN_FIELDS if record.get(k) is not None]
-    return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))

@@ -3,13 +3,14 @@
 A measure takes a comparison and gives an `Effect`, on which rule.py decides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from experiments.results import statistics
 from experiments.results.columns import fastest, spent
-from experiments.results.statistics import LOSS, Criterion, compare, interval, last, log_ratios
+from experiments.results.statistics import LOSS, Criterion, compare, interval, last
 from experiments.results.tables import costs
 from experiments.verdict_parts.rule import NOTHING, Effect
 
@@ -17,7 +18,48 @@ CONTROLS = ("unzip", "id_mean", "id_pair")  # of CD-GraB
 NO_ECHO = ("local", "larger_lr", "accumulate")  # what might do the work of echoing
 
 
-def at_end(scalar: str, order: str = "cd_grab", against: str = "rr", *, rate=None) -> Callable:
+def _effect(comparison, found, pair, kind, *, controls, rest, floor=1e-12, start="") -> Effect:
+    """How much better the first arm of a pair is than the second, of {arm: {seed: value}}.
+
+    Args:
+      kind: "points" more of an accuracy, "less" or "more" of a loss, or a unit of which it takes
+        times less.
+      controls: arms; rest: of the text, at its end.
+      floor: values below count as this in ratios; start: of the second arm's value in the text.
+    """
+
+    def better(arm):
+        own, base = found[arm], found[pair[1]]
+        if kind == "points":
+            return 100 * -np.diff(statistics.paired(own, base))[:, 0]
+        logs = statistics.log_ratios(base, own, floor=floor)
+        return -logs if kind == "more" else logs
+
+    values, means = better(pair[0]), [np.mean([*found[arm].values()]) for arm in pair]
+    mean, half = interval(values)
+    if kind == "points":
+        text = "{:.2f} % against {:.2f} %: ".format(*(100 * m for m in means))
+        text += f"{mean:+.2f} ± {half:.2f} points"
+    elif kind in ("less", "more"):
+        mean, half = interval(values if kind == "more" else -values)
+        change = 100 * np.expm1([mean, mean - half, mean + half])
+        text = "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*means, *change)
+    else:
+        ratios = np.exp([mean, mean - half, mean + half])
+        text = f"{means[0]:.3g} against {start}{means[1]:.3g} {kind}: "
+        text += "{:.2f} times less ({:.2f} to {:.2f})".format(*ratios)
+    others = [k for k in controls if k in found and k not in pair]
+    others = {comparison.arms[k]: better(k) for k in others}
+    return Effect(values, f"{text}{rest}; {len(values)} seeds", others)
+
+
+def _at(rates) -> str:
+    return f"; lr {' and '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}"
+
+
+def at_end(
+    scalar: str, order="cd_grab", against="rr", *, rate=None, over_run: bool = False
+) -> Callable:
     """How much better an order is at the last epoch.
 
     Args:
@@ -25,33 +67,27 @@ def at_end(scalar: str, order: str = "cd_grab", against: str = "rr", *, rate=Non
       order, against: names of orders.
       rate: the learning rate of both; None: each at its own, where the mean train loss over seeds
         ends lowest.
+      over_run: in the mean over all epochs.
     """
-    return _better(scalar, order, against, rate, lambda values: values[:, -1])
-
-
-def over_run(scalar: str, order: str = "cd_grab", against: str = "rr", *, rate=None) -> Callable:
-    """How much better an order is in the mean over all epochs; arguments as of `at_end`."""
-    return _better(scalar, order, against, rate, lambda v: np.nanmean(v[:, 1:], axis=1))
-
-
-def _better(scalar, order, against, rate, summary):
-    higher = not statistics.lower_of(scalar)
+    pair, kind = (order, against), "points" if scalar == "test/accuracy" else "less"
 
     def measure(comparison):
-        chosen = {k: _ending(comparison, k, rate) for k in (order, against, *CONTROLS)}
-        if not (chosen[order] and chosen[against]):
-            return _none(comparison, (order, against), rate)
-        ends = {k: summary(statistics.values(c[1], scalar)) for k, c in chosen.items() if c}
-        base, text = ends[against], _accuracies if higher else _losses
-        better = {
-            k: 100 * (v - base) if higher else np.log(base) - np.log(v) for k, v in ends.items()
-        }
-        values = better[order]
-        text = text([np.mean(ends[k]) for k in (order, against)], values if higher else -values)
-        text += _at([chosen[order][0], chosen[against][0]], len(values))
-        return Effect(values, text, _controls(comparison, order, against, better))
+        chosen = {k: _ending(comparison, k, rate) for k in (*pair, *CONTROLS)}
+        chosen = {k: own for k, own in chosen.items() if own}
+        if not set(pair) <= set(chosen):
+            return _none(comparison, pair, rate)
+        found = {}
+        for k, (_, runs) in chosen.items():
+            epochs = statistics.values([*runs.values()], scalar)
+            ends = np.nanmean(epochs[:, 1:], axis=1) if over_run else epochs[:, -1]
+            found[k] = dict(zip(runs, ends, strict=True))
+        rates = _at([chosen[k][0] for k in pair])
+        return _effect(comparison, found, pair, kind, controls=_controls(pair), rest=rates)
 
     return measure
+
+
+over_run = functools.partial(at_end, over_run=True)
 
 
 def to_best(cost: str, order: str = "cd_grab", *, rate=None) -> Callable:
@@ -63,48 +99,45 @@ def to_best(cost: str, order: str = "cd_grab", *, rate=None) -> Callable:
       cost: "epochs" or "seconds"; order: its name.
       rate: the learning rate of both; None: each at its own fastest, and the target of D-RR's best.
     """
-    name, unit, floor = {"epochs": ("epoch", "epochs", 1.0), "seconds": ("seconds", "s", 1e-9)}[
-        cost
-    ]
+    name, unit, floor = ("epoch", "epochs", 1.0) if cost == "epochs" else ("seconds", "s", 1e-9)
+    pair = (order, "rr")
 
     def measure(comparison):
         kept = [r for r in comparison.records if rate in (None, r["learning_rate"])]
         if not any(r["arm"] == "rr" for r in kept):
-            return _none(comparison, (order, "rr"), rate)
+            return _none(comparison, pair, rate)
         here = compare(kept, comparison.arms, comparison.criterion)
         runs = {k: fastest(here, k) for (k, _), own in here.chosen.items() if own.runs}
-        if not {order, "rr"} <= set(runs):
-            return _none(comparison, (order, "rr"), rate)
-        needed = {k: np.array([*spent(here, own, name).values()]) for k, (_, own) in runs.items()}
-        own, late = needed[order], np.isinf(needed["rr"])
-        if np.isinf(own).any():
-            text = f"{np.isfinite(own).sum()} of {len(own)} seeds arrive, of D-RR {(~late).sum()}"
+        if not set(pair) <= set(runs):
+            return _none(comparison, pair, rate)
+        needed = {k: spent(here, own, name) for k, (_, own) in runs.items()}
+        arrived = {k: np.isfinite([*needed[k].values()]) for k in pair}
+        if not arrived[order].all():
+            own, base = arrived.values()
+            text = f"{own.sum()} of {len(own)} seeds arrive, of D-RR {base.sum()}"
             return Effect(np.empty(0), text, missing="not all seeds arrive")
-        base = np.where(late, [run[-1][name] for run in runs["rr"][1].values()], needed["rr"])
-        fewer = {k: np.log(base) - np.log(np.maximum(v, floor)) for k, v in needed.items()}
-        than = ("over " if late.any() else "") + f"{np.mean(base):.3g}"
-        text = f"{np.mean(own):.3g} against {than} {unit}: {_times(fewer[order])}"
-        text += _at([runs[order][0], runs["rr"][0]], len(own))
-        return Effect(fewer[order], text, _controls(comparison, order, "rr", fewer))
+        ends = {seed: run[-1][name] for seed, run in runs["rr"][1].items()}
+        needed["rr"] = {s: v if np.isfinite(v) else ends[s] for s, v in needed["rr"].items()}
+        return _effect(
+            comparison, needed, pair, unit, controls=_controls(pair), floor=floor,
+            start="" if arrived["rr"].all() else "over ", rest=_at([runs[k][0] for k in pair]),
+        )  # fmt: skip
 
     return measure
 
 
 def _ending(comparison, arm, rate):
     """(rate, runs) at this learning rate, or at that whose mean train loss ends lowest, or None."""
-    kept = {
-        r: [*runs.values()]
-        for r, runs in statistics.tuned(comparison.records, arm).items()
-        if rate in (None, r)
-    }
-    best = min(kept, key=lambda r: statistics.score(kept[r], Criterion(LOSS)), default=None)
+    tuned = statistics.tuned(comparison.records, arm)
+    kept = {r: runs for r, runs in tuned.items() if rate in (None, r)}
+    scores = {r: statistics.score([*runs.values()], Criterion(LOSS)) for r, runs in kept.items()}
+    best = min(scores, key=scores.get, default=None)
     return None if best is None else (best, kept[best])
 
 
-def _controls(comparison, order, against, found: Mapping) -> dict:
-    """The effect of the other orders, where it is CD-GraB that is compared with D-RR."""
-    theirs = CONTROLS if (order, against) == ("cd_grab", "rr") else ()
-    return {comparison.arms[k]: found[k] for k in theirs if k in found}
+def _controls(pair) -> tuple[str, ...]:
+    """The other orders, where it is CD-GraB that is compared with D-RR."""
+    return CONTROLS if pair == ("cd_grab", "rr") else ()
 
 
 def _none(comparison, orders, rate) -> Effect:
@@ -123,28 +156,24 @@ def points(
       rule, against, controls: names of rules, each at its own best peak rate.
       scalar: "test/accuracy" or "train/loss".
     """
-    accuracy = scalar == "test/accuracy"
+    kind = "points" if scalar == "test/accuracy" else "more"
 
     def measure(comparison):
-        own = {k: comparison.chosen.get((k, None)) for k in (rule, against, *controls)}
-        ends = {k: {s: last(run, scalar) for s, run in one.runs.items()}
-                for k, one in own.items() if one and one.runs}  # fmt: skip
-        if not {rule, against} <= set(ends):
+        own = _chosen(comparison, (rule, against, *controls))
+        if not {rule, against} <= set(own):
             return NOTHING
-
-        def difference(k):
-            if not accuracy:
-                return log_ratios(ends[k], ends[against])
-            shared = [s for s in ends[k] if s in ends[against]]
-            return 100 * np.array([ends[k][s] - ends[against][s] for s in shared])
-
-        seen = [np.mean([*ends[k].values()]) for k in (rule, against)]
-        values, end = difference(rule), own[rule].runs[min(own[rule].runs)][-1]
-        text = (_accuracies if accuracy else _losses)(seen, values)
-        text += f"; volume {100 * end['rounds'] / end['step']:.1f} %; {len(values)} seeds"
-        return Effect(values, text, {own[k].label: difference(k) for k in controls if k in ends})
+        ends = {k: {s: last(r, scalar) for s, r in one.runs.items()} for k, one in own.items()}
+        end = own[rule].runs[min(own[rule].runs)][-1]
+        volume = f"; volume {100 * end['rounds'] / end['step']:.1f} %"
+        return _effect(comparison, ends, (rule, against), kind, controls=controls, rest=volume)
 
     return measure
+
+
+def _chosen(comparison, arms, speed=None) -> dict:
+    """Those of the arms that have runs at their own best rate."""
+    own = {k: comparison.chosen.get((k, speed)) for k in arms}
+    return {k: one for k, one in own.items() if one and one.runs}
 
 
 def cheaper(cost: str, arm: str = "diffusion", against: str = "none", *, speed: float) -> Callable:
@@ -153,51 +182,24 @@ def cheaper(cost: str, arm: str = "diffusion", against: str = "none", *, speed: 
     Args:
       cost: "loads" or "seconds"; arm, against: names of arms; speed: R.
     """
+    pair = (arm, against)
 
     def measure(comparison):
-        own = {k: comparison.chosen.get((k, speed)) for k in (arm, against, *NO_ECHO)}
-        own = {k: one for k, one in own.items() if one and one.runs}
-        if not {arm, against} <= set(own):
+        own = _chosen(comparison, (*pair, *NO_ECHO), speed)
+        if not set(pair) <= set(own):
             return NOTHING
         needed = {k: costs(comparison, one, cost) for k, one in own.items()}
-        for k in (arm, against):
+        for k in pair:
             arrived = np.isfinite([*needed[k].values()])
             if not arrived.all():
                 text = f"{own[k].label}: {arrived.sum()} of {len(arrived)} seeds arrive"
                 return Effect(np.empty(0), text, missing="not all seeds arrive")
-        fewer = {k: log_ratios(needed[against], found) for k, found in needed.items()}
-        seen = [np.mean([*needed[k].values()]) for k in (arm, against)]
-        unit = {"loads": "loads", "seconds": "s"}[cost]
-        text = "{:.3g} against {:.3g} {}: ".format(*seen, unit) + _times(fewer[arm])
+        rest = _at([own[k].rate for k in pair])
         if cost == "loads":
-            steps = [costs(comparison, own[k], "step").values() for k in (arm, against)]
-            text += "; {:.3g} against {:.3g} steps".format(*(np.mean([*s]) for s in steps))
-        text += _at([own[k].rate for k in (arm, against)], len(fewer[arm]))
-        free = [k for k in NO_ECHO if k in own and against == "none" and k != arm]
-        return Effect(fewer[arm], text, {own[k].label: fewer[k] for k in free})
+            steps = [[*costs(comparison, own[k], "step").values()] for k in pair]
+            rest = "; {:.3g} against {:.3g} steps".format(*map(np.mean, steps)) + rest
+        free = NO_ECHO if against == "none" else ()
+        unit = {"loads": "loads", "seconds": "s"}[cost]
+        return _effect(comparison, needed, pair, unit, controls=free, rest=rest)
 
     return measure
-
-
-def _bounds(found):
-    mean, half = interval(found)
-    return np.array([mean, mean - half, mean + half])
-
-
-def _losses(seen, logs) -> str:
-    change = "{:+.3g} % ({:+.3g} to {:+.3g})".format(*100 * np.expm1(_bounds(logs)))
-    return "{:#.4g} against {:#.4g}: ".format(*seen) + change
-
-
-def _accuracies(seen, found) -> str:
-    mean, half = interval(found)
-    pair = "{:.2f} % against {:.2f} %: ".format(*100 * np.array(seen))
-    return f"{pair}{mean:+.2f} ± {half:.2f} points"
-
-
-def _times(logs) -> str:
-    return "{:.2f} times less ({:.2f} to {:.2f})".format(*np.exp(_bounds(logs)))
-
-
-def _at(rates, seeds) -> str:
-    return f"; lr {' and '.join(f'{rate:g}' for rate in dict.fromkeys(rates))}; {seeds} seeds"

@@ -18,17 +18,10 @@ LEAST_SEEDS = 3
 
 
 class Effect(NamedTuple):
-    """Fields:
-    values: float64[seeds], positive where it is as claimed: points, or logarithms of ratios.
-    text: what was seen, for people.
-    controls: {label: float64[seeds]}, what should not have the effect.
-    missing: why there are no values although there are runs, or "".
-    """
-
-    values: np.ndarray
-    text: str
-    controls: Mapping[str, np.ndarray] = {}
-    missing: str = ""
+    values: np.ndarray  # float64[seeds], positive as claimed: points, or logarithms of ratios
+    text: str  # what was seen, for people
+    controls: Mapping[str, np.ndarray] = {}  # {label: values} of what should not have the effect
+    missing: str = ""  # why there are no values although there are runs
 
 
 NOTHING = Effect(np.empty(0), "-")
