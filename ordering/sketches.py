@@ -115,8 +115,9 @@ def sketch_rows(rows: rows_lib.Rows, to_sketch: Callable[[PyTree], jax.Array]) -
       >>> ordering.sketch_rows(rows, ordering.sketch(jax.random.key(0), size=64)).tree.shape
       (2, 64)
     """
-    each = [to_sketch(jax.tree.map(lambda g, i=i: g[i], rows.tree)) for i in range(rows.size)]
-    return rows_lib.Rows.of(jnp.stack(each))
+    if rows.size == 1:  # read in blocks of whole rows, as it lies
+        return rows_lib.Rows.of(to_sketch(jax.tree.map(lambda g: g[0], rows.tree))[None])
+    return rows_lib.Rows.of(jax.vmap(to_sketch)(rows.tree))
 
 
 def fold(leaf: jax.Array, seed: jax.Array, size: int) -> jax.Array:
@@ -128,7 +129,7 @@ def fold(leaf: jax.Array, seed: jax.Array, size: int) -> jax.Array:
     Args:
       leaf: any shape; seed: uint32[]; size: k.
     """
-    matrix = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else leaf.size)
+    matrix = leaf.reshape(-1, _width(leaf))
     length, width = matrix.shape
     rows = min(length, -(-BLOCK // width))
     blocks, rest = divmod(length, rows)
@@ -144,6 +145,13 @@ def fold(leaf: jax.Array, seed: jax.Array, size: int) -> jax.Array:
     found = jnp.sum(jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size), axis=0)
     # Small arrays begin anywhere, or all would share the first sums.
     return jnp.roll(found, seed % size) if flat.size < size else found
+
+
+def _width(leaf) -> int:
+    """Of a row: the last dimension; of a vector, a vector unit's where that fits."""
+    if leaf.ndim > 1 and leaf.size > leaf.shape[-1]:
+        return leaf.shape[-1]
+    return LANES if leaf.size % LANES == 0 else 1
 
 
 def _add_blocks(matrix, seed, rows, blocks):

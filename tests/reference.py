@@ -318,7 +318,8 @@ def hash_signs(seed, places):
 
 def fold(leaf, seed, size, block):
     """A sketch in two loops: signed blocks of whole rows are added up, then every k-th entry."""
-    matrix = leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else leaf.size).astype(np.float64)
+    width = leaf.shape[-1] if leaf.ndim > 1 else 128 if leaf.size % 128 == 0 else 1
+    matrix = leaf.reshape(-1, width).astype(np.float64)
     length, width = matrix.shape
     rows = min(length, -(-block // width))
     count = -(-length // rows)

@@ -253,3 +253,20 @@ def test_coordination_beside_other_means_moves_the_differences_of_pairs():
         steps, end = compiled_parts("cd_grab", "qsr", units_per_step)
         assert sorted(operations(steps)) == ["all-reduce", "all-to-all"]
         assert operations(end) == ["all-reduce"]
+
+
+def test_gathered_coordination_sends_the_numbers_of_its_pairs_and_nothing_else():
+    """14 parameters stand for themselves: a pair is 14 numbers, of four workers."""
+    for units_per_step, pairs in ((1, 1), (2, 1), (4, 2)):
+        steps, _ = compiled_parts("sketch1024", "parallel", units_per_step)
+        found = {name: line for name, _, line in instructions(steps)}
+        assert sorted(operations(steps)) == ["all-gather", "all-reduce"]
+        assert shapes_of(found["all-gather"]) == (4 * 4 * pairs * 14, {"f32"})
+
+
+@pytest.mark.parametrize("sync", ["qsr", "accumulate"])
+def test_under_local_rounds_the_gather_rides_with_the_sync(sync):
+    steps, end = compiled_parts("sketch1024", sync, 2)
+    assert operations(steps) == []
+    assert sorted(operations(end)) == ["all-gather", "all-reduce"]
+    assert operations(compiled_parts("rr", sync, 2)[1]) == ["all-reduce"]

@@ -17,7 +17,7 @@ SEED = jnp.uint32(12345)
 fold = jax.jit(sketches.fold, static_argnums=2)
 
 
-@pytest.mark.parametrize("shape", [(7,), (300, 40), (41, 900), (3, 30_000), (70_000,)])
+@pytest.mark.parametrize("shape", [(7,), (300, 40), (41, 900), (3, 30_000), (70_000,), (40_960,)])
 @pytest.mark.parametrize("size", [64, 1000])
 def test_fold_equals_the_reference(shape, size):
     """Leaves of one block and of many, with and without a shorter last one."""
