@@ -1,9 +1,19 @@
+import atexit
 import os
+import shutil
+import tempfile
 
+# Little programs that run once or twice: most of the time would go into optimising them.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What one process of the tests has compiled, no other one of this session compiles again.
+    FOLDER = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 import jax
 import pytest
