@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from ordering import echo, input
 from ordering.echo import echo_batches, online
 from tests import reference
-from tests.echo_source import (
-    MODES,
-    Source,
-    assert_same,
-    batch,
-)
+from tests.echo_source import MODES, Source, assert_same, batch
+from tests.refused import refuses
 from tests.waiting import wait_for
 
 
@@ -160,9 +156,4 @@ BAD = {
     ),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    make, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        make()
+test_bad_input = refuses(BAD)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import local_opt
 from tests import reference, tables
+from tests.refused import refuses
 
 VECTORS = (
     pathlib.Path(__file__).resolve().parents[1].parent / "shared" / "reference" / "qsr_vectors.json"
@@ -168,20 +169,6 @@ def test_a_run_resumes_at_any_step_with_the_same_round_ends(name):
         assert [s + h for s, h in left] == [end for end in plan.ends if end > step]
         assert all(a + h == b for (a, h), (b, _) in zip(left, left[1:], strict=False))
     assert list(plan.rounds_from(41)) == []
-
-
-@pytest.mark.parametrize("name", tables.PLANS)
-def test_plans_survive_saving_and_notice_changes(name, tmp_path):
-    plan, path = tables.PLANS[name](41), tmp_path / "plan.json"
-    plan.save(path)
-    loaded = local_opt.read_sync_plan(path)
-    assert loaded == plan and hash(loaded) == hash(plan) and loaded.rule == plan.rule
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
-    content = json.loads(path.read_text())
-    for key, value in (("total_steps", 42), ("starts", [0]), ("digest", "0" * 64)):
-        path.write_text(json.dumps(content | {key: value}))
-        with pytest.raises(ValueError, match="does not match its hash: it was changed"):
-            local_opt.read_sync_plan(path)
 
 
 @pytest.mark.parametrize("name", tables.PLANS)
@@ -430,29 +417,14 @@ BAD = {
     "run shorter": (lambda: local_opt.every_step(5).check_run(4), r"has 5 steps and the run 4"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    make, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        make()
+test_bad_input = refuses(BAD)
 
 
-def test_a_run_of_the_plans_length_is_no_mistake():
-    local_opt.every_step(5).check_run(5)
+OTHER_FILES = ["garbage", "", "[]", "null", '{"starts": [0]}',
+               '{"total_steps": 4, "rule": "", "digest": ""}']  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "garbage",
-        "",
-        "[]",
-        "null",
-        '{"starts": [0]}',
-        '{"total_steps": 4, "rule": "", "digest": ""}',
-    ],
-)
+@pytest.mark.parametrize("content", OTHER_FILES)
 def test_a_file_without_a_plan(content, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(content)
