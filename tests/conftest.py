@@ -3,11 +3,11 @@ import os
 import shutil
 import tempfile
 
-# Little programs that run once or twice: most of the time would go into optimising them.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# Little programs that run once or twice: most of the time would go into optimising them.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # What one process of the tests has compiled, no other one of this session compiles again.
@@ -36,3 +36,12 @@ settings.load_profile("syncopate")
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """Programs are compiled as users compile them: recorded bits are those of such programs."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
