@@ -137,10 +137,8 @@ def test_measured_echoes_while_a_real_loader_waits():
 
 
 BAD = {
-    "measured without a loader": (
-        lambda: echo_batches([batch(0)], POLICY()),
-        r"asks whether a batch is ready: pass loads=load_ahead",
-    ),
+    "measured without a loader": (lambda: echo_batches([batch(0)], POLICY()),
+        r"asks whether a batch is ready: pass loads=load_ahead"),
     "first_step undecided": (
         lambda: echo_batches(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
         r"first_step is 3: the decisions known before are those of 2 steps",
