@@ -38,9 +38,9 @@ def key():
     return jax.random.key(0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def optimised():
-    """Programs are compiled as users compile them: recorded bits are those of such programs."""
+    """Programs are compiled as users compile them, for bits and bounds that hold of those alone."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
