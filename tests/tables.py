@@ -79,12 +79,27 @@ def steps(num_units, units_per_step):
 
 def run_epoch(order, state, gradients, units_per_step):
     """One worker's epoch, step by step: gradients [M, D] (or a tree of them) belong to units."""
-    num_units = jax.tree.leaves(gradients)[0].shape[0]
-    for start, stop in steps(num_units, units_per_step):
-        unit = state.current[start:stop]
-        rows = ordering.Rows.of(jax.tree.map(lambda g, unit=unit: jnp.asarray(g)[unit], gradients))
-        state = order.observe(state, rows)
+    units = state.current
+
+    def observe(state, unit):
+        rows = ordering.Rows.of(jax.tree.map(lambda g: jnp.asarray(g)[unit], gradients))
+        return order.observe(state, rows), None
+
+    whole = len(units) - len(units) % units_per_step
+    # A loop that is compiled, not unrolled: a step is compiled once, and a short last one once.
+    state, _ = jax.lax.scan(observe, state, units[:whole].reshape(-1, units_per_step))
+    if whole < len(units):
+        state, _ = observe(state, units[whole:])
     return order.next_epoch(state)
+
+
+def one_worker(order, gradients, units_per_step, key):
+    """(a state, a compiled epoch (state, gradients) -> state) of a worker alone."""
+
+    def epoch(state, gradients):
+        return run_epoch(order, state, gradients, units_per_step)
+
+    return jax.jit(order.init)(key, gradients[0]), jax.jit(epoch)
 
 
 def vmap_workers(function):
@@ -98,15 +113,16 @@ def shard_map_workers(function):
         out = function(*jax.tree.map(lambda x: x[0], args))
         return jax.tree.map(lambda x: x[None], out)
 
+    @jax.jit
     def run(*args):
         workers = jax.tree.leaves(args)[0].shape[0]
         mesh = jax.make_mesh(
             (workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers]
         )
         spec = PartitionSpec("worker")
-        return jax.jit(
-            jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        )(*args)
+        return jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(
+            *args
+        )
 
     return run
 
@@ -128,6 +144,7 @@ def run_workers(order, gradients, units_per_step, *, epochs=2, run=vmap_workers,
     for _ in range(epochs):
         state = run_one(state, gradients)
         orders.append(np.asarray(state.current))
+    assert run_one._cache_size() == 1, "a state keeps its structure, shapes and dtypes"
     return np.stack(orders)
 
 

@@ -11,19 +11,15 @@ import models
 from experiments import bench
 from experiments.bench_parts import balance, echo, epochs, local_steps, timing
 from experiments.studies.tables import ORDERS
-from experiments.tasks import TASKS, Recipe, Task
+from experiments.tasks import TASKS, Recipe
 from experiments.training import loop
+from tests import test_training
 
 RECIPE = Recipe(workers=4, units_per_step=2, unit_size=1, learning_rates=(0.05,), epochs=3)
 
 
 def small_task(num_train=44):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(num_train + 12, 6)).astype(np.float32)
-    y = (x[:, 0] > 0).astype(np.int32)
-    model = models.softmax_regression(num_features=6, num_classes=2, l2=1e-2)
-    train, test = ({"x": x[s], "y": y[s]} for s in (slice(num_train), slice(num_train, None)))
-    return Task("small", model, train, test, RECIPE)
+    return test_training.small_task(num_train)._replace(recipe=RECIPE)
 
 
 def parsed(*given):

@@ -13,14 +13,8 @@ import pytest
 from flax import nnx
 
 import models
-from models.convolutions import (
-    GROUPS,
-    Conv,
-    Convolution,
-    DepthwiseConv,
-    Pointwise,
-    group_norm,
-)
+from models.convolutions import GROUPS, Conv, Convolution, DepthwiseConv, Pointwise, group_norm
+from models.mobilenet import IMAGENET_STAGES
 from models.mobilenet_v3 import VARIANTS, _Excitation
 from models.resnet import DEPTHS
 
@@ -41,6 +35,7 @@ def build(monkeypatch):
         "resnet": partial(models.resnet, depth=18, stem="cifar", width=8, **images),
         "mobilenet_v2": partial(models.mobilenet_v2, **stages, **images),
         "mobilenet_v3": partial(models.mobilenet_v3, **small, **images),
+        "small_resnet": partial(models.small_resnet, widths=(4, 6, 8), **images),
     }
 
 
@@ -67,6 +62,12 @@ def layer_of(make):
     return nnx.merge(graph, drawn(shapes))
 
 
+MOBILENET_V2 = {
+    "image_shape": (224, 224, 3), "num_classes": 1000, "stages": IMAGENET_STAGES,
+    "stem_channels": 32, "stem_stride": 2, "head_channels": 1280,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "family,settings,size",
     [
@@ -74,6 +75,7 @@ def layer_of(make):
         (models.resnet, {"depth": 50}, 25_557_032),
         (models.resnet, {"depth": 50, "norm": "group", "products": True}, 25_557_032),
         (models.resnet, {"depth": 152}, 60_192_808),
+        (models.mobilenet_v2, MOBILENET_V2, 3_504_872),
         (models.mobilenet_v3, {"variant": "large"}, 5_483_032),
         (models.mobilenet_v3, {"variant": "small"}, 2_542_856),
     ],
@@ -101,7 +103,7 @@ def xla(x, kernel, stride, groups=1):
     )
 
 
-@pytest.mark.parametrize("size,stride", [(3, 1), (5, 2), (7, 2)])
+@pytest.mark.parametrize("size,stride", [(3, 1), (3, 2), (5, 2), (7, 2)])
 def test_convolutions_are_those_of_xla(size, stride):
     full = layer_of(lambda rngs: Convolution(4, 3, stride, rngs, size=size))
     product = layer_of(lambda rngs: Conv(4, 3, stride, rngs, size=size))
@@ -181,7 +183,7 @@ def primitives(model, params, x):
     return found
 
 
-@pytest.mark.parametrize("family", ["resnet", "mobilenet_v3"])
+@pytest.mark.parametrize("family", ["resnet", "mobilenet_v2", "mobilenet_v3", "small_resnet"])
 def test_statistics_of_a_batch_give_its_losses_in_training(family, build, key):
     model = build[family]()
     params, batch = params_of(model, key), batch_of(images())

@@ -67,10 +67,7 @@ def test_the_short_last_step_of_an_epoch_sends_less():
 
 
 def test_a_price_takes_the_slower_of_steps_and_loads():
-    run = [
-        {"step": 50, "loads": 40, "allreduces": 5},
-        {"step": 100, "loads": 45, "allreduces": 10},
-    ]
+    run = [{"step": 50, "loads": 40, "allreduces": 5}, {"step": 100, "loads": 45, "allreduces": 10}]
     # 40 loads of 4 steps hold the first 50 steps up; 5 of them hide behind the next 50.
     found = [cost.price(run, machine) for machine in cost.machines(4.0, 2.0)]
     assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 20]

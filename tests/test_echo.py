@@ -21,6 +21,7 @@ from tests.echo_source import (
     stream,
     whole_run,
 )
+from tests.refused import refuses
 
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
@@ -200,12 +201,7 @@ BAD = {
     ),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    make, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        make()
+test_bad_input = refuses(BAD)
 
 
 @pytest.mark.parametrize("rebatch", [False, True])

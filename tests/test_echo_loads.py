@@ -11,13 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ordering import echo, input
 from ordering.echo import echo_batches
-from tests.echo_source import (
-    PLAN,
-    Source,
-    assert_same,
-    batch,
-    whole_run,
-)
+from tests.echo_source import PLAN, Source, assert_same, batch, whole_run
+from tests.refused import refuses
 from tests.waiting import PATIENCE, wait_for
 
 
@@ -181,9 +176,4 @@ BAD = {
     "first_load -1": (lambda: input.load_ahead([], first_load=-1), r"first_load is -1: loads"),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    make, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        make()
+test_bad_input = refuses(BAD)

@@ -146,19 +146,6 @@ def test_a_plan_of_loads_without_a_first_one_has_no_rounds():
             local_opt.sync_every_load(fresh)
 
 
-def test_processes_with_another_plan_of_loads_are_named():
-    plan, other = ordering.echo.fixed(3, total_steps=40), ordering.echo.fixed(4, total_steps=40)
-    digests = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other)]
-    local_opt.check_same_plan(plan)  # the one process of this test
-    same = ordering.echo.error_diffusion(1 / 3, total_steps=40)  # made in another way
-    local_opt.check_same_plan(same, gather=lambda own: np.stack([digests[0], own]))
-    with pytest.raises(
-        ValueError,
-        match=rf"processes \[1, 2\] have another plan .*fixed, e = 3, hash {plan.digest()[:12]}",
-    ):
-        local_opt.check_same_plan(plan, gather=lambda own: np.stack([own, digests[1], digests[1]]))
-
-
 # Orders: an echoed batch is not observed.
 
 UNITS, PER_STEP, WORKERS = 8, 2, 4

@@ -70,7 +70,7 @@ def test_per_example_mean_is_the_batch_gradient(name, chunk_size, key):
     close(jax.tree.map(lambda g: g[2], rows), one)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lenet"])
 def test_microbatch_is_the_batch_gradient(name, key):
     model, params, batch = problem(name)
     losses, mean, rows = compiled(ordering.microbatch(model.loss), params, batch, key)

@@ -5,15 +5,7 @@ import numpy as np
 import pytest
 
 import ordering
-from experiments.tasks import (
-    TASKS,
-    cifar,
-    cifar10,
-    cifar100,
-    image_source,
-    imagenet2012,
-    prepared,
-)
+from experiments.tasks import TASKS, cifar, cifar10, cifar100, image_source, imagenet2012, prepared
 from experiments.tasks.image_source import ImageSource
 from tests.test_data import need
 
@@ -107,8 +99,7 @@ LARGE = ("resnet18", "resnet18_gn", "mobilenet_v2")  # seconds each to trace
 
 
 @pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, marks=pytest.mark.slow if m in LARGE else ()) for m in cifar.CHOICES],
+    "model", [pytest.param(m, marks=pytest.mark.slow if m in LARGE else ()) for m in cifar.CHOICES]
 )
 def test_every_model_of_cifar_has_a_logit_for_every_class(model):
     assert logits_of(TASKS["cifar100"](model=model, abstract=True)) == (2, 100)

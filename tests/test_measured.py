@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from ordering import echo, input
 from ordering.echo import echo_batches, online
 from tests import reference
-from tests.echo_source import (
-    MODES,
-    Source,
-    assert_same,
-    batch,
-)
+from tests.echo_source import MODES, Source, assert_same, batch
+from tests.refused import refuses
 from tests.waiting import wait_for
 
 
@@ -141,10 +137,8 @@ def test_measured_echoes_while_a_real_loader_waits():
 
 
 BAD = {
-    "measured without a loader": (
-        lambda: echo_batches([batch(0)], POLICY()),
-        r"asks whether a batch is ready: pass loads=load_ahead",
-    ),
+    "measured without a loader": (lambda: echo_batches([batch(0)], POLICY()),
+        r"asks whether a batch is ready: pass loads=load_ahead"),
     "first_step undecided": (
         lambda: echo_batches(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
         r"first_step is 3: the decisions known before are those of 2 steps",
@@ -160,9 +154,4 @@ BAD = {
     ),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    make, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        make()
+test_bad_input = refuses(BAD)

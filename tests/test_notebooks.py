@@ -28,6 +28,7 @@ def executed(path, *, devices=1):
         "PYTHONPATH": os.pathsep.join(paths),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # they compute for longer than they compile
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     notebook = read(path)

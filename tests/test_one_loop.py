@@ -22,6 +22,8 @@ from experiments.training.loop import Progress
 from local_opt import runners
 from ordering.echo import EchoPlan, measured
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 RECORDED = np.load(pathlib.Path(__file__).parent / "recorded" / "old_loops.npz")
 WORKERS, STEPS = 4, 60
 ORDER_NAMES = ("rr", "id_pair", "cd_grab")

@@ -15,6 +15,8 @@ from experiments.training.config import Plans
 from ordering.echo import EchoPlan, fixed
 from tests.test_one_loop import ORDER_NAMES, RECIPE, RECORDED, SHARED, STEPS, task, vectors
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 
 def trained(built, plans, recipe, measure, seed=0):
     """(records, parameters at each, orders at each)."""

@@ -12,41 +12,23 @@ from hypothesis import strategies as st
 import ordering
 from tests import reference, tables
 
-SIZES = [(1, 1), (2, 2), (5, 1), (7, 3), (9, 4)]
+EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs", "grab")
 
 
 @pytest.mark.parametrize("name", tables.ORDERS)
-@pytest.mark.parametrize("num_units,units_per_step", SIZES)
-def test_every_epoch_is_a_permutation(name, num_units, units_per_step):
-    order = tables.ORDERS[name].make(num_units, units_per_step)
-    gradients = tables.whole_numbers((3, num_units, 4))
-    orders = tables.run_workers(order, gradients, units_per_step, epochs=3)
-    assert (np.sort(orders, axis=-1) == np.arange(num_units)).all()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cd_grab",
-        "cd_grab, gathered",
-        "cd_grab, at syncs",
-        "grab",
-        "pair_balance",
-        "unzip",
-        "shuffle_once",
-        "greedy_herding",
-    ],  # fmt: skip
-)
-@pytest.mark.parametrize("num_units,units_per_step", SIZES)
-def test_equals_reference(name, num_units, units_per_step):
+@pytest.mark.parametrize("num_units,units_per_step", [(1, 1), (2, 2), (5, 1), (7, 3), (9, 4)])
+def test_every_epoch_is_a_permutation_and_equals_the_reference(name, num_units, units_per_step):
     order = tables.ORDERS[name].make(num_units, units_per_step)
     gradients = tables.whole_numbers((3, num_units, 6), seed=num_units, high=50)
     # Means of a power of two many whole numbers are exact; others round, so avoid ties there.
     if name in ("grab", "greedy_herding") and num_units & (num_units - 1):
         gradients = np.random.default_rng(num_units).normal(size=gradients.shape)
-    orders = tables.run_workers(order, gradients.astype(np.float32), units_per_step, epochs=3)
-    expected = tables.reference_orders(name, orders[0], gradients.astype(np.float32), epochs=3)
-    np.testing.assert_array_equal(orders, expected)
+    gradients = gradients.astype(np.float32)
+    orders = tables.run_workers(order, gradients, units_per_step, epochs=3)
+    assert (np.sort(orders, axis=-1) == np.arange(num_units)).all()
+    if name in EXACT:
+        expected = tables.reference_orders(name, orders[0], gradients, epochs=3)
+        np.testing.assert_array_equal(orders, expected)
 
 
 @pytest.mark.parametrize("name", [n for n, row in tables.ORDERS.items() if row.observes])
@@ -79,10 +61,9 @@ def test_vmap_equals_a_python_loop_over_workers(name):
     gradients = tables.whole_numbers((4, 9, 3))
     vmapped = tables.run_workers(order, gradients, 2, epochs=1)
     for worker, key in enumerate(jax.random.split(jax.random.key(0), 4)):
-        state = order.init(key, gradients[worker, 0])
+        state, epoch = tables.one_worker(order, gradients[worker], 2, key)
         np.testing.assert_array_equal(state.current, vmapped[0, worker])
-        state = tables.run_epoch(order, state, gradients[worker], 2)
-        np.testing.assert_array_equal(state.current, vmapped[1, worker])
+        np.testing.assert_array_equal(epoch(state, gradients[worker]).current, vmapped[1, worker])
 
 
 def test_coordinated_equals_pair_balance_on_the_interleaved_stream():
@@ -129,10 +110,9 @@ def test_pair_balance_property(num_units, data):
     seed = data.draw(st.integers(0, 1000))
     gradients = tables.whole_numbers((num_units, 3), seed)
     order = ordering.pair_balance(num_units, units_per_step=units_per_step)
-    state = order.init(jax.random.key(seed), gradients[0])
+    state, epoch = tables.one_worker(order, gradients, units_per_step, jax.random.key(seed))
     expected = reference.pair_balance_epoch(state.current.tolist(), gradients)
-    state = tables.run_epoch(order, state, gradients, units_per_step)
-    assert state.current.tolist() == expected
+    assert epoch(state, gradients).current.tolist() == expected
 
 
 @settings(max_examples=6)
@@ -141,13 +121,13 @@ def test_relabelling_and_global_sign_do_not_matter(num_units, seed):
     gradients = tables.whole_numbers((num_units, 3), seed)
     relabel = np.random.default_rng(seed).permutation(num_units)
     order = ordering.pair_balance(num_units, units_per_step=2)
-    state = order.init(jax.random.key(seed), gradients[0])
+    state, epoch = tables.one_worker(order, gradients, 2, jax.random.key(seed))
     moved = state._replace(current=jnp.asarray(relabel, jnp.int32)[state.current])
     moved_gradients = np.empty_like(gradients)
     moved_gradients[relabel] = gradients
-    plain = tables.run_epoch(order, state, gradients, 2).current
-    relabelled = tables.run_epoch(order, moved, moved_gradients, 2).current
-    flipped = tables.run_epoch(order, state, -gradients, 2).current
+    plain = epoch(state, gradients).current
+    relabelled = epoch(moved, moved_gradients).current
+    flipped = epoch(state, -gradients).current
     np.testing.assert_array_equal(relabel[np.asarray(plain)], relabelled)
     np.testing.assert_array_equal(plain, flipped)
 
@@ -164,9 +144,9 @@ def test_front_of_the_next_order_is_final(name):
         unit = jax.lax.dynamic_slice_in_dim(state.current, start, 2)
         return order.sync(order.observe(state, ordering.Rows.of(gradients[unit])))
 
-    fronts = []
+    fronts, run_step = [], tables.vmap_workers(step)
     for start in range(0, 12, 2):
-        state = tables.vmap_workers(step)(state, gradients, jnp.full(2, start))
+        state = run_step(state, gradients, jnp.full(2, start))
         left = np.broadcast_to(state.left, (2,))
         fronts.append([np.asarray(state.next)[w, : left[w]] for w in range(2)])
     final = np.asarray(tables.vmap_workers(order.next_epoch)(state).current)
@@ -201,24 +181,6 @@ def test_when_workers_sync_does_not_change_the_order(units_per_step):
     expected = epochs(make(gathers="step"), ())
     for synced in ((), (0, 3, 4, 23)):
         np.testing.assert_array_equal(epochs(make(gathers="sync"), synced), expected)
-
-
-@pytest.mark.parametrize("name", tables.ORDERS)
-def test_an_epoch_cut_short_loses_nothing(name):
-    order = tables.ORDERS[name].make(9, 2)
-    gradients = jnp.asarray(tables.whole_numbers((2, 9, 3)))
-
-    def half_epoch(key, gradients):
-        state = order.init(key, gradients[0])
-        for start in (0, 2):
-            state = order.observe(
-                state, ordering.Rows.of(gradients[state.current[start : start + 2]])
-            )
-        return order.next_epoch(state).current
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    following = tables.vmap_workers(half_epoch)(keys, gradients)
-    assert (np.sort(following, axis=-1) == np.arange(9)).all()
 
 
 @functools.cache
@@ -269,21 +231,6 @@ def test_a_state_may_be_donated(name, num_units):
     for _ in range(3):
         state = order.next_epoch(donate(state))
     assert not key.is_deleted()
-
-
-@pytest.mark.parametrize("name", tables.ORDERS)
-def test_state_keeps_its_shapes_and_the_second_call_never_recompiles(name):
-    order = tables.ORDERS[name].make(8, 2)
-    gradients = jnp.asarray(tables.whole_numbers((2, 8, 3)))
-    keys = jax.random.split(jax.random.key(0), 2)
-    state = tables.vmap_workers(lambda key, g: order.init(key, g[0]))(keys, gradients)
-    epoch = tables.vmap_workers(lambda s, g: tables.run_epoch(order, s, g, 2))
-    after = epoch(state, gradients)
-    epoch(after, gradients)
-    assert epoch._cache_size() == 1
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
 
 
 @pytest.mark.parametrize("name", ["pair_balance", "grab", "cd_grab"])

@@ -109,19 +109,6 @@ def test_gradients_of_vmapped_lstms_are_the_slopes_of_the_slow_reference():
         np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-4, rtol=1e-4)
 
 
-def test_lstm_sees_no_later_token():
-    model = models.lstm(**LSTM)
-    params, x = params_of(model), tokens_of()["x"]
-    predict = jax.jit(model.predict)
-    before = np.asarray(predict(params, x))
-    for k in range(LENGTH):
-        changed = x.copy()
-        changed[:, k] = (x[:, k] + 1) % VOCABULARY
-        after = np.asarray(predict(params, changed))
-        np.testing.assert_array_equal(after[:, :k], before[:, :k])
-        assert np.all(np.max(np.abs(after[:, k:] - before[:, k:]), axis=(0, 2)) > 1e-5)
-
-
 def joined(params):
     return np.concatenate([np.ravel(p) for p in jax.tree.leaves(params)])
 
@@ -133,11 +120,7 @@ def test_lstm_starts_uniform(key):
         np.testing.assert_allclose(np.std(weights), bound / math.sqrt(3), rtol=0.05)
 
 
-PRECISE = {
-    "lstm": (models.lstm, LSTM),
-    "gpt2": (models.gpt2, DECODER),
-    "vit": (models.vit, VIT),
-}
+PRECISE = {"lstm": (models.lstm, LSTM), "gpt2": (models.gpt2, DECODER), "vit": (models.vit, VIT)}
 
 
 @pytest.mark.parametrize("name", PRECISE)

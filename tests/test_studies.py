@@ -5,7 +5,6 @@ import os
 import signal
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -267,24 +266,9 @@ def panels_of(picture):
     return round((height / 110 - 0.9) / 3.7)
 
 
-@pytest.fixture
-def compiled_once(tmp_path_factory):
-    """What a second call of one command compiles is there already."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_is_written_killed_in_a_run_and_goes_on_as_if_it_had_not_been(
-    name, tmp_path, monkeypatch, capsys, compiled_once
+    name, tmp_path, monkeypatch, capsys
 ):
     module, arguments = STUDIES[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -71,7 +71,7 @@ def test_optimizer_state_follows_the_policy(opt_state, mu, nu, count):
 
 
 @pytest.mark.parametrize("run", ["shard_map", "shard_map, no vma"])
-def test_policies_in_a_planned_step_on_a_mesh(run):
+def test_policies_in_a_planned_step_on_a_mesh(run, optimised):
     """Both branches of the conditional give every field one type, whatever the policy."""
     opt = local_opt.local_steps(
         optax.adam(RATE), PLAN, axis_name="worker", opt_state={"mu": "mean", "nu": "reset"}

@@ -12,8 +12,8 @@ import pytest
 
 from experiments import prepare
 from experiments.tasks import TASKS, builders, hmda, m4_weekly, sst2, text, wikitext
+from tests.test_data import need
 
-DATA = pathlib.Path(__file__).resolve().parents[1].parent / "shared" / "data"
 MODELS = {
     "digits": ("softmax",),
     "hmda": ("logistic",),
@@ -25,12 +25,6 @@ MODELS = {
     "wikitext2": ("lstm", "gpt2"),
     "wikitext2_small": ("lstm", "gpt2"),
 }
-
-
-def need(folder):
-    if not (DATA / folder).exists():
-        pytest.skip(f"no data in ../shared/data/{folder}")
-    return str(DATA / folder)
 
 
 def shapes(tree):

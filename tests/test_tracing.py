@@ -61,14 +61,8 @@ MADE = {
         for n, m in table.items()
         if n != "bernoulli"  # draws from a key of the table, and that would be one of the trace
     },
-    "local_steps": (
-        lambda: local_opt.local_steps(SGD, PLAN, axis_name="worker"),
-        use_optimizer,
-    ),
-    "accumulate": (
-        lambda: local_opt.accumulate(SGD, PLAN, axis_name="worker"),
-        use_optimizer,
-    ),
+    "local_steps": (lambda: local_opt.local_steps(SGD, PLAN, axis_name="worker"), use_optimizer),
+    "accumulate": (lambda: local_opt.accumulate(SGD, PLAN, axis_name="worker"), use_optimizer),
     "parallel_rounds": (lambda: local_opt.parallel_rounds(SGD, axis_name="worker"), use_rounds),
     "local_rounds": (lambda: local_opt.local_rounds(SGD, axis_name="worker"), use_rounds),
     "accumulated_rounds": (

@@ -83,8 +83,7 @@ def test_every_order_trains(name):
 
 
 @pytest.mark.parametrize(
-    "units_per_step,unit_size,name",
-    [(1, 2, "cd_grab"), (3, 1, "id_pair"), (2, 2, "rr")],
+    "units_per_step,unit_size,name", [(1, 2, "cd_grab"), (3, 1, "id_pair"), (2, 2, "rr")]
 )
 def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
     recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size, epochs=2)

@@ -9,6 +9,7 @@ import pytest
 import local_opt
 import models
 from local_opt import runners
+from ordering import echo
 from tests.two_processes import start_two
 
 
@@ -60,8 +61,19 @@ def test_workers_that_start_apart_are_named(path, change, workers):
     )
 
 
-def test_processes_with_another_plan_are_named():
-    plan, other = local_opt.constant(4, total_steps=100), local_opt.constant(5, total_steps=100)
+# A plan, another one, and the first made in another way.
+ROUNDS = (
+    local_opt.constant(4, total_steps=40), local_opt.constant(5, total_steps=40),
+    local_opt.from_function(lambda t: 4, total_steps=40),
+)  # fmt: skip
+LOADS = (
+    echo.fixed(3, total_steps=40), echo.fixed(4, total_steps=40),
+    echo.error_diffusion(1 / 3, total_steps=40),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plan,other,same", [ROUNDS, LOADS], ids=["rounds", "loads"])
+def test_processes_with_another_plan_are_named(plan, other, same):
     digests = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other)]
 
     def gathered(*which):
@@ -73,13 +85,11 @@ def test_processes_with_another_plan_are_named():
 
     local_opt.check_same_plan(plan)  # the one process of this test
     local_opt.check_same_plan(plan, gather=gathered(0, 0, 0))
-    same = local_opt.from_function(lambda t: 4, total_steps=100)  # made in another way
     local_opt.check_same_plan(same, gather=gathered(0, 0))
     with pytest.raises(ValueError, match=r"processes \[1, 3\] have another plan than process 0"):
         local_opt.check_same_plan(plan, gather=gathered(0, 1, 0, 1))
-    with pytest.raises(
-        ValueError, match=rf"processes \[1\] .*here: constant, H = 4, hash {plan.digest()[:12]}"
-    ):
+    here = f"here: {plan.rule}, hash {plan.digest()[:12]}"
+    with pytest.raises(ValueError, match=rf"processes \[1\] .*{here}"):
         local_opt.check_same_plan(plan, gather=gathered(1, 0))
 
 
