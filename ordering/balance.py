@@ -149,23 +149,25 @@ def _sequential_signs(rule, rule_state, products, valid, reduce):
     if valid is not None:
         taken = taken & valid
 
+    places = jnp.arange(taken.size)
+
     def step(carry, vector):
-        rule_state, dots = carry
+        rule_state, dots, signs = carry
         index, gram_row, is_taken = vector
-        new_state, sign = rule.sign(rule_state, dots[index], gram_row[index])
+        here = places == index  # a masked sum: an accelerator would take a kernel for one entry
+        dot, norm = (jnp.sum(jnp.where(here, x, 0.0)) for x in (dots, gram_row))
+        new_state, sign = rule.sign(rule_state, dot, norm)
         rule_state = jax.tree.map(
             lambda new, old: new if _is_key(new) else jnp.where(is_taken, new, old),
             new_state,
             rule_state,
         )
         sign = jnp.where(is_taken, sign, 1.0)
-        return (rule_state, dots + jnp.where(is_taken, sign * gram_row, 0.0)), sign
+        dots = dots + jnp.where(is_taken, sign * gram_row, 0.0)
+        return (rule_state, dots, jnp.where(here, sign, signs)), None
 
-    (rule_state, _), signs = jax.lax.scan(
-        step,
-        (rule_state, products[:, 0]),
-        (jnp.arange(taken.size), products[:, 1:], taken),
-    )
+    carry = (rule_state, products[:, 0], jnp.ones(taken.size))
+    (rule_state, _, signs), _ = jax.lax.scan(step, carry, (places, products[:, 1:], taken))
     return rule_state, signs, taken
 
 

@@ -12,10 +12,16 @@ from jax.flatten_util import ravel_pytree
 from ordering import base
 from ordering import rows as rows_lib
 
+LANES = 128  # of a TPU's vector unit
 
-def slice_size(params, axis_name: str) -> int:
-    """ceil(D / W): entries of a gradient that one device holds after an exchange."""
-    return -(-rows_lib.tree_size(params) // jax.lax.axis_size(axis_name))
+
+def slice_size(entries: int, workers: int) -> int:
+    """Entries of a gradient of D that one of W devices holds after an exchange: D / W, rounded up.
+
+    From 128 on to a multiple of that: a TPU turns the gather of other slices into an all-reduce.
+    """
+    size = -(-entries // workers)
+    return size if size < LANES else -(-size // LANES) * LANES
 
 
 def shared_key(key: jax.Array, axis_name: str) -> jax.Array:
@@ -37,7 +43,7 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
       axis_name: the workers' axis, of `jax.vmap` or `jax.shard_map`.
 
     Returns:
-      `Rows` of size n W whose tree is one array [n W, ceil(D / W)].
+      `Rows` of size n W whose tree is one array [n W, `slice_size`].
 
     Raises:
       ValueError: if the rows hold no gradients to send.
@@ -50,12 +56,19 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     """
     base.check_stacked(rows)
     workers = jax.lax.axis_size(axis_name)
-    flat = rows_lib.flat(rows)
-    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % workers)))
-    parts = flat.reshape(rows.size, workers, -1).swapaxes(0, 1)
-    parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    interleaved = parts.swapaxes(0, 1).reshape(rows.size * workers, -1)
-    return rows_lib.Rows.of(interleaved)._replace(workers=workers)
+    leaves = [leaf.reshape(rows.size, -1) for leaf in jax.tree.leaves(rows.tree)]
+    entries = sum(leaf.shape[1] for leaf in leaves)
+    size = slice_size(entries, workers)
+    zeros = jnp.zeros((rows.size, size * workers - entries), jnp.result_type(*leaves))
+    if rows.size == 1:  # a matrix of one row would be laid out with seven empty ones
+        parts = jnp.concatenate([leaf[0] for leaf in (*leaves, zeros)]).reshape(workers, size)
+        parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    else:
+        parts = jnp.concatenate([*leaves, zeros], axis=1)
+        parts = parts.reshape(rows.size, workers, size).swapaxes(0, 1)
+        parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
+        parts = parts.swapaxes(0, 1).reshape(rows.size * workers, size)
+    return rows_lib.Rows.of(parts)._replace(workers=workers)
 
 
 def all_reduce_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):

@@ -21,7 +21,7 @@ class PairBalanceState(NamedTuple):
     current: jax.Array  # int32[M]
     next: jax.Array  # int32[M]
     position: jax.Array  # int32[], units of the current order observed so far (even B: in pairs)
-    running_sum: Any  # float32 tree like a gradient; coordinated: float32[ceil(D / W)]
+    running_sum: Any  # float32 tree like a gradient; coordinated: float32[slice_size(D, W)]
     pending: Any  # first half of a pair split over two steps; () where B is even
     rule: Any  # state of the sign rule
 
@@ -153,8 +153,8 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
         current = base.first_order(key, num_units)
         like, workers = params, 1
         if coordinated:
-            like = jnp.zeros(slice_size(params, axis_name))
             workers = jax.lax.axis_size(axis_name)
+            like = jnp.zeros(slice_size(rows_lib.tree_size(params), workers))
             key = shared_key(key, axis_name)
         return PairBalanceState(
             current=current,
@@ -222,6 +222,9 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
             rows = exchange(rows, axis_name)
         units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), rows.tree)
         pending = ()
+        if units_per_step == 1:  # a pair is complete only if one waits; else its sign is not used
+            pending = jax.tree.map(lambda g: rows_lib.as_float32(g[0]), units)
+            return pending, jax.tree.map(jnp.subtract, state.pending, pending), take
         if splits_pairs:
             waiting = state.position % 2
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[-1]), units)
@@ -264,7 +267,5 @@ def take(vector, context):
 
 def _align(pending, units, waiting, num_pairs):
     """The 2 P units that pair up: from the pending one on if it waits, else without it."""
-    if units.shape[0] == 1:  # a pair is complete only if one waits; else its sign is not used
-        return jnp.stack([pending, units[0]])
     around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
     return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)

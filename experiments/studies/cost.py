@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from experiments.training.config import Order, Sizes
+from ordering.exchange import slice_size
 from ordering.pair_balance import SHARED_BLOCK
 
 
@@ -31,8 +32,10 @@ def order_traffic(
       >>> from experiments.studies.tables import ORDERS
       >>> from experiments.training.config import Sizes
       >>> sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
-      >>> order_traffic(ORDERS["cd_grab"], sizes, 10**6)(10)
-      5.00072
+      >>> round(order_traffic(ORDERS["cd_grab"], sizes, 10**6)(10), 5)
+      5.00296
+      >>> round(order_traffic(ORDERS["sketch1024"], sizes, 10**6)(10), 5)
+      0.02048
       >>> order_traffic(ORDERS["rr"], sizes, 10**6)(10)
       0.0
     """
@@ -49,7 +52,7 @@ def order_traffic(
         return gathered
     whole = step_traffic(sizes.units_per_step, sizes, num_params)
     if sync_in_step and sizes.units_per_step == 1:
-        whole -= -(-num_params // sizes.workers) * sizes.workers / num_params / 2
+        whole -= slice_size(num_params, sizes.workers) * sizes.workers / num_params / 2
     tail = sizes.num_units % sizes.units_per_step
     last = step_traffic(tail, sizes, num_params) if tail else whole
 
@@ -71,7 +74,7 @@ def step_traffic(size: int, sizes: Sizes, num_params: int) -> float:
     if not pairs:
         return 0.0
     rows = size if splits else pairs
-    padded = -(-num_params // sizes.workers) * sizes.workers
+    padded = slice_size(num_params, sizes.workers) * sizes.workers
     blocks, rest = divmod(pairs * sizes.workers, SHARED_BLOCK)
     products = blocks * SHARED_BLOCK * (SHARED_BLOCK + 1) + rest * (rest + 1)
     return rows / 2 * padded / num_params + products / num_params
