@@ -55,7 +55,9 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
 
 
 def sketch(key: jax.Array, *, size: int = SIZE) -> Callable[[PyTree], jax.Array]:
-    """A random linear map from gradients to k numbers: E <S g, S h> = <g, h>.
+    """A random linear map from gradients to k numbers that keeps inner products.
+
+    E[S g . S h] = g . h, with a variance of about 2 |g|^2 |h|^2 / k.
 
     Entries get random signs and are added up in k sums; a gradient of at most k entries is kept as
     it is. The gradient is read once, and nothing of its size is written.

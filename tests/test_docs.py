@@ -48,9 +48,9 @@ def test_an_example_of_a_loop_runs_and_the_loss_that_it_prints_falls(name, capsy
 
 
 @pytest.mark.slow
-def test_coordinated_orders_take_the_place_of_pair_balance_by_name(capsys):
-    code = LONG[0].replace("pair_balance", "cd_grab")
-    assert code != LONG[0]
+def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
+    code = LONG[0].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
+    assert "gathers" not in code
     losses = run(code, capsys)
     assert losses[-1] < 0.75 * losses[0]
 

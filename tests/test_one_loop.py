@@ -9,6 +9,7 @@ import functools
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,8 +47,14 @@ def task():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(46, 5)).astype(np.float32)
     data = {"x": x, "y": x[:, :3].argmax(axis=1).astype(np.int32)}
-    model = models.softmax_regression(num_features=5, num_classes=3, l2=0.0)
-    return Task("random", model, data, data, RECIPE)
+    model = models.softmax_regression(num_features=5, num_classes=3)
+
+    def loss(params, batch, key):
+        # What was recorded added a penalty of weight 0: XLA rounds other products together then.
+        squares = sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+        return model.loss(params, batch, key) + 0.5 * 0.0 * squares
+
+    return Task("random", model._replace(loss=loss), data, data, RECIPE)
 
 
 def order_row(name):
