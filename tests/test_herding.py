@@ -50,9 +50,9 @@ def test_greedy_herding_beats_a_random_order(key):
 
 
 def test_bound_of_the_training_metric_equals_the_function():
-    """The two passes over data in training/evaluate.py equal the bound of stacked gradients."""
+    """The two passes over data in studies/bounds.py equal the bound of stacked gradients."""
     import models
-    from experiments.training import evaluate
+    from experiments.studies.bounds import order_bounds
     from local_opt import runners
 
     model = models.softmax_regression(num_features=5, num_classes=3)
@@ -63,7 +63,7 @@ def test_bound_of_the_training_metric_equals_the_function():
     }
     params = jax.tree.map(lambda p: p + 0.1, model.init(jax.random.key(0)))
     orders = jnp.asarray(np.stack([rng.permutation(7) for _ in range(4)]))
-    bounds = evaluate.order_bounds(model, runners.simulate, num_units=7, units_per_step=2)
+    bounds = order_bounds(model, runners.simulate, num_units=7, units_per_step=2)
 
     def unit_gradient(x, y):
         grad = jax.grad(lambda p: model.loss(p, {"x": x, "y": y}, None)[0])(params)

@@ -41,7 +41,7 @@ REPEATS = 9
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
 SWEEP = (1, 2, 4, 6, 8, 16, 32, 64)
 SWEEP_SIZES = {20: 4096, 64: 4096, 200: 4096, 10**3: 2048, 10**4: 1024, 10**5: 256, 10**6: 64}
-ARMS = ("so", "rr", "id_pair", "cd_grab", "id_sketch", "sketch1024")
+ARMS = ("so", "rr", "id_pair", "cd_grab", "sketch1024")
 EPOCHS = 4  # of a timed call: what surrounds a run is then little of it
 
 

@@ -12,13 +12,13 @@ from experiments.processes import distributed
 from experiments.results import statistics
 from experiments.results.records import run_of
 from experiments.results.statistics import Criterion
+from experiments.studies.bounds import bounds_of
 from experiments.studies.cost import order_traffic
 from experiments.studies.search import Run, Trainer
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, config, evaluate, input, program, run
+from experiments.training import checkpoint, config, evaluate, program, run
 from experiments.training.parts import num_params
-from local_opt import runners
 
 
 class Setup(NamedTuple):
@@ -188,7 +188,7 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     optimum = task.optimum() if task.optimum else None
 
     def of(built, order):
-        bounds = _bounds(task, recipe, built, order)
+        bounds = bounds_of(task, recipe, built, order)
         every = recipe.bound_every * built.sizes.loads_per_epoch
 
         def scalars(step, total, state):
@@ -203,29 +203,6 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
         return scalars
 
     return of
-
-
-def _bounds(task, recipe, built, order) -> Callable | None:
-    """`(params, orders) -> the parallel herding bound`; None where it is not asked for, or units
-    have no owner."""
-    if not recipe.bound_every or order.deals:
-        return None
-    sizes, data, of_all = built.sizes, built.data, runners.simulate
-    if built.sharding is not None:
-        of_all = runners.over_mesh(built.sharding.mesh)
-    if data is None:
-        data = distributed.place(input.partition(task.train, sizes), built.sharding)
-    bound = evaluate.order_bounds(
-        task.model, of_all, num_units=sizes.num_units, units_per_step=sizes.units_per_step
-    )
-
-    def measure(params, orders):
-        found = distributed.on_host(bound(params, orders, data))
-        return {
-            f"bound/{norm}": float(value) for norm, value in zip(("linf", "l2"), found, strict=True)
-        }
-
-    return measure
 
 
 def step_seconds(study, task: Task, recipe: Recipe, mesh=None, *, every: int = 20) -> float:
