@@ -9,7 +9,9 @@ from experiments.results import archive, columns, factorial, tables
 from experiments.studies import cost
 
 ROOT = pathlib.Path(__file__).parents[1]
-FACTORIALS = ("digits", "digits_pair", "digits_growth", "digits_constant", "shakespeare")
+FACTORIALS = (
+    "digits", "digits_pair", "digits_growth", "digits_constant", "digits_sketch", "shakespeare",
+)  # fmt: skip
 
 
 def page(name):
