@@ -45,12 +45,18 @@ def gathered_pairs(
     axis_name: str,
     rule: signs.SignRule | None,
     when: str,
-    dtype=jnp.float32,
+    wire_dtype=None,
 ) -> base.Ordering:
     """The coordinated order of `cd_grab(gathers=when)`."""
     base.check_units_per_step(num_units, units_per_step)
     if when not in WHEN:
         raise ValueError(f"gathers is {when!r}: choose one of {', '.join(WHEN)}, or None.")
+    dtype = jnp.dtype(jnp.float32 if wire_dtype is None else wire_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"wire_dtype is {wire_dtype}: pairs are floating numbers; pass jnp.bfloat16, or "
+            "None for float32."
+        )
     rule = signs.greedy() if rule is None else rule
     pairs = num_units // 2
     waits = when == "sync" and pairs > 0

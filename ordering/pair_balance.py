@@ -87,6 +87,7 @@ def cd_grab(
     rule: signs.SignRule | None = None,
     block_size: int | None = None,
     gathers: str | None = None,
+    wire_dtype=None,
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum over all workers.
 
@@ -116,6 +117,7 @@ def cd_grab(
         `default_block_size(D // W)`. Not used with `gathers`.
       gathers: None exchanges slices of gradients; "step" gathers whole rows in every step; "sync"
         where `Ordering.sync` is called, and at the epoch's end.
+      wire_dtype: of gathered and waiting pairs; None is float32, jnp.bfloat16 half of that.
 
     Returns:
       An `Ordering` with `PairBalanceState`; of `gathers`, with `gathered.GatheredState`.
@@ -137,8 +139,9 @@ def cd_grab(
     """
     if gathers is not None:
         return gathered_pairs(
-            num_units, units_per_step=units_per_step, axis_name=axis_name, rule=rule, when=gathers
-        )
+            num_units, units_per_step=units_per_step, axis_name=axis_name, rule=rule, when=gathers,
+            wire_dtype=wire_dtype,
+        )  # fmt: skip
     return _pair_balance(num_units, units_per_step, rule, block_size, axis_name)
 
 
