@@ -110,6 +110,10 @@ def sketched_parameters(
 
     Args:
       loss, params, batch, key: as of `sketched` and what it returns; shapes will do.
+      size: k.
+
+    Returns:
+      A `Leaf` for every parameter, in the order of `jax.tree.leaves`.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -147,7 +151,8 @@ def sketch_of(loss: Callable, params, batch, key: jax.Array, *, size: int = SIZE
 
 
 def _first(batch):
-    return jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), batch))
+    """The shapes of one unit."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
 
 def _analyse(loss, params, example, key, size):
@@ -356,7 +361,7 @@ def _formed(use: Use, w, s, seed, data):
 
 
 def _formed_forward(use, w, s, seed, data):
-    return _formed(use, w, s, seed, data), (w, jnp.zeros_like(s), seed, data)
+    return _formed(use, w, s, seed, data), (w, s, seed, data)
 
 
 def _formed_backward(use, kept, dy):

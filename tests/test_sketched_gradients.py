@@ -76,20 +76,49 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", MODELS)
+DEAR = ("lenet", "vit", "resnet")  # to compile; `pytest -m slow -n 0`
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEAR)) for n in MODELS]
+)
 def test_every_model(name):
     make, batch = MODELS[name]
     model = make()
     assert_sketched(model.loss, model.init(jax.random.key(0)), batch)
 
 
-def test_a_batch_normalised_model_by_groups():
-    """Depthwise convolutions, and losses that mix the examples of a unit."""
-    model = models.mobilenet_v2(
+def test_parameters_that_are_looked_up_and_small_enough_to_be_formed():
+    model, batch = MODELS["gpt2"][0](), MODELS["gpt2"][1]
+    params = model.init(jax.random.key(0))
+    plan = ordering.sketched_parameters(model.loss, params, batch, KEY, size=1024)
+    (table,) = [leaf for leaf in plan if leaf.name == "['tokens']"]
+    assert (table.how, table.why) == ("formed", "look-up, product")
+    assert_sketched(model.loss, params, batch, size=1024)
+
+
+NORMALISED = {
+    "mobilenet_v2": lambda: models.mobilenet_v2(
         num_classes=4, image_shape=(8, 8, 3), stages=((2, 8, 2, 1),), stem_channels=8,
         head_channels=16,
-    )  # fmt: skip
-    batch = {"x": RNG.normal(size=(N, 4, 8, 8, 3)).astype(np.float32),
+    ),
+    "small_resnet": lambda: models.small_resnet(
+        num_classes=4, image_shape=(8, 8, 3), widths=(8, 8, 16)
+    ),
+    "mobilenet_v3": lambda: models.mobilenet_v3(
+        num_classes=4, image_shape=(32, 32, 3), variant="small", stem_stride=1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n[-2:] != "v2")) for n in NORMALISED]
+)
+def test_a_batch_normalised_model_by_groups(name):
+    """Depthwise convolutions, and losses that mix the examples of a unit."""
+    model = NORMALISED[name]()
+    side = 32 if name == "mobilenet_v3" else 8
+    batch = {"x": RNG.normal(size=(N, 4, side, side, 3)).astype(np.float32),
              "y": RNG.integers(0, 4, (N, 4)).astype(np.int32)}  # fmt: skip
     assert_sketched(grouped(model.loss), model.init(jax.random.key(0)), batch)
 
