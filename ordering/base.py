@@ -62,6 +62,12 @@ def fill_middle(next_order, current, left, placed):
     return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
 
 
+def align_pairs(pending, units, waiting, num_pairs):
+    """The 2 P units that pair up: from the pending one on if it waits, else without it."""
+    around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
+    return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)
+
+
 def place_pairs(state, pair, valid, plus):
     """The next order, filled from both ends with the units of these pairs.
 

@@ -62,11 +62,11 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     zeros = jnp.zeros((rows.size, size * workers - entries), jnp.result_type(*leaves))
     if rows.size == 1:  # a matrix of one row would be laid out with seven empty ones
         parts = jnp.concatenate([leaf[0] for leaf in (*leaves, zeros)]).reshape(workers, size)
-        parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
     else:
         parts = jnp.concatenate([*leaves, zeros], axis=1)
         parts = parts.reshape(rows.size, workers, size).swapaxes(0, 1)
-        parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    if rows.size > 1:
         parts = parts.swapaxes(0, 1).reshape(rows.size * workers, size)
     return rows_lib.Rows.of(parts)._replace(workers=workers)
 

@@ -100,10 +100,7 @@ def gathered_pairs(
             whole = size // 2 * 2
             differences = units[0:whole:2] - units[1:whole:2]
             return first, differences, state.position + whole, state.pending
-        around = jnp.concatenate([state.pending[None], units, jnp.zeros_like(units[:1])])
-        count = (size + 1) // 2
-        start = 1 - state.position % 2  # from the unit that waits on, if one does
-        both = jax.lax.dynamic_slice_in_dim(around, start, 2 * count)
+        both = base.align_pairs(state.pending, units, state.position % 2, (size + 1) // 2)
         return first, both[::2] - both[1::2], state.position + size, units[-1]
 
     def place(state, own, first, known):

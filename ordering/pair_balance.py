@@ -232,7 +232,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
             waiting = state.position % 2
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[-1]), units)
             units = jax.tree.map(
-                lambda p, g: _align(p, rows_lib.as_float32(g), waiting, num_pairs),
+                lambda p, g: base.align_pairs(p, rows_lib.as_float32(g), waiting, num_pairs),
                 state.pending,
                 units,
             )
@@ -266,9 +266,3 @@ def subtract(pair, context):
 def take(vector, context):
     """A difference that has been formed already."""
     return vector
-
-
-def _align(pending, units, waiting, num_pairs):
-    """The 2 P units that pair up: from the pending one on if it waits, else without it."""
-    around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
-    return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)

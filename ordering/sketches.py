@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ordering import rows as rows_lib
+from ordering.exchange import LANES
 
 PyTree = Any
 SIZE = 1024  # sketch_size(10**4)
-LANES = 128  # k is a multiple of the width of a vector unit
 BLOCK = 16384  # entries of a leaf that are added up at once: they stay in a cache
 SMALL = 4096  # leaves up to this size are folded together
 

@@ -18,6 +18,8 @@ from experiments.training import program
 from local_opt import runners
 from tests.problems import PLAN, RATE, SGD, copies, on_mesh
 
+pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
+
 # What the compiled modules hold. Eight workers; the parameters are 24 numbers of two types.
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")

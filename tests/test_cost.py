@@ -11,7 +11,7 @@ import pytest
 import models
 import ordering
 from experiments.studies import cost
-from experiments.studies.dry_run import Assumed, dry_run, lower_step
+from experiments.studies.dry_run import Assumed, dry_run, lower_step, order_bytes
 from experiments.studies.study import Arm
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
@@ -160,3 +160,10 @@ def test_a_proximal_step_holds_the_parameters_at_the_load():
     ]
     plain, more = (step.memory_analysis().argument_size_in_bytes for step in found)
     assert more - plain == 4 * 10_001 * 10
+
+
+@pytest.mark.parametrize("sync_in_step,waiting", [(True, 0), (False, 10 * 64)])
+def test_the_state_of_a_sketched_order_is_of_its_numbers(sync_in_step, waiting):
+    """Two orders of 20, three counters' worth at most, a sum; under local rounds pairs wait."""
+    found = order_bytes(task(400), ORDERS["sketch64"], Sizes(4, 20, 2, 1), sync_in_step)
+    assert 4 * (2 * 20 + 64 + waiting) <= found <= 4 * (2 * 20 + 64 + waiting + 3)

@@ -111,7 +111,7 @@ def test_orders_run_on_sketches_as_on_gradients_of_few_numbers():
     assert exact.tolist() == sketched.tolist()
 
 
-def test_nothing_as_large_as_the_gradient_is_written():
+def test_nothing_as_large_as_the_gradient_is_written(optimised):
     """On an accelerator one fusion reads the leaf; on a CPU blocks of it are added up."""
     leaf = jax.ShapeDtypeStruct((4000, 1000), jnp.float32)
     program = jax.jit(ordering.sketch(jax.random.key(0))).lower({"w": leaf}).compile()

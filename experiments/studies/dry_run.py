@@ -21,8 +21,15 @@ from experiments.results.tables import markdown
 from experiments.studies.cost import operations, order_traffic, price
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
-from experiments.training.config import OrderSetting, config_of, plans_of, size_of, sizes_of
-from experiments.training.parts import num_params, parts_of, start_of, steps_of
+from experiments.training.config import config_of, plans_of, size_of, sizes_of
+from experiments.training.parts import (
+    num_params,
+    order_setting,
+    parts_of,
+    sketch_size,
+    start_of,
+    steps_of,
+)
 from experiments.training.step import TrainState
 from local_opt import runners
 from ordering.echo import echo_forecast
@@ -89,7 +96,7 @@ def _row(task, recipe, arm, speed, step_seconds, given) -> dict:
         "rounds": rounds,
         "volume": f"{rounds / plans.total_steps:.3%}",
         "sent per worker": _bytes(ring * allreduces),
-        "state of the order": _bytes(_order_bytes(task, order, sizes)),
+        "state of the order": _bytes(order_bytes(task, order, sizes, in_step)),
         "forecast": _hours(seconds, ring * allreduces * 8 / (given.gigabits * GIGA)),
     } | {machine.label: f"{price(windows, machine):.0f}" for machine in given.machines}  # fmt: skip
 
@@ -109,15 +116,15 @@ def _memory(task, recipe, arm, given) -> str:
     )
 
 
-def _order_bytes(task, order, sizes) -> float:
+def order_bytes(task, order, sizes, sync_in_step) -> float:
     """Of one worker's state."""
-    setting = OrderSetting(sizes.num_units, sizes.units_per_step, sizes.workers, 1)
-    made = order.make(setting)
+    made, size = order.make(order_setting(sizes, sync_in_step)), sketch_size(order, task.model)
+    like = jax.ShapeDtypeStruct((size,), jnp.float32) if size else _params(task.model)
     init = runners.simulate(
         lambda key, params: (made.init(key, params),), owned_in=(True, False), owned_out=(True,)
     )
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), sizes.workers))
-    state = jax.eval_shape(init, keys, _params(task.model))
+    state = jax.eval_shape(init, keys, like)
     return _tree_bytes(state) / sizes.workers
 
 

@@ -36,12 +36,7 @@ def parts_of(
     epochs = epochs or recipe.epochs or 1
     block_size = None if mesh else _simulated_block_size(task.model, sizes.workers)
     shared = rounds_of is local_opt.parallel_rounds
-    gathers = "step" if shared else "sync"
-    order = row.make(
-        OrderSetting(
-            sizes.num_units, sizes.units_per_step, sizes.workers, epochs, block_size, gathers
-        )
-    )
+    order = row.make(order_setting(sizes, shared, epochs, block_size))
     inner = optimizers.inner(recipe, proximal=proximal)
     rounds = rounds_of(inner, axis_name=runners.AXIS)
     exchange, fresh_rounds = None, rounds
@@ -50,7 +45,7 @@ def parts_of(
     if shared and exchanges and sizes.units_per_step == 1 and mesh is not None:
         exchange = functools.partial(ordering.all_to_all_mean, axis_name=runners.AXIS)
         fresh_rounds = rounds._replace(update=inner.update)
-    sketch = row.sketch and min(row.sketch, num_params(task.model))
+    sketch = sketch_size(row, task.model)
     steps = {
         True: step.worker_step(
             task.model, row, order, fresh_rounds, fresh=True, exchange=exchange, sketch=sketch
@@ -64,6 +59,18 @@ def parts_of(
 def _simulated_block_size(model, num_workers):
     """Reductions over simulated workers cost nothing: take what is fastest for one slice of r."""
     return ordering.balance.default_block_size(-(-num_params(model) // num_workers))
+
+
+def order_setting(sizes: Sizes, sync_in_step: bool, epochs=1, block_size=None) -> OrderSetting:
+    """What an order is told; sketches are gathered where the workers meet."""
+    gathers = "step" if sync_in_step else "sync"
+    workers = sizes.workers
+    return OrderSetting(sizes.num_units, sizes.units_per_step, workers, epochs, block_size, gathers)
+
+
+def sketch_size(row: Order, model) -> int | None:
+    """k of what an order looks at, at most D; None: gradients."""
+    return row.sketch and min(row.sketch, num_params(model))
 
 
 def num_params(model) -> int:
