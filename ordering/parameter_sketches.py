@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ordering import parameter_uses as uses_lib
+from ordering.machine_forms import product
 from ordering.parameter_uses import Use
 from ordering.rows import as_float32
 from ordering.sketches import fold, hash_signs
@@ -188,7 +189,7 @@ def _in_order(signs, dims):
 def _kronecker(function, swapped, sizes, size, dy, first, second, *data):
     """(x P)^T (dy Q)."""
     across = function(first.astype(dy.dtype), *data).astype(jnp.float32)
-    along = uses_lib.product(None, jnp.float32)(dy, second.astype(dy.dtype))
+    along = product(None, jnp.float32)(dy, second.astype(dy.dtype))
     found = (along.T @ across if swapped else across.T @ along) / math.sqrt(math.prod(sizes))
     return _padded(found, size)
 

@@ -6,15 +6,15 @@ matrix product, a convolution or a look-up, `site` says what becomes of the resu
 is reported to `unknown`, and computed as it stands.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.extend import core
+
+from ordering.machine_forms import look_up, product
 
 
 class Param(NamedTuple):
@@ -82,31 +82,6 @@ def slice_index(index, place) -> jax.Array:
     return jnp.asarray(index, jnp.uint32) * jnp.uint32(65599) + jnp.asarray(place, jnp.uint32) + 1
 
 
-@functools.cache
-def product(precision=None, preferred_element_type=None) -> Callable:
-    """`(x [T, K], w [K, N]) -> [T, N]`: under vmap of x, batch and rows are one axis.
-
-    A CPU takes twice as long for a product with three axes.
-    """
-
-    def multiply(x, w):
-        return jnp.matmul(x, w, precision=precision, preferred_element_type=preferred_element_type)
-
-    @custom_vmap
-    def merged(x, w):
-        return multiply(x, w)
-
-    @merged.def_vmap
-    def _(size, batched, x, w):
-        if batched == [True, False]:
-            y = multiply(x.reshape(-1, x.shape[-1]), w)
-            return y.reshape(size, -1, y.shape[-1]), True
-        axes = [0 if each else None for each in batched]
-        return jax.vmap(multiply, axes)(x, w), True
-
-    return merged
-
-
 def _evaluate(jaxpr, consts, args, hooks):
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -115,11 +90,10 @@ def _evaluate(jaxpr, consts, args, hooks):
 
     for equation in jaxpr.eqns:
         values = [read(atom) for atom in equation.invars]
-        found = None
-        if any(isinstance(v, Param) for v in values):
-            rule = RULES.get(equation.primitive.name)
+        found, name = None, equation.primitive.name
+        if any(isinstance(v, Param) for v in values) or name in ALWAYS:
+            rule = RULES.get(name)
             found = rule(equation, values, hooks) if rule else None
-            name = equation.primitive.name
             values = [_plain(v, name, hooks) for v in values] if found is None else values
         if found is None:
             found = _bind(equation, values)
@@ -273,6 +247,9 @@ def _met(kind, param, rows, cols, function, data, hooks):
 def _gather(equation, values, hooks):
     """Rows that are looked up, as by `table[indices]`."""
     param, indices = values
+    if not any(isinstance(v, Param) for v in values):
+        found = look_up(equation, param, indices)
+        return None if found is None else [found]
     how, shape = equation.params["dimension_numbers"], jnp.shape(_raw(param))
     batch = indices.ndim - 1
     known = (
@@ -286,11 +263,11 @@ def _gather(equation, values, hooks):
         return None
     mode = equation.params["mode"]
 
-    def look_up(table, places):
+    def rows_of(table, places):
         return table.at[places].get(mode=mode, fill_value=equation.params["fill_value"])
 
     axes = range(1, len(shape))
-    y = _met("look-up", param, (0,), axes, look_up, (indices.reshape(-1),), hooks)
+    y = _met("look-up", param, (0,), axes, rows_of, (indices.reshape(-1),), hooks)
     return [y.reshape(*indices.shape[:-1], *shape[1:])]
 
 
@@ -328,6 +305,7 @@ def _linear(equation, values, hooks):
     return [_met("linear", param, range(len(shape)), (), function, (values[1 - own],), hooks)]
 
 
+ALWAYS = ("gather", "jit", "pjit")  # these are looked into without a parameter too
 RULES = {
     "convert_element_type": _cast,
     "copy": _cast,

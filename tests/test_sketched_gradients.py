@@ -12,7 +12,9 @@ from flax import nnx
 
 import models
 import ordering
+from ordering import parameter_uses as uses
 from ordering.gradients import grouped
+from ordering.parameter_uses import Hooks
 from ordering.sketched_gradients import sketch_of
 
 KEY, SKETCH_KEY, N = jax.random.key(3), jax.random.key(7), 3
@@ -264,6 +266,36 @@ def test_bfloat16_products_have_float32_sketches():
     _, _, formed = ordering.per_example(loss)(w, batch, jax.random.clone(KEY))
     expected = jax.vmap(sketch_of(loss, w, batch, SKETCH_KEY, size=64))(formed.tree)
     assert np.linalg.norm(rows.tree - expected) < 0.02 * np.linalg.norm(expected)
+
+
+LOOK_UPS = {
+    "labels": lambda x, i: jnp.take_along_axis(x, i, axis=-1),
+    "a middle axis": lambda x, i: jnp.take_along_axis(x, i, axis=1),
+    "the first axis": lambda x, i: jnp.take(x, i[0, :, 0] * 0, axis=0),
+    "an axis of size 1 last": lambda x, i: jnp.take_along_axis(x[..., :1], i * 0, axis=-1),
+    "rows": lambda x, i: x[0, i[0, :, 0]],
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_look_ups_in_data_go_along_no_axis_of_size_one(name):
+    """With one, a TPU scatters in the backward pass of a loss of labels, and keeps all of it."""
+    x, i = jnp.arange(20.0).reshape(1, 4, 5), jnp.array([[[3], [0], [2], [1]]])
+    closed = jax.make_jaxpr(LOOK_UPS[name])(x, i)
+    run = lambda x, i: uses.walk(closed, (x, i), Hooks(None, None))[0]  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(run)(x, i), LOOK_UPS[name](x, i))
+    for equation in equations(jax.make_jaxpr(run)(x, i).jaxpr):
+        if equation.primitive.name == "gather":
+            sizes = equation.outvars[0].aval.shape
+            axes = equation.params["dimension_numbers"].offset_dims
+            assert all(sizes[axis] > 1 for axis in axes), equation
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        if "jaxpr" in equation.params:
+            yield from equations(equation.params["jaxpr"].jaxpr)
 
 
 def test_small_models_are_not_sketched():
