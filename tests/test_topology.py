@@ -9,6 +9,7 @@ import pytest
 from absl import flags as absl_flags
 
 import models
+import ordering
 from experiments import train
 from experiments.compiled import slices
 from experiments.compiled.lowering import shapes_of
@@ -20,6 +21,7 @@ from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.parts import num_params
+from local_opt import runners
 
 WORKERS = 4
 RECIPE = Recipe(WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4)
@@ -157,6 +159,20 @@ def test_the_signs_are_the_one_loop_with_known_turns(mesh, pairs):
     plain = compile_or_refuse(programs_of(mesh, "rr", "parallel", 2 * pairs).step(True))
     assert [loop.trips for loop in plain.contents.loops] == [None]
     assert plain.flops < compiled.flops and plain.contents.cycles < compiled.contents.cycles
+
+
+@tpu
+def test_blocks_of_pairs_are_those_of_the_chip_that_is_traced_for(mesh):
+    found = []
+
+    def worker(x):
+        found.append(ordering.balance.default_block_size(1024))
+        return (x,)
+
+    run = runners.over_mesh(mesh)(worker, owned_in=(True,), owned_out=(True,))
+    jax.eval_shape(run, jax.ShapeDtypeStruct((WORKERS, 2), np.float32))
+    assert found == [ordering.balance.default_block_size(1024, backend="tpu")]
+    assert ordering.balance.default_block_size(1024) != found[0], "JAX uses the CPU"
 
 
 @tpu
