@@ -1,6 +1,7 @@
 """Programs compiled for TPU slices that are not there: collectives, loops, donation, what fits."""
 
 import importlib.util
+import pathlib
 import re
 
 import jax
@@ -198,15 +199,18 @@ def test_what_does_not_fit_says_how_much_is_missing(mesh):
     assert re.search(r"another chip: v5p", text) and "--unit_size" not in text
 
 
+def cells(text):
+    """Tables of rows of cells; lines that are none are rows of one."""
+    lines = [part.split("\n") for part in text.split("\n\n")]
+    return [[[c.strip() for c in x.strip("|").split("|")] for x in part] for part in lines]
+
+
 @tpu
 def test_a_dry_run_compares_the_run_with_itself_without_each_decision():
     arm = Arm("all three", "cd_grab", "qsr", "fixed")
     one = Study("one", {"run": arm, "plain": Arm("none", "rr")}, "", None, (), ())
     text = dry_run(task(), RECIPE, one, Assumed(topology="v5e:2x2"))
-    tables = [
-        [[c.strip() for c in line.strip("|").split("|")] for line in part.split("\n")]
-        for part in text.split("\n\n")
-    ]
+    tables = cells(text)
     run, plain = (dict(zip(tables[1][0], row, strict=True)) for row in tables[1][2:])
     assert {plain[f"{name} costs"] for name in ("order", "plan", "echo")} == {"-"}
     order, echo = (
@@ -218,4 +222,21 @@ def test_a_dry_run_compares_the_run_with_itself_without_each_decision():
     assert ("echoed step", "CD-GraB", "local rounds") in programs
     assert ("fresh step", "CD-GraB", "parallel rounds") in programs
     assert ("epoch's end", "D-RR", "local rounds") not in programs, "drawn on the host"
-    assert text.endswith("beside a device's share of the training set.")
+    assert text.endswith("beside 41 kB of the training set.")
+
+
+@tpu
+def test_the_page_shows_what_its_command_prints(capsys):
+    """But for what another libtpu may find otherwise: bytes, operations, cycles, seconds."""
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "topology.md").read_text()
+    (command,) = re.findall(r"^    python -m experiments.train (.*)$", page, re.M)
+    values = absl_flags.FlagValues()
+    train.define_flags(values)
+    values(["train", *command.split()])
+    train.run(values)
+    shown = page.split("## What it prints\n\n")[1].split("\n\n## How to read it")[0]
+    printed = capsys.readouterr().out.rstrip("\n")
+    exact = (None, 8, 3, None, 5, None)  # columns of the tables; all of the last line
+    for one, other, columns in zip(cells(shown), cells(printed), exact, strict=True):
+        same = [row[:columns] for row in one if "---" not in row[0]]
+        assert same == [row[:columns] for row in other if "---" not in row[0]]

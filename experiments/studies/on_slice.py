@@ -103,11 +103,12 @@ class OnSlice:
         if lacking:
             return [self._lacking(key, found) for key, found in lacking]
         peak = max(found.peak for found in self._compiled.values())
-        share = tree_bytes(dict(self._task.train)) / self._recipe.workers
+        dealt = any(ORDERS[key.order].deals for key in self._compiled)
+        held = tree_bytes(dict(self._task.train)) / (1 if dealt else self._recipe.workers)
         text = f"All programs fit: {show_bytes(peak)} of {show_bytes(self._memory)} at most"
-        if peak + share <= self._memory:
-            return [f"{text}, beside a device's share of the training set."]
-        return [f"{text}; a device's share of the training set does not: pass --input=thread."]
+        if peak + held <= self._memory:
+            return [f"{text}, beside {show_bytes(held)} of the training set."]
+        return [f"{text}; {show_bytes(held)} of the training set do not: read it, --input=thread."]
 
     def _lacking(self, key: Key, found: Refused) -> str:
         shapes = self._shapes(*key[:3])
