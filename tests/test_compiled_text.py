@@ -51,6 +51,30 @@ TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {
   ROOT %moved = f32[8]{0} all-to-all(%m), dimensions={0}
 }
 
+%begin (q: f32[1,2]) -> (f32[4,2], u32[]) {
+  %q = f32[1,2]{1,0} parameter(0)
+  %all-gather.8 = f32[4,2]{1,0:T(1,128)} all-gather(%q), dimensions={0}
+  ROOT %custom-call.12 = (f32[4,2]{1,0}, u32[]{:S(2)}) custom-call(%all-gather.8), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (r: f32[1,2]) -> f32[4,2] {
+  %r = f32[1,2]{1,0} parameter(0)
+  %all-gather.10 = f32[4,2]{1,0:T(1,128)} all-gather(%r), dimensions={0}
+  ROOT %product = f32[4,2]{1,0} convolution(%all-gather.10, %r)
+}
+
+%finish (v: f32[1,2]) -> f32[4,2] {
+  %v = f32[1,2]{1,0} parameter(0)
+  %all-gather.12 = f32[4,2]{1,0:T(1,128)} all-gather(%v), dimensions={0}
+  ROOT %custom-call.14 = f32[4,2]{1,0} custom-call(%all-gather.12), custom_call_target="AsyncCollectiveDone"
+}
+
+%scatters (z: f32[8]) -> f32[2] {
+  %z = f32[8]{0} parameter(0)
+  %all-reduce.3 = f32[8]{0} all-reduce(%z), to_apply=%sum
+  ROOT %slice = f32[2]{0} slice(%all-reduce.3), slice={[0:2]}
+}
+
 ENTRY %main (arg: (s32[], f32[4,5], f32[])) -> f32[8] {
   %arg = (s32[]{:T(128)}, f32[4,5]{1,0}, f32[]{:T(128)}) parameter(0)
   %part = f32[2]{0} constant({0, 0})
@@ -59,6 +83,10 @@ ENTRY %main (arg: (s32[], f32[4,5], f32[])) -> f32[8] {
   %gathered = f32[8]{0} all-gather-done(%gather), backend_config={"estimated_cycles":"3"}
   %named = f32[8]{0} all-gather(%part), frontend_attributes={async_collective_name="all-gather-start"}
   %start = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%gathered), calls=%moves
+  %fusion.1 = (f32[4,2]{1,0}, u32[]{:S(2)}) fusion(%part), kind=kCustom, calls=%begin
+  %fusion.2 = f32[4,2]{1,0} fusion(%fusion.1), kind=kCustom, calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"5"}
+  %fusion.3 = f32[4,2]{1,0} fusion(%fusion.2), kind=kCustom, calls=%finish
+  %fusion.4 = f32[2]{0} fusion(%gathered), kind=kCustom, calls=%scatters
   ROOT %done = f32[8]{0} async-done(%start)
 }
 """  # noqa: E501
@@ -69,14 +97,16 @@ def test_collectives_are_counted_as_often_as_they_are_carried_out():
         Collective("all-reduce", 4 * 5 * 4 + 3 * 2, False, 4),
         Collective("all-reduce", 4, False, 4),  # in a branch
         Collective("all-gather", 32, True, 1),  # two halves are one
-        Collective("all-gather", 32, True, 1),  # by its name
+        Collective("all-gather", 32, False, 1),  # was one, as its name remembers
         Collective("all-to-all", 32, True, 1),  # in a computation of its own
+        Collective("all-gather", 32, True, 1),  # in three fusions
+        Collective("all-reduce", 32, False, 1),  # in one
     )
 
 
 def test_cycles_are_those_of_what_runs_and_a_fusion_is_one():
-    """Four turns of a fusion and the dearer branch, and the end of the gather."""
-    assert hlo.contents(TEXT).cycles == 4 * (100 + 7) + 3
+    """Four turns of a fusion and the dearer branch; a gather's end, and what runs beside one."""
+    assert hlo.contents(TEXT).cycles == 4 * (100 + 7) + 3 + 5
     assert hlo.contents(TEXT).loops == (Loop(4, 107, 1, "jit(step)/while"),)
     silent = TEXT.replace("estimated_cycles", "kind")
     assert hlo.contents(silent).cycles is None
@@ -94,7 +124,7 @@ def test_turns_are_those_that_xla_notes_or_those_of_a_counter():
         "%k = s32[]{:T(128)} get-tuple-element(%s), index=1",
     )
     assert turns(unknown) is None
-    assert hlo.contents(unknown).cycles == 107 + 3, "one turn"
+    assert hlo.contents(unknown).cycles == 107 + 3 + 5, "one turn"
     assert turns(TEXT.replace("direction=LT", "direction=GT")) is None
 
 

@@ -23,6 +23,7 @@ from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.parts import num_params
 from local_opt import runners
+from ordering.exchange import slice_size
 
 WORKERS = 4
 RECIPE = Recipe(WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4)
@@ -128,6 +129,26 @@ def test_a_fresh_step_sends_what_the_plan_says(mesh, order, units_per_step, sync
         sent = 0  # the gather waits for the sync
     assert size == 1024
     assert all_reduces(kinds(compiled), size) == pytest.approx(sent)
+
+
+@tpu
+def test_a_gather_that_is_spread_over_fusions_counts_once():
+    """LeNet is large enough for libtpu to gather the mean gradient beside the inner products."""
+    on, model = slices.slice_of("v5e:4x4", 16), models.lenet()
+    data = abstract_set(640, x=((28, 28, 1), np.float32), y=((), np.int32))
+    recipe = RECIPE._replace(workers=16, units_per_step=1)
+    rounds = SYNC_RULES["parallel"].rounds
+    shapes = shapes_of(
+        Task("shapes", model, data, data, recipe), recipe, ORDERS["cd_grab"], rounds, mesh=on.mesh
+    )
+    found = compile_or_refuse(shapes.step(True)).contents.collectives
+    padded = 4 * slice_size(num_params(model), 16) * 16
+    assert {(c.kind, c.bytes, c.asynchronous, c.times) for c in found} == {
+        ("all-to-all", padded, False, 1),
+        ("all-reduce", 4 * 16 * 17, False, 1),
+        ("all-gather", padded, True, 1),
+    }
+    assert len(found) == 3
 
 
 @tpu

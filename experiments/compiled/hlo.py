@@ -137,12 +137,35 @@ def _one(computations, instruction: Instruction, times: int, apart: bool) -> Con
         return _walk(computations, inner, times, apart=apart or operation == "async-start")
     estimated = re.search(r'"estimated_cycles":"(\d+)"', instruction.line)
     cycles = int(estimated[1]) if estimated else None
+    if operation == "fusion":
+        return Contents(_fused(computations, called("calls"), times), (), cycles)
     kind = operation.removesuffix("-done")
     if kind not in KINDS:
         return Contents((), (), cycles)
-    asynchronous = apart or kind != operation or "async_collective" in instruction.line
-    collective = Collective(kind, result_bytes(instruction.result), asynchronous, times)
-    return Contents((collective,), (), cycles)
+    return Contents(
+        (_collective(kind, instruction, times, apart or kind != operation),), (), cycles
+    )
+
+
+def _collective(kind: str, instruction: Instruction, times: int, asynchronous: bool) -> Collective:
+    return Collective(kind, result_bytes(instruction.result), asynchronous, times)
+
+
+def _fused(computations, name: str, times: int) -> tuple[Collective, ...]:
+    """The collectives of a fusion.
+
+    libtpu spreads one over several: a start, computations beside it, all named async_collective,
+    and a done. Each of them repeats it; the done counts.
+    """
+    steps = computations.get(name, ())
+    start, done = (
+        any(f'"AsyncCollective{end}"' in step.line for step in steps) for end in ("Start", "Done")
+    )
+    if (start or "async_collective" in name) and not done:
+        return ()
+    return tuple(
+        _collective(step.operation, step, times, done) for step in steps if step.operation in KINDS
+    )
 
 
 def _while(computations, instruction: Instruction, times: int, apart: bool) -> Contents:
