@@ -237,4 +237,5 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
 def assumed(values: flags.FlagValues, machines: tuple = ()) -> Assumed:
     """What a dry run takes for granted."""
     flops = values.device_teraflops * TERA
-    return Assumed(values.compile, flops, values.gigabits, machines, values.topology)
+    reads = values.input != "device"
+    return Assumed(values.compile, flops, values.gigabits, machines, values.topology, reads)

@@ -14,7 +14,7 @@ from local_opt import runners
 
 
 class Shapes(NamedTuple):
-    """A run as the compiler sees it, its batches handed over by the host.
+    """A run as the compiler sees it.
 
     Fields:
       state: all there is of it, as `jax.ShapeDtypeStruct`s that say where they live.
@@ -43,6 +43,7 @@ def shapes_of(
     *,
     proximal: float = 0.0,
     mesh: jax.sharding.Mesh | None = None,
+    reads: bool = True,
 ) -> Shapes:
     """The programs of a run of all workers.
 
@@ -51,6 +52,7 @@ def shapes_of(
       row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
       proximal: strength of the pull back to the parameters at the last load; 0 for none.
       mesh: a device per worker, which need not be there; None simulates all on one device.
+      reads: batches are handed over by the host; False: the data stay on the devices.
     """
     sizes = sizes_of(task, recipe, deals=row.deals)
     parts = parts_of(task, recipe, row, rounds, sizes, proximal=proximal, mesh=mesh)
@@ -73,9 +75,13 @@ def shapes_of(
     state = jax.eval_shape(start_of(parts, run), params, keys, given, keys)
     state = TrainState(*map(placed, state, parts.owned))
     example = jax.tree.map(_one, dict(task.train))
-    batch = placed(_with_axes(example, workers, sizes.units_per_step, sizes.unit_size), True)
+    if reads or not row.deals:
+        units = sizes.units_per_step if reads else sizes.num_units
+        batch = placed(_with_axes(example, workers, units, sizes.unit_size), True)
+    else:
+        batch = placed(_with_axes(example, size_of(task.train)), False)
     place, rate = number(jnp.int32), number(jnp.float32)
-    steps, ends = steps_of(parts, run, reads=True), ends_of(parts, run)
+    steps, ends = steps_of(parts, run, reads=reads), ends_of(parts, run)
     # One rate: how many there are does not change the step.
     handed = (batch, place, place, place, number(jnp.float32, 1))
     return Shapes(

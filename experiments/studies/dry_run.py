@@ -27,7 +27,8 @@ from experiments.studies.cost import operations, order_traffic, price
 from experiments.studies.on_slice import Calls, OnSlice
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
-from experiments.training.config import Sizes, config_of, plans_of, size_of, sizes_of
+from experiments.training import loop, timeline
+from experiments.training.config import Plans, Sizes, config_of, plans_of, size_of, sizes_of
 from experiments.training.parts import num_params, order_setting, sketch_size
 from local_opt import runners
 from ordering.echo import EchoPlan, echo_forecast
@@ -44,22 +45,21 @@ class Assumed(NamedTuple):
     gigabits: float = 25.0  # of a worker's link, per second
     machines: tuple = ()  # of `cost.machines`: a column of priced time each
     topology: str | None = None  # a TPU slice, as of `slices.slice_of`; None: the backend at hand
+    reads: bool = False  # batches are handed over there; else the data stay on the devices
 
 
 class _Run(NamedTuple):
     """What is decided before a run, or by a simulated clock."""
 
     sizes: Sizes
-    steps: int
+    plans: Plans
     echo: EchoPlan
     rounds: int
     seconds: float  # of computation and of waiting for input
 
     @property
-    def calls(self) -> Calls:
-        """How often it calls its programs."""
-        epochs = self.echo.loads // self.sizes.loads_per_epoch
-        return Calls(self.steps, self.echo.loads, self.rounds, epochs)
+    def steps(self) -> int:
+        return self.plans.total_steps
 
 
 def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
@@ -87,7 +87,8 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
         ]
         details = []
     else:
-        programs = OnSlice(task, recipe, on, lambda *run: run_of(*run).calls)
+        calls_of = functools.partial(_calls, run_of, given.reads)
+        programs = OnSlice(task, recipe, on, calls_of, reads=given.reads)
         cells = [programs.cells(*run) for run in runs]
         facts, details = facts + programs.facts(), programs.details()
     rows = [row | more for row, more in zip(rows, cells, strict=True)]
@@ -105,7 +106,25 @@ def _run(task, recipe, arm, speed, *, step_seconds) -> _Run:
         forecast = echo_forecast(plans.echo, **timed)
         echo_plan, seconds = forecast.plan, forecast.total_seconds
     rounds = echo_plan.loads if plans.sync is None else plans.sync.rounds
-    return _Run(sizes, plans.total_steps, echo_plan, rounds, seconds)
+    return _Run(sizes, plans, echo_plan, rounds, seconds)
+
+
+def _calls(run_of, reads, arm, speed) -> Calls:
+    """How often a run calls its programs: once for all steps between two events of the host."""
+    run = run_of(arm, speed)
+    line = timeline.timeline(run.plans, run.sizes, fresh=run.echo.fresh)
+    in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
+    ends = timeline.cuts(line, run.sizes, streams=reads, sync_in_step=in_step)
+    if run.plans.echo.online:
+        ends = np.arange(1, run.steps + 1)
+    starts = np.append(0, ends[:-1])
+    calls = -(-(ends - starts) // loop.MOST)
+    fresh = np.asarray(line.fresh)[starts]
+    epochs = run.echo.loads // run.sizes.loads_per_epoch
+    return Calls(
+        run.steps, run.echo.loads, run.rounds, epochs,
+        fresh=int(calls[fresh].sum()), echoed=int(calls[~fresh].sum()),
+    )  # fmt: skip
 
 
 def _row(task, recipe, arm, speed, run: _Run, given) -> dict:

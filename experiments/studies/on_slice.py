@@ -6,7 +6,7 @@ whole run, is compared with the same run without one of its three decisions.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +27,22 @@ QUANTITIES = ("flops", "bytes", "cycles")
 
 
 class Calls(NamedTuple):
-    """How often a run calls its programs."""
+    """What a run takes of its programs."""
 
     steps: int  # fresh and echoed ones
     loads: int  # fresh steps
     rounds: int
     epochs: int  # that have ended
+    fresh: int  # calls of fresh steps: one may hold many
+    echoed: int  # calls of echoed steps
+
+
+class Use(NamedTuple):
+    """How a run uses a program: steps in calls; a sync or an epoch's end is a call without any."""
+
+    key: "Key"
+    steps: int
+    calls: int
 
 
 class Key(NamedTuple):
@@ -58,9 +68,11 @@ class OnSlice:
     Args:
       task, recipe: as of a dry run; on: the slice.
       calls_of: `(arm, speed) -> Calls` of its run.
+      reads: batches are handed over; else the data stay on the devices.
     """
 
-    def __init__(self, task: Task, recipe: Recipe, on: Slice, calls_of: Callable):
+    def __init__(self, task: Task, recipe: Recipe, on: Slice, calls_of: Callable, *, reads: bool):
+        self._reads = reads
         self._task, self._recipe, self._on, self._calls_of = task, recipe, on, calls_of
         self._shapes = functools.cache(self._make_shapes)
         self._compiled: dict[Key, Compiled | Refused] = {}
@@ -103,12 +115,7 @@ class OnSlice:
         if lacking:
             return [self._lacking(key, found) for key, found in lacking]
         peak = max(found.peak for found in self._compiled.values())
-        dealt = any(ORDERS[key.order].deals for key in self._compiled)
-        held = tree_bytes(dict(self._task.train)) / (1 if dealt else self._recipe.workers)
-        text = f"All programs fit: {show_bytes(peak)} of {show_bytes(self._memory)} at most"
-        if peak + held <= self._memory:
-            return [f"{text}, beside {show_bytes(held)} of the training set."]
-        return [f"{text}; {show_bytes(held)} of the training set do not: read it, --input=thread."]
+        return [f"All programs fit: {show_bytes(peak)} of {show_bytes(self._memory)} at most."]
 
     def _lacking(self, key: Key, found: Refused) -> str:
         shapes = self._shapes(*key[:3])
@@ -124,6 +131,9 @@ class OnSlice:
     def _changes(self, key: Key, found: Refused, state: float) -> list[str]:
         """What may make a program fit."""
         row, recipe, changes = ORDERS[key.order], self._recipe, []
+        held = tree_bytes(dict(self._task.train)) / (1 if row.deals else recipe.workers)
+        if not self._reads and held > found.needed / 100:
+            changes.append(f"--input=thread, which leaves {show_bytes(held)} of data with the host")
         if row.observes and row.sketch is None:
             own = show_bytes(_on_device(self._shapes(SKETCH, *key[1:3]), 2))
             changes.append(f"the order {SKETCH}, whose state takes {own}")
@@ -141,22 +151,21 @@ class OnSlice:
     def _make_shapes(self, order, rounds, proximal):
         strength = proximal * self._recipe.proximal
         return shapes_of(
-            self._task, self._recipe, ORDERS[order], rounds, proximal=strength, mesh=self._on.mesh
-        )
+            self._task, self._recipe, ORDERS[order], rounds, proximal=strength,
+            mesh=self._on.mesh, reads=self._reads,
+        )  # fmt: skip
 
-    def _calls(self, arm, speed) -> Iterator[tuple[Key, int]]:
-        """The programs of a run, and how often it calls them."""
+    def _uses(self, arm, speed) -> list[Use]:
+        """The programs of a run."""
         kind = (arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal)
         shapes, calls = self._shapes(*kind), self._calls_of(arm, speed)
-        number = {
-            "fresh step": calls.loads,
-            "echoed step": calls.steps - calls.loads,
-            "sync": 0 if shapes.sync_in_step else calls.rounds,
-            "epoch's end": 0 if shapes.on_host else calls.epochs,
-        }
-        for program, times in number.items():
-            if times:
-                yield Key(*kind, program), times
+        found = [
+            Use(Key(*kind, "fresh step"), calls.loads, calls.fresh),
+            Use(Key(*kind, "echoed step"), calls.steps - calls.loads, calls.echoed),
+            Use(Key(*kind, "sync"), 0, 0 if shapes.sync_in_step else calls.rounds),
+            Use(Key(*kind, "epoch's end"), 0, 0 if shapes.on_host else calls.epochs),
+        ]
+        return [use for use in found if use.calls]
 
     def _program(self, key: Key) -> Compiled | Refused:
         if key not in self._compiled:
@@ -165,7 +174,7 @@ class OnSlice:
         return self._compiled[key]
 
     def _peak(self, arm, speed) -> str:
-        found = [self._program(key) for key, _ in self._calls(arm, speed)]
+        found = [self._program(use.key) for use in self._uses(arm, speed)]
         if refused := [f for f in found if isinstance(f, Refused)]:
             return f"does not fit: {show_bytes(max(f.needed for f in refused))}"
         peak = max(f.peak for f in found)
@@ -189,13 +198,22 @@ class OnSlice:
     def _per_step(self, arm, speed) -> np.ndarray | None:
         """float64[3], flops, bytes and cycles of a mean step; None if a program was refused."""
         total = np.zeros(len(QUANTITIES))
-        for key, times in self._calls(arm, speed):
-            found = self._program(key)
+        for use in self._uses(arm, speed):
+            found = self._program(use.key)
             if isinstance(found, Refused):
                 return None
-            cycles = found.contents.cycles or 0
-            total += times * np.array([found.flops, found.bytes_accessed, cycles])
+            times = use.steps or use.calls  # XLA counts a call with one step
+            cycles = _cycles(found.contents, use)
+            total += times * found.flops, times * found.bytes_accessed, cycles
         return total / self._calls_of(arm, speed).steps
+
+
+def _cycles(contents, use: Use) -> float:
+    """Of all steps, the turns of the one loop of unknown length, and of what surrounds them."""
+    whole = contents.cycles or 0
+    unknown = [loop.cycles for loop in contents.loops if loop.trips is None]
+    turn = (unknown[0] or 0) if unknown and use.steps else 0
+    return use.steps * turn + use.calls * (whole - turn)
 
 
 def _name(key: Key) -> dict:
