@@ -250,7 +250,7 @@ def test_a_dry_run_compares_the_run_with_itself_without_each_decision():
 def test_the_page_shows_what_its_command_prints(capsys):
     """But for what another libtpu may find otherwise: bytes, operations, cycles, seconds."""
     page = (pathlib.Path(__file__).parents[1] / "docs" / "topology.md").read_text()
-    (command,) = re.findall(r"^    python -m experiments.train (.*)$", page, re.M)
+    command = re.search(r"^    python -m experiments.train (.*)$", page, re.M)[1]
     values = absl_flags.FlagValues()
     train.define_flags(values)
     values(["train", *command.split()])
