@@ -12,11 +12,12 @@ from absl import flags as absl_flags
 import models
 import ordering
 from experiments import train
-from experiments.compiled import slices
+from experiments.compiled import hlo, slices
 from experiments.compiled.lowering import shapes_of
 from experiments.compiled.programs import available_memory, compile_or_refuse, uncached
 from experiments.studies.cost import order_traffic
-from experiments.studies.dry_run import Assumed, dry_run
+from experiments.studies.dry_run import Assumed, calls_of, dry_run, run_of
+from experiments.studies.on_slice import Use, cycles_of
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
@@ -66,6 +67,25 @@ def test_a_topology_is_of_dry_runs_alone(more):
     values(["train", "--topology=v5e:2x2", "--task=digits", *more])
     with pytest.raises(ValueError, match="v5e:2x2 without a compiling dry run.*pass --dry_run"):
         train.run(values)
+
+
+@pytest.mark.parametrize("sync,echo,reads,fresh,echoed", [
+    ("parallel", "none", False, 1, 0),  # 40 loads to an epoch
+    ("parallel", "none", True, 40, 0),
+    ("parallel", "fixed", False, 10, 10),  # a load, then three echoes of it
+    ("constant", "none", False, 10, 0),  # rounds of four steps
+])  # fmt: skip
+def test_a_call_holds_all_steps_between_two_events_of_the_host(sync, echo, reads, fresh, echoed):
+    arm, recipe = Arm("one", "rr", sync, echo), RECIPE._replace(unit_size=1)
+    run = run_of(task(), recipe, arm, None, step_seconds=1.0)
+    found = calls_of(arm, run, reads)
+    assert (found.fresh, found.echoed, found.steps) == (fresh, echoed, 40)
+
+
+def test_cycles_weigh_steps_and_calls():
+    contents = hlo.Contents((), (hlo.Loop(4, 3, 1, "inner"), hlo.Loop(None, 50, 1, "steps")), 80)
+    assert cycles_of(contents, Use(None, steps=100, calls=2)) == 100 * 50 + 2 * (80 - 50)
+    assert cycles_of(contents, Use(None, steps=0, calls=2)) == 2 * 80, "a sync has no steps"
 
 
 def tpu(function):

@@ -48,7 +48,7 @@ class Assumed(NamedTuple):
     reads: bool = False  # batches are handed over there; else the data stay on the devices
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """What is decided before a run, or by a simulated clock."""
 
     sizes: Sizes
@@ -75,9 +75,9 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
     on = slice_of(given.topology, recipe.workers) if given.topology else None
     one_batch = _shapes(task.train, recipe.units_per_step * recipe.unit_size)
     step_seconds = _gradient_flops(task.model, one_batch) / given.device_flops
-    run_of = functools.cache(functools.partial(_run, task, recipe, step_seconds=step_seconds))
+    run = functools.cache(functools.partial(run_of, task, recipe, step_seconds=step_seconds))
     runs = [(arm, speed) for speed in study.speeds or (None,) for arm in study.arms.values()]
-    rows = [_row(task, recipe, *run, run_of(*run), given) for run in runs]
+    rows = [_row(task, recipe, *one, run(*one), given) for one in runs]
     facts = _facts(task, recipe)
     if on is None:
         memory = functools.cache(functools.partial(_memory, task, recipe, given=given))
@@ -87,15 +87,16 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
         ]
         details = []
     else:
-        calls_of = functools.partial(_calls, run_of, given.reads)
-        programs = OnSlice(task, recipe, on, calls_of, reads=given.reads)
-        cells = [programs.cells(*run) for run in runs]
+        calls = lambda arm, speed: calls_of(arm, run(arm, speed), given.reads)  # noqa: E731
+        programs = OnSlice(task, recipe, on, calls, reads=given.reads)
+        cells = [programs.cells(*one) for one in runs]
         facts, details = facts + programs.facts(), programs.details()
     rows = [row | more for row, more in zip(rows, cells, strict=True)]
     return "\n\n".join([markdown(facts), markdown(rows), *details])
 
 
-def _run(task, recipe, arm, speed, *, step_seconds) -> _Run:
+def run_of(task, recipe, arm, speed, *, step_seconds) -> Run:
+    """What is decided before the run of an arm, at a speed of the input or at none."""
     order, echo = ORDERS[arm.order], ECHO_POLICIES[arm.echo]
     sizes = sizes_of(task, recipe, deals=order.deals)
     config = config_of(recipe, sizes, seed=0, speed=speed)
@@ -106,12 +107,11 @@ def _run(task, recipe, arm, speed, *, step_seconds) -> _Run:
         forecast = echo_forecast(plans.echo, **timed)
         echo_plan, seconds = forecast.plan, forecast.total_seconds
     rounds = echo_plan.loads if plans.sync is None else plans.sync.rounds
-    return _Run(sizes, plans, echo_plan, rounds, seconds)
+    return Run(sizes, plans, echo_plan, rounds, seconds)
 
 
-def _calls(run_of, reads, arm, speed) -> Calls:
+def calls_of(arm, run: Run, reads: bool) -> Calls:
     """How often a run calls its programs: once for all steps between two events of the host."""
-    run = run_of(arm, speed)
     line = timeline.timeline(run.plans, run.sizes, fresh=run.echo.fresh)
     in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
     ends = timeline.cuts(line, run.sizes, streams=reads, sync_in_step=in_step)
@@ -127,7 +127,7 @@ def _calls(run_of, reads, arm, speed) -> Calls:
     )  # fmt: skip
 
 
-def _row(task, recipe, arm, speed, run: _Run, given) -> dict:
+def _row(task, recipe, arm, speed, run: Run, given) -> dict:
     order = ORDERS[arm.order]
     in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
     traffic = order_traffic(order, run.sizes, num_params(task.model), sync_in_step=in_step)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.compiled import tables
+from experiments.compiled.hlo import Contents
 from experiments.compiled.lowering import shapes_of, tree_bytes
 from experiments.compiled.programs import Compiled, Refused, available_memory, compile_or_refuse
 from experiments.compiled.slices import CHIPS, Slice
@@ -37,14 +38,6 @@ class Calls(NamedTuple):
     echoed: int  # calls of echoed steps
 
 
-class Use(NamedTuple):
-    """How a run uses a program: steps in calls; a sync or an epoch's end is a call without any."""
-
-    key: "Key"
-    steps: int
-    calls: int
-
-
 class Key(NamedTuple):
     """Which program: arms share those that are equal."""
 
@@ -52,6 +45,14 @@ class Key(NamedTuple):
     rounds: Callable
     proximal: float
     program: str  # of PROGRAMS
+
+
+class Use(NamedTuple):
+    """How a run uses a program: steps in calls; a sync or an epoch's end is a call without any."""
+
+    key: Key
+    steps: int
+    calls: int
 
 
 PROGRAMS = {
@@ -203,13 +204,17 @@ class OnSlice:
             if isinstance(found, Refused):
                 return None
             times = use.steps or use.calls  # XLA counts a call with one step
-            cycles = _cycles(found.contents, use)
+            cycles = cycles_of(found.contents, use)
             total += times * found.flops, times * found.bytes_accessed, cycles
         return total / self._calls_of(arm, speed).steps
 
 
-def _cycles(contents, use: Use) -> float:
-    """Of all steps, the turns of the one loop of unknown length, and of what surrounds them."""
+def cycles_of(contents: Contents, use: Use) -> float:
+    """Of all a run's uses of a program: its steps, and what every call does around them.
+
+    Args:
+      contents: of a call with one step, a turn of the first loop whose turns are not known.
+    """
     whole = contents.cycles or 0
     unknown = [loop.cycles for loop in contents.loops if loop.trips is None]
     turn = (unknown[0] or 0) if unknown and use.steps else 0
