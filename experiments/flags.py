@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from absl import app, flags
 
+from experiments.compiled.slices import stay_on_cpu
 from experiments.processes import cluster
 from experiments.studies import recipes
 from experiments.studies.dry_run import TERA, Assumed
@@ -135,6 +136,8 @@ def _run(define):
 def _forecast(define):
     define(flags.DEFINE_bool, "dry_run", False, "print what it would cost, and stop")
     define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
+    text = "a TPU slice for which a dry run compiles, such as v5e:4x4; unset: the backend at hand"
+    define(flags.DEFINE_string, "topology", None, text)
     assumed = "assumed by a dry run"
     define(flags.DEFINE_float, "device_teraflops", 50.0, f"per second, {assumed}", lower_bound=1e-3)
     define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
@@ -177,8 +180,16 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     Of a dry run, the task is one of shapes alone.
 
     Raises:
-      ValueError: for a choice that the task does not have, or a recipe that cannot run.
+      ValueError: for a choice that the task does not have, a recipe that cannot run, or a topology
+        without a dry run.
     """
+    if values.topology is not None:
+        if not (values.dry_run and values.compile):
+            raise ValueError(
+                f"--topology is {values.topology} without a compiling dry run, which alone needs "
+                "no device: pass --dry_run too, and not --nocompile."
+            )
+        stay_on_cpu()
     chosen = given(values, choices())
     task, recipe = recipes.load(values.task, values.data_dir, abstract=values.dry_run, **chosen)
     recipe = recipe._replace(**recipe_fields(values))
@@ -225,4 +236,6 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
 
 def assumed(values: flags.FlagValues, machines: tuple = ()) -> Assumed:
     """What a dry run takes for granted."""
-    return Assumed(values.compile, values.device_teraflops * TERA, values.gigabits, machines)
+    flops = values.device_teraflops * TERA
+    reads = values.input != "device"
+    return Assumed(values.compile, flops, values.gigabits, machines, values.topology, reads)

@@ -22,7 +22,8 @@ def default_block_size(num_parameters: int, backend: str | None = None) -> int:
 
     Args:
       num_parameters: D, entries of one gradient (on this device).
-      backend: "cpu", "gpu" or "tpu"; by default the one that JAX uses.
+      backend: "cpu", "gpu" or "tpu"; by default that of the mesh that is traced for, whose devices
+        need not be there, else the one that JAX uses.
 
     Returns:
       n >= 1. On a CPU 1 up to 64 entries, where a plain scan fits in registers, else 4, which is
@@ -35,7 +36,8 @@ def default_block_size(num_parameters: int, backend: str | None = None) -> int:
       >>> ordering.balance.default_block_size(10**6, backend="cpu")
       4
     """
-    if (backend or jax.default_backend()) != "cpu":
+    traced_for = getattr(jax.sharding.get_abstract_mesh().abstract_device, "platform", None)
+    if (backend or traced_for or jax.default_backend()) != "cpu":
         return 64
     return 1 if num_parameters <= 64 else 4
 

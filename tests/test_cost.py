@@ -10,8 +10,9 @@ import pytest
 
 import models
 import ordering
+from experiments.compiled.lowering import lower_step
 from experiments.studies import cost
-from experiments.studies.dry_run import Assumed, dry_run, lower_step, order_bytes
+from experiments.studies.dry_run import Assumed, dry_run, order_bytes
 from experiments.studies.study import Arm
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task

@@ -25,8 +25,8 @@ import local_opt
 import models
 import ordering
 from experiments.bench_parts.timing import medians, publish, training_calls
+from experiments.compiled.lowering import lower_step
 from experiments.studies.cost import order_traffic
-from experiments.studies.dry_run import lower_step
 from experiments.studies.tables import ORDERS
 from experiments.tasks import Recipe, Task
 from experiments.training.config import sizes_of

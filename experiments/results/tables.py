@@ -166,3 +166,17 @@ def markdown(rows: Sequence[Mapping]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * w for w in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
+def show_bytes(number: float) -> str:
+    """Bytes in three digits.
+
+    Example:
+      >>> show_bytes(2600)
+      '2.6 kB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

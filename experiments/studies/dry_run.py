@@ -7,9 +7,12 @@ collectives' buffers are not in it. The forecast assumes a device that computes 
 of the operations that XLA counts in a gradient, and a link of --gigabits; it leaves out evaluation,
 balancing, and the launch of a step, which is most of a small one. Loads of a policy that decides
 online are those of a simulated clock.
+
+With --topology the programs are compiled for a TPU slice instead, a device for each worker: see
+docs/topology.md.
 """
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -17,22 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import local_opt
-from experiments.results.tables import markdown
+from experiments.compiled.lowering import lower_step, tree_bytes
+from experiments.compiled.slices import slice_of
+from experiments.results.tables import markdown, show_bytes
 from experiments.studies.cost import operations, order_traffic, price
+from experiments.studies.on_slice import Calls, OnSlice
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
-from experiments.training.config import config_of, plans_of, size_of, sizes_of
-from experiments.training.parts import (
-    num_params,
-    order_setting,
-    parts_of,
-    sketch_size,
-    start_of,
-    steps_of,
-)
-from experiments.training.step import TrainState
+from experiments.training import loop, timeline
+from experiments.training.config import Plans, Sizes, config_of, plans_of, size_of, sizes_of
+from experiments.training.parts import num_params, order_setting, sketch_size
 from local_opt import runners
-from ordering.echo import echo_forecast
+from ordering.echo import EchoPlan, echo_forecast
 
 GIGA, TERA, HOUR = 1e9, 1e12, 3600.0
 WINDOWS = 50  # of a priced run
@@ -45,6 +44,22 @@ class Assumed(NamedTuple):
     device_flops: float = 50 * TERA  # per second
     gigabits: float = 25.0  # of a worker's link, per second
     machines: tuple = ()  # of `cost.machines`: a column of priced time each
+    topology: str | None = None  # a TPU slice, as of `slices.slice_of`; None: the backend at hand
+    reads: bool = False  # batches are handed over there; else the data stay on the devices
+
+
+class Run(NamedTuple):
+    """What is decided before a run, or by a simulated clock."""
+
+    sizes: Sizes
+    plans: Plans
+    echo: EchoPlan
+    rounds: int
+    seconds: float  # of computation and of waiting for input
+
+    @property
+    def steps(self) -> int:
+        return self.plans.total_steps
 
 
 def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
@@ -53,62 +68,95 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
     Args:
       task: may be abstract; recipe: in which setting.
       study: what has `arms` by name, as a `Study`, and `speeds` R of the input, or ().
+
+    Raises:
+      ValueError: for a topology that does not exist or has another number of devices.
     """
+    on = slice_of(given.topology, recipe.workers) if given.topology else None
     one_batch = _shapes(task.train, recipe.units_per_step * recipe.unit_size)
     step_seconds = _gradient_flops(task.model, one_batch) / given.device_flops
-    memory, rows = {}, []
-    for speed in study.speeds or (None,):
-        for arm in study.arms.values():
-            kind = (arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal)
-            if kind not in memory:
-                memory[kind] = _memory(task, recipe, arm, given)
-            row = _row(task, recipe, arm, speed, step_seconds, given)
-            rows.append(row | {"memory of a worker": memory[kind]})
-    return f"{markdown(_facts(task, recipe))}\n\n{markdown(rows)}"
+    run = functools.cache(functools.partial(run_of, task, recipe, step_seconds=step_seconds))
+    runs = [(arm, speed) for speed in study.speeds or (None,) for arm in study.arms.values()]
+    rows = [_row(task, recipe, *one, run(*one), given) for one in runs]
+    facts = _facts(task, recipe)
+    if on is None:
+        memory = functools.cache(functools.partial(_memory, task, recipe, given=given))
+        cells = [
+            {"memory of a worker": memory(arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal)}
+            for arm, _ in runs
+        ]
+        details = []
+    else:
+        calls = lambda arm, speed: calls_of(arm, run(arm, speed), given.reads)  # noqa: E731
+        programs = OnSlice(task, recipe, on, calls, reads=given.reads)
+        cells = [programs.cells(*one) for one in runs]
+        facts, details = facts + programs.facts(), programs.details()
+    rows = [row | more for row, more in zip(rows, cells, strict=True)]
+    return "\n\n".join([markdown(facts), markdown(rows), *details])
 
 
-def _row(task, recipe, arm, speed, step_seconds, given) -> dict:
+def run_of(task, recipe, arm, speed, *, step_seconds) -> Run:
+    """What is decided before the run of an arm, at a speed of the input or at none."""
     order, echo = ORDERS[arm.order], ECHO_POLICIES[arm.echo]
     sizes = sizes_of(task, recipe, deals=order.deals)
     config = config_of(recipe, sizes, seed=0, speed=speed)
     plans = plans_of(config, SYNC_RULES[arm.sync], echo, rate=1.0)
-    timed = {"load_seconds": (speed or 1) * step_seconds, "step_seconds": step_seconds}
-    seconds = plans.total_steps * step_seconds
+    echo_plan, seconds = plans.echo, plans.total_steps * step_seconds
     if speed is not None or echo.online:
+        timed = {"load_seconds": (speed or 1) * step_seconds, "step_seconds": step_seconds}
         forecast = echo_forecast(plans.echo, **timed)
         echo_plan, seconds = forecast.plan, forecast.total_seconds
-    else:
-        echo_plan = plans.echo
     rounds = echo_plan.loads if plans.sync is None else plans.sync.rounds
+    return Run(sizes, plans, echo_plan, rounds, seconds)
+
+
+def calls_of(arm, run: Run, reads: bool) -> Calls:
+    """How often a run calls its programs: once for all steps between two events of the host."""
+    line = timeline.timeline(run.plans, run.sizes, fresh=run.echo.fresh)
     in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
-    traffic = order_traffic(order, sizes, num_params(task.model), sync_in_step=in_step)
-    allreduces = rounds + traffic(echo_plan.loads)
-    ring = local_opt.ring_bytes(num_params(task.model), num_workers=sizes.workers)
-    ends = np.linspace(0, plans.total_steps, WINDOWS + 1).astype(int)[1:]
+    ends = timeline.cuts(line, run.sizes, streams=reads, sync_in_step=in_step)
+    if run.plans.echo.online:
+        ends = np.arange(1, run.steps + 1)
+    starts = np.append(0, ends[:-1])
+    calls = -(-(ends - starts) // loop.MOST)
+    fresh = np.asarray(line.fresh)[starts]
+    epochs = run.echo.loads // run.sizes.loads_per_epoch
+    return Calls(
+        run.steps, run.echo.loads, run.rounds, epochs,
+        fresh=int(calls[fresh].sum()), echoed=int(calls[~fresh].sum()),
+    )  # fmt: skip
+
+
+def _row(task, recipe, arm, speed, run: Run, given) -> dict:
+    order = ORDERS[arm.order]
+    in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
+    traffic = order_traffic(order, run.sizes, num_params(task.model), sync_in_step=in_step)
+    allreduces = run.rounds + traffic(run.echo.loads)
+    ring = local_opt.ring_bytes(num_params(task.model), num_workers=run.sizes.workers)
+    ends = np.linspace(0, run.steps, WINDOWS + 1).astype(int)[1:]
     windows = [
         {"step": t, "loads": n, "allreduces": allreduces}
-        for t, n in zip(ends, echo_plan.loads_before(ends), strict=True)
+        for t, n in zip(ends, run.echo.loads_before(ends), strict=True)
     ]
     return ({} if speed is None else {"R": f"{speed:g}"}) | {
         "arm": arm.label,
-        "steps": plans.total_steps,
-        "loads": echo_plan.loads,
-        "rounds": rounds,
-        "volume": f"{rounds / plans.total_steps:.3%}",
-        "sent per worker": _bytes(ring * allreduces),
-        "state of the order": _bytes(order_bytes(task, order, sizes, in_step)),
-        "forecast": _hours(seconds, ring * allreduces * 8 / (given.gigabits * GIGA)),
+        "steps": run.steps,
+        "loads": run.echo.loads,
+        "rounds": run.rounds,
+        "volume": f"{run.rounds / run.steps:.3%}",
+        "sent per worker": show_bytes(ring * allreduces),
+        "state of the order": show_bytes(order_bytes(task, order, run.sizes, in_step)),
+        "forecast": _hours(run.seconds, ring * allreduces * 8 / (given.gigabits * GIGA)),
     } | {machine.label: f"{price(windows, machine):.0f}" for machine in given.machines}  # fmt: skip
 
 
-def _memory(task, recipe, arm, given) -> str:
+def _memory(task, recipe, order, rounds, proximal, *, given) -> str:
     if not given.compiles:
         return "not compiled"
-    strength = arm.proximal * recipe.proximal
-    rounds = SYNC_RULES[arm.sync].rounds
-    lowered = lower_step(task, recipe, ORDERS[arm.order], rounds, proximal=strength)
+    strength = proximal * recipe.proximal
+    lowered = lower_step(task, recipe, ORDERS[order], rounds, proximal=strength)
     found = lowered.compile().memory_analysis()
-    return _bytes(
+    return show_bytes(
         found.argument_size_in_bytes
         + found.output_size_in_bytes
         + found.temp_size_in_bytes
@@ -125,7 +173,7 @@ def order_bytes(task, order, sizes, sync_in_step) -> float:
     )
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), sizes.workers))
     state = jax.eval_shape(init, keys, like)
-    return _tree_bytes(state) / sizes.workers
+    return tree_bytes(state) / sizes.workers
 
 
 def _gradient_flops(model, batch) -> float:
@@ -151,7 +199,7 @@ def _facts(task: Task, recipe: Recipe) -> list[dict]:
         "test examples": f"{size_of(task.test):,}",
         "an example": ", ".join(f"{name}: {shape}" for name, shape in first.items()),
         "predictions of an example": f"{logits.dtype}{list(logits.shape[1:])}",
-        "parameters": f"{num_params(model):,} ({_bytes(_tree_bytes(params))})",
+        "parameters": f"{num_params(model):,} ({show_bytes(tree_bytes(params))})",
         "workers": recipe.workers,
         "examples per step": recipe.workers * recipe.units_per_step * recipe.unit_size,
         "optimizer": f"{recipe.optimizer}, lr {rates}, {recipe.schedule}",
@@ -169,48 +217,8 @@ def _shapes(data, number):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype), data)
 
 
-def _tree_bytes(tree):
-    keys = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if not keys(x))
-
-
-def _bytes(number):
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
-
-
 def _hours(compute, communicate):
     def show(seconds):
         return f"{seconds / HOUR:.3g} h" if seconds >= HOUR / 10 else f"{seconds:.3g} s"
 
     return show(compute) + (f" + {show(communicate)} of syncs" if communicate else "")
-
-
-def lower_step(
-    task: Task, recipe: Recipe, row, rounds: Callable, *, proximal: float = 0.0
-) -> jax.stages.Lowered:
-    """A fresh step of one worker on a device of its own, with what its order does, from shapes."""
-    share = size_of(task.train) // recipe.workers
-    one = task._replace(
-        train=jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), dict(task.train)
-        )
-    )
-    recipe = recipe._replace(workers=1)
-    sizes = sizes_of(one, recipe, deals=row.deals)
-    parts = parts_of(one, recipe, row, rounds, sizes, proximal=proximal)
-    start = start_of(parts, runners.simulate)
-    params = jax.eval_shape(task.model.init, jax.random.key(0))
-    if parts.owned[0]:
-        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct((1, *p.shape), p.dtype), params)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    given = jax.ShapeDtypeStruct((1, sizes.num_units), jnp.int32) if row.on_host else None
-    state = TrainState(*jax.eval_shape(start, params, keys, given, keys))
-    shape = (1, sizes.units_per_step, sizes.unit_size)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*shape, *x.shape[1:]), x.dtype), one.train)
-    place, rates = (jax.ShapeDtypeStruct(s, d) for s, d in (((), jnp.int32), ((1,), jnp.float32)))
-    steps = steps_of(parts, runners.simulate, reads=True)(True, sizes.units_per_step)
-    return steps.lower(state, batch, place, place, place, rates)

@@ -1,0 +1,149 @@
+"""What the text of a compiled program says, read off small samples."""
+
+import pytest
+
+from experiments.compiled import hlo, programs
+from experiments.compiled.hlo import Collective, Loop
+
+# As XLA prints: a loop of four turns with a reduction and a choice, and a gather in two halves.
+TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %add = f32[]{:T(128)} add(%a, %b)
+}
+
+%fused (p: f32[4,5]) -> f32[4,5] {
+  %p = f32[4,5]{1,0} parameter(0)
+  ROOT %n = f32[4,5]{1,0} negate(%p), backend_config={"window_config":{"estimated_cycles":"999"}}
+}
+
+%cheap (t: f32[]) -> f32[] {
+  ROOT %t = f32[]{:T(128)} parameter(0)
+}
+
+%dear (u: f32[]) -> f32[] {
+  %u = f32[]{:T(128)} parameter(0)
+  ROOT %psum.2 = f32[]{:T(128)} all-reduce(%u), to_apply=%sum, backend_config={"estimated_cycles":"7"}
+}
+
+%body (state: (s32[], f32[4,5], /*index=2*/f32[])) -> (s32[], f32[4,5], f32[]) {
+  %state = (s32[]{:T(128)}, f32[4,5]{1,0:T(4,128)S(1)}, /*index=2*/f32[]{:T(128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
+  %x = f32[4,5]{1,0:T(4,128)S(1)} get-tuple-element(%state), index=1
+  %y = f32[]{:T(128)} get-tuple-element(%state), index=2
+  %psum = (f32[4,5]{1,0:T(4,128)S(1)}, bf16[3]{0}) all-reduce(%x, %x), to_apply=%sum
+  %g = f32[4,5]{1,0:T(4,128)S(1)} fusion(%x), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %c = f32[]{:T(128)} conditional(%i, %y, %y), branch_computations={%cheap, %dear}
+  ROOT %out = (s32[]{:T(128)}, f32[4,5]{1,0}, f32[]{:T(128)}) tuple(%i, %g, %c)
+}
+
+%condition (s: (s32[], f32[4,5], f32[])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(4)
+  %s = (s32[]{:T(128)}, f32[4,5]{1,0}, f32[]{:T(128)}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%s), index=0
+  ROOT %less = pred[]{:T(512)} compare(%j, %bound), direction=LT
+}
+
+%moves (m: f32[8]) -> f32[8] {
+  %m = f32[8]{0} parameter(0)
+  ROOT %moved = f32[8]{0} all-to-all(%m), dimensions={0}
+}
+
+%begin (q: f32[1,2]) -> (f32[4,2], u32[]) {
+  %q = f32[1,2]{1,0} parameter(0)
+  %all-gather.8 = f32[4,2]{1,0:T(1,128)} all-gather(%q), dimensions={0}
+  ROOT %custom-call.12 = (f32[4,2]{1,0}, u32[]{:S(2)}) custom-call(%all-gather.8), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (r: f32[1,2]) -> f32[4,2] {
+  %r = f32[1,2]{1,0} parameter(0)
+  %all-gather.10 = f32[4,2]{1,0:T(1,128)} all-gather(%r), dimensions={0}
+  ROOT %product = f32[4,2]{1,0} convolution(%all-gather.10, %r)
+}
+
+%finish (v: f32[1,2]) -> f32[4,2] {
+  %v = f32[1,2]{1,0} parameter(0)
+  %all-gather.12 = f32[4,2]{1,0:T(1,128)} all-gather(%v), dimensions={0}
+  ROOT %custom-call.14 = f32[4,2]{1,0} custom-call(%all-gather.12), custom_call_target="AsyncCollectiveDone"
+}
+
+%scatters (z: f32[8]) -> f32[2] {
+  %z = f32[8]{0} parameter(0)
+  %all-reduce.3 = f32[8]{0} all-reduce(%z), to_apply=%sum
+  ROOT %slice = f32[2]{0} slice(%all-reduce.3), slice={[0:2]}
+}
+
+ENTRY %main (arg: (s32[], f32[4,5], f32[])) -> f32[8] {
+  %arg = (s32[]{:T(128)}, f32[4,5]{1,0}, f32[]{:T(128)}) parameter(0)
+  %part = f32[2]{0} constant({0, 0})
+  %gather = (f32[2]{0}, f32[8]{0}) all-gather-start(%part), dimensions={0}
+  %w = (s32[]{:T(128)}, f32[4,5]{1,0}, f32[]{:T(128)}) while(%arg), condition=%condition, body=%body, metadata={op_name="jit(step)/while"}
+  %gathered = f32[8]{0} all-gather-done(%gather), backend_config={"estimated_cycles":"3"}
+  %named = f32[8]{0} all-gather(%part), frontend_attributes={async_collective_name="all-gather-start"}
+  %start = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%gathered), calls=%moves
+  %fusion.1 = (f32[4,2]{1,0}, u32[]{:S(2)}) fusion(%part), kind=kCustom, calls=%begin
+  %fusion.2 = f32[4,2]{1,0} fusion(%fusion.1), kind=kCustom, calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"5"}
+  %fusion.3 = f32[4,2]{1,0} fusion(%fusion.2), kind=kCustom, calls=%finish
+  %fusion.4 = f32[2]{0} fusion(%gathered), kind=kCustom, calls=%scatters
+  ROOT %done = f32[8]{0} async-done(%start)
+}
+"""  # noqa: E501
+
+
+def test_collectives_are_counted_as_often_as_they_are_carried_out():
+    assert hlo.contents(TEXT).collectives == (
+        Collective("all-reduce", 4 * 5 * 4 + 3 * 2, False, 4),
+        Collective("all-reduce", 4, False, 4),  # in a branch
+        Collective("all-gather", 32, True, 1),  # two halves are one
+        Collective("all-gather", 32, False, 1),  # was one, as its name remembers
+        Collective("all-to-all", 32, True, 1),  # in a computation of its own
+        Collective("all-gather", 32, True, 1),  # in three fusions
+        Collective("all-reduce", 32, False, 1),  # in one
+    )
+
+
+def test_cycles_are_those_of_what_runs_and_a_fusion_is_one():
+    """Four turns of a fusion and the dearer branch; a gather's end, and what runs beside one."""
+    assert hlo.contents(TEXT).cycles == 4 * (100 + 7) + 3 + 5
+    assert hlo.contents(TEXT).loops == (Loop(4, 107, 1, "jit(step)/while"),)
+    silent = TEXT.replace("estimated_cycles", "kind")
+    assert hlo.contents(silent).cycles is None
+    assert hlo.contents(silent).loops[0].cycles is None
+
+
+def test_turns_are_those_that_xla_notes_or_those_of_a_counter():
+    def turns(text):
+        return hlo.contents(text).loops[0].trips
+
+    noted = 'body=%body, backend_config={"known_trip_count":{"n":"9"}}'
+    assert turns(TEXT.replace("body=%body,", noted + ",")) == 9
+    unknown = TEXT.replace("compare(%j, %bound)", "compare(%j, %k)").replace(
+        "%bound = s32[]{:T(128)} constant(4)",
+        "%k = s32[]{:T(128)} get-tuple-element(%s), index=1",
+    )
+    assert turns(unknown) is None
+    assert hlo.contents(unknown).cycles == 107 + 3 + 5, "one turn"
+    assert turns(TEXT.replace("direction=LT", "direction=GT")) is None
+
+
+def test_bytes_of_a_type():
+    assert hlo.result_bytes("f32[64,10]{1,0:T(8,128)S(1)}") == 2560
+    assert hlo.result_bytes("(u32[]{:S(2)}, pred[7]{0}, s4[3], f8e4m3fn[2,2], token[])") == 17
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="a text of 5 characters has no ENTRY"):
+        hlo.contents("hello")
+
+
+@pytest.mark.parametrize("message,needed,available", [
+    ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+     "(800.00G) exceeds available HBM (15.75G).", 800.0, 15.75),
+    ("Ran out of memory in memory space hbm. Used 22.50G of 15.75G hbm. Exceeded hbm capacity by "
+     "6.75G.", 22.5, 15.75),
+])  # fmt: skip
+def test_a_shortage_is_read_off_the_compilers_message(message, needed, available):
+    assert programs.shortage(message) == (needed * 2**30, available * 2**30)
+    assert programs.shortage("INTERNAL: something else") is None
