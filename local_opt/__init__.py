@@ -6,7 +6,7 @@ from local_opt.forecast import (
     Forecast,
     communication_time,
     forecast,
-    ring_bytes,
+    sync_bytes,
 )
 from local_opt.outer import nesterov, normalize_by_period, slow_momentum
 from local_opt.parallel import parallel_rounds
@@ -22,11 +22,13 @@ from local_opt.rules import (
     sync_every_load,
 )
 from local_opt.schedule_rules import from_schedule, power_rule, qsr
-from local_opt.synchronize import synchronize
+from local_opt.synchronize import nothing_lost, synchronize, synchronize_changes
 from local_opt.transform import PlannedState, accumulate, local_steps
+from local_opt.wires import WIRES, Wire, float_wire, integer_wire, top_k_wire
 from local_opt.workers import check_same_plan, check_same_start, consolidate, reestimate
 
 __all__ = [
+    "WIRES",
     "AccumulateState",
     "CommunicationTime",
     "Forecast",
@@ -34,6 +36,7 @@ __all__ = [
     "PlannedState",
     "Rounds",
     "SyncPlan",
+    "Wire",
     "accumulate",
     "accumulated_rounds",
     "bernoulli",
@@ -43,13 +46,16 @@ __all__ = [
     "consolidate",
     "constant",
     "every_step",
+    "float_wire",
     "forecast",
     "from_function",
     "from_schedule",
+    "integer_wire",
     "local_rounds",
     "local_steps",
     "nesterov",
     "normalize_by_period",
+    "nothing_lost",
     "parallel_rounds",
     "post_local",
     "power_rule",
@@ -57,9 +63,11 @@ __all__ = [
     "read_sync_plan",
     "reestimate",
     "relative_distance",
-    "ring_bytes",
     "slow_momentum",
     "swap",
+    "sync_bytes",
     "sync_every_load",
     "synchronize",
+    "synchronize_changes",
+    "top_k_wire",
 ]

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from local_opt.synchronize import check_wire, synchronize
+from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
+from local_opt.wires import Wire
 
 
 class Rounds(NamedTuple):
@@ -33,6 +34,7 @@ class LocalState(NamedTuple):
     inner: Any
     anchor: Any  # the parameters after the last sync; () where nothing needs them
     outer: Any  # of the outer optimizer; equal on all workers
+    lost: Any  # what the wire has lost of this worker's changes; () for a wire without feedback
     drift: jax.Array  # float32[], |x_w - x_bar| / |x_bar| at the last sync
 
 
@@ -46,8 +48,7 @@ def local_rounds(
     axis_name,
     opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
-    wire_dtype=None,
-    flat: bool = True,
+    wire: Wire | None = None,
     gradient_axis=None,
 ) -> Rounds:
     """Steps of each worker's own, then the mean over the workers.
@@ -65,8 +66,9 @@ def local_rounds(
         as counts, are only reset by name.
       outer: any optax transformation, of the change a - x_bar as a gradient; None is plain
         averaging. It is passed the round's steps as the extra argument `period`.
-      wire_dtype: 16-bit format for the changes on the wire, or None; see `synchronize`.
-      flat: one collective for all that is averaged.
+      wire: the format in which the parameters' changes travel, as `WIRES["int8"]`; see
+        `synchronize_changes`. None for no rounding. Averaged fields of the optimizer state are
+        never rounded.
       gradient_axis: for two levels on a mesh with two axes: gradients are averaged over this axis
         (the devices of a host) in every step, parameters over `axis_name` (the hosts) at a sync.
         None for one level, without a collective in the step.
@@ -75,8 +77,8 @@ def local_rounds(
       A `Rounds`.
 
     Raises:
-      ValueError: for a policy or wire format that is not known; from `init`, for a name that no
-        field of the optimizer state has, or parameters that are not floating.
+      ValueError: for a policy that is not known, or a wire that is none; from `init`, for a name
+        that no field of the optimizer state has, or parameters that are not floating.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -97,8 +99,9 @@ def local_rounds(
     policies = _checked_policies(opt_state)
     inner = optax.with_extra_args_support(inner)
     outer = outer and optax.with_extra_args_support(outer)
-    anchored = outer is not None or wire_dtype is not None
-    check_wire(wire_dtype, anchored)
+    anchored = outer is not None or wire is not None
+    if wire is not None:
+        check_wire(wire)
 
     def init(params):
         check_floating(params)
@@ -110,6 +113,7 @@ def local_rounds(
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
             outer=outer.init(params) if outer else (),
+            lost=nothing_lost(params, wire),
             drift=jnp.zeros((), jnp.float32),
         )
 
@@ -123,12 +127,14 @@ def local_rounds(
         del extra
         chosen = _policy_of_leaves(state.inner, policies)
         fields = [x for x, p in zip(jax.tree.leaves(state.inner), chosen, strict=True) if p == MEAN]
-        anchor = None
-        if wire_dtype is not None:  # fields of the optimizer are sent as they are: far from exact
-            anchor = (state.anchor, jax.tree.map(jnp.zeros_like, fields))
-        mean, fields = synchronize(
-            (params, fields), axis_name=axis_name, anchor=anchor, wire_dtype=wire_dtype, flat=flat
-        )
+        lost = state.lost
+        if wire is None:
+            mean, fields = synchronize((params, fields), axis_name=axis_name)
+        else:
+            fields = synchronize(fields, axis_name=axis_name)
+            mean, lost = synchronize_changes(
+                params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=lost
+            )
         drift = relative_distance(params, mean)
         inner_state = _placed(state.inner, chosen, fields, lambda: inner.init(mean))
         outer_state = state.outer
@@ -139,9 +145,8 @@ def local_rounds(
             )
             mean = optax.apply_updates(state.anchor, updates)
         anchor = jax.tree.map(jnp.copy, mean) if anchored else ()
-        return mean, LocalState(
-            jnp.zeros_like(state.since), inner_state, anchor, outer_state, drift
-        )
+        zero = jnp.zeros_like(state.since)
+        return mean, LocalState(zero, inner_state, anchor, outer_state, lost, drift)
 
     return Rounds(init, update, sync)
 

@@ -338,3 +338,45 @@ def fold(leaf, seed, size, block):
     for n, value in enumerate(flat):
         found[(n + start) % size] += value
     return found
+
+
+def rounded(rows, wire):
+    """What is left of rows [r, 128] after a wire, number by number."""
+    rows = np.asarray(rows, np.float64)
+    if wire in ("bfloat16", "float16"):
+        bits, least = {"bfloat16": (8, -126), "float16": (11, -14)}[wire]
+        exponent = np.floor(np.log2(np.maximum(np.abs(rows), 2.0**least)))
+        unit = 2.0 ** (exponent - bits + 1)
+        return np.round(rows / unit) * unit
+    if wire == "top_k":  # 1 of 64, in blocks of 4096
+        blocks = rows.reshape(-1, 4096)
+        least = np.sort(np.abs(blocks), axis=1)[:, -64][:, None]
+        return rounded(np.where(np.abs(blocks) >= least, blocks, 0), "bfloat16").reshape(rows.shape)
+    most = {"int8": 127, "int4": 7}[wire]
+    top = np.abs(rows).max(axis=1, keepdims=True)
+    scale = rounded(np.float32(np.float32(top) * np.float32(1.00390625 / most)), "bfloat16")
+    return scale * np.clip(np.round(rows / np.where(scale == 0, 1, scale)), -most, most)
+
+
+def synchronize_changes(anchor, changes, lost, wire, feedback):
+    """Changes [W, D] with error feedback: (the parameters [D] of all, what is lost [W, D]).
+
+    Worker w sends its changes to those who average them, each a slice, and keeps what was rounded
+    off; who averages sends the mean on, and keeps what that loses, W times. SparseLoCo (Sarfi et
+    al. 2025) gathers everything instead.
+    """
+    workers, size = changes.shape
+    unit = 4096 if wire == "top_k" else 256 * workers if wire == "int4" else 128 * workers
+    sent = np.asarray(changes, np.float64) + feedback * lost
+    sent = np.pad(sent, ((0, 0), (0, -size % unit)))
+    got = np.stack([rounded(c.reshape(-1, 128), wire).ravel() for c in sent])
+    lost = sent - got
+    if wire == "top_k":
+        return anchor + got.mean(axis=0)[:size], lost[:, :size]
+    mean, each = np.zeros(sent.shape[1]), sent.shape[1] // workers
+    for w in range(workers):
+        mine = slice(w * each, (w + 1) * each)
+        own = sum(got[v][mine] if v != w else sent[v][mine] for v in range(workers)) / workers
+        mean[mine] = rounded(own.reshape(-1, 128), wire).ravel()
+        lost[w][mine] = workers * (own - mean[mine])
+    return anchor + mean[:size], lost[:, :size]

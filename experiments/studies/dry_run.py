@@ -83,7 +83,7 @@ def _row(task, recipe, arm, speed, step_seconds, given) -> dict:
     in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
     traffic = order_traffic(order, sizes, num_params(task.model), sync_in_step=in_step)
     allreduces = rounds + traffic(echo_plan.loads)
-    ring = local_opt.ring_bytes(num_params(task.model), num_workers=sizes.workers)
+    ring = local_opt.sync_bytes(num_params(task.model), num_workers=sizes.workers)
     ends = np.linspace(0, plans.total_steps, WINDOWS + 1).astype(int)[1:]
     windows = [
         {"step": t, "loads": n, "allreduces": allreduces}
