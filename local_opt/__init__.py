@@ -10,6 +10,7 @@ from local_opt.forecast import (
 )
 from local_opt.outer import nesterov, normalize_by_period, slow_momentum
 from local_opt.parallel import parallel_rounds
+from local_opt.part_plans import PartEvent, PartPlans, read_part_plans
 from local_opt.plan import SyncPlan, read_sync_plan
 from local_opt.rounds import LocalState, Rounds, local_rounds, relative_distance
 from local_opt.rules import (
@@ -22,6 +23,13 @@ from local_opt.rules import (
     sync_every_load,
 )
 from local_opt.schedule_rules import from_schedule, power_rule, qsr
+from local_opt.streaming import (
+    Streaming,
+    StreamingState,
+    fragment_labels,
+    fragment_sizes,
+    streaming_rounds,
+)
 from local_opt.synchronize import nothing_lost, synchronize, synchronize_changes
 from local_opt.transform import PlannedState, accumulate, local_steps
 from local_opt.wires import WIRES, Wire, float_wire, integer_wire, top_k_wire
@@ -33,8 +41,12 @@ __all__ = [
     "CommunicationTime",
     "Forecast",
     "LocalState",
+    "PartEvent",
+    "PartPlans",
     "PlannedState",
     "Rounds",
+    "Streaming",
+    "StreamingState",
     "SyncPlan",
     "Wire",
     "accumulate",
@@ -48,6 +60,8 @@ __all__ = [
     "every_step",
     "float_wire",
     "forecast",
+    "fragment_labels",
+    "fragment_sizes",
     "from_function",
     "from_schedule",
     "integer_wire",
@@ -60,10 +74,12 @@ __all__ = [
     "post_local",
     "power_rule",
     "qsr",
+    "read_part_plans",
     "read_sync_plan",
     "reestimate",
     "relative_distance",
     "slow_momentum",
+    "streaming_rounds",
     "swap",
     "sync_bytes",
     "sync_every_load",

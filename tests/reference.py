@@ -380,3 +380,40 @@ def synchronize_changes(anchor, changes, lost, wire, feedback):
         mean[mine] = rounded(own.reshape(-1, 128), wire).ravel()
         lost[w][mine] = workers * (own - mean[mine])
     return anchor + mean[:size], lost[:, :size]
+
+
+def streaming_diloco(params, gradient, fragments, ends, rates, *, delay, mixing, outer):
+    """Algorithm 2 of Streaming DiLoCo (Douillard et al. 2025): [T, W, D] after every step.
+
+    fragments: the places of each; ends: the steps after which each is sent; rates: of SGD, per
+    step; outer: (rate, momentum) of Nesterov. At the end of the run everything is sent and
+    received at once, and nobody keeps anything of its own.
+    """
+    workers, total = gradient.workers, len(rates)
+    theta = [np.array(params, np.float64) for _ in range(workers)]  # theta_m
+    common = np.array(params, np.float64)  # theta
+    velocity, sent = np.zeros(len(params)), [None for _ in fragments]
+    history = []
+
+    def receive(p, keep):
+        part, delta = fragments[p], sent[p][1]
+        velocity[part] = outer[1] * velocity[part] + delta
+        common[part] -= outer[0] * (delta + outer[1] * velocity[part])  # OuterOpt
+        for m in range(workers):
+            theta[m][part] = keep * theta[m][part] + (1 - keep) * common[part]
+        sent[p] = None
+
+    for t in range(1, total + 1):
+        for m in range(workers):
+            theta[m] = theta[m] - rates[t - 1] * gradient(m, t - 1, theta[m])
+        for p, part in enumerate(fragments):
+            due = sent[p] is not None and (t == sent[p][0] + delay or t == total)
+            if due:
+                receive(p, mixing)
+            if t in ends[p]:
+                delta = sum(common[part] - theta[m][part] for m in range(workers)) / workers
+                sent[p] = (t, delta)
+                if delay == 0 or t == total:
+                    receive(p, 0.0 if t == total else mixing)
+        history.append(np.array(theta))
+    return np.array(history)
