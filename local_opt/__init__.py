@@ -8,6 +8,7 @@ from local_opt.forecast import (
     forecast,
     sync_bytes,
 )
+from local_opt.forecast_parts import PartsForecast, describe_parts, forecast_parts
 from local_opt.outer import nesterov, normalize_by_period, slow_momentum
 from local_opt.parallel import parallel_rounds
 from local_opt.part_plans import PartEvent, PartPlans, read_part_plans
@@ -43,6 +44,7 @@ __all__ = [
     "LocalState",
     "PartEvent",
     "PartPlans",
+    "PartsForecast",
     "PlannedState",
     "Rounds",
     "Streaming",
@@ -57,9 +59,11 @@ __all__ = [
     "communication_time",
     "consolidate",
     "constant",
+    "describe_parts",
     "every_step",
     "float_wire",
     "forecast",
+    "forecast_parts",
     "fragment_labels",
     "fragment_sizes",
     "from_function",

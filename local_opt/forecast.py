@@ -70,7 +70,7 @@ def sync_bytes(
     """
     _check_count("num_params", num_params)
     _check_count("num_workers", num_workers)
-    _check_positive("bytes_per_param", bytes_per_param)
+    check_positive("bytes_per_param", bytes_per_param)
     if wire is None:
         return 2 * (num_workers - 1) / num_workers * num_params * float(bytes_per_param)
     check_wire(wire)
@@ -131,8 +131,8 @@ def forecast(
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
       https://doi.org/10.1016/j.jpdc.2008.09.002
     """
-    _check_positive("step_seconds", step_seconds)
-    _check_positive("gigabits_per_second", gigabits_per_second)
+    check_positive("step_seconds", step_seconds)
+    check_positive("gigabits_per_second", gigabits_per_second)
     if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
         raise ValueError(f"latency_seconds is {latency_seconds!r}: pass a finite number >= 0.")
     sent = sync_bytes(
@@ -229,6 +229,6 @@ def _check_count(name, value):
         raise ValueError(f"{name} is {value!r}: pass a whole number >= 1.")
 
 
-def _check_positive(name, value):
+def check_positive(name, value):
     if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value!r}: pass a positive, finite number.")

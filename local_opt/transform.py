@@ -11,7 +11,8 @@ from jax import lax
 
 from local_opt.accumulate import accumulated_rounds
 from local_opt.plan import SyncPlan
-from local_opt.rounds import LOCAL, Rounds, local_rounds
+from local_opt.policies import LOCAL
+from local_opt.rounds import Rounds, local_rounds
 from local_opt.wires import Wire
 
 

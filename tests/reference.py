@@ -417,3 +417,30 @@ def streaming_diloco(params, gradient, fragments, ends, rates, *, delay, mixing,
                     receive(p, 0.0 if t == total else mixing)
         history.append(np.array(theta))
     return np.array(history)
+
+
+def des_loc(params, gradient, ends, rate, betas, eps=1e-8):
+    """DES-LOC of Adam (Iacob et al. 2025): x, u and v [T, W, D] after every step.
+
+    ends: the steps after which the workers average each of the three.
+    """
+    workers = range(gradient.workers)
+    state = {
+        "x": [np.array(params, np.float64) for _ in workers],
+        "u": [np.zeros(len(params)) for _ in workers],
+        "v": [np.zeros(len(params)) for _ in workers],
+    }
+    history = []
+    for t in range(1, max(ends["x"]) + 1):
+        for m in workers:
+            g = gradient(m, t - 1, state["x"][m])
+            state["u"][m] = betas[0] * state["u"][m] + (1 - betas[0]) * g
+            state["v"][m] = betas[1] * state["v"][m] + (1 - betas[1]) * g**2
+            first, second = (state[s][m] / (1 - b**t) for s, b in zip("uv", betas, strict=True))
+            state["x"][m] = state["x"][m] - rate * first / (np.sqrt(second) + eps)
+        for s in state:
+            if t in ends[s]:
+                mean = sum(state[s]) / len(workers)
+                state[s] = [mean.copy() for _ in workers]
+        history.append([np.array(state[s]) for s in state])
+    return np.array(history).swapaxes(0, 1)

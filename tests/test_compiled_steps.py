@@ -144,6 +144,28 @@ def test_a_sync_sends_the_bytes_of_the_forecast(name):
     assert total == local_opt.sync_bytes(24, num_workers=8, wire=wire)
 
 
+def test_only_the_start_of_a_fragment_talks_and_of_nothing_but_it():
+    stream = local_opt.streaming_rounds(
+        SGD, axis_name="worker", fragments={"b": 0, "w": 1}, outer=local_opt.nesterov()
+    )
+    params = copies(TREE, 8)
+    state = jax.eval_shape(on_mesh(stream.init, 8), params)
+    for fragment, size in ((0, 9), (1, 15)):
+
+        def start(params, state, fragment=fragment):
+            return stream.start(params, state, fragment=fragment)
+
+        def finish(params, state, fragment=fragment):
+            return stream.finish(params, state, fragment=fragment)
+
+        text = jax.jit(on_mesh(start, 8)).lower(params, state).compile().as_text()
+        ((name, _, line),) = instructions(text)
+        assert name == "all-reduce" and shapes_of(line) == (4 * size, {"f32"})
+        text = jax.jit(on_mesh(finish, 8)).lower(params, state).compile().as_text()
+        assert operations(text) == []
+    assert operations(compiled(stream)[0].as_text()) == []
+
+
 def groups_of(line):
     """Replica groups of a collective, in the three ways in which XLA prints them.
 
