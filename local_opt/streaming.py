@@ -57,8 +57,8 @@ def streaming_rounds(
 
     When a fragment starts and finishes is in `PartPlans`, whose parts are named "0" .. "F - 1".
     With one fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps
-    overlap only inside one compiled program: put a start, the steps of the delay and the finish
-    under one `jax.jit`, and leave the anchor out of what a loop over those steps carries.
+    overlap only inside one compiled program: put a start and the steps of the delay, one after
+    the other or in a loop, under one `jax.jit`.
 
     Args:
       inner: the workers' optimizer; its state stays each worker's own.
