@@ -118,7 +118,7 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
         top = jnp.max(jnp.abs(rows), axis=1)
         # Not every backend's maximum keeps what is not a number; training must not hide it.
         top = jnp.where(jnp.all(jnp.isfinite(rows), axis=1), top, jnp.nan)
-        # A little larger, so that the largest number is not cut where bfloat16 rounds down.
+        # Larger, so that the largest number is not cut where bfloat16 rounds down.
         scale = (top * (1.00390625 / most)).astype(jnp.bfloat16)
         step = scale.astype(jnp.float32)[:, None]
         codes = jnp.clip(jnp.round(rows / jnp.where(step == 0, 1, step)), -most, most)
@@ -197,8 +197,7 @@ def top_k_wire(density: float, *, block: int = 4096, feedback: float = 0.95) -> 
     def message_rows(r):
         return 2 * -(-r * LANES // block * k // LANES)
 
-    rule = f"the largest {k} of {block}, feedback {feedback:g}"
-    multiple = block // LANES
+    rule, multiple = f"the largest {k} of {block}, feedback {feedback:g}", block // LANES
     return Wire(rule, encode, decode, jnp.uint16, multiple, message_rows, float(feedback), True)
 
 
