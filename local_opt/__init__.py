@@ -6,10 +6,12 @@ from local_opt.forecast import (
     Forecast,
     communication_time,
     forecast,
-    ring_bytes,
+    sync_bytes,
 )
+from local_opt.forecast_parts import PartsForecast, describe_parts, forecast_parts
 from local_opt.outer import nesterov, normalize_by_period, slow_momentum
 from local_opt.parallel import parallel_rounds
+from local_opt.part_plans import PartEvent, PartPlans, read_part_plans
 from local_opt.plan import SyncPlan, read_sync_plan
 from local_opt.rounds import LocalState, Rounds, local_rounds, relative_distance
 from local_opt.rules import (
@@ -22,18 +24,33 @@ from local_opt.rules import (
     sync_every_load,
 )
 from local_opt.schedule_rules import from_schedule, power_rule, qsr
-from local_opt.synchronize import synchronize
+from local_opt.streaming import (
+    Streaming,
+    StreamingState,
+    fragment_labels,
+    fragment_sizes,
+    streaming_rounds,
+)
+from local_opt.synchronize import nothing_lost, synchronize, synchronize_changes
 from local_opt.transform import PlannedState, accumulate, local_steps
+from local_opt.wires import WIRES, Wire, float_wire, integer_wire, top_k_wire
 from local_opt.workers import check_same_plan, check_same_start, consolidate, reestimate
 
 __all__ = [
+    "WIRES",
     "AccumulateState",
     "CommunicationTime",
     "Forecast",
     "LocalState",
+    "PartEvent",
+    "PartPlans",
+    "PartsForecast",
     "PlannedState",
     "Rounds",
+    "Streaming",
+    "StreamingState",
     "SyncPlan",
+    "Wire",
     "accumulate",
     "accumulated_rounds",
     "bernoulli",
@@ -42,24 +59,35 @@ __all__ = [
     "communication_time",
     "consolidate",
     "constant",
+    "describe_parts",
     "every_step",
+    "float_wire",
     "forecast",
+    "forecast_parts",
+    "fragment_labels",
+    "fragment_sizes",
     "from_function",
     "from_schedule",
+    "integer_wire",
     "local_rounds",
     "local_steps",
     "nesterov",
     "normalize_by_period",
+    "nothing_lost",
     "parallel_rounds",
     "post_local",
     "power_rule",
     "qsr",
+    "read_part_plans",
     "read_sync_plan",
     "reestimate",
     "relative_distance",
-    "ring_bytes",
     "slow_momentum",
+    "streaming_rounds",
     "swap",
+    "sync_bytes",
     "sync_every_load",
     "synchronize",
+    "synchronize_changes",
+    "top_k_wire",
 ]

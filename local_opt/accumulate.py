@@ -18,9 +18,7 @@ class AccumulateState(NamedTuple):
     mean: Any  # float32, this worker's mean gradient since the last sync
 
 
-def accumulated_rounds(
-    inner: optax.GradientTransformation, *, axis_name, flat: bool = True
-) -> Rounds:
+def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds:
     """One step of the inner optimizer per round, with the mean gradient of all its batches.
 
     x <- x + inner(1/W sum_w 1/H sum_h g_wh), all gradients at the round's first parameters.
@@ -31,7 +29,6 @@ def accumulated_rounds(
     Args:
       inner: any optax optimizer; takes one step per round, and its extra arguments from `sync`.
       axis_name: of the workers, bound by `jax.vmap` or `jax.shard_map`.
-      flat: one collective for all leaves.
 
     Returns:
       A `Rounds` whose `update` returns zeros.
@@ -68,7 +65,7 @@ def accumulated_rounds(
         return jax.tree.map(jnp.zeros_like, grads), AccumulateState(since, state.inner, mean)
 
     def sync(params, state, **extra):
-        gradient = synchronize(state.mean, axis_name=axis_name, flat=flat)
+        gradient = synchronize(state.mean, axis_name=axis_name)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         updates, inner_state = inner.update(gradient, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from local_opt.plan import SyncPlan
+from local_opt.synchronize import check_wire
+from local_opt.wires import LANES, Wire, rows_of
 
 
 class Forecast(NamedTuple):
@@ -33,26 +35,34 @@ class CommunicationTime(NamedTuple):
     communication_half_width: float
 
 
-def ring_bytes(num_params: int, *, num_workers: int, bytes_per_param: float = 4) -> float:
-    """Bytes that each worker sends in one ring all-reduce of the parameters.
+def sync_bytes(
+    num_params: int, *, num_workers: int, wire: Wire | None = None, bytes_per_param: float = 4
+) -> float:
+    """Bytes that each worker sends in one sync of the parameters.
 
-    2 (W - 1) / W D b: W - 1 messages of D / W parameters to add up, and as many to hand round.
+    2 (W - 1) / W D b as a ring all-reduce: W - 1 messages of D / W parameters to add up, and as
+    many to hand round. A narrow wire sends 2 (W - 1) messages of whole rows of 128 numbers, or
+    W - 1 of all D if it gathers.
 
     Args:
       num_params: D >= 1, parameters (and whatever else is averaged).
       num_workers: W >= 1, members of the ring.
-      bytes_per_param: b > 0, bytes; 4 for float32, 2 for bfloat16.
+      wire: of the sync, as `WIRES["int8"]`; None for none.
+      bytes_per_param: b > 0, bytes without a wire: 4, as sums travel in float32.
 
     Returns:
-      Bytes; 0 for one worker.
+      Bytes; 0 for one worker. With a wire exactly those of the compiled collectives.
 
     Raises:
       ValueError: for values out of range.
 
     Example:
       >>> import local_opt
-      >>> local_opt.ring_bytes(1000, num_workers=4)
+      >>> local_opt.sync_bytes(1000, num_workers=4)
       6000.0
+      >>> wires = (local_opt.WIRES[name] for name in ("bfloat16", "int8", "int4", "top_k"))
+      >>> [local_opt.sync_bytes(2**20, num_workers=4, wire=wire) / 2**20 for wire in wires]
+      [3.0, 1.5234375, 0.7734375, 0.1875]
 
     References:
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
@@ -60,8 +70,14 @@ def ring_bytes(num_params: int, *, num_workers: int, bytes_per_param: float = 4)
     """
     _check_count("num_params", num_params)
     _check_count("num_workers", num_workers)
-    _check_positive("bytes_per_param", bytes_per_param)
-    return 2 * (num_workers - 1) / num_workers * num_params * float(bytes_per_param)
+    check_positive("bytes_per_param", bytes_per_param)
+    if wire is None:
+        return 2 * (num_workers - 1) / num_workers * num_params * float(bytes_per_param)
+    check_wire(wire)
+    parts = 1 if wire.gathers else num_workers
+    message = wire.message_rows(rows_of(wire, num_params, parts) // parts)
+    messages = (num_workers - 1) * (1 if wire.gathers else 2)
+    return float(messages * message * LANES * np.dtype(wire.dtype).itemsize)
 
 
 def forecast(
@@ -72,11 +88,12 @@ def forecast(
     step_seconds: float,
     gigabits_per_second: float,
     bytes_per_param: float = 4,
+    wire: Wire | None = None,
     latency_seconds: float = 0.0,
 ) -> Forecast:
     """Bytes and seconds of a run that synchronises by a plan, without running it.
 
-    total = T s + R (l + 8 B / (10^9 g)), where B = `ring_bytes`.
+    total = T s + R (l + 8 B / (10^9 g)), where B = `sync_bytes`.
 
     Assumed: workers compute, then communicate, and never both; all take equally long for a step;
     a ring moves as fast as the link of one worker, whatever else uses the network. Data parallel
@@ -92,7 +109,8 @@ def forecast(
       num_workers: W >= 1; one worker sends nothing and waits for nobody.
       step_seconds: s > 0, seconds to compute one step on one worker, without communication.
       gigabits_per_second: g > 0, speed of a link in 10^9 bits per second.
-      bytes_per_param: b > 0, bytes.
+      bytes_per_param: b > 0, bytes, without a wire.
+      wire: of the syncs; see `sync_bytes`.
       latency_seconds: l >= 0, seconds that a sync takes beside the transfer.
 
     Returns:
@@ -113,11 +131,13 @@ def forecast(
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
       https://doi.org/10.1016/j.jpdc.2008.09.002
     """
-    _check_positive("step_seconds", step_seconds)
-    _check_positive("gigabits_per_second", gigabits_per_second)
+    check_positive("step_seconds", step_seconds)
+    check_positive("gigabits_per_second", gigabits_per_second)
     if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
         raise ValueError(f"latency_seconds is {latency_seconds!r}: pass a finite number >= 0.")
-    sent = ring_bytes(num_params, num_workers=num_workers, bytes_per_param=bytes_per_param)
+    sent = sync_bytes(
+        num_params, num_workers=num_workers, wire=wire, bytes_per_param=bytes_per_param
+    )
     per_sync = latency_seconds + 8 * sent / (1e9 * gigabits_per_second) if sent else 0.0
     compute = plan.total_steps * float(step_seconds)
     return Forecast(
@@ -209,6 +229,6 @@ def _check_count(name, value):
         raise ValueError(f"{name} is {value!r}: pass a whole number >= 1.")
 
 
-def _check_positive(name, value):
+def check_positive(name, value):
     if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value!r}: pass a positive, finite number.")

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from local_opt.synchronize import check_wire, synchronize
+from local_opt.policies import (
+    LOCAL,
+    MEAN,
+    PARAMS,
+    checked_policies,
+    placed,
+    policies_of_parts,
+    policy_of_leaves,
+)
+from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
+from local_opt.wires import Wire
 
 
 class Rounds(NamedTuple):
@@ -33,11 +43,8 @@ class LocalState(NamedTuple):
     inner: Any
     anchor: Any  # the parameters after the last sync; () where nothing needs them
     outer: Any  # of the outer optimizer; equal on all workers
+    lost: Any  # what the wire has lost of this worker's changes; () for a wire without feedback
     drift: jax.Array  # float32[], |x_w - x_bar| / |x_bar| at the last sync
-
-
-# What a sync can do with a field of the optimizer state.
-LOCAL, MEAN, RESET = "local", "mean", "reset"
 
 
 def local_rounds(
@@ -46,8 +53,7 @@ def local_rounds(
     axis_name,
     opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
-    wire_dtype=None,
-    flat: bool = True,
+    wire: Wire | None = None,
     gradient_axis=None,
 ) -> Rounds:
     """Steps of each worker's own, then the mean over the workers.
@@ -63,10 +69,13 @@ def local_rounds(
         name of a field, as {"mu": "mean", "nu": "reset"}; fields without a name stay local. A
         dotted name is part of a path, as "0.trace"; of several the longest counts. Whole numbers,
         as counts, are only reset by name.
+        `sync(..., parts=("params", "nu"))`, static, does what is due of these alone, for plans of
+        their own (`PartPlans`, as in DES-LOC); a state under one policy is the part "opt_state".
       outer: any optax transformation, of the change a - x_bar as a gradient; None is plain
         averaging. It is passed the round's steps as the extra argument `period`.
-      wire_dtype: 16-bit format for the changes on the wire, or None; see `synchronize`.
-      flat: one collective for all that is averaged.
+      wire: the format in which the parameters' changes travel, as `WIRES["int8"]`; see
+        `synchronize_changes`. None for no rounding. Averaged fields of the optimizer state are
+        never rounded.
       gradient_axis: for two levels on a mesh with two axes: gradients are averaged over this axis
         (the devices of a host) in every step, parameters over `axis_name` (the hosts) at a sync.
         None for one level, without a collective in the step.
@@ -75,8 +84,8 @@ def local_rounds(
       A `Rounds`.
 
     Raises:
-      ValueError: for a policy or wire format that is not known; from `init`, for a name that no
-        field of the optimizer state has, or parameters that are not floating.
+      ValueError: for a policy that is not known, or a wire that is none; from `init`, for a name
+        that no field of the optimizer state has, or parameters that are not floating.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -93,23 +102,27 @@ def local_rounds(
       https://arxiv.org/abs/2310.14423
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
       https://arxiv.org/abs/2311.08105
+      Iacob et al., DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
+      Models, 2025, https://arxiv.org/abs/2505.22549
     """
-    policies = _checked_policies(opt_state)
+    policies = checked_policies(opt_state)
     inner = optax.with_extra_args_support(inner)
     outer = outer and optax.with_extra_args_support(outer)
-    anchored = outer is not None or wire_dtype is not None
-    check_wire(wire_dtype, anchored)
+    anchored = outer is not None or wire is not None
+    if wire is not None:
+        check_wire(wire)
 
     def init(params):
         check_floating(params)
         state = inner.init(params)
-        _policy_of_leaves(state, policies)
+        policy_of_leaves(state, policies)
         return LocalState(
             since=jnp.zeros((), jnp.int32),
             inner=state,
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
             outer=outer.init(params) if outer else (),
+            lost=nothing_lost(params, wire),
             drift=jnp.zeros((), jnp.float32),
         )
 
@@ -119,19 +132,28 @@ def local_rounds(
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         return updates, state._replace(inner=inner_state, since=state.since + 1)
 
-    def sync(params, state, **extra):
+    def sync(params, state, *, parts=None, **extra):
         del extra
-        chosen = _policy_of_leaves(state.inner, policies)
+        moves = parts is None or PARAMS in parts
+        chosen = policy_of_leaves(state.inner, policies_of_parts(policies, parts))
         fields = [x for x, p in zip(jax.tree.leaves(state.inner), chosen, strict=True) if p == MEAN]
-        anchor = None
-        if wire_dtype is not None:  # fields of the optimizer are sent as they are: far from exact
-            anchor = (state.anchor, jax.tree.map(jnp.zeros_like, fields))
-        mean, fields = synchronize(
-            (params, fields), axis_name=axis_name, anchor=anchor, wire_dtype=wire_dtype, flat=flat
+        exact = params if moves and wire is None else ()
+        mean, fields = synchronize((exact, fields), axis_name=axis_name)
+        lost = state.lost
+        if not moves:
+            mean = params
+        elif wire is not None:
+            mean, lost = synchronize_changes(
+                params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=lost
+            )
+        state = state._replace(
+            inner=placed(state.inner, chosen, fields, lambda: inner.init(mean)), lost=lost
         )
-        drift = relative_distance(params, mean)
-        inner_state = _placed(state.inner, chosen, fields, lambda: inner.init(mean))
-        outer_state = state.outer
+        return renewed(params, mean, state) if moves else (params, state)
+
+    def renewed(params, mean, state):
+        """The state of a round that has not begun, after what the outer optimizer makes of it."""
+        drift, outer_state = relative_distance(params, mean), state.outer
         if outer:
             change = jax.tree.map(jnp.subtract, state.anchor, mean)
             updates, outer_state = outer.update(
@@ -139,33 +161,10 @@ def local_rounds(
             )
             mean = optax.apply_updates(state.anchor, updates)
         anchor = jax.tree.map(jnp.copy, mean) if anchored else ()
-        return mean, LocalState(
-            jnp.zeros_like(state.since), inner_state, anchor, outer_state, drift
-        )
+        zero = jnp.zeros_like(state.since)
+        return mean, state._replace(since=zero, anchor=anchor, outer=outer_state, drift=drift)
 
     return Rounds(init, update, sync)
-
-
-def _placed(opt_state, chosen, means, initial):
-    """The optimizer state with averaged and reset leaves in their places."""
-    leaves, treedef = jax.tree.flatten(opt_state)
-    first = jax.tree.leaves(initial()) if RESET in chosen else leaves
-    means = iter(means)
-    new = {LOCAL: lambda x, x0: x, MEAN: lambda x, x0: next(means), RESET: lambda x, x0: x0}
-    leaves = [new[p](x, x0) for p, x, x0 in zip(chosen, leaves, first, strict=True)]
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _checked_policies(opt_state):
-    """{name of a field: policy}, where the empty name stands for all floating leaves."""
-    policies = {"": opt_state} if isinstance(opt_state, str) else dict(opt_state)
-    for name, policy in policies.items():
-        if policy not in (LOCAL, MEAN, RESET):
-            raise ValueError(
-                f"opt_state is {policy!r}{f' for {name!r}' if name else ''}: it must be "
-                f"{LOCAL!r}, {MEAN!r} or {RESET!r}."
-            )
-    return policies
 
 
 def relative_distance(params, mean) -> jax.Array:
@@ -191,37 +190,6 @@ def relative_distance(params, mean) -> jax.Array:
     leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
     distance = norm([a - b for a, b in leaves])
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
-
-
-def _policy_of_leaves(opt_state, policies):
-    """One policy per leaf of the optimizer state, in order."""
-    paths = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-    used, chosen = set(), []
-    for path, leaf in paths:
-        text = "." + jax.tree_util.keystr(path, simple=True, separator=".") + "."
-        names = [name for name in policies if not name or f".{name}." in text]
-        names.sort(key=len, reverse=True)  # the most specific one
-        policy = policies[names[0]] if names else LOCAL
-        floating = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        if policy == MEAN and names[0] and not floating:
-            raise ValueError(
-                f"opt_state averages {text.strip('.')!r}, which is {jnp.result_type(leaf)}: only "
-                "floating leaves have a mean. Name a floating field, or reset this one."
-            )
-        used.update(names)
-        chosen.append(policy if floating or (names and names[0]) else LOCAL)
-    missing = [name for name in policies if name and name not in used]
-    if missing:
-        known = sorted({p for path, _ in paths for p in _names(path)})
-        raise ValueError(
-            f"opt_state names {missing}, which the optimizer state does not have: use one of "
-            f"{known}."
-        )
-    return chosen
-
-
-def _names(path):
-    return [str(part.name) for part in path if hasattr(part, "name")]
 
 
 def mean_gradient(grads, axis_name):

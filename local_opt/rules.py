@@ -19,7 +19,9 @@ from plans import (
 )
 
 
-def from_function(period: Callable[[int], int], *, total_steps: int, rule: str = "") -> SyncPlan:
+def from_function(
+    period: Callable[[int], int], *, total_steps: int, rule: str = "", offset: int = 0
+) -> SyncPlan:
     """A plan from any function of the round's first step.
 
     H(t) = period(t), cut at the end of the run.
@@ -29,12 +31,14 @@ def from_function(period: Callable[[int], int], *, total_steps: int, rule: str =
         >= 1.
       total_steps: T >= 1.
       rule: a name for people.
+      offset: in 0 .. T - 1, the steps of a round before the first of the function, so that the
+        parts of `PartPlans` take turns; 0 for none.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: if a period is not a whole number >= 1.
+      ValueError: if a period is not a whole number >= 1, or the offset is out of range.
 
     Example:
       >>> import local_opt
@@ -42,7 +46,8 @@ def from_function(period: Callable[[int], int], *, total_steps: int, rule: str =
       [1, 2, 4, 3]
     """
     check_total_steps(total_steps)
-    starts, t = [], 0
+    check_whole("offset", offset, 0, total_steps - 1)
+    starts, t = ([0], offset) if offset else ([], 0)
     while t < total_steps:
         h = period(t)
         if not is_whole(h) or h < 1:
@@ -50,6 +55,7 @@ def from_function(period: Callable[[int], int], *, total_steps: int, rule: str =
         starts.append(t)
         t += int(h)
     name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
+    name += f", offset {offset}" if offset else ""
     return SyncPlan(np.array(starts, np.int64), total_steps, name)
 
 
@@ -71,18 +77,19 @@ def every_step(total_steps: int) -> SyncPlan:
     return SyncPlan(np.arange(total_steps), total_steps, "every step")
 
 
-def constant(period: int, *, total_steps: int) -> SyncPlan:
+def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
     """Rounds of equal length, H(t) = H; the last may be shorter.
 
     Args:
       period: H >= 1.
       total_steps: T >= 1.
+      offset: in 0 .. T - 1, the steps of a first round of its own; 0 for none.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: for a period below 1 or that is not whole.
+      ValueError: for a period below 1 or that is not whole, or an offset out of range.
 
     Example:
       >>> import local_opt
@@ -95,7 +102,8 @@ def constant(period: int, *, total_steps: int) -> SyncPlan:
     """
     check_total_steps(total_steps)
     check_whole("period", period, 1)
-    return SyncPlan(np.arange(0, total_steps, period), total_steps, f"constant, H = {period}")
+    rule = f"constant, H = {period}"
+    return from_function(lambda t: period, total_steps=total_steps, rule=rule, offset=offset)
 
 
 def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:

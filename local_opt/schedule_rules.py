@@ -22,6 +22,7 @@ def power_rule(
     power: float,
     warmup_steps: int = 0,
     h_max: int | None = None,
+    offset: int = 0,
 ) -> SyncPlan:
     """Rounds grow as a power of the inverse learning rate at their first step.
 
@@ -36,6 +37,7 @@ def power_rule(
       power: > 0.
       warmup_steps: in 0 .. T; the steps in which the rate still rises.
       h_max: >= H_base, the most steps per round; None for no limit.
+      offset: in 0 .. T - 1, the steps of a first round of its own; 0 for none.
 
     Returns:
       The plan.
@@ -81,6 +83,7 @@ def power_rule(
         total_steps=total_steps,
         rule=f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup_steps}"
         + (f", at most {h_max}" if h_max else ""),
+        offset=offset,
     )
 
 
@@ -92,6 +95,7 @@ def qsr(
     h_base: int,
     warmup_steps: int = 0,
     h_max: int | None = None,
+    offset: int = 0,
 ) -> SyncPlan:
     """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
 
@@ -102,6 +106,7 @@ def qsr(
       h_base: H_base >= 1, the least number of steps per round.
       warmup_steps: in 0 .. T; rounds that start earlier have H_base steps.
       h_max: >= H_base, the most steps per round; None for no limit.
+      offset: in 0 .. T - 1, the steps of a first round of its own; 0 for none.
 
     Returns:
       The plan.
@@ -130,6 +135,7 @@ def qsr(
         power=2,
         warmup_steps=warmup_steps,
         h_max=h_max,
+        offset=offset,
     )
 
 
@@ -139,6 +145,7 @@ def from_schedule(
     total_steps: int,
     h_base: int = 1,
     h_max: int | None = None,
+    offset: int = 0,
 ) -> SyncPlan:
     """Rounds that grow with the step, whatever the learning rate does.
 
@@ -150,6 +157,7 @@ def from_schedule(
       total_steps: T >= 1.
       h_base: H_base >= 1, the least number of steps per round.
       h_max: >= H_base, the most; None for no limit.
+      offset: in 0 .. T - 1, the steps of a first round of its own; 0 for none.
 
     Returns:
       The plan.
@@ -171,6 +179,7 @@ def from_schedule(
         lambda t: max(h_base, math.floor(min(lengths[t], h_max or math.inf))),
         total_steps=total_steps,
         rule="H = floor(period(t))",
+        offset=offset,
     )
 
 

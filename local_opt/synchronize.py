@@ -1,23 +1,19 @@
-"""The mean over workers of a tree, in one collective. Runs inside vmap or shard_map."""
+"""The mean over workers of a tree, or of how it changed. Runs inside vmap or shard_map."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from local_opt.wires import LANES, Wire, rows_of
 
-def synchronize(
-    tree,
-    *,
-    axis_name,
-    anchor=None,
-    wire_dtype=None,
-    flat: bool = True,
-):
+
+def synchronize(tree, *, axis_name):
     """Overwrites every floating leaf with its mean over the workers.
 
-    x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64) and cast back. With an
-    anchor, a tree that is equal on all workers, the changes are averaged instead,
-    x <- a + 1/W sum_w (x_w - a): then they may travel in a narrow format.
+    x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64) and cast back. The
+    leaves stay apart, as compilers join their collectives without a copy of them all.
 
     Leaves that are whole numbers, booleans or PRNG keys have no mean and stay this worker's own.
     The results are bitwise equal on all workers.
@@ -25,18 +21,9 @@ def synchronize(
     Args:
       tree: this worker's arrays.
       axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
-      anchor: a tree like `tree`, or None.
-      wire_dtype: a 16-bit format, `jnp.bfloat16` or `jnp.float16`, for the changes on the wire:
-        half the bytes of a ring all-reduce, sums still in float32; needs an anchor. None for no
-        rounding.
-      flat: one collective for all leaves (they are copied into one vector) instead of one each.
 
     Returns:
       A tree of the same shapes and dtypes.
-
-    Raises:
-      ValueError: for a wire format without an anchor, or one that is not 16 bits wide; for an
-        anchor with another number of leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, local_opt
@@ -44,82 +31,183 @@ def synchronize(
       >>> jax.vmap(mean, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
     """
-    check_wire(wire_dtype, anchor is not None)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
-    anchors = [None] * len(leaves) if anchor is None else jax.tree.leaves(anchor)
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    wide = [leaves[i].astype(jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in places]
+    for i, mean in zip(places, lax.pmean(wide, axis_name), strict=True):
+        leaves[i] = mean.astype(leaves[i].dtype)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=()):
+    """Adds the mean change of all workers to an anchor; the changes travel in a narrow format.
+
+    c_w = x_w - a + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
+
+    With feedback f = 1 nothing is lost for good: W x + sum_w e_w is what it would be without any
+    rounding. Every worker averages one slice of the blocks, adds there its own changes as they are
+    and keeps what the second rounding loses, W times; with a wire that `gathers` every worker
+    averages everything, and there is no second rounding. Sums are taken in float32.
+
+    Args:
+      tree: x_w, this worker's arrays, all of them real floating numbers.
+      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
+      anchor: a, a tree like it and equal on all workers: `tree` after the last sync.
+      wire: the format Q, with its feedback f; one of `WIRES`, or made by a function of its kind.
+      lost: e_w, of the last call; () if the feedback is 0. See `nothing_lost`.
+
+    Returns:
+      (tree, lost): x of the shapes and dtypes of `tree`, bitwise equal on all workers, and e_w.
+
+    Raises:
+      ValueError: for a wire that is none, leaves that are not real floating, another number of
+        leaves in `anchor`, or a `lost` that does not belong to the wire.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, local_opt
+      >>> x, wire = jnp.array([[0.3, 2.0], [0.3, 3.0]]), local_opt.WIRES["int4"]
+      >>> lost = jax.vmap(lambda x: local_opt.nothing_lost(x, wire))(x)
+      >>> send = lambda x, lost: local_opt.synchronize_changes(
+      ...     x, axis_name="worker", anchor=jnp.zeros(2), wire=wire, lost=lost
+      ... )
+      >>> mean, lost = jax.vmap(send, axis_name="worker")(x, lost)
+      >>> round(float(mean[0, 0]), 2)  # of 0.3: one step of the scale, 2.5 / 7
+      0.36
+      >>> bool(jnp.allclose(mean[0] + lost.mean(axis=0), x.mean(axis=0)))  # nothing is lost
+      True
+
+    References:
+      Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
+      2025, https://arxiv.org/abs/2508.15706
+      Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
+      Error-Compensated Compression, 2019, https://arxiv.org/abs/1905.05957
+    """
+    check_wire(wire)
+    check_real(tree, wire)
+    leaves, treedef = jax.tree.flatten(tree)
+    anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
     if len(anchors) != len(leaves):
         raise ValueError(
             f"the anchor has {len(anchors)} leaves and the tree {len(leaves)}: pass the same tree "
             "as it was after the last sync."
         )
-    groups = {}
-    for i, x in enumerate(leaves):
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            wide = jnp.promote_types(x.dtype, jnp.float32)
-            groups.setdefault(wide if flat else (wide, i), []).append(i)
-    for places in groups.values():
-        wide = jnp.promote_types(leaves[places[0]].dtype, jnp.float32)
-        own = [leaves[i].astype(wide) for i in places]
-        base = [anchors[i] for i in places]
-        if anchor is not None:
-            own = [x - a.astype(wide) for x, a in zip(own, base, strict=True)]
-        means = _means(own, axis_name, wire_dtype)
-        for i, mean, a in zip(places, means, base, strict=True):
-            mean = mean if a is None else a.astype(wide) + mean
-            leaves[i] = mean.astype(leaves[i].dtype)
-    return jax.tree.unflatten(treedef, leaves)
+    if len(losses) != (len(leaves) if wire.feedback else 0):
+        raise ValueError(
+            f"lost has {len(losses)} leaves, the tree {len(leaves)} and the wire feedback "
+            f"{wire.feedback:g}: start with nothing_lost(tree, wire) and pass what came back."
+        )
+    if not leaves:
+        return tree, lost
+    changes = [_float32(x) - _float32(a) for x, a in zip(leaves, anchors, strict=True)]
+    if wire.feedback:
+        changes = [c + wire.feedback * e for c, e in zip(changes, losses, strict=True)]
+    exchange = _gathered if wire.gathers else _in_halves
+    # Barriers: else a compiler may work all of it out anew for every leaf.
+    rows = lax.optimization_barrier(_rows(changes, wire, axis_name))
+    mean, lost_rows = exchange(wire, rows, axis_name)
+    means = _leaves(lax.optimization_barrier(mean), leaves)
+    new = [
+        (_float32(a) + m).astype(x.dtype) for x, a, m in zip(leaves, anchors, means, strict=True)
+    ]
+    if wire.feedback:
+        lost = jax.tree.unflatten(
+            jax.tree.structure(lost), _leaves(lax.optimization_barrier(lost_rows), leaves)
+        )
+    return jax.tree.unflatten(treedef, new), lost
 
 
-def _means(arrays, axis_name, wire_dtype):
-    """Means of arrays of one dtype, which travel as one vector."""
-    vector = arrays[0].reshape(-1)
-    if len(arrays) > 1:
-        vector = jnp.concatenate([x.reshape(-1) for x in arrays])
-    if wire_dtype is None:
-        vector = lax.pmean(vector, axis_name)
-    else:
-        vector = _narrow_mean(vector, axis_name, wire_dtype=wire_dtype)
-    means, start = [], 0
-    for x in arrays:
-        means.append(vector[start : start + x.size].reshape(x.shape))
-        start += x.size
-    return means
+def nothing_lost(tree, wire: Wire | None):
+    """The `lost` of `synchronize_changes` before the first sync: zeros, or () without feedback.
 
+    e_w = 0.
 
-def _narrow_mean(vector, axis_name, *, wire_dtype):
-    """A mean in two halves, as a ring does it: every worker sums its slice in full precision.
+    Args:
+      tree: this worker's arrays.
+      wire: of the syncs; None for exact ones.
 
-    An all-reduce of 16-bit numbers would also add in 16 bits. The bits travel as whole numbers,
-    so that no backend widens them.
+    Returns:
+      A tree of float32, or ().
+
+    Example:
+      >>> import jax.numpy as jnp, local_opt
+      >>> local_opt.nothing_lost(jnp.ones(2, jnp.bfloat16), local_opt.WIRES["int8"])
+      Array([0., 0.], dtype=float32)
+      >>> local_opt.nothing_lost(jnp.ones(2), local_opt.WIRES["bfloat16"])
+      ()
     """
+    if wire is None or not wire.feedback:
+        return ()
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
+
+
+def _in_halves(wire, rows, axis_name):
+    """Every worker averages its slice of the rows; then all get all slices."""
+    num_workers, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    each = len(rows) // num_workers
+    decode = functools.partial(wire.decode, r=each)
+    slices = rows.reshape(num_workers, each, -1)
+    messages = jax.vmap(wire.encode)(slices)
+    received = jax.vmap(decode)(lax.all_to_all(messages, axis_name, 0, 0))
+    own, rounded = (lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in (slices, messages))
+    mean = (jnp.sum(received, axis=0) + own - decode(rounded)) / num_workers  # its own unrounded
+    message = wire.encode(mean)
+    lost = lax.dynamic_update_index_in_dim(
+        slices - jax.vmap(decode)(messages), num_workers * (mean - decode(message)), mine, 0
+    )
+    found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
+    return jax.vmap(decode)(found).reshape(rows.shape), lost.reshape(rows.shape)
+
+
+def _gathered(wire, rows, axis_name):
+    """Every worker gets the rows of all and adds them up."""
     num_workers = lax.axis_size(axis_name)
-    padded = jnp.pad(vector, (0, -vector.size % num_workers))
-    slices = _bits(padded.reshape(num_workers, -1), wire_dtype)
-    received = lax.all_to_all(slices, axis_name, 0, 0)
-    mean = jnp.mean(_floats(received, wire_dtype, vector.dtype), axis=0)
-    whole = lax.all_gather(_bits(mean, wire_dtype), axis_name, tiled=True)
-    return _floats(whole, wire_dtype, vector.dtype)[: vector.size]
+    message = wire.encode(rows)
+    found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
+
+    def add(w, total):
+        return total + wire.decode(found[w], len(rows))
+
+    lost = rows - wire.decode(message, len(rows))
+    # Of one worker after the other: all at once would be W copies of the parameters.
+    return lax.fori_loop(1, num_workers, add, wire.decode(found[0], len(rows))) / num_workers, lost
 
 
-def _bits(x, wire_dtype):
-    return lax.bitcast_convert_type(x.astype(wire_dtype), jnp.uint16)
+def _rows(arrays, wire, axis_name):
+    """[r, 128], all arrays one after the other, filled up with zeros to equal slices."""
+    flat, size = [x.reshape(-1) for x in arrays], sum(x.size for x in arrays)
+    parts = 1 if wire.gathers else lax.axis_size(axis_name)
+    total = rows_of(wire, size, parts) * LANES
+    return jnp.concatenate([*flat, jnp.zeros(total - size, jnp.float32)]).reshape(-1, LANES)
 
 
-def _floats(bits, wire_dtype, dtype):
-    return lax.bitcast_convert_type(bits, wire_dtype).astype(dtype)
+def _leaves(rows, like):
+    vector, found, start = rows.reshape(-1), [], 0
+    for x in like:
+        found.append(vector[start : start + x.size].reshape(x.shape))
+        start += x.size
+    return found
 
 
-def check_wire(wire_dtype, has_anchor: bool) -> None:
-    """Raises ValueError for a format that cannot carry the changes."""
-    if wire_dtype is None:
-        return
-    if jnp.dtype(wire_dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+def _float32(x):
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def check_wire(wire) -> None:
+    """Raises ValueError for what is no wire."""
+    if not isinstance(wire, Wire):
         raise ValueError(
-            f"wire_dtype is {jnp.dtype(wire_dtype)}: it must be bfloat16, float16 or None."
+            f"wire is {wire!r}: pass one of local_opt.WIRES, as WIRES['int8'], or None for means "
+            "in full precision."
         )
-    if not has_anchor:
-        raise ValueError(
-            f"wire_dtype is {jnp.dtype(wire_dtype)} without an anchor: parameters rounded to 16 "
-            "bits lose the steps of a round. Pass the tree of the last sync as anchor."
-        )
+
+
+def check_real(tree, wire) -> None:
+    """Raises ValueError for leaves that no wire can carry."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} and the wire "
+                f"({wire.rule}) rounds: only real floating numbers can be sent so. Keep the leaf "
+                "outside the parameters, or pass wire=None."
+            )

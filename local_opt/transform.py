@@ -11,7 +11,9 @@ from jax import lax
 
 from local_opt.accumulate import accumulated_rounds
 from local_opt.plan import SyncPlan
-from local_opt.rounds import LOCAL, Rounds, local_rounds
+from local_opt.policies import LOCAL
+from local_opt.rounds import Rounds, local_rounds
+from local_opt.wires import Wire
 
 
 class PlannedState(NamedTuple):
@@ -29,8 +31,7 @@ def local_steps(
     axis_name,
     opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
-    wire_dtype=None,
-    flat: bool = True,
+    wire: Wire | None = None,
     gradient_axis=None,
     total_steps: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -54,7 +55,7 @@ def local_steps(
       plan: when to synchronise; equal on all workers (see `check_same_plan`). Steps beyond its
         end all synchronise.
       axis_name: of the workers; bound by `jax.vmap` or `jax.shard_map`.
-      opt_state, outer, wire_dtype, flat, gradient_axis: what a step and a sync do; see
+      opt_state, outer, wire, gradient_axis: what a step and a sync do; see
         `local_rounds`.
       total_steps: of the run, to be checked against the plan; None for no check.
 
@@ -91,8 +92,7 @@ def local_steps(
         axis_name=axis_name,
         opt_state=opt_state,
         outer=outer,
-        wire_dtype=wire_dtype,
-        flat=flat,
+        wire=wire,
         gradient_axis=gradient_axis,
     )
     overwrites = outer is not None
@@ -104,7 +104,6 @@ def accumulate(
     plan: SyncPlan,
     *,
     axis_name,
-    flat: bool = True,
     total_steps: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Gradient accumulation with the communication of a plan: the baseline of local steps.
@@ -116,7 +115,6 @@ def accumulate(
       inner: any optax optimizer; takes one step per round.
       plan: the rounds.
       axis_name: of the workers.
-      flat: one collective for all leaves.
       total_steps: of the run, to be checked against the plan; None for no check.
 
     Returns:
@@ -142,7 +140,7 @@ def accumulate(
       Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
       https://arxiv.org/abs/1808.07217
     """
-    rounds = accumulated_rounds(inner, axis_name=axis_name, flat=flat)
+    rounds = accumulated_rounds(inner, axis_name=axis_name)
     return _planned(rounds, plan, axis_name, total_steps, overwrites=True)
 
 

@@ -338,3 +338,109 @@ def fold(leaf, seed, size, block):
     for n, value in enumerate(flat):
         found[(n + start) % size] += value
     return found
+
+
+def rounded(rows, wire):
+    """What is left of rows [r, 128] after a wire, number by number."""
+    rows = np.asarray(rows, np.float64)
+    if wire in ("bfloat16", "float16"):
+        bits, least = {"bfloat16": (8, -126), "float16": (11, -14)}[wire]
+        exponent = np.floor(np.log2(np.maximum(np.abs(rows), 2.0**least)))
+        unit = 2.0 ** (exponent - bits + 1)
+        return np.round(rows / unit) * unit
+    if wire == "top_k":  # 1 of 64, in blocks of 4096
+        blocks = rows.reshape(-1, 4096)
+        least = np.sort(np.abs(blocks), axis=1)[:, -64][:, None]
+        return rounded(np.where(np.abs(blocks) >= least, blocks, 0), "bfloat16").reshape(rows.shape)
+    most = {"int8": 127, "int4": 7}[wire]
+    top = np.abs(rows).max(axis=1, keepdims=True)
+    scale = rounded(np.float32(np.float32(top) * np.float32(1.00390625 / most)), "bfloat16")
+    return scale * np.clip(np.round(rows / np.where(scale == 0, 1, scale)), -most, most)
+
+
+def synchronize_changes(anchor, changes, lost, wire, feedback):
+    """Changes [W, D] with error feedback: (the parameters [D] of all, what is lost [W, D]).
+
+    Worker w sends its changes to those who average them, each a slice, and keeps what was rounded
+    off; who averages sends the mean on, and keeps what that loses, W times. SparseLoCo (Sarfi et
+    al. 2025) gathers everything instead.
+    """
+    workers, size = changes.shape
+    unit = 4096 if wire == "top_k" else 256 * workers if wire == "int4" else 128 * workers
+    sent = np.asarray(changes, np.float64) + feedback * lost
+    sent = np.pad(sent, ((0, 0), (0, -size % unit)))
+    got = np.stack([rounded(c.reshape(-1, 128), wire).ravel() for c in sent])
+    lost = sent - got
+    if wire == "top_k":
+        return anchor + got.mean(axis=0)[:size], lost[:, :size]
+    mean, each = np.zeros(sent.shape[1]), sent.shape[1] // workers
+    for w in range(workers):
+        mine = slice(w * each, (w + 1) * each)
+        own = sum(got[v][mine] if v != w else sent[v][mine] for v in range(workers)) / workers
+        mean[mine] = rounded(own.reshape(-1, 128), wire).ravel()
+        lost[w][mine] = workers * (own - mean[mine])
+    return anchor + mean[:size], lost[:, :size]
+
+
+def streaming_diloco(params, gradient, fragments, ends, rates, *, delay, mixing, outer):
+    """Algorithm 2 of Streaming DiLoCo (Douillard et al. 2025): [T, W, D] after every step.
+
+    fragments: the places of each; ends: the steps after which each is sent; rates: of SGD, per
+    step; outer: (rate, momentum) of Nesterov. At the end of the run everything is sent and
+    received at once, and nobody keeps anything of its own.
+    """
+    workers, total = gradient.workers, len(rates)
+    theta = [np.array(params, np.float64) for _ in range(workers)]  # theta_m
+    common = np.array(params, np.float64)  # theta
+    velocity, sent = np.zeros(len(params)), [None for _ in fragments]
+    history = []
+
+    def receive(p, keep):
+        part, delta = fragments[p], sent[p][1]
+        velocity[part] = outer[1] * velocity[part] + delta
+        common[part] -= outer[0] * (delta + outer[1] * velocity[part])  # OuterOpt
+        for m in range(workers):
+            theta[m][part] = keep * theta[m][part] + (1 - keep) * common[part]
+        sent[p] = None
+
+    for t in range(1, total + 1):
+        for m in range(workers):
+            theta[m] = theta[m] - rates[t - 1] * gradient(m, t - 1, theta[m])
+        for p, part in enumerate(fragments):
+            due = sent[p] is not None and (t == sent[p][0] + delay or t == total)
+            if due:
+                receive(p, mixing)
+            if t in ends[p]:
+                delta = sum(common[part] - theta[m][part] for m in range(workers)) / workers
+                sent[p] = (t, delta)
+                if delay == 0 or t == total:
+                    receive(p, 0.0 if t == total else mixing)
+        history.append(np.array(theta))
+    return np.array(history)
+
+
+def des_loc(params, gradient, ends, rate, betas, eps=1e-8):
+    """DES-LOC of Adam (Iacob et al. 2025): x, u and v [T, W, D] after every step.
+
+    ends: the steps after which the workers average each of the three.
+    """
+    workers = range(gradient.workers)
+    state = {
+        "x": [np.array(params, np.float64) for _ in workers],
+        "u": [np.zeros(len(params)) for _ in workers],
+        "v": [np.zeros(len(params)) for _ in workers],
+    }
+    history = []
+    for t in range(1, max(ends["x"]) + 1):
+        for m in workers:
+            g = gradient(m, t - 1, state["x"][m])
+            state["u"][m] = betas[0] * state["u"][m] + (1 - betas[0]) * g
+            state["v"][m] = betas[1] * state["v"][m] + (1 - betas[1]) * g**2
+            first, second = (state[s][m] / (1 - b**t) for s, b in zip("uv", betas, strict=True))
+            state["x"][m] = state["x"][m] - rate * first / (np.sqrt(second) + eps)
+        for s in state:
+            if t in ends[s]:
+                mean = sum(state[s]) / len(workers)
+                state[s] = [mean.copy() for _ in workers]
+        history.append([np.array(state[s]) for s in state])
+    return np.array(history).swapaxes(0, 1)

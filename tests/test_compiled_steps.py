@@ -89,7 +89,7 @@ def test_the_hot_step_talks_to_nobody_and_copies_nothing():
 
 
 @pytest.mark.parametrize("opt_state", ["local", "mean"])
-def test_a_flat_sync_is_one_all_reduce(opt_state):
+def test_a_sync_is_one_all_reduce(opt_state):
     rounds = local_opt.local_rounds(SGD, axis_name="worker", opt_state=opt_state)
     assert operations(compiled_sync(rounds).as_text()) == ["all-reduce"]
 
@@ -124,23 +124,46 @@ def shapes_of(line):
     return sum(s * int(b) // 8 for s, (_, b, _) in zip(sizes, found, strict=True)), types
 
 
-def test_a_narrow_wire_moves_half_the_bytes():
-    def moved(**options):
-        rounds = local_opt.local_rounds(SGD, axis_name="worker", **options)
-        total, kinds, names = 0, set(), []
-        for name, _, line in instructions(compiled_sync(rounds).as_text()):
-            size, types = shapes_of(line)
-            # A ring all-reduce moves its operand twice: slices to their owners, sums to all.
-            total += 2 * size if name == "all-reduce" else size
-            kinds |= types
-            names.append(name)
-        return total, kinds, names
+@pytest.mark.parametrize("name", [None, *local_opt.WIRES])
+def test_a_sync_sends_the_bytes_of_the_forecast(name):
+    """To the byte: eight workers, 24 numbers; half a float32 for bfloat16 but for whole rows."""
+    wire = local_opt.WIRES.get(name)
+    rounds = local_opt.local_rounds(SGD, axis_name="worker", wire=wire)
+    total, kinds, names = 0, set(), []
+    for operation, _, line in instructions(compiled_sync(rounds).as_text()):
+        size, types = shapes_of(line)
+        # Of what a worker holds of all, an eighth is its own; an all-reduce does both halves.
+        total += (2 if operation == "all-reduce" else 1) * size * 7 / 8
+        kinds |= types
+        names.append(operation)
+    if wire is None:
+        assert (kinds, names) == ({"f32"}, ["all-reduce"])
+    else:
+        assert kinds == {"u16" if wire.dtype == jnp.uint16 else "u8"}
+        assert names == (["all-gather"] if wire.gathers else ["all-to-all", "all-gather"])
+    assert total == local_opt.sync_bytes(24, num_workers=8, wire=wire)
 
-    wide, kinds, names = moved()
-    assert (wide, kinds, names) == (2 * 24 * 4, {"f32"}, ["all-reduce"])
-    narrow, kinds, names = moved(wire_dtype=jnp.bfloat16)
-    assert kinds == {"u16"} and names == ["all-to-all", "all-gather"]
-    assert narrow == wide / 2
+
+def test_only_the_start_of_a_fragment_talks_and_of_nothing_but_it():
+    stream = local_opt.streaming_rounds(
+        SGD, axis_name="worker", fragments={"b": 0, "w": 1}, outer=local_opt.nesterov()
+    )
+    params = copies(TREE, 8)
+    state = jax.eval_shape(on_mesh(stream.init, 8), params)
+    for fragment, size in ((0, 9), (1, 15)):
+
+        def start(params, state, fragment=fragment):
+            return stream.start(params, state, fragment=fragment)
+
+        def finish(params, state, fragment=fragment):
+            return stream.finish(params, state, fragment=fragment)
+
+        text = jax.jit(on_mesh(start, 8)).lower(params, state).compile().as_text()
+        ((name, _, line),) = instructions(text)
+        assert name == "all-reduce" and shapes_of(line) == (4 * size, {"f32"})
+        text = jax.jit(on_mesh(finish, 8)).lower(params, state).compile().as_text()
+        assert operations(text) == []
+    assert operations(compiled(stream)[0].as_text()) == []
 
 
 def groups_of(line):

@@ -18,7 +18,7 @@ from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
-from local_opt import ring_bytes, runners
+from local_opt import runners, sync_bytes
 
 WORKERS = 4
 
@@ -128,7 +128,7 @@ def test_a_dry_run_knows_every_arm():
     assert [r["loads"] for r in rows.values()] == ["40", "40", "40", "10"]
     assert [r["rounds"] for r in rows.values()] == ["40", "40", "10", "10"]
     assert [r["volume"] for r in rows.values()] == ["100.000%", "100.000%", "25.000%", "25.000%"]
-    ring = ring_bytes(650, num_workers=WORKERS)
+    ring = sync_bytes(650, num_workers=WORKERS)
     assert rows["rr"]["sent per worker"] == f"{40 * ring / 1e3:.3g} kB"
     assert rows["constant"]["sent per worker"] == f"{10 * ring / 1e3:.3g} kB"
     traffic = cost.order_traffic(ORDERS["cd_grab"], Sizes(WORKERS, 20, 2, 4), 650)(40)

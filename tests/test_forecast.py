@@ -24,10 +24,10 @@ COST = {"num_params": 10**9, "num_workers": 4, "step_seconds": 0.5, "gigabits_pe
 
 
 def test_ring_sends_twice_the_parameters_less_one_share():
-    assert local_opt.ring_bytes(1000, num_workers=1) == 0
-    assert local_opt.ring_bytes(1000, num_workers=2) == 4000
-    assert local_opt.ring_bytes(1000, num_workers=4, bytes_per_param=2) == 3000
-    assert local_opt.ring_bytes(1000, num_workers=10**6) == pytest.approx(8000, rel=1e-5)
+    assert local_opt.sync_bytes(1000, num_workers=1) == 0
+    assert local_opt.sync_bytes(1000, num_workers=2) == 4000
+    assert local_opt.sync_bytes(1000, num_workers=4, bytes_per_param=2) == 3000
+    assert local_opt.sync_bytes(1000, num_workers=10**6) == pytest.approx(8000, rel=1e-5)
 
 
 def test_forecast_by_hand():
@@ -137,7 +137,7 @@ def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
     assert len(found) == 2 * len(forecast.SHOWN)
     by_rule = {r["rule"]: r for r in found if r["task"] == "imagenet_vit_b"}
     assert by_rule["inverse"]["rounds"] == by_rule["cubic"]["rounds"] == 9711
-    every, ring = by_rule["parallel"], local_opt.ring_bytes(86_567_656, num_workers=16)
+    every, ring = by_rule["parallel"], local_opt.sync_bytes(86_567_656, num_workers=16)
     assert every["sent_bytes"] == pytest.approx(93600 * ring)
     assert every["compute_hours"] == pytest.approx(rounds.published_split().compute)
     assert every["total_hours"]["25"] - every["compute_hours"] == pytest.approx(

@@ -105,25 +105,32 @@ def sync_rows(repeats: int) -> list[dict]:
     """Rows for one sync of four workers with ten million parameters in 2 or 200 leaves."""
     mesh = runners.worker_mesh(WORKERS)
     ways = {
-        "flat, float32": {},
-        "per leaf, float32": {"flat": False},
-        "flat, bfloat16 changes": {"wire_dtype": jnp.bfloat16},
+        "float32": None,
+        "bfloat16 changes": local_opt.WIRES["bfloat16"],
+        "8-bit changes": local_opt.WIRES["int8"],
+        "4-bit changes": local_opt.WIRES["int4"],
     }
 
-    def sync(options):
+    def sync(wire):
         def one(params, anchor):
-            given = {"anchor": anchor} if "wire_dtype" in options else {}
-            return (local_opt.synchronize(params, axis_name=runners.AXIS, **options, **given),)
+            if wire is None:
+                return (local_opt.synchronize(params, axis_name=runners.AXIS),)
+            return local_opt.synchronize_changes(
+                params,
+                axis_name=runners.AXIS,
+                anchor=anchor,
+                wire=wire,
+                lost=local_opt.nothing_lost(params, wire),
+            )
 
-        return jax.jit(runners.over_mesh(mesh)(one, owned_in=(True, True), owned_out=(True,)))
+        sides = (True,) if wire is None else (True, True)
+        return jax.jit(runners.over_mesh(mesh)(one, owned_in=(True, True), owned_out=sides))
 
     rows = []
     for leaves in (2, 200):
         leaf = jnp.ones((WORKERS, 10**7 // leaves))
         params = {str(i): jax.device_put(leaf, runners.owned_sharding(mesh)) for i in range(leaves)}
-        calls = {
-            way: functools.partial(sync(options), params, params) for way, options in ways.items()
-        }
+        calls = {way: functools.partial(sync(wire), params, params) for way, wire in ways.items()}
         rows += [
             {"part": "sync", "leaves": leaves, "way": way, "ms": round(seconds * 1e3, 1)}
             for way, seconds in timing.medians(calls, repeats).items()

@@ -127,7 +127,7 @@ def table(run: Run, found: Sequence[dict]) -> str:
 def published_text() -> str:
     """What the published times of ViT-B say about communication."""
     split, as_constant = published_split(), published_split(1 / H_BASE)
-    sent = local_opt.ring_bytes(PARAMS, num_workers=WORKERS)
+    sent = local_opt.sync_bytes(PARAMS, num_workers=WORKERS)
     speed = 8 * sent * STEPS / (3600 * split.communication) / 1e9
     every, qsr = HOURS
     return (

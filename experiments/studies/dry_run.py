@@ -132,7 +132,7 @@ def _row(task, recipe, arm, speed, run: Run, given) -> dict:
     in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
     traffic = order_traffic(order, run.sizes, num_params(task.model), sync_in_step=in_step)
     allreduces = run.rounds + traffic(run.echo.loads)
-    ring = local_opt.ring_bytes(num_params(task.model), num_workers=run.sizes.workers)
+    ring = local_opt.sync_bytes(num_params(task.model), num_workers=run.sizes.workers)
     ends = np.linspace(0, run.steps, WINDOWS + 1).astype(int)[1:]
     windows = [
         {"step": t, "loads": n, "allreduces": allreduces}

@@ -1,0 +1,248 @@
+"""Streaming: the parameters are synchronised in fragments, while the next steps are computed."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from local_opt.rounds import check_floating
+from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
+from local_opt.wires import Wire
+
+
+class Streaming(NamedTuple):
+    """The steps and the syncs of fragments, four pure functions for one worker.
+
+    Fields:
+      init: `params -> state`.
+      update: `(grads, state, params, **extra) -> (updates, state)`, as optax's: one step of the
+        worker's own, without any collective.
+      start: `(params, state, *, fragment) -> state`: sends a fragment and holds all collectives.
+        What arrives touches nothing until `finish`, so steps may be computed meanwhile.
+      finish: `(params, state, *, fragment, last=False) -> (params, state)`: puts what has arrived
+        in its place; with `last` whatever the mixing, so that workers end bitwise equal.
+    """
+
+    init: Callable
+    update: Callable
+    start: Callable
+    finish: Callable
+
+
+class StreamingState(NamedTuple):
+    """State of one worker. F fragments; their tuples hold leaves in the order of the parameters."""
+
+    since: jax.Array  # int32[F], steps since the fragment's last start
+    inner: Any
+    anchor: Any  # the common parameters, from a fragment's start on those that it will get
+    outer: Any  # F states of the outer optimizer; () without one
+    lost: Any  # F times what the wire has lost; () without feedback
+
+
+def streaming_rounds(
+    inner: optax.GradientTransformation,
+    *,
+    axis_name,
+    fragments,
+    mixing: float = 0.5,
+    outer: optax.GradientTransformation | None = None,
+    wire: Wire | None = None,
+) -> Streaming:
+    """Local steps whose sync is spread over the fragments and hidden behind later steps.
+
+    At a fragment's start a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
+    a <- 1/W sum_w x_w; at its finish, some steps later, x_w <- m x_w + (1 - m) a.
+
+    When a fragment starts and finishes is in `PartPlans`, whose parts are named "0" .. "F - 1".
+    With one fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps
+    overlap only inside one compiled program: put a start and the steps of the delay, one after
+    the other or in a loop, under one `jax.jit`.
+
+    Args:
+      inner: the workers' optimizer; its state stays each worker's own.
+      axis_name: of the workers, bound by `jax.vmap` or `jax.shard_map`.
+      fragments: F, for neighbouring leaves in fragments of about one size; or a tree like the
+        parameters of the fragment of each leaf, as the paper's, which takes every F-th layer.
+      mixing: m in [0, 1), what a worker keeps of its own; 0.5 in the paper.
+      outer: any optax transformation of a - x_bar as a gradient, with a state per fragment and the
+        steps since its last start as the extra argument `period`; None is plain averaging.
+      wire: the format of the changes, as `WIRES["int4"]`; None for no rounding.
+
+    Returns:
+      A `Streaming`.
+
+    Raises:
+      ValueError: for a mixing out of range or a wire that is none; from `init`, for fragments
+        that do not fit the parameters, or parameters that are not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> stream = local_opt.streaming_rounds(optax.sgd(1.0), axis_name="worker", fragments=2)
+      >>> x = {"a": jnp.array([0.0, 4.0]), "b": jnp.array([0.0, 4.0])}  # two workers
+      >>> state = jax.vmap(stream.init)(x)
+      >>> start = jax.vmap(lambda x, s: stream.start(x, s, fragment=0), axis_name="worker")
+      >>> x, _ = jax.vmap(lambda x, s: stream.finish(x, s, fragment=0))(x, start(x, state))
+      >>> {name: leaf.tolist() for name, leaf in x.items()}
+      {'a': [1.0, 3.0], 'b': [0.0, 4.0]}
+
+    References:
+      Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
+      Free Lunch, 2025, https://arxiv.org/abs/2501.18512
+    """
+    if not (isinstance(mixing, int | float) and 0 <= mixing < 1):
+        raise ValueError(f"mixing is {mixing!r}: a worker keeps a share in [0, 1) of its own.")
+    if wire is not None:
+        check_wire(wire)
+    inner = optax.with_extra_args_support(inner)
+    outer = outer and optax.with_extra_args_support(outer)
+    kept = wire is not None and wire.feedback
+
+    def parts_of(params):
+        return _parts(fragment_labels(params, fragments))
+
+    def init(params):
+        check_floating(params)
+        parts = parts_of(params)
+        return StreamingState(
+            since=jnp.zeros(len(parts), jnp.int32),
+            inner=inner.init(params),
+            anchor=jax.tree.map(jnp.copy, params),
+            outer=tuple(outer.init(_pick(params, part)) for part in parts) if outer else (),
+            lost=tuple(nothing_lost(_pick(params, part), wire) for part in parts) if kept else (),
+        )
+
+    def update(grads, state, params=None, **extra):
+        updates, inner_state = inner.update(grads, state.inner, params, **extra)
+        return updates, state._replace(inner=inner_state, since=state.since + 1)
+
+    def start(params, state, *, fragment: int):
+        part = parts_of(params)[fragment]
+        own, anchor = _pick(params, part), _pick(state.anchor, part)
+        outers, losses = list(state.outer), list(state.lost)
+        if wire is None:
+            mean = synchronize(own, axis_name=axis_name)
+        else:
+            mean, lost = synchronize_changes(
+                own, axis_name=axis_name, anchor=anchor, wire=wire,
+                lost=losses[fragment] if losses else (),
+            )  # fmt: skip
+            if losses:
+                losses[fragment] = lost
+        if outer:
+            change = jax.tree.map(jnp.subtract, anchor, mean)
+            period = state.since[fragment]
+            updates, outers[fragment] = outer.update(
+                change, outers[fragment], anchor, period=period
+            )
+            mean = optax.apply_updates(anchor, updates)
+        return state._replace(
+            since=state.since.at[fragment].set(0),
+            anchor=_placed(state.anchor, part, mean),
+            outer=tuple(outers),
+            lost=tuple(losses),
+        )
+
+    def finish(params, state, *, fragment: int, last: bool = False):
+        part = parts_of(params)[fragment]
+        new = _pick(state.anchor, part)
+        if mixing and not last:
+            new = jax.tree.map(lambda x, a: _mixed(mixing, x, a), _pick(params, part), new)
+        return _placed(params, part, jax.tree.map(jnp.copy, new)), state
+
+    return Streaming(init, update, start, finish)
+
+
+def fragment_labels(params, fragments):
+    """The fragment of every leaf: neighbouring leaves in F fragments of about one size.
+
+    A leaf belongs to the fragment in which its middle lies, of F equal shares of all numbers.
+
+    Args:
+      params: the tree, or its shapes (`jax.eval_shape`).
+      fragments: F in 1 .. leaves; or a tree like `params` of whole numbers, which is checked.
+
+    Returns:
+      A tree of ints in 0 .. F - 1, none of them missing.
+
+    Raises:
+      ValueError: for F out of range, labels of another tree, or a fragment without leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, local_opt
+      >>> params = {"a": jnp.ones(6), "b": jnp.ones(2), "c": jnp.ones(3), "d": jnp.ones(1)}
+      >>> local_opt.fragment_labels(params, 2)
+      {'a': 0, 'b': 1, 'c': 1, 'd': 1}
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    if isinstance(fragments, int) and not isinstance(fragments, bool):
+        if not 1 <= fragments <= len(leaves):
+            raise ValueError(
+                f"fragments is {fragments} and the parameters have {len(leaves)} leaves: a "
+                "fragment holds whole leaves, so pass 1 .. the number of leaves, or split them."
+            )
+        labels, total, seen = [], sum(x.size for x in leaves), 0
+        for left, x in zip(range(len(leaves), 0, -1), leaves, strict=True):
+            now = labels[-1] if labels else 0
+            full = labels and (2 * seen + x.size) * fragments > 2 * (now + 1) * total
+            needed = labels and left <= fragments - 1 - now
+            labels.append(min(now + 1, fragments - 1) if full or needed else now)
+            seen += x.size
+        return jax.tree.unflatten(treedef, labels)
+    labels, found = jax.tree.flatten(fragments)
+    if found != treedef:
+        raise ValueError(
+            f"fragments is {fragments!r}: pass a number, or a tree like the parameters with the "
+            "number of the fragment of each leaf."
+        )
+    if sorted(set(labels)) != list(range(max(labels) + 1)):
+        raise ValueError(
+            f"fragments are numbered {sorted(set(labels))}: number them 0, 1, 2, ... without a gap."
+        )
+    return fragments
+
+
+def fragment_sizes(params, fragments) -> dict[str, int]:
+    """{name of a fragment: its numbers}, the parts to be priced: D_f = sum of its leaves' sizes.
+
+    Args:
+      params: the tree, or its shapes.
+      fragments: as of `streaming_rounds`.
+
+    Returns:
+      A dict from "0" .. "F - 1".
+
+    Raises:
+      ValueError: as `fragment_labels`.
+
+    Example:
+      >>> import jax.numpy as jnp, local_opt
+      >>> local_opt.fragment_sizes({"a": jnp.ones(6), "b": jnp.ones((2, 3))}, 2)
+      {'0': 6, '1': 6}
+    """
+    parts, leaves = _parts(fragment_labels(params, fragments)), jax.tree.leaves(params)
+    return {str(f): sum(leaves[i].size for i in part) for f, part in enumerate(parts)}
+
+
+def _parts(labels):
+    """The places of every fragment's leaves."""
+    labels = jax.tree.leaves(labels)
+    return [[i for i, f in enumerate(labels) if f == n] for n in range(max(labels) + 1)]
+
+
+def _pick(tree, part):
+    leaves = jax.tree.leaves(tree)
+    return tuple(leaves[i] for i in part)
+
+
+def _placed(tree, part, new):
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, x in zip(part, new, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _mixed(mixing, own, common):
+    wide = jnp.promote_types(own.dtype, jnp.float32)
+    return (mixing * own.astype(wide) + (1 - mixing) * common.astype(wide)).astype(own.dtype)
