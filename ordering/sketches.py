@@ -12,7 +12,8 @@ from ordering.exchange import LANES
 
 PyTree = Any
 SIZE = 1024  # sketch_size(10**4)
-BLOCK = 16384  # entries of a leaf that are added up at once: they stay in a cache
+BLOCK = 8192  # entries of a leaf that are added up at once: they stay in a cache
+TILE = 8  # rows of numbers that a TPU keeps together
 SMALL = 4096  # leaves up to this size are folded together
 
 
@@ -125,44 +126,51 @@ def sketch_rows(rows: rows_lib.Rows, to_sketch: Callable[[PyTree], jax.Array]) -
 def fold(leaf: jax.Array, seed: jax.Array, size: int) -> jax.Array:
     """float32[k] of one array: entry (b, n), the n-th of block b, has the sign t_b r_(n + b).
 
-    Blocks of whole rows are added up first, then the block in sums of every k-th entry, with signs
-    of its own. Entries that meet have products of signs that are uncorrelated from pair to pair.
+    Blocks of whole slices are added up first, then the block in sums of every k-th entry, with
+    signs of its own. Entries that meet have products of signs that are uncorrelated from pair to
+    pair.
 
     Args:
       leaf: any shape; seed: uint32[]; size: k.
     """
-    matrix = leaf.reshape(-1, _width(leaf))
-    length, width = matrix.shape
-    rows = min(length, -(-BLOCK // width))
-    blocks, rest = divmod(length, rows)
-    if blocks > 1:
-        total = _add_blocks(matrix, seed, rows, blocks)
-        if rest:
-            last = matrix[blocks * rows :]
-            signed = last * _signs_at(seed, rest, width, blocks) * hash_signs(~seed, blocks)
-            total = total.at[:rest].add(signed)
-        matrix = total
-    flat = matrix.reshape(-1)
+    block = max(BLOCK, size)  # else no sum would begin in some of the k places
+    slices = leaf.reshape(-1, *_slice_shape(leaf.shape, block))
+    in_block = _slices_in_block(len(slices), math.prod(slices.shape[1:]), block)
+    if len(slices) >= 2 * in_block:
+        slices = _add_blocks(slices, seed, in_block)
+    flat = slices.reshape(-1)
     flat = flat * hash_signs(seed ^ jnp.uint32(0x5BD1E995), jnp.arange(flat.size))
     found = jnp.sum(jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size), axis=0)
     # Small arrays begin anywhere, or all would share the first sums.
     return jnp.roll(found, seed % size) if flat.size < size else found
 
 
-def _width(leaf) -> int:
-    """Of a row: the last dimension; of a vector, a vector unit's where that fits."""
-    if leaf.ndim > 1 and leaf.size > leaf.shape[-1]:
-        return leaf.shape[-1]
-    return LANES if leaf.size % LANES == 0 else 1
+def _slice_shape(shape, block) -> tuple[int, ...]:
+    """As many of the last axes as fit a block, and at least one; of a vector, a vector unit's.
+
+    Axes that stay apart need no other layout: a TPU keeps the last two in tiles of 8 x 128.
+    """
+    if len(shape) < 2 or math.prod(shape) == shape[-1]:
+        return (LANES if math.prod(shape) % LANES == 0 else 1,)
+    fitting = (i for i in range(1, len(shape)) if math.prod(shape[i:]) <= block)
+    return tuple(shape[next(fitting, -1) :])
 
 
-def _add_blocks(matrix, seed, rows, blocks):
-    """The sum of the signed blocks, float32[rows, width]."""
-    width = matrix.shape[1]
+def _slices_in_block(length: int, width: int, block: int) -> int:
+    """Tiles of a block's numbers; up to twice as many where nothing is left over then."""
+    least = TILE * math.ceil(block / width / TILE)
+    whole = (n for n in range(least, 2 * least, TILE) if length % n == 0)
+    return min(length, next(whole, least))
 
-    def one_by_one(matrix):
+
+def _add_blocks(slices, seed, in_block):
+    """The sum of the signed blocks, float32[in_block, ...]; the last may be shorter."""
+    shape = (in_block, *slices.shape[1:])
+    blocks, rest = divmod(len(slices), in_block)
+
+    def one_by_one(slices):
         """A CPU adds block after block to a sum in its cache, and slides along the signs."""
-        flat, size = matrix.reshape(-1), rows * width
+        flat, size = slices.reshape(-1), math.prod(shape)
         signs = hash_signs(seed, jnp.arange(size + blocks))
         of_blocks = hash_signs(~seed, jnp.arange(blocks))
 
@@ -170,22 +178,29 @@ def _add_blocks(matrix, seed, rows, blocks):
             block = jax.lax.dynamic_slice_in_dim(flat, b * size, size)
             return total + of_blocks[b] * jax.lax.dynamic_slice_in_dim(signs, b, size) * block
 
-        return jax.lax.fori_loop(0, blocks, add, jnp.zeros(size)).reshape(rows, width)
+        return jax.lax.fori_loop(0, blocks, add, jnp.zeros(size)).reshape(shape)
 
-    def at_once(matrix):
+    def at_once(slices):
         """An accelerator makes the signs while it reads."""
-        cut = matrix[: blocks * rows].reshape(blocks, rows, width)
         b = jnp.arange(blocks)
-        signs = _signs_at(seed, rows, width, b) * hash_signs(~seed, b)[:, None, None]
-        return jnp.sum(cut * signs, axis=0)
+        cut = slices[: blocks * in_block].reshape(blocks, *shape)
+        of_blocks = hash_signs(~seed, b).reshape(-1, *[1] * len(shape))
+        return jnp.sum(cut * _signs_at(seed, shape, b) * of_blocks, axis=0)
 
-    return jax.lax.platform_dependent(matrix, cpu=one_by_one, default=at_once)
+    total = jax.lax.platform_dependent(slices, cpu=one_by_one, default=at_once)
+    if not rest:
+        return total
+    last = slices[blocks * in_block :]
+    signed = last * _signs_at(seed, last.shape, blocks) * hash_signs(~seed, blocks)
+    return total.at[:rest].add(signed)
 
 
-def _signs_at(seed, rows, width, block):
-    """[..., rows, width]: the signs r of these blocks, [...]."""
-    at = lambda axis: jax.lax.broadcasted_iota(jnp.uint32, (rows, width), axis)  # noqa: E731
-    n = at(0) * jnp.uint32(width) + at(1)
+def _signs_at(seed, shape, block):
+    """[..., *shape]: the signs r of these blocks, [...]."""
+    n = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        n = n + place * jnp.uint32(math.prod(shape[axis + 1 :]))
     block = jnp.asarray(block, jnp.uint32)
     return hash_signs(seed, jax.vmap(lambda b: n + b)(block) if block.ndim else n + block)
 

@@ -317,11 +317,17 @@ def hash_signs(seed, places):
 
 
 def fold(leaf, seed, size, block):
-    """A sketch in two loops: signed blocks of whole rows are added up, then every k-th entry."""
-    width = leaf.shape[-1] if leaf.ndim > 1 else 128 if leaf.size % 128 == 0 else 1
+    """A sketch in two loops: signed blocks of whole slices are added up, then every k-th entry."""
+    width = 128 if leaf.size % 128 == 0 else 1
+    if leaf.ndim > 1:  # the largest slices that fit a block, whole numbers of the last axis
+        widths = [int(np.prod(leaf.shape[i:])) for i in range(1, leaf.ndim)]
+        width = max([w for w in widths if w <= block], default=widths[-1])
     matrix = leaf.reshape(-1, width).astype(np.float64)
     length, width = matrix.shape
-    rows = min(length, -(-block // width))
+    least = -(-block // width)
+    least += -least % 8
+    rows = min([n for n in range(least, 2 * least, 8) if length % n == 0], default=least)
+    rows = min(length, rows)
     count = -(-length // rows)
     if length // rows > 1:
         total = np.zeros((rows, width))

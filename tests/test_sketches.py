@@ -17,12 +17,15 @@ SEED = jnp.uint32(12345)
 fold = jax.jit(sketches.fold, static_argnums=2)
 
 
-@pytest.mark.parametrize("shape", [(7,), (300, 40), (41, 900), (3, 30_000), (70_000,), (40_960,)])
-@pytest.mark.parametrize("size", [64, 1000])
+@pytest.mark.parametrize(
+    "shape",
+    [(7,), (300, 40), (41, 900), (3, 30_000), (70_000,), (40_960,), (90, 12, 64), (2, 3, 50, 800)],
+)
+@pytest.mark.parametrize("size", [64, 1000, 20_000])
 def test_fold_equals_the_reference(shape, size):
     """Leaves of one block and of many, with and without a shorter last one."""
     leaf = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    expected = reference.fold(leaf, int(SEED), size, sketches.BLOCK)
+    expected = reference.fold(leaf, int(SEED), size, max(sketches.BLOCK, size))
     np.testing.assert_allclose(fold(leaf, SEED, size), expected, atol=2e-5 * np.sqrt(leaf.size))
 
 
