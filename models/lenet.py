@@ -5,12 +5,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.base import Model, check_l2, softmax_loss
+from ordering.machine_forms import platform
 
 
 class _Conv(nnx.Conv):
     """The same convolution as one matrix product, which CPUs run ten times faster in a loop."""
 
     def __call__(self, x):
+        if platform() != "cpu":
+            return super().__call__(x)
         size = self.kernel_size[0]
         if self.padding == "SAME":
             x = jnp.pad(x, ((0, 0), (size // 2, size // 2), (size // 2, size // 2), (0, 0)))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ordering import fused
 from ordering import rows as rows_lib
+from ordering.machine_forms import platform
 from ordering.signs import SignRule
 
 
@@ -36,8 +37,7 @@ def default_block_size(num_parameters: int, backend: str | None = None) -> int:
       >>> ordering.balance.default_block_size(10**6, backend="cpu")
       4
     """
-    traced_for = getattr(jax.sharding.get_abstract_mesh().abstract_device, "platform", None)
-    if (backend or traced_for or jax.default_backend()) != "cpu":
+    if (backend or platform()) != "cpu":
         return 64
     return 1 if num_parameters <= 64 else 4
 

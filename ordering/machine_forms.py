@@ -8,6 +8,15 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 
+def platform() -> str:
+    """ "cpu", "gpu" or "tpu": that of the mesh that is traced for, whose devices need not be there.
+
+    Without a mesh, that of the devices that JAX uses.
+    """
+    devices = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(devices, "platform", None) or jax.default_backend()
+
+
 @functools.cache
 def product(precision=None, preferred_element_type=None) -> Callable:
     """`(x [T, K], w [K, N]) -> [T, N]`: on a CPU, under vmap of x, batch and rows are one axis.

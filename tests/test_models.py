@@ -226,3 +226,27 @@ def test_the_convolutions_of_lenet_are_those_of_flax(side):
         expected = nnx.Conv.__call__(conv, x)
         # float32 sums of up to 150 products of numbers of order one, in another order
         np.testing.assert_allclose(conv(x), expected, atol=1e-5)
+
+
+FORMS = {  # what the program for a CPU lacks
+    "lenet": (models.lenet, {"x": np.ones((2, 28, 28, 1)), "y": np.zeros(2, int)}, "conv_general"),
+    "gpt2": (
+        lambda: models.gpt2(vocab_size=7, context=5, width=4, depth=1, heads=1),
+        {"x": np.ones((2, 5), int), "y": np.zeros((2, 5), int)},
+        "f32[2,5,7] = dot_general",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_only_for_a_cpu_are_products_and_convolutions_rearranged(name, monkeypatch, key):
+    build, batch, form = FORMS[name]
+    model = build()
+    params, batch = model.init(key), jax.tree.map(jnp.asarray, batch)
+    # A new function each time: what was traced is kept.
+    program = lambda: str(jax.make_jaxpr(lambda *a: model.loss(*a))(params, batch, key))  # noqa: E731
+    assert form not in program()
+    expected = model.loss(params, batch, key)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert form in program()
+    np.testing.assert_allclose(model.loss(params, batch, key), expected, rtol=1e-5)
