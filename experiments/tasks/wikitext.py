@@ -58,6 +58,16 @@ RECIPES = {
         bound_every=0,
         optimizer="adamw",
     ),
+    "gpt2_small": Recipe(
+        workers=8,
+        units_per_step=1,
+        unit_size=8,
+        epochs=1,
+        learning_rates=(6e-4,),
+        momentum=0.9,  # b1 of AdamW
+        bound_every=0,
+        optimizer="adamw",
+    ),
 }
 
 
@@ -67,6 +77,9 @@ class Size(NamedTuple):
     length: int
     width: int
     max_words: int | None = None
+    depth: int = 2
+    heads: int = 2
+    dtype: str = "float32"
 
 
 class Corpus(NamedTuple):
@@ -79,7 +92,11 @@ class Corpus(NamedTuple):
     sizes: dict
 
 
-PUBLISHED = {"lstm": Size(35, 32), "gpt2": Size(128, 128)}
+PUBLISHED = {
+    "lstm": Size(35, 32),
+    "gpt2": Size(128, 128),
+    "gpt2_small": Size(1024, 768, depth=12, heads=12, dtype="bfloat16"),
+}
 SMALL = {"lstm": Size(35, 32, 4096), "gpt2": Size(64, 64, 2048)}
 CORPORA = {
     "wikitext2": Corpus("wikitext2", ("train", "test"), (2_088_628, 245_569), 33_278, PUBLISHED),
@@ -117,7 +134,9 @@ def load(
         of the published archive, wiki.train.tokens and so on; or of the prepared set; or of
         train.npy and test.npy.
       model: "lstm", two layers of 32 units and windows of 35 words, or "gpt2", two blocks of width
-        128 with two heads, windows of 128.
+        128 with two heads, windows of 128; or, but for "wikitext2_small", "gpt2_small", the
+        published one of 124 million parameters, twelve blocks of width 768 with twelve heads and
+        windows of 1024, which computes in bfloat16.
       corpus: "wikitext2", "wikitext103", or "wikitext2_small": trained on the test text, tested on
         the validation text, with the 4096 most frequent words for "lstm" and 2048 for "gpt2",
         which has width 64 and windows of 64. The ".npy" files do not count for it.
@@ -125,7 +144,7 @@ def load(
       max_words: keep so many words, the most frequent, instead of the corpus' own number: all, but
         for "wikitext2_small". "<eos>" and "<unk>" are among them.
       abstract: shapes only, of the whole published text; reads nothing. The vocabularies are then
-        of 33,278 and 267,735 words, and for "gpt2" on "wikitext103" of the 50,257 byte pairs of
+        of 33,278 and 267,735 words, and for GPT-2 on "wikitext103" of the 50,257 byte pairs of
         the paper; the number of its windows is still that of words, an assumption.
 
     Raises:
@@ -140,15 +159,19 @@ def load(
     check_length(length)
     if abstract:
         train, test = (abstract_windows(number, length) for number in chosen.num_tokens)
-        num_words = BPE_WORDS if (corpus, model) == ("wikitext103", "gpt2") else chosen.num_words
+        byte_pairs = corpus == "wikitext103" and model != "lstm"
+        num_words = BPE_WORDS if byte_pairs else chosen.num_words
         vocab_size = min(num_words, max_words or num_words)
     else:
         train, test, vocab_size = _read(data_dir, corpus, max_words)
         train, test = windows(train, length), windows(test, length)
     if model == "lstm":
-        net = models.lstm(vocab_size=vocab_size, width=size.width, depth=2)
+        net = models.lstm(vocab_size=vocab_size, width=size.width, depth=size.depth)
     else:
-        net = models.gpt2(vocab_size=vocab_size, context=length, width=size.width, depth=2, heads=2)
+        net = models.gpt2(
+            vocab_size=vocab_size, context=length, width=size.width, depth=size.depth,
+            heads=size.heads, dtype=size.dtype,
+        )  # fmt: skip
     return Task(corpus, net, train, test, RECIPES[model], metric="perplexity")
 
 
@@ -220,7 +243,8 @@ def _read(data_dir, corpus, max_words):
 
 
 def _check(model, corpus):
-    if model not in RECIPES:
-        raise ValueError(f"model is {model!r}: wikitext has the models {sorted(RECIPES)}.")
     if corpus not in CORPORA:
         raise ValueError(f"corpus is {corpus!r}: there are {sorted(CORPORA)}.")
+    sizes = CORPORA[corpus].sizes
+    if model not in sizes:
+        raise ValueError(f"model is {model!r}: {corpus} has the models {sorted(sizes)}.")
