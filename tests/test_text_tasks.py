@@ -206,7 +206,7 @@ def test_saved_tokens_are_taken_instead_of_a_text(words):
 @pytest.mark.parametrize(
     "settings,word",
     [
-        ({"model": "vit"}, r"\['gpt2', 'lstm'\]"),
+        ({"model": "vit"}, r"\['gpt2', 'gpt2_small', 'lstm'\]"),
         ({"corpus": "enwik8"}, "wikitext103"),
         ({"length": 0}, "length is 0"),
         ({"length": 8}, "has 8 tokens"),
