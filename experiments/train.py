@@ -76,7 +76,7 @@ def run(values: absl_flags.FlagValues) -> None:
     fixed = {**decisions, "seed": values.seed, "learning_rate": rate}
     done = study.open_folder(folder, {**flags.settings(values, recipe), **fixed}, values)
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
-    outcome = _train(task, recipe, built, plans, order, values, folder, done, identity)
+    outcome = _train(task, recipe, built, plans, arm, values, folder, done, identity)
     _save_plans(folder, plans, outcome.decided)
     if not outcome.ended:
         step, command = outcome.step, study.go_on(values)
@@ -90,13 +90,13 @@ def run(values: absl_flags.FlagValues) -> None:
     distributed.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 
 
-def _train(task, recipe, built, plans, order, values, folder, done, identity):
+def _train(task, recipe, built, plans, arm, values, folder, done, identity):
     saving = training_run.Saving(
         os.path.join(folder, "checkpoints"), values.checkpoint_every, at_end=True
     )
     at = checkpoint.latest(saving.folder)
     kept = [r for r in done if r["step"] <= at] if at else []
-    measure = trainer.scalars_of(task, recipe)(built, order)
+    measure = trainer.scalars_of(task, recipe)(built, trainer.rows_of(arm)[0])
     with (
         distributed.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         writers.open_writers(
@@ -110,7 +110,7 @@ def _train(task, recipe, built, plans, order, values, folder, done, identity):
             bar.update(record["step"] - bar.n)
 
         return trainer.train_one(
-            task, recipe, built, plans, order, measure, seed=values.seed, saving=saving,
+            task, recipe, built, plans, arm, measure, seed=values.seed, saving=saving,
             on_record=on_record,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
-from local_opt import runners, sync_bytes
+from local_opt import WIRES, runners, sync_bytes
 
 WORKERS = 4
 
@@ -168,3 +168,13 @@ def test_the_state_of_a_sketched_order_is_of_its_numbers(sync_in_step, waiting):
     """Two orders of 20, three counters' worth at most, a sum; under local rounds pairs wait."""
     found = order_bytes(task(400), ORDERS["sketch64"], Sizes(4, 20, 2, 1), sync_in_step)
     assert 4 * (2 * 20 + 64 + waiting) <= found <= 4 * (2 * 20 + 64 + waiting + 3)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_narrow_wire_sends_its_share_of_an_all_reduce(wire):
+    sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
+    sent = cost.traffic(ORDERS["rr"], SYNC_RULES[f"qsr_{wire}"], sizes, 10**6, sync_in_step=False)
+    narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire])
+    assert sent(5, 100) == pytest.approx(5 * narrow / sync_bytes(10**6, num_workers=8))
+    alone = cost.traffic(ORDERS["rr"], SYNC_RULES["qsr"], sizes, 10**6, sync_in_step=False)
+    assert alone(5, 100) == 5 > sent(5, 100)

@@ -1,5 +1,6 @@
 """What a run costs, known before it: what is sent, the time on a machine, and operations."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -8,9 +9,26 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from experiments.training.config import Order, Sizes
+import local_opt
+from experiments.training.config import Order, Sizes, SyncRule
 from ordering.exchange import slice_size
 from ordering.pair_balance import SHARED_BLOCK
+
+
+def traffic(
+    order: Order, rule: SyncRule, sizes: Sizes, num_params: int, *, sync_in_step: bool
+) -> Callable[[int, int], float]:
+    """`(rounds, loads) -> what a worker has sent`, in all-reduces of float32 parameters.
+
+    A sync sends one, or the share of it that its wire leaves.
+
+    Args:
+      order, sizes, num_params, sync_in_step: as of `order_traffic`; rule: a row of SYNC_RULES.
+    """
+    of_order = order_traffic(order, sizes, num_params, sync_in_step=sync_in_step)
+    sent = functools.partial(local_opt.sync_bytes, num_params, num_workers=sizes.workers)
+    share = sent(wire=rule.wire) / sent() if rule.wire and sizes.workers > 1 else 1
+    return lambda rounds, loads: share * rounds + of_order(loads)
 
 
 def order_traffic(

@@ -23,7 +23,7 @@ import local_opt
 from experiments.compiled.lowering import lower_step, tree_bytes
 from experiments.compiled.slices import slice_of
 from experiments.results.tables import markdown, show_bytes
-from experiments.studies.cost import operations, order_traffic, price
+from experiments.studies.cost import operations, price, traffic
 from experiments.studies.on_slice import Calls, OnSlice
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
@@ -129,9 +129,10 @@ def calls_of(arm, run: Run, reads: bool) -> Calls:
 
 def _row(task, recipe, arm, speed, run: Run, given) -> dict:
     order = ORDERS[arm.order]
-    in_step = SYNC_RULES[arm.sync].rounds is local_opt.parallel_rounds
-    traffic = order_traffic(order, run.sizes, num_params(task.model), sync_in_step=in_step)
-    allreduces = run.rounds + traffic(run.echo.loads)
+    rule = SYNC_RULES[arm.sync]
+    in_step = rule.rounds is local_opt.parallel_rounds
+    sent = traffic(order, rule, run.sizes, num_params(task.model), sync_in_step=in_step)
+    allreduces = sent(run.rounds, run.echo.loads)
     ring = local_opt.sync_bytes(num_params(task.model), num_workers=run.sizes.workers)
     ends = np.linspace(0, run.steps, WINDOWS + 1).astype(int)[1:]
     windows = [

@@ -165,6 +165,24 @@ SYNC_RULES = {
     "coins": SyncRule("coins of 1 / e", _coins),
 }
 
+
+def _narrow(rule: SyncRule, name: str) -> SyncRule:
+    """The same plan, with changes that travel in a narrow format."""
+    wire = local_opt.WIRES[name]
+
+    def rounds(inner, *, axis_name):
+        return local_opt.local_rounds(inner, axis_name=axis_name, wire=wire)
+
+    rounds.__name__ = f"{name}_rounds"
+    return rule._replace(label=f"{rule.label}, {name}", rounds=rounds, wire=wire)
+
+
+SYNC_RULES |= {
+    f"{rule}_{wire}": _narrow(SYNC_RULES[rule], wire)
+    for rule in ("constant", "qsr")
+    for wire in local_opt.WIRES
+}
+
 # p from 1 to 1 / e over the horizon; the first of them is at its end from the start.
 _P = {
     "constant": lambda least, horizon: least,

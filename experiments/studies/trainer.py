@@ -13,7 +13,7 @@ from experiments.results import statistics
 from experiments.results.records import run_of
 from experiments.results.statistics import Criterion
 from experiments.studies.bounds import bounds_of
-from experiments.studies.cost import order_traffic
+from experiments.studies.cost import traffic
 from experiments.studies.search import Run, Trainer
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
@@ -87,7 +87,7 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         built, measure = program_of(order, rule.rounds, arm.proximal, reads, epochs)
         folder = setup.folder and os.path.join(setup.folder, "checkpoints", this.name)
         outcome = train_one(
-            task, recipe, built, plans, order, measure, seed=this.seed, on_record=on_record,
+            task, recipe, built, plans, arm, measure, seed=this.seed, on_record=on_record,
             saving=run.Saving(folder, setup.checkpoint_every) if folder else None,
             delay=this.speed * setup.step_seconds if throttled(arm, this) else 0.0,
             ends=ends_at(study.criterion, kept),
@@ -124,13 +124,14 @@ def before_checkpoints(folder: str, done: Sequence[dict]) -> list[dict]:
     return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
 
 
-def train_one(task, recipe, built, plans, order, measure, *, saving, **options) -> run.Outcome:
+def train_one(task, recipe, built, plans, arm, measure, *, saving, **options) -> run.Outcome:
     """`training.run.train`, evaluated as the recipe asks.
 
     Args:
-      order: a row of ORDERS; measure: `(step, T, state) -> scalars`, as of `scalars_of`.
+      arm: of the run; measure: `(step, T, state) -> scalars`, as of `scalars_of`.
       options: of `training.run.train`.
     """
+    order, rule, _ = rows_of(arm)
     total = plans.total_steps
     steps = evaluation_steps(recipe, built.sizes, total)
     at = checkpoint.latest(saving.folder) if saving else 0
@@ -140,8 +141,8 @@ def train_one(task, recipe, built, plans, order, measure, *, saving, **options) 
         plans,
         evaluate=lambda state: measure(next(following), total, state),
         evaluate_at=steps,
-        order_traffic=order_traffic(
-            order, built.sizes, num_params(task.model), sync_in_step=built.sync_in_step
+        traffic=traffic(
+            order, rule, built.sizes, num_params(task.model), sync_in_step=built.sync_in_step
         ),
         saving=saving,
         **options,

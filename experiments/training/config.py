@@ -91,6 +91,7 @@ class SyncRule(NamedTuple):
     label: str
     plan: Callable[[RunConfig], local_opt.SyncPlan]
     rounds: Callable = local_opt.local_rounds  # (inner optimizer, axis_name=) -> Rounds
+    wire: local_opt.Wire | None = None  # in which `rounds` sends changes
 
 
 class EchoPolicy(NamedTuple):

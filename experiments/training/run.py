@@ -65,7 +65,7 @@ def train(
     evaluate: Callable[[TrainState], dict],
     evaluate_at: Iterable[int],
     on_record: Callable[[dict], None],
-    order_traffic: Callable[[int], float] = lambda loads: 0.0,
+    traffic: Callable[[int, int], float] = lambda rounds, loads: rounds,
     saving: Saving | None = None,
     delay: float = 0.0,
     ends: Callable[[dict], bool] = lambda record: False,
@@ -78,7 +78,7 @@ def train(
         start (0) among them if asked, the end always.
       on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
         ended, diverged. Seconds count training and waiting alone, and no compilation.
-      order_traffic: loads -> all-reduces that the order has sent.
+      traffic: (rounds, loads) -> what was sent, in all-reduces.
       saving: None for a run that is not saved.
       delay: seconds that a load takes at least, for programs that read.
       ends: whether a record ends the run.
@@ -98,7 +98,7 @@ def train(
         ask = stack.enter_context(interrupts.caught())
         saver = _Saver(stack, saving, plans)
         at, state, seen = saver.restore(program.init(seed))
-        recorder = _Recorder(program, evaluate, on_record, order_traffic, ends, total, seen)
+        recorder = _Recorder(program, evaluate, on_record, traffic, ends, total, seen)
         clock, passed, stopped = Clock(), seen.seconds, 0
 
         def hook(at, state):
@@ -129,9 +129,9 @@ def train(
 class _Recorder:
     """Writes a record at every evaluation, and knows whether one has ended the run."""
 
-    def __init__(self, program, evaluate, on_record, order_traffic, ends, total, seen):
+    def __init__(self, program, evaluate, on_record, traffic, ends, total, seen):
         self._program, self._evaluate, self._on_record = program, evaluate, on_record
-        self._order_traffic, self._ends, self._total = order_traffic, ends, total
+        self._traffic, self._ends, self._total = traffic, ends, total
         self.seen, self.ended = seen, False
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
@@ -142,7 +142,7 @@ class _Recorder:
             "epoch": at.loads / self._program.sizes.loads_per_epoch,
             "loads": at.loads,
             "rounds": at.rounds,
-            "allreduces": at.rounds + self._order_traffic(at.loads),
+            "allreduces": self._traffic(at.rounds, at.loads),
             "seconds": seconds,
         }
         found |= _scalars(at, state, self.seen) | self._evaluate(state)
