@@ -1,8 +1,10 @@
 """What a compiler says of one program: memory, operations, and what its text holds."""
 
 import contextlib
+import math
 import re
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -21,7 +23,7 @@ class Compiled(NamedTuple):
     Fields:
       arguments, outputs, temporaries, peak: bytes; what is donated is argument and output. The
         peak is that of the device's memory alone, temporaries also those that never leave the core.
-      flops, bytes_accessed: as XLA counts them, every loop's body once.
+      flops, bytes_accessed: as XLA counts them, every loop's body once; None where it does not.
       contents: of the text; seconds: to compile.
     """
 
@@ -30,8 +32,8 @@ class Compiled(NamedTuple):
     temporaries: int
     donated: int
     peak: int
-    flops: float
-    bytes_accessed: float
+    flops: float | None
+    bytes_accessed: float | None
     contents: hlo.Contents
     seconds: float
 
@@ -43,30 +45,40 @@ class Refused(NamedTuple):
     available: float
 
 
-def compile_or_refuse(lowered: jax.stages.Lowered) -> Compiled | Refused:
-    """Compiles, and reads what there is to know."""
+def compile_or_refuse(
+    lowered: jax.stages.Lowered, *, options: Mapping | None = None, memory: float = math.inf
+) -> Compiled | Refused:
+    """Compiles, and reads what there is to know.
+
+    Args:
+      options: of the compiler.
+      memory: bytes of a device, for a compiler that does not look.
+    """
     start = time.perf_counter()
     try:
         with uncached():
-            program = lowered.compile()
+            program = lowered.compile(compiler_options=options and dict(options))
     except jax.errors.JaxRuntimeError as error:
         if (refused := shortage(str(error))) is None:
             raise
         return refused
     seconds = time.perf_counter() - start
-    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    stats, cost = program.memory_analysis(), program.cost_analysis() or {}
     found = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "donated": memory.alias_size_in_bytes,
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "donated": stats.alias_size_in_bytes,
     }
     total = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
+    peak = getattr(stats, "peak_memory_in_bytes", 0) or total
+    if peak > memory:
+        return Refused(peak, memory)
     return Compiled(
         **found,
-        peak=getattr(memory, "peak_memory_in_bytes", 0) or total,
-        flops=cost.get("flops", 0.0),
-        bytes_accessed=cost.get("bytes accessed", 0.0),
+        peak=peak,
+        flops=cost.get("flops"),
+        bytes_accessed=cost.get("bytes accessed"),
         contents=hlo.contents(program.as_text()),
         seconds=seconds,
     )
