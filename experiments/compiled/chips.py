@@ -22,7 +22,8 @@ class Compiler(NamedTuple):
     modules: one of them compiles; install: how it comes.
     topology: `(name of the chip, shape, chip) -> arguments of get_topology_desc`.
     options: of every compilation.
-    refuses: programs that the memory does not hold; if not, it has to be looked at.
+    plans: a device's memory, so that it refuses what does not fit, and knows the peak; else all
+      buffers of a program are there at once.
     """
 
     platform: str
@@ -30,7 +31,7 @@ class Compiler(NamedTuple):
     install: str
     topology: Callable
     options: Mapping
-    refuses: bool
+    plans: bool
 
 
 class Chip(NamedTuple):

@@ -1,7 +1,6 @@
 """What a compiler says of one program: memory, operations, and what its text holds."""
 
 import contextlib
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -46,13 +45,14 @@ class Refused(NamedTuple):
 
 
 def compile_or_refuse(
-    lowered: jax.stages.Lowered, *, options: Mapping | None = None, memory: float = math.inf
+    lowered: jax.stages.Lowered, *, options: Mapping | None = None, memory: float | None = None
 ) -> Compiled | Refused:
     """Compiles, and reads what there is to know.
 
     Args:
       options: of the compiler.
-      memory: bytes of a device, for a compiler that does not look.
+      memory: bytes of a device, if its compiler does not plan with them: all buffers of a program
+        are there at once.
     """
     start = time.perf_counter()
     try:
@@ -71,12 +71,12 @@ def compile_or_refuse(
         "donated": stats.alias_size_in_bytes,
     }
     total = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
-    peak = getattr(stats, "peak_memory_in_bytes", 0) or total
-    if peak > memory:
-        return Refused(peak, memory)
+    if memory is not None and total > memory:
+        return Refused(total, memory)
+    planned = getattr(stats, "peak_memory_in_bytes", 0) if memory is None else 0
     return Compiled(
         **found,
-        peak=peak,
+        peak=planned or total,
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
         contents=hlo.contents(program.as_text()),

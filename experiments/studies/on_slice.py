@@ -78,7 +78,7 @@ class OnSlice:
         self._task, self._recipe, self._on, self._calls_of = task, recipe, on, calls_of
         self._shapes = functools.cache(self._make_shapes)
         self._compiled: dict[Key, Compiled | Refused] = {}
-        given = available_memory(on.mesh) if on.chip.compiler.refuses else None
+        given = available_memory(on.mesh) if on.chip.compiler.plans else None
         self._memory = given or on.chip.memory
 
     def facts(self) -> list[dict]:
@@ -173,8 +173,11 @@ class OnSlice:
     def _program(self, key: Key) -> Compiled | Refused:
         if key not in self._compiled:
             lowered = PROGRAMS[key.program](self._shapes(*key[:3]))
+            compiler = self._on.chip.compiler
             self._compiled[key] = compile_or_refuse(
-                lowered, options=self._on.chip.compiler.options, memory=self._memory
+                lowered,
+                options=compiler.options,
+                memory=None if compiler.plans else self._memory,
             )
         return self._compiled[key]
 
