@@ -14,7 +14,16 @@ from experiments.studies.dry_run import Assumed, dry_run
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ORDERS
 from experiments.training.parts import num_params
-from tests.abstract_runs import RECIPE, WORKERS, all_reduces, compiled_by, kinds, programs_of, task
+from tests.abstract_runs import (
+    RECIPE,
+    WORKERS,
+    all_reduces,
+    check_page,
+    compiled_by,
+    kinds,
+    programs_of,
+    task,
+)
 
 gpu = compiled_by(CUDA)
 
@@ -129,3 +138,8 @@ def test_a_dry_run_for_gpus_shows_memory_and_collectives_and_no_cycles():
     assert re.search(r"\| fresh step +\| CD-GraB .*\| - +\| - +\| - +\| [\d.]+ s", text)
     assert re.search(r"\| fresh step +\| CD-GraB .*\| all-to-all \| 1 +\| 4.1 kB", text)
     assert re.search(r"All programs fit: [\d.]+ MB of 80 GB at most\.$", text)
+
+
+@gpu
+def test_the_page_shows_what_its_command_prints():
+    check_page("h100:8", "--topology=h100:8\n\n", "\n\nWhat differs")
