@@ -136,7 +136,7 @@ def _run(define):
 def _forecast(define):
     define(flags.DEFINE_bool, "dry_run", False, "print what it would cost, and stop")
     define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
-    text = "a TPU slice for which a dry run compiles, such as v5e:4x4; unset: the backend at hand"
+    text = "for which a dry run compiles, such as v5e:4x4 or h100:8; unset: the backend at hand"
     define(flags.DEFINE_string, "topology", None, text)
     assumed = "assumed by a dry run"
     define(flags.DEFINE_float, "device_teraflops", 50.0, f"per second, {assumed}", lower_bound=1e-3)

@@ -91,6 +91,54 @@ ENTRY %main (arg: (s32[], f32[4,5], f32[])) -> f32[8] {
 }
 """  # noqa: E501
 
+# As XLA prints for CUDA: pairs everywhere, and whether they block beside them.
+CUDA = """HloModule jit_step, is_scheduled=true
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%p)
+}
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%state), index=1
+  %all-reduce-start = f32[8]{0} all-reduce-start(%x), to_apply=%sum, backend_config={"collective_backend_config":{"is_sync":false}}
+  %g = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  %all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)
+  ROOT %out = (s32[], f32[8]{0}) tuple(%i, %all-reduce-done)
+}
+
+%less (s: (s32[], f32[8])) -> pred[] {
+  %s = (s32[], f32[8]{0}) parameter(0)
+  ROOT %wrapped = pred[] fusion(%s), kind=kLoop, calls=%compares
+}
+
+%command_buffer (c: f32[8]) -> f32[2] {
+  %c = f32[8]{0} parameter(0)
+  %reduce-scatter-start = ((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%c), to_apply=%sum, backend_config={"collective_backend_config":{"is_sync":true}}
+  ROOT %reduce-scatter-done = f32[2]{0} reduce-scatter-done(%reduce-scatter-start)
+}
+
+ENTRY %main (a: f32[8]) -> f32[2] {
+  %a = f32[8]{0} parameter(0)
+  %w = (s32[], f32[8]{0}) while(%a), condition=%less, body=%body, metadata={op_name="signs"}, backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}
+  %matmul = (f32[8]{0}, s8[33554432]{0}) custom-call(%a), custom_call_target="__cublas$lt$matmul"
+  %all-to-all-start = ((f32[8]{0}), f32[8]{0}) all-to-all-start(%a), backend_config={"collective_backend_config":{"is_sync":true}}
+  %all-to-all-done = f32[8]{0} all-to-all-done(%all-to-all-start), backend_config={"collective_backend_config":{"is_sync":false}}
+  ROOT %c = f32[2]{0} call(%a), to_apply=%command_buffer
+}
+"""  # noqa: E501
+
+
+def test_of_cudas_pairs_those_are_asynchronous_that_do_not_block():
+    assert hlo.contents(CUDA).collectives == (
+        Collective("all-reduce", 32, True, 3),
+        Collective("all-to-all", 32, False, 1),
+        Collective("reduce-scatter", 8, False, 1),
+    )
+    assert hlo.contents(CUDA).loops == (Loop(3, None, 1, "signs"),)
+    assert hlo.contents(CUDA).cycles is None
+
 
 def test_collectives_are_counted_as_often_as_they_are_carried_out():
     assert hlo.contents(TEXT).collectives == (

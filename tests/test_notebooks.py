@@ -1,7 +1,12 @@
 """The notebooks run from a fresh kernel, as they are stored, and show what they promise."""
 
+import configparser
+import fnmatch
+import glob
+import importlib.util
 import os
 import pathlib
+import shutil
 
 import pytest
 
@@ -87,13 +92,58 @@ def test_stored_notebook_holds_results_and_nothing_of_a_machine(path):
     assert notebook.metadata.colab == {"provenance": []}
 
 
+def installed(path, monkeypatch, *, folder, variables=(), devices=(), modules=(), programs=()):
+    """(JAX, SOURCE) that the set-up cell installs on a machine with these."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in modules or None)
+    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter(devices, pattern))
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+    monkeypatch.setattr(os, "environ", dict.fromkeys(variables, "1"))
+    monkeypatch.chdir(folder)
+    namespace = {}
+    source = read(path).cells[1].source
+    exec(source.replace("%pip install -q {JAX} {SOURCE}", "chosen = JAX, SOURCE"), namespace)
+    return namespace.get("chosen")
+
+
+@by_name
+@pytest.mark.parametrize("machine,jax", [
+    ({"modules": ["libtpu"]}, "jax[tpu]"),
+    ({"devices": ["/dev/accel0"]}, "jax[tpu]"),
+    ({"variables": ["COLAB_TPU_ADDR"]}, "jax[tpu]"),
+    ({"programs": ["nvidia-smi"], "devices": ["/dev/nvidia0"]}, "jax[cuda12]"),
+    ({}, "jax"),
+    ({"modules": ["ordering"]}, "jax"),
+])  # fmt: skip
+def test_set_up_installs_jax_for_the_machine_that_it_finds(path, machine, jax, monkeypatch):
+    folder = ROOT / "notebooks"
+    assert installed(path, monkeypatch, folder=folder, **machine) == (jax, "..")
+
+
+@by_name
+def test_set_up_installs_nothing_over_the_project(path, monkeypatch):
+    modules = ["ordering", "local_opt"]
+    assert installed(path, monkeypatch, folder=ROOT / "notebooks", modules=modules) is None
+
+
+@by_name
+def test_set_up_outside_the_project_takes_its_one_address(path, monkeypatch, tmp_path):
+    """That of setup.cfg, once there is one; before, it says what is missing."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    if address := config["metadata"].get("url"):
+        assert installed(path, monkeypatch, folder=tmp_path) == ("jax", f"git+{address}")
+    else:
+        with pytest.raises(ValueError, match="not the folder.*: set REPOSITORY above"):
+            installed(path, monkeypatch, folder=tmp_path)
+
+
 @by_name
 def test_notebook_has_a_title_a_set_up_cell_and_an_exercise(path):
     notebook = read(path)
     first, second, third = notebook.cells[:3]
     assert first.cell_type == "markdown" and first.source.startswith("# ")
     assert second.cell_type == third.cell_type == "code"
-    assert 'SOURCE = ".."' in second.source and "%pip install -q {JAX} {SOURCE}" in second.source
+    assert "%pip install -q {JAX} {SOURCE}" in second.source
     assert "jax.__version__" in third.source and "jax.devices()" in third.source
     texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     assert any("## Exercise" in text for text in texts)

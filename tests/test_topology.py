@@ -1,7 +1,6 @@
 """Programs compiled for TPU slices that are not there: collectives, loops, donation, what fits."""
 
 import importlib.util
-import pathlib
 import re
 
 import jax
@@ -13,6 +12,7 @@ import models
 import ordering
 from experiments import train
 from experiments.compiled import hlo, slices
+from experiments.compiled.chips import GIB, LIBTPU
 from experiments.compiled.lowering import shapes_of
 from experiments.compiled.programs import available_memory, compile_or_refuse, uncached
 from experiments.studies.cost import order_traffic
@@ -20,35 +20,29 @@ from experiments.studies.dry_run import Assumed, calls_of, dry_run, run_of
 from experiments.studies.on_slice import Use, cycles_of
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ORDERS, SYNC_RULES
-from experiments.tasks import Recipe, Task
+from experiments.tasks import Task
 from experiments.tasks.base import abstract_set
 from experiments.training.parts import num_params
 from local_opt import runners
 from ordering.exchange import slice_size
+from tests.abstract_runs import (
+    RECIPE,
+    WORKERS,
+    all_reduces,
+    cells,
+    check_page,
+    compiled_by,
+    kinds,
+    programs_of,
+    task,
+)
 
-WORKERS = 4
-RECIPE = Recipe(WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4)
-on_tpu = [
-    pytest.mark.topology,
-    pytest.mark.usefixtures("optimised"),  # what users compile
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason=f"libtpu is not installed: {slices.INSTALL}",
-    ),
-]
-
-
-def task(width=127, classes=8):
-    """D = 1,024 parameters, which four workers share in slices without any padding."""
-    data = abstract_set(320, x=((width,), np.float32), y=((), np.int32))
-    model = models.softmax_regression(num_features=width, num_classes=classes)
-    return Task("shapes", model, data, data, RECIPE)
-
+tpu = compiled_by(LIBTPU)
 
 # Refused before anything is compiled.
 
 
-@pytest.mark.parametrize("name", ["v5e", "v9:2x2", "h100:8", "v5e:4", "v5e:2x2x2x2", "4x4"])
+@pytest.mark.parametrize("name", ["v5e", "v9:2x2", "a100:8", "v5e:2x2x2x2", "4x4"])
 def test_a_name_of_no_slice_is_refused(name):
     with pytest.raises(ValueError, match=rf"--topology is {name}: a slice is CHIP:SHAPE.* v5e:4x4"):
         slices.slice_of(name, 4)
@@ -88,16 +82,12 @@ def test_cycles_weigh_steps_and_calls():
     assert cycles_of(contents, Use(None, steps=0, calls=2)) == 2 * 80, "a sync has no steps"
 
 
-def tpu(function):
-    for mark in on_tpu:
-        function = mark(function)
-    return function
-
-
 @tpu
 def test_a_slice_that_does_not_exist_or_has_other_devices_is_refused():
-    with pytest.raises(ValueError, match="v5e:3x5, and there is no such slice.* 2x2, 2x4, 4x4"):
+    with pytest.raises(ValueError, match="v5e:3x5, and there is no such slice.* 1, 2x2, 2x4, 4x4"):
         slices.slice_of("v5e:3x5", 15)
+    with pytest.raises(ValueError, match="v5e:4, and there is no such slice.* 1, 2x2, 2x4, 4x4"):
+        slices.slice_of("v5e:4", 4)
     with pytest.raises(ValueError, match="workers is 8 and v5e:2x2 has 4 .*=4, or .*=v5e:2x4"):
         slices.slice_of("v5e:2x2", 8)
     with pytest.raises(ValueError, match=r"Pass --workers=4\.$"):
@@ -106,8 +96,17 @@ def test_a_slice_that_does_not_exist_or_has_other_devices_is_refused():
 
 @tpu
 def test_a_chip_of_two_devices_shares_its_memory():
-    assert slices.slice_of("v4:2x2x1", 8).chip.memory == 16 * slices.GIB
-    assert slices.slice_of("v5e:2x2", 4).chip.memory == 16 * slices.GIB
+    assert slices.slice_of("v4:2x2x1", 8).chip.memory == 16 * GIB
+    assert slices.slice_of("v5e:2x2", 4).chip.memory == 16 * GIB
+    assert slices.slice_of("v2:2x2", 8).chip.memory == 8 * GIB
+
+
+@tpu
+def test_a_slice_may_be_one_chip():
+    assert slices.slice_of("v5e:1", 1).mesh.size == 1
+    assert slices.slice_of("v4:1", 2).mesh.size == 2, "of two devices"
+    with pytest.raises(ValueError, match=r"Pass --workers=4, or --topology=v5e:1\."):
+        slices.slice_of("v5e:2x2", 1)
 
 
 # What the compiled programs hold.
@@ -116,21 +115,6 @@ def test_a_chip_of_two_devices_shares_its_memory():
 @pytest.fixture(scope="module")
 def mesh():
     return slices.slice_of("v5e:2x2", WORKERS).mesh
-
-
-def programs_of(mesh, order, sync, units_per_step=2):
-    recipe = RECIPE._replace(units_per_step=units_per_step)
-    return shapes_of(task(), recipe, ORDERS[order], SYNC_RULES[sync].rounds, mesh=mesh)
-
-
-def kinds(compiled):
-    return {c.kind: c.times * c.bytes for c in compiled.contents.collectives}
-
-
-def all_reduces(found, size):
-    """What these collectives send, in all-reduces of the gradient: gathers are half of one."""
-    halves = found.get("all-to-all", 0) + found.get("all-gather", 0)
-    return (found.get("all-reduce", 0) + halves / 2) / (4 * size)
 
 
 @tpu
@@ -230,7 +214,7 @@ def test_all_of_the_state_is_donated(mesh, order, sync):
 @tpu
 def test_what_does_not_fit_says_how_much_is_missing(mesh):
     available = available_memory(mesh)
-    assert 0.9 < available / (16 * slices.GIB) < 1
+    assert 0.9 < available / (16 * GIB) < 1
     wide = task(width=2**21, classes=1024)  # 8 GiB of parameters
     one = Study("one", {"run": Arm("CD-GraB", "cd_grab", "qsr")}, "", None, (), ())
     text = dry_run(wide, RECIPE, one, Assumed(topology="v5e:2x2"))
@@ -238,12 +222,6 @@ def test_what_does_not_fit_says_how_much_is_missing(mesh):
     assert re.search(start, text) and "GB are missing" in text
     assert "the order sketch1024" in text and "smaller model" in text
     assert re.search(r"another chip: v5p", text) and "--unit_size" not in text
-
-
-def cells(text):
-    """Tables of rows of cells; lines that are none are rows of one."""
-    lines = [part.split("\n") for part in text.split("\n\n")]
-    return [[[c.strip() for c in x.strip("|").split("|")] for x in part] for part in lines]
 
 
 @tpu
@@ -267,17 +245,5 @@ def test_a_dry_run_compares_the_run_with_itself_without_each_decision():
 
 
 @tpu
-def test_the_page_shows_what_its_command_prints(capsys):
-    """But for what another libtpu may find otherwise: bytes, operations, cycles, seconds."""
-    page = (pathlib.Path(__file__).parents[1] / "docs" / "topology.md").read_text()
-    command = re.search(r"^    python -m experiments.train (.*)$", page, re.M)[1]
-    values = absl_flags.FlagValues()
-    train.define_flags(values)
-    values(["train", *command.split()])
-    train.run(values)
-    shown = page.split("## What it prints\n\n")[1].split("\n\n## How to read it")[0]
-    printed = capsys.readouterr().out.rstrip("\n")
-    exact = (None, 8, 3, None, 5, None)  # columns of the tables; all of the last line
-    for one, other, columns in zip(cells(shown), cells(printed), exact, strict=True):
-        same = [row[:columns] for row in one if "---" not in row[0]]
-        assert same == [row[:columns] for row in other if "---" not in row[0]]
+def test_the_page_shows_what_its_command_prints():
+    check_page("v5e:4x4", "## What it prints\n\n", "\n\n## How to read it")

@@ -111,7 +111,19 @@ def _computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
             current.append(Instruction(*match.groups(), line))
-    return found, entry
+    return {name: _joined(steps) for name, steps in found.items()}, entry
+
+
+def _joined(steps: list[Instruction]) -> list[Instruction]:
+    """CUDA splits every collective in two; one that nothing runs beside becomes whole again."""
+    blocking = {step.name for step in steps if '"is_sync":true' in step.line}
+    starts = (re.search(r"-done\(%?([\w.\-]+)", step.line) for step in steps)
+    return [
+        step._replace(operation=step.operation.removesuffix("-done"))
+        if start and start[1] in blocking
+        else step
+        for step, start in zip(steps, starts, strict=True)
+    ]
 
 
 def _walk(computations: Mapping, name: str, times: int, *, apart: bool) -> Contents:

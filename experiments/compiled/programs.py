@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ class Compiled(NamedTuple):
     Fields:
       arguments, outputs, temporaries, peak: bytes; what is donated is argument and output. The
         peak is that of the device's memory alone, temporaries also those that never leave the core.
-      flops, bytes_accessed: as XLA counts them, every loop's body once.
+      flops, bytes_accessed: as XLA counts them, every loop's body once; None where it does not.
       contents: of the text; seconds: to compile.
     """
 
@@ -30,8 +31,8 @@ class Compiled(NamedTuple):
     temporaries: int
     donated: int
     peak: int
-    flops: float
-    bytes_accessed: float
+    flops: float | None
+    bytes_accessed: float | None
     contents: hlo.Contents
     seconds: float
 
@@ -43,30 +44,41 @@ class Refused(NamedTuple):
     available: float
 
 
-def compile_or_refuse(lowered: jax.stages.Lowered) -> Compiled | Refused:
-    """Compiles, and reads what there is to know."""
+def compile_or_refuse(
+    lowered: jax.stages.Lowered, *, options: Mapping | None = None, memory: float | None = None
+) -> Compiled | Refused:
+    """Compiles, and reads what there is to know.
+
+    Args:
+      options: of the compiler.
+      memory: bytes of a device, if its compiler does not plan with them: all buffers of a program
+        are there at once.
+    """
     start = time.perf_counter()
     try:
         with uncached():
-            program = lowered.compile()
+            program = lowered.compile(compiler_options=options and dict(options))
     except jax.errors.JaxRuntimeError as error:
         if (refused := shortage(str(error))) is None:
             raise
         return refused
     seconds = time.perf_counter() - start
-    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    stats, cost = program.memory_analysis(), program.cost_analysis() or {}
     found = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "donated": memory.alias_size_in_bytes,
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "donated": stats.alias_size_in_bytes,
     }
     total = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
+    if memory is not None and total > memory:
+        return Refused(total, memory)
+    planned = getattr(stats, "peak_memory_in_bytes", 0) if memory is None else 0
     return Compiled(
         **found,
-        peak=getattr(memory, "peak_memory_in_bytes", 0) or total,
-        flops=cost.get("flops", 0.0),
-        bytes_accessed=cost.get("bytes accessed", 0.0),
+        peak=planned or total,
+        flops=cost.get("flops"),
+        bytes_accessed=cost.get("bytes accessed"),
         contents=hlo.contents(program.as_text()),
         seconds=seconds,
     )

@@ -1,7 +1,4 @@
-"""TPU slices that need not be there: libtpu compiles for a topology by its name.
-
-libtpu comes from PyPI (`pip install -e ".[topology]"`) and asks for no device.
-"""
+"""Slices of chips that need not be there, by their name."""
 
 import importlib.util
 import math
@@ -14,33 +11,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from experiments.compiled.chips import CHIPS, Chip
 from local_opt import runners
 
-GIB = 2**30
-SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-
-
-class Chip(NamedTuple):
-    """As published."""
-
-    hbm: int  # bytes of one chip
-    devices: int  # of JAX, on one chip
-    shapes: tuple[str, ...]  # usual ones of a slice, to propose
-
-    @property
-    def memory(self) -> int:
-        """Bytes of one device."""
-        return self.hbm // self.devices
-
-
-CHIPS = {
-    "v4": Chip(32 * GIB, 2, CUBES),
-    "v5e": Chip(16 * GIB, 1, SQUARES),
-    "v5p": Chip(95 * GIB, 1, CUBES),
-    "v6e": Chip(32 * GIB, 1, SQUARES),
-}
-INSTALL = 'pip install -e ".[topology]"'
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked: there is none outside Google Cloud
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a second process would be refused: nobody holds a chip
@@ -75,28 +48,31 @@ def slice_of(name: str, workers: int) -> Slice:
     """The slice of a topology, a device for each worker.
 
     Args:
-      name: CHIP:SHAPE, a chip of CHIPS and its chips per axis, such as v5e:4x4 or v5p:2x2x2.
+      name: CHIP:SHAPE, a chip of CHIPS and its chips per axis, such as v5e:4x4 or h100:8.
       workers: W, of the run.
 
     Raises:
-      ValueError: for a topology that does not exist, without libtpu, and for another number of
-        workers than devices.
+      ValueError: for a topology that does not exist, without its compiler, and for another number
+        of workers than devices.
     """
-    parts = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
+    parts = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})", name)
     if parts is None or parts[1] not in CHIPS:
         raise ValueError(
             f"--topology is {name}: a slice is CHIP:SHAPE, and chips are {', '.join(CHIPS)}, for "
-            "which alone programs are compiled. Pass one such as v5e:4x4 or v5p:2x2x2."
+            "which alone programs are compiled. Pass one such as v5e:4x4 or h100:8."
         )
-    if importlib.util.find_spec("libtpu") is None:
+    chip = CHIPS[parts[1]]
+    compiler = chip.compiler
+    if not any(map(importlib.util.find_spec, compiler.modules)):
         raise ValueError(
-            f"--topology is {name}, and libtpu, which compiles for it, is not installed: {INSTALL}."
+            f"--topology is {name}, and {' or '.join(compiler.modules)}, which compiles for it, is "
+            f"not installed: {compiler.install}."
         )
     stay_on_cpu()
-    chip = CHIPS[parts[1]]
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except jax.errors.JaxRuntimeError as error:
+        described = compiler.topology(*parts.groups(), chip)
+        devices = topologies.get_topology_desc(platform=compiler.platform, **described).devices
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ValueError(
             f"--topology is {name}, and there is no such slice ({error}): a {parts[1]} has shapes "
             f"such as {', '.join(chip.shapes)}. Pass one of them."

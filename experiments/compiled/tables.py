@@ -10,16 +10,15 @@ UNKNOWN = "not known"
 
 def numbers(found: Compiled) -> dict:
     """Memory, operations and the time to compile, of one program on one device."""
-    cycles = found.contents.cycles
     return {
         "arguments": show_bytes(found.arguments),
         "temporaries": show_bytes(found.temporaries),
         "outputs": show_bytes(found.outputs),
         "donated": show_bytes(found.donated),
         "peak": show_bytes(found.peak),
-        "flops": f"{found.flops:.4g}",
-        "bytes accessed": show_bytes(found.bytes_accessed),
-        "cycles": "-" if cycles is None else f"{cycles:.4g}",
+        "flops": _known(found.flops),
+        "bytes accessed": _known(found.bytes_accessed, show_bytes),
+        "cycles": _known(found.contents.cycles),
         "compiled in": f"{found.seconds:.1f} s",
     }
 
@@ -47,7 +46,11 @@ def loops(found: Compiled) -> list[dict]:
             "loop": loop.name.removeprefix("jit(<lambda>)/"),
             "entered": loop.times,
             "turns": UNKNOWN if loop.trips is None else loop.trips,
-            "cycles of a turn": "-" if loop.cycles is None else f"{loop.cycles:.4g}",
+            "cycles of a turn": _known(loop.cycles),
         }
         for loop in found.contents.loops
     ]
+
+
+def _known(value, show="{:.4g}".format) -> str:
+    return "-" if value is None else show(value)

@@ -8,8 +8,8 @@ of the operations that XLA counts in a gradient, and a link of --gigabits; it le
 balancing, and the launch of a step, which is most of a small one. Loads of a policy that decides
 online are those of a simulated clock.
 
-With --topology the programs are compiled for a TPU slice instead, a device for each worker: see
-docs/topology.md.
+With --topology the programs are compiled for a slice of TPUs or GPUs instead, a device for each
+worker: see docs/topology.md.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Assumed(NamedTuple):
     device_flops: float = 50 * TERA  # per second
     gigabits: float = 25.0  # of a worker's link, per second
     machines: tuple = ()  # of `cost.machines`: a column of priced time each
-    topology: str | None = None  # a TPU slice, as of `slices.slice_of`; None: the backend at hand
+    topology: str | None = None  # as of `slices.slice_of`; None: the backend at hand
     reads: bool = False  # batches are handed over there; else the data stay on the devices
 
 

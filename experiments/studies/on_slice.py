@@ -1,4 +1,4 @@
-"""What the arms of a study cost on a TPU slice that need not be there.
+"""What the arms of a study cost on a slice of TPUs or GPUs that need not be there.
 
 Every program of a run is compiled with one worker per device: a fresh step, an echoed one, the sync
 and the epoch's end. A run calls each as often as its plans say; what it takes per step, over the
@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.compiled import tables
+from experiments.compiled.chips import CHIPS
 from experiments.compiled.hlo import Contents
 from experiments.compiled.lowering import shapes_of, tree_bytes
 from experiments.compiled.programs import Compiled, Refused, available_memory, compile_or_refuse
-from experiments.compiled.slices import CHIPS, Slice
+from experiments.compiled.slices import Slice
 from experiments.results.tables import markdown, show_bytes
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
@@ -77,7 +78,8 @@ class OnSlice:
         self._task, self._recipe, self._on, self._calls_of = task, recipe, on, calls_of
         self._shapes = functools.cache(self._make_shapes)
         self._compiled: dict[Key, Compiled | Refused] = {}
-        self._memory = available_memory(on.mesh) or on.chip.memory
+        given = available_memory(on.mesh) if on.chip.compiler.plans else None
+        self._memory = given or on.chip.memory
 
     def facts(self) -> list[dict]:
         """Rows of the facts of a dry run."""
@@ -171,7 +173,12 @@ class OnSlice:
     def _program(self, key: Key) -> Compiled | Refused:
         if key not in self._compiled:
             lowered = PROGRAMS[key.program](self._shapes(*key[:3]))
-            self._compiled[key] = compile_or_refuse(lowered)
+            compiler = self._on.chip.compiler
+            self._compiled[key] = compile_or_refuse(
+                lowered,
+                options=compiler.options,
+                memory=None if compiler.plans else self._memory,
+            )
         return self._compiled[key]
 
     def _peak(self, arm, speed) -> str:
@@ -190,11 +197,12 @@ class OnSlice:
         one, two = self._per_step(arm, speed), self._per_step(other, speed)
         if one is None or two is None:
             return "-"
-        return ", ".join(
+        ratios = [
             f"{a / b:.2f} x {name}"
             for name, a, b in zip(QUANTITIES, one, two, strict=True)
             if a and b
-        )
+        ]
+        return ", ".join(ratios) or "-"
 
     def _per_step(self, arm, speed) -> np.ndarray | None:
         """float64[3], flops, bytes and cycles of a mean step; None if a program was refused."""
@@ -205,7 +213,7 @@ class OnSlice:
                 return None
             times = use.steps or use.calls  # XLA counts a call with one step
             cycles = cycles_of(found.contents, use)
-            total += times * found.flops, times * found.bytes_accessed, cycles
+            total += times * (found.flops or 0), times * (found.bytes_accessed or 0), cycles
         return total / self._calls_of(arm, speed).steps
 
 
