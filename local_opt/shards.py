@@ -1,0 +1,93 @@
+"""A worker that is several devices: syncs of shards, each with its like on the other workers."""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+
+def axes_of(specs) -> tuple[str, ...]:
+    """The names of the mesh axes in a tree of specs, each once; none of None.
+
+    Example:
+      >>> import jax, local_opt
+      >>> local_opt.shards.axes_of({"w": jax.P(None, "model"), "b": jax.P()})
+      ('model',)
+    """
+    leaves = jax.tree.leaves(specs)
+    if wrong := [spec for spec in leaves if not isinstance(spec, P)]:
+        raise ValueError(
+            f"specs holds {wrong[0]!r}: pass a tree of jax.P like the parameters, or one jax.P for "
+            "all leaves; jax.P() where a leaf is whole on every device of a worker."
+        )
+    return tuple(dict.fromkeys(axis for spec in leaves for axis in _axes(spec)))
+
+
+def check_specs(specs, axis_name) -> tuple[str, ...]:
+    """The axes inside a worker; raises ValueError for those of the workers among them."""
+    axes = axes_of(specs)
+    if both := sorted(set(axes) & set(_names(axis_name))):
+        raise ValueError(
+            f"specs names {both}, the workers' axis: they are of one worker's parameters. Leave "
+            "the leading worker axis out."
+        )
+    return axes
+
+
+def check_whole(axis_name, wire) -> None:
+    """Raises where the compiler would gather leaves for a wire, which makes them one vector."""
+    mesh = jax.sharding.get_abstract_mesh()
+    beside = [
+        axis
+        for axis in mesh.axis_names
+        if mesh.shape[axis] > 1 and axis not in (*_names(axis_name), *mesh.manual_axes)
+    ]
+    if beside:
+        raise ValueError(
+            f"the wire ({wire.rule}) puts all leaves in one vector, and the mesh axes {beside} "
+            "beside the workers' are left to the compiler, which would gather leaves for it: pass "
+            "specs=, how one worker's parameters are split over them, or specs=jax.P() if they "
+            "are not; or name these axes in the shard_map around the sync."
+        )
+
+
+def over_shards(axes, function: Callable, in_specs, out_specs) -> Callable:
+    """`function`, in which these axes are manual: by a shard_map over those that are not yet."""
+
+    def run(*args):
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        left = {axis for axis in axes if axis not in manual}
+        if not left:
+            return function(*args)
+        if len(left) < len(axes):
+            raise ValueError(
+                f"of the axes {list(axes)} in specs only {sorted(left)} are left to the compiler: "
+                "make all of a worker's axes manual, or none."
+            )
+        return jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False
+        )(*args)
+
+    return run
+
+
+def like(specs, tree):
+    """One spec for every leaf of a tree, from a tree of specs or from one for many leaves."""
+    return jax.tree.broadcast(specs, tree)
+
+
+def added_up(values, specs):
+    """The sum of one number per leaf, those of shards over all devices that hold the others."""
+    manual, sums = jax.sharding.get_abstract_mesh().manual_axes, {}
+    for value, spec in zip(values, specs, strict=True):
+        axes = tuple(axis for axis in _axes(spec) if axis in manual)
+        sums[axes] = sums[axes] + value if axes in sums else value
+    return sum(jax.lax.psum(value, axes) if axes else value for axes, value in sums.items())
+
+
+def _axes(spec) -> tuple[str, ...]:
+    return tuple(axis for names in spec if names is not None for axis in _names(names))
+
+
+def _names(names) -> tuple:
+    return names if isinstance(names, tuple) else (names,)
