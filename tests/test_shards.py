@@ -1,0 +1,267 @@
+"""Workers that are several devices: what they compute, send and keep is that of one device each."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import local_opt
+import ordering
+from tests.problems import copies
+from tests.shards import (
+    BATCH,
+    EPOCHS,
+    SPECS,
+    UNITS,
+    WAYS,
+    Programs,
+    by_hand,
+    data_of,
+    exact_orders,
+    mesh_of,
+    network,
+    on_one_device,
+    owned,
+    placed,
+    trained,
+)
+from tests.test_compiled_steps import groups_of, instructions, shapes_of
+
+MESHES = [2, 4]  # workers, of 4 and of 2 devices
+SGD = optax.sgd(0.05, momentum=0.9)
+SKETCH = jax.random.key(3)
+
+
+def rounds_of(specs, **options):
+    return local_opt.local_rounds(SGD, axis_name="worker", specs=specs, **options)
+
+
+def exact(way, *, specs=SPECS, units=BATCH, **options):
+    order = ordering.cd_grab(UNITS, units_per_step=units, specs=specs)
+    return Programs(way, rounds_of(specs, **options), order, orders=exact_orders(units % 2 == 1))
+
+
+def sketched(way, *, specs=SPECS, gathers="sync", size=512):
+    """512 numbers hold all entries as they are, so that orders are the same for every split."""
+    to_sketch = ordering.sketch(SKETCH, size=size, specs=specs)
+    whole = None if specs is None else P()
+    order = ordering.cd_grab(UNITS, units_per_step=BATCH, gathers=gathers, specs=whole)
+    rows_of = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
+    return Programs(
+        way, rounds_of(specs), order, orders=P(), rows_of=rows_of, like=lambda _: jnp.zeros(size)
+    )
+
+
+@functools.cache
+def on_one(kind, workers):
+    """The same run, unsharded."""
+    programs = kind(on_one_device(workers), specs=None)
+    return trained(programs, copies(network(), workers), data_of(workers))
+
+
+def sharded(programs, workers, kind=AxisType.Auto):
+    mesh = mesh_of(workers, kind)
+    params = placed(copies(network(), workers), SPECS, mesh)
+    return trained(programs, params, placed(data_of(workers), P(), mesh))
+
+
+def assert_same_run(found, expected):
+    losses, orders, params = found[:3]
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    np.testing.assert_array_equal(orders, expected[1])
+    assert len({tuple(o) for o in orders[:, 0]}) == EPOCHS, "orders that change"
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[2]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def assert_in_their_places(tree, specs):
+    """No array is kept whole where it should be in shards, and all copies of it are equal."""
+    for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+        assert x.sharding.shard_shape(x.shape) == jax.NamedSharding(
+            x.sharding.mesh, spec
+        ).shard_shape(x.shape)
+        seen = {}
+        for shard in x.addressable_shards:
+            first = seen.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(shard.data, first)
+
+
+@pytest.mark.parametrize("workers", MESHES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [exact, sketched], ids=lambda k: k.__name__)
+def test_workers_of_many_devices_train_as_those_of_one(kind, way, workers):
+    found = sharded(kind(WAYS[way](workers)), workers)
+    expected = on_one(kind, workers)
+    assert_same_run(found, expected)
+    _, _, params, state, orders = found
+    assert_in_their_places(params, owned(SPECS))
+    assert_in_their_places(state.inner[0].trace, owned(SPECS))
+    if kind is exact:
+        assert_in_their_places(orders.running_sum, P("worker", "model"))
+    assert_in_their_places(orders.current, P("worker"))
+    np.testing.assert_allclose(state.drift, expected[3].drift, rtol=1e-4)
+    assert state.drift.min() > 0
+
+
+@pytest.mark.parametrize("workers", MESHES)
+def test_all_devices_of_a_worker_agree_on_sketches_of_many_entries(workers):
+    """A gradient of 259 entries in 128 numbers: other maps for other splits, but one per worker."""
+    programs = sketched(by_hand(workers, check_vma=False), size=128)
+    losses, orders, _, _, last = sharded(programs, workers)
+    assert_in_their_places(last.current, P("worker"))
+    assert_in_their_places(last.running_sum, P("worker"))
+    assert np.isfinite(losses).all() and (np.sort(orders) == np.arange(UNITS)[None, None]).all()
+
+
+@pytest.mark.parametrize("size", [64, 512])
+def test_sketches_of_shards_keep_inner_products(size):
+    """Over many keys, whatever the leaves' split; 512 numbers keep the 259 entries as they are."""
+    mesh = mesh_of(2)
+    rng = np.random.default_rng(0)
+    trees = [jax.tree.map(lambda x: rng.normal(size=x.shape), network()) for _ in range(2)]
+    trees = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), trees)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), [SPECS] * 2), out_specs=P())
+    def sketches(keys, trees):
+        def one(key):
+            return [ordering.sketch(key, size=size, specs=SPECS)(tree) for tree in trees]
+
+        return jax.lax.map(one, keys)
+
+    first, second = sketches(jax.random.split(jax.random.key(0), 400), trees)
+    for a, b in ((0, 0), (0, 1)):
+        found = np.sum(np.asarray([first, second][a]) * np.asarray([first, second][b]), axis=1)
+        exact = float(ordering.rows.tree_dot(trees[a], trees[b]))
+        norms = [float(ordering.rows.tree_dot(trees[i], trees[i])) ** 0.5 for i in (a, b)]
+        spread = norms[0] * norms[1] * (0 if size == 512 else (2 / size) ** 0.5)
+        assert abs(found.mean() - exact) <= 4 * spread / 400**0.5 + 1e-4 * abs(exact) + 1e-3
+        assert found.std() <= 1.2 * spread + 1e-3
+
+
+def observed(mesh, order, tree, specs, **options):
+    """The next order [worker, M] after one step of two pairs."""
+
+    def run(key, tree):
+        rows = ordering.Rows.of(jax.tree.map(lambda x: x[0], tree))
+        state = order.init(key[0], jax.tree.map(lambda x: x[0], rows.tree))
+        return order.observe(state, rows).next[None]
+
+    over = jax.shard_map(
+        run, mesh=mesh, in_specs=(P("worker"), specs), out_specs=P("worker"), **options
+    )
+    return jax.jit(over)(jax.random.split(jax.random.key(0), mesh.shape["worker"]), tree)
+
+
+GRADIENTS = np.random.default_rng(2).normal(size=(2, 4, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("gathers", [None, "step"])
+def test_devices_that_could_disagree_are_refused(gathers):
+    mesh = mesh_of(2)
+    split = P("worker", None, "model")
+    order = ordering.cd_grab(4, units_per_step=4, gathers=gathers)
+    beside = r"mesh axes \['model'\] beside the workers' 'worker'.*specs=jax.P"
+    with pytest.raises(ValueError, match=beside):
+        observed(mesh, order, GRADIENTS, split, check_vma=False)
+    if gathers is None:  # else there is one array for the compiler, whatever the rows
+        with pytest.raises(ValueError, match=r"mesh axes \['model'\].*specs="):
+            observed(mesh, order, GRADIENTS, P("worker"), axis_names={"worker"})
+        order = ordering.cd_grab(4, units_per_step=4, specs=P("model"))
+        found = observed(mesh, order, GRADIENTS, split)
+        pairs = ordering.cd_grab(4, units_per_step=4)
+        run = jax.vmap(
+            lambda key, g: pairs.observe(pairs.init(key, g[0]), ordering.Rows.of(g)).next,
+            axis_name="worker",
+        )
+        expected = run(jax.random.split(jax.random.key(0), 2), GRADIENTS)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_specs_that_are_wrong_let_devices_disagree_and_jax_sees_it():
+    """Of sixteen signs some differ; what JAX knows of values (vma) refuses the program."""
+    order = ordering.cd_grab(4, units_per_step=4, specs=P())
+    split = P("worker", None, "model")
+    with pytest.raises(ValueError, match="out_specs"):
+        observed(mesh_of(2), order, GRADIENTS, split)
+    found = observed(mesh_of(2), order, GRADIENTS, split, check_vma=False)
+    with pytest.raises(AssertionError):
+        assert_in_their_places(found, P("worker"))
+    found = observed(mesh_of(2), order, GRADIENTS, P("worker"), check_vma=False)
+    assert_in_their_places(found, P("worker"))
+
+
+def test_specs_that_say_something_else_are_refused():
+    for make in (rounds_of, lambda s: ordering.cd_grab(2, specs=s)):
+        with pytest.raises(ValueError, match=r"specs names \['worker'\], the workers' axis"):
+            make(P("worker", "model"))
+        with pytest.raises(ValueError, match="specs holds 'model': pass a tree of jax.P"):
+            make({"w": "model"})
+    with pytest.raises(ValueError, match="gathers='sync': rows that are gathered are whole"):
+        ordering.cd_grab(2, gathers="sync", specs=P("model"))
+    order = ordering.cd_grab(4, units_per_step=4, specs=P("model"))
+    with pytest.raises(ValueError, match=r"shape \(6,\) cannot be split as .*no multiple of 4"):
+        observed(mesh_of(2), order, GRADIENTS[..., :6], P("worker"), axis_names={"worker"})
+
+
+# What the compiled programs hold.
+
+
+def lines_of(compiled, mesh):
+    """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
+    ids = np.arange(8).reshape(mesh.devices.shape)
+    found = []
+    for name, _, line in instructions(compiled.as_text()):
+        groups = groups_of(line)
+        (axes,) = {
+            axes
+            for axes, places in {
+                "worker": ids.T.tolist(),
+                "model": ids.tolist(),
+                "both": [ids.ravel().tolist()],
+            }.items()
+            if sorted(places) == groups
+        }
+        found.append((name, shapes_of(line)[0], axes))
+    return sorted(found)
+
+
+def size_of_shards(params, model):
+    """Bytes of one worker's parameters on one of its devices."""
+    split = jax.tree.map(lambda x, spec: x.size // (model if spec else 1), params, SPECS)
+    return 4 * sum(jax.tree.leaves(split))
+
+
+def lowered(programs, workers, kind=AxisType.Auto):
+    """The compiled step and sync."""
+    mesh = mesh_of(workers, kind)
+    params = placed(copies(network(), workers), SPECS, mesh)
+    data = placed(data_of(workers), P(), mesh)
+    state, orders = programs.init(params, jax.random.split(jax.random.key(7), workers))
+    step = programs.steps[BATCH].lower(params, state, orders, data, jnp.zeros(workers, int))
+    return step.compile(), programs.sync.lower(params, state, orders).compile(), mesh
+
+
+@pytest.mark.parametrize("workers", MESHES)
+@pytest.mark.parametrize("way", ["compiler", "by hand"])
+def test_a_sync_sends_shards_and_a_hot_step_talks_inside_its_worker_alone(way, workers, optimised):
+    """Nothing is gathered; over the workers go the shards, and k numbers of a pair."""
+    programs = sketched(WAYS[way](workers), size=128)
+    step, sync, mesh = lowered(programs, workers)
+    inside = lines_of(step, mesh)
+    assert inside and {(name, axes) for name, _, axes in inside} == {("all-reduce", "model")}
+    found = lines_of(sync, mesh)
+    sums = [(size, axes) for name, size, axes in found if name == "all-reduce"]
+    drift = [size for size, axes in sums if axes == "model"]
+    assert sum(drift) <= 4 * 2 * len(SPECS), "a number or two per leaf"
+    shards = size_of_shards(network(), 8 // workers)
+    assert [size for size, axes in sums if axes == "worker"] == [shards]
+    gathers = [(size, axes) for name, size, axes in found if name == "all-gather"]
+    pairs = min(16, UNITS // 2)
+    assert gathers == [(4 * 128 * pairs * workers, "worker")]
+    assert len(found) == len(sums) + 1
