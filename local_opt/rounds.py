@@ -119,6 +119,8 @@ def local_rounds(
     if wire is not None:
         check_wire(wire)
     shards.check_specs(specs, axis_name)
+    if gradient_axis is not None and specs is None:
+        specs = P()  # devices that share gradients hold the same parameters
 
     def init(params):
         check_floating(params)
@@ -196,7 +198,7 @@ def relative_distance(params, mean, *, specs=None) -> jax.Array:
         squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
         return jnp.sqrt(shards.added_up(squares, of) + jnp.zeros((), jnp.float32))
 
-    of = jax.tree.leaves(shards.like(specs or P(), params))
+    of = jax.tree.leaves(shards.like(P() if specs is None else specs, params))
     leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
     distance = norm([a - b for a, b in leaves])
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)

@@ -34,21 +34,25 @@ def check_specs(specs, axis_name) -> tuple[str, ...]:
     return axes
 
 
-def check_whole(axis_name, wire) -> None:
-    """Raises where the compiler would gather leaves for a wire, which makes them one vector."""
+def check_alone(axis_name, wire) -> None:
+    """Raises where the mesh in scope has axes beside the workers', of which nothing was said."""
     mesh = jax.sharding.get_abstract_mesh()
-    beside = [
-        axis
-        for axis in mesh.axis_names
-        if mesh.shape[axis] > 1 and axis not in (*_names(axis_name), *mesh.manual_axes)
-    ]
+    beside = [a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in _names(axis_name)]
     if beside:
         raise ValueError(
-            f"the wire ({wire.rule}) puts all leaves in one vector, and the mesh axes {beside} "
-            "beside the workers' are left to the compiler, which would gather leaves for it: pass "
-            "specs=, how one worker's parameters are split over them, or specs=jax.P() if they "
-            "are not; or name these axes in the shard_map around the sync."
+            f"the wire ({wire.rule}) puts leaves in one vector, under the mesh axes {beside} "
+            f"beside the workers' {axis_name!r}: a compiler would gather shards for it, and what "
+            "devices of a worker both hold would be rounded apart. Pass specs=, how one worker's "
+            "parameters are split over these axes, or specs=jax.P() if they are not."
         )
+
+
+def alike(specs) -> list[list[int]]:
+    """The places of the specs that name the same axes."""
+    groups = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(frozenset(_axes(spec)), []).append(i)
+    return list(groups.values())
 
 
 def over_shards(axes, function: Callable, in_specs, out_specs) -> Callable:

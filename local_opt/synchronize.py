@@ -60,8 +60,7 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=N
       lost: e_w, of the last call; () if the feedback is 0. See `nothing_lost`.
       specs: for a worker that is several devices: how its parameters are split over them, a
         `jax.P` per leaf or one for all, without the workers' axis. Devices then send their shards
-        to their like on the other workers, and no leaf is gathered. Not needed where all axes
-        are manual.
+        to their like on the other workers, and no leaf is gathered.
 
     Returns:
       (tree, lost): x of the shapes and dtypes of `tree`, bitwise equal on all workers, and e_w.
@@ -69,7 +68,7 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=N
     Raises:
       ValueError: for a wire that is none, leaves that are not real floating, another number of
         leaves in `anchor`, a `lost` that does not belong to the wire, or a mesh with axes beside
-        the workers' that are left to the compiler, without specs.
+        the workers', without specs.
 
     Example:
       >>> import jax, jax.numpy as jnp, local_opt
@@ -107,9 +106,19 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=N
     if not leaves:
         return tree, lost
     if specs is None:
-        shards.check_whole(axis_name, wire)
-    of = jax.tree.leaves(shards.like(specs or P(), tree))
-    send = functools.partial(_sent, wire, axis_name)
+        shards.check_alone(axis_name, wire)
+    of = jax.tree.leaves(shards.like(P() if specs is None else specs, tree))
+
+    def send(leaves, anchors, losses):
+        # Apart from shards, what is whole on all devices of a worker is rounded alike on all.
+        new, lost = list(leaves), list(losses)
+        for group in shards.alike(of):
+            args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
+            for all_of, found in zip((new, lost), _sent(wire, axis_name, *args), strict=True):
+                for i, x in zip(group, found, strict=False):
+                    all_of[i] = x
+        return new, lost
+
     of_all = of, of, of[: len(losses)]
     send = shards.over_shards(shards.check_specs(specs, axis_name), send, of_all, of_all[1:])
     new, losses = send(leaves, anchors, losses)

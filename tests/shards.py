@@ -13,13 +13,18 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import local_opt
 import ordering
 from ordering.pair_balance import PairBalanceState
+from tests.test_compiled_steps import groups_of, instructions, shapes_of
 
 UNITS, BATCH, EPOCHS = 10, 4, 4
 IN, HIDDEN, OUT = 12, 16, 3
 SPECS = {"b1": P("model"), "b2": P(), "w1": P(None, "model"), "w2": P("model", None)}
 SYNC_EVERY = 5
+MESHES = [2, 4]  # workers, of 4 and of 2 devices
+SGD = optax.sgd(0.05, momentum=0.9)
+SKETCH = jax.random.key(3)
 
 
 def network():
@@ -179,3 +184,54 @@ def trained(programs, params, data):
         orders = programs.next_epoch(orders)
         seen.append(np.asarray(orders.current))
     return np.concatenate(losses, axis=1), np.stack(seen), params, state, orders
+
+
+def rounds_of(specs, **options):
+    return local_opt.local_rounds(SGD, axis_name="worker", specs=specs, **options)
+
+
+def exact(way, *, specs=SPECS, units=BATCH, **options):
+    order = ordering.cd_grab(UNITS, units_per_step=units, specs=specs)
+    return Programs(way, rounds_of(specs, **options), order, orders=exact_orders(units % 2 == 1))
+
+
+def sketched(way, *, specs=SPECS, gathers="sync", size=512):
+    """512 numbers hold all entries as they are, so that orders are the same for every split."""
+    to_sketch = ordering.sketch(SKETCH, size=size, specs=specs)
+    whole = None if specs is None else P()
+    order = ordering.cd_grab(UNITS, units_per_step=BATCH, gathers=gathers, specs=whole)
+    rows_of = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
+    return Programs(
+        way, rounds_of(specs), order, orders=P(), rows_of=rows_of, like=lambda _: jnp.zeros(size)
+    )
+
+
+def assert_in_their_places(tree, specs):
+    """No array is kept whole where it should be in shards, and all copies of it are equal."""
+    for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+        assert x.sharding.shard_shape(x.shape) == jax.NamedSharding(
+            x.sharding.mesh, spec
+        ).shard_shape(x.shape)
+        seen = {}
+        for shard in x.addressable_shards:
+            first = seen.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(shard.data, first)
+
+
+def lines_of(compiled, mesh):
+    """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
+    ids = np.arange(8).reshape(mesh.devices.shape)
+    found = []
+    for name, _, line in instructions(compiled.as_text()):
+        groups = groups_of(line)
+        (axes,) = {
+            axes
+            for axes, places in {
+                "worker": ids.T.tolist(),
+                "model": ids.tolist(),
+                "both": [ids.ravel().tolist()],
+            }.items()
+            if sorted(places) == groups
+        }
+        found.append((name, shapes_of(line)[0], axes))
+    return sorted(found)

@@ -5,56 +5,31 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import local_opt
 import ordering
 from tests.problems import copies
 from tests.shards import (
-    BATCH,
     EPOCHS,
+    MESHES,
     SPECS,
     UNITS,
     WAYS,
-    Programs,
+    assert_in_their_places,
     by_hand,
     data_of,
-    exact_orders,
+    exact,
     mesh_of,
     network,
     on_one_device,
     owned,
     placed,
+    rounds_of,
+    sketched,
     trained,
 )
-from tests.test_compiled_steps import groups_of, instructions, shapes_of
-
-MESHES = [2, 4]  # workers, of 4 and of 2 devices
-SGD = optax.sgd(0.05, momentum=0.9)
-SKETCH = jax.random.key(3)
-
-
-def rounds_of(specs, **options):
-    return local_opt.local_rounds(SGD, axis_name="worker", specs=specs, **options)
-
-
-def exact(way, *, specs=SPECS, units=BATCH, **options):
-    order = ordering.cd_grab(UNITS, units_per_step=units, specs=specs)
-    return Programs(way, rounds_of(specs, **options), order, orders=exact_orders(units % 2 == 1))
-
-
-def sketched(way, *, specs=SPECS, gathers="sync", size=512):
-    """512 numbers hold all entries as they are, so that orders are the same for every split."""
-    to_sketch = ordering.sketch(SKETCH, size=size, specs=specs)
-    whole = None if specs is None else P()
-    order = ordering.cd_grab(UNITS, units_per_step=BATCH, gathers=gathers, specs=whole)
-    rows_of = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
-    return Programs(
-        way, rounds_of(specs), order, orders=P(), rows_of=rows_of, like=lambda _: jnp.zeros(size)
-    )
 
 
 @functools.cache
@@ -77,18 +52,6 @@ def assert_same_run(found, expected):
     assert len({tuple(o) for o in orders[:, 0]}) == EPOCHS, "orders that change"
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[2]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def assert_in_their_places(tree, specs):
-    """No array is kept whole where it should be in shards, and all copies of it are equal."""
-    for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
-        assert x.sharding.shard_shape(x.shape) == jax.NamedSharding(
-            x.sharding.mesh, spec
-        ).shard_shape(x.shape)
-        seen = {}
-        for shard in x.addressable_shards:
-            first = seen.setdefault(str(shard.index), np.asarray(shard.data))
-            np.testing.assert_array_equal(shard.data, first)
 
 
 @pytest.mark.parametrize("workers", MESHES)
@@ -207,61 +170,3 @@ def test_specs_that_say_something_else_are_refused():
     order = ordering.cd_grab(4, units_per_step=4, specs=P("model"))
     with pytest.raises(ValueError, match=r"shape \(6,\) cannot be split as .*no multiple of 4"):
         observed(mesh_of(2), order, GRADIENTS[..., :6], P("worker"), axis_names={"worker"})
-
-
-# What the compiled programs hold.
-
-
-def lines_of(compiled, mesh):
-    """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
-    ids = np.arange(8).reshape(mesh.devices.shape)
-    found = []
-    for name, _, line in instructions(compiled.as_text()):
-        groups = groups_of(line)
-        (axes,) = {
-            axes
-            for axes, places in {
-                "worker": ids.T.tolist(),
-                "model": ids.tolist(),
-                "both": [ids.ravel().tolist()],
-            }.items()
-            if sorted(places) == groups
-        }
-        found.append((name, shapes_of(line)[0], axes))
-    return sorted(found)
-
-
-def size_of_shards(params, model):
-    """Bytes of one worker's parameters on one of its devices."""
-    split = jax.tree.map(lambda x, spec: x.size // (model if spec else 1), params, SPECS)
-    return 4 * sum(jax.tree.leaves(split))
-
-
-def lowered(programs, workers, kind=AxisType.Auto):
-    """The compiled step and sync."""
-    mesh = mesh_of(workers, kind)
-    params = placed(copies(network(), workers), SPECS, mesh)
-    data = placed(data_of(workers), P(), mesh)
-    state, orders = programs.init(params, jax.random.split(jax.random.key(7), workers))
-    step = programs.steps[BATCH].lower(params, state, orders, data, jnp.zeros(workers, int))
-    return step.compile(), programs.sync.lower(params, state, orders).compile(), mesh
-
-
-@pytest.mark.parametrize("workers", MESHES)
-@pytest.mark.parametrize("way", ["compiler", "by hand"])
-def test_a_sync_sends_shards_and_a_hot_step_talks_inside_its_worker_alone(way, workers, optimised):
-    """Nothing is gathered; over the workers go the shards, and k numbers of a pair."""
-    programs = sketched(WAYS[way](workers), size=128)
-    step, sync, mesh = lowered(programs, workers)
-    inside = lines_of(step, mesh)
-    assert inside and {(name, axes) for name, _, axes in inside} == {("all-reduce", "model")}
-    found = lines_of(sync, mesh)
-    sums = [(size, axes) for name, size, axes in found if name == "all-reduce"]
-    drift = [size for size, axes in sums if axes == "model"]
-    assert sum(drift) <= 4 * 2 * len(SPECS), "a number or two per leaf"
-    shards = size_of_shards(network(), 8 // workers)
-    assert [size for size, axes in sums if axes == "worker"] == [shards]
-    gathers = [(size, axes) for name, size, axes in found if name == "all-gather"]
-    pairs = min(16, UNITS // 2)
-    assert gathers == [(4 * 128 * pairs * workers, "worker")]
-    assert len(found) == len(sums) + 1
