@@ -83,8 +83,9 @@ def local_rounds(
         (the devices of a host) in every step, parameters over `axis_name` (the hosts) at a sync.
         None for one level, without a collective in the step.
       specs: for a worker that is several devices: how its parameters are split over them, a
-        `jax.P` per leaf or one for all, without the workers' axis. Needed by a wire, and for the
-        drift where all axes are manual. See docs/your_own_loop.md.
+        `jax.P` per leaf or one for all, without the workers' axis. Optimizer state is then split
+        as they are. Needed by a wire, and for the drift where all axes are manual. See
+        docs/your_own_loop.md.
 
     Returns:
       A `Rounds`.
@@ -126,7 +127,7 @@ def local_rounds(
         check_floating(params)
         state = inner.init(params)
         policy_of_leaves(state, policies)
-        return LocalState(
+        state = LocalState(
             since=jnp.zeros((), jnp.int32),
             inner=state,
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
@@ -135,6 +136,7 @@ def local_rounds(
             lost=nothing_lost(params, wire),
             drift=jnp.zeros((), jnp.float32),
         )
+        return shards.in_place(state, params, specs)
 
     def update(grads, state, params=None, **extra):
         if gradient_axis is not None:
@@ -159,7 +161,8 @@ def local_rounds(
         state = state._replace(
             inner=placed(state.inner, chosen, fields, lambda: inner.init(mean)), lost=lost
         )
-        return renewed(params, mean, state) if moves else (params, state)
+        new = renewed(params, mean, state) if moves else (params, state)
+        return shards.in_place(new, params, specs)
 
     def renewed(params, mean, state):
         """The state of a round that has not begun, after what the outer optimizer makes of it."""

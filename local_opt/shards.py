@@ -80,6 +80,33 @@ def like(specs, tree):
     return jax.tree.broadcast(specs, tree)
 
 
+def in_place(tree, params, specs):
+    """The tree, with whatever is like the parameters split as they are.
+
+    Zeros that are made of parameters do not tell a compiler where to keep them, and it would keep
+    all of them on every device.
+    """
+    if not axes_of(specs):
+        return tree
+    treedef, shapes = jax.tree.structure(params), _shapes(params)
+
+    def is_like(part):
+        return jax.tree.structure(part) == treedef and _shapes(part) == shapes
+
+    def put(x, spec):
+        left = set(_axes(spec)) & set(jax.sharding.get_abstract_mesh().auto_axes)
+        return jax.lax.with_sharding_constraint(x, spec) if left else x
+
+    def put_all(part):
+        return jax.tree.map(put, part, like(specs, part)) if is_like(part) else part
+
+    return jax.tree.map(put_all, tree, is_leaf=is_like)
+
+
+def _shapes(tree):
+    return [jax.numpy.shape(x) for x in jax.tree.leaves(tree)]
+
+
 def added_up(values, specs):
     """The sum of one number per leaf, those of shards over all devices that hold the others."""
     manual, sums = jax.sharding.get_abstract_mesh().manual_axes, {}

@@ -27,12 +27,12 @@ SGD = optax.sgd(0.05, momentum=0.9)
 SKETCH = jax.random.key(3)
 
 
-def network():
+def network(hidden=HIDDEN):
     """One model's parameters."""
     keys = jax.random.split(jax.random.key(0), 2)
-    w1 = 0.3 * jax.random.normal(keys[0], (IN, HIDDEN))
-    w2 = 0.3 * jax.random.normal(keys[1], (HIDDEN, OUT))
-    return {"b1": jnp.zeros(HIDDEN), "b2": jnp.zeros(OUT), "w1": w1, "w2": w2}
+    w1 = 0.3 * jax.random.normal(keys[0], (IN, hidden))
+    w2 = 0.3 * jax.random.normal(keys[1], (hidden, OUT))
+    return {"b1": jnp.zeros(hidden), "b2": jnp.zeros(OUT), "w1": w1, "w2": w2}
 
 
 def data_of(workers):
@@ -69,13 +69,13 @@ def stripped(function):
     return per_device
 
 
-def left_to_the_compiler(workers, kind=AxisType.Auto, check_vma=True):
+def left_to_the_compiler(workers, kind=AxisType.Auto, check_vma=True, mesh=None):
     """Only the workers' axis is manual."""
 
     def over(function, *_):
         spec = P("worker")
         return jax.jit(jax.shard_map(
-            stripped(function), mesh=mesh_of(workers, kind), in_specs=spec, out_specs=spec,
+            stripped(function), mesh=mesh or mesh_of(workers, kind), in_specs=spec, out_specs=spec,
             axis_names={"worker"}, check_vma=check_vma,
         ))  # fmt: skip
 
@@ -220,7 +220,7 @@ def assert_in_their_places(tree, specs):
 
 def lines_of(compiled, mesh):
     """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
-    ids = np.arange(8).reshape(mesh.devices.shape)
+    ids = np.arange(mesh.size).reshape(mesh.devices.shape)
     found = []
     for name, _, line in instructions(compiled.as_text()):
         groups = groups_of(line)
