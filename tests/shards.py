@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import local_opt
 import ordering
 from ordering.pair_balance import PairBalanceState
-from tests.test_compiled_steps import groups_of, instructions, shapes_of
+from tests.problems import copies
 
 UNITS, BATCH, EPOCHS = 10, 4, 4
 IN, HIDDEN, OUT = 12, 16, 3
@@ -127,12 +127,14 @@ def placed(tree, specs, mesh):
 class Programs:
     """What a loop runs: `init`, `step`, `sync` and `next_epoch`, of all workers."""
 
-    def __init__(self, way, rounds, order, *, orders, rows_of=lambda x: x, like=lambda p: p):
+    def __init__(
+        self, way, rounds, order, *, orders, units=BATCH, rows_of=lambda x: x, like=lambda p: p
+    ):
         over, loss = way
         gradients = ordering.per_example(loss)
 
         def init(params, key):
-            return rounds.init(params), order.init(key, like(params))
+            return rounds.init(params), order.init(key, like(params) if like else params)
 
         def step(params, state, orders, data, start, *, size):
             units = lax.dynamic_slice_in_dim(orders.current, start, size)
@@ -140,7 +142,7 @@ class Programs:
             losses, mean, rows = gradients(params, batch, jax.random.key(0))
             updates, state = rounds.update(mean, state, params)
             params = optax.apply_updates(params, updates)
-            return params, state, order.observe(orders, rows_of(rows)), losses
+            return params, state, order.observe(orders, rows_of(rows) if rows_of else rows), losses
 
         def sync(params, state, orders):
             return *rounds.sync(params, state), order.sync(orders)
@@ -153,7 +155,7 @@ class Programs:
                 (SPECS, state, orders, P(), P()),
                 (SPECS, state, orders, P()),
             )  # fmt: skip
-            for size in {BATCH, UNITS % BATCH} - {0}
+            for size in {units, UNITS % units} - {0}
         }
         self.sync = over(sync, (SPECS, state, orders), (SPECS, state, orders))
         self.next_epoch = over(order.next_epoch, (orders,), orders)
@@ -192,7 +194,9 @@ def rounds_of(specs, **options):
 
 def exact(way, *, specs=SPECS, units=BATCH, **options):
     order = ordering.cd_grab(UNITS, units_per_step=units, specs=specs)
-    return Programs(way, rounds_of(specs, **options), order, orders=exact_orders(units % 2 == 1))
+    return Programs(
+        way, rounds_of(specs, **options), order, orders=exact_orders(units % 2 == 1), units=units
+    )
 
 
 def sketched(way, *, specs=SPECS, gathers="sync", size=512):
@@ -218,20 +222,23 @@ def assert_in_their_places(tree, specs):
             np.testing.assert_array_equal(shard.data, first)
 
 
-def lines_of(compiled, mesh):
-    """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
-    ids = np.arange(mesh.size).reshape(mesh.devices.shape)
-    found = []
-    for name, _, line in instructions(compiled.as_text()):
-        groups = groups_of(line)
-        (axes,) = {
-            axes
-            for axes, places in {
-                "worker": ids.T.tolist(),
-                "model": ids.tolist(),
-                "both": [ids.ravel().tolist()],
-            }.items()
-            if sorted(places) == groups
-        }
-        found.append((name, shapes_of(line)[0], axes))
-    return sorted(found)
+@functools.cache
+def on_one(kind, workers):
+    """The same run, unsharded."""
+    programs = kind(on_one_device(workers), specs=None)
+    return trained(programs, copies(network(), workers), data_of(workers))
+
+
+def sharded(programs, workers, kind=AxisType.Auto):
+    mesh = mesh_of(workers, kind)
+    params = placed(copies(network(), workers), SPECS, mesh)
+    return trained(programs, params, placed(data_of(workers), P(), mesh))
+
+
+def assert_same_run(found, expected):
+    losses, orders, params = found[:3]
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    np.testing.assert_array_equal(orders, expected[1])
+    assert len({tuple(o) for o in orders[:, 0]}) == EPOCHS, "orders that change"
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[2]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -6,52 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ordering
-from tests.problems import copies
 from tests.shards import (
-    EPOCHS,
     MESHES,
     SPECS,
     UNITS,
     WAYS,
     assert_in_their_places,
+    assert_same_run,
     by_hand,
-    data_of,
     exact,
     mesh_of,
     network,
-    on_one_device,
+    on_one,
     owned,
-    placed,
     rounds_of,
+    sharded,
     sketched,
-    trained,
 )
-
-
-@functools.cache
-def on_one(kind, workers):
-    """The same run, unsharded."""
-    programs = kind(on_one_device(workers), specs=None)
-    return trained(programs, copies(network(), workers), data_of(workers))
-
-
-def sharded(programs, workers, kind=AxisType.Auto):
-    mesh = mesh_of(workers, kind)
-    params = placed(copies(network(), workers), SPECS, mesh)
-    return trained(programs, params, placed(data_of(workers), P(), mesh))
-
-
-def assert_same_run(found, expected):
-    losses, orders, params = found[:3]
-    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
-    np.testing.assert_array_equal(orders, expected[1])
-    assert len({tuple(o) for o in orders[:, 0]}) == EPOCHS, "orders that change"
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[2]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("workers", MESHES)

@@ -29,7 +29,6 @@ from tests.shards import (
     data_of,
     exact,
     left_to_the_compiler,
-    lines_of,
     mesh_of,
     network,
     owned,
@@ -38,9 +37,28 @@ from tests.shards import (
     sketched,
     state_specs,
 )
-from tests.test_compiled_steps import groups_of, instructions
+from tests.test_compiled_steps import groups_of, instructions, shapes_of
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
+
+
+def lines_of(compiled, mesh):
+    """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
+    ids = np.arange(mesh.size).reshape(mesh.devices.shape)
+    found = []
+    for name, _, line in instructions(compiled.as_text()):
+        groups = groups_of(line)
+        (axes,) = {
+            axes
+            for axes, places in {
+                "worker": ids.T.tolist(),
+                "model": ids.tolist(),
+                "both": [ids.ravel().tolist()],
+            }.items()
+            if sorted(places) == groups
+        }
+        found.append((name, shapes_of(line)[0], axes))
+    return sorted(found)
 
 
 def size_of_shards(params, model):

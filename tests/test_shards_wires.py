@@ -12,7 +12,6 @@ from tests.shards import (
     SPECS,
     WAYS,
     assert_in_their_places,
-    lines_of,
     mesh_of,
     network,
     on_one_device,
@@ -21,6 +20,7 @@ from tests.shards import (
     rounds_of,
     state_specs,
 )
+from tests.test_shards_compiled import lines_of
 
 
 def a_sync(way, wire, specs=SPECS):
