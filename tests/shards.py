@@ -199,6 +199,12 @@ def exact(way, *, specs=SPECS, units=BATCH, **options):
     )
 
 
+def alone(way, *, specs=SPECS):
+    """Orders without other workers; the compiler puts their state in its places."""
+    order = ordering.pair_balance(UNITS, units_per_step=BATCH, specs=specs)
+    return Programs(way, rounds_of(specs), order, orders=P())
+
+
 def sketched(way, *, specs=SPECS, gathers="sync", size=512):
     """512 numbers hold all entries as they are, so that orders are the same for every split."""
     to_sketch = ordering.sketch(SKETCH, size=size, specs=specs)

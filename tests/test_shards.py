@@ -14,6 +14,7 @@ from tests.shards import (
     SPECS,
     UNITS,
     WAYS,
+    alone,
     assert_in_their_places,
     assert_same_run,
     by_hand,
@@ -43,6 +44,13 @@ def test_workers_of_many_devices_train_as_those_of_one(kind, way, workers):
     assert_in_their_places(orders.current, P("worker"))
     np.testing.assert_allclose(state.drift, expected[3].drift, rtol=1e-4)
     assert state.drift.min() > 0
+
+
+def test_workers_of_many_devices_may_balance_alone():
+    found = sharded(alone(WAYS["compiler"](2)), 2)
+    assert_same_run(found, on_one(alone, 2))
+    places = SPECS | {"b2": P("model")}  # a share of what is whole
+    assert_in_their_places(found[4].running_sum, owned(places))
 
 
 @pytest.mark.parametrize("workers", MESHES)

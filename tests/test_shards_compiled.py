@@ -22,6 +22,7 @@ from tests.shards import (
     HIDDEN,
     MESHES,
     SGD,
+    SKETCH,
     SPECS,
     UNITS,
     WAYS,
@@ -29,6 +30,7 @@ from tests.shards import (
     data_of,
     exact,
     left_to_the_compiler,
+    loss,
     mesh_of,
     network,
     owned,
@@ -156,6 +158,30 @@ def test_a_device_of_four_keeps_a_quarter(kind):
     assert sharded_step < 0.4 * step, "gradients of units are in shards"
     step, sharded_step = (analyses[0].peak_memory_in_bytes for analyses in found)
     assert 0.25 <= sharded_step / step < 0.4
+
+
+def test_sketches_gather_no_gradient():
+    """Out of the backward pass or, with specs, of gradients: the compiler only adds up."""
+    mesh = mesh_of(2)
+    params = placed(copies(network(1024), 2), SPECS, mesh)
+    data = placed(jax.tree.map(lambda x: x[:, :BATCH], data_of(2)), P(), mesh)
+    made = ordering.sketched(loss, SKETCH, size=128)
+    to_sketch = ordering.sketch(SKETCH, size=128, specs=SPECS)
+
+    def backward(params, batch):
+        return made(params, batch, jax.random.key(0))[2].tree
+
+    def of_gradients(params, batch):
+        rows = ordering.per_example(loss)(params, batch, jax.random.key(0))[2]
+        return ordering.sketch_rows(rows, to_sketch).tree
+
+    over, _ = left_to_the_compiler(2, check_vma=False)
+    for rows_of in (backward, of_gradients):
+        found = lines_of(over(rows_of).lower(params, data).compile(), mesh)
+        assert {(name, axes) for name, _, axes in found} == {("all-reduce", "model")}
+        assert sum(size for _, size, _ in found) < 4 * 1024
+    expected = jax.vmap(backward)(copies(network(1024), 2), jax.tree.map(np.asarray, data))
+    np.testing.assert_allclose(over(backward)(params, data), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.topology
