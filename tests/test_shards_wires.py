@@ -9,6 +9,7 @@ import local_opt
 from tests.problems import assert_bitwise_equal, assert_workers_bitwise_equal, copies
 from tests.shards import (
     MESHES,
+    SGD,
     SPECS,
     WAYS,
     assert_in_their_places,
@@ -101,3 +102,33 @@ def test_a_wire_must_know_what_is_whole(way):
     params = placed(copies(network(), 2), SPECS, mesh_of(2))
     with pytest.raises(ValueError, match=r"the wire \(8 bits.*axes \['model'\].*Pass specs="):
         twice(params, init(params), params)
+
+
+@pytest.mark.parametrize("specs", [SPECS, None])
+def test_fragments_are_sent_in_shards(specs):
+    """A mean in bfloat16 is within 2^-7 of the largest change of the exact one."""
+    stream = local_opt.streaming_rounds(
+        SGD, axis_name="worker", fragments=2, wire=local_opt.WIRES["bfloat16"], specs=specs
+    )
+
+    def fragments(params, moved):
+        state = stream.init(params)
+        params = jax.tree.map(jnp.add, params, moved)
+        for f in range(2):
+            state = stream.start(params, state, fragment=f)
+            params, state = stream.finish(params, state, fragment=f, last=True)
+        return params
+
+    over, _ = WAYS["compiler"](2)
+    first, moved = copies(network(), 2), own_moves(2)
+    args = (placed(tree, SPECS, mesh_of(2)) for tree in (first, moved))
+    if specs is None:
+        with pytest.raises(ValueError, match="Pass specs="):
+            over(fragments)(*args)
+        return
+    found = over(fragments)(*args)
+    assert_workers_bitwise_equal(found)
+    assert_in_their_places(found, owned(SPECS))
+    for name, x in found.items():
+        mean = np.asarray(first[name]) + moved[name].mean(axis=0)
+        assert np.abs(x - mean).max() <= 2**-7 * np.abs(moved[name]).max()
