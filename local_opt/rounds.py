@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
+from local_opt import shards
 from local_opt.policies import (
     LOCAL,
     MEAN,
@@ -55,6 +57,7 @@ def local_rounds(
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
     gradient_axis=None,
+    specs=None,
 ) -> Rounds:
     """Steps of each worker's own, then the mean over the workers.
 
@@ -79,13 +82,18 @@ def local_rounds(
       gradient_axis: for two levels on a mesh with two axes: gradients are averaged over this axis
         (the devices of a host) in every step, parameters over `axis_name` (the hosts) at a sync.
         None for one level, without a collective in the step.
+      specs: for a worker that is several devices: how its parameters are split over them, a
+        `jax.P` per leaf or one for all, without the workers' axis. Optimizer state is then split
+        as they are. Needed by a wire, and for the drift where all axes are manual. See
+        docs/your_own_loop.md.
 
     Returns:
       A `Rounds`.
 
     Raises:
-      ValueError: for a policy that is not known, or a wire that is none; from `init`, for a name
-        that no field of the optimizer state has, or parameters that are not floating.
+      ValueError: for a policy that is not known, a wire that is none, or specs that name the
+        workers' axis; from `init`, for a name that no field of the optimizer state has, or
+        parameters that are not floating; from `sync`, as `synchronize_changes`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -111,12 +119,15 @@ def local_rounds(
     anchored = outer is not None or wire is not None
     if wire is not None:
         check_wire(wire)
+    shards.check_specs(specs, axis_name)
+    if gradient_axis is not None and specs is None:
+        specs = P()  # devices that share gradients hold the same parameters
 
     def init(params):
         check_floating(params)
         state = inner.init(params)
         policy_of_leaves(state, policies)
-        return LocalState(
+        state = LocalState(
             since=jnp.zeros((), jnp.int32),
             inner=state,
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
@@ -125,6 +136,7 @@ def local_rounds(
             lost=nothing_lost(params, wire),
             drift=jnp.zeros((), jnp.float32),
         )
+        return shards.in_place(state, params, specs)
 
     def update(grads, state, params=None, **extra):
         if gradient_axis is not None:
@@ -144,16 +156,17 @@ def local_rounds(
             mean = params
         elif wire is not None:
             mean, lost = synchronize_changes(
-                params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=lost
+                params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=lost, specs=specs
             )
         state = state._replace(
             inner=placed(state.inner, chosen, fields, lambda: inner.init(mean)), lost=lost
         )
-        return renewed(params, mean, state) if moves else (params, state)
+        new = renewed(params, mean, state) if moves else (params, state)
+        return shards.in_place(new, params, specs)
 
     def renewed(params, mean, state):
         """The state of a round that has not begun, after what the outer optimizer makes of it."""
-        drift, outer_state = relative_distance(params, mean), state.outer
+        drift, outer_state = relative_distance(params, mean, specs=specs), state.outer
         if outer:
             change = jax.tree.map(jnp.subtract, state.anchor, mean)
             updates, outer_state = outer.update(
@@ -167,12 +180,13 @@ def local_rounds(
     return Rounds(init, update, sync)
 
 
-def relative_distance(params, mean) -> jax.Array:
+def relative_distance(params, mean, *, specs=None) -> jax.Array:
     """How far a worker has drifted, in one number: |x_w - x_bar| / |x_bar| over all leaves.
 
     Args:
       params: x_w, this worker's tree before a sync.
       mean: x_bar, the tree after it.
+      specs: of a worker that is several devices, under manual axes; as in `local_rounds`.
 
     Returns:
       float32[], at least 0. `LocalState.drift` holds it for the last sync.
@@ -183,10 +197,11 @@ def relative_distance(params, mean) -> jax.Array:
       0.10000000149011612
     """
 
-    def norm(tree):
-        squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in tree]
-        return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+    def norm(leaves):
+        squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
+        return jnp.sqrt(shards.added_up(squares, of) + jnp.zeros((), jnp.float32))
 
+    of = jax.tree.leaves(shards.like(P() if specs is None else specs, params))
     leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
     distance = norm([a - b for a, b in leaves])
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from local_opt import shards
 from local_opt.rounds import check_floating
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
@@ -49,6 +50,7 @@ def streaming_rounds(
     mixing: float = 0.5,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
+    specs=None,
 ) -> Streaming:
     """Local steps whose sync is spread over the fragments and hidden behind later steps.
 
@@ -68,7 +70,7 @@ def streaming_rounds(
       mixing: m in [0, 1), what a worker keeps of its own; 0.5 in the paper.
       outer: any optax transformation of a - x_bar as a gradient, with a state per fragment and the
         steps since its last start as the extra argument `period`; None is plain averaging.
-      wire: the format of the changes, as `WIRES["int4"]`; None for no rounding.
+      wire, specs: the format of the changes, and workers of many devices: as in `local_rounds`.
 
     Returns:
       A `Streaming`.
@@ -127,12 +129,12 @@ def streaming_rounds(
             mean, lost = synchronize_changes(
                 own, axis_name=axis_name, anchor=anchor, wire=wire,
                 lost=losses[fragment] if losses else (),
+                specs=specs if specs is None else _pick(shards.like(specs, params), part),
             )  # fmt: skip
             if losses:
                 losses[fragment] = lost
         if outer:
-            change = jax.tree.map(jnp.subtract, anchor, mean)
-            period = state.since[fragment]
+            change, period = jax.tree.map(jnp.subtract, anchor, mean), state.since[fragment]
             updates, outers[fragment] = outer.update(
                 change, outers[fragment], anchor, period=period
             )

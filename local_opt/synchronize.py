@@ -5,7 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from local_opt import shards
 from local_opt.wires import LANES, Wire, rows_of
 
 
@@ -40,7 +42,7 @@ def synchronize(tree, *, axis_name):
     return jax.tree.unflatten(treedef, leaves)
 
 
-def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=()):
+def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=None):
     """Adds the mean change of all workers to an anchor; the changes travel in a narrow format.
 
     c_w = x_w - a + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
@@ -56,13 +58,17 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=()):
       anchor: a, a tree like it and equal on all workers: `tree` after the last sync.
       wire: the format Q, with its feedback f; one of `WIRES`, or made by a function of its kind.
       lost: e_w, of the last call; () if the feedback is 0. See `nothing_lost`.
+      specs: for a worker that is several devices: how its parameters are split over them, a
+        `jax.P` per leaf or one for all, without the workers' axis. Devices then send their shards
+        to their like on the other workers, and no leaf is gathered.
 
     Returns:
       (tree, lost): x of the shapes and dtypes of `tree`, bitwise equal on all workers, and e_w.
 
     Raises:
       ValueError: for a wire that is none, leaves that are not real floating, another number of
-        leaves in `anchor`, or a `lost` that does not belong to the wire.
+        leaves in `anchor`, a `lost` that does not belong to the wire, or a mesh with axes beside
+        the workers', without specs.
 
     Example:
       >>> import jax, jax.numpy as jnp, local_opt
@@ -99,6 +105,28 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=()):
         )
     if not leaves:
         return tree, lost
+    if specs is None:
+        shards.check_alone(axis_name, wire)
+    of = jax.tree.leaves(shards.like(P() if specs is None else specs, tree))
+
+    def send(leaves, anchors, losses):
+        # Apart from shards, what is whole on all devices of a worker is rounded alike on all.
+        new, lost = list(leaves), list(losses)
+        for group in shards.alike(of):
+            args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
+            for all_of, found in zip((new, lost), _sent(wire, axis_name, *args), strict=True):
+                for i, x in zip(group, found, strict=False):
+                    all_of[i] = x
+        return new, lost
+
+    of_all = of, of, of[: len(losses)]
+    send = shards.over_shards(shards.check_specs(specs, axis_name), send, of_all, of_all[1:])
+    new, losses = send(leaves, anchors, losses)
+    return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
+
+
+def _sent(wire, axis_name, leaves, anchors, losses):
+    """Lists of the leaves after the sync, and of what is lost."""
     changes = [_float32(x) - _float32(a) for x, a in zip(leaves, anchors, strict=True)]
     if wire.feedback:
         changes = [c + wire.feedback * e for c, e in zip(changes, losses, strict=True)]
@@ -110,11 +138,7 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=()):
     new = [
         (_float32(a) + m).astype(x.dtype) for x, a, m in zip(leaves, anchors, means, strict=True)
     ]
-    if wire.feedback:
-        lost = jax.tree.unflatten(
-            jax.tree.structure(lost), _leaves(lax.optimization_barrier(lost_rows), leaves)
-        )
-    return jax.tree.unflatten(treedef, new), lost
+    return new, _leaves(lax.optimization_barrier(lost_rows), leaves) if wire.feedback else []
 
 
 def nothing_lost(tree, wire: Wire | None):

@@ -33,6 +33,7 @@ def local_steps(
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
     gradient_axis=None,
+    specs=None,
     total_steps: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Steps of each worker's own, and the mean over workers where the plan ends a round.
@@ -55,8 +56,7 @@ def local_steps(
       plan: when to synchronise; equal on all workers (see `check_same_plan`). Steps beyond its
         end all synchronise.
       axis_name: of the workers; bound by `jax.vmap` or `jax.shard_map`.
-      opt_state, outer, wire, gradient_axis: what a step and a sync do; see
-        `local_rounds`.
+      opt_state, outer, wire, gradient_axis, specs: what a step and a sync do; see `local_rounds`.
       total_steps: of the run, to be checked against the plan; None for no check.
 
     Returns:
@@ -94,6 +94,7 @@ def local_steps(
         outer=outer,
         wire=wire,
         gradient_axis=gradient_axis,
+        specs=specs,
     )
     overwrites = outer is not None
     return _planned(rounds, plan, axis_name, total_steps, overwrites=overwrites)

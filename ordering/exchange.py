@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from ordering import base
+from ordering import base, shards
 from ordering import rows as rows_lib
 
 LANES = 128  # of a TPU's vector unit
@@ -105,7 +105,7 @@ def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
       (mean over all units of all workers, exchanged rows for `cd_grab`).
 
     Raises:
-      ValueError: if the rows hold no gradients to send.
+      ValueError: if the rows hold no gradients to send, or the mesh has other axes beside.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -117,6 +117,7 @@ def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
+    shards.check_alone(axis_name, what="all_to_all_mean sends", act="Use all_reduce_mean.")
     rows = exchange(rows, axis_name)
     part = jnp.mean(rows_lib.as_float32(rows.tree), axis=0)
     flat = jax.lax.all_gather(part, axis_name, tiled=True)[: rows_lib.tree_size(mean)]

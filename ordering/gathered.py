@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ordering import base, signs
+from ordering import base, shards, signs
 from ordering import rows as rows_lib
 from ordering.balance import balance_blocks
 from ordering.exchange import shared_key
@@ -18,6 +18,10 @@ from ordering.exchange import shared_key
 WHEN = ("step", "sync")
 WINDOW = 16  # pairs of a worker in one gather of those that waited
 BLOCK = 64  # pairs, over all workers, signed at once
+SAY_WHOLE = (
+    "If its rows are equal on all devices of a worker, as those of ordering.sketch(..., specs=), "
+    "pass specs=jax.P(); if these axes hold other workers, name them all in axis_name."
+)
 
 
 class GatheredState(NamedTuple):
@@ -46,6 +50,7 @@ def gathered_pairs(
     rule: signs.SignRule | None,
     when: str,
     wire_dtype=None,
+    specs=None,
 ) -> base.Ordering:
     """The coordinated order of `cd_grab(gathers=when)`."""
     base.check_units_per_step(num_units, units_per_step)
@@ -56,6 +61,11 @@ def gathered_pairs(
         raise ValueError(
             f"wire_dtype is {wire_dtype}: pairs are floating numbers; pass jnp.bfloat16, or "
             "None for float32."
+        )
+    if specs is not None and shards.check_specs(specs, axis_name):
+        raise ValueError(
+            f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
+            "device of a worker. Give sketch these specs, and cd_grab specs=jax.P()."
         )
     rule = signs.greedy() if rule is None else rule
     pairs = num_units // 2
@@ -77,6 +87,8 @@ def gathered_pairs(
         )
 
     def observe(state, rows):
+        if specs is None:
+            shards.check_alone(axis_name, what="cd_grab observes", act=SAY_WHOLE, manual_only=True)
         base.check_stacked(rows)
         base.check_rows(rows.size, num_units, units_per_step)
         units = rows_lib.as_float32(rows_lib.flat(rows))
@@ -137,6 +149,7 @@ def gathered_pairs(
             own = jax.lax.dynamic_slice_in_dim(state.waiting, first, size)
             return place(state, own, first, known)
 
+        state = shards.varying(state)
         return jax.lax.while_loop(lambda state: state.signed < observed, window, state)
 
     def next_epoch(state):

@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from ordering import base, signs
+from ordering import base, shards, signs
 from ordering import rows as rows_lib
 from ordering.balance import balance, balance_blocks, default_block_size
 from ordering.base import Ordering
@@ -13,6 +14,10 @@ from ordering.exchange import exchange, shared_key, slice_size
 from ordering.gathered import gathered_pairs
 
 SHARED_BLOCK = 64
+GIVE_SPECS = (
+    "Pass specs=, how one gradient is split over them, or specs=jax.P() if it is whole on every "
+    "device; if they hold other workers, name them all in axis_name."
+)
 
 
 class PairBalanceState(NamedTuple):
@@ -38,6 +43,7 @@ def pair_balance(
     units_per_step: int = 1,
     rule: signs.SignRule | None = None,
     block_size: int | None = None,
+    specs=None,
 ) -> Ordering:
     """GraB with pair differences, for one worker: needs no mean, works from the first epoch.
 
@@ -55,6 +61,7 @@ def pair_balance(
         the M mod B that remain.
       rule: the sign rule; greedy by default.
       block_size: pairs signed at once; measured default. The signs do not depend on it.
+      specs: for a worker that is several devices, as in `cd_grab`.
 
     Returns:
       An `Ordering` with `PairBalanceState`.
@@ -76,7 +83,7 @@ def pair_balance(
       Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
       2022, https://arxiv.org/abs/2205.10733
     """
-    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name=None)
+    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name=None, specs=specs)
 
 
 def cd_grab(
@@ -88,6 +95,7 @@ def cd_grab(
     block_size: int | None = None,
     gathers: str | None = None,
     wire_dtype=None,
+    specs=None,
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum over all workers.
 
@@ -118,12 +126,17 @@ def cd_grab(
       gathers: None exchanges slices of gradients; "step" gathers whole rows in every step; "sync"
         where `Ordering.sync` is called, and at the epoch's end.
       wire_dtype: of gathered and waiting pairs; None is float32, jnp.bfloat16 half of that.
+      specs: for a worker that is several devices (docs/your_own_loop.md): how one gradient is split
+        over them, a `jax.P` per leaf or one for all, without the workers' axis. Every device then
+        observes its part, and all agree. With `gathers` the rows are whole on every device:
+        jax.P(). None where a worker is one device.
 
     Returns:
       An `Ordering` with `PairBalanceState`; of `gathers`, with `gathered.GatheredState`.
 
     Raises:
-      ValueError: if sizes do not fit, at construction; if rows have another size, at tracing.
+      ValueError: if sizes do not fit, or specs name the workers' axis, at construction; at tracing
+        if rows have another size, or the mesh has other axes than the workers' and specs are None.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -140,17 +153,19 @@ def cd_grab(
     if gathers is not None:
         return gathered_pairs(
             num_units, units_per_step=units_per_step, axis_name=axis_name, rule=rule, when=gathers,
-            wire_dtype=wire_dtype,
+            wire_dtype=wire_dtype, specs=specs,
         )  # fmt: skip
-    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name)
+    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
 
 
-def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ordering:
+def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs) -> Ordering:
     base.check_units_per_step(num_units, units_per_step)
     base.check_block_size(block_size)
     rule = signs.greedy() if rule is None else rule
     splits_pairs = units_per_step % 2 == 1
     coordinated = axis_name is not None
+    axes = () if specs is None else shards.check_specs(specs, axis_name)  # inside a worker
+    summed = (*shards.names_of(axis_name), *axes)
 
     def init(key, params):
         current = base.first_order(key, num_units)
@@ -169,6 +184,8 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
         )
 
     def observe(state, rows):
+        if coordinated and specs is None:
+            shards.check_alone(axis_name, what="cd_grab observes", act=GIVE_SPECS)
         workers = jax.lax.axis_size(axis_name) if coordinated else 1
         size = rows.size // (rows.workers or 1)
         base.check_rows(size, num_units, units_per_step)
@@ -195,9 +212,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
                 derive=derive,
                 block_size=block_size or measured_block_size(state),
                 valid=jnp.repeat(valid, workers),
-                reduce=(lambda products: jax.lax.psum(products, axis_name))
-                if coordinated
-                else None,
+                reduce=(lambda products: jax.lax.psum(products, summed)) if summed else None,
             )
         if coordinated:
             sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
@@ -255,7 +270,14 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name) -> Ord
             rule=rule.next_epoch(state.rule),
         )
 
-    return Ordering(init, observe, next_epoch)
+    def state_specs(of):
+        pending = jax.tree.map(lambda spec: P(None, *spec), of) if splits_pairs else ()
+        return PairBalanceState(P(), P(), P(), running_sum=of, pending=pending, rule=P())
+
+    order = Ordering(init, observe, next_epoch)
+    if not axes:
+        return order
+    return shards.sharded(order, specs, axes, state_specs=state_specs, coordinated=coordinated)
 
 
 def subtract(pair, context):

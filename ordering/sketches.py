@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ordering import rows as rows_lib
+from ordering import shards
 from ordering.exchange import LANES
 
 PyTree = Any
@@ -55,7 +57,7 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
     return LANES * math.ceil(least / LANES)
 
 
-def sketch(key: jax.Array, *, size: int = SIZE) -> Callable[[PyTree], jax.Array]:
+def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree], jax.Array]:
     """A random linear map from gradients to k numbers that keeps inner products.
 
     E[S g . S h] = g . h, with a variance of about 2 |g|^2 |h|^2 / k.
@@ -66,13 +68,16 @@ def sketch(key: jax.Array, *, size: int = SIZE) -> Callable[[PyTree], jax.Array]
     Args:
       key: typed; one key gives all workers the same map.
       size: k >= 1; see `sketch_size`.
+      specs: for a worker that is several devices, as in `cd_grab`: each sketches its part, with
+        signs of its own, and k numbers are added up over them. A map of another split is another
+        map, but for gradients that are kept as they are.
 
     Returns:
       `tree -> float32[k]`, for trees of floating leaves. The signs depend on the places of the
-      entries in the tree alone.
+      entries in the tree alone, and on the split.
 
     Raises:
-      ValueError: if size is below 1.
+      ValueError: if size is below 1, or specs are none.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -87,16 +92,32 @@ def sketch(key: jax.Array, *, size: int = SIZE) -> Callable[[PyTree], jax.Array]
       https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     check_size(size)
+    axes = () if specs is None else shards.axes_of(specs)
 
     def apply(tree):
+        if not axes:
+            return mapped(tree, jax.random.clone(key))
+        of = shards.like(specs, tree)
+        return shards.over_shards(axes, added, (of,), P())(tree)
+
+    def added(tree):
+        """The sum of the sketches of all parts; whole gradients of few entries side by side."""
+        tree = shards.parts(tree, specs, axes)
+        count, mine = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+        found = mapped(tree, jax.random.fold_in(jax.random.clone(key), mine), count)
+        entries = rows_lib.tree_size(tree)
+        found = jnp.roll(found, mine * entries) if entries * count <= size else found
+        return jax.lax.psum(found, axes)
+
+    def mapped(tree, key, count=1):
         leaves = [rows_lib.as_float32(leaf) for leaf in jax.tree.leaves(tree)]
-        if sum(leaf.size for leaf in leaves) <= size:
+        if count * sum(leaf.size for leaf in leaves) <= size:
             flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
             return jnp.pad(flat, (0, size - flat.size))
         large = [leaf for leaf in leaves if leaf.size > SMALL]
         small = [leaf.reshape(-1) for leaf in leaves if leaf.size <= SMALL]
         parts = large + ([jnp.concatenate(small)] if small else [])
-        seeds = jax.random.bits(jax.random.clone(key), (len(parts),), jnp.uint32)
+        seeds = jax.random.bits(key, (len(parts),), jnp.uint32)
         return sum(fold(part, seed, size) for part, seed in zip(parts, seeds, strict=True))
 
     return apply

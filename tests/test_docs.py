@@ -26,7 +26,7 @@ def blocks(text):
 
 SHORT, LONG = map(blocks, LOOPS.split(ALL_THREE))
 EXAMPLES = {re.search(r"import (\w+)", code)[1] + f"-{i}": code for i, code in enumerate(SHORT)}
-EXAMPLES["all"] = LONG[0]
+EXAMPLES["all"], EXAMPLES["shards"] = LONG
 
 
 def run(code, capsys):
@@ -64,7 +64,7 @@ def test_examples_are_short():
 
 
 def test_no_example_needs_the_experiments():
-    assert (len(SHORT), len(LONG)) == (9, 1)
+    assert (len(SHORT), len(LONG)) == (9, 2)
     assert "experiments" not in "".join(SHORT + LONG)
 
 

@@ -1,0 +1,210 @@
+"""A worker that is several devices: each observes its part of every gradient, and all agree.
+
+The parts of a worker's devices make up one gradient and do not overlap. So inner products over
+parts, added up by a psum, are those of whole gradients, and no part ever leaves its device but to
+the same place of another worker.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ordering import base
+from ordering import rows as rows_lib
+
+
+def axes_of(specs) -> tuple[str, ...]:
+    """The names of the mesh axes in a tree of specs, each once, in their order.
+
+    Example:
+      >>> import jax, ordering
+      >>> ordering.shards.axes_of({"w": jax.P(None, "model"), "b": jax.P()})
+      ('model',)
+    """
+    leaves = jax.tree.leaves(specs)
+    if wrong := [s for s in leaves if not isinstance(s, P)]:
+        raise ValueError(
+            f"specs holds {wrong[0]!r}: pass a tree of jax.P like the gradients, or one jax.P for "
+            "all leaves; jax.P() where a leaf is whole on every device of a worker."
+        )
+    return tuple(dict.fromkeys(axis for spec in leaves for axis in _axes(spec)))
+
+
+def check_specs(specs, axis_name) -> tuple[str, ...]:
+    """The axes inside a worker; raises ValueError for those of the workers among them."""
+    axes = axes_of(specs)
+    if both := sorted(set(axes) & set(names_of(axis_name))):
+        raise ValueError(
+            f"specs names {both}, the workers' axis: they are of one worker's gradient. Leave the "
+            "leading worker axis out."
+        )
+    return axes
+
+
+def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) -> None:
+    """Raises where the mesh in scope has axes beside the workers', of which nothing was said.
+
+    Args:
+      axis_name: of the workers, or a tuple of names; what, act: of the message.
+      manual_only: whether axes that are left to the compiler do no harm.
+
+    Raises:
+      ValueError: with the names of these axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = mesh.manual_axes if manual_only else mesh.axis_names
+    beside = [a for a in names if mesh.shape[a] > 1 and a not in names_of(axis_name)]
+    if beside:
+        raise ValueError(
+            f"{what} under the mesh axes {beside} beside the workers' {axis_name!r}: devices of "
+            f"one worker must see the same numbers, and no gradient is gathered for it. {act}"
+        )
+
+
+def over_shards(axes, function: Callable, in_specs, out_specs) -> Callable:
+    """`function`, in which these axes are manual: by a shard_map over those that are not yet."""
+
+    def run(*args):
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        left = {axis for axis in axes if axis not in manual}
+        if not left:
+            return function(*args)
+        if len(left) < len(axes):
+            raise ValueError(
+                f"of the axes {list(axes)} in specs only {sorted(left)} are left to the compiler: "
+                "make all of a worker's axes manual, or none."
+            )
+        return jax.shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False
+        )(*args)
+
+    return run
+
+
+def like(specs, tree):
+    """One spec for every leaf of a tree, from a tree of specs or from one for many leaves."""
+    return jax.tree.broadcast(specs, tree)
+
+
+def parts(tree, specs, axes, *, leading: int = 0):
+    """This device's parts: shards as they are, and a share of each leaf that others hold too.
+
+    Args:
+      tree: this device's shards, leaves [..., *shard] with `leading` axes in front.
+      specs: a tree like it; axes: of a worker, manual.
+
+    Returns:
+      A tree like it; a leaf that is whole over some axes is flat, ceil(size / devices) entries.
+    """
+
+    def part(leaf, spec):
+        whole = [axis for axis in axes if axis not in _axes(spec)]
+        if not whole:
+            return leaf
+        flat = leaf.reshape(*leaf.shape[:leading], -1)
+        count = jax.lax.axis_size(tuple(whole))
+        each = -(-flat.shape[-1] // count)
+        padding = [(0, 0)] * leading + [(0, each * count - flat.shape[-1])]
+        start = jax.lax.axis_index(tuple(whole)) * each
+        return jax.lax.dynamic_slice_in_dim(jnp.pad(flat, padding), start, each, axis=leading)
+
+    return jax.tree.map(part, tree, like(specs, tree))
+
+
+def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> base.Ordering:
+    """An order over parts: `pair_balance` or `cd_grab` whose products are summed over `axes`.
+
+    Args:
+      order: of parts; specs: of one gradient; axes: inside a worker.
+      state_specs: specs of the running sum -> specs of the state.
+      coordinated: whether the running sum is one vector, or a tree like the parts.
+    """
+
+    def where(tree):
+        """Where the state lives: parts of gradients in their places, all else on every device."""
+        if coordinated:
+            return state_specs(P(axes))
+        # A share of a leaf that is whole over some axis is flat.
+        flat = lambda spec: spec if len(_axes(spec)) == len(axes) else P(axes)  # noqa: E731
+        return state_specs(jax.tree.map(flat, like(specs, tree)))
+
+    def init(key, params):
+        mesh = jax.sharding.get_abstract_mesh()
+
+        def run(key):
+            local = jax.tree.map(
+                lambda x, spec: jnp.zeros(_shard(jnp.shape(x), spec, mesh)),
+                params,
+                like(specs, params),
+            )
+            return order.init(key, parts(local, specs, axes))
+
+        return over_shards(axes, run, P(), where(params))(key)
+
+    def observe(state, rows):
+        base.check_stacked(rows)
+        if rows.workers is not None:
+            raise ValueError(
+                f"rows of {rows.workers} workers are exchanged already, and specs are given: "
+                "take the mean gradient by all_reduce_mean, which leaves rows where they are."
+            )
+
+        def run(state, tree):
+            return order.observe(state, rows_lib.Rows.of(parts(tree, specs, axes, leading=1)))
+
+        of_rows = jax.tree.map(lambda spec: P(None, *spec), like(specs, rows.tree))
+        of_state = where(rows.tree)
+        return over_shards(axes, run, (of_state, of_rows), of_state)(state, rows.tree)
+
+    def next_epoch(state):
+        of_state = where(state.running_sum)
+        return over_shards(axes, order.next_epoch, (of_state,), of_state)(state)
+
+    return base.Ordering(init, observe, next_epoch)
+
+
+def varying(tree, *others):
+    """The tree, typed as varying over all manual axes over which it or the others vary.
+
+    A loop's state keeps its type, and what is known to be equal at the start differs later.
+    """
+    over = [_vma(x) for x in jax.tree.leaves((tree, others))]
+    every = frozenset().union(*over)
+
+    def cast(x):
+        lacking = tuple(sorted(every - _vma(x)))
+        return jax.lax.pcast(x, lacking, to="varying") if lacking else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _vma(x):
+    kind = jax.typeof(x).manual_axis_type
+    return kind.varying if kind else frozenset()
+
+
+def _shard(shape, spec, mesh):
+    """The shape of a shard, where these axes are not manual yet; else it is one already."""
+    found = list(shape)
+    for i, names in enumerate(spec):
+        count = math.prod(mesh.shape[a] for a in names_of(names) if a not in mesh.manual_axes)
+        if found[i] % count:
+            raise ValueError(
+                f"a leaf of shape {tuple(shape)} cannot be split as {spec}: {found[i]} is no "
+                f"multiple of {count}. Use jax.P() for leaves that are whole."
+            )
+        found[i] //= count
+    return found
+
+
+def _axes(spec) -> tuple[str, ...]:
+    return tuple(axis for names in spec for axis in names_of(names))
+
+
+def names_of(names) -> tuple[Any, ...]:
+    """The names of axes: of none, of one, or of several."""
+    return () if names is None else names if isinstance(names, tuple) else (names,)
