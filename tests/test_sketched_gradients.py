@@ -35,6 +35,14 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 MODELS = {
     "softmax": (lambda: models.softmax_regression(num_features=64, num_classes=10), images(64)),
+    "logistic": (
+        lambda: models.logistic_regression(num_features=96),
+        {"x": images(96)["x"], "y": np.array([0, 1, 1])},
+    ),
+    "forecaster": (
+        lambda: models.forecaster(lags=24, horizon=6, hidden=(32,)),
+        {"x": images(24)["x"], "y": images(6)["x"]},
+    ),
     "mlp": (lambda: models.mlp(num_features=64, num_classes=10), images(64)),
     "text head": (lambda: models.text_head(num_features=96, num_classes=3), images(96)),
     "lenet": (models.lenet, images(28, 28, 1)),
