@@ -15,6 +15,7 @@ from ordering.gradients import per_example
 from ordering.parameter_sketches import Leaf, copied, leaf_of, maps_of, site_of, sketch_whole
 from ordering.parameter_uses import Hooks
 from ordering.rows import Rows, as_float32, tree_size
+from ordering.shards import varying
 from ordering.sketches import SIZE, check_size, sketch, sketch_rows
 
 
@@ -61,14 +62,16 @@ def sketched(loss: Callable, key: jax.Array, *, size: int = SIZE) -> Callable:
             return losses, mean, sketch_rows(rows, sketch(key, size=size))
         units = jax.tree.leaves(batch)[0].shape[0]
         keys = jax.random.split(batch_key, units)
-        plan, program = _analyse(loss, params, _first(batch), keys[0], size)
+        example = jax.tree.map(lambda x: x[0], batch)
+        plan, program = _analyse(loss, varying(params, batch), example, keys[0], size)
         maps = maps_of(plan, params, key, size)
 
         def total(params, zeros):
+            params = varying(params, batch)  # what devices differ in is of the type of the data
             losses = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
             return jnp.mean(losses), losses
 
-        zeros = jnp.zeros((units, size))
+        zeros = varying(jnp.zeros((units, size)), batch)
         (_, losses), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(params, zeros)
         return losses.astype(jnp.float32), mean, Rows.of(units * found)
 

@@ -199,7 +199,8 @@ def _add_blocks(slices, seed, in_block):
             block = jax.lax.dynamic_slice_in_dim(flat, b * size, size)
             return total + of_blocks[b] * jax.lax.dynamic_slice_in_dim(signs, b, size) * block
 
-        return jax.lax.fori_loop(0, blocks, add, jnp.zeros(size)).reshape(shape)
+        start = shards.varying(jnp.zeros(size), flat)
+        return jax.lax.fori_loop(0, blocks, add, start).reshape(shape)
 
     def at_once(slices):
         """An accelerator makes the signs while it reads."""

@@ -261,6 +261,33 @@ def test_under_vmap_over_workers_and_with_a_large_sketch():
     assert_sketched(layered, params, {"x": batch["x"][0]}, size=1024)
 
 
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_under_shard_map_with_and_without_checked_types(name):
+    model, batch = MODELS[name][0](), MODELS[name][1]
+    params, found = model.init(jax.random.key(0)), []
+    mesh = jax.make_mesh(
+        (N,), ("worker",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:N]
+    )
+    gradients = ordering.sketched(model.loss, SKETCH_KEY, size=64)
+    for checked in (False, True):
+
+        def run(params, batch, checked=checked):
+            if checked:  # else the gradient is added up over the workers
+                params = jax.lax.pcast(params, "worker", to="varying")
+            losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
+            return losses, jax.lax.pmean(mean, "worker"), rows.tree
+
+        own = jax.P("worker")
+        mapped = jax.shard_map(
+            run, mesh=mesh, in_specs=(jax.P(), own), out_specs=(own, jax.P(), own),
+            check_vma=checked,
+        )  # fmt: skip
+        found.append(jax.jit(mapped)(params, batch))
+    close(*found)
+    alone = jax.jit(lambda *a: gradients(*a)[1])(params, batch, jax.random.clone(KEY))
+    close(found[0][1], alone)
+
+
 def test_bfloat16_products_have_float32_sketches():
     def loss(w, batch, key):
         return jnp.sum(jnp.tanh(batch.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)), -1)
