@@ -1,7 +1,6 @@
 """What the programs of workers that are several devices send, and keep on a device."""
 
 import functools
-import importlib.util
 import re
 
 import jax
@@ -15,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 import local_opt
 import ordering
 from experiments.compiled import slices
+from experiments.compiled.chips import LIBTPU
 from experiments.compiled.programs import uncached
+from tests.abstract_runs import compiled_by
 from tests.problems import copies
 from tests.shards import (
     BATCH,
@@ -184,11 +185,7 @@ def test_sketches_gather_no_gradient():
     np.testing.assert_allclose(over(backward)(params, data), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.topology
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason=f"libtpu is not installed: {slices.INSTALL}",
-)
+@compiled_by(LIBTPU)
 def test_workers_of_four_devices_on_a_slice_of_eight_chips():
     mesh = slices.slice_of("v5e:2x4", 8).mesh
     mesh = jax.sharding.Mesh(
