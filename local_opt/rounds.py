@@ -20,6 +20,7 @@ from local_opt.policies import (
 )
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
+from plans import specs as specs_lib
 
 
 class Rounds(NamedTuple):
@@ -119,7 +120,7 @@ def local_rounds(
     anchored = outer is not None or wire is not None
     if wire is not None:
         check_wire(wire)
-    shards.check_specs(specs, axis_name)
+    specs_lib.check_specs(specs, axis_name)
     if gradient_axis is not None and specs is None:
         specs = P()  # devices that share gradients hold the same parameters
 
@@ -201,7 +202,7 @@ def relative_distance(params, mean, *, specs=None) -> jax.Array:
         squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
         return jnp.sqrt(shards.added_up(squares, of) + jnp.zeros((), jnp.float32))
 
-    of = jax.tree.leaves(shards.like(P() if specs is None else specs, params))
+    of = jax.tree.leaves(specs_lib.like(P() if specs is None else specs, params))
     leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
     distance = norm([a - b for a, b in leaves])
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from local_opt import shards
 from local_opt.rounds import check_floating
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
+from plans import specs as specs_lib
 
 
 class Streaming(NamedTuple):
@@ -129,7 +129,7 @@ def streaming_rounds(
             mean, lost = synchronize_changes(
                 own, axis_name=axis_name, anchor=anchor, wire=wire,
                 lost=losses[fragment] if losses else (),
-                specs=specs if specs is None else _pick(shards.like(specs, params), part),
+                specs=specs if specs is None else _pick(specs_lib.like(specs, params), part),
             )  # fmt: skip
             if losses:
                 losses[fragment] = lost

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from local_opt import shards
 from local_opt.wires import LANES, Wire, rows_of
+from plans import specs as specs_lib
 
 
 def synchronize(tree, *, axis_name):
@@ -107,7 +108,7 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=N
         return tree, lost
     if specs is None:
         shards.check_alone(axis_name, wire)
-    of = jax.tree.leaves(shards.like(P() if specs is None else specs, tree))
+    of = jax.tree.leaves(specs_lib.like(P() if specs is None else specs, tree))
 
     def send(leaves, anchors, losses):
         # Apart from shards, what is whole on all devices of a worker is rounded alike on all.
@@ -120,7 +121,7 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=N
         return new, lost
 
     of_all = of, of, of[: len(losses)]
-    send = shards.over_shards(shards.check_specs(specs, axis_name), send, of_all, of_all[1:])
+    send = specs_lib.over_shards(specs_lib.check_specs(specs, axis_name), send, of_all, of_all[1:])
     new, losses = send(leaves, anchors, losses)
     return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
 

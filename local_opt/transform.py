@@ -14,6 +14,7 @@ from local_opt.plan import SyncPlan
 from local_opt.policies import LOCAL
 from local_opt.rounds import Rounds, local_rounds
 from local_opt.wires import Wire
+from plans import specs as specs_lib
 
 
 class PlannedState(NamedTuple):
@@ -186,22 +187,11 @@ def _decide(sync, synced, *operands):
 
     def branch(function, others):
         def run(*args):
-            return jax.tree.map(_as_varying, function(*args), others)
+            return jax.tree.map(specs_lib.varying, function(*args), others)
 
         return run
 
     return lax.cond(sync, branch(synced, operands), branch(lambda *args: args, after), *operands)
-
-
-def _as_varying(value, other):
-    lacking = tuple(sorted(_vma(other) - _vma(value)))
-    return lax.pcast(value, lacking, to="varying") if lacking else value
-
-
-def _vma(x):
-    """Names of the mesh axes over which a value is typed as varying."""
-    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return kind.manual_axis_type.varying if kind.manual_axis_type else frozenset()
 
 
 def check_plan(plan, total_steps) -> None:

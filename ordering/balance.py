@@ -12,10 +12,11 @@ so the running sum stays finite.
 import jax
 import jax.numpy as jnp
 
-from ordering import fused, shards
+from ordering import fused
 from ordering import rows as rows_lib
 from ordering.machine_forms import platform
 from ordering.signs import SignRule
+from plans import specs as specs_lib
 
 
 def default_block_size(num_parameters: int, backend: str | None = None) -> int:
@@ -131,7 +132,7 @@ def balance_blocks(
         return leaf[:whole].reshape((whole // block_size, block_size, *leaf.shape[1:]))
 
     blocks = tree, valid
-    carry = shards.varying(rule_state, valid), shards.varying(total, tree, valid)
+    carry = specs_lib.varying(rule_state, valid), specs_lib.varying(total, tree, valid)
     if whole == block_size:  # no loop: the block fuses with what computes it
         carry, out = step(carry, jax.tree.map(lambda leaf: leaf[:whole], blocks))
     else:
@@ -169,7 +170,7 @@ def _sequential_signs(rule, rule_state, products, valid, reduce):
         dots = dots + jnp.where(is_taken, sign * gram_row, 0.0)
         return (rule_state, dots, jnp.where(here, sign, signs)), None
 
-    carry = shards.varying((rule_state, products[:, 0], jnp.ones(taken.size)), products, taken)
+    carry = specs_lib.varying((rule_state, products[:, 0], jnp.ones(taken.size)), products, taken)
     (rule_state, _, signs), _ = jax.lax.scan(step, carry, (places, products[:, 1:], taken))
     return rule_state, signs, taken
 

@@ -14,6 +14,7 @@ from ordering import base, shards, signs
 from ordering import rows as rows_lib
 from ordering.balance import balance_blocks
 from ordering.exchange import shared_key
+from plans import specs as specs_lib
 
 WHEN = ("step", "sync")
 WINDOW = 16  # pairs of a worker in one gather of those that waited
@@ -62,7 +63,7 @@ def gathered_pairs(
             f"wire_dtype is {wire_dtype}: pairs are floating numbers; pass jnp.bfloat16, or "
             "None for float32."
         )
-    if specs is not None and shards.check_specs(specs, axis_name):
+    if specs is not None and specs_lib.check_specs(specs, axis_name):
         raise ValueError(
             f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
             "device of a worker. Give sketch these specs, and cd_grab specs=jax.P()."
@@ -149,7 +150,7 @@ def gathered_pairs(
             own = jax.lax.dynamic_slice_in_dim(state.waiting, first, size)
             return place(state, own, first, known)
 
-        state = shards.varying(state)
+        state = specs_lib.varying(state)
         return jax.lax.while_loop(lambda state: state.signed < observed, window, state)
 
     def next_epoch(state):

@@ -12,6 +12,7 @@ from ordering.balance import balance, balance_blocks, default_block_size
 from ordering.base import Ordering
 from ordering.exchange import exchange, shared_key, slice_size
 from ordering.gathered import gathered_pairs
+from plans import specs as specs_lib
 
 SHARED_BLOCK = 64
 GIVE_SPECS = (
@@ -164,8 +165,8 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
     rule = signs.greedy() if rule is None else rule
     splits_pairs = units_per_step % 2 == 1
     coordinated = axis_name is not None
-    axes = () if specs is None else shards.check_specs(specs, axis_name)  # inside a worker
-    summed = (*shards.names_of(axis_name), *axes)
+    axes = () if specs is None else specs_lib.check_specs(specs, axis_name)  # inside a worker
+    summed = (*specs_lib.names_of(axis_name), *axes)
 
     def init(key, params):
         current = base.first_order(key, num_units)

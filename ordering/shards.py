@@ -6,8 +6,6 @@ the same place of another worker.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ordering import base
 from ordering import rows as rows_lib
-
-
-def axes_of(specs) -> tuple[str, ...]:
-    """The names of the mesh axes in a tree of specs, each once, in their order.
-
-    Example:
-      >>> import jax, ordering
-      >>> ordering.shards.axes_of({"w": jax.P(None, "model"), "b": jax.P()})
-      ('model',)
-    """
-    leaves = jax.tree.leaves(specs)
-    if wrong := [s for s in leaves if not isinstance(s, P)]:
-        raise ValueError(
-            f"specs holds {wrong[0]!r}: pass a tree of jax.P like the gradients, or one jax.P for "
-            "all leaves; jax.P() where a leaf is whole on every device of a worker."
-        )
-    return tuple(dict.fromkeys(axis for spec in leaves for axis in _axes(spec)))
-
-
-def check_specs(specs, axis_name) -> tuple[str, ...]:
-    """The axes inside a worker; raises ValueError for those of the workers among them."""
-    axes = axes_of(specs)
-    if both := sorted(set(axes) & set(names_of(axis_name))):
-        raise ValueError(
-            f"specs names {both}, the workers' axis: they are of one worker's gradient. Leave the "
-            "leading worker axis out."
-        )
-    return axes
+from plans import specs as specs_lib
 
 
 def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) -> None:
@@ -55,39 +26,11 @@ def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) ->
     Raises:
       ValueError: with the names of these axes.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    names = mesh.manual_axes if manual_only else mesh.axis_names
-    beside = [a for a in names if mesh.shape[a] > 1 and a not in names_of(axis_name)]
-    if beside:
+    if others := specs_lib.beside(axis_name, manual_only=manual_only):
         raise ValueError(
-            f"{what} under the mesh axes {beside} beside the workers' {axis_name!r}: devices of "
+            f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: devices of "
             f"one worker must see the same numbers, and no gradient is gathered for it. {act}"
         )
-
-
-def over_shards(axes, function: Callable, in_specs, out_specs) -> Callable:
-    """`function`, in which these axes are manual: by a shard_map over those that are not yet."""
-
-    def run(*args):
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        left = {axis for axis in axes if axis not in manual}
-        if not left:
-            return function(*args)
-        if len(left) < len(axes):
-            raise ValueError(
-                f"of the axes {list(axes)} in specs only {sorted(left)} are left to the compiler: "
-                "make all of a worker's axes manual, or none."
-            )
-        return jax.shard_map(
-            function, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False
-        )(*args)
-
-    return run
-
-
-def like(specs, tree):
-    """One spec for every leaf of a tree, from a tree of specs or from one for many leaves."""
-    return jax.tree.broadcast(specs, tree)
 
 
 def parts(tree, specs, axes, *, leading: int = 0):
@@ -102,7 +45,7 @@ def parts(tree, specs, axes, *, leading: int = 0):
     """
 
     def part(leaf, spec):
-        whole = [axis for axis in axes if axis not in _axes(spec)]
+        whole = [axis for axis in axes if axis not in specs_lib.axes_in(spec)]
         if not whole:
             return leaf
         flat = leaf.reshape(*leaf.shape[:leading], -1)
@@ -112,7 +55,7 @@ def parts(tree, specs, axes, *, leading: int = 0):
         start = jax.lax.axis_index(tuple(whole)) * each
         return jax.lax.dynamic_slice_in_dim(jnp.pad(flat, padding), start, each, axis=leading)
 
-    return jax.tree.map(part, tree, like(specs, tree))
+    return jax.tree.map(part, tree, specs_lib.like(specs, tree))
 
 
 def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> base.Ordering:
@@ -129,8 +72,8 @@ def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> b
         if coordinated:
             return state_specs(P(axes))
         # A share of a leaf that is whole over some axis is flat.
-        flat = lambda spec: spec if len(_axes(spec)) == len(axes) else P(axes)  # noqa: E731
-        return state_specs(jax.tree.map(flat, like(specs, tree)))
+        flat = lambda spec: spec if len(specs_lib.axes_in(spec)) == len(axes) else P(axes)  # noqa: E731
+        return state_specs(jax.tree.map(flat, specs_lib.like(specs, tree)))
 
     def init(key, params):
         mesh = jax.sharding.get_abstract_mesh()
@@ -139,11 +82,11 @@ def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> b
             local = jax.tree.map(
                 lambda x, spec: jnp.zeros(_shard(jnp.shape(x), spec, mesh)),
                 params,
-                like(specs, params),
+                specs_lib.like(specs, params),
             )
             return order.init(key, parts(local, specs, axes))
 
-        return over_shards(axes, run, P(), where(params))(key)
+        return specs_lib.over_shards(axes, run, P(), where(params))(key)
 
     def observe(state, rows):
         base.check_stacked(rows)
@@ -156,42 +99,24 @@ def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> b
         def run(state, tree):
             return order.observe(state, rows_lib.Rows.of(parts(tree, specs, axes, leading=1)))
 
-        of_rows = jax.tree.map(lambda spec: P(None, *spec), like(specs, rows.tree))
+        of_rows = jax.tree.map(lambda spec: P(None, *spec), specs_lib.like(specs, rows.tree))
         of_state = where(rows.tree)
-        return over_shards(axes, run, (of_state, of_rows), of_state)(state, rows.tree)
+        return specs_lib.over_shards(axes, run, (of_state, of_rows), of_state)(state, rows.tree)
 
     def next_epoch(state):
         of_state = where(state.running_sum)
-        return over_shards(axes, order.next_epoch, (of_state,), of_state)(state)
+        return specs_lib.over_shards(axes, order.next_epoch, (of_state,), of_state)(state)
 
     return base.Ordering(init, observe, next_epoch)
-
-
-def varying(tree, *others):
-    """The tree, typed as varying over all manual axes over which it or the others vary.
-
-    A loop's state keeps its type, and what is known to be equal at the start differs later.
-    """
-    over = [_vma(x) for x in jax.tree.leaves((tree, others))]
-    every = frozenset().union(*over)
-
-    def cast(x):
-        lacking = tuple(sorted(every - _vma(x)))
-        return jax.lax.pcast(x, lacking, to="varying") if lacking else x
-
-    return jax.tree.map(cast, tree)
-
-
-def _vma(x):
-    kind = jax.typeof(x).manual_axis_type
-    return kind.varying if kind else frozenset()
 
 
 def _shard(shape, spec, mesh):
     """The shape of a shard, where these axes are not manual yet; else it is one already."""
     found = list(shape)
     for i, names in enumerate(spec):
-        count = math.prod(mesh.shape[a] for a in names_of(names) if a not in mesh.manual_axes)
+        count = math.prod(
+            mesh.shape[a] for a in specs_lib.names_of(names) if a not in mesh.manual_axes
+        )
         if found[i] % count:
             raise ValueError(
                 f"a leaf of shape {tuple(shape)} cannot be split as {spec}: {found[i]} is no "
@@ -199,12 +124,3 @@ def _shard(shape, spec, mesh):
             )
         found[i] //= count
     return found
-
-
-def _axes(spec) -> tuple[str, ...]:
-    return tuple(axis for names in spec for axis in names_of(names))
-
-
-def names_of(names) -> tuple[Any, ...]:
-    """The names of axes: of none, of one, or of several."""
-    return () if names is None else names if isinstance(names, tuple) else (names,)

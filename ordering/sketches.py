@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ordering import rows as rows_lib
 from ordering import shards
 from ordering.exchange import LANES
+from plans import specs as specs_lib
 
 PyTree = Any
 SIZE = 1024  # sketch_size(10**4)
@@ -92,13 +93,13 @@ def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree]
       https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     check_size(size)
-    axes = () if specs is None else shards.axes_of(specs)
+    axes = () if specs is None else specs_lib.axes_of(specs)
 
     def apply(tree):
         if not axes:
             return mapped(tree, jax.random.clone(key))
-        of = shards.like(specs, tree)
-        return shards.over_shards(axes, added, (of,), P())(tree)
+        of = specs_lib.like(specs, tree)
+        return specs_lib.over_shards(axes, added, (of,), P())(tree)
 
     def added(tree):
         """The sum of the sketches of all parts; whole gradients of few entries side by side."""
@@ -199,7 +200,7 @@ def _add_blocks(slices, seed, in_block):
             block = jax.lax.dynamic_slice_in_dim(flat, b * size, size)
             return total + of_blocks[b] * jax.lax.dynamic_slice_in_dim(signs, b, size) * block
 
-        start = shards.varying(jnp.zeros(size), flat)
+        start = specs_lib.varying(jnp.zeros(size), flat)
         return jax.lax.fori_loop(0, blocks, add, start).reshape(shape)
 
     def at_once(slices):

@@ -16,6 +16,7 @@ import ordering
 from experiments.compiled import slices
 from experiments.compiled.chips import LIBTPU
 from experiments.compiled.programs import uncached
+from plans import specs as specs_lib
 from tests.abstract_runs import compiled_by
 from tests.problems import copies
 from tests.shards import (
@@ -217,4 +218,4 @@ def abstract(tree, specs, *, mesh):
     def shape(spec, x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
 
-    return jax.tree.map(shape, ordering.shards.like(owned(specs), tree), tree)
+    return jax.tree.map(shape, specs_lib.like(owned(specs), tree), tree)
