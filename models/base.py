@@ -99,7 +99,7 @@ def product(x: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def flat_dot_general(x: jax.Array, weights: jax.Array, dimension_numbers, **options) -> jax.Array:
     """`lax.dot_general` of x [..., K] and weights [K, N], on a CPU with one axis for all rows.
 
-    A CPU takes half the time for it; a TPU's compiler joins less to such a product.
+    A CPU is faster at it; a TPU's compiler joins less to such a product.
     """
     last_and_first = dimension_numbers == (((x.ndim - 1,), (0,)), ((), ()))
     if not last_and_first or weights.ndim != 2 or platform() != "cpu":

@@ -21,7 +21,7 @@ def platform() -> str:
 def product(precision=None, preferred_element_type=None) -> Callable:
     """`(x [T, K], w [K, N]) -> [T, N]`: on a CPU, under vmap of x, batch and rows are one axis.
 
-    A CPU takes twice as long for a product of three axes; a TPU's compiler does not join the
+    A CPU is slower at a product of three axes; a TPU's compiler does not join the
     gradient of a loss to a product of two, and writes it down.
     """
 

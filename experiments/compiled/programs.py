@@ -64,24 +64,28 @@ def compile_or_refuse(
         return refused
     seconds = time.perf_counter() - start
     stats, cost = program.memory_analysis(), program.cost_analysis() or {}
-    found = {
-        "arguments": stats.argument_size_in_bytes,
-        "outputs": stats.output_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-        "donated": stats.alias_size_in_bytes,
-    }
-    total = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
+    total = buffer_bytes(program)
     if memory is not None and total > memory:
         return Refused(total, memory)
     planned = getattr(stats, "peak_memory_in_bytes", 0) if memory is None else 0
     return Compiled(
-        **found,
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        donated=stats.alias_size_in_bytes,
         peak=planned or total,
         flops=cost.get("flops"),
         bytes_accessed=cost.get("bytes accessed"),
         contents=hlo.contents(program.as_text()),
         seconds=seconds,
     )
+
+
+def buffer_bytes(program: jax.stages.Compiled) -> int:
+    """Of all buffers of a program on one device; what is donated counts once."""
+    stats = program.memory_analysis()
+    own = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + own + stats.temp_size_in_bytes
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import numpy as np
 
 import local_opt
 from experiments.compiled.lowering import lower_step, tree_bytes
+from experiments.compiled.programs import buffer_bytes
 from experiments.compiled.slices import slice_of
 from experiments.results.tables import markdown, show_bytes
 from experiments.studies.cost import operations, price, traffic
@@ -156,13 +157,7 @@ def _memory(task, recipe, order, rounds, proximal, *, given) -> str:
         return "not compiled"
     strength = proximal * recipe.proximal
     lowered = lower_step(task, recipe, ORDERS[order], rounds, proximal=strength)
-    found = lowered.compile().memory_analysis()
-    return show_bytes(
-        found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        + found.temp_size_in_bytes
-        - found.alias_size_in_bytes
-    )
+    return show_bytes(buffer_bytes(lowered.compile()))
 
 
 def order_bytes(task, order, sizes, sync_in_step) -> float:

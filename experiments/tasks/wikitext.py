@@ -58,17 +58,10 @@ RECIPES = {
         bound_every=0,
         optimizer="adamw",
     ),
-    "gpt2_small": Recipe(
-        workers=8,
-        units_per_step=1,
-        unit_size=8,
-        epochs=1,
-        learning_rates=(6e-4,),
-        momentum=0.9,  # b1 of AdamW
-        bound_every=0,
-        optimizer="adamw",
-    ),
 }
+RECIPES["gpt2_small"] = RECIPES["gpt2"]._replace(
+    workers=8, unit_size=8, epochs=1, learning_rates=(6e-4,)
+)
 
 
 class Size(NamedTuple):
