@@ -5,6 +5,7 @@
 
 from ordering import echo, input
 from ordering.base import Ordering
+from ordering.dealing import dealt, dealt_reshuffling
 from ordering.exchange import all_reduce_mean, all_to_all_mean
 from ordering.grab import grab
 from ordering.gradients import grouped, microbatch, per_example
@@ -30,6 +31,8 @@ __all__ = [
     "all_to_all_mean",
     "block_reshuffling",
     "cd_grab",
+    "dealt",
+    "dealt_reshuffling",
     "echo",
     "flip_flop",
     "grab",

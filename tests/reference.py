@@ -82,6 +82,29 @@ def cd_grab_epoch(orders, gradients, sign=greedy_sign):
     return following
 
 
+def dealt_epoch(orders, gradients, how, sign=greedy_sign, *, alone=False):
+    """Pairs of all workers in one order of all units, from both ends, and dealt anew.
+
+    gradients [W M, D] belong to all units; `alone`: every worker balances its own pairs.
+    """
+    workers, units = len(orders), len(orders[0])
+    if alone:
+        placed = [pair_balance_epoch(order, gradients, sign) for order in orders]
+    else:
+        placed = cd_grab_epoch(orders, [gradients] * workers, sign)
+    everyone = [None] * (workers * units)
+    left, right = 0, workers * units - 1
+    for k in range(units // 2):
+        for w in range(workers):
+            everyone[left], everyone[right] = placed[w][k], placed[w][units - 1 - k]
+            left, right = left + 1, right - 1
+    if units % 2:  # units without a partner, in the middle
+        everyone[left : right + 1] = [placed[w][units // 2] for w in range(workers)]
+    if how == "chunks":
+        return [everyone[w * units : (w + 1) * units] for w in range(workers)]
+    return [everyone[w::workers] for w in range(workers)]
+
+
 def grab_epoch(order, gradients, mean, sign=greedy_sign):
     """GraB (Lu, Guo, De Sa 2022) with the stale mean: (next order, mean of this epoch)."""
     gradients = np.asarray(gradients, np.float64)

@@ -352,11 +352,11 @@ def test_bad_input(source, indices, sizes, word):
 @pytest.mark.parametrize(
     "orders,sizes,word",
     [
-        ([0, 2, 2], {}, r"orders of shape \(1, 3\) are no permutations of 0 .. 2"),
-        ([1, 2, 3], {}, "no permutations"),
-        ([[0, 1], [0, -1]], {}, "no permutations"),
-        ([0, 1, 2], {"num_units": 2}, "no permutations of 0 .. 1"),
-        ([3, 3], {"num_units": 5}, "no permutations"),
+        ([0, 2, 2], {}, r"orders of shape \(1, 3\) do not name each unit of 0 .. 2 at most"),
+        ([1, 2, 3], {}, "at most once"),
+        ([[0, 1], [0, -1]], {}, "at most once"),
+        ([0, 1, 2], {"num_units": 2}, "each unit of 0 .. 1 at most once"),
+        ([3, 3], {"num_units": 5}, "at most once"),
         ([0.0, 1.0], {}, r"orders is float64\[2\]"),
         ([[[0]]], {}, r"orders is int64\[1, 1, 1\]"),
         ([], {}, "num_units is 0"),

@@ -19,7 +19,12 @@ from ordering.input.sources import reader
 
 
 def step_indices(
-    orders, *, units_per_step: int, unit_size: int = 1, num_units: int | None = None
+    orders,
+    *,
+    units_per_step: int,
+    unit_size: int = 1,
+    num_units: int | None = None,
+    total: int | None = None,
 ) -> tuple[np.ndarray, int]:
     """The examples that orders name: by step, then worker, then unit, then example of the unit.
 
@@ -32,6 +37,8 @@ def step_indices(
       units_per_step: B in [1, M], units per worker and step.
       unit_size: S >= 1, neighbouring examples in one unit.
       num_units: M, where `orders` is a slice.
+      total: where units of the whole source are dealt to the workers (`ordering.dealt`), how many
+        these are; orders then name units in [0, total), and none twice among these workers.
 
     Returns:
       `(indices, batch_size)`: int64[W m S], and W B S, the examples of a whole step: `batches`
@@ -51,13 +58,15 @@ def step_indices(
     num_units = length if num_units is None else num_units
     base.check_units_per_step(num_units, units_per_step)
     _check_at_least(1, unit_size=unit_size)
-    ranked = np.sort(orders, axis=1)
-    if not ((ranked >= 0) & (ranked < num_units)).all() or (np.diff(ranked, axis=1) == 0).any():
+    ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
+    most = num_units if total is None else total
+    if not ((ranked >= 0) & (ranked < most)).all() or (np.diff(ranked, axis=1) == 0).any():
+        whose = "each worker's order of its own units; for a slice of an order also num_units"
         raise ValueError(
-            f"orders of shape {orders.shape} are no permutations of 0 .. {num_units - 1}. Pass "
-            "each worker's order of its own units; for a slice of an order also num_units."
+            f"orders of shape {orders.shape} do not name each unit of 0 .. {most - 1} at most "
+            f"once. Pass {whose if total is None else 'the orders of one epoch, and their total'}."
         )
-    units = orders + num_units * np.arange(workers)[:, None]
+    units = orders if total else orders + num_units * np.arange(workers)[:, None]
     whole = length - length % units_per_step
     steps = units[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
     units = np.concatenate([steps.reshape(-1), units[:, whole:].reshape(-1)])

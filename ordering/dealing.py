@@ -1,0 +1,216 @@
+"""Orders over the units of all workers, dealt anew in every epoch: units move between workers."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ordering import base
+from ordering.exchange import shared_key
+from ordering.gathered import GatheredState
+from ordering.pair_balance import PairBalanceState
+from ordering.shuffles import ShuffleState
+
+HOW = ("round_robin", "chunks")
+
+
+class DealtState(NamedTuple):
+    """State of one worker; `everyone` is equal on all."""
+
+    pairs: Any  # of the pair order; its units are numbers in [0, W M)
+    everyone: jax.Array  # int32[W, M], the current orders of all workers
+
+    @property
+    def current(self):
+        """int32[M], this worker's units of this epoch."""
+        return self.pairs.current
+
+    @property
+    def next(self):
+        """int32[M]; where a front is known, it is the front of this worker's next order."""
+        return self.pairs.next
+
+    @property
+    def left(self):
+        """int32[], known units of this worker's next order: none where chunks are dealt."""
+        return self.pairs.left
+
+
+class ChunksState(DealtState):
+    """`DealtState` of chunks: whose next units are known, and when, differs between workers."""
+
+    @property
+    def left(self):
+        return jnp.zeros_like(self.pairs.left)
+
+
+def dealt(
+    order: base.Ordering, num_units: int, *, how: str = "round_robin", axis_name="worker"
+) -> base.Ordering:
+    """An order over all W M units, from the pairs that workers balance, dealt anew each epoch.
+
+    All pairs are placed in one order, from both ends, in the sequence in which they are signed:
+    the k-th pair (a, b) of worker w takes the places p = k W + w and W M - 1 - p, a in front if
+    its sign is +. Place q then goes to
+
+        round_robin:  worker q mod W, as its unit q // W;      chunks:  worker q // M, as q mod M.
+
+    Where all workers meet in every step, round robin visits what fixed shards visit, for every step
+    takes the next W B places of the one order. Under local steps the workers' data are the same in
+    distribution, which takes away the error of fixed shards.
+
+    Every worker knows the orders of all, 4 bytes for a unit, and at the epoch's end they tell each
+    other their signs: a bit for every pair, and nothing else. Data must be readable by all workers.
+
+    Args:
+      order: `cd_grab` or `pair_balance` of `num_units`; with the latter every worker balances its
+        own pairs.
+      num_units: M >= 1, units per worker; the data are W M units.
+      how: "round_robin" or "chunks". With chunks no unit of the next epoch is known before its
+        beginning, so input cannot read ahead.
+      axis_name: the workers' axis.
+
+    Returns:
+      An `Ordering` whose `current` names units in [0, W M), with `DealtState`. The first order is
+      a random one of all units, from worker 0's key.
+
+    Raises:
+      ValueError: for sizes or a `how` that do not fit, at construction; from `init`, for an order
+        that places no pairs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> order = ordering.dealt(ordering.cd_grab(4, units_per_step=2), 4)
+      >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device
+      >>> state = jax.vmap(lambda key: order.init(key, jnp.zeros(3)), axis_name="worker")(keys)
+      >>> sorted(state.current.ravel().tolist()) == list(range(32))
+      True
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
+    """
+    base.check_num_units(num_units)
+    if how not in HOW:
+        raise ValueError(f"how is {how!r}: units are dealt by one of {', '.join(HOW)}.")
+    state_of = DealtState if how == "round_robin" else ChunksState
+
+    def init(key, params):
+        everyone = _shuffled(shared_key(key, axis_name), 0, num_units, axis_name)
+        pairs = order.init(key, params)
+        if not isinstance(pairs, PairBalanceState | GatheredState):
+            raise ValueError(
+                f"the order's state is {type(pairs).__name__}: what is dealt are the signs of "
+                "pairs; pass cd_grab or pair_balance, or use dealt_reshuffling."
+            )
+        if pairs.current.shape != (num_units,):
+            raise ValueError(
+                f"num_units is {num_units} and the order has {pairs.current.shape[0]} units: "
+                "make both for the same number."
+            )
+        return state_of(_begun(pairs, everyone, axis_name), everyone)
+
+    def observe(state, rows):
+        return state._replace(pairs=order.observe(state.pairs, rows))
+
+    def sync(state):
+        return state._replace(pairs=order.sync(state.pairs))
+
+    def next_epoch(state):
+        before, after = state.pairs, order.next_epoch(state.pairs)
+        count = num_units // 2
+        plus = jnp.packbits(after.current[:count] == before.current[: 2 * count : 2])
+        told = jax.lax.all_gather(plus, axis_name)
+        signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(told)
+        placed = jnp.minimum(before.position, num_units) // 2
+        everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed), how)
+        return state_of(_begun(after, everyone, axis_name), everyone)
+
+    return base.Ordering(init, observe, next_epoch, sync)
+
+
+def dealt_reshuffling(num_units: int, *, axis_name="worker") -> base.Ordering:
+    """Random reshuffling over the units of all workers: a fresh shuffle, dealt to them, each epoch.
+
+    Args:
+      num_units: M >= 1, units per worker; the data are W M units.
+      axis_name: the workers' axis.
+
+    Returns:
+      An `Ordering` whose `current` names units in [0, W M); `observe` ignores the rows. All workers
+      draw the same shuffle, from worker 0's key, and nothing is sent after `init`.
+
+    Raises:
+      ValueError: if num_units is below 1.
+
+    Example:
+      >>> import jax, ordering
+      >>> order = ordering.dealt_reshuffling(4)
+      >>> keys = jax.random.split(jax.random.key(0), 2)
+      >>> state = jax.vmap(lambda key: order.init(key, None), axis_name="worker")(keys)
+      >>> sorted(jax.vmap(order.next_epoch, axis_name="worker")(state).current.ravel().tolist())
+      [0, 1, 2, 3, 4, 5, 6, 7]
+
+    References:
+      Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
+      2020, https://arxiv.org/abs/2006.05988
+    """
+    base.check_num_units(num_units)
+
+    def own(key, epoch):
+        return _shuffled(key, epoch, num_units, axis_name)[jax.lax.axis_index(axis_name)]
+
+    def init(key, params):
+        del params
+        key = shared_key(key, axis_name)
+        epoch, left = jnp.zeros((), jnp.int32), jnp.full((), num_units, jnp.int32)
+        return ShuffleState(own(key, 0), own(key, 1), left, epoch, key)
+
+    def next_epoch(state):
+        following = own(state.key, state.epoch + 2)
+        return state._replace(current=state.next, next=following, epoch=state.epoch + 1)
+
+    return base.Ordering(init, lambda state, rows: state, next_epoch)
+
+
+def deal(placed: jax.Array, how: str) -> jax.Array:
+    """int32[W, M], the units of every worker, after the pairs of every worker have been placed.
+
+    Args:
+      placed: int32[W, M], row w the pairs of worker w from both ends; so worker w's place m is
+        place m W + w of the order of all units in its first half, and m W + (W - 1 - w) in the
+        second.
+
+    Example:
+      >>> import jax.numpy as jnp, ordering
+      >>> placed = jnp.array([[0, 1, 2, 3], [4, 5, 6, 7]])
+      >>> ordering.dealing.deal(placed, "round_robin").tolist()
+      [[0, 1, 6, 7], [4, 5, 2, 3]]
+      >>> ordering.dealing.deal(placed, "chunks").tolist()
+      [[0, 4, 1, 5], [6, 2, 7, 3]]
+    """
+    half = (placed.shape[1] + 1) // 2
+    in_turn = jnp.concatenate([placed[:, :half], placed[::-1, half:]], axis=1)
+    return in_turn if how == "round_robin" else in_turn.T.reshape(placed.shape)
+
+
+def _placed(current, plus, count):
+    """int32[M], a worker's next order, from the signs of its first `count` pairs."""
+    paired = 2 * plus.shape[0]
+    first, second = current[:paired:2], current[1:paired:2]
+    front, back = jnp.where(plus, first, second), jnp.where(plus, second, first)
+    following = jnp.concatenate([front, current[paired:], back[::-1]])
+    return base.fill_middle(following, current, count, 2 * count)
+
+
+def _begun(pairs, everyone, axis_name):
+    """The state of a pair order at the beginning of its epoch, with the units dealt to it."""
+    own = everyone[jax.lax.axis_index(axis_name)]
+    return pairs._replace(current=own, next=jnp.copy(own))
+
+
+def _shuffled(key, epoch, num_units, axis_name):
+    """int32[W, M]: a random order of all units, which `key`, of all workers, draws."""
+    workers = jax.lax.axis_size(axis_name)
+    drawn = jax.random.permutation(jax.random.fold_in(key, epoch), workers * num_units)
+    return drawn.astype(jnp.int32).reshape(workers, num_units)
