@@ -28,12 +28,12 @@ and computation and no network. lambda of the proximal arms is not tuned.
 
 from absl import app
 
+from experiments.measures.metrics import METRICS
 from experiments.results import columns, plots, tables
 from experiments.results.statistics import Criterion
 from experiments.studies import study
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ECHO_POLICIES
-from experiments.training.metrics import METRICS
 
 
 def _once_per_load(echo: str) -> Arm:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from absl import app, flags
 
 from experiments.compiled.slices import stay_on_cpu
+from experiments.measures.metrics import METRICS
 from experiments.processes import cluster
 from experiments.studies import recipes
 from experiments.studies.dry_run import TERA, Assumed
 from experiments.tasks import TASKS
 from experiments.tasks.base import Recipe, Task, check_recipe
-from experiments.training.metrics import METRICS
 from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
 
 KINDS = {
@@ -62,7 +62,7 @@ FIELDS = {  # of a Recipe
     "evaluate_every": "steps, instead of --evaluations",
     "bound_every": "epochs between two herding bounds; 0: never",
     "metric": "of the target",
-    "target": "of the metric, on both halves of the test set",
+    "target": "of the metric, on both halves of the test set; of the training loss in `combined`",
     "run": "all workers on one device, at once or in turn, or one device each",
 }
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))

@@ -24,12 +24,12 @@ augmentation, growth = alpha / peak rate fixed per setting instead of tuned, and
 device, so that seconds show the computation and no network.
 """
 
+from experiments.measures.metrics import METRICS
 from experiments.results import columns, plots, tables
 from experiments.results.statistics import Criterion
 from experiments.studies import study
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import SYNC_RULES
-from experiments.training.metrics import METRICS
 
 RULES = ("parallel", "accumulate", "constant", "post_local", "swap", "inverse", "qsr", "cubic")
 OTHERS = [name for name in SYNC_RULES if name not in RULES]

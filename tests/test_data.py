@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import models
+from experiments.measures import sums
+from experiments.measures.metrics import METRICS
 from experiments.tasks import TASKS, cifar10, prepared, tinyshakespeare
-from experiments.training import sums
-from experiments.training.metrics import METRICS
 
 DATA = pathlib.Path(__file__).resolve().parents[1].parent / "shared" / "data"
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import models
-from experiments.training import sums
-from experiments.training.metrics import METRICS
+from experiments.measures import sums
+from experiments.measures.metrics import METRICS
 
 
 @pytest.fixture(autouse=True)

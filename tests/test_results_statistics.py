@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from experiments.measures import metrics
 from experiments.results import columns, factorial, plots, report, statistics, tables
 from experiments.results.statistics import Criterion, compare
 from experiments.studies import cost
-from experiments.training import metrics
 
 ARMS = {"rr": "D-RR", "cd_grab": "CD-GraB", "unzip": "unzip control"}
 LOWEST = Criterion(when="lowest")

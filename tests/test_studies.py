@@ -13,6 +13,7 @@ from absl import flags as absl_flags
 
 import local_opt
 from experiments import cd_grab, combined, echoing, qsr, train
+from experiments.measures import metrics
 from experiments.results import records, statistics
 from experiments.results.statistics import Criterion
 from experiments.studies import search, study, trainer
@@ -20,7 +21,7 @@ from experiments.studies.search import Run, Trainer
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ECHO_POLICIES, SYNC_RULES
 from experiments.tasks import TASKS
-from experiments.training import config, metrics
+from experiments.training import config
 
 RATES = (0.1, 0.2, 0.4)
 ARMS = {"a": Arm("A"), "b": Arm("B", order="rr", sync="qsr")}

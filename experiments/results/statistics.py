@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.training.metrics import METRICS
+from experiments.measures.metrics import METRICS
 
 TUNING, REPORTED = ("run", "tune"), ("run", "report")  # phases
 LOSS, ABOVE = "train/loss", "train/above_optimum"

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.measures.metrics import METRICS
 from experiments.results import statistics
 from experiments.results.statistics import Chosen, Comparison, interval
-from experiments.training.metrics import METRICS
 
 NAMES = {
     "train/loss": "train loss",

@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
     evaluations: int | None = None  # evenly over the run; None: at every epoch's end
     evaluate_every: int | None = None  # steps; wins over evaluations
     bound_every: int = 0  # epochs between two herding bounds; 0 never
-    metric: str = "accuracy"  # of the target, a name of `training.metrics.METRICS`
+    metric: str = "accuracy"  # of the target, a name of `measures.metrics.METRICS`
     target: float | None = None  # of the metric, for studies that count steps to it
     run: str = "vmap"  # "vmap" or "turns" on one device, "mesh" one device per worker
 
@@ -53,7 +53,7 @@ class Task(NamedTuple):
       `jax.ShapeDtypeStruct`: the shapes of the published data, which a dry run needs.
     recipe: the default setting.
     optimum: `() -> float`, the minimum of the training loss, or None where it is not known.
-    metric: what the test set measures, a name of `training.metrics.METRICS`.
+    metric: what the test set measures, a name of `measures.metrics.METRICS`.
     """
 
     name: str

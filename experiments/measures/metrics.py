@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import optax
 
-from experiments.training.sums import hits, predicting, sum_chunks, sum_examples
+from experiments.measures.sums import hits, predicting, sum_chunks, sum_examples
 
 
 class Metric(NamedTuple):

@@ -9,10 +9,10 @@ import optax
 
 import local_opt
 import ordering.input
+from experiments.measures.metrics import METRICS
+from experiments.measures.sums import CHUNK, predicting, sum_chunks
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import size_of
-from experiments.training.metrics import METRICS
-from experiments.training.sums import CHUNK, predicting, sum_chunks
 
 BATCHES = 16  # of training data, behind the moments of a normalisation layer
 
