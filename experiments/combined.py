@@ -3,25 +3,28 @@ r"""Do the three decisions help each other? The factorial of order x sync x echo
     python -m experiments.combined                        # digits, embedded, a minute
     python -m experiments.combined --task=shakespeare_cosine --data_dir=DIR --seeds=3
 
-Eight arms: --order against D-RR, --sync against parallel, --echo against none. Every arm trains
-once at each learning rate and then, with the remaining seeds, at its best two; the mean over seeds
-of the last train loss chooses. All arms take the same number of steps, under one seed from the same
-parameters and first orders. Writes metrics, table*.md, comparison.png, effects.png and report.html
-into --output_dir; the same command goes on where it was stopped.
+Eight arms: --order against --baseline (D-RR), --sync against parallel, --echo against none. Every
+arm trains once at each learning rate and then, with the remaining seeds, at its best two; the mean
+over seeds of the last train loss chooses, or with --target=LOSS (above the optimum, where that is
+known) of the steps until it is there. All arms take the same number of steps, under one seed from
+the same parameters. Writes metrics, table*.md, comparison.png, effects.png and report.html into
+--output_dir; the same command goes on where it was stopped.
 
 Expected: docs/combined.md holds the tables of two tasks, with their commands.
 
 Simulated workers show no network, and resident data no slow input: seconds are those of the
-computation. --load_steps and --sync_steps price what they leave out, in steps of computation.
+computation. --load_steps and --sync_steps price what they leave out, in steps of computation. With
+--step_seconds the best runs are repeated with loads and syncs that take so long.
 """
 
 import itertools
+from collections.abc import Sequence
 
 from absl import app
 from absl import flags as absl_flags
 
 from experiments import flags
-from experiments.results import columns, factorial, plots
+from experiments.results import columns, factorial, plots, statistics
 from experiments.results.statistics import Criterion
 from experiments.studies import cost, study
 from experiments.studies.study import Arm, Study
@@ -31,9 +34,9 @@ from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 FIRST = ("rr", "parallel", "none")
 
 
-def arms_of(order: str, sync: str, echo: str) -> dict[str, Arm]:
-    """The eight arms of a factorial, the first levels first."""
-    levels = itertools.product(*zip(FIRST, (order, sync, echo), strict=True))
+def arms_of(first: Sequence[str], second: Sequence[str]) -> dict[str, Arm]:
+    """The eight arms of a factorial, of two levels (order, sync, echo); the first ones first."""
+    levels = itertools.product(*zip(first, second, strict=True))
     return {
         "+".join(decisions): Arm(
             " + ".join(
@@ -48,7 +51,7 @@ def arms_of(order: str, sync: str, echo: str) -> dict[str, Arm]:
 
 STUDY = Study(
     "combined",
-    arms_of("cd_grab", "qsr", "diffusion_cosine"),
+    arms_of(FIRST, ("cd_grab", "qsr", "diffusion_cosine")),
     recipe="digits_cosine",
     criterion=Criterion("train/loss"),
     columns=columns.COMBINED_COLUMNS,
@@ -59,18 +62,24 @@ STUDY = Study(
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     define, enum, number = flags.definer(values), absl_flags.DEFINE_enum, absl_flags.DEFINE_float
-    define(enum, "order", "cd_grab", "against rr", list(ORDERS))
+    define(enum, "order", "cd_grab", "against --baseline", list(ORDERS))
+    define(enum, "baseline", "rr", "the first order; dealt where --order is dealt", list(ORDERS))
     define(enum, "sync", "qsr", "against parallel", list(SYNC_RULES))
     define(enum, "echo", "diffusion_cosine", "against none", list(ECHO_POLICIES))
     define(number, "load_steps", 4.0, "priced: a load, in steps of computation")
     define(number, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
+    define(number, "step_seconds", 0.0, "if not 0: loads and syncs are delayed by so many of these")
 
 
 def fit(study, task, recipe, values):
-    """The second levels and the prices are those of the flags."""
-    del task, recipe
+    """The levels and the prices are those of the flags; a target ends the runs that are there."""
+    criterion = study.criterion
+    if recipe.target is not None:
+        scalar = statistics.LOSS if task.optimum is None else statistics.ABOVE
+        criterion = Criterion(scalar, when="target", target=recipe.target)
+    first = (values.baseline, *FIRST[1:])
     second = (values.order, values.sync, values.echo)
-    if same := set(FIRST) & set(second):
+    if same := set(first) & set(second):
         raise app.UsageError(f"--order, --sync, --echo name {same}: that is the first level.")
     if ECHO_POLICIES[values.echo].online:
         plans = [name for name, policy in ECHO_POLICIES.items() if not policy.online]
@@ -80,7 +89,11 @@ def fit(study, task, recipe, values):
         )
     machines = tuple(cost.machines(values.load_steps, values.sync_steps))
     sections = (*study.sections, factorial.priced_table(machines, cost.price))
-    return study._replace(arms=arms_of(*second), sections=sections, machines=machines)
+    slow = {"speeds": (values.load_steps,), "sync_steps": values.sync_steps}
+    return study._replace(
+        arms=arms_of(first, second), criterion=criterion, sections=sections, machines=machines,
+        paced=False, **(slow if values.step_seconds else {}),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,10 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.measures.metrics import METRICS
 from experiments.results import plots, statistics
-from experiments.results.statistics import Chosen, Comparison, interval, last, reached, target_of
+from experiments.results.statistics import (
+    Chosen,
+    Comparison,
+    interval,
+    last,
+    reached,
+    target_of,
+    to_target,
+)  # fmt: skip
 from experiments.results.tables import markdown, name_of, times
-from experiments.training.metrics import METRICS
 
 FACTORS = ("order", "sync", "echo")  # fields of the records
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
@@ -53,7 +61,7 @@ def cells(comparison: Comparison) -> tuple[tuple[str, ...], list[Chosen]]:
       ValueError: if the arms are no two-level factorial, one diverged at every rate, or one has
         fewer seeds than another.
     """
-    arms = comparison.at()
+    arms = comparison.at(comparison.speeds[0])
     if lost := [own.label for own in arms if own.rate is None]:
         raise ValueError(
             f"{', '.join(lost)} has no learning rate at which it did not diverge: pass lower "
@@ -153,7 +161,7 @@ def priced_table(machines: Sequence, price: Callable) -> Callable:
     """
 
     def section(comparison):
-        target, arms = target_of(comparison), comparison.at()
+        target, arms = target_of(comparison), comparison.at(comparison.speeds[0])
 
         def spent(own, machine):
             found = {}
@@ -166,8 +174,16 @@ def priced_table(machines: Sequence, price: Callable) -> Callable:
             logs = statistics.log_ratios(spent(arms[0], machine), spent(own, machine))
             return times(logs, exact=True)
 
+        def measured(own):
+            of = (arms[0].runs, own.runs)
+            taken = (to_target(runs, comparison.criterion, target, "seconds") for runs in of)
+            return times(statistics.log_ratios(*taken), exact=True)
+
         rows = [{"arm": own.label} | {m.label: faster(own, m) for m in machines} for own in arms]
         text = "Times faster to the target than the first arm, priced."
+        if comparison.speeds[0] is not None:  # seconds are those of a slow machine
+            rows = [row | {"measured": measured(own)} for row, own in zip(rows, arms, strict=True)]
+            text = f"{text} Measured: seconds, with the delays of the last machine."
         return "table_priced.md", f"{text}\n\n{markdown(rows)}"
 
     return section

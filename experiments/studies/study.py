@@ -50,7 +50,9 @@ class Study(NamedTuple):
       recipe: what --task is if unset, a name of RECIPES or TASKS.
       criterion: what chooses an arm's learning rate.
       columns, panels, sections: of the tables and pictures, as of `results.report.write`.
-      speeds: R of slow input; () where it is not slow.
+      speeds: R of slow input; () where it is not slow. paced: whether batches are used as often as
+        R says, and runs are longer by it.
+      sync_steps: of slow input: what a sync takes besides, in steps.
       finalists: learning rates that run with all seeds; None: all.
       seeds: what --seeds is if unset; default: names of the arms if --arms is unset, () for all.
       machines: on which a dry run prices the arms, as of `cost.machines`.
@@ -64,6 +66,8 @@ class Study(NamedTuple):
     panels: Sequence
     sections: Sequence[Callable] = ()
     speeds: tuple[float, ...] = ()
+    paced: bool = True
+    sync_steps: float = 0.0
     finalists: int | None = 2
     seeds: int = 5
     default: tuple[str, ...] = ()
@@ -169,7 +173,7 @@ def _chosen_arms(study, values) -> dict[str, Arm]:
 
 
 def _speeds(study, values) -> tuple[float, ...]:
-    if not study.speeds or not values.speeds:
+    if not study.speeds or "speeds" not in values or not values.speeds:
         return study.speeds
     speeds = tuple(float(speed) for speed in values.speeds)
     if not all(0 < speed < float("inf") for speed in speeds):

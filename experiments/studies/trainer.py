@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.measures import evaluate
 from experiments.processes import distributed
 from experiments.results import statistics
 from experiments.results.records import run_of
@@ -17,7 +18,7 @@ from experiments.studies.cost import traffic
 from experiments.studies.search import Run, Trainer
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, config, evaluate, program, run
+from experiments.training import checkpoint, config, program, run
 from experiments.training.parts import num_params
 
 
@@ -54,7 +55,8 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
 
     @functools.cache
     def own(arm, speed, seed=0):
-        return config_of(task, recipe, study.arms[arm], seed=seed, speed=speed)
+        paced = speed if study.paced else None
+        return config_of(task, recipe, study.arms[arm], seed=seed, speed=paced)
 
     @functools.lru_cache(2)
     def plans_of(this: Run):
@@ -86,10 +88,11 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         epochs = -(-plans.total_steps // sizes.loads_per_epoch)
         built, measure = program_of(order, rule.rounds, arm.proximal, reads, epochs)
         folder = setup.folder and os.path.join(setup.folder, "checkpoints", this.name)
+        delayed = setup.step_seconds if throttled(arm, this) else 0.0
         outcome = train_one(
             task, recipe, built, plans, arm, measure, seed=this.seed, on_record=on_record,
             saving=run.Saving(folder, setup.checkpoint_every) if folder else None,
-            delay=this.speed * setup.step_seconds if throttled(arm, this) else 0.0,
+            delay=(this.speed or 0) * delayed, sync_delay=study.sync_steps * delayed,
             ends=ends_at(study.criterion, kept),
         )  # fmt: skip
         if folder and outcome.ended and distributed.is_first():

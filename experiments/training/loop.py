@@ -61,6 +61,7 @@ def run(
     seed: int,
     stops: Iterable[int] = (),
     delay: float = 0.0,
+    sync_delay: float = 0.0,
     clock: Clock | None = None,
 ) -> tuple[Progress, TrainState]:
     """Trains on from `at` to the end, or until the hook stops the run.
@@ -71,11 +72,12 @@ def run(
         at the run; a `Stop` ends it. The next segment is given the state's memory, so that a hook
         copies what it keeps.
       delay: seconds of the clock that a load takes at least; for programs that read.
+      sync_delay: that a sync takes more.
 
     Returns:
       Where the run stands, and its state.
     """
-    stops = frozenset(stops)
+    stops, clock = frozenset(stops), clock or Clock()
     pace = Pace(at.step, fixed=program.source is not None or distributed.several())
     rates = _rates(program, plans)
     orders = _Drawn(program, seed)
@@ -89,6 +91,9 @@ def run(
             following = orders.of(epoch + 1) if segment.kind.epoch_end else None
             first = np.int32(place * program.sizes.units_per_step)
             state = carry_out(program, state, segment, batch, following, first, rates)
+            if sync_delay and segment.rounds:
+                jax.block_until_ready(state)
+                clock.sleep_until(clock.now() + sync_delay * segment.rounds)
             orders.draw(epoch + 1)  # beside the steps
             at = _after(at, segment, plans.echo.online)
             if plans.echo.online:  # decides by the time that a step takes

@@ -68,6 +68,7 @@ def train(
     traffic: Callable[[int, int], float] = lambda rounds, loads: rounds,
     saving: Saving | None = None,
     delay: float = 0.0,
+    sync_delay: float = 0.0,
     ends: Callable[[dict], bool] = lambda record: False,
 ) -> Outcome:
     """Trains to the end of the plans, or until it is stopped.
@@ -80,7 +81,8 @@ def train(
         ended, diverged. Seconds count training and waiting alone, and no compilation.
       traffic: (rounds, loads) -> what was sent, in all-reduces.
       saving: None for a run that is not saved.
-      delay: seconds that a load takes at least, for programs that read.
+      delay: seconds that a load takes at least, for programs that read; sync_delay: that a sync
+        takes more.
       ends: whether a record ends the run.
 
     Returns:
@@ -118,8 +120,9 @@ def train(
                 with clock.stopped():
                     state = recorder.record(at, state, 0.0)
             at, state = loop.run(
-                program, plans, state, at, hook, seed=seed, stops=stops, delay=delay, clock=clock
-            )
+                program, plans, state, at, hook, seed=seed, stops=stops, delay=delay,
+                sync_delay=sync_delay, clock=clock,
+            )  # fmt: skip
         except FloatingPointError as error:
             recorder.diverged(str(error))
             return Outcome(recorder.seen.step, None, (), stopped, True, str(error))
