@@ -67,6 +67,28 @@ def test_the_short_last_step_of_an_epoch_sends_less():
     assert cost.order_traffic(ORDERS["cd_grab"], sizes._replace(workers=1), 18)(7) == 0
 
 
+def test_what_is_dealt_costs_its_signs_at_an_epochs_end():
+    sizes, size = Sizes(WORKERS, 20, 4, 1), 18
+    order = ORDERS["id_pair_dealt"].make(OrderSetting(20, 4, WORKERS, 5))
+    mesh = runners.over_mesh(runners.worker_mesh(WORKERS))
+    keys = jax.random.split(jax.random.key(0), WORKERS)
+    init = mesh(
+        lambda key: (order.init(key, jnp.zeros(size)),), owned_in=(True,), owned_out=(True,)
+    )
+    end = mesh(lambda s: (order.next_epoch(s),), owned_in=(True,), owned_out=(True,))
+    state = jax.eval_shape(init, keys)[0]
+    found = collectives(jax.make_jaxpr(end)(state).jaxpr)
+    assert found == {"all_gather": 2}, "10 pairs in 2 bytes"
+    # Of n bytes of every worker an all-gather sends (W - 1) n, an all-reduce 2 (W - 1) / W n.
+    sent = cost.order_traffic(ORDERS["id_pair_dealt"], sizes, size)
+    per_epoch = found["all_gather"] * WORKERS / 2 / (4 * size)
+    assert sent(4) == 0 and sent(5) == sent(9) == pytest.approx(per_epoch)
+    exact, dealt = (
+        cost.order_traffic(ORDERS[n], sizes, size) for n in ("cd_grab", "cd_grab_dealt")
+    )
+    assert dealt(12) == pytest.approx(exact(12) + 2 * per_epoch)
+
+
 def test_a_price_takes_the_slower_of_steps_and_loads():
     run = [{"step": 50, "loads": 40, "allreduces": 5}, {"step": 100, "loads": 45, "allreduces": 10}]
     # 40 loads of 4 steps hold the first 50 steps up; 5 of them hide behind the next 50.

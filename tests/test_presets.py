@@ -127,7 +127,7 @@ def test_a_step_takes_as_many_examples_as_published(name):
     (task, recipe), expected = full(name), PUBLISHED[name][1]
     assert recipe.workers * recipe.units_per_step * recipe.unit_size == expected
     if entrypoint(name) == "qsr":
-        sizes = config.sizes_of(task, recipe, deals=True)
+        sizes = config.sizes_of(task, recipe, deals="examples")
         assert sizes.loads_per_epoch == 1_281_167 // expected
         steps = config.total_steps_of(recipe, sizes)
         assert steps / sizes.loads_per_epoch in (200, 300)  # epochs
@@ -168,7 +168,7 @@ def test_the_step_decay_falls_after_as_many_steps_as_it_did():
     for name, steps in (("4096", 312), ("16384", 78)):
         for net, epochs in (("resnet152", 60), ("vit_b", 100)):
             task, recipe = full(f"qsr_{net}_{name}_step")
-            sizes = config.sizes_of(task, recipe, deals=True)
+            sizes = config.sizes_of(task, recipe, deals="examples")
             rates = config.config_of(recipe, sizes, seed=0).rates
             assert rates[epochs * steps - 1] == 1 and rates[epochs * steps] == pytest.approx(0.1)
 
@@ -219,7 +219,7 @@ def test_a_dry_run_of_rules(capsys):
             (found := recipes.load("digits_mlp", abstract=True))[1]._replace(
                 total_steps=40, warmup_steps=4, growth=2, workers=2, units_per_step=8
             ),
-            config.sizes_of(*found, deals=True), seed=0,
+            config.sizes_of(*found, deals="examples"), seed=0,
         )
     ).rounds  # fmt: skip
     assert cells(text, "QSR")["rounds"] == f"{rounds}"

@@ -96,7 +96,10 @@ def test_a_run_killed_or_stopped_at_ten_steps_ends_bitwise_the_same(tmp_path, mo
     assert_same(again.state, whole.state)
 
 
-@pytest.mark.parametrize("order,sync", [("dealt", "qsr"), ("rr", "parallel"), ("cd_grab", "qsr")])
+@pytest.mark.parametrize(
+    "order,sync",
+    [("dealt", "qsr"), ("rr", "parallel"), ("cd_grab", "qsr"), ("sketch16_dealt", "qsr")],
+)
 def test_a_run_that_reads_goes_on_in_the_middle_of_an_epoch(tmp_path, monkeypatch, order, sync):
     prepared, plans = built(order, sync, **STREAMED), plans_of(sync)
     whole, records = trained(prepared, plans, evaluate_at=range(5, STEPS, 5))

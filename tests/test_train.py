@@ -90,7 +90,7 @@ def test_the_loop_equals_a_slow_reference():
 
 
 @pytest.mark.parametrize("reads", ["thread", "tfdata"])
-@pytest.mark.parametrize("order", ["cd_grab", "rr", "dealt"])
+@pytest.mark.parametrize("order", ["cd_grab", "rr", "dealt", "cd_grab_dealt", "sketch16_chunks"])
 def test_streamed_batches_are_those_on_the_devices(order, reads):
     if reads == "tfdata":
         pytest.importorskip("tensorflow")
@@ -137,7 +137,7 @@ class Source:
         return self
 
 
-@pytest.mark.parametrize("order", ["cd_grab", "dealt"])
+@pytest.mark.parametrize("order", ["cd_grab", "dealt", "cd_grab_dealt"])
 def test_a_source_trains_as_arrays_do(order):
     source = Source(task().train)
     rounds = SYNC_RULES["qsr"].rounds
@@ -186,7 +186,7 @@ def test_bad_input_is_named():
         with pytest.raises(ValueError, match=message):
             config.sizes_of(task(), SETTING._replace(**fields))
     with pytest.raises(ValueError, match="need at least 51 examples; the training set has 46"):
-        config.sizes_of(task(), SETTING._replace(workers=17), deals=True)
+        config.sizes_of(task(), SETTING._replace(workers=17), deals="examples")
     with pytest.raises(ValueError, match="CD-GraB coordinates workers in every step, and workers"):
         program.build(
             task(), SETTING._replace(run="turns"), ORDERS["cd_grab"], SYNC_RULES["qsr"].rounds

@@ -11,11 +11,12 @@ import pytest
 import local_opt
 import models
 import ordering
+from experiments.measures import evaluate, metrics, sums
 from experiments.studies import trainer
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe, Task
 from experiments.tasks.base import check_recipe
-from experiments.training import evaluate, input, metrics, program, run, sums
+from experiments.training import config, input, program, run
 from experiments.training.config import Plans
 from local_opt import runners
 from ordering.echo import EchoPlan
@@ -82,8 +83,22 @@ def test_every_order_trains(name):
     np.testing.assert_array_equal(np.sort(orders, axis=2), units)
 
 
+DEALT = [name for name, row in ORDERS.items() if row.deals == config.UNITS]
+
+
+@pytest.mark.parametrize("name", ["cd_grab_dealt", "id_pair_chunks", "sketch16_dealt"])
+def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
+    assert name in DEALT
+    prepared = built(small_task(), RECIPE, name)
+    _, records, orders = trained(prepared, RECIPE, measures()(prepared, ORDERS[name]))
+    assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
+    seen = np.sort(np.asarray(orders).reshape(len(orders), -1), axis=1)
+    np.testing.assert_array_equal(seen, np.tile(np.arange(44), (len(orders), 1)))
+
+
 @pytest.mark.parametrize(
-    "units_per_step,unit_size,name", [(1, 2, "cd_grab"), (3, 1, "id_pair"), (2, 2, "rr")]
+    "units_per_step,unit_size,name",
+    [(1, 2, "cd_grab"), (3, 1, "id_pair"), (2, 2, "rr"), (3, 2, "cd_grab_dealt")],
 )
 def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
     recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size, epochs=2)

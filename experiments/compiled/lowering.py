@@ -79,7 +79,8 @@ def shapes_of(
         units = sizes.units_per_step if reads else sizes.num_units
         batch = placed(_with_axes(example, workers, units, sizes.unit_size), True)
     else:
-        batch = placed(_with_axes(example, size_of(task.train)), False)
+        units = size_of(task.train) // sizes.unit_size
+        batch = placed(_with_axes(example, units, sizes.unit_size), False)
     place, rate = number(jnp.int32), number(jnp.float32)
     steps, ends = steps_of(parts, run, reads=reads), ends_of(parts, run)
     # One rate: how many there are does not change the step.

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 import local_opt
-from experiments.training.config import Order, Sizes, SyncRule
+from experiments.training.config import UNITS, Order, Sizes, SyncRule
 from ordering.exchange import slice_size
 from ordering.pair_balance import SHARED_BLOCK
 
@@ -36,7 +36,8 @@ def order_traffic(
 ) -> Callable[[int], float]:
     """`loads -> what a worker has sent for its order after so many`, in all-reduces.
 
-    Independent orders send nothing. Sketches of k numbers are gathered, one for a pair: k W / 2 D
+    Independent orders send nothing. Orders that are dealt send their signs at an epoch's end, a bit
+    for a pair. Sketches of k numbers are gathered, one for a pair: k W / 2 D
     of an all-reduce. Of an exact coordinated order every fresh step exchanges its rows, n / 2
     all-reduces for n of them, and adds up the inner products of its pairs over the workers. With
     one unit per step, where workers meet in every step, the mean gradient comes out of the exchange
@@ -57,7 +58,17 @@ def order_traffic(
       >>> order_traffic(ORDERS["rr"], sizes, 10**6)(10)
       0.0
     """
-    if not order.coordinated or sizes.workers == 1:
+    if sizes.workers == 1:
+        return lambda loads: 0.0
+    of_pairs = _pair_traffic(order, sizes, num_params, sync_in_step=sync_in_step)
+    told = math.ceil(sizes.num_units // 2 / 8) if order.deals == UNITS else 0  # bytes
+    of_signs = told * sizes.workers / (8 * num_params)
+    return lambda loads: of_pairs(loads) + loads // sizes.loads_per_epoch * of_signs
+
+
+def _pair_traffic(order, sizes, num_params, *, sync_in_step) -> Callable[[int], float]:
+    """The same of what the order looks at."""
+    if not order.coordinated:
         return lambda loads: 0.0
     if order.sketch:
         per_pair = min(order.sketch, num_params) * sizes.workers / 2 / num_params

@@ -13,6 +13,7 @@ import local_opt
 import ordering
 import ordering.echo
 from experiments.studies import host_orders
+from experiments.training import config as kinds
 from experiments.training.config import EchoPolicy, Order, OrderSetting, RunConfig, SyncRule
 
 POST_LOCAL_UNTIL = 0.5  # of T: where post-local training begins its local steps
@@ -46,7 +47,9 @@ def _halving(s: OrderSetting) -> ordering.SignRule:
 
 ORDERS = {
     "rr": Order("D-RR", _random, observes=False, on_host=host_orders.reshuffled),
-    "dealt": Order("D-RR, dealt", _random, observes=False, on_host=host_orders.dealt, deals=True),
+    "dealt": Order(
+        "D-RR, dealt", _random, observes=False, on_host=host_orders.dealt, deals=kinds.EXAMPLES
+    ),
     "unzip": Order("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
     "id_mean": Order(
         "independent mean",
@@ -80,6 +83,23 @@ ORDERS = {
         coordinated=True,
     ),
     "kh": Order("KH-SGD", lambda s: _coordinated(s, _halving(s)), coordinated=True),
+}
+
+
+def _dealt(row: Order, how: str) -> Order:
+    """The same pairs, placed in one order of all units, which is dealt anew in every epoch."""
+
+    def make(s: OrderSetting) -> ordering.Ordering:
+        return ordering.dealt(row.make(s), s.num_units, how=how)
+
+    label = f"{row.label}, {'dealt' if how == 'round_robin' else 'chunks'}"
+    return row._replace(label=label, make=make, deals=kinds.UNITS)
+
+
+ORDERS |= {
+    f"{name}_{short}": _dealt(ORDERS[name], how)
+    for name in ("id_pair", "cd_grab", *(f"sketch{size}" for size in SKETCHES))
+    for short, how in (("dealt", "round_robin"), ("chunks", "chunks"))
 }
 
 

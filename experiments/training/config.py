@@ -16,6 +16,8 @@ from experiments.tasks.base import Recipe, Task
 from experiments.training import optimizers
 from plans import evaluate_schedule
 
+EXAMPLES, UNITS = "examples", "units"  # of the whole training set
+
 
 class Sizes(NamedTuple):
     workers: int  # W
@@ -73,7 +75,8 @@ class Order(NamedTuple):
       on_host: `(seed, first order int32[W, M], Sizes) -> (epoch -> int32[W, M])` for an order that
         looks at nothing: it is drawn ahead, beside the steps. None: made on the devices.
       sketch: k, if it looks at sketches of so many numbers; None: at gradients.
-      deals: True if its numbers are examples of the whole training set and not own units.
+      deals: EXAMPLES or UNITS of the whole training set, if its numbers name these; None: units of
+        the worker's own.
     """
 
     label: str
@@ -82,7 +85,7 @@ class Order(NamedTuple):
     coordinated: bool = False
     sketch: int | None = None
     on_host: Callable | None = None
-    deals: bool = False
+    deals: str | None = None
 
 
 class SyncRule(NamedTuple):
@@ -137,12 +140,12 @@ class Plans(NamedTuple):
         return named | {"learning rate": rates}
 
 
-def sizes_of(task: Task, recipe: Recipe, *, deals: bool = False) -> Sizes:
+def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     """The sizes of a run; ValueError where the data are too few for the workers.
 
     Args:
-      deals: whether examples of the whole set are dealt to all workers anew in every epoch; then
-        the last ones that fill no step are left out of it.
+      deals: what is dealt to all workers anew in every epoch, if anything is. Of EXAMPLES the last
+        ones that fill no step are left out of an epoch.
     """
     size = size_of(task.train)
     for name in ("workers", "unit_size", "units_per_step"):
@@ -150,14 +153,14 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: bool = False) -> Sizes:
             raise ValueError(f"--{name} is {getattr(recipe, name)}: pass a whole number >= 1.")
     per_unit = recipe.workers * recipe.unit_size
     per_step = per_unit * recipe.units_per_step
-    least = per_step if deals else per_unit
+    least = per_step if deals == EXAMPLES else per_unit
     if least > size:
         raise ValueError(
             f"{recipe.workers} workers with {recipe.units_per_step} units of {recipe.unit_size} "
             f"examples need at least {least} examples; the training set has {size}. Lower "
             "--workers, --units_per_step or --unit_size."
         )
-    if deals:  # single examples move
+    if deals == EXAMPLES:
         batch = recipe.units_per_step * recipe.unit_size
         return Sizes(recipe.workers, size // per_step * batch, batch, 1)
     sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)

@@ -25,10 +25,15 @@ def partition(train: dict, sizes: Sizes):
     return jax.tree.map(lambda x: x[:count].reshape((*shape, *x.shape[1:])), train)
 
 
-def take_units(data, units, *, deals: bool):
-    """A worker's batch [b, S, ...], out of its own units [M, S, ...] or all examples [N, ...]."""
-    batch = jax.tree.map(lambda x: x[units], data)
-    return jax.tree.map(lambda x: x[:, None], batch) if deals else batch
+def pool(train: dict, sizes: Sizes):
+    """Arrays [n, S, ...], the units that are dealt to all workers."""
+    size = sizes.unit_size
+    return jax.tree.map(lambda x: x[: len(x) // size * size].reshape(-1, size, *x.shape[1:]), train)
+
+
+def take_units(data, units):
+    """A worker's batch [b, S, ...], out of its own units [M, S, ...] or those of all."""
+    return jax.tree.map(lambda x: x[units], data)
 
 
 class OrderSnapshot(NamedTuple):
@@ -50,14 +55,14 @@ class Source(NamedTuple):
     Fields:
       train: arrays, or a random-access source; one with `at_epoch` is asked for every epoch's own
         view of its examples.
-      sizes: of the run; deals: whether orders name examples of the whole set.
+      sizes: of the run; total: units of the whole set, where orders name these; None: own units.
       owned: neighbouring workers, of this process; sharding: of arrays with a worker axis.
       reads: "thread", a loader thread, or "tfdata".
     """
 
     train: object
     sizes: Sizes
-    deals: bool
+    total: int | None
     owned: list[int]
     sharding: object = None
     reads: str = "thread"
@@ -66,16 +71,15 @@ class Source(NamedTuple):
 def examples_of(orders: np.ndarray, source: Source) -> tuple[np.ndarray, int]:
     """(the examples that a slice of own workers' orders names, step by step, W B S of one step)."""
     sizes = source.sizes
-    if source.deals:
-        steps = orders.reshape(len(orders), -1, sizes.units_per_step)
-        return steps.swapaxes(0, 1).reshape(-1), len(orders) * sizes.units_per_step
     indices, size = ordering.input.step_indices(
         orders,
         units_per_step=sizes.units_per_step,
         unit_size=sizes.unit_size,
         num_units=sizes.num_units,
+        total=source.total,
     )
-    return source.owned[0] * sizes.num_units * sizes.unit_size + indices, size
+    first = 0 if source.total else source.owned[0] * sizes.num_units * sizes.unit_size
+    return first + indices, size
 
 
 def read_orders(source: Source, epoch: int) -> Callable:

@@ -84,7 +84,7 @@ def steps_of(parts: Parts, run, reads: bool) -> Callable:
     if reads:
         take = lambda batch, units: batch  # noqa: E731
     else:
-        take = functools.partial(input.take_units, deals=parts.row.deals)
+        take = input.take_units
     own_batch = reads or not parts.row.deals
 
     def compiled(fresh: bool, size: int):

@@ -76,7 +76,7 @@ def build(
         in turn would need each other in a step.
     """
     sizes = config.sizes_of(task, recipe, deals=row.deals)
-    if sizes.unit_size == 1 and not row.deals:
+    if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
         check_units(task, observed=row.observes and sizes.units_per_step > 1)
     if reads is None and not isinstance(task.train, dict):
         reads = "thread"
@@ -96,7 +96,8 @@ def build(
     else:
         owned = distributed.own_workers(mesh, sizes.workers)
         sharding = runners.owned_sharding(mesh)
-        source = input.Source(task.train, sizes, row.deals, owned, sharding, reads)
+        total = config.size_of(task.train) // sizes.unit_size if row.deals else None
+        source = input.Source(task.train, sizes, total, owned, sharding, reads)
     orders_of = _orders_of(parts, config.size_of(task.train)) if row.on_host else None
     reset = jitted(
         lambda state: state._replace(stats=step.zero_stats()), run, parts.owned, parts.owned
@@ -131,7 +132,8 @@ def check_units(task: Task, observed: bool) -> None:
 
 def _place_data(train, sizes, row, mesh):
     if row.deals:
-        return distributed.place(train, runners.shared_sharding(mesh) if mesh else None)
+        shared = runners.shared_sharding(mesh) if mesh else None
+        return distributed.place(input.pool(train, sizes), shared)
     return distributed.place(input.partition(train, sizes), runners.owned_sharding(mesh))
 
 

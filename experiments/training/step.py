@@ -14,7 +14,7 @@ import optax
 
 import local_opt
 import ordering
-from experiments.training.config import Order
+from experiments.training.config import EXAMPLES, Order
 from ordering.rows import finite_units
 
 # One map for all workers and runs.
@@ -108,7 +108,7 @@ def worker_step(
     observes = fresh and row.observes
     # A loss that mixes its batch has no gradient of single units: the unit is then the same for
     # every order, but for dealt examples, whose batch is the unit.
-    separate = observes or (model.statistics is not None and not row.deals)
+    separate = observes or (model.statistics is not None and row.deals != EXAMPLES)
 
     def step(state, batch, units, rate, t):
         gradients = unit_gradients(
