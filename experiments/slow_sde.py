@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
@@ -29,6 +30,11 @@ from experiments.slow_sde_parts.problems import PROBLEMS
 FLAGS = flags.FLAGS
 TOLERANCE = 0.05  # of the limit, at the smallest rate
 CURVE = 25  # rates at which the picture's theory is computed
+COMPARED = (  # what a record has, with what
+    ("1. ends at the smallest rate, the limit's", "end", "limit"),
+    ("2. drifts at the smallest rate, the limit's", "drift", "limit_drift"),
+    ("3. ends at all rates, theory's at that rate", "end", "theory"),
+)
 JUDGED = ("parallel", "qsr")  # the others are on their way to the limit for longer
 
 
@@ -76,28 +82,28 @@ def measure(
                 problem, plans, rate, workers=workers, repetitions=values.repetitions,
                 seed=values.seed, longest=longest,
             )  # fmt: skip
-            drifts = workers * theory.strength(problem, values.slow_time, ends)
-            known = theory_of(problem, plans, rules, rate, workers, values.slow_time)
-            cell = {"problem": name, "workers": workers, "learning_rate": rate}
-            cell |= {"seconds": time.perf_counter() - start}
+            seconds = time.perf_counter() - start
+            cell = {"problem": name, "workers": workers, "learning_rate": rate, "seconds": seconds}
+            known = theory_of(problem, rules, plans, ends, rate, workers, values.slow_time)
             yield [
                 cell
                 | {"rule": key, "rounds": plan.rounds, "steps": plan.total_steps, "seed": i}
                 | {"end": float(end), "drift": float(drift)}
                 | told
-                for key, plan, told, *found in zip(rules, plans, known, ends, drifts, strict=True)
-                for i, (end, drift) in enumerate(zip(*found, strict=True))
+                for key, plan, own, (drifts, told) in zip(rules, plans, ends, known, strict=True)
+                for i, (end, drift) in enumerate(zip(own, drifts, strict=True))
             ]
 
 
-def theory_of(problem, plans, rules, rate, workers, slow_time) -> list[dict]:
-    """Of every rule: where it ends in theory, at the rate and in the limit, and that drift."""
+def theory_of(problem, rules, plans, ends, rate, workers, slow_time) -> list[tuple]:
+    """Of every rule: the drift of each of its ends [R]; where theory has the end, and its drift."""
+    limits = [runs.limit(problem, rule, slow_time, workers) for rule in rules.values()]
+    strengths = theory.strength(problem, slow_time, np.column_stack([ends, limits]))
+    drifts = workers * np.asarray(strengths)
     found = []
-    for plan, rule in zip(plans, rules.values(), strict=True):
-        limit = runs.limit(problem, rule, slow_time, workers)
+    for plan, limit, (*of_runs, drift) in zip(plans, limits, drifts, strict=True):
         end = runs.expected(problem, slow_time, workers, rate, float(plan.periods[0]))
-        drift = workers * float(theory.strength(problem, slow_time, limit))
-        found.append({"theory": end, "limit": limit, "limit_drift": drift})
+        found.append((of_runs, {"theory": end, "limit": limit, "limit_drift": float(drift)}))
     return found
 
 
@@ -135,24 +141,25 @@ def table(all_records: Sequence[Mapping], name: str) -> str:
 
 
 def verdict(all_records: Sequence[Mapping]) -> str:
-    """What parallel SGD and QSR are farthest off at the smallest rate, in the end and in drift."""
-    ends, drifts = [], []
+    """How far from theory the farthest are: from the limit at the smallest rate, and at all rates.
+
+    The limit is asked of parallel SGD and QSR alone, and theory at a rate of every rule.
+    """
+    found = {}
     for (problem, workers, rule), own in grouped(all_records).items():
-        if rule in JUDGED:
-            last = own[min(own)]
-            where = f"{problem}, K = {workers}, {runs.RULES[rule].label}"
-            for found, key, limit in ((ends, "end", "limit"), (drifts, "drift", "limit_drift")):
-                mean, half = interval([r[key] / r[limit] - 1 for r in last])
-                found.append((abs(mean), mean, half, where))
-    if not ends:
-        return ""
+        for rate, of_runs in own.items():
+            where = f"{problem}, K = {workers}, {runs.RULES[rule].label}, η = {rate:g}"
+            judged = rate == min(own) and rule in JUDGED
+            for what, key, known in COMPARED if judged else COMPARED[2:]:
+                mean, half = interval([r[key] / r[known] - 1 for r in of_runs])
+                found.setdefault(what, []).append((abs(mean), mean, half, where))
     lines = []
-    for what, found in (("end", ends), ("drift", drifts)):
-        _, mean, half, where = max(found)
-        within = sum(f[0] + f[2] <= TOLERANCE for f in found)
+    for what, each in sorted(found.items()):
+        _, mean, half, where = max(each)
+        within = sum(size + spread <= TOLERANCE for size, _, spread, _ in each)
         lines.append(
-            f"{what}: {within} of {len(found)} are within {TOLERANCE:.0%} of theory, interval "
-            f"included; farthest {100 * mean:+.1f} ± {100 * half:.1f} % ({where})"
+            f"{what}: {within} of {len(each)} within {TOLERANCE:.0%}, interval included; farthest "
+            f"{100 * mean:+.1f} ± {100 * half:.1f} % ({where})"
         )
     return "\n".join(lines)
 
@@ -184,7 +191,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     drift_plots.drift_panels(all_records, curves, titles, labels, path, title)
     html.of_folder(folder, title=title, command=html.command_line())
     cells = {(r["problem"], r["workers"], r["learning_rate"]): r["seconds"] for r in all_records}
-    print(f"\n{verdict(all_records)}\n{sum(cells.values()):.0f} s of work. Written to {folder}")
+    print(f"\n{verdict(all_records)}\n{sum(cells.values()):.0f} s of runs. Written to {folder}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def test_the_limits_of_parallel_and_qsr_in_the_valley_have_a_closed_form(workers
     np.testing.assert_allclose(parallel, end_in_the_valley(1 / workers), rtol=1e-5)
     np.testing.assert_allclose(quadratic, end_in_the_valley(1), rtol=1e-4)
     strengths = theory.strength(VALLEY, 4.0, np.array([parallel, quadratic], np.float32))
-    np.testing.assert_allclose(strengths, [1 / workers, 1], rtol=2e-3)
+    np.testing.assert_allclose(strengths, [1 / workers, 1], rtol=1e-3)
     if workers == 8:
         assert (round(parallel, 3), round(quadratic, 3)) == (0.875, 0.218)
 
@@ -88,6 +88,7 @@ def test_label_noise_descends_the_trace_of_the_hessian_along_the_manifold():
     u, v = np.split(np.array(LABEL_NOISE.start), 2)
     slopes = np.concatenate([2 * A * u, -2 * A * v], axis=1)
     assert float(problems.sharpness(params)) == pytest.approx(np.trace(slopes.T @ slopes))
+    assert float(problems.sharpness(params)) == pytest.approx(7.4336)  # of docs/slow_sde.md
     tangents = np.eye(8) - np.linalg.pinv(slopes) @ slopes
     uphill = 8 * np.concatenate([(A**2).sum(0)] * 2) * np.concatenate([u, v])
     drift = jax.jit(theory.drift, static_argnums=(0, 1))
@@ -153,7 +154,8 @@ def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys):
     slow_sde.main([], values)
     printed = capsys.readouterr().out
     assert (tmp_path / "table_valley.md").read_text() in printed
-    assert "end: " in printed and " of 2 are within 5% of theory" in printed
+    assert "1. ends at the smallest rate, the limit's: " in printed
+    assert printed.count(" of 2 within 5%") == 2 and printed.count(" of 4 within 5%") == 1
     for name in ("slow_sde.png", "report.html", "settings.json"):
         assert (tmp_path / name).stat().st_size
     found = records.read(tmp_path / records.METRICS)

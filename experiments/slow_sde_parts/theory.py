@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from experiments.slow_sde_parts.problems import Problem
 
-POINTS = 100  # steps of Runge and Kutta's method of fourth order
+POINTS = 100  # unless told, steps of Runge and Kutta's method of fourth order
 FLAT = 1e-3  # eigenvalues below it are of tangents; those of both problems' normals exceed 0.1
 
 
@@ -71,9 +71,9 @@ def drift(problem: Problem, moments: Callable, params, numbers):
     return -0.5 * tangents @ (tangents.T @ pull)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def flow(problem: Problem, moments: Callable, slow_time, *numbers):
-    """float32[POINTS + 1]: what is measured at equal distances of slow time, 0 the first.
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="points")
+def flow(problem: Problem, moments: Callable, slow_time, *numbers, points=POINTS):
+    """float32[points + 1]: what is measured at equal distances of slow time, 0 the first.
 
     Args:
       problem, moments: as of `drift`; a program is compiled for each pair.
@@ -86,7 +86,7 @@ def flow(problem: Problem, moments: Callable, slow_time, *numbers):
       >>> round(float(x[-1]), 3)
       0.875
     """
-    h = slow_time / POINTS
+    h = slow_time / points
 
     def of(params):
         return drift(problem, moments, params, numbers)
@@ -100,7 +100,7 @@ def flow(problem: Problem, moments: Callable, slow_time, *numbers):
         return params, problem.measure(params)
 
     start = jnp.array(problem.start)
-    _, found = jax.lax.scan(step, start, length=POINTS)
+    _, found = jax.lax.scan(step, start, length=points)
     return jnp.concatenate([problem.measure(start)[None], found])
 
 
@@ -115,5 +115,6 @@ def strength(problem: Problem, slow_time: float, found: jax.Array) -> jax.Array:
       found: [...], what was measured at their ends.
     """
     # Runs scatter around strength 1: the curve goes on beyond it.
-    curve = flow(problem, in_the_limit, 2 * slow_time, 1, 0.0)
-    return jnp.interp(-found, -curve, jnp.linspace(0, 2, POINTS + 1))
+    points = 20 * POINTS  # between which it is as good as straight
+    curve = flow(problem, in_the_limit, 2 * slow_time, 1, 0.0, points=points)
+    return jnp.interp(-found, -curve, jnp.linspace(0, 2, points + 1))
