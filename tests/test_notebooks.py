@@ -16,7 +16,7 @@ nbclient = pytest.importorskip("nbclient", reason="to run notebooks: install '.[
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PICTURES = {"1_orders": 2, "2_local_steps": 2, "3_echoing": 3, "4_all_together": 1}
+PICTURES = {"1_orders": 2, "2_local_steps": 3, "3_echoing": 3, "4_all_together": 1}
 LARGEST = 600_000  # bytes, for a code host to show it
 
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
