@@ -8,6 +8,7 @@ forecast  --dry_run and what it assumes
 And `define_study`: what is compared.
 """
 
+import math
 import sys
 import types
 import typing
@@ -35,6 +36,7 @@ ENUMS = {
     "optimizer": list(OPTIMIZERS),
     "schedule": list(SCHEDULES),
     "metric": list(METRICS),
+    "rest": ["drop", "keep"],
     "run": ["vmap", "turns", "mesh"],
 }
 FIELDS = {  # of a Recipe
@@ -63,6 +65,7 @@ FIELDS = {  # of a Recipe
     "bound_every": "epochs between two herding bounds; 0: never",
     "metric": "of the target",
     "target": "of the metric, on both halves of the test set; of the training loss in `combined`",
+    "rest": "examples that fill no unit of all workers: left out, or one load more an epoch",
     "run": "all workers on one device, at once or in turn, or one device each",
 }
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
@@ -183,7 +186,8 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
       ValueError: for a choice that the task does not have, a recipe that cannot run, or a topology
         without a dry run.
     """
-    if values.topology is not None:
+    forecast = "dry_run" in values  # the group of flags is defined
+    if forecast and values.topology is not None:
         if not (values.dry_run and values.compile):
             raise ValueError(
                 f"--topology is {values.topology} without a compiling dry run, which alone needs "
@@ -191,7 +195,9 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
             )
         stay_on_cpu()
     chosen = given(values, choices())
-    task, recipe = recipes.load(values.task, values.data_dir, abstract=values.dry_run, **chosen)
+    task, recipe = recipes.load(
+        values.task, values.data_dir, abstract=forecast and values.dry_run, **chosen
+    )
     recipe = recipe._replace(**recipe_fields(values))
     check_recipe(recipe)
     return task, recipe
@@ -220,6 +226,19 @@ def whole_numbers(values: flags.FlagValues, name: str) -> list[int]:
     if bad := [v for v in values[name].value if not (v.isdecimal() and int(v))]:
         raise app.UsageError(f"--{name} has {bad}: pass whole numbers >= 1.")
     return [int(v) for v in values[name].value]
+
+
+def positive_numbers(values: flags.FlagValues, name: str) -> list[float]:
+    """A flag that lists numbers > 0; UsageError where one is another."""
+    found = []
+    for text in values[name].value:
+        try:
+            found.append(float(text))
+        except ValueError:
+            found.append(0.0)
+    if bad := [t for t, n in zip(values[name].value, found, strict=True) if not 0 < n < math.inf]:
+        raise app.UsageError(f"--{name} has {bad}: pass positive, finite numbers.")
+    return found
 
 
 def given(values: flags.FlagValues, names: Iterable[str]) -> dict:

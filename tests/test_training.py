@@ -141,6 +141,57 @@ def test_equals_a_plain_loop_over_workers():
     )
 
 
+@pytest.mark.parametrize("way", [{}, {"reads": "thread"}, {"mesh": True}])
+@pytest.mark.parametrize("name,unit_size", [("rr", 1), ("cd_grab", 3), ("sketch16_dealt", 3)])
+def test_the_rest_of_the_examples_is_one_load_more(name, unit_size, way):
+    recipe = RECIPE._replace(unit_size=unit_size, epochs=2, rest="keep", bound_every=0)
+    task = small_task()._replace(train=jax.tree.map(lambda x: x[:43], small_task().train))
+    way = {k: runners.worker_mesh(4) if k == "mesh" else v for k, v in way.items()}
+    prepared = built(task, recipe, name, **way)
+    sizes = prepared.sizes
+    assert sizes.rest == 43 % (4 * unit_size) and sizes.loads_per_epoch == sizes.unit_loads + 1
+    outcome, records, _ = trained(prepared, recipe)
+    simulated, same, _ = trained(built(task, recipe, name), recipe)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        outcome.state.params,
+        simulated.state.params,
+    )
+    assert records[-1]["loads"] == 2 * sizes.loads_per_epoch and outcome.ended
+    assert records[-1]["train/batch_loss"] == pytest.approx(same[-1]["train/batch_loss"], 1e-4)
+
+
+def test_an_epoch_with_the_rest_equals_a_plain_loop():
+    task, recipe = small_task(), RECIPE._replace(learning_rates=(0.5,), epochs=2, rest="keep")
+    task = task._replace(train=jax.tree.map(lambda x: x[:43], task.train))
+    prepared = built(task, recipe, "rr")
+    assert prepared.sizes.rest == 3 and prepared.sizes.num_units == 10
+    expected = jax.device_get(prepared.init(0).params)
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    opt_state = optimizer.init(expected)
+    outcome, _, orders = trained(prepared, recipe)
+    data = input.partition(task.train, prepared.sizes)
+
+    def update(batch):
+        nonlocal expected, opt_state
+        grad = jax.grad(lambda p: jnp.mean(task.model.loss(p, batch, None)))(expected)
+        updates, opt_state = optimizer.update(grad, opt_state, expected)
+        expected = optax.apply_updates(expected, updates)
+
+    for epoch in range(2):
+        for start, stop in tables.steps(10, 2):
+            units = orders[epoch][:, start:stop]
+            update({
+                k: np.concatenate([v[w, units[w], 0] for w in range(4)]) for k, v in data.items()
+            })  # fmt: skip
+        update(jax.tree.map(lambda x: x[40:], task.train))  # one for three workers, none for one
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        outcome.state.params,
+        expected,
+    )
+
+
 def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
     """With SGD and momentum; so are sums of gradients, and workers in turn."""
     recipe, found = RECIPE._replace(epochs=1), []

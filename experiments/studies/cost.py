@@ -76,7 +76,7 @@ def _pair_traffic(order, sizes, num_params, *, sync_in_step) -> Callable[[int], 
 
         def gathered(loads: int) -> float:
             epochs, rest = divmod(loads, sizes.loads_per_epoch)
-            return per_pair * (epochs * epoch + math.floor(rest * step))
+            return per_pair * (epochs * epoch + min(epoch, math.floor(rest * step)))
 
         return gathered
     whole = step_traffic(sizes.units_per_step, sizes, num_params)
@@ -87,7 +87,8 @@ def _pair_traffic(order, sizes, num_params, *, sync_in_step) -> Callable[[int], 
 
     def allreduces(loads: int) -> float:
         epochs, rest = divmod(loads, sizes.loads_per_epoch)
-        return epochs * ((sizes.loads_per_epoch - 1) * whole + last) + rest * whole
+        epoch = (sizes.unit_loads - 1) * whole + last
+        return epochs * epoch + (epoch if rest == sizes.unit_loads else rest * whole)
 
     return allreduces
 

@@ -29,7 +29,15 @@ from experiments.studies.on_slice import Calls, OnSlice
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
 from experiments.training import loop, timeline
-from experiments.training.config import Plans, Sizes, config_of, plans_of, size_of, sizes_of
+from experiments.training.config import (
+    Plans,
+    Sizes,
+    config_of,
+    left_out,
+    plans_of,
+    size_of,
+    sizes_of,
+)  # fmt: skip
 from experiments.training.parts import num_params, order_setting, sketch_size
 from local_opt import runners
 from ordering.echo import EchoPlan, echo_forecast
@@ -200,6 +208,8 @@ def _facts(task: Task, recipe: Recipe) -> list[dict]:
         "examples per step": recipe.workers * recipe.units_per_step * recipe.unit_size,
         "optimizer": f"{recipe.optimizer}, lr {rates}, {recipe.schedule}",
     }
+    if text := left_out(task, recipe):
+        facts["left out"] = text
     if recipe.target is not None:
         facts["target"] = f"{recipe.metric} {recipe.target:g}"
     return [{"what": name, "value": value} for name, value in facts.items()]

@@ -118,6 +118,8 @@ def run(
     if values.dry_run:
         given = flags.assumed(values, study.machines)
         return distributed.say(dry_run(task, recipe, chosen, given))
+    if text := config.left_out(task, recipe):
+        distributed.say(text)
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     done = open_folder(folder, flags.settings(values, recipe), values)
     found, stopped = _search(chosen, task, recipe, folder, done, values)

@@ -41,6 +41,7 @@ class Recipe(NamedTuple):
     bound_every: int = 0  # epochs between two herding bounds; 0 never
     metric: str = "accuracy"  # of the target, a name of `measures.metrics.METRICS`
     target: float | None = None  # of the metric, for studies that count steps to it
+    rest: str = "drop"  # examples that fill no unit of all workers: "drop" them, or "keep" a load
     run: str = "vmap"  # "vmap" or "turns" on one device, "mesh" one device per worker
 
 

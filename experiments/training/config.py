@@ -24,10 +24,16 @@ class Sizes(NamedTuple):
     num_units: int  # M, per worker
     units_per_step: int  # B, per worker and load
     unit_size: int  # S, examples
+    rest: int = 0  # examples of an epoch's last load, which fill no unit of all workers
+
+    @property
+    def unit_loads(self) -> int:
+        """Loads of units in an epoch."""
+        return -(-self.num_units // self.units_per_step)
 
     @property
     def loads_per_epoch(self) -> int:
-        return -(-self.num_units // self.units_per_step)
+        return self.unit_loads + bool(self.rest)
 
     @property
     def examples_per_step(self) -> int:
@@ -163,9 +169,21 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     if deals == EXAMPLES:
         batch = recipe.units_per_step * recipe.unit_size
         return Sizes(recipe.workers, size // per_step * batch, batch, 1)
-    sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
+    rest = size % per_unit if recipe.rest == "keep" else 0
+    sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size, rest)
     ordering.base.check_units_per_step(sizes.num_units, sizes.units_per_step)
     return sizes
+
+
+def left_out(task: Task, recipe: Recipe) -> str:
+    """What is not visited in an epoch, in words; "" if nothing is.
+
+    Which examples these are changes with every epoch where single examples are dealt.
+    """
+    rest = size_of(task.train) % (recipe.workers * recipe.unit_size)
+    if not rest or recipe.rest == "keep":
+        return ""
+    return f"{rest} of {size_of(task.train):,} examples fill no unit of every worker: --rest=keep"
 
 
 def size_of(data) -> int:

@@ -31,6 +31,23 @@ def pool(train: dict, sizes: Sizes):
     return jax.tree.map(lambda x: x[: len(x) // size * size].reshape(-1, size, *x.shape[1:]), train)
 
 
+def rest_of(train, sizes: Sizes, *, shared: bool):
+    """(examples [W, n, ...], weights [W, n]) of those that fill no unit of all workers, in turn.
+
+    Args:
+      shared: whether workers' gradients are averaged; the mean of their weighted sums is then that
+        of all these examples, and otherwise each worker's sum the mean of its own.
+    """
+    workers, each = sizes.workers, -(-sizes.rest // sizes.workers)
+    place = np.arange(workers)[:, None] + workers * np.arange(each)
+    there = place < sizes.rest
+    first = sizes.workers * sizes.num_units * sizes.unit_size
+    read = ordering.input.reader(train)[1](first + np.where(there, place, 0).reshape(-1))
+    examples = jax.tree.map(lambda x: x.reshape(workers, each, *x.shape[1:]), read)
+    count = sizes.rest / workers if shared else np.maximum(1, there.sum(axis=1, keepdims=True))
+    return examples, np.asarray(there / count, np.float32)
+
+
 def take_units(data, units):
     """A worker's batch [b, S, ...], out of its own units [M, S, ...] or those of all."""
     return jax.tree.map(lambda x: x[units], data)
@@ -140,8 +157,9 @@ class Feed:
 
     def next(self, state, load: int):
         """The batch of a load; the orders of `state` are those of its epoch."""
-        per_epoch = self._source.sizes.loads_per_epoch
-        epoch, place = divmod(load, per_epoch)
+        sizes = self._source.sizes
+        per_epoch = sizes.unit_loads
+        epoch, place = divmod(load, sizes.loads_per_epoch)
         if self._loader is None or (self._order_of is None and epoch != self._epoch):
             self._open(state, epoch, place)
         batch = next(self._loader)

@@ -85,12 +85,13 @@ def run(
     with _feed(program, seed, delay, clock) as feed:
         segments = _online if plans.echo.online else _planned
         for segment in segments(program, plans, at, stops, pace, feed):
-            if feed is not None and segment.load != loaded:
+            if feed is not None and segment.load != loaded and not segment.kind.rest:
                 batch, loaded = feed.next(state, segment.load), segment.load
+            given = program.rest if segment.kind.rest else batch
             epoch, place = divmod(segment.load, program.sizes.loads_per_epoch)
             following = orders.of(epoch + 1) if segment.kind.epoch_end else None
             first = np.int32(place * program.sizes.units_per_step)
-            state = carry_out(program, state, segment, batch, following, first, rates)
+            state = carry_out(program, state, segment, given, following, first, rates)
             if sync_delay and segment.rounds:
                 jax.block_until_ready(state)
                 clock.sleep_until(clock.now() + sync_delay * segment.rounds)
@@ -112,9 +113,9 @@ def run(
 
 def carry_out(program: Program, state, segment: Segment, batch, following, first, rates):
     """A segment: its steps, then the sync and the epoch's end if it has them."""
-    fresh, size, sync, epoch_end = segment.kind
+    fresh, size, sync, epoch_end, rest = segment.kind
     if segment.stop > segment.start:
-        steps = program.steps(fresh, size)
+        steps = program.steps(fresh, size, rest)
         state = steps(state, batch, np.int32(segment.start), np.int32(segment.stop), first, rates)
     if following is not None:  # drawn on the host: nothing to compute
         state, epoch_end = state._replace(orders=HostOrder(following)), False
@@ -174,7 +175,8 @@ def _online(program, plans, at, stops, pace, feed) -> Iterator[Segment]:
 
     def segment(step, steps, fresh, syncs, epoch_end, rate):
         size = int(timeline.units_of(loads - 1, sizes))
-        kind = Kind(fresh, size, syncs and not in_step, epoch_end)
+        rest = bool(timeline.is_rest(loads - 1, sizes))
+        kind = Kind(fresh, size, syncs and not in_step, epoch_end, rest)
         return Segment(step, step + steps, loads - 1, kind, int(syncs), rate)
 
     for step in range(at.step, plans.total_steps):
@@ -240,11 +242,11 @@ def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
     """Compiles what a run needs, by a call of no steps of each kind; uses the state up."""
     rates, zero = _rates(program, plans), np.int32(0)
     kinds = _kinds(program, plans)
-    for fresh, size in {(kind.fresh, kind.size) for kind in kinds}:
-        batch = program.data
-        if program.source is not None:
+    for fresh, size, rest in {(kind.fresh, kind.size, kind.rest) for kind in kinds}:
+        batch = program.rest if rest else program.data
+        if batch is None:
             batch = input.example_batch(program.source, size)
-        state = program.steps(fresh, size)(state, batch, zero, zero, zero, rates)
+        state = program.steps(fresh, size, rest)(state, batch, zero, zero, zero, rates)
     drawn = program.orders_of is not None
     for ends in {(kind.sync, kind.epoch_end and not drawn) for kind in kinds} - {(False, False)}:
         state = program.ends(*ends)(state, np.float32(0))
@@ -258,9 +260,10 @@ def _kinds(program, plans) -> set[Kind]:
         segments = _planned(program, plans, Progress(), (), pace, None)
         return {segment.kind for segment in segments}
     sizes, in_step = program.sizes, program.sync_in_step
-    units = {int(timeline.units_of(n, sizes)) for n in (0, sizes.loads_per_epoch - 1)}
+    places = (0, sizes.unit_loads - 1, sizes.loads_per_epoch - 1)
+    units = {(int(timeline.units_of(n, sizes)), bool(timeline.is_rest(n, sizes))) for n in places}
     syncs = {False, not in_step}
     return {
-        Kind(fresh, n, sync, end)
-        for fresh in (True, False) for n in units for sync in syncs for end in (True, False)
+        Kind(fresh, n, sync, end, rest)
+        for fresh in (True, False) for n, rest in units for sync in syncs for end in (True, False)
     }  # fmt: skip

@@ -23,6 +23,7 @@ class Parts(NamedTuple):
     order: ordering.Ordering
     rounds: local_opt.Rounds
     steps: dict[bool, Callable]  # fresh, echoed
+    rest: dict[bool, Callable]  # the same of examples that fill no unit of all workers
     owned: tuple[bool, ...]  # which fields of the state have a worker axis
     sizes: Sizes
     sketch: int | None  # k of what the order looks at; None: gradients
@@ -52,8 +53,9 @@ def parts_of(
         ),
         False: step.worker_step(task.model, row, order, rounds, fresh=False),
     }
+    rest = {fresh: step.rest_step(task.model, rounds, fresh=fresh) for fresh in (True, False)}
     owned = (not shared, not shared, True, True, True)
-    return Parts(row, order, rounds, steps, owned, sizes, sketch)
+    return Parts(row, order, rounds, steps, rest, owned, sizes, sketch)
 
 
 def _simulated_block_size(model, num_workers):
@@ -80,22 +82,22 @@ def num_params(model) -> int:
 
 
 def steps_of(parts: Parts, run, reads: bool) -> Callable:
-    """(fresh, units) -> the compiled steps of a segment, all in one loop."""
+    """(fresh, units, of the rest) -> the compiled steps of a segment, all in one loop."""
     if reads:
         take = lambda batch, units: batch  # noqa: E731
     else:
         take = input.take_units
     own_batch = reads or not parts.row.deals
 
-    def compiled(fresh: bool, size: int):
+    def compiled(fresh: bool, size: int, rest: bool = False):
         steps = step.worker_steps(
-            parts.steps[fresh],
-            take,
+            parts.rest[fresh] if rest else parts.steps[fresh],
+            (lambda batch, units: batch) if rest else take,
             fresh=fresh,
-            size=size,
+            size=1 if rest else size,  # which units that would be is not asked of the rest
             units_per_step=parts.sizes.units_per_step,
         )
-        owned_in = (*parts.owned, own_batch, False, False, False, False)
+        owned_in = (*parts.owned, own_batch or rest, False, False, False, False)
         return jitted(steps, run, owned_in, parts.owned)
 
     return functools.cache(compiled)

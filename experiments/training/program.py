@@ -18,6 +18,8 @@ from experiments.training.step import TrainState
 from local_opt import runners
 from ordering.gradients import check_separable
 
+AVERAGES = (local_opt.parallel_rounds, local_opt.accumulated_rounds)  # of gradients
+
 
 class Program(NamedTuple):
     """Everything of a run that depends on neither plans, seed nor learning rate.
@@ -29,6 +31,7 @@ class Program(NamedTuple):
         without an event of the host between them; compiled when first called.
       ends: (sync, epoch_end) -> `(state, rate) -> state`, what follows them.
       data: what stays on the devices, in place of batches; None if batches are read.
+      rest: what fills no unit of all workers, with its weights, on the devices; None without it.
       source: what is read; None if the data stay on the devices.
       orders_of: seed -> (epoch -> int32[W, M]) of orders drawn on the host; else None.
       sync_in_step: workers meet in every step, within it.
@@ -42,6 +45,7 @@ class Program(NamedTuple):
     steps: Callable
     ends: Callable
     data: Any
+    rest: Any
     source: input.Source | None
     orders_of: Callable | None
     sync_in_step: bool
@@ -109,6 +113,7 @@ def build(
         steps=steps_of(parts, runners.in_turn if turns else run, bool(reads)),
         ends=ends_of(parts, run),
         data=data,
+        rest=_place_rest(task, parts, mesh, averages=rounds in AVERAGES),
         source=source,
         orders_of=orders_of,
         sync_in_step=not parts.owned[0],
@@ -135,6 +140,19 @@ def _place_data(train, sizes, row, mesh):
         shared = runners.shared_sharding(mesh) if mesh else None
         return distributed.place(input.pool(train, sizes), shared)
     return distributed.place(input.partition(train, sizes), runners.owned_sharding(mesh))
+
+
+def _place_rest(task, parts: Parts, mesh, *, averages: bool):
+    sizes = parts.sizes
+    if not sizes.rest:
+        return None
+    if task.model.statistics is not None:
+        raise ValueError(
+            f"the model of {task.name} normalises over batches, and --rest=keep makes one that is "
+            "padded: pass --rest=drop, or choose another --model."
+        )
+    rest = input.rest_of(task.train, sizes, shared=averages)
+    return distributed.place(rest, runners.owned_sharding(mesh))
 
 
 def _keys(seed: int, workers: int):

@@ -135,6 +135,33 @@ def worker_step(
     return step
 
 
+def rest_step(model, rounds: local_opt.Rounds, *, fresh: bool) -> Callable:
+    """As `worker_step`, of examples that fill no unit of all workers, and that no order observes.
+
+    Its batch is (examples, weights float32[n]): some workers may have fewer of them, or none.
+    """
+
+    def step(state, batch, units, rate, t):
+        examples, weights = batch
+
+        def weighted(params):
+            losses = model.loss(params, examples, jax.random.fold_in(state.key, t))
+            return jnp.sum(weights * losses), losses
+
+        (loss, losses), mean = jax.value_and_grad(weighted, has_aux=True)(state.params)
+        bad = bad_unit(jnp.isfinite(losses), jnp.isfinite(optax.tree.norm(mean))[None])
+        updates, opt_state = rounds.update(
+            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
+        )
+        return state._replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            stats=_add(state.stats, loss, jnp.where(bad == -1, -1, -2), units, t),
+        )
+
+    return step
+
+
 def bad_unit(finite_losses, finite_rows):
     """Place of the first unit that is not finite; -1 if all are, -2 if only their sum shows it."""
     named = finite_rows.size == finite_losses.size

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     size: int  # units per worker and step
     sync: bool  # after the last step
     epoch_end: bool  # after that
+    rest: bool = False  # of the examples that fill no unit of all workers
 
 
 class Segment(NamedTuple):
@@ -74,8 +75,9 @@ def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, sto
     cut = line.epoch_end.copy()
     if not sync_in_step:
         cut |= line.sync
-    size = units_of(line.load, sizes)
-    cut[:-1] |= (line.fresh[1:] != line.fresh[:-1]) | (size[1:] != size[:-1])
+    size, rest = units_of(line.load, sizes), is_rest(line.load, sizes)
+    for changes in (line.fresh, size, rest):
+        cut[:-1] |= changes[1:] != changes[:-1]
     if streams:
         cut[:-1] |= line.fresh[1:]
     stops = np.asarray(sorted(stops), int)
@@ -85,9 +87,18 @@ def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, sto
 
 
 def units_of(load, sizes: Sizes):
-    """Units per worker of a load (or of an array of them): the last of an epoch may be shorter."""
+    """Units per worker of a load (or of an array of them): the last of an epoch may be shorter.
+
+    Of the rest, which are no units, examples.
+    """
     first = load % sizes.loads_per_epoch * sizes.units_per_step
-    return np.minimum(sizes.units_per_step, sizes.num_units - first)
+    units = np.minimum(sizes.units_per_step, sizes.num_units - first)
+    return np.where(is_rest(load, sizes), -(-sizes.rest // sizes.workers), units)
+
+
+def is_rest(load, sizes: Sizes):
+    """Whether a load (or each of an array) is of examples that fill no unit of all workers."""
+    return load % sizes.loads_per_epoch == sizes.unit_loads
 
 
 def segment_from(
@@ -101,6 +112,7 @@ def segment_from(
         size=int(units_of(load, sizes)),
         sync=bool(line.sync[last]) and not sync_in_step,
         epoch_end=bool(line.epoch_end[last]),
+        rest=bool(is_rest(load, sizes)),
     )
     rounds = int(np.count_nonzero(line.sync[step:stop]))
     return Segment(step, stop, load, kind, rounds, line.round_rate[last])
