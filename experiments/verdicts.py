@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from experiments.advice_parts import recorded
 from experiments.flags import definer
 from experiments.results import archive, records
 from experiments.verdict_parts import claims, runs
@@ -46,10 +47,11 @@ def count(text: str) -> str:
 
 def record(results: str, name: str, command: str, folder=archive.FOLDER) -> pathlib.Path:
     """Keeps a finished output folder as a run of `RUNS`, as of `archive.record`."""
-    if name not in runs.RUNS:
+    if name not in runs.RUNS and not recorded.NAME.fullmatch(name):
         raise ValueError(
-            f"--name is {name!r}: it must be one of {', '.join(runs.RUNS)}. Add a row to RUNS in "
-            "experiments/verdict_parts/runs.py for a new run."
+            f"--name is {name!r}: it must be one of {', '.join(runs.RUNS)}, or of a factorial, as "
+            "map_TASK_WxB_eUSES. Add a row to RUNS in experiments/verdict_parts/runs.py for a new "
+            "run."
         )
     target = pathlib.Path(folder) / name
     archive.record(results, target, command)

@@ -247,3 +247,14 @@ def test_a_dry_run_compares_the_run_with_itself_without_each_decision():
 @tpu
 def test_the_page_shows_what_its_command_prints():
     check_page("v5e:4x4", "## What it prints\n\n", "\n\n## How to read it")
+
+
+@tpu
+def test_units_are_dealt_by_their_signs(mesh):
+    """A bit for a pair, in one small collective beside what CD-GraB's own epoch's end has."""
+    own, dealt = (
+        kinds(compile_or_refuse(programs_of(mesh, order, "qsr").end(False, True)))
+        for order in ("id_pair", "id_pair_dealt")
+    )
+    assert own == {}
+    assert len(dealt) == 1 and sum(dealt.values()) <= 4 * 128  # a row of the chip's lanes

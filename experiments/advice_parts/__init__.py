@@ -1,0 +1,1 @@
+"""Which of the three decisions pay on a machine: recorded factorials, priced."""
