@@ -91,9 +91,9 @@ def test_what_is_dealt_costs_its_signs_at_an_epochs_end():
 
 def test_a_price_takes_the_slower_of_steps_and_loads():
     run = [{"step": 50, "loads": 40, "allreduces": 5}, {"step": 100, "loads": 45, "allreduces": 10}]
-    # 40 loads of 4 steps hold the first 50 steps up; 5 of them hide behind the next 50.
+    # 40 loads of 4 steps hold the first 50 steps up, syncs too; 5 hide behind the others.
     found = [cost.price(run, machine) for machine in cost.machines(4.0, 2.0)]
-    assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 20]
+    assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 10]
 
 
 def test_loops_count_as_often_as_they_turn():

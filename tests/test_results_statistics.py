@@ -175,6 +175,19 @@ def test_effects_are_those_that_were_put_in():
     assert priced.count("1.00 (1.00 to 1.00)") >= 4
 
 
+def test_arms_that_never_arrive_are_named():
+    values = np.ones((2, 2, 2))
+    values[1, 1, 1] = 8  # of a target of 2
+    kept, arms = eight(values)
+    compared = compare(kept, arms, Criterion(when="target", target=2.0))
+    assert factorial.late(compared) == ["arm 7"]
+    assert "arm 7 do not reach" in factorial.target_line(compared)
+    assert "arm 7 never arrive" in factorial.effects_table(compared)[1]
+    assert factorial.effects_picture(compared)[1] == ""
+    priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)(compared)[1]
+    assert [line.count(" - ") for line in priced.splitlines()[4:]] == [0] * 7 + [4]
+
+
 def test_effects_need_a_whole_factorial():
     kept, arms = eight(np.ones((2, 2, 2)))
     del arms["arm3"]

@@ -47,8 +47,8 @@ class Choice(NamedTuple):
 def times(machine: Machine, found: Factorial) -> dict[Combination, np.ndarray]:
     """The time of every combination to the target, [..., seeds].
 
-    max(steps of computation, loads) + syncs + what the order sends: input is read beside the
-    steps, and what is sent comes between them.
+    max(steps of computation + syncs + what the order sends, loads): input is read beside all of
+    them, and what is sent comes between the steps.
 
     Args:
       machine: numbers, or arrays [..., 1].
@@ -61,7 +61,7 @@ def times(machine: Machine, found: Factorial) -> dict[Combination, np.ndarray]:
         computing = machine.step * (taken.steps + longer)
         sent = np.array([traffic(int(n)) if ordered else 0.0 for n in taken.loads])
         volume = machine.sync * taken.rounds + (machine.sync - machine.latency) * sent
-        result[combination] = np.maximum(computing, machine.load * taken.loads) + volume
+        result[combination] = np.maximum(computing + volume, machine.load * taken.loads)
     return result
 
 

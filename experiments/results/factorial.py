@@ -128,8 +128,20 @@ def format_effect(effect: Effect, relative: bool) -> str:
     return f"**{text}**" if low * high > 0 else text
 
 
+def late(comparison: Comparison) -> list[str]:
+    """The arms that are not at the target with every seed: then no effect on what it takes."""
+    target = target_of(comparison)
+    return [
+        own.label
+        for own in comparison.at(comparison.speeds[0])
+        if math.inf in to_target(own.runs, comparison.criterion, target, "step").values()
+    ]
+
+
 def effects_table(comparison: Comparison) -> tuple[str, str]:
     """Section: a row per effect, a column per response."""
+    if lost := late(comparison):
+        return "table_effects.md", f"No effects: {', '.join(lost)} never arrive with some seed."
     found = effects_of(comparison)
     rows = [
         {"effect of": " × ".join(each[0].factors)}
@@ -145,12 +157,17 @@ def effects_table(comparison: Comparison) -> tuple[str, str]:
 
 def effects_picture(comparison: Comparison) -> tuple[str, Callable]:
     """Section: a panel per response, a row per effect with its interval."""
+    if late(comparison):
+        return "table_effects.md", ""
     return "effects.png", functools.partial(plots.effects, effects_of(comparison))
 
 
 def target_line(comparison: Comparison) -> str:
     """Section: the target of the main table."""
-    return f"Target: {target_of(comparison):.4g}, which every arm reaches with every seed."
+    text = f"Target: {target_of(comparison):.4g}"
+    if lost := late(comparison):
+        return f"{text}, which {', '.join(lost)} do not reach with every seed."
+    return f"{text}, which every arm reaches with every seed."
 
 
 def priced_table(machines: Sequence, price: Callable) -> Callable:
@@ -164,22 +181,25 @@ def priced_table(machines: Sequence, price: Callable) -> Callable:
         target, arms = target_of(comparison), comparison.at(comparison.speeds[0])
 
         def spent(own, machine):
-            found = {}
-            for seed, run in own.runs.items():
-                step = reached(run, comparison.criterion, target)["step"]
-                found[seed] = price([r for r in run if r["step"] <= step], machine)
-            return found
+            steps = to_target(own.runs, comparison.criterion, target, "step")
+            return {
+                seed: price([r for r in run if r["step"] <= steps[seed]], machine)
+                if steps[seed] < math.inf else math.inf
+                for seed, run in own.runs.items()
+            }  # fmt: skip
 
-        def faster(own, machine):
-            logs = statistics.log_ratios(spent(arms[0], machine), spent(own, machine))
-            return times(logs, exact=True)
+        def faster(base, own):
+            late = math.inf in (*base.values(), *own.values())
+            return "-" if late else times(statistics.log_ratios(base, own), exact=True)
+
+        def priced(own, machine):
+            return faster(spent(arms[0], machine), spent(own, machine))
 
         def measured(own):
             of = (arms[0].runs, own.runs)
-            taken = (to_target(runs, comparison.criterion, target, "seconds") for runs in of)
-            return times(statistics.log_ratios(*taken), exact=True)
+            return faster(*(to_target(r, comparison.criterion, target, "seconds") for r in of))
 
-        rows = [{"arm": own.label} | {m.label: faster(own, m) for m in machines} for own in arms]
+        rows = [{"arm": own.label} | {m.label: priced(own, m) for m in machines} for own in arms]
         text = "Times faster to the target than the first arm, priced."
         if comparison.speeds[0] is not None:  # seconds are those of a slow machine
             rows = [row | {"measured": measured(own)} for row, own in zip(rows, arms, strict=True)]

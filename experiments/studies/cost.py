@@ -131,12 +131,12 @@ def machines(load: float, sync: float) -> list[Price]:
 def price(run: Sequence[dict], machine: Price) -> float:
     """Time in steps of computation, up to the last of a run's records.
 
-    From record to record input is read beside the steps, the slower of both counts; what is sent
-    comes between them.
+    From record to record input is read beside steps and syncs, and the slower of both counts; what
+    is sent comes between the steps.
     """
-    steps, loads = (np.diff([r[name] for r in run], prepend=0) for name in ("step", "loads"))
-    waited = np.maximum(steps, machine.load * loads).sum()
-    return float(waited + machine.sync * run[-1]["allreduces"])
+    names = ("step", "loads", "allreduces")
+    steps, loads, sent = (np.diff([r[name] for r in run], prepend=0) for name in names)
+    return float(np.maximum(steps + machine.sync * sent, machine.load * loads).sum())
 
 
 def operations(function: Callable, *shapes) -> float:
