@@ -11,9 +11,11 @@ and report.html into --output_dir. Seconds.
 Expected: docs/combined.md.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 
+import numpy as np
 from absl import app, flags
 
 from experiments.advice_parts import machines, maps, recorded
@@ -21,6 +23,7 @@ from experiments.flags import definer, positive_numbers
 from experiments.results import archive, html, records, tables
 
 FLAGS = flags.FLAGS
+FORM = "{:.2f} ({:.2f} to {:.2f})"  # of a factor with its interval
 STEP_FLOOR = 1e-4  # seconds: what launching a step costs, however small it is
 
 
@@ -32,6 +35,8 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(number, "device_flops", 1e14, "operations per second of a worker", lower_bound=1.0)
     define(number, "tokens", 256.0, "of an example: its operations are 6 D of these", lower_bound=1)
     define(number, "latency", 3e-5, "seconds of a sync, besides its bytes", lower_bound=0.0)
+    define(number, "load_steps", 8.0, "a load of the slow machine, in steps", lower_bound=0.0)
+    define(number, "sync_steps", 10.0, "a sync of the slow machine, in steps", lower_bound=0.0)
     define(number, "ordered", 1.05, "times longer a fresh step is with an order", lower_bound=1.0)
     define(flags.DEFINE_string, "runs", str(archive.FOLDER), "folder of recorded factorials")
     define(flags.DEFINE_string, "output_dir", "results/machine_map", "gets what is written")
@@ -95,6 +100,44 @@ def regret_table(known, values) -> str:
     return tables.markdown(lines)
 
 
+def slow_table(known, values) -> str:
+    """All three decisions against the best of fewer, on a machine with slow input and network."""
+    rows, columns = [], ("the best", "the second", "the third")
+    machine = machines.Machine(
+        1.0, values.load_steps, values.sync_steps,
+        positive_numbers(values, "parameters")[-1], ordered=values.ordered,
+    )  # fmt: skip
+    for found in known:
+        logs = {c: np.log(t) for c, t in machines.times(machine, found).items()}
+        every = [c for c in logs if c.decisions == 3]
+        row = {"task": found.task, "workers x units": found.size, "all three": "never arrive"}
+        row |= {f"against {name} of fewer": "-" for name in columns}
+        if every:
+            best = min(every, key=lambda c: logs[c].mean())
+            behind = {c: machines.factor(logs[c] - logs[best]) for c in logs if c.decisions < 3}
+            row["all three"] = f"{best.label}: × {FORM.format(*behind[recorded.Combination()])}"
+            for name, c in zip(columns, sorted(behind, key=behind.get), strict=False):
+                row[f"against {name} of fewer"] = f"{c.label}: × {FORM.format(*behind[c])}"
+        rows.append(row)
+    return tables.markdown(rows)
+
+
+def gains_table(known) -> str:
+    """How many times fewer loads the order takes, with a sync in every step and with local steps."""
+    rows, most = [], {c.uses for found in known for c in found.taken}
+    for found in known:
+        row = {"task": found.task, "workers x units": found.size}
+        for local, uses in itertools.product((False, True), sorted(most)):
+            pair = [recorded.Combination(order, local, uses) for order in (False, True)]
+            name = f"{'local steps' if local else 'every step'}, e = {uses}"
+            row[name] = "-"
+            if all(c in found.taken for c in pair):
+                plain, order = (np.log(found.taken[c].loads) for c in pair)
+                row[name] = FORM.format(*machines.factor(plain - order))
+        rows.append(row)
+    return tables.markdown(rows)
+
+
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
     known, folder = recorded.load(values.runs), values.output_dir
@@ -106,7 +149,12 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     records.open_folder(folder, {"runs": values.runs}, overwrite=True)
     rows = choices(known, values)
     records.write_lines(os.path.join(folder, "map.jsonl"), rows)
-    written = {"choices": choices_table(rows), "regret": regret_table(known, values)}
+    written = {
+        "slow": slow_table(known, values),
+        "gains": gains_table(known),
+        "choices": choices_table(rows),
+        "regret": regret_table(known, values),
+    }
     for name, text in written.items():
         records.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
         print(f"\n{text}")

@@ -60,7 +60,7 @@ def timeless(records):
 
 def compiled(prepared):
     """How often what a run needs was compiled: steps, syncs and epochs' ends, by their kind."""
-    return [prepared.steps(*kind)._cache_size() for kind in STEPS_OF] + [
+    return [prepared.steps(*kind, False)._cache_size() for kind in STEPS_OF] + [
         prepared.ends(*kind)._cache_size() for kind in ENDS_OF
     ]
 

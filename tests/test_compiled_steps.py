@@ -234,7 +234,7 @@ def compiled_parts(order, sync, units_per_step):
     row, rounds = ORDERS[order], SYNC_RULES[sync].rounds
     built = program.build(task, recipe, row, rounds, mesh=runners.worker_mesh(4))
     state, zero, rates = built.init(0), np.int32(0), np.zeros(4, np.float32)
-    steps = built.steps(True, units_per_step)
+    steps = built.steps(True, units_per_step, False)
     steps = steps.lower(state, built.data, zero, zero, zero, rates).compile()
     aliases = re.search(r"input_output_alias=\{(.*?) \}", steps.as_text())[1]
     assert aliases.count("alias)") == len(jax.tree.leaves(state))

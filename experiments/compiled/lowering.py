@@ -87,7 +87,7 @@ def shapes_of(
     handed = (batch, place, place, place, number(jnp.float32, 1))
     return Shapes(
         state=state,
-        step=lambda fresh: steps(fresh, sizes.units_per_step).lower(state, *handed),
+        step=lambda fresh: steps(fresh, sizes.units_per_step, False).lower(state, *handed),
         end=lambda sync, epoch_end: ends(sync, epoch_end).lower(state, rate),
         owned=parts.owned,
         sizes=sizes,

@@ -89,7 +89,7 @@ def steps_of(parts: Parts, run, reads: bool) -> Callable:
         take = input.take_units
     own_batch = reads or not parts.row.deals
 
-    def compiled(fresh: bool, size: int, rest: bool = False):
+    def compiled(fresh: bool, size: int, rest: bool):
         steps = step.worker_steps(
             parts.rest[fresh] if rest else parts.steps[fresh],
             (lambda batch, units: batch) if rest else take,
