@@ -1,6 +1,7 @@
 """When workers talk: local steps around any optax optimizer, synchronised by a plan."""
 
 from local_opt.accumulate import AccumulateState, accumulated_rounds
+from local_opt.aligned import aligned
 from local_opt.forecast import (
     CommunicationTime,
     Forecast,
@@ -53,6 +54,7 @@ __all__ = [
     "Wire",
     "accumulate",
     "accumulated_rounds",
+    "aligned",
     "bernoulli",
     "check_same_plan",
     "check_same_start",

@@ -450,3 +450,20 @@ def des_loc(params, gradient, ends, rate, betas, eps=1e-8):
                 state[s] = [mean.copy() for _ in workers]
         history.append([np.array(state[s]) for s in state])
     return np.array(history).swapaxes(0, 1)
+
+
+def aligned_ends(ends, fresh, every):
+    """The ends of rounds that wait for a whole multiple of `every` loads, step by step."""
+    marks, k = set(), 1
+    while math.floor(k * every + 0.5) <= sum(fresh):
+        marks.add(math.floor(k * every + 0.5))
+        k += 1
+    found, loads, due = [], 0, False
+    for t in range(len(fresh)):
+        loads += bool(fresh[t])
+        due = due or t + 1 in ends
+        last = t + 1 == len(fresh)
+        if last or (due and loads in marks and fresh[t + 1]):
+            found.append(t + 1)
+            due = False
+    return found

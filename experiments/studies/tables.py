@@ -177,6 +177,23 @@ def _narrow(rule: SyncRule, name: str) -> SyncRule:
     return rule._replace(label=f"{rule.label}, {name}", rounds=rounds, wire=wire)
 
 
+def _aligned(rule: SyncRule, part: str, share: float) -> SyncRule:
+    """The same rule, with rounds that end where a share of an epoch's loads is whole."""
+
+    def plan(config: RunConfig) -> local_opt.SyncPlan:
+        if config.loads_per_epoch is None:
+            raise ValueError(f"{rule.label} to the {part} needs an epoch's loads: use a study.")
+        every = max(1, share * config.loads_per_epoch)
+        return local_opt.aligned(rule.plan(config), every=every, fresh=config.fresh)
+
+    return rule._replace(label=f"{rule.label}, to the {part}", plan=plan)
+
+
+SYNC_RULES |= {
+    f"{rule}_{name}": _aligned(SYNC_RULES[rule], part, share)
+    for rule in ("constant", "qsr")
+    for name, part, share in (("half", "half epoch", 0.5), ("epoch", "epoch", 1))
+}
 SYNC_RULES |= {
     f"{rule}_{wire}": _narrow(SYNC_RULES[rule], wire)
     for rule in ("constant", "qsr")
