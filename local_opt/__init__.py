@@ -2,6 +2,7 @@
 
 from local_opt.accumulate import AccumulateState, accumulated_rounds
 from local_opt.aligned import aligned
+from local_opt.drift import ControlState, Correction, control_variates, proximal
 from local_opt.forecast import (
     CommunicationTime,
     Forecast,
@@ -41,6 +42,8 @@ __all__ = [
     "WIRES",
     "AccumulateState",
     "CommunicationTime",
+    "ControlState",
+    "Correction",
     "Forecast",
     "LocalState",
     "PartEvent",
@@ -61,6 +64,7 @@ __all__ = [
     "communication_time",
     "consolidate",
     "constant",
+    "control_variates",
     "describe_parts",
     "every_step",
     "float_wire",
@@ -79,6 +83,7 @@ __all__ = [
     "parallel_rounds",
     "post_local",
     "power_rule",
+    "proximal",
     "qsr",
     "read_part_plans",
     "read_sync_plan",
