@@ -12,7 +12,7 @@ from absl import app
 from absl import flags as absl_flags
 
 import local_opt
-from experiments import cd_grab, combined, echoing, qsr, train
+from experiments import cd_grab, combined, echoing, order_rounds, qsr, train
 from experiments.results import records, statistics
 from experiments.results.statistics import Criterion
 from experiments.studies import search, study, trainer
@@ -246,11 +246,12 @@ STUDIES = {
         "--evaluate_every=5", "--target=0.5", "--horizon=20", "--step_seconds=0.001",
     ]),
     "combined": (combined, [*RUN, "--echo_factor=2"]),
+    "order_rounds": (order_rounds, [*RUN, "--rules=parallel,constant_control"]),
 }  # fmt: skip
 PICTURES = {
     "cd_grab": ["comparison.png"], "qsr": ["comparison.png"],
     "echoing": ["comparison_R2.png", "time_to_target.png"],
-    "combined": ["comparison.png", "effects.png"],
+    "combined": ["comparison.png", "effects.png"], "order_rounds": ["comparison.png"],
 }  # fmt: skip
 
 

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+from absl import flags
 
 import local_opt
+from experiments import two_errors
+from experiments.results import records
 from experiments.two_errors_parts import family as families
-from experiments.two_errors_parts import orders
+from experiments.two_errors_parts import orders, questions
 from experiments.two_errors_parts.family import Drift
 from tests import reference
 
@@ -83,7 +86,7 @@ def test_formulas_are_the_means_of_runs():
         plain, own = (
             families.paths(family, order, every(h, 80, steps), **run) for h in (1, period)
         )
-        errors = families.errors(family, plain, own, steps=steps)
+        errors = families.errors(family, plain, own, steps=steps, epochs=40)
         found.append((errors.order, errors.bias))
         order_error = families.order_formula(family, steps=steps, **given)
         expected.append((order_error, families.local_formula(family, period=period, **given)))
@@ -119,3 +122,29 @@ def test_balanced_orders_are_the_papers():
                 reference.pair_balance_epoch(o, g) for o, g in zip(before, own, strict=True)
             ]
         np.testing.assert_array_equal(after, expected)
+
+
+def test_every_question_is_a_table(tmp_path, monkeypatch, capsys):
+    small = dict(num_units=16, epochs=6)
+    monkeypatch.setattr(questions, "SMALL", questions.Setting(4, 2, **small))
+    monkeypatch.setattr(questions, "LARGE", questions.Setting(2, 4, **small))
+    monkeypatch.setattr(questions, "SETTINGS", (questions.SMALL, questions.LARGE))
+    monkeypatch.setattr(questions, "POWER", questions.POWER._replace(epochs=20))
+    values = flags.FlagValues()
+    two_errors.define_flags(values)
+    values(["two_errors", "--seeds=2", f"--output_dir={tmp_path}"])
+    two_errors.main([], values)
+    said, found = capsys.readouterr().out, records.read(str(tmp_path / "metrics.jsonl"))
+    assert {r["question"] for r in found} == set(questions.QUESTIONS)
+    for name in questions.QUESTIONS:
+        text = (tmp_path / f"table_{name}.md").read_text()
+        assert text in said and "nan" not in text
+        rows = {r["row"] for r in found if r["question"] == name}
+        assert len(text.splitlines()) == 2 + len(rows)
+    assert (tmp_path / "two_errors.png").stat().st_size > 10_000
+    assert "data:image/png" in (tmp_path / "report.html").read_text()
+    # What no plan changes.
+    own = [r for r in found if r["question"] == "errors" and r["seed"] == 0]
+    assert all(
+        len({r["order"] for r in own if r["row"] == row}) == 1 for row in {r["row"] for r in own}
+    )

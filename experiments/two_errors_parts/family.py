@@ -72,22 +72,22 @@ def means_of_steps(units: np.ndarray, orders: np.ndarray, units_per_step: int) -
     return taken.mean(axis=3).swapaxes(1, 2).reshape(-1, workers, units.shape[1])
 
 
-def errors(family: Family, plain: np.ndarray, own: np.ndarray, *, steps: int) -> Errors:
-    """Both errors, over the second half of the epochs that `paths` has taken.
+def errors(
+    family: Family, plain: np.ndarray, own: np.ndarray, *, steps: int, epochs: int
+) -> Errors:
+    """Both errors, over the ends of the last epochs that `paths` has taken.
 
     Args:
       plain, own: of `paths`, with a sync after every step and with the plan's; steps: n.
     """
-    epochs = plain.shape[1] // steps
-    late = slice(epochs // 2 * steps + steps - 1, None, steps)
+    late = slice(plain.shape[1] - (epochs - 1) * steps - 1, None, steps)
     (y0, u0), (y, u) = plain[:, late], own[:, late]
 
     def loss(x):
         return 0.5 * float(np.mean(np.sum(family.curvature * np.square(x), axis=-1)))
 
-    return Errors(
-        loss(y0), loss(y - y0 + u - u0), loss((y - y0 + u - u0).mean(axis=0)), loss(y + u)
-    )
+    more = y - y0 + u - u0
+    return Errors(loss(y0), loss(more), loss(more.mean(axis=0)), loss(y + u))
 
 
 def paths(
