@@ -1,6 +1,6 @@
 r"""What do local steps do to an example order? Two errors, exactly, on a family of losses.
 
-    python -m experiments.two_errors                             # five minutes on two slow cores
+    python -m experiments.two_errors                             # four minutes on two slow cores
     python -m experiments.two_errors --questions=plans --seeds=2
 
 The family (two_errors_parts/family.py): curvatures shared by all units but for what is expanded to
@@ -8,7 +8,8 @@ first order, so that the error of the order and the error of local steps come ap
 by linear recursions, nothing is trained. Each question is a table: `errors` (both, of every order
 and period, at the sizes of digits), `cosine` (what is left after a decay), `powers` (what scales
 how), `borders` (the longest period that leaves D-RR's error the larger one: a formula, and runs),
-`plans` (rounds that end with half and whole epochs), `corrections` (of local drift).
+`plans` (rounds that end with half and whole epochs), `corrections` (of local drift), `signs` (what
+of digits' units says whether corrections help).
 
 Expected: docs/orders_and_local_steps.md holds the tables.
 """
@@ -90,6 +91,10 @@ TABLES = {
     "borders": _borders,
     "plans": lambda found: _grid(found, "total"),
     "corrections": lambda found: _grid(found, "total"),
+    "signs": lambda found: [
+        a | b
+        for a, b in zip(*(_grid(found, f, "{:.2f}") for f in ("cosine", "noise")), strict=True)
+    ],
 }
 
 
@@ -112,7 +117,7 @@ def picture(found: Sequence[dict], path: str) -> None:
     axes[0].set_ylabel("expected loss above the minimum")
     plots.legend(figure)
     plots.save(
-        figure, path, "Two errors of local steps under an order, rate 0.5, 24 steps an epoch"
+        figure, path, "Two errors of local steps under an order: rate 0.25, 24 steps an epoch"
     )
 
 

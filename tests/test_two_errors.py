@@ -1,14 +1,17 @@
 """The family's two errors are those of local SGD on it, and what its formulas say."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
 
 import local_opt
+import models
 from experiments import two_errors
 from experiments.results import records
 from experiments.two_errors_parts import family as families
-from experiments.two_errors_parts import orders, questions
+from experiments.two_errors_parts import orders, questions, sign
 from experiments.two_errors_parts.family import Drift
 from tests import reference
 
@@ -124,11 +127,42 @@ def test_balanced_orders_are_the_papers():
         np.testing.assert_array_equal(after, expected)
 
 
+def test_the_sign_is_that_of_whole_tensors():
+    model = models.softmax_regression(num_features=2, num_classes=2, l2=0.1)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(12, 2)).astype(np.float32)
+    train = {"x": x, "y": (x[:, 0] + rng.normal(size=12) > 0).astype(np.int32)}
+    found = sign.sign(model, train, sample=12)
+    params, unravel = jax.flatten_util.ravel_pytree(model.init(jax.random.key(0)))
+
+    def losses(p):
+        return model.loss(unravel(p), {k: jnp.asarray(v) for k, v in train.items()}, None)
+
+    def mean(p):
+        return losses(p).mean()
+
+    for _ in range(12):
+        params -= jnp.linalg.solve(jax.hessian(mean)(params), jax.grad(mean)(params))
+    z = -np.asarray(jax.jacobian(losses)(params), np.float64)
+    own = np.asarray(jax.jacfwd(jax.jacrev(losses))(params), np.float64)
+    third = np.asarray(jax.jacfwd(jax.hessian(mean))(params), np.float64)
+    parts = np.stack([
+        np.einsum("nij,nj->i", own, z) / 12, np.einsum("ijk,nj,nk->i", third, z, z) / 24
+    ])  # fmt: skip
+    curvature = own.mean(axis=0)
+    gram = parts @ np.linalg.solve(curvature, parts.T)
+    cosine = gram[0, 1] / np.sqrt(gram[0, 0] * gram[1, 1])
+    assert found.cosine == pytest.approx(cosine, abs=1e-3)
+    noise = np.mean(np.sum(z**2, axis=1)) / np.trace(curvature)
+    assert found.noise == pytest.approx(noise, rel=1e-3)
+
+
 def test_every_question_is_a_table(tmp_path, monkeypatch, capsys):
     small = dict(num_units=16, epochs=6)
     monkeypatch.setattr(questions, "SMALL", questions.Setting(4, 2, **small))
     monkeypatch.setattr(questions, "LARGE", questions.Setting(2, 4, **small))
     monkeypatch.setattr(questions, "SETTINGS", (questions.SMALL, questions.LARGE))
+    monkeypatch.setattr(questions.sign, "sign", lambda *args, seed: sign.Sign(-0.5, 1.0 + seed))
     monkeypatch.setattr(questions, "POWER", questions.POWER._replace(epochs=20))
     values = flags.FlagValues()
     two_errors.define_flags(values)

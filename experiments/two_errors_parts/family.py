@@ -47,7 +47,7 @@ NEVER = Drift()
 
 def draw(
     num_units: int, workers: int, *, dimension=16, least=0.02, spread=1.0, cubic=1.0, between=0.0,
-    seed=0,
+    correlation=0.0, seed=0,
 ) -> Family:  # fmt: skip
     """Gaussian units; the variance of z_c is l_c, as of a likelihood at its optimum.
 
@@ -55,10 +55,12 @@ def draw(
       least: l is from here to 1, evenly in logarithms.
       between: a shift of each worker's own units, in standard deviations; worker w owns the units
         w M .. w M + M - 1 of fixed shards.
+      correlation: of g with z.
     """
     rng = np.random.default_rng([seed, 1])
     curvature = np.geomspace(least, 1, dimension)
     noise, own = rng.normal(size=(2, num_units, dimension))
+    own = correlation * noise + np.sqrt(1 - correlation**2) * own
     shift = rng.normal(size=(workers, dimension))
     noise = noise + between * np.repeat(shift, num_units // workers, axis=0)
     noise = np.sqrt(curvature) * (noise - noise.mean(axis=0))

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 import local_opt
+from experiments.tasks import digits
 from experiments.two_errors_parts import family as families
-from experiments.two_errors_parts import orders
+from experiments.two_errors_parts import orders, sign
 from experiments.two_errors_parts.family import NEVER, Drift
 
 
@@ -16,9 +17,10 @@ class Setting(NamedTuple):
     workers: int  # W
     units_per_step: int  # B
     num_units: int = 0  # M; 1536 / W if unset
-    rate: float = 0.5  # eta, the peak of a cosine
+    rate: float = 0.25  # eta, the peak of a cosine
     cosine: bool = False  # to 1e-3 of the peak, and measured at its end alone
-    between: float = 0.0
+    between: float = 0.0  # as of `family.draw`, and the next four
+    correlation: float = 0.0
     spread: float = 1.0
     cubic: float = 1.0
     least: float = 0.02
@@ -48,7 +50,8 @@ PERIODS = (2, 4, 8, 12, 24, 48, 96)
 def _family(setting: Setting, seed: int):
     return families.draw(
         setting.workers * setting.units, setting.workers, least=setting.least,
-        spread=setting.spread, cubic=setting.cubic, between=setting.between, seed=seed,
+        spread=setting.spread, cubic=setting.cubic, between=setting.between,
+        correlation=setting.correlation, seed=seed,
     )  # fmt: skip
 
 
@@ -108,7 +111,7 @@ def cosine(seeds: int) -> Iterator[dict]:
     yield from _cases(
         [
             ("cosine", f"{s.label}, {orders.ORDERS[order][0]}", f"H = {h}",
-             s._replace(cosine=True, epochs=100), order, h, NEVER)
+             s._replace(rate=0.5, cosine=True, epochs=100), order, h, NEVER)
             for s in (SMALL, LARGE) for order in ("rr", "cd_grab", "id_pair", "dealt")
             for h in (1, 4, 24)
         ], seeds,
@@ -198,20 +201,34 @@ CORRECTIONS = {
 }
 
 
+KINDS = {
+    "": {},
+    "unlike workers, ": {"between": 1.0},
+    "curvature with gradient, ": {"correlation": -1.0},
+}
+
+
 def corrections(seeds: int) -> Iterator[dict]:
-    """Both errors together under corrections of local drift, and workers that are alike or not."""
+    """Both errors together under corrections of local drift, for units of three kinds."""
     yield from _cases(
         [
-            ("corrections",
-             f"{s.label}, {'unlike workers, ' * bool(between)}{orders.ORDERS[order][0]}, H = {h}",
-             name, s._replace(between=between), order, h, drift)
-            for s in (SMALL, LARGE) for between in (0.0, 1.0) for order in ("rr", "cd_grab")
-            for h in (4, 24) for name, drift in CORRECTIONS.items()
+            ("corrections", f"{s.label}, {kind}{orders.ORDERS[order][0]}, H = {h}", name,
+             s._replace(**changed), order, h, drift)
+            for s in (SMALL, LARGE) for kind, changed in KINDS.items()
+            for order in ("rr", "cd_grab") for h in (4, 24) for name, drift in CORRECTIONS.items()
         ], seeds,
     )  # fmt: skip
 
 
+def signs(seeds: int) -> Iterator[dict]:
+    """Of which kind digits are: the family's correlation of g with z has the cosine's sign."""
+    task = digits.load()
+    for seed in range(seeds):
+        found = sign.sign(task.model, task.train, seed=seed)
+        yield {"question": "signs", "row": task.name, "seed": seed} | found._asdict()
+
+
 QUESTIONS = {
     "errors": errors, "cosine": cosine, "powers": powers, "borders": borders, "plans": plans,
-    "corrections": corrections,
+    "corrections": corrections, "signs": signs,
 }  # fmt: skip
