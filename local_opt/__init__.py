@@ -1,6 +1,8 @@
 """When workers talk: local steps around any optax optimizer, synchronised by a plan."""
 
 from local_opt.accumulate import AccumulateState, accumulated_rounds
+from local_opt.aligned import aligned
+from local_opt.drift import ControlState, Correction, control_variates, proximal
 from local_opt.forecast import (
     CommunicationTime,
     Forecast,
@@ -40,6 +42,8 @@ __all__ = [
     "WIRES",
     "AccumulateState",
     "CommunicationTime",
+    "ControlState",
+    "Correction",
     "Forecast",
     "LocalState",
     "PartEvent",
@@ -53,12 +57,14 @@ __all__ = [
     "Wire",
     "accumulate",
     "accumulated_rounds",
+    "aligned",
     "bernoulli",
     "check_same_plan",
     "check_same_start",
     "communication_time",
     "consolidate",
     "constant",
+    "control_variates",
     "describe_parts",
     "every_step",
     "float_wire",
@@ -77,6 +83,7 @@ __all__ = [
     "parallel_rounds",
     "post_local",
     "power_rule",
+    "proximal",
     "qsr",
     "read_part_plans",
     "read_sync_plan",

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from local_opt import shards
+from local_opt.drift import Correction, check_correction
 from local_opt.policies import (
     LOCAL,
     MEAN,
@@ -48,6 +49,7 @@ class LocalState(NamedTuple):
     outer: Any  # of the outer optimizer; equal on all workers
     lost: Any  # what the wire has lost of this worker's changes; () for a wire without feedback
     drift: jax.Array  # float32[], |x_w - x_bar| / |x_bar| at the last sync
+    correction: Any = ()  # of the correction; () without one
 
 
 def local_rounds(
@@ -57,6 +59,7 @@ def local_rounds(
     opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
+    correction: Correction | None = None,
     gradient_axis=None,
     specs=None,
 ) -> Rounds:
@@ -80,6 +83,8 @@ def local_rounds(
       wire: the format in which the parameters' changes travel, as `WIRES["int8"]`; see
         `synchronize_changes`. None for no rounding. Averaged fields of the optimizer state are
         never rounded.
+      correction: of the drift between two syncs, `control_variates` or `proximal`; no collective
+        is added. None for none, and with a wire.
       gradient_axis: for two levels on a mesh with two axes: gradients are averaged over this axis
         (the devices of a host) in every step, parameters over `axis_name` (the hosts) at a sync.
         None for one level, without a collective in the step.
@@ -92,9 +97,9 @@ def local_rounds(
       A `Rounds`.
 
     Raises:
-      ValueError: for a policy that is not known, a wire that is none, or specs that name the
-        workers' axis; from `init`, for a name that no field of the optimizer state has, or
-        parameters that are not floating; from `sync`, as `synchronize_changes`.
+      ValueError: for a policy that is not known, a wire or a correction that is none, or both, or
+        specs that name the workers' axis; from `init`, for a name that no field of the optimizer
+        state has, or parameters that are not floating; from `sync`, as `synchronize_changes`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -120,6 +125,8 @@ def local_rounds(
     anchored = outer is not None or wire is not None
     if wire is not None:
         check_wire(wire)
+    if correction is not None:
+        check_correction(correction, wire)
     specs_lib.check_specs(specs, axis_name)
     if gradient_axis is not None and specs is None:
         specs = P()  # devices that share gradients hold the same parameters
@@ -136,14 +143,21 @@ def local_rounds(
             outer=outer.init(params) if outer else (),
             lost=nothing_lost(params, wire),
             drift=jnp.zeros((), jnp.float32),
+            correction=correction.init(params) if correction else (),
         )
         return shards.in_place(state, params, specs)
 
     def update(grads, state, params=None, **extra):
         if gradient_axis is not None:
             grads = mean_gradient(grads, gradient_axis)
+        own = state.correction
+        if correction:
+            grads = correction.gradient(grads, own, params)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
-        return updates, state._replace(inner=inner_state, since=state.since + 1)
+        if correction:
+            updates, own = correction.update(updates, own, **extra)
+        state = state._replace(inner=inner_state, since=state.since + 1, correction=own)
+        return updates, state
 
     def sync(params, state, *, parts=None, **extra):
         del extra
@@ -168,15 +182,23 @@ def local_rounds(
     def renewed(params, mean, state):
         """The state of a round that has not begun, after what the outer optimizer makes of it."""
         drift, outer_state = relative_distance(params, mean, specs=specs), state.outer
+        new = mean
         if outer:
             change = jax.tree.map(jnp.subtract, state.anchor, mean)
             updates, outer_state = outer.update(
                 change, outer_state, state.anchor, period=state.since
             )
-            mean = optax.apply_updates(state.anchor, updates)
-        anchor = jax.tree.map(jnp.copy, mean) if anchored else ()
-        zero = jnp.zeros_like(state.since)
-        return mean, state._replace(since=zero, anchor=anchor, outer=outer_state, drift=drift)
+            new = optax.apply_updates(state.anchor, updates)
+        state = state._replace(
+            since=jnp.zeros_like(state.since),
+            anchor=jax.tree.map(jnp.copy, new) if anchored else (),
+            outer=outer_state,
+            drift=drift,
+        )
+        if correction:
+            own = correction.sync(state.correction, own=params, mean=mean, new=new)
+            state = state._replace(correction=own)
+        return new, state
 
     return Rounds(init, update, sync)
 

@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from local_opt.accumulate import accumulated_rounds
+from local_opt.drift import Correction
 from local_opt.plan import SyncPlan
 from local_opt.policies import LOCAL
 from local_opt.rounds import Rounds, local_rounds
@@ -33,6 +34,7 @@ def local_steps(
     opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
+    correction: Correction | None = None,
     gradient_axis=None,
     specs=None,
     total_steps: int | None = None,
@@ -57,7 +59,8 @@ def local_steps(
       plan: when to synchronise; equal on all workers (see `check_same_plan`). Steps beyond its
         end all synchronise.
       axis_name: of the workers; bound by `jax.vmap` or `jax.shard_map`.
-      opt_state, outer, wire, gradient_axis, specs: what a step and a sync do; see `local_rounds`.
+      opt_state, outer, wire, correction, gradient_axis, specs: what a step and a sync do; see
+        `local_rounds`.
       total_steps: of the run, to be checked against the plan; None for no check.
 
     Returns:
@@ -94,6 +97,7 @@ def local_steps(
         opt_state=opt_state,
         outer=outer,
         wire=wire,
+        correction=correction,
         gradient_axis=gradient_axis,
         specs=specs,
     )

@@ -473,3 +473,62 @@ def des_loc(params, gradient, ends, rate, betas, eps=1e-8):
                 state[s] = [mean.copy() for _ in workers]
         history.append([np.array(state[s]) for s in state])
     return np.array(history).swapaxes(0, 1)
+
+
+def aligned_ends(ends, fresh, every):
+    """The ends of rounds that wait for a whole multiple of `every` loads, step by step."""
+    marks, k = set(), 1
+    while math.floor(k * every + 0.5) <= sum(fresh):
+        marks.add(math.floor(k * every + 0.5))
+        k += 1
+    found, loads, due = [], 0, False
+    for t in range(len(fresh)):
+        loads += bool(fresh[t])
+        due = due or t + 1 in ends
+        last = t + 1 == len(fresh)
+        if last or (due and loads in marks and fresh[t + 1]):
+            found.append(t + 1)
+            due = False
+    return found
+
+
+def scaffold(params, gradient, periods, rates):
+    """SCAFFOLD, algorithm 1 with option II (Karimireddy et al. 2020), where all take part.
+
+    params [D]; gradient(worker, step, x) -> [D]; rates: of every step; eta_g is 1. Returns the
+    parameters [W, D] after every step, and c_i [W, D] and c [D] after every round.
+    """
+    workers, x = range(gradient.workers), np.array(params, np.float64)
+    c, own, t = np.zeros(len(params)), [np.zeros(len(params)) for _ in range(gradient.workers)], 0
+    history, controls = [], []
+    for h in periods:
+        y, spent = [x.copy() for _ in workers], sum(rates[t : t + h])  # K eta_l
+        for k in range(h):
+            for i in workers:
+                y[i] = y[i] - rates[t] * (gradient(i, t, y[i]) - own[i] + c)
+            t += 1
+            if k < h - 1:
+                history.append(np.array(y))
+        plus = [own[i] - c + (x - y[i]) / spent for i in workers]  # option (ii)
+        x = x + sum(y[i] - x for i in workers) / len(workers)
+        c = c + sum(plus[i] - own[i] for i in workers) / len(workers)
+        own = plus
+        history.append(np.array([x.copy() for _ in workers]))
+        controls.append((np.array(own), c))
+    return np.array(history), controls
+
+
+def fedprox(params, gradient, periods, rate, strength):
+    """FedProx's proximal term (Li et al. 2020) with steps of SGD on it: [T, W, D]."""
+    workers, x, t, history = range(gradient.workers), np.array(params, np.float64), 0, []
+    for h in periods:
+        y = [x.copy() for _ in workers]
+        for k in range(h):
+            for i in workers:
+                y[i] = y[i] - rate * (gradient(i, t, y[i]) + strength * (y[i] - x))
+            t += 1
+            if k == h - 1:
+                x = sum(y) / len(workers)
+                y = [x.copy() for _ in workers]
+            history.append(np.array(y))
+    return np.array(history)

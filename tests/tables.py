@@ -203,6 +203,7 @@ PLANS = {
         optax.linear_schedule(1, 8, 40), total_steps=t
     ),
     "from_function": lambda t: local_opt.from_function(lambda s: 1 + s % 5, total_steps=t),
+    "aligned": lambda t: local_opt.aligned(local_opt.constant(4, total_steps=t), every=3.5),
 }
 
 # Every maker of a plan to echo once: total_steps -> EchoPlan, for any total_steps >= 1.

@@ -94,6 +94,18 @@ def test_a_sync_is_one_all_reduce(opt_state):
     assert operations(compiled_sync(rounds).as_text()) == ["all-reduce"]
 
 
+@pytest.mark.parametrize("make", [local_opt.control_variates, lambda: local_opt.proximal(0.1)])
+def test_a_correction_of_drift_adds_no_collective_and_no_bytes(make):
+    rounds = local_opt.local_rounds(SGD, axis_name="worker", correction=make())
+    module, (params, state, _) = compiled(rounds)
+    assert operations(module.as_text()) == []
+    assert module.memory_analysis().alias_size_in_bytes == bytes_of((params, state)) // 8
+    ((name, _, line),) = instructions(compiled_sync(rounds).as_text())
+    plain = local_opt.local_rounds(SGD, axis_name="worker")
+    ((_, _, other),) = instructions(compiled_sync(plain).as_text())
+    assert name == "all-reduce" and shapes_of(line) == shapes_of(other) == (4 * 24, {"f32"})
+
+
 def test_the_only_collective_of_a_planned_step_is_in_a_branch():
     plan = local_opt.constant(2, total_steps=8)
     opt = local_opt.local_steps(SGD, plan, axis_name="worker", opt_state="mean")

@@ -24,7 +24,8 @@ CITED = (
     "local_steps", "local_rounds", "parallel_rounds", "accumulate", "accumulated_rounds", "qsr",
     "power_rule", "constant", "post_local", "swap", "nesterov", "slow_momentum", "reestimate",
     "integer_wire", "top_k_wire", "synchronize_changes", "streaming_rounds",
-    "echo_batches", "echo_forecast", "fixed", "bernoulli", "proximal_anchor",
+    "control_variates", "proximal", "echo_batches", "echo_forecast", "fixed", "bernoulli",
+    "proximal_anchor",
 )  # fmt: skip
 
 

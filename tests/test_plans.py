@@ -317,6 +317,38 @@ def test_bernoulli_has_its_rate_and_its_key():
     assert abs(late - expected) < 4 * deviation
 
 
+@pytest.mark.parametrize("name", tables.PLANS)
+@settings(max_examples=12)
+@given(st.data())
+def test_aligned_rounds_wait_for_the_next_mark(name, data):
+    total_steps = data.draw(st.integers(1, 60))
+    every = data.draw(st.sampled_from([1, 2, 3, 2.5, 6.5, 12, 25 / 3, 100]))
+    fresh = data.draw(st.none() | st.lists(st.booleans(), min_size=total_steps - 1,
+                                           max_size=total_steps - 1))  # fmt: skip
+    loaded = np.array([True, *(fresh if fresh is not None else [True] * (total_steps - 1))])
+    plan = tables.PLANS[name](total_steps)
+    found = local_opt.aligned(plan, every=every, fresh=None if fresh is None else loaded)
+    ends = reference.aligned_ends(set(plan.ends.tolist()), loaded, every)
+    assert found.ends.tolist() == ends
+    assert found.total_steps == total_steps and 1 <= found.rounds <= plan.rounds
+    again = local_opt.aligned(found, every=every, fresh=None if fresh is None else loaded)
+    assert again is found
+    if every == 1 and fresh is None:
+        assert found is plan
+
+
+@pytest.mark.parametrize("every", [1, 2, 6, 12.5])
+def test_rounds_that_take_as_long_as_the_marks_stay_apart(every):
+    plan = local_opt.constant(15, total_steps=300)
+    found = local_opt.aligned(plan, every=every)
+    assert found.rounds == plan.rounds
+    moved = found.ends - plan.ends
+    assert (moved >= 0).all() and (moved < every + 1).all()
+    # Half epochs of an odd number of loads: each second mark is a whole epoch's end.
+    marks = {math.floor(k * every + 0.5) for k in range(1, 301)}
+    assert set(found.ends.tolist()) <= marks
+
+
 RULE = dict(total_steps=10, alpha=0.2, h_base=2)
 
 
@@ -382,6 +414,15 @@ BAD = {
     "step T": (lambda: local_opt.every_step(5).period_at(5), r"step 5 is outside .*0 \.\. 4"),
     "steps": (lambda: local_opt.every_step(5).syncs_after([0, 7]), r"outside .*0 \.\. 4"),
     "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step 6 is outside"),
+    "every 0": (lambda: local_opt.aligned(local_opt.every_step(5), every=0),
+        r"every is 0: it must be a number of loads >= 1"),
+    "every inf": (lambda: local_opt.aligned(local_opt.every_step(5), every=math.inf),
+        r"every is inf: .*loads"),
+    "every True": (lambda: local_opt.aligned(local_opt.every_step(5), every=True),
+        r"every is True: .*number of loads"),
+    "fresh of another run": (
+        lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),
+        r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
     "run longer": (lambda: local_opt.constant(2, total_steps=5).check_run(6),
         r"constant, H = 2\) has 5 steps and the run 6: make the plan with the run's"),
     "run shorter": (lambda: local_opt.every_step(5).check_run(4), r"has 5 steps and the run 4"),

@@ -12,7 +12,7 @@ from absl import app
 from absl import flags as absl_flags
 
 import local_opt
-from experiments import cd_grab, combined, echoing, qsr, train
+from experiments import cd_grab, combined, echoing, order_rounds, qsr, train
 from experiments.measures import metrics
 from experiments.results import records, statistics
 from experiments.results.statistics import Criterion
@@ -204,6 +204,27 @@ def test_rules_of_other_powers_communicate_as_much_as_qsr():
     assert found["inverse"] == found["cubic"] == found["qsr"] < 2500 / 4
 
 
+def test_rules_that_know_the_order_end_rounds_with_its_epochs():
+    recipe = TASKS["digits"](abstract=True).recipe._replace(
+        total_steps=120, schedule="cosine", floor=1e-3, growth=1.0
+    )
+    own = config.config_of(recipe, config.Sizes(4, 14, 2, 1), seed=0)  # epochs of 7 loads
+    halves = {*range(7, 120, 7), *range(4, 120, 7), 120}
+    ends = SYNC_RULES["constant_half"].plan(own).ends.tolist()
+    assert set(ends) < halves and ends[:6] == [4, 11, 14, 18, 21, 25]  # of 4, 8, 12, 16, 20, 24
+    for name in ("qsr", "constant"):
+        ends = SYNC_RULES[f"{name}_epoch"].plan(own).ends
+        assert not (ends[:-1] % 7).any() and len(ends) < SYNC_RULES[name].plan(own).rounds
+    # Of an echoed run, seven loads: no round ends before the last use of the seventh.
+    plan = ECHO_POLICIES["fixed"].make(own)
+    ends = SYNC_RULES["qsr_epoch"].plan(own._replace(fresh=plan.fresh)).ends
+    assert own.echo_factor == 4 and not (ends[:-1] % 28).any()
+    with pytest.raises(
+        ValueError, match="QSR to the half epoch needs an epoch's loads: use a study"
+    ):
+        SYNC_RULES["qsr_half"].plan(own._replace(loads_per_epoch=None))
+
+
 @pytest.mark.parametrize("name", ECHO_POLICIES)
 def test_every_policy_is_of_the_length_of_the_run(name):
     recipe = TASKS["digits"](abstract=True).recipe._replace(total_steps=40, horizon=20)
@@ -226,11 +247,12 @@ STUDIES = {
         "--evaluate_every=5", "--target=0.5", "--horizon=20", "--step_seconds=0.001",
     ]),
     "combined": (combined, [*RUN, "--echo_factor=2"]),
+    "order_rounds": (order_rounds, [*RUN, "--rules=parallel,constant_control"]),
 }  # fmt: skip
 PICTURES = {
     "cd_grab": ["comparison.png"], "qsr": ["comparison.png"],
     "echoing": ["comparison_R2.png", "time_to_target.png"],
-    "combined": ["comparison.png", "effects.png"],
+    "combined": ["comparison.png", "effects.png"], "order_rounds": ["comparison.png"],
 }  # fmt: skip
 
 

@@ -61,7 +61,8 @@ def config_of(recipe: Recipe) -> config.RunConfig:
     """In the units of the learning rate itself: alpha is then the published one."""
     rate = recipe.learning_rates[0]
     found = config.config_of(recipe, config.Sizes(1, 1, 1, 1), seed=0)
-    return found._replace(rates=rate * found.rates, growth=rate * found.growth)
+    own = {"rates": rate * found.rates, "growth": rate * found.growth}
+    return found._replace(**own, loads_per_epoch=None)
 
 
 def plans_of(recipe: Recipe, rules: Sequence[str], switch: float = 0.5) -> dict[str, SyncPlan]:

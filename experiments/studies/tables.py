@@ -186,21 +186,42 @@ SYNC_RULES = {
 }
 
 
-def _narrow(rule: SyncRule, name: str) -> SyncRule:
-    """The same plan, with changes that travel in a narrow format."""
-    wire = local_opt.WIRES[name]
+def _with(rule: SyncRule, name: str, **options) -> SyncRule:
+    """The same plan, with options of `local_rounds`."""
 
     def rounds(inner, *, axis_name):
-        return local_opt.local_rounds(inner, axis_name=axis_name, wire=wire)
+        return local_opt.local_rounds(inner, axis_name=axis_name, **options)
 
-    rounds.__name__ = f"{name}_rounds"
-    return rule._replace(label=f"{rule.label}, {name}", rounds=rounds, wire=wire)
+    rounds.__name__ = f"{name.replace(' ', '_')}_rounds"
+    return rule._replace(label=f"{rule.label}, {name}", rounds=rounds, wire=options.get("wire"))
+
+
+def _aligned(rule: SyncRule, part: str, share: float) -> SyncRule:
+    """The same rule, with rounds that end where a share of an epoch's loads is whole."""
+
+    def plan(config: RunConfig) -> local_opt.SyncPlan:
+        if config.loads_per_epoch is None:
+            raise ValueError(f"{rule.label} to the {part} needs an epoch's loads: use a study.")
+        every = max(1, share * config.loads_per_epoch)
+        return local_opt.aligned(rule.plan(config), every=every, fresh=config.fresh)
+
+    return rule._replace(label=f"{rule.label}, to the {part}", plan=plan)
 
 
 SYNC_RULES |= {
-    f"{rule}_{wire}": _narrow(SYNC_RULES[rule], wire)
+    f"{rule}_{name}": _aligned(SYNC_RULES[rule], part, share)
     for rule in ("constant", "qsr")
-    for wire in local_opt.WIRES
+    for name, part, share in (("half", "half epoch", 0.5), ("epoch", "epoch", 1))
+}
+# What else rounds can do: name of the row -> (label, options of `local_rounds`).
+OPTIONS = {name: (name, {"wire": wire}) for name, wire in local_opt.WIRES.items()} | {
+    "control": ("control variates", {"correction": local_opt.control_variates()}),
+    "proximal": ("proximal 0.1", {"correction": local_opt.proximal(0.1)}),
+}
+SYNC_RULES |= {
+    f"{rule}_{name}": _with(SYNC_RULES[rule], label, **options)
+    for rule in ("constant", "qsr")
+    for name, (label, options) in OPTIONS.items()
 }
 
 # p from 1 to 1 / e over the horizon; the first of them is at its end from the start.

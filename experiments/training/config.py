@@ -63,6 +63,7 @@ class RunConfig(NamedTuple):
     echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
     horizon: int = 1  # steps over which a falling p falls
     fresh: np.ndarray | None = None  # bool[T], for rules that follow the loads
+    loads_per_epoch: int | None = None  # for rules that follow the epochs; None: not known
 
     @property
     def total_steps(self) -> int:
@@ -234,15 +235,12 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
         h_max=recipe.h_max,
         echo_factor=factor,
         horizon=recipe.horizon or total,
+        loads_per_epoch=sizes.loads_per_epoch,
     )
 
 
 def plans_of(config: RunConfig, sync: SyncRule, echo: EchoPolicy, *, rate: float) -> Plans:
-    """The plans of a run, made before it: when to load, when to meet, and the learning rates.
-
-    Args:
-      sync, echo: rows of the tables; rate: peak learning rate.
-    """
+    """The plans of a run, made before it, from rows of the tables and a peak learning rate."""
     policy = echo.make(config)
     fresh = None if policy.online else policy.fresh
     return Plans(sync.plan(config._replace(fresh=fresh)), policy, rate * config.rates)

@@ -1,0 +1,1 @@
+"""The modules of `experiments.two_errors`."""
