@@ -123,7 +123,7 @@ def slow_table(known, values) -> str:
 
 
 def gains_table(known) -> str:
-    """How many times fewer loads the order takes, with a sync in every step and with local steps."""
+    """How many times fewer loads the order takes, where all meet in every step and where not."""
     rows, most = [], {c.uses for found in known for c in found.taken}
     for found in known:
         row = {"task": found.task, "workers x units": found.size}
