@@ -122,6 +122,20 @@ def slow_table(known, values) -> str:
     return tables.markdown(rows)
 
 
+def measured_table(folder) -> str:
+    """Seconds where loads and syncs are slow, and how many times those of all three decisions."""
+    found, rows = recorded.measured(folder), []
+    for combination in dict.fromkeys(c for of in found.values() for c in of):
+        row = {"decisions": combination.label}
+        for task, of in found.items():
+            every = next(seconds for c, seconds in of.items() if c.decisions == 3)
+            row[f"{task}, seconds"] = tables.show(of[combination], "{:.1f}")
+            times = machines.factor(np.log(of[combination] / every))
+            row[f"{task}, times all three"] = FORM.format(*times)
+        rows.append(row)
+    return tables.markdown(rows)
+
+
 def gains_table(known) -> str:
     """How many times fewer loads the order takes, where all meet in every step and where not."""
     rows, most = [], {c.uses for found in known for c in found.taken}
@@ -151,6 +165,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     records.write_lines(os.path.join(folder, "map.jsonl"), rows)
     written = {
         "slow": slow_table(known, values),
+        "measured": measured_table(values.runs),
         "gains": gains_table(known),
         "choices": choices_table(rows),
         "regret": regret_table(known, values),

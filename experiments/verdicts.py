@@ -47,11 +47,11 @@ def count(text: str) -> str:
 
 def record(results: str, name: str, command: str, folder=archive.FOLDER) -> pathlib.Path:
     """Keeps a finished output folder as a run of `RUNS`, as of `archive.record`."""
-    if name not in runs.RUNS and not recorded.NAME.fullmatch(name):
+    if name not in runs.RUNS and not recorded.is_name(name):
         raise ValueError(
             f"--name is {name!r}: it must be one of {', '.join(runs.RUNS)}, or of a factorial, as "
-            "map_TASK_WxB_eUSES. Add a row to RUNS in experiments/verdict_parts/runs.py for a new "
-            "run."
+            "map_TASK_WxB_eUSES or slow_TASK_eUSES. Add a row to RUNS in "
+            "experiments/verdict_parts/runs.py for a new run."
         )
     target = pathlib.Path(folder) / name
     archive.record(results, target, command)

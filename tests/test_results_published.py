@@ -3,8 +3,10 @@
 import pathlib
 
 import pytest
+from absl import flags
 
-from experiments import verdicts
+from experiments import machine_map, verdicts
+from experiments.advice_parts import recorded
 from experiments.results import archive, columns, factorial, tables
 from experiments.studies import cost
 
@@ -39,6 +41,17 @@ def test_the_factorials(name):
     for section in (factorial.effects_table, priced):
         check(section(comparison)[1], whole)
     assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
+
+
+def test_the_map_of_machines():
+    values = flags.FlagValues()
+    machine_map.define_flags(values)
+    values(["machine_map"])
+    known, whole = recorded.load(), page("machine_map.md")
+    check(machine_map.slow_table(known, values), whole)
+    check(machine_map.measured_table(archive.FOLDER), whole)
+    check(machine_map.gains_table(known), whole)
+    check(machine_map.regret_table(known, values), whole)
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])

@@ -12,6 +12,7 @@ from experiments.results.statistics import reached, target_of
 from experiments.training.config import Sizes
 
 NAME = re.compile(r"map_(?P<task>[a-z0-9]+)_(?P<workers>\d+)x(?P<units>\d+)_e(?P<uses>\d+)")
+SLOW = re.compile(r"slow_(?P<task>[a-z0-9]+)_e(?P<uses>\d+)")
 PLAIN = "none"
 
 
@@ -64,6 +65,11 @@ class Factorial(NamedTuple):
         return f"{self.sizes.workers} x {self.sizes.units_per_step}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a recorded run of this name is a factorial of this page."""
+    return bool(NAME.fullmatch(name) or SLOW.fullmatch(name))
+
+
 def load(folder: os.PathLike = archive.FOLDER) -> list[Factorial]:
     """The recorded factorials, those of several uses of a batch joined.
 
@@ -85,20 +91,39 @@ def load(folder: os.PathLike = archive.FOLDER) -> list[Factorial]:
     return list(found.values())
 
 
+def measured(folder: os.PathLike = archive.FOLDER) -> dict[str, dict[Combination, np.ndarray]]:
+    """{task: {combination: seconds[seeds] to the target}} of runs with slow loads and syncs."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        if match := SLOW.fullmatch(name):
+            arrived = _arrivals(archive.load(name, folder), int(match["uses"]))
+            found[match["task"]] = {
+                combination: np.array([at["seconds"] for at in of])
+                for combination, (of, _) in arrived.items()
+            }
+    return found
+
+
+def _arrivals(comparison, uses) -> dict[Combination, tuple[list, float]]:
+    """The records at the target, one per seed, and the rate, of those that always arrive."""
+    target, speed, found = target_of(comparison), comparison.speeds[0], {}
+    plain = next(iter(comparison.baseline(speed).runs.values()))[-1]  # a record
+    for own in comparison.at(speed):
+        of = [reached(run, comparison.criterion, target) for run in own.runs.values()]
+        if of and None not in of:
+            order, sync, echo = (of[0][name] != plain[name] for name in FACTORS)
+            found[Combination(order, sync, uses if echo else 1)] = of, own.rate
+    return found
+
+
 def _one(name, folder, task, uses) -> Factorial:
     comparison = archive.load(name, folder)
     settings = records.read_json(os.path.join(folder, name, "settings.json"))
     target, taken, order = target_of(comparison), {}, None
-    plain = next(iter(comparison.baseline().runs.values()))[-1]  # a record
-    for own in comparison.at():
-        of = [reached(run, comparison.criterion, target) for run in own.runs.values()]
-        if not of or None in of:
-            continue
-        differs = {name: of[0][name] != plain[name] for name in FACTORS}
-        combination = Combination(differs["order"], differs["sync"], uses if differs["echo"] else 1)
-        order = of[0]["order"] if differs["order"] else order
+    for combination, (of, rate) in _arrivals(comparison, uses).items():
+        order = of[0]["order"] if combination.order else order
         columns = (np.array([at[c] for at in of], float) for c in ("step", "loads", "rounds"))
-        taken[combination] = Taken(*columns, own.rate)
+        taken[combination] = Taken(*columns, rate)
     loads_per_epoch = round(comparison.records[-1]["loads"] / comparison.records[-1]["epoch"])
     per_step = int(settings["units_per_step"])
     sizes = Sizes(
