@@ -18,9 +18,10 @@ from experiments.results.statistics import Criterion
 from experiments.studies import study
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ORDERS
+from experiments.training.config import EXAMPLES
 
-# D-RR, the baseline, first; what is dealt anew has no owner, so it is no order of own units.
-ARMS = {name: Arm(row.label, order=name) for name, row in ORDERS.items() if not row.deals}
+# D-RR, the baseline, first. Examples that are dealt one by one are no units of any order.
+ARMS = {name: Arm(row.label, order=name) for name, row in ORDERS.items() if row.deals != EXAMPLES}
 
 STUDY = Study(
     "cd_grab",
