@@ -36,6 +36,7 @@ ENUMS = {
     "schedule": list(SCHEDULES),
     "metric": list(METRICS),
     "run": ["vmap", "turns", "mesh"],
+    "nonfinite": ["stop", "skip"],
 }
 FIELDS = {  # of a Recipe
     "workers": "W",
@@ -64,6 +65,7 @@ FIELDS = {  # of a Recipe
     "metric": "of the target",
     "target": "of the metric, on both halves of the test set; of the training loss in `combined`",
     "run": "all workers on one device, at once or in turn, or one device each",
+    "nonfinite": "losses or gradients: stop the run, or skip the update and count it",
 }
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from experiments import qsr
-from experiments.results import records
+from experiments.results import manifest, records
 from experiments.studies import study
 from experiments.tasks import TASKS
 from experiments.tasks.base import first_of
 from experiments.tasks.digest import data_hash
-from experiments.training import checkpoint, manifest, run
+from experiments.training import checkpoint, run
 from experiments.training.loop import Progress
 from tests.little_run import assert_same, built, plans_of, timeless, trained
 from tests.test_lock import SHORT

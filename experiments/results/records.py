@@ -3,8 +3,9 @@
 A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
 not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
 rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
-"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the last record of
-a run "ended": true, "diverged": null or the message, and "load_steps" where echoing was measured.
+"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), with --nonfinite=skip
+"skipped" (updates left out since the record before, of all workers), and in the last record of a
+run "ended": true, "diverged": null or the message, and "load_steps" where echoing was measured.
 Tuning runs recorded before this schema hold, for what was evaluated on the way, the first record at
 the target alone: its costs, and in "at_target" the scalars that were there.
 

@@ -42,6 +42,7 @@ class Recipe(NamedTuple):
     metric: str = "accuracy"  # of the target, a name of `measures.metrics.METRICS`
     target: float | None = None  # of the metric, for studies that count steps to it
     run: str = "vmap"  # "vmap" or "turns" on one device, "mesh" one device per worker
+    nonfinite: str = "stop"  # or "skip": what a loss or gradient that is not finite does to a run
 
 
 class Task(NamedTuple):

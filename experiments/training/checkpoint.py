@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from experiments.processes import distributed
-from experiments.results import records
-from experiments.training import loop, manifest
+from experiments.results import manifest, records
+from experiments.training import loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.step import TrainState

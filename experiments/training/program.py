@@ -102,8 +102,9 @@ def build(
         source = input.Source(task.train, sizes, total, owned, sharding, reads)
     orders_of = _orders_of(parts, config.size_of(task.train)) if row.on_host else None
     reset = jitted(
-        lambda state: state._replace(stats=step.zero_stats()), run, parts.owned, parts.owned
-    )
+        lambda state: state._replace(stats=step.zero_stats(skips=parts.skips)),
+        run, parts.owned, parts.owned,
+    )  # fmt: skip
     return Program(
         sizes=sizes,
         sharding=runners.owned_sharding(mesh),

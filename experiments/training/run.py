@@ -214,8 +214,13 @@ def _scalars(at: Progress, state: TrainState, seen: Evaluation) -> dict:
     """What the steps since the last evaluation have seen."""
     found = {}
     stats = distributed.on_host(state.stats)
-    if at.step > seen.step:
-        found["train/batch_loss"] = float(stats.loss.mean()) / (at.step - seen.step)
+    steps = at.step - seen.step
+    if stats.skipped is not None and steps:
+        updates, losses = stats.skipped.sum(axis=0).tolist()
+        found["skipped"] = updates
+        steps -= losses / stats.loss.size
+    if steps > 0:
+        found["train/batch_loss"] = float(stats.loss.mean()) / steps
     if isinstance(state.opt_state, local_opt.LocalState) and at.rounds > seen.rounds:
         found["drift"] = float(stats.drift.mean()) / (at.rounds - seen.rounds)
     return found
