@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-MOST_STEPS = 10**8
+MOST_STEPS = 10**9
 
 
 def is_whole(value) -> bool:
@@ -29,7 +29,7 @@ def check_total_steps(total_steps) -> None:
     """Raises ValueError unless there is a step to plan for.
 
     Args:
-      total_steps: T, a whole number >= 1 and at most 100 million, for plans are arrays.
+      total_steps: T, a whole number >= 1 and at most a billion, for plans are arrays.
 
     Raises:
       ValueError: for anything else.
