@@ -21,7 +21,7 @@ from experiments.training import checkpoint, run
 from experiments.training.loop import Progress
 from tests.little_run import assert_same, built, plans_of, timeless, trained
 from tests.test_lock import SHORT
-from tests.test_one_loop import STEPS
+from tests.test_one_loop import STEPS, WORKERS
 from tests.test_studies import RUN, SMALL, start, train_run
 from tests.test_train import Source
 
@@ -141,6 +141,21 @@ def test_where_none_is_whole_the_run_says_so_and_begins_nothing(copied):
     assert sorted(p.name for p in folder.iterdir()) == ["56", "60"], "nothing was touched"
 
 
+def test_shards_of_a_mesh_are_hashed_one_by_one(tmp_path, capsys):
+    """As every process hashes those that it holds."""
+    saving = run.Saving(str(tmp_path), every=30, at_end=True)
+    outcome, _ = trained(built(mesh=True), plans_of(), saving=saving)
+    leaves = manifest.read(str(tmp_path / "60"))["leaves"]
+    assert {len(leaf["shards"]) for leaf in leaves.values()} == {WORKERS}
+    assert "0:1,0:11" in leaves["orders/current"]["shards"]
+    again, _ = trained(built(mesh=True), plans_of(), saving=saving)
+    assert_same(again.state, outcome.state)
+    cut(largest(tmp_path))
+    again, _ = trained(built(mesh=True), plans_of(), saving=saving)
+    assert "of step 60 is damaged" in capsys.readouterr().out
+    assert_same(again.state, outcome.state)
+
+
 @pytest.mark.parametrize("deals", ORDERS_OF)
 def test_an_order_that_visits_a_unit_twice_trains_nothing(tmp_path, deals):
     """Even where all hashes fit, as after an error of ours."""
@@ -185,20 +200,20 @@ def test_what_orders_must_be(orders, dealt, fits):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     saving = run.Saving(str(tmp_path), at_end=True, about={"seed": 0, "data": "a"})
-    trained(built(), plans_of(), saving=saving)
+    trained(built("cd_grab"), plans_of(), saving=saving)
     for about, what in (({"seed": 1}, "seed: 0 there, 1 here"), ({"data": "b"}, "data: 'a' there")):
         other = saving._replace(about={**saving.about, **about})
         with pytest.raises(ValueError, match=rf"other settings \({what}.* pass --overwrite"):
-            trained(built(), plans_of(), saving=other)
-    trained(built(), plans_of(), saving=saving)
+            trained(built("cd_grab"), plans_of(), saving=other)
+    trained(built("cd_grab"), plans_of(), saving=saving)
 
 
 def test_records_that_were_lost_are_missed(tmp_path):
     saving = run.Saving(str(tmp_path), at_end=True)
-    _, found = trained(built(), plans_of(), saving=saving)
-    trained(built(), plans_of(), saving=saving._replace(kept=len(found)))
+    _, found = trained(built("cd_grab"), plans_of(), saving=saving)
+    trained(built("cd_grab"), plans_of(), saving=saving._replace(kept=len(found)))
     with pytest.raises(ValueError, match=f"are 2 records .* saved after {len(found)}: bring"):
-        trained(built(), plans_of(), saving=saving._replace(kept=2))
+        trained(built("cd_grab"), plans_of(), saving=saving._replace(kept=2))
 
 
 def test_data_are_known_by_their_hash():

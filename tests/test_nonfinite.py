@@ -1,4 +1,7 @@
-"""--nonfinite=skip: updates that are not finite are left out and counted, and the run goes on."""
+"""--nonfinite=skip: updates that are not finite are left out and counted, and the run goes on.
+
+pytest -m slow -n 0 tests/test_nonfinite.py    # further rules and ways to run: a minute
+"""
 
 import functools
 
@@ -19,6 +22,10 @@ EPOCHS = STEPS // 4  # without echo
 BROKEN = 13  # an example: unit 2 of worker 1
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @functools.cache
 def skipping(order="rr", sync="qsr", *, broken=True, mesh=False, way="vmap"):
     given, recipe = task(), SETTING._replace(nonfinite="skip", run=way)
@@ -37,7 +44,8 @@ def every_step(prepared, sync, **options):
 
 
 @pytest.mark.parametrize(
-    "order,sync", [("rr", "parallel"), ("cd_grab", "qsr"), ("rr", "accumulate")]
+    "order,sync",
+    [("rr", "parallel"), ("rr", "qsr"), slow("cd_grab", "qsr"), slow("rr", "accumulate")],
 )
 def test_where_all_is_finite_nothing_changes(order, sync):
     outcome, records = trained(stopping(order, sync), plans_of(sync))
@@ -52,9 +60,9 @@ def test_where_all_is_finite_nothing_changes(order, sync):
     [
         ("rr", "qsr", "vmap", {0: STEPS - EPOCHS, 1: EPOCHS}),
         ("cd_grab", "qsr", "vmap", {0: STEPS - EPOCHS, 1: EPOCHS}),
-        ("rr", "qsr", "turns", {0: STEPS - EPOCHS, 1: EPOCHS}),
+        slow("rr", "qsr", "turns", {0: STEPS - EPOCHS, 1: EPOCHS}),
         ("rr", "parallel", "vmap", {0: STEPS - EPOCHS, WORKERS: EPOCHS}),
-        ("cd_grab", "parallel", "vmap", {0: STEPS - EPOCHS, WORKERS: EPOCHS}),
+        slow("cd_grab", "parallel", "vmap", {0: STEPS - EPOCHS, WORKERS: EPOCHS}),
         ("rr", "parallel", "turns", {0: STEPS - EPOCHS, WORKERS: EPOCHS}),
     ],
 )
@@ -81,7 +89,7 @@ def test_rounds_of_accumulated_gradients_are_left_out_by_all():
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("order,sync", [("cd_grab", "parallel"), ("cd_grab", "qsr")])
+@pytest.mark.parametrize("order,sync", [slow("cd_grab", "parallel"), ("cd_grab", "qsr")])
 def test_workers_on_a_mesh_leave_out_what_simulated_ones_do(order, sync):
     outcome, records = every_step(skipping(order, sync), sync)
     other, same = every_step(skipping(order, sync, mesh=True), sync)
