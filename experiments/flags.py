@@ -38,6 +38,7 @@ ENUMS = {
     "metric": list(METRICS),
     "rest": ["drop", "keep"],
     "run": ["vmap", "turns", "mesh"],
+    "nonfinite": ["stop", "skip"],
 }
 FIELDS = {  # of a Recipe
     "workers": "W",
@@ -67,6 +68,7 @@ FIELDS = {  # of a Recipe
     "target": "of the metric, on both halves of the test set; of the training loss in `combined`",
     "rest": "examples that fill no unit of all workers: left out, or one load more an epoch",
     "run": "all workers on one device, at once or in turn, or one device each",
+    "nonfinite": "losses or gradients: stop the run, or skip the update and count it",
 }
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
 

@@ -21,13 +21,14 @@ from absl import app
 from absl import flags as absl_flags
 
 from experiments import flags
-from experiments.processes import distributed
+from experiments.processes import distributed, lock
 from experiments.results import writers
 from experiments.studies import study, trainer
 from experiments.studies.dry_run import dry_run
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import check_recipe
+from experiments.tasks.digest import data_hash
 from experiments.training import checkpoint, config, program
 from experiments.training import run as training_run
 from ordering.echo import EchoPlan
@@ -48,7 +49,8 @@ def run(values: absl_flags.FlagValues) -> None:
     """Trains with parsed flags, from the last checkpoint of --output_dir on.
 
     Raises:
-      SystemExit: 128 + n if signal n stopped it; with the reason if it diverged.
+      SystemExit: 128 + n if signal n stopped it; with the reason if it diverged; `lock.BUSY` if
+        another run has the folder.
     """
     distributed.start(values)
     task, recipe = flags.setting_from_flags(values)
@@ -76,9 +78,13 @@ def run(values: absl_flags.FlagValues) -> None:
         distributed.say(text)
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     fixed = {**decisions, "seed": values.seed, "learning_rate": rate}
-    done = study.open_folder(folder, {**flags.settings(values, recipe), **fixed}, values)
-    identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
-    outcome = _train(task, recipe, built, plans, arm, values, folder, done, identity)
+    with lock.held(folder):
+        outcome = _train(task, recipe, built, plans, arm, values, folder, fixed)
+        _finish(outcome, built, plans, folder, values)
+
+
+def _finish(outcome, built, plans, folder, values):
+    """What is written beside the records; SystemExit where the run has not come to its end."""
     _save_plans(folder, plans, outcome.decided)
     if not outcome.ended:
         step, command = outcome.step, study.go_on(values)
@@ -92,12 +98,16 @@ def run(values: absl_flags.FlagValues) -> None:
     distributed.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 
 
-def _train(task, recipe, built, plans, arm, values, folder, done, identity):
-    saving = training_run.Saving(
-        os.path.join(folder, "checkpoints"), values.checkpoint_every, at_end=True
-    )
-    at = checkpoint.latest(saving.folder)
+def _train(task, recipe, built, plans, arm, values, folder, fixed):
+    settings = {**flags.settings(values, recipe), **fixed, "data": data_hash(task)}
+    done = study.open_folder(folder, settings, values)
+    identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
+    checkpoints = os.path.join(folder, "checkpoints")
+    at = checkpoint.settled(checkpoints)
     kept = [r for r in done if r["step"] <= at] if at else []
+    saving = training_run.Saving(
+        checkpoints, values.checkpoint_every, at_end=True, about=settings, kept=len(kept)
+    )
     measure = trainer.scalars_of(task, recipe)(built, trainer.rows_of(arm)[0])
     with (
         distributed.bar(total=plans.total_steps, initial=at, unit="step") as bar,

@@ -85,6 +85,8 @@ class SyncPlan(plans.Plan):
     def round_at(self, step):
         """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
         step = np.asarray(step)
+        if step.dtype.kind not in "iu":
+            raise ValueError(f"step is {step} ({step.dtype}): steps are whole numbers.")
         if (step < 0).any() or (step >= self.total_steps).any():
             raise ValueError(
                 f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "

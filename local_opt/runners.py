@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import plans
+
 AXIS = "worker"
 
 
@@ -81,6 +83,8 @@ def worker_mesh(workers: int) -> Mesh:
     Raises:
       ValueError: if there are fewer devices, or a process has none of them.
     """
+    if not plans.is_whole(workers) or workers < 1:
+        raise ValueError(f"there are {workers!r} workers: pass a whole number >= 1.")
     devices = jax.devices()
     if workers > len(devices):
         raise ValueError(

@@ -102,6 +102,9 @@ def consolidate(tree):
       The same tree without the worker axis. Training goes on with its argument, so a model can be
       looked at in the middle of a round.
 
+    Raises:
+      ValueError: for a leaf without workers.
+
     Example:
       >>> import jax.numpy as jnp, local_opt
       >>> local_opt.consolidate({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
@@ -109,6 +112,11 @@ def consolidate(tree):
     """
 
     def mean(x):
+        if not jnp.ndim(x) or not x.shape[0]:
+            raise ValueError(
+                f"a leaf has the shape {jnp.shape(x)}: pass arrays with a leading axis of at least "
+                "one worker."
+            )
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
         return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)

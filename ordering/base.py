@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import plans
+
 PyTree = Any
 State = Any
 
@@ -46,6 +48,7 @@ class Ordering(NamedTuple):
 
 def first_order(key: jax.Array, num_units: int) -> jax.Array:
     """Returns the random order, int32[M], that every ordering starts from under `key`."""
+    plans.check_key(key)
     return jax.random.permutation(jax.random.fold_in(key, 0), num_units).astype(jnp.int32)
 
 
@@ -84,10 +87,10 @@ def place_pairs(state, pair, valid, plus):
 
 
 def check_num_units(num_units: int) -> None:
-    if int(num_units) != num_units or num_units < 1:
+    if not plans.is_whole(num_units) or num_units < 1:
         raise ValueError(
-            f"num_units is {num_units}: an order needs at least one unit per worker. "
-            "Pass the number of examples (or microbatches) that one worker owns."
+            f"num_units is {num_units!r}: an order needs at least one unit per worker. "
+            "Pass the number of examples (or microbatches) that one worker owns, a whole number."
         )
 
 
@@ -102,10 +105,11 @@ def check_units_per_step(num_units: int, units_per_step: int) -> None:
       >>> ordering.base.check_units_per_step(10, 3)
     """
     check_num_units(num_units)
-    if int(units_per_step) != units_per_step or not 1 <= units_per_step <= num_units:
+    if not plans.is_whole(units_per_step) or not 1 <= units_per_step <= num_units:
         raise ValueError(
-            f"units_per_step is {units_per_step} with {num_units} units per worker: it must lie "
-            f"in [1, {num_units}]. Lower units_per_step or give each worker more units."
+            f"units_per_step is {units_per_step!r} with {num_units} units per worker: it must lie "
+            f"in [1, {num_units}], a whole number. Lower units_per_step or give each worker more "
+            "units."
         )
 
 
@@ -121,8 +125,11 @@ def check_rows(size: int, num_units: int, units_per_step: int) -> None:
 
 
 def check_block_size(block_size: int | None) -> None:
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size is {block_size}: it must be at least 1, or None (measured).")
+    if block_size is not None and not (plans.is_whole(block_size) and block_size >= 1):
+        raise ValueError(
+            f"block_size is {block_size!r}: it must be a whole number of at least 1, or None "
+            "(measured)."
+        )
 
 
 def check_stacked(rows) -> None:

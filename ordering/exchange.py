@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+import plans
 from ordering import base, shards
 from ordering import rows as rows_lib
 
@@ -26,6 +27,7 @@ def slice_size(entries: int, workers: int) -> int:
 
 def shared_key(key: jax.Array, axis_name: str) -> jax.Array:
     """Worker 0's key, on every worker: coins drawn from it are the same everywhere."""
+    plans.check_key(key)
     data = jax.random.key_data(key)
     mine = jnp.where(jax.lax.axis_index(axis_name) == 0, data, jnp.zeros_like(data))
     return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))

@@ -30,7 +30,13 @@ def view(leaf: jax.Array, like: jax.Array) -> jax.Array:
 def inner_products(vectors: list, total) -> jax.Array:
     """[b, G], float32[n, n + 1]: b_i = <z_i, r> and G_ij = <z_i, z_j>, for viewed z_i and r."""
     leaves = [jax.tree.leaves(tree) for tree in (total, *vectors)]
-    return sum(_products(columns) for columns in zip(*leaves, strict=True))
+    filled = [columns for columns in zip(*leaves, strict=True) if columns[0].size]
+    if not filled:
+        raise ValueError(
+            "all leaves of these gradients have size 0: there is nothing to balance. Pass "
+            "parameters, or use random_reshuffling."
+        )
+    return sum(map(_products, filled))
 
 
 def add(total, elements: list, derive, context, weights: jax.Array, taken: jax.Array):

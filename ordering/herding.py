@@ -65,10 +65,10 @@ def parallel_herding_bound(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
-    if vectors.ndim != 3 or orders.shape != vectors.shape[:2]:
+    if vectors.ndim != 3 or orders.shape != vectors.shape[:2] or not orders.size:
         raise ValueError(
             f"vectors have shape {vectors.shape} and orders {orders.shape}: the bound needs "
-            "[W, M, D] and [W, M] (for one worker [M, D] and [M])."
+            "[W, M, D] and [W, M] (for one worker [M, D] and [M]), of at least one unit."
         )
     vectors = vectors.astype(jnp.float32)
     mean = jnp.mean(vectors, axis=(0, 1), keepdims=True)
@@ -155,6 +155,10 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
 def greedy_order(vectors: jax.Array) -> jax.Array:
     """int32[M], the greedy herding order of float[M, D]; ties go to the smaller index."""
+    vectors = jnp.where(jnp.isfinite(vectors), vectors, 0.0)
+    # By a power of two, which rounds nothing: squares of large vectors are not finite.
+    exponent = jnp.frexp(jnp.max(jnp.abs(vectors), initial=0.0))[1]
+    vectors = jnp.ldexp(vectors, -exponent)
     centred = vectors - jnp.mean(vectors, axis=0, keepdims=True)
     norms = jnp.sum(jnp.square(centred), axis=1)
 

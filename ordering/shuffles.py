@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+import plans
 from ordering import base
 from ordering.base import Ordering
 
@@ -119,9 +120,10 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
       Stochastic Optimization, 2026, https://arxiv.org/abs/2604.00260
     """
     base.check_num_units(num_units)
-    if not 1 <= block_size <= num_units:
+    if not plans.is_whole(block_size) or not 1 <= block_size <= num_units:
         raise ValueError(
-            f"block_size is {block_size} with {num_units} units: it must lie in [1, {num_units}]."
+            f"block_size is {block_size!r} with {num_units} units: it must lie in "
+            f"[1, {num_units}], a whole number."
         )
     num_blocks = -(-num_units // block_size)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+import plans
 from ordering import rows as rows_lib
 from ordering import shards
 from ordering.exchange import LANES
@@ -93,6 +94,7 @@ def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree]
       https://doi.org/10.1016/S0304-3975(03)00400-6
     """
     check_size(size)
+    plans.check_key(key)
     axes = () if specs is None else specs_lib.axes_of(specs)
 
     def apply(tree):

@@ -3,6 +3,7 @@
 from plans.record import Plan
 from plans.schedule import (
     bernoulli_draws,
+    check_key,
     check_total_steps,
     describe_schedule,
     evaluate_schedule,
@@ -13,6 +14,7 @@ from plans.schedule import (
 __all__ = [
     "Plan",
     "bernoulli_draws",
+    "check_key",
     "check_total_steps",
     "describe_schedule",
     "evaluate_schedule",

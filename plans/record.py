@@ -101,7 +101,7 @@ class Plan:
             marked = np.asarray(content[cls.marks], np.int64)
             plan = cls.of_marks(marked, content["total_steps"], content["rule"])
             digest = content["digest"]
-        except (ValueError, LookupError, TypeError, OverflowError) as error:  # not JSON, or no plan
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path!r} holds no saved plan ({error!r}): save it again.") from error
         if plan.digest() != digest:
             raise ValueError(

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+MOST_STEPS = 10**9
+
 
 def is_whole(value) -> bool:
     """Whether a value is a whole number (and no bool).
@@ -27,7 +29,7 @@ def check_total_steps(total_steps) -> None:
     """Raises ValueError unless there is a step to plan for.
 
     Args:
-      total_steps: T, a whole number >= 1.
+      total_steps: T, a whole number >= 1 and at most a billion, for plans are arrays.
 
     Raises:
       ValueError: for anything else.
@@ -40,6 +42,32 @@ def check_total_steps(total_steps) -> None:
     """
     if not is_whole(total_steps) or total_steps < 1:
         raise ValueError(f"total_steps is {total_steps!r}: a run has at least one whole step.")
+    if total_steps > MOST_STEPS:
+        raise ValueError(
+            f"total_steps is {total_steps}: plans hold a number for every step, of at most "
+            f"{MOST_STEPS:,}. Plan a part of the run at a time."
+        )
+
+
+def check_key(key) -> None:
+    """Raises ValueError unless it is a typed key.
+
+    Args:
+      key: one key, or an array of them.
+
+    Raises:
+      ValueError: for anything else, such as a whole number or the numbers of `jax.random.PRNGKey`.
+
+    Example:
+      >>> import plans
+      >>> plans.check_key(7)
+      Traceback (most recent call last):
+      ValueError: key is 7 (int): pass a typed key, as jax.random.key(0).
+    """
+    if not jax.dtypes.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+        raise ValueError(
+            f"key is {key} ({type(key).__name__}): pass a typed key, as jax.random.key(0)."
+        )
 
 
 def evaluate_schedule(
@@ -59,7 +87,7 @@ def evaluate_schedule(
       float64[T].
 
     Raises:
-      ValueError: if a value is negative or not finite, or an array has another length.
+      ValueError: if a value is negative, not finite or complex, or an array has another length.
 
     Example:
       >>> import optax, plans
@@ -68,9 +96,9 @@ def evaluate_schedule(
     """
     check_total_steps(total_steps)
     if callable(schedule):
-        values = _evaluated(schedule, total_steps)
+        values = _real(_evaluated(schedule, total_steps), name).reshape(total_steps)
     else:
-        values = np.asarray(schedule, np.float64)
+        values = _real(np.asarray(schedule), name)
         if values.shape not in ((), (total_steps,)):
             raise ValueError(
                 f"{name} has the shape {values.shape}: an array holds one value for each of the "
@@ -131,6 +159,7 @@ def bernoulli_draws(probabilities: np.ndarray, key: jax.Array) -> np.ndarray:
       >>> plans.bernoulli_draws(np.array([1.0, 0.0]), jax.random.key(0)).tolist()
       [True, False]
     """
+    check_key(key)
     with jax.ensure_compile_time_eval():  # now, even where the plan is made inside a trace
         return (
             np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32)) < probabilities
@@ -167,5 +196,15 @@ def _evaluated(schedule, total_steps):
             # must not depend on the machine.
             values = jax.vmap(schedule)(np.arange(total_steps))
         except (TypeError, jax.errors.JAXTypeError):
-            values = [float(schedule(t)) for t in range(total_steps)]
-        return np.asarray(values, np.float64).reshape(total_steps)
+            values = [schedule(t) for t in range(total_steps)]
+        return np.asarray(values)
+
+
+def _real(values, name) -> np.ndarray:
+    """float64; ValueError for complex numbers, and for what is no number."""
+    try:
+        if not np.iscomplexobj(values):
+            return values.astype(np.float64)
+    except (TypeError, ValueError):  # what is no number
+        pass
+    raise ValueError(f"{name} is {values.dtype}: the values of a schedule must be real numbers.")

@@ -3,8 +3,9 @@
 A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
 not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
 rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
-"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the last record of
-a run "ended": true, "diverged": null or the message, and "load_steps" where echoing was measured.
+"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), with --nonfinite=skip
+"skipped" (updates left out since the record before, of all workers), and in the last record of a
+run "ended": true, "diverged": null or the message, and "load_steps" where echoing was measured.
 Tuning runs recorded before this schema hold, for what was evaluated on the way, the first record at
 the target alone: its costs, and in "at_target" the scalars that were there.
 
@@ -55,8 +56,14 @@ def read_json(path: str, default=None):
     """What is in a JSON file; the default where there is no file."""
     if not os.path.exists(path):
         return default
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    with open(path, "rb") as file:
+        try:
+            return json.load(file)
+        except ValueError as error:
+            raise ValueError(
+                f"{path!r} is broken ({error}): restore it from a copy, choose another "
+                "--output_dir, or pass --overwrite to begin again."
+            ) from error
 
 
 def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> list[dict]:
@@ -68,13 +75,25 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
       overwrite: forget what an earlier run with other settings has left.
 
     Raises:
-      ValueError: if the folder holds a run with other settings, or not the same for all processes.
+      ValueError: if the folder holds a run with other settings or without any, or not the same for
+        all processes; for a broken file.
     """
     settings = json.loads(json.dumps(dict(settings), sort_keys=True))
     path, metrics = os.path.join(folder, "settings.json"), os.path.join(folder, METRICS)
+    if (first := distributed.of_first(settings)) != settings:
+        changed = ", ".join(differences(first, settings))
+        raise ValueError(
+            f"this process has other settings than process 0 ({changed}): give all processes the "
+            "same flags, and the same data."
+        )
     before = None if overwrite else read_json(path)
+    if before is None and not overwrite and (left := _left_by_a_run(folder)):
+        raise ValueError(
+            f"{folder!r} holds {left} and no settings.json that says of which run: bring that file "
+            "back, choose another --output_dir, or pass --overwrite to begin again."
+        )
     if before not in (None, settings):
-        changed = sorted(k for k in settings | before if settings.get(k) != before.get(k))
+        changed = differences(before, settings)
         raise ValueError(
             f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
             "another --output_dir, or pass --overwrite to forget that run."
@@ -88,9 +107,31 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
             "--output_dir that all processes share."
         )
     os.makedirs(folder, exist_ok=True)
+    if overwrite and distributed.is_first() and os.path.exists(metrics):
+        os.remove(metrics)  # before the new settings are there: they are not of these records
     write_json(path, settings)
     write_json(os.path.join(folder, "versions.json"), versions())
     return kept
+
+
+def differences(before: Mapping, now: Mapping) -> list[str]:
+    """What differs between the settings of two runs, in words, by name."""
+    lines, none = [], object()
+    for name in sorted(before | now):
+        one, other = before.get(name, none), json.loads(json.dumps(now.get(name)))
+        if one is not none and name in now and one != other:
+            lines.append(f"{name}: {one!r} there, {other!r} here")
+        elif one is none or name not in now:
+            lines.append(f"{name}: only {'here' if one is none else 'there'}")
+    return lines
+
+
+def _left_by_a_run(folder: str) -> str:
+    """What of a run is in a folder, in words; "" for nothing."""
+    if os.path.exists(path := os.path.join(folder, METRICS)) and os.path.getsize(path):
+        return "records"
+    checkpoints = os.path.join(folder, "checkpoints")
+    return "checkpoints" if os.path.isdir(checkpoints) and os.listdir(checkpoints) else ""
 
 
 def versions() -> dict:
@@ -112,9 +153,25 @@ def versions() -> dict:
 
 
 def read(path: str) -> list[dict]:
-    """The records of a JSON-lines file; a last line that was cut off is left out."""
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    """The records of a JSON-lines file; a last line that was cut off is left out, and said.
+
+    Raises:
+      ValueError: for another line that is no record.
+    """
+    found = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                distributed.say(f"Line {number} of {str(path)!r} was cut off, and is left out.")
+                break
+            try:
+                found.append(dict(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"line {number} of {str(path)!r} is no record ({error}): restore the file from "
+                    "a copy, choose another --output_dir, or pass --overwrite to begin again."
+                ) from error
+    return found
 
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:

@@ -13,12 +13,13 @@ from absl import app
 from absl import flags as absl_flags
 
 from experiments import flags
-from experiments.processes import distributed
+from experiments.processes import distributed, lock
 from experiments.results import html, records, report, statistics, writers
 from experiments.results.statistics import Criterion
 from experiments.studies import search, trainer
 from experiments.studies.dry_run import dry_run
 from experiments.tasks.base import Recipe, Task
+from experiments.tasks.digest import data_hash
 from experiments.training import config
 from experiments.training.config import RunConfig
 
@@ -108,7 +109,8 @@ def run(
     """Runs a study with parsed flags: a dry run, or the search and its report.
 
     Raises:
-      SystemExit: 128 + n if signal n stopped it; the same flags go on.
+      SystemExit: 128 + n if signal n stopped it; the same flags go on. `lock.BUSY` if another run
+        has the folder.
       ValueError, absl.app.UsageError: for flags that do not fit.
     """
     distributed.start(values)
@@ -121,8 +123,14 @@ def run(
     if text := config.left_out(task, recipe):
         distributed.say(text)
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
-    done = open_folder(folder, flags.settings(values, recipe), values)
-    found, stopped = _search(chosen, task, recipe, folder, done, values)
+    with lock.held(folder):
+        _carry_out(study, chosen, task, recipe, folder, values)
+
+
+def _carry_out(study, chosen, task, recipe, folder, values):
+    settings = {**flags.settings(values, recipe), "data": data_hash(task)}
+    done = open_folder(folder, settings, values)
+    found, stopped = _search(chosen, task, recipe, folder, done, settings, values)
     if stopped:
         distributed.say(f"Stopped and saved: {go_on(values)} goes on.")
         sys.exit(128 + stopped)
@@ -142,14 +150,14 @@ def run(
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 
 
-def _search(study, task, recipe, folder, done, values):
+def _search(study, task, recipe, folder, done, settings, values):
     mesh = distributed.mesh_of(recipe.run, recipe.workers)
     seconds = 0.0
     if study.speeds:
         seconds = values.step_seconds or _step_seconds(study, task, recipe, mesh, folder, done)
         distributed.say(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
     reads = None if values.input == "device" else values.input
-    setup = trainer.Setup(folder, reads, mesh, values.checkpoint_every, seconds)
+    setup = trainer.Setup(folder, reads, mesh, values.checkpoint_every, seconds, settings)
     trained = trainer.trainer_of(study, task, recipe, setup)
     kept = trainer.before_checkpoints(folder, done)
     with writers.open_writers(folder, tensorboard=values.tensorboard, keep=kept) as write:

@@ -3,7 +3,7 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ class Setup(NamedTuple):
       folder: of the study, for checkpoints; None: without.
       reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
       step_seconds: t_step; with the delay, a load takes R of it.
+      about: what all runs depend on, JSON values, for their checkpoints; None: not known.
     """
 
     folder: str | None = None
@@ -36,6 +37,7 @@ class Setup(NamedTuple):
     mesh: Any = None
     checkpoint_every: int | None = None
     step_seconds: float = 0.0
+    about: Mapping | None = None
 
 
 def rows_of(arm) -> tuple[config.Order, config.SyncRule, config.EchoPolicy]:
@@ -88,10 +90,12 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         epochs = -(-plans.total_steps // sizes.loads_per_epoch)
         built, measure = program_of(order, rule.rounds, arm.proximal, reads, epochs)
         folder = setup.folder and os.path.join(setup.folder, "checkpoints", this.name)
+        about = None if setup.about is None else {**setup.about, **this._asdict()}
+        saving = run.Saving(folder, setup.checkpoint_every, about=about, kept=len(kept))
         delayed = setup.step_seconds if throttled(arm, this) else 0.0
         outcome = train_one(
             task, recipe, built, plans, arm, measure, seed=this.seed, on_record=on_record,
-            saving=run.Saving(folder, setup.checkpoint_every) if folder else None,
+            saving=saving if folder else None,
             delay=(this.speed or 0) * delayed, sync_delay=study.sync_steps * delayed,
             ends=ends_at(study.criterion, kept),
         )  # fmt: skip
@@ -122,7 +126,7 @@ def before_checkpoints(folder: str, done: Sequence[dict]) -> list[dict]:
 
     @functools.cache
     def saved(run):
-        return checkpoint.latest(os.path.join(folder, "checkpoints", Run(*run).name)) or -1
+        return checkpoint.settled(os.path.join(folder, "checkpoints", Run(*run).name)) or -1
 
     return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
 

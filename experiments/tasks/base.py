@@ -43,6 +43,7 @@ class Recipe(NamedTuple):
     target: float | None = None  # of the metric, for studies that count steps to it
     rest: str = "drop"  # examples that fill no unit of all workers: "drop" them, or "keep" a load
     run: str = "vmap"  # "vmap" or "turns" on one device, "mesh" one device per worker
+    nonfinite: str = "stop"  # or "skip": what a loss or gradient that is not finite does to a run
 
 
 class Task(NamedTuple):

@@ -27,6 +27,7 @@ class Parts(NamedTuple):
     owned: tuple[bool, ...]  # which fields of the state have a worker axis
     sizes: Sizes
     sketch: int | None  # k of what the order looks at; None: gradients
+    skips: bool  # updates that are not finite
 
 
 def parts_of(
@@ -46,16 +47,20 @@ def parts_of(
     if shared and exchanges and sizes.units_per_step == 1 and mesh is not None:
         exchange = functools.partial(ordering.all_to_all_mean, axis_name=runners.AXIS)
         fresh_rounds = rounds._replace(update=inner.update)
-    sketch = sketch_size(row, task.model)
+    sketch, skips = sketch_size(row, task.model), recipe.nonfinite == "skip"
     steps = {
         True: step.worker_step(
-            task.model, row, order, fresh_rounds, fresh=True, exchange=exchange, sketch=sketch
+            task.model, row, order, fresh_rounds, fresh=True, exchange=exchange, sketch=sketch,
+            skips=skips,
         ),
-        False: step.worker_step(task.model, row, order, rounds, fresh=False),
+        False: step.worker_step(task.model, row, order, rounds, fresh=False, skips=skips),
+    }  # fmt: skip
+    rest = {
+        fresh: step.rest_step(task.model, rounds, fresh=fresh, skips=skips)
+        for fresh in (True, False)
     }
-    rest = {fresh: step.rest_step(task.model, rounds, fresh=fresh) for fresh in (True, False)}
     owned = (not shared, not shared, True, True, True)
-    return Parts(row, order, rounds, steps, rest, owned, sizes, sketch)
+    return Parts(row, order, rounds, steps, rest, owned, sizes, sketch, skips)
 
 
 def _simulated_block_size(model, num_workers):
@@ -107,7 +112,9 @@ def ends_of(parts: Parts, run) -> Callable:
     """(sync, epoch_end) -> what is compiled of what follows a segment's last step."""
 
     def compiled(sync: bool, epoch_end: bool):
-        end = step.worker_end(parts.row, parts.order, parts.rounds, sync=sync, epoch_end=epoch_end)
+        end = step.worker_end(
+            parts.row, parts.order, parts.rounds, sync=sync, epoch_end=epoch_end, skips=parts.skips
+        )
         return jitted(end, run, (*parts.owned, False), parts.owned)
 
     return functools.cache(compiled)
@@ -129,6 +136,6 @@ def start_of(parts: Parts, run) -> Callable:
     def start(params, order_key, given, key):
         like = params if parts.sketch is None else jnp.zeros(parts.sketch)
         orders = HostOrder(given) if parts.row.on_host else parts.order.init(order_key, like)
-        return params, parts.rounds.init(params), orders, key, step.zero_stats()
+        return params, parts.rounds.init(params), orders, key, step.zero_stats(skips=parts.skips)
 
     return run(start, owned_in=(parts.owned[0], True, True, True), owned_out=parts.owned)

@@ -34,6 +34,7 @@ class Program(NamedTuple):
       rest: what fills no unit of all workers, with its weights, on the devices; None without it.
       source: what is read; None if the data stay on the devices.
       orders_of: seed -> (epoch -> int32[W, M]) of orders drawn on the host; else None.
+      dealt: how many units, or examples, orders are dealt from in every epoch; None: own units.
       sync_in_step: workers meet in every step, within it.
       reset: state -> state with zero stats.
       mean_params: state -> the model, on the host of every process.
@@ -48,6 +49,7 @@ class Program(NamedTuple):
     rest: Any
     source: input.Source | None
     orders_of: Callable | None
+    dealt: int | None
     sync_in_step: bool
     reset: Callable
     mean_params: Callable
@@ -94,18 +96,19 @@ def build(
         rounds = local_opt.accumulated_rounds
     parts = parts_of(task, recipe, row, rounds, sizes, proximal=proximal, mesh=mesh, epochs=epochs)
     run = runners.simulate if mesh is None else runners.over_mesh(mesh)
+    total = config.size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None
     if reads is None:
         data = _place_data(task.train, sizes, row, mesh)
     else:
         owned = distributed.own_workers(mesh, sizes.workers)
         sharding = runners.owned_sharding(mesh)
-        total = config.size_of(task.train) // sizes.unit_size if row.deals else None
         source = input.Source(task.train, sizes, total, owned, sharding, reads)
     orders_of = _orders_of(parts, config.size_of(task.train)) if row.on_host else None
     reset = jitted(
-        lambda state: state._replace(stats=step.zero_stats()), run, parts.owned, parts.owned
-    )
+        lambda state: state._replace(stats=step.zero_stats(skips=parts.skips)),
+        run, parts.owned, parts.owned,
+    )  # fmt: skip
     return Program(
         sizes=sizes,
         sharding=runners.owned_sharding(mesh),
@@ -116,6 +119,7 @@ def build(
         rest=_place_rest(task, parts, mesh, averages=rounds in AVERAGES),
         source=source,
         orders_of=orders_of,
+        dealt=sizes.workers * sizes.num_units if row.deals == config.UNITS else total,
         sync_in_step=not parts.owned[0],
         reset=reset,
         mean_params=_mean_params(parts),

@@ -1,7 +1,7 @@
 """One run: from its start or its last checkpoint to its end, with records on the way."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -43,11 +43,16 @@ class Saving(NamedTuple):
       folder: of this run's checkpoints; the run goes on from the newest.
       every: steps; 0: only where a signal asks; None: about every minute of training.
       at_end: whether the end is saved too.
+      about: what the run depends on besides its plans, JSON values: a checkpoint of a run with
+        other ones is refused. None: not known.
+      kept: how many records of the run there are, up to its newest checkpoint; None: not known.
     """
 
     folder: str
     every: int | None = None
     at_end: bool = False
+    about: Mapping | None = None
+    kept: int | None = None
 
     def due(self, step: int, seconds_since: float, total: int) -> bool:
         if step == total:
@@ -98,7 +103,7 @@ def train(
     stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(interrupts.caught())
-        saver = _Saver(stack, saving, plans)
+        saver = _Saver(stack, saving, plans, program.dealt)
         at, state, seen = saver.restore(program.init(seed))
         recorder = _Recorder(program, evaluate, on_record, traffic, ends, total, seen)
         clock, passed, stopped = Clock(), seen.seconds, 0
@@ -152,7 +157,8 @@ class _Recorder:
         found = distributed.of_first(found)  # all processes end, or none
         self.ended = at.step == self._total or self._ends(found)
         loss = found.get("train/batch_loss", self.seen.batch_loss)
-        self.seen = Evaluation(at.step, at.rounds, found["seconds"], loss)
+        count = self.seen.records + 1
+        self.seen = Evaluation(at.step, at.rounds, found["seconds"], loss, count)
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
         self._on_record(found | closing)
@@ -168,14 +174,21 @@ class _Recorder:
 class _Saver:
     """The checkpoints of a run, opened when the first is read or written."""
 
-    def __init__(self, stack: contextlib.ExitStack, saving: Saving | None, plans: Plans):
-        self._stack, self._saving, self._plans = stack, saving, plans
+    def __init__(self, stack: contextlib.ExitStack, saving: Saving | None, plans: Plans, dealt):
+        self._stack, self._saving, self._plans, self._dealt = stack, saving, plans, dealt
         self._manager, self._seconds = None, 0.0
 
     def restore(self, start: TrainState) -> tuple[Progress, TrainState, Evaluation]:
-        if self._saving is None or not checkpoint.latest(self._saving.folder):
+        if self._saving is None or not checkpoint.settled(self._saving.folder):
             return Progress(), start, Evaluation()
-        at, state, seen = checkpoint.restore(self._opened(), self._plans, start)
+        folder, about, kept = self._saving.folder, self._saving.about, self._saving.kept
+        at, state, seen = checkpoint.restore(self._opened(), self._plans, start, about=about)
+        if kept is not None and kept != seen.records:
+            raise ValueError(
+                f"there are {kept} records of the run in {folder!r}, and its checkpoint of step "
+                f"{at.step} was saved after {seen.records}: bring the lost lines of metrics.jsonl "
+                "back, choose another --output_dir, or pass --overwrite to begin again."
+            )
         self._seconds = seen.seconds
         distributed.say(f"Goes on from the checkpoint of step {at.step}.")
         return at, state, seen
@@ -187,7 +200,8 @@ class _Saver:
 
     def save(self, at: Progress, state: TrainState, seen: Evaluation) -> None:
         if self._saving is not None:
-            checkpoint.save(self._opened(), self._plans, at, state, seen)
+            known = {"dealt": self._dealt, "about": self._saving.about or {}}
+            checkpoint.save(self._opened(), self._plans, at, state, seen, **known)
             self._seconds = seen.seconds
 
     def _opened(self):
@@ -200,8 +214,13 @@ def _scalars(at: Progress, state: TrainState, seen: Evaluation) -> dict:
     """What the steps since the last evaluation have seen."""
     found = {}
     stats = distributed.on_host(state.stats)
-    if at.step > seen.step:
-        found["train/batch_loss"] = float(stats.loss.mean()) / (at.step - seen.step)
+    steps = at.step - seen.step
+    if stats.skipped is not None and steps:
+        updates, losses = stats.skipped.sum(axis=0).tolist()
+        found["skipped"] = updates
+        steps -= losses / stats.loss.size
+    if steps > 0:
+        found["train/batch_loss"] = float(stats.loss.mean()) / steps
     if isinstance(state.opt_state, local_opt.LocalState) and at.rounds > seen.rounds:
         found["drift"] = float(stats.drift.mean()) / (at.rounds - seen.rounds)
     return found

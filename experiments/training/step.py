@@ -28,6 +28,8 @@ class StepStats(NamedTuple):
     bad_step: jax.Array  # int32[], the first step whose loss or gradient is not finite; -1: none
     bad_unit: jax.Array  # int32[], which unit it was; -2: one of them
     drift: jax.Array  # float32[], summed over syncs: how far it was from the workers' mean
+    # int32[2], updates left out and losses that are not in the sum; None: such a run is stopped
+    skipped: Any = None
 
 
 class TrainState(NamedTuple):
@@ -50,10 +52,11 @@ class HostOrder(NamedTuple):
     current: jax.Array  # int32[M]
 
 
-def zero_stats() -> StepStats:
+def zero_stats(*, skips: bool = False) -> StepStats:
     """A worker's stats at the start and after every evaluation."""
     none = jnp.full((), -1, jnp.int32)
-    return StepStats(jnp.zeros(()), none, none, jnp.zeros(()))
+    skipped = jnp.zeros(2, jnp.int32) if skips else None
+    return StepStats(jnp.zeros(()), none, none, jnp.zeros(()), skipped)
 
 
 def unit_gradients(
@@ -96,6 +99,7 @@ def worker_step(
     fresh: bool,
     exchange: Callable | None = None,
     sketch: int | None = None,
+    skips: bool = False,
 ) -> Callable:
     """`(state, batch, units, rate, t) -> state`, a step of one worker.
 
@@ -104,6 +108,8 @@ def worker_step(
       exchange: from this worker's (mean, rows) to those of all, where coordination and the mean
         gradient share one exchange; then `rounds` takes the mean as it is.
       sketch: k of what the order looks at; None: gradients.
+      skips: updates that are not finite are left out and counted. Where workers meet in every step
+        one that is not makes the mean so, and all leave it out.
     """
     observes = fresh and row.observes
     # A loss that mixes its batch has no gradient of single units: the unit is then the same for
@@ -119,23 +125,18 @@ def worker_step(
         )
         losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
+        mean = marked(mean, bad) if skips else mean
         if exchange is not None:
             mean, rows = exchange(mean, rows)
-        # The proximal anchor asks whether the batch is new.
-        updates, opt_state = rounds.update(
-            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
-        )
-        return state._replace(
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            orders=order.observe(state.orders, rows) if observes else state.orders,
-            stats=_add(state.stats, jnp.mean(losses), bad, units, t),
-        )
+        seen = Seen(jnp.mean(losses), bad, units, t)
+        taken = take_step(state, mean, seen, rounds, rate=rate, fresh=fresh, skips=skips)
+        orders = order.observe(state.orders, rows) if observes else state.orders
+        return taken._replace(orders=orders)
 
     return step
 
 
-def rest_step(model, rounds: local_opt.Rounds, *, fresh: bool) -> Callable:
+def rest_step(model, rounds: local_opt.Rounds, *, fresh: bool, skips: bool = False) -> Callable:
     """As `worker_step`, of examples that fill no unit of all workers, and that no order observes.
 
     Its batch is (examples, weights float32[n]): some workers may have fewer of them, or none.
@@ -150,16 +151,41 @@ def rest_step(model, rounds: local_opt.Rounds, *, fresh: bool) -> Callable:
 
         (loss, losses), mean = jax.value_and_grad(weighted, has_aux=True)(state.params)
         bad = bad_unit(jnp.isfinite(losses), jnp.isfinite(optax.tree.norm(mean))[None])
-        updates, opt_state = rounds.update(
-            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
-        )
-        return state._replace(
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            stats=_add(state.stats, loss, jnp.where(bad == -1, -1, -2), units, t),
-        )
+        bad = jnp.where(bad == -1, -1, -2)  # it is no unit
+        mean = marked(mean, bad) if skips else mean
+        seen = Seen(loss, bad, units, t)
+        return take_step(state, mean, seen, rounds, rate=rate, fresh=fresh, skips=skips)
 
     return step
+
+
+class Seen(NamedTuple):
+    """What a step has seen: the mean loss, the place of a unit that is not finite, units, t."""
+
+    loss: jax.Array
+    bad: jax.Array
+    units: jax.Array
+    t: jax.Array
+
+
+def marked(mean, bad):
+    """The gradient, not finite where a loss is not: others, who may be told, then see it."""
+    return jax.tree.map(lambda g: jnp.where(bad == -1, g, jnp.nan), mean)
+
+
+def take_step(state, mean, seen: Seen, rounds, *, rate, fresh, skips) -> TrainState:
+    """The state after an update by this gradient, or without it where it is not finite."""
+    # The proximal anchor asks whether the batch is new.
+    updates, opt_state = rounds.update(
+        mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
+    )
+    if skips:
+        updates, opt_state, taken = finite_update(updates, opt_state, state.opt_state)
+        stats = _count(state.stats, seen.loss, taken)
+    else:
+        stats = _add(state.stats, *seen)
+    params = optax.apply_updates(state.params, updates)
+    return state._replace(params=params, opt_state=opt_state, stats=stats)
 
 
 def bad_unit(finite_losses, finite_rows):
@@ -168,6 +194,25 @@ def bad_unit(finite_losses, finite_rows):
     by_row = jnp.where(jnp.all(finite_rows), -1, jnp.argmin(finite_rows) if named else -2)
     by_loss = jnp.argmin(finite_losses)
     return jnp.where(jnp.all(finite_losses), by_row, by_loss).astype(jnp.int32)
+
+
+def finite_update(updates, opt_state, before):
+    """(updates, the state of `Rounds`, True); zeros, the state before and False if any is not."""
+    taken = all_finite(updates)
+    chosen = jax.tree.map(lambda new, old: jnp.where(taken, new, old), opt_state, before)
+    if hasattr(opt_state, "since"):  # rounds count steps, and are as long for all workers
+        chosen = chosen._replace(since=opt_state.since)
+    return jax.tree.map(lambda u: jnp.where(taken, u, 0), updates), chosen, taken
+
+
+def all_finite(tree) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def _count(stats, loss, taken):
+    finite = jnp.isfinite(loss)
+    skipped = stats.skipped + jnp.stack([~taken, ~finite])
+    return stats._replace(loss=stats.loss + jnp.where(finite, loss, 0), skipped=skipped)
 
 
 def _add(stats, loss, bad, units, t):
@@ -205,9 +250,14 @@ def worker_steps(step: Callable, take: Callable, *, fresh: bool, size: int, unit
 
 
 def worker_end(
-    row: Order, order: ordering.Ordering, rounds: local_opt.Rounds, *, sync: bool, epoch_end: bool
-):
-    """`(state, rate) -> state`: the sync and the epoch's end of one worker."""
+    row: Order, order: ordering.Ordering, rounds: local_opt.Rounds, *, sync: bool, epoch_end: bool,
+    skips: bool = False,
+):  # fmt: skip
+    """`(state, rate) -> state`: the sync and the epoch's end of one worker.
+
+    Args:
+      skips: accumulated gradients that are not finite are left out by all, and counted.
+    """
 
     def end(state, rate):
         if sync:
@@ -215,6 +265,14 @@ def worker_end(
             stats = state.stats
             if isinstance(opt_state, local_opt.LocalState):
                 stats = stats._replace(drift=stats.drift + opt_state.drift)
+            elif skips and isinstance(opt_state, local_opt.AccumulateState):
+                taken = all_finite(params)
+                params, inner = jax.tree.map(
+                    lambda new, old: jnp.where(taken, new, old),
+                    (params, opt_state.inner), (state.params, state.opt_state.inner),
+                )  # fmt: skip
+                opt_state = opt_state._replace(inner=inner)
+                stats = stats._replace(skipped=stats.skipped.at[0].add(~taken))
             orders = order.sync(state.orders) if row.observes else state.orders
             state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
         if epoch_end:

@@ -50,6 +50,8 @@ def make(size, total_steps, *, rebatch, axis, augment, key) -> Buffer:
         raise ValueError(
             "an echo buffer and an augmentation are random: pass key=jax.random.key(0)."
         )
+    if key is not None:
+        plans.check_key(key)
     # Choices have a key of their own: the caller's may have drawn the plan, or split in augment.
     choices = None if key is None else jax.random.fold_in(key, 2**32 - 1)  # no step
     if rebatch:

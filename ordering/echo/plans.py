@@ -53,6 +53,7 @@ class EchoPlan(plans.Plan):
 
     @classmethod
     def of_marks(cls, marked, total_steps, rule):
+        plans.check_total_steps(total_steps)
         fresh = np.zeros(total_steps, bool)
         fresh[marked] = True
         return cls(fresh, rule)
@@ -85,6 +86,8 @@ class EchoPlan(plans.Plan):
     def loads_before(self, step):
         """The loads in the steps 0 .. step - 1, for a step (or an array of steps) of 0 .. T."""
         step = np.asarray(step)
+        if step.dtype.kind not in "iu":
+            raise ValueError(f"step is {step} ({step.dtype}): steps are whole numbers.")
         if (step < 0).any() or (step > self.total_steps).any():
             raise ValueError(
                 f"step {step} is outside the plan's 0 .. {self.total_steps}: make a plan for the "

@@ -1,0 +1,111 @@
+"""One run at a time writes into an output folder: a file says which, and outlives it if it crashes.
+
+The kernel gives the file's lock back when its process ends, however that ends; what stands in the
+file tells people, and file systems without such locks, who has it.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+from experiments.processes import distributed
+
+NAME = "lock.json"
+BUSY = 75  # exit code of a run that found its folder taken: try again later
+
+
+@contextlib.contextmanager
+def held(folder: str) -> Iterator[None]:
+    """While the body runs, no other run has the folder; process 0 holds it for all of a run.
+
+    Raises:
+      SystemExit: BUSY, after a message, if another run has it.
+    """
+    with contextlib.ExitStack() as stack:
+        problem = None
+        if distributed.is_first():
+            os.makedirs(folder, exist_ok=True)
+            problem = _take(os.path.join(folder, NAME), stack)
+        if (problem := distributed.of_first(problem)) is not None:
+            if distributed.is_first():
+                print(problem, file=sys.stderr)
+            sys.exit(BUSY)
+        yield
+        distributed.wait(f"leave {folder}")  # none writes once another run may
+
+
+def _take(path: str, stack: contextlib.ExitStack) -> str | None:
+    """Takes the lock until the stack closes; or says who has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        free = _lock(file)
+        if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
+            break
+        os.close(file)  # its holder has just removed it
+    owner = _owner(os.read(file, 4096))
+    if free is False or (owner and _may_live(owner, known_free=bool(free))):
+        os.close(file)
+        told = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+        since = f", since {owner['since']}," if owner else ""
+        return (
+            f"{os.path.dirname(path)!r} is taken by another run ({told}{since}): wait for its end, "
+            f"or choose another --output_dir. If that process is gone, delete {path!r}."
+        )
+    if owner:
+        distributed.say(
+            f"Takes over the folder of process {owner['pid']} on {owner['host']}, which has ended "
+            "without leaving it."
+        )
+    text = json.dumps({
+        "host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    })  # fmt: skip
+    os.ftruncate(file, 0)
+    os.pwrite(file, text.encode(), 0)
+    stack.callback(os.close, file)
+    stack.callback(os.remove, path)  # first
+    return None
+
+
+def _lock(file: int) -> bool | None:
+    """Whether the kernel's lock of a file is ours now; None where there are no such locks."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # not on this file system
+        return None
+    return True
+
+
+def _owner(content: bytes) -> dict | None:
+    """Whom the file names; None for a file that is empty, or was cut in a crash."""
+    try:
+        found = json.loads(content)
+        return found if {"host", "pid", "started", "since"} <= found.keys() else None
+    except (ValueError, AttributeError):
+        return None
+
+
+def _may_live(owner: dict, *, known_free: bool) -> bool:
+    """Whether the process that a file names may still be there."""
+    if owner["host"] != socket.gethostname():
+        return True  # not every file system tells other machines of its locks
+    return not known_free and _started(owner["pid"]) == owner["started"] is not None
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, which tells it apart from a later one of its number; None: unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
