@@ -7,6 +7,8 @@ import threading
 import jax
 from absl import flags, logging
 
+from experiments.processes import agreement
+
 FLAGS = flags.FLAGS
 NAMES = ("coordinator_address", "num_processes", "process_id")
 AUTO = "auto"
@@ -24,7 +26,8 @@ def start(values: flags.FlagValues = FLAGS) -> None:
       values: parsed flags, those of NAMES among them.
 
     Raises:
-      ValueError: for flags that are half given or do not fit each other.
+      ValueError: for flags that are half given or do not fit each other, or that differ between
+        the processes: see `agreement`.
       RuntimeError: by JAX, if it was used before.
     """
     if "verbosity" in values and not values["verbosity"].present:
@@ -41,6 +44,7 @@ def start(values: flags.FlagValues = FLAGS) -> None:
     jax.distributed.initialize(**chosen)
     if jax.process_count() > 1:
         sys.excepthook = _leaving(sys.excepthook)
+        agreement.check_settings(values)
 
 
 def _from_flags(address, count, number) -> dict | None:
