@@ -58,7 +58,7 @@ def launch(
     if DEVICES not in xla_flags:
         xla_flags = f"{xla_flags} {DEVICES}=1".strip()
     environment = {"JAX_PLATFORMS": "cpu", **environment, "XLA_FLAGS": xla_flags}
-    shared = [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={processes}"]
+    shared = [f"--coordinator_address=127.0.0.1:{free_port()}", f"--num_processes={processes}"]
     command = [sys.executable, "-m", module, *arguments, *shared]
     running = []
     try:
@@ -75,7 +75,7 @@ def launch(
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as free:
-        free.bind(("localhost", 0))
+        free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
