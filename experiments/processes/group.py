@@ -159,20 +159,18 @@ def _hung(running, seen, watch, now) -> str:
     One that hangs lets the others wait. It is the one that a signal has stopped, or that has come
     less far; where none is, nobody can tell, and all are named.
     """
-    late = [
-        number
-        for number, (_, when) in seen.items()
-        if running[number].poll() is None and now - when > watch.deadline
-    ]
-    if not late:
+    silent = {n: now - when for n, (_, when) in seen.items() if running[n].poll() is None}
+    if max(silent.values(), default=0.0) <= watch.deadline:
         return ""
+    # All of them wait, one a little longer than the other.
+    late = [number for number, seconds in silent.items() if seconds > watch.deadline / 2]
     beats = {n: heartbeat.read(watch.hearts, n) for n in late}
     steps = {n: beat.computed if beat else -1 for n, beat in beats.items()}
     stopped = [n for n in late if _is_stopped(running[n].pid)]
     first = stopped or [n for n in late if steps[n] == min(steps.values())]
     return "; ".join(
         f"process {number}{' is stopped and' if number in stopped else ''} has given no sign of "
-        f"life for {watch.deadline:g} s {_after(watch.hearts, number)}"
+        f"life for {silent[number]:.0f} s {_after(watch.hearts, number)}"
         for number in first
     )
 
