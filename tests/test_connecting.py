@@ -70,3 +70,26 @@ def test_processes_that_never_come_are_waited_for_no_longer_than_a_limit(tmp_pat
     assert found.returncode == 1  # not 134, as of JAX's abort
     assert "not all of 2 processes have come within 3 s" in found.stderr
     assert "start every process" in found.stderr
+
+
+ALONE = """
+import jax
+from absl import app, flags
+import experiments.flags
+from experiments.processes import cluster
+experiments.flags.define(flags.FLAGS, "run")
+
+def main(argv):
+    cluster.start(flags.FLAGS)
+    print(jax.device_count(), jax.distributed.is_initialized())
+
+app.run(main)
+"""
+
+
+def test_one_process_with_two_devices_has_no_wires_in_which_they_could_wait(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    xla = {"XLA_FLAGS": f"{launch.DEVICES}=2", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    with (tmp_path / "out").open("w") as out:
+        assert launch.launch("alone", processes=1, environment=os.environ | xla, stdout=out) == 0
+    assert (tmp_path / "out").read_text().split() == ["2", "False"]

@@ -40,7 +40,9 @@ def start(values: flags.FlagValues = FLAGS) -> None:
     chosen = _from_flags(*(values[name].value for name in NAMES))
     if chosen is None:
         chosen = _from_environment(os.environ)
-    if chosen is None:
+    # One process alone finds nobody; and over the wires between processes, two CPU devices of one
+    # can each wait for a collective that the other has not begun.
+    if chosen is None or chosen.get("num_processes") == 1:
         return
     if jax.config.jax_cpu_collectives_implementation is None:  # "mpi" stays if somebody chose it
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
