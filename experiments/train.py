@@ -54,6 +54,7 @@ def run(values: absl_flags.FlagValues) -> None:
     """
     distributed.start(values)
     task, recipe = flags.setting_from_flags(values)
+    distributed.check_data(task)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))

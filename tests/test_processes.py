@@ -137,7 +137,11 @@ def test_clusters_are_recognised_by_their_environment(environment, chosen, monke
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
+
+    def initialize(*, initialization_timeout, **given):
+        calls.append(given)
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
     # What start sets besides belongs to the process.
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
     cluster.start(parsed())
@@ -197,7 +201,7 @@ def test_processes_are_told_of_each_other_and_their_output_is_told_apart(tmp_pat
     time.sleep(0.2)  # the other's last line is carried by a thread
     out, err = capfd.readouterr()
     address, count, number, *rest = out.split()
-    assert address.startswith("--coordinator_address=localhost:")
+    assert address.startswith("--coordinator_address=127.0.0.1:")
     assert (count, number) == ("--num_processes=2", "--process_id=0")
     assert err.strip() == "[1] " + out.strip().replace("id=0", "id=1")
 

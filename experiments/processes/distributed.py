@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tqdm import tqdm
 
+from experiments.processes import agreement
 from experiments.processes.cluster import start as start
 from local_opt import runners
 
@@ -177,6 +178,12 @@ def wait(name: str) -> None:
     """Waits until all processes have come here; `name` tells places apart."""
     if several():
         multihost_utils.sync_global_devices(name)
+
+
+def check_data(task) -> None:
+    """Raises ValueError, on all processes, where they have loaded different data."""
+    if several():
+        agreement.check_data(task)
 
 
 def mesh_of(run: str, workers: int) -> Mesh | None:

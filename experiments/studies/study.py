@@ -115,6 +115,7 @@ def run(
     """
     distributed.start(values)
     task, recipe = flags.setting_from_flags(values)
+    distributed.check_data(task)
     study = fit(study, task, recipe, values)
     chosen = study._replace(arms=_chosen_arms(study, values), speeds=_speeds(study, values))
     if values.dry_run:

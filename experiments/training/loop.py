@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.processes import distributed
+from experiments.processes import distributed, heartbeat
 from experiments.training import input, timeline
 from experiments.training.clock import Clock
 from experiments.training.config import Plans
@@ -82,7 +82,7 @@ def run(
     rates = _rates(program, plans)
     orders = _Drawn(program, seed)
     batch, loaded = program.data, None
-    with _feed(program, seed, delay, clock) as feed:
+    with _feed(program, seed, delay, clock) as feed, heartbeat.beating(at.step) as beat:
         segments = _online if plans.echo.online else _planned
         for segment in segments(program, plans, at, stops, pace, feed):
             if feed is not None and segment.load != loaded and not segment.kind.rest:
@@ -103,6 +103,7 @@ def run(
                 continue
             if at.step not in stops and not pace.due(at.step):
                 continue
+            beat(at.step)  # before the wait, in which all are whose fellow hangs
             jax.block_until_ready(state)
             state = hook(at, state)
             if isinstance(state, Stop):
