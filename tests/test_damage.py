@@ -131,6 +131,17 @@ def test_a_damaged_checkpoint_is_passed_over(copied, capsys, how):
     assert sorted(p.name for p in folder.iterdir()) == ["56", "60", "60.damaged"]
 
 
+@quiet
+def test_an_older_checkpoint_that_is_damaged_does_not_matter(copied, capsys):
+    order, folder, state, _ = copied
+    for path in files_of(folder / "56"):
+        cut(path)
+    outcome, records = trained(built(order), plans_of(), saving=run.Saving(str(folder)))
+    assert "Goes on from the checkpoint of step 60" in capsys.readouterr().out
+    assert_same(outcome.state, state)
+    assert not records
+
+
 def test_where_none_is_whole_the_run_says_so_and_begins_nothing(copied):
     order, folder, *_ = copied
     for path in files_of(folder):
