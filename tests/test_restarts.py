@@ -47,7 +47,10 @@ def whole(tmp_path_factory):
 )
 def test_a_restarted_run_is_the_same_run(tmp_path, whole, number, said):
     output = disturbed(tmp_path, number)
-    assert f"process 1 {said}" in output and "restart 1 of 2, with 2 processes" in output
+    assert (
+        f"process 1 {said}" in output
+        and "restart 1 of 2, from the last whole checkpoint; processes: 2" in output
+    )
     assert "Goes on from the checkpoint of step" in output
     kept, computed = map(int, re.search(r"goodput: (\d+) of (\d+)", output).groups())
     assert kept == 6000 <= computed
@@ -57,7 +60,7 @@ def test_a_restarted_run_is_the_same_run(tmp_path, whole, number, said):
 @pytest.mark.slow
 def test_one_process_goes_on_where_two_have_been(tmp_path, whole):
     output = disturbed(tmp_path, signal.SIGKILL, "--min_processes=1")
-    assert "restart 1 of 2, with 1 processes" in output
+    assert "restart 1 of 2, from the last whole checkpoint; processes: 1" in output
     assert "Goes on from the checkpoint of step" in output
     for a, b in zip(records(tmp_path), whole, strict=True):
         assert (a["step"], a["loads"], a["rounds"]) == (b["step"], b["loads"], b["rounds"])

@@ -55,8 +55,8 @@ def test_what_died_is_named_and_all_go_on(tmp_path, capfd):
     assert code == 0 and attempts(tmp_path) == 2
     assert said == [
         "process 1 was ended by SIGKILL after step 7",
-        "restart 1 of 2, with 2 processes, from the last whole checkpoint",
-        "goodput: 20 of 22 computed steps kept (91%), 1 restarts",
+        "restart 1 of 2, from the last whole checkpoint; processes: 2",
+        "goodput: 20 of 22 computed steps kept (91%); restarts: 1",
     ]
 
 
@@ -71,8 +71,8 @@ def test_after_its_restarts_it_gives_up(tmp_path, capfd):
     code, said = started(tmp_path, capfd, body, restarts=2)
     assert code == 5 and attempts(tmp_path) == 3
     assert said.count("process 0 ended with exit code 5 after step 3") == 3
-    assert any(line.startswith("gave up after 2 restarts: look at") for line in said)
-    assert said[-1] == "goodput: 0 of 9 computed steps kept (0%), 2 restarts"
+    assert any(line.startswith("gave up after restart 2: look at") for line in said)
+    assert said[-1] == "goodput: 0 of 9 computed steps kept (0%); restarts: 2"
 
 
 def test_an_error_before_the_first_step_is_not_repeated(tmp_path, capfd):
@@ -121,7 +121,7 @@ if attempt == 1:
 """
     code, said = started(tmp_path, capfd, body, restarts=1, min_processes=1)
     assert code == 0 and attempts(tmp_path) == 2
-    assert "restart 1 of 1, with 1 processes, from the last whole checkpoint" in said
+    assert "restart 1 of 1, from the last whole checkpoint; processes: 1" in said
     before, after = (json.loads((tmp_path / f"seen{n}").read_text()) for n in (1, 2))
     devices = [int(xla.rpartition("=")[2]) for _, xla, _ in (before, after)]
     assert (before[0], after[0]) == (2, 1) and devices[1] == 2 * devices[0]

@@ -33,10 +33,10 @@ def supervise(
             break
         if number < restarts:
             left = fewer(left, devices, min_processes)
-            _say(f"restart {number + 1} of {restarts}, with {left} processes, from the last "
-                 "whole checkpoint")  # fmt: skip
+            _say(f"restart {number + 1} of {restarts}, from the last whole checkpoint; processes: "
+                 f"{left}")  # fmt: skip
         elif restarts:
-            _say(f"gave up after {restarts} restarts: look at the output of what failed, mend it, "
+            _say(f"gave up after restart {restarts}: look at the output of what failed, mend it, "
                  "and give the same command again")  # fmt: skip
     if restarts:
         _say(report([e.beat for e in ends], ended=not ends[-1].code or ends[-1].asked))
@@ -83,7 +83,7 @@ def report(beats: Sequence[Beat | None], *, ended: bool) -> str:
     """The goodput and the restarts, for people."""
     kept, computed = goodput(beats, ended=ended)
     share = f" ({kept / computed:.0%})" if computed else ""
-    return f"goodput: {kept} of {computed} computed steps kept{share}, {len(beats) - 1} restarts"
+    return f"goodput: {kept} of {computed} computed steps kept{share}; restarts: {len(beats) - 1}"
 
 
 def _say(text):
