@@ -10,6 +10,7 @@ from absl import flags
 
 import experiments.flags
 from experiments.processes import agreement
+from experiments.tasks import digest
 from tests.two_processes import start_two
 
 
@@ -95,12 +96,12 @@ def test_data_are_told_apart_by_size_and_by_value():
 
 def test_of_large_data_a_sample_is_compared_and_of_a_source_what_it_reads(monkeypatch):
     x = np.zeros((1000, 3), np.float32)
-    monkeypatch.setattr(agreement, "WHOLE", 0)
+    monkeypatch.setattr(digest, "WHOLE", 0)
     last = x.copy()
     last[-1] = 1
     assert agreement.said_of({"x": x}) != agreement.said_of({"x": last})
     source, other = ([{"x": np.full(2, i * k)} for i in range(50)] for k in (1, 2))
-    assert agreement.said_of(source).startswith("of 50 examples, of 8 of them")
+    assert agreement.said_of(source).startswith("of 50 examples, hash")
     assert agreement.said_of(source) != agreement.said_of(other)
     shapes = {"x": jax.ShapeDtypeStruct((7, 2), np.float32)}
     assert agreement.said_of(shapes).startswith("of 7 examples (x float32[7, 2])")

@@ -4,10 +4,8 @@ Processes whose settings differ train together and write the settings of process
 each other without end. So each says what it has, process 0 compares, and all hear what it found.
 """
 
-import hashlib
 import json
 import os
-import pathlib
 import platform
 import sys
 import time
@@ -19,15 +17,14 @@ import jaxlib
 import numpy as np
 from absl import flags
 
-PACKAGES = ("experiments", "local_opt", "models", "ordering", "plans")
+from experiments.tasks import digest
+
 # What differs by right: a process's number, its way to process 0, and where its data lie, which are
 # compared themselves.
 OWN = ("process_id", "coordinator_address", "data_dir")
 CONFIG = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision")
 SETTINGS_SECONDS, DATA_SECONDS = 60.0, 600.0  # in which all must have spoken
 SLACK = 10.0  # seconds more, in which process 0 has told the others what it found
-WHOLE = 2**26  # bytes of an array that are hashed whole; of larger ones a sample is
-ROWS, READS = 64, 8  # examples in a sample: of an array, and of a source that reads them
 NAMED = 8  # processes that one sentence names
 
 
@@ -145,20 +142,17 @@ def _flags(values) -> dict[str, str]:
 
 def _code() -> dict[str, str]:
     """A hash of the source, the versions that compute, and JAX's settings that change numbers."""
-    root, digest = pathlib.Path(__file__).parents[2], hashlib.sha256()
-    for path in sorted(path for name in PACKAGES for path in (root / name).rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__}
     versions["python"] = platform.python_version()
     return {
-        "code": f"code {digest.hexdigest()[:12]}",
+        "code": f"code {digest.code_hash()[:12]}",
         **{name: f"{name} {version}" for name, version in versions.items()},
         **{name: f"{name}={getattr(jax.config, name)}" for name in CONFIG},
     }
 
 
 def said_of(examples) -> str:
-    """How many examples there are, and a hash of them: of all, or of a sample of what is large.
+    """How many examples there are, of which shapes, and a hash of them.
 
     Args:
       examples: {name: array[N, ...]}, shapes alone, or a random-access source.
@@ -166,23 +160,13 @@ def said_of(examples) -> str:
     Example:
       >>> import numpy as np
       >>> said_of({"x": np.zeros((4, 2), np.float32)})
-      'of 4 examples (x float32[4, 2]), hash 66687aadf862'
+      'of 4 examples (x float32[4, 2]), hash ff754d490fac'
     """
     if not isinstance(examples, dict):
-        rows = [examples[int(i)] for i in _sample(len(examples), READS)]
-        read = {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
-        return f"of {len(examples)} examples, of {len(rows)} of them " + said_of(read)
-    digest, shapes, number = hashlib.sha256(), [], 0
-    for name, leaf in sorted(examples.items()):
-        number = leaf.shape[0]
-        shapes.append(f"{name} {np.dtype(leaf.dtype)}{list(leaf.shape)}")
-        if not isinstance(leaf, jax.ShapeDtypeStruct):  # of a dry run, which knows shapes alone
-            size = leaf.size * np.dtype(leaf.dtype).itemsize
-            rows = np.asarray(leaf if size <= WHOLE else leaf[_sample(number, ROWS)])
-            digest.update(np.ascontiguousarray(rows).tobytes())
-    return f"of {number} examples ({', '.join(shapes)}), hash {digest.hexdigest()[:12]}"
-
-
-def _sample(number: int, most: int) -> np.ndarray:
-    """Indices, evenly over the examples, the first and the last among them."""
-    return np.unique(np.linspace(0, max(0, number - 1), min(number, most)).astype(int))
+        return f"of {len(examples)} examples, hash {digest.set_hash(examples)[:12]}"
+    leaves = sorted(examples.items())
+    shapes = ", ".join(f"{k} {np.dtype(x.dtype)}{list(x.shape)}" for k, x in leaves)
+    text = f"of {leaves[0][1].shape[0]} examples ({shapes})"
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in examples.values()):  # of a dry run
+        return text
+    return f"{text}, hash {digest.set_hash(examples)[:12]}"

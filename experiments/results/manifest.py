@@ -177,13 +177,3 @@ def hash_of(array) -> str:
 
 def _text_hash(content) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def code_hash() -> str:
-    """Of all that is trained with: the sources of this repository's packages."""
-    root, total = pathlib.Path(__file__).parents[2], hashlib.sha256()
-    for package in ("experiments", "local_opt", "models", "ordering", "plans"):
-        for path in sorted(root.glob(f"{package}/**/*.py")):
-            total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()

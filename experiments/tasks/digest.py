@@ -1,6 +1,8 @@
-"""A hash of a task's data, by which a run that goes on notices that they are others."""
+"""Hashes of a task's data and of the code: by these a run notices that they are others."""
 
+import functools
 import hashlib
+import pathlib
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import ordering.input
 from experiments.tasks.base import Task
 
 WHOLE = 2**28  # bytes of an array up to which every one is hashed: about a second
+PACKAGES = ("experiments", "local_opt", "models", "ordering", "plans")
 SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
 
 
@@ -16,11 +19,12 @@ def data_hash(task: Task) -> str:
     """Of both sets: lengths, shapes, types and examples; of large ones and of sources some."""
     total = hashlib.sha256()
     for data in (task.train, task.test):
-        total.update(_set_hash(data).encode())
+        total.update(set_hash(data).encode())
     return total.hexdigest()[:32]
 
 
-def _set_hash(data) -> str:
+def set_hash(data) -> str:
+    """Of one set: arrays by name, or a random-access source."""
     size, read = ordering.input.reader(data)
     some = np.unique(np.linspace(0, size - 1, min(size, SAMPLED)).astype(int))
     small = isinstance(data, dict) and sum(x.nbytes for x in jax.tree.leaves(data)) <= WHOLE
@@ -29,4 +33,14 @@ def _set_hash(data) -> str:
         leaf = np.asarray(leaf)
         total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
         total.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return total.hexdigest()
+
+
+@functools.cache
+def code_hash() -> str:
+    """Of all that is trained with: the sources of this repository's packages."""
+    root, total = pathlib.Path(__file__).parents[2], hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted(root.glob(f"{package}/**/*.py")):
+            total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.processes import distributed
 from experiments.results import manifest, records
+from experiments.tasks import digest
 from experiments.training import loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -144,7 +145,7 @@ def save(
         return
     known = {
         "about": dict(about or {}),
-        "code": manifest.code_hash(),
+        "code": digest.code_hash(),
         "dealt": dealt,
         "decided": np.flatnonzero(at.decided).tolist(),
         "evaluation": seen._asdict(),
@@ -202,12 +203,12 @@ def _check_same(known: Mapping, plans: Plans, about: Mapping | None, step: int) 
             f"the checkpoint of step {step} belongs to a run with other settings "
             f"({', '.join(changed)}): {what_to_do}"
         )
-    for name, digest in plans.digests().items():
-        if known["plans"].get(name) != digest:
+    for name, own in plans.digests().items():
+        if known["plans"].get(name) != own:
             raise ValueError(
                 f"the checkpoint of step {step} belongs to another {name} plan: {what_to_do}"
             )
-    if known["code"] != manifest.code_hash():
+    if known["code"] != digest.code_hash():
         distributed.say(f"The checkpoint of step {step} was written by other code than this.")
 
 
