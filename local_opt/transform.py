@@ -207,5 +207,3 @@ def check_plan(plan, total_steps) -> None:
         )
     if total_steps is not None:
         plan.check_run(total_steps)
-    if plan.total_steps >= 2**31:
-        raise ValueError(f"the plan has {plan.total_steps} steps: at most 2**31 - 1 are counted.")

@@ -246,7 +246,7 @@ def test_a_dry_run_prices_the_arms_of_the_factorial(capsys):
     text = capsys.readouterr().out
     first = cells(text, next(iter(combined.STUDY.arms.values())).label)
     assert (first["rounds"], first["fast input, fast network"]) == ("100", "100")
-    assert first["load 4, sync 2 steps"] == f"{100 * (4 + 2)}"
+    assert first["load 4, sync 2 steps"] == f"{100 * max(4, 1 + 2)}"
     assert ECHO_POLICIES["diffusion_cosine"].label in text
 
 

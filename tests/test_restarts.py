@@ -65,3 +65,36 @@ def test_one_process_goes_on_where_two_have_been(tmp_path, whole):
     for a, b in zip(records(tmp_path), whole, strict=True):
         assert (a["step"], a["loads"], a["rounds"]) == (b["step"], b["loads"], b["rounds"])
         np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-5)
+
+
+LONG = [
+    "experiments.train", "--order=cd_grab", "--sync=qsr", "--echo=diffusion_cosine",
+    "--total_steps=40000", "--evaluations=8", "--checkpoint_every=500", "--units_per_step=3",
+    "--workers=4", "--run=mesh",
+]  # fmt: skip
+PUNISHED, EVERY = 600.0, 45.0  # seconds; a start of four processes takes half of the latter here
+
+
+@pytest.mark.slow
+def test_a_run_that_is_punished_is_the_same_run(tmp_path):
+    """Every 45 s one of four processes, at random, is killed or stopped, for ten minutes."""
+    finish(["experiments.train", *LONG[1:-1], "--run=vmap"], tmp_path / "alone")
+    supervised = ["experiments.launch", "--processes=4", "--restarts=100", "--deadline=60"]
+    process = start([*supervised, "--", *LONG], tmp_path / "punished")
+    generator, begun, signals = np.random.default_rng(0), time.monotonic(), 0
+    while process.poll() is None and time.monotonic() < begun + PUNISHED:
+        time.sleep(EVERY)
+        victims = children(process.pid) if process.poll() is None else []
+        if len(victims) == 4:
+            number = generator.choice([signal.SIGKILL, signal.SIGSTOP])
+            os.kill(victims[generator.integers(4)], number)
+            signals += 1
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    print(signals, "signals;", re.search(r"goodput: .*", output).group())
+    assert signals >= 3
+    for a, b in zip(
+        records(tmp_path / "punished"), records(tmp_path / "alone"), strict=True
+    ):  # on four devices, not one: the order of sums differs
+        assert (a["step"], a["loads"], a["rounds"]) == (b["step"], b["loads"], b["rounds"])
+        np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-3)

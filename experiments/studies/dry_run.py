@@ -144,9 +144,12 @@ def _row(task, recipe, arm, speed, run: Run, given) -> dict:
     allreduces = sent(run.rounds, run.echo.loads)
     ring = local_opt.sync_bytes(num_params(task.model), num_workers=run.sizes.workers)
     ends = np.linspace(0, run.steps, WINDOWS + 1).astype(int)[1:]
+    loads = run.echo.loads_before(ends)
+    synced = run.plans.sync and np.searchsorted(run.plans.sync.ends, ends, side="right")
+    rounds = loads if synced is None else synced
     windows = [
-        {"step": t, "loads": n, "allreduces": allreduces}
-        for t, n in zip(ends, run.echo.loads_before(ends), strict=True)
+        {"step": t, "loads": n, "allreduces": sent(int(k), int(n))}
+        for t, n, k in zip(ends, loads, rounds, strict=True)
     ]
     return ({} if speed is None else {"R": f"{speed:g}"}) | {
         "arm": arm.label,
