@@ -124,7 +124,8 @@ def _one(name, folder, task, uses) -> Factorial:
         order = of[0]["order"] if combination.order else order
         columns = (np.array([at[c] for at in of], float) for c in ("step", "loads", "rounds"))
         taken[combination] = Taken(*columns, rate)
-    loads_per_epoch = round(comparison.records[-1]["loads"] / comparison.records[-1]["epoch"])
+    longest = max(comparison.records, key=lambda r: r["loads"])  # one that diverged has none
+    loads_per_epoch = round(longest["loads"] / longest["epoch"])
     per_step = int(settings["units_per_step"])
     sizes = Sizes(
         int(settings["workers"]), loads_per_epoch * per_step, per_step, int(settings["unit_size"])
