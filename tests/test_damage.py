@@ -85,6 +85,19 @@ def noticed(order, folder, state, count, seed):
     return found
 
 
+def test_another_name_of_a_node_without_leaves_is_noticed(copied):
+    """Its name is in the structure alone, which no hash of a leaf knows."""
+    _, folder, _, _ = copied
+    changed = 0
+    for path in files_of(folder / "60"):
+        before = path.read_bytes()
+        if b"anchor" in before and path.parent.name != "manifest":
+            path.write_bytes(before.replace(b"anchor", b"aNchor"))
+            changed += bool(checkpoint.damage(str(folder / "60")))
+            path.write_bytes(before)
+    assert changed
+
+
 @quiet
 def test_a_flipped_bit_is_noticed_or_does_nothing(copied):
     order, folder, state, _ = copied

@@ -59,6 +59,8 @@ def text_of(state, about: Mapping) -> Callable[[], str]:
         for name, (leaf, dtype) in leaves_of(state).items()
     }
 
+    empty = empty_nodes(state)
+
     def text():
         leaves = {
             name: {
@@ -68,7 +70,7 @@ def text_of(state, about: Mapping) -> Callable[[], str]:
             }
             for name, (shape, dtype, own) in copies.items()
         }
-        content = {**about, "processes": jax.process_count(), "leaves": leaves}
+        content = {**about, "processes": jax.process_count(), "leaves": leaves, "empty": empty}
         return json.dumps({"content": content, "sha256": _text_hash(content)})
 
     return text
@@ -107,6 +109,8 @@ def check_leaves(manifest: Mapping, state) -> None:
     Shards that were saved in other pieces are not compared; on the host there is but one piece.
     """
     known, found = manifest["leaves"], leaves_of(state)
+    if manifest["empty"] != (empty := empty_nodes(state)):
+        raise ValueError(f"empty nodes are {empty}, saved were {manifest['empty']}")
     if known.keys() != found.keys():
         raise ValueError(f"leaves are missing or new: {sorted(known.keys() ^ found.keys())}")
     for name, (leaf, dtype) in found.items():
@@ -147,6 +151,17 @@ def leaves_of(state) -> dict:
 
     named = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(k, simple=True, separator="/"): data(x) for k, x in named}
+
+
+def empty_nodes(state) -> list[str]:
+    """The names of nodes without leaves, by which a tree is told too."""
+
+    def empty(node):
+        return node is None or (isinstance(node, tuple | list | dict) and not node)
+
+    named = jax.tree_util.tree_leaves_with_path(state, is_leaf=empty)
+    names = (jax.tree_util.keystr(k, simple=True, separator="/") for k, x in named if empty(x))
+    return sorted(names)
 
 
 def shards_of(leaf, wanted=()) -> dict:
