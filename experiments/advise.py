@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
@@ -30,7 +31,7 @@ from experiments.results import archive, tables
 from experiments.training.parts import num_params
 from local_opt import runners
 
-ORDER, STEPS, REPEATS = "sketch256_dealt", 64, 5
+PERIOD, STEPS, REPEATS = 24, 64, 5  # of the recorded local steps; of what is timed
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
@@ -41,11 +42,11 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define(absl_flags.DEFINE_string, "runs", str(archive.FOLDER), "folder of recorded factorials")
 
 
-def order_ratio(task, recipe) -> float:
+def order_ratio(task, recipe, order: str) -> float:
     """How many times longer a fresh step is with the order: side by side, at least 1."""
     short = recipe._replace(total_steps=STEPS, warmup_steps=0, bound_every=0)
     calls, _ = timing.training_calls(
-        task, short, {"plain": ("dealt", "parallel"), "order": (ORDER, "parallel")}
+        task, short, {"plain": ("dealt", "parallel"), "order": (order, "parallel")}
     )
     seconds = timing.medians(calls, REPEATS)
     return max(1.0, seconds["order"] / seconds["plain"])
@@ -64,10 +65,10 @@ def measured_sync(mesh, parameters: int) -> float:
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]
 
 
-def machines_of(task, recipe, values) -> dict[str, machines.Machine]:
+def machines_of(task, recipe, order, values) -> dict[str, machines.Machine]:
     """{network: machine}, from what was measured here."""
     speed, size = echo.measure(task, recipe), num_params(task.model)
-    ordered = order_ratio(task, recipe)
+    ordered = order_ratio(task, recipe, order)
     mesh = distributed.mesh_of(recipe.run, recipe.workers)
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
@@ -86,10 +87,10 @@ def machines_of(task, recipe, values) -> dict[str, machines.Machine]:
     }
 
 
-def command_of(combination: Combination) -> str:
+def command_of(combination: Combination, order: str) -> str:
     """Flags of `experiments.train` that take these decisions, as they were recorded."""
-    parts = [f"--order={ORDER if combination.order else 'dealt'}"]
-    parts += ["--sync=constant --h_base=24" if combination.local else "--sync=parallel"]
+    parts = [f"--order={order if combination.order else 'dealt'}"]
+    parts += [f"--sync=constant --h_base={PERIOD}" if combination.local else "--sync=parallel"]
     if combination.uses > 1:
         parts.append(f"--echo=fixed --echo_factor={combination.uses}")
     return " ".join(parts)
@@ -104,8 +105,7 @@ def rows_of(machine: machines.Machine, known: Sequence[recorded.Factorial]) -> l
             "decisions": c.label,
             "times as fast as none": "{:.2f} ({:.2f} to {:.2f})".format(*times[c]),
             "per task": ", ".join(
-                f"{found.task} {float(jnp.exp(-x)):.2f}"
-                for found, x in zip(known, logs[c], strict=True)
+                f"{found.task} {np.exp(-x):.2f}" for found, x in zip(known, logs[c], strict=True)
             ),
         }
         for c in sorted(logs, key=lambda c: logs[c].mean())
@@ -122,7 +122,7 @@ def advice(name: str, machine: machines.Machine, known: Sequence[recorded.Factor
         f"{name}: a load is {machine.load / machine.step:.2f} steps, a sync "
         f"{machine.sync / machine.step:.2f}. Take {choice.best.label}: {mean:.1f} times as fast as "
         f"none ({low:.1f} to {high:.1f}, 95 % over {len(known)} tasks). {doubt}\n"
-        f"    {command_of(choice.best)}"
+        f"    {command_of(choice.best, known[0].order)}"
     )
 
 
@@ -134,7 +134,7 @@ def run(values: absl_flags.FlagValues) -> None:
         raise app.UsageError(
             f"--runs is {values.runs!r}, which holds no map_TASK_WxB_eUSES: leave --runs unset."
         )
-    found = machines_of(task, recipe, values)
+    found = machines_of(task, recipe, known[0].order, values)
     first = next(iter(found.values()))
     say = distributed.say
     say(

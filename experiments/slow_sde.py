@@ -22,9 +22,9 @@ from absl import app, flags
 from tqdm import tqdm
 
 from experiments.flags import definer, names_of, whole_numbers
-from experiments.results import drift_plots, html, records, tables
+from experiments.results import html, records, tables
 from experiments.results.statistics import interval
-from experiments.slow_sde_parts import runs, theory
+from experiments.slow_sde_parts import pictures, runs, theory
 from experiments.slow_sde_parts.problems import PROBLEMS
 
 FLAGS = flags.FLAGS
@@ -188,7 +188,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
         )
         for name, workers, rule in grouped(all_records)
     }
-    drift_plots.drift_panels(all_records, curves, titles, labels, path, title)
+    pictures.drift_panels(all_records, curves, titles, labels, path, title)
     html.of_folder(folder, title=title, command=html.command_line())
     cells = {(r["problem"], r["workers"], r["learning_rate"]): r["seconds"] for r in all_records}
     print(f"\n{verdict(all_records)}\n{sum(cells.values()):.0f} s of runs. Written to {folder}")

@@ -75,7 +75,7 @@ def run(values: absl_flags.FlagValues) -> None:
         reads="thread" if policy.online and reads is None else reads,
         epochs=-(-plans.total_steps // sizes.loads_per_epoch),
     )  # fmt: skip
-    if text := config.left_out(task, recipe):
+    if text := config.left_out(task, recipe, deals=order.deals):
         distributed.say(text)
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     fixed = {**decisions, "seed": values.seed, "learning_rate": rate}

@@ -56,9 +56,9 @@ def control_variates(
     optimizer: with SGD the two are the same, with momentum the correction does not pass through
     the buffer (which would apply it 1 / (1 - m) times), and Adam does not divide it. c_w is then
     the mean of a worker's own updates per rate, not of its gradients; workers of Adam go where
-    they go with a sync after every step. The state of the optimizer
-    is to stay local: momentum that is averaged or reset at a sync builds up anew in every round,
-    which a constant correction cannot follow, and a part of the bias stays.
+    they go with a sync after every step. The state of the optimizer is to stay local: momentum that
+    is averaged or reset at a sync builds up anew in every round, which a constant correction cannot
+    follow, and a part of the bias stays.
 
     c_w is the mean gradient of the last round's batches. It is the worker's own where the round
     took all its units; over fewer of them it is noisy, and the noise is put into the next round.

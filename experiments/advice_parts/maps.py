@@ -8,6 +8,7 @@ import numpy as np
 from experiments.advice_parts.machines import Machine, best_of, predict, times
 from experiments.advice_parts.recorded import Combination, Factorial
 from experiments.results.plots import COLOURS, panes, save
+from experiments.results.statistics import intervals
 
 LOADS = np.geomspace(0.1, 30, 41)  # of a load, in steps
 SYNCS = np.geomspace(0.03, 300, 49)  # of a sync, in steps
@@ -52,18 +53,10 @@ def draw(found: Factorial, parameters: float, *, ordered: float = 1.0) -> Map:
     sure = np.ones(best.shape, bool)
     for combination, log in logs.items():
         other = kinds[best] != kind_of(combination)
-        sure &= ~other | (_low(log - chosen) > 0)
+        mean, half = intervals(log - chosen)
+        sure &= ~other | (mean > half)
     gain = np.exp(means[Combination()] - np.choose(best, [means[c] for c in combinations]))
     return Map(kinds[best], sure, gain)
-
-
-def _low(differences):
-    """The low end of the 95 % interval over the last axis."""
-    from scipy.special import stdtrit
-
-    count = differences.shape[-1]
-    spread = differences.std(axis=-1, ddof=1) / np.sqrt(count)
-    return differences.mean(axis=-1) - stdtrit(count - 1, 0.975) * spread
 
 
 def regrets(known: Sequence[Factorial], machine: Machine) -> list[dict]:

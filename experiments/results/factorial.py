@@ -18,7 +18,7 @@ from experiments.results.statistics import (
     reached,
     target_of,
     to_target,
-)  # fmt: skip
+)
 from experiments.results.tables import markdown, name_of, times
 
 FACTORS = ("order", "sync", "echo")  # fields of the records

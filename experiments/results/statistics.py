@@ -201,17 +201,24 @@ def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-
     return before - after
 
 
-def interval(found) -> tuple[float, float]:
-    """Mean and half width of the 95 % interval over seeds; nan for one seed."""
+def intervals(found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and half width of the 95 % interval over the last axis, of two or more values."""
     from scipy.special import stdtrit
 
+    count = found.shape[-1]
+    half = stdtrit(count - 1, 0.975) * np.std(found, ddof=1, axis=-1) / math.sqrt(count)
+    return np.mean(found, axis=-1), half
+
+
+def interval(found) -> tuple[float, float]:
+    """Mean and half width of the 95 % interval over seeds; nan for one seed."""
     found = np.asarray(list(found), float)
     if len(found) < 2:
         return (float(found[0]) if len(found) else math.nan), math.nan
     if (found == found[0]).all():  # whose mean and deviation float64 rounds
         return float(found[0]), 0.0
-    half = stdtrit(len(found) - 1, 0.975) * np.std(found, ddof=1) / math.sqrt(len(found))
-    return float(np.mean(found)), float(half)
+    mean, half = intervals(found)
+    return float(mean), float(half)
 
 
 def metric_of(comparison: Comparison) -> str:

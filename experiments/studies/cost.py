@@ -37,11 +37,11 @@ def order_traffic(
     """`loads -> what a worker has sent for its order after so many`, in all-reduces.
 
     Independent orders send nothing. Orders that are dealt send their signs at an epoch's end, a bit
-    for a pair. Sketches of k numbers are gathered, one for a pair: k W / 2 D
-    of an all-reduce. Of an exact coordinated order every fresh step exchanges its rows, n / 2
-    all-reduces for n of them, and adds up the inner products of its pairs over the workers. With
-    one unit per step, where workers meet in every step, the mean gradient comes out of the exchange
-    of the rows, which then costs nothing.
+    for a pair. Sketches of k numbers are gathered, one for a pair: k W / 2 D of an all-reduce. Of
+    an exact coordinated order every fresh step exchanges its rows, n / 2 all-reduces for n of them,
+    and adds up the inner products of its pairs over the workers. With one unit per step, where
+    workers meet in every step, the mean gradient comes out of the exchange of the rows, which then
+    costs nothing.
 
     Args:
       order: a row of ORDERS; sizes: of the run; num_params: D, of the model.

@@ -27,17 +27,17 @@ from experiments.results.tables import markdown, show_bytes
 from experiments.studies.cost import operations, price, traffic
 from experiments.studies.on_slice import Calls, OnSlice
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.studies.trainer import left_out
 from experiments.tasks.base import Recipe, Task
 from experiments.training import loop, timeline
 from experiments.training.config import (
     Plans,
     Sizes,
     config_of,
-    left_out,
     plans_of,
     size_of,
     sizes_of,
-)  # fmt: skip
+)
 from experiments.training.parts import num_params, order_setting, sketch_size
 from local_opt import runners
 from ordering.echo import EchoPlan, echo_forecast
@@ -88,6 +88,7 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
     runs = [(arm, speed) for speed in study.speeds or (None,) for arm in study.arms.values()]
     rows = [_row(task, recipe, *one, run(*one), given) for one in runs]
     facts = _facts(task, recipe)
+    facts += [{"what": "left out", "value": text} for text in left_out(study, task, recipe)]
     if on is None:
         memory = functools.cache(functools.partial(_memory, task, recipe, given=given))
         cells = [
@@ -211,8 +212,6 @@ def _facts(task: Task, recipe: Recipe) -> list[dict]:
         "examples per step": recipe.workers * recipe.units_per_step * recipe.unit_size,
         "optimizer": f"{recipe.optimizer}, lr {rates}, {recipe.schedule}",
     }
-    if text := left_out(task, recipe):
-        facts["left out"] = text
     if recipe.target is not None:
         facts["target"] = f"{recipe.metric} {recipe.target:g}"
     return [{"what": name, "value": value} for name, value in facts.items()]

@@ -121,7 +121,7 @@ def run(
     if values.dry_run:
         given = flags.assumed(values, study.machines)
         return distributed.say(dry_run(task, recipe, chosen, given))
-    if text := config.left_out(task, recipe):
+    for text in trainer.left_out(chosen, task, recipe):
         distributed.say(text)
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):

@@ -50,6 +50,13 @@ def config_of(task: Task, recipe: Recipe, arm, *, seed=0, speed=None) -> config.
     return config.config_of(recipe, sizes, seed=seed, speed=speed)
 
 
+def left_out(study, task: Task, recipe: Recipe) -> list[str]:
+    """What the arms do not visit in an epoch, in words, each once."""
+    kinds = dict.fromkeys(ORDERS[arm.order].deals for arm in study.arms.values())
+    texts = (config.left_out(task, recipe, deals=kind) for kind in kinds)
+    return [text for text in texts if text]
+
+
 def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
     """Trains the arms of a study; what those have in common is compiled once."""
     halves = study.criterion.scalar.startswith("valid/")

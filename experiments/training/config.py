@@ -176,15 +176,19 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     return sizes
 
 
-def left_out(task: Task, recipe: Recipe) -> str:
+def left_out(task: Task, recipe: Recipe, *, deals: str | None = None) -> str:
     """What is not visited in an epoch, in words; "" if nothing is.
 
-    Which examples these are changes with every epoch where single examples are dealt.
+    Args:
+      deals: as of `sizes_of`; of EXAMPLES others are left out in every epoch.
     """
-    rest = size_of(task.train) % (recipe.workers * recipe.unit_size)
-    if not rest or recipe.rest == "keep":
+    sizes, size = sizes_of(task, recipe, deals=deals), size_of(task.train)
+    count = size - sizes.workers * sizes.num_units * sizes.unit_size - sizes.rest
+    if not count:
         return ""
-    return f"{rest} of {size_of(task.train):,} examples fill no unit of every worker: --rest=keep"
+    if deals == EXAMPLES:
+        return f"{count} of {size:,} examples, others in every epoch, fill no step"
+    return f"{count} of {size:,} examples fill no unit of every worker: --rest=keep"
 
 
 def size_of(data) -> int:

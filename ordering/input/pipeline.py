@@ -66,7 +66,7 @@ def step_indices(
             f"orders of shape {orders.shape} do not name each unit of 0 .. {most - 1} at most "
             f"once. Pass {whose if total is None else 'the orders of one epoch, and their total'}."
         )
-    units = orders if total else orders + num_units * np.arange(workers)[:, None]
+    units = orders if total is not None else orders + num_units * np.arange(workers)[:, None]
     whole = length - length % units_per_step
     steps = units[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
     units = np.concatenate([steps.reshape(-1), units[:, whole:].reshape(-1)])
