@@ -123,13 +123,32 @@ def test_of_many_that_ask_at_once_one_gets_the_folder(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path)]
     ran = [
         subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for _ in range(3)
     ]
-    found = [process.communicate(timeout=120)[0] for process in ran]
-    assert [process.returncode for process in ran] == [0] * 3, "none met another inside"
-    assert all(int(text) for text in found)
+    found = [process.communicate(timeout=120) for process in ran]
+    ends = [(process.returncode, told[-2000:]) for process, (_, told) in zip(ran, found)]
+    assert [code for code, _ in ends] == [0] * 3, f"none met another inside: {ends}"
+    assert all(int(text) for text, _ in found)
+
+
+def test_a_lock_that_goes_while_it_is_looked_at_is_asked_for_again(tmp_path, monkeypatch):
+    """Its holder may remove it between any two calls."""
+    path = str(tmp_path / lock.NAME)
+    locked, taken = lock._lock, []
+
+    def removed(file):
+        free = locked(file)
+        if not taken:
+            os.remove(path)
+        taken.append(free)
+        return free
+
+    monkeypatch.setattr(lock, "_lock", removed)
+    monkeypatch.setattr(os.path, "exists", lambda path: True)  # true when it was asked
+    assert take(tmp_path)["pid"] == os.getpid()
+    assert len(taken) == 2
 
 
 @pytest.mark.slow

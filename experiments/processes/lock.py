@@ -43,7 +43,7 @@ def _take(path: str, stack: contextlib.ExitStack) -> str | None:
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         free = _lock(file)
-        if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
+        if _stands(file, path):
             break
         os.close(file)  # its holder has just removed it
     owner = _owner(os.read(file, 4096))
@@ -69,6 +69,14 @@ def _take(path: str, stack: contextlib.ExitStack) -> str | None:
     stack.callback(os.close, file)
     stack.callback(os.remove, path)  # first
     return None
+
+
+def _stands(file: int, path: str) -> bool:
+    """Whether an open file is still the one at its path; one question, as it may go between two."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: int) -> bool | None:
