@@ -18,7 +18,7 @@ from absl import app, flags
 
 from experiments.compiled.slices import stay_on_cpu
 from experiments.measures.metrics import METRICS
-from experiments.processes import cluster
+from experiments.processes import cluster, waits
 from experiments.studies import recipes
 from experiments.studies.dry_run import TERA, Assumed
 from experiments.tasks import TASKS
@@ -136,6 +136,8 @@ def _run(define):
     define(flags.DEFINE_string, address, None, text)
     define(flags.DEFINE_integer, number, None, "of the run" + own)
     define(flags.DEFINE_integer, process, None, f"0 .. {number} - 1" + own)
+    text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
+    define(flags.DEFINE_float, "patience", waits.PATIENCE, text, lower_bound=1.0)
 
 
 def _forecast(define):

@@ -1,6 +1,5 @@
 """How the processes of one run find each other: by flags, under SLURM and on TPU pods."""
 
-import contextlib
 import os
 import socket
 import sys
@@ -10,7 +9,7 @@ import time
 import jax
 from absl import flags, logging
 
-from experiments.processes import agreement
+from experiments.processes import agreement, waits
 
 FLAGS = flags.FLAGS
 NAMES = ("coordinator_address", "num_processes", "process_id")
@@ -37,6 +36,7 @@ def start(values: flags.FlagValues = FLAGS) -> None:
     """
     if "verbosity" in values and not values["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # a checkpoint alone is told in forty lines
+    waits.set_patience(values["patience"].value)
     chosen = _from_flags(*(values[name].value for name in NAMES))
     if chosen is None:
         chosen = _from_environment(os.environ)
@@ -103,7 +103,7 @@ def _connect(chosen):
     elif address:
         check_reached(address, CONNECT)
     bound = bound_to(address)
-    with _limited(chosen.get("num_processes"), address):
+    with waits.limited(CONNECT, lambda: _absent(chosen.get("num_processes"), address)):
         jax.distributed.initialize(
             **chosen,
             **({"coordinator_bind_address": bound} if bound else {}),
@@ -149,29 +149,13 @@ def check_reached(address: str, seconds: float) -> None:
         time.sleep(0.1)
 
 
-@contextlib.contextmanager
-def _limited(count, address):
-    """Ends this process, with advice, if the body waits for others longer than CONNECT.
-
-    JAX would abort, with a stack of C++; an exception cannot reach its wait.
-    """
-
-    def leave():
-        sys.stderr.write(
-            f"not all of {count or 'the'} processes have come within {CONNECT:g} s"
-            f"{f' to {address}' if address else ''}: start every process, each with its own "
-            "--process_id, and look at the output of those that have ended.\n"
-        )
-        sys.stderr.flush()
-        os._exit(1)
-
-    timer = threading.Timer(CONNECT, leave)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _absent(count, address) -> str:
+    """JAX would abort, with a stack of C++; an exception cannot reach its wait."""
+    return (
+        f"not all of {count or 'the'} processes have come within {CONNECT:g} s"
+        f"{f' to {address}' if address else ''}: start every process, each with its own "
+        "--process_id, and look at the output of those that have ended."
+    )
 
 
 def _leaving(excepthook):

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tqdm import tqdm
 
-from experiments.processes import agreement
+from experiments.processes import agreement, waits
 from experiments.processes.cluster import start as start
 from local_opt import runners
 
@@ -145,7 +145,10 @@ def on_host(tree):
         return multihost_utils.process_allgather(x, tiled=True)
 
     tree = jax.tree.map(data, tree)
-    return jax.tree.map(get, tree) if several() else jax.tree.map(np.asarray, jax.device_get(tree))
+    if not several():
+        return jax.tree.map(np.asarray, jax.device_get(tree))
+    with waits.for_others("values that all of them hold"):
+        return jax.tree.map(get, tree)
 
 
 def local(tree):
@@ -167,17 +170,19 @@ def of_first(value):
     if not several():
         return value
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    padded = np.zeros(-(-size // 1024) * 1024, np.uint8)  # few shapes, for each is compiled
-    if is_first():
-        padded[:size] = text
-    return json.loads(multihost_utils.broadcast_one_to_all(padded)[:size].tobytes())
+    with waits.for_others("what process 0 has found"):
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+        padded = np.zeros(-(-size // 1024) * 1024, np.uint8)  # few shapes, for each is compiled
+        if is_first():
+            padded[:size] = text
+        return json.loads(multihost_utils.broadcast_one_to_all(padded)[:size].tobytes())
 
 
 def wait(name: str) -> None:
     """Waits until all processes have come here; `name` tells places apart."""
     if several():
-        multihost_utils.sync_global_devices(name)
+        with waits.for_others(f"all to come to this: {name}"):
+            multihost_utils.sync_global_devices(name)
 
 
 def check_data(task) -> None:

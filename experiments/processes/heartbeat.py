@@ -1,6 +1,7 @@
-"""Signs of life: how far a process has come, in a file that whoever started it can look at.
+"""Signs of life: how far a process has come, told to the others and to whoever has started it.
 
-They are written where the environment names a folder for them, at every look of the host.
+The latter finds them in files, where the environment names a folder for them. They are given at
+every look of the host.
 """
 
 import contextlib
@@ -9,6 +10,8 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from experiments.processes import waits
 
 FOLDER = "SYNCOPATE_HEARTBEATS"  # of the environment
 
@@ -34,7 +37,8 @@ def beating(step: int) -> Iterator[Callable[[int], None]]:
     """`beat(step)`, to be called on the way of a run that goes on from `step`."""
     folder = os.environ.get(FOLDER)
     if not folder:
-        yield lambda step: None
+        waits.came_to(step)
+        yield waits.came_to
         return
     import jax  # whoever only looks does without
 
@@ -45,6 +49,7 @@ def beating(step: int) -> Iterator[Callable[[int], None]]:
     def write(now: int, running: bool):
         nonlocal last
         last = now
+        waits.came_to(now)
         beat = Beat(now, before.first, before.computed + now - step, running)
         temporary = pathlib.Path(folder, f"{number}.tmp")
         temporary.write_text(json.dumps(beat))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from experiments.processes import distributed
+from experiments.processes import distributed, waits
 
 
 @contextlib.contextmanager
@@ -28,7 +28,8 @@ def caught() -> Iterator[Callable[[bool], tuple[int, bool]]]:
             return own
         from jax.experimental.multihost_utils import process_allgather
 
-        number, save = np.max(process_allgather(np.array(own, np.uint8)), axis=0)
+        with waits.for_others("whether one of them was asked to stop or save"):
+            number, save = np.max(process_allgather(np.array(own, np.uint8)), axis=0)
         return int(number), bool(save)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.processes import distributed
+from experiments.processes import distributed, waits
 from experiments.results import manifest, records
 from experiments.tasks import digest
 from experiments.training import loop
@@ -39,8 +39,13 @@ def opened(folder: str) -> Iterator:
     import orbax.checkpoint as ocp
 
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=True)
-    with ocp.CheckpointManager(os.path.abspath(folder), options=options) as manager:
+    with waits.for_others("the folder of checkpoints"):
+        manager = ocp.CheckpointManager(os.path.abspath(folder), options=options)
+    try:
         yield manager
+    finally:
+        with waits.for_others("the last checkpoint to be written"):
+            manager.close()
 
 
 def steps_of(folder: str) -> list[int]:
@@ -155,7 +160,8 @@ def save(
         state=ocp.args.StandardSave(state),
         manifest=manifest.save_args()(manifest.text_of(state, known)),
     )
-    manager.save(at.step, args=args)
+    with waits.for_others("their parts of a checkpoint"):
+        manager.save(at.step, args=args)
 
 
 def restore(
@@ -182,7 +188,8 @@ def restore(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start
     )
     args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-    state = manager.restore(step, args=args)["state"]
+    with waits.for_others("their parts of a checkpoint"):
+        state = manager.restore(step, args=args)["state"]
     try:
         manifest.check_leaves(known, state)
         manifest.check_orders({"orders": distributed.on_host(state.orders)}, known["dealt"])

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import ordering.input
-from experiments.processes import distributed
+from experiments.processes import distributed, waits
 from experiments.training.clock import Clock
 from experiments.training.config import Sizes
 
 LOOK_AHEAD = 4  # loads before an epoch's end at which the front of the next one is opened
 DEPTH = 2  # finished batches that wait
-PATIENCE = 60.0  # seconds beyond its delay after which a load counts as hanging
 
 
 def partition(train: dict, sizes: Sizes):
@@ -193,7 +192,7 @@ class Feed:
         if self._delay:
             batches = throttle(batches, self._delay, self._clock)
         self._loader = ordering.input.load_ahead(
-            batches, depth=DEPTH, timeout=PATIENCE + self._delay if self._delay else None
+            batches, depth=DEPTH, timeout=waits.patience() + self._delay
         )
 
     def _whole_run(self, epoch, place) -> Iterator:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.processes import distributed, heartbeat
+from experiments.processes import distributed, heartbeat, waits
 from experiments.training import input, timeline
 from experiments.training.clock import Clock
 from experiments.training.config import Plans
@@ -91,20 +91,22 @@ def run(
             epoch, place = divmod(segment.load, program.sizes.loads_per_epoch)
             following = orders.of(epoch + 1) if segment.kind.epoch_end else None
             first = np.int32(place * program.sizes.units_per_step)
-            state = carry_out(program, state, segment, given, following, first, rates)
+            doing = f"the steps from {segment.start} to {segment.stop}"
+            with waits.for_others(doing):
+                state = carry_out(program, state, segment, given, following, first, rates)
             if sync_delay and segment.rounds:
                 jax.block_until_ready(state)
                 clock.sleep_until(clock.now() + sync_delay * segment.rounds)
             orders.draw(epoch + 1)  # beside the steps
             at = _after(at, segment, plans.echo.online)
             if plans.echo.online:  # decides by the time that a step takes
-                jax.block_until_ready(state)
+                waits.finished(state, doing)
             if segment.stop == segment.start:  # the host has looked at this step
                 continue
             if at.step not in stops and not pace.due(at.step):
                 continue
             beat(at.step)  # before the wait, in which all are whose fellow hangs
-            jax.block_until_ready(state)
+            waits.finished(state, doing)
             state = hook(at, state)
             if isinstance(state, Stop):
                 return at, state.state
