@@ -15,6 +15,7 @@ from local_opt.plan import SyncPlan
 from local_opt.policies import LOCAL
 from local_opt.rounds import Rounds, local_rounds
 from local_opt.wires import Wire
+from local_opt.wrappers import check_not_inside
 from plans import specs as specs_lib
 
 
@@ -70,7 +71,8 @@ def local_steps(
 
     Raises:
       ValueError: for a plan of another length than the run, an unknown policy; from `init` for
-        parameters that are not floating; from `update` without params.
+        parameters that are not floating; from `update` without params, or inside a wrapper that
+        may skip it (`optax.apply_if_finite`, `optax.MultiSteps`: these stand inside).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -102,7 +104,7 @@ def local_steps(
         specs=specs,
     )
     overwrites = outer is not None
-    return _planned(rounds, plan, axis_name, total_steps, overwrites=overwrites)
+    return _planned("local_steps", rounds, plan, axis_name, total_steps, overwrites=overwrites)
 
 
 def accumulate(
@@ -147,10 +149,10 @@ def accumulate(
       https://arxiv.org/abs/1808.07217
     """
     rounds = accumulated_rounds(inner, axis_name=axis_name)
-    return _planned(rounds, plan, axis_name, total_steps, overwrites=True)
+    return _planned("accumulate", rounds, plan, axis_name, total_steps, overwrites=True)
 
 
-def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
+def _planned(name, rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
     """Rounds that end where the plan says; `overwrites`: whether a sync moves even one worker."""
     check_plan(plan, total_steps)
     ends = plan.ends.astype(np.int32)  # on the host: made inside a trace it could not leave it
@@ -159,6 +161,7 @@ def _planned(rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
 
     def update(grads, state, params=None, *, sync: bool | None = None, **extra):
+        check_not_inside(name)
         if params is None:
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
         updates, own = rounds.update(grads, state.rounds, params, **extra)

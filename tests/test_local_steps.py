@@ -97,14 +97,17 @@ def test_narrow_gradients_do_not_narrow_the_sync():
     np.testing.assert_allclose(x[0], mean, rtol=1e-2)  # of what the optimizer did in bfloat16
 
 
-def test_a_skipped_step_is_counted():
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+def test_a_skipped_step_is_counted(run):
     """A worker that skips a gradient which is not finite still meets the others in time."""
     plan = local_opt.constant(3, total_steps=6)
     inner = optax.apply_if_finite(optax.sgd(RATE), max_consecutive_errors=5)
     opt = local_opt.local_steps(inner, plan, axis_name="worker")
-    step = jax.jit(vmap(lambda g, s, x: opt.update(g, s, x)))
+    lift = runners.simulate if run == "vmap" else runners.over_mesh(runners.worker_mesh(W))
+    two = {"owned_out": (True, True)}
+    step = jax.jit(lift(lambda g, s, x: opt.update(g, s, x), owned_in=(True,) * 3, **two))
     x = jnp.zeros(W)
-    state = jax.jit(vmap(opt.init))(x)
+    state = jax.vmap(opt.init)(x)
     grads = jnp.array([1.0, jnp.nan, 1.0, 1.0])
     for _ in range(3):
         updates, state = step(grads, state, x)
@@ -112,6 +115,30 @@ def test_a_skipped_step_is_counted():
     assert state.step.tolist() == [3] * W and state.round.tolist() == [1] * W
     np.testing.assert_allclose(x, -3 * RATE * 3 / 4, rtol=1e-6)
     assert state.rounds.inner.total_notfinite.tolist() == [0, 3, 0, 0]
+
+
+@pytest.mark.parametrize("lift", [jax.vmap, None], ids=["vmap", "shard_map"])
+@pytest.mark.parametrize(
+    "outside",
+    [
+        lambda opt: optax.apply_if_finite(opt, 5),
+        lambda opt: optax.MultiSteps(opt, 2),
+        lambda opt: optax.chain(optax.clip(1.0), optax.apply_if_finite(opt, 5)),
+    ],
+    ids=["apply_if_finite", "MultiSteps", "in a chain"],
+)
+@pytest.mark.parametrize("make", [local_opt.local_steps, local_opt.accumulate])
+def test_a_wrapper_that_would_keep_one_worker_from_a_sync_is_refused(lift, outside, make):
+    """On a mesh all other workers would wait for it without end."""
+    opt = outside(make(SGD, local_opt.every_step(4), axis_name="worker"))
+    if lift is None:
+        mesh, split = runners.worker_mesh(W), jax.P("worker")
+        lift = functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
+        step = lift(lambda g, x: opt.update(g, opt.init(x), x)[0])
+    else:
+        step = lift(lambda g, x: opt.update(g, opt.init(x), x)[0], axis_name="worker")
+    with pytest.raises(ValueError, match=f"{make.__name__} stands inside optax.*Put it inside"):
+        step(jnp.zeros(W), jnp.zeros(W))
 
 
 def test_sgd_with_a_sync_after_every_step_is_data_parallel_training():
