@@ -79,7 +79,9 @@ def launch(
         xla_flags = f"{xla_flags} {DEVICES}=1".strip()
     environment = {"JAX_PLATFORMS": "cpu", **environment}
     devices = processes * int(re.search(f"{DEVICES}=(\\d+)", xla_flags)[1])
-    command = [sys.executable, "-m", module, *arguments]
+    # A command that was not found by way of this folder does not look for modules in it either.
+    apart = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+    command = [sys.executable, *apart, "-m", module, *arguments]
 
     def attempt(number, resumes):
         # What was trained before is not to be forgotten again.

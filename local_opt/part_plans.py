@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-import plans as plans_package
 from local_opt.plan import SyncPlan
+from syncopate import plans as plans_package
 
 START, FINISH = "start", "finish"
 

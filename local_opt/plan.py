@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-import plans
+from syncopate import plans
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -21,7 +21,7 @@ from local_opt.policies import (
 )
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 
 class Rounds(NamedTuple):

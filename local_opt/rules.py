@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from local_opt.plan import SyncPlan
-from plans import (
+from syncopate.plans import (
     bernoulli_draws,
     check_total_steps,
     describe_schedule,

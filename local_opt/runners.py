@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import plans
+from syncopate import plans
 
 AXIS = "worker"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from local_opt.plan import SyncPlan
 from local_opt.rules import check_whole, from_function
-from plans import evaluate_schedule
+from syncopate.plans import evaluate_schedule
 
 
 def power_rule(

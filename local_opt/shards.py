@@ -2,7 +2,7 @@
 
 import jax
 
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 
 def check_alone(axis_name, wire) -> None:

@@ -10,7 +10,7 @@ import optax
 from local_opt.rounds import check_floating
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 
 class Streaming(NamedTuple):

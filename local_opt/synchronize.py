@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from local_opt import shards
 from local_opt.wires import LANES, Wire, rows_of
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 
 def synchronize(tree, *, axis_name):

@@ -16,7 +16,7 @@ from local_opt.policies import LOCAL
 from local_opt.rounds import Rounds, local_rounds
 from local_opt.wires import Wire
 from local_opt.wrappers import check_not_inside
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 
 class PlannedState(NamedTuple):

@@ -16,7 +16,7 @@ from ordering import fused
 from ordering import rows as rows_lib
 from ordering.machine_forms import platform
 from ordering.signs import SignRule
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 
 def default_block_size(num_parameters: int, backend: str | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-import plans
+from syncopate import plans
 
 PyTree = Any
 State = Any

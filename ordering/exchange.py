@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-import plans
 from ordering import base, shards
 from ordering import rows as rows_lib
+from syncopate import plans
 
 LANES = 128  # of a TPU's vector unit
 

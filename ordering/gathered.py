@@ -14,7 +14,7 @@ from ordering import base, shards, signs
 from ordering import rows as rows_lib
 from ordering.balance import balance_blocks
 from ordering.exchange import shared_key
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 WHEN = ("step", "sync")
 WINDOW = 16  # pairs of a worker in one gather of those that waited

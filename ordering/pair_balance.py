@@ -12,7 +12,7 @@ from ordering.balance import balance, balance_blocks, default_block_size
 from ordering.base import Ordering
 from ordering.exchange import exchange, shared_key, slice_size
 from ordering.gathered import gathered_pairs
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 SHARED_BLOCK = 64
 GIVE_SPECS = (

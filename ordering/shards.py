@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ordering import base
 from ordering import rows as rows_lib
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 
 
 def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) -> None:

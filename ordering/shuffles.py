@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-import plans
 from ordering import base
 from ordering.base import Ordering
+from syncopate import plans
 
 
 class ShuffleState(NamedTuple):

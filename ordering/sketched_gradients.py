@@ -16,7 +16,7 @@ from ordering.parameter_sketches import Leaf, copied, leaf_of, maps_of, site_of,
 from ordering.parameter_uses import Hooks
 from ordering.rows import Rows, as_float32, tree_size
 from ordering.sketches import SIZE, check_size, sketch, sketch_rows
-from plans.specs import varying
+from syncopate.plans.specs import varying
 
 
 def sketched(loss: Callable, key: jax.Array, *, size: int = SIZE) -> Callable:

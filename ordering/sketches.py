@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-import plans
 from ordering import rows as rows_lib
 from ordering import shards
 from ordering.exchange import LANES
-from plans import specs as specs_lib
+from syncopate import plans
+from syncopate.plans import specs as specs_lib
 
 PyTree = Any
 SIZE = 1024  # sketch_size(10**4)

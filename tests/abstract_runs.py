@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from absl import flags as absl_flags
 
-import models
 from experiments import train
 from experiments.compiled.lowering import shapes_of
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
+from syncopate import models
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "topology.md"
 WORKERS = 4

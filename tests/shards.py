@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import local_opt
 import ordering
 from ordering.pair_balance import PairBalanceState
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 from tests.problems import copies
 
 UNITS, BATCH, EPOCHS = 10, 4, 4

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-import models
-from models.mobilenet import IMAGENET_STAGES
-from models.resnet import DEPTHS
+from syncopate import models
+from syncopate.models.mobilenet import IMAGENET_STAGES
+from syncopate.models.resnet import DEPTHS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow

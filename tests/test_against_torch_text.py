@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
-from models.gpt2 import SIZES as GPT2_SIZES
-from models.vit import SIZES as VIT_SIZES
+from syncopate import models
+from syncopate.models.gpt2 import SIZES as GPT2_SIZES
+from syncopate.models.vit import SIZES as VIT_SIZES
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")

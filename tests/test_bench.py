@@ -7,12 +7,12 @@ import pytest
 from absl import app, flags
 from scipy.stats import binom
 
-import models
 from experiments import bench
 from experiments.bench_parts import balance, echo, epochs, local_steps, timing
 from experiments.studies.tables import ORDERS
 from experiments.tasks import TASKS, Recipe
 from experiments.training import loop
+from syncopate import models
 from tests import test_training
 
 RECIPE = Recipe(workers=4, units_per_step=2, unit_size=1, learning_rates=(0.05,), epochs=3)

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
-import models
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.training import program
 from local_opt import runners
+from syncopate import models
 from tests.problems import PLAN, RATE, SGD, copies, on_mesh
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile

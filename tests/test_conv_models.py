@@ -12,11 +12,18 @@ import optax
 import pytest
 from flax import nnx
 
-import models
-from models.convolutions import GROUPS, Conv, Convolution, DepthwiseConv, Pointwise, group_norm
-from models.mobilenet import IMAGENET_STAGES
-from models.mobilenet_v3 import VARIANTS, _Excitation
-from models.resnet import DEPTHS
+from syncopate import models
+from syncopate.models.convolutions import (
+    GROUPS,
+    Conv,
+    Convolution,
+    DepthwiseConv,
+    Pointwise,
+    group_norm,
+)
+from syncopate.models.mobilenet import IMAGENET_STAGES
+from syncopate.models.mobilenet_v3 import VARIANTS, _Excitation
+from syncopate.models.resnet import DEPTHS
 
 CLASSES, SHAPE = 7, (16, 16, 3)
 

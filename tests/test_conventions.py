@@ -7,9 +7,8 @@ import re
 import pytest
 
 import local_opt
-import models
 import ordering
-import plans
+from syncopate import models, plans
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = (ordering, ordering.echo, ordering.input, models, local_opt, plans)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
 import ordering
 from experiments.compiled.lowering import lower_step
 from experiments.studies import cost
@@ -19,6 +18,7 @@ from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
 from local_opt import WIRES, runners, sync_bytes
+from syncopate import models
 
 WORKERS = 4
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
 from experiments.measures import sums
 from experiments.measures.metrics import METRICS
 from experiments.tasks import TASKS, cifar10, prepared, tinyshakespeare
+from syncopate import models
 
 DATA = pathlib.Path(__file__).resolve().parents[1].parent / "shared" / "data"
 

@@ -10,9 +10,8 @@ import sys
 import pytest
 
 import local_opt
-import models
 import ordering
-import plans
+from syncopate import models, plans
 
 ROOT = pathlib.Path(__file__).parents[1]
 LOOPS = (ROOT / "docs" / "your_own_loop.md").read_text()

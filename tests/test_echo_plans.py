@@ -20,8 +20,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import local_opt
-import plans
 from ordering import echo
+from syncopate import plans
 from tests import reference, tables
 from tests.refused import refuses
 

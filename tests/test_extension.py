@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGES = ("ordering", "local_opt", "models", "plans", "experiments")
+PACKAGES = ("ordering", "local_opt", "syncopate", "experiments")
 TABLES = "experiments/studies/tables.py"
 
 # The new file; the table; its row and what the row needs imported.
@@ -75,7 +75,7 @@ TASK = (
     '''"""Blobs."""
 import numpy as np
 
-import models
+from syncopate import models
 from experiments.tasks.base import Recipe, Task
 
 RECIPE = Recipe(

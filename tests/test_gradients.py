@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import models
 import ordering
+from syncopate import models
 from tests import tables
 
 MODELS = {

@@ -51,9 +51,9 @@ def test_greedy_herding_beats_a_random_order(key):
 
 def test_bound_of_the_training_metric_equals_the_function():
     """The two passes over data in studies/bounds.py equal the bound of stacked gradients."""
-    import models
     from experiments.studies.bounds import order_bounds
     from local_opt import runners
+    from syncopate import models
 
     model = models.softmax_regression(num_features=5, num_classes=3)
     rng = np.random.default_rng(0)

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
 from experiments.measures import sums
 from experiments.measures.metrics import METRICS
+from syncopate import models
 
 
 @pytest.fixture(autouse=True)

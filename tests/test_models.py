@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
-import models
+from syncopate import models
 
 SHAPE, CLASSES = (8, 8, 3), 7
 RESNET = models.small_resnet(image_shape=SHAPE, num_classes=CLASSES, widths=(4, 6, 8))
@@ -74,7 +74,7 @@ def test_mobilenet_size(key):
     [(20, 1.0, 20), (16, 0.5, 8), (24, 0.75, 24), (32, 1.4, 48), (96, 0.35, 32), (8, 0.25, 8)],
 )
 def test_scaled_channels_are_multiples_of_eight(channels, width, scaled):
-    from models.mobilenet import _scaled
+    from syncopate.models.mobilenet import _scaled
 
     assert _scaled(channels, width) == scaled
 
@@ -119,7 +119,7 @@ def test_losses_and_gradient(model, draw, key):
 
 
 def test_vit_reads_the_patches_in_place(key):
-    from models.vit import _patches
+    from syncopate.models.vit import _patches
 
     x = batch_of(key)["x"]
     np.testing.assert_array_equal(_patches(x, 4)[:, 1], x[:, :4, 4:].reshape(5, -1))
@@ -217,7 +217,7 @@ def test_bad_settings(build, settings, word):
 
 @pytest.mark.parametrize("side", [28, 32])
 def test_the_convolutions_of_lenet_are_those_of_flax(side):
-    from models.lenet import _LeNet
+    from syncopate.models.lenet import _LeNet
 
     net = _LeNet(side, 1, 10, nnx.Rngs(0))
     image = jax.random.normal(jax.random.key(0), (2, side, side, 1))

@@ -17,6 +17,7 @@ nbclient = pytest.importorskip("nbclient", reason="to run notebooks: install '.[
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = {"1_orders": 2, "2_local_steps": 3, "3_echoing": 3, "4_all_together": 1}
+INSTALL = '%pip install -q "{JAX}" "{SOURCE}"'
 LARGEST = 600_000  # bytes, for a code host to show it
 
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -101,7 +102,7 @@ def installed(path, monkeypatch, *, folder, variables=(), devices=(), modules=()
     monkeypatch.chdir(folder)
     namespace = {}
     source = read(path).cells[1].source
-    exec(source.replace("%pip install -q {JAX} {SOURCE}", "chosen = JAX, SOURCE"), namespace)
+    exec(source.replace(INSTALL, "chosen = JAX, SOURCE"), namespace)
     return namespace.get("chosen")
 
 
@@ -116,7 +117,7 @@ def installed(path, monkeypatch, *, folder, variables=(), devices=(), modules=()
 ])  # fmt: skip
 def test_set_up_installs_jax_for_the_machine_that_it_finds(path, machine, jax, monkeypatch):
     folder = ROOT / "notebooks"
-    assert installed(path, monkeypatch, folder=folder, **machine) == (jax, "..")
+    assert installed(path, monkeypatch, folder=folder, **machine) == (jax, "..[experiments]")
 
 
 @by_name
@@ -131,7 +132,8 @@ def test_set_up_outside_the_project_takes_its_one_address(path, monkeypatch, tmp
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     if address := config["metadata"].get("url"):
-        assert installed(path, monkeypatch, folder=tmp_path) == ("jax", f"git+{address}")
+        source = f"syncopate[experiments] @ git+{address}"
+        assert installed(path, monkeypatch, folder=tmp_path) == ("jax", source)
     else:
         with pytest.raises(ValueError, match="not the folder.*: set REPOSITORY above"):
             installed(path, monkeypatch, folder=tmp_path)
@@ -143,8 +145,9 @@ def test_notebook_has_a_title_a_set_up_cell_and_an_exercise(path):
     first, second, third = notebook.cells[:3]
     assert first.cell_type == "markdown" and first.source.startswith("# ")
     assert second.cell_type == third.cell_type == "code"
-    assert "%pip install -q {JAX} {SOURCE}" in second.source
+    assert INSTALL in second.source
     assert "jax.__version__" in third.source and "jax.devices()" in third.source
     texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     assert any("## Exercise" in text for text in texts)
-    assert "experiments" not in "".join(c.source for c in notebook.cells if c.cell_type == "code")
+    code = "".join(c.source for c in notebook.cells if c.cell_type == "code")
+    assert "experiments" not in code.replace("[experiments]", "")  # the extra

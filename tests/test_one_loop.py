@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import local_opt
-import models
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
 from experiments.training import loop, program
@@ -22,6 +21,7 @@ from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from local_opt import runners
 from ordering.echo import EchoPlan, measured
+from syncopate import models
 
 pytestmark = pytest.mark.usefixtures("optimised")
 

@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as arrays
 
 import local_opt
 import ordering
-import plans
 from local_opt import runners
 from ordering import echo, herding
+from syncopate import plans
 
 PLAIN_ORDERS = (
     ordering.random_reshuffling, ordering.shuffle_once, ordering.flip_flop, ordering.unzip,

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import models
-from models.base import check_dtype
-from models.gpt2 import SIZES as GPT2_SIZES
-from models.vit import SIZES as VIT_SIZES
+from syncopate import models
+from syncopate.models.base import check_dtype
+from syncopate.models.gpt2 import SIZES as GPT2_SIZES
+from syncopate.models.vit import SIZES as VIT_SIZES
 
 VOCABULARY, LENGTH, WIDTH = 13, 5, 6
 LSTM = {"vocab_size": VOCABULARY, "width": WIDTH, "depth": 2}

@@ -16,7 +16,7 @@ import ordering
 from experiments.compiled import slices
 from experiments.compiled.chips import LIBTPU
 from experiments.compiled.programs import uncached
-from plans import specs as specs_lib
+from syncopate.plans import specs as specs_lib
 from tests.abstract_runs import compiled_by
 from tests.problems import copies
 from tests.shards import (

@@ -10,12 +10,12 @@ import optax
 import pytest
 from flax import nnx
 
-import models
 import ordering
 from ordering import parameter_uses as uses
 from ordering.gradients import grouped
 from ordering.parameter_uses import Hooks
 from ordering.sketched_gradients import sketch_of
+from syncopate import models
 
 KEY, SKETCH_KEY, N = jax.random.key(3), jax.random.key(7), 3
 RNG = np.random.default_rng(0)

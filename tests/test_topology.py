@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from absl import flags as absl_flags
 
-import models
 import ordering
 from experiments import train
 from experiments.compiled import hlo, slices
@@ -25,6 +24,7 @@ from experiments.tasks.base import abstract_set
 from experiments.training.parts import num_params
 from local_opt import runners
 from ordering.exchange import slice_size
+from syncopate import models
 from tests.abstract_runs import (
     RECIPE,
     WORKERS,

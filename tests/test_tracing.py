@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import local_opt
-import models
 import ordering
+from syncopate import models
 from tests import tables
 
 PLAN = local_opt.constant(2, total_steps=4)

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import local_opt
-import models
 import ordering
 from experiments.measures import evaluate, metrics, sums
 from experiments.studies import trainer
@@ -20,6 +19,7 @@ from experiments.training import config, input, program, run
 from experiments.training.config import Plans
 from local_opt import runners
 from ordering.echo import EchoPlan
+from syncopate import models
 from tests import tables
 
 RECIPE = Recipe(

@@ -7,12 +7,12 @@ import pytest
 from absl import flags
 
 import local_opt
-import models
 from experiments import two_errors
 from experiments.results import records
 from experiments.two_errors_parts import family as families
 from experiments.two_errors_parts import orders, questions, sign
 from experiments.two_errors_parts.family import Drift
+from syncopate import models
 from tests import reference
 
 W, M, B = 4, 12, 2

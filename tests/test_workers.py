@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import local_opt
-import models
 from local_opt import runners
 from ordering import echo
+from syncopate import models
 from tests.two_processes import start_two
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from absl import flags
 
 import local_opt
-import models
 import ordering
 from experiments.bench_parts.timing import medians, publish, training_calls
 from experiments.compiled.lowering import lower_step
@@ -35,6 +34,7 @@ from ordering.balance import balance_blocks, default_block_size
 from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
 from ordering.sketches import SIZE
+from syncopate import models
 
 REPEATS = 9
 # Units per call: enough to leave the caches at every D, at most 1.3 GB.

@@ -28,12 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-import models
 import ordering.input
 from experiments.bench_parts.timing import medians, momentum_step, publish
 from experiments.forecast_parts.echoes import Speed, policy_of
 from experiments.tasks import Recipe, Task
 from ordering import echo
+from syncopate import models
 
 REPEATS = 3
 FEATURES, BATCH, EXAMPLES = 784, 64, 4096

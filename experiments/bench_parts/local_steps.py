@@ -26,9 +26,9 @@ import optax
 from absl import flags
 
 import local_opt
-import models
 from experiments.bench_parts import timing
 from local_opt import runners
+from syncopate import models
 
 REPEATS = 41
 WORKERS = 4

@@ -17,7 +17,7 @@ from experiments.tasks import Recipe, Task
 from experiments.training import loop
 from experiments.training.config import config_of, plans_of
 from experiments.training.program import build
-from models import Model
+from syncopate.models import Model
 
 
 def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:

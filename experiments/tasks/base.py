@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from models import Model
+from syncopate.models import Model
 
 
 class Recipe(NamedTuple):

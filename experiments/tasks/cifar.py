@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-import models
 from experiments.tasks.base import Recipe, Task, abstract_set
 from experiments.tasks.prepared import as_arrays, check_number, source, subset
-from models.mobilenet import IMAGENET_STAGES
+from syncopate import models
+from syncopate.models.mobilenet import IMAGENET_STAGES
 
 SIDE = 32
 NUM_TRAIN, NUM_TEST = 50_000, 10_000

@@ -11,7 +11,7 @@ import ordering.input
 from experiments.tasks.base import Task
 
 WHOLE = 2**28  # bytes of an array up to which every one is hashed: about a second
-PACKAGES = ("experiments", "local_opt", "models", "ordering", "plans")
+PACKAGES = ("experiments", "local_opt", "ordering", "syncopate")
 SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
 
 

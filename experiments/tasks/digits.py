@@ -3,8 +3,8 @@
 import numpy as np
 from sklearn import datasets
 
-import models
 from experiments.tasks.base import Recipe, Task, abstract_set, split
+from syncopate import models
 
 L2 = 1e-2
 NUM_IMAGES, FEATURES = 1797, 64

@@ -11,9 +11,9 @@ import zipfile
 
 import numpy as np
 
-import models
 from experiments.tasks import builders
 from experiments.tasks.base import Recipe, Task, abstract_set, need_file, split
+from syncopate import models
 
 SOURCE = "github.com/pasta41/hmda-data-2017"
 DENIED = 3  # action_taken of a denied application

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-import models
 from experiments.tasks.base import Recipe, Task, abstract_set
 from experiments.tasks.image_source import ImageSource
 from experiments.tasks.prepared import source
-from models.mobilenet import IMAGENET_STAGES
-from models.vit import SIZES
+from syncopate import models
+from syncopate.models.mobilenet import IMAGENET_STAGES
+from syncopate.models.vit import SIZES
 
 SIDE = 224
 NUM_CLASSES = 1000

@@ -8,9 +8,9 @@ import os
 
 import numpy as np
 
-import models
 from experiments.tasks import builders
 from experiments.tasks.base import Recipe, Task, abstract_set, need_file
+from syncopate import models
 
 SOURCE = "https://github.com/Mcompetitions/M4-methods/tree/master/Dataset"
 LAGS, HORIZON = 20, 6  # inputs and targets of a window

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-import models
 from experiments.tasks.base import Recipe, Task, abstract_set
 from experiments.tasks.prepared import as_arrays, read_all, source
+from syncopate import models
 
 RECIPES = {
     "softmax": Recipe(

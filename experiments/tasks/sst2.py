@@ -12,8 +12,8 @@ import os
 import numpy as np
 from sklearn import decomposition, feature_extraction
 
-import models
 from experiments.tasks.base import Recipe, Task, abstract_set, need_file
+from syncopate import models
 
 SOURCE = "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip"
 NUM_TRAIN, NUM_TEST = 67_349, 872

@@ -4,9 +4,9 @@ import os
 
 import numpy as np
 
-import models
 from experiments.tasks.base import Recipe, Task, need_file
 from experiments.tasks.text import abstract_windows, check_length, windows
+from syncopate import models
 
 SOURCE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 NUM_CHARACTERS, VOCAB_SIZE = 1_115_394, 65

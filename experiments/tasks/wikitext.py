@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import models
 from experiments.tasks import builders
 from experiments.tasks.base import Recipe, Task, need_file
 from experiments.tasks.text import (
@@ -30,6 +29,7 @@ from experiments.tasks.text import (
     windows,
     words,
 )
+from syncopate import models
 
 SOURCES = {
     "wikitext2": "https://wikitext.smerity.com/wikitext-2-v1.zip",

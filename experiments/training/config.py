@@ -14,7 +14,7 @@ import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import optimizers
-from plans import evaluate_schedule
+from syncopate.plans import evaluate_schedule
 
 EXAMPLES, UNITS = "examples", "units"  # of the whole training set
 

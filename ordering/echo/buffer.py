@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import plans
+from syncopate import plans
 
 
 class Buffer(NamedTuple):

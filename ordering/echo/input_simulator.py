@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-import plans
 from ordering.echo.online import Measured, check_policy, decide
 from ordering.echo.plans import EchoPlan
+from syncopate import plans
 
 # Steps; a batch that is late by less is on time. R uses of t_load / R seconds end, but for
 # rounding, when the next load does.

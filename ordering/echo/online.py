@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-import plans
 from ordering.echo.plans import EchoPlan, error_diffusion
+from syncopate import plans
 
 
 class Measured(NamedTuple):

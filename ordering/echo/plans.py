@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-import plans
+from syncopate import plans
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import plans
 from ordering.base import Ordering, PyTree
 from ordering.echo import buffer as echo_buffer
 from ordering.echo.online import Measured, check_policy, decide, ready_everywhere
 from ordering.echo.plans import EchoPlan
 from ordering.input.loader import LoadError, on_device
+from syncopate import plans
 
 
 class EchoStep(NamedTuple):

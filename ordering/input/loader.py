@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-import plans
+from syncopate import plans
 
 
 class LoadError(RuntimeError):

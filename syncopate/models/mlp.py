@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from models.base import Model, check_l2, penalty, softmax_loss
+from syncopate.models.base import Model, check_l2, penalty, softmax_loss
 
 
 def mlp(
@@ -26,7 +26,8 @@ def mlp(
       ValueError: for sizes out of range.
 
     Example:
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> model = models.mlp(num_features=784, hidden=(128,), num_classes=10)
       >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
       101770
@@ -68,7 +69,8 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
     Example:
       The next six values of a series out of the last twenty.
 
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> model = models.forecaster(lags=20, horizon=6, hidden=(64, 64, 64))
       >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
       10054

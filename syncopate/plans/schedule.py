@@ -18,7 +18,7 @@ def is_whole(value) -> bool:
       A bool.
 
     Example:
-      >>> import plans
+      >>> from syncopate import plans
       >>> plans.is_whole(3), plans.is_whole(3.0), plans.is_whole(True)
       (True, False, False)
     """
@@ -35,7 +35,7 @@ def check_total_steps(total_steps) -> None:
       ValueError: for anything else.
 
     Example:
-      >>> import plans
+      >>> from syncopate import plans
       >>> plans.check_total_steps(0)
       Traceback (most recent call last):
       ValueError: total_steps is 0: a run has at least one whole step.
@@ -59,7 +59,7 @@ def check_key(key) -> None:
       ValueError: for anything else, such as a whole number or the numbers of `jax.random.PRNGKey`.
 
     Example:
-      >>> import plans
+      >>> from syncopate import plans
       >>> plans.check_key(7)
       Traceback (most recent call last):
       ValueError: key is 7 (int): pass a typed key, as jax.random.key(0).
@@ -90,7 +90,8 @@ def evaluate_schedule(
       ValueError: if a value is negative, not finite or complex, or an array has another length.
 
     Example:
-      >>> import optax, plans
+      >>> import optax
+      >>> from syncopate import plans
       >>> plans.evaluate_schedule(optax.linear_schedule(1.0, 0.0, 4), 5, "lr").tolist()
       [1.0, 0.75, 0.5, 0.25, 0.0]
     """
@@ -129,7 +130,8 @@ def probabilities(p: Callable | float | np.ndarray, total_steps: int, name: str)
       ValueError: if a value is outside (0, 1].
 
     Example:
-      >>> import optax, plans
+      >>> import optax
+      >>> from syncopate import plans
       >>> plans.probabilities(optax.linear_schedule(1.0, 0.0, 4), 5, "p")
       Traceback (most recent call last):
       ValueError: p(4) is 0: a probability lies in (0, 1]. A schedule may fall, but not to 0.
@@ -155,7 +157,8 @@ def bernoulli_draws(probabilities: np.ndarray, key: jax.Array) -> np.ndarray:
       bool[T].
 
     Example:
-      >>> import jax, numpy as np, plans
+      >>> import jax, numpy as np
+      >>> from syncopate import plans
       >>> plans.bernoulli_draws(np.array([1.0, 0.0]), jax.random.key(0)).tolist()
       [True, False]
     """
@@ -176,7 +179,7 @@ def describe_schedule(p) -> str:
       The number, or "p(t)".
 
     Example:
-      >>> import plans
+      >>> from syncopate import plans
       >>> plans.describe_schedule(0.25), plans.describe_schedule(lambda t: 0.25)
       ('0.25', 'p(t)')
     """

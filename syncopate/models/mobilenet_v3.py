@@ -3,8 +3,15 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_l2
-from models.convolutions import Conv, DepthwiseConv, Pointwise, batch_norm, check_images, model_of
+from syncopate.models.base import Model, check_dtype, check_l2
+from syncopate.models.convolutions import (
+    Conv,
+    DepthwiseConv,
+    Pointwise,
+    batch_norm,
+    check_images,
+    model_of,
+)
 
 EPSILON = 1e-3  # of the normalisations
 STEM = 16
@@ -150,7 +157,8 @@ def mobilenet_v3(
       ValueError: for sizes out of range, or an unknown variant or dtype.
 
     Example:
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> model = models.mobilenet_v3(variant="small")
       >>> params = jax.eval_shape(model.init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))

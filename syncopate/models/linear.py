@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.base import Model, check_l2, penalty, softmax_loss
+from syncopate.models.base import Model, check_l2, penalty, softmax_loss
 
 
 def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) -> Model:
@@ -21,7 +21,7 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
       ValueError: for sizes out of range.
 
     Example:
-      >>> import models
+      >>> from syncopate import models
       >>> model = models.softmax_regression(num_features=64, num_classes=10, l2=1e-3)
     """
     check_l2(l2)
@@ -53,7 +53,7 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
       ValueError: for sizes out of range.
 
     Example:
-      >>> import models
+      >>> from syncopate import models
       >>> model = models.logistic_regression(num_features=20)
     """
     check_l2(l2)
@@ -91,7 +91,8 @@ def optimum(model: Model, batch, *, tolerance: float = 1e-10) -> float:
       RuntimeError: if the tolerance was not reached.
 
     Example:
-      >>> import jax.numpy as jnp, models
+      >>> import jax.numpy as jnp
+      >>> from syncopate import models
       >>> model = models.logistic_regression(num_features=1, l2=1.0)
       >>> batch = {"x": jnp.array([[1.0], [1.0]]), "y": jnp.array([0, 1])}
       >>> round(models.optimum(model, batch), 4)

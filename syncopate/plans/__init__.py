@@ -1,7 +1,7 @@
 """What all plans share: schedules evaluated on the host, shared coins, and a file that is whole."""
 
-from plans.record import Plan
-from plans.schedule import (
+from syncopate.plans.record import Plan
+from syncopate.plans.schedule import (
     bernoulli_draws,
     check_key,
     check_total_steps,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_l2, softmax_loss
+from syncopate.models.base import Model, check_dtype, check_l2, softmax_loss
 
 SIZES = {
     "tiny": {"width": 192, "depth": 12, "heads": 3, "mlp_ratio": 4, "patch": 16},
@@ -111,8 +111,9 @@ def vit(
     Example:
       The published ViT-B/16.
 
-      >>> import jax, models
-      >>> from models.vit import SIZES
+      >>> import jax
+      >>> from syncopate import models
+      >>> from syncopate.models.vit import SIZES
       >>> published = {"image_shape": (224, 224, 3), "pool": "class", "gelu": "exact"}
       >>> model = models.vit(num_classes=1000, **published, **SIZES["base"])
       >>> params = jax.eval_shape(model.init, jax.random.key(0))

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_l2
-from models.convolutions import Conv, batch_norm, model_of
+from syncopate.models.base import Model, check_l2
+from syncopate.models.convolutions import Conv, batch_norm, model_of
 
 STAGES = 3
 
@@ -73,7 +73,8 @@ def small_resnet(
       ValueError: for sizes out of range.
 
     Example:
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> params = jax.eval_shape(models.small_resnet().init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       75290

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_l2
-from models.convolutions import (
+from syncopate.models.base import Model, check_dtype, check_l2
+from syncopate.models.convolutions import (
     GROUPS,
     Conv,
     Convolution,
@@ -157,7 +157,8 @@ def resnet(
       ValueError: for sizes out of range, or an unknown depth, norm, stem or dtype.
 
     Example:
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> params = jax.eval_shape(models.resnet(depth=18).init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       11689512

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, softmax_loss
+from syncopate.models.base import Model, softmax_loss
 
 EPSILON = 1e-5  # of the normalisations
 GROUPS = 32  # of the group normalisations, or as many as there are channels

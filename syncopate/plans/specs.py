@@ -11,8 +11,9 @@ def axes_of(specs) -> tuple[str, ...]:
     """The names of the mesh axes in a tree of specs, each once, in their order.
 
     Example:
-      >>> import jax, plans.specs
-      >>> plans.specs.axes_of({"w": jax.P(None, "model"), "b": jax.P()})
+      >>> import jax
+      >>> from syncopate.plans import specs
+      >>> specs.axes_of({"w": jax.P(None, "model"), "b": jax.P()})
       ('model',)
     """
     leaves = jax.tree.leaves(specs)

@@ -27,7 +27,8 @@ class Model(NamedTuple):
     before every evaluation; the average of `statistics` over several batches serves.
 
     Example:
-      >>> import jax, jax.numpy as jnp, models
+      >>> import jax, jax.numpy as jnp
+      >>> from syncopate import models
       >>> model = models.softmax_regression(num_features=4, num_classes=3)
       >>> params = model.init(jax.random.key(0))
       >>> batch = {"x": jnp.ones((2, 4)), "y": jnp.array([0, 2])}

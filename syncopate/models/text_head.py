@@ -1,7 +1,7 @@
 """A classification head on sentence embeddings that stay as they are."""
 
-from models.base import Model, check_l2, softmax_loss
-from models.mlp import layers
+from syncopate.models.base import Model, check_l2, softmax_loss
+from syncopate.models.mlp import layers
 
 
 def text_head(
@@ -25,7 +25,8 @@ def text_head(
       ValueError: for sizes out of range.
 
     Example:
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> model = models.text_head(num_features=384)
       >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
       770

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_l2, softmax_loss
 from ordering.machine_forms import platform
+from syncopate.models.base import Model, check_l2, softmax_loss
 
 
 class _Conv(nnx.Conv):
@@ -59,7 +59,8 @@ def lenet(
       ValueError: for another image size.
 
     Example:
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> params = models.lenet().init(jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       61706

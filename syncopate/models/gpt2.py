@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import (
+from syncopate.models.base import (
     Model,
     check_dtype,
     check_l2,
@@ -126,8 +126,9 @@ def gpt2(
     Example:
       The published small model.
 
-      >>> import jax, models
-      >>> from models.gpt2 import SIZES
+      >>> import jax
+      >>> from syncopate import models
+      >>> from syncopate.models.gpt2 import SIZES
       >>> model = models.gpt2(vocab_size=50257, context=1024, **SIZES["small"])
       >>> params = jax.eval_shape(model.init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))

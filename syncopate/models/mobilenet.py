@@ -6,8 +6,15 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_l2
-from models.convolutions import Conv, DepthwiseConv, Pointwise, batch_norm, check_images, model_of
+from syncopate.models.base import Model, check_dtype, check_l2
+from syncopate.models.convolutions import (
+    Conv,
+    DepthwiseConv,
+    Pointwise,
+    batch_norm,
+    check_images,
+    model_of,
+)
 
 # (expansion t, channels c, blocks n, stride s of the first block) of every stage.
 IMAGENET_STAGES = (
@@ -125,7 +132,8 @@ def mobilenet_v2(
       ValueError: for sizes out of range, or another dtype.
 
     Example:
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> params = jax.eval_shape(models.mobilenet_v2().init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       36122

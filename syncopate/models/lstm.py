@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models.base import Model, check_dtype, check_l2, product, token_loss
+from syncopate.models.base import Model, check_dtype, check_l2, product, token_loss
 
 RANGE = 0.1  # of the embeddings at the start
 
@@ -43,7 +43,8 @@ def lstm(
     Example:
       The words of WikiText-2.
 
-      >>> import jax, models
+      >>> import jax
+      >>> from syncopate import models
       >>> model = models.lstm(vocab_size=33278, width=32)
       >>> params = jax.eval_shape(model.init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
