@@ -11,6 +11,7 @@ from local_opt.forecast import (
     sync_bytes,
 )
 from local_opt.forecast_parts import PartsForecast, describe_parts, forecast_parts
+from local_opt.lift import lift, owned
 from local_opt.outer import nesterov, normalize_by_period, slow_momentum
 from local_opt.parallel import parallel_rounds
 from local_opt.part_plans import PartEvent, PartPlans, read_part_plans
@@ -75,11 +76,13 @@ __all__ = [
     "from_function",
     "from_schedule",
     "integer_wire",
+    "lift",
     "local_rounds",
     "local_steps",
     "nesterov",
     "normalize_by_period",
     "nothing_lost",
+    "owned",
     "parallel_rounds",
     "post_local",
     "power_rule",

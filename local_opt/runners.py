@@ -15,13 +15,15 @@ from syncopate import plans
 AXIS = "worker"
 
 
-def simulate(function: Callable, *, owned_in: Sequence[bool], owned_out: Sequence[bool]):
+def simulate(
+    function: Callable, *, owned_in: Sequence[bool], owned_out: Sequence[bool], axis_name=AXIS
+):
     """Runs all workers on one device by `jax.vmap`."""
     return jax.vmap(
         function,
         in_axes=tuple(0 if owned else None for owned in owned_in),
         out_axes=tuple(0 if owned else None for owned in owned_out),
-        axis_name=AXIS,
+        axis_name=axis_name,
     )
 
 
@@ -49,19 +51,23 @@ def in_turn(function: Callable, *, owned_in: Sequence[bool], owned_out: Sequence
     return run
 
 
-def over_mesh(mesh: Mesh):
-    """Runs one worker per device of `mesh`, whose only axis is "worker", by `jax.shard_map`."""
+def over_mesh(mesh: Mesh, *, axis_name: str = AXIS):
+    """Runs one worker per place on an axis of `mesh`, by `jax.shard_map`.
+
+    Other axes are left to the compiler: a worker is then several devices.
+    """
+    owned = PartitionSpec(axis_name)
 
     def run(function: Callable, *, owned_in: Sequence[bool], owned_out: Sequence[bool]):
         def per_device(*args):
             inside = [
-                jax.tree.map(lambda x: x[0], a) if owned else a
-                for a, owned in zip(args, owned_in, strict=True)
+                jax.tree.map(lambda x: x[0], a) if own else a
+                for a, own in zip(args, owned_in, strict=True)
             ]
             out = function(*inside)
             return tuple(
-                jax.tree.map(lambda x: x[None], o) if owned else o
-                for o, owned in zip(out, owned_out, strict=True)
+                jax.tree.map(lambda x: x[None], o) if own else o
+                for o, own in zip(out, owned_out, strict=True)
             )
 
         # check_vma=True would make jax.grad of shared parameters insert a psum, and the rows
@@ -69,8 +75,9 @@ def over_mesh(mesh: Mesh):
         return jax.shard_map(
             per_device,
             mesh=mesh,
-            in_specs=tuple(PartitionSpec(AXIS) if o else PartitionSpec() for o in owned_in),
-            out_specs=tuple(PartitionSpec(AXIS) if o else PartitionSpec() for o in owned_out),
+            axis_names={axis_name},
+            in_specs=tuple(owned if o else PartitionSpec() for o in owned_in),
+            out_specs=tuple(owned if o else PartitionSpec() for o in owned_out),
             check_vma=False,
         )
 

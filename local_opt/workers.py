@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 
 def check_same_start(tree, *, what: str = "parameters") -> None:
@@ -48,14 +49,29 @@ def _same_as_first(tree):
     def same(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        rows = x.reshape(len(x), -1)
-        if jnp.issubdtype(rows.dtype, jnp.inexact):  # workers that are equally lost are equal
-            both = (rows == rows[:1]) | (jnp.isnan(rows) & jnp.isnan(rows[:1]))
-        else:
-            both = rows == rows[:1]
-        return jnp.all(both, axis=1)
+        own = first(x)[None]
+        both = x == own
+        if jnp.issubdtype(x.dtype, jnp.inexact):  # workers that are equally lost are equal
+            both |= jnp.isnan(x) & jnp.isnan(own)
+        return jnp.all(both, axis=tuple(range(1, x.ndim)))
 
     return jax.tree.map(same, tree)
+
+
+def first(x):
+    """Worker 0's part of an array [W, ...], also where the workers' is an explicit mesh axis."""
+    if explicit(x) is None:
+        return x[0]
+    own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis is never cut
+    if x.dtype == bool:
+        return jnp.any(x & own, axis=0)
+    return jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype)
+
+
+def explicit(x):
+    """The sharding of an array on a mesh with explicit axes, or None."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
 def check_same_plan(plan, *, gather: Callable | None = None) -> None:
@@ -118,7 +134,7 @@ def consolidate(tree):
                 "one worker."
             )
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x[0]
+            return first(x)
         return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 
     return jax.tree.map(mean, tree)

@@ -1,0 +1,190 @@
+"""One lift for the worker axis: any axis name, vmap, in turn, any mesh; what is owned, shared."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import local_opt
+
+W = 4
+
+
+def mesh_of(kind, axis="worker", inside=None):
+    shape, names = ((W,), (axis,)) if inside is None else ((W, 2), (axis, inside))
+    return jax.make_mesh(
+        shape, names, (kind,) * len(names), devices=jax.devices()[: W * len(shape)]
+    )
+
+
+WAYS = {
+    "vmap": lambda axis: W,
+    "Auto": lambda axis: mesh_of(AxisType.Auto, axis),
+    "Explicit": lambda axis: mesh_of(AxisType.Explicit, axis),
+    "make_mesh": lambda axis: jax.make_mesh((W,), (axis,), devices=jax.devices()[:W]),
+    "Auto 2": lambda axis: mesh_of(AxisType.Auto, axis, "model"),
+    "Explicit 2": lambda axis: mesh_of(AxisType.Explicit, axis, "model"),
+}
+by_way = pytest.mark.parametrize("way", WAYS)
+
+
+@functools.cache
+def expected(steps=5):
+    """NumPy: x_w - 0.1 g_w, and the mean after every second step."""
+    x, losses = np.zeros((W, 3)), []
+    for t in range(steps):
+        batch = np.arange(W * 2 * 3).reshape(W, 2, 3) + t
+        losses.append(np.mean((x[:, None] - batch) ** 2, axis=(1, 2)).mean())
+        x = x - 0.1 * 2 / 6 * (x[:, None] - batch).sum(1)
+        if t % 2:
+            x = np.broadcast_to(x.mean(0), x.shape)
+    return x, losses
+
+
+@by_way
+@pytest.mark.parametrize("axis", ["worker", "dp"])
+def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
+    """As people write it: a state with a counter, a batch of all, a loss that is printed."""
+    workers = WAYS[way](axis)
+    plan = local_opt.constant(2, total_steps=6)
+    optimizer = local_opt.local_steps(optax.sgd(0.1), plan, axis_name=axis)
+
+    def step(state, batch, scale):
+        def loss_of(x):
+            return jnp.mean((x[None] - batch) ** 2) * scale
+
+        loss, grads = jax.value_and_grad(loss_of)(state["x"])
+        updates, opt = optimizer.update(grads, state["opt"], state["x"])
+        x = optax.apply_updates(state["x"], updates)
+        return {"x": x, "opt": opt, "step": state["step"] + 1}, {"loss": loss}
+
+    lifted = local_opt.lift(
+        step, workers, inputs=("owned", "split", "shared"), outputs=("owned", "mean"),
+        axis_name=axis,
+    )  # fmt: skip
+    run = jax.jit(lifted, donate_argnums=0)
+    x = jnp.zeros(3)
+    state = local_opt.owned({"x": x, "opt": optimizer.init(x), "step": 0}, workers, axis_name=axis)
+    losses = []
+    for t in range(5):
+        batch = jnp.arange(W * 2 * 3.0).reshape(W * 2, 3) + t
+        state, metrics = run(state, batch, 1.0)
+        losses.append(float(metrics["loss"]))
+    x, of_loss = expected()
+    np.testing.assert_allclose(state["x"], x, rtol=1e-6)
+    np.testing.assert_allclose(losses, of_loss, rtol=1e-6)
+    assert state["step"].tolist() == [5] * W
+    assert run._cache_size() == 1
+
+
+@by_way
+def test_words_of_arguments_and_results(way):
+    workers = WAYS[way]("worker")
+
+    def one(own, shared, rows, key):
+        return own + shared, shared * 2, rows + own, jax.random.normal(key), own
+
+    run = local_opt.lift(
+        one, workers, inputs=("owned", "shared", "split", "key"),
+        outputs=("owned", "shared", "split", "owned", "mean"),
+    )  # fmt: skip
+    key = jax.random.key(3)
+    found = jax.jit(run)(jnp.arange(W), 10, jnp.zeros((2 * W, 1)), key)
+    assert found[0].tolist() == [10, 11, 12, 13] and found[1].tolist() == 20
+    assert found[2].ravel().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    drawn = [float(jax.random.normal(jax.random.fold_in(key, w))) for w in range(W)]
+    np.testing.assert_allclose(found[3], drawn, rtol=1e-6)
+    assert found[4].tolist() == 0, "whole numbers have no mean: worker 0's"
+
+
+def test_workers_in_turn_are_workers_side_by_side():
+    def one(x, rows):
+        return x * rows.sum(), rows.mean()
+
+    words = {"inputs": ("owned", "split"), "outputs": ("owned", "mean")}
+    args = jnp.arange(4.0), jnp.arange(8.0)
+    side_by_side = local_opt.lift(one, W, **words)(*args)
+    in_turn = local_opt.lift(one, W, in_turn=True, **words)(*args)
+    jax.tree.map(np.testing.assert_allclose, side_by_side, in_turn)
+    with pytest.raises(ValueError, match="in_turn is of simulated workers"):
+        local_opt.lift(one, mesh_of(AxisType.Auto), in_turn=True, **words)
+
+
+def test_leaves_that_are_no_arrays_pass_through():
+    """An equinox module is a tree with functions in it."""
+    model = {"w": jnp.ones(2), "act": jnp.tanh, "name": "net", "flag": True}
+    own = local_opt.owned(model, W)
+    assert own["act"] is jnp.tanh and own["w"].shape == (W, 2)
+
+    def one(model, x):
+        return {**model, "w": model["w"] + x}, model["act"](x)
+
+    run = local_opt.lift(one, W, inputs=("owned", "shared"), outputs=("owned", "mean"))
+    left, y = run(own, 0.5)
+    assert left["act"] is jnp.tanh and left["name"] == "net" and left["flag"] is True
+    np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
+
+
+@by_way
+def test_the_start_lies_where_its_workers_are_and_shares_no_memory(way):
+    workers = WAYS[way]("worker")
+    x = jnp.arange(4.0)
+    own = local_opt.owned({"a": x, "b": x, "n": 3}, workers)
+    local_opt.check_same_start(own)
+    assert own["a"].shape == (W, 4) and own["n"].tolist() == [3] * W
+    if way != "vmap":
+        assert own["a"].sharding.spec[0] == "worker"
+    keep = jax.jit(lambda t: jax.tree.map(jnp.positive, t), donate_argnums=0)
+    jax.block_until_ready(keep(own))
+
+
+@pytest.mark.parametrize("way", ["Auto 2", "Explicit 2"])
+def test_what_is_split_inside_a_worker_stays_split(way):
+    mesh = WAYS[way]("worker")
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("model")))
+    assert local_opt.owned(x, mesh).sharding.spec == jax.P("worker", "model")
+
+
+def test_no_collective_is_added():
+    mesh = mesh_of(AxisType.Auto)
+    run = local_opt.lift(
+        lambda x, rows: (x + rows.sum(), rows.mean()), mesh, inputs=("owned", "split"),
+        outputs=("owned", "owned"),
+    )  # fmt: skip
+    place = jax.NamedSharding(mesh, jax.P("worker"))
+    shapes = [jax.ShapeDtypeStruct((n,), jnp.float32, sharding=place) for n in (W, 2 * W)]
+    text = jax.jit(run).lower(*shapes).compile().as_text()
+    assert not any(name in text for name in ("all-reduce", "all-gather", "all-to-all", "permute"))
+
+
+IDENTITY = {"inputs": ("owned",), "outputs": "owned"}
+
+
+@pytest.mark.parametrize(
+    "workers,words,args,said",
+    [
+        (0, IDENTITY, (), "workers is 0: pass a whole number >= 1, or a mesh"),
+        (2.0, IDENTITY, (), "workers is 2.0"),
+        (mesh_of(AxisType.Auto, "dp"), IDENTITY, (), "axes .*dp.* and the workers' is 'worker'"),
+        (W, {**IDENTITY, "inputs": "owned"}, (), "inputs are 'owned': pass a tuple"),
+        (W, {**IDENTITY, "inputs": ("own",)}, (), "inputs are .*own.*: pass a tuple of owned, sha"),
+        (W, {**IDENTITY, "outputs": ("key",)}, (), "outputs are .*: pass a tuple of owned, shared"),
+        (W, IDENTITY, (1, 2), "2 arguments came and inputs are"),
+        (
+            W,
+            IDENTITY,
+            (jnp.ones(3),),
+            r"shape \(3,\) and there are 4 workers: make it by local_opt",
+        ),
+        (W, {**IDENTITY, "inputs": ("split",)}, (jnp.ones(6),), "a multiple of the 4 workers"),
+        (W, {**IDENTITY, "inputs": ("key",)}, (jnp.ones(6),), "pass one typed key"),
+        (W, {**IDENTITY, "outputs": ("owned", "owned")}, (jnp.ones((W, 3)),), "has 3 results and"),
+    ],
+)
+def test_what_does_not_fit_is_refused(workers, words, args, said):
+    with pytest.raises(ValueError, match=said):
+        local_opt.lift(lambda x: x, workers, **words)(*args)
