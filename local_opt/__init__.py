@@ -2,6 +2,7 @@
 
 from local_opt.accumulate import AccumulateState, accumulated_rounds
 from local_opt.aligned import aligned
+from local_opt.checks import check_same_plan, check_same_start, check_synced
 from local_opt.drift import ControlState, Correction, control_variates, proximal
 from local_opt.forecast import (
     CommunicationTime,
@@ -37,7 +38,7 @@ from local_opt.streaming import (
 from local_opt.synchronize import nothing_lost, synchronize, synchronize_changes
 from local_opt.transform import PlannedState, accumulate, local_steps
 from local_opt.wires import WIRES, Wire, float_wire, integer_wire, top_k_wire
-from local_opt.workers import check_same_plan, check_same_start, consolidate, reestimate
+from local_opt.workers import consolidate, reestimate
 
 __all__ = [
     "WIRES",
@@ -62,6 +63,7 @@ __all__ = [
     "bernoulli",
     "check_same_plan",
     "check_same_start",
+    "check_synced",
     "communication_time",
     "consolidate",
     "constant",

@@ -1,7 +1,6 @@
 """One lift for the worker axis: a step of one worker becomes a step of all, wherever they are."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from local_opt import runners
-from local_opt.workers import check_same_start, consolidate, explicit
+from local_opt.checks import check_same_start
+from local_opt.leaves import Part, joined, parted
+from local_opt.workers import consolidate, explicit
 from syncopate import plans
 
 INPUTS = ("owned", "shared", "split", "key")
@@ -92,19 +93,18 @@ def lift(
                 f"{len(args)} arguments came and inputs are {tuple(inputs)}: give one word for "
                 "every positional argument."
             )
-        given = [_parted(arg, kind) for arg, kind in zip(args, inputs, strict=True)]
+        given = [parted(arg, kind) for arg, kind in zip(args, inputs, strict=True)]
         said = []
 
         def one(*arrays):
-            joined = (_joined(a, part) for a, part in zip(arrays, given, strict=True))
-            found = function(*joined)
+            found = function(*map(joined, arrays, given))
             found = (found,) if single else tuple(found)
             if len(found) != len(results):
                 raise ValueError(
                     f"the function has {len(found)} results and outputs are {results}: give one "
                     "word for each, or one word, not in a tuple, for a single result."
                 )
-            said[:] = [_parted(result, kind) for result, kind in zip(found, results, strict=True)]
+            said[:] = [parted(result, kind) for result, kind in zip(found, results, strict=True)]
             return tuple(part.arrays for part in said)
 
         entered = [
@@ -116,11 +116,11 @@ def lift(
             owned_in=[kind != "shared" for kind in inputs],
             owned_out=[kind != "shared" for kind in results],
         )(*entered)
-        left = [
-            _joined(_left(arrays, kind), part)
+        left = tuple(
+            joined(_left(arrays, kind), part)
             for arrays, kind, part in zip(left, results, said, strict=True)
-        ]
-        return left[0] if single else tuple(left)
+        )
+        return left[0] if single else left
 
     return lifted
 
@@ -152,17 +152,17 @@ def owned(tree, workers: int | Mesh, *, axis_name: str = runners.AXIS):
     def number(x):
         return jnp.asarray(x) if isinstance(x, int | float) and not isinstance(x, bool) else x
 
-    part = _parted(jax.tree.map(number, tree), "owned")
+    part = parted(jax.tree.map(number, tree), "owned")
     repeat = lambda x: jnp.repeat(x[None], count, axis=0)  # noqa: E731
     if isinstance(workers, int):
-        return _joined(jax.jit(lambda xs: [repeat(x) for x in xs])(part.arrays), part)
+        return joined(jax.jit(lambda xs: [repeat(x) for x in xs])(part.arrays), part)
     places = [NamedSharding(workers, PartitionSpec(axis_name, *_spec(x))) for x in part.arrays]
     if jax.process_count() == 1:
         found = [_placed(repeat(x), place) for x, place in zip(part.arrays, places, strict=True)]
-        return _joined(found, part)
+        return joined(found, part)
     found = [_from_host(x, count, place) for x, place in zip(part.arrays, places, strict=True)]
     check_same_start(found, what="state")
-    return _joined(found, part)
+    return joined(found, part)
 
 
 def count_of(workers: int | Mesh, axis_name: str) -> int:
@@ -183,32 +183,7 @@ def count_of(workers: int | Mesh, axis_name: str) -> int:
     return int(workers)
 
 
-class _Part(NamedTuple):
-    """A tree in two: its arrays, and how they stand among leaves that are none."""
-
-    arrays: list
-    paths: list  # of the arrays
-    structure: Any
-    rest: list  # (whether an array stands here, else what)
-
-
-def _parted(tree, kind) -> _Part:
-    kinds = jax.Array | np.ndarray | np.generic
-    if kind == "shared":  # a number has no axis of workers: it is the same for all of them
-        kinds |= int | float | complex
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [(path, x) for path, x in named if isinstance(x, kinds)]
-    rest = [(True, None) if isinstance(x, kinds) else (False, x) for _, x in named]
-    paths, arrays = [path for path, _ in arrays], [x for _, x in arrays]
-    return _Part(arrays, paths, jax.tree.structure(tree), rest)
-
-
-def _joined(arrays, part: _Part):
-    own = iter(arrays)
-    return part.structure.unflatten([next(own) if array else x for array, x in part.rest])
-
-
-def _entered(part: _Part, kind, workers, count, axis_name) -> list:
+def _entered(part: Part, kind, workers, count, axis_name) -> list:
     """The arrays of an argument as `runners` take them, on the devices of a mesh."""
     found = part.arrays
     if kind == "key":

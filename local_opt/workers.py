@@ -1,109 +1,10 @@
-"""Workers that must agree: their start, their plan, their mean; and how far they drift."""
+"""One model out of many: the mean of workers, and what is measured anew on it."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType
-
-
-def check_same_start(tree, *, what: str = "parameters") -> None:
-    """Raises unless all workers hold the same numbers.
-
-    Workers that start from different points average to a point that none of them has trained.
-
-    Args:
-      tree: arrays with a leading worker axis [W, ...]; they may be spread over devices and
-        processes.
-      what: the name of the tree, for the message.
-
-    Raises:
-      ValueError: with the leaf and the workers that differ from worker 0; for a leaf without a
-        worker axis.
-
-    Example:
-      >>> import jax.numpy as jnp, local_opt
-      >>> local_opt.check_same_start({"w": jnp.ones((4, 3))})
-      >>> local_opt.check_same_start({"w": jnp.array([[0.0], [1.0]])})
-      Traceback (most recent call last):
-      ValueError: workers [1] start with other parameters than worker 0 in ['w']: ...
-    """
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not jnp.ndim(x):
-            raise ValueError(
-                f"{what} {jax.tree_util.keystr(path)} is a scalar: every leaf needs a leading "
-                "worker axis. Stack the workers' trees, or initialise them by jax.vmap."
-            )
-    for path, same in jax.tree_util.tree_flatten_with_path(_same_as_first(tree))[0]:
-        if not (same := np.asarray(same)).all():
-            raise ValueError(
-                f"workers {np.flatnonzero(~same).tolist()} start with other {what} than worker 0 "
-                f"in {jax.tree_util.keystr(path)}: initialise all workers from one key, or "
-                "broadcast the state of one."
-            )
-
-
-@jax.jit
-def _same_as_first(tree):
-    def same(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        own = first(x)[None]
-        both = x == own
-        if jnp.issubdtype(x.dtype, jnp.inexact):  # workers that are equally lost are equal
-            both |= jnp.isnan(x) & jnp.isnan(own)
-        return jnp.all(both, axis=tuple(range(1, x.ndim)))
-
-    return jax.tree.map(same, tree)
-
-
-def first(x):
-    """Worker 0's part of an array [W, ...], also where the workers' is an explicit mesh axis."""
-    if explicit(x) is None:
-        return x[0]
-    own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis is never cut
-    if x.dtype == bool:
-        return jnp.any(x & own, axis=0)
-    return jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype)
-
-
-def explicit(x):
-    """The sharding of an array on a mesh with explicit axes, or None."""
-    sharding = jax.typeof(x).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
-
-
-def check_same_plan(plan, *, gather: Callable | None = None) -> None:
-    """Raises unless all processes have made the same plan.
-
-    A worker that waits for a sync that another does not know of waits for ever; and workers that
-    load in other steps see other numbers of batches.
-
-    Args:
-      plan: of this process: a `SyncPlan`, an `ordering.echo.EchoPlan`, or anything else with `rule`
-        and `digest()`.
-      gather: from uint8[32] of this process to uint8[processes, 32] of all; None is
-        `jax.experimental.multihost_utils.process_allgather`.
-
-    Raises:
-      ValueError: with the processes whose plan differs from the plan of process 0.
-
-    Example:
-      >>> import local_opt
-      >>> local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
-    """
-    if gather is None:
-        from jax.experimental.multihost_utils import process_allgather as gather
-    own = np.frombuffer(bytes.fromhex(plan.digest()), np.uint8)
-    digests = np.asarray(gather(own)).reshape(-1, own.size)
-    other = np.flatnonzero((digests != digests[0]).any(axis=1))
-    if len(other):
-        raise ValueError(
-            f"processes {other.tolist()} have another plan than process 0 (here: {plan.rule}, hash "
-            f"{plan.digest()[:12]}): give all of them the same flags, schedule and key, or save "
-            "the plan once and load it everywhere."
-        )
 
 
 def consolidate(tree):
@@ -168,3 +69,19 @@ def reestimate(statistics: Callable, params, batches):
     """
     per_batch = jax.lax.map(lambda batch: statistics(params, batch), batches)
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
+
+
+def first(x):
+    """Worker 0's part of an array [W, ...], also where the workers' is an explicit mesh axis."""
+    if explicit(x) is None:
+        return x[0]
+    own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis is never cut
+    if x.dtype == bool:
+        return jnp.any(x & own, axis=0)
+    return jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype)
+
+
+def explicit(x):
+    """The sharding of an array on a mesh with explicit axes, or None."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

@@ -206,3 +206,40 @@ def test_the_runners_agree():
 def test_in_turn_shares_no_result():
     with pytest.raises(ValueError, match=r"owned_out is \(True, False\): workers in turn share no"):
         runners.in_turn(lambda x: (x, x), owned_in=(True,), owned_out=(True, False))
+
+
+@pytest.mark.parametrize("workers", [4, "mesh", "make_mesh"])
+def test_workers_that_have_met_agree_and_others_do_not(workers):
+    if workers == "mesh":
+        workers = runners.worker_mesh(4)
+    elif workers == "make_mesh":
+        workers = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
+    plan = local_opt.constant(2, total_steps=4)
+    optimizer = local_opt.local_steps(optax.adam(0.1), plan, axis_name="worker")
+
+    def step(x, state, grads):
+        updates, state = optimizer.update(grads, state, x)
+        return optax.apply_updates(x, updates), state
+
+    owned = ("owned",) * 3
+    run = jax.jit(local_opt.lift(step, workers, inputs=owned, outputs=owned[:2]))
+    x = jax.random.normal(jax.random.key(0), (50,))
+    x, state = local_opt.owned((x, optimizer.init(x)), workers)
+    local_opt.check_synced(x, ulps=0)
+    grads = jax.random.normal(jax.random.key(1), (4, 4, 50))
+    for t in range(4):
+        x, state = run(x, state, grads[t])
+        if plan.syncs_after(t):
+            local_opt.check_synced({"x": x, "round": state.round})
+        else:
+            with pytest.raises(ValueError, match=r"workers' x are .* in \['w'\].*syncs_after"):
+                local_opt.check_synced({"w": x}, what="x")
+
+
+def test_lost_and_uncounted_workers_have_not_met():
+    with pytest.raises(ValueError, match="nan apart"):
+        local_opt.check_synced(jnp.array([1.0, jnp.nan]))
+    with pytest.raises(ValueError, match="1 apart"):
+        local_opt.check_synced(jnp.array([7, 8]))
+    local_opt.check_synced(jnp.array([[-7], [-7]]))
+    local_opt.check_synced({"none": jnp.zeros((2, 0)), "flag": jnp.array([True, True])})
