@@ -1,8 +1,9 @@
 """From a loss to what a step needs: losses, the mean gradient, and the rows an order looks at.
 
-A loss is a function `(params, batch, key) -> losses`, one loss per example of the batch. Each
-maker here returns `(params, batch, key) -> (losses[B], mean gradient, rows)` for the B units of
-the batch.
+A loss is a function `(params, batch, key) -> losses`, one loss per example of the batch, or one of
+the whole batch, its mean. Each maker here returns `(params, batch, key) -> (losses[B], mean
+gradient, rows)` for the B units of the batch; with `has_aux`, as in `jax.value_and_grad`, of a loss
+`-> (losses, aux)`, it returns `((losses[B], aux), mean gradient, rows)`.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ Loss = Callable
 Gradients = Callable
 
 
-def per_example(loss: Loss, *, chunk_size: int | None = None) -> Gradients:
+def per_example(loss: Loss, *, chunk_size: int | None = None, has_aux: bool = False) -> Gradients:
     """Every example is a unit: one gradient each, by vmap.
 
     Args:
@@ -25,6 +26,8 @@ def per_example(loss: Loss, *, chunk_size: int | None = None) -> Gradients:
       chunk_size: examples differentiated at once, so that activations need memory for
         `chunk_size` examples; None takes the whole batch. The rows are B gradients in any case:
         `observe_in_chunks` bounds them too.
+      has_aux: whether the loss returns something beside; what it returns of a batch of one example
+        is stacked, leaves [B, ...].
 
     Returns:
       A function of params, a batch with leaves [B, ...] and a key, that returns losses
@@ -52,25 +55,41 @@ def per_example(loss: Loss, *, chunk_size: int | None = None) -> Gradients:
         def one(example_and_key):
             example, example_key = example_and_key
             alone = jax.tree.map(lambda x: x[None], example)
-            return jax.value_and_grad(lambda p: loss(p, alone, example_key)[0])(params)
+            return jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)(
+                params, alone, example_key
+            )
 
         size = jax.tree.leaves(batch)[0].shape[0]
         examples = (batch, jax.random.split(key, size))
         if chunk_size is None or chunk_size >= size:
-            losses, tree = jax.vmap(one)(examples)
+            (losses, aux), tree = jax.vmap(one)(examples)
         else:
-            losses, tree = jax.lax.map(one, examples, batch_size=chunk_size)
+            (losses, aux), tree = jax.lax.map(one, examples, batch_size=chunk_size)
         mean = jax.tree.map(lambda g: jnp.mean(rows_lib.as_float32(g), 0).astype(g.dtype), tree)
-        return losses.astype(jnp.float32), mean, rows_lib.Rows.of(tree)
+        losses = losses.astype(jnp.float32)
+        return (losses, aux) if has_aux else losses, mean, rows_lib.Rows.of(tree)
 
     return gradients
 
 
-def microbatch(loss: Loss) -> Gradients:
+def loss_alone(loss: Loss, has_aux: bool) -> Callable:
+    """`(params, batch, key) -> (loss of the batch's only example, aux or None)`."""
+
+    def one(params, alone, key):
+        losses, aux = loss(params, alone, key) if has_aux else (loss(params, alone, key), None)
+        return (losses if jnp.ndim(losses) == 0 else losses[0]), aux
+
+    return one
+
+
+def microbatch(loss: Loss, *, has_aux: bool = False) -> Gradients:
     """The worker's whole microbatch is one unit: B = 1, at the price of a plain gradient.
 
+    Gradients that are there already need none of it: `Rows.of_one(grad)`.
+
     Args:
-      loss: `(params, batch, key) -> losses[n]`.
+      loss: `(params, batch, key) -> losses[n]`, or their mean.
+      has_aux: whether the loss returns something beside.
 
     Returns:
       A function of params, a batch with leaves [n, ...] and a key, that returns the mean loss as
@@ -89,18 +108,23 @@ def microbatch(loss: Loss) -> Gradients:
     """
 
     def gradients(params, batch, key):
-        value, grad = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch, key)))(params)
-        rows = rows_lib.Rows.of(jax.tree.map(lambda g: g[None], grad))
-        return value[None].astype(jnp.float32), grad, rows
+        def mean(params):
+            losses, aux = loss(params, batch, key) if has_aux else (loss(params, batch, key), None)
+            return jnp.mean(losses), aux
+
+        (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params)
+        losses = value[None].astype(jnp.float32)
+        return (losses, aux) if has_aux else losses, grad, rows_lib.Rows.of_one(grad)
 
     return gradients
 
 
-def grouped(loss: Loss) -> Loss:
+def grouped(loss: Loss, *, has_aux: bool = False) -> Loss:
     """A loss of groups: each is one unit, the mean over its examples.
 
     Args:
-      loss: `(params, batch, key) -> losses[n]`; it may mix the examples of a group.
+      loss: `(params, batch, key) -> losses[n]`, or their mean; it may mix the examples of a group.
+      has_aux: whether the loss returns something beside; so does what this returns, of every group.
 
     Returns:
       `(params, batch, key) -> losses[B]` for batches with leaves [B, n, ...]: B microbatches in a
@@ -114,7 +138,11 @@ def grouped(loss: Loss) -> Loss:
     """
 
     def of_groups(params, batch, key):
-        return jax.vmap(lambda group: jnp.mean(loss(params, group, key)))(batch)
+        def of_group(group):
+            found = loss(params, group, key)
+            return (jnp.mean(found[0]), found[1]) if has_aux else jnp.mean(found)
+
+        return jax.vmap(of_group)(batch)
 
     return of_groups
 
@@ -160,7 +188,7 @@ def observe_in_chunks(gradients: Gradients, observe: Callable, *, chunk_size: in
         carry = (rows_lib.zeros_like(params), state)
         (total, state), losses = jax.lax.scan(step, carry, (cut, jax.random.split(key, chunks)))
         mean = jax.tree.map(lambda t, p: (t / chunks).astype(p.dtype), total, params)
-        return losses.reshape(-1), mean, state
+        return jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), losses), mean, state
 
     return chunked
 

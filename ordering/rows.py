@@ -68,6 +68,26 @@ class Rows(NamedTuple):
             tree=tree,
         )
 
+    @classmethod
+    def of_one(cls, gradient: PyTree) -> "Rows":
+        """Rows of a single unit, a gradient that is there: a worker's whole microbatch.
+
+        Args:
+          gradient: pytree of floating leaves.
+
+        Returns:
+          `Rows` of size 1.
+
+        Raises:
+          ValueError: if the tree is empty.
+
+        Example:
+          >>> import jax.numpy as jnp, ordering
+          >>> ordering.Rows.of_one({"w": jnp.ones(3)}).tree["w"].shape
+          (1, 3)
+        """
+        return cls.of(jax.tree.map(lambda g: jnp.asarray(g)[None], gradient))
+
 
 def centre(rows: Rows, mean: PyTree) -> Rows:
     """Rows of g_i - mean.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ordering import parameter_uses as uses_lib
-from ordering.gradients import per_example
+from ordering.gradients import loss_alone, per_example
 from ordering.parameter_sketches import Leaf, copied, leaf_of, maps_of, site_of, sketch_whole
 from ordering.parameter_uses import Hooks
 from ordering.rows import Rows, as_float32, tree_size
@@ -19,7 +19,9 @@ from ordering.sketches import SIZE, check_size, sketch, sketch_rows
 from syncopate.plans.specs import varying
 
 
-def sketched(loss: Callable, key: jax.Array, *, size: int = SIZE) -> Callable:
+def sketched(
+    loss: Callable, key: jax.Array, *, size: int = SIZE, has_aux: bool = False
+) -> Callable:
     """Every unit has a gradient of its own, and none is formed: a sketch of each, by one backward.
 
     s_i = sum over parameters of P^T G_i Q / (p q)^(1/2), for the gradient G_i of unit i: as good as
@@ -29,15 +31,17 @@ def sketched(loss: Callable, key: jax.Array, *, size: int = SIZE) -> Callable:
     `sketched_parameters` lists these.
 
     Args:
-      loss: `(params, batch, key) -> losses[n]` that treats units separately.
+      loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
       key: of the sketches, typed; one key gives all workers the same map.
       size: k; see `sketch_size`. Models of at most k parameters are not sketched: their rows are
         the gradients, padded.
+      has_aux: whether the loss returns something beside, as in `jax.value_and_grad`; of every unit,
+        leaves [B, ...].
 
     Returns:
       `(params, batch, key) -> (losses float32[B], mean gradient, Rows of size B)` for batches with
-      leaves [B, ...]. The rows are float32[B, k]: build the order's state with
-      `order.init(key, jnp.zeros(k))`.
+      leaves [B, ...]; with `has_aux` (losses, aux) in place of losses. The rows are float32[B, k]:
+      build the order's state with `order.init(key, jnp.zeros(k))`.
 
     Raises:
       ValueError: if size is below 1.
@@ -58,22 +62,26 @@ def sketched(loss: Callable, key: jax.Array, *, size: int = SIZE) -> Callable:
 
     def gradients(params, batch, batch_key):
         if tree_size(params) <= size:
-            losses, mean, rows = per_example(loss)(params, batch, batch_key)
-            return losses, mean, sketch_rows(rows, sketch(key, size=size))
+            found, mean, rows = per_example(loss, has_aux=has_aux)(params, batch, batch_key)
+            return found, mean, sketch_rows(rows, sketch(key, size=size))
         units = jax.tree.leaves(batch)[0].shape[0]
         keys = jax.random.split(batch_key, units)
         example = jax.tree.map(lambda x: x[0], batch)
-        plan, program = _analyse(loss, varying(params, batch), example, keys[0], size)
+        of_one = loss_alone(loss, has_aux)
+        plan, program = _analyse(of_one, varying(params, batch), example, keys[0], size)
         maps = maps_of(plan, params, key, size)
 
         def total(params, zeros):
             params = varying(params, batch)  # what devices differ in is of the type of the data
-            losses = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
-            return jnp.mean(losses), losses
+            losses, aux = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
+            return jnp.mean(losses), (losses, aux)
 
         zeros = varying(jnp.zeros((units, size)), batch)
-        (_, losses), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(params, zeros)
-        return losses.astype(jnp.float32), mean, Rows.of(units * found)
+        (_, (losses, aux)), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(
+            params, zeros
+        )
+        losses = losses.astype(jnp.float32)
+        return (losses, aux) if has_aux else losses, mean, Rows.of(units * found)
 
     return gradients
 
@@ -99,7 +107,7 @@ def sketched_parameters(
       ('sketched', 'product')
     """
     shapes = jax.eval_shape(lambda *a: a, params, _first(batch), key)
-    return _analyse(loss, *shapes, size)[0]
+    return _analyse(loss_alone(loss, False), *shapes, size)[0]
 
 
 def sketch_of(loss: Callable, params, batch, key: jax.Array, *, size: int = SIZE) -> Callable:
@@ -130,19 +138,21 @@ def _first(batch):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
 
-def _analyse(loss, params, example, key, size):
-    """(plan, `(params, maps, s, example, key) -> loss`)."""
+def _analyse(of_one, params, example, key, size):
+    """(plan, `(params, maps, s, example, key) -> (loss, aux)`), of a loss of one example."""
 
     def one(params, example, key):
-        return loss(params, jax.tree.map(lambda x: x[None], example), key)[0]
+        return of_one(params, jax.tree.map(lambda x: x[None], example), key)
 
     leaves, tree = jax.tree.flatten(params)
     flat_example, example_tree = jax.tree.flatten(example)
-    closed = jax.make_jaxpr(
+    closed, found = jax.make_jaxpr(
         lambda leaves, rest, key: one(
             jax.tree.unflatten(tree, leaves), jax.tree.unflatten(example_tree, rest), key
-        )
+        ),
+        return_shape=True,
     )(leaves, flat_example, key)
+    results = jax.tree.structure(found)
     plan = _plan(closed, params, (leaves, flat_example, key), size)
 
     def program(params, maps, s, example, key):
@@ -154,7 +164,8 @@ def _analyse(loss, params, example, key, size):
         ]
         site = functools.partial(site_of, plan, maps, s)
         hooks = Hooks(site, lambda param, name: None)
-        return uses_lib.walk(closed, [*own, *jax.tree.leaves(example), key], hooks)[0]
+        found = uses_lib.walk(closed, [*own, *jax.tree.leaves(example), key], hooks)
+        return jax.tree.unflatten(results, found)
 
     return plan, program
 

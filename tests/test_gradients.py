@@ -139,3 +139,76 @@ def test_batch_norm_has_no_per_example_units(key):
     for name in MODELS:
         model, params, batch = problem(name, size=3)
         ordering.gradients.check_separable(model.loss, params, batch, key)
+
+
+def with_aux(model):
+    """A loss that returns something beside: as correct answers, or moments of a layer."""
+
+    def loss(params, batch, key):
+        losses = model.loss(params, batch, key)
+        return losses, {"twice": 2 * losses, "count": jnp.float32(batch["y"].shape[0])}
+
+    return loss
+
+
+def whole_batch(model):
+    return lambda params, batch, key: jnp.mean(model.loss(params, batch, key))
+
+
+GROUP = 2
+MAKERS = {
+    "per_example": lambda loss, **aux: ordering.per_example(loss, **aux),
+    "in chunks": lambda loss, **aux: ordering.per_example(loss, chunk_size=2, **aux),
+    "microbatch": lambda loss, **aux: ordering.microbatch(loss, **aux),
+    "sketched": lambda loss, **aux: ordering.sketched(loss, jax.random.key(1), size=64, **aux),
+    "sketched whole": lambda loss, **aux: ordering.sketched(loss, jax.random.key(1), **aux),
+    "groups": lambda loss, **aux: ordering.per_example(ordering.grouped(loss, **aux), **aux),
+    "sketched groups": lambda loss, **aux: ordering.sketched(
+        ordering.grouped(loss, **aux), jax.random.key(1), size=64, **aux
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_loss_may_return_something_beside_or_the_mean_of_its_batch(maker, key):
+    model, params, batch = problem("mlp")
+    if "groups" in maker:
+        batch = jax.tree.map(lambda x: x.reshape(-1, GROUP, *x.shape[1:]), batch)
+    make = MAKERS[maker]
+    losses, mean, rows = compiled(make(model.loss), params, batch, key)
+    (same, aux), *others = compiled(
+        make(with_aux(model), has_aux=True), params, batch, jax.random.clone(key)
+    )
+    jax.tree.map(np.testing.assert_array_equal, (losses, mean, rows), (same, *others))
+    if maker == "microbatch":
+        assert aux["count"] == 6
+        np.testing.assert_allclose(jnp.mean(aux["twice"]), 2 * losses[0], rtol=1e-6)
+    else:
+        units = 1 if "groups" not in maker else GROUP
+        assert aux["count"].ravel().tolist() == [units] * len(losses)
+        twice = aux["twice"].reshape(len(losses), -1).mean(1)
+        np.testing.assert_allclose(twice, 2 * losses, rtol=1e-6)
+    of_mean = compiled(make(whole_batch(model)), params, batch, jax.random.clone(key))
+    close(of_mean, (losses, mean, rows))
+
+
+def test_chunks_bring_what_the_loss_returns_beside(key):
+    model, params, batch = problem("softmax")
+    order = ordering.pair_balance(6, units_per_step=2)
+    gradients = ordering.per_example(with_aux(model), has_aux=True)
+    step = ordering.gradients.observe_in_chunks(gradients, order.observe, chunk_size=2)
+    (losses, aux), _, _ = jax.jit(step)(
+        params, batch, key, order.init(jax.random.clone(key), params)
+    )
+    assert aux["count"].tolist() == [1] * 6
+    np.testing.assert_allclose(aux["twice"][:, 0], 2 * losses, rtol=1e-6)
+
+
+def test_a_gradient_that_is_there_is_rows_of_one_unit(key):
+    model, params, batch = problem("softmax")
+    _, grad, rows = ordering.microbatch(model.loss)(params, batch, key)
+    own = ordering.Rows.of_one(grad)
+    assert own.size == 1
+    jax.tree.map(np.testing.assert_array_equal, own.tree, rows.tree)
+    with pytest.raises(ValueError, match="common leading axis"):
+        ordering.Rows.of_one({})

@@ -78,7 +78,7 @@ def unit_gradients(
 
         def gradients(params, batch, key):
             (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-            rows = ordering.Rows.of(jax.tree.map(lambda g: g[None], mean))
+            rows = ordering.Rows.of_one(mean)
             if sketch and separate:
                 rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
             return losses, mean, rows
