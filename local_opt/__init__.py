@@ -17,6 +17,7 @@ from local_opt.outer import nesterov, normalize_by_period, slow_momentum
 from local_opt.parallel import parallel_rounds
 from local_opt.part_plans import PartEvent, PartPlans, read_part_plans
 from local_opt.plan import SyncPlan, read_sync_plan
+from local_opt.presets import diloco, slowmo
 from local_opt.rounds import LocalState, Rounds, local_rounds, relative_distance
 from local_opt.rules import (
     bernoulli,
@@ -69,6 +70,7 @@ __all__ = [
     "constant",
     "control_variates",
     "describe_parts",
+    "diloco",
     "every_step",
     "float_wire",
     "forecast",
@@ -95,6 +97,7 @@ __all__ = [
     "reestimate",
     "relative_distance",
     "slow_momentum",
+    "slowmo",
     "streaming_rounds",
     "swap",
     "sync_bytes",
