@@ -116,6 +116,6 @@ def _warn_if_short(name, plan, momentum) -> None:
             f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "
             f"overshoots {momentum ** (rounds / 2):.0%} may be left at the end. Take at least "
             f"{needed} rounds (a shorter H or a longer run), a smaller momentum, or "
-            " plain averaging: local_steps without outer=.",
+            "plain averaging: local_steps without outer=.",
             stacklevel=3,
         )

@@ -67,7 +67,10 @@ def local_steps(
     Returns:
       A GradientTransformationExtraArgs. Its `update` needs `params` and takes `sync`: None (the
       plan decides, by a conditional that holds the only collective), or a static bool (the host
-      has decided; no conditional). Other extra arguments go to `inner`.
+      has decided; no conditional). The plan counts the steps of the state, or is asked at `step`,
+      int32[], the steps of the loop so far: one number for all workers, so that none of them can
+      count otherwise, and the conditional stays one under `jax.vmap`. Other extra arguments go to
+      `inner`.
 
     Raises:
       ValueError: for a plan of another length than the run, an unknown policy; from `init` for
@@ -160,10 +163,12 @@ def _planned(name, rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
 
-    def update(grads, state, params=None, *, sync: bool | None = None, **extra):
+    def update(grads, state, params=None, *, sync: bool | None = None, step=None, **extra):
         check_not_inside(name)
         if params is None:
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
+        if sync is not None and step is not None:
+            raise ValueError("sync and step are both given: the plan decides at a step, or you do.")
         updates, own = rounds.update(grads, state.rounds, params, **extra)
         # A sync's update needs the digits of the parameters, whatever the gradients have.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
@@ -175,11 +180,17 @@ def _planned(name, rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, own
 
+        done = state.step + 1 if step is None else jnp.asarray(step, jnp.int32) + 1
+        round = state.round
+        if step is not None:
+            round = jnp.searchsorted(ends, done, side="left").astype(jnp.int32)
         # Steps beyond the plan synchronise: rather too often than never again.
-        now = jnp.asarray(ends)[jnp.minimum(state.round, plan.rounds - 1)] <= state.step + 1
-        updates, own = _decide(now if sync is None else sync, synced, updates, own)
-        done = state.round + jnp.asarray(now if sync is None else sync, jnp.int32)
-        return updates, PlannedState(state.step + 1, done, own)
+        now = jnp.asarray(ends)[jnp.minimum(round, plan.rounds - 1)] <= done
+        now = now if sync is None else sync
+        updates, own = _decide(now, synced, updates, own)
+        round = round + jnp.asarray(now, jnp.int32)
+        counts = specs_lib.varying((done, round), state.step)  # typed as they were
+        return updates, PlannedState(*counts, own)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

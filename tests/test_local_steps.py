@@ -275,3 +275,54 @@ def test_parallel_rounds_keep_one_copy_for_all_workers_on_a_mesh():
         np.testing.assert_allclose(found, expected[0], rtol=1e-6)
         x, state = found, after
     assert x.shape == (3,) and x.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("workers", [4, "mesh"])
+def test_a_step_that_all_share_decides_when_they_meet(workers):
+    """The same run as by each worker's own count; and a count that differs parts nobody."""
+    workers = runners.worker_mesh(W) if workers == "mesh" else workers
+    plan = local_opt.constant(3, total_steps=7)
+    opt = local_opt.local_steps(SGD, plan, axis_name="worker")
+
+    def step(x, state, grads, t):
+        updates, state = opt.update(grads, state, x, step=t)
+        return x + updates, state
+
+    words = {"inputs": ("owned", "owned", "owned", "shared"), "outputs": ("owned", "owned")}
+    run = jax.jit(local_opt.lift(step, workers, **words))
+    own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, inputs=("owned",) * 3, **{
+        "outputs": ("owned", "owned")
+    }))  # fmt: skip
+    grads = jax.random.normal(jax.random.key(0), (8, W))
+    for miscounted in (0, 1):
+        x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), workers)
+        y, other = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
+        state = state._replace(step=state.step.at[1].add(miscounted))
+        for t in range(8):  # one beyond the plan
+            x, state = run(x, state, grads[t], t)
+            y, other = own(y, other, grads[t])
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+        assert state.step.tolist() == other.step.tolist() == [8] * W
+        assert state.round.tolist() == other.round.tolist() == [4] * W
+
+
+def test_under_vmap_a_shared_step_leaves_the_conditional():
+    plan = local_opt.constant(3, total_steps=7)
+    opt = local_opt.local_steps(SGD, plan, axis_name="worker")
+
+    def text(inputs):
+        def step(x, state, *t):
+            return opt.update(x, state, x, **({"step": t[0]} if t else {}))
+
+        run = local_opt.lift(step, W, inputs=inputs, outputs=("owned", "owned"))
+        x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
+        return str(jax.make_jaxpr(run)(x, state, *([0] if "shared" in inputs else [])))
+
+    assert "cond[" in text(("owned", "owned", "shared"))
+    assert "cond[" not in text(("owned", "owned")), "every step computes a sync, and selects"
+
+
+def test_a_sync_is_decided_by_one():
+    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
+    with pytest.raises(ValueError, match="sync and step are both given"):
+        opt.update(jnp.zeros(3), opt.init(jnp.zeros(3)), jnp.zeros(3), sync=True, step=0)
