@@ -21,8 +21,8 @@ def lift(
     function: Callable,
     workers: int | Mesh,
     *,
-    inputs: Sequence[str],
-    outputs: Sequence[str] | str,
+    inputs: str | Sequence[str],
+    outputs: str | Sequence[str],
     axis_name: str = runners.AXIS,
     in_turn: bool = False,
 ) -> Callable:
@@ -48,8 +48,9 @@ def lift(
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh with that axis, one worker
         per place on it, by `jax.shard_map`. Other axes of the mesh are left to the compiler: a
         worker that is several devices. Explicit, Auto: both do.
-      inputs: a word for every positional argument.
-      outputs: a word for every result of a tuple, or one word for a single result.
+      inputs: a word for every positional argument: "owned split", or ("owned", "split").
+      outputs: a word for every result of a tuple; "owned" alone is of a single result, ("owned",)
+        of a tuple of one.
       axis_name: of the workers.
       in_turn: whether simulated workers run one after another, which suits convolutions on CPUs;
         for functions without collectives.
@@ -70,7 +71,7 @@ def lift(
       ...     update, state = optimizer.update(grad, state, x)
       ...     return x + update, state, loss
       >>> step = jax.jit(local_opt.lift(
-      ...     step, 2, inputs=("owned", "owned", "split"), outputs=("owned", "owned", "mean")))
+      ...     step, 2, inputs="owned owned split", outputs="owned owned mean"))
       >>> x, state = local_opt.owned((jnp.zeros(()), optimizer.init(jnp.zeros(()))), 2)
       >>> x, state, loss = step(x, state, jnp.array([1.0, 3.0]))
       >>> x.tolist(), float(loss)
@@ -81,17 +82,16 @@ def lift(
       https://arxiv.org/abs/2310.14423
     """
     count = count_of(workers, axis_name)
-    single = isinstance(outputs, str)
-    results = (outputs,) if single else tuple(outputs)
-    _check_words(inputs, INPUTS, "inputs")
-    _check_words(results, OUTPUTS, "outputs")
+    single = isinstance(outputs, str) and len(outputs.split()) == 1
+    inputs = _checked_words(inputs, INPUTS, "inputs")
+    results = _checked_words(outputs, OUTPUTS, "outputs")
     run = _runner(workers, axis_name, in_turn)
 
     def lifted(*args):
         if len(args) != len(inputs):
             raise ValueError(
-                f"{len(args)} arguments came and inputs are {tuple(inputs)}: give one word for "
-                "every positional argument."
+                f"{len(args)} arguments came and inputs are {inputs}: give one word for every "
+                "positional argument."
             )
         given = [parted(arg, kind) for arg, kind in zip(args, inputs, strict=True)]
         said = []
@@ -275,6 +275,8 @@ def _from_host(x, count, sharding):
     return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
-def _check_words(words, known, name) -> None:
-    if isinstance(words, str) or any(word not in known for word in words):
-        raise ValueError(f"{name} are {words!r}: pass a tuple of {', '.join(known)}.")
+def _checked_words(words, known, name) -> tuple[str, ...]:
+    found = tuple(words.split()) if isinstance(words, str) else tuple(words)
+    if any(word not in known for word in found):
+        raise ValueError(f"{name} are {words!r}: pass some of {', '.join(known)}.")
+    return found

@@ -63,7 +63,7 @@ def test_a_loop_of_one_worker_is_a_loop_of_all(way, axis):
         return {"x": x, "opt": opt, "step": state["step"] + 1}, {"loss": loss}
 
     lifted = local_opt.lift(
-        step, workers, inputs=("owned", "split", "shared"), outputs=("owned", "mean"),
+        step, workers, inputs="owned split shared", outputs="owned mean",
         axis_name=axis,
     )  # fmt: skip
     run = jax.jit(lifted, donate_argnums=0)
@@ -89,8 +89,8 @@ def test_words_of_arguments_and_results(way):
         return own + shared, shared * 2, rows + own, jax.random.normal(key), own
 
     run = local_opt.lift(
-        one, workers, inputs=("owned", "shared", "split", "key"),
-        outputs=("owned", "shared", "split", "owned", "mean"),
+        one, workers, inputs="owned shared split key",
+        outputs="owned shared split owned mean",
     )  # fmt: skip
     key = jax.random.key(3)
     found = jax.jit(run)(jnp.arange(W), 10, jnp.zeros((2 * W, 1)), key)
@@ -105,7 +105,7 @@ def test_workers_in_turn_are_workers_side_by_side():
     def one(x, rows):
         return x * rows.sum(), rows.mean()
 
-    words = {"inputs": ("owned", "split"), "outputs": ("owned", "mean")}
+    words = {"inputs": "owned split", "outputs": "owned mean"}
     args = jnp.arange(4.0), jnp.arange(8.0)
     side_by_side = local_opt.lift(one, W, **words)(*args)
     in_turn = local_opt.lift(one, W, in_turn=True, **words)(*args)
@@ -123,7 +123,7 @@ def test_leaves_that_are_no_arrays_pass_through():
     def one(model, x):
         return {**model, "w": model["w"] + x}, model["act"](x)
 
-    run = local_opt.lift(one, W, inputs=("owned", "shared"), outputs=("owned", "mean"))
+    run = local_opt.lift(one, W, inputs="owned shared", outputs="owned mean")
     left, y = run(own, 0.5)
     assert left["act"] is jnp.tanh and left["name"] == "net" and left["flag"] is True
     np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
@@ -152,8 +152,8 @@ def test_what_is_split_inside_a_worker_stays_split(way):
 def test_no_collective_is_added():
     mesh = mesh_of(AxisType.Auto)
     run = local_opt.lift(
-        lambda x, rows: (x + rows.sum(), rows.mean()), mesh, inputs=("owned", "split"),
-        outputs=("owned", "owned"),
+        lambda x, rows: (x + rows.sum(), rows.mean()), mesh, inputs="owned split",
+        outputs="owned owned",
     )  # fmt: skip
     place = jax.NamedSharding(mesh, jax.P("worker"))
     shapes = [jax.ShapeDtypeStruct((n,), jnp.float32, sharding=place) for n in (W, 2 * W)]
@@ -170,9 +170,9 @@ IDENTITY = {"inputs": ("owned",), "outputs": "owned"}
         (0, IDENTITY, (), "workers is 0: pass a whole number >= 1, or a mesh"),
         (2.0, IDENTITY, (), "workers is 2.0"),
         (mesh_of(AxisType.Auto, "dp"), IDENTITY, (), "axes .*dp.* and the workers' is 'worker'"),
-        (W, {**IDENTITY, "inputs": "owned"}, (), "inputs are 'owned': pass a tuple"),
-        (W, {**IDENTITY, "inputs": ("own",)}, (), "inputs are .*own.*: pass a tuple of owned, sha"),
-        (W, {**IDENTITY, "outputs": ("key",)}, (), "outputs are .*: pass a tuple of owned, shared"),
+        (W, {**IDENTITY, "inputs": "owned own"}, (), "inputs are 'owned own': pass some of"),
+        (W, {**IDENTITY, "inputs": ("own",)}, (), "inputs are .*own.*: pass some of owned, sha"),
+        (W, {**IDENTITY, "outputs": ("key",)}, (), "outputs are .*: pass some of owned, shared"),
         (W, IDENTITY, (1, 2), "2 arguments came and inputs are"),
         (
             W,
@@ -182,7 +182,7 @@ IDENTITY = {"inputs": ("owned",), "outputs": "owned"}
         ),
         (W, {**IDENTITY, "inputs": ("split",)}, (jnp.ones(6),), "a multiple of the 4 workers"),
         (W, {**IDENTITY, "inputs": ("key",)}, (jnp.ones(6),), "pass one typed key"),
-        (W, {**IDENTITY, "outputs": ("owned", "owned")}, (jnp.ones((W, 3)),), "has 3 results and"),
+        (W, {**IDENTITY, "outputs": "owned owned"}, (jnp.ones((W, 3)),), "has 3 results and"),
     ],
 )
 def test_what_does_not_fit_is_refused(workers, words, args, said):

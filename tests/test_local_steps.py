@@ -288,10 +288,10 @@ def test_a_step_that_all_share_decides_when_they_meet(workers):
         updates, state = opt.update(grads, state, x, step=t)
         return x + updates, state
 
-    words = {"inputs": ("owned", "owned", "owned", "shared"), "outputs": ("owned", "owned")}
+    words = {"inputs": "owned owned owned shared", "outputs": "owned owned"}
     run = jax.jit(local_opt.lift(step, workers, **words))
     own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, inputs=("owned",) * 3, **{
-        "outputs": ("owned", "owned")
+        "outputs": "owned owned"
     }))  # fmt: skip
     grads = jax.random.normal(jax.random.key(0), (8, W))
     for miscounted in (0, 1):
@@ -314,7 +314,7 @@ def test_under_vmap_a_shared_step_leaves_the_conditional():
         def step(x, state, *t):
             return opt.update(x, state, x, **({"step": t[0]} if t else {}))
 
-        run = local_opt.lift(step, W, inputs=inputs, outputs=("owned", "owned"))
+        run = local_opt.lift(step, W, inputs=inputs, outputs="owned owned")
         x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
         return str(jax.make_jaxpr(run)(x, state, *([0] if "shared" in inputs else [])))
 

@@ -1,0 +1,36 @@
+"""Logistic regression with optax and nothing else, on scikit-learn's breast cancer data."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn import datasets, preprocessing
+
+STEPS, BATCH = 400, 32
+
+
+def loss(w, x, y):
+    return optax.sigmoid_binary_cross_entropy(x @ w[:-1] + w[-1], y).mean()
+
+
+def main(seed: int = 0) -> dict:
+    x, y = datasets.load_breast_cancer(return_X_y=True)
+    x, rng = preprocessing.scale(x).astype(np.float32), np.random.default_rng(seed)
+    optimizer = optax.sgd(optax.cosine_decay_schedule(0.1, STEPS), momentum=0.9)
+
+    @jax.jit
+    def step(w, state, x, y):
+        value, grads = jax.value_and_grad(loss)(w, x, y)
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, value
+
+    w = jnp.zeros(x.shape[1] + 1)
+    state = optimizer.init(w)
+    for _ in range(STEPS):
+        chosen = rng.integers(len(x), size=BATCH)
+        w, state, value = step(w, state, x[chosen], y[chosen].astype(np.float32))
+    return {"train": float(loss(w, x, y))}
+
+
+if __name__ == "__main__":
+    print(main())
