@@ -14,6 +14,7 @@ T is --total_steps, or --epochs passes over the data without echoing; with echoi
 take fewer loads.
 """
 
+import functools
 import os
 import sys
 
@@ -138,9 +139,13 @@ def _train(task, recipe, built, plans, arm, values, folder, settings, fixed):
             write(identity | record)
             bar.update(record["step"] - bar.n)
 
+        changes, of_sizes = (
+            settings.get(request.NAME, []),
+            functools.partial(trainer.traffic_of, task, *trainer.rows_of(arm)[:2], built),
+        )
         return trainer.train_one(
             task, recipe, built, plans, arm, measure, seed=values.seed, saving=saving,
-            on_record=on_record,
+            on_record=on_record, traffic=request.traffic_of(changes, built.sizes, of_sizes),
         )  # fmt: skip
 
 

@@ -11,9 +11,9 @@ import local_opt.elastic
 import ordering.elastic
 from experiments.elastic.request import NAME, Request, keep_units, units_of
 from experiments.processes import distributed
-from experiments.results import manifest, records
+from experiments.results import records
 from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, loop, program, timeline
+from experiments.training import checkpoint, program, timeline
 from experiments.training.config import Order, Plans, Sizes
 from experiments.training.loop import Progress
 from experiments.training.parts import Parts, num_params, parts_of, start_of, state_shapes
@@ -66,6 +66,8 @@ def carried_out(
         state, units = changed(run, state, (before, now), visited, policy, units)
         settings = settings | {NAME: [*request.changes, {
             "step": request.step,
+            "rounds": at.rounds,
+            "loads": at.loads,
             "workers": [request.before[0], request.now[0]],
             "units_per_step": [request.before[1], request.now[1]],
             "policy": policy,

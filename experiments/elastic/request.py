@@ -7,7 +7,7 @@ counts: settings.json is written after it.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -121,6 +121,22 @@ def _split(sizes: Sizes, first, split) -> Sizes:
         )
     each = sizes.workers * sizes.units_per_step // workers  # of dealt examples, examples
     return sizes._replace(workers=workers, num_units=units // workers, units_per_step=each)
+
+
+def traffic_of(changes: list[dict], sizes: Sizes, of: Callable) -> Callable[[int, int], float]:
+    """`(rounds, loads) -> what a worker has sent`, where there have been other numbers of them.
+
+    Args:
+      sizes: now; of: `Sizes -> the same of a run without changes`.
+    """
+    first, before = (sizes.workers, sizes.units_per_step), 0.0
+    for change in changes:
+        splits = zip(*(change[name] for name in SPLIT), strict=True)
+        one, other = (of(_split(sizes, first, split)) for split in splits)
+        at = change["rounds"], change["loads"]
+        before += one(*at) - other(*at)
+    now = of(sizes)
+    return lambda rounds, loads: before + now(rounds, loads)
 
 
 def units_of(folder: str, changes: list[dict], sizes: Sizes) -> np.ndarray | None:
