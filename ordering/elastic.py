@@ -5,43 +5,27 @@ what is left of the epoch visits in every step what it would have visited.
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ordering import base
 from ordering.dealing import DealtState
-from ordering.exchange import slice_size
+from ordering.elastic_pairs import (
+    Change,
+    counted_of,
+    dealt_to,
+    joined,
+    pending_of,
+    placed_pairs,
+    position_of,
+    sliced,
+    visited_of,
+)
 from ordering.gathered import GatheredState
 from ordering.grab import GrabState
 from ordering.herding import GreedyHerdingState
 from ordering.pair_balance import PairBalanceState
 from ordering.shuffles import ShuffleState
-
-
-class Change(NamedTuple):
-    """From W workers to W', in the middle of an epoch or between two.
-
-    Fields:
-      workers: W' >= 1.
-      units_per_step: (B, B') with W B = W' B'.
-      visited: units of this epoch that every one of the W workers has visited: those of whole steps
-        or all M.
-      order: of the W' workers, for M' = W M / W' units each.
-      fresh: its first state, leaves [W', ...].
-      coordinated: whether one running sum is of all workers.
-      entries: D, of a gradient or of the sketch that stands for it.
-    """
-
-    workers: int
-    units_per_step: tuple[int, int]
-    visited: int
-    order: base.Ordering
-    fresh: Any
-    coordinated: bool = False
-    entries: int = 0
 
 
 def resize(state, change: Change, units: np.ndarray | None = None, *, axis_name: str = "worker"):
@@ -119,34 +103,34 @@ def _(state: ShuffleState, change):
 
 @resized.register
 def _(state: PairBalanceState, change):
-    current, following, source = _pairs(state, change, placed=_counted(state) // 2)
+    current, following, source = placed_pairs(state, change, placed=counted_of(state) // 2)
     if change.coordinated:
-        total = _sliced(_joined(state.running_sum, change)[None], change)[:, 0]
+        total = sliced(joined(state.running_sum, change)[None], change)[:, 0]
     else:
         total = jax.tree.map(functools.partial(_added, change=change), state.running_sum)
     return PairBalanceState(
-        current, following, _position(state, change), total, _pending(state, change, source),
+        current, following, position_of(state, change), total, pending_of(state, change, source),
         _rule(state, change),
     )  # fmt: skip
 
 
 @resized.register
 def _(state: GatheredState, change):
-    observed = _counted(state) // 2
+    observed = counted_of(state) // 2
     if state.signed[0] < observed:
         raise ValueError(
             f"{observed - state.signed[0]} pairs of every worker wait for their signs: call "
             "Ordering.sync first."
         )
-    current, following, source = _pairs(state, change, placed=int(state.signed[0]))
-    position, (like, *_) = _position(state, change), jax.tree.leaves(state.running_sum)
+    current, following, source = placed_pairs(state, change, placed=int(state.signed[0]))
+    position, (like, *_) = position_of(state, change), jax.tree.leaves(state.running_sum)
     return GatheredState(
         current=current,
         next=following,
         position=position,
         signed=position // 2,
         running_sum=np.repeat(like[:1], change.workers, axis=0),
-        pending=_pending(state, change._replace(coordinated=False), source),
+        pending=pending_of(state, change._replace(coordinated=False), source),
         waiting=jax.tree.map(_on_host, change.fresh.waiting),
         rule=_rule(state, change),
     )
@@ -160,7 +144,7 @@ def _(state: GrabState, change):
     ):
         side[: change.visited] = np.isin(row[: change.visited], following[:left])
     current, sides = dealt_to(state.current, change), dealt_to(sides, change)
-    visited, following = _visited(state, change), current.copy()
+    visited, following = visited_of(state, change), current.copy()
     for row, new, side in zip(current, following, sides[:, :visited], strict=True):
         front, back = row[:visited][side], row[:visited][~side]
         new[: len(front)], new[len(row) - len(back) :] = front, back[::-1]
@@ -188,7 +172,7 @@ def _(state: GreedyHerdingState, change):
     return GreedyHerdingState(
         current,
         current.copy(),
-        position=np.full(change.workers, _visited(state, change), np.int32),
+        position=np.full(change.workers, visited_of(state, change), np.int32),
         left=np.zeros(change.workers, np.int32),
         gradients=state.gradients.reshape(-1, size)[rows].reshape(change.workers, -1, size),
     )
@@ -199,113 +183,6 @@ def _(state: DealtState, change):
     pairs = resized(state.pairs, change._replace(fresh=change.fresh.pairs))
     everyone = np.broadcast_to(pairs.current, (change.workers, *pairs.current.shape)).copy()
     return type(state)(pairs, everyone)
-
-
-def dealt_to(rows: np.ndarray, change: Change) -> np.ndarray:
-    """[W', M', ...] of [W, M, ...] along the workers' orders: every step keeps its units."""
-    return _cut(rows, change.workers, change.units_per_step[0])
-
-
-def _cut(rows, workers, size):
-    """Of the next `size` of each of W workers together, the next of each of W'; so to the end."""
-    whole = rows.shape[1] // size * size
-    parts = [(rows[:, :whole], whole // size), (rows[:, whole:], 1)]
-
-    def cut(x, groups):
-        rest = x.shape[2:]
-        x = x.reshape(len(x), groups, -1, *rest).swapaxes(0, 1)
-        x = x.reshape(groups, workers, -1, *rest).swapaxes(0, 1)
-        return x.reshape(workers, -1, *rest)
-
-    return np.concatenate([cut(x, groups) for x, groups in parts if groups], axis=1)
-
-
-def _pairs(state, change, *, placed):
-    """(current, next, whose pending units wait now: int[W', 0 or 1], -1 where it is not known)."""
-    before, after = len(state.current), change.workers
-    common, last = math.gcd(before, after), state.current.shape[1]
-    ends = state.current[:, : 2 * placed].reshape(before, placed, 2)
-    back = state.next[:, last - placed :][:, ::-1]
-    pairs = np.concatenate([ends, state.next[:, :placed, None], back[:, :, None]], axis=2)
-    alone = state.current[:, 2 * placed : change.visited]
-    alone = np.stack([alone, np.broadcast_to(np.arange(before)[:, None], alone.shape)], axis=2)
-    groups = [
-        _regrouped(*parts, after // common, _visited(state, change) // 2)
-        for parts in zip(np.split(pairs, common), np.split(alone, common), strict=True)
-    ]
-    pairs, alone = (np.concatenate(parts) for parts in zip(*groups, strict=True))
-    rest = dealt_to(state.current[:, change.visited :], change)
-    ends = pairs[:, :, :2].reshape(after, -1)
-    current = np.concatenate([ends, alone[:, :, 0], rest], axis=1).astype(np.int32)
-    following, count = current.copy(), pairs.shape[1]
-    following[:, :count] = pairs[:, :, 2]
-    following[:, current.shape[1] - count :] = pairs[:, ::-1, 3]
-    return current, following, alone[:, :, 1]
-
-
-def _regrouped(pairs, alone, workers, count):
-    """Placed pairs [w, n, 4] and units without a partner [w, h, 2], for `count` pairs of each."""
-    whole = pairs.shape[1] // workers * workers
-    dealt = _cut(pairs[:, :whole], workers, workers)
-    rest, alone = pairs[:, whole:].reshape(-1, 4), alone.reshape(-1, 2)
-    wanted = workers * (count - dealt.shape[1])
-    split = rest[wanted:, :2].reshape(-1)
-    alone = np.concatenate([alone, np.stack([split, np.full_like(split, -1)], axis=1)])
-    meet = 2 * max(0, wanted - len(rest))
-    met = alone[:meet, 0].reshape(-1, 2)
-    rest = np.concatenate([rest[:wanted], np.concatenate([met, met], axis=1)])
-    pairs = np.concatenate([dealt, rest.reshape(workers, -1, 4)], axis=1)
-    return pairs, alone[meet:].reshape(workers, -1, 2)
-
-
-def _visited(state, change) -> int:
-    return change.visited * len(state.current) // change.workers
-
-
-def _counted(state) -> int:
-    return min(int(state.position[0]), state.current.shape[1])
-
-
-def _position(state, change):
-    """Where no pair is split over two steps, units without a partner are not counted."""
-    visited = _visited(state, change)
-    counted = visited if change.units_per_step[1] % 2 else visited // 2 * 2
-    return np.full(change.workers, counted, np.int32)
-
-
-def _pending(state, change, source):
-    """The first halves of pairs of W' workers, in the place of its first state's zeros."""
-
-    def placed(zeros, rows=None):  # of worker after worker
-        if not source.size:
-            return np.asarray(zeros)
-        known = source[:, 0] >= 0
-        if rows is None or not known.any():
-            return np.full_like(zeros, np.nan)
-        rows = rows[np.maximum(source[:, 0], 0)]
-        return np.where(known.reshape(-1, *[1] * (rows.ndim - 1)), rows, np.nan).astype(zeros.dtype)
-
-    known = [state.pending] if jax.tree.leaves(state.pending) else []
-    if not jax.tree.leaves(change.fresh.pending):
-        return change.fresh.pending
-    if not change.coordinated:
-        return jax.tree.map(placed, change.fresh.pending, *known)
-    rows = None
-    if known:
-        rows = np.stack([_joined(state.pending[:, w], change) for w in range(len(state.current))])
-    return _sliced(placed(np.zeros((change.workers, change.entries), np.float32), rows), change)
-
-
-def _joined(slices, change):
-    """[D] of the slices [W, slice] of all devices."""
-    return slices.reshape(-1)[: change.entries]
-
-
-def _sliced(rows, change):
-    """[W', n, slice] of n rows [n, D]: every device holds its slice of all."""
-    size = slice_size(change.entries, change.workers)
-    rows = np.pad(rows, ((0, 0), (0, size * change.workers - change.entries)))
-    return rows.reshape(len(rows), change.workers, size).swapaxes(0, 1).copy()
 
 
 def _added(sums, change):

@@ -168,8 +168,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_touched(eight):
          r"4 workers with 1 units per step cannot go on with the 40 units of this run, 8 of them "
          r"in every step of all workers: pass --workers=4 --units_per_step=2\."),
         (3, {"policy": "mean"}, r"3 workers with 2 .*: pass --workers=1 --units_per_step=8, "
-                                r"--workers=2 --units_per_step=4, --workers=4 --units_per_step=2, "),
-        (4, {"policy": "mean", "sync": "constant"}, r"sync: 'qsr' there, 'constant' here, .*run\.$"),
+                                r"--workers=2 --units_per_step=4, --workers=4 "),
+        (4, {"policy": "mean", "sync": "constant"}, r"sync: 'qsr' there, 'constant' here, .*run.$"),
         (8, {"order": "rr"}, r"\(order: 'cd_grab' there, 'rr' here\): choose another"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

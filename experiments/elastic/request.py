@@ -74,16 +74,14 @@ def asked(folder: str, settings: Mapping, *, policy: str | None, overwrite: bool
         {k for k in known | settings if known.get(k) != settings.get(k)} - {NAME}
         for known in (held, stood)
     )
-    if not (differs | others) <= MAY_DIFFER or differs and policy is None:
-        found = records.differences(held if differs else stood, settings)
-        hint = (
-            f"; to go on with other workers pass --{NAME}={' or '.join(POLICIES)}"
-            if differs <= MAY_DIFFER
-            else ""
-        )
+    if not differs | others <= MAY_DIFFER:  # whoever opens the folder or restores it says so
+        return Request(step, now, now, now, settings)
+    if differs and policy is None:
         raise ValueError(
-            f"{folder!r} holds a run with other settings ({', '.join(found)}): choose another "
-            f"--output_dir, or pass --overwrite to forget that run{hint}."
+            f"{folder!r} holds a run with other settings "
+            f"({', '.join(records.differences(held, settings))}): choose another --output_dir, or "
+            "pass --overwrite to forget that run; to go on with other workers pass "
+            f"--{NAME}={' or '.join(POLICIES)}."
         )
     if not step:
         first = before = now
