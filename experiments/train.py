@@ -8,7 +8,8 @@ r"""One run: any task, any order, any synchronisation rule and any echo policy t
 Writes metrics.jsonl, metrics.csv, the plans, settings and versions into --output_dir, checkpoints
 of the whole state, and in the end the model, the mean over the workers, which orbax restores.
 SIGTERM and SIGINT save and leave; the same command, given again, goes on from the last checkpoint,
-and ends bitwise as the run that was never stopped.
+and ends bitwise as the run that was never stopped. With --elastic it may have other --workers
+(docs/launching.md).
 
 T is --total_steps, or --epochs passes over the data without echoing; with echoing the same steps
 take fewer loads.
