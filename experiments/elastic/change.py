@@ -58,7 +58,12 @@ def carried_out(
     known, leaves = checkpoint.read_on_host(os.path.join(checkpoints, str(request.step)))
     checkpoint.check_plans(known, run.plans, request.step)
     at = checkpoint.progress_of(known, run.plans, request.step)
-    before, now = (_parts(run, each) for each in sizes)
+    before, now = _parts(run, sizes[0], request.ran), _parts(run, sizes[1], run.recipe.run)
+    if before.owned != now.owned:
+        raise ValueError(
+            f"--run is {run.recipe.run} and was {request.ran}: workers in turn, who meet in every "
+            f"step, have another state than others. Pass --run={request.ran}."
+        )
     state = _typed(leaves, state_shapes(before, run.task.model))
     settings = request.settings
     if request.splits:
@@ -133,10 +138,11 @@ def visited_units(plans: Plans, sizes: Sizes, at: Progress) -> int:
     return min(place * sizes.units_per_step, sizes.num_units)
 
 
-def _parts(run: Run, sizes: Sizes) -> Parts:
-    """What decides on shapes and first states; how workers run does not."""
+def _parts(run: Run, sizes: Sizes, how: str) -> Parts:
+    """What decides on shapes and first states; devices do not."""
     epochs = -(-run.plans.total_steps // sizes.loads_per_epoch)
-    return parts_of(run.task, run.recipe, run.row, run.rounds, sizes, epochs=epochs)
+    rounds = program.rounds_of(run.recipe._replace(run=how), run.rounds)
+    return parts_of(run.task, run.recipe, run.row, rounds, sizes, epochs=epochs)
 
 
 def _typed(leaves, like: TrainState) -> TrainState:

@@ -28,6 +28,7 @@ class Request(NamedTuple):
     """Fields:
     step: of the newest whole checkpoint; 0: there is none.
     first, before, now: (W, B) that the run began with, of the checkpoint, and asked for.
+    ran: how the workers of the checkpoint ran, as --run.
     settings: of this call, with all changes so far; changed: whether the checkpoint has others.
     """
 
@@ -35,6 +36,7 @@ class Request(NamedTuple):
     first: tuple[int, int]
     before: tuple[int, int]
     now: tuple[int, int]
+    ran: str
     settings: dict
     changed: bool = False
 
@@ -64,7 +66,7 @@ def asked(folder: str, settings: Mapping, *, policy: str | None, overwrite: bool
     path, checkpoints = (os.path.join(folder, name) for name in ("settings.json", "checkpoints"))
     stood = None if overwrite else records.read_json(path)
     if stood is None:  # new, or not for us to judge
-        return Request(0, now, now, now, settings)
+        return Request(0, now, now, now, settings["run"], settings)
     step = checkpoint.settled(checkpoints)
     held = manifest.read(os.path.join(checkpoints, str(step)))["about"] if step else stood
     before, changes = _split_of(held), held.get(NAME, []) if step else []
@@ -75,7 +77,7 @@ def asked(folder: str, settings: Mapping, *, policy: str | None, overwrite: bool
         for known in (held, stood)
     )
     if not differs | others <= MAY_DIFFER:  # whoever opens the folder or restores it says so
-        return Request(step, now, now, now, settings)
+        return Request(step, now, now, now, settings["run"], settings)
     if differs and policy is None:
         raise ValueError(
             f"{folder!r} holds a run with other settings "
@@ -88,7 +90,7 @@ def asked(folder: str, settings: Mapping, *, policy: str | None, overwrite: bool
     if not (step and differs) and stood != settings:  # the checkpoint was ahead, or there is none
         records.write_json(path, settings)
         distributed.wait(f"settings of {folder}")
-    return Request(step, first, before, now, settings, bool(step and differs))
+    return Request(step, first, before, now, held["run"], settings, bool(step and differs))
 
 
 def _split_of(settings: Mapping) -> tuple[int, int]:

@@ -191,7 +191,7 @@ class Feed:
         self.close()
         self._epoch = epoch
         if self._order_of is not None:
-            current = np.asarray(distributed.own(state.orders.current))
+            current = np.array(distributed.own(state.orders.current))  # a copy: steps donate it
             batches = self._whole_run(epoch, place, current)
         else:
             seen = jax.tree.map(distributed.own, snapshot(state.orders))

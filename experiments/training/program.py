@@ -96,8 +96,7 @@ def build(
             f"{row.label} coordinates workers in every step, and workers in turn cannot: pass "
             "--run=vmap or --run=mesh."
         )
-    if turns and rounds is local_opt.parallel_rounds:  # the same, with the mean at a sync
-        rounds = local_opt.accumulated_rounds
+    rounds = rounds_of(recipe, rounds)
     parts = parts_of(task, recipe, row, rounds, sizes, proximal=proximal, mesh=mesh, epochs=epochs)
     run = runners.simulate if mesh is None else runners.over_mesh(mesh)
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
@@ -128,6 +127,13 @@ def build(
         reset=reset,
         mean_params=_mean_params(parts),
     )
+
+
+def rounds_of(recipe: Recipe, rounds: Callable) -> Callable:
+    """What workers in turn can do: the same, with the mean at a sync."""
+    if recipe.run == "turns" and rounds is local_opt.parallel_rounds:
+        return local_opt.accumulated_rounds
+    return rounds
 
 
 def check_units(task: Task, observed: bool) -> None:
