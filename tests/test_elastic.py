@@ -13,7 +13,7 @@ import pytest
 
 from experiments.elastic import request
 from experiments.results import records
-from experiments.training import checkpoint, config
+from experiments.training import checkpoint, config, loop
 from tests.elastic_run import go, prepare, state_of
 from tests.little_run import assert_same, timeless
 from tests.test_one_loop import STEPS
@@ -249,3 +249,39 @@ def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo):
         assert last > 3
         ends.append(outcome.state)
     assert_same(*ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["cd_grab", "rr", "sketch16_dealt"])
+@pytest.mark.parametrize("stops,left", [((14, 30), (0, 40)), ((15, 29), (40, 0))])
+def test_epochs_that_are_over_or_whose_last_batch_is_echoed(tmp_path, capsys, order, stops, left):
+    """Every batch is used three times; the next order is current once the next is loaded."""
+    rule, seen = {"order": order, "echo": "fixed"}, {}
+    plan = prepare(tmp_path, 8, **rule)[0].echo
+    assert plan.load_steps[:7].tolist() == [0, 3, 6, 9, 12, 15, 18]
+    for workers, policy, stop in ((8, None, stops[0]), (4, "mean", stops[1]), (8, "mean", None)):
+        go(tmp_path, workers, policy=policy, stop=stop, seen=seen, **rule)
+    epochs = visited(seen, lambda s: 4 if stops[0] <= s < stops[1] else 8, plan.load_steps)
+    assert all(len(set(units)) == len(units) == 40 for units in epochs.values())
+    said = capsys.readouterr().out
+    for stop, units, epoch in zip(stops, left, (1 + (not left[1]), 3 - (not left[1])), strict=True):
+        assert f"step {stop} with" in said and f"{units} of 40 units of epoch {epoch} are" in said
+
+
+@pytest.mark.slow
+def test_what_was_decided_while_it_ran_stays_decided(tmp_path, monkeypatch):
+    """By coins, as the same input would not be ready twice."""
+    coins, seen = iter(np.random.default_rng(2).random(10_000)), {}
+    monkeypatch.setattr(loop, "ready_everywhere", lambda ready: next(coins) < 0.4)
+    rule, decided = {"echo": "measured"}, ()
+    for workers, policy, stop in ((8, None, 23), (4, "mean", 42), (8, "mean", None)):
+        outcome, _ = go(
+            tmp_path, workers, policy=policy, stop=stop, reads="thread", seen=seen, **rule
+        )
+        assert outcome.decided[: len(decided)] == decided
+        decided = outcome.decided
+    loads = np.flatnonzero(decided)
+    epochs = visited(seen, lambda s: 4 if 23 <= s < 42 else 8, loads)
+    assert len(decided) == STEPS and len(loads) > 20
+    for epoch in range(len(loads) // LOADS):
+        assert sorted(epochs[epoch]) == list(range(40))
