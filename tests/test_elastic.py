@@ -38,7 +38,7 @@ def whole(tmp_path_factory):
     """8 to 4 to 8 workers on the device: (copies before each change, outcome, records, seen)."""
     folder, copies = tmp_path_factory.mktemp("elastic"), tmp_path_factory.mktemp("copies")
     seen, found = {}, []
-    for workers, policy, stop in ((8, None, 23), (4, "mean", 42), (8, "mean", None)):
+    for workers, policy, stop in ((8, None, 23), (4, "mean", 43), (8, "mean", None)):
         if policy:
             shutil.copytree(folder, copies / str(workers))
         outcome, new = go(folder, workers, policy=policy, stop=stop, seen=seen)
@@ -54,7 +54,7 @@ def eight(whole, tmp_path):
 
 def test_each_unit_is_visited_once_in_every_epoch(whole):
     _, outcome, found, seen = whole
-    epochs = visited(seen, lambda step: 4 if 23 <= step < 42 else 8)
+    epochs = visited(seen, lambda step: 4 if 23 <= step < 43 else 8)
     assert len(epochs) == STEPS / LOADS
     assert all(sorted(units) == list(range(40)) for units in epochs.values())
     assert outcome.ended and [r["step"] for r in found] == list(range(STEPS + 1))
@@ -64,7 +64,7 @@ def test_other_input_and_further_stops_change_nothing(whole, tmp_path):
     _, outcome, found, _ = whole
     again = []
     for workers, policy, stop in (
-        (8, None, 23), (4, "mean", 30), (4, None, 42), (8, "mean", 50), (8, "reset", None),
+        (8, None, 23), (4, "mean", 30), (4, None, 43), (8, "mean", 50), (8, "reset", None),
     ):  # fmt: skip
         # A policy without other workers changes nothing.
         other, new = go(tmp_path, workers, policy=policy, stop=stop, reads="thread")
@@ -235,12 +235,12 @@ def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo):
     rule, ends = {"order": order, "sync": sync, "echo": echo}, []
     for reads in (None, "thread"):
         folder, seen = tmp_path / str(reads), {}
-        for workers, policy, stop in ((8, None, 23), (4, "mean", 42), (8, "first", None)):
+        for workers, policy, stop in ((8, None, 23), (4, "mean", 43), (8, "first", None)):
             outcome, _ = go(
                 folder, workers, policy=policy, stop=stop, reads=reads, seen=seen, **rule
             )
         plans, *_ = prepare(folder, 8, **rule)
-        epochs = visited(seen, lambda s: 4 if 23 <= s < 42 else 8, plans.echo.load_steps)
+        epochs = visited(seen, lambda s: 4 if 23 <= s < 43 else 8, plans.echo.load_steps)
         last = len(plans.echo.load_steps) // LOADS  # epochs that are whole
         for epoch in range(last):
             units = epochs[epoch]
@@ -274,14 +274,14 @@ def test_what_was_decided_while_it_ran_stays_decided(tmp_path, monkeypatch):
     coins, seen = iter(np.random.default_rng(2).random(10_000)), {}
     monkeypatch.setattr(loop, "ready_everywhere", lambda ready: next(coins) < 0.4)
     rule, decided = {"echo": "measured"}, ()
-    for workers, policy, stop in ((8, None, 23), (4, "mean", 42), (8, "mean", None)):
+    for workers, policy, stop in ((8, None, 23), (4, "mean", 43), (8, "mean", None)):
         outcome, _ = go(
             tmp_path, workers, policy=policy, stop=stop, reads="thread", seen=seen, **rule
         )
         assert outcome.decided[: len(decided)] == decided
         decided = outcome.decided
     loads = np.flatnonzero(decided)
-    epochs = visited(seen, lambda s: 4 if 23 <= s < 42 else 8, loads)
+    epochs = visited(seen, lambda s: 4 if 23 <= s < 43 else 8, loads)
     assert len(decided) == STEPS and len(loads) > 20
     for epoch in range(len(loads) // LOADS):
         assert sorted(epochs[epoch]) == list(range(40))

@@ -322,13 +322,13 @@ def test_each_unit_is_visited_once_in_the_broken_epoch_and_in_the_next(name, bef
 def test_what_waits_for_a_lost_gradient_adds_nothing():
     """4 to 8 workers: the pairs of the third step are split, and their partners come in the 4th."""
     gradients = whole_numbers((32, ENTRIES), seed=5)
-    order, state, observe, _ = compiled("cd_grab", *SIZES[4], 4)
+    order, state, observe, _ = compiled("cd_grab_walk", *SIZES[4], 4)
     for at in range(3):
         numbers = np.take_along_axis(
             np.arange(32).reshape(4, 8), np.asarray(state.current)[:, 2 * at : 2 * at + 2], axis=1
         )
         state = observe(state, gradients[numbers])
-    order, fresh, observe, _ = compiled("cd_grab", *SIZES[8], 8)
+    order, fresh, observe, _ = compiled("cd_grab_walk", *SIZES[8], 8)
     change = Change(8, (2, 1), 6, order, fresh, coordinated=True, entries=ENTRIES)
     new, owned = resize(state, change, np.arange(32).reshape(4, 8))
     total = np.ravel(state.running_sum)[:ENTRIES]

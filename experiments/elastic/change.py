@@ -1,6 +1,7 @@
 """A checkpoint of W workers becomes one of W', of the same step, before the run goes on."""
 
 import os
+import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -81,9 +82,7 @@ def carried_out(
         distributed.say(_told(run, sizes, at, visited, policy, shared=not now.owned[0]))
     placed = TrainState(*(_placed(x, mesh, own) for x, own in zip(state, now.owned, strict=True)))
     seen = checkpoint.Evaluation(**known["evaluation"])
-    checkpoint.replace(
-        checkpoints, run.plans, at, placed, seen, dealt=known["dealt"], about=settings
-    )
+    replace(checkpoints, run.plans, at, placed, seen, dealt=known["dealt"], about=settings)
     records.write_json(os.path.join(folder, "settings.json"), settings)
     distributed.wait(f"changed {folder}")
     return settings, units_of(folder, settings.get(NAME, []), sizes[1])
@@ -126,6 +125,26 @@ def changed(run: Run, state: TrainState, parts: tuple[Parts, Parts], visited, po
         opt_state = local_opt.elastic.resized(opt_state, change)
     stats = _stats(state.stats, fresh.stats, workers)
     return TrainState(params, opt_state, orders, fresh.key, stats), units
+
+
+def replace(folder: str, plans: Plans, at: Progress, state: TrainState, seen, **known) -> None:
+    """Writes a checkpoint in the place of that of the same step, which stays until it is whole.
+
+    Args:
+      as of `checkpoint.save`. A collective.
+    """
+    aside, path = f"{folder}.new", os.path.join(folder, str(at.step))
+    if distributed.is_first():
+        shutil.rmtree(aside, ignore_errors=True)
+    distributed.wait(f"replace {path}")
+    with checkpoint.opened(aside) as manager:
+        checkpoint.save(manager, plans, at, state, seen, **known)
+    if distributed.is_first():
+        os.rename(path, path + checkpoint.BEFORE)
+        os.rename(os.path.join(aside, str(at.step)), path)
+        checkpoint.end_replacing(folder)
+        shutil.rmtree(aside)
+    distributed.wait(f"replaced {path}")
 
 
 def visited_units(plans: Plans, sizes: Sizes, at: Progress) -> int:

@@ -66,7 +66,7 @@ def settled(folder: str) -> int:
       ValueError: where none of them is whole.
     """
     if distributed.is_first():
-        _end_replacing(folder)
+        end_replacing(folder)
     steps, damaged = distributed.of_first(steps_of(folder)), {}
     for step in steps:
         first = distributed.is_first()
@@ -168,28 +168,8 @@ def save(
     manager.save(at.step, args=args)
 
 
-def replace(folder: str, plans: Plans, at: Progress, state: TrainState, seen, **known) -> None:
-    """Writes a checkpoint in the place of that of the same step, which stays until it is whole.
-
-    Args:
-      as of `save`. A collective.
-    """
-    aside, path = f"{folder}.new", os.path.join(folder, str(at.step))
-    if distributed.is_first():
-        shutil.rmtree(aside, ignore_errors=True)
-    distributed.wait(f"replace {path}")
-    with opened(aside) as manager:
-        save(manager, plans, at, state, seen, **known)
-    if distributed.is_first():
-        os.rename(path, path + BEFORE)
-        os.rename(os.path.join(aside, str(at.step)), path)
-        _end_replacing(folder)
-        shutil.rmtree(aside)
-    distributed.wait(f"replaced {path}")
-
-
-def _end_replacing(folder: str) -> None:
-    """What `replace` has not come to, when it was killed: the one before or the new one stays."""
+def end_replacing(folder: str) -> None:
+    """Of a checkpoint and that before in its place the new one stays, if it has come there."""
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         if name.endswith(BEFORE):
             path = os.path.join(folder, name)
