@@ -75,16 +75,16 @@ def run(values: absl_flags.FlagValues) -> None:
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     fixed = {**decisions, "seed": values.seed, "learning_rate": rate}
     settings = {**flags.settings(values, recipe), **fixed, "data": data_hash(task)}
+    mesh = distributed.mesh_of(recipe.run, recipe.workers)
     with lock.held(folder):
-        built, plans, settings = _prepared(task, recipe, arm, values, folder, settings)
-        outcome = _train(task, recipe, built, plans, arm, values, folder, settings, fixed)
+        built, plans, this = _prepared(task, recipe, arm, mesh, values, folder, settings)
+        outcome = _train(task, recipe, built, plans, arm, values, folder, this, fixed)
         _finish(outcome, built, plans, folder, values)
 
 
-def _prepared(task, recipe, arm, values, folder, settings):
-    """(program, plans, settings), of the workers that the run goes on with, if they are others."""
+def _prepared(task, recipe, arm, mesh, values, folder, settings):
+    """(program, plans, what is asked of the folder), where that may be to change the workers."""
     order, rule, policy = trainer.rows_of(arm)
-    mesh = distributed.mesh_of(recipe.run, recipe.workers)
     asked = request.asked(folder, settings, policy=values.elastic, overwrite=values.overwrite)
     sizes = request.sizes_of(task, recipe, asked, deals=order.deals)
     own = config.config_of(recipe, sizes[-1], seed=values.seed)
@@ -99,7 +99,7 @@ def _prepared(task, recipe, arm, values, folder, settings):
     )  # fmt: skip
     if text := config.left_out(task, asked.began(recipe), deals=order.deals):
         distributed.say(text)
-    return built, plans, settings
+    return built, plans, asked._replace(settings=settings)
 
 
 def _finish(outcome, built, plans, folder, values):
@@ -117,12 +117,12 @@ def _finish(outcome, built, plans, folder, values):
     distributed.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 
 
-def _train(task, recipe, built, plans, arm, values, folder, settings, fixed):
+def _train(task, recipe, built, plans, arm, values, folder, asked, fixed):
+    settings, at = asked.settings, asked.step
     done = study.open_folder(folder, settings, values)
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
     identity |= {k: v for k, v in settings.items() if k == request.NAME}
     checkpoints = os.path.join(folder, "checkpoints")
-    at = checkpoint.settled(checkpoints)
     kept = [r for r in done if r["step"] <= at] if at else []
     saving = training_run.Saving(
         checkpoints, values.checkpoint_every, at_end=True, about=settings, kept=len(kept)
@@ -140,13 +140,10 @@ def _train(task, recipe, built, plans, arm, values, folder, settings, fixed):
             write(identity | record)
             bar.update(record["step"] - bar.n)
 
-        changes, of_sizes = (
-            settings.get(request.NAME, []),
-            functools.partial(trainer.traffic_of, task, *trainer.rows_of(arm)[:2], built),
-        )
+        of_sizes = functools.partial(trainer.traffic_of, task, *trainer.rows_of(arm)[:2], built)
         return trainer.train_one(
             task, recipe, built, plans, arm, measure, seed=values.seed, saving=saving,
-            on_record=on_record, traffic=request.traffic_of(changes, built.sizes, of_sizes),
+            on_record=on_record, traffic=request.traffic_of(asked.changes, built.sizes, of_sizes),
         )  # fmt: skip
 
 

@@ -94,10 +94,12 @@ def _regrouped(pairs, alone, workers, count):
 
 
 def visited_of(state, change) -> int:
+    """Units of this epoch that every one of the W' workers has visited."""
     return change.visited * len(state.current) // change.workers
 
 
 def counted_of(state) -> int:
+    """Units that every one of the W workers has observed."""
     return min(int(state.position[0]), state.current.shape[1])
 
 
