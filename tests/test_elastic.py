@@ -21,14 +21,19 @@ from tests.test_one_loop import STEPS
 LOADS = 5  # of an epoch
 
 
-def visited(seen, workers_at, load_steps=range(STEPS)):
-    """{epoch: the units of its loads}."""
+def visited(seen, load_steps=range(STEPS), *, online=False):
+    """{epoch: the units of its loads}.
+
+    Args:
+      online: where loads are not known before, the next order is current once the next one comes.
+    """
     found = {}
     for load, step in enumerate(load_steps):
-        orders, workers = seen[step], workers_at(step)
-        each, (epoch, place) = 8 // workers, divmod(load, LOADS)
+        epoch, place = divmod(load, LOADS)
+        orders = seen[step + (online and not place)]
+        each = 8 // len(orders)
         units = orders[:, place * each : (place + 1) * each]
-        assert units.shape == (workers, each)
+        assert units.size == 8
         found.setdefault(epoch, []).extend(units.reshape(-1).tolist())
     return found
 
@@ -54,7 +59,7 @@ def eight(whole, tmp_path):
 
 def test_each_unit_is_visited_once_in_every_epoch(whole):
     _, outcome, found, seen = whole
-    epochs = visited(seen, lambda step: 4 if 23 <= step < 43 else 8)
+    epochs = visited(seen)
     assert len(epochs) == STEPS / LOADS
     assert all(sorted(units) == list(range(40)) for units in epochs.values())
     assert outcome.ended and [r["step"] for r in found] == list(range(STEPS + 1))
@@ -240,7 +245,7 @@ def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo):
                 folder, workers, policy=policy, stop=stop, reads=reads, seen=seen, **rule
             )
         plans, *_ = prepare(folder, 8, **rule)
-        epochs = visited(seen, lambda s: 4 if 23 <= s < 43 else 8, plans.echo.load_steps)
+        epochs = visited(seen, plans.echo.load_steps)
         last = len(plans.echo.load_steps) // LOADS  # epochs that are whole
         for epoch in range(last):
             units = epochs[epoch]
@@ -261,7 +266,7 @@ def test_epochs_that_are_over_or_whose_last_batch_is_echoed(tmp_path, capsys, or
     assert plan.load_steps[:7].tolist() == [0, 3, 6, 9, 12, 15, 18]
     for workers, policy, stop in ((8, None, stops[0]), (4, "mean", stops[1]), (8, "mean", None)):
         go(tmp_path, workers, policy=policy, stop=stop, seen=seen, **rule)
-    epochs = visited(seen, lambda s: 4 if stops[0] <= s < stops[1] else 8, plan.load_steps)
+    epochs = visited(seen, plan.load_steps)
     assert all(len(set(units)) == len(units) == 40 for units in epochs.values())
     said = capsys.readouterr().out
     for stop, units, epoch in zip(stops, left, (1 + (not left[1]), 3 - (not left[1])), strict=True):
@@ -281,7 +286,7 @@ def test_what_was_decided_while_it_ran_stays_decided(tmp_path, monkeypatch):
         assert outcome.decided[: len(decided)] == decided
         decided = outcome.decided
     loads = np.flatnonzero(decided)
-    epochs = visited(seen, lambda s: 4 if 23 <= s < 43 else 8, loads)
+    epochs = visited(seen, loads, online=True)
     assert len(decided) == STEPS and len(loads) > 20
     for epoch in range(len(loads) // LOADS):
         assert sorted(epochs[epoch]) == list(range(40))
