@@ -1,4 +1,4 @@
-"""States of rounds that go on with another number of workers: what stays, and what becomes a mean."""
+"""What rounds keep when they go on with another number of workers, and what becomes a mean."""
 
 import ml_dtypes
 import numpy as np
