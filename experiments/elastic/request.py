@@ -69,14 +69,16 @@ def asked(folder: str, settings: Mapping, *, policy: str | None, overwrite: bool
         return Request(0, now, now, now, settings["run"], settings)
     step = checkpoint.settled(checkpoints)
     held = manifest.read(os.path.join(checkpoints, str(step)))["about"] if step else stood
-    before, changes = _split_of(held), held.get(NAME, []) if step else []
-    first = (changes[0]["workers"][0], changes[0][SPLIT[1]][0]) if changes else before
+    changes = held.get(NAME, []) if step else []
     settings |= {NAME: changes} if changes else {}
     differs, others = (
-        {k for k in known | settings if known.get(k) != settings.get(k)} - {NAME}
-        for known in (held, stood)
+        {k for k in there | settings if there.get(k) != settings.get(k)} - {NAME}
+        for there in (held, stood)
     )
-    if not differs | others <= MAY_DIFFER:  # whoever opens the folder or restores it says so
+    known = {"run", *SPLIT} <= held.keys()
+    if not (
+        known and differs | others <= MAY_DIFFER
+    ):  # whoever opens the folder or restores it says so
         return Request(step, now, now, now, settings["run"], settings)
     if differs and policy is None:
         raise ValueError(
@@ -85,8 +87,8 @@ def asked(folder: str, settings: Mapping, *, policy: str | None, overwrite: bool
             "pass --overwrite to forget that run; to go on with other workers pass "
             f"--{NAME}={' or '.join(POLICIES)}."
         )
-    if not step:
-        first = before = now
+    before = _split_of(held) if step else now
+    first = (changes[0]["workers"][0], changes[0][SPLIT[1]][0]) if changes else before
     if not (step and differs) and stood != settings:  # the checkpoint was ahead, or there is none
         records.write_json(path, settings)
         distributed.wait(f"settings of {folder}")
