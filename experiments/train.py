@@ -8,12 +8,14 @@ r"""One run: any task, any order, any synchronisation rule and any echo policy t
 Writes metrics.jsonl, metrics.csv, the plans, settings and versions into --output_dir, checkpoints
 of the whole state, and in the end the model, the mean over the workers, which orbax restores.
 SIGTERM and SIGINT save and leave; the same command, given again, goes on from the last checkpoint,
-and ends bitwise as the run that was never stopped.
+and ends bitwise as the run that was never stopped. With --elastic it may have other --workers
+(docs/launching.md).
 
 T is --total_steps, or --epochs passes over the data without echoing; with echoing the same steps
 take fewer loads.
 """
 
+import functools
 import os
 import sys
 
@@ -21,6 +23,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from experiments import flags
+from experiments.elastic import change, request
 from experiments.processes import distributed, lock
 from experiments.results import writers
 from experiments.studies import study, trainer
@@ -31,6 +34,7 @@ from experiments.tasks.base import check_recipe
 from experiments.tasks.digest import data_hash
 from experiments.training import checkpoint, config, program
 from experiments.training import run as training_run
+from local_opt.elastic import POLICIES
 from ordering.echo import EchoPlan
 
 
@@ -43,6 +47,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     rate = "peak; the middle one of --learning_rates if unset"
     define(absl_flags.DEFINE_float, "learning_rate", None, rate)
     define(absl_flags.DEFINE_integer, "seed", 0, "of parameters, orders, coins", lower_bound=0)
+    text = "other --workers than the run has had: what becomes of their optimizers' states"
+    define(enum, "elastic", None, text, list(POLICIES))
 
 
 def run(values: absl_flags.FlagValues) -> None:
@@ -65,23 +71,35 @@ def run(values: absl_flags.FlagValues) -> None:
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return distributed.say(dry_run(task, recipe, only, flags.assumed(values)))
-    mesh = distributed.mesh_of(recipe.run, recipe.workers)
-    sizes = config.sizes_of(task, recipe, deals=order.deals)
-    own = trainer.config_of(task, recipe, arm, seed=values.seed)
-    plans = config.plans_of(own, rule, policy, rate=rate)
-    reads = None if values.input == "device" else values.input
-    built = program.build(
-        task, recipe, order, rule.rounds, mesh=mesh,
-        reads="thread" if policy.online and reads is None else reads,
-        epochs=-(-plans.total_steps // sizes.loads_per_epoch),
-    )  # fmt: skip
-    if text := config.left_out(task, recipe, deals=order.deals):
-        distributed.say(text)
+    config.sizes_of(task, recipe, deals=order.deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     fixed = {**decisions, "seed": values.seed, "learning_rate": rate}
+    settings = {**flags.settings(values, recipe), **fixed, "data": data_hash(task)}
+    mesh = distributed.mesh_of(recipe.run, recipe.workers)
     with lock.held(folder):
-        outcome = _train(task, recipe, built, plans, arm, values, folder, fixed)
+        built, plans, this = _prepared(task, recipe, arm, mesh, values, folder, settings)
+        outcome = _train(task, recipe, built, plans, arm, values, folder, this, fixed)
         _finish(outcome, built, plans, folder, values)
+
+
+def _prepared(task, recipe, arm, mesh, values, folder, settings):
+    """(program, plans, what is asked of the folder), where that may be to change the workers."""
+    order, rule, policy = trainer.rows_of(arm)
+    asked = request.asked(folder, settings, policy=values.elastic, overwrite=values.overwrite)
+    sizes = request.sizes_of(task, recipe, asked, deals=order.deals)
+    own = config.config_of(recipe, sizes[-1], seed=values.seed)
+    plans = config.plans_of(own, rule, policy, rate=recipe.learning_rates[0])
+    this = change.Run(task, recipe, order, rule.rounds, plans, values.seed)
+    settings, units = change.carried_out(this, asked, sizes, folder, values.elastic, mesh)
+    reads = None if values.input == "device" else values.input
+    built = program.build(
+        task, recipe, order, rule.rounds, mesh=mesh, sizes=sizes[-1], units=units,
+        reads="thread" if policy.online and reads is None else reads,
+        epochs=-(-plans.total_steps // sizes[-1].loads_per_epoch),
+    )  # fmt: skip
+    if text := config.left_out(task, asked.began(recipe), deals=order.deals):
+        distributed.say(text)
+    return built, plans, asked._replace(settings=settings)
 
 
 def _finish(outcome, built, plans, folder, values):
@@ -99,12 +117,12 @@ def _finish(outcome, built, plans, folder, values):
     distributed.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 
 
-def _train(task, recipe, built, plans, arm, values, folder, fixed):
-    settings = {**flags.settings(values, recipe), **fixed, "data": data_hash(task)}
+def _train(task, recipe, built, plans, arm, values, folder, asked, fixed):
+    settings, at = asked.settings, asked.step
     done = study.open_folder(folder, settings, values)
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
+    identity |= {k: v for k, v in settings.items() if k == request.NAME}
     checkpoints = os.path.join(folder, "checkpoints")
-    at = checkpoint.settled(checkpoints)
     kept = [r for r in done if r["step"] <= at] if at else []
     saving = training_run.Saving(
         checkpoints, values.checkpoint_every, at_end=True, about=settings, kept=len(kept)
@@ -122,9 +140,10 @@ def _train(task, recipe, built, plans, arm, values, folder, fixed):
             write(identity | record)
             bar.update(record["step"] - bar.n)
 
+        of_sizes = functools.partial(trainer.traffic_of, task, *trainer.rows_of(arm)[:2], built)
         return trainer.train_one(
             task, recipe, built, plans, arm, measure, seed=values.seed, saving=saving,
-            on_record=on_record,
+            on_record=on_record, traffic=request.traffic_of(asked.changes, built.sizes, of_sizes),
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import Order, Sizes, size_of, sizes_of
-from experiments.training.parts import ends_of, parts_of, start_of, steps_of
+from experiments.training.parts import ends_of, parts_of, state_shapes, steps_of
 from experiments.training.step import TrainState
 from local_opt import runners
 
@@ -67,13 +67,7 @@ def shapes_of(
     def number(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=shared)
 
-    params = jax.eval_shape(task.model.init, jax.random.key(0))
-    if parts.owned[0]:
-        params = _with_axes(params, workers)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), workers))
-    given = jax.ShapeDtypeStruct((workers, sizes.num_units), jnp.int32) if row.on_host else None
-    state = jax.eval_shape(start_of(parts, run), params, keys, given, keys)
-    state = TrainState(*map(placed, state, parts.owned))
+    state = TrainState(*map(placed, state_shapes(parts, task.model, run), parts.owned))
     example = jax.tree.map(_one, dict(task.train))
     if reads or not row.deals:
         units = sizes.units_per_step if reads else sizes.num_units

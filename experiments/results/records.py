@@ -6,6 +6,7 @@ rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above
 "train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), with --nonfinite=skip
 "skipped" (updates left out since the record before, of all workers), and in the last record of a
 run "ended": true, "diverged": null or the message, and "load_steps" where echoing was measured.
+A run of `train` that went on with other workers has "elastic" from there on, a list of its changes.
 Tuning runs recorded before this schema hold, for what was evaluated on the way, the first record at
 the target alone: its costs, and in "at_target" the scalars that were there.
 

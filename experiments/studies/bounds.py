@@ -21,7 +21,8 @@ def bounds_of(task, recipe, built, order) -> Callable | None:
     if built.sharding is not None:
         of_all = runners.over_mesh(built.sharding.mesh)
     if data is None:
-        data = distributed.place(input.partition(task.train, sizes), built.sharding)
+        owned = input.partition(task.train, sizes, built.source.units)
+        data = distributed.place(owned, built.sharding)
     bound = order_bounds(
         task.model, of_all, num_units=sizes.num_units, units_per_step=sizes.units_per_step
     )

@@ -155,12 +155,15 @@ def train_one(task, recipe, built, plans, arm, measure, *, saving, **options) ->
         plans,
         evaluate=lambda state: measure(next(following), total, state),
         evaluate_at=steps,
-        traffic=traffic(
-            order, rule, built.sizes, num_params(task.model), sync_in_step=built.sync_in_step
-        ),
         saving=saving,
-        **options,
+        **{"traffic": traffic_of(task, order, rule, built, built.sizes)} | options,
     )
+
+
+def traffic_of(task, order, rule, built, sizes) -> Callable[[int, int], float]:
+    """`cost.traffic` of a built program, or as if it had other sizes."""
+    params = num_params(task.model)
+    return traffic(order, rule, sizes, params, sync_in_step=built.sync_in_step)
 
 
 def evaluation_steps(recipe: Recipe, sizes: config.Sizes, total: int) -> list[int]:

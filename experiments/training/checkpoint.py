@@ -21,6 +21,8 @@ from experiments.training.loop import Progress
 from experiments.training.step import TrainState
 
 KEPT = 2
+WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pass --overwrite."
+BEFORE = ".before"  # of one that is being replaced
 
 
 class Evaluation(NamedTuple):
@@ -68,6 +70,8 @@ def settled(folder: str) -> int:
     Raises:
       ValueError: where none of them is whole.
     """
+    if distributed.is_first():
+        end_replacing(folder)
     steps, damaged = distributed.of_first(steps_of(folder)), {}
     for step in steps:
         first = distributed.is_first()
@@ -97,23 +101,29 @@ def damage(path: str) -> str | None:
 
     It is read as a restore reads it, by this process alone.
     """
-    import orbax.checkpoint as ocp
-    from etils import epath
-
     before = sys.unraisablehook
     sys.unraisablehook = functools.partial(_unless_closed, before)
     try:
-        known = manifest.read(path)
-        handler, state = ocp.PyTreeCheckpointHandler(), epath.Path(path) / "state"
-        here = ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(_host()))
-        args = jax.tree.map(lambda _: here, handler.metadata(state).tree)
-        found = handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=args))
-        manifest.check_leaves(known, found)
-        manifest.check_orders(found, known["dealt"])
+        read_on_host(path)
     except Exception as error:  # whatever orbax raises over broken files
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     sys.unraisablehook = before
     return None
+
+
+def read_on_host(path: str) -> tuple[dict, dict]:
+    """(the manifest, the state of all workers in dicts); some error where they are not whole."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    known = manifest.read(path)
+    handler, state = ocp.PyTreeCheckpointHandler(), epath.Path(path) / "state"
+    here = ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(host()))
+    args = jax.tree.map(lambda _: here, handler.metadata(state).tree)
+    found = handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=args))
+    manifest.check_leaves(known, found)
+    manifest.check_orders(found, known["dealt"])
+    return known, found
 
 
 def _unless_closed(hook, raised) -> None:
@@ -125,7 +135,7 @@ def _unless_closed(hook, raised) -> None:
         hook(raised)
 
 
-def _host():
+def host():
     """A device with the host's memory, where there is one: the state of all workers must fit."""
     try:
         return jax.local_devices(backend="cpu")[0]
@@ -164,6 +174,17 @@ def save(
         manager.save(at.step, args=args)
 
 
+def end_replacing(folder: str) -> None:
+    """Of a checkpoint and that before in its place the new one stays, if it has come there."""
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        if name.endswith(BEFORE):
+            path = os.path.join(folder, name)
+            if os.path.exists(path.removesuffix(BEFORE)):
+                shutil.rmtree(path)
+            else:
+                os.rename(path, path.removesuffix(BEFORE))
+
+
 def restore(
     manager, plans: Plans, start: TrainState, *, about: Mapping | None = None
 ) -> tuple[Progress, TrainState, Evaluation]:
@@ -198,25 +219,33 @@ def restore(
             f"the checkpoint {path!r} was not restored as it was saved ({error}): give the command "
             "again, or move that folder away to go on from an older one."
         ) from error
+    return progress_of(known, plans, step), state, Evaluation(**known["evaluation"])
+
+
+def progress_of(known: Mapping, plans: Plans, step: int) -> Progress:
+    """Where the run of a manifest stands."""
     decided = np.isin(np.arange(step if plans.echo.online else 0), known["decided"])
-    at = loop.resumed(plans, step, tuple(decided.tolist()))
-    return at, state, Evaluation(**known["evaluation"])
+    return loop.resumed(plans, step, tuple(decided.tolist()))
 
 
 def _check_same(known: Mapping, plans: Plans, about: Mapping | None, step: int) -> None:
-    what_to_do = "give the command that made it, choose another --output_dir, or pass --overwrite."
     if changed := [] if about is None else records.differences(known["about"], about):
         raise ValueError(
             f"the checkpoint of step {step} belongs to a run with other settings "
-            f"({', '.join(changed)}): {what_to_do}"
+            f"({', '.join(changed)}): {WHAT_TO_DO}"
         )
+    check_plans(known, plans, step)
+    if known["code"] != digest.code_hash():
+        distributed.say(f"The checkpoint of step {step} was written by other code than this.")
+
+
+def check_plans(known: Mapping, plans: Plans, step: int) -> None:
+    """Raises ValueError unless a manifest is of these plans."""
     for name, own in plans.digests().items():
         if known["plans"].get(name) != own:
             raise ValueError(
-                f"the checkpoint of step {step} belongs to another {name} plan: {what_to_do}"
+                f"the checkpoint of step {step} belongs to another {name} plan: {WHAT_TO_DO}"
             )
-    if known["code"] != digest.code_hash():
-        distributed.say(f"The checkpoint of step {step} was written by other code than this.")
 
 
 def export(folder: str, model) -> None:

@@ -17,9 +17,15 @@ LOOK_AHEAD = 4  # loads before an epoch's end at which the front of the next one
 DEPTH = 2  # finished batches that wait
 
 
-def partition(train: dict, sizes: Sizes):
-    """Arrays [W, M, S, ...]: worker w owns the w-th run of M S examples for the whole training."""
+def partition(train: dict, sizes: Sizes, units: np.ndarray | None = None):
+    """Arrays [W, M, S, ...]: worker w owns the w-th run of M S examples for the whole training.
+
+    Args:
+      units: int[W, M], those that it owns in place of a run.
+    """
     shape = (sizes.workers, sizes.num_units, sizes.unit_size)
+    if units is not None:
+        return jax.tree.map(lambda x: x[units], pool(train, sizes))
     count = int(np.prod(shape))
     return jax.tree.map(lambda x: x[:count].reshape((*shape, *x.shape[1:])), train)
 
@@ -74,6 +80,7 @@ class Source(NamedTuple):
       sizes: of the run; total: units of the whole set, where orders name these; None: own units.
       owned: neighbouring workers, of this process; sharding: of arrays with a worker axis.
       reads: "thread", a loader thread, or "tfdata".
+      units: int[W, M], own units by their numbers in the whole set; None: neighbours.
     """
 
     train: object
@@ -82,19 +89,22 @@ class Source(NamedTuple):
     owned: list[int]
     sharding: object = None
     reads: str = "thread"
+    units: np.ndarray | None = None
 
 
 def examples_of(orders: np.ndarray, source: Source) -> tuple[np.ndarray, int]:
     """(the examples that a slice of own workers' orders names, step by step, W B S of one step)."""
-    sizes = source.sizes
+    sizes, total = source.sizes, source.total
+    if source.units is not None:
+        orders, total = np.take_along_axis(source.units[source.owned], orders, 1), source.units.size
     indices, size = ordering.input.step_indices(
         orders,
         units_per_step=sizes.units_per_step,
         unit_size=sizes.unit_size,
         num_units=sizes.num_units,
-        total=source.total,
+        total=total,
     )
-    first = 0 if source.total else source.owned[0] * sizes.num_units * sizes.unit_size
+    first = 0 if total else source.owned[0] * sizes.num_units * sizes.unit_size
     return first + indices, size
 
 
@@ -140,7 +150,8 @@ def example_batch(source: Source, size: int):
 class Feed:
     """The batches of a run, one per load, across its epochs: a reader that is open.
 
-    Orders of the host are known for ever, so that their batches are one stream. Of orders that are
+    Orders of the host are known for ever, so that their batches are one stream; the first of them
+    is the state's own, for workers may have been others when it was drawn. Of orders that are
     made while the epoch runs, the front of the next epoch is read before this one ends.
     """
 
@@ -179,7 +190,8 @@ class Feed:
         self.close()
         self._epoch = epoch
         if self._order_of is not None:
-            batches = self._whole_run(epoch, place)
+            current = np.array(distributed.own(state.orders.current))  # a copy: steps donate it
+            batches = self._whole_run(epoch, place, current)
         else:
             seen = jax.tree.map(distributed.own, snapshot(state.orders))
             read = read_orders(self._source, epoch)
@@ -195,11 +207,12 @@ class Feed:
             batches, depth=DEPTH, timeout=waits.patience() + self._delay
         )
 
-    def _whole_run(self, epoch, place) -> Iterator:
-        for number in itertools.count(epoch):
+    def _whole_run(self, epoch, place, current) -> Iterator:
+        first = place * self._source.sizes.units_per_step
+        yield from read_orders(self._source, epoch)(current[:, first:], place)
+        for number in itertools.count(epoch + 1):
             orders = self._order_of(number)[self._source.owned]
-            first = place * self._source.sizes.units_per_step if number == epoch else 0
-            yield from read_orders(self._source, number)(orders[:, first:], place)
+            yield from read_orders(self._source, number)(orders, 0)
 
     def _open_front(self, seen, epoch):
         seen = jax.tree.map(distributed.own, seen)

@@ -130,6 +130,19 @@ def jitted(function, run, owned_in, owned_out):
     return jax.jit(lambda state, *rest: TrainState(*mapped(*state, *rest)), donate_argnums=0)
 
 
+def state_shapes(parts: Parts, model, run=runners.simulate) -> TrainState:
+    """The shapes of a state of all workers."""
+    workers, (own, *_) = parts.sizes.workers, parts.owned
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    if own:
+        wide = lambda p: jax.ShapeDtypeStruct((workers, *p.shape), p.dtype)  # noqa: E731
+        params = jax.tree.map(wide, params)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), workers))
+    given = jax.ShapeDtypeStruct((workers, parts.sizes.num_units), jnp.int32)
+    given = given if parts.row.on_host else None
+    return TrainState(*jax.eval_shape(start_of(parts, run), params, keys, given, keys))
+
+
 def start_of(parts: Parts, run) -> Callable:
     """`(params, keys of orders, orders of the host, keys) -> the fields of a TrainState`."""
 

@@ -65,6 +65,8 @@ def build(
     reads: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     epochs: int | None = None,
+    sizes: Sizes | None = None,
+    units: np.ndarray | None = None,
 ) -> Program:
     """Places the data and prepares the segments.
 
@@ -76,12 +78,14 @@ def build(
         workers work, as sources that fit nowhere always are (by a thread).
       mesh: one device per worker, of one or several processes; None runs all on one device.
       epochs: that the run takes, which some orders need to know; the recipe's if unset.
+      sizes: of a run that began with other workers; None: the recipe's.
+      units: int32[W, M], the units that each worker owns; None: neighbours, or all are dealt.
 
     Raises:
       ValueError: if the data are too few, the loss mixes examples that are to be units, or workers
         in turn would need each other in a step.
     """
-    sizes = config.sizes_of(task, recipe, deals=row.deals)
+    sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
     if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
         check_units(task, observed=row.observes and sizes.units_per_step > 1)
     if reads is None and not isinstance(task.train, dict):
@@ -92,18 +96,17 @@ def build(
             f"{row.label} coordinates workers in every step, and workers in turn cannot: pass "
             "--run=vmap or --run=mesh."
         )
-    if turns and rounds is local_opt.parallel_rounds:  # the same, with the mean at a sync
-        rounds = local_opt.accumulated_rounds
+    rounds = rounds_of(recipe, rounds)
     parts = parts_of(task, recipe, row, rounds, sizes, proximal=proximal, mesh=mesh, epochs=epochs)
     run = runners.simulate if mesh is None else runners.over_mesh(mesh)
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None
     if reads is None:
-        data = _place_data(task.train, sizes, row, mesh)
+        data = _place_data(task.train, sizes, units, row, mesh)
     else:
         owned = distributed.own_workers(mesh, sizes.workers)
         sharding = runners.owned_sharding(mesh)
-        source = input.Source(task.train, sizes, total, owned, sharding, reads)
+        source = input.Source(task.train, sizes, total, owned, sharding, reads, units)
     orders_of = _orders_of(parts, config.size_of(task.train)) if row.on_host else None
     reset = jitted(
         lambda state: state._replace(stats=step.zero_stats(skips=parts.skips)),
@@ -126,6 +129,13 @@ def build(
     )
 
 
+def rounds_of(recipe: Recipe, rounds: Callable) -> Callable:
+    """What workers in turn can do: the same, with the mean at a sync."""
+    if recipe.run == "turns" and rounds is local_opt.parallel_rounds:
+        return local_opt.accumulated_rounds
+    return rounds
+
+
 def check_units(task: Task, observed: bool) -> None:
     """Units of one example need losses of single examples."""
     if task.model.statistics is not None:
@@ -139,11 +149,11 @@ def check_units(task: Task, observed: bool) -> None:
         check_separable(task.model.loss, params, few, jax.random.key(0))
 
 
-def _place_data(train, sizes, row, mesh):
+def _place_data(train, sizes, units, row, mesh):
     if row.deals:
         shared = runners.shared_sharding(mesh) if mesh else None
         return distributed.place(input.pool(train, sizes), shared)
-    return distributed.place(input.partition(train, sizes), runners.owned_sharding(mesh))
+    return distributed.place(input.partition(train, sizes, units), runners.owned_sharding(mesh))
 
 
 def _place_rest(task, parts: Parts, mesh, *, averages: bool):
@@ -159,7 +169,7 @@ def _place_rest(task, parts: Parts, mesh, *, averages: bool):
     return distributed.place(rest, runners.owned_sharding(mesh))
 
 
-def _keys(seed: int, workers: int):
+def keys_of(seed: int, workers: int):
     """(of the parameters, of the workers' orders, of the workers' steps)."""
     key = jax.random.key(seed)
     orders, steps = (jax.random.split(jax.random.fold_in(key, part), workers) for part in (1, 2))
@@ -174,7 +184,7 @@ def _initial(model, parts: Parts, orders_of, run, mesh) -> Callable:
 
     def init(seed: int) -> TrainState:
         """One seed gives all orders the same parameters and first orders."""
-        params_key, order_keys, keys = _keys(seed, workers)
+        params_key, order_keys, keys = keys_of(seed, workers)
         params = jax.device_get(model_init(params_key))
         if own:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
@@ -194,7 +204,7 @@ def _orders_of(parts: Parts, num_examples: int) -> Callable:
     sizes = parts.sizes
 
     def orders_of(seed: int) -> Callable:
-        _, order_keys, _ = _keys(seed, sizes.workers)
+        _, order_keys, _ = keys_of(seed, sizes.workers)
         first = jax.vmap(lambda key: ordering.base.first_order(key, sizes.num_units))(order_keys)
         return parts.row.on_host(seed, np.asarray(first), sizes, num_examples)
 

@@ -1,0 +1,1 @@
+"""A run goes on with another number of workers."""
