@@ -11,7 +11,8 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_example_runs(code):
-    assert len([line for line in code.split("\n") if line.strip()]) < 20
+    lines = [line for line in code.split("\n") if line.strip()]
+    assert len(lines) <= (16 if "study.main" in code else 15)  # a study is no newcomer's first loop
     exec(compile(code, "README.md", "exec"), {})
 
 
