@@ -128,7 +128,7 @@ def test_of_many_that_ask_at_once_one_gets_the_folder(tmp_path):
         for _ in range(3)
     ]
     found = [process.communicate(timeout=120) for process in ran]
-    ends = [(process.returncode, told[-2000:]) for process, (_, told) in zip(ran, found, strict=True)]
+    ends = [(p.returncode, told[-2000:]) for p, (_, told) in zip(ran, found, strict=True)]
     assert [code for code, _ in ends] == [0] * 3, f"none met another inside: {ends}"
     assert all(int(text) for text, _ in found)
 
