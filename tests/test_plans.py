@@ -431,7 +431,8 @@ BAD = {
 test_bad_input = refuses(BAD)
 
 
-OTHER_FILES = ["garbage", "", "[]", "null", '{"starts": [0]}',
+OTHER_FILES = ["garbage", "", "[]", "null", '{"starts": [0]}', json.dumps(
+    {"rule": None, "total_steps": 1, "starts": [0], "digest": local_opt.every_step(1).digest()}),
                '{"total_steps": 4, "rule": "", "digest": ""}']  # fmt: skip
 
 
