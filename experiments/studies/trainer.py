@@ -176,7 +176,8 @@ def evaluation_steps(recipe: Recipe, sizes: config.Sizes, total: int) -> list[in
     if recipe.evaluate_every is not None:
         steps = range(recipe.evaluate_every, total, recipe.evaluate_every)
     elif recipe.evaluations is not None:
-        steps = np.linspace(0, total, recipe.evaluations + 1).astype(int)[1:].tolist()
+        count = min(recipe.evaluations, total)
+        steps = np.linspace(0, total, count + 1).astype(int)[1:].tolist()
     else:
         steps = range(0, total, sizes.loads_per_epoch)
     return sorted({*steps, total})

@@ -80,11 +80,21 @@ def check_recipe(recipe: Recipe) -> None:
         raise ValueError(f"momentum is {recipe.momentum}: it must lie in [0, 1).")
     if not recipe.weight_decay >= 0:
         raise ValueError(f"weight_decay is {recipe.weight_decay}: it must be 0 or positive.")
-    if not recipe.decay_every > 0 or not 0 < recipe.decay_factor <= 1:
+    if not 0 < recipe.decay_every < np.inf or not 0 < recipe.decay_factor <= 1:
         raise ValueError(
             f"decay_every is {recipe.decay_every} and decay_factor {recipe.decay_factor}: the rate "
-            "falls after a positive number of epochs, by a factor in (0, 1]."
+            "falls after a positive, finite number of epochs, by a factor in (0, 1]."
         )
+    if not 0 <= recipe.floor <= 1:
+        raise ValueError(f"floor is {recipe.floor}: last rate / peak rate must lie in [0, 1].")
+    if not 0 < recipe.growth < np.inf:
+        raise ValueError(
+            f"--growth is {recipe.growth}: alpha / peak rate of QSR must be positive and finite."
+        )
+    for name in ("echo_factor", "horizon", "evaluations", "evaluate_every"):
+        value = getattr(recipe, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}: pass a whole number >= 1.")
     if recipe.bound_every < 0:
         raise ValueError(
             f"bound_every is {recipe.bound_every}: 0 for never, or a number of epochs."
