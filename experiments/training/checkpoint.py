@@ -105,10 +105,18 @@ def damage(path: str) -> str | None:
         found = handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=args))
         manifest.check_leaves(known, found)
         manifest.check_orders(found, known["dealt"])
+        _check_step(known, path)
     except Exception as error:  # whatever orbax raises over broken files
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     sys.unraisablehook = before
     return None
+
+
+def _check_step(known: Mapping, path: str) -> None:
+    """Raises ValueError where a whole checkpoint lies under another step's name."""
+    step = known.get("step")  # None: of a time before it was written down
+    if step is not None and str(step) != os.path.basename(path):
+        raise ValueError(f"it is that of step {step}")
 
 
 def _unless_closed(hook, raised) -> None:
@@ -150,6 +158,7 @@ def save(
         "decided": np.flatnonzero(at.decided).tolist(),
         "evaluation": seen._asdict(),
         "plans": plans.digests(),
+        "step": at.step,
     }
     args = ocp.args.Composite(
         state=ocp.args.StandardSave(state),
