@@ -38,9 +38,22 @@ def opened(folder: str) -> Iterator:
     """The checkpoints of a folder; at the end, those being written are waited for."""
     import orbax.checkpoint as ocp
 
+    _ask_for_no_metrics()
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=True)
     with ocp.CheckpointManager(os.path.abspath(folder), options=options) as manager:
         yield manager
+
+
+@functools.cache
+def _ask_for_no_metrics() -> None:
+    """Leaves out of orbax's log how many bytes TensorStore has written.
+
+    TensorStore (0.1.86) never frees what it answers, and orbax asks at every save.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):  # of orbax 0.12; others never ask
+        tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **options: 0
 
 
 def steps_of(folder: str) -> list[int]:
