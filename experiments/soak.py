@@ -7,7 +7,7 @@ stops them at random moments, and they go on from their checkpoints. Every few s
 memory, the threads and the open files of the process are written down. Every run must end with the
 records of the first, which nothing has stopped. Writes soak.jsonl and soak.png into --output_dir.
 
-Expected: docs/ends.md.
+Expected: docs/endurance.md.
 """
 
 import contextlib

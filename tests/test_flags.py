@@ -118,8 +118,12 @@ def test_recipes_that_cannot_run(bad):
     name, _, value = bad.removeprefix("--").partition("=")
     with pytest.raises(ValueError, match=f"{name} is {float(value):g}"):
         setting(bad)
-    with pytest.raises(ValueError, match="a learning rate is nan"):
-        setting("--learning_rates=nan")
+
+
+@pytest.mark.parametrize("rate", ["nan", "inf", "0", "3.5e38"])
+def test_rates_that_no_step_can_take(rate):
+    with pytest.raises(ValueError, match=r"a learning rate is .*: it must be positive and finite"):
+        setting(f"--learning_rates={rate}")
 
 
 def test_more_evaluations_than_steps_are_all_steps():

@@ -1,6 +1,6 @@
 """A hundred kills, anywhere: a run that is started again ends bitwise as one that never was.
 
-pytest -m slow -n 0 -s tests/test_kills.py      # a quarter of an hour; prints where kills landed
+pytest -m slow -n 0 -s tests/test_kills.py      # half an hour; prints where kills landed
 
 SIGKILL comes at a random moment, or while a call goes on in which something is written, read or
 decided, the start again after another kill among them. Runs that end before enough kills have
@@ -74,13 +74,20 @@ def moment(generator, seconds):
     return {"aimed": (phase, int(generator.integers(AIMS[phase][-1])), float(generator.random()))}
 
 
-def before_it(folder):
-    """What a run that was killed at any time had come to, by its files."""
-    if not (folder / "settings.json").exists():
-        return "starting"
+def files(folder):
+    """{checkpoint or metrics.jsonl: its size}: what grows while a run trains."""
+    found = {str(path): 0 for path in folder.glob("checkpoints/**/manifest")}
+    metrics = folder / "metrics.jsonl"
+    return found | ({"metrics": metrics.stat().st_size} if metrics.exists() else {})
+
+
+def before_it(folder, begun):
+    """What a run that was killed at any time was at, by its files there and when it began."""
+    now = files(folder)
+    if now == begun or not now.keys() - {"metrics"}:
+        return "starting again" if begun else "starting"
     names = [path.name for path in folder.rglob("*")]
-    saving = any("orbax-checkpoint-tmp" in name for name in names)
-    return "saving" if saving else "training" if (folder / "metrics.csv").exists() else "starting"
+    return "saving" if any("orbax-checkpoint-tmp" in name for name in names) else "training"
 
 
 @pytest.mark.slow
@@ -103,10 +110,12 @@ def test_a_run_that_is_killed_over_and_over_is_the_same_run(name, forks, tmp_pat
     while landed.total() < KILLS[name]:
         folder, first, status = tmp_path / f"killed {runs}", True, None
         while landed.total() < KILLS[name] and status != 0:
-            kill = moment(generator, seconds)
+            kill, before = moment(generator, seconds), files(folder)
             status = go(folder, **kill)
             if status:
-                known = kill["aimed"][0] if "aimed" in kill else f"{ALONE}: {before_it(folder)}"
+                known = (
+                    kill["aimed"][0] if "aimed" in kill else f"{ALONE}: {before_it(folder, before)}"
+                )
                 landed[known] += 1
                 again += not first
             first = False
@@ -138,9 +147,16 @@ def four(request, tmp_path_factory):
     return command, ended(folder / "whole")
 
 
-def killed(process, victims, seconds):
-    """Whether a launch went on for so long, and had started all four: then they are killed."""
-    until = time.monotonic() + seconds
+def killed(process, victims, folder, generator):
+    """Whether a launch had started all four when their time came: then they are killed.
+
+    Half of the times are any, of which a start takes most; the others come while they train.
+    """
+    until, begun = time.monotonic() + generator.uniform(3, 25), files(folder)
+    if generator.random() < 0.5:
+        while files(folder) == begun and process.poll() is None:
+            time.sleep(0.01)
+        until = time.monotonic() + generator.uniform(0, 2)
     while time.monotonic() < until and process.poll() is None:
         time.sleep(0.01)
     numbers = victims(process) if process.poll() is None else []
@@ -162,7 +178,7 @@ def test_one_of_four_processes_is_killed_over_and_over(four, tmp_path):
         folder = tmp_path / f"after {landed}"
         process = start([*LAUNCH, "--restarts=100", "--", *command], folder)
         while process.poll() is None and landed < FOUR:
-            landed += killed(process, one, generator.uniform(8, 30))
+            landed += killed(process, one, folder, generator)
         output, _ = process.communicate(timeout=280)
         assert process.returncode == 0, output
         assert ended(folder) == whole
@@ -182,8 +198,9 @@ def test_four_processes_and_their_launch_are_killed_over_and_over(four, tmp_path
         folder, code = tmp_path / f"killed {runs}", None
         while code != 0:
             process = start([*LAUNCH, "--", *command], folder)
-            if landed.total() < FOUR and killed(process, all_of_them, generator.uniform(5, 25)):
-                landed[before_it(folder)] += 1
+            begun = files(folder)
+            if landed.total() < FOUR and killed(process, all_of_them, folder, generator):
+                landed[before_it(folder, begun)] += 1
             output, _ = process.communicate(timeout=280)
             code = process.returncode
             assert code in (0, -signal.SIGKILL), output

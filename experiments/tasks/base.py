@@ -74,7 +74,7 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.epochs is not None and recipe.epochs < 1:
         raise ValueError(f"epochs is {recipe.epochs}: train for at least one.")
     for rate in recipe.learning_rates:
-        if not (np.isfinite(rate) and rate > 0):
+        if not 0 < rate <= float(np.finfo(np.float32).max):  # of which steps are given it
             raise ValueError(f"a learning rate is {rate}: it must be positive and finite.")
     if not 0 <= recipe.momentum < 1:
         raise ValueError(f"momentum is {recipe.momentum}: it must lie in [0, 1).")
