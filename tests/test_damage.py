@@ -121,7 +121,9 @@ def test_a_thousand_flipped_bits_are_noticed_or_do_nothing(copied):
 def changes(draw, files):
     """[(file, what it then holds, None for nothing)], of the newest checkpoint's files."""
     found = []
-    for number in draw(st.lists(st.integers(0, len(files) - 1), min_size=1, max_size=3)):
+    for number in draw(
+        st.lists(st.integers(0, len(files) - 1), min_size=1, max_size=3, unique=True)
+    ):
         path = files[number]
         content, how = bytearray(path.read_bytes()), draw(st.sampled_from(HOW))
         place = draw(st.integers(0, 2**20)) % max(1, len(content))
