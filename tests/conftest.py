@@ -1,5 +1,8 @@
+"""What all tests share. Hypothesis draws SYNCOPATE_CASES times as many cases, 1 if unset."""
+
 import atexit
 import os
+import re
 import shutil
 import tempfile
 
@@ -19,6 +22,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cases import times
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
@@ -26,11 +31,22 @@ jax.config.update("jax_debug_key_reuse", True)
 settings.register_profile(
     "syncopate",
     deadline=None,  # the first example of a shape compiles
-    max_examples=25,
+    max_examples=times(25),
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("syncopate")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many cases Hypothesis has drawn, all tests together; of all processes."""
+    drawn = {
+        report.nodeid: sum(map(int, re.findall(r"(\d+) passing", text)))
+        for reports in terminalreporter.stats.values() for report in reports
+        if (text := getattr(report, "_hypothesis_stats", None))
+    }  # fmt: skip
+    if drawn:
+        terminalreporter.write_line(f"{sum(drawn.values()):,} cases of {len(drawn)} properties")
 
 
 @pytest.fixture

@@ -5,11 +5,15 @@ pytest -m slow -n 0 tests/test_damage.py      # a thousand flipped bits: two min
 
 import functools
 import json
+import pathlib
 import shutil
+import tempfile
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from experiments import qsr
 from experiments.results import manifest, records
@@ -19,6 +23,7 @@ from experiments.tasks.base import first_of
 from experiments.tasks.digest import data_hash
 from experiments.training import checkpoint, run
 from experiments.training.loop import Progress
+from tests.cases import times
 from tests.little_run import assert_same, built, plans_of, timeless, trained
 from tests.test_lock import SHORT
 from tests.test_one_loop import STEPS, WORKERS
@@ -110,6 +115,64 @@ def test_a_flipped_bit_is_noticed_or_does_nothing(copied):
 def test_a_thousand_flipped_bits_are_noticed_or_do_nothing(copied):
     order, folder, state, _ = copied
     print(f"{order}: {noticed(order, folder, state, 500, seed=1)} of 500 noticed")
+
+
+@st.composite
+def changes(draw, files):
+    """[(file, what it then holds, None for nothing)], of the newest checkpoint's files."""
+    found = []
+    for number in draw(
+        st.lists(st.integers(0, len(files) - 1), min_size=1, max_size=3, unique=True)
+    ):
+        path = files[number]
+        content, how = bytearray(path.read_bytes()), draw(st.sampled_from(HOW))
+        place = draw(st.integers(0, 2**20)) % max(1, len(content))
+        if how == "bit" and content:
+            content[place] ^= 1 << draw(st.integers(0, 7))
+        elif how == "cut":
+            del content[place:]
+        elif how == "piece":
+            content[place : place + draw(st.integers(0, 8))] = draw(st.binary(max_size=8))
+        elif how == "zeros":
+            content[place:] = bytes(len(content) - place)
+        elif how == "older":  # the same file, of the checkpoint before
+            older = pathlib.Path(str(path).replace("/60/", "/56/"))
+            content = older.read_bytes() if older.exists() else content
+        elif how == "another":
+            content = files[draw(st.integers(0, len(files) - 1))].read_bytes()
+        found.append((path, None if how == "gone" else bytes(content)))
+    return found
+
+
+HOW = ("bit", "cut", "piece", "zeros", "older", "another", "gone")
+
+
+@quiet
+@settings(max_examples=times(10))
+@given(data=st.data())
+def test_changed_files_are_noticed_or_do_nothing(saved, data):
+    order, folder, state, _ = saved
+    with tempfile.TemporaryDirectory() as name:
+        copy = pathlib.Path(name, "copy")
+        shutil.copytree(folder, copy)
+        for path, content in data.draw(changes(files_of(copy / "60"))):
+            path.unlink() if content is None else path.write_bytes(content)
+        if not checkpoint.damage(str(copy / "60")):
+            at, other, _ = restored(order, copy)
+            assert at.step == STEPS
+            assert_same(other, state)
+        assert checkpoint.damage(str(copy / "56")) is None
+
+
+def test_the_state_of_another_step_is_noticed(copied):
+    """Also where all files fit each other, as those of a folder with another name do."""
+    _, folder, *_ = copied
+    said = []
+    for item in ("state", "manifest"):
+        shutil.rmtree(folder / "60" / item)
+        shutil.copytree(folder / "56" / item, folder / "60" / item)
+        said.append(checkpoint.damage(str(folder / "60")))
+    assert "is not what was saved" in said[0] and "it is that of step 56" in said[1]
 
 
 def cut(path):

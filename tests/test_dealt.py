@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import ordering
 from tests import reference, tables
+from tests.cases import times
 
 PAIRS = {
     "cd_grab": lambda m, b: ordering.cd_grab(m, units_per_step=b),
@@ -36,7 +37,7 @@ def test_equals_the_reference(name, how, workers, num_units, units_per_step):
         np.testing.assert_array_equal(after, expected)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=times(12), deadline=None)
 @given(
     st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.sampled_from(ordering.dealing.HOW)
 )

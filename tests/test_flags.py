@@ -8,7 +8,7 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments import cd_grab, combined, echoing, flags, qsr, train
-from experiments.studies import recipes, study
+from experiments.studies import recipes, study, trainer
 from experiments.tasks import TASKS, Recipe, base
 from experiments.tasks.base import check_recipe
 from experiments.training.config import sizes_of, total_steps_of
@@ -107,10 +107,28 @@ def test_a_task_that_is_not_there():
         setting("--task=cats")
 
 
-@pytest.mark.parametrize("bad", ["--momentum=1", "--learning_rates=nan", "--decay_every=0"])
+BAD = [
+    "--momentum=1", "--decay_every=0", "--decay_every=inf", "--floor=-1", "--floor=nan",
+    "--growth=inf", "--echo_factor=0", "--horizon=0", "--evaluations=0", "--evaluate_every=0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_recipes_that_cannot_run(bad):
-    with pytest.raises(ValueError):
+    name, _, value = bad.removeprefix("--").partition("=")
+    with pytest.raises(ValueError, match=f"{name} is {float(value):g}"):
         setting(bad)
+
+
+@pytest.mark.parametrize("rate", ["nan", "inf", "0", "3.5e38"])
+def test_rates_that_no_step_can_take(rate):
+    with pytest.raises(ValueError, match=r"a learning rate is .*: it must be positive and finite"):
+        setting(f"--learning_rates={rate}")
+
+
+def test_more_evaluations_than_steps_are_all_steps():
+    _, recipe = setting("--total_steps=3", "--evaluations=1000000000000")
+    assert trainer.evaluation_steps(recipe, None, 3) == [1, 2, 3]
 
 
 def test_defaults_need_no_data():

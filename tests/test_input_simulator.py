@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ordering import echo
 from tests import reference
+from tests.cases import times
 
 # By R, as found by another simulation of loads that take R steps: coins with p = 1/R at queue
 # depth 1, 4 and 16, and with p = 0.9/R at depth 8.
@@ -33,7 +34,7 @@ def forecast_of(policy, loads, step, depth):
     return echo.echo_forecast(policy, load_seconds=seconds, step_seconds=TICK * step, depth=depth)
 
 
-@settings(max_examples=60)
+@settings(max_examples=times(60))
 @given(runs(), st.data())
 def test_plans_keep_the_pace_of_the_queue(run, data):
     steps, loads, step, depth = run
@@ -49,7 +50,7 @@ def test_plans_keep_the_pace_of_the_queue(run, data):
     assert found.slowdown == pytest.approx(1 + waited / (steps * step))
 
 
-@settings(max_examples=60)
+@settings(max_examples=times(60))
 @given(runs(), st.integers(1, 6), st.sampled_from([None, 0.3, 0.9]))
 def test_measured_decides_as_at_the_queue(run, cap, floor):
     steps, loads, step, depth = run

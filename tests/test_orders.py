@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import ordering
 from tests import reference, tables
+from tests.cases import times
 
 EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs", "grab")
 
@@ -103,7 +104,7 @@ def test_same_key_same_first_order_for_all_orders():
         np.testing.assert_array_equal(firsts[0], first)
 
 
-@settings(max_examples=7)
+@settings(max_examples=times(7))
 @given(st.integers(1, 40), st.data())
 def test_pair_balance_property(num_units, data):
     units_per_step = data.draw(st.integers(1, num_units))
@@ -115,7 +116,7 @@ def test_pair_balance_property(num_units, data):
     assert epoch(state, gradients).current.tolist() == expected
 
 
-@settings(max_examples=6)
+@settings(max_examples=times(6))
 @given(st.integers(2, 24), st.integers(0, 1000))
 def test_relabelling_and_global_sign_do_not_matter(num_units, seed):
     gradients = tables.whole_numbers((num_units, 3), seed)
@@ -196,7 +197,7 @@ def compiled(name, num_units, units_per_step):
 
 
 @pytest.mark.parametrize("name", tables.ORDERS)
-@settings(max_examples=10)
+@settings(max_examples=times(10))
 @given(st.data())
 def test_too_many_and_too_few_steps_lose_no_unit(name, data):
     num_units, units_per_step = data.draw(st.sampled_from([(5, 2), (7, 3)]))

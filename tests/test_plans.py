@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import local_opt
 from tests import reference, tables
+from tests.cases import times
 from tests.refused import refuses
 
 VECTORS = (
@@ -125,7 +126,7 @@ def test_the_rule_in_float32_inside_a_graph_gives_the_same_rounds(name):
 
 
 @pytest.mark.parametrize("name", tables.PLANS)
-@settings(max_examples=4)
+@settings(max_examples=times(4))
 @given(st.integers(1, 60))
 @example(1)
 @example(2)  # fewer steps than any round has
@@ -318,7 +319,7 @@ def test_bernoulli_has_its_rate_and_its_key():
 
 
 @pytest.mark.parametrize("name", tables.PLANS)
-@settings(max_examples=12)
+@settings(max_examples=times(12))
 @given(st.data())
 def test_aligned_rounds_wait_for_the_next_mark(name, data):
     total_steps = data.draw(st.integers(1, 60))
@@ -431,7 +432,8 @@ BAD = {
 test_bad_input = refuses(BAD)
 
 
-OTHER_FILES = ["garbage", "", "[]", "null", '{"starts": [0]}',
+OTHER_FILES = ["garbage", "", "[]", "null", '{"starts": [0]}', json.dumps(
+    {"rule": None, "total_steps": 1, "starts": [0], "digest": local_opt.every_step(1).digest()}),
                '{"total_steps": 4, "rule": "", "digest": ""}']  # fmt: skip
 
 

@@ -159,6 +159,16 @@ def test_records_of_a_run_that_was_cut_are_kept_up_to_its_checkpoint(tmp_path, m
     assert trainer.before_checkpoints(str(tmp_path), other + cut) == other + cut[:2]
 
 
+def test_checkpoints_of_a_whole_run_that_a_crash_has_left_go(tmp_path):
+    """Killed after its last record, before it removes them."""
+    ended, cut = Run("a", None, 0.1, 0, "run"), Run("a", None, 0.1, 1, "run")
+    for run in (ended, cut):
+        (tmp_path / "checkpoints" / run.name / "4").mkdir(parents=True)
+    done = [{**run._asdict(), "step": 4, "ended": run is ended} for run in (ended, cut)]
+    trainer.forget_ended(str(tmp_path), done)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [cut.name]
+
+
 def test_a_run_ends_where_both_halves_have_reached_the_target():
     criterion = Criterion("valid/accuracy", False, "target", 0.5)
     first = {"step": 1, "valid/accuracy": 0.6, "test/accuracy": 0.4}

@@ -160,6 +160,7 @@ def _search(study, task, recipe, folder, done, settings, values):
     reads = None if values.input == "device" else values.input
     setup = trainer.Setup(folder, reads, mesh, values.checkpoint_every, seconds, settings)
     trained = trainer.trainer_of(study, task, recipe, setup)
+    trainer.forget_ended(folder, done)
     kept = trainer.before_checkpoints(folder, done)
     with writers.open_writers(folder, tensorboard=values.tensorboard, keep=kept) as write:
         return search.search(study, trained, seeds=values.seeds, done=kept, on_record=write)

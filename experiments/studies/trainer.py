@@ -138,6 +138,14 @@ def before_checkpoints(folder: str, done: Sequence[dict]) -> list[dict]:
     return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
 
 
+def forget_ended(folder: str, done: Sequence[dict]) -> None:
+    """Removes the checkpoints of whole runs, which a crash may have left behind."""
+    if distributed.is_first():
+        for run in {run_of(r) for r in done if r.get("ended")}:
+            path = os.path.join(folder, "checkpoints", Run(*run).name)
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def train_one(task, recipe, built, plans, arm, measure, *, saving, **options) -> run.Outcome:
     """`training.run.train`, evaluated as the recipe asks.
 
@@ -171,7 +179,8 @@ def evaluation_steps(recipe: Recipe, sizes: config.Sizes, total: int) -> list[in
     if recipe.evaluate_every is not None:
         steps = range(recipe.evaluate_every, total, recipe.evaluate_every)
     elif recipe.evaluations is not None:
-        steps = np.linspace(0, total, recipe.evaluations + 1).astype(int)[1:].tolist()
+        count = min(recipe.evaluations, total)
+        steps = np.linspace(0, total, count + 1).astype(int)[1:].tolist()
     else:
         steps = range(0, total, sizes.loads_per_epoch)
     return sorted({*steps, total})

@@ -74,17 +74,27 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.epochs is not None and recipe.epochs < 1:
         raise ValueError(f"epochs is {recipe.epochs}: train for at least one.")
     for rate in recipe.learning_rates:
-        if not (np.isfinite(rate) and rate > 0):
+        if not 0 < rate <= float(np.finfo(np.float32).max):  # of which steps are given it
             raise ValueError(f"a learning rate is {rate}: it must be positive and finite.")
     if not 0 <= recipe.momentum < 1:
         raise ValueError(f"momentum is {recipe.momentum}: it must lie in [0, 1).")
     if not recipe.weight_decay >= 0:
         raise ValueError(f"weight_decay is {recipe.weight_decay}: it must be 0 or positive.")
-    if not recipe.decay_every > 0 or not 0 < recipe.decay_factor <= 1:
+    if not 0 < recipe.decay_every < np.inf or not 0 < recipe.decay_factor <= 1:
         raise ValueError(
             f"decay_every is {recipe.decay_every} and decay_factor {recipe.decay_factor}: the rate "
-            "falls after a positive number of epochs, by a factor in (0, 1]."
+            "falls after a positive, finite number of epochs, by a factor in (0, 1]."
         )
+    if not 0 <= recipe.floor <= 1:
+        raise ValueError(f"floor is {recipe.floor}: last rate / peak rate must lie in [0, 1].")
+    if not 0 < recipe.growth < np.inf:
+        raise ValueError(
+            f"--growth is {recipe.growth}: alpha / peak rate of QSR must be positive and finite."
+        )
+    for name in ("echo_factor", "horizon", "evaluations", "evaluate_every"):
+        value = getattr(recipe, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}: pass a whole number >= 1.")
     if recipe.bound_every < 0:
         raise ValueError(
             f"bound_every is {recipe.bound_every}: 0 for never, or a number of epochs."

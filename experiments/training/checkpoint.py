@@ -40,6 +40,7 @@ def opened(folder: str) -> Iterator:
     """The checkpoints of a folder; at the end, those being written are waited for."""
     import orbax.checkpoint as ocp
 
+    _ask_for_no_metrics()
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=True)
     with waits.for_others("the folder of checkpoints"):
         manager = ocp.CheckpointManager(os.path.abspath(folder), options=options)
@@ -48,6 +49,18 @@ def opened(folder: str) -> Iterator:
     finally:
         with waits.for_others("the last checkpoint to be written"):
             manager.close()
+
+
+@functools.cache
+def _ask_for_no_metrics() -> None:
+    """Leaves out of orbax's log how many bytes TensorStore has written.
+
+    TensorStore (0.1.86) never frees what it answers, and orbax asks at every save.
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):  # of orbax 0.12; others never ask
+        tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **options: 0
 
 
 def steps_of(folder: str) -> list[int]:
@@ -104,7 +117,8 @@ def damage(path: str) -> str | None:
     before = sys.unraisablehook
     sys.unraisablehook = functools.partial(_unless_closed, before)
     try:
-        read_on_host(path)
+        known, _ = read_on_host(path)
+        _check_step(known, path)
     except Exception as error:  # whatever orbax raises over broken files
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     sys.unraisablehook = before
@@ -124,6 +138,13 @@ def read_on_host(path: str) -> tuple[dict, dict]:
     manifest.check_leaves(known, found)
     manifest.check_orders(found, known["dealt"])
     return known, found
+
+
+def _check_step(known: Mapping, path: str) -> None:
+    """Raises ValueError where a whole checkpoint lies under another step's name."""
+    step = known.get("step")  # None: of a time before it was written down
+    if step is not None and str(step) != os.path.basename(path):
+        raise ValueError(f"it is that of step {step}")
 
 
 def _unless_closed(hook, raised) -> None:
@@ -165,6 +186,7 @@ def save(
         "decided": np.flatnonzero(at.decided).tolist(),
         "evaluation": seen._asdict(),
         "plans": plans.digests(),
+        "step": at.step,
     }
     args = ocp.args.Composite(
         state=ocp.args.StandardSave(state),

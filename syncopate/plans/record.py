@@ -99,8 +99,10 @@ class Plan:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)
             marked = np.asarray(content[cls.marks], np.int64)
-            plan = cls.of_marks(marked, content["total_steps"], content["rule"])
-            digest = content["digest"]
+            rule, digest = content["rule"], content["digest"]
+            if not isinstance(rule, str):
+                raise TypeError(f"its rule is {rule!r}, no text")
+            plan = cls.of_marks(marked, content["total_steps"], rule)
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path!r} holds no saved plan ({error!r}): save it again.") from error
         if plan.digest() != digest:
