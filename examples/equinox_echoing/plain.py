@@ -45,12 +45,12 @@ def slow_loader(x, y, seed):
         yield x[chosen], y[chosen]
 
 
-def main(seed: int = 0) -> dict:
+def main(seed: int = 0, learning_rate: float = 1e-3) -> dict:
     x, y = datasets.load_digits(return_X_y=True)
     x, y = x.reshape(-1, 1, 8, 8).astype(np.float32) / 16, y.astype(np.int32)
     order = np.random.default_rng(0).permutation(len(x))
     (x, valid_x), (y, valid_y) = np.split(x[order], [1437]), np.split(y[order], [1437])
-    model, optimizer = Network(jax.random.key(seed)), optax.adam(1e-3)
+    model, optimizer = Network(jax.random.key(seed)), optax.adam(learning_rate)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
 
     @eqx.filter_jit

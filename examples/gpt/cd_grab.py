@@ -69,10 +69,13 @@ def train_and_evaluate(c: Config) -> dict:
         state, orders, metrics = train_step(state, orders, batch)
         if step % 50 == 49:
             losses.append(float(metrics["loss"]))
-            print(step + 1, losses[-1])
     valid = jnp.asarray(valid)
     return {"valid": float(eval_step(state, valid)), "losses": losses}
 
 
+def main(**choices) -> dict:
+    return train_and_evaluate(Config(**choices))
+
+
 if __name__ == "__main__":
-    print(train_and_evaluate(Config()))
+    print(main())

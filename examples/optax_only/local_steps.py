@@ -17,11 +17,11 @@ def loss(w, x, y):
     return optax.sigmoid_binary_cross_entropy(x @ w[:-1] + w[-1], y).mean()
 
 
-def main(seed: int = 0) -> dict:
+def main(seed: int = 0, learning_rate: float = 0.1) -> dict:
     x, y = datasets.load_breast_cancer(return_X_y=True)
     x, rng = preprocessing.scale(x).astype(np.float32), np.random.default_rng(seed)
     plan = local_opt.constant(8, total_steps=STEPS)
-    optimizer = optax.sgd(optax.cosine_decay_schedule(0.1, STEPS), momentum=0.9)
+    optimizer = optax.sgd(optax.cosine_decay_schedule(learning_rate, STEPS), momentum=0.9)
     optimizer = local_opt.local_steps(optimizer, plan, axis_name="worker")
     words = {"inputs": "owned owned split split", "outputs": "owned owned mean"}
 

@@ -13,10 +13,10 @@ def loss(w, x, y):
     return optax.sigmoid_binary_cross_entropy(x @ w[:-1] + w[-1], y).mean()
 
 
-def main(seed: int = 0) -> dict:
+def main(seed: int = 0, learning_rate: float = 0.1) -> dict:
     x, y = datasets.load_breast_cancer(return_X_y=True)
     x, rng = preprocessing.scale(x).astype(np.float32), np.random.default_rng(seed)
-    optimizer = optax.sgd(optax.cosine_decay_schedule(0.1, STEPS), momentum=0.9)
+    optimizer = optax.sgd(optax.cosine_decay_schedule(learning_rate, STEPS), momentum=0.9)
 
     @jax.jit
     def step(w, state, x, y):

@@ -1,0 +1,68 @@
+"""What the files of an example reach: every one at its own best learning rate, over seeds.
+
+    python examples/measure.py gpt --scalar=valid --learning_rates=1e-3,3e-3,1e-2 --seeds=3
+
+Mean and 95 % interval (Student's t) of all that `main` of a file returns. The rate is chosen by the
+mean of --scalar, the lower the better.
+"""
+
+import importlib.util
+import pathlib
+import sys
+
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from experiments.results import tables
+from experiments.results.statistics import interval
+
+FOLDER = pathlib.Path(__file__).parent
+FLAGS = flags.FLAGS
+flags.DEFINE_string("scalar", "valid", "of what `main` returns, by which a rate is chosen")
+flags.DEFINE_list("learning_rates", ["1e-3"], "that every file is run at")
+flags.DEFINE_integer("seeds", 3, "of every file and rate", lower_bound=2)
+
+
+def main_of(path: pathlib.Path):
+    """The `main` of a file, which finds its neighbours as a script does."""
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module.main
+
+
+def measured(mains, rates, seeds) -> dict:
+    """{file: {rate: [what main returned, by seed]}}."""
+    calls = [(name, rate, seed) for name in mains for rate in rates for seed in range(seeds)]
+    found = {name: {rate: [] for rate in rates} for name in mains}
+    for name, rate, seed in tqdm(calls):
+        found[name][rate].append(mains[name](seed=seed, learning_rate=rate))
+    return found
+
+
+def best(found, scalar):
+    """(rate, its results)."""
+    return min(found.items(), key=lambda item: np.mean([r[scalar] for r in item[1]]))
+
+
+def main(argv) -> None:
+    paths = sorted((FOLDER / argv[1]).glob("*.py"), key=lambda p: (p.stem != "plain", p.stem))
+    mains = {p.stem: main_of(p) for p in paths if "def main(" in p.read_text()}
+    found = measured(mains, [float(r) for r in FLAGS.learning_rates], FLAGS.seeds)
+    rows = []
+    for name, of in found.items():
+        rate, results = best(of, FLAGS.scalar)
+        numbers = [k for k, v in results[0].items() if isinstance(v, int | float)]
+        cells = {k: "{:.4g} ± {:.2g}".format(*interval(r[k] for r in results)) for k in numbers}
+        rows.append({"file": f"{name}.py", "best lr": f"{rate:g}", **cells})
+    print(tables.markdown(rows))
+
+
+if __name__ == "__main__":
+    app.run(main)
