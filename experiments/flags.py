@@ -19,6 +19,7 @@ from absl import app, flags
 from experiments.compiled.slices import stay_on_cpu
 from experiments.measures.metrics import METRICS
 from experiments.processes import cluster, waits
+from experiments.results.trackers import TRACKERS
 from experiments.studies import recipes
 from experiments.studies.dry_run import TERA, Assumed
 from experiments.tasks import TASKS
@@ -129,7 +130,8 @@ def _run(define):
     define(flags.DEFINE_integer, "checkpoint_every", None, text, lower_bound=0)
     define(flags.DEFINE_string, "output_dir", None, "results/NAME_TASK if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
-    define(flags.DEFINE_bool, "tensorboard", False, "event files too (extra: tensorboard)")
+    text = f"who is given records too, some of {', '.join(TRACKERS)} (extras of these names)"
+    define(flags.DEFINE_list, "track", [], text)
     own = "; unset under SLURM, on TPU pods and for one process"
     address, number, process = cluster.NAMES
     text = f"host:port of process 0, or '{cluster.AUTO}': all that JAX finds out{own}"

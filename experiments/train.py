@@ -131,7 +131,7 @@ def _train(task, recipe, built, plans, arm, values, folder, asked, fixed):
     with (
         distributed.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         writers.open_writers(
-            folder, tensorboard=values.tensorboard, keep=kept,
+            folder, trackers=values.track, keep=kept,
             console=None if bar.disable else bar.write,
         ) as write,
     ):  # fmt: skip

@@ -7,13 +7,14 @@ import math
 import pathlib
 import struct
 import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.processes import distributed
-from experiments.results import records, writers
+from experiments.results import records, trackers, writers
 
 needs_tensorboardx = pytest.mark.skipif(
     importlib.util.find_spec("tensorboardX") is None, reason="tensorboardX is not installed"
@@ -27,8 +28,8 @@ RECORDS = [
 ]
 
 
-def write_all(folder, new, *, keep=(), tensorboard=False):
-    with writers.open_writers(str(folder), tensorboard=tensorboard, keep=keep) as write:
+def write_all(folder, new, *, keep=(), trackers=()):
+    with writers.open_writers(str(folder), trackers=trackers, keep=keep) as write:
         for record in new:
             write(record)
 
@@ -89,7 +90,7 @@ def test_json_lines_and_csv_hold_every_record(tmp_path):
 
 @needs_tensorboardx
 def test_every_record_is_on_disk_before_the_next(tmp_path):
-    with writers.open_writers(str(tmp_path), tensorboard=True) as write:
+    with writers.open_writers(str(tmp_path), trackers=["tensorboard"]) as write:
         for count, record in enumerate(RECORDS, 1):
             write(record)
             assert records.read(str(tmp_path / "metrics.jsonl")) == RECORDS[:count]
@@ -122,9 +123,9 @@ def test_keep_may_be_read_from_the_file_that_is_rewritten(tmp_path):
 @needs_tensorboardx
 @pytest.mark.parametrize("kept", (0, 2, 4))
 def test_event_files_of_a_resumed_run_hold_what_was_kept_and_what_is_new(tmp_path, kept):
-    write_all(tmp_path, RECORDS[: kept + 1], tensorboard=True)
+    write_all(tmp_path, RECORDS[: kept + 1], trackers=["tensorboard"])
     changed = [r | {"train/loss": 7.5} for r in RECORDS[kept:]]
-    write_all(tmp_path, changed, keep=RECORDS[:kept], tensorboard=True)
+    write_all(tmp_path, changed, keep=RECORDS[:kept], trackers=["tensorboard"])
     assert scalars(tmp_path) == expected_scalars(RECORDS[:kept] + changed)
     check_csv(tmp_path, RECORDS[:kept] + changed)
 
@@ -136,17 +137,17 @@ def test_runs_that_take_turns_lose_nothing(tmp_path):
         for s in range(4)
         for order in ("rr", "cd_grab")
     ]
-    write_all(tmp_path, turns, tensorboard=True)
+    write_all(tmp_path, turns, trackers=["tensorboard"])
     assert scalars(tmp_path) == expected_scalars(turns)
 
 
 @needs_tensorboardx
 def test_event_files_that_are_not_asked_for_go_and_other_files_stay(tmp_path):
-    write_all(tmp_path, RECORDS, tensorboard=True)
+    write_all(tmp_path, RECORDS, trackers=["tensorboard"])
     (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
     write_all(tmp_path, [], keep=RECORDS)
     assert [p.name for p in (tmp_path / "tensorboard").rglob("*")] == ["notes.txt"]
-    write_all(tmp_path, [], keep=RECORDS, tensorboard=True)
+    write_all(tmp_path, [], keep=RECORDS, trackers=["tensorboard"])
     assert scalars(tmp_path) == expected_scalars(RECORDS)
 
 
@@ -154,16 +155,16 @@ def test_a_missing_tensorboardx_is_named_before_a_file_is_touched(tmp_path, monk
     write_all(tmp_path, RECORDS)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"pip install 'syncopate\[tensorboard\]'"):
-        write_all(tmp_path, RECORDS, tensorboard=True)
+        write_all(tmp_path, RECORDS, trackers=["tensorboard"])
     assert records.read(str(tmp_path / "metrics.jsonl")) == RECORDS
 
 
 @needs_tensorboardx
 def test_of_several_processes_the_first_alone_writes(tmp_path, monkeypatch):
-    write_all(tmp_path, RECORDS, tensorboard=True)
+    write_all(tmp_path, RECORDS, trackers=["tensorboard"])
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     monkeypatch.setattr(distributed, "is_first", lambda: False)
-    write_all(tmp_path, RECORDS, keep=RECORDS[:1], tensorboard=True)
+    write_all(tmp_path, RECORDS, keep=RECORDS[:1], trackers=["tensorboard"])
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
@@ -187,4 +188,75 @@ def test_text_of_several_lines_and_numbers_that_are_not_finite_survive(tmp_path)
 def test_only_writers_name_tensorboardx():
     root = pathlib.Path(writers.__file__).parents[1]
     found = {p.name for p in root.rglob("*.py") if "import event_file_writer" in p.read_text()}
-    assert found == {"writers.py"}
+    assert found == {"trackers.py"}
+
+
+def numbers(records_):
+    """{(run, name, step): value} of what trackers draw."""
+    return {
+        (trackers.name_of(r), name, r["step"]): value
+        for r in records_ for name, value in trackers.numbers_of(r).items()
+    }  # fmt: skip
+
+
+def in_mlflow(folder):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    found = client.get_experiment_by_name(folder.name)
+    return {
+        (run.info.run_name, name, point.step): point.value
+        for run in client.search_runs([found.experiment_id]) for name in run.data.metrics
+        for point in client.get_metric_history(run.info.run_id, name)
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of mlflow's own dependencies
+@pytest.mark.parametrize("before", [["mlflow"], []], ids=["all along", "from the resume on"])
+def test_mlflow_has_the_numbers_of_a_resumed_run(tmp_path, monkeypatch, before):
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_all(tmp_path, RECORDS[:3], trackers=before)
+    write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["mlflow"])
+    assert in_mlflow(tmp_path) == numbers(RECORDS)
+
+
+def test_wandb_is_given_every_number_once(tmp_path, monkeypatch):
+    """As it is called; what it makes of that is its own, and its server's."""
+    given, opened = [], []
+
+    class Run:
+        def __init__(self, **options):
+            opened.append(options)
+            self.name = options["name"]
+
+        def log(self, found, step):
+            given.extend((self.name, name, step, value) for name, value in found.items())
+
+        def finish(self):
+            opened.append("finished")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    write_all(tmp_path, RECORDS[:2], trackers=["wandb"])
+    write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["wandb"])
+    assert {(run, name, step): value for run, name, step, value in given} == numbers(RECORDS)
+    assert len(given) == len(numbers(RECORDS))
+    ids = [options["id"] for options in opened if options != "finished"]
+    assert ids[0] == ids[1] != ids[2] and opened.count("finished") == 3
+    assert all(o["resume"] == "allow" and o["group"] == tmp_path.name for o in opened[::2])
+
+
+def test_wandb_itself_takes_what_it_is_given(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_all(tmp_path, RECORDS, trackers=["wandb"])
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 2
+
+
+def test_a_tracker_that_is_not_there_is_named_before_a_file_is_touched(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"wandb needs wandb.*pip install 'syncopate\[wandb\]'"):
+        write_all(tmp_path / "new", RECORDS, trackers=["wandb"])
+    with pytest.raises(ValueError, match="'comet' is no tracker: pass some of tensorboard, wandb"):
+        write_all(tmp_path / "new", RECORDS, trackers=["comet"])
+    assert not (tmp_path / "new").exists()

@@ -198,4 +198,4 @@ def test_help_shows_every_flag_of_the_program():
     train.define_flags(values)
     shown = {flag.name for flag in values.get_key_flags_for_module(sys.argv[0])}
     assert shown == set(values)
-    assert {"order", "workers", "tensorboard", "coordinator_address"} < shown
+    assert {"order", "workers", "track", "coordinator_address"} < shown

@@ -1,23 +1,20 @@
-"""Where records go while they are made: JSON lines, CSV, TensorBoard and the console.
+"""Where records go while they are made: JSON lines, CSV, trackers and the console.
 
 JSON lines are what a run is resumed from; the others hold the same records.
 """
 
 import contextlib
 import csv
-import glob
 import io
-import itertools
 import json
 import os
-import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from experiments.processes import distributed
 from experiments.results import records
+from experiments.results import trackers as tracking
 
-TABLE, EVENTS = "metrics.csv", "tensorboard"
+TABLE = "metrics.csv"
 Write = Callable[[Mapping], None]
 
 
@@ -25,7 +22,7 @@ Write = Callable[[Mapping], None]
 def open_writers(
     folder: str,
     *,
-    tensorboard: bool = False,
+    trackers: Sequence[str] = (),
     keep: Iterable[Mapping] = (),
     console: Callable[[str], None] | None = None,
 ) -> Iterator[Write]:
@@ -33,17 +30,16 @@ def open_writers(
 
     Every record is in all files before `write` returns; of several processes, the first alone
     writes. All are written anew from `keep` first, so that they agree after a crash between two of
-    them; event files that are not asked for go.
+    them; event files that are not asked for go, and other trackers go on with their runs.
 
     Args:
       folder: created if absent.
-      tensorboard: write event files under FOLDER/tensorboard, one folder per run; the x axis is
-        record["step"]. Numbers are float32 there.
+      trackers: names of TRACKERS, which are given the numbers of every record by step.
       keep: records of an earlier call.
       console: takes every new record as one readable line, such as `print`.
 
     Raises:
-      ImportError: if TensorBoard is asked for and tensorboardX is not installed.
+      ImportError: if a tracker is asked for that is not installed.
 
     Example:
       >>> import pathlib, tempfile
@@ -54,15 +50,14 @@ def open_writers(
       step,train/loss,diverged
       1,0.5,
     """
-    if tensorboard:
-        _tensorboardx()  # fails before a file is touched
+    tracking.check(trackers)  # fails before a file is touched
     if not distributed.is_first():
         yield lambda record: None
         return
     kept = [_plain(record) for record in keep]
     os.makedirs(folder, exist_ok=True)
-    events, lines = os.path.join(folder, EVENTS), os.path.join(folder, records.METRICS)
-    _forget_events(events)
+    lines = os.path.join(folder, records.METRICS)
+    tracking.forget_events(os.path.join(folder, tracking.EVENTS))
     records.write_lines(lines, kept)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(lines, "a", encoding="utf-8", buffering=1))
@@ -70,8 +65,8 @@ def open_writers(
             lambda record: file.write(json.dumps(record) + "\n"),  # a line is flushed
             _csv(os.path.join(folder, TABLE), kept),
         ]
-        if tensorboard:
-            opened.append(stack.enter_context(_event_files(events, kept)))
+        for name in trackers:
+            opened.append(stack.enter_context(tracking.TRACKERS[name].open(folder, kept)))
         if console:
             opened.append(lambda record: console(console_line(record)))
 
@@ -132,62 +127,3 @@ def _csv(path: str, kept: Sequence[Mapping]) -> Write:
 
     records.write_whole(path, text(rows, head=bool(columns)))
     return write
-
-
-def _tensorboardx():
-    """What is used of tensorboardX: its file, events and summaries, without its thread.
-
-    Its SummaryWriter hands events to a queue, from which a killed run loses the last ones.
-    """
-    try:
-        from tensorboardX import event_file_writer, summary
-        from tensorboardX.proto import event_pb2
-    except ImportError as error:
-        raise ImportError(
-            "TensorBoard's event files are written with tensorboardX, which is not installed: "
-            "pip install 'syncopate[tensorboard]', or leave TensorBoard out."
-        ) from error
-    return event_file_writer.EventsWriter, event_pb2.Event, summary.scalar
-
-
-def _forget_events(path: str) -> None:
-    """Removes event files, and the folders that are empty then: no other file is touched."""
-    for name in glob.glob(os.path.join(glob.escape(path), "**", "events.out.*"), recursive=True):
-        os.remove(name)
-    for folder, _, _ in os.walk(path, topdown=False):
-        with contextlib.suppress(OSError):  # somebody's file is in it
-            os.rmdir(folder)
-
-
-@contextlib.contextmanager
-def _event_files(path: str, kept: Sequence[Mapping]) -> Iterator[Write]:
-    """One file is open at a time: that of the run whose record came last."""
-    events_writer, event, scalar = _tensorboardx()
-    numbers, open_run = itertools.count(), contextlib.ExitStack()
-    opened = file = None
-
-    def name_of(record: Mapping) -> str:
-        parts = [f"{k}={record[k]}" for k in records.RUN_FIELDS if record.get(k) is not None]
-        return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))
-
-    def write(record: Mapping) -> None:
-        nonlocal opened, file
-        run = name_of(record)
-        if run != opened:
-            open_run.close()
-            os.makedirs(os.path.join(path, run), exist_ok=True)
-            # The number tells files apart that are opened in one second.
-            name = os.path.join(path, run, "events")
-            opened, file = run, events_writer(name, f".{next(numbers):06d}")
-            open_run.callback(file.close)
-        for name, value in record.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and name not in ("step", *records.RUN_FIELDS):
-                summary = scalar(name, value)
-                file.write_event(event(wall_time=time.time(), step=record["step"], summary=summary))
-        file.flush()
-
-    with open_run:
-        for record in sorted(kept, key=name_of):  # stable: a run stays in order
-            write(record)
-        yield write

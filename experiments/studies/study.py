@@ -162,7 +162,7 @@ def _search(study, task, recipe, folder, done, settings, values):
     trained = trainer.trainer_of(study, task, recipe, setup)
     trainer.forget_ended(folder, done)
     kept = trainer.before_checkpoints(folder, done)
-    with writers.open_writers(folder, tensorboard=values.tensorboard, keep=kept) as write:
+    with writers.open_writers(folder, trackers=values.track, keep=kept) as write:
         return search.search(study, trained, seeds=values.seeds, done=kept, on_record=write)
 
 
