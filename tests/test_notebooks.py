@@ -139,6 +139,34 @@ def test_set_up_outside_the_project_takes_its_one_address(path, monkeypatch, tmp
             installed(path, monkeypatch, folder=tmp_path)
 
 
+def test_the_address_of_the_project_is_written_once_for_all(tmp_path):
+    """Into a copy: one click opens a notebook, whose first cell installs from there."""
+    address = load_address()
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for owner in ("one", "another"):
+        address.write(tmp_path, f"https://github.com/{owner}/syncopate.git")
+        url = f"https://github.com/{owner}/syncopate"
+        assert address.address_of(tmp_path) == url
+        assert (tmp_path / "setup.cfg").read_text().count("\nurl = ") == 1
+        for path in NOTEBOOKS:
+            notebook, before = read(tmp_path / "notebooks" / path.name), read(path)
+            nbformat.validate(notebook)
+            opens = f"colab.research.google.com/github/{owner}/syncopate/blob/main/notebooks/"
+            assert notebook.cells[0].source.count(opens + path.name) == 1
+            assert f'REPOSITORY = "git+{url}"' in notebook.cells[1].source
+            assert notebook.cells[2:] == before.cells[2:]
+    with pytest.raises(ValueError, match="'example.org/x' is no https://github.com/OWNER/NAME"):
+        address.write(tmp_path, "example.org/x")
+
+
+def load_address():
+    spec = importlib.util.spec_from_file_location("address", ROOT / "notebooks" / "address.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @by_name
 def test_notebook_has_a_title_a_set_up_cell_and_an_exercise(path):
     notebook = read(path)

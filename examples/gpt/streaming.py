@@ -1,0 +1,100 @@
+"""plain.py with Streaming DiLoCo: fragments take turns to be averaged behind the next steps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from model import Decoder, sequences
+
+import local_opt
+
+WORKERS, FRAGMENTS, PERIOD, DELAY = 4, 2, 20, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    length: int = 64
+    batch_size: int = 32
+    steps: int = 300
+    learning_rate: float = 3e-3
+    warmup: int = 30
+    seed: int = 0
+
+
+def optimizer_of(c: Config):
+    rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup, c.steps)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+    outer = local_opt.nesterov(learning_rate=0.7, momentum=0.5)
+    return local_opt.streaming_rounds(inner, axis_name="worker", fragments=FRAGMENTS, outer=outer)
+
+
+def loss_fn(params, apply_fn, batch):
+    logits = apply_fn(params, batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
+def train_segment(state, batches, event):
+    """What is due, and the steps up to the next event: one program, in which they overlap."""
+
+    def one(state, batches):
+        stream, part = state.tx, int(event.part)
+        if event.action == "start":
+            state = state.replace(
+                opt_state=stream.start(state.params, state.opt_state, fragment=part)
+            )
+        elif event.action == "finish":
+            params, opt_state = stream.finish(
+                state.params, state.opt_state, fragment=part, last=event.last
+            )
+            state = state.replace(params=params, opt_state=opt_state)
+        return jax.lax.scan(train_step, state, batches)
+
+    return local_opt.lift(one, WORKERS, inputs="owned owned", outputs="owned owned")(state, batches)
+
+
+@jax.jit
+def eval_step(state, batch):
+    return loss_fn(state.params, state.apply_fn, batch)
+
+
+def train_and_evaluate(c: Config) -> dict:
+    model, rng = Decoder(), np.random.default_rng(c.seed)
+    data = sequences(c.length, 2304)
+    train, valid = data[:2048], data[2048:]
+    params = model.init(jax.random.key(c.seed), train[:1, :-1])
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer_of(c))
+    state = local_opt.owned(state, WORKERS)
+    turns = {
+        str(f): local_opt.constant(PERIOD, total_steps=c.steps, offset=f * PERIOD // FRAGMENTS)
+        for f in range(FRAGMENTS)
+    }
+    events = local_opt.PartPlans(turns, delay=DELAY).events_from(0)
+    losses = []
+    events = [events[0]._replace(step=0, action="none"), *events]
+    for event, following in zip(events, [*events[1:], events[-1]], strict=True):
+        chosen = rng.integers(len(train), size=(following.step - event.step, c.batch_size))
+        own = (len(chosen), WORKERS, c.batch_size // WORKERS, c.length + 1)
+        batches = train[chosen].reshape(own).swapaxes(0, 1)
+        state, metrics = train_segment(state, batches, event._replace(step=0))  # few programs
+        losses.append(metrics["loss"].mean(0))
+    losses = np.concatenate(losses)[49::50].tolist()
+    valid = jnp.asarray(valid)
+    return {"valid": float(eval_step(local_opt.consolidate(state), valid)), "losses": losses}
+
+
+def main(**choices) -> dict:
+    return train_and_evaluate(Config(**choices))
+
+
+if __name__ == "__main__":
+    print(main())
