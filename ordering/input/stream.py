@@ -61,7 +61,7 @@ class Epochs(Iterator):
         state = self._live()
         epoch, step = self.epoch, self.step
         if self.epoch_ended:
-            self._check_new(self.epoch, self._front, self._last, state.current)
+            self._check_new(self.epoch, self._early, self._last, state.current)
             epoch, step = epoch + 1, 0
         return {"epoch": epoch, "step": step, "order": order_hash(np.asarray(state.current))}
 
@@ -91,14 +91,15 @@ class Epochs(Iterator):
         orders = jnp.copy(orders)  # a step may donate the state
         orders.copy_to_host_async()
         if self._last is not None:  # compared at the next call, when the device has work
-            self._begun = (self.epoch - 1, self._front, self._last, orders)
+            self._begun = (self.epoch - 1, self._early, self._last, orders)
+            if self._front is not None and self._front.num_steps < 2:  # read_epoch waits as well
+                self._check_new(*self._begun)
         self._last, self._front, self._early = orders, None, None
 
     def _look_ahead(self):
         """Copies what is known at one step, and opens it at the next: the host does not wait."""
-        if self._num_epochs is not None and self.epoch + 1 >= self._num_epochs:
-            return
-        if self._early is not None and self._front is None:
+        is_last = self._num_epochs is not None and self.epoch + 1 >= self._num_epochs
+        if self._early is not None and self._front is None and not is_last:
             self._front = prefetch_next_epoch(self._read, self._early, units_per_step=self._size)
         elif self._early is None and self.step >= self._steps - 1 - self._ahead:
             state = self._live()
@@ -109,11 +110,12 @@ class Epochs(Iterator):
     def _end_epoch(self):
         self.epoch, self.step, self.epoch_ended, self._batches = self.epoch + 1, 0, False, None
 
-    def _check_new(self, epoch, front, last, current):
+    def _check_new(self, epoch, early, last, current):
         """Refuses the order that has just been read, which a forgotten `next_epoch` leaves."""
         current = np.asarray(current)
-        if front is not None and front.num_steps:
-            new = np.array_equal(front.orders, current[..., : front.orders.shape[-1]])
+        known = 0 if early is None else int(np.min(early.left))
+        if known:
+            new = np.array_equal(np.asarray(early.next)[..., :known], current[..., :known])
         else:  # of less than eight units, an order may come again by chance
             new = current.shape[-1] < 8 or not np.array_equal(np.asarray(last), current)
         if not new:
