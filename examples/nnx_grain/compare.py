@@ -9,7 +9,7 @@ import numpy as np
 import orders
 import plain
 
-RATES, MEASURES = (0.05, 0.1, 0.2), (("train", "loss"), ("valid", "loss"), ("valid", "accuracy"))
+RATES, MEASURES = (0.1, 0.2, 0.4), (("train", "loss"), ("valid", "loss"), ("valid", "accuracy"))
 
 
 def compare(seeds: int, epochs: int) -> None:
