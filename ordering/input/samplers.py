@@ -67,8 +67,9 @@ def map_dataset(
     return EpochDataset(steps, batched)
 
 
-# So many elements of a process hold two neighbours, whichever of its threads asks first.
-ENOUGH = 64
+# So many elements of a process hold two neighbours, whichever of its threads asks first: k threads
+# keep at most k - 1 waiting. Grain has 16 of them unless told otherwise.
+ENOUGH = 32
 
 
 class GrainSampler:
@@ -157,7 +158,8 @@ def grain_sampler(
 
     Raises:
       ValueError: for orders or sizes that do not fit.
-      RuntimeError: from DataLoader, where it reads in another number of processes.
+      RuntimeError: from DataLoader, where it reads in another number of processes; of a multiple of
+        n that shows in a process's 32nd example, so not in shorter epochs.
       ImportError: if Grain is not installed.
 
     Example:
