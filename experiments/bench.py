@@ -1,4 +1,4 @@
-r"""What does it cost? Six benchmarks, a module of `experiments.bench_parts` each.
+r"""What does it cost? Seven benchmarks, a module of `experiments.bench_parts` each.
 
     python -m experiments.bench --part=balance                  # minutes: kernel and step
     python -m experiments.bench --part=balance --rows=sweep     # block sizes, for ordering.balance
@@ -10,11 +10,13 @@ r"""What does it cost? Six benchmarks, a module of `experiments.bench_parts` eac
     python -m experiments.bench --part=echo --ratios=4 --steps=100 --repeats=1
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=saves                    # minutes: checkpoints' manifests
+    python -m experiments.bench --part=samplers                 # minutes: orders through loaders
 
 balance: the signs of pairs, and a step with them; epochs: epochs of the CD-GraB tasks;
 local_steps: a local step and a sync; echo: what slow input leaves of echoing; loops: a step of
-the training loop; saves: steps with a checkpoint every 50, with its manifest and without. Every
-part's question, method and aim are in its module. Prints a table, and the rows as JSON lines into
+the training loop; saves: steps with a checkpoint every 50, with its manifest and without; samplers:
+indices per second through Grain and our own readers. Every part's question, method and aim are in
+its module. Prints a table, and the rows as JSON lines into
 --jsonl or below it; epochs writes into --output_dir.
 """
 
@@ -23,12 +25,13 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from experiments import flags as dialect
-from experiments.bench_parts import balance, echo, epochs, local_steps, loops, saves
+from experiments.bench_parts import balance, echo, epochs, local_steps, loops, samplers, saves
 from experiments.studies.tables import ORDERS
 
 FLAGS = flags.FLAGS
 PARTS = {
-    p.__name__.rpartition(".")[2]: p for p in (balance, echo, epochs, local_steps, loops, saves)
+    p.__name__.rpartition(".")[2]: p
+    for p in (balance, echo, epochs, local_steps, loops, samplers, saves)
 }
 
 

@@ -8,7 +8,7 @@ from absl import app, flags
 from scipy.stats import binom
 
 from experiments import bench
-from experiments.bench_parts import balance, echo, epochs, local_steps, timing
+from experiments.bench_parts import balance, echo, epochs, local_steps, samplers, timing
 from experiments.studies.tables import ORDERS
 from experiments.tasks import TASKS, Recipe
 from experiments.training import loop
@@ -224,3 +224,16 @@ def test_echo_runs_every_policy(tmp_path, capsys):
 def test_command_says_what_is_wrong(given, message, tmp_path):
     with pytest.raises(app.UsageError, match=message):
         run(*given, f"--output_dir={tmp_path}")
+
+
+def test_loaders_are_timed_over_every_step_of_an_epoch(monkeypatch, tmp_path):
+    pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
+    monkeypatch.setattr(samplers, "UNITS", 256)
+    in_this_process = {n: r._replace(processes=(0,)) for n, r in samplers.ROWS.items()}
+    monkeypatch.setattr(samplers, "ROWS", in_this_process)
+    run("--part=samplers", "--repeats=2", f"--jsonl={tmp_path / 'rows.jsonl'}")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["reader"] for row in rows] == list(samplers.ROWS)
+    assert all(row["repeats"] == 2 and row["indices_per_s"] > 0 for row in rows)
+    with pytest.raises(RuntimeError, match="3 batches came, of 4"):
+        samplers.indices_per_second(range(3))

@@ -63,7 +63,7 @@ def test_examples_are_short():
 
 
 def test_no_example_needs_the_experiments():
-    assert (len(SHORT), len(LONG)) == (10, 2)
+    assert (len(SHORT), len(LONG)) == (12, 2)
     assert "experiments" not in "".join(SHORT + LONG)
 
 

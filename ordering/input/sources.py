@@ -9,7 +9,9 @@ def reader(source):
 
     Args:
       source: arrays that share a leading axis, or anything with `len(source)` and `source[i]`, or
-        `source.__getitems__(list)` where it exists (`tfds.data_source`, Grain).
+        `source.__getitems__(list)` where it exists (`tfds.data_source`, Grain). Of Hugging Face
+        data sets one split, plain or in the formats "numpy", "torch" and "jax". These formats give
+        floats 32 bits and cut zeros off the ends of bytes: read encoded images without a format.
 
     Returns:
       `(N, read)`, where `read(indices)` gives those examples as one tree of arrays [n, ...]. A list
@@ -17,8 +19,8 @@ def reader(source):
       tuples and dicts are structure.
 
     Raises:
-      ValueError: for what is no source, for an empty one, and for arrays of unequal lengths; from
-        `read`, for lists that are no array.
+      ValueError: for what is no source, for an empty one, for tables of columns, and for arrays of
+        unequal lengths; from `read`, for lists that are no array, and for missing values.
 
     Example:
       >>> import numpy as np, ordering
@@ -27,7 +29,9 @@ def reader(source):
       (5, [[3, 3], [1, 1]])
     """
     if isinstance(source, np.ndarray | jax.Array | dict | tuple):
-        shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(source)]
+        # A data set of Hugging Face has a shape as well, and is no array.
+        leaves = jax.tree.leaves(source)
+        shapes = [leaf.shape if hasattr(leaf, "dtype") else () for leaf in leaves]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
             raise ValueError(
                 f"the source's leaves have shapes {shapes}: pass arrays that share one leading "
@@ -36,15 +40,34 @@ def reader(source):
         source = jax.tree.map(np.asarray, source)
         num_examples, read = shapes[0][0], lambda i: jax.tree.map(lambda x: x[i], source)
     elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        _check_rows(source)
         num_examples, read = len(source), lambda i: _read_examples(source, i.tolist())
     else:
         raise ValueError(
             f"the source is a {type(source).__name__}: pass arrays, a tuple or dict of arrays, "
-            "or an object with __len__ and __getitem__."
+            "or an object with __len__ and __getitem__ (of Hugging Face, load_dataset without "
+            "streaming)."
         )
     if num_examples == 0:
         raise ValueError("the source is empty: pass at least one example.")
     return num_examples, read
+
+
+def _check_rows(source):
+    """Raises for tables whose `source[i]` is a column, or no example."""
+    form = getattr(source, "format", None)
+    if isinstance(form, dict) and form.get("type") in ("arrow", "pandas", "polars"):
+        raise ValueError(
+            f"the source is in the format {form['type']!r}, whose rows are tables: pass "
+            "source.with_format(None), or with_format('numpy')."
+        )
+    kind = type(source)
+    columns = hasattr(kind, "column_names") and not hasattr(kind, "with_format")
+    if columns or hasattr(kind, "columns") or hasattr(kind, "iloc"):
+        raise ValueError(
+            f"the source is a {kind.__module__.split('.')[0]} {kind.__name__}, whose source[i] is "
+            "a column or goes by labels: pass a dict of its columns as NumPy arrays."
+        )
 
 
 # What a list of a table holds; None, for a value that is missing, becomes an error of its own.
@@ -56,7 +79,7 @@ def _read_examples(source, indices):
     rows = list(many(indices)) if many else [source[i] for i in indices]
     if len(rows) != len(indices):
         raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
-    return jax.tree.map(_stack, *rows, is_leaf=_is_column)
+    return jax.tree.map(_stack, *rows, is_leaf=lambda value: value is None or _is_column(value))
 
 
 def _is_column(value):
@@ -71,6 +94,14 @@ def _is_column(value):
 
 
 def _stack(*leaves):
+    missing = sum(leaf is None for leaf in leaves)
+    if missing == len(leaves):
+        return None  # structure, as JAX has it
+    if missing:
+        raise ValueError(
+            f"{missing} of {len(leaves)} examples of a batch have None for a value: a batch needs "
+            "all values. Filter these examples out of the source, or fill the value in."
+        )
     if isinstance(leaves[0], list):
         leaves = [_array(leaf) for leaf in leaves]
         shapes = sorted({leaf.shape for leaf in leaves})
@@ -81,6 +112,9 @@ def _stack(*leaves):
             )
     # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
     is_text = np.asarray(leaves[0]).dtype.kind in "SU"
+    if isinstance(leaves[0], np.ndarray) and leaves[0].dtype == object and leaves[0].ndim:
+        leaves = [_array(_lists(leaf)) for leaf in leaves]
+        is_text = False
     return np.array(leaves, dtype=object) if is_text else np.stack(leaves)
 
 
@@ -99,6 +133,11 @@ def _array(column):
         )
     # NumPy's text types drop trailing zero bytes.
     return np.asarray(column, object) if texts == {True} else array
+
+
+def _lists(array):
+    """A column of objects, as of text or of rows of unequal lengths, in plain lists."""
+    return [_lists(v) if isinstance(v, np.ndarray) else v for v in array.tolist()]
 
 
 def _flat(column):

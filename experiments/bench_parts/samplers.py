@@ -1,0 +1,116 @@
+"""How fast do loaders read an order? Indices per second, for each way in, by reader processes.
+
+The source is an array in memory, 64 numbers per example; 4 workers have 64 units per step each. So
+the way of an index is measured, not a disk. The clock runs from a quarter of the epoch, when all
+processes have started, to the last batch, before they end. A row has the median epoch and the
+slowest. Aim: 50,000 indices per second.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import ordering
+from experiments.bench_parts.timing import publish
+
+REPEATS = 5
+WORKERS, UNITS, PER_STEP = 4, 32_768, 64
+
+
+class Row(NamedTuple):
+    read: Callable[..., Iterable]  # (source, orders, reader processes)
+    processes: tuple[int, ...] = (0, 1, 4)
+
+
+def map_dataset(source, orders, count):
+    dataset = ordering.input.map_dataset(source, orders, units_per_step=PER_STEP)
+    return _in_processes(dataset, count)
+
+
+def map_dataset_of_examples(source, orders, count):
+    dataset = ordering.input.map_dataset(source, orders, units_per_step=PER_STEP, batched=False)
+    return _in_processes(dataset.batch(PER_STEP).batch(WORKERS), count)
+
+
+def _in_processes(dataset, count):
+    import grain
+
+    read = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
+    return read.mp_prefetch(grain.MultiprocessingOptions(count, 4)) if count else read
+
+
+def grain_shuffle(source, orders, count):
+    """What Grain does without us."""
+    import grain
+
+    dataset = grain.MapDataset.source(source).shuffle(seed=0).batch(WORKERS * PER_STEP)
+    return _in_processes(dataset, count)
+
+
+def grain_sampler(source, orders, count):
+    import grain
+
+    return grain.DataLoader(
+        data_source=source,
+        sampler=ordering.input.grain_sampler(orders, units_per_step=PER_STEP, worker_count=count),
+        operations=[grain.transforms.Batch(WORKERS * PER_STEP)],
+        worker_count=count,
+        worker_buffer_size=4,
+        read_options=grain.ReadOptions(num_threads=0),
+    )
+
+
+def torch_sampler(source, orders, count):
+    """The lists of indices alone: what reads them is PyTorch's own."""
+    return ordering.input.torch_sampler(orders, units_per_step=PER_STEP)
+
+
+def read_epochs(source, orders, count):
+    """Onto the device, by a thread."""
+    orders = jnp.asarray(orders)
+    state = ordering.shuffle_once(UNITS).init(jax.random.key(0), None)
+    state = state._replace(current=orders, next=orders)
+    return ordering.input.read_epochs(source, lambda: state, units_per_step=PER_STEP, num_epochs=1)
+
+
+ROWS = {
+    "grain's shuffle": Row(grain_shuffle),
+    "map_dataset": Row(map_dataset),
+    "map_dataset, examples": Row(map_dataset_of_examples),
+    "grain_sampler": Row(grain_sampler),
+    "torch_sampler": Row(torch_sampler, processes=(0,)),
+    "read_epochs": Row(read_epochs, processes=(0,)),
+}
+
+
+def indices_per_second(reads: Iterable) -> float:
+    """Of the steps behind the first quarter."""
+    clock = [time.perf_counter() for _ in reads]
+    steps = UNITS // PER_STEP
+    if len(clock) != steps:
+        raise RuntimeError(f"{len(clock)} batches came, of {steps}.")
+    return (steps - 1 - steps // 4) * WORKERS * PER_STEP / (clock[-1] - clock[steps // 4])
+
+
+def main(values: flags.FlagValues) -> None:
+    flags.FLAGS.mark_as_parsed()  # Grain's processes ask for these, under whatever name we ran
+    rng = np.random.default_rng(0)
+    source = rng.normal(size=(WORKERS * UNITS, 64)).astype(np.float32)
+    orders = np.stack([rng.permutation(UNITS) for _ in range(WORKERS)])
+    rows = []
+    for name in values.rows or ROWS:
+        for count in ROWS[name].processes:
+            rates = [
+                indices_per_second(ROWS[name].read(source, orders, count))
+                for _ in range(values.repeats or REPEATS)
+            ]
+            rows.append({"part": "samplers", "reader": name, "processes": count,
+                         "indices_per_s": round(statistics.median(rates)),
+                         "slowest": round(min(rates)), "repeats": len(rates)})  # fmt: skip
+    publish(rows, values.jsonl)
