@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from local_opt.buffers import apart
 from local_opt.rounds import Rounds, check_floating
 from local_opt.synchronize import synchronize
 
@@ -54,7 +55,9 @@ def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rou
 
     def init(params):
         check_floating(params)
-        return AccumulateState(jnp.zeros((), jnp.int32), inner.init(params), _zeros(params))
+        return AccumulateState(
+            jnp.zeros((), jnp.int32), apart(inner.init(params), params), _zeros(params)
+        )
 
     def update(grads, state, params=None, **extra):
         del params, extra

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from local_opt import shards
+from local_opt.buffers import apart
 from local_opt.drift import Correction, check_correction
 from local_opt.policies import (
     LOCAL,
@@ -21,6 +22,7 @@ from local_opt.policies import (
 )
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
+from local_opt.wrappers import check_survives
 from syncopate.plans import specs as specs_lib
 
 
@@ -133,14 +135,14 @@ def local_rounds(
 
     def init(params):
         check_floating(params)
-        state = inner.init(params)
-        policy_of_leaves(state, policies)
+        state = apart(inner.init(params), params)
+        check_survives(state, policy_of_leaves(state, policies))
         state = LocalState(
             since=jnp.zeros((), jnp.int32),
             inner=state,
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
-            outer=outer.init(params) if outer else (),
+            outer=apart(outer.init(params), params) if outer else (),
             lost=nothing_lost(params, wire),
             drift=jnp.zeros((), jnp.float32),
             correction=correction.init(params) if correction else (),
@@ -174,7 +176,8 @@ def local_rounds(
                 params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=lost, specs=specs
             )
         state = state._replace(
-            inner=placed(state.inner, chosen, fields, lambda: inner.init(mean)), lost=lost
+            inner=placed(state.inner, chosen, fields, lambda: apart(inner.init(mean), mean)),
+            lost=lost,
         )
         new = renewed(params, mean, state) if moves else (params, state)
         return shards.in_place(new, params, specs)

@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from local_opt.buffers import apart
+from local_opt.policies import LOCAL
 from local_opt.rounds import check_floating
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
+from local_opt.wrappers import check_survives
 from syncopate.plans import specs as specs_lib
+
+NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
 
 
 class Streaming(NamedTuple):
@@ -106,12 +111,17 @@ def streaming_rounds(
 
     def init(params):
         check_floating(params)
-        parts = parts_of(params)
+        parts, state = parts_of(params), apart(inner.init(params), params)
+        check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
         return StreamingState(
             since=jnp.zeros(len(parts), jnp.int32),
-            inner=inner.init(params),
+            inner=state,
             anchor=jax.tree.map(jnp.copy, params),
-            outer=tuple(outer.init(_pick(params, part)) for part in parts) if outer else (),
+            outer=(
+                tuple(apart(outer.init(_pick(params, part)), params) for part in parts)
+                if outer
+                else ()
+            ),
             lost=tuple(nothing_lost(_pick(params, part), wire) for part in parts) if kept else (),
         )
 
