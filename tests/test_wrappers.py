@@ -5,7 +5,6 @@ The default suite runs every row once, simulated. All of them on meshes too:
 """
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +14,21 @@ import pytest
 from optax import contrib
 
 import local_opt
-from local_opt import wrappers
-from syncopate.plans import specs
-from tests.problems import RUNS, W, copies
+from tests.problems import RUNS, W
+from tests.wrapped import (
+    ONLY_W,
+    PARAMS,
+    PLAN,
+    SGD,
+    STEPS,
+    assert_equal,
+    expected,
+    found,
+    last,
+    local,
+)
 
-STEPS = 6
-PLAN = local_opt.SyncPlan([0, 2, 3], STEPS)  # rounds of 2, 1, 3 steps
-RNG = np.random.default_rng(5)
-PARAMS = {
-    "b": jnp.asarray(RNG.normal(size=4), jnp.float32),
-    "w": jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32),
-}
-TARGETS = {
-    "b": jnp.asarray(RNG.normal(size=(W, STEPS, 4)), jnp.float32),
-    "w": jnp.asarray(RNG.normal(size=(W, STEPS, 3, 4)), jnp.float32),
-}
-SGD = optax.sgd(0.1, momentum=0.9)
 LABELS = {"b": "b", "w": "w"}
-ONLY_W = {"b": False, "w": True}
-
-
-def square(params, target):
-    return 0.5 * optax.tree.norm(optax.tree.sub(params, target), squared=True)
-
 
 # Optimizers, and what a row says beside: the policy of the optimizer state.
 OPTIMIZERS = {
@@ -54,6 +45,7 @@ OPTIMIZERS = {
     "lamb": lambda: optax.lamb(0.1),
     "lars": lambda: optax.lars(0.1),
     "lbfgs without a line search": lambda: optax.lbfgs(0.1, linesearch=None, memory_size=2),
+    "lbfgs": lambda: optax.lbfgs(memory_size=2),
     "lion": lambda: optax.lion(0.1),
     "nadamw": lambda: optax.nadamw(0.1),
     "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=jax.random.key(1)),
@@ -71,11 +63,15 @@ OPTIMIZERS = {
     "acprop": lambda: contrib.acprop(0.1),
     "ademamix": lambda: contrib.ademamix(0.1),
     "adopt": lambda: contrib.adopt(0.1),
-    "dadapt_adamw": lambda: contrib.dadapt_adamw(1.0),
+    "dadapt_adamw": lambda: contrib.dadapt_adamw(1.0, estim_lr0=0.1),
     "mechanize": lambda: contrib.mechanize(optax.sgd(0.1), s_init=0.1),
     "momo": lambda: contrib.momo(0.1),
+    "sam, opaque": lambda: contrib.sam(
+        SGD, optax.chain(contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+    ),
+    "galore": lambda: contrib.galore(0.1, rank=2),
     "muon": lambda: contrib.muon(0.1),
-    "prodigy": lambda: contrib.prodigy(1.0),
+    "prodigy": lambda: contrib.prodigy(1.0, estim_lr0=0.1),
     "simplified_ademamix": lambda: contrib.simplified_ademamix(0.1),
     "keep_params_nonnegative": lambda: optax.chain(SGD, optax.keep_params_nonnegative()),
     "flatten": lambda: optax.flatten(SGD),
@@ -88,6 +84,22 @@ OPTIMIZERS = {
     "MultiSteps": lambda: optax.MultiSteps(SGD, 2),
     "selective_transform": lambda: optax.selective_transform(SGD, freeze_mask=ONLY_W),
 }
+
+# What a row's update is passed beside a gradient.
+EXTRA = {
+    "polyak_sgd": ("value",),
+    "momo": ("value",),
+    "reduce_on_plateau": ("value",),
+    "sam, opaque": ("grad_fn",),
+    "lbfgs": ("value", "grad", "value_fn"),
+}
+# Rows like others, for a machine that has time.
+ALIKE = (
+    "adabelief", "adadelta", "adamax", "amsgrad", "nadamw", "optimistic_gradient_descent", "yogi",
+    "acprop", "adopt", "signum", "lbfgs", "lbfgs without a line search", "simplified_ademamix",
+    "clip_by_block_rms", "galore", "normalize_by_update_norm", "rmsprop", "snapshot", "centralize",
+    "scale_by_trust_ratio", "ademamix", "momo", "noisy_sgd", "adan", "radam", "dadapt_adamw",
+)  # fmt: skip
 
 # What computes parameters from fields of its state is refused unless these meet, too.
 MET = {
@@ -102,6 +114,9 @@ MET = {
         ("cumulative_gradients", "scale", "subgradients", "reward"),
     ),
 }
+
+# These look at where they are, and do not go back to where they were before a sync.
+LESS = ("keep_params_nonnegative", "lbfgs", "lbfgs without a line search", "sam, opaque")
 
 # What transforms a worker's own gradient: inside or before, these are the same steps.
 LINKS = {
@@ -119,9 +134,6 @@ LINKS = {
     ),
     "ema": lambda: optax.ema(0.9),
     "freeze": lambda: optax.freeze(ONLY_W),
-    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.scale)(
-        step_size=optax.linear_schedule(1.0, 0.1, 6)
-    ),
     "masked": lambda: optax.masked(optax.clip(0.5), ONLY_W),
     "named_chain": lambda: optax.named_chain(("one", optax.clip(1.0)), ("two", optax.trace(0.5))),
     "normalize_by_update_norm": lambda: optax.normalize_by_update_norm(),
@@ -136,109 +148,83 @@ LINKS = {
 }
 
 
-def one_step(opt, params, state, target):
-    value, grads = jax.value_and_grad(square)(params, target)
-    extra = {"value": value}
-    updates, state = optax.with_extra_args_support(opt).update(grads, state, params, **extra)
-    return optax.apply_updates(params, updates), state
+def made(name):
+    """A row's optimizer."""
+    if name in LINKS:
+        return optax.chain(LINKS[name](), SGD)
+    return MET[name][0]() if name in MET else OPTIMIZERS[name]()
 
 
-def expected(opt, met=(), plan=PLAN, averaged=lambda path: True):
-    """[W, STEPS, ...] and the last states: W states of optax, a mean by NumPy where a round ends.
-
-    Args:
-      met: fields of the optimizer's state that meet, too; averaged: which parameters meet.
-    """
-    step = jax.jit(functools.partial(one_step, opt))
-    params, states = [PARAMS] * W, [opt.init(PARAMS)] * W
-    history = []
-
-    def mean(trees, of):
-        def leaf(path, *leaves):
-            if not of(jax.tree_util.keystr(path, simple=True, separator=".").split(".")):
-                return leaves
-            return [np.mean(np.stack(leaves), axis=0, dtype=np.float64).astype(np.float32)] * W
-
-        rows = jax.tree_util.tree_map_with_path(leaf, *trees)
-        rows = jax.tree.leaves(rows, is_leaf=lambda x: isinstance(x, list | tuple) and len(x) == W)
-        structure = jax.tree.structure(trees[0])
-        return [jax.tree.unflatten(structure, [row[w] for row in rows]) for w in range(W)]
-
-    for t in range(STEPS):
-        for w in range(W):
-            target = jax.tree.map(lambda x, w=w, t=t: x[w, t], TARGETS)
-            params[w], states[w] = step(params[w], states[w], target)
-        if plan.syncs_after(t):
-            params = mean(params, averaged)
-            states = mean(states, lambda path: set(path) & set(met)) if met else states
-        history.append(jax.tree.map(lambda *x: np.stack(x), *params))
-    return jax.tree.map(lambda *x: np.stack(x, axis=1), *history), states
-
-
-def found(opt, run="vmap"):
-    """The same of what is to be tested, in one compiled loop: history, and the last state."""
-
-    @jax.jit
-    @RUNS[run]
-    def all_steps(params, targets):
-        def body(carry, target):
-            carry = specs.varying(one_step(opt, *carry, target), params)
-            return carry, carry[0]
-
-        start = specs.varying((params, opt.init(params)), params)
-        (_, state), history = jax.lax.scan(body, start, targets)
-        return history, state
-
-    return all_steps(copies(PARAMS), TARGETS)
-
-
-def assert_equal(history, reference):
-    # float32 sums in another order, over six steps of numbers of about 1.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), history, reference
-    )
-
-
-def last(history):
-    return jax.tree.map(lambda x: x[:, -1], history)
-
-
-def local(inner, plan=PLAN, **options):
-    return local_opt.local_steps(inner, plan, axis_name="worker", **options)
+def met(name):
+    return MET[name][1] if name in MET else ()
 
 
 @functools.cache
 def of_row(name):
-    """(what stands inside, the fields that meet, the expected history)."""
-    if name in MET:
-        make, fields = MET[name]
-        opt = make()
-    else:
-        fields = ()
-        opt = OPTIMIZERS[name]() if name in OPTIMIZERS else optax.chain(LINKS[name](), SGD)
-    history, _ = expected(opt, fields)
+    """(the expected history, what a step leaves of a move)."""
+    history, kept = expected(lambda: made(name), met(name), EXTRA.get(name, ()))
     apart = max(np.ptp(x[:, -2], axis=0).max() for x in jax.tree.leaves(history))
     assert apart > 1e-4, "inside a round workers differ, or nothing is tested"
-    return opt, fields, history
+    return history, kept
+
+
+def rows(names, run="vmap"):
+    """The rows, those slow that are like another one."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in names]
 
 
 MESHES = ["vmap", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS if r != "vmap")]
 
 
 @pytest.mark.parametrize("run", MESHES)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *LINKS, *MET])
+@pytest.mark.parametrize("name", rows([*OPTIMIZERS, *LINKS, *MET]))
 def test_inside(name, run):
-    opt, fields, history = of_row(name)
-    policy = dict.fromkeys(fields, "mean") or "local"
-    seen, state = found(local(opt, opt_state=policy), run)
+    policy = dict.fromkeys(met(name), "mean") or "local"
+    seen, state = found(local(made(name), opt_state=policy), run, EXTRA.get(name, ()))
+    history, kept = of_row(name)
+    assert (kept < 0.95) == (name in MET or name in LESS), "would its next step undo a sync?"
     assert_equal(seen, history)
     local_opt.check_synced(last(seen))
     assert state.round.tolist() == [PLAN.rounds] * W and state.step.tolist() == [STEPS] * W
 
 
 @pytest.mark.parametrize("run", MESHES)
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("name", rows(LINKS))
 def test_before(name, run):
-    seen, _ = found(optax.chain(LINKS[name](), local(SGD)), run)
-    assert_equal(seen, of_row(name)[2])
+    seen, _ = found(optax.chain(LINKS[name](), local(SGD)), run, EXTRA.get(name, ()))
+    assert_equal(seen, of_row(name)[0])
     local_opt.check_synced(last(seen))
+
+
+@pytest.mark.parametrize("name", MET)
+def test_state_that_would_undo_a_sync_is_refused(name):
+    """Unless all of it meets, or is reset; fragments have no sync of it."""
+    fields, params = met(name), PARAMS
+    message = f"optax.contrib.{name} computes the next parameters from .* would be undone"
+    chained = optax.chain(optax.clip(1.0), made(name))
+    for inner in (made(name), chained):
+        for policy in ("local", {fields[-1]: "local"}):
+            with pytest.raises(ValueError, match=f"{message}. Pass opt_state=.*{fields[0]}.*mean"):
+                local(inner, opt_state=policy).init(params)
+        stream = local_opt.streaming_rounds(inner, axis_name="worker", fragments=1)
+        with pytest.raises(ValueError, match=f"{message}. Fragments have no sync of the state"):
+            stream.init(params)
+        for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
+            local(inner, opt_state=policy).init(params)
+        local_opt.accumulate(inner, PLAN, axis_name="worker").init(params)  # one state for all
+
+
+def test_the_state_of_every_row_may_be_donated_with_the_parameters():
+    """Some begin with the parameters themselves: no buffer may be given away twice."""
+    names = [*OPTIMIZERS, *LINKS, *MET]
+    makers = {
+        "local_steps": lambda n: local(
+            made(n), opt_state=dict.fromkeys(met(n), "mean") or "local", outer=optax.sgd(1.0, 0.9)
+        ),
+        "accumulate": lambda n: local_opt.accumulate(made(n), PLAN, axis_name="worker"),
+        "parallel": lambda n: local_opt.parallel_rounds(made(n), axis_name="worker"),
+    }
+    params = jax.tree.map(jnp.copy, PARAMS)
+    states = {how: {n: make(n).init(params) for n in names} for how, make in makers.items()}
+    keep = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)
+    jax.block_until_ready(keep((params, states)))
