@@ -139,13 +139,13 @@ def local_rounds(
         check_survives(state, policy_of_leaves(state, policies))
         state = LocalState(
             since=jnp.zeros((), jnp.int32),
-            inner=state,
+            inner=floating_as(state, params),
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
             outer=apart(outer.init(params), params) if outer else (),
-            lost=nothing_lost(params, wire),
-            drift=jnp.zeros((), jnp.float32),
-            correction=correction.init(params) if correction else (),
+            lost=specs_lib.varying_as(nothing_lost(params, wire), params),
+            drift=specs_lib.varying(jnp.zeros((), jnp.float32), params),
+            correction=floating_as(correction.init(params), params) if correction else (),
         )
         return shards.in_place(state, params, specs)
 
@@ -163,6 +163,7 @@ def local_rounds(
 
     def sync(params, state, *, parts=None, **extra):
         del extra
+        given = params, state
         moves = parts is None or PARAMS in parts
         chosen = policy_of_leaves(state.inner, policies_of_parts(policies, parts))
         fields = [x for x, p in zip(jax.tree.leaves(state.inner), chosen, strict=True) if p == MEAN]
@@ -180,7 +181,7 @@ def local_rounds(
             lost=lost,
         )
         new = renewed(params, mean, state) if moves else (params, state)
-        return shards.in_place(new, params, specs)
+        return specs_lib.alike(shards.in_place(new, params, specs), given)
 
     def renewed(params, mean, state):
         """The state of a round that has not begun, after what the outer optimizer makes of it."""
@@ -231,6 +232,13 @@ def relative_distance(params, mean, *, specs=None) -> jax.Array:
     leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
     distance = norm([a - b for a, b in leaves])
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
+
+
+def floating_as(state, params):
+    """The state, its floating leaves typed as varying where the parameters are: a loop's carry."""
+    return jax.tree.map(
+        lambda x: specs_lib.varying(x, params) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state
+    )
 
 
 def mean_gradient(grads, axis_name):

@@ -9,7 +9,7 @@ import optax
 
 from local_opt.buffers import apart
 from local_opt.policies import LOCAL
-from local_opt.rounds import check_floating
+from local_opt.rounds import check_floating, floating_as
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
 from local_opt.wrappers import check_survives
@@ -106,6 +106,9 @@ def streaming_rounds(
     outer = outer and optax.with_extra_args_support(outer)
     kept = wire is not None and wire.feedback
 
+    def lost_of(part):
+        return specs_lib.varying_as(nothing_lost(part, wire), part)
+
     def parts_of(params):
         return _parts(fragment_labels(params, fragments))
 
@@ -115,14 +118,14 @@ def streaming_rounds(
         check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
         return StreamingState(
             since=jnp.zeros(len(parts), jnp.int32),
-            inner=state,
+            inner=floating_as(state, params),
             anchor=jax.tree.map(jnp.copy, params),
             outer=(
                 tuple(apart(outer.init(_pick(params, part)), params) for part in parts)
                 if outer
                 else ()
             ),
-            lost=tuple(nothing_lost(_pick(params, part), wire) for part in parts) if kept else (),
+            lost=tuple(lost_of(_pick(params, part)) for part in parts) if kept else (),
         )
 
     def update(grads, state, params=None, **extra):
@@ -149,12 +152,13 @@ def streaming_rounds(
                 change, outers[fragment], anchor, period=period
             )
             mean = optax.apply_updates(anchor, updates)
-        return state._replace(
+        new = state._replace(
             since=state.since.at[fragment].set(0),
             anchor=_placed(state.anchor, part, mean),
             outer=tuple(outers),
             lost=tuple(losses),
         )
+        return specs_lib.alike(new, state)
 
     def finish(params, state, *, fragment: int, last: bool = False):
         part = parts_of(params)[fragment]

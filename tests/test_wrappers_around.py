@@ -195,9 +195,9 @@ def test_a_link_after_it_that_is_no_chain_of_optax_is_found_by_check_synced():
 
 
 def test_gradients_of_examples_may_be_aggregated_inside_or_before():
-    aggregate = functools.partial(
-        contrib.differentially_private_aggregate, 1.0, 0.0, key=jax.random.key(0)
-    )
+    def aggregate():
+        return contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
+
     grads = jnp.asarray(np.random.default_rng(0).normal(size=(W, 5, 3)), jnp.float32)
     norms = np.linalg.norm(grads, axis=-1, keepdims=True)
     per_worker = (grads / np.maximum(1, norms)).sum(axis=1) / 5
