@@ -59,7 +59,7 @@ def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rou
         state = AccumulateState(
             jnp.zeros((), jnp.int32), apart(inner.init(params), params), _zeros(params)
         )
-        return floating_as(state, params)
+        return floating_as(state, params, axis_name)
 
     def update(grads, state, params=None, **extra):
         del params, extra

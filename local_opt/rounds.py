@@ -139,13 +139,15 @@ def local_rounds(
         check_survives(state, policy_of_leaves(state, policies))
         state = LocalState(
             since=jnp.zeros((), jnp.int32),
-            inner=floating_as(state, params),
+            inner=floating_as(state, params, axis_name),
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
             outer=apart(outer.init(params), params) if outer else (),
-            lost=specs_lib.varying_as(nothing_lost(params, wire), params),
-            drift=specs_lib.varying(jnp.zeros((), jnp.float32), params),
-            correction=floating_as(correction.init(params), params) if correction else (),
+            lost=floating_as(nothing_lost(params, wire), params, axis_name),
+            drift=floating_as(jnp.zeros((), jnp.float32), params, axis_name),
+            correction=floating_as(correction.init(params), params, axis_name)
+            if correction
+            else (),
         )
         return shards.in_place(state, params, specs)
 
@@ -234,11 +236,19 @@ def relative_distance(params, mean, *, specs=None) -> jax.Array:
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
 
 
-def floating_as(state, params):
-    """The state, its floating leaves typed as varying where the parameters are: a loop's carry."""
-    return jax.tree.map(
-        lambda x: specs_lib.varying(x, params) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state
-    )
+def floating_as(state, params, axis_name):
+    """The state, its floating leaves typed as the workers' own where parameters are: for loops.
+
+    Over the workers' axes alone: what all devices of a worker agree in is known to be equal there.
+    """
+    over = [specs_lib.varying_axes(x) for x in jax.tree.leaves(params)]
+    axes = frozenset(specs_lib.names_of(axis_name)) & frozenset().union(*over)
+
+    def cast(x):
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        return specs_lib.varying_over(x, axes) if floating else x
+
+    return jax.tree.map(cast, state)
 
 
 def mean_gradient(grads, axis_name):

@@ -107,7 +107,7 @@ def streaming_rounds(
     kept = wire is not None and wire.feedback
 
     def lost_of(part):
-        return specs_lib.varying_as(nothing_lost(part, wire), part)
+        return floating_as(nothing_lost(part, wire), part, axis_name)
 
     def parts_of(params):
         return _parts(fragment_labels(params, fragments))
@@ -118,7 +118,7 @@ def streaming_rounds(
         check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
         return StreamingState(
             since=jnp.zeros(len(parts), jnp.int32),
-            inner=floating_as(state, params),
+            inner=floating_as(state, params, axis_name),
             anchor=jax.tree.map(jnp.copy, params),
             outer=(
                 tuple(apart(outer.init(_pick(params, part)), params) for part in parts)

@@ -81,16 +81,18 @@ def varying(tree, *others):
     over = [varying_axes(x) for x in jax.tree.leaves((tree, others))]
     every = frozenset().union(*over)
 
-    def cast(x):
-        lacking = tuple(sorted(every - varying_axes(x)))
-        if not lacking:
-            return x
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # a cast would count as a use
-            data = jax.lax.pcast(jax.random.key_data(x), lacking, to="varying")
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jax.lax.pcast(x, lacking, to="varying")
+    return jax.tree.map(lambda x: varying_over(x, every), tree)
 
-    return jax.tree.map(cast, tree)
+
+def varying_over(x, axes):
+    """The array, typed as varying over these axes, too."""
+    lacking = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    if not lacking:
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # a cast would count as a use
+        data = jax.lax.pcast(jax.random.key_data(x), lacking, to="varying")
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.lax.pcast(x, lacking, to="varying")
 
 
 def varying_as(tree, *others):
