@@ -101,7 +101,8 @@ def local_rounds(
     Raises:
       ValueError: for a policy that is not known, a wire or a correction that is none, or both, or
         specs that name the workers' axis; from `init`, for a name that no field of the optimizer
-        state has, or parameters that are not floating; from `sync`, as `synchronize_changes`.
+        state has, for fields that would undo a sync and stay local, or parameters that are not
+        floating; from `sync`, as `synchronize_changes`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt

@@ -82,7 +82,8 @@ def streaming_rounds(
 
     Raises:
       ValueError: for a mixing out of range or a wire that is none; from `init`, for fragments
-        that do not fit the parameters, or parameters that are not floating.
+        that do not fit the parameters, optimizer state that would undo a sync, or parameters that
+        are not floating.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
