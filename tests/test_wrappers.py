@@ -171,7 +171,7 @@ def of_row(name):
     return history, kept
 
 
-def rows(names, run="vmap"):
+def rows(names):
     """The rows, those slow that are like another one."""
     return [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in names]
 
