@@ -1,10 +1,11 @@
 """Orders, gradients and rounds work wherever a JAX program may put them, with the same numbers.
 
 The default suite traces every place, which is where types, axes and carries are refused, and runs
-a few; all of them: `pytest -m slow tests/test_anywhere.py`.
+a few; all of them: `pytest -m "" tests/test_anywhere.py`.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -248,7 +249,7 @@ def program(name, inside, lift):
 
 
 # Every kind of mesh is traced; those with another one's types alone only where there is time.
-TRACED = ("vmap", "Auto, vma", "lift, make_mesh")
+TRACED = ("Auto, vma", "lift, make_mesh")
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -263,17 +264,18 @@ def test_every_place_can_be_traced(name, lift):
 
 
 # Two loops and an explicit axis, whose types JAX checks, have all that can go wrong at once.
-RUN = [("scan", "Explicit, vma")]
+RUN = [
+    (name, "scan", "Explicit, vma")
+    for name in ("cd_grab", "dealt", "sketched", "local_steps", "local_rounds", "streaming_rounds")
+]
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
 @pytest.mark.parametrize(
-    "inside,lift",
+    "name,inside,lift",
     [
-        pytest.param(i, x, marks=() if (i, x) in RUN else pytest.mark.slow)
-        for i in INSIDE
-        for x in LIFTS
-        if (i, x) != ("plain", "vmap")
+        pytest.param(*case, marks=() if case in RUN else pytest.mark.slow)
+        for case in itertools.product(SUBJECTS, INSIDE, LIFTS)
+        if case[1:] != ("plain", "vmap")
     ],
 )
 def test_every_place_gives_the_same_numbers(name, inside, lift):

@@ -1,7 +1,7 @@
 """Optax inside local steps, before them and around them: equal to a plain loop, or refused.
 
-The default suite runs every row once, simulated. All of them on meshes too:
-`pytest -m slow tests/test_wrappers.py`.
+The default suite runs rows of every kind, simulated. All of them, on meshes too:
+`pytest -m "" tests/test_wrappers.py`.
 """
 
 import functools
@@ -99,6 +99,9 @@ ALIKE = (
     "acprop", "adopt", "signum", "lbfgs", "lbfgs without a line search", "simplified_ademamix",
     "clip_by_block_rms", "galore", "normalize_by_update_norm", "rmsprop", "snapshot", "centralize",
     "scale_by_trust_ratio", "ademamix", "momo", "noisy_sgd", "adan", "radam", "dadapt_adamw",
+    "fromage", "lamb", "novograd", "rprop", "adagrad", "adam", "sgd", "mechanize", "lion",
+    "adaptive_grad_clip", "add_decayed_weights", "chain", "clip", "conditionally_transform", "ema",
+    "scale_by_schedule", "set_to_zero", "trace", "zero_nans", "split_real_and_imaginary",
 )  # fmt: skip
 
 # Conditionals of optax whose branches are typed otherwise: JAX refuses them where it checks types.
