@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from local_opt.rounds import Rounds, check_floating
+from local_opt.buffers import apart
+from local_opt.rounds import Rounds, check_floating, floating_as
 from local_opt.synchronize import synchronize
+from syncopate.plans import specs
 
 
 class AccumulateState(NamedTuple):
@@ -54,7 +56,10 @@ def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rou
 
     def init(params):
         check_floating(params)
-        return AccumulateState(jnp.zeros((), jnp.int32), inner.init(params), _zeros(params))
+        state = AccumulateState(
+            jnp.zeros((), jnp.int32), apart(inner.init(params), params), _zeros(params)
+        )
+        return floating_as(state, params, axis_name)
 
     def update(grads, state, params=None, **extra):
         del params, extra
@@ -65,12 +70,13 @@ def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rou
         return jax.tree.map(jnp.zeros_like, grads), AccumulateState(since, state.inner, mean)
 
     def sync(params, state, **extra):
-        gradient = synchronize(state.mean, axis_name=axis_name)
+        given, gradient = params, synchronize(state.mean, axis_name=axis_name)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         updates, inner_state = inner.update(gradient, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)
         zero = jnp.zeros_like(state.since)
-        return params, AccumulateState(zero, inner_state, jax.tree.map(jnp.zeros_like, state.mean))
+        new = AccumulateState(zero, inner_state, jax.tree.map(jnp.zeros_like, state.mean))
+        return specs.alike((params, new), (given, state))
 
     return Rounds(init, update, sync)
 

@@ -2,6 +2,7 @@
 
 import optax
 
+from local_opt.buffers import apart
 from local_opt.rounds import Rounds, check_floating, mean_gradient
 
 
@@ -43,7 +44,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds
 
     def init(params):
         check_floating(params)
-        return inner.init(params)
+        return apart(inner.init(params), params)
 
     def update(grads, state, params=None, **extra):
         return inner.update(mean_gradient(grads, axis_name), state, params, **extra)

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from local_opt import shards
+from local_opt.buffers import apart
 from local_opt.drift import Correction, check_correction
 from local_opt.policies import (
     LOCAL,
@@ -21,6 +22,7 @@ from local_opt.policies import (
 )
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
+from local_opt.wrappers import check_survives
 from syncopate.plans import specs as specs_lib
 
 
@@ -99,7 +101,8 @@ def local_rounds(
     Raises:
       ValueError: for a policy that is not known, a wire or a correction that is none, or both, or
         specs that name the workers' axis; from `init`, for a name that no field of the optimizer
-        state has, or parameters that are not floating; from `sync`, as `synchronize_changes`.
+        state has, for fields that would undo a sync and stay local, or parameters that are not
+        floating; from `sync`, as `synchronize_changes`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -133,17 +136,19 @@ def local_rounds(
 
     def init(params):
         check_floating(params)
-        state = inner.init(params)
-        policy_of_leaves(state, policies)
+        state = apart(inner.init(params), params)
+        check_survives(state, policy_of_leaves(state, policies))
         state = LocalState(
             since=jnp.zeros((), jnp.int32),
-            inner=state,
+            inner=floating_as(state, params, axis_name),
             # A copy: both are donated to the step, and one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
-            outer=outer.init(params) if outer else (),
-            lost=nothing_lost(params, wire),
-            drift=jnp.zeros((), jnp.float32),
-            correction=correction.init(params) if correction else (),
+            outer=apart(outer.init(params), params) if outer else (),
+            lost=floating_as(nothing_lost(params, wire), params, axis_name),
+            drift=floating_as(jnp.zeros((), jnp.float32), params, axis_name),
+            correction=floating_as(correction.init(params), params, axis_name)
+            if correction
+            else (),
         )
         return shards.in_place(state, params, specs)
 
@@ -161,6 +166,7 @@ def local_rounds(
 
     def sync(params, state, *, parts=None, **extra):
         del extra
+        given = params, state
         moves = parts is None or PARAMS in parts
         chosen = policy_of_leaves(state.inner, policies_of_parts(policies, parts))
         fields = [x for x, p in zip(jax.tree.leaves(state.inner), chosen, strict=True) if p == MEAN]
@@ -174,10 +180,11 @@ def local_rounds(
                 params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=lost, specs=specs
             )
         state = state._replace(
-            inner=placed(state.inner, chosen, fields, lambda: inner.init(mean)), lost=lost
+            inner=placed(state.inner, chosen, fields, lambda: apart(inner.init(mean), mean)),
+            lost=lost,
         )
         new = renewed(params, mean, state) if moves else (params, state)
-        return shards.in_place(new, params, specs)
+        return specs_lib.alike(shards.in_place(new, params, specs), given)
 
     def renewed(params, mean, state):
         """The state of a round that has not begun, after what the outer optimizer makes of it."""
@@ -228,6 +235,21 @@ def relative_distance(params, mean, *, specs=None) -> jax.Array:
     leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
     distance = norm([a - b for a, b in leaves])
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
+
+
+def floating_as(state, params, axis_name):
+    """The state, its floating leaves typed as the workers' own where parameters are: for loops.
+
+    Over the workers' axes alone: what all devices of a worker agree in is known to be equal there.
+    """
+    over = [specs_lib.varying_axes(x) for x in jax.tree.leaves(params)]
+    axes = frozenset(specs_lib.names_of(axis_name)) & frozenset().union(*over)
+
+    def cast(x):
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        return specs_lib.varying_over(x, axes) if floating else x
+
+    return jax.tree.map(cast, state)
 
 
 def mean_gradient(grads, axis_name):

@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from local_opt.rounds import check_floating
+from local_opt.buffers import apart
+from local_opt.policies import LOCAL
+from local_opt.rounds import check_floating, floating_as
 from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire
+from local_opt.wrappers import check_survives
 from syncopate.plans import specs as specs_lib
+
+NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
 
 
 class Streaming(NamedTuple):
@@ -77,7 +82,8 @@ def streaming_rounds(
 
     Raises:
       ValueError: for a mixing out of range or a wire that is none; from `init`, for fragments
-        that do not fit the parameters, or parameters that are not floating.
+        that do not fit the parameters, optimizer state that would undo a sync, or parameters that
+        are not floating.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -101,18 +107,26 @@ def streaming_rounds(
     outer = outer and optax.with_extra_args_support(outer)
     kept = wire is not None and wire.feedback
 
+    def lost_of(part):
+        return floating_as(nothing_lost(part, wire), part, axis_name)
+
     def parts_of(params):
         return _parts(fragment_labels(params, fragments))
 
     def init(params):
         check_floating(params)
-        parts = parts_of(params)
+        parts, state = parts_of(params), apart(inner.init(params), params)
+        check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
         return StreamingState(
             since=jnp.zeros(len(parts), jnp.int32),
-            inner=inner.init(params),
+            inner=floating_as(state, params, axis_name),
             anchor=jax.tree.map(jnp.copy, params),
-            outer=tuple(outer.init(_pick(params, part)) for part in parts) if outer else (),
-            lost=tuple(nothing_lost(_pick(params, part), wire) for part in parts) if kept else (),
+            outer=(
+                tuple(apart(outer.init(_pick(params, part)), params) for part in parts)
+                if outer
+                else ()
+            ),
+            lost=tuple(lost_of(_pick(params, part)) for part in parts) if kept else (),
         )
 
     def update(grads, state, params=None, **extra):
@@ -139,12 +153,13 @@ def streaming_rounds(
                 change, outers[fragment], anchor, period=period
             )
             mean = optax.apply_updates(anchor, updates)
-        return state._replace(
+        new = state._replace(
             since=state.since.at[fragment].set(0),
             anchor=_placed(state.anchor, part, mean),
             outer=tuple(outers),
             lost=tuple(losses),
         )
+        return specs_lib.alike(new, state)
 
     def finish(params, state, *, fragment: int, last: bool = False):
         part = parts_of(params)[fragment]

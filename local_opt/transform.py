@@ -44,8 +44,9 @@ def local_steps(
 
     x_w <- x_w + inner(g_w); after the last step of a round, x_w <- 1/W sum_v x_v.
 
-    Put it last in an `optax.chain`: what follows would change the mean. Its update is
-    x_bar - x_w, and x_w + (x_bar - x_w) may miss x_bar by the rounding of x_w, so workers agree to
+    Put it last in an `optax.chain`: what follows would change the mean, and is refused (a table of
+    what of optax stands where is in docs/your_own_loop.md). Its update is x_bar - x_w, and
+    x_w + (x_bar - x_w) may miss x_bar by the rounding of x_w, so workers agree to
     that rounding and no better; it does not accumulate. Loops that want bitwise equal workers
     and no conditional in the step use `local_rounds`, whose `sync` overwrites, in a second jitted
     function, called where `plan.syncs_after(step)`.
@@ -74,8 +75,9 @@ def local_steps(
 
     Raises:
       ValueError: for a plan of another length than the run, an unknown policy; from `init` for
-        parameters that are not floating; from `update` without params, or inside a wrapper that
-        may skip it (`optax.apply_if_finite`, `optax.MultiSteps`: these stand inside).
+        parameters that are not floating, or optimizer state that would undo a sync; from `update`
+        without params, inside a wrapper that may skip or change it (as `optax.apply_if_finite`,
+        `optax.MultiSteps`: these stand inside), or with anything after it in an `optax.chain`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from syncopate import plans
+from syncopate.plans import specs
 
 PyTree = Any
 State = Any
@@ -49,7 +50,13 @@ class Ordering(NamedTuple):
 def first_order(key: jax.Array, num_units: int) -> jax.Array:
     """Returns the random order, int32[M], that every ordering starts from under `key`."""
     plans.check_key(key)
-    return jax.random.permutation(jax.random.fold_in(key, 0), num_units).astype(jnp.int32)
+    return permutation(jax.random.fold_in(key, 0), num_units)
+
+
+def permutation(key: jax.Array, size: int) -> jax.Array:
+    """int32[size], a random order that is typed as what draws it: one worker's, or equal on all."""
+    drawn = jax.random.permutation(key, size).astype(jnp.int32)
+    return specs.varying(drawn, key)
 
 
 def fill_middle(next_order, current, left, placed):

@@ -10,6 +10,7 @@ from ordering.exchange import shared_key
 from ordering.gathered import GatheredState
 from ordering.pair_balance import PairBalanceState
 from ordering.shuffles import ShuffleState
+from syncopate.plans import specs as specs_lib
 
 HOW = ("round_robin", "chunks")
 
@@ -108,6 +109,7 @@ def dealt(
                 f"num_units is {num_units} and the order has {pairs.current.shape[0]} units: "
                 "make both for the same number."
             )
+        everyone = specs_lib.varying(everyone, key)  # as what is gathered at an epoch's end
         return state_of(_begun(pairs, everyone, axis_name), everyone)
 
     def observe(state, rows):

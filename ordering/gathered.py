@@ -76,7 +76,7 @@ def gathered_pairs(
     def init(key, params):
         current, size = base.first_order(key, num_units), rows_lib.tree_size(params)
         coins = rule.init(jax.random.fold_in(shared_key(key, axis_name), 1))
-        return GatheredState(
+        state = GatheredState(
             current=current,
             next=jnp.copy(current),  # a state may be donated: no buffer is in it twice
             position=jnp.zeros((), jnp.int32),
@@ -86,6 +86,7 @@ def gathered_pairs(
             waiting=jnp.zeros((pairs, size), dtype) if waits else (),
             rule=coins,
         )
+        return specs_lib.varying_as(state, key)
 
     def observe(state, rows):
         if specs is None:

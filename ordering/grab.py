@@ -9,6 +9,7 @@ from ordering import base, signs
 from ordering import rows as rows_lib
 from ordering.balance import add_weighted, balance, balance_blocks, default_block_size
 from ordering.base import Ordering
+from syncopate.plans import specs as specs_lib
 
 
 class GrabState(NamedTuple):
@@ -71,7 +72,7 @@ def grab(
     def init(key, params):
         current = base.first_order(key, num_units)
         # A state may be donated: no buffer is in it twice.
-        return GrabState(
+        state = GrabState(
             current=current,
             next=jnp.copy(current),
             position=jnp.zeros((), jnp.int32),
@@ -81,6 +82,7 @@ def grab(
             gathered=rows_lib.zeros_like(params),
             rule=rule.init(jax.random.fold_in(key, 1)),
         )
+        return specs_lib.varying_as(state, key)
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ordering import base
 from ordering import rows as rows_lib
 from ordering.base import Ordering
+from syncopate.plans import specs as specs_lib
 
 
 def herding_bound(vectors: jax.Array, order: jax.Array, *, norm: float = jnp.inf) -> jax.Array:
@@ -126,13 +127,14 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     def init(key, params):
         current = base.first_order(key, num_units)
         # A state may be donated: no buffer is in it twice.
-        return GreedyHerdingState(
+        state = GreedyHerdingState(
             current=current,
             next=jnp.copy(current),
             position=jnp.zeros((), jnp.int32),
             left=jnp.zeros((), jnp.int32),
             gradients=jnp.zeros((num_units, rows_lib.tree_size(params))),
         )
+        return specs_lib.varying_as(state, key)
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)
@@ -168,5 +170,5 @@ def greedy_order(vectors: jax.Array) -> jax.Array:
         unit = jnp.argmin(jnp.where(used, jnp.inf, growth)).astype(jnp.int32)
         return (total + centred[unit], used.at[unit].set(True)), unit
 
-    start = (jnp.zeros_like(centred[0]), jnp.zeros(centred.shape[0], bool))
+    start = (jnp.zeros_like(centred[0]), jnp.zeros_like(norms, dtype=bool))
     return jax.lax.scan(append, start, length=centred.shape[0])[1]

@@ -175,7 +175,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
             workers = jax.lax.axis_size(axis_name)
             like = jnp.zeros(slice_size(rows_lib.tree_size(params), workers))
             key = shared_key(key, axis_name)
-        return PairBalanceState(
+        state = PairBalanceState(
             current=current,
             next=jnp.copy(current),  # a state may be donated: no buffer is in it twice
             position=jnp.zeros((), jnp.int32),
@@ -183,6 +183,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
             pending=rows_lib.zeros_like(like, (workers,)) if splits_pairs else (),
             rule=rule.init(jax.random.fold_in(key, 1)),
         )
+        return specs_lib.varying_as(state, current)
 
     def observe(state, rows):
         if coordinated and specs is None:

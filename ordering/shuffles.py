@@ -167,7 +167,7 @@ def unzip(num_units: int) -> Ordering:
 
 
 def _permutation(key, epoch, size):
-    return jax.random.permutation(jax.random.fold_in(key, epoch), size).astype(jnp.int32)
+    return base.permutation(jax.random.fold_in(key, epoch), size)
 
 
 def _shuffle(num_units, draw) -> Ordering:

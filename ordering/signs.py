@@ -152,7 +152,8 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
         return state, _plus_iff(dot <= coin * threshold)
 
     def next_epoch(state):
-        return init(state.key)._replace(epoch=state.epoch + 1)
+        pair, scale = jnp.zeros_like(state.pair), jnp.zeros_like(state.scale)
+        return state._replace(epoch=state.epoch + 1, pair=pair, scale=scale)
 
     return SignRule(init, sign, next_epoch)
 

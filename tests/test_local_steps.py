@@ -117,30 +117,6 @@ def test_a_skipped_step_is_counted(run):
     assert state.rounds.inner.total_notfinite.tolist() == [0, 3, 0, 0]
 
 
-@pytest.mark.parametrize("lift", [jax.vmap, None], ids=["vmap", "shard_map"])
-@pytest.mark.parametrize(
-    "outside",
-    [
-        lambda opt: optax.apply_if_finite(opt, 5),
-        lambda opt: optax.MultiSteps(opt, 2),
-        lambda opt: optax.chain(optax.clip(1.0), optax.apply_if_finite(opt, 5)),
-    ],
-    ids=["apply_if_finite", "MultiSteps", "in a chain"],
-)
-@pytest.mark.parametrize("make", [local_opt.local_steps, local_opt.accumulate])
-def test_a_wrapper_that_would_keep_one_worker_from_a_sync_is_refused(lift, outside, make):
-    """On a mesh all other workers would wait for it without end."""
-    opt = outside(make(SGD, local_opt.every_step(4), axis_name="worker"))
-    if lift is None:
-        mesh, split = runners.worker_mesh(W), jax.P("worker")
-        lift = functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
-        step = lift(lambda g, x: opt.update(g, opt.init(x), x)[0])
-    else:
-        step = lift(lambda g, x: opt.update(g, opt.init(x), x)[0], axis_name="worker")
-    with pytest.raises(ValueError, match=f"{make.__name__} stands inside optax.*Put it inside"):
-        step(jnp.zeros(W), jnp.zeros(W))
-
-
 def test_sgd_with_a_sync_after_every_step_is_data_parallel_training():
     every = local_opt.every_step(100)
     local = run_net(local_opt.local_steps(SGD, every, axis_name="worker"))

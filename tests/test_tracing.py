@@ -13,6 +13,7 @@ from tests import tables
 
 PLAN = local_opt.constant(2, total_steps=4)
 SGD = optax.sgd(0.1, momentum=0.9)
+KEY = jax.random.key(3)
 
 
 def use_order(order):
@@ -34,6 +35,21 @@ def use_rounds(rounds):
     x = jnp.ones(2)
     updates, state = jax.vmap(rounds.update, axis_name="worker")(x, jax.vmap(rounds.init)(x), x)
     return jax.vmap(rounds.sync, axis_name="worker")(x + updates, state)[0]
+
+
+def use_streaming(stream):
+    x = jnp.ones(2)
+    _, state = jax.vmap(stream.update)(x, jax.vmap(stream.init)(x), x)
+    start = jax.vmap(lambda x, s: stream.start(x, s, fragment=0), axis_name="worker")
+    return jax.vmap(lambda x, s: stream.finish(x, s, fragment=0))(x, start(x, state))[0]
+
+
+def use_gradients(gradients):
+    return gradients(jnp.ones(2), jnp.ones((3, 2)), jax.random.key(0))[1]
+
+
+def loss(params, batch, key):
+    return batch @ params
 
 
 def use_outer(outer):
@@ -63,6 +79,26 @@ MADE = {
     },
     "local_steps": (lambda: local_opt.local_steps(SGD, PLAN, axis_name="worker"), use_optimizer),
     "accumulate": (lambda: local_opt.accumulate(SGD, PLAN, axis_name="worker"), use_optimizer),
+    "diloco": (
+        lambda: local_opt.diloco(SGD, PLAN, axis_name="worker", momentum=0.0),
+        use_optimizer,
+    ),
+    "streaming_rounds": (
+        lambda: local_opt.streaming_rounds(SGD, axis_name="worker", fragments=1),
+        use_streaming,
+    ),
+    "lift": (
+        lambda: local_opt.lift(jnp.sin, 2, inputs=("owned",), outputs="owned"),
+        lambda lifted: lifted(jnp.ones(2)),
+    ),
+    "dealt": (
+        lambda: ordering.dealt(ordering.cd_grab(5, units_per_step=1), 5),
+        use_order,
+    ),
+    "dealt_reshuffling": (lambda: ordering.dealt_reshuffling(5), use_order),
+    "per_example": (lambda: ordering.per_example(loss), use_gradients),
+    "microbatch": (lambda: ordering.microbatch(lambda *a: loss(*a).mean()), use_gradients),
+    "sketched": (lambda: ordering.sketched(loss, KEY, size=2), use_gradients),
     "parallel_rounds": (lambda: local_opt.parallel_rounds(SGD, axis_name="worker"), use_rounds),
     "local_rounds": (lambda: local_opt.local_rounds(SGD, axis_name="worker"), use_rounds),
     "accumulated_rounds": (

@@ -81,11 +81,28 @@ def varying(tree, *others):
     over = [varying_axes(x) for x in jax.tree.leaves((tree, others))]
     every = frozenset().union(*over)
 
-    def cast(x):
-        lacking = tuple(sorted(every - varying_axes(x)))
-        return jax.lax.pcast(x, lacking, to="varying") if lacking else x
+    return jax.tree.map(lambda x: varying_over(x, every), tree)
 
-    return jax.tree.map(cast, tree)
+
+def varying_over(x, axes):
+    """The array, typed as varying over these axes, too."""
+    lacking = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    if not lacking:
+        return x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # a cast would count as a use
+        data = jax.lax.pcast(jax.random.key_data(x), lacking, to="varying")
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.lax.pcast(x, lacking, to="varying")
+
+
+def varying_as(tree, *others):
+    """The tree, each leaf typed as varying over its own manual axes and all of the others'."""
+    return jax.tree.map(lambda x: varying(x, others), tree)
+
+
+def alike(tree, like):
+    """The tree, each leaf typed as varying where that of another tree does: a loop's carry."""
+    return jax.tree.map(varying, tree, like)
 
 
 def varying_axes(x) -> frozenset:
