@@ -42,7 +42,16 @@ def measured(mains, rates, seeds) -> dict:
     calls = [(name, rate, seed) for name in mains for rate in rates for seed in range(seeds)]
     found = {name: {rate: [] for rate in rates} for name in mains}
     for name, rate, seed in tqdm(calls):
-        found[name][rate].append(mains[name](seed=seed, learning_rate=rate))
+        found[name][rate].append(flat(mains[name](seed=seed, learning_rate=rate)))
+    return found
+
+
+def flat(result) -> dict:
+    """{"valid loss": ...} of {"valid": {"loss": ...}}, and numbers as they are."""
+    found = {}
+    for name, value in result.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        found |= {f"{name} {k}".strip(): v for k, v in inner if isinstance(v, int | float)}
     return found
 
 
@@ -58,8 +67,7 @@ def main(argv) -> None:
     rows = []
     for name, of in found.items():
         rate, results = best(of, FLAGS.scalar)
-        numbers = [k for k, v in results[0].items() if isinstance(v, int | float)]
-        cells = {k: "{:.4g} ± {:.2g}".format(*interval(r[k] for r in results)) for k in numbers}
+        cells = {k: "{:.4g} ± {:.2g}".format(*interval(r[k] for r in results)) for k in results[0]}
         rows.append({"file": f"{name}.py", "best lr": f"{rate:g}", **cells})
     print(tables.markdown(rows))
 

@@ -177,12 +177,12 @@ IDENTITY = {"inputs": ("owned",), "outputs": "owned"}
         (
             W,
             IDENTITY,
-            (jnp.ones(3),),
+            (np.ones(3),),
             r"shape \(3,\) and there are 4 workers: make it by local_opt",
         ),
-        (W, {**IDENTITY, "inputs": ("split",)}, (jnp.ones(6),), "a multiple of the 4 workers"),
-        (W, {**IDENTITY, "inputs": ("key",)}, (jnp.ones(6),), "pass one typed key"),
-        (W, {**IDENTITY, "outputs": "owned owned"}, (jnp.ones((W, 3)),), "has 3 results and"),
+        (W, {**IDENTITY, "inputs": ("split",)}, (np.ones(6),), "a multiple of the 4 workers"),
+        (W, {**IDENTITY, "inputs": ("key",)}, (np.ones(6),), "pass one typed key"),
+        (W, {**IDENTITY, "outputs": "owned owned"}, (np.ones((W, 3)),), "has 3 results and"),
     ],
 )
 def test_what_does_not_fit_is_refused(workers, words, args, said):
