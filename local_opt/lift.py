@@ -150,16 +150,26 @@ def owned(tree, workers: int | Mesh, *, axis_name: str = runners.AXIS):
     count = count_of(workers, axis_name)
 
     def number(x):
-        return jnp.asarray(x) if isinstance(x, int | float) and not isinstance(x, bool) else x
+        if isinstance(x, bool) or not isinstance(x, int | float):
+            return x
+        return jnp.asarray(x, jnp.result_type(x))  # not a weak type, which the first step changes
+
+    def repeated(arrays):
+        return [jnp.broadcast_to(x, (count, *x.shape)) for x in arrays]
 
     part = parted(jax.tree.map(number, tree), "owned")
-    repeat = lambda x: jnp.repeat(x[None], count, axis=0)  # noqa: E731
-    if isinstance(workers, int):
-        return joined(jax.jit(lambda xs: [repeat(x) for x in xs])(part.arrays), part)
-    places = [NamedSharding(workers, PartitionSpec(axis_name, *_spec(x))) for x in part.arrays]
-    if jax.process_count() == 1:
-        found = [_placed(repeat(x), place) for x, place in zip(part.arrays, places, strict=True)]
-        return joined(found, part)
+    if not isinstance(workers, Mesh):
+        return joined(jax.jit(repeated)(part.arrays), part)
+    specs = [_spec(x) for x in part.arrays]
+    if AxisType.Explicit in workers.axis_types:
+        # As long as the shapes, as a step's results are there: else its second call would compile.
+        longer = zip(specs, part.arrays, strict=True)
+        specs = [(*spec, *[None] * (x.ndim - len(spec))) for spec, x in longer]
+    places = [NamedSharding(workers, PartitionSpec(axis_name, *spec)) for spec in specs]
+    if jax.process_count() == 1:  # one copy on each device, and never all of them on one
+        whole = [NamedSharding(workers, PartitionSpec(*spec)) for spec in specs]
+        given = jax.device_put(part.arrays, whole)
+        return joined(jax.jit(repeated, out_shardings=places)(given), part)
     found = [_from_host(x, count, place) for x, place in zip(part.arrays, places, strict=True)]
     check_same_start(found, what="state")
     return joined(found, part)
@@ -201,9 +211,10 @@ def _entered(part: Part, kind, workers, count, axis_name) -> list:
     if not isinstance(workers, Mesh) or AxisType.Explicit not in workers.axis_types:
         return found
     first = () if kind == "shared" else (axis_name,)
+    specs = [PartitionSpec(*first, *_spec(x)[len(first) :]) for x in found]
     return [
-        _placed(x, NamedSharding(workers, PartitionSpec(*first, *_spec(x)[len(first) :])))
-        for x in found
+        jax.sharding.reshard(x, NamedSharding(workers, spec))
+        for x, spec in zip(found, specs, strict=True)
     ]
 
 
@@ -255,17 +266,8 @@ def _runner(workers, axis_name, in_turn) -> Callable:
 
 def _spec(x) -> tuple:
     """How an array is split over a mesh already; () if it is whole."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if not isinstance(x, jax.core.Tracer):
-        sharding = getattr(x, "sharding", None)
+    sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-
-
-def _placed(x, sharding):
-    """The array there, whether the mesh's axes are explicit or the compiler's."""
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        return jax.sharding.reshard(x, sharding)
-    return jax.device_put(x, sharding)
 
 
 def _from_host(x, count, sharding):

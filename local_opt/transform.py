@@ -183,15 +183,15 @@ def _planned(name, rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
             return back, own
 
         done = state.step + 1 if step is None else jnp.asarray(step, jnp.int32) + 1
-        round = state.round
+        met = state.round  # how often, so far
         if step is not None:
-            round = jnp.searchsorted(ends, done, side="left").astype(jnp.int32)
+            met = jnp.searchsorted(ends, done, side="left").astype(jnp.int32)
         # Steps beyond the plan synchronise: rather too often than never again.
-        now = jnp.asarray(ends)[jnp.minimum(round, plan.rounds - 1)] <= done
+        now = jnp.asarray(ends)[jnp.minimum(met, plan.rounds - 1)] <= done
         now = now if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
-        round = round + jnp.asarray(now, jnp.int32)
-        counts = specs_lib.varying((done, round), state.step)  # typed as they were
+        met = met + jnp.asarray(now, jnp.int32)
+        counts = specs_lib.varying((done, met), state.step)  # typed as they were
         return updates, PlannedState(*counts, own)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -142,6 +142,10 @@ def test_the_start_lies_where_its_workers_are_and_shares_no_memory(way):
     jax.block_until_ready(keep(own))
 
 
+def test_numbers_of_numpy_are_numbers_of_workers():
+    assert local_opt.owned(jnp.arange(3), np.int64(2)).tolist() == [[0, 1, 2]] * 2
+
+
 @pytest.mark.parametrize("way", ["Auto 2", "Explicit 2"])
 def test_what_is_split_inside_a_worker_stays_split(way):
     mesh = WAYS[way]("worker")

@@ -76,9 +76,8 @@ def asked(folder: str, settings: Mapping, *, policy: str | None, overwrite: bool
         for there in (held, stood)
     )
     known = {"run", *SPLIT} <= held.keys()
-    if not (
-        known and differs | others <= MAY_DIFFER
-    ):  # whoever opens the folder or restores it says so
+    if not known or not differs | others <= MAY_DIFFER:
+        # Whoever opens the folder, or restores the checkpoint, says what else differs.
         return Request(step, now, now, now, settings["run"], settings)
     if differs and policy is None:
         raise ValueError(

@@ -20,17 +20,13 @@ from tqdm import tqdm
 
 from experiments.processes import agreement, waits
 from experiments.processes.cluster import start as start
+from experiments.processes.waits import several as several
 from local_opt import runners
 
 
 def is_first() -> bool:
     """Whether this is process 0, which alone writes files and talks to people."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
-
-
-def several() -> bool:
-    """Whether there are other processes."""
-    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def place(tree, sharding: Sharding | None):

@@ -19,6 +19,11 @@ PLACES = "syncopate/after"  # of the coordinator's store: how far each process h
 _patience = PATIENCE
 
 
+def several() -> bool:
+    """Whether there are other processes."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
 def patience() -> float:
     """Seconds that this process waits for others, or for a batch."""
     return _patience
@@ -50,7 +55,7 @@ def limited(seconds: float, told: Callable[[], str]) -> Iterator[None]:
 @contextlib.contextmanager
 def for_others(what: str) -> Iterator[None]:
     """The body waits for other processes, to have `what`; nothing for a process alone."""
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+    if not several():
         yield
         return
     with limited(_patience, lambda: _told(jax.process_index(), what, _patience, _places())):
@@ -59,7 +64,7 @@ def for_others(what: str) -> Iterator[None]:
 
 def came_to(step: int) -> None:
     """Tells the others, by the coordinator, after which step this process is."""
-    if jax.distributed.is_initialized() and jax.process_count() > 1:
+    if several():
         place = f"{PLACES}/{jax.process_index()}"
         with for_others("process 0 to note how far this one is"):
             _store().key_value_set(place, str(step), allow_overwrite=True)

@@ -24,8 +24,7 @@ class StepSource:
     def __init__(self, source, indices: np.ndarray, batch_size: int, workers: int | None):
         self.source, self.indices, self.batch_size = _of_host(source), indices, batch_size
         self.workers = workers
-        self.__setstate__(self.__dict__)
-        num_examples = reader(self.source)[0]
+        num_examples, self._read = reader(self.source)
         if indices.size and indices.max() >= num_examples:
             raise ValueError(
                 f"the order names example {indices.max()}, and the source has {num_examples}: all "
