@@ -17,7 +17,9 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.processes import distributed
@@ -135,11 +137,22 @@ def _left_by_a_run(folder: str) -> str:
     return "checkpoints" if os.path.isdir(checkpoints) and os.listdir(checkpoints) else ""
 
 
+def commit() -> str | None:
+    """The commit of the sources, with a + where files differ from it; None where git knows none."""
+    root = pathlib.Path(__file__).parents[2]
+    ask = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--match="]
+    try:
+        found = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or an installed copy
+        return None
+    return found.stdout.strip() if (root / ".git").exists() else None
+
+
 def versions() -> dict:
-    """Packages, Python and the device, for whoever runs it again."""
+    """The code, packages, Python and the device, for whoever runs it again."""
     import jax
 
-    found = dict.fromkeys(PACKAGES)
+    found = {"commit": commit()} | dict.fromkeys(PACKAGES)
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
