@@ -100,9 +100,14 @@ def define_study(values: flags.FlagValues, arms: Iterable[str], *, seeds: int, s
     add, own = definer(values), "; the study's own if unset"
     add(flags.DEFINE_list, "arms", None, f"of {', '.join(arms)}{own}")
     add(flags.DEFINE_integer, "seeds", seeds, "runs per arm at its best rates", lower_bound=1)
+    text = "rates tried beyond a best one at the end of those given, at most so many at either end"
+    add(flags.DEFINE_integer, "widen", 0, text, lower_bound=0)
+    text = "runs of other seeds and rates trained in one program, on one device"
+    add(flags.DEFINE_integer, "side_by_side", 1, text, lower_bound=1)
     if slow:
         add(flags.DEFINE_list, "speeds", None, "R, a load's time in steps" + own)
-        add(flags.DEFINE_float, "step_seconds", None, "behind the delays; measured if unset")
+        text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"
+        add(flags.DEFINE_float, "step_seconds", None, text, lower_bound=0.0)
 
 
 def _task(define):
@@ -110,7 +115,7 @@ def _task(define):
     define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
     for name, (kind, tasks) in choices().items():
-        text = f"of {', '.join(tasks)}" if tasks else "first examples alone, of every task"
+        text = f"of {', '.join(tasks)}" if tasks else EVERYWHERE[name]
         define(KINDS[kind], name, None, text + "; its own if unset")
 
 
@@ -152,6 +157,12 @@ def _forecast(define):
     define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
 
 
+# What a flag says of a choice that every task has.
+EVERYWHERE = {
+    "num_train": "first examples alone, of every task",
+    "num_test": "first examples alone, of every task",
+    "label_noise": "share of training labels drawn anew, of every task with classes",
+}
 GROUPS = {"task": _task, "setting": _setting, "run": _run, "forecast": _forecast}
 
 
@@ -161,7 +172,7 @@ def choices() -> dict[str, tuple[type, list[str]]]:
     Raises:
       ValueError: for a choice that is of one type in one task and of another in another.
     """
-    found = {name: (int, []) for name in recipes.SUBSETS}
+    found = {name: (kind, []) for name, kind in recipes.EVERYWHERE.items()}
     for task, loader in TASKS.items():
         for name, parameter in recipes.choices_of(loader).items():
             kind = parameter.annotation
@@ -171,7 +182,7 @@ def choices() -> dict[str, tuple[type, list[str]]]:
                     f"{name} of {task} is a {kind.__name__}: choices are int, float, str or bool, "
                     f"and one name has one type; it is a {found[name][0].__name__} elsewhere."
                 )
-            if name not in recipes.SUBSETS:
+            if name not in recipes.EVERYWHERE:
                 found[name][1].append(task)
     return found
 

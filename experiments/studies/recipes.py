@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from experiments.tasks import TASKS
-from experiments.tasks.base import Recipe, Task, with_first
+from experiments.tasks.base import Recipe, Task, with_first, with_label_noise
 
-SUBSETS = ("num_train", "num_test")  # choices of every task: its first examples alone
+# Choices of every task, which its loader need not have: its first examples alone, noisy labels.
+EVERYWHERE = {"num_train": int, "num_test": int, "label_noise": float}
 NOT_CHOICES = ("data_dir", "abstract")
 
 
 class Setting(NamedTuple):
     """Fields:
     task: a name of TASKS.
-    choices: keywords of its loader, or of SUBSETS.
+    choices: keywords of its loader, or of EVERYWHERE.
     recipe: whole, or the fields in which it differs from the task's own.
     """
 
@@ -151,7 +152,8 @@ def load(
       data_dir: where the task's data lie.
       abstract: shapes alone; nothing is read.
       choices: of the task, in place of the setting's; of every task, `num_train` and `num_test`,
-        its first examples alone where it does not choose them itself.
+        its first examples alone where it does not choose them itself, and `label_noise`, the share
+        of training labels that are drawn anew.
 
     Raises:
       ValueError: for a choice that the task does not have; as of its loader.
@@ -161,13 +163,15 @@ def load(
     known = choices_of(loader)
     choices = {**setting.choices, **choices}
     for choice, value in choices.items():
-        if choice not in known and choice not in SUBSETS:
+        if choice not in known and choice not in EVERYWHERE:
             raise ValueError(
                 f"--{choice} is {value}: {setting.task} has no such choice. It has "
-                f"{', '.join(dict.fromkeys([*known, *SUBSETS]))}."
+                f"{', '.join(dict.fromkeys([*known, *EVERYWHERE]))}."
             )
-    first = {k: choices.pop(k) for k in SUBSETS if k in choices and k not in known}
-    task = with_first(loader(data_dir, abstract=abstract, **choices), **first)
+    more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in known}
+    noise = more.pop("label_noise", 0.0)
+    task = with_first(loader(data_dir, abstract=abstract, **choices), **more)
+    task = with_label_noise(task, noise) if noise else task
     given = setting.recipe
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
 

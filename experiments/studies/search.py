@@ -4,6 +4,10 @@ Every arm runs at all its learning rates with seed 0, and at the finalists with 
 which any seed diverges is out, and the next best takes its place. Where input is slow that is phase
 "tune", without the delay unless the arm decides by it, and all seeds run with the delay at the best
 rate: phase "report".
+
+A grid of rates widens by itself where that is asked for: while an arm's best rate of seed 0 is the
+smallest or the largest, the next one beyond it is tried too. Runs that differ in seed and rate
+alone may be trained side by side.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -39,6 +43,8 @@ class Trainer(NamedTuple):
       trajectory: run -> all that its numbers depend on; of equal ones the first is trained and the
         others copy its records. None: trained in any case.
       examples: of a step, of all workers.
+      beside: run -> equal for runs that can be trained side by side; None: this one cannot.
+      train_several: `(runs, on_record of (run, record)) -> signal that stopped them, or 0`.
     """
 
     train: Callable[[Run, Sequence[dict], Callable], int]
@@ -46,18 +52,45 @@ class Trainer(NamedTuple):
     steps: Callable[[str, float | None], int]
     trajectory: Callable[[Run], Hashable | None] = lambda run: None
     examples: int = 1
+    beside: Callable[[Run], Hashable | None] = lambda run: None
+    train_several: Callable[[Sequence[Run], Callable], int] | None = None
+
+
+def grid(
+    own: Sequence[dict], arm: str, speed: float | None, rates: Sequence[float], *,
+    criterion: Criterion, widen: int,
+) -> list[float]:  # fmt: skip
+    """The learning rates of an arm, ascending: those given, and what lies beyond a best one.
+
+    Args:
+      own: the records of the arm's whole runs at this speed.
+      widen: at most so many rates more at either end.
+    """
+    found, phase = sorted(rates), "run" if speed is None else "tune"
+    ended, left = _by_run(own), {0: widen, -1: widen}
+    while len(found) > 1 and all(Run(arm, speed, rate, 0, phase) in ended for rate in found):
+        best = next(iter(statistics.finalists(own, arm, speed, criterion, 1)), found[0])
+        end = {found[0]: 0, found[-1]: -1}.get(best)  # where all diverge, the smallest
+        if end is None or not left[end]:
+            break
+        left[end] -= 1
+        beyond = found[end] ** 2 / found[1 if end == 0 else -2]
+        found = sorted([*found, float(f"{beyond:.6g}")])
+    return found
 
 
 def lacking(
     own: Sequence[dict], arm: str, speed: float | None, rates: Sequence[float], *,
-    seeds: int, criterion: Criterion, finalists: int | None,
+    seeds: int, criterion: Criterion, finalists: int | None, widen: int = 0,
 ) -> list[Run]:  # fmt: skip
     """The runs that an arm still needs at a speed, as far as its records tell; [] where it is done.
 
     Args:
       own: the records of its whole runs; rates: tried with it.
       seeds: 0 .. seeds - 1; finalists: rates that run with all of them, None for all.
+      widen: as of `grid`.
     """
+    rates = grid(own, arm, speed, rates, criterion=criterion, widen=widen)
     ended, phase = _by_run(own), "run" if speed is None else "tune"
 
     def missing(rates, seeds, phase):
@@ -84,6 +117,8 @@ def search(
     trainer: Trainer,
     *,
     seeds: int,
+    widen: int = 0,
+    side_by_side: int = 1,
     done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
 ) -> tuple[list[dict], int]:
@@ -91,6 +126,7 @@ def search(
 
     Args:
       study: a `Study`: its arms at its speeds.
+      widen: as of `grid`; side_by_side: how many runs are trained together, where they can be.
       done: records of an earlier call: whole runs are not repeated, others go on after theirs.
       on_record: called with every new record.
 
@@ -100,20 +136,27 @@ def search(
     records, stopped = list(done), 0
     before = _by_run(whole_runs(done)).items()
     twins = {trainer.trajectory(run): known for run, known in before if run.arm in study.arms}
+    twins.pop(None, None)
     groups = [(arm, speed) for speed in study.speeds or (None,) for arm in study.arms]
     counts = {
         group: planned(len(trainer.rates(*group)), seeds, study.finalists, group[1])
         * trainer.steps(*group)
         for group in groups
     }
-    protocol = {"seeds": seeds, "criterion": study.criterion, "finalists": study.finalists}
+    protocol = {
+        "seeds": seeds, "criterion": study.criterion, "finalists": study.finalists, "widen": widen
+    }  # fmt: skip
     total, ready = sum(counts.values()), 0
     with distributed.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
         for group in groups:
             own = [r for r in records if (r["arm"], r["speed"]) == group]
             rates = trainer.rates(*group)
             while runs := lacking(whole_runs(own), *group, rates, **protocol):
-                new, stopped = _train(study, trainer, runs[0], own, twins, on_record, bar)
+                several = _group(trainer, runs[:side_by_side], own, twins)
+                if len(several) > 1:
+                    new, stopped = _train_several(study, trainer, several, twins, on_record, bar)
+                else:
+                    new, stopped = _train(study, trainer, runs[0], own, twins, on_record, bar)
                 own += new
                 records += new
                 if stopped:
@@ -123,6 +166,56 @@ def search(
     return whole_runs(records), 0
 
 
+def _group(trainer, runs: Sequence[Run], own, twins) -> list[Run]:
+    """The first of the runs, and those that can be trained beside it."""
+    first, kept = runs[0], _by_run(own)
+    key = trainer.beside(first)
+    if key is None:
+        return [first]
+    known = lambda run: run in kept or trainer.trajectory(run) in twins  # noqa: E731
+    alike = [run for run in runs if trainer.beside(run) == key and not known(run)]
+    return alike if first in alike else [first]
+
+
+def _train_several(study, trainer, runs, twins, on_record, bar) -> tuple[list[dict], int]:
+    """The new records of runs side by side, and the signal that stopped them."""
+    arm, new, before = study.arms[runs[0].arm], [], bar.n
+    rates = sorted({run.learning_rate for run in runs})
+    seeds = sorted({run.seed for run in runs})
+    bar.set_description(
+        f"{arm.label}, {len(runs)} runs, lr {rates[0]:g} to {rates[-1]:g}, seeds {seeds[0]} to "
+        f"{seeds[-1]}"
+    )
+
+    def write(run, record):
+        new.append(_whole(study, run, record))
+        on_record(new[-1])
+        _show(bar, record, trainer.examples)
+        bar.update(before + record["step"] * len(runs) - bar.n)
+
+    stopped = trainer.train_several(runs, write)
+    if not stopped:
+        own = _by_run(new)
+        twins.update({trainer.trajectory(run): own[run] for run in runs})
+        twins.pop(None, None)
+    return new, stopped
+
+
+def _whole(study, run: Run, record: dict) -> dict:
+    """A record, with what tells its run apart."""
+    arm = study.arms[run.arm]
+    known = {"study": study.name, **run._asdict()}
+    known |= {"order": arm.order, "sync": arm.sync, "echo": arm.echo}
+    return known | record | known
+
+
+def _show(bar, record: dict, examples: int) -> None:
+    if record.get("train/batch_loss") is not None:
+        speed = record["step"] * examples / max(record["seconds"], 1e-9)
+        loss = f"{record['train/batch_loss']:.4f}"
+        bar.set_postfix(loss=loss, examples_per_s=f"{speed:,.0f}", refresh=False)
+
+
 def _train(study, trainer, run: Run, own, twins, on_record, bar) -> tuple[list[dict], int]:
     """The new records of a run, trained or copied from its twin, and the signal that stopped it."""
     arm, new, before = study.arms[run.arm], [], bar.n
@@ -130,26 +223,21 @@ def _train(study, trainer, run: Run, own, twins, on_record, bar) -> tuple[list[d
         arm.label, f"lr {run.learning_rate:g}", f"seed {run.seed}",
         *([] if run.speed is None else [f"R {run.speed:g}", run.phase]),
     ]))  # fmt: skip
-    known = {"study": study.name, **run._asdict()}
-    known |= {"order": arm.order, "sync": arm.sync, "echo": arm.echo}
 
     def write(record):
-        new.append(known | record | known)
+        new.append(_whole(study, run, record))
         on_record(new[-1])
-        if record.get("train/batch_loss") is not None:
-            speed = record["step"] * trainer.examples / max(record["seconds"], 1e-9)
-            loss = f"{record['train/batch_loss']:.4f}"
-            bar.set_postfix(loss=loss, examples_per_s=f"{speed:,.0f}", refresh=False)
+        _show(bar, record, trainer.examples)
         bar.update(before + record["step"] - bar.n)
 
     kept = _by_run(own).get(run, [])
     trajectory = trainer.trajectory(run)
-    if trajectory is not None and trajectory in twins:
+    if trajectory in twins:
         for record in twins[trajectory]:
             write(record)
         return new, 0
     stopped = trainer.train(run, kept, write)
-    if not stopped:
+    if not stopped and trajectory is not None:
         twins[trajectory] = kept + new
     return new, stopped
 

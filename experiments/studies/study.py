@@ -155,7 +155,9 @@ def _search(study, task, recipe, folder, done, settings, values):
     mesh = distributed.mesh_of(recipe.run, recipe.workers)
     seconds = 0.0
     if study.speeds:
-        seconds = values.step_seconds or _step_seconds(study, task, recipe, mesh, folder, done)
+        seconds = values.step_seconds
+        if seconds is None:
+            seconds = _step_seconds(study, task, recipe, mesh, folder, done)
         distributed.say(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
     reads = None if values.input == "device" else values.input
     setup = trainer.Setup(folder, reads, mesh, values.checkpoint_every, seconds, settings)
@@ -163,7 +165,10 @@ def _search(study, task, recipe, folder, done, settings, values):
     trainer.forget_ended(folder, done)
     kept = trainer.before_checkpoints(folder, done)
     with writers.open_writers(folder, trackers=values.track, keep=kept) as write:
-        return search.search(study, trained, seeds=values.seeds, done=kept, on_record=write)
+        return search.search(
+            study, trained, seeds=values.seeds, widen=values.widen,
+            side_by_side=values.side_by_side, done=kept, on_record=write,
+        )  # fmt: skip
 
 
 def _step_seconds(study, task, recipe, mesh, folder, done) -> float:

@@ -18,7 +18,7 @@ from experiments.studies.cost import traffic
 from experiments.studies.search import Run, Trainer
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, config, program, run
+from experiments.training import beside, checkpoint, config, program, run
 from experiments.training.parts import num_params
 
 
@@ -28,7 +28,7 @@ class Setup(NamedTuple):
     Fields:
       folder: of the study, for checkpoints; None: without.
       reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
-      step_seconds: t_step; with the delay, a load takes R of it.
+      step_seconds: t_step; with the delay, a load takes R of it. 0: nothing is delayed.
       about: what all runs depend on, JSON values, for their checkpoints; None: not known.
     """
 
@@ -67,7 +67,7 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         paced = speed if study.paced else None
         return config_of(task, recipe, study.arms[arm], seed=seed, speed=paced)
 
-    @functools.lru_cache(2)
+    @functools.lru_cache(128)
     def plans_of(this: Run):
         _, rule, policy = rows_of(study.arms[this.arm])
         given = own(this.arm, this.speed, this.seed)
@@ -79,23 +79,48 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
             task, recipe, order, rounds, proximal=proximal * recipe.proximal, reads=reads,
             mesh=setup.mesh, epochs=epochs,
         )  # fmt: skip
-        return built, scalars(built, order)
+        return built, scalars(built, order), functools.cache(lambda: beside.lifted(built))
 
     def trajectory(this):
         arm = study.arms[this.arm]
-        if this.phase != "tune" or throttled(arm, this):
+        if this.phase == "run" or (setup.step_seconds and throttled(arm, this)):
             return None
         digests = tuple(plans_of(this).digests().values())
         return arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal, this.seed, digests
 
+    def reads_of(this):
+        # Tuned as it is reported: one program for both phases.
+        waits = this.speed is not None and setup.step_seconds
+        online = ECHO_POLICIES[study.arms[this.arm].echo].online
+        return setup.reads or ("thread" if waits or online else None)
+
+    def built_for(this):
+        arm = study.arms[this.arm]
+        order, rule, _ = rows_of(arm)
+        sizes = config.sizes_of(task, recipe, deals=order.deals)
+        epochs = -(-plans_of(this).total_steps // sizes.loads_per_epoch)
+        return program_of(order, rule.rounds, arm.proximal, reads_of(this), epochs)
+
+    def beside_of(this):
+        alone = setup.mesh is not None or recipe.run != "vmap" or reads_of(this)
+        return None if alone else beside.key_of(plans_of(this))
+
+    def train_several(runs, on_record):
+        order, rule, _ = rows_of(study.arms[runs[0].arm])
+        (built, measure, several), plans = built_for(runs[0]), [plans_of(this) for this in runs]
+        total = plans[0].total_steps
+        return beside.train(
+            built, several(), plans, seeds=[this.seed for this in runs],
+            evaluate=lambda step, state: measure(step, total, state),
+            evaluate_at=evaluation_steps(recipe, built.sizes, total),
+            on_record=lambda i, record: on_record(runs[i], record),
+            traffic=traffic_of(task, order, rule, built, built.sizes),
+            ends=[ends_at(study.criterion) for _ in runs],
+        )  # fmt: skip
+
     def train(this, kept, on_record):
         arm, plans = study.arms[this.arm], plans_of(this)
-        order, rule, policy = rows_of(arm)
-        sizes = config.sizes_of(task, recipe, deals=order.deals)
-        # Tuned as it is reported: one program for both phases.
-        reads = setup.reads or ("thread" if this.speed is not None or policy.online else None)
-        epochs = -(-plans.total_steps // sizes.loads_per_epoch)
-        built, measure = program_of(order, rule.rounds, arm.proximal, reads, epochs)
+        built, measure, _ = built_for(this)
         folder = setup.folder and os.path.join(setup.folder, "checkpoints", this.name)
         about = None if setup.about is None else {**setup.about, **this._asdict()}
         saving = run.Saving(folder, setup.checkpoint_every, about=about, kept=len(kept))
@@ -118,7 +143,7 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         return own(arm, speed).total_steps
 
     examples = recipe.workers * recipe.units_per_step * recipe.unit_size
-    return Trainer(train, rates, steps, trajectory, examples)
+    return Trainer(train, rates, steps, trajectory, examples, beside_of, train_several)
 
 
 def throttled(arm, this: Run) -> bool:

@@ -141,6 +141,27 @@ def with_first(task: Task, *, num_train: int | None = None, num_test: int | None
     return task._replace(**parts, **({"optimum": None} if "train" in parts else {}))
 
 
+def with_label_noise(task: Task, share: float, *, seed: int = 0) -> Task:
+    """The task with this share of the training labels drawn anew, uniformly from all classes.
+
+    Raises:
+      ValueError: for a share outside [0, 1], and of tasks whose labels are not classes.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"label_noise is {share}: it is a share of the labels, in [0, 1].")
+    y = task.train["y"] if isinstance(task.train, dict) else None
+    if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+        raise ValueError(
+            f"label_noise needs classes in memory, and {task.name} has none: leave it."
+        )
+    if isinstance(y, jax.ShapeDtypeStruct) or not share:
+        return task
+    draw = np.random.default_rng(seed)
+    drawn = draw.integers(0, y.max() + 1, len(y)).astype(y.dtype)
+    noisy = np.where(draw.random(len(y)) < share, drawn, y)
+    return task._replace(train={**task.train, "y": noisy}, optimum=None)
+
+
 def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:
     """Train and test set of a seeded shuffle: the first `num_train` examples train."""
     order = np.random.default_rng(seed).permutation(len(x))

@@ -67,6 +67,9 @@ _mobilenet_v2 = partial(
 CHOICES = {
     "resnet": Choice(models.small_resnet, SMALL, SIDE // 2),
     "resnet8": Choice(partial(models.small_resnet, widths=(8, 16, 32)), SMALL, SIDE // 2),
+    "resnet8_gn": Choice(
+        partial(models.small_resnet, widths=(8, 16, 32), norm="group"), SMALL, SIDE // 2
+    ),
     "mobilenet": Choice(models.mobilenet_v2, SMALL, SIDE // 2),
     "vit": Choice(models.vit, SMALL_VIT, SIDE // 2),
     "small_vit": Choice(partial(models.vit, width=48, depth=3), SMALL_VIT, SIDE // 2),

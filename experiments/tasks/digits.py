@@ -1,4 +1,4 @@
-"""Digits: scikit-learn's bundled 8 x 8 images, softmax or a perceptron. Needs no download."""
+"""Digits: scikit-learn's bundled 8 x 8 images. Needs no download."""
 
 import numpy as np
 from sklearn import datasets
@@ -19,7 +19,8 @@ RECIPE = Recipe(
 )
 
 
-MODELS = ("softmax", "mlp")
+MODELS = ("softmax", "mlp", "resnet")
+SIDE, CHANNELS = 8, (8, 16, 32)  # of the images; of the stages of "resnet"
 
 
 def load(
@@ -37,7 +38,8 @@ def load(
 
     Args:
       data_dir: not read.
-      model: "softmax", regression whose optimum is computed, or "mlp".
+      model: "softmax", regression whose optimum is computed, "mlp", or "resnet", of eight layers
+        with group normalisation.
       num_train: 1 to 1,796.
       width, depth: units of a hidden layer of "mlp", and how many of these.
       abstract: the shapes of the same sets.
@@ -54,15 +56,19 @@ def load(
         )
     if model == "mlp":
         net = models.mlp(num_features=FEATURES, hidden=(width,) * depth, num_classes=10)
+    elif model == "resnet":
+        net = models.small_resnet(image_shape=(SIDE, SIDE, 1), widths=CHANNELS, norm="group")
     else:
         net = models.softmax_regression(num_features=FEATURES, num_classes=10, l2=L2)
+    shape = (SIDE, SIDE, 1) if model == "resnet" else (FEATURES,)
     if abstract:
         train, test = (
-            abstract_set(number, x=((FEATURES,), np.float32), y=((), np.int32))
+            abstract_set(number, x=(shape, np.float32), y=((), np.int32))
             for number in (num_train, NUM_IMAGES - num_train)
         )
         return Task("digits", net, train, test, RECIPE)
     x, y = datasets.load_digits(return_X_y=True)
-    train, test = split((x / 16).astype(np.float32), y.astype(np.int32), num_train=num_train)
-    optimum = None if model == "mlp" else lambda: models.optimum(net, train)
+    x = (x / 16).astype(np.float32).reshape(-1, *shape)
+    train, test = split(x, y.astype(np.int32), num_train=num_train)
+    optimum = None if model != "softmax" else lambda: models.optimum(net, train)
     return Task("digits", net, train, test, RECIPE, optimum)

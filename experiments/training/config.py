@@ -117,11 +117,11 @@ class Plans(NamedTuple):
 
     sync: local_opt.SyncPlan | None  # None: before every load but the first, whenever that is
     echo: Any  # an EchoPlan, or what decides online
-    rates: np.ndarray  # float64[T], learning rates
+    rates: np.ndarray  # float64[T], learning rates; of runs side by side [runs, T]
 
     @property
     def total_steps(self) -> int:
-        return len(self.rates)
+        return self.rates.shape[-1]
 
     def check(self) -> None:
         """Raises ValueError where the lengths differ, or another process has other plans."""

@@ -128,7 +128,7 @@ def carry_out(program: Program, state, segment: Segment, batch, following, first
 
 
 def _rates(program, plans) -> jax.Array:
-    """float32[T] on the devices."""
+    """float32[T] on the devices; [runs, T] of runs side by side."""
     sharding = program.sharding and runners.shared_sharding(program.sharding.mesh)
     return distributed.place(np.asarray(plans.rates, np.float32), sharding)
 
@@ -244,6 +244,7 @@ class _Drawn:
 def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
     """Compiles what a run needs, by a call of no steps of each kind; uses the state up."""
     rates, zero = _rates(program, plans), np.int32(0)
+    no_rate = np.zeros(np.shape(plans.rates)[:-1], np.float32)
     kinds = _kinds(program, plans)
     for fresh, size, rest in {(kind.fresh, kind.size, kind.rest) for kind in kinds}:
         batch = program.rest if rest else program.data
@@ -252,7 +253,7 @@ def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
         state = program.steps(fresh, size, rest)(state, batch, zero, zero, zero, rates)
     drawn = program.orders_of is not None
     for ends in {(kind.sync, kind.epoch_end and not drawn) for kind in kinds} - {(False, False)}:
-        state = program.ends(*ends)(state, np.float32(0))
+        state = program.ends(*ends)(state, no_rate)
     jax.block_until_ready(program.reset(state))
 
 

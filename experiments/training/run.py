@@ -105,7 +105,7 @@ def train(
         ask = stack.enter_context(interrupts.caught())
         saver = _Saver(stack, saving, plans, program.dealt)
         at, state, seen = saver.restore(program.init(seed))
-        recorder = _Recorder(program, evaluate, on_record, traffic, ends, total, seen)
+        recorder = Recorder(program, evaluate, on_record, traffic, ends, total, seen)
         clock, passed, stopped = Clock(), seen.seconds, 0
 
         def hook(at, state):
@@ -114,7 +114,8 @@ def train(
             stopped, save = ask(saver.due(at.step, seconds))
             with clock.stopped():
                 if at.step in looks:
-                    state = recorder.record(at, state, seconds)
+                    recorder.record(at, state, seconds)
+                    state = program.reset(state)
                 if save or (stopped and not recorder.ended):
                     _check_finite(state, recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
@@ -123,7 +124,8 @@ def train(
         try:
             if at.step in looks and not at.step:
                 with clock.stopped():
-                    state = recorder.record(at, state, 0.0)
+                    recorder.record(at, state, 0.0)
+                    state = program.reset(state)
             at, state = loop.run(
                 program, plans, state, at, hook, seed=seed, stops=stops, delay=delay,
                 sync_delay=sync_delay, clock=clock,
@@ -134,7 +136,7 @@ def train(
     return Outcome(at.step, state, tuple(at.decided), stopped, recorder.ended or at.step == total)
 
 
-class _Recorder:
+class Recorder:
     """Writes a record at every evaluation, and knows whether one has ended the run."""
 
     def __init__(self, program, evaluate, on_record, traffic, ends, total, seen):
@@ -142,8 +144,8 @@ class _Recorder:
         self._traffic, self._ends, self._total = traffic, ends, total
         self.seen, self.ended = seen, False
 
-    def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
-        """A record of the run where it stands; the state with new stats."""
+    def record(self, at: Progress, state: TrainState, seconds: float) -> None:
+        """A record of the run where it stands, whose stats are to be reset then."""
         _check_finite(state, self.seen.batch_loss)
         found = {
             "step": at.step,
@@ -162,12 +164,12 @@ class _Recorder:
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
         self._on_record(found | closing)
-        return self._program.reset(state)
 
     def diverged(self, message: str) -> None:
         """The last record of a run whose parameters are lost."""
         nothing = {"step": self._total, "epoch": 0.0, "loads": 0, "rounds": 0, "allreduces": 0.0}
         ending = {"seconds": self.seen.seconds, "ended": True, "diverged": message}
+        self.ended = True
         self._on_record(nothing | ending)
 
 

@@ -12,13 +12,13 @@ from experiments.training.config import Plans, Sizes
 
 
 class Timeline(NamedTuple):
-    """What happens in and after every step; all arrays have T entries."""
+    """What happens in and after every step; the last axis of all arrays is T long."""
 
     fresh: np.ndarray  # bool: the step takes a new batch
     sync: np.ndarray  # bool: workers meet after it
     epoch_end: np.ndarray  # bool: the next order becomes current after it
     load: np.ndarray  # int: of the batch that the step uses, counted from 0
-    round_rate: np.ndarray  # float32: learning rate at the start of its round
+    round_rate: np.ndarray  # float32: learning rate at the start of its round; [runs, T] of several
 
 
 class Kind(NamedTuple):
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
     load: int  # of its first step, counted from 0
     kind: Kind
     rounds: int  # that it ends
-    rate: np.float32  # learning rate at the start of the last of them
+    rate: np.float32  # learning rate at the start of the last of them; [runs] of several
 
 
 def timeline(plans: Plans, sizes: Sizes, fresh=None) -> Timeline:
@@ -61,7 +61,7 @@ def timeline(plans: Plans, sizes: Sizes, fresh=None) -> Timeline:
         sync = plans.sync.syncs_after(steps)
         first = plans.sync.starts[plans.sync.round_at(steps)]
     rates = np.asarray(plans.rates, np.float32)
-    return Timeline(fresh, sync, epoch_end, load, rates[first])
+    return Timeline(fresh, sync, epoch_end, load, rates[..., first])
 
 
 def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, stops=()):
@@ -115,4 +115,4 @@ def segment_from(
         rest=bool(is_rest(load, sizes)),
     )
     rounds = int(np.count_nonzero(line.sync[step:stop]))
-    return Segment(step, stop, load, kind, rounds, line.round_rate[last])
+    return Segment(step, stop, load, kind, rounds, line.round_rate[..., last])

@@ -111,8 +111,8 @@ def batch_norm(width: int, rngs: nnx.Rngs, *, epsilon: float = EPSILON) -> nnx.B
     return _BatchNorm(width, momentum=0.0, epsilon=epsilon, rngs=rngs)
 
 
-def group_norm(width: int, rngs: nnx.Rngs) -> nnx.GroupNorm:
-    return _GroupNorm(width, min(GROUPS, width), epsilon=EPSILON, rngs=rngs)
+def group_norm(width: int, rngs: nnx.Rngs, *, groups: int = GROUPS) -> nnx.GroupNorm:
+    return _GroupNorm(width, min(groups, width), epsilon=EPSILON, rngs=rngs)
 
 
 class _Keys:

@@ -1,45 +1,50 @@
-"""Small residual networks with batch normalisation, for images of the size of CIFAR's."""
+"""Small residual networks, for images of the size of CIFAR's."""
 
 import jax.numpy as jnp
 from flax import nnx
 
 from syncopate.models.base import Model, check_l2
-from syncopate.models.convolutions import Conv, batch_norm, model_of
+from syncopate.models.convolutions import Conv, batch_norm, group_norm, model_of
 
 STAGES = 3
+GROUP = 4  # channels that a group normalisation takes together: the widths here are small
+NORMS = {
+    "batch": batch_norm,
+    "group": lambda width, rngs: group_norm(width, rngs, groups=max(1, width // GROUP)),
+}
 
 
 class _Block(nnx.Module):
-    def __init__(self, fan_in, fan_out, stride, rngs):
+    def __init__(self, norm, fan_in, fan_out, stride, rngs):
         self.conv1 = Conv(fan_in, fan_out, stride, rngs)
-        self.norm1 = batch_norm(fan_out, rngs)
+        self.norm1 = norm(fan_out, rngs)
         self.conv2 = Conv(fan_out, fan_out, 1, rngs)
-        self.norm2 = batch_norm(fan_out, rngs)
+        self.norm2 = norm(fan_out, rngs)
         self.stride, self.widened = stride, fan_out - fan_in
 
     def __call__(self, x, given):
-        y = nnx.relu(self.norm1(self.conv1(x), use_running_average=given))
-        y = self.norm2(self.conv2(y), use_running_average=given)
+        y = nnx.relu(self.norm1(self.conv1(x), given))
+        y = self.norm2(self.conv2(y), given)
         shortcut = x[:, :: self.stride, :: self.stride]
         shortcut = jnp.pad(shortcut, ((0, 0), (0, 0), (0, 0), (0, self.widened)))
         return nnx.relu(y + shortcut)
 
 
 class _ResNet(nnx.Module):
-    def __init__(self, channels, num_classes, widths, blocks, rngs):
+    def __init__(self, norm, channels, num_classes, widths, blocks, rngs):
         self.stem = Conv(channels, widths[0], 1, rngs)
-        self.norm = batch_norm(widths[0], rngs)
+        self.norm = norm(widths[0], rngs)
         self.names, fan_in = [], widths[0]
         for stage, width in enumerate(widths):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
                 self.names.append(f"stage{stage}_block{block}")
-                setattr(self, self.names[-1], _Block(fan_in, width, stride, rngs))
+                setattr(self, self.names[-1], _Block(norm, fan_in, width, stride, rngs))
                 fan_in = width
         self.dense = nnx.Linear(fan_in, num_classes, rngs=rngs)
 
     def __call__(self, x, given):
-        x = nnx.relu(self.norm(self.stem(x), use_running_average=given))
+        x = nnx.relu(self.norm(self.stem(x), given))
         for name in self.names:
             x = getattr(self, name)(x, given)
         return self.dense(jnp.mean(x, axis=(1, 2)))
@@ -51,6 +56,7 @@ def small_resnet(
     num_classes: int = 10,
     widths: tuple[int, int, int] = (16, 32, 64),
     blocks: int = 1,
+    norm: str = "batch",
     l2: float = 0.0,
 ) -> Model:
     """Residual network of 6 * blocks + 2 layers: a 3x3 stem and three stages of basic blocks.
@@ -63,14 +69,15 @@ def small_resnet(
       num_classes: C >= 2.
       widths: channels of the three stages, not falling; every stage but the first halves the image.
       blocks: basic blocks (two 3x3 convolutions) per stage, >= 1.
+      norm: "batch", or "group" (of four channels), which leaves the examples of a batch apart.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
-      A `Model` with `statistics`, for batches {"x": float[n, H, W, channels], "y": int[n]} of
+      A `Model`, with `statistics` under batch normalisation, for batches {"x": float[n, H, W, channels], "y": int[n]} of
       n >= 2 examples.
 
     Raises:
-      ValueError: for sizes out of range.
+      ValueError: for sizes out of range, or another norm.
 
     Example:
       >>> import jax
@@ -87,9 +94,11 @@ def small_resnet(
     """
     check_l2(l2)
     _check(image_shape, num_classes, widths, blocks)
+    if norm not in NORMS:
+        raise ValueError(f"norm is {norm!r}: choose one of {', '.join(NORMS)}.")
 
     def make(rngs):
-        return _ResNet(image_shape[2], num_classes, widths, blocks, rngs)
+        return _ResNet(NORMS[norm], image_shape[2], num_classes, widths, blocks, rngs)
 
     return model_of(make, l2)
 
