@@ -20,8 +20,7 @@ from absl import app, flags
 from experiments.advice_parts import recorded
 from experiments.flags import definer
 from experiments.results import archive, records
-from experiments.verdict_parts import claims, runs
-from experiments.verdict_parts.rule import VERDICTS
+from experiments.verdict_parts import page, runs
 
 FLAGS = flags.FLAGS
 README = pathlib.Path(__file__).parent / "README.md"
@@ -37,12 +36,6 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(text, "record", None, "an output folder to keep in experiments/runs")
     define(text, "name", None, "of the run to record, as in RUNS")
     define(text, "command", None, "that made it, DIR for the data")
-
-
-def count(text: str) -> str:
-    """How many rows of the table have which verdict."""
-    words = [line.split("|")[-3].strip().split(":")[0] for line in text.splitlines()[2:]]
-    return ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
 
 
 def record(results: str, name: str, command: str, folder=archive.FOLDER) -> pathlib.Path:
@@ -61,8 +54,8 @@ def record(results: str, name: str, command: str, folder=archive.FOLDER) -> path
 def generated(folder=archive.FOLDER) -> str:
     """Everything between the markers."""
     recorded = runs.load(folder)
-    verdicts = claims.table(recorded)
-    parts = [f"{count(verdicts)}.", verdicts, "## Runs"]
+    found = page.rows(recorded)
+    parts = [f"{page.count(found)}.", page.table(found, recorded), "## Runs"]
     sections = [runs.section(name, own, folder) for name, own in recorded.items()]
     return "\n\n".join(parts + sections)
 
