@@ -300,12 +300,13 @@ def rows_of(text, start):
 
 def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded(tmp_path):
     title = RUNS["lenet_w4"].title
-    before = verdicts.generated(tmp_path)
+    before, _ = verdicts.generated(tmp_path)
     assert all("| not run " in line for line in rows_of(before, title))
     rows = order_records({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, rates=(0.01, 0.02))
     results = finished(tmp_path / "results", rows)
     verdicts.record(results, "lenet_w4", "python -m experiments.cd_grab", tmp_path)
-    after = verdicts.generated(tmp_path)
+    after, results = verdicts.generated(tmp_path)
+    assert "undecided" in results and "not run" in results
     losses = rows_of(after, f"{title}: train loss, lr 0.01 and own lr")
     assert len(losses) == 1 and "| reproduced " in losses[0] and "(#lenet_w4)" in losses[0]
     assert "### lenet_w4\n" in after and "    python -m experiments.cd_grab\n" in after
@@ -327,31 +328,34 @@ def test_counts_are_those_of_the_rows():
     assert all(line.split("|")[5].split(";")[0].strip() in VERDICTS for line in lines)
 
 
-def test_a_stale_readme_is_noticed(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{verdicts.BEGIN}\nold\n{verdicts.END}\nafter\n")
-    with pytest.raises(ValueError, match="README.md are not those of the recorded runs"):
-        verdicts.check(readme, tmp_path)
-    text = verdicts.replace_section(readme.read_text(), verdicts.generated(tmp_path))
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    readme.write_text(text)
-    verdicts.check(readme, tmp_path)
-    assert verdicts.replace_section(text, verdicts.generated(tmp_path)) == text
-    readme.write_text(text.replace("| reproduced ", "| smaller ", 1))
-    with pytest.raises(ValueError, match="python -m experiments.verdicts"):
-        verdicts.check(readme, tmp_path)
+@pytest.mark.parametrize("stale", [0, 1])
+def test_a_stale_page_is_noticed(tmp_path, stale):
+    pages = [tmp_path / "README.md", tmp_path / "results.md"]
+    for path, body in zip(pages, verdicts.generated(tmp_path), strict=True):
+        old = f"before\n{verdicts.BEGIN}\nold\n{verdicts.END}\nafter\n"
+        text = verdicts.replace_section(old, body)
+        assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+        assert verdicts.replace_section(text, body) == text
+        path.write_text(text)
+    verdicts.check(pages, tmp_path)
+    text = pages[stale].read_text()
+    pages[stale].write_text(text.replace(" reproduced", " smaller", 1))
+    match = f"{pages[stale].name} is not that of the recorded runs.*python -m experiments.verdicts"
+    with pytest.raises(ValueError, match=match):
+        verdicts.check(pages, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", verdicts.BEGIN, f"{verdicts.END}{verdicts.BEGIN}"])
-def test_a_readme_without_markers_is_refused(text):
+def test_a_page_without_markers_is_refused(text):
     with pytest.raises(ValueError, match="needs the lines"):
         verdicts.replace_section(text, "body")
 
 
-def test_the_readme_links_to_what_is_there():
+def test_the_pages_link_to_what_is_there():
+    for path in verdicts.PAGES:
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+            assert (path.parent / link).exists(), link
     text = verdicts.README.read_text()
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (verdicts.README.parent / link).exists(), link
     for anchor in re.findall(r"\]\(#([^)]+)\)", text):
         assert f"\n### {anchor}\n" in text
     shown = re.findall(r"orders_\w+\.png", text)

@@ -1,5 +1,6 @@
 """Verdicts as people read them: a row per claim, their table, and the page of results."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,37 @@ def count(found: Sequence[Row]) -> str:
     return ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
 
 
+def results(found: Sequence[Row]) -> str:
+    """The page of results: the picture, how many have which verdict, what is undecided."""
+    undecided = [row for row in found if row.verdict.word == UNDECIDED]
+    undecided.sort(key=lambda row: math.inf if row.hours is None else row.hours)
+    lines = [
+        {
+            "undecided": row.text,
+            "paper's number": paper(row),
+            "seeds": row.verdict.seeds or "-",
+            "needs": f"{row.verdict.needed:,}" if row.verdict.needed else "unknown",
+            "time": "unknown" if row.hours is None else show_hours(row.hours),
+        }
+        for row in undecided
+    ]
+    again = [f"- {row.text}: {looks(row)}." for row in found if looks(row)]
+    sizes = [{"of": kind.of, "size that matters": kind.words} for kind in MATTERS.values()]
+    parts = [
+        f"![Effects of the recorded runs in units of those published]({PICTURE})",
+        f"All {len(found)} claims: {count(found)}.\n[Every claim, what was published and what was "
+        f"seen]({TABLE}).",
+        *(["## Looked at again", "\n".join(again)] if again else []),
+        "## Undecided, the cheapest first",
+        "With so many seeds the next look would decide, if mean and variance stay; the time is "
+        "that of both arms\non the machine that ran them, and claims of one run share its seeds.",
+        markdown(lines) if lines else "None.",
+        "## Sizes that are ours",
+        markdown(sizes),
+    ]
+    return "\n\n".join(parts)
+
+
 def table(found: Sequence[Row], recorded: Mapping[str, Comparison]) -> str:
     """All that is known of every claim."""
     lines = []
@@ -93,10 +125,28 @@ def paper(row: Row) -> str:
 
 def seeds(row: Row) -> str:
     """Compared, needed, and the verdicts of earlier looks."""
-    verdict, parts = row.verdict, [f"{row.verdict.seeds or '-'}"]
-    if verdict.word == UNDECIDED and verdict.needed:
-        parts.append(f"needs {verdict.needed:,} seeds{_hours(row.hours)}")
-    return "; ".join(filter(None, [*parts, looks(row)]))
+    compared = f"{row.verdict.seeds or '-'}{needs(row)}"
+    return "; ".join(filter(None, (compared, looks(row))))
+
+
+def needs(row: Row) -> str:
+    """What would decide it: "" for what is decided, or where it is unknown."""
+    if not row.verdict.needed:
+        return ""
+    hours = "" if row.hours is None else f", {show_hours(row.hours)}"
+    return f"; needs {row.verdict.needed:,}{hours}"
+
+
+def show_hours(hours: float) -> str:
+    """In two digits.
+
+    Example:
+      >>> show_hours(0.02), show_hours(12.3), show_hours(1234.0)
+      ('1 min', '12 h', '1,200 h')
+    """
+    if hours < 1:
+        return f"{max(1, round(60 * hours))} min"
+    return f"{float(f'{hours:.2g}'):,g} h"
 
 
 def looks(row: Row) -> str:
@@ -104,7 +154,3 @@ def looks(row: Row) -> str:
     if len(row.history) == 1:
         return ""
     return ", ".join(f"{verdict.seeds} seeds {verdict.word}" for verdict in row.history)
-
-
-def _hours(hours: float | None) -> str:
-    return "" if hours is None else f", {hours:.2g} h"
