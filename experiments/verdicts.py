@@ -8,6 +8,7 @@ r"""Which claims of the papers do our runs bear out? docs/results.md, and experi
 
 Nothing is trained: everything comes from the records in experiments/runs. The claims are the rows
 of experiments/verdict_parts/claims.py, and the verdicts what rule.py there makes of their effects.
+A run recorded again with more seeds is looked at again, at the level of that look.
 Takes seconds.
 """
 

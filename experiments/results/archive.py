@@ -73,7 +73,11 @@ def looks(name: str, folder: os.PathLike = FOLDER) -> list[dict]:
     commands. Where nothing was noted it is one look with all seeds, without date.
     """
     path = pathlib.Path(folder) / name
-    seeds = seeds_of(_rows(path))
+    return _looks(path, _rows(path))
+
+
+def _looks(path: pathlib.Path, rows: Iterable[Mapping]) -> list[dict]:
+    seeds = seeds_of(rows)
     if not (path / LOOKS).exists():
         commands = commands_of((path / COMMAND).read_text(encoding="utf-8"))
         versions = records.read_json(path / VERSIONS)
@@ -94,12 +98,7 @@ def seeds_of(rows: Iterable[Mapping]) -> int:
 
 
 def commands_of(text: str) -> list[str]:
-    """Each with its own lines joined.
-
-    Example:
-      >>> commands_of("python -m a \\\\\n    --x=1\npython -m b\n")
-      ['python -m a --x=1', 'python -m b']
-    """
+    """Each with its own lines joined, where a backslash parts them."""
     return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
 
 
@@ -132,8 +131,9 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
     path = pathlib.Path(folder) / name
     if not (path / METRICS).exists():
         return None
-    compared = restore(_rows(path), records.read_json(path / COMPARISON))
-    return compared._replace(looks=tuple(looks(name, folder)))
+    rows = _rows(path)
+    compared = restore(rows, records.read_json(path / COMPARISON))
+    return compared._replace(looks=tuple(_looks(path, rows)))
 
 
 def _rows(path: pathlib.Path) -> list[dict]:
