@@ -12,7 +12,8 @@ from experiments.results.statistics import Criterion, compare
 from experiments.verdict_parts import looks, page, picture
 from experiments.verdict_parts.claims import Claim, decide, history, seconds_per_seed
 from experiments.verdict_parts.effects import at_end
-from experiments.verdict_parts.rule import Gain
+from experiments.verdict_parts.rule import MATTERS, VERDICTS, Gain
+from tests.test_results_verdicts import finished
 
 ARMS = {"rr": "D-RR", "cd_grab": "CD-GraB"}
 GAINS = [0.0, 3.0, 1.5, *9 * [2.0, 1.0]]  # points of accuracy, of each seed
@@ -35,18 +36,6 @@ def compared(gains, counts=()):
 
 
 CLAIM = Claim("higher", "2 points", ("hmda",), Gain(at_end("test/accuracy"), 2.0))
-
-
-def finished(folder, rows):
-    """An output folder as `cd_grab` leaves it."""
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "table.md").write_text("")
-    (folder / "settings.json").write_text("{}")
-    described = {"criterion": Criterion()._asdict(), "plans": {}, "arms": ARMS}
-    (folder / "comparison.json").write_text(json.dumps(described))
-    (folder / "versions.json").write_text('{"jax": "0.0.1", "device": "abacus"}')
-    return str(folder)
 
 
 def test_a_run_that_is_recorded_again_with_more_seeds_has_another_look(tmp_path):
@@ -189,6 +178,12 @@ def test_commits_and_commands_are_noted():
     ]
     noted = archive.commit()
     assert noted is None or set(noted) <= set("0123456789abcdef+")
+
+
+def test_the_pages_say_what_the_rule_does():
+    readme, results = (path.read_text() for path in verdicts.PAGES)
+    assert all(f"| **{word}** " in readme for word in VERDICTS)
+    assert all(kind.words in readme and kind.words in results for kind in MATTERS.values())
 
 
 def test_the_picture_of_the_page_is_there():
