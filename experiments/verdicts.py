@@ -1,6 +1,6 @@
-r"""Which claims of the papers do our runs reproduce? The tables of experiments/README.md.
+r"""Which claims of the papers do our runs bear out? docs/results.md, and experiments/README.md.
 
-    python -m experiments.verdicts                      # writes them anew
+    python -m experiments.verdicts                      # writes both anew, and their picture
     python -m experiments.verdicts --check              # fails if they are not up to date
     python -m experiments.verdicts --pictures           # and draws docs/orders_*.png
     python -m experiments.verdicts --record=results/cd_grab_hmda --name=hmda \
@@ -8,6 +8,7 @@ r"""Which claims of the papers do our runs reproduce? The tables of experiments/
 
 Nothing is trained: everything comes from the records in experiments/runs. The claims are the rows
 of experiments/verdict_parts/claims.py, and the verdicts what rule.py there makes of their effects.
+A run recorded again with more seeds is looked at again, at the level of that look.
 Takes seconds.
 """
 
@@ -20,29 +21,23 @@ from absl import app, flags
 from experiments.advice_parts import recorded
 from experiments.flags import definer
 from experiments.results import archive, records
-from experiments.verdict_parts import claims, runs
-from experiments.verdict_parts.rule import VERDICTS
+from experiments.verdict_parts import page, picture, runs
 
 FLAGS = flags.FLAGS
 README = pathlib.Path(__file__).parent / "README.md"
 PICTURES = README.parents[1] / "docs"
+PAGES = (README, PICTURES / "results.md")
 BEGIN = "<!-- begin: written by python -m experiments.verdicts -->"
 END = "<!-- end: written by python -m experiments.verdicts -->"
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define, switch, text = definer(values), flags.DEFINE_bool, flags.DEFINE_string
-    define(switch, "check", False, "write nothing; fail if the tables are out of date")
+    define(switch, "check", False, "write nothing; fail if a page is out of date")
     define(switch, "pictures", False, "draw the pictures of the runs of orders too")
     define(text, "record", None, "an output folder to keep in experiments/runs")
     define(text, "name", None, "of the run to record, as in RUNS")
     define(text, "command", None, "that made it, DIR for the data")
-
-
-def count(text: str) -> str:
-    """How many rows of the table have which verdict."""
-    words = [line.split("|")[-3].strip().split(":")[0] for line in text.splitlines()[2:]]
-    return ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
 
 
 def record(results: str, name: str, command: str, folder=archive.FOLDER) -> pathlib.Path:
@@ -58,30 +53,31 @@ def record(results: str, name: str, command: str, folder=archive.FOLDER) -> path
     return target
 
 
-def generated(folder=archive.FOLDER) -> str:
-    """Everything between the markers."""
+def generated(folder=archive.FOLDER) -> tuple[str, str]:
+    """Everything between the markers of `PAGES`."""
     recorded = runs.load(folder)
-    verdicts = claims.table(recorded)
-    parts = [f"{count(verdicts)}.", verdicts, "## Runs"]
+    found = page.rows(recorded)
+    parts = [f"{page.count(found)}.", page.table(found, recorded), "## Runs"]
     sections = [runs.section(name, own, folder) for name, own in recorded.items()]
-    return "\n\n".join(parts + sections)
+    return "\n\n".join(parts + sections), page.results(found)
 
 
 def replace_section(text: str, body: str) -> str:
     """The text with the body between its markers; ValueError if it has not each of them once."""
     if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the README needs the lines {BEGIN!r} and {END!r} once, in this order.")
+        raise ValueError(f"a page needs the lines {BEGIN!r} and {END!r} once, in this order.")
     return f"{text.split(BEGIN)[0]}{BEGIN}\n\n{body}\n\n{END}{text.split(END)[1]}"
 
 
-def check(readme: pathlib.Path = README, folder=archive.FOLDER) -> None:
-    """Raises ValueError if the tables are not those of the recorded runs."""
-    text = readme.read_text(encoding="utf-8")
-    if replace_section(text, generated(folder)) != text:
-        raise ValueError(
-            f"the tables of {readme.name} are not those of the recorded runs: write them by "
-            "python -m experiments.verdicts."
-        )
+def check(pages: Sequence[pathlib.Path] = PAGES, folder=archive.FOLDER) -> None:
+    """Raises ValueError if a page is not that of the recorded runs."""
+    for path, body in zip(pages, generated(folder), strict=True):
+        text = path.read_text(encoding="utf-8")
+        if replace_section(text, body) != text:
+            raise ValueError(
+                f"{path.name} is not that of the recorded runs: write it by "
+                "python -m experiments.verdicts."
+            )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -91,15 +87,17 @@ def main(argv: Sequence[str]) -> None:
             check()
         except ValueError as error:
             sys.exit(str(error))
-        print("The tables are up to date.")
+        print("The pages are up to date.")
         return
     if FLAGS.record:
         print(f"Recorded in {record(FLAGS.record, FLAGS.name, FLAGS.command)}")
+    recorded = runs.load()
+    picture.draw(page.rows(recorded), str(PICTURES / page.PICTURE))
     if FLAGS.pictures:
-        runs.draw(runs.load(), PICTURES)
-    text = replace_section(README.read_text(encoding="utf-8"), generated())
-    records.write_whole(str(README), text)
-    print(f"Written: {README.name}, {len(text.splitlines())} lines")
+        runs.draw(recorded, PICTURES)
+    for path, body in zip(PAGES, generated(), strict=True):
+        records.write_whole(str(path), replace_section(path.read_text(encoding="utf-8"), body))
+        print(f"Written: {path.name}, {len(body.splitlines())} lines")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Verdicts: the rule, what it is applied to, recorded runs, and that the tables are up to date."""
+"""Verdicts: what the rule is applied to, recorded runs, and that the tables are up to date."""
 
 import json
 import re
@@ -9,53 +9,11 @@ import pytest
 from experiments import verdicts
 from experiments.results import archive
 from experiments.results.statistics import Criterion, compare
-from experiments.verdict_parts import claims, runs
+from experiments.verdict_parts import page, runs
 from experiments.verdict_parts.claims import CLAIMS, decide
 from experiments.verdict_parts.effects import at_end, cheaper, over_run, points, to_best
-from experiments.verdict_parts.rule import NOTHING, VERDICTS, Effect, gain, no_gain, ratio
+from experiments.verdict_parts.rule import VERDICTS, Gain, bounds, ratio
 from experiments.verdict_parts.runs import RUNS
-
-CLEAR = np.array([0.9, 1.0, 1.1])  # interval 0.75 to 1.25
-
-
-def seen(values, **fields):
-    return lambda: Effect(np.array(values), "seen", **fields)
-
-
-@pytest.mark.parametrize(
-    ("measure", "size", "verdict"),
-    [
-        (seen(CLEAR), 0.0, "reproduced"),
-        (seen(CLEAR), 1.9, "reproduced"),
-        (seen(CLEAR), 2.1, "partly: smaller"),
-        (seen(CLEAR, controls={"unzip": CLEAR / 3}), 1.0, "reproduced"),
-        (seen(CLEAR, controls={"unzip": CLEAR, "id": -CLEAR}), 1.0, "partly: unzip as well"),
-        (seen(CLEAR - 1), 1.0, "not reproduced: within the noise"),
-        (seen([0.0, 1.0, 2.0]), 1.0, "not reproduced: within the noise"),
-        (seen(-CLEAR), 1.0, "not reproduced: the opposite"),
-        (seen([1.0, 1.0]), 0.0, "not run: 2 of 3 seeds"),
-        (lambda: NOTHING, 0.0, "not run: 0 of 3 seeds"),
-        (seen([], missing="it diverges"), 0.0, "not reproduced: it diverges"),
-    ],
-)
-def test_an_effect_is_reproduced_partly_or_not(measure, size, verdict):
-    assert gain(measure, size)() == (measure().text, verdict)
-
-
-@pytest.mark.parametrize(
-    ("gone", "there", "verdict"),
-    [
-        (CLEAR / 5, CLEAR, "reproduced"),  # up to a fourth of what is there
-        (-CLEAR, CLEAR, "reproduced"),
-        (CLEAR, CLEAR, "not reproduced: a gain is left"),
-        ([0.0, 0.2, 0.7], CLEAR, "partly: too noisy to tell"),
-        (CLEAR / 5, CLEAR - 1, "not reproduced: no gain to lose"),
-        (CLEAR / 5, [1.0], "not run: 1 of 3 seeds"),
-    ],
-)
-def test_that_a_gain_has_gone_is_reproduced_partly_or_not(gone, there, verdict):
-    judge = no_gain(lambda run: seen(gone)(), than=lambda run: seen(there)())
-    assert judge(None) == ("seen", verdict)
 
 
 def order_records(losses, *, rates=(0.1,), seeds=3, epochs=6, accuracy=0.5):
@@ -88,6 +46,14 @@ def compared(records, criterion=LOWEST):
     return compare(records, arms, criterion)
 
 
+def words(measure, records, size=0.0, criterion=LOWEST):
+    return Gain(measure, size)(1, compared(records, criterion)).words
+
+
+def seen(effect):
+    return effect.text(bounds(effect, 0.05))
+
+
 def test_losses_are_paired_by_seed():
     records = order_records({"rr": 1.0, "cd_grab": 0.9})
     values = at_end("train/loss")(compared(records)).values
@@ -98,17 +64,17 @@ def test_losses_are_paired_by_seed():
     ("losses", "verdict"),
     [
         ({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, "reproduced"),
-        ({"rr": 1.0, "cd_grab": 0.97, "unzip": 1.0}, "partly: smaller"),
-        ({"rr": 1.0, "cd_grab": 0.9, "id_pair": 0.9}, "partly: independent pair as well"),
-        ({"rr": 1.0, "cd_grab": 1.0}, "not reproduced: within the noise"),
-        ({"rr": 1.0, "cd_grab": 1.1}, "not reproduced: the opposite"),
-        ({"rr": 1.0}, "not run: 0 of 3 seeds"),
+        ({"rr": 1.0, "cd_grab": 0.97, "unzip": 1.0}, "smaller"),
+        ({"rr": 1.0, "cd_grab": 0.9, "id_pair": 0.9}, "reproduced; independent pair as well"),
+        ({"rr": 1.0, "cd_grab": 1.0}, "none of that size"),
+        ({"rr": 1.0, "cd_grab": 1.1}, "opposite"),
+        ({"rr": 1.0}, "not run; 0 of 3 seeds"),
     ],
 )
 @pytest.mark.parametrize("measure", [at_end, over_run])
 def test_records_of_orders_drive_the_verdict(measure, losses, verdict):
     size = ratio(0.9, 1.0) if measure is at_end else ratio(0.96, 1.0)
-    assert gain(measure("train/loss"), size)(compared(order_records(losses)))[1] == verdict
+    assert words(measure("train/loss"), order_records(losses), size) == verdict
 
 
 def test_an_own_learning_rate_is_the_one_whose_loss_ends_lowest():
@@ -116,7 +82,8 @@ def test_an_own_learning_rate_is_the_one_whose_loss_ends_lowest():
     worse = [r | {"test/accuracy": 0.99} for r in records if r["learning_rate"] == 0.2]
     records = [r for r in records if r["learning_rate"] != 0.2] + worse
     own, same = (at_end("test/accuracy", rate=rate)(compared(records)) for rate in (None, 0.15))
-    assert own.text.endswith("lr 0.1; 3 seeds") and same.text.endswith("lr 0.15; 3 seeds")
+    assert seen(own).endswith("lr 0.1") and seen(same).endswith("lr 0.15")
+    assert own.runs == (("cd_grab", None, 0.1), ("rr", None, 0.1))
     np.testing.assert_allclose(own.values, np.full(3, 1.0))  # points
 
 
@@ -125,7 +92,7 @@ def test_less_of_a_perplexity_is_better():
         r | {"test/perplexity": 100 * r["train/loss"]}
         for r in order_records({"rr": 1.0, "cd_grab": 0.9})
     ]
-    assert gain(at_end("test/perplexity"))(compared(records))[1] == "reproduced"
+    assert words(at_end("test/perplexity"), records) == "reproduced"
 
 
 def alike(losses):
@@ -136,20 +103,73 @@ def alike(losses):
 def test_epochs_to_the_best_of_the_baseline_are_counted():
     records = alike({"rr": 1.0, "cd_grab": 0.5})
     epochs = to_best("epochs")(compared(records))
-    assert epochs.text.startswith("4 against 6 epochs: 1.50 times less")
-    assert to_best("seconds")(compared(records)).text.startswith("8 against 12 s: 1.50 times less")
+    assert seen(epochs).startswith("4 against 6 epochs: 1.50 times less")
+    assert seen(to_best("seconds")(compared(records))).startswith("8 against 12 s: 1.50 times less")
     np.testing.assert_allclose(epochs.values, np.full(3, np.log(1.5)))
 
 
-def test_an_order_that_does_not_arrive_or_diverges_is_not_reproduced():
+def arriving(rr, cd_grab):
+    """Records of orders whose loss falls from 2 to 0 at an epoch of each seed, or never (0)."""
+    rows = []
+    for arm, at in {"rr": rr, "cd_grab": cd_grab}.items():
+        for seed, epoch in enumerate(at):
+            own = [r for r in order_records({arm: 1.0}, seeds=1) if r["arm"] == arm]
+            fallen = [2.0 * (not epoch or r["epoch"] < epoch) for r in own]
+            rows += [
+                r | {"seed": seed, "train/loss": loss} for r, loss in zip(own, fallen, strict=True)
+            ]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rr", "cd_grab", "word", "text"),
+    [
+        ([6] + 7 * [0], 8 * [3], "reproduced",
+         "8 of 8 seeds arrive, of D-RR 1; median: ∞ times less (2.00 to ∞)"),
+        ([6, 0, 0, 0], 4 * [3], "undecided", "4 of 4 seeds arrive, of D-RR 1; lr 0.1"),
+        (8 * [6], 8 * [0], "opposite",
+         "0 of 8 seeds arrive, of D-RR 8; median: 0.00 times less (0.00 to 0.00)"),
+        (3 * [6], 3 * [0], "undecided", "0 of 3 seeds arrive, of D-RR 3; lr 0.1"),
+        # Neither arrives with seven of nine, and no arm is better for that.
+        ([6, 6] + 7 * [0], [1, 1] + 7 * [0], "undecided",
+         "2 of 9 seeds arrive, of D-RR 2; median: 1.00 times less (1.00 to 6.00)"),
+        ([6] + 7 * [0], [3] + 7 * [0], "none of that size",
+         "1 of 8 seeds arrive, of D-RR 1; median: 1.00 times less (1.00 to 2.00)"),
+    ],
+)  # fmt: skip
+def test_seeds_that_never_arrive_count_by_their_order(rr, cd_grab, word, text):
+    records = compared(arriving(rr, cd_grab))
+    verdict = Gain(to_best("epochs"), ratio(1, 6))(1, records)
+    assert (verdict.word, verdict.needed, verdict.seeds) == (word, None, len(rr))
+    assert verdict.text.startswith(text), verdict.text
+
+
+def test_an_order_that_diverges_is_undecided():
     records = alike({"rr": 1.0, "cd_grab": 1.2})
-    assert gain(to_best("epochs"))(compared(records)) == (
-        "0 of 3 seeds arrive, of D-RR 3",
-        "not reproduced: not all seeds arrive",
-    )
     records[-1] |= {"diverged": "loss is nan"}
     for measure in (to_best("epochs"), at_end("train/loss")):
-        assert gain(measure)(compared(records))[1] == "not reproduced: CD-GraB diverges"
+        assert words(measure, records) == "undecided; CD-GraB diverges"
+
+
+@pytest.mark.parametrize(
+    ("shared", "verdict"),
+    [
+        ((), "reproduced"),
+        ((4,), "reproduced"),  # of which four are left
+        ((2, 3, 4), "not run; 2 of 3 seeds"),
+        ((0, 1, 2, 3, 4), "not run; seconds were not taken alone"),
+    ],
+)
+def test_seconds_count_only_where_a_run_was_alone(shared, verdict):
+    rows = order_records({"rr": 1.0, "cd_grab": 0.5}, seeds=5)
+    for r in rows:
+        r["side_by_side"] = 3 if r["arm"] == "rr" and r["seed"] in shared else 1
+    # The same loss with all seeds, so that all arrive.
+    rows = [r | {"train/loss": r["train/loss"] / (1 + r["seed"])} for r in rows]
+    for r in rows:
+        r["train/loss"] = round(r["train/loss"], 2)
+    assert words(to_best("seconds"), rows) == verdict
+    assert words(to_best("epochs"), rows) == "reproduced"
 
 
 def rule_records(accuracies):
@@ -168,17 +188,15 @@ def rule_records(accuracies):
     ("accuracies", "verdict"),
     [
         ({"parallel": 0.6, "constant": 0.6, "qsr": 0.61}, "reproduced"),
-        ({"parallel": 0.6, "constant": 0.61, "qsr": 0.61}, "partly: constant H as well"),
-        ({"parallel": 0.6, "constant": 0.6, "qsr": 0.604}, "partly: smaller"),
-        ({"parallel": 0.6, "constant": 0.6, "qsr": 0.59}, "not reproduced: the opposite"),
-        ({"parallel": 0.6}, "not run: 0 of 3 seeds"),
+        ({"parallel": 0.6, "constant": 0.61, "qsr": 0.61}, "reproduced; constant H as well"),
+        ({"parallel": 0.6, "constant": 0.6, "qsr": 0.604}, "smaller"),
+        ({"parallel": 0.6, "constant": 0.6, "qsr": 0.59}, "opposite"),
+        ({"parallel": 0.6}, "not run; 0 of 3 seeds"),
     ],
 )
 def test_records_of_rules_drive_the_verdict(accuracies, verdict):
-    judge = gain(points("qsr", "parallel", controls=["constant"]), 1.1)
-    assert (
-        judge(compared(rule_records(accuracies), Criterion("valid/accuracy", False)))[1] == verdict
-    )
+    measure, criterion = points("qsr", "parallel", controls=["constant"]), ("valid/accuracy", False)
+    assert words(measure, rule_records(accuracies), 1.1, Criterion(*criterion)) == verdict
 
 
 def echo_records(steps, *, loads_per_step):
@@ -201,30 +219,26 @@ def echo_records(steps, *, loads_per_step):
     ("steps", "verdict"),
     [
         ({"none": 100, "local": 100, "diffusion": 110}, "reproduced"),
-        ({"none": 100, "local": 100, "diffusion": 160}, "partly: smaller"),
-        ({"none": 100, "local": 60, "diffusion": 110}, "partly: local steps, no echo as well"),
+        ({"none": 100, "local": 100, "diffusion": 160}, "smaller"),
+        ({"none": 100, "local": 60, "diffusion": 110}, "reproduced; local steps, no echo as well"),
         ({"none": 100, "local": None, "diffusion": 110}, "reproduced"),
-        ({"none": 100, "diffusion": 300}, "not reproduced: the opposite"),
-        ({"none": 100, "diffusion": None}, "not reproduced: not all seeds arrive"),
-        ({"none": 100}, "not run: 0 of 3 seeds"),
+        ({"none": 100, "diffusion": 300}, "opposite"),
+        ({"none": 100, "diffusion": None}, "undecided"),
+        ({"none": 100}, "not run; 0 of 3 seeds"),
     ],
 )
 @pytest.mark.parametrize("cost", ["loads", "seconds"])
 def test_records_of_echoing_drive_the_verdict(cost, steps, verdict):
     records = echo_records(steps, loads_per_step={"diffusion": 0.5})
-    assert (
-        gain(cheaper(cost, speed=2), ratio(1, 2))(
-            compared(records, Criterion("valid/accuracy", False, "target", 0.5))
-        )[1]
-        == verdict
-    )
+    criterion = Criterion("valid/accuracy", False, "target", 0.5)
+    assert words(cheaper(cost, speed=2), records, ratio(1, 2), criterion) == verdict
 
 
 def test_every_claim_names_known_runs_and_has_a_verdict_without_them():
     for claim in CLAIMS:
         assert set(claim.runs) <= set(RUNS)
         assert claim.scaled or claim.runs, claim.text
-        verdict = decide(claim, {})[1]
+        verdict = decide(claim, {}).word
         if claim.runs:
             assert verdict == "not run"
         elif claim.judge is None:
@@ -286,12 +300,13 @@ def rows_of(text, start):
 
 def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded(tmp_path):
     title = RUNS["lenet_w4"].title
-    before = verdicts.generated(tmp_path)
+    before, _ = verdicts.generated(tmp_path)
     assert all("| not run " in line for line in rows_of(before, title))
     rows = order_records({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, rates=(0.01, 0.02))
     results = finished(tmp_path / "results", rows)
     verdicts.record(results, "lenet_w4", "python -m experiments.cd_grab", tmp_path)
-    after = verdicts.generated(tmp_path)
+    after, results = verdicts.generated(tmp_path)
+    assert "undecided" in results and "not run" in results
     losses = rows_of(after, f"{title}: train loss, lr 0.01 and own lr")
     assert len(losses) == 1 and "| reproduced " in losses[0] and "(#lenet_w4)" in losses[0]
     assert "### lenet_w4\n" in after and "    python -m experiments.cd_grab\n" in after
@@ -300,43 +315,47 @@ def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded(tmp_path):
 
 def test_what_is_equal_at_several_rates_is_one_row(tmp_path):
     rows = order_records({"rr": 1.0, "cd_grab": 0.9}, rates=(0.01, 0.005))
-    lines = claims.table({"lenet_w4": compared(rows)})
+    known = {"lenet_w4": compared(rows)}
+    lines = page.table(page.rows(known), known)
     assert len(rows_of(lines, f"{RUNS['lenet_w4'].title}: train loss")) == 2  # another own rate
 
 
 def test_counts_are_those_of_the_rows():
-    lines = claims.table({})
-    total = sum(int(n) for n in re.findall(r"(\d+) [a-z]", verdicts.count(lines)))
-    assert total == len(lines.splitlines()) - 2
-    assert all(line.split("|")[5].split(":")[0].strip() in VERDICTS for line in
-               lines.splitlines()[2:])  # fmt: skip
+    found = page.rows({})
+    total = sum(int(n) for n in re.findall(r"(\d+) [a-z]", page.count(found)))
+    lines = page.table(found, {}).splitlines()[2:]
+    assert total == len(found) == len(lines)
+    assert all(line.split("|")[5].split(";")[0].strip() in VERDICTS for line in lines)
 
 
-def test_a_stale_readme_is_noticed(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{verdicts.BEGIN}\nold\n{verdicts.END}\nafter\n")
-    with pytest.raises(ValueError, match="README.md are not those of the recorded runs"):
-        verdicts.check(readme, tmp_path)
-    text = verdicts.replace_section(readme.read_text(), verdicts.generated(tmp_path))
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    readme.write_text(text)
-    verdicts.check(readme, tmp_path)
-    assert verdicts.replace_section(text, verdicts.generated(tmp_path)) == text
-    readme.write_text(text.replace("| reproduced ", "| not reproduced ", 1))
-    with pytest.raises(ValueError, match="python -m experiments.verdicts"):
-        verdicts.check(readme, tmp_path)
+@pytest.mark.parametrize("stale", [0, 1])
+def test_a_stale_page_is_noticed(tmp_path, stale):
+    pages = [tmp_path / "README.md", tmp_path / "results.md"]
+    for path, body in zip(pages, verdicts.generated(tmp_path), strict=True):
+        old = f"before\n{verdicts.BEGIN}\nold\n{verdicts.END}\nafter\n"
+        text = verdicts.replace_section(old, body)
+        assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+        assert verdicts.replace_section(text, body) == text
+        path.write_text(text)
+    verdicts.check(pages, tmp_path)
+    text = pages[stale].read_text()
+    pages[stale].write_text(text.replace(" reproduced", " smaller", 1))
+    match = f"{pages[stale].name} is not that of the recorded runs.*python -m experiments.verdicts"
+    with pytest.raises(ValueError, match=match):
+        verdicts.check(pages, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", verdicts.BEGIN, f"{verdicts.END}{verdicts.BEGIN}"])
-def test_a_readme_without_markers_is_refused(text):
+def test_a_page_without_markers_is_refused(text):
     with pytest.raises(ValueError, match="needs the lines"):
         verdicts.replace_section(text, "body")
 
 
-def test_the_readme_links_to_what_is_there():
+def test_the_pages_link_to_what_is_there():
+    for path in verdicts.PAGES:
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+            assert (path.parent / link).exists(), link
     text = verdicts.README.read_text()
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (verdicts.README.parent / link).exists(), link
     for anchor in re.findall(r"\]\(#([^)]+)\)", text):
         assert f"\n### {anchor}\n" in text
     shown = re.findall(r"orders_\w+\.png", text)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from experiments.results import records, tables
+from experiments.results.statistics import median_interval as order_statistics
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.training import loop
@@ -39,11 +39,8 @@ def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
 
 def median_interval(values) -> tuple[float, float, float]:
     """Median and the order statistics that hold it with 95 % confidence; of few, all of them."""
-    from scipy.stats import quantile_test
-
-    known = quantile_test(values).confidence_interval()
-    low, high = known if len(values) > 5 else (min(values), max(values))
-    return float(np.median(values)), float(low), float(high)
+    middle, low, high = order_statistics(values)
+    return middle, max(low, float(min(values))), min(high, float(max(values)))
 
 
 def carry_on(step: Callable, state) -> Callable:

@@ -1,14 +1,18 @@
 """Runs that are kept: what records are compared by, and records, rounded and compressed.
 
 comparison.json says what a folder's metrics are compared by: the criterion, the arms with their
-labels, the baseline first, and their sync plans as [first step, H] wherever H changes.
+labels, the baseline first, and their sync plans as [first step, H] wherever H changes. looks.jsonl
+says how often the run was looked at, with how many seeds each time, and by what they were made.
 """
 
+import datetime
 import gzip
 import json
 import os
 import pathlib
+import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -19,7 +23,8 @@ from experiments.results.statistics import Comparison, Criterion, compare
 
 FOLDER = pathlib.Path(__file__).parents[1] / "runs"
 METRICS, COMMAND, COMPARISON = "metrics.jsonl.gz", "command.txt", "comparison.json"
-COPIED = ("settings.json", "versions.json", COMPARISON)
+LOOKS, VERSIONS = "looks.jsonl", "versions.json"
+COPIED = ("settings.json", VERSIONS, COMPARISON)
 DIGITS = 6  # significant ones
 
 
@@ -34,12 +39,81 @@ def record(results: str, target: os.PathLike, command: str) -> None:
             f"{results!r} has no {', '.join(missing)}: only runs that have ended are recorded. "
             "Give the run's command again, which goes on where it was stopped."
         )
-    target = pathlib.Path(target)
+    target, rows = pathlib.Path(target), records.read(os.path.join(results, records.METRICS))
+    versions = records.read_json(os.path.join(results, VERSIONS))
+    looked = _and_another(target, seeds_of(rows), versions, commands_of(command))
     target.mkdir(parents=True, exist_ok=True)
     for part in COPIED:
         shutil.copyfile(os.path.join(results, part), target / part)
     (target / COMMAND).write_text(command.strip() + "\n", encoding="utf-8")
-    (target / METRICS).write_bytes(pack(records.read(os.path.join(results, records.METRICS))))
+    (target / METRICS).write_bytes(pack(rows))
+    records.write_whole(str(target / LOOKS), "".join(json.dumps(look) + "\n" for look in looked))
+
+
+def _and_another(target: pathlib.Path, seeds: int, versions, commands) -> list[dict]:
+    """The looks at a run, and the one that records it with so many seeds, today.
+
+    With as many seeds as before it is the same look, taken again.
+    """
+    before = looks(target.name, target.parent) if (target / METRICS).exists() else []
+    if before and seeds < before[-1]["seeds"]:
+        raise ValueError(
+            f"{target.name} is recorded with {before[-1]['seeds']} seeds, and these are {seeds}: "
+            f"pass --seeds={before[-1]['seeds']} or more, so that no look at it is forgotten."
+        )
+    now = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commit": commit()}
+    kept = [look for look in before if look["seeds"] < seeds]
+    return [*kept, now | {"versions": versions, "commands": commands}]
+
+
+def looks(name: str, folder: os.PathLike = FOLDER) -> list[dict]:
+    """How often a recorded run was looked at, oldest first.
+
+    Each with its seeds, which are the first ones of the records, date, commit, versions and
+    commands. Where nothing was noted it is one look with all seeds, without date.
+    """
+    path = pathlib.Path(folder) / name
+    return _looks(path, _rows(path))
+
+
+def _looks(path: pathlib.Path, rows: Iterable[Mapping]) -> list[dict]:
+    seeds = seeds_of(rows)
+    if not (path / LOOKS).exists():
+        commands = commands_of((path / COMMAND).read_text(encoding="utf-8"))
+        versions = records.read_json(path / VERSIONS)
+        bare = {"seeds": seeds, "date": "", "commit": None}
+        return [bare | {"versions": versions, "commands": commands}]
+    found = [json.loads(s) for s in (path / LOOKS).read_text(encoding="utf-8").splitlines()]
+    counts = [look["seeds"] for look in found]
+    if not found or counts != sorted(set(counts)) or counts[-1] != seeds:
+        raise ValueError(
+            f"{path / LOOKS} has looks with {counts} seeds, and the records {seeds}: they must "
+            "rise to those of the records. Record the run by python -m experiments.verdicts."
+        )
+    return found
+
+
+def seeds_of(rows: Iterable[Mapping]) -> int:
+    return len({row["seed"] for row in rows})
+
+
+def commands_of(text: str) -> list[str]:
+    """Each with its own lines joined, where a backslash parts them."""
+    return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
+
+
+def commit() -> str | None:
+    """That of this checkout, with + where files differ from it; None where there is no git."""
+    try:
+        found, changed = (
+            subprocess.run(
+                ["git", *words], cwd=FOLDER.parent, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{found}+" if changed else found
 
 
 def pack(rows: Iterable[dict]) -> bytes:
@@ -57,8 +131,14 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
     path = pathlib.Path(folder) / name
     if not (path / METRICS).exists():
         return None
+    rows = _rows(path)
+    compared = restore(rows, records.read_json(path / COMPARISON))
+    return compared._replace(looks=tuple(_looks(path, rows)))
+
+
+def _rows(path: pathlib.Path) -> list[dict]:
     lines = gzip.decompress((path / METRICS).read_bytes()).decode().splitlines()
-    return restore(map(json.loads, lines), records.read_json(path / COMPARISON))
+    return [*map(json.loads, lines)]
 
 
 def corners(plan: local_opt.SyncPlan) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """One comparison: arms at their own best rates, chosen by one protocol, and what they take there.
 
-A run is the list of its records by step. Over seeds, intervals are Student's t at 95 %.
+A run is the list of its records by step. Over seeds, intervals are Student's t, at 95 % where no
+level is named.
 """
 
 import itertools
@@ -47,6 +48,7 @@ class Comparison(NamedTuple):
     speeds: tuple  # of the input, or (None,)
     chosen: Mapping[tuple, Chosen]  # {(arm, speed): Chosen} of those that have run, as the arms
     plans: Mapping[str, Any]  # {arm: SyncPlan}, where they are known before the run
+    looks: Sequence[Mapping] = ()  # at a recorded run, of `archive.looks`; (): one, with all seeds
 
     def at(self, speed: float | None = None) -> list[Chosen]:
         return [own for (_, s), own in self.chosen.items() if s == speed]
@@ -195,30 +197,58 @@ def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
 def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-12) -> np.ndarray:
     """log(base / own), paired by seed: positive where it takes less than the base.
 
-    Values below the floor count as that: a target may be there at once.
+    Values below the floor count as that: a target may be there at once. inf is never: the ratio is
+    infinite, or 0 where both are, of which neither is better.
     """
     after, before = np.log(np.maximum(paired(own, base), floor)).T
-    return before - after
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isinf(before) & np.isinf(after), 0.0, before - after)
 
 
-def intervals(found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and half width of the 95 % interval over the last axis, of two or more values."""
+def half_width(deviation, count: int, level: float = 0.05):
+    """Of the interval of a mean of two or more values, which misses as often as the level says."""
     from scipy.special import stdtrit
 
-    count = found.shape[-1]
-    half = stdtrit(count - 1, 0.975) * np.std(found, ddof=1, axis=-1) / math.sqrt(count)
+    return stdtrit(count - 1, 1 - level / 2) * deviation / math.sqrt(count)
+
+
+def intervals(found: np.ndarray, level: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and half width of the interval over the last axis, of two or more values."""
+    half = half_width(np.std(found, ddof=1, axis=-1), found.shape[-1], level)
     return np.mean(found, axis=-1), half
 
 
-def interval(found) -> tuple[float, float]:
-    """Mean and half width of the 95 % interval over seeds; nan for one seed."""
+def interval(found, level: float = 0.05) -> tuple[float, float]:
+    """Mean and half width of the interval over seeds, of 95 % as it is; nan for one seed."""
     found = np.asarray(list(found), float)
     if len(found) < 2:
         return (float(found[0]) if len(found) else math.nan), math.nan
     if (found == found[0]).all():  # whose mean and deviation float64 rounds
         return float(found[0]), 0.0
-    mean, half = intervals(found)
+    mean, half = intervals(found, level)
     return float(mean), float(half)
+
+
+def median(found) -> float:
+    """Where infinite values are allowed; 0 between opposite ones, of which neither is more."""
+    ordered = sorted(found)
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return 0.0 if low == -math.inf and high == math.inf else float(low + high) / 2
+
+
+def median_interval(found, level: float = 0.05) -> tuple[float, float, float]:
+    """Median, and the order statistics that hold it but as often as the level says.
+
+    Infinite bounds where there are too few values for the level: fewer than six for 95 %.
+    """
+    from scipy.special import bdtr
+
+    ordered = np.sort(np.asarray(list(found), float))
+    count = len(ordered)
+    rank = int((bdtr(np.arange(count), count, 0.5) <= level / 2).sum())
+    if not rank:
+        return median(ordered), -math.inf, math.inf
+    return median(ordered), float(ordered[rank - 1]), float(ordered[count - rank])
 
 
 def metric_of(comparison: Comparison) -> str:

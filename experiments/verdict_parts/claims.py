@@ -6,40 +6,63 @@ Echoing, submission to ICLR 2025; Choi et al., Data Echoing, 2019,
 https://arxiv.org/abs/1907.05550. Those with ~ were read off plots.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from experiments.forecast_parts import rounds
 from experiments.results.statistics import Comparison
-from experiments.results.tables import markdown
-from experiments.verdict_parts import rule
+from experiments.verdict_parts import looks, rule
 from experiments.verdict_parts.effects import at_end, cheaper, over_run, points, to_best
-from experiments.verdict_parts.rule import gain, no_gain, ratio
+from experiments.verdict_parts.rule import Gain, NoGain, Verdict, ratio
 from experiments.verdict_parts.runs import RUNS
 
 
 class Claim(NamedTuple):
     text: str  # of CD-GraB against D-RR, where it does not say more
-    paper: str  # the published numbers
+    paper: str  # the published numbers; "-": no paper says it, it is ours
     runs: tuple[str, ...] = ()  # of `RUNS`, which `judge` takes; the first one's command is shown
-    judge: Callable | None = None  # `(*comparisons) -> (ours, verdict)`; None: not testable here
+    judge: Callable | None = None  # `(look, *comparisons) -> Verdict`; None: not testable here
     scaled: str = ""  # what was scaled down, or is missing, where it is not what the run says
     setting: str = ""  # at which learning rate
     command: str = ""  # what shows it, where no recorded run does
 
 
-def decide(claim: Claim, recorded: Mapping[str, Comparison]) -> tuple[str, str]:
-    """(ours, verdict) from the comparisons of runs by name."""
+def decide(claim: Claim, recorded: Mapping[str, Comparison]) -> Verdict:
+    """The verdict of the latest look, from the comparisons of runs by name."""
+    return history(claim, recorded)[-1]
+
+
+def history(claim: Claim, recorded: Mapping[str, Comparison]) -> list[Verdict]:
+    """The verdicts of all looks, each at its own level and from the seeds that it had.
+
+    A look at which nothing of this claim had changed is none, nor is one with too few seeds.
+    """
     if claim.judge is None:
-        return "-", rule.UNTESTABLE
+        return [Verdict(rule.UNTESTABLE)]
     if not set(claim.runs) <= set(recorded):
-        return "-", rule.NOT_RUN
-    return claim.judge(*(recorded[name] for name in claim.runs))
+        return [Verdict(rule.NOT_RUN)]
+    found, compared = [], [recorded[name] for name in claim.runs]
+    for seeds in looks.states([looks.of(one) for one in compared]):
+        then = [looks.first(one, count) for one, count in zip(compared, seeds, strict=True)]
+        if found and found[-1].word == rule.NOT_RUN:
+            found.pop()
+        if not found or claim.judge(len(found), *then) != found[-1]:
+            found.append(claim.judge(len(found) + 1, *then))
+    return found
+
+
+def seconds_per_seed(claim: Claim, recorded: Mapping[str, Comparison]) -> float | None:
+    """Of both arms at their own rates in all phases, in the first of its runs; None: unknown."""
+    if not claim.runs or claim.runs[0] not in recorded:
+        return None
+    compared = recorded[claim.runs[0]]
+    return looks.seconds_per_seed(compared, claim.judge.measure(compared).runs)
 
 
 def _gain(run: str, text: str, measure: Callable, paper="-", size=0.0, setting="") -> Claim:
-    """An effect in one run; size: as of `gain`."""
-    return Claim(text, paper, (run,), gain(measure, size), setting=setting)
+    """An effect in one run; size: as of `Gain`."""
+    return Claim(text, paper, (run,), Gain(measure, size), setting=setting)
 
 
 LOSS, EPOCHS_LOSS = "train loss", "mean train loss of all epochs"
@@ -102,7 +125,7 @@ def _controls() -> list[Claim]:
         loss = at_end("train/loss", rate=rate)
         text = f"HMDA with cosine decay: no gain is left, {LOSS}, {setting}"
         both = "hmda_cosine", "hmda"
-        claims.append(Claim(text, "the gap shrinks", both, no_gain(loss, than=loss)))
+        claims.append(Claim(text, "the gap shrinks", both, NoGain(loss, than=loss)))
     claims += [
         _gain("m4", f"M4: the unzip order, {unzip}sMAPE, own lr",
               at_end("test/smape", "unzip"), *SMAPE),
@@ -115,7 +138,7 @@ def _controls() -> list[Claim]:
         (EPOCHS_LOSS, over_run, "-", ()),
     ):
         start, loss = f"LeNet, W = 64, {text}, lr 0.01: ", measure("train/loss", **at)
-        falls = no_gain(measure("train/loss", "id_pair", **at), than=loss)
+        falls = NoGain(measure("train/loss", "id_pair", **at), than=loss)
         claims += [
             Claim(f"{start}independent pair falls to D-RR's level", level, (run,), falls),
             _gain(run, f"{start}CD-GraB against independent pair",
@@ -131,13 +154,18 @@ def _controls() -> list[Claim]:
     ]  # fmt: skip
 
 
+@functools.cache  # of tens of thousands of rounds
+def _plan(setting: str):
+    return rounds.plans_of(rounds.run_of(setting).recipe, ["qsr"])["qsr"]
+
+
 def _planned(setting: str, text: str, published: str) -> Claim:
     """Whether QSR's plan at published size has the published rounds and volume, to the digit."""
 
-    def judge():
-        plan = rounds.plans_of(rounds.run_of(setting).recipe, ["qsr"])["qsr"]
+    def judge(look):
+        plan = _plan(setting)
         ours = f"{plan.rounds:,} rounds, {100 * plan.volume:.3f} %"
-        return ours, rule.REPRODUCED if ours == published else rule.NOT
+        return Verdict(rule.REPRODUCED if ours == published else rule.NONE, ours)
 
     scaled = "nothing: a plan is known before training"
     return Claim(text, published, (), judge, scaled, command=FORECAST)
@@ -217,22 +245,3 @@ CLAIMS = (
     *(Claim(text, paper, scaled=scaled, command=command)
       for text, paper, scaled, command in UNTESTABLE_HERE),
 )  # fmt: skip
-
-
-def table(runs: Mapping[str, Comparison], claims: Sequence[Claim] = CLAIMS) -> str:
-    """One row per claim; of one thing at several learning rates one row, where all is equal."""
-    rows = {}
-    for claim in claims:
-        scaled = claim.scaled or (RUNS[claim.runs[0]].scaled if claim.runs else "-")
-        command = claim.command or "-"
-        if claim.runs and claim.runs[0] in runs:
-            command = f"[{claim.runs[0]}](#{claim.runs[0]})"
-        ours, verdict = decide(claim, runs)
-        row = (claim.text, claim.paper, ours, scaled, verdict, command)
-        rows.setdefault(row, []).append(claim.setting)
-    head = ("claim", "paper's number", "ours", "scaled down", "verdict", "command")
-    lines = []
-    for row, settings in rows.items():
-        text = ", ".join(filter(None, (row[0], " and ".join(filter(None, settings)))))
-        lines.append(dict(zip(head, (text, *row[1:]), strict=True)))
-    return markdown(lines)

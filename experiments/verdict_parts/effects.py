@@ -4,28 +4,28 @@ A measure takes a comparison and gives an `Effect`, on which rule.py decides.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from experiments.results import statistics
 from experiments.results.columns import fastest, spent
-from experiments.results.statistics import LOSS, Criterion, compare, interval, last
+from experiments.results.statistics import LOSS, Criterion, Run, compare, last
 from experiments.results.tables import costs
-from experiments.verdict_parts.rule import NOTHING, Effect
+from experiments.verdict_parts.rule import NOT_RUN, NOTHING, UNDECIDED, Effect
 
 CONTROLS = ("unzip", "id_mean", "id_pair")  # of CD-GraB
 NO_ECHO = ("local", "larger_lr", "accumulate")  # what might do the work of echoing
 
 
-def _effect(comparison, found, pair, kind, *, controls, rest, floor=1e-12, start="") -> Effect:
+def _effect(comparison, found, pair, kind, *, runs, controls, rest, floor=1e-12) -> Effect:
     """How much better the first arm of a pair is than the second, of {arm: {seed: value}}.
 
     Args:
       kind: "points" more of an accuracy, "less" or "more" of a loss, or a unit of which it takes
-        times less.
-      controls: arms; rest: of the text, at its end.
-      floor: values below count as this in ratios; start: of the second arm's value in the text.
+        times less, where inf is a seed that never arrives.
+      runs: as of `Effect`; controls: arms; rest: of the text, at its end.
+      floor: values below count as this in ratios.
     """
 
     def better(arm):
@@ -35,22 +35,49 @@ def _effect(comparison, found, pair, kind, *, controls, rest, floor=1e-12, start
         logs = statistics.log_ratios(base, own, floor=floor)
         return -logs if kind == "more" else logs
 
-    values, means = better(pair[0]), [np.mean([*found[arm].values()]) for arm in pair]
-    mean, half = interval(values)
+    pairs, values = statistics.paired(*(found[arm] for arm in pair)), better(pair[0])
+    others = {comparison.arms[k]: better(k) for k in controls if k in found and k not in pair}
+    return Effect(
+        values,
+        functools.partial(_text, pairs, kind, comparison.arms[pair[1]], rest),
+        {"points": "points", "less": "loss", "more": "loss"}.get(kind, "cost"),
+        {label: shown for label, shown in others.items() if len(shown)},
+        bool(np.isinf(pairs).any()),
+        tuple(runs),
+    )
+
+
+def _text(pairs, kind, base, rest, of) -> str:
+    """What was seen, of values in pairs [seeds, 2] and the interval of their effect."""
+    arrived = np.isfinite(pairs).sum(axis=0)
+    if not len(pairs):
+        return "-"
+    if (arrived < len(pairs)).any():
+        text = f"{arrived[0]} of {len(pairs)} seeds arrive, of {base} {arrived[1]}"
+        if of.low > -np.inf or of.high < np.inf:
+            median = "; median: {:.2f} times less ({:.2f} to {:.2f})".format(*np.exp(of))
+            text += median.replace("inf", "∞")
+        return text + rest
+    means = pairs.mean(axis=0)
     if kind == "points":
-        text = "{:.2f} % against {:.2f} %: ".format(*(100 * m for m in means))
-        text += f"{mean:+.2f} ± {half:.2f} points"
-    elif kind in ("less", "more"):
-        mean, half = interval(values if kind == "more" else -values)
-        change = 100 * np.expm1([mean, mean - half, mean + half])
+        text = "{:.2f} % against {:.2f} %: ".format(*(100 * means))
+        return f"{text}{of.mean:+.2f} ± {of.high - of.mean:.2f} points{rest}"
+    if kind in ("less", "more"):
+        signed = of if kind == "more" else (-of.mean, -of.high, -of.low)
+        change = 100 * np.expm1(signed)
         text = "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*means, *change)
-    else:
-        ratios = np.exp([mean, mean - half, mean + half])
-        text = f"{means[0]:.3g} against {start}{means[1]:.3g} {kind}: "
-        text += "{:.2f} times less ({:.2f} to {:.2f})".format(*ratios)
-    others = [k for k in controls if k in found and k not in pair]
-    others = {comparison.arms[k]: better(k) for k in others}
-    return Effect(values, f"{text}{rest}; {len(values)} seeds", others)
+        return text + rest
+    text = "{:.3g} against {:.3g} ".format(*means)
+    return f"{text}{kind}: {'{:.2f} times less ({:.2f} to {:.2f})'.format(*np.exp(of))}{rest}"
+
+
+def _alone(cost: str, runs: Mapping[int, Run]) -> dict[int, Run]:
+    """Those whose cost may be compared: seconds only where a run had the device for itself."""
+    shared = {s for s, run in runs.items() if any((r.get("side_by_side") or 1) > 1 for r in run)}
+    return {s: run for s, run in runs.items() if cost != "seconds" or s not in shared}
+
+
+SHARED = NOTHING._replace(instead=(NOT_RUN, "seconds were not taken alone"))
 
 
 def _at(rates) -> str:
@@ -81,8 +108,11 @@ def at_end(
             epochs = statistics.values([*runs.values()], scalar)
             ends = np.nanmean(epochs[:, 1:], axis=1) if over_run else epochs[:, -1]
             found[k] = dict(zip(runs, ends, strict=True))
-        rates = _at([chosen[k][0] for k in pair])
-        return _effect(comparison, found, pair, kind, controls=_controls(pair), rest=rates)
+        rates = [chosen[k][0] for k in pair]
+        used = [(k, None, own) for k, own in zip(pair, rates, strict=True)]
+        return _effect(
+            comparison, found, pair, kind, runs=used, controls=_controls(pair), rest=_at(rates)
+        )
 
     return measure
 
@@ -93,7 +123,7 @@ over_run = functools.partial(at_end, over_run=True)
 def to_best(cost: str, order: str = "cd_grab", *, rate=None) -> Callable:
     """How many times less an order needs to the lowest point of D-RR's mean over seeds.
 
-    A seed of D-RR that does not arrive there itself counts with all its epochs.
+    A seed of D-RR that does not arrive there itself counts as one that never does, as of the order.
 
     Args:
       cost: "epochs" or "seconds"; order: its name.
@@ -107,29 +137,31 @@ def to_best(cost: str, order: str = "cd_grab", *, rate=None) -> Callable:
         if not any(r["arm"] == "rr" for r in kept):
             return _none(comparison, pair, rate)
         here = compare(kept, comparison.arms, comparison.criterion)
-        runs = {k: fastest(here, k) for (k, _), own in here.chosen.items() if own.runs}
-        if not set(pair) <= set(runs):
+        chosen = {k: fastest(here, k) for (k, _), own in here.chosen.items() if own.runs}
+        if not set(pair) <= set(chosen):
             return _none(comparison, pair, rate)
-        needed = {k: spent(here, own, name) for k, (_, own) in runs.items()}
-        arrived = {k: np.isfinite([*needed[k].values()]) for k in pair}
-        if not arrived[order].all():
-            own, base = arrived.values()
-            text = f"{own.sum()} of {len(own)} seeds arrive, of D-RR {base.sum()}"
-            return Effect(np.empty(0), text, missing="not all seeds arrive")
-        ends = {seed: run[-1][name] for seed, run in runs["rr"][1].items()}
-        needed["rr"] = {s: v if np.isfinite(v) else ends[s] for s, v in needed["rr"].items()}
+        needed = {k: spent(here, _alone(cost, own), name) for k, (_, own) in chosen.items()}
+        if not all(needed[k] for k in pair):
+            return SHARED
+        rates = [chosen[k][0] for k in pair]
+        used = [(k, None, own) for k, own in zip(pair, rates, strict=True)]
         return _effect(
-            comparison, needed, pair, unit, controls=_controls(pair), floor=floor,
-            start="" if arrived["rr"].all() else "over ", rest=_at([runs[k][0] for k in pair]),
+            comparison, needed, pair, unit, runs=used, controls=_controls(pair), rest=_at(rates),
+            floor=floor,
         )  # fmt: skip
 
     return measure
 
 
 def _ending(comparison, arm, rate):
-    """(rate, runs) at this learning rate, or at that whose mean train loss ends lowest, or None."""
+    """(rate, runs) at this learning rate, or at that whose mean train loss ends lowest, or None.
+
+    Of those that ran with most seeds, as of `statistics.best_rate`.
+    """
     tuned = statistics.tuned(comparison.records, arm)
     kept = {r: runs for r, runs in tuned.items() if rate in (None, r)}
+    most = max(map(len, kept.values()), default=0)
+    kept = {r: runs for r, runs in kept.items() if len(runs) == most}
     scores = {r: statistics.score([*runs.values()], Criterion(LOSS)) for r, runs in kept.items()}
     best = min(scores, key=scores.get, default=None)
     return None if best is None else (best, kept[best])
@@ -144,7 +176,7 @@ def _none(comparison, orders, rate) -> Effect:
     """Not run, or diverged."""
     rates = {k: statistics.diverged(comparison.records, k) for k in sorted(orders)}
     lost = [comparison.arms[k] for k, out in rates.items() if (rate in out if rate else out)]
-    return NOTHING._replace(missing=f"{', '.join(lost)} diverges") if lost else NOTHING
+    return NOTHING._replace(instead=(UNDECIDED, f"{', '.join(lost)} diverges")) if lost else NOTHING
 
 
 def points(
@@ -165,7 +197,10 @@ def points(
         ends = {k: {s: last(r, scalar) for s, r in one.runs.items()} for k, one in own.items()}
         end = own[rule].runs[min(own[rule].runs)][-1]
         volume = f"; volume {100 * end['rounds'] / end['step']:.1f} %"
-        return _effect(comparison, ends, (rule, against), kind, controls=controls, rest=volume)
+        used = [(k, None, own[k].rate) for k in (rule, against)]
+        return _effect(
+            comparison, ends, (rule, against), kind, runs=used, controls=controls, rest=volume
+        )
 
     return measure
 
@@ -188,18 +223,17 @@ def cheaper(cost: str, arm: str = "diffusion", against: str = "none", *, speed: 
         own = _chosen(comparison, (*pair, *NO_ECHO), speed)
         if not set(pair) <= set(own):
             return NOTHING
-        needed = {k: costs(comparison, one, cost) for k, one in own.items()}
-        for k in pair:
-            arrived = np.isfinite([*needed[k].values()])
-            if not arrived.all():
-                text = f"{own[k].label}: {arrived.sum()} of {len(arrived)} seeds arrive"
-                return Effect(np.empty(0), text, missing="not all seeds arrive")
+        timed = {k: one._replace(runs=_alone(cost, one.runs)) for k, one in own.items()}
+        needed = {k: costs(comparison, one, cost) for k, one in timed.items()}
+        if not all(needed[k] for k in pair):
+            return SHARED
         rest = _at([own[k].rate for k in pair])
-        if cost == "loads":
-            steps = [[*costs(comparison, own[k], "step").values()] for k in pair]
-            rest = "; {:.3g} against {:.3g} steps".format(*map(np.mean, steps)) + rest
+        steps = [np.mean([*costs(comparison, own[k], "step").values()]) for k in pair]
+        if cost == "loads" and np.isfinite(steps).all():
+            rest = "; {:.3g} against {:.3g} steps".format(*steps) + rest
         free = NO_ECHO if against == "none" else ()
         unit = {"loads": "loads", "seconds": "s"}[cost]
-        return _effect(comparison, needed, pair, unit, controls=free, rest=rest)
+        used = [(k, speed, own[k].rate) for k in pair]
+        return _effect(comparison, needed, pair, unit, runs=used, controls=free, rest=rest)
 
     return measure
