@@ -5,11 +5,17 @@ r"""Which claims of the papers do our runs bear out? docs/results.md, and experi
     python -m experiments.verdicts --pictures           # and draws docs/orders_*.png
     python -m experiments.verdicts --record=results/cd_grab_hmda --name=hmda \
         --command="python -m experiments.cd_grab --task=hmda --data_dir=DIR"
+    python -m experiments.verdicts --run=undecided --hours=8 --data=DIR
 
-Nothing is trained: everything comes from the records in experiments/runs. The claims are the rows
-of experiments/verdict_parts/claims.py, and the verdicts what rule.py there makes of their effects.
+Without --run nothing is trained: everything comes from the records in experiments/runs. The claims
+are the rows of experiments/verdict_parts/claims.py, and the verdicts what rule.py there makes of
+their effects.
 A run recorded again with more seeds is looked at again, at the level of that look.
 Takes seconds.
+
+--run=undecided trains further seeds of recorded runs, in pairs, the cheapest look first, until
+nothing is undecided or the hours are spent; given again, it goes on. --data is the folder of all
+tasks' folders, named as in the rows of RUNS.
 """
 
 import pathlib
@@ -20,8 +26,9 @@ from absl import app, flags
 
 from experiments.advice_parts import recorded
 from experiments.flags import definer
+from experiments.processes import distributed
 from experiments.results import archive, records
-from experiments.verdict_parts import page, picture, runs
+from experiments.verdict_parts import page, picture, runs, undecided
 
 FLAGS = flags.FLAGS
 README = pathlib.Path(__file__).parent / "README.md"
@@ -38,6 +45,13 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(text, "record", None, "an output folder to keep in experiments/runs")
     define(text, "name", None, "of the run to record, as in RUNS")
     define(text, "command", None, "that made it, DIR for the data")
+    define(flags.DEFINE_enum, "run", None, ["undecided"], "train more seeds of what is undecided")
+    define(flags.DEFINE_float, "hours", 8.0, "that may be spent on it", lower_bound=0.0)
+    define(flags.DEFINE_float, "most_hours", 24.0, "that a single look may take", lower_bound=0.0)
+    define(flags.DEFINE_list, "names", [], "of the runs that may be continued; all if unset")
+    define(text, "data", None, "folder of all tasks' data")
+    define(text, "results", "results/verdicts", "for what is not recorded yet")
+    define(flags.DEFINE_integer, "side_by_side", 1, "runs trained in one program", lower_bound=1)
 
 
 def record(results: str, name: str, command: str, folder=archive.FOLDER) -> pathlib.Path:
@@ -91,6 +105,19 @@ def main(argv: Sequence[str]) -> None:
         return
     if FLAGS.record:
         print(f"Recorded in {record(FLAGS.record, FLAGS.name, FLAGS.command)}")
+    stopped = 0
+    if FLAGS.run:
+        stopped = undecided.run(
+            hours=FLAGS.hours, data=FLAGS.data or "", results=FLAGS.results, names=FLAGS.names,
+            most_hours=FLAGS.most_hours, side_by_side=FLAGS.side_by_side,
+        )  # fmt: skip
+    write_pages()
+    if stopped:
+        distributed.say("Stopped and saved: the same command goes on.")
+        sys.exit(128 + stopped)
+
+
+def write_pages() -> None:
     recorded = runs.load()
     picture.draw(page.rows(recorded), str(PICTURES / page.PICTURE))
     if FLAGS.pictures:

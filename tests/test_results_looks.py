@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import verdicts
-from experiments.results import archive
+from experiments.results import archive, records
 from experiments.results.statistics import Criterion, compare
 from experiments.verdict_parts import looks, page, picture
 from experiments.verdict_parts.claims import Claim, decide, history, seconds_per_seed
@@ -176,7 +176,7 @@ def test_commits_and_commands_are_noted():
         "python -m a --x=1",
         "python -m b",
     ]
-    noted = archive.commit()
+    noted = records.commit()
     assert noted is None or set(noted) <= set("0123456789abcdef+")
 
 

@@ -12,7 +12,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -46,8 +45,22 @@ def record(results: str, target: os.PathLike, command: str) -> None:
     for part in COPIED:
         shutil.copyfile(os.path.join(results, part), target / part)
     (target / COMMAND).write_text(command.strip() + "\n", encoding="utf-8")
-    (target / METRICS).write_bytes(pack(rows))
-    records.write_whole(str(target / LOOKS), "".join(json.dumps(look) + "\n" for look in looked))
+    _write(target, rows, looked)
+
+
+def extend(target: os.PathLike, rows: Iterable[Mapping], commands: list[str]) -> None:
+    """Adds the records of further seeds to a recorded run, and the look at all of them."""
+    target = pathlib.Path(target)
+    rows = [*_rows(target), *rows]
+    looked = _and_another(target, seeds_of(rows), records.versions(), commands)
+    _write(target, rows, looked)
+
+
+def _write(target: pathlib.Path, rows: Iterable[Mapping], looked: Iterable[Mapping]) -> None:
+    temporary = target / f"{METRICS}.tmp"
+    temporary.write_bytes(pack(rows))
+    records.write_lines(str(target / LOOKS), looked)
+    os.replace(temporary, target / METRICS)
 
 
 def _and_another(target: pathlib.Path, seeds: int, versions, commands) -> list[dict]:
@@ -61,7 +74,11 @@ def _and_another(target: pathlib.Path, seeds: int, versions, commands) -> list[d
             f"{target.name} is recorded with {before[-1]['seeds']} seeds, and these are {seeds}: "
             f"pass --seeds={before[-1]['seeds']} or more, so that no look at it is forgotten."
         )
-    now = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commit": commit()}
+    now = {
+        "seeds": seeds,
+        "date": datetime.date.today().isoformat(),
+        "commit": versions["commit"] if "commit" in versions else records.commit(),
+    }
     kept = [look for look in before if look["seeds"] < seeds]
     return [*kept, now | {"versions": versions, "commands": commands}]
 
@@ -100,20 +117,6 @@ def seeds_of(rows: Iterable[Mapping]) -> int:
 def commands_of(text: str) -> list[str]:
     """Each with its own lines joined, where a backslash parts them."""
     return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
-
-
-def commit() -> str | None:
-    """That of this checkout, with + where files differ from it; None where there is no git."""
-    try:
-        found, changed = (
-            subprocess.run(
-                ["git", *words], cwd=FOLDER.parent, capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno"))
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{found}+" if changed else found
 
 
 def pack(rows: Iterable[dict]) -> bytes:

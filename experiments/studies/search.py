@@ -153,10 +153,7 @@ def search(
             rates = trainer.rates(*group)
             while runs := lacking(whole_runs(own), *group, rates, **protocol):
                 several = _group(trainer, runs[:side_by_side], own, twins)
-                if len(several) > 1:
-                    new, stopped = _train_several(study, trainer, several, twins, on_record, bar)
-                else:
-                    new, stopped = _train(study, trainer, runs[0], own, twins, on_record, bar)
+                new, stopped = _train_first(study, trainer, several, own, twins, on_record, bar)
                 own += new
                 records += new
                 if stopped:
@@ -164,6 +161,32 @@ def search(
             ready += counts[group]
             bar.update(ready - bar.n)  # runs of an earlier call, and those that ended early
     return whole_runs(records), 0
+
+
+def carry_out(
+    study, trainer: Trainer, runs: Sequence[Run], *, side_by_side: int = 1,
+    done: Sequence[dict] = (), on_record: Callable[[dict], None] = lambda record: None,
+) -> tuple[list[dict], int]:  # fmt: skip
+    """Trains these runs, as `search` does: for more seeds of what was chosen before."""
+    records, stopped = list(done), 0
+    total = sum(trainer.steps(run.arm, run.speed) for run in runs)
+    with distributed.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
+        while not stopped:
+            ended = _by_run(whole_runs(records))
+            if not (left := [run for run in runs if run not in ended]):
+                break
+            alike = [run for run in left if (run.arm, run.speed) == (left[0].arm, left[0].speed)]
+            several = _group(trainer, alike[:side_by_side], records, {})
+            new, stopped = _train_first(study, trainer, several, records, {}, on_record, bar)
+            records += new
+    return whole_runs(records), stopped
+
+
+def _train_first(study, trainer, runs, own, twins, on_record, bar):
+    """The new records of these runs, and the signal that stopped them."""
+    if len(runs) > 1:
+        return _train_several(study, trainer, runs, twins, on_record, bar)
+    return _train(study, trainer, runs[0], own, twins, on_record, bar)
 
 
 def _group(trainer, runs: Sequence[Run], own, twins) -> list[Run]:

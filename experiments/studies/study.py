@@ -157,7 +157,7 @@ def _search(study, task, recipe, folder, done, settings, values):
     if study.speeds:
         seconds = values.step_seconds
         if seconds is None:
-            seconds = _step_seconds(study, task, recipe, mesh, folder, done)
+            seconds = known_step_seconds(study, task, recipe, mesh, folder, done)
         distributed.say(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
     reads = None if values.input == "device" else values.input
     setup = trainer.Setup(folder, reads, mesh, values.checkpoint_every, seconds, settings)
@@ -171,7 +171,7 @@ def _search(study, task, recipe, folder, done, settings, values):
         )  # fmt: skip
 
 
-def _step_seconds(study, task, recipe, mesh, folder, done) -> float:
+def known_step_seconds(study, task, recipe, mesh, folder, done) -> float:
     """t_step of this folder's runs: measured once, so that all of them have the same delays."""
     path = os.path.join(folder, "step.json")
     known = distributed.of_first(records.read_json(path) if done else None)

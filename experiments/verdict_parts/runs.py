@@ -16,6 +16,7 @@ class Run(NamedTuple):
     details: str = ""  # more of it
     tables: str = ""  # where they are, seen from experiments/; "": below, for it compares orders
     shown_from: int = 0  # first epoch of its picture, past spikes that would flatten the rest
+    data: str = ""  # folder of its task among all tasks' data
 
 
 _LENET = "4,096 images, 25 epochs for 100"
@@ -25,29 +26,31 @@ _IMAGES = "means of 2 x 2 pixels, 20,000 training images, batches of 4 x 32 for 
 _FEW = "means of 2 x 2 pixels, 20,000 training images, two workers"
 _STEPS, _ECHOING = "../docs/local_steps.md", "../docs/echoing.md"
 RUNS = {
-    "hmda": Run("HMDA, logistic regression, W = 4", "New Jersey for New York"),
-    "hmda_cosine": Run("HMDA, cosine decay, W = 4", "New Jersey for New York"),
-    "m4": Run("M4 Weekly, W = 4", "15 epochs for 30", "decay every 5; 3 seeds for 5", shown_from=7),
+    "hmda": Run("HMDA, logistic regression, W = 4", "New Jersey for New York", data="hmda"),
+    "hmda_cosine": Run("HMDA, cosine decay, W = 4", "New Jersey for New York", data="hmda"),
+    "m4": Run("M4 Weekly, W = 4", "15 epochs for 30", "decay every 5; 3 seeds for 5",
+              shown_from=7, data="m4"),
     "lstm": Run("WikiText-2, LSTM, W = 4", "test.txt trains, 15 epochs for 50",
                 "valid.txt tests: compares with no published perplexity; 4,096 words, decay every "
-                "5", shown_from=2),
+                "5", shown_from=2, data="wikitext2"),
     "gpt2": Run("GPT-2, W = 64", "WikiText-2's test.txt, width 64, 8 epochs",
                 "for WikiText-103, 128 and 30; valid.txt tests; 2,048 words, windows of 64 for "
-                "128, lr 1e-3 and 2e-3 for 5e-4", shown_from=3),
+                "128, lr 1e-3 and 2e-3 for 5e-4", shown_from=3, data="wikitext2"),
     "sst2": Run("SST-2, linear head, W = 16", "features of the text for frozen BERT's",
-                "TF-IDF in 256 dimensions; lr 1e-4 to 3e-2 for 1e-4", shown_from=3),
-    "lenet_w4": Run("CIFAR-10, LeNet, W = 4", _LENET, _RATES),
+                "TF-IDF in 256 dimensions; lr 1e-4 to 3e-2 for 1e-4", shown_from=3, data="sst2"),
+    "lenet_w4": Run("CIFAR-10, LeNet, W = 4", _LENET, _RATES, data="tfds"),
     "lenet_w16": Run("CIFAR-10, LeNet, W = 16", _LENET,
-                     "lr 1e-2 alone, the better at W = 4 and 64, for 1e-3"),
-    "lenet_w64": Run("CIFAR-10, LeNet, W = 64", _LENET, _RATES),
+                     "lr 1e-2 alone, the better at W = 4 and 64, for 1e-3", data="tfds"),
+    "lenet_w64": Run("CIFAR-10, LeNet, W = 64", _LENET, _RATES, data="tfds"),
     "qsr_cifar10_vit": Run("CIFAR-10, ViT, Local AdamW", f"{_SMALL}300",
-                           f"{_IMAGES}, 60,586 parameters", _STEPS),
+                           f"{_IMAGES}, 60,586 parameters", _STEPS, data="tfds"),
     "qsr_cifar10_resnet": Run("CIFAR-10, ResNet-8, Local SGD", f"{_SMALL}200",
-                              f"{_IMAGES}, 19,218 parameters", _STEPS),
-    "echo_resnet": Run("CIFAR-10, ResNet-8", "16 x 16, to 38 %", _FEW, _ECHOING),
-    "echo_mobilenet": Run("CIFAR-10, MobileNet-V2", "16 x 16, to 33 %", _FEW, _ECHOING),
+                              f"{_IMAGES}, 19,218 parameters", _STEPS, data="tfds"),
+    "echo_resnet": Run("CIFAR-10, ResNet-8", "16 x 16, to 38 %", _FEW, _ECHOING, data="tfds"),
+    "echo_mobilenet": Run("CIFAR-10, MobileNet-V2", "16 x 16, to 33 %", _FEW, _ECHOING,
+                          data="tfds"),
     "echo_shakespeare": Run("GPT", "characters of Shakespeare, width 64",
-                            "for WikiText-2; two workers", _ECHOING),
+                            "for WikiText-2; two workers", _ECHOING, data="tinyshakespeare"),
 }  # fmt: skip
 
 

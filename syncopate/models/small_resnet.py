@@ -73,8 +73,8 @@ def small_resnet(
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
-      A `Model`, with `statistics` under batch normalisation, for batches {"x": float[n, H, W, channels], "y": int[n]} of
-      n >= 2 examples.
+      A `Model`, with `statistics` under batch normalisation, for batches
+      {"x": float[n, H, W, channels], "y": int[n]} of n >= 2 examples.
 
     Raises:
       ValueError: for sizes out of range, or another norm.
