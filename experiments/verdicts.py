@@ -45,7 +45,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(text, "record", None, "an output folder to keep in experiments/runs")
     define(text, "name", None, "of the run to record, as in RUNS")
     define(text, "command", None, "that made it, DIR for the data")
-    define(flags.DEFINE_enum, "run", None, ["undecided"], "train more seeds of what is undecided")
+    define(flags.DEFINE_enum, "run", None, "train more seeds of these", ["undecided"])
     define(flags.DEFINE_float, "hours", 8.0, "that may be spent on it", lower_bound=0.0)
     define(flags.DEFINE_float, "most_hours", 24.0, "that a single look may take", lower_bound=0.0)
     define(flags.DEFINE_list, "names", [], "of the runs that may be continued; all if unset")
