@@ -40,6 +40,7 @@ def choices():
     add("--seeds", type=int, default=3, help="studies of every submission")
     add("--eval_period", type=float, default=1.0, help="seconds; AlgoPerf's is 10")
     add("--max_steps", type=int, default=None, help="of a trial; AlgoPerf has a time limit alone")
+    add("--profile", action="store_true", help="have AlgoPerf print where the time goes")
     add("--score", action="store_true", help="score instead of training")
     add("--target", type=float, default=0.9, help="to score by; AlgoPerf's is 0.97")
     return parser.parse_args()
@@ -81,6 +82,8 @@ def train(c, arm: str, seed: int, workloads: dict) -> None:
     }  # fmt: skip
     if c.max_steps:
         given["max_global_steps"] = c.max_steps
+    if c.profile:
+        given |= {"profile": True, "verbosity": 0}  # the profile is logged as information
     given["experiment_dir"].mkdir(parents=True, exist_ok=True)
     runner.FLAGS(["submission_runner", *(f"--{name}={value}" for name, value in given.items())])
     runner.WORKLOADS.update(copy.deepcopy(workloads))  # `main` writes into it
