@@ -24,7 +24,7 @@ from experiments.studies import search, study, trainer
 from experiments.studies.search import Run
 from experiments.tasks.digest import data_hash
 from experiments.verdict_parts import looks
-from experiments.verdict_parts.claims import CLAIMS, decide
+from experiments.verdict_parts.claims import CLAIMS, asked_of, decide
 from experiments.verdict_parts.rule import UNDECIDED
 from experiments.verdict_parts.runs import RUNS
 
@@ -59,9 +59,9 @@ def jobs(recorded: Mapping[str, Comparison], *, most_hours: float) -> list[Job]:
 
 def _job(name: str, recorded: Mapping[str, Comparison]) -> Job | None:
     compared = recorded[name]
-    claims = [claim for claim in CLAIMS if claim.runs[:1] == (name,)]
+    claims = [c for c in CLAIMS if name in c.runs and set(c.runs) <= set(recorded)]
     open_ones = [c for c in claims if decide(c, recorded).word == UNDECIDED]
-    measured = {claim: claim.judge.measure(compared).runs for claim in claims}
+    measured = {claim: asked_of(claim, name, recorded) for claim in claims}
     arms = {run[:2] for claim in open_ones for run in measured[claim]}
     asked = {run for runs in measured.values() for run in runs if run[:2] in arms}
     if not asked:
