@@ -101,7 +101,8 @@ def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOL
     if run.tables:
         return "\n\n".join([*parts, f"Tables and pictures: [{run.tables}]({run.tables})."])
     study = study_of(comparison)
-    parts += [tables.table(comparison, COLUMNS[study]), columns.diverged_rates(comparison)]
+    parts += [tables.table(comparison, COLUMNS[study], speed) for speed in comparison.speeds]
+    parts += [columns.diverged_rates(comparison)]
     if study == ORDERS:
         parts += [f"![{run.title}](../docs/orders_{name}.png)"]
     return "\n\n".join(filter(None, parts))
