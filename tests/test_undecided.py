@@ -142,6 +142,19 @@ def test_a_look_that_is_stopped_goes_on_and_leaves_the_record_alone(tiny, monkey
     assert archive.load("tiny", folder).looks[-1]["seeds"] == 6
 
 
+def test_what_never_ran_is_run_last_and_recorded(tiny, monkeypatch):
+    folder, go_on = tiny
+    row = runs.Run("New", "-", command=COMMAND.removeprefix(undecided.MODULE) + " --seeds=3")
+    monkeypatch.setitem(RUNS, "new", row)
+    spent = iter([0, 0])
+    monkeypatch.setattr(undecided.time, "monotonic", lambda: next(spent, 9e9))
+    jobs = undecided.jobs(runs.load(folder), most_hours=1.0)
+    assert [(job.name, job.seeds) for job in jobs] == [("tiny", 6), ("new", 0)]
+    assert go_on(hours=1.0, names=["new"]) == 0
+    assert archive.load("new", folder).looks[0]["seeds"] == 3
+    assert undecided.MODULE + row.command in archive.looks("new", folder)[0]["commands"]
+
+
 def test_other_data_than_those_of_the_record_are_refused(tiny):
     folder, go_on = tiny
     path = folder / "tiny" / "settings.json"

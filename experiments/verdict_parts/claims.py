@@ -105,6 +105,7 @@ ORDERED = {
     "lenet_w4": (1e-2, "accuracy", {"loss": LENET}),
     "lenet_w16": (1e-2, "accuracy", {"loss": LENET}),
     "lenet_w64": (1e-2, "accuracy", {"loss": LENET}),
+    "lenet_full_w64": (2e-3, "accuracy", {"loss": LENET}),
 }  # fmt: skip
 
 
@@ -205,6 +206,7 @@ def _synced() -> list[Claim]:
         ("qsr_cifar10_resnet", "ResNet", HIGHER, HIGHER),
         ("qsr_digits_mlp", "perceptron on 150 digits", HIGHER, HIGHER),
         ("qsr_digits_resnet", "ResNet on 600 digits with noisy labels", HIGHER, HIGHER),
+        ("qsr_cifar10_long", "ResNet on 2,048 images, 1,000 epochs", HIGHER, HIGHER),
     ):
         accuracy = f"QSR, {name}: test accuracy over "
         claims += [

@@ -17,6 +17,7 @@ class Run(NamedTuple):
     tables: str = ""  # where they are, seen from experiments/; "": below
     shown_from: int = 0  # first epoch of its picture, past spikes that would flatten the rest
     data: str = ""  # folder of its task among all tasks' data
+    command: str = ""  # that makes it, DIR for the data, where it is not recorded yet
 
 
 _LENET = "4,096 images, 25 epochs for 100"
@@ -35,9 +36,14 @@ RUNS = {
                     data="sst2"),
     "hmda_w64": Run("HMDA, logistic regression, W = 64", "New Jersey for New York", _WIDE,
                     data="hmda"),
-    "m4_constant": Run("M4 Weekly, constant rate, W = 4", "15 epochs for 30", data="m4"),
+    "m4_constant": Run("M4 Weekly, constant rate, W = 4", "15 epochs for 30", data="m4", command=(
+        "cd_grab --task=m4_weekly --schedule=constant --data_dir=DIR --arms=rr,cd_grab "
+        "--learning_rates=5e-4,1e-3 --epochs=15 --seeds=5 --widen=2 --bound_every=0")),
     "lstm_constant": Run("WikiText-2, LSTM, constant rate, W = 4",
-                         "test.txt trains, 15 epochs for 50", "4,096 words", data="wikitext2"),
+                         "test.txt trains, 15 epochs for 50", "4,096 words", data="wikitext2",
+                         command=(
+        "cd_grab --task=wikitext2_small --model=lstm --schedule=constant --data_dir=DIR "
+        "--arms=rr,cd_grab --learning_rates=1,2 --epochs=15 --seeds=5 --widen=2 --bound_every=0")),
     "m4": Run("M4 Weekly, W = 4", "15 epochs for 30", "decay every 5; 3 seeds for 5",
               shown_from=7, data="m4"),
     "lstm": Run("WikiText-2, LSTM, W = 4", "test.txt trains, 15 epochs for 50",
@@ -52,13 +58,24 @@ RUNS = {
     "lenet_w16": Run("CIFAR-10, LeNet, W = 16", _LENET,
                      "lr 1e-2 alone, the better at W = 4 and 64, for 1e-3", data="tfds"),
     "lenet_w64": Run("CIFAR-10, LeNet, W = 64", _LENET, _RATES, data="tfds"),
+    "lenet_full_w64": Run("CIFAR-10, LeNet, all 50,000 images, W = 64", "10 epochs for 100",
+                          "lr 2e-3 and 5e-3 for 1e-3 and 5e-3", data="tfds", command=(
+        "cd_grab --task=cifar10 --model=lenet --data_dir=DIR --workers=64 --unit_size=1 "
+        "--arms=rr,cd_grab,id_pair --learning_rates=2e-3,5e-3 --epochs=10 --seeds=3 "
+        "--bound_every=0")),
     "qsr_cifar10_vit": Run("CIFAR-10, ViT, Local AdamW", f"{_SMALL}300",
                            f"{_IMAGES}, 60,586 parameters", _STEPS, data="tfds"),
     "qsr_cifar10_resnet": Run("CIFAR-10, ResNet-8, Local SGD", f"{_SMALL}200",
                               f"{_IMAGES}, 19,218 parameters", _STEPS, data="tfds"),
     "qsr_digits_mlp": Run("150 digits, perceptron, Local SGD", _FIT),
     "qsr_digits_resnet": Run("600 digits, three in ten labels noisy, ResNet-8, Local SGD",
-                             "few images, noisy labels, 266 epochs; batches of 8 x 4"),
+                             "few images, noisy labels, 213 epochs; batches of 8 x 4"),
+    "qsr_cifar10_long": Run("2,048 images of CIFAR-10, ResNet-8, Local SGD, 1,000 epochs",
+                            "means of 2 x 2 pixels; batches of 4 x 16; no augmentation",
+                            data="tfds", command=(
+        "qsr --task=cifar10_resnet8 --num_train=2048 --data_dir=DIR --units_per_step=16 "
+        "--total_steps=32000 --warmup_steps=320 --learning_rates=0.05,0.1,0.2 "
+        "--arms=parallel,constant,qsr --seeds=10 --evaluations=10 --widen=2")),
     "echo_resnet": Run("CIFAR-10, ResNet-8", "16 x 16, to 38 %", _FEW, _ECHOING, data="tfds"),
     "echo_resnet_gn": Run("CIFAR-10, ResNet-8 with group normalisation", "16 x 16, to 38 %", _FEW,
                           data="tfds"),
