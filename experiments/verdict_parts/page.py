@@ -97,7 +97,9 @@ def table(found: Sequence[Row], recorded: Mapping[str, Comparison]) -> str:
     for row in found:
         name = row.claim.runs[0] if row.claim.runs else None
         made = name in RUNS and RUNS[name].command
-        command = row.claim.command or (f"`python -m experiments.{made}`" if made else "-")
+        command = row.claim.command or (
+            f"`verdicts --run=undecided --names={name}`" if made else "-"
+        )
         command = f"[{name}](#{name})" if name in recorded else command
         lines.append({"claim": row.text, **_cells(row), "command": command})
     return markdown(lines)
