@@ -9,7 +9,7 @@ from experiments import cd_grab, verdicts
 from experiments.results import archive, records
 from experiments.studies import recipes, study
 from experiments.tasks import TASKS
-from experiments.verdict_parts import claims, looks, runs, undecided
+from experiments.verdict_parts import again, claims, looks, runs, undecided
 from experiments.verdict_parts.claims import Claim, decide
 from experiments.verdict_parts.effects import Difference, at_end, cheaper
 from experiments.verdict_parts.rule import Effect, Gain
@@ -44,6 +44,7 @@ def table(monkeypatch):
         monkeypatch.setattr(undecided, "CLAIMS", rows)
         monkeypatch.setattr(undecided, "RUNS", RUNS)
         monkeypatch.setattr(runs, "RUNS", RUNS)
+        monkeypatch.setattr(again, "RUNS", RUNS)
 
     return use
 
@@ -187,3 +188,13 @@ def test_every_recorded_run_can_be_continued():
         assert module in ("experiments.cd_grab", "experiments.qsr", "experiments.echoing")
         assert (runs.RUNS[name].data == "") == (f"--data_dir={undecided.DIR}" not in text)
     assert finished and COMMAND.count(undecided.DIR) == 1
+
+
+def test_a_recorded_run_trained_again_is_that_of_the_record(tiny):
+    folder, _ = tiny
+    text = again.compare(["tiny"], data="", arms=["rr", "cd_grab"], folder=folder)
+    lines = [line.split("|") for line in text.splitlines()[2:]]
+    assert [line[2].strip() for line in lines] == ["D-RR", "CD-GraB"]
+    assert all(line[5].strip() == "equal" and float(line[9]) < 2e-6 for line in lines)
+    with pytest.raises(ValueError, match="'nothing' is not recorded"):
+        again.compare(["nothing"], data="", folder=folder)
