@@ -142,6 +142,7 @@ def test_seeds_that_a_median_needs():
     assert rule.seeds_for_median(seen([inf, -inf], censored=True), size, level) is None
 
 
+@pytest.mark.parametrize("level", [0.05, 0.025, 0.05 / 6])
 @pytest.mark.parametrize("count", [1, 3, 6, 7, 12, 40])
 def test_the_interval_of_a_median_is_of_order_statistics(count, level):
     values = np.random.default_rng(count).normal(size=count)
