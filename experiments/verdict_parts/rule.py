@@ -19,7 +19,7 @@ VERDICTS = (REPRODUCED, SMALLER, NONE, OPPOSITE, UNDECIDED, UNTESTABLE, NOT_RUN)
 LEAST_SEEDS = 3
 MISSES = 0.05  # how often an interval may miss, over all looks at a claim together
 MOST_SEEDS = 10**6  # beyond it, how many are needed is as good as unknown
-MOST_FOR_MEDIAN = 300  # the same, where each number is tried
+MOST_FOR_MEDIAN = 500  # the same, where their effects are written down to tell
 
 
 class Matters(NamedTuple):
@@ -144,29 +144,32 @@ def seeds_needed(effect: Effect, distance: float, level: float) -> int | None:
         return None
     deviation = float(np.std(effect.values, ddof=1))
 
-    def wide(seeds):
-        return statistics.half_width(deviation, seeds, level) >= distance
+    return _least(lambda n: statistics.half_width(deviation, n, level) < distance, 1)
 
-    low, high = 1, 2  # wide at the first, or unknown; at the last no longer
-    while wide(high):
+
+def _least(enough: Callable[[int], bool], known: int, most=MOST_SEEDS) -> int | None:
+    """The least number above `known` that is enough, by bisection; None: none is known."""
+    low, high = known, known + 1
+    while not enough(high):
         low, high = high, 2 * high
-        if low >= MOST_SEEDS:
+        if low >= most:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if wide(middle) else (low, middle)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 
 def seeds_for_median(effect: Effect, size: float, level: float) -> int | None:
     """With how many seeds the interval of the median decides, if all further ones are as these."""
     values = np.sort(effect.values)
-    for seeds in range(len(values) + 1, MOST_FOR_MEDIAN):
+
+    def decides(seeds):
         alike = values[np.arange(seeds) * len(values) // seeds]
         _, low, high = statistics.median_interval(alike, level)
-        if word_of(low, high, size) != UNDECIDED:
-            return seeds
-    return None
+        return word_of(low, high, size) != UNDECIDED
+
+    return _least(decides, len(values), most=MOST_FOR_MEDIAN)
 
 
 class Gain(NamedTuple):
