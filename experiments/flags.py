@@ -115,7 +115,7 @@ def _task(define):
     define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
     for name, (kind, tasks) in choices().items():
-        text = f"of {', '.join(tasks)}" if tasks else EVERYWHERE[name]
+        text = f"of {', '.join(tasks)}" if tasks else recipes.EVERYWHERE[name][1]
         define(KINDS[kind], name, None, text + "; its own if unset")
 
 
@@ -157,12 +157,6 @@ def _forecast(define):
     define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
 
 
-# What a flag says of a choice that every task has.
-EVERYWHERE = {
-    "num_train": "first examples alone, of every task",
-    "num_test": "first examples alone, of every task",
-    "label_noise": "share of training labels drawn anew, of every task with classes",
-}
 GROUPS = {"task": _task, "setting": _setting, "run": _run, "forecast": _forecast}
 
 
@@ -172,7 +166,7 @@ def choices() -> dict[str, tuple[type, list[str]]]:
     Raises:
       ValueError: for a choice that is of one type in one task and of another in another.
     """
-    found = {name: (kind, []) for name, kind in recipes.EVERYWHERE.items()}
+    found = {name: (kind, []) for name, (kind, _) in recipes.EVERYWHERE.items()}
     for task, loader in TASKS.items():
         for name, parameter in recipes.choices_of(loader).items():
             kind = parameter.annotation

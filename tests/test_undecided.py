@@ -42,9 +42,7 @@ def known(losses, seeds=3, **options):
 def table(monkeypatch):
     def use(*rows):
         monkeypatch.setattr(undecided, "CLAIMS", rows)
-        monkeypatch.setattr(undecided, "RUNS", RUNS)
         monkeypatch.setattr(runs, "RUNS", RUNS)
-        monkeypatch.setattr(again, "RUNS", RUNS)
 
     return use
 

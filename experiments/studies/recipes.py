@@ -11,7 +11,11 @@ from experiments.tasks import TASKS
 from experiments.tasks.base import Recipe, Task, with_first, with_label_noise
 
 # Choices of every task, which its loader need not have: its first examples alone, noisy labels.
-EVERYWHERE = {"num_train": int, "num_test": int, "label_noise": float}
+EVERYWHERE = {
+    "num_train": (int, "first examples alone, of every task"),
+    "num_test": (int, "first examples alone, of every task"),
+    "label_noise": (float, "share of training labels drawn anew, of every task with classes"),
+}
 NOT_CHOICES = ("data_dir", "abstract")
 
 

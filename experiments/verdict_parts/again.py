@@ -9,7 +9,7 @@ from experiments.results import archive, records
 from experiments.results.tables import markdown
 from experiments.studies import search, trainer
 from experiments.studies.search import Run
-from experiments.verdict_parts.runs import RUNS
+from experiments.verdict_parts import runs
 from experiments.verdict_parts.undecided import setting_of
 
 SAME = ("step", "loads", "rounds")
@@ -49,7 +49,7 @@ def trained(name: str, run: Run, data: str, folder) -> dict:
     """The last record of this run of the recorded ones, trained now, without waiting for loads."""
     path = pathlib.Path(folder) / name
     command = archive.commands_of((path / archive.COMMAND).read_text(encoding="utf-8"))[0]
-    chosen, task, recipe, _ = setting_of(command, os.path.join(data, RUNS[name].data))
+    chosen, task, recipe, _ = setting_of(command, os.path.join(data, runs.RUNS[name].data))
     trains = trainer.trainer_of(chosen, task, recipe, trainer.Setup())
     found, stopped = search.carry_out(chosen, trains, [run])
     if stopped:

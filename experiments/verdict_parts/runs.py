@@ -69,7 +69,11 @@ RUNS = {
                               f"{_IMAGES}, 19,218 parameters", _STEPS, data="tfds"),
     "qsr_digits_mlp": Run("150 digits, perceptron, Local SGD", _FIT),
     "qsr_digits_resnet": Run("600 digits, three in ten labels noisy, ResNet-8, Local SGD",
-                             "few images, noisy labels, 213 epochs; batches of 8 x 4"),
+                             "few images, noisy labels, 213 epochs; batches of 8 x 4", command=(
+        "qsr --task=digits_mlp --model=resnet --num_train=600 --label_noise=0.3 --workers=8 "
+        "--units_per_step=4 --total_steps=4000 --warmup_steps=200 --weight_decay=0 "
+        "--learning_rates=0.05,0.1,0.2 --arms=parallel,constant,qsr --seeds=10 --evaluations=10 "
+        "--widen=1")),
     "qsr_cifar10_long": Run("2,048 images of CIFAR-10, ResNet-8, Local SGD, 1,000 epochs",
                             "means of 2 x 2 pixels; batches of 4 x 16; no augmentation",
                             data="tfds", command=(
@@ -78,7 +82,10 @@ RUNS = {
         "--arms=parallel,constant,qsr --seeds=10 --evaluations=10 --widen=2")),
     "echo_resnet": Run("CIFAR-10, ResNet-8", "16 x 16, to 38 %", _FEW, _ECHOING, data="tfds"),
     "echo_resnet_gn": Run("CIFAR-10, ResNet-8 with group normalisation", "16 x 16, to 38 %", _FEW,
-                          data="tfds"),
+                          data="tfds", command=(
+        "echoing --task=cifar10_resnet8_race --model=resnet8_gn --data_dir=DIR --speeds=2 "
+        "--arms=none,local,diffusion --step_seconds=0 --seeds=12 --learning_rates=0.05,0.1 "
+        "--total_steps=1400")),
     "echo_digits": Run("digits, perceptron of two layers of 512", "800 images, to 96 %"),
     "echo_mobilenet": Run("CIFAR-10, MobileNet-V2", "16 x 16, to 33 %", _FEW, _ECHOING,
                           data="tfds"),

@@ -24,10 +24,9 @@ from experiments.results.statistics import Comparison
 from experiments.studies import search, study, trainer
 from experiments.studies.search import Run
 from experiments.tasks.digest import data_hash
-from experiments.verdict_parts import looks
+from experiments.verdict_parts import looks, runs
 from experiments.verdict_parts.claims import CLAIMS, asked_of, decide
 from experiments.verdict_parts.rule import UNDECIDED
-from experiments.verdict_parts.runs import RUNS
 
 DIR = "DIR"  # stands for the data in a recorded command
 MODULE = "python -m experiments."
@@ -55,11 +54,11 @@ def jobs(recorded: Mapping[str, Comparison], *, most_hours: float) -> list[Job]:
     Args:
       most_hours: of a look; dearer ones are left out.
     """
-    found = [_job(name, recorded) for name in RUNS if name in recorded]
+    found = [_job(name, recorded) for name in runs.RUNS if name in recorded]
     found = [job for job in found if job and job.runs and job.hours <= most_hours]
     new = [
         Job(name, 0, (), math.inf, tuple(c.text for c in CLAIMS if name in c.runs))
-        for name, row in RUNS.items() if name not in recorded and row.command
+        for name, row in runs.RUNS.items() if name not in recorded and row.command
     ]  # fmt: skip
     return sorted(found, key=lambda job: job.hours) + new
 
@@ -75,12 +74,12 @@ def _job(name: str, recorded: Mapping[str, Comparison]) -> Job | None:
         return None
     seeds = 2 * looks.of(compared)[-1]["seeds"]
     ended = {records.run_of(r) for r in compared.records if r.get("ended", True)}
-    runs = [
+    wanted = [
         Run(arm, speed, rate, seed, "run" if speed is None else "report")
         for arm, speed, rate in sorted(asked, key=str)
         for seed in range(seeds)
     ]
-    left = tuple(run for run in runs if run not in ended)
+    left = tuple(run for run in wanted if run not in ended)
     each = {ask: looks.seconds_per_seed(compared, {ask}) or 0.0 for ask in asked}
     hours = sum(each[run.arm, run.speed, run.learning_rate] for run in left) / 3600
     return Job(name, seeds, left, hours, tuple(claim.text for claim in open_ones))
@@ -103,8 +102,6 @@ def run(
     Returns:
       The signal that stopped it, or 0.
     """
-    from experiments.verdict_parts import runs
-
     start = time.monotonic()
     while True:
         left = hours - (time.monotonic() - start) / 3600
@@ -135,7 +132,7 @@ def _look(job: Job, data: str, results: str, side_by_side: int, delays: bool, fo
     path = pathlib.Path(folder) / job.name
     command = archive.commands_of((path / archive.COMMAND).read_text(encoding="utf-8"))[0]
     place = os.path.join(results, job.name)
-    chosen, task, recipe, values = setting_of(command, os.path.join(data, RUNS[job.name].data))
+    chosen, task, recipe, values = setting_of(command, os.path.join(data, runs.RUNS[job.name].data))
     _check_data(path, task)
     with lock.held(place):
         settings = {"command": command, "seeds": job.seeds, "data": data_hash(task)}
@@ -161,7 +158,7 @@ def _look(job: Job, data: str, results: str, side_by_side: int, delays: bool, fo
 
 def _first_look(job: Job, data: str, results: str, folder) -> int:
     """Runs the study of a row that is not recorded, as its command does, and records it."""
-    place, row = os.path.join(results, job.name), RUNS[job.name]
+    place, row = os.path.join(results, job.name), runs.RUNS[job.name]
     command = f"{MODULE}{row.command}"
     own, values = parsed(command, os.path.join(data, row.data), f"--output_dir={place}")
     try:
