@@ -62,14 +62,18 @@ def best(found, scalar):
 
 def main(argv) -> None:
     paths = sorted((FOLDER / argv[1]).glob("*.py"), key=lambda p: (p.stem != "plain", p.stem))
-    mains = {p.stem: main_of(p) for p in paths if "def main(" in p.read_text()}
+    report({f"{p.stem}.py": main_of(p) for p in paths if "def main(" in p.read_text()})
+
+
+def report(mains) -> dict:
+    """Prints the table of {file: its `main`}; {file: (its best rate, its results)}."""
     found = measured(mains, [float(r) for r in FLAGS.learning_rates], FLAGS.seeds)
-    rows = []
-    for name, of in found.items():
-        rate, results = best(of, FLAGS.scalar)
+    rows, chosen = [], {name: best(of, FLAGS.scalar) for name, of in found.items()}
+    for name, (rate, results) in chosen.items():
         cells = {k: "{:.4g} ± {:.2g}".format(*interval(r[k] for r in results)) for k in results[0]}
-        rows.append({"file": f"{name}.py", "best lr": f"{rate:g}", **cells})
+        rows.append({"file": name, "best lr": f"{rate:g}", **cells})
     print(tables.markdown(rows))
+    return chosen
 
 
 if __name__ == "__main__":

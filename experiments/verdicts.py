@@ -51,6 +51,7 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_list, "names", [], "of the runs that may be continued; all if unset")
     define(text, "data", None, "folder of all tasks' data")
     define(text, "results", "results/verdicts", "for what is not recorded yet")
+    define(switch, "delays", False, "wait for slow loads, as claims about seconds ask for")
     define(flags.DEFINE_integer, "side_by_side", 1, "runs trained in one program", lower_bound=1)
 
 
@@ -109,7 +110,7 @@ def main(argv: Sequence[str]) -> None:
     if FLAGS.run:
         stopped = undecided.run(
             hours=FLAGS.hours, data=FLAGS.data or "", results=FLAGS.results, names=FLAGS.names,
-            most_hours=FLAGS.most_hours, side_by_side=FLAGS.side_by_side,
+            most_hours=FLAGS.most_hours, side_by_side=FLAGS.side_by_side, delays=FLAGS.delays,
         )  # fmt: skip
     write_pages()
     if stopped:

@@ -113,7 +113,8 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
             built, several(), plans, seeds=[this.seed for this in runs],
             evaluate=lambda step, state: measure(step, total, state),
             evaluate_at=evaluation_steps(recipe, built.sizes, total),
-            on_record=lambda i, record: on_record(runs[i], record),
+            on_record=lambda i, record: _undelayed(functools.partial(on_record, runs[i]), record)
+            if runs[i].phase == "report" else on_record(runs[i], record),
             traffic=traffic_of(task, order, rule, built, built.sizes),
             ends=[ends_at(study.criterion) for _ in runs],
         )  # fmt: skip
@@ -125,6 +126,8 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         about = None if setup.about is None else {**setup.about, **this._asdict()}
         saving = run.Saving(folder, setup.checkpoint_every, about=about, kept=len(kept))
         delayed = setup.step_seconds if throttled(arm, this) else 0.0
+        if this.phase == "report" and not delayed:
+            on_record = functools.partial(_undelayed, on_record)
         outcome = train_one(
             task, recipe, built, plans, arm, measure, seed=this.seed, on_record=on_record,
             saving=saving if folder else None,
@@ -144,6 +147,11 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
 
     examples = recipe.workers * recipe.units_per_step * recipe.unit_size
     return Trainer(train, rates, steps, trajectory, examples, beside_of, train_several)
+
+
+def _undelayed(on_record: Callable, record: dict) -> None:
+    """Of a run whose loads should have had a delay: its seconds say nothing."""
+    on_record(record | {"delayed": False})
 
 
 def throttled(arm, this: Run) -> bool:

@@ -72,9 +72,13 @@ def _text(pairs, kind, base, rest, of) -> str:
 
 
 def _alone(cost: str, runs: Mapping[int, Run]) -> dict[int, Run]:
-    """Those whose cost may be compared: seconds only where a run had the device for itself."""
-    shared = {s for s, run in runs.items() if any((r.get("side_by_side") or 1) > 1 for r in run)}
-    return {s: run for s, run in runs.items() if cost != "seconds" or s not in shared}
+    """Those whose cost may be compared: seconds only where a run had the device for itself, and its
+    loads their delay."""
+
+    def comparable(r):
+        return (r.get("side_by_side") or 1) == 1 and r.get("delayed", True)
+
+    return {s: r for s, r in runs.items() if cost != "seconds" or all(map(comparable, r))}
 
 
 SHARED = NOTHING._replace(instead=(NOT_RUN, "seconds were not taken alone"))

@@ -81,7 +81,7 @@ def _job(name: str, recorded: Mapping[str, Comparison]) -> Job | None:
 
 def run(
     *, hours: float, data: str, results: str, names: Sequence[str] = (), most_hours: float = 24.0,
-    side_by_side: int = 1, folder: os.PathLike = archive.FOLDER,
+    side_by_side: int = 1, delays: bool = False, folder: os.PathLike = archive.FOLDER,
 ) -> int:  # fmt: skip
     """Carries out looks until nothing is undecided, or the hours are spent.
 
@@ -91,6 +91,7 @@ def run(
     Args:
       data: the folder that holds each task's own; names: of runs, all if empty.
       most_hours: of a look; results: for what is not yet recorded.
+      delays: whether slow loads take their time; without, nothing new is seen of seconds.
 
     Returns:
       The signal that stopped it, or 0.
@@ -113,11 +114,11 @@ def run(
         distributed.say(
             f"{job.name}: {job.seeds} seeds, {len(job.runs)} runs, about {60 * job.hours:.0f} min"
         )
-        if stopped := _look(job, data, results, side_by_side, folder):
+        if stopped := _look(job, data, results, side_by_side, delays, folder):
             return stopped
 
 
-def _look(job: Job, data: str, results: str, side_by_side: int, folder) -> int:
+def _look(job: Job, data: str, results: str, side_by_side: int, delays: bool, folder) -> int:
     path = pathlib.Path(folder) / job.name
     command = archive.commands_of((path / archive.COMMAND).read_text(encoding="utf-8"))[0]
     place = os.path.join(results, job.name)
@@ -126,8 +127,8 @@ def _look(job: Job, data: str, results: str, side_by_side: int, folder) -> int:
     with lock.held(place):
         settings = {"command": command, "seeds": job.seeds, "data": data_hash(task)}
         done = records.open_folder(place, settings)
-        seconds = 0.0
-        if chosen.speeds:
+        seconds = 0.0  # without delays, unless seconds are asked of
+        if chosen.speeds and delays:
             seconds = study.known_step_seconds(chosen, task, recipe, None, place, done)
         about = {**flags.settings(values, recipe), "data": settings["data"]}
         setup = trainer.Setup(place, step_seconds=seconds, about=about)

@@ -1,0 +1,130 @@
+"""nanodo's own training loop and evaluation, plain or with local steps, on text that is at hand.
+
+    python examples/nanodo/run.py --nanodo=DIR --data_dir=DIR --learning_rates=1e-2,3e-2 --seeds=3
+
+Replaced from outside are: where its text comes from (`tfds.data_source` gives lines of two files,
+and sentencepiece makes a small vocabulary of the first); the seed of its shuffle, which is fixed;
+the type of a mask, which is float32 and by now has to be bool; a profiler of its first steps,
+which takes longer than they do. Sizes are fields of its own config.
+Packing, shuffling, model, optimizer, schedule, loop and evaluation are nanodo's.
+"""
+
+import contextlib
+import functools
+import pathlib
+import sys
+from unittest import mock
+
+from absl import app, flags
+
+sys.path[:0] = [str(pathlib.Path(__file__).parents[k]) for k in (1, 2)]
+import checkouts  # noqa: E402
+import measure  # noqa: E402
+
+from experiments.results.statistics import interval  # noqa: E402
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("nanodo", None, "checkout of github.com/google-deepmind/nanodo")
+flags.DEFINE_string("data_dir", None, "where the two text files are")
+flags.DEFINE_list("text", ["train.txt", "valid.txt"], "to train on and to evaluate on")
+flags.DEFINE_string("workdir", "results/nanodo", "for nanodo's logs and the vocabulary")
+flags.DEFINE_list("arm", ["plain", "constant", "qsr"], "what to run")
+flags.DEFINE_integer("steps", 300, "of every run", lower_bound=2)
+flags.DEFINE_integer("vocabulary", 512, "pieces of the tokenizer", lower_bound=300)
+
+ADDRESS = "https://github.com/google-deepmind/nanodo"
+
+
+def sized(c, *, learning_rate, steps, seed, vocabulary, workdir):
+    """nanodo's default config, a few thousand times smaller."""
+    c.seed, c.batch_size, c.vocab_path, c.workdir = seed, 32, str(vocabulary), str(workdir)
+    c.model.update(D=64, H=4, L=64, N=2, F=256, dtype="float32", fsdp_enabled=False)
+    c.opt.update(num_train_steps=steps, warmup_steps=steps // 10, peak_learning_rate=learning_rate)
+    c.opt.update(init_learning_rate=learning_rate / 10, final_learning_rate=learning_rate / 10)
+    c.update(checkpoint=False, eval_every_steps=steps, eval_steps=20, eval_max_target_length=64)
+    c.update(write_train_metrics_every_steps=steps, log_internal_metrics=False)
+    c.update(pygrain_worker_count=0, write_perf_metrics_every_steps=steps)
+    return c
+
+
+def made_vocabulary(text: pathlib.Path, size: int, folder: pathlib.Path) -> pathlib.Path:
+    """A tokenizer of `size` pieces, trained on the text when first asked for."""
+    import sentencepiece
+
+    path = folder / f"{text.stem}_{size}.model"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(text), model_prefix=str(folder / "unfinished"), vocab_size=size, pad_id=0,
+            unk_id=1, bos_id=2, eos_id=3, minloglevel=1, num_threads=1,
+        )  # fmt: skip
+        (folder / "unfinished.model").rename(path)
+    return path
+
+
+def records(path: pathlib.Path) -> list[dict]:
+    """What tensorflow-datasets gives of a text: one record per line that is not empty."""
+    return [{"text": line.strip()} for line in path.read_text().splitlines() if line.strip()]
+
+
+def evaluated(texts, c, *, arm) -> dict:
+    """nanodo's `train_and_evaluate`: its last evaluation, and the syncs of the run."""
+    import local_steps
+    from nanodo import data, evaluate, metrics, optimizer, train
+
+    found = []
+
+    class Heard(evaluate.Evaluator):
+        def eval(self, params):
+            found.append(super().eval(params))
+            return found[-1]
+
+    def from_array(x, mask):
+        return of_array(x, mask=mask.astype(bool))
+
+    of_array = metrics.Average.from_array
+    sources = dict(zip(("train", c.eval_split), texts, strict=True))
+    shims = [
+        mock.patch.object(data.tfds, "data_source", lambda name, split: sources[split]),
+        mock.patch.object(
+            data, "py_batched_tfds", functools.partial(data.py_batched_tfds, seed=c.seed)
+        ),
+        mock.patch.object(metrics.Average, "from_array", from_array),
+        mock.patch.object(train.periodic_actions, "Profile", lambda **_: lambda step: None),
+        mock.patch.object(evaluate, "Evaluator", Heard),
+    ]
+    with contextlib.ExitStack() as stack:
+        for shim in shims:
+            stack.enter_context(shim)
+        plan = local_steps.plan_of(arm, optimizer.get_learning_rate_schedule(c.opt), c.opt)
+        for target, name, new in local_steps.adopted(train, evaluate, plan) if plan else ():
+            stack.enter_context(mock.patch.object(target, name, new))
+        train.train_and_evaluate(c)
+    syncs = plan.rounds if plan else c.opt.num_train_steps
+    return {"valid": float(found[-1]["eval_loss"]), "syncs": syncs}
+
+
+def main(_) -> None:
+    checkouts.use(FLAGS.nanodo, flag="--nanodo", address=ADDRESS, holds="nanodo/train.py")
+    paths = checkouts.files(FLAGS.data_dir, FLAGS.text, flag="--data_dir")
+    folder = pathlib.Path(FLAGS.workdir)
+    texts = [records(path) for path in paths]
+    vocabulary = made_vocabulary(paths[0], FLAGS.vocabulary, folder)
+    from nanodo.configs import default
+
+    def run(arm, *, learning_rate, seed):
+        chosen = dict(learning_rate=learning_rate, steps=FLAGS.steps, seed=seed)
+        workdir = folder / arm / f"{learning_rate:g}" / str(seed)
+        c = sized(default.get_config(), vocabulary=vocabulary, workdir=workdir, **chosen)
+        return evaluated(texts, c, arm=arm)
+
+    chosen = measure.report({arm: functools.partial(run, arm) for arm in FLAGS.arm})
+    first, *others = chosen
+    for arm in others:  # seed by seed: the same start and the same batches
+        pairs = zip(chosen[first][1], chosen[arm][1], strict=True)
+        more, spread = interval(b["valid"] - a["valid"] for a, b in pairs)
+        print(f"{arm} - {first}: {more:+.4f} ± {spread:.4f}")
+
+
+if __name__ == "__main__":
+    app.run(main)
