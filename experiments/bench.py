@@ -1,4 +1,4 @@
-r"""What does it cost? Seven benchmarks, a module of `experiments.bench_parts` each.
+r"""What does it cost? Eight benchmarks, a module of `experiments.bench_parts` each.
 
     python -m experiments.bench --part=balance                  # minutes: kernel and step
     python -m experiments.bench --part=balance --rows=sweep     # block sizes, for ordering.balance
@@ -11,11 +11,13 @@ r"""What does it cost? Seven benchmarks, a module of `experiments.bench_parts` e
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=saves                    # minutes: checkpoints' manifests
     python -m experiments.bench --part=samplers                 # minutes: orders through loaders
+    python -m experiments.bench --part=beside                   # a minute: several runs in one
 
 balance: the signs of pairs, and a step with them; epochs: epochs of the CD-GraB tasks;
 local_steps: a local step and a sync; echo: what slow input leaves of echoing; loops: a step of
 the training loop; saves: steps with a checkpoint every 50, with its manifest and without; samplers:
-indices per second through Grain and our own readers. Every part's question, method and aim are in
+indices per second through Grain and our own readers; beside: a step of one of several runs in one
+program. Every part's question, method and aim are in
 its module. Prints a table, and the rows as JSON lines into
 --jsonl or below it; epochs writes into --output_dir.
 """
@@ -25,13 +27,22 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from experiments import flags as dialect
-from experiments.bench_parts import balance, echo, epochs, local_steps, loops, samplers, saves
+from experiments.bench_parts import (
+    balance,
+    beside,
+    echo,
+    epochs,
+    local_steps,
+    loops,
+    samplers,
+    saves,
+)
 from experiments.studies.tables import ORDERS
 
 FLAGS = flags.FLAGS
 PARTS = {
     p.__name__.rpartition(".")[2]: p
-    for p in (balance, echo, epochs, local_steps, loops, samplers, saves)
+    for p in (balance, beside, echo, epochs, local_steps, loops, samplers, saves)
 }
 
 

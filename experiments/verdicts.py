@@ -6,16 +6,17 @@ r"""Which claims of the papers do our runs bear out? docs/results.md, and experi
     python -m experiments.verdicts --record=results/cd_grab_hmda --name=hmda \
         --command="python -m experiments.cd_grab --task=hmda --data_dir=DIR"
     python -m experiments.verdicts --run=undecided --hours=8 --data=DIR
+    python -m experiments.verdicts --again=hmda,sst2 --arms=rr,cd_grab --data=DIR
 
-Without --run nothing is trained: everything comes from the records in experiments/runs. The claims
-are the rows of experiments/verdict_parts/claims.py, and the verdicts what rule.py there makes of
-their effects.
-A run recorded again with more seeds is looked at again, at the level of that look.
-Takes seconds.
+Without --run and --again nothing is trained: everything comes from the records in experiments/runs,
+in seconds. The claims are the rows of experiments/verdict_parts/claims.py, and the verdicts what
+rule.py there makes of their effects. A run recorded again with more seeds is looked at again, at
+the level of that look.
 
 --run=undecided trains further seeds of recorded runs, in pairs, the cheapest look first, until
-nothing is undecided or the hours are spent; given again, it goes on. --data is the folder of all
-tasks' folders, named as in the rows of RUNS.
+nothing is undecided or the hours are spent; given again, it goes on. --again trains a recorded seed
+anew and shows how far it is from its record. --data is the folder of all tasks' folders, named as
+in the rows of RUNS.
 """
 
 import pathlib
@@ -28,7 +29,7 @@ from experiments.advice_parts import recorded
 from experiments.flags import definer
 from experiments.processes import distributed
 from experiments.results import archive, records
-from experiments.verdict_parts import page, picture, runs, undecided
+from experiments.verdict_parts import again, page, picture, runs, undecided
 
 FLAGS = flags.FLAGS
 README = pathlib.Path(__file__).parent / "README.md"
@@ -45,6 +46,8 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(text, "record", None, "an output folder to keep in experiments/runs")
     define(text, "name", None, "of the run to record, as in RUNS")
     define(text, "command", None, "that made it, DIR for the data")
+    define(flags.DEFINE_list, "again", [], "recorded runs of which a seed is trained again")
+    define(flags.DEFINE_list, "arms", [], "of --again; the first of each run if unset")
     define(flags.DEFINE_enum, "run", None, "train more seeds of these", ["undecided"])
     define(flags.DEFINE_float, "hours", 8.0, "that may be spent on it", lower_bound=0.0)
     define(flags.DEFINE_float, "most_hours", 24.0, "that a single look may take", lower_bound=0.0)
@@ -103,6 +106,9 @@ def main(argv: Sequence[str]) -> None:
         except ValueError as error:
             sys.exit(str(error))
         print("The pages are up to date.")
+        return
+    if FLAGS.again:
+        print(again.compare(FLAGS.again, data=FLAGS.data or "", arms=FLAGS.arms))
         return
     if FLAGS.record:
         print(f"Recorded in {record(FLAGS.record, FLAGS.name, FLAGS.command)}")

@@ -364,5 +364,6 @@ def test_the_pages_link_to_what_is_there():
 
 def test_pictures_are_drawn_of_runs_of_orders_only(tmp_path):
     rows = order_records({"rr": 1.0, "cd_grab": 0.9}, epochs=8)
-    runs.draw({"m4": compared(rows), "qsr_cifar10_vit": compared(rows)}, tmp_path)
+    others = [row | {"study": "qsr"} for row in rows]
+    runs.draw({"m4": compared(rows), "qsr_cifar10_vit": compared(others)}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["orders_m4.png"]

@@ -109,6 +109,64 @@ def test_slow_input_is_tuned_and_then_reported_with_all_seeds_at_the_best_rate()
     assert {r.learning_rate for r in again if r.phase == "report"} == {0.1, 0.2}
 
 
+@pytest.mark.parametrize(
+    ("best", "widen", "tried"),
+    [
+        (0.2, 3, RATES),  # in the middle: nothing is tried beyond
+        (0.4, 0, RATES),
+        (0.8, 3, (*RATES, 0.8, 1.6)),
+        (99, 2, (*RATES, 0.8, 1.6)),  # as far as was allowed
+        (0.05, 1, (0.05, *RATES)),
+    ],
+)
+def test_a_grid_widens_while_the_best_rate_is_at_its_end(best, widen, tried):
+    trained = []
+    trainer = fake(lambda run: -abs(np.log(run.learning_rate / best)), trained)
+    search.search(asked(), trainer, seeds=2, widen=widen)
+    for arm in ARMS:
+        assert sorted({r.learning_rate for r in trained if r.arm == arm}) == list(tried)
+    assert len(set(trained)) == len(trained)
+
+
+def test_a_grid_ends_where_a_rate_diverges():
+    trained = []
+    trainer = fake(
+        lambda run: run.learning_rate, trained, diverges=lambda run: run.learning_rate > 0.5
+    )
+    search.search(asked(), trainer, seeds=1, widen=9)
+    assert sorted({r.learning_rate for r in trained}) == [*RATES, 0.8]
+
+
+def test_runs_that_differ_in_seed_and_rate_alone_are_trained_side_by_side():
+    trained, groups = [], []
+    alone = fake(lambda run: run.learning_rate, trained)
+
+    def several(runs, on_record):
+        groups.append(runs)
+        for run in runs:
+            alone.train(run, [], lambda record, run=run: on_record(run, record))
+        return 0
+
+    trainer = alone._replace(
+        train_several=several, beside=lambda run: None if run.arm == "b" else run.seed < 3
+    )
+    found, stopped = search.search(asked(), trainer, seeds=5, side_by_side=4)
+    assert not stopped
+    usual, _ = search.search(asked(), fake(lambda run: run.learning_rate, []), seeds=5)
+    by_run = lambda rows: sorted(map(str, rows))  # noqa: E731
+    assert by_run(found) == by_run(usual)
+    assert [len(runs) for runs in groups] == [3, 2, 2, 2, 2]
+    assert all({run.arm for run in runs} == {"a"} for runs in groups)
+    # Further seeds of what was chosen, without a search.
+    more = [Run("a", None, 0.4, seed, "run") for seed in range(8)]
+    groups.clear()
+    found, _ = search.carry_out(asked(), trainer, more, side_by_side=2, done=found)
+    assert [len(runs) for runs in groups] == [2] and len(trained) == len(set(trained))
+    assert {r["seed"] for r in found if r["learning_rate"] == 0.4 and r["arm"] == "a"} == {
+        *range(8)
+    }
+
+
 def test_runs_of_one_trajectory_are_trained_once():
     def trajectory(run):
         return (run.learning_rate, run.seed) if run.phase == "tune" else None

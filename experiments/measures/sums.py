@@ -1,11 +1,17 @@
 """Sums over examples, in chunks: what every measure is made of."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from ordering.machine_forms import platform
+
 CHUNK = 500  # examples, or tokens of examples, evaluated at once
+# Numbers of inputs that a CPU evaluates at once, for its caches: an evaluation of images by
+# convolutions takes a third of the time it takes with 500 of them.
+CACHED, LEAST = 2**15, 16
 
 
 def predicting(model, params, statistics) -> Callable:
@@ -27,7 +33,7 @@ def sum_examples(values):
 def sum_chunks(function, batch):
     """function summed over chunks of the batch, divided by its size."""
     size = jax.tree.leaves(batch)[0].shape[0]
-    chunk = _chunk(batch["y"])
+    chunk = _chunk(batch)
     whole = size // chunk * chunk
     total = 0.0
     if whole:
@@ -38,7 +44,11 @@ def sum_chunks(function, batch):
     return total / size
 
 
-def _chunk(y):
+def _chunk(batch):
     """Examples at once: the logits of a token take as much memory as those of an example."""
-    tokens = y.shape[1] if y.ndim > 1 and jnp.issubdtype(y.dtype, jnp.integer) else 1
-    return max(1, CHUNK // tokens)
+    x, y = batch["x"], batch["y"]
+    if y.ndim > 1 and jnp.issubdtype(y.dtype, jnp.integer):
+        return max(1, CHUNK // y.shape[1])
+    if platform() != "cpu":
+        return CHUNK
+    return min(CHUNK, max(LEAST, CACHED // max(1, math.prod(x.shape[1:]))))

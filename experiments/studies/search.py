@@ -69,8 +69,9 @@ def grid(
     found, phase = sorted(rates), "run" if speed is None else "tune"
     ended, left = _by_run(own), {0: widen, -1: widen}
     while len(found) > 1 and all(Run(arm, speed, rate, 0, phase) in ended for rate in found):
-        best = next(iter(statistics.finalists(own, arm, speed, criterion, 1)), found[0])
-        end = {found[0]: 0, found[-1]: -1}.get(best)  # where all diverge, the smallest
+        ranked = statistics.finalists(own, arm, speed, criterion, None)
+        best = next((rate for rate in ranked if rate in found), found[0])  # all may diverge
+        end = {found[0]: 0, found[-1]: -1}.get(best)
         if end is None or not left[end]:
             break
         left[end] -= 1

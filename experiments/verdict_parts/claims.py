@@ -13,7 +13,14 @@ from typing import NamedTuple
 from experiments.forecast_parts import rounds
 from experiments.results.statistics import Comparison
 from experiments.verdict_parts import looks, rule
-from experiments.verdict_parts.effects import at_end, cheaper, over_run, points, to_best
+from experiments.verdict_parts.effects import (
+    Difference,
+    at_end,
+    cheaper,
+    over_run,
+    points,
+    to_best,
+)
 from experiments.verdict_parts.rule import Gain, NoGain, Verdict, ratio
 from experiments.verdict_parts.runs import RUNS
 
@@ -53,11 +60,20 @@ def history(claim: Claim, recorded: Mapping[str, Comparison]) -> list[Verdict]:
 
 
 def seconds_per_seed(claim: Claim, recorded: Mapping[str, Comparison]) -> float | None:
-    """Of both arms at their own rates in all phases, in the first of its runs; None: unknown."""
-    if not claim.runs or claim.runs[0] not in recorded:
+    """Of both arms at their own rates in all phases, in all of its runs; None: unknown."""
+    if not claim.runs or not set(claim.runs) <= set(recorded):
         return None
-    compared = recorded[claim.runs[0]]
-    return looks.seconds_per_seed(compared, claim.judge.measure(compared).runs)
+    each = [
+        looks.seconds_per_seed(recorded[name], asked_of(claim, name, recorded))
+        for name in dict.fromkeys(claim.runs)
+    ]
+    return None if None in each else sum(each)
+
+
+def asked_of(claim: Claim, name: str, recorded: Mapping[str, Comparison]) -> set[tuple]:
+    """(arm, speed, learning rate) of all that a claim compares in one of its runs."""
+    places = [place for place, run in enumerate(claim.runs) if run == name]
+    return {run for place in places for run in claim.judge.asked(place, recorded[name])}
 
 
 def _gain(run: str, text: str, measure: Callable, paper="-", size=0.0, setting="") -> Claim:
@@ -83,10 +99,13 @@ ORDERED = {
         "loss": ("4.098 against 4.1045", ratio(4.098, 4.1045)),
         "epochs": ("~10 % fewer", ratio(0.9, 1)),
     }),
+    "m4_constant": (1e-3, "sMAPE", {"metric": SMAPE}),
+    "lstm_constant": (2.0, "perplexity", {"metric": PERPLEXITY}),
     "sst2": (1e-3, "accuracy", {}),
     "lenet_w4": (1e-2, "accuracy", {"loss": LENET}),
     "lenet_w16": (1e-2, "accuracy", {"loss": LENET}),
     "lenet_w64": (1e-2, "accuracy", {"loss": LENET}),
+    "lenet_full_w64": (2e-3, "accuracy", {"loss": LENET}),
 }  # fmt: skip
 
 
@@ -173,6 +192,7 @@ def _planned(setting: str, text: str, published: str) -> Claim:
 
 FORECAST = "`python -m experiments.forecast`"
 HIGHER = ("higher", 0.0)
+POWERS = ("qsr_cifar10_vit", "qsr_cifar10_resnet", "qsr_digits_mlp")  # ran other powers too
 
 
 def _synced() -> list[Claim]:
@@ -185,33 +205,71 @@ def _synced() -> list[Claim]:
     for run, name, constant, parallel in (
         ("qsr_cifar10_vit", "ViT", ("+1.66 points", 1.66), ("~+1.1 points", 1.1)),
         ("qsr_cifar10_resnet", "ResNet", HIGHER, HIGHER),
+        ("qsr_digits_mlp", "perceptron on 150 digits", HIGHER, HIGHER),
+        ("qsr_digits_resnet", "ResNet on 600 digits with noisy labels", HIGHER, HIGHER),
+        ("qsr_cifar10_long", "ResNet on 2,048 images, 1,000 epochs", HIGHER, HIGHER),
     ):
         accuracy = f"QSR, {name}: test accuracy over "
         claims += [
             _gain(run, f"{accuracy}constant H", points("qsr", "constant"), *constant),
             _gain(run, f"{accuracy}parallel", points("qsr", "parallel", controls=["constant"]),
                   *parallel),
-            _gain(run, f"{accuracy}H ~ 1/η, as many syncs", points("qsr", "inverse"), *HIGHER),
-            _gain(run, f"{accuracy}H ~ 1/η³, as many syncs", points("qsr", "cubic"), *HIGHER),
             _gain(run, f"QSR, {name}: training loss above parallel's (gains by generalising)",
                   points("qsr", "parallel", "train/loss"), *HIGHER),
+        ]  # fmt: skip
+        powers = (("inverse", "H ~ 1/η"), ("cubic", "H ~ 1/η³")) if run in POWERS else ()
+        claims += [
+            _gain(run, f"{accuracy}{label}, as many syncs", points("qsr", rule), *HIGHER)
+            for rule, label in powers
+        ]
+    return claims
+
+
+WIDE = {"digits_w64": "digits", "sst2_w64": "SST-2", "hmda_w64": "HMDA"}
+
+
+def _wide() -> list[Claim]:
+    """What coordination itself brings, where there are many workers."""
+    claims = []
+    for run, name in WIDE.items():
+        claims += [
+            _gain(run, f"{name}, W = 64: epochs to D-RR's best", to_best("epochs")),
+            _gain(run, f"{name}, W = 64: CD-GraB against independent pair, epochs to D-RR's best",
+                  to_best("epochs", against="id_pair"), FALLS, setting="own lr"),
+            _gain(run, f"{name}, W = 64: CD-GraB against independent pair, {EPOCHS_LOSS}",
+                  over_run("train/loss", against="id_pair"), FALLS, setting="own lr"),
         ]  # fmt: skip
     return claims
 
 
-def _echoed(run: str, name: str, *, falling: bool) -> list[Claim]:
+FALLS = "independent balance falls to D-RR's level (LeNet)"
+
+
+def _echoed(
+    run: str, name: str, *, falling: bool, speeds=(2, 8), costs=("loads", "seconds")
+) -> list[Claim]:
     """Linear in the number of uses e = R: half or an eighth of the loads."""
     claims = [
         _gain(run, f"Echoing, {name}, R = {speed}: {cost} to the target",
               cheaper(cost, speed=speed), f"linear: {speed} times less", ratio(1, speed))
-        for speed in (2, 8) for cost in ("loads", "seconds")
+        for speed in speeds for cost in costs
     ]  # fmt: skip
     if falling:
-        text = f"Echoing, {name}, R = 2: a falling p (cosine) against a constant p, loads"
-        claims.append(
-            _gain(run, text, cheaper("loads", "diffusion_cosine", "diffusion", speed=2), "less")
-        )
+        speed = speeds[0]
+        text = f"Echoing, {name}, R = {speed}: a falling p (cosine) against a constant p, loads"
+        falls = cheaper("loads", "diffusion_cosine", "diffusion", speed=speed)
+        claims.append(_gain(run, text, falls, "less"))
     return claims
+
+
+def _normalised() -> list[Claim]:
+    """What batch normalisation does to echoing, which a loss of single examples does not have."""
+    names, found = ("groups", "batches"), []
+    for arm, what in (("fixed", "every batch twice"), ("diffusion", "error diffusion")):
+        measure = Difference(cheaper("loads", arm, speed=2), names)
+        text = f"Echoing, ResNet, R = 2, {what}: loads saved with group against batch normalisation"
+        found.append(Claim(text, "-", ("echo_resnet_gn", "echo_resnet"), Gain(measure)))
+    return found
 
 
 def _preset(*names):
@@ -239,7 +297,12 @@ CLAIMS = (
     *(claim for run in ORDERED for claim in _ordered(run)),
     *_controls(),
     *_synced(),
+    *_wide(),
     *_echoed("echo_resnet", "ResNet", falling=False),
+    *_echoed("echo_resnet_gn", "ResNet with group normalisation", falling=False, speeds=(2,),
+             costs=("loads",)),
+    *_normalised(),
+    *_echoed("echo_digits", "perceptron", falling=True, speeds=(4,), costs=("loads",)),
     *_echoed("echo_mobilenet", "MobileNet", falling=True),
     *_echoed("echo_shakespeare", "GPT", falling=True),
     *(Claim(text, paper, scaled=scaled, command=command)

@@ -5,6 +5,7 @@ A measure takes a comparison and gives an `Effect`, on which rule.py decides.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -124,17 +125,17 @@ def at_end(
 over_run = functools.partial(at_end, over_run=True)
 
 
-def to_best(cost: str, order: str = "cd_grab", *, rate=None) -> Callable:
+def to_best(cost: str, order="cd_grab", against="rr", *, rate=None) -> Callable:
     """How many times less an order needs to the lowest point of D-RR's mean over seeds.
 
     A seed of D-RR that does not arrive there itself counts as one that never does, as of the order.
 
     Args:
-      cost: "epochs" or "seconds"; order: its name.
+      cost: "epochs" or "seconds"; order, against: names of orders.
       rate: the learning rate of both; None: each at its own fastest, and the target of D-RR's best.
     """
     name, unit, floor = ("epoch", "epochs", 1.0) if cost == "epochs" else ("seconds", "s", 1e-9)
-    pair = (order, "rr")
+    pair = (order, against)
 
     def measure(comparison):
         kept = [r for r in comparison.records if rate in (None, r["learning_rate"])]
@@ -207,6 +208,33 @@ def points(
         )
 
     return measure
+
+
+class Difference(NamedTuple):
+    """How much more of an effect there is in one run than in another, paired by seed.
+
+    Fields:
+      measure: of the effect in either, `comparison -> Effect`; names: of the two, for people.
+    """
+
+    measure: Callable
+    names: tuple[str, str]
+
+    def __call__(self, comparison, other) -> Effect:
+        found = [self.measure(one) for one in (comparison, other)]
+        for effect in found:
+            if effect.instead or not len(effect.values) or effect.censored:
+                return effect
+        seeds = min(len(effect.values) for effect in found)
+        one, base = (effect.values[:seeds] for effect in found)
+
+        def text(of):
+            means = np.exp([one.mean(), base.mean()])
+            shown = "{:.2f} ({:.2f} to {:.2f})".format(*np.exp(of))
+            parts = [f"{m:.2f} times less with {n}" for m, n in zip(means, self.names, strict=True)]
+            return f"{' against '.join(parts)}: ratio {shown}"
+
+        return found[0]._replace(values=one - base, text=text, controls={})
 
 
 def _chosen(comparison, arms, speed=None) -> dict:

@@ -96,7 +96,11 @@ def table(found: Sequence[Row], recorded: Mapping[str, Comparison]) -> str:
     lines = []
     for row in found:
         name = row.claim.runs[0] if row.claim.runs else None
-        command = f"[{name}](#{name})" if name in recorded else row.claim.command or "-"
+        made = name in RUNS and RUNS[name].command
+        command = row.claim.command or (
+            f"`verdicts --run=undecided --names={name}`" if made else "-"
+        )
+        command = f"[{name}](#{name})" if name in recorded else command
         lines.append({"claim": row.text, **_cells(row), "command": command})
     return markdown(lines)
 

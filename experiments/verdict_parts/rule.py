@@ -5,7 +5,7 @@ with comparisons, they give a `Verdict`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -167,6 +167,11 @@ class Gain(NamedTuple):
     measure: Callable
     size: float = 0.0
 
+    def asked(self, run: int, comparison) -> Sequence[tuple]:
+        """(arm, speed, learning rate) of the runs that it compares in the n-th of its records."""
+        del run
+        return getattr(self.measure, "measure", self.measure)(comparison).runs
+
     def __call__(self, look: int, *runs) -> Verdict:
         effect = self.measure(*runs)
         if short := _too_little(effect):
@@ -197,6 +202,10 @@ class NoGain(NamedTuple):
     than: Callable
 
     size = 0.0  # none was published
+
+    def asked(self, run: int, comparison) -> Sequence[tuple]:
+        """As of `Gain`."""
+        return (self.than if run else self.measure)(comparison).runs
 
     def __call__(self, look: int, *runs) -> Verdict:
         effect, there = self.measure(runs[0]), self.than(runs[-1])

@@ -6,6 +6,7 @@ chooses between them.
 """
 
 import importlib
+import math
 import os
 import pathlib
 import shlex
@@ -24,11 +25,12 @@ from experiments.studies import search, study, trainer
 from experiments.studies.search import Run
 from experiments.tasks.digest import data_hash
 from experiments.verdict_parts import looks
-from experiments.verdict_parts.claims import CLAIMS, decide
+from experiments.verdict_parts.claims import CLAIMS, asked_of, decide
 from experiments.verdict_parts.rule import UNDECIDED
 from experiments.verdict_parts.runs import RUNS
 
 DIR = "DIR"  # stands for the data in a recorded command
+MODULE = "python -m experiments."
 
 
 class Job(NamedTuple):
@@ -36,7 +38,8 @@ class Job(NamedTuple):
 
     Fields:
       name: of `RUNS`; seeds: that it will have; runs: what is to be trained for it.
-      hours: that it takes, as the seeds there are did; claims: what it may decide.
+      hours: that it takes, as the seeds there are did, inf where there are none; claims: what it
+        may decide.
     """
 
     name: str
@@ -47,21 +50,25 @@ class Job(NamedTuple):
 
 
 def jobs(recorded: Mapping[str, Comparison], *, most_hours: float) -> list[Job]:
-    """The next looks that may decide something, the cheapest first.
+    """The next looks that may decide something, the cheapest first, and last what never ran.
 
     Args:
       most_hours: of a look; dearer ones are left out.
     """
     found = [_job(name, recorded) for name in RUNS if name in recorded]
     found = [job for job in found if job and job.runs and job.hours <= most_hours]
-    return sorted(found, key=lambda job: job.hours)
+    new = [
+        Job(name, 0, (), math.inf, tuple(c.text for c in CLAIMS if name in c.runs))
+        for name, row in RUNS.items() if name not in recorded and row.command
+    ]  # fmt: skip
+    return sorted(found, key=lambda job: job.hours) + new
 
 
 def _job(name: str, recorded: Mapping[str, Comparison]) -> Job | None:
     compared = recorded[name]
-    claims = [claim for claim in CLAIMS if claim.runs[:1] == (name,)]
+    claims = [c for c in CLAIMS if name in c.runs and set(c.runs) <= set(recorded)]
     open_ones = [c for c in claims if decide(c, recorded).word == UNDECIDED]
-    measured = {claim: claim.judge.measure(compared).runs for claim in claims}
+    measured = {claim: asked_of(claim, name, recorded) for claim in claims}
     arms = {run[:2] for claim in open_ones for run in measured[claim]}
     asked = {run for runs in measured.values() for run in runs if run[:2] in arms}
     if not asked:
@@ -103,14 +110,20 @@ def run(
         left = hours - (time.monotonic() - start) / 3600
         todo = jobs(runs.load(folder), most_hours=most_hours)
         todo = [job for job in todo if not names or job.name in names]
-        if not todo or todo[0].hours > left:
+        may = [job for job in todo if left > 0 and (job.hours <= left or not job.seeds)]
+        if not may:
             spent = "nothing is undecided that can be run" if not todo else (
                 f"the next look, at {todo[0].name} with {todo[0].seeds} seeds, takes "
                 f"{todo[0].hours:.2f} h, and {max(left, 0):.2f} h are left"
             )  # fmt: skip
             distributed.say(f"Done: {spent}.")
             return 0
-        job = todo[0]
+        job = may[0]
+        if not job.seeds:
+            distributed.say(f"{job.name}: the first look")
+            if stopped := _first_look(job, data, results, folder):
+                return stopped
+            continue
         distributed.say(
             f"{job.name}: {job.seeds} seeds, {len(job.runs)} runs, about {60 * job.hours:.0f} min"
         )
@@ -146,16 +159,35 @@ def _look(job: Job, data: str, results: str, side_by_side: int, delays: bool, fo
     return stopped
 
 
+def _first_look(job: Job, data: str, results: str, folder) -> int:
+    """Runs the study of a row that is not recorded, as its command does, and records it."""
+    place, row = os.path.join(results, job.name), RUNS[job.name]
+    command = f"{MODULE}{row.command}"
+    own, values = parsed(command, os.path.join(data, row.data), f"--output_dir={place}")
+    try:
+        study.run(own.STUDY, values, **({"fit": own.fit} if hasattr(own, "fit") else {}))
+    except SystemExit as stop:  # saved, and the next call goes on
+        return max(int(stop.code) - 128, 1)
+    archive.record(place, pathlib.Path(folder) / job.name, command)
+    shutil.rmtree(place)
+    return 0
+
+
 def setting_of(command: str, data_dir: str):
     """(study, task, recipe, flags) of a recorded command, `python -m experiments.NAME --FLAGS`."""
-    _, _, module, *given = shlex.split(command.replace(f"--data_dir={DIR}", ""))
-    own = importlib.import_module(module)
-    values = absl_flags.FlagValues()
-    study.define_flags(own.STUDY, values)
-    values([module, *given, f"--data_dir={data_dir}"])
+    own, values = parsed(command, data_dir)
     task, recipe = flags.setting_from_flags(values)
     fit = getattr(own, "fit", lambda study, task, recipe, values: study)
     return fit(own.STUDY, task, recipe, values), task, recipe, values
+
+
+def parsed(command: str, data_dir: str, *more: str):
+    """(module of the study, its flags) of a recorded command."""
+    _, _, module, *given = shlex.split(command.replace(f"--data_dir={DIR}", ""))
+    own, values = importlib.import_module(module), absl_flags.FlagValues()
+    study.define_flags(own.STUDY, values)
+    values([module, *given, f"--data_dir={data_dir}", *more])
+    return own, values
 
 
 def _check_data(path: pathlib.Path, task) -> None:
