@@ -26,7 +26,7 @@ from experiments import flags
 from experiments.elastic import change, request
 from experiments.processes import distributed, lock
 from experiments.results import writers
-from experiments.studies import study, trainer
+from experiments.studies import evaluations, study, trainer
 from experiments.studies.dry_run import dry_run
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
@@ -127,7 +127,7 @@ def _train(task, recipe, built, plans, arm, values, folder, asked, fixed):
     saving = training_run.Saving(
         checkpoints, values.checkpoint_every, at_end=True, about=settings, kept=len(kept)
     )
-    measure = trainer.scalars_of(task, recipe)(built, trainer.rows_of(arm)[0])
+    measure = evaluations.scalars_of(task, recipe)(built, trainer.rows_of(arm)[0])
     with (
         distributed.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         writers.open_writers(

@@ -13,7 +13,7 @@ from absl import flags as absl_flags
 from experiments import flags
 from experiments.processes import distributed
 from experiments.results import records
-from experiments.studies import trainer
+from experiments.studies import evaluations
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import first_of
@@ -39,7 +39,7 @@ def trained(mesh, order, sync, echo, rate):
     built = program.build(task, RECIPE, row, rule.rounds, mesh=mesh)
     given = config.config_of(RECIPE, built.sizes, seed=3)
     plans = config.plans_of(given, rule, ECHO_POLICIES[echo], rate=rate)
-    found, orders, measure = [], [], trainer.scalars_of(task, RECIPE)(built, row)
+    found, orders, measure = [], [], evaluations.scalars_of(task, RECIPE)(built, row)
 
     def evaluate(state):
         orders.append(distributed.on_host(state.orders.current).tolist())

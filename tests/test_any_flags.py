@@ -15,7 +15,7 @@ import local_opt
 import ordering
 import ordering.echo
 from experiments import flags, train
-from experiments.studies import host_orders, trainer
+from experiments.studies import evaluations, host_orders, trainer
 from experiments.studies.study import Arm
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import check_recipe
@@ -59,7 +59,7 @@ def decided(arguments):
     own = trainer.config_of(task, recipe, arm, seed=values.seed)
     plans = config.plans_of(own, rule, policy, rate=rate)
     plans.check()
-    return sizes, plans, trainer.evaluation_steps(recipe, sizes, plans.total_steps)
+    return sizes, plans, evaluations.evaluation_steps(recipe, sizes, plans.total_steps)
 
 
 # What little data are called.

@@ -8,7 +8,7 @@ import pytest
 from absl import flags as absl_flags
 
 from experiments import cd_grab, combined, echoing, flags, qsr, train
-from experiments.studies import recipes, study, trainer
+from experiments.studies import evaluations, recipes, study
 from experiments.tasks import TASKS, Recipe, base
 from experiments.tasks.base import check_recipe
 from experiments.training.config import sizes_of, total_steps_of
@@ -128,7 +128,7 @@ def test_rates_that_no_step_can_take(rate):
 
 def test_more_evaluations_than_steps_are_all_steps():
     _, recipe = setting("--total_steps=3", "--evaluations=1000000000000")
-    assert trainer.evaluation_steps(recipe, None, 3) == [1, 2, 3]
+    assert evaluations.evaluation_steps(recipe, None, 3) == [1, 2, 3]
 
 
 def test_defaults_need_no_data():

@@ -8,7 +8,7 @@ import pytest
 
 import local_opt
 from experiments import echoing
-from experiments.studies import trainer
+from experiments.studies import evaluations, trainer
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.training import config, program, run
 from experiments.training.config import Plans
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("optimised")
 def trained(built, plans, recipe, measure, seed=0):
     """(records, parameters at each, orders at each)."""
     params, orders, found = [], [], []
-    steps = trainer.evaluation_steps(recipe, built.sizes, plans.total_steps)
+    steps = evaluations.evaluation_steps(recipe, built.sizes, plans.total_steps)
     following = iter(steps)
 
     def evaluate(state):
@@ -50,7 +50,7 @@ def assert_params(found, expected, atol=SHARED):
 def by_rounds(sync, way):
     recipe = RECIPE._replace(run=way, evaluations=5)
     built = program.build(task(), recipe, ORDERS["dealt"], SYNC_RULES[sync].rounds)
-    return built, trainer.scalars_of(task(), recipe, halves=True)(built, ORDERS["dealt"])
+    return built, evaluations.scalars_of(task(), recipe, halves=True)(built, ORDERS["dealt"])
 
 
 @pytest.mark.parametrize("way", ["vmap", "turns"])
@@ -92,7 +92,7 @@ def by_echoes(rounds, proximal):
 
 @functools.cache
 def losses():
-    return trainer.scalars_of(task()._replace(metric="loss"), ECHOING, halves=True)
+    return evaluations.scalars_of(task()._replace(metric="loss"), ECHOING, halves=True)
 
 
 @pytest.mark.parametrize("name", ["none", "fixed", "diffusion_cosine", "algorithm2", "proximal"])
@@ -121,7 +121,7 @@ def measures(per_step):
     recipe = RECIPE._replace(
         units_per_step=per_step, total_steps=None, epochs=5, bound_every=1, schedule="constant"
     )
-    return recipe, trainer.scalars_of(task(), recipe)
+    return recipe, evaluations.scalars_of(task(), recipe)
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,20 @@ def test_an_interval_is_at_the_level_of_its_look():
         np.testing.assert_allclose((found.low, found.high), known)
 
 
-@pytest.mark.parametrize("count", [1, 3, 6, 7, 12, 40])
+def test_seeds_that_a_median_needs():
+    level, size = rule.level(2), 0.1
+    for values, word in (([inf, inf, 0.5], "reproduced"), ([-inf, -inf, -1.0], "opposite")):
+        needed = rule.seeds_for_median(seen(values, censored=True), size, level)
+        for seeds in (needed - 1, needed):
+            _, low, high = statistics.median_interval(np.resize(values, seeds), level)
+            assert (word_of(low, high, size) == word) == (seeds == needed)
+        many = seen(values * 9, censored=True)  # more than that are there
+        assert rule.seeds_for_median(many, size, level) == 28
+    assert rule.seeds_for_median(seen([inf, -inf], censored=True), size, level) is None
+
+
 @pytest.mark.parametrize("level", [0.05, 0.025, 0.05 / 6])
+@pytest.mark.parametrize("count", [1, 3, 6, 7, 12, 40])
 def test_the_interval_of_a_median_is_of_order_statistics(count, level):
     values = np.random.default_rng(count).normal(size=count)
     median, low, high = statistics.median_interval(values, level)

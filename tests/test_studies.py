@@ -16,7 +16,7 @@ from experiments import cd_grab, combined, echoing, order_rounds, qsr, train
 from experiments.measures import metrics
 from experiments.results import records, statistics
 from experiments.results.statistics import Criterion
-from experiments.studies import search, study, trainer
+from experiments.studies import evaluations, search, study, trainer
 from experiments.studies.search import Run, Trainer
 from experiments.studies.study import Arm, Study
 from experiments.studies.tables import ECHO_POLICIES, SYNC_RULES
@@ -231,10 +231,10 @@ def test_a_run_ends_where_both_halves_have_reached_the_target():
     criterion = Criterion("valid/accuracy", False, "target", 0.5)
     first = {"step": 1, "valid/accuracy": 0.6, "test/accuracy": 0.4}
     later = {"step": 2, "valid/accuracy": 0.4, "test/accuracy": 0.5}
-    ends = trainer.ends_at(criterion)
+    ends = evaluations.ends_at(criterion)
     assert not ends(first) and ends(later)
-    assert trainer.ends_at(criterion, [first])(later)
-    assert not trainer.ends_at(Criterion())(later)
+    assert evaluations.ends_at(criterion, [first])(later)
+    assert not evaluations.ends_at(Criterion())(later)
 
 
 def test_a_run_is_evaluated_where_the_recipe_says():
@@ -242,7 +242,7 @@ def test_a_run_is_evaluated_where_the_recipe_says():
     sizes = types.SimpleNamespace(loads_per_epoch=4)
 
     def steps(total=10, **fields):
-        return trainer.evaluation_steps(recipe._replace(**fields), sizes, total)
+        return evaluations.evaluation_steps(recipe._replace(**fields), sizes, total)
 
     assert steps() == [0, 4, 8, 10]
     assert steps(evaluations=3) == [3, 6, 10]

@@ -11,7 +11,7 @@ import pytest
 import local_opt
 import ordering
 from experiments.measures import evaluate, metrics, sums
-from experiments.studies import trainer
+from experiments.studies import evaluations
 from experiments.studies.tables import ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe, Task
 from experiments.tasks.base import check_recipe
@@ -52,7 +52,7 @@ def built(task, recipe, name, **options):
 def trained(prepared, recipe, measure=lambda step, total, state: {}, **options):
     """(outcome, records, orders at the end of every epoch)."""
     found, orders, plans = [], [], every_step(prepared, recipe)
-    steps = trainer.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
+    steps = evaluations.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
     following = iter(steps)
 
     def look(state):
@@ -67,7 +67,7 @@ def trained(prepared, recipe, measure=lambda step, total, state: {}, **options):
 
 @functools.cache
 def measures():
-    return trainer.scalars_of(small_task(), RECIPE)
+    return evaluations.scalars_of(small_task(), RECIPE)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ORDERS.items() if not row.deals])
@@ -272,7 +272,7 @@ def normalising():
 def test_batch_normalised_models_are_ordered_by_microbatches():
     task = small_task(model=normalising())._replace(optimum=None)
     recipe = RECIPE._replace(units_per_step=2, unit_size=3, workers=2, learning_rates=(0.1,))
-    measure, found = trainer.scalars_of(task, recipe), {}
+    measure, found = evaluations.scalars_of(task, recipe), {}
     for name in ("rr", "cd_grab"):
         prepared = built(task, recipe, name)
         found[name] = trained(prepared, recipe, measure(prepared, ORDERS[name]))[1]

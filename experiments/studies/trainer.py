@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.measures import evaluate
 from experiments.processes import distributed
-from experiments.results import statistics
 from experiments.results.records import run_of
-from experiments.results.statistics import Criterion
-from experiments.studies.bounds import bounds_of
+from experiments.studies import evaluations
 from experiments.studies.cost import traffic
 from experiments.studies.search import Run, Trainer
 from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
@@ -57,15 +54,71 @@ def left_out(study, task: Task, recipe: Recipe) -> list[str]:
     return [text for text in texts if text]
 
 
+class Prepared(NamedTuple):
+    """What the runs of a study are made of.
+
+    Fields:
+      study, task, recipe, setup: as given.
+      plans_of: run -> Plans; built_for: run -> (program, its measure, () -> it lifted to several).
+      reads_of: run -> as of `training.program.build`.
+    """
+
+    study: Any
+    task: Task
+    recipe: Recipe
+    setup: Setup
+    plans_of: Callable
+    built_for: Callable
+    reads_of: Callable
+
+    def rows_of(self, this: Run):
+        return rows_of(self.study.arms[this.arm])
+
+    def delay_of(self, this: Run) -> float:
+        """t_step of a run that waits for its loads; else 0."""
+        waits = throttled(self.study.arms[this.arm], this)
+        return self.setup.step_seconds if waits else 0.0
+
+
 def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
     """Trains the arms of a study; what those have in common is compiled once."""
-    halves = study.criterion.scalar.startswith("valid/")
-    scalars = scalars_of(task, recipe, halves=halves)
+    own = functools.cache(functools.partial(_config_of, study, task, recipe))
+    prepared = _prepared(study, task, recipe, setup, own)
 
-    @functools.cache
-    def own(arm, speed, seed=0):
-        paced = speed if study.paced else None
-        return config_of(task, recipe, study.arms[arm], seed=seed, speed=paced)
+    def trajectory(this):
+        arm = study.arms[this.arm]
+        if this.phase == "run" or prepared.delay_of(this):
+            return None
+        digests = tuple(prepared.plans_of(this).digests().values())
+        return arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal, this.seed, digests
+
+    def beside_of(this):
+        alone = setup.mesh is not None or recipe.run != "vmap" or prepared.reads_of(this)
+        return None if alone else beside.key_of(prepared.plans_of(this))
+
+    def rates(arm, speed):
+        factor = study.arms[arm].rate_factor(own(arm, speed))
+        return [factor * rate for rate in recipe.learning_rates]
+
+    return Trainer(
+        functools.partial(_train, prepared),
+        rates,
+        lambda arm, speed: own(arm, speed).total_steps,
+        trajectory,
+        recipe.workers * recipe.units_per_step * recipe.unit_size,
+        beside_of,
+        functools.partial(_train_several, prepared),
+    )
+
+
+def _config_of(study, task, recipe, arm, speed, seed=0):
+    paced = speed if study.paced else None
+    return config_of(task, recipe, study.arms[arm], seed=seed, speed=paced)
+
+
+def _prepared(study, task, recipe, setup, own) -> Prepared:
+    halves = study.criterion.scalar.startswith("valid/")
+    scalars = evaluations.scalars_of(task, recipe, halves=halves)
 
     @functools.lru_cache(128)
     def plans_of(this: Run):
@@ -81,13 +134,6 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         )  # fmt: skip
         return built, scalars(built, order), functools.cache(lambda: beside.lifted(built))
 
-    def trajectory(this):
-        arm = study.arms[this.arm]
-        if this.phase == "run" or (setup.step_seconds and throttled(arm, this)):
-            return None
-        digests = tuple(plans_of(this).digests().values())
-        return arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal, this.seed, digests
-
     def reads_of(this):
         # Tuned as it is reported: one program for both phases.
         waits = this.speed is not None and setup.step_seconds
@@ -101,57 +147,47 @@ def trainer_of(study, task: Task, recipe: Recipe, setup: Setup) -> Trainer:
         epochs = -(-plans_of(this).total_steps // sizes.loads_per_epoch)
         return program_of(order, rule.rounds, arm.proximal, reads_of(this), epochs)
 
-    def beside_of(this):
-        alone = setup.mesh is not None or recipe.run != "vmap" or reads_of(this)
-        return None if alone else beside.key_of(plans_of(this))
-
-    def train_several(runs, on_record):
-        order, rule, _ = rows_of(study.arms[runs[0].arm])
-        (built, measure, several), plans = built_for(runs[0]), [plans_of(this) for this in runs]
-        total = plans[0].total_steps
-        return beside.train(
-            built, several(), plans, seeds=[this.seed for this in runs],
-            evaluate=lambda step, state: measure(step, total, state),
-            evaluate_at=evaluation_steps(recipe, built.sizes, total),
-            on_record=lambda i, record: _undelayed(functools.partial(on_record, runs[i]), record)
-            if runs[i].phase == "report" else on_record(runs[i], record),
-            traffic=traffic_of(task, order, rule, built, built.sizes),
-            ends=[ends_at(study.criterion) for _ in runs],
-        )  # fmt: skip
-
-    def train(this, kept, on_record):
-        arm, plans = study.arms[this.arm], plans_of(this)
-        built, measure, _ = built_for(this)
-        folder = setup.folder and os.path.join(setup.folder, "checkpoints", this.name)
-        about = None if setup.about is None else {**setup.about, **this._asdict()}
-        saving = run.Saving(folder, setup.checkpoint_every, about=about, kept=len(kept))
-        delayed = setup.step_seconds if throttled(arm, this) else 0.0
-        if this.phase == "report" and not delayed:
-            on_record = functools.partial(_undelayed, on_record)
-        outcome = train_one(
-            task, recipe, built, plans, arm, measure, seed=this.seed, on_record=on_record,
-            saving=saving if folder else None,
-            delay=(this.speed or 0) * delayed, sync_delay=study.sync_steps * delayed,
-            ends=ends_at(study.criterion, kept),
-        )  # fmt: skip
-        if folder and outcome.ended and distributed.is_first():
-            shutil.rmtree(folder, ignore_errors=True)
-        return outcome.stopped
-
-    def rates(arm, speed):
-        factor = study.arms[arm].rate_factor(own(arm, speed))
-        return [factor * rate for rate in recipe.learning_rates]
-
-    def steps(arm, speed):
-        return own(arm, speed).total_steps
-
-    examples = recipe.workers * recipe.units_per_step * recipe.unit_size
-    return Trainer(train, rates, steps, trajectory, examples, beside_of, train_several)
+    return Prepared(study, task, recipe, setup, plans_of, built_for, reads_of)
 
 
-def _undelayed(on_record: Callable, record: dict) -> None:
+def _train(own: Prepared, this: Run, kept, on_record) -> int:
+    """As `Trainer.train`."""
+    study, setup, arm = own.study, own.setup, own.study.arms[this.arm]
+    plans, (built, measure, _) = own.plans_of(this), own.built_for(this)
+    folder = setup.folder and os.path.join(setup.folder, "checkpoints", this.name)
+    about = None if setup.about is None else {**setup.about, **this._asdict()}
+    saving = run.Saving(folder, setup.checkpoint_every, about=about, kept=len(kept))
+    delay = own.delay_of(this)
+    outcome = train_one(
+        own.task, own.recipe, built, plans, arm, measure, seed=this.seed,
+        on_record=lambda record: on_record(record | _undelayed(own, this)),
+        saving=saving if folder else None,
+        delay=(this.speed or 0) * delay, sync_delay=study.sync_steps * delay,
+        ends=evaluations.ends_at(study.criterion, kept),
+    )  # fmt: skip
+    if folder and outcome.ended and distributed.is_first():
+        shutil.rmtree(folder, ignore_errors=True)
+    return outcome.stopped
+
+
+def _train_several(own: Prepared, runs: Sequence[Run], on_record) -> int:
+    """As `Trainer.train_several`."""
+    (built, measure, several), plans = own.built_for(runs[0]), [own.plans_of(this) for this in runs]
+    order, rule, _ = own.rows_of(runs[0])
+    total = plans[0].total_steps
+    return beside.train(
+        built, several(), plans, seeds=[this.seed for this in runs],
+        evaluate=lambda step, state: measure(step, total, state),
+        evaluate_at=evaluations.evaluation_steps(own.recipe, built.sizes, total),
+        on_record=lambda i, record: on_record(runs[i], record | _undelayed(own, runs[i])),
+        traffic=traffic_of(own.task, order, rule, built, built.sizes),
+        ends=[evaluations.ends_at(own.study.criterion) for _ in runs],
+    )  # fmt: skip
+
+
+def _undelayed(own: Prepared, this: Run) -> dict:
     """Of a run whose loads should have had a delay: its seconds say nothing."""
-    on_record(record | {"delayed": False})
+    return {"delayed": False} if this.phase == "report" and not own.delay_of(this) else {}
 
 
 def throttled(arm, this: Run) -> bool:
@@ -183,12 +219,12 @@ def train_one(task, recipe, built, plans, arm, measure, *, saving, **options) ->
     """`training.run.train`, evaluated as the recipe asks.
 
     Args:
-      arm: of the run; measure: `(step, T, state) -> scalars`, as of `scalars_of`.
+      arm: of the run; measure: `(step, T, state) -> scalars`, as of `evaluations.scalars_of`.
       options: of `training.run.train`.
     """
     order, rule, _ = rows_of(arm)
     total = plans.total_steps
-    steps = evaluation_steps(recipe, built.sizes, total)
+    steps = evaluations.evaluation_steps(recipe, built.sizes, total)
     at = checkpoint.latest(saving.folder) if saving else 0
     following = iter([step for step in steps if step > at or not at])  # as they are evaluated
     return run.train(
@@ -205,64 +241,6 @@ def traffic_of(task, order, rule, built, sizes) -> Callable[[int, int], float]:
     """`cost.traffic` of a built program, or as if it had other sizes."""
     params = num_params(task.model)
     return traffic(order, rule, sizes, params, sync_in_step=built.sync_in_step)
-
-
-def evaluation_steps(recipe: Recipe, sizes: config.Sizes, total: int) -> list[int]:
-    """The steps after which a run is evaluated; the last one always is."""
-    if recipe.evaluate_every is not None:
-        steps = range(recipe.evaluate_every, total, recipe.evaluate_every)
-    elif recipe.evaluations is not None:
-        count = min(recipe.evaluations, total)
-        steps = np.linspace(0, total, count + 1).astype(int)[1:].tolist()
-    else:
-        steps = range(0, total, sizes.loads_per_epoch)
-    return sorted({*steps, total})
-
-
-def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict], bool]:
-    """`record -> whether the run has reached the target` on both halves of the test set.
-
-    Args:
-      kept: records of the run so far.
-    """
-    if criterion.when != "target":
-        return lambda record: False
-    seen = list(kept)
-
-    def ends(record):
-        seen.append(record)
-        return all(statistics.reached(seen, c) for c in (criterion, statistics.tested(criterion)))
-
-    return ends
-
-
-def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
-    """`(program, row of ORDERS) -> (step, T, state) -> scalars`.
-
-    Args:
-      halves: the first half of the test set is "valid", which tunes, the other one "test"; and the
-        training loss is that of as many examples.
-    """
-    examples = config.size_of(task.test) if halves else None
-    measure = evaluate.evaluator(task, recipe, halves=halves, train_examples=examples)
-    optimum = task.optimum() if task.optimum else None
-
-    def of(built, order):
-        bounds = bounds_of(task, recipe, built, order)
-        every = recipe.bound_every * built.sizes.loads_per_epoch
-
-        def scalars(step, total, state):
-            params = built.mean_params(state)
-            found = measure(params)
-            if optimum is not None:
-                found["train/above_optimum"] = found["train/loss"] - optimum
-            if bounds and (step == total or not step % every):
-                found |= bounds(params, state.orders.current)
-            return found
-
-        return scalars
-
-    return of
 
 
 def step_seconds(study, task: Task, recipe: Recipe, mesh=None, *, every: int = 20) -> float:

@@ -1,7 +1,8 @@
 """Runs side by side: one compiled program trains several, of other seeds and learning rates.
 
-Where a step is small, what a run costs is to start it: a dozen of them then cost little more than
-one. All that a run has gets a leading axis of runs; the data and the plans are shared.
+They are compiled once, and fill a device that one of them leaves idle; a CPU seldom is one
+(`python -m experiments.bench --part=beside`). All that a run has gets a leading axis of runs; the
+data and the plans are shared.
 """
 
 import functools

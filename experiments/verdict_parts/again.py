@@ -12,7 +12,7 @@ from experiments.studies.search import Run
 from experiments.verdict_parts.runs import RUNS
 from experiments.verdict_parts.undecided import setting_of
 
-SAME = ("step", "epoch", "loads", "rounds")
+SAME = ("step", "loads", "rounds")
 SCALARS = ("train/loss", "valid/", "test/")
 
 

@@ -82,8 +82,9 @@ def results(found: Sequence[Row]) -> str:
         f"seen]({TABLE}).",
         *(["## Looked at again", "\n".join(again)] if again else []),
         "## Undecided, the cheapest first",
-        "With so many seeds the next look would decide, if mean and variance stay; the time is "
-        "that of both arms\non the machine that ran them, and claims of one run share its seeds.",
+        "With so many seeds the next look would decide, if mean and variance stay, or further "
+        "seeds are like these\nwhere some never arrive; the time is that of both arms on the "
+        "machine that ran them, and claims of one run\nshare its seeds.",
         markdown(lines) if lines else "None.",
         "## Sizes that are ours",
         markdown(sizes),

@@ -19,6 +19,7 @@ VERDICTS = (REPRODUCED, SMALLER, NONE, OPPOSITE, UNDECIDED, UNTESTABLE, NOT_RUN)
 LEAST_SEEDS = 3
 MISSES = 0.05  # how often an interval may miss, over all looks at a claim together
 MOST_SEEDS = 10**6  # beyond it, how many are needed is as good as unknown
+MOST_FOR_MEDIAN = 300  # the same, where each number is tried
 
 
 class Matters(NamedTuple):
@@ -76,7 +77,8 @@ class Verdict(NamedTuple):
       low, high, mean: of the effect, at the level of the look.
       size: what was published, else that of `MATTERS`; of `NoGain` the gain that should go.
       seeds: that were compared.
-      needed: how many would decide at the next look, if mean and variance stay; None: unknown.
+      needed: how many would decide at the next look, if mean and variance stay, or the effects'
+        distribution where some seeds never arrive; None: unknown.
       note: what stands behind the word.
     """
 
@@ -156,6 +158,17 @@ def seeds_needed(effect: Effect, distance: float, level: float) -> int | None:
     return high
 
 
+def seeds_for_median(effect: Effect, size: float, level: float) -> int | None:
+    """With how many seeds the interval of the median decides, if all further ones are as these."""
+    values = np.sort(effect.values)
+    for seeds in range(len(values) + 1, MOST_FOR_MEDIAN):
+        alike = values[np.arange(seeds) * len(values) // seeds]
+        _, low, high = statistics.median_interval(alike, level)
+        if word_of(low, high, size) != UNDECIDED:
+            return seeds
+    return None
+
+
 class Gain(NamedTuple):
     """Claims an effect.
 
@@ -180,8 +193,11 @@ class Gain(NamedTuple):
         word = word_of(found.low, found.high, size, published=self.size > 0)
         needed, note = None, ""
         if word == UNDECIDED:
-            distance = max(found.mean, size / 2 - found.mean)
-            needed = seeds_needed(effect, distance, level(look + 1))
+            if effect.censored:
+                needed = seeds_for_median(effect, size, level(look + 1))
+            else:
+                distance = max(found.mean, size / 2 - found.mean)
+                needed = seeds_needed(effect, distance, level(look + 1))
         elif found.low > 0:
             shown = {k: _middle(values) for k, values in effect.controls.items()}
             as_well = [k for k, middle in shown.items() if middle >= found.mean / 2]
