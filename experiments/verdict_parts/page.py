@@ -74,13 +74,14 @@ def results(found: Sequence[Row]) -> str:
         }
         for row in undecided
     ]
-    again = [f"- {row.text}: {looks(row)}." for row in found if looks(row)]
+    changed = [row for row in found if len({verdict.word for verdict in row.history}) > 1]
+    again = [f"- {row.text}: {looks(row)}." for row in changed]
     sizes = [{"of": kind.of, "size that matters": kind.words} for kind in MATTERS.values()]
     parts = [
         f"![Effects of the recorded runs in units of those published]({PICTURE})",
         f"All {len(found)} claims: {count(found)}.\n[Every claim, what was published and what was "
         f"seen]({TABLE}).",
-        *(["## Looked at again", "\n".join(again)] if again else []),
+        *(["## Verdicts that more seeds changed", "\n".join(again)] if again else []),
         "## Undecided, the cheapest first",
         "With so many seeds the next look would decide, if mean and variance stay, or further "
         "seeds are like these\nwhere some never arrive; the time is that of both arms on the "
