@@ -144,7 +144,10 @@ def test_the_page_says_what_is_undecided_its_cost_and_its_history(tmp_path):
     assert first.hours == (verdict.needed - 5) * 160 / 3600
     text = page.results(found)
     assert "All 2 claims: 2 undecided." in text
-    assert "- higher: 3 seeds undecided, 5 seeds undecided." in text
+    assert "more seeds changed" not in text  # the same at both looks
+    later = first._replace(history=[*first.history, verdict._replace(word="smaller")])
+    changed = "- higher: 3 seeds undecided, 5 seeds undecided, 5 seeds smaller."
+    assert changed in page.results([later])
     assert page.seeds(first).startswith(f"5; needs {verdict.needed}, ")
     lines = [line.split("|")[1].strip() for line in text.splitlines() if "| 5 " in line]
     assert lines == ["higher", "ours"]  # the cheaper one first

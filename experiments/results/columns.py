@@ -59,7 +59,8 @@ def to_target(head: str, name: str, form: str, word: str = "") -> Column:
 
 
 def _lasts(own, scalar):
-    return [last(run, scalar) for run in own.runs.values()]
+    runs = statistics.timed(own.runs) if scalar == "seconds" else own.runs
+    return [last(run, scalar) for run in runs.values()]
 
 
 # Of orders: also at other rates than the best, at which the baseline's best is reached.
@@ -106,7 +107,8 @@ ORDER_COLUMNS = (
 
 
 def _per_step(own, name) -> list[float]:
-    return [run[-1][name] / run[-1]["step"] for run in own.runs.values()]
+    runs = statistics.timed(own.runs) if name == "seconds" else own.runs
+    return [run[-1][name] / run[-1]["step"] for run in runs.values()]
 
 
 def _each(found, form: str) -> str:

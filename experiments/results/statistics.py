@@ -183,8 +183,21 @@ def target_of(comparison: Comparison) -> float:
     return worst(last(run, criterion.scalar) for run in runs)
 
 
+def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
+    """Those whose seconds compare: they had the device for themselves, and their loads a delay."""
+
+    def comparable(r):
+        return (r.get("side_by_side") or 1) == 1 and r.get("delayed", True)
+
+    return {seed: run for seed, run in runs.items() if all(map(comparable, run))}
+
+
 def to_target(runs: Mapping[int, Run], criterion: Criterion, target: float, name: str) -> dict:
-    """{seed: what a run takes to the target, in steps, epochs, loads, seconds}; inf: never."""
+    """{seed: what a run takes to the target, in steps, epochs, loads, seconds}; inf: never.
+
+    Seconds are those of `timed` runs.
+    """
+    runs = timed(runs) if name == "seconds" else runs
     found = {seed: reached(run, criterion, target) for seed, run in runs.items()}
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
 

@@ -4,14 +4,14 @@ A measure takes a comparison and gives an `Effect`, on which rule.py decides.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments.results import statistics
 from experiments.results.columns import fastest, spent
-from experiments.results.statistics import LOSS, Criterion, Run, compare, last
+from experiments.results.statistics import LOSS, Criterion, compare, last
 from experiments.results.tables import costs
 from experiments.verdict_parts.rule import NOT_RUN, NOTHING, UNDECIDED, Effect
 
@@ -70,16 +70,6 @@ def _text(pairs, kind, base, rest, of) -> str:
         return text + rest
     text = "{:.3g} against {:.3g} ".format(*means)
     return f"{text}{kind}: {'{:.2f} times less ({:.2f} to {:.2f})'.format(*np.exp(of))}{rest}"
-
-
-def _alone(cost: str, runs: Mapping[int, Run]) -> dict[int, Run]:
-    """Those whose cost may be compared: seconds only where a run had the device for itself, and its
-    loads their delay."""
-
-    def comparable(r):
-        return (r.get("side_by_side") or 1) == 1 and r.get("delayed", True)
-
-    return {s: r for s, r in runs.items() if cost != "seconds" or all(map(comparable, r))}
 
 
 SHARED = NOTHING._replace(instead=(NOT_RUN, "seconds were not taken alone"))
@@ -145,7 +135,7 @@ def to_best(cost: str, order="cd_grab", against="rr", *, rate=None) -> Callable:
         chosen = {k: fastest(here, k) for (k, _), own in here.chosen.items() if own.runs}
         if not set(pair) <= set(chosen):
             return _none(comparison, pair, rate)
-        needed = {k: spent(here, _alone(cost, own), name) for k, (_, own) in chosen.items()}
+        needed = {k: spent(here, own, name) for k, (_, own) in chosen.items()}
         if not all(needed[k] for k in pair):
             return SHARED
         rates = [chosen[k][0] for k in pair]
@@ -255,8 +245,7 @@ def cheaper(cost: str, arm: str = "diffusion", against: str = "none", *, speed: 
         own = _chosen(comparison, (*pair, *NO_ECHO), speed)
         if not set(pair) <= set(own):
             return NOTHING
-        timed = {k: one._replace(runs=_alone(cost, one.runs)) for k, one in own.items()}
-        needed = {k: costs(comparison, one, cost) for k, one in timed.items()}
+        needed = {k: costs(comparison, one, cost) for k, one in own.items()}
         if not all(needed[k] for k in pair):
             return SHARED
         rest = _at([own[k].rate for k in pair])
