@@ -1,5 +1,6 @@
 """The recorded runs, and what the page of experiments says of them."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -94,10 +95,7 @@ RUNS = {
 }  # fmt: skip
 
 
-ORDERS = "cd_grab"
-COLUMNS = {
-    ORDERS: columns.ORDER_COLUMNS, "qsr": columns.SYNC_COLUMNS, "echoing": columns.ECHO_COLUMNS
-}  # fmt: skip
+ORDERS = "cd_grab"  # the study of orders
 
 
 def study_of(comparison: Comparison) -> str:
@@ -125,7 +123,8 @@ def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOL
     if run.tables:
         return "\n\n".join([*parts, f"Tables and pictures: [{run.tables}]({run.tables})."])
     study = study_of(comparison)
-    parts += [tables.table(comparison, COLUMNS[study], speed) for speed in comparison.speeds]
+    shown = importlib.import_module(f"experiments.{study}").STUDY.columns
+    parts += [tables.table(comparison, shown, speed) for speed in comparison.speeds]
     parts += [columns.diverged_rates(comparison)]
     if study == ORDERS:
         parts += [f"![{run.title}](../docs/orders_{name}.png)"]
