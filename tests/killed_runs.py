@@ -28,7 +28,7 @@ AIMS = {
     "restoring": ("experiments.training.checkpoint", "restore", 0.1, 1),
     "a sync": ("experiments.training.loop", "carry_out", 0.001, 30),
     "an epoch's end": ("experiments.training.loop", "carry_out", 0.001, 12),
-    "a record": ("experiments.training.run", "_Recorder.record", 0.002, 12),
+    "a record": ("experiments.training.run", "Recorder.record", 0.002, 12),
     "a save": ("experiments.training.checkpoint", "save", 0.1, 6),
     "writing a file": ("experiments.results.records", "write_whole", 0.001, 6),
     "removing checkpoints": ("shutil", "rmtree", 0.002, 2),
