@@ -70,13 +70,22 @@ def test_the_next_look_has_twice_the_seeds_of_the_arms_that_are_undecided(table)
 
 def test_a_difference_is_paired_by_seed_and_asks_for_the_runs_of_both():
     def measure(comparison):
-        return Effect(np.array(comparison), runs=(("a", 2, float(comparison[0])),))
+        seeds = tuple(range(len(comparison)))
+        return Effect(np.array(comparison), runs=(("a", 2, comparison[0]),), seeds=seeds)
 
     judge = Gain(Difference(measure, ("one", "other")))
     verdict = judge(1, [1.0, 1.1, 1.2, 1.3], [0.5, 0.61, 0.7])
     np.testing.assert_allclose(verdict.mean, np.mean([0.5, 0.49, 0.5]))
     assert verdict.seeds == 3 and "with one against" in verdict.text
     assert judge.asked(1, [0.25]) == (("a", 2, 0.25),)
+
+    def late(comparison):
+        return measure(comparison)._replace(seeds=(1, 2, 3), censored=comparison[0] > 9)
+
+    apart = Difference(lambda c: late(c) if len(c) == 3 else measure(c), ("one", "other"))
+    np.testing.assert_allclose(apart([0, 1, 2, 4], [0.5, 0.7, 0.9]).values, [0.5, 1.3, 3.1])
+    verdict = Gain(apart)(1, [1.0, 1.1, 1.2, 1.3], [10.0, 10.0, 10.0])
+    assert (verdict.word, verdict.note) == ("undecided", "not all seeds arrive")
 
 
 @pytest.fixture

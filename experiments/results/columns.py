@@ -59,8 +59,12 @@ def to_target(head: str, name: str, form: str, word: str = "") -> Column:
 
 
 def _lasts(own, scalar):
-    runs = statistics.timed(own.runs) if scalar == "seconds" else own.runs
-    return [last(run, scalar) for run in runs.values()]
+    return [last(run, scalar) for run in _measured(own, scalar)]
+
+
+def _measured(own, name):
+    """Its runs; of seconds, those that were timed alone."""
+    return (statistics.timed(own.runs) if name == "seconds" else own.runs).values()
 
 
 # Of orders: also at other rates than the best, at which the baseline's best is reached.
@@ -107,8 +111,7 @@ ORDER_COLUMNS = (
 
 
 def _per_step(own, name) -> list[float]:
-    runs = statistics.timed(own.runs) if name == "seconds" else own.runs
-    return [run[-1][name] / run[-1]["step"] for run in runs.values()]
+    return [run[-1][name] / run[-1]["step"] for run in _measured(own, name)]
 
 
 def _each(found, form: str) -> str:

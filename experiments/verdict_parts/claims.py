@@ -225,6 +225,7 @@ def _synced() -> list[Claim]:
     return claims
 
 
+FALLS = "independent balance falls to D-RR's level (LeNet)"
 WIDE = {"digits_w64": "digits", "sst2_w64": "SST-2", "hmda_w64": "HMDA"}
 
 
@@ -240,9 +241,6 @@ def _wide() -> list[Claim]:
                   over_run("train/loss", against="id_pair"), FALLS, setting="own lr"),
         ]  # fmt: skip
     return claims
-
-
-FALLS = "independent balance falls to D-RR's level (LeNet)"
 
 
 def _echoed(

@@ -45,6 +45,7 @@ def _effect(comparison, found, pair, kind, *, runs, controls, rest, floor=1e-12)
         {label: shown for label, shown in others.items() if len(shown)},
         bool(np.isinf(pairs).any()),
         tuple(runs),
+        tuple(seed for seed in found[pair[0]] if seed in found[pair[1]]),
     )
 
 
@@ -213,10 +214,12 @@ class Difference(NamedTuple):
     def __call__(self, comparison, other) -> Effect:
         found = [self.measure(one) for one in (comparison, other)]
         for effect in found:
-            if effect.instead or not len(effect.values) or effect.censored:
+            if effect.instead or not len(effect.values):
                 return effect
-        seeds = min(len(effect.values) for effect in found)
-        one, base = (effect.values[:seeds] for effect in found)
+            if effect.censored:
+                return NOTHING._replace(instead=(UNDECIDED, "not all seeds arrive"))
+        known = [dict(zip(effect.seeds, effect.values, strict=True)) for effect in found]
+        one, base = statistics.paired(*known).T
 
         def text(of):
             means = np.exp([one.mean(), base.mean()])
@@ -224,7 +227,8 @@ class Difference(NamedTuple):
             parts = [f"{m:.2f} times less with {n}" for m, n in zip(means, self.names, strict=True)]
             return f"{' against '.join(parts)}: ratio {shown}"
 
-        return found[0]._replace(values=one - base, text=text, controls={})
+        seeds = tuple(seed for seed in known[0] if seed in known[1])
+        return found[0]._replace(values=one - base, text=text, controls={}, seeds=seeds)
 
 
 def _chosen(comparison, arms, speed=None) -> dict:

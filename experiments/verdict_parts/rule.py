@@ -53,7 +53,7 @@ class Effect(NamedTuple):
       controls: {label: values} of what should not have the effect.
       censored: whether some run never arrives at its target; values are then infinite, or 0 where
         neither arm arrives, and only their order says something.
-      runs: (arm, speed, learning rate) of the runs compared.
+      runs: (arm, speed, learning rate) of the runs compared; seeds: of the values.
       instead: (word, why) where there are runs, but no values.
     """
 
@@ -63,6 +63,7 @@ class Effect(NamedTuple):
     controls: Mapping[str, np.ndarray] = {}
     censored: bool = False
     runs: tuple[tuple, ...] = ()
+    seeds: tuple[int, ...] = ()
     instead: tuple[str, str] | None = None
 
 

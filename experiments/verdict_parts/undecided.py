@@ -37,15 +37,13 @@ class Job(NamedTuple):
 
     Fields:
       name: of `RUNS`; seeds: that it will have; runs: what is to be trained for it.
-      hours: that it takes, as the seeds there are did, inf where there are none; claims: what it
-        may decide.
+      hours: that it takes, as the seeds there are did, inf where there are none.
     """
 
     name: str
     seeds: int
     runs: tuple[Run, ...]
     hours: float
-    claims: tuple[str, ...]
 
 
 def jobs(recorded: Mapping[str, Comparison], *, most_hours: float) -> list[Job]:
@@ -57,7 +55,7 @@ def jobs(recorded: Mapping[str, Comparison], *, most_hours: float) -> list[Job]:
     found = [_job(name, recorded) for name in runs.RUNS if name in recorded]
     found = [job for job in found if job and job.runs and job.hours <= most_hours]
     new = [
-        Job(name, 0, (), math.inf, tuple(c.text for c in CLAIMS if name in c.runs))
+        Job(name, 0, (), math.inf)
         for name, row in runs.RUNS.items() if name not in recorded and row.command
     ]  # fmt: skip
     return sorted(found, key=lambda job: job.hours) + new
@@ -82,7 +80,7 @@ def _job(name: str, recorded: Mapping[str, Comparison]) -> Job | None:
     left = tuple(run for run in wanted if run not in ended)
     each = {ask: looks.seconds_per_seed(compared, {ask}) or 0.0 for ask in asked}
     hours = sum(each[run.arm, run.speed, run.learning_rate] for run in left) / 3600
-    return Job(name, seeds, left, hours, tuple(claim.text for claim in open_ones))
+    return Job(name, seeds, left, hours)
 
 
 def run(
@@ -164,7 +162,9 @@ def _first_look(job: Job, data: str, results: str, folder) -> int:
     try:
         study.run(own.STUDY, values, **({"fit": own.fit} if hasattr(own, "fit") else {}))
     except SystemExit as stop:  # saved, and the next call goes on
-        return max(int(stop.code) - 128, 1)
+        if int(stop.code) <= 128:  # another run has the folder
+            raise
+        return int(stop.code) - 128
     archive.record(place, pathlib.Path(folder) / job.name, command)
     shutil.rmtree(place)
     return 0
