@@ -77,6 +77,25 @@ def test_looks_that_are_not_those_of_the_records_are_refused(tmp_path, counts):
         archive.load("hmda", tmp_path)
 
 
+def test_a_crash_between_a_look_and_its_seeds_leaves_the_look_before(tmp_path, monkeypatch):
+    target = tmp_path / "hmda"
+    archive.record(finished(tmp_path / "a", rows_of([1.0] * 4)), target, "python -m x")
+    more = [r | {"seed": r["seed"] + 4} for r in rows_of([1.0] * 4)]
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        replace = archive.os.replace
+
+        def crash(source, place):
+            if str(place).endswith(".gz"):
+                raise OSError("the disk is gone")
+            replace(source, place)
+
+        patch.setattr(archive.os, "replace", crash)
+        archive.extend(target, more, ["python -m x"])
+    assert [look["seeds"] for look in archive.load("hmda", tmp_path).looks] == [4]
+    archive.extend(target, more, ["python -m x"])
+    assert [look["seeds"] for look in archive.load("hmda", tmp_path).looks] == [4, 8]
+
+
 def test_every_recorded_run_has_noted_looks():
     for path in archive.FOLDER.iterdir():
         assert (path / archive.LOOKS).exists(), path
