@@ -27,7 +27,12 @@ _SMALL = "CIFAR-10 at 16 x 16 for ImageNet, 16 epochs for "
 _IMAGES = "means of 2 x 2 pixels, 20,000 training images, batches of 4 x 32 for 4,096"
 _FEW = "means of 2 x 2 pixels, 20,000 training images, two workers"
 _WIDE = "64 workers of one example per step; only the first orders differ between arms"
-_FIT = "few images, fitted for thousands of epochs; growth of alpha 4; batches of 8 x 4"
+_FIT = "few images, fitted for 500 to 5,000 epochs; growth of alpha 4; batches of 8 x 4"
+_QSR_DIGITS = (
+    "qsr --task=digits_mlp --model=resnet --workers=8 --units_per_step=4 --total_steps=5000 "
+    "--warmup_steps=200 --weight_decay=0 --growth=4 --learning_rates=0.05,0.1,0.2 "
+    "--arms=parallel,constant,qsr --seeds=10 --evaluations=10 --widen=1 --side_by_side=5"
+)
 _STEPS, _ECHOING = "../docs/local_steps.md", "../docs/echoing.md"
 RUNS = {
     "hmda": Run("HMDA, logistic regression, W = 4", "New Jersey for New York", data="hmda"),
@@ -69,12 +74,11 @@ RUNS = {
     "qsr_cifar10_resnet": Run("CIFAR-10, ResNet-8, Local SGD", f"{_SMALL}200",
                               f"{_IMAGES}, 19,218 parameters", _STEPS, data="tfds"),
     "qsr_digits_mlp": Run("150 digits, perceptron, Local SGD", _FIT),
-    "qsr_digits_resnet": Run("600 digits, three in ten labels noisy, ResNet-8, Local SGD",
-                             "few images, noisy labels, 213 epochs; batches of 8 x 4", command=(
-        "qsr --task=digits_mlp --model=resnet --num_train=600 --label_noise=0.3 --workers=8 "
-        "--units_per_step=4 --total_steps=4000 --warmup_steps=200 --weight_decay=0 "
-        "--learning_rates=0.05,0.1,0.2 --arms=parallel,constant,qsr --seeds=10 --evaluations=10 "
-        "--widen=1")),
+    "qsr_digits_resnet": Run("150 digits, ResNet-8, Local SGD", _FIT, command=(
+        f"{_QSR_DIGITS} --num_train=150")),
+    "qsr_digits_resnet_noisy": Run("300 digits, three in ten labels noisy, ResNet-8, Local SGD",
+                                   _FIT, command=(
+        f"{_QSR_DIGITS} --num_train=300 --label_noise=0.3")),
     "qsr_cifar10_long": Run("2,048 images of CIFAR-10, ResNet-8, Local SGD, 1,000 epochs",
                             "means of 2 x 2 pixels; batches of 4 x 16; no augmentation",
                             data="tfds", command=(
