@@ -10,7 +10,7 @@ from experiments import verdicts
 from experiments.results import archive, records
 from experiments.results.statistics import Criterion, compare
 from experiments.verdict_parts import looks, page, picture
-from experiments.verdict_parts.claims import Claim, decide, history, seconds_per_seed
+from experiments.verdict_parts.claim import Claim, decide, history, seconds_per_seed
 from experiments.verdict_parts.effects import at_end
 from experiments.verdict_parts.rule import MATTERS, VERDICTS, Gain
 from tests.test_results_verdicts import finished

@@ -10,7 +10,8 @@ from experiments import verdicts
 from experiments.results import archive
 from experiments.results.statistics import Criterion, compare
 from experiments.verdict_parts import page, runs
-from experiments.verdict_parts.claims import CLAIMS, decide
+from experiments.verdict_parts.claim import decide
+from experiments.verdict_parts.claims import CLAIMS
 from experiments.verdict_parts.effects import at_end, cheaper, over_run, points, to_best
 from experiments.verdict_parts.rule import VERDICTS, Gain, bounds, ratio
 from experiments.verdict_parts.runs import RUNS

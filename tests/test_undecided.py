@@ -9,8 +9,8 @@ from experiments import cd_grab, verdicts
 from experiments.results import archive, records
 from experiments.studies import recipes, study
 from experiments.tasks import TASKS
-from experiments.verdict_parts import again, claims, looks, runs, undecided
-from experiments.verdict_parts.claims import Claim, decide
+from experiments.verdict_parts import again, looks, runs, undecided
+from experiments.verdict_parts.claim import Claim, decide
 from experiments.verdict_parts.effects import Difference, at_end, cheaper
 from experiments.verdict_parts.rule import Effect, Gain
 from tests.test_results_verdicts import compared, finished, order_records
@@ -182,7 +182,7 @@ def test_seconds_of_runs_without_their_delay_are_not_compared():
         for delayed in ({"delayed": False} if seed else {},)
         for phase in ("tune", "report")
     ]  # fmt: skip
-    criterion = claims.looks.statistics.Criterion("valid/accuracy", False, "target", 0.5)
+    criterion = looks.statistics.Criterion("valid/accuracy", False, "target", 0.5)
     both = compared(rows, criterion)
     assert len(cheaper("loads", speed=2)(both).values) == 4
     assert len(cheaper("seconds", speed=2)(both).values) == 1

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from experiments.results.statistics import Comparison
 from experiments.results.tables import markdown
-from experiments.verdict_parts.claims import CLAIMS, Claim, history, seconds_per_seed
+from experiments.verdict_parts.claim import Claim, history, seconds_per_seed
+from experiments.verdict_parts.claims import CLAIMS
 from experiments.verdict_parts.rule import MATTERS, UNDECIDED, VERDICTS, Verdict
 from experiments.verdict_parts.runs import RUNS
 

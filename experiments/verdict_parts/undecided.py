@@ -25,7 +25,8 @@ from experiments.studies import search, study, trainer
 from experiments.studies.search import Run
 from experiments.tasks.digest import data_hash
 from experiments.verdict_parts import looks, runs
-from experiments.verdict_parts.claims import CLAIMS, asked_of, decide
+from experiments.verdict_parts.claim import asked_of, decide
+from experiments.verdict_parts.claims import CLAIMS
 from experiments.verdict_parts.rule import UNDECIDED
 
 DIR = "DIR"  # stands for the data in a recorded command
