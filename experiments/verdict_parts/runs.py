@@ -28,11 +28,6 @@ _IMAGES = "means of 2 x 2 pixels, 20,000 training images, batches of 4 x 32 for 
 _FEW = "means of 2 x 2 pixels, 20,000 training images, two workers"
 _WIDE = "64 workers of one example per step; only the first orders differ between arms"
 _FIT = "few images, fitted for 500 to 5,000 epochs; growth of alpha 4; batches of 8 x 4"
-_QSR_DIGITS = (
-    "qsr --task=digits_mlp --model=resnet --workers=8 --units_per_step=4 --total_steps=5000 "
-    "--warmup_steps=200 --weight_decay=0 --growth=4 --learning_rates=0.05,0.1,0.2 "
-    "--arms=parallel,constant,qsr --seeds=10 --evaluations=10 --widen=1 --side_by_side=5"
-)
 _STEPS, _ECHOING = "../docs/local_steps.md", "../docs/echoing.md"
 RUNS = {
     "hmda": Run("HMDA, logistic regression, W = 4", "New Jersey for New York", data="hmda"),
@@ -44,12 +39,12 @@ RUNS = {
                     data="hmda"),
     "m4_constant": Run("M4 Weekly, constant rate, W = 4", "15 epochs for 30", data="m4", command=(
         "cd_grab --task=m4_weekly --schedule=constant --data_dir=DIR --arms=rr,cd_grab "
-        "--learning_rates=5e-4,1e-3 --epochs=15 --seeds=5 --widen=2 --bound_every=0")),
+        "--learning_rates=5e-4,1e-3 --epochs=15 --seeds=3 --widen=1 --bound_every=0")),
     "lstm_constant": Run("WikiText-2, LSTM, constant rate, W = 4",
                          "test.txt trains, 15 epochs for 50", "4,096 words", data="wikitext2",
                          command=(
         "cd_grab --task=wikitext2_small --model=lstm --schedule=constant --data_dir=DIR "
-        "--arms=rr,cd_grab --learning_rates=1,2 --epochs=15 --seeds=5 --widen=2 --bound_every=0")),
+        "--arms=rr,cd_grab --learning_rates=1,2 --epochs=15 --seeds=3 --widen=1 --bound_every=0")),
     "m4": Run("M4 Weekly, W = 4", "15 epochs for 30", "decay every 5; 3 seeds for 5",
               shown_from=7, data="m4"),
     "lstm": Run("WikiText-2, LSTM, W = 4", "test.txt trains, 15 epochs for 50",
@@ -74,11 +69,10 @@ RUNS = {
     "qsr_cifar10_resnet": Run("CIFAR-10, ResNet-8, Local SGD", f"{_SMALL}200",
                               f"{_IMAGES}, 19,218 parameters", _STEPS, data="tfds"),
     "qsr_digits_mlp": Run("150 digits, perceptron, Local SGD", _FIT),
-    "qsr_digits_resnet": Run("150 digits, ResNet-8, Local SGD", _FIT, command=(
-        f"{_QSR_DIGITS} --num_train=150")),
-    "qsr_digits_resnet_noisy": Run("300 digits, three in ten labels noisy, ResNet-8, Local SGD",
-                                   _FIT, command=(
-        f"{_QSR_DIGITS} --num_train=300 --label_noise=0.3")),
+    "qsr_digits_resnet": Run("150 digits, ResNet-8, Local SGD", _FIT),
+    "qsr_digits_resnet_noisy": Run(
+        "300 digits, three in ten labels noisy, ResNet-8, Local SGD", _FIT
+    ),
     "qsr_cifar10_long": Run("2,048 images of CIFAR-10, ResNet-8, Local SGD, 1,000 epochs",
                             "means of 2 x 2 pixels; batches of 4 x 16; no augmentation",
                             data="tfds", command=(
