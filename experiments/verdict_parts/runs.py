@@ -41,10 +41,10 @@ RUNS = {
         "cd_grab --task=m4_weekly --schedule=constant --data_dir=DIR --arms=rr,cd_grab "
         "--learning_rates=5e-4,1e-3 --epochs=15 --seeds=3 --widen=1 --bound_every=0")),
     "lstm_constant": Run("WikiText-2, LSTM, constant rate, W = 4",
-                         "test.txt trains, 15 epochs for 50", "4,096 words", data="wikitext2",
+                         "test.txt trains, 10 epochs for 50", "4,096 words", data="wikitext2",
                          command=(
         "cd_grab --task=wikitext2_small --model=lstm --schedule=constant --data_dir=DIR "
-        "--arms=rr,cd_grab --learning_rates=1,2 --epochs=15 --seeds=3 --widen=1 --bound_every=0")),
+        "--arms=rr,cd_grab --learning_rates=1,2 --epochs=10 --seeds=3 --bound_every=0")),
     "m4": Run("M4 Weekly, W = 4", "15 epochs for 30", "decay every 5; 3 seeds for 5",
               shown_from=7, data="m4"),
     "lstm": Run("WikiText-2, LSTM, W = 4", "test.txt trains, 15 epochs for 50",
