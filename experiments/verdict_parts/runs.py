@@ -37,14 +37,9 @@ RUNS = {
                     data="sst2"),
     "hmda_w64": Run("HMDA, logistic regression, W = 64", "New Jersey for New York", _WIDE,
                     data="hmda"),
-    "m4_constant": Run("M4 Weekly, constant rate, W = 4", "15 epochs for 30", data="m4", command=(
-        "cd_grab --task=m4_weekly --schedule=constant --data_dir=DIR --arms=rr,cd_grab "
-        "--learning_rates=5e-4,1e-3 --epochs=15 --seeds=3 --widen=1 --bound_every=0")),
+    "m4_constant": Run("M4 Weekly, constant rate, W = 4", "15 epochs for 30", data="m4"),
     "lstm_constant": Run("WikiText-2, LSTM, constant rate, W = 4",
-                         "test.txt trains, 10 epochs for 50", "4,096 words", data="wikitext2",
-                         command=(
-        "cd_grab --task=wikitext2_small --model=lstm --schedule=constant --data_dir=DIR "
-        "--arms=rr,cd_grab --learning_rates=1,2 --epochs=10 --seeds=3 --bound_every=0")),
+                         "test.txt trains, 10 epochs for 50", "4,096 words", data="wikitext2"),
     "m4": Run("M4 Weekly, W = 4", "15 epochs for 30", "decay every 5; 3 seeds for 5",
               shown_from=7, data="m4"),
     "lstm": Run("WikiText-2, LSTM, W = 4", "test.txt trains, 15 epochs for 50",
@@ -81,10 +76,7 @@ RUNS = {
         "--arms=parallel,constant,qsr --seeds=10 --evaluations=10 --widen=2")),
     "echo_resnet": Run("CIFAR-10, ResNet-8", "16 x 16, to 38 %", _FEW, _ECHOING, data="tfds"),
     "echo_resnet_gn": Run("CIFAR-10, ResNet-8 with group normalisation", "16 x 16, to 38 %", _FEW,
-                          data="tfds", command=(
-        "echoing --task=cifar10_resnet8_race --model=resnet8_gn --data_dir=DIR --speeds=2 "
-        "--arms=none,local,diffusion --step_seconds=0 --seeds=12 --learning_rates=0.05,0.1 "
-        "--total_steps=1400")),
+                          data="tfds"),
     "echo_digits": Run("digits, perceptron of two layers of 512", "800 images, to 96 %"),
     "echo_mobilenet": Run("CIFAR-10, MobileNet-V2", "16 x 16, to 33 %", _FEW, _ECHOING,
                           data="tfds"),
