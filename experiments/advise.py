@@ -2,18 +2,23 @@ r"""Which of the three decisions pay on your machine, for your task? Measures, t
 
     python -m experiments.advise --task=digits --workers=4 --units_per_step=16
     python -m experiments.advise --task=cifar10 --data_dir=DIR --gbps=10
+    python -m experiments.advise --map          # where they pay: tables and the map of all machines
 
 Measures in about a minute, for one worker: a step, the same with an order, and a load of its batch
 from the task's own source. With --run=mesh the network is measured too, by an all-reduce of the
 parameters over its devices, of one or several processes; otherwise it is --gbps, one row for each.
 Then prices what every combination of decisions took in the recorded factorials (experiments/runs,
 those with the nearest number of units per worker and step), and prints the fastest, its price and
-its doubt: over how many tasks it was fastest, and what cannot be told from it.
+what cannot be told from it. Your own task is a file in experiments/tasks/.
 
-Your own task is a file in experiments/tasks/. Expected: docs/combined.md says how far the advice
-was from the best of all combinations, for tasks that it did not know.
+With --map nothing is measured: the same recorded factorials (each made by `experiments.combined`;
+its command is beside it) are priced on a grid of machines, for models of --parameters, and on
+--gbps with the loaders of --loaders. Writes map.png and table_*.md into --output_dir. Seconds.
+docs/machine_map.md holds them, and how good the advice is for tasks that it does not know.
 """
 
+import itertools
+import os
 from collections.abc import Sequence
 
 import jax
@@ -22,31 +27,50 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from experiments import flags
-from experiments.advice_parts import machines, recorded
-from experiments.advice_parts.recorded import Combination
-from experiments.bench_parts import echo, timing
-from experiments.processes import distributed
-from experiments.results import archive, tables
-from experiments.training.parts import num_params
+import local_opt
+from experiments import timing
+from experiments.cluster import files, processes
+from experiments.results import archive, records, tables
+from experiments.results.plots import COLOURS, panes, save
+from experiments.study import factorials, flags
+from experiments.study.cost import Machine
+from experiments.study.factorials import NONE, Combination, Factorial
+from experiments.training.config import num_params
 from local_opt import runners
+from local_opt.forecast import sync_seconds
 
 PERIOD, STEPS, REPEATS = 24, 64, 5  # of the recorded local steps; of what is timed
+FORM = "{:.2f} ({:.2f} to {:.2f})"  # of a factor with its interval
+# Of the map: operations per second, least seconds of a step, tokens of an example (6 D operations).
+FLOPS, FLOOR, TOKENS = 1e14, 1e-4, 256.0
+SLOW = {"load": 8.0, "sync": 10.0}  # of the slow machine, in steps
+LOADS = np.geomspace(0.1, 30, 41)  # of a load, in steps
+SYNCS = np.geomspace(0.03, 300, 49)  # of a sync, in steps
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", task="digits")
-    define, listed = flags.definer(values), absl_flags.DEFINE_list
+    define, number, listed = flags.definer(values), absl_flags.DEFINE_float, absl_flags.DEFINE_list
+    define(absl_flags.DEFINE_bool, "map", False, "write the map of machines, and measure nothing")
     define(listed, "gbps", ["1", "10", "100", "400"], "of a worker's network, where it is not here")
-    define(absl_flags.DEFINE_float, "latency", 3e-5, "seconds of a sync, besides its bytes")
+    define(number, "latency", 3e-5, "seconds of a sync, besides its bytes", lower_bound=0.0)
     define(absl_flags.DEFINE_string, "runs", str(archive.FOLDER), "folder of recorded factorials")
+    define(listed, "parameters", ["1e4", "1e6", "1e8"], "D, of models on the map")
+    define(listed, "loaders", ["1e6", "7400"], "examples per second that a worker reads, there")
+    define(number, "ordered", 1.05, "a fresh step with an order, in steps, there", lower_bound=1.0)
+
+
+def link(parameters: float, workers: int, gbps: float, latency: float) -> float:
+    """Seconds of a sync of float32 parameters, where a worker sends so many Gb/s."""
+    speed = {"gigabits_per_second": gbps, "latency_seconds": latency}
+    return sync_seconds(int(parameters), num_workers=workers, **speed)
 
 
 def order_ratio(task, recipe, order: str) -> float:
     """How many times longer a fresh step is with the order: side by side, at least 1."""
     short = recipe._replace(total_steps=STEPS, warmup_steps=0, bound_every=0)
     calls, _ = timing.training_calls(
-        task, short, {"plain": ("dealt", "parallel"), "order": (order, "parallel")}
+        task, short, {"plain": ("rr+dealt", "parallel"), "order": (order, "parallel")}
     )
     seconds = timing.medians(calls, REPEATS)
     return max(1.0, seconds["order"] / seconds["plain"])
@@ -55,96 +79,220 @@ def order_ratio(task, recipe, order: str) -> float:
 def measured_sync(mesh, parameters: int) -> float:
     """Seconds of an all-reduce of float32 parameters over the mesh."""
     owned = runners.owned_sharding(mesh)
-    mean = jax.jit(
-        runners.over_mesh(mesh)(
-            lambda x: (jax.lax.pmean(x, runners.AXIS),), owned_in=(True,), owned_out=(True,)
-        )
-    )
-    workers = mesh.devices.size
-    zeros = jax.jit(lambda: jnp.zeros((workers, parameters)), out_shardings=owned)()
+    meet = lambda x: jax.lax.pmean(x, runners.AXIS)  # noqa: E731
+    mean = jax.jit(local_opt.lift(meet, mesh, inputs="owned", outputs="owned"))
+    shape = mesh.devices.size, parameters
+    zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=owned)()
     return timing.medians({"sync": lambda: mean(zeros)}, REPEATS)["sync"]
 
 
-def machines_of(task, recipe, order, values) -> dict[str, machines.Machine]:
-    """{network: machine}, from what was measured here."""
-    speed, size = echo.measure(task, recipe), num_params(task.model)
-    ordered = order_ratio(task, recipe, order)
-    mesh = distributed.mesh_of(recipe.run, recipe.workers)
+def machines_of(task, recipe, order, values) -> list[Machine]:
+    """A machine for each network, from what was measured here."""
+    size, workers = num_params(task.model), recipe.workers
+    here = timing.measure(task, recipe)
+    here = here._replace(ordered=order_ratio(task, recipe, order), parameters=size)
+    mesh = processes.mesh_of(recipe.run, workers)
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
-        syncs = {
-            f"{gbps:g} Gb/s": machines.sync_seconds(
-                size, recipe.workers, gbps=gbps, latency=values.latency
-            )
-            for gbps in flags.positive_numbers(values, "gbps")
-        }
-    return {
-        name: machines.Machine(
-            speed.step_seconds, speed.load_seconds, sync, size, min(values.latency, sync), ordered
-        )
+        speeds = flags.positive_numbers(values, "gbps")
+        syncs = {f"{gbps:g} Gb/s": link(size, workers, gbps, values.latency) for gbps in speeds}
+    return [
+        here._replace(label=name, sync=sync, latency=min(values.latency, sync))
         for name, sync in syncs.items()
-    }
+    ]
 
 
 def command_of(combination: Combination, order: str) -> str:
     """Flags of `experiments.train` that take these decisions, as they were recorded."""
-    parts = [f"--order={order if combination.order else 'dealt'}"]
+    parts = [f"--order={order if combination.order else 'rr+dealt'}"]
     parts += [f"--sync=constant --h_base={PERIOD}" if combination.local else "--sync=parallel"]
     if combination.uses > 1:
         parts.append(f"--echo=fixed --echo_factor={combination.uses}")
     return " ".join(parts)
 
 
-def rows_of(machine: machines.Machine, known: Sequence[recorded.Factorial]) -> list[dict]:
-    """A row per combination, the fastest first."""
-    logs = machines.predict(machine, known)
-    times = {c: machines.factor(-log) for c, log in logs.items()}
-    return [
+def advice(machine: Machine, known: Sequence[Factorial]) -> str:
+    """What is recommended on a machine, in words, and a row per combination, the fastest first."""
+    logs = factorials.predict(machine, known)
+    choice = factorials.best_of(logs)
+    rivals, (mean, low, high) = ", ".join(c.label for c in choice.rivals), choice.times
+    doubt = f"Cannot be told from it: {rivals}." if rivals else "Nothing else comes near."
+    rows = [
         {
             "decisions": c.label,
-            "times as fast as none": "{:.2f} ({:.2f} to {:.2f})".format(*times[c]),
+            "times as fast as none": FORM.format(*factorials.factor(-logs[c])),
             "per task": ", ".join(
                 f"{found.task} {np.exp(-x):.2f}" for found, x in zip(known, logs[c], strict=True)
             ),
         }
         for c in sorted(logs, key=lambda c: logs[c].mean())
     ]
-
-
-def advice(name: str, machine: machines.Machine, known: Sequence[recorded.Factorial]) -> str:
-    """What is recommended on a machine, in words."""
-    choice = machines.best_of(machines.predict(machine, known))
-    rivals = ", ".join(c.label for c in choice.rivals)
-    doubt = f"Cannot be told from it: {rivals}." if rivals else "Nothing else comes near."
-    mean, low, high = choice.times
     return (
-        f"{name}: a load is {machine.load / machine.step:.2f} steps, a sync "
+        f"{machine.label}: a load is {machine.ratio:.2f} steps, a sync "
         f"{machine.sync / machine.step:.2f}. Take {choice.best.label}: {mean:.1f} times as fast as "
         f"none ({low:.1f} to {high:.1f}, 95 % over {len(known)} tasks). {doubt}\n"
-        f"    {command_of(choice.best, known[0].order)}"
+        f"    {command_of(choice.best, known[0].order)}\n\n{tables.markdown(rows)}"
     )
+
+
+def advise(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
+    processes.start(values)
+    task, recipe = flags.setting_from_flags(values)
+    known = factorials.near(known, recipe.units_per_step)
+    found = machines_of(task, recipe, known[0].order, values)
+    first, each = found[0], recipe.units_per_step * recipe.unit_size
+    processes.say(
+        f"{task.name}, {first.parameters:,} parameters, {recipe.workers} workers with {each} "
+        f"examples per step each. Measured: a step {1e3 * first.step:.3g} ms, with an order "
+        f"{first.ordered:.2f} times that, a load {1e3 * first.load:.3g} ms. Known: "
+        f"{', '.join(f.task for f in known)} at {known[0].size}."
+    )
+    for machine in found:
+        processes.say(f"\n{advice(machine, known)}")
+
+
+def choices_table(known, values) -> str:
+    """The best combination for every model, network and loader, a column per factorial."""
+    rows, loaders = [], flags.positive_numbers(values, "loaders")
+    sizes, speeds = (flags.positive_numbers(values, name) for name in ("parameters", "gbps"))
+    for d, gbps, speed in itertools.product(sizes, speeds, loaders):
+        row = {"parameters": f"{d:,.0f}", "Gb/s": f"{gbps:g}", "examples / s": f"{speed:g}"}
+        for found in known:
+            examples = found.sizes.units_per_step * found.sizes.unit_size
+            machine = Machine(
+                max(FLOOR, 6 * d * TOKENS * examples / FLOPS), examples / speed,
+                link(d, found.sizes.workers, gbps, values.latency), values.latency,
+                values.ordered, d,
+            )  # fmt: skip
+            own = factorials.best_of(factorials.logs_of(machine, found))
+            row[f"{found.task}, {found.size}"] = f"{own.best.label}, × {own.times[0]:.1f}"
+        rows.append(row)
+    return tables.markdown(rows)
+
+
+def regret_table(known, values) -> str:
+    """What the other tasks' factorials recommend, over the best of a task's own, on machines."""
+    lines, d = [], flags.positive_numbers(values, "parameters")[-1]
+    for load, sync in ((0, 0), (8, 0), (0, 10), (2, 2), (8, 10), (30, 100)):
+        machine = Machine(load=load, sync=sync, ordered=values.ordered, parameters=d)
+        for row in factorials.regrets(known, machine):
+            price = {"load / steps": load, "sync / steps": sync}
+            lines.append(price | row | {"regret": f"{100 * row['regret']:.0f} %"})
+    return tables.markdown(lines)
+
+
+def slow_table(known, values) -> str:
+    """All three decisions against the best of fewer, on a machine with slow input and network."""
+    rows, columns = [], [f"against the {name} of fewer" for name in ("best", "second", "third")]
+    d = flags.positive_numbers(values, "parameters")[-1]
+    machine = Machine(**SLOW, ordered=values.ordered, parameters=d)
+    for found in known:
+        logs = factorials.logs_of(machine, found)
+        row = {"task": found.task, "workers x units": found.size, "all three": "never arrive"}
+        row |= dict.fromkeys(columns, "-")
+        if every := [c for c in logs if c.decisions == 3]:
+            best = min(every, key=lambda c: logs[c].mean())
+            behind = {c: factorials.factor(logs[c] - logs[best]) for c in logs if c.decisions < 3}
+            row["all three"] = f"{best.label}: × {FORM.format(*behind[NONE])}"
+            for name, c in zip(columns, sorted(behind, key=behind.get), strict=False):
+                row[name] = f"{c.label}: × {FORM.format(*behind[c])}"
+        rows.append(row)
+    return tables.markdown(rows)
+
+
+def measured_table(folder) -> str:
+    """Seconds where loads and syncs are slow, and how many times those of all three decisions."""
+    found, rows = factorials.measured(folder), []
+    for combination in dict.fromkeys(c for of in found.values() for c in of):
+        row = {"decisions": combination.label}
+        for task, of in found.items():
+            every = next(seconds for c, seconds in of.items() if c.decisions == 3)
+            row[f"{task}, seconds"] = tables.show(of[combination], "{:.1f}")
+            times = factorials.factor(np.log(of[combination] / every))
+            row[f"{task}, times all three"] = FORM.format(*times)
+        rows.append(row)
+    return tables.markdown(rows)
+
+
+def gains_table(known) -> str:
+    """How many times fewer loads the order takes, where all meet in every step and where not."""
+    rows, most = [], sorted({c.uses for found in known for c in found.taken})
+    for found in known:
+        row = {"task": found.task, "workers x units": found.size}
+        for local, uses in itertools.product((False, True), most):
+            pair = [Combination(order, local, uses) for order in (False, True)]
+            name = f"{'local steps' if local else 'every step'}, e = {uses}"
+            row[name] = "-"
+            if all(c in found.taken for c in pair):
+                plain, order = (np.log(found.taken[c].loads) for c in pair)
+                row[name] = FORM.format(*factorials.factor(plain - order))
+        rows.append(row)
+    return tables.markdown(rows)
+
+
+def picture(known, values, path: str) -> None:
+    """Writes a PNG: a row of maps per task; hatched where another choice may be best."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    of = {(found.task, found.size): found for found in known}
+    sizes = list(dict.fromkeys(found.size for found in known))
+    tasks = [t for t in dict.fromkeys(t for t, _ in of) if all((t, size) in of for size in sizes)]
+    models = flags.positive_numbers(values, "parameters")
+    columns = list(itertools.product(sizes, (models[0], models[-1])))
+    shape = (1 + 3.4 * len(columns), 1.6 + 2.7 * len(tasks))
+    figure, axes = panes(len(tasks), len(columns), shape, sharex=True, sharey=True)
+    colours, seen = ListedColormap(["#DDDDDD", *COLOURS[1:]]), set()
+    grid = {"load": LOADS[:, None, None], "sync": SYNCS[None, :, None], "ordered": values.ordered}
+    for axis, (task, (size, d)) in zip(axes.flat, itertools.product(tasks, columns), strict=True):
+        found = factorials.map_of(of[task, size], Machine(**grid, parameters=d))
+        seen |= set(np.unique(found.kind).tolist())
+        axis.pcolormesh(
+            SYNCS, LOADS, found.kind, cmap=colours, vmin=-0.5, vmax=7.5, shading="nearest"
+        )
+        if not found.sure.all():
+            axis.contourf(SYNCS, LOADS, ~found.sure, [0.5, 1.5], colors="none", hatches=["////"])
+        lines = axis.contour(
+            SYNCS, LOADS, found.times, [2, 4, 8, 16], colors="black", linewidths=0.8
+        )
+        axis.clabel(lines, fmt="%g ×", fontsize="small")
+        axis.set(xscale="log", yscale="log", xlabel="a sync, in steps", ylabel="a load, in steps")
+        axis.set_title(f"{task}, {size}, {d:,.0f} parameters", fontsize="medium")
+        axis.label_outer()
+    names = {k: factorials.KINDS[k].label.replace("2 uses", "echo") for k in sorted(seen)}
+    handles = [Patch(facecolor=colours(k), label=name) for k, name in names.items()]
+    handles.append(Patch(facecolor="white", hatch="////", label="not sure (95 %)"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))
+    save(figure, path, "The best combination of decisions (lines: times as fast as none of them)")
+
+
+def write_map(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
+    """Prints and writes the tables of docs/machine_map.md, and draws its picture."""
+    written = {
+        "slow": slow_table(known, values),
+        "measured": measured_table(values.runs),
+        "gains": gains_table(known),
+        "choices": choices_table(known, values),
+        "regret": regret_table(known, values),
+    }
+    folder = values.output_dir or "results/machine_map"
+    records.open_folder(folder, {"runs": values.runs}, overwrite=True)
+    for name, text in written.items():
+        print(f"\n{text}")
+        files.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
+    picture(known, values, os.path.join(folder, "map.png"))
+    print(f"\nWritten to {folder}: map.png, table_*.md")
 
 
 def run(values: absl_flags.FlagValues) -> None:
-    distributed.start(values)
-    task, recipe = flags.setting_from_flags(values)
-    known = machines.near(recorded.load(values.runs), recipe.units_per_step)
+    known = factorials.load(values.runs)
     if not known:
         raise app.UsageError(
-            f"--runs is {values.runs!r}, which holds no map_TASK_WxB_eUSES: leave --runs unset."
+            f"--runs is {values.runs!r}, which holds no map_TASK_WxB_eUSES: leave it unset, or "
+            "record factorials of `experiments.combined` there by `experiments.verdicts --record`."
         )
-    found = machines_of(task, recipe, known[0].order, values)
-    first = next(iter(found.values()))
-    say = distributed.say
-    say(
-        f"{task.name}, {first.parameters:,} parameters, {recipe.workers} workers with "
-        f"{recipe.units_per_step * recipe.unit_size} examples per step each. Measured: a step "
-        f"{1e3 * first.step:.3g} ms, with an order {first.ordered:.2f} times that, a load "
-        f"{1e3 * first.load:.3g} ms. Known: {', '.join(f.task for f in known)} at {known[0].size}."
-    )
-    for name, machine in found.items():
-        say(f"\n{advice(name, machine, known)}\n\n{tables.markdown(rows_of(machine, known))}")
+    (write_map if values.map else advise)(known, values)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ r"""Does a coordinated example order need fewer epochs than random reshuffling?
     python -m experiments.cd_grab                      # digits, embedded, about a minute
     python -m experiments.cd_grab --task=hmda --data_dir=DIR --seeds=5
     python -m experiments.cd_grab --task=mnist --model=lenet --data_dir=DIR --arms=rr,cd_grab
+    python -m experiments.cd_grab --arms=rr,cd_grab+cd_grab+sketch64,cd_grab+walk
 
 Trains every order at every learning rate with every seed, from the same first orders, and writes
 metrics, table.md, comparison.png and report.html into --output_dir. The same command, given again,
@@ -15,24 +16,18 @@ independent balance and the unzip order stand beside as controls.
 
 from experiments.results import columns, plots
 from experiments.results.statistics import Criterion
-from experiments.studies import study
-from experiments.studies.study import Arm, Study
-from experiments.studies.tables import ORDERS
-from experiments.training.config import EXAMPLES
-
-# D-RR, the baseline, first. Examples that are dealt one by one are no units of any order.
-ARMS = {name: Arm(row.label, order=name) for name, row in ORDERS.items() if row.deals != EXAMPLES}
+from experiments.study import study
+from experiments.study.study import Study, arm_of
 
 STUDY = Study(
     "cd_grab",
-    ARMS,
+    {name: arm_of(name) for name in ("rr", "unzip", "id_mean", "id_pair", "cd_grab")},
     recipe="digits",
     criterion=Criterion("train/loss", lower=True, when="lowest"),
     finalists=None,
     columns=columns.ORDER_COLUMNS,
     panels=plots.ORDER_PANELS,
     sections=(columns.diverged_rates,),
-    default=("rr", "unzip", "id_mean", "id_pair", "cd_grab"),
 )
 
 

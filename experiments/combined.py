@@ -23,12 +23,11 @@ from collections.abc import Sequence
 from absl import app
 from absl import flags as absl_flags
 
-from experiments import flags
 from experiments.results import columns, factorial, plots, statistics
 from experiments.results.statistics import Criterion
-from experiments.studies import cost, study
-from experiments.studies.study import Arm, Study
-from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.study import cost, flags, study
+from experiments.study.study import Arm, Study, arm_of
+from experiments.study.tables import ECHO_POLICIES
 
 # The first level of every factor is what data-parallel training usually does.
 FIRST = ("rr", "parallel", "none")
@@ -36,22 +35,13 @@ FIRST = ("rr", "parallel", "none")
 
 def arms_of(first: Sequence[str], second: Sequence[str]) -> dict[str, Arm]:
     """The eight arms of a factorial, of two levels (order, sync, echo); the first ones first."""
-    levels = itertools.product(*zip(first, second, strict=True))
-    return {
-        "+".join(decisions): Arm(
-            " + ".join(
-                table[name].label
-                for table, name in zip((ORDERS, SYNC_RULES, ECHO_POLICIES), decisions, strict=True)
-            ),
-            *decisions,
-        )
-        for decisions in levels
-    }
+    levels = ("+".join(words) for words in itertools.product(*zip(first, second, strict=True)))
+    return {words: arm_of(words) for words in levels}
 
 
 STUDY = Study(
     "combined",
-    arms_of(FIRST, ("cd_grab", "qsr", "diffusion_cosine")),
+    arms_of(FIRST, ("cd_grab", "qsr", "diffusion+cosine")),
     recipe="digits_cosine",
     criterion=Criterion("train/loss"),
     columns=columns.COMBINED_COLUMNS,
@@ -61,11 +51,10 @@ STUDY = Study(
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
-    define, enum, number = flags.definer(values), absl_flags.DEFINE_enum, absl_flags.DEFINE_float
-    define(enum, "order", "cd_grab", "against --baseline", list(ORDERS))
-    define(enum, "baseline", "rr", "the first order; dealt where --order is dealt", list(ORDERS))
-    define(enum, "sync", "qsr", "against parallel", list(SYNC_RULES))
-    define(enum, "echo", "diffusion_cosine", "against none", list(ECHO_POLICIES))
+    define, number = flags.definer(values), absl_flags.DEFINE_float
+    flags.define_decisions(values, order="cd_grab", sync="qsr", echo="diffusion+cosine")
+    text = "words of the first order; rr+dealt where --order is dealt"
+    define(absl_flags.DEFINE_string, "baseline", "rr", text)
     define(number, "load_steps", 4.0, "priced: a load, in steps of computation")
     define(number, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
     define(number, "step_seconds", 0.0, "if not 0: loads and syncs are delayed by so many of these")
@@ -78,10 +67,10 @@ def fit(study, task, recipe, values):
         scalar = statistics.LOSS if task.optimum is None else statistics.ABOVE
         criterion = Criterion(scalar, when="target", target=recipe.target)
     first = (values.baseline, *FIRST[1:])
-    second = (values.order, values.sync, values.echo)
+    second = tuple(flags.decisions(values).values())
     if same := set(first) & set(second):
         raise app.UsageError(f"--order, --sync, --echo name {same}: that is the first level.")
-    if ECHO_POLICIES[values.echo].online:
+    if ECHO_POLICIES[second[2]].online:
         plans = [name for name, policy in ECHO_POLICIES.items() if not policy.online]
         raise app.UsageError(
             f"--echo is {values.echo}, which follows slow input, and data on the devices are not "

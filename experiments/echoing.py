@@ -28,35 +28,30 @@ and computation and no network. lambda of the proximal arms is not tuned.
 
 from absl import app
 
-from experiments.measures.metrics import METRICS
 from experiments.results import columns, plots, tables
 from experiments.results.statistics import Criterion
-from experiments.studies import study
-from experiments.studies.study import Arm, Study
-from experiments.studies.tables import ECHO_POLICIES
+from experiments.study import study
+from experiments.study.study import Arm, Study, arm_of
+from experiments.tasks.metrics import METRICS
 
-
-def _once_per_load(echo: str) -> Arm:
-    return Arm(ECHO_POLICIES[echo].label, sync="every_load", echo=echo)
-
-
+USUAL = {"sync": "every_load"}  # of an arm that says nothing else
 ARMS = {
     "none": Arm("no echo"),
     "larger_lr": Arm("no echo, lr × e", rate_factor=lambda config: config.echo_factor),
     "accumulate": Arm("gradient accumulation", sync="accumulate_factor"),
     "local": Arm("local steps, no echo", sync="every_factor"),
-    "fixed": _once_per_load("fixed"),
-    "bernoulli": _once_per_load("bernoulli"),
-    "bernoulli_linear": _once_per_load("bernoulli_linear"),
-    "bernoulli_multistep": _once_per_load("bernoulli_multistep"),
-    "bernoulli_cosine": _once_per_load("bernoulli_cosine"),
+    "fixed": arm_of("fixed", **USUAL),
+    "bernoulli": arm_of("bernoulli", **USUAL),
+    "bernoulli+linear": arm_of("bernoulli+linear", **USUAL),
+    "bernoulli+multistep": arm_of("bernoulli+multistep", **USUAL),
+    "bernoulli+cosine": arm_of("bernoulli+cosine", **USUAL),
     "algorithm2": Arm("Bernoulli, coins for syncs too", sync="coins", echo="bernoulli"),
-    "diffusion": _once_per_load("diffusion"),
-    "diffusion_linear": _once_per_load("diffusion_linear"),
-    "diffusion_multistep": _once_per_load("diffusion_multistep"),
-    "diffusion_cosine": _once_per_load("diffusion_cosine"),
+    "diffusion": arm_of("diffusion", **USUAL),
+    "diffusion+linear": arm_of("diffusion+linear", **USUAL),
+    "diffusion+multistep": arm_of("diffusion+multistep", **USUAL),
+    "diffusion+cosine": arm_of("diffusion+cosine", **USUAL),
     "diffusion_every": Arm("error diffusion, sync every step", echo="diffusion"),
-    "measured": _once_per_load("measured"),
+    "measured": arm_of("measured", **USUAL),
     "proximal": Arm("fixed factor, proximal", sync="every_load", echo="fixed", proximal=1),
     "proximal_strong": Arm(
         "fixed factor, proximal, 10 λ", sync="every_load", echo="fixed", proximal=10
@@ -75,6 +70,7 @@ STUDY = Study(
         columns.rates_tried(),
         plots.time_to_target,
     ),
+    usual=USUAL,
     speeds=(1, 2, 4, 8),
     seeds=3,
 )

@@ -21,12 +21,13 @@ import jax.numpy as jnp
 from absl import app, flags
 from tqdm import tqdm
 
+import local_opt
 import ordering
-from experiments.flags import definer, names_of, whole_numbers
-from experiments.results import html, plots, records, tables
-from experiments.studies.tables import ORDERS
+from experiments.cluster import files
+from experiments.results import page, plots, records, tables
+from experiments.study.flags import definer, names_of, whole_numbers
+from experiments.study.tables import ORDERS
 from experiments.training.config import OrderSetting
-from local_opt import runners
 
 FLAGS = flags.FLAGS
 NORMS = {"inf": jnp.inf, "2": 2}
@@ -61,12 +62,11 @@ def bounds_over_rounds(
     num_workers, num_units, dimension = vectors.shape
     # Steps of about 16 units in all keep the loop short without large Gram matrices.
     units_per_step = min(max(2, 16 // num_workers * 2), num_units)
-    block_size = ordering.balance.default_block_size(-(-dimension // num_workers))
-    setting = OrderSetting(num_units, units_per_step, num_workers, rounds, block_size)
+    setting = OrderSetting(num_units, units_per_step, num_workers, rounds)
     order = ORDERS[order_name].make(setting)
 
     def init(key):
-        return (order.init(key, jnp.zeros(dimension)),)
+        return order.init(key, jnp.zeros(dimension))
 
     def one_round(state, vectors):
         def step(state, start, size):
@@ -78,16 +78,18 @@ def bounds_over_rounds(
         state, _ = jax.lax.scan(lambda s, t: (step(s, t, units_per_step), None), state, starts)
         if whole < num_units:
             state = step(state, whole, num_units - whole)
-        return (order.next_epoch(state),)
+        return order.next_epoch(state)
 
-    simulate = runners.simulate
+    def over(function, inputs):
+        return local_opt.lift(function, num_workers, inputs=inputs, outputs="owned")
+
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), num_workers)
-    (state,) = jax.jit(simulate(init, owned_in=(True,), owned_out=(True,)))(keys)
-    run = jax.jit(simulate(one_round, owned_in=(True, True), owned_out=(True,)), donate_argnums=0)
+    state = jax.jit(over(init, "owned"))(keys)
+    run = jax.jit(over(one_round, "owned owned"), donate_argnums=0)
     bound = jax.jit(lambda v, o: ordering.parallel_herding_bound(v, o, norm=norm))
     found = [float(bound(vectors, state.current))]
     for _ in range(rounds):
-        (state,) = run(state, vectors)
+        state = run(state, vectors)
         found.append(float(bound(vectors, state.current)))
     return found
 
@@ -133,11 +135,11 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
         all_records += run
         records.write_lines(os.path.join(folder, records.METRICS), all_records)
     text = table(all_records, values.rounds)
-    records.write_whole(os.path.join(folder, "table.md"), text + "\n")
+    files.write_whole(os.path.join(folder, "table.md"), text + "\n")
     title = f"{values.num_vectors:,} unit vectors, d = {values.dimension}"
-    labels, path = {n: o.label for n, o in ORDERS.items()}, os.path.join(folder, "herding.png")
+    labels, path = {n: ORDERS[n].label for n in values.arms}, os.path.join(folder, "herding.png")
     plots.herding(all_records, labels, path, title, values.norm)
-    html.of_folder(folder, title=title, command=html.command_line())
+    page.of_folder(folder, title=title, command=page.command_line())
     print(text)
     total = sum(r["seconds"] for r in all_records if r["round"] == 0)
     print(f"\n{total:.0f} s of work. Written to {folder}")

@@ -4,6 +4,7 @@ r"""When should workers talk? Synchronisation rules x seeds on one task.
     python -m experiments.qsr --task=mnist_mlp --data_dir=DIR
     python -m experiments.qsr --task=cifar10_resnet8 --data_dir=DIR
     python -m experiments.qsr --task=cifar10_vit --data_dir=DIR
+    python -m experiments.qsr --arms=parallel,qsr,qsr+int8,qsr+control+epoch
 
 Every rule trains once at each peak learning rate and then, with the remaining seeds, at the best
 two; the mean over seeds on half of the test set chooses between them, for one seed cannot. The
@@ -24,25 +25,22 @@ augmentation, growth = alpha / peak rate fixed per setting instead of tuned, and
 device, so that seconds show the computation and no network.
 """
 
-from experiments.measures.metrics import METRICS
 from experiments.results import columns, plots, tables
 from experiments.results.statistics import Criterion
-from experiments.studies import study
-from experiments.studies.study import Arm, Study
-from experiments.studies.tables import SYNC_RULES
+from experiments.study import study
+from experiments.study.study import Study, arm_of
+from experiments.tasks.metrics import METRICS
 
 RULES = ("parallel", "accumulate", "constant", "post_local", "swap", "inverse", "qsr", "cubic")
-OTHERS = [name for name in SYNC_RULES if name not in RULES]
 
 STUDY = Study(
     "qsr",
-    {name: Arm(SYNC_RULES[name].label, sync=name) for name in (*RULES, *OTHERS)},
+    {name: arm_of(name) for name in RULES},
     recipe="digits_mlp",
     criterion=Criterion("valid/accuracy", lower=False),
     columns=columns.SYNC_COLUMNS,
     panels=plots.SYNC_PANELS,
     sections=(columns.rates_tried("rule"), tables.against),
-    default=RULES,
 )
 
 

@@ -9,9 +9,9 @@ r"""Which claims of the papers do our runs bear out? docs/results.md, and experi
     python -m experiments.verdicts --again=hmda,sst2 --arms=rr,cd_grab --data=DIR
 
 Without --run and --again nothing is trained: everything comes from the records in experiments/runs,
-in seconds. The claims are the rows of experiments/verdict_parts/claims.py, and the verdicts what
-rule.py there makes of their effects. A run recorded again with more seeds is looked at again, at
-the level of that look.
+in seconds. The claims are the rows of experiments/results/claims.py, and the verdicts what rule.py
+there makes of their effects. A run recorded again with more seeds is looked at again, at the level
+of that look.
 
 --run=undecided trains further seeds of recorded runs, in pairs, the cheapest look first, until
 nothing is undecided or the hours are spent; given again, it goes on. --again trains a recorded seed
@@ -19,17 +19,21 @@ anew and shows how far it is from its record. --data is the folder of all tasks'
 in the rows of RUNS.
 """
 
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
 
 from absl import app, flags
 
-from experiments.advice_parts import recorded
-from experiments.flags import definer
-from experiments.processes import distributed
-from experiments.results import archive, records
-from experiments.verdict_parts import again, page, picture, runs, undecided
+from experiments import forecast, more_seeds
+from experiments.cluster import files, processes
+from experiments.results import archive, verdict_picture
+from experiments.results import claims as claimed
+from experiments.results import verdict_page as written
+from experiments.study import factorials, recipes
+from experiments.study.flags import definer
+from experiments.study.tables import SYNC_RULES
 
 FLAGS = flags.FLAGS
 README = pathlib.Path(__file__).parent / "README.md"
@@ -50,21 +54,28 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define(flags.DEFINE_list, "arms", [], "of --again; the first of each run if unset")
     define(flags.DEFINE_enum, "run", None, "train more seeds of these", ["undecided"])
     define(flags.DEFINE_float, "hours", 8.0, "that may be spent on it", lower_bound=0.0)
-    define(flags.DEFINE_float, "most_hours", 24.0, "that a single look may take", lower_bound=0.0)
     define(flags.DEFINE_list, "names", [], "of the runs that may be continued; all if unset")
-    define(text, "data", None, "folder of all tasks' data")
-    define(text, "results", "results/verdicts", "for what is not recorded yet")
+    define(text, "data", "", "folder of all tasks' data")
     define(switch, "delays", False, "wait for slow loads, as claims about seconds ask for")
-    define(flags.DEFINE_integer, "side_by_side", 1, "runs trained in one program", lower_bound=1)
+
+
+@functools.cache
+def claims() -> tuple:
+    """All of them, with QSR's plans of tens of thousands of rounds."""
+
+    def plan_of(name):
+        return SYNC_RULES["qsr"].plan(forecast.config_of(recipes.planned(name)[1]))
+
+    return claimed.claims(plan_of)
 
 
 def record(results: str, name: str, command: str, folder=archive.FOLDER) -> pathlib.Path:
     """Keeps a finished output folder as a run of `RUNS`, as of `archive.record`."""
-    if name not in runs.RUNS and not recorded.is_name(name):
+    if name not in claimed.RUNS and not factorials.is_name(name):
         raise ValueError(
-            f"--name is {name!r}: it must be one of {', '.join(runs.RUNS)}, or of a factorial, as "
-            "map_TASK_WxB_eUSES or slow_TASK_eUSES. Add a row to RUNS in "
-            "experiments/verdict_parts/runs.py for a new run."
+            f"--name is {name!r}: it must be one of {', '.join(claimed.RUNS)}, or of a factorial, "
+            "as map_TASK_WxB_eUSES or slow_TASK_eUSES. Add a row to RUNS in "
+            "experiments/results/claims.py for a new run."
         )
     target = pathlib.Path(folder) / name
     archive.record(results, target, command)
@@ -73,11 +84,9 @@ def record(results: str, name: str, command: str, folder=archive.FOLDER) -> path
 
 def generated(folder=archive.FOLDER) -> tuple[str, str]:
     """Everything between the markers of `PAGES`."""
-    recorded = runs.load(folder)
-    found = page.rows(recorded)
-    parts = [f"{page.count(found)}.", page.table(found, recorded), "## Runs"]
-    sections = [runs.section(name, own, folder) for name, own in recorded.items()]
-    return "\n\n".join(parts + sections), page.results(found)
+    recorded = written.load(folder)
+    rows = written.rows(recorded, claims())
+    return written.page_of_claims(rows, recorded, folder), written.page_of_results(rows)
 
 
 def replace_section(text: str, body: str) -> str:
@@ -98,6 +107,17 @@ def check(pages: Sequence[pathlib.Path] = PAGES, folder=archive.FOLDER) -> None:
             )
 
 
+def write_pages(*, pictures: bool = False) -> None:
+    recorded = written.load()
+    rows = written.rows(recorded, claims())
+    verdict_picture.draw(rows, str(PICTURES / written.PICTURE))
+    if pictures:
+        written.draw_orders(recorded, PICTURES)
+    for path, body in zip(PAGES, generated(), strict=True):
+        files.write_whole(str(path), replace_section(path.read_text(encoding="utf-8"), body))
+        print(f"Written: {path.name}, {len(body.splitlines())} lines")
+
+
 def main(argv: Sequence[str]) -> None:
     del argv
     if FLAGS.check:
@@ -105,33 +125,20 @@ def main(argv: Sequence[str]) -> None:
             check()
         except ValueError as error:
             sys.exit(str(error))
-        print("The pages are up to date.")
-        return
+        return print("The pages are up to date.")
     if FLAGS.again:
-        print(again.compare(FLAGS.again, data=FLAGS.data or "", arms=FLAGS.arms))
-        return
+        return print(more_seeds.train_again(FLAGS.again, data=FLAGS.data, arms=FLAGS.arms))
     if FLAGS.record:
         print(f"Recorded in {record(FLAGS.record, FLAGS.name, FLAGS.command)}")
     stopped = 0
     if FLAGS.run:
-        stopped = undecided.run(
-            hours=FLAGS.hours, data=FLAGS.data or "", results=FLAGS.results, names=FLAGS.names,
-            most_hours=FLAGS.most_hours, side_by_side=FLAGS.side_by_side, delays=FLAGS.delays,
-        )  # fmt: skip
-    write_pages()
+        stopped = more_seeds.decide(
+            claims(), hours=FLAGS.hours, data=FLAGS.data, names=FLAGS.names, delays=FLAGS.delays
+        )
+    write_pages(pictures=FLAGS.pictures)
     if stopped:
-        distributed.say("Stopped and saved: the same command goes on.")
+        processes.say("Stopped and saved: the same command goes on.")
         sys.exit(128 + stopped)
-
-
-def write_pages() -> None:
-    recorded = runs.load()
-    picture.draw(page.rows(recorded), str(PICTURES / page.PICTURE))
-    if FLAGS.pictures:
-        runs.draw(recorded, PICTURES)
-    for path, body in zip(PAGES, generated(), strict=True):
-        records.write_whole(str(path), replace_section(path.read_text(encoding="utf-8"), body))
-        print(f"Written: {path.name}, {len(body.splitlines())} lines")
 
 
 if __name__ == "__main__":

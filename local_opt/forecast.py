@@ -1,36 +1,35 @@
 """What a plan will cost before it runs, and what communication did cost after runs were timed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from local_opt.plan import SyncPlan
-from local_opt.synchronize import check_wire
-from local_opt.wires import LANES, Wire, rows_of
+from local_opt.plans import SyncPlan
+from local_opt.streaming import stream_events
+from local_opt.wires import LANES, Wire, check_wire, rows_of
 
 
 class Forecast(NamedTuple):
-    """The predicted cost of a run; all bytes and seconds are of one worker."""
+    """The predicted cost of a run; see `forecast`."""
 
-    rounds: int  # R, syncs of the run
-    volume: float  # R / T
-    sent_bytes: float  # over the run
+    rounds: int
+    volume: float
+    sent_bytes: float
     compute_seconds: float
     communication_seconds: float
+    hidden_seconds: float
     total_seconds: float
+    peak_bytes_per_second: float
 
 
 class CommunicationTime(NamedTuple):
-    """The two parts of a run's time, in the unit of the measured times.
+    """The two parts of a run's time; see `communication_time`."""
 
-    The half widths are those of 95 % intervals; nan where two runs leave nothing to estimate them.
-    """
-
-    compute: float  # C, of a run that never synchronises
-    communication: float  # M, of a run that synchronises after every step
-    residual: float  # root mean square of what the line does not explain
+    compute: float
+    communication: float
+    residual: float
     compute_half_width: float
     communication_half_width: float
 
@@ -70,7 +69,7 @@ def sync_bytes(
     """
     _check_count("num_params", num_params)
     _check_count("num_workers", num_workers)
-    check_positive("bytes_per_param", bytes_per_param)
+    _check_positive("bytes_per_param", bytes_per_param)
     if wire is None:
         return 2 * (num_workers - 1) / num_workers * num_params * float(bytes_per_param)
     check_wire(wire)
@@ -80,74 +79,143 @@ def sync_bytes(
     return float(messages * message * LANES * np.dtype(wire.dtype).itemsize)
 
 
-def forecast(
-    plan: SyncPlan,
-    *,
+def sync_seconds(
     num_params: int,
+    *,
+    num_workers: int,
+    gigabits_per_second: float,
+    wire: Wire | None = None,
+    bytes_per_param: float = 4,
+    latency_seconds: float = 0.0,
+) -> float:
+    """Seconds of one sync: the latency and the transfer of `sync_bytes`; 0 for one worker."""
+    sent = sync_bytes(
+        num_params, num_workers=num_workers, wire=wire, bytes_per_param=bytes_per_param
+    )
+    _check_positive("gigabits_per_second", gigabits_per_second)
+    if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
+        raise ValueError(f"latency_seconds is {latency_seconds!r}: pass a finite number >= 0.")
+    return latency_seconds + 8 * sent / (1e9 * gigabits_per_second) if sent else 0.0
+
+
+def forecast(
+    plan: SyncPlan | Mapping[str, SyncPlan],
+    *,
+    num_params: int | Mapping[str, int],
     num_workers: int,
     step_seconds: float,
     gigabits_per_second: float,
     bytes_per_param: float = 4,
-    wire: Wire | None = None,
+    wire: Wire | Mapping[str, Wire] | None = None,
     latency_seconds: float = 0.0,
+    delay: int = 0,
 ) -> Forecast:
-    """Bytes and seconds of a run that synchronises by a plan, without running it.
+    """Bytes and seconds of a run that synchronises by a plan, or its parts by several.
 
-    total = T s + R (l + 8 B / (10^9 g)), where B = `sync_bytes`.
+    total = T s + sum over syncs of (l + 8 B / (10^9 g)), less what steps hide. B = `sync_bytes`.
+    With a delay the mean of a part takes the link from its start on, or from when the link is free,
+    and the step at its finish, `delay` steps later, waits for what is left. The peak is the largest
+    sum of B / (max(delay, 1) s) over the parts that are on their way in one step.
 
-    Assumed: workers compute, then communicate, and never both; all take equally long for a step;
-    a ring moves as fast as the link of one worker, whatever else uses the network. Data parallel
-    training can hide part of its communication behind the backward pass, so for H = 1 this is an
-    upper bound. On machines with several GPUs, a ring that visits one machine after another sends
-    the same bytes over each machine's link: W counts the GPUs and g is the machine's. If GPUs
-    first average within their machine, W counts machines. Rings over several network cards share
-    the bytes: g is the sum of the cards'.
+    Assumed: workers compute, then communicate, and without a delay never both; all take equally
+    long for a step; a ring moves as fast as the link of one worker, whatever else uses the network.
+    Data parallel training can hide part of its communication behind the backward pass, so for H = 1
+    this is an upper bound. On machines with several GPUs, a ring that visits one machine after
+    another sends the same bytes over each machine's link: W counts the GPUs and g is the machine's.
+    If GPUs first average within their machine, W counts machines. Rings over several network cards
+    share the bytes: g is the sum of the cards'.
 
     Args:
-      plan: of the run.
-      num_params: D >= 1, parameters that are averaged.
+      plan: of the run; or {part: its plan}, for fragments or fields of the state.
+      num_params: D >= 1, parameters that are averaged; or {part: numbers in it}.
       num_workers: W >= 1; one worker sends nothing and waits for nobody.
       step_seconds: s > 0, seconds to compute one step on one worker, without communication.
       gigabits_per_second: g > 0, speed of a link in 10^9 bits per second.
       bytes_per_param: b > 0, bytes, without a wire.
-      wire: of the syncs; see `sync_bytes`.
+      wire: of the syncs; see `sync_bytes`. Or {part: its wire}, parts without one in float32.
       latency_seconds: l >= 0, seconds that a sync takes beside the transfer.
+      delay: >= 0, steps that pass while a mean travels; 0 for syncs that are waited for.
 
     Returns:
-      A `Forecast`.
+      A record, of one worker: `rounds` (of all parts), `volume` (numbers sent, as a share of all of
+      them after every step), `sent_bytes`, `compute_seconds`, `communication_seconds` (that the
+      link is busy), `hidden_seconds` (of these, behind steps), `total_seconds`, and
+      `peak_bytes_per_second` (that a link must carry for steps to hide everything).
 
     Raises:
-      ValueError: for values out of range.
+      ValueError: for values out of range, or numbers of other parts than the plans'.
 
     Example:
       >>> import local_opt
-      >>> cost = dict(num_params=10**9, num_workers=2, step_seconds=0.5, gigabits_per_second=32)
-      >>> local_opt.forecast(local_opt.constant(4, total_steps=100), **cost).total_seconds
+      >>> cost = dict(num_workers=2, step_seconds=0.5, gigabits_per_second=32)  # 1 s per sync
+      >>> plan = local_opt.constant(4, total_steps=100)
+      >>> local_opt.forecast(plan, num_params=10**9, **cost).total_seconds
       75.0
-      >>> local_opt.forecast(local_opt.every_step(100), **cost).total_seconds
+      >>> local_opt.forecast(local_opt.every_step(100), num_params=10**9, **cost).total_seconds
       150.0
+      >>> plans = {"0": local_opt.constant(4, total_steps=8)}
+      >>> found = local_opt.forecast(plans, num_params={"0": 10**9}, delay=2, **cost)
+      >>> found.hidden_seconds, found.total_seconds
+      (1.0, 5.0)
 
     References:
-      Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
-      https://doi.org/10.1016/j.jpdc.2008.09.002
+      Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
+      Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
-    check_positive("step_seconds", step_seconds)
-    check_positive("gigabits_per_second", gigabits_per_second)
-    if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
-        raise ValueError(f"latency_seconds is {latency_seconds!r}: pass a finite number >= 0.")
-    sent = sync_bytes(
-        num_params, num_workers=num_workers, wire=wire, bytes_per_param=bytes_per_param
-    )
-    per_sync = latency_seconds + 8 * sent / (1e9 * gigabits_per_second) if sent else 0.0
-    compute = plan.total_steps * float(step_seconds)
+    _check_positive("step_seconds", step_seconds)
+    if isinstance(plan, SyncPlan):
+        plan, num_params, wire = {"": plan}, {"": num_params}, {"": wire}
+    if set(num_params) != set(plan):
+        raise ValueError(
+            f"num_params are of {sorted(num_params)} and the plans of {sorted(plan)}: name the "
+            "same parts."
+        )
+    events = stream_events(plan, delay=delay)
+    steps = next(iter(plan.values())).total_steps
+    wires = dict.fromkeys(plan, wire) if isinstance(wire, Wire | None) else wire
+    link = dict(gigabits_per_second=gigabits_per_second, latency_seconds=latency_seconds)
+    of_all = dict(num_workers=num_workers, bytes_per_param=bytes_per_param)
+    own = {part: of_all | {"wire": wires.get(part)} for part in plan}
+    sent = {part: sync_bytes(size, **own[part]) for part, size in num_params.items()}
+    seconds = {part: sync_seconds(size, **own[part], **link) for part, size in num_params.items()}
+    rounds = {part: each.rounds for part, each in plan.items()}
+    busy = sum(rounds[part] * seconds[part] for part in plan)
+    waited = _waited(events, seconds, float(step_seconds)) if delay else busy
+    compute = steps * float(step_seconds)
+    numbers = sum(rounds[part] * int(size) for part, size in num_params.items())
     return Forecast(
-        plan.rounds,
-        plan.volume,
-        plan.rounds * sent,
+        sum(rounds.values()),
+        numbers / (steps * sum(map(int, num_params.values()))),
+        float(sum(rounds[part] * sent[part] for part in plan)),
         compute,
-        plan.rounds * per_sync,
-        compute + plan.rounds * per_sync,
+        busy,
+        busy - waited,
+        compute + waited,
+        _peak(plan, delay, sent) / step_seconds,
     )
+
+
+def _waited(events, seconds, step_seconds):
+    """Seconds that steps wait: event by event, one transfer on the link at a time."""
+    waited, free, arrives = 0.0, 0.0, {}
+    for step, (action, part, _) in events:
+        now = step * step_seconds + waited
+        if action == "start":
+            free = max(free, now) + seconds[part]
+            arrives[part] = free
+        else:
+            waited += max(0.0, arrives[part] - now)
+    return waited
+
+
+def _peak(plans, delay, sent):
+    """Bytes per step, of all parts that are on their way in the busiest one."""
+    length = max(delay, 1)
+    change = np.zeros(next(iter(plans.values())).total_steps + length + 1)
+    for part, plan in plans.items():
+        np.add.at(change, plan.ends, sent[part] / length)
+        np.add.at(change, plan.ends + length, -sent[part] / length)
+    return float(np.cumsum(change).max())
 
 
 def communication_time(volumes: Sequence[float], times: Sequence[float]) -> CommunicationTime:
@@ -164,7 +232,10 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
       times: of the same runs, > 0, in any one unit.
 
     Returns:
-      A `CommunicationTime` in the unit of `times`.
+      A record of `compute` (C, of a run that never synchronises), `communication` (M, of a run that
+      synchronises after every step), `residual` (root mean square of what the line does not
+      explain), `compute_half_width` and `communication_half_width` (of 95 % intervals; nan where
+      two runs leave nothing to estimate them), in the unit of `times`.
 
     Raises:
       ValueError: for fewer than two runs, equal volumes, volumes outside (0, 1], or times that
@@ -194,13 +265,8 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
         error = t.ppf(0.975, freedom) * math.sqrt(squares / freedom)
         # Variances of intercept and slope of a line through points with equal noise.
         halves = (error * math.sqrt(1 / len(x) + x_mean**2 / spread), error / math.sqrt(spread))
-    return CommunicationTime(
-        float(intercept),
-        float(slope),
-        float(math.sqrt(squares / len(x))),
-        float(halves[0]),
-        float(halves[1]),
-    )
+    residual = math.sqrt(squares / len(x))
+    return CommunicationTime(*map(float, (intercept, slope, residual, *halves)))
 
 
 def _checked_runs(volumes, times):
@@ -229,6 +295,6 @@ def _check_count(name, value):
         raise ValueError(f"{name} is {value!r}: pass a whole number >= 1.")
 
 
-def check_positive(name, value):
+def _check_positive(name, value):
     if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value!r}: pass a positive, finite number.")

@@ -8,9 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from local_opt import runners
-from local_opt.checks import check_same_start
-from local_opt.leaves import Part, joined, parted
-from local_opt.workers import consolidate, explicit
+from local_opt.workers import Part, check_same_start, consolidate, explicit, joined, parted
 from syncopate import plans
 
 INPUTS = ("owned", "shared", "split", "key")

@@ -6,7 +6,7 @@ import warnings
 import optax
 
 from local_opt.outer import nesterov, slow_momentum
-from local_opt.plan import SyncPlan
+from local_opt.plans import SyncPlan
 from local_opt.transform import local_steps
 
 LEFT = 0.1  # of an oscillation at the end of a run, above which rounds are few

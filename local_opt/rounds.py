@@ -8,22 +8,25 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from local_opt import shards
-from local_opt.buffers import apart
 from local_opt.drift import Correction, check_correction
-from local_opt.policies import (
+from local_opt.state import (
     LOCAL,
     MEAN,
     PARAMS,
+    added_up,
+    apart,
+    check_floating,
+    check_survives,
     checked_policies,
+    floating_as,
+    in_place,
     placed,
     policies_of_parts,
     policy_of_leaves,
 )
-from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
-from local_opt.wires import Wire
-from local_opt.wrappers import check_survives
-from syncopate.plans import specs as specs_lib
+from local_opt.sync import nothing_lost, synchronize, synchronize_changes
+from local_opt.wires import Wire, check_wire
+from syncopate import mesh
 
 
 class Rounds(NamedTuple):
@@ -32,14 +35,20 @@ class Rounds(NamedTuple):
     Fields:
       init: `params -> state`.
       update: `(grads, state, params, **extra) -> (updates, state)`, as optax's: one step of the
-        worker's own, without any collective but in `parallel_rounds` and two levels.
+        worker's own, without any collective unless `in_step`.
       sync: `(params, state, **extra) -> (params, state)`, after the round's last step; overwrites,
         so that the parameters of all workers are bitwise equal after it.
+      in_step: whether workers meet in every step, by their gradients, and a sync has nothing to do.
+        Parameters and state are then equal on all workers, so one copy of them does.
+      drift: `state -> float32[]`, how far the worker was from the mean at the last sync; None
+        where its parameters are never apart.
     """
 
     init: Callable
     update: Callable
     sync: Callable
+    in_step: bool = False
+    drift: Callable | None = None
 
 
 class LocalState(NamedTuple):
@@ -62,7 +71,6 @@ def local_rounds(
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
     correction: Correction | None = None,
-    gradient_axis=None,
     specs=None,
 ) -> Rounds:
     """Steps of each worker's own, then the mean over the workers.
@@ -78,18 +86,16 @@ def local_rounds(
         name of a field, as {"mu": "mean", "nu": "reset"}; fields without a name stay local. A
         dotted name is part of a path, as "0.trace"; of several the longest counts. Whole numbers,
         as counts, are only reset by name.
-        `sync(..., parts=("params", "nu"))`, static, does what is due of these alone, for plans of
-        their own (`PartPlans`, as in DES-LOC); a state under one policy is the part "opt_state".
+        `sync(..., parts=("params", "nu"))`, static, does what is due of these alone, by plans of
+        their own (`{"params": plan, "nu": other}`, as in DES-LOC); a state under one policy is the
+        part "opt_state".
       outer: any optax transformation, of the change a - x_bar as a gradient; None is plain
         averaging. It is passed the round's steps as the extra argument `period`.
-      wire: the format in which the parameters' changes travel, as `WIRES["int8"]`; see
-        `synchronize_changes`. None for no rounding. Averaged fields of the optimizer state are
-        never rounded.
+      wire: the format in which the parameters' changes since the last sync travel, as
+        `WIRES["int8"]`; None for no rounding. Averaged fields of the optimizer state are never
+        rounded.
       correction: of the drift between two syncs, `control_variates` or `proximal`; no collective
         is added. None for none, and with a wire.
-      gradient_axis: for two levels on a mesh with two axes: gradients are averaged over this axis
-        (the devices of a host) in every step, parameters over `axis_name` (the hosts) at a sync.
-        None for one level, without a collective in the step.
       specs: for a worker that is several devices: how its parameters are split over them, a
         `jax.P` per leaf or one for all, without the workers' axis. Optimizer state is then split
         as they are. Needed by a wire, and for the drift where all axes are manual. See
@@ -102,7 +108,8 @@ def local_rounds(
       ValueError: for a policy that is not known, a wire or a correction that is none, or both, or
         specs that name the workers' axis; from `init`, for a name that no field of the optimizer
         state has, for fields that would undo a sync and stay local, or parameters that are not
-        floating; from `sync`, as `synchronize_changes`.
+        floating; from `sync`, for parameters that the wire cannot carry, or a mesh with axes
+        beside the workers', without specs.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -130,9 +137,7 @@ def local_rounds(
         check_wire(wire)
     if correction is not None:
         check_correction(correction, wire)
-    specs_lib.check_specs(specs, axis_name)
-    if gradient_axis is not None and specs is None:
-        specs = P()  # devices that share gradients hold the same parameters
+    mesh.check_specs(specs, axis_name)
 
     def init(params):
         check_floating(params)
@@ -150,11 +155,9 @@ def local_rounds(
             if correction
             else (),
         )
-        return shards.in_place(state, params, specs)
+        return in_place(state, params, specs)
 
     def update(grads, state, params=None, **extra):
-        if gradient_axis is not None:
-            grads = mean_gradient(grads, gradient_axis)
         own = state.correction
         if correction:
             grads = correction.gradient(grads, own, params)
@@ -184,11 +187,11 @@ def local_rounds(
             lost=lost,
         )
         new = renewed(params, mean, state) if moves else (params, state)
-        return specs_lib.alike(shards.in_place(new, params, specs), given)
+        return mesh.alike(in_place(new, params, specs), given)
 
     def renewed(params, mean, state):
         """The state of a round that has not begun, after what the outer optimizer makes of it."""
-        drift, outer_state = relative_distance(params, mean, specs=specs), state.outer
+        drift, outer_state = _distance(params, mean, specs), state.outer
         new = mean
         if outer:
             change = jax.tree.map(jnp.subtract, state.anchor, mean)
@@ -207,63 +210,17 @@ def local_rounds(
             state = state._replace(correction=own)
         return new, state
 
-    return Rounds(init, update, sync)
+    return Rounds(init, update, sync, drift=lambda state: state.drift)
 
 
-def relative_distance(params, mean, *, specs=None) -> jax.Array:
-    """How far a worker has drifted, in one number: |x_w - x_bar| / |x_bar| over all leaves.
-
-    Args:
-      params: x_w, this worker's tree before a sync.
-      mean: x_bar, the tree after it.
-      specs: of a worker that is several devices, under manual axes; as in `local_rounds`.
-
-    Returns:
-      float32[], at least 0. `LocalState.drift` holds it for the last sync.
-
-    Example:
-      >>> import jax.numpy as jnp, local_opt
-      >>> float(local_opt.relative_distance(jnp.array([3.0, 4.5]), jnp.array([3.0, 4.0])))
-      0.10000000149011612
-    """
+def _distance(params, mean, specs) -> jax.Array:
+    """How far a worker has drifted: |x_w - x_bar| / |x_bar| over all leaves."""
 
     def norm(leaves):
         squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
-        return jnp.sqrt(shards.added_up(squares, of) + jnp.zeros((), jnp.float32))
+        return jnp.sqrt(added_up(squares, of) + jnp.zeros((), jnp.float32))
 
-    of = jax.tree.leaves(specs_lib.like(P() if specs is None else specs, params))
+    of = jax.tree.leaves(mesh.like(P() if specs is None else specs, params))
     leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
     distance = norm([a - b for a, b in leaves])
     return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
-
-
-def floating_as(state, params, axis_name):
-    """The state, its floating leaves typed as the workers' own where parameters are: for loops.
-
-    Over the workers' axes alone: what all devices of a worker agree in is known to be equal there.
-    """
-    over = [specs_lib.varying_axes(x) for x in jax.tree.leaves(params)]
-    axes = frozenset(specs_lib.names_of(axis_name)) & frozenset().union(*over)
-
-    def cast(x):
-        floating = jnp.issubdtype(x.dtype, jnp.inexact)
-        return specs_lib.varying_over(x, axes) if floating else x
-
-    return jax.tree.map(cast, state)
-
-
-def mean_gradient(grads, axis_name):
-    """The mean over an axis, or a tuple of axes, in float32 or wider, and cast back."""
-    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
-    mean = jax.lax.pmean(wide, axis_name)
-    return jax.tree.map(lambda m, g: m.astype(g.dtype), mean, grads)
-
-
-def check_floating(params) -> None:
-    """Raises ValueError for parameters that cannot be trained and averaged."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}: only floating "
-                "parameters can be trained and averaged. Keep it outside the parameters."
-            )

@@ -1,62 +1,22 @@
 """The rules that make plans, each one function; all numbers are float64 on the host.
 
-t is the first step of a round, T the number of steps. Rules that follow a schedule are in
-`local_opt.schedule_rules`.
+t is the first step of a round, T the number of steps, eta_t the learning rate at step t.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from local_opt.plan import SyncPlan
+from local_opt.plans import SyncPlan, check_whole, from_function
 from syncopate.plans import (
     bernoulli_draws,
     check_total_steps,
     describe_schedule,
-    is_whole,
+    evaluate_schedule,
     probabilities,
 )
-
-
-def from_function(
-    period: Callable[[int], int], *, total_steps: int, rule: str = "", offset: int = 0
-) -> SyncPlan:
-    """A plan from any function of the round's first step.
-
-    H(t) = period(t), cut at the end of the run.
-
-    Args:
-      period: from the first step of a round, in 0 .. T - 1, to the steps in it, a whole number
-        >= 1.
-      total_steps: T >= 1.
-      rule: a name for people.
-      offset: in 0 .. T - 1, the steps of a round before the first of the function, so that the
-        parts of `PartPlans` take turns; 0 for none.
-
-    Returns:
-      The plan.
-
-    Raises:
-      ValueError: if a period is not a whole number >= 1, or the offset is out of range.
-
-    Example:
-      >>> import local_opt
-      >>> local_opt.from_function(lambda t: 1 + t, total_steps=10).periods.tolist()
-      [1, 2, 4, 3]
-    """
-    check_total_steps(total_steps)
-    check_whole("offset", offset, 0, total_steps - 1)
-    starts, t = ([0], offset) if offset else ([], 0)
-    while t < total_steps:
-        h = period(t)
-        if not is_whole(h) or h < 1:
-            raise ValueError(f"period({t}) is {h!r}: a round has a whole number of steps, >= 1.")
-        starts.append(t)
-        t += int(h)
-    name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
-    name += f", offset {offset}" if offset else ""
-    return SyncPlan(np.array(starts, np.int64), total_steps, name)
 
 
 def every_step(total_steps: int) -> SyncPlan:
@@ -198,37 +158,125 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     return SyncPlan(starts, total_steps, f"bernoulli, p = {describe_schedule(p)}")
 
 
-def sync_every_load(fresh: np.ndarray) -> SyncPlan:
-    """One sync per load of an echoed run, before the next batch is loaded.
+def power_rule(
+    lr: Callable | float | np.ndarray,
+    *,
+    total_steps: int,
+    alpha: float,
+    h_base: int,
+    power: float,
+    warmup_steps: int = 0,
+    h_max: int | None = None,
+    offset: int = 0,
+) -> SyncPlan:
+    """Rounds grow as a power of the inverse learning rate at their first step.
 
-    Round r takes all uses of batch r. Workers step on their own while a batch is used again, so
-    echoing adds no communication: the volume per load is that of data-parallel training.
+    H(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max, T - t), and H_base in rounds that
+    start before the end of the warmup. Power 2 is the Quadratic Synchronization Rule.
 
     Args:
-      fresh: bool[T], the steps that load a fresh batch, as `ordering.echo.EchoPlan.fresh`; the
-        first is one of them.
+      lr: eta, any schedule from step to rate (optax's are), a number, or float[T]; >= 0, finite.
+      total_steps: T >= 1.
+      alpha: growth coefficient > 0, in units of the learning rate.
+      h_base: H_base >= 1, the least number of steps per round.
+      power: > 0.
+      warmup_steps: in 0 .. T; the steps in which the rate still rises.
+      h_max: >= H_base, the most steps per round; None for no limit.
+      offset: in 0 .. T - 1, the steps of a first round of its own; 0 for none.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: if there is no step, or the first is not fresh.
+      ValueError: for values out of range, or a rate that is negative, not finite, or 0 already
+        in the first step after the warmup (the rule would never synchronise).
 
     Example:
-      >>> import local_opt
-      >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
-      [3, 2]
+      >>> import optax, local_opt
+      >>> lr = optax.cosine_decay_schedule(0.1, 100)
+      >>> plan = local_opt.power_rule(lr, total_steps=100, alpha=0.2, h_base=1, power=1)
+      >>> plan.periods.tolist()[-4:]
+      [5, 7, 11, 17]
+
+    References:
+      Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
+      Learning, 2024, https://arxiv.org/abs/2310.14423
     """
-    fresh = np.asarray(fresh)
-    if fresh.dtype != bool or fresh.ndim != 1 or not len(fresh) or not fresh[0]:
+    _check_positive("alpha", alpha)
+    _check_positive("power", power)
+    check_whole("h_base", h_base, 1)
+    if h_max is not None:
+        check_whole("h_max", h_max, h_base)
+    rates = evaluate_schedule(lr, total_steps, "lr")
+    check_whole("warmup_steps", warmup_steps, 0, total_steps)
+    if warmup_steps < total_steps and rates[warmup_steps] == 0:
         raise ValueError(
-            f"fresh is {fresh.dtype}{list(fresh.shape)}: it must hold one bool per step, the first "
-            "True."
+            f"the learning rate at step {warmup_steps} is 0, and alpha / 0 is a round without end: "
+            "pass warmup_steps, the number of steps in which the rate still rises from 0."
         )
-    return SyncPlan(np.flatnonzero(fresh), len(fresh), "once per load")
+
+    with np.errstate(divide="ignore", over="ignore"):
+        grown = np.power(np.float64(alpha) / rates, power)
+    # Clamped before it becomes an integer: it may be infinite.
+    most = np.minimum(total_steps - np.arange(total_steps), h_max or math.inf)
+    periods = np.maximum(h_base, np.floor(np.minimum(grown, most)).astype(int))
+    periods[:warmup_steps] = h_base
+    return from_function(
+        periods.tolist().__getitem__,
+        total_steps=total_steps,
+        rule=f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup_steps}"
+        + (f", at most {h_max}" if h_max else ""),
+        offset=offset,
+    )
 
 
-def check_whole(name, value, least, most=None):
-    if not is_whole(value) or value < least or (most is not None and value > most):
-        bounds = f">= {least}" if most is None else f"in {least} .. {most}"
-        raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")
+def qsr(
+    lr: Callable | float | np.ndarray,
+    *,
+    total_steps: int,
+    alpha: float,
+    h_base: int,
+    warmup_steps: int = 0,
+    h_max: int | None = None,
+    offset: int = 0,
+) -> SyncPlan:
+    """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
+
+    Args:
+      lr, total_steps, alpha, h_base, warmup_steps, h_max, offset: as of `power_rule`, whose power
+        is 2.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: as `power_rule`.
+
+    Example:
+      >>> import optax, local_opt  # ViT-B, 300 epochs of ImageNet
+      >>> lr = optax.warmup_cosine_decay_schedule(0.0, 0.008, 10000, 93600, 1e-6)
+      >>> plan = local_opt.qsr(
+      ...     lr, total_steps=93600, alpha=0.0175, h_base=4, warmup_steps=10000
+      ... )
+      >>> plan.rounds, int(plan.starts[-1]), int(plan.periods[-1])
+      (9711, 85458, 8142)
+
+    References:
+      Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
+      Learning, 2024, https://arxiv.org/abs/2310.14423
+    """
+    return power_rule(
+        lr,
+        total_steps=total_steps,
+        alpha=alpha,
+        h_base=h_base,
+        power=2,
+        warmup_steps=warmup_steps,
+        h_max=h_max,
+        offset=offset,
+    )
+
+
+def _check_positive(name, value):
+    if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}: it must be a positive, finite number.")

@@ -1,19 +1,17 @@
 """Streaming: the parameters are synchronised in fragments, while the next steps are computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from local_opt.buffers import apart
-from local_opt.policies import LOCAL
-from local_opt.rounds import check_floating, floating_as
-from local_opt.synchronize import check_wire, nothing_lost, synchronize, synchronize_changes
-from local_opt.wires import Wire
-from local_opt.wrappers import check_survives
-from syncopate.plans import specs as specs_lib
+from local_opt.plans import SyncPlan
+from local_opt.state import LOCAL, apart, check_floating, check_survives, floating_as
+from local_opt.sync import nothing_lost, synchronize, synchronize_changes
+from local_opt.wires import Wire, check_wire
+from syncopate import mesh, plans
 
 NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
 
@@ -62,10 +60,10 @@ def streaming_rounds(
     At a fragment's start a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
     a <- 1/W sum_w x_w; at its finish, some steps later, x_w <- m x_w + (1 - m) a.
 
-    When a fragment starts and finishes is in `PartPlans`, whose parts are named "0" .. "F - 1".
-    With one fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps
-    overlap only inside one compiled program: put a start and the steps of the delay, one after
-    the other or in a loop, under one `jax.jit`.
+    Every fragment has a plan of its own; `stream_events` says when it starts and finishes. With one
+    fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps overlap only
+    inside one compiled program: put a start and the steps of the delay, one after the other or in
+    a loop, under one `jax.jit`.
 
     Args:
       inner: the workers' optimizer; its state stays each worker's own.
@@ -111,7 +109,7 @@ def streaming_rounds(
         return floating_as(nothing_lost(part, wire), part, axis_name)
 
     def parts_of(params):
-        return _parts(fragment_labels(params, fragments))
+        return _parts(_labels(params, fragments))
 
     def init(params):
         check_floating(params)
@@ -143,7 +141,7 @@ def streaming_rounds(
             mean, lost = synchronize_changes(
                 own, axis_name=axis_name, anchor=anchor, wire=wire,
                 lost=losses[fragment] if losses else (),
-                specs=specs if specs is None else _pick(specs_lib.like(specs, params), part),
+                specs=specs if specs is None else _pick(mesh.like(specs, params), part),
             )  # fmt: skip
             if losses:
                 losses[fragment] = lost
@@ -159,7 +157,7 @@ def streaming_rounds(
             outer=tuple(outers),
             lost=tuple(losses),
         )
-        return specs_lib.alike(new, state)
+        return mesh.alike(new, state)
 
     def finish(params, state, *, fragment: int, last: bool = False):
         part = parts_of(params)[fragment]
@@ -171,27 +169,65 @@ def streaming_rounds(
     return Streaming(init, update, start, finish)
 
 
-def fragment_labels(params, fragments):
-    """The fragment of every leaf: neighbouring leaves in F fragments of about one size.
+def stream_events(plans_of: Mapping[str, SyncPlan], *, delay: int = 0) -> list[tuple]:
+    """What a loop does between two steps, where fragments have plans of their own.
 
-    A leaf belongs to the fragment in which its middle lies, of F equal shares of all numbers.
+    A fragment whose round ends after step e is started there and finished `delay` steps later, at
+    the latest where it starts again; the run's last rounds are finished at once.
 
     Args:
-      params: the tree, or its shapes (`jax.eval_shape`).
-      fragments: F in 1 .. leaves; or a tree like `params` of whole numbers, which is checked.
+      plans_of: {fragment: its plan}, all for the same run.
+      delay: tau >= 0, steps that pass while a mean travels; 0 for syncs that are waited for.
 
     Returns:
-      A tree of ints in 0 .. F - 1, none of them missing.
+      (step, (action, fragment, last)) of every event in its order: the steps taken before, "start"
+      or "finish", and whether it is the run's last sync of the fragment. A run that resumes after
+      n steps goes on with those of more than n.
 
     Raises:
-      ValueError: for F out of range, labels of another tree, or a fragment without leaves.
+      ValueError: for no plan, plans for other runs, or a round shorter than the delay (but the
+        first and the last of a fragment).
 
     Example:
-      >>> import jax.numpy as jnp, local_opt
-      >>> params = {"a": jnp.ones(6), "b": jnp.ones(2), "c": jnp.ones(3), "d": jnp.ones(1)}
-      >>> local_opt.fragment_labels(params, 2)
-      {'a': 0, 'b': 1, 'c': 1, 'd': 1}
+      >>> import local_opt
+      >>> turns = {f: local_opt.constant(4, total_steps=9, offset=2 * f) for f in range(2)}
+      >>> [(step, due[:2]) for step, due in local_opt.stream_events(turns, delay=1)][:3]
+      [(2, ('start', 1)), (3, ('finish', 1)), (4, ('start', 0))]
+
+    References:
+      Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
+      Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
+    _check_turns(plans_of, delay)
+    found = []
+    for place, (name, plan) in enumerate(plans_of.items()):
+        ends, total = plan.ends.tolist(), plan.total_steps
+        for end, following in zip(ends, [*ends[1:], total], strict=True):
+            arrives, last = min(end + delay, following), end == total
+            # What was on its way arrives before anything starts, and at once what need not.
+            found.append((end, 1, place, ("start", name, last)))
+            found.append((arrives, 2 if arrives == end else 0, place, ("finish", name, last)))
+    return [(step, due) for step, _, _, due in sorted(found, key=lambda event: event[:3])]
+
+
+def _check_turns(plans_of, delay) -> None:
+    if not plans_of or any(not isinstance(plan, SyncPlan) for plan in plans_of.values()):
+        raise ValueError(f"the plans are {plans_of!r}: pass one SyncPlan for each fragment.")
+    if not plans.is_whole(delay) or delay < 0:
+        raise ValueError(f"delay is {delay!r}: it must be a whole number of steps >= 0.")
+    total_steps = next(iter(plans_of.values())).total_steps
+    for name, plan in plans_of.items():
+        plan.check_run(total_steps)
+        between = plan.periods[1:-1]
+        if len(between) and between.min() < delay:
+            raise ValueError(
+                f"delay is {delay} and fragment {name!r} has a round of {between.min()} steps: a "
+                "mean must arrive before the next one starts. Lower the delay, or raise the period."
+            )
+
+
+def _labels(params, fragments):
+    """The fragment of every leaf: a leaf is in that of F equal shares in which its middle lies."""
     leaves, treedef = jax.tree.flatten(params)
     if isinstance(fragments, int) and not isinstance(fragments, bool):
         if not 1 <= fragments <= len(leaves):
@@ -218,28 +254,6 @@ def fragment_labels(params, fragments):
             f"fragments are numbered {sorted(set(labels))}: number them 0, 1, 2, ... without a gap."
         )
     return fragments
-
-
-def fragment_sizes(params, fragments) -> dict[str, int]:
-    """{name of a fragment: its numbers}, the parts to be priced: D_f = sum of its leaves' sizes.
-
-    Args:
-      params: the tree, or its shapes.
-      fragments: as of `streaming_rounds`.
-
-    Returns:
-      A dict from "0" .. "F - 1".
-
-    Raises:
-      ValueError: as `fragment_labels`.
-
-    Example:
-      >>> import jax.numpy as jnp, local_opt
-      >>> local_opt.fragment_sizes({"a": jnp.ones(6), "b": jnp.ones((2, 3))}, 2)
-      {'0': 6, '1': 6}
-    """
-    parts, leaves = _parts(fragment_labels(params, fragments)), jax.tree.leaves(params)
-    return {str(f): sum(leaves[i].size for i in part) for f, part in enumerate(parts)}
 
 
 def _parts(labels):

@@ -9,14 +9,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from local_opt.accumulate import accumulated_rounds
 from local_opt.drift import Correction
-from local_opt.plan import SyncPlan
-from local_opt.policies import LOCAL
-from local_opt.rounds import Rounds, local_rounds
+from local_opt.plans import SyncPlan
+from local_opt.rounds import local_rounds
+from local_opt.state import LOCAL
 from local_opt.wires import Wire
-from local_opt.wrappers import check_not_inside
-from syncopate.plans import specs as specs_lib
+from syncopate import mesh
 
 
 class PlannedState(NamedTuple):
@@ -36,7 +34,6 @@ def local_steps(
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
     correction: Correction | None = None,
-    gradient_axis=None,
     specs=None,
     total_steps: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -44,12 +41,13 @@ def local_steps(
 
     x_w <- x_w + inner(g_w); after the last step of a round, x_w <- 1/W sum_v x_v.
 
-    Put it last in an `optax.chain`: what follows would change the mean, and is refused (a table of
-    what of optax stands where is in docs/your_own_loop.md). Its update is x_bar - x_w, and
-    x_w + (x_bar - x_w) may miss x_bar by the rounding of x_w, so workers agree to
-    that rounding and no better; it does not accumulate. Loops that want bitwise equal workers
-    and no conditional in the step use `local_rounds`, whose `sync` overwrites, in a second jitted
-    function, called where `plan.syncs_after(step)`.
+    Put it last in an `optax.chain`, for what follows would change the mean, and inside of nothing
+    that skips or changes a step (a table of what of optax stands where is in
+    docs/your_own_loop.md): it cannot see what is around it, but `check_synced` after a step that
+    ends a round does. Its update is x_bar - x_w, and x_w + (x_bar - x_w) may miss x_bar by the
+    rounding of x_w, so workers agree to that rounding and no better; it does not accumulate. Loops
+    that want bitwise equal workers and no conditional in the step use `local_rounds`, whose `sync`
+    overwrites, in a second jitted function, called where `plan.syncs_after(step)`.
 
     With H = 1 and SGD (with or without momentum) this is data-parallel training: the mean of equal
     linear steps is the step of the mean gradient. Adam is not linear in the gradient: each worker
@@ -61,8 +59,7 @@ def local_steps(
       plan: when to synchronise; equal on all workers (see `check_same_plan`). Steps beyond its
         end all synchronise.
       axis_name: of the workers; bound by `jax.vmap` or `jax.shard_map`.
-      opt_state, outer, wire, correction, gradient_axis, specs: what a step and a sync do; see
-        `local_rounds`.
+      opt_state, outer, wire, correction, specs: what a step and a sync do; see `local_rounds`.
       total_steps: of the run, to be checked against the plan; None for no check.
 
     Returns:
@@ -76,8 +73,7 @@ def local_steps(
     Raises:
       ValueError: for a plan of another length than the run, an unknown policy; from `init` for
         parameters that are not floating, or optimizer state that would undo a sync; from `update`
-        without params, inside a wrapper that may skip or change it (as `optax.apply_if_finite`,
-        `optax.MultiSteps`: these stand inside), or with anything after it in an `optax.chain`.
+        without params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -105,68 +101,20 @@ def local_steps(
         outer=outer,
         wire=wire,
         correction=correction,
-        gradient_axis=gradient_axis,
         specs=specs,
     )
-    overwrites = outer is not None
-    return _planned("local_steps", rounds, plan, axis_name, total_steps, overwrites=overwrites)
+    _check_plan(plan, total_steps)
+    return _planned(rounds, plan, axis_name, overwrites=outer is not None)
 
 
-def accumulate(
-    inner: optax.GradientTransformation,
-    plan: SyncPlan,
-    *,
-    axis_name,
-    total_steps: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Gradient accumulation with the communication of a plan: the baseline of local steps.
-
-    g_w <- mean of the gradients of a round's H steps, all at the round's first parameters; after
-    its last step, x <- x + inner(1/W sum_w g_w).
-
-    Args:
-      inner: any optax optimizer; takes one step per round.
-      plan: the rounds.
-      axis_name: of the workers.
-      total_steps: of the run, to be checked against the plan; None for no check.
-
-    Returns:
-      A GradientTransformationExtraArgs with the extra argument `sync` as in `local_steps`.
-
-    Raises:
-      ValueError: for a plan of another length than the run; from `init` for parameters that are
-        not floating.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> plan = local_opt.constant(2, total_steps=4)
-      >>> opt = local_opt.accumulate(optax.sgd(1.0), plan, axis_name="worker")
-      >>> x = jnp.zeros(2)
-      >>> step = jax.vmap(opt.update, axis_name="worker")
-      >>> update, state = step(jnp.array([1.0, 3.0]), jax.vmap(opt.init)(x), x)
-      >>> update.tolist()
-      [0.0, 0.0]
-      >>> step(jnp.array([1.0, 3.0]), state, x)[0].tolist()
-      [-2.0, -2.0]
-
-    References:
-      Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
-      https://arxiv.org/abs/1808.07217
-    """
-    rounds = accumulated_rounds(inner, axis_name=axis_name)
-    return _planned("accumulate", rounds, plan, axis_name, total_steps, overwrites=True)
-
-
-def _planned(name, rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
+def _planned(rounds, plan, axis_name, *, overwrites):
     """Rounds that end where the plan says; `overwrites`: whether a sync moves even one worker."""
-    check_plan(plan, total_steps)
     ends = plan.ends.astype(np.int32)  # on the host: made inside a trace it could not leave it
 
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
 
     def update(grads, state, params=None, *, sync: bool | None = None, step=None, **extra):
-        check_not_inside(name)
         if params is None:
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
         if sync is not None and step is not None:
@@ -191,7 +139,7 @@ def _planned(name, rounds: Rounds, plan, axis_name, total_steps, *, overwrites):
         now = now if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
         met = met + jnp.asarray(now, jnp.int32)
-        counts = specs_lib.varying((done, met), state.step)  # typed as they were
+        counts = mesh.varying((done, met), state.step)  # typed as they were
         return updates, PlannedState(*counts, own)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -207,14 +155,14 @@ def _decide(sync, synced, *operands):
 
     def branch(function, others):
         def run(*args):
-            return jax.tree.map(specs_lib.varying, function(*args), others)
+            return jax.tree.map(mesh.varying, function(*args), others)
 
         return run
 
     return lax.cond(sync, branch(synced, operands), branch(lambda *args: args, after), *operands)
 
 
-def check_plan(plan, total_steps) -> None:
+def _check_plan(plan, total_steps) -> None:
     """Raises ValueError for what is no plan, or one of another length than the run."""
     if not isinstance(plan, SyncPlan):
         raise ValueError(

@@ -4,6 +4,7 @@
 """
 
 from ordering import echo, input
+from ordering.backward import sketched, sketched_parameters
 from ordering.base import Ordering
 from ordering.dealing import dealt, dealt_reshuffling
 from ordering.exchange import all_reduce_mean, all_to_all_mean
@@ -20,8 +21,7 @@ from ordering.shuffles import (
     unzip,
 )
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
-from ordering.sketched_gradients import sketched, sketched_parameters
-from ordering.sketches import sketch, sketch_rows, sketch_size
+from ordering.sketch import sketch, sketch_rows, sketch_size
 
 __all__ = [
     "Ordering",

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from syncopate import plans
-from syncopate.plans import specs
+from syncopate import mesh, plans
 
 PyTree = Any
 State = Any
@@ -56,7 +55,7 @@ def first_order(key: jax.Array, num_units: int) -> jax.Array:
 def permutation(key: jax.Array, size: int) -> jax.Array:
     """int32[size], a random order that is typed as what draws it: one worker's, or equal on all."""
     drawn = jax.random.permutation(key, size).astype(jnp.int32)
-    return specs.varying(drawn, key)
+    return mesh.varying(drawn, key)
 
 
 def fill_middle(next_order, current, left, placed):
@@ -91,6 +90,12 @@ def place_pairs(state, pair, valid, plus):
     back = jnp.where(valid, num_units - 1 - pair, num_units)
     filled = state.next.at[front].set(jnp.where(plus, first, second), mode="drop")
     return filled.at[back].set(jnp.where(plus, second, first), mode="drop")
+
+
+def signs_of(state, following):
+    """bool[M // 2]: by which sign `place_pairs` placed each pair; of pairs not placed, either."""
+    count = state.current.shape[0] // 2
+    return following[:count] == state.current[: 2 * count : 2]
 
 
 def check_num_units(num_units: int) -> None:
@@ -128,14 +133,6 @@ def check_rows(size: int, num_units: int, units_per_step: int) -> None:
             f"observe got rows of {size} units; this ordering was built for {units_per_step} "
             f"units per step and {tail} in the last step of an epoch ({num_units} units). "
             "Slice the order accordingly, or build the ordering with another units_per_step."
-        )
-
-
-def check_block_size(block_size: int | None) -> None:
-    if block_size is not None and not (plans.is_whole(block_size) and block_size >= 1):
-        raise ValueError(
-            f"block_size is {block_size!r}: it must be a whole number of at least 1, or None "
-            "(measured)."
         )
 
 

@@ -10,7 +10,7 @@ from ordering.exchange import shared_key
 from ordering.gathered import GatheredState
 from ordering.pair_balance import PairBalanceState
 from ordering.shuffles import ShuffleState
-from syncopate.plans import specs as specs_lib
+from syncopate import mesh
 
 HOW = ("round_robin", "chunks")
 
@@ -97,7 +97,8 @@ def dealt(
     state_of = DealtState if how == "round_robin" else ChunksState
 
     def init(key, params):
-        everyone = _shuffled(shared_key(key, axis_name), 0, num_units, axis_name)
+        first = jax.random.fold_in(shared_key(key, axis_name), 0)
+        everyone = _shuffled(first, num_units, axis_name)
         pairs = order.init(key, params)
         if not isinstance(pairs, PairBalanceState | GatheredState):
             raise ValueError(
@@ -109,7 +110,7 @@ def dealt(
                 f"num_units is {num_units} and the order has {pairs.current.shape[0]} units: "
                 "make both for the same number."
             )
-        everyone = specs_lib.varying(everyone, key)  # as what is gathered at an epoch's end
+        everyone = mesh.varying(everyone, key)  # as what is gathered at an epoch's end
         return state_of(_begun(pairs, everyone, axis_name), everyone)
 
     def observe(state, rows):
@@ -121,8 +122,7 @@ def dealt(
     def next_epoch(state):
         before, after = state.pairs, order.next_epoch(state.pairs)
         count = num_units // 2
-        plus = jnp.packbits(after.current[:count] == before.current[: 2 * count : 2])
-        told = jax.lax.all_gather(plus, axis_name)
+        told = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
         signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(told)
         placed = jnp.minimum(before.position, num_units) // 2
         everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed), how)
@@ -131,19 +131,24 @@ def dealt(
     return base.Ordering(init, observe, next_epoch, sync)
 
 
-def dealt_reshuffling(num_units: int, *, axis_name="worker") -> base.Ordering:
+def dealt_reshuffling(
+    num_units: int, *, total: int | None = None, axis_name="worker"
+) -> base.Ordering:
     """Random reshuffling over the units of all workers: a fresh shuffle, dealt to them, each epoch.
 
     Args:
-      num_units: M >= 1, units per worker; the data are W M units.
+      num_units: M >= 1, units per worker and epoch.
+      total: units of the data, at least W M; those that are left over are others in every epoch.
+        None: W M.
       axis_name: the workers' axis.
 
     Returns:
-      An `Ordering` whose `current` names units in [0, W M); `observe` ignores the rows. All workers
-      draw the same shuffle, from worker 0's key, and nothing is sent after `init`.
+      An `Ordering` whose `current` names units in [0, total); `observe` ignores the rows. All
+      workers draw the same shuffle, from worker 0's key, which is sent once an epoch: so simulated
+      workers draw it once.
 
     Raises:
-      ValueError: if num_units is below 1.
+      ValueError: if num_units is below 1; from `init`, if total is below W M.
 
     Example:
       >>> import jax, ordering
@@ -160,7 +165,8 @@ def dealt_reshuffling(num_units: int, *, axis_name="worker") -> base.Ordering:
     base.check_num_units(num_units)
 
     def own(key, epoch):
-        return _shuffled(key, epoch, num_units, axis_name)[jax.lax.axis_index(axis_name)]
+        shared = shared_key(jax.random.fold_in(key, epoch), axis_name)
+        return _shuffled(shared, num_units, axis_name, total)[jax.lax.axis_index(axis_name)]
 
     def init(key, params):
         del params
@@ -211,8 +217,15 @@ def _begun(pairs, everyone, axis_name):
     return pairs._replace(current=own, next=jnp.copy(own))
 
 
-def _shuffled(key, epoch, num_units, axis_name):
+def _shuffled(key, num_units, axis_name, total=None):
     """int32[W, M]: a random order of all units, which `key`, of all workers, draws."""
     workers = jax.lax.axis_size(axis_name)
-    drawn = jax.random.permutation(jax.random.fold_in(key, epoch), workers * num_units)
+    dealt = workers * num_units
+    total = dealt if total is None else total
+    if total < dealt:
+        raise ValueError(
+            f"total is {total}, and {workers} workers with {num_units} units each take {dealt}: "
+            "lower num_units, or pass the number of units that there are."
+        )
+    drawn = jax.random.permutation(key, total)[:dealt]
     return drawn.astype(jnp.int32).reshape(workers, num_units)

@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 from ordering import base, shards
 from ordering import rows as rows_lib
-from syncopate import plans
+from syncopate import mesh, plans
 
 LANES = 128  # of a TPU's vector unit
 
@@ -31,6 +31,20 @@ def shared_key(key: jax.Array, axis_name: str) -> jax.Array:
     data = jax.random.key_data(key)
     mine = jnp.where(jax.lax.axis_index(axis_name) == 0, data, jnp.zeros_like(data))
     return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))
+
+
+def equal_once(tree, axis_name: str):
+    """What is equal on all workers; those that vmap simulates keep, and compute with, one copy."""
+    if {*mesh.names_of(axis_name)} & {*jax.sharding.get_abstract_mesh().manual_axes}:
+        return tree
+
+    def once(x):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return shared_key(x, axis_name)
+        first = jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
+        return jax.lax.psum(first, axis_name).astype(x.dtype)
+
+    return jax.tree.map(once, tree)
 
 
 def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 
 from ordering import base, shards, signs
 from ordering import rows as rows_lib
-from ordering.balance import balance_blocks
-from ordering.exchange import shared_key
-from syncopate.plans import specs as specs_lib
+from ordering.exchange import equal_once, shared_key
+from ordering.kernel import balance_blocks
+from syncopate import mesh
 
 WHEN = ("step", "sync")
 WINDOW = 16  # pairs of a worker in one gather of those that waited
-BLOCK = 64  # pairs, over all workers, signed at once
 SAY_WHOLE = (
     "If its rows are equal on all devices of a worker, as those of ordering.sketch(..., specs=), "
     "pass specs=jax.P(); if these axes hold other workers, name them all in axis_name."
@@ -63,7 +62,7 @@ def gathered_pairs(
             f"wire_dtype is {wire_dtype}: pairs are floating numbers; pass jnp.bfloat16, or "
             "None for float32."
         )
-    if specs is not None and specs_lib.check_specs(specs, axis_name):
+    if specs is not None and mesh.check_specs(specs, axis_name):
         raise ValueError(
             f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
             "device of a worker. Give sketch these specs, and cd_grab specs=jax.P()."
@@ -86,7 +85,7 @@ def gathered_pairs(
             waiting=jnp.zeros((pairs, size), dtype) if waits else (),
             rule=coins,
         )
-        return specs_lib.varying_as(state, key)
+        return mesh.varying_as(state, key)
 
     def observe(state, rows):
         if specs is None:
@@ -123,10 +122,11 @@ def gathered_pairs(
         everyone = jax.lax.all_gather(own, axis_name)  # [W, n, k]
         workers = everyone.shape[0]
         stream = rows_lib.as_float32(everyone).swapaxes(0, 1).reshape(count * workers, -1)
+        equal = equal_once((state.rule, state.running_sum, known), axis_name)
+        rule_state, running_sum, valid = equal
         rule_state, running_sum, sign, _ = balance_blocks(
-            rule, state.rule, state.running_sum, stream, block_size=BLOCK,
-            valid=jnp.repeat(known, workers),
-        )  # fmt: skip
+            rule, rule_state, running_sum, stream, valid=jnp.repeat(valid, workers)
+        )
         sign = sign.reshape(count, workers)[:, jax.lax.axis_index(axis_name)]
         number = first + jnp.arange(count)
         return state._replace(
@@ -151,7 +151,7 @@ def gathered_pairs(
             own = jax.lax.dynamic_slice_in_dim(state.waiting, first, size)
             return place(state, own, first, known)
 
-        state = specs_lib.varying(state)
+        state = mesh.varying(state)
         return jax.lax.while_loop(lambda state: state.signed < observed, window, state)
 
     def next_epoch(state):

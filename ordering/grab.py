@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from ordering import base, signs
 from ordering import rows as rows_lib
-from ordering.balance import add_weighted, balance, balance_blocks, default_block_size
 from ordering.base import Ordering
-from syncopate.plans import specs as specs_lib
+from ordering.kernel import add_weighted, balance, balance_blocks
+from syncopate import mesh
 
 
 class GrabState(NamedTuple):
@@ -30,7 +30,6 @@ def grab(
     *,
     units_per_step: int = 1,
     rule: signs.SignRule | None = None,
-    block_size: int | None = None,
 ) -> Ordering:
     """GraB: balances g - m, with m the mean gradient of the epoch before.
 
@@ -44,7 +43,6 @@ def grab(
       num_units: M >= 1.
       units_per_step: B in [1, M].
       rule: the sign rule; greedy by default.
-      block_size: units signed at once; measured default. The signs do not depend on it.
 
     Returns:
       An `Ordering` with `GrabState`.
@@ -66,7 +64,6 @@ def grab(
       2022, https://arxiv.org/abs/2205.10733
     """
     base.check_units_per_step(num_units, units_per_step)
-    base.check_block_size(block_size)
     rule = signs.greedy() if rule is None else rule
 
     def init(key, params):
@@ -82,7 +79,7 @@ def grab(
             gathered=rows_lib.zeros_like(params),
             rule=rule.init(jax.random.fold_in(key, 1)),
         )
-        return specs_lib.varying_as(state, key)
+        return mesh.varying_as(state, key)
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)
@@ -97,7 +94,6 @@ def grab(
                 rows.tree,
                 derive=centre,
                 context=state.mean,
-                block_size=block_size or default_block_size(rows_lib.tree_size(state.mean)),
                 valid=valid,
             )
         gathered = add_weighted(state.gathered, rows, jnp.ones(rows.size), taken)

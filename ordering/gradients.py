@@ -17,24 +17,18 @@ Loss = Callable
 Gradients = Callable
 
 
-def per_example(loss: Loss, *, chunk_size: int | None = None, has_aux: bool = False) -> Gradients:
-    """Every example is a unit: one gradient each, by vmap.
+def per_example(loss: Loss, *, has_aux: bool = False) -> Gradients:
+    """Every example is a unit: one gradient each, by vmap, in memory for B gradients.
 
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
         `check_separable` finds out).
-      chunk_size: examples differentiated at once, so that activations need memory for
-        `chunk_size` examples; None takes the whole batch. The rows are B gradients in any case:
-        `observe_in_chunks` bounds them too.
       has_aux: whether the loss returns something beside; what it returns of a batch of one example
         is stacked, leaves [B, ...].
 
     Returns:
       A function of params, a batch with leaves [B, ...] and a key, that returns losses
       float32[B], the mean gradient (a tree like params) and `Rows` of size B.
-
-    Raises:
-      ValueError: if chunk_size is below 1.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -48,23 +42,16 @@ def per_example(loss: Loss, *, chunk_size: int | None = None, has_aux: bool = Fa
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}: it must be at least 1, or None (no chunks).")
 
     def gradients(params, batch, key):
-        def one(example_and_key):
-            example, example_key = example_and_key
+        def one(example, example_key):
             alone = jax.tree.map(lambda x: x[None], example)
             return jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)(
                 params, alone, example_key
             )
 
         size = jax.tree.leaves(batch)[0].shape[0]
-        examples = (batch, jax.random.split(key, size))
-        if chunk_size is None or chunk_size >= size:
-            (losses, aux), tree = jax.vmap(one)(examples)
-        else:
-            (losses, aux), tree = jax.lax.map(one, examples, batch_size=chunk_size)
+        (losses, aux), tree = jax.vmap(one)(batch, jax.random.split(key, size))
         mean = jax.tree.map(lambda g: jnp.mean(rows_lib.as_float32(g), 0).astype(g.dtype), tree)
         losses = losses.astype(jnp.float32)
         return (losses, aux) if has_aux else losses, mean, rows_lib.Rows.of(tree)
@@ -145,52 +132,6 @@ def grouped(loss: Loss, *, has_aux: bool = False) -> Loss:
         return jax.vmap(of_group)(batch)
 
     return of_groups
-
-
-def observe_in_chunks(gradients: Gradients, observe: Callable, *, chunk_size: int) -> Callable:
-    """Gradients and observation of a batch, chunk by chunk: memory for `chunk_size` gradients.
-
-    Args:
-      gradients: a function from this module; observe: of an ordering built with
-        `units_per_step=chunk_size`.
-      chunk_size: units per chunk; must divide the units of a batch.
-
-    Returns:
-      `(params, batch, key, state) -> (losses[B], mean gradient, state)`. The order is the same as
-      without chunks.
-
-    Raises:
-      ValueError: if chunk_size does not divide the batch, at tracing.
-
-    Example:
-      >>> import ordering
-      >>> order = ordering.pair_balance(100, units_per_step=2)
-      >>> gradients = ordering.per_example(lambda w, batch, key: batch @ w)
-      >>> step = ordering.gradients.observe_in_chunks(gradients, order.observe, chunk_size=2)
-    """
-
-    def chunked(params, batch, key, state):
-        size = jax.tree.leaves(batch)[0].shape[0]
-        if chunk_size < 1 or size % chunk_size:
-            raise ValueError(
-                f"chunk_size is {chunk_size}, which does not divide the {size} units of this "
-                "batch: choose a divisor, and build the ordering with units_per_step=chunk_size."
-            )
-        chunks = size // chunk_size
-
-        def step(carry, chunk):
-            total, state = carry
-            losses, mean, rows = gradients(params, *chunk)
-            total = jax.tree.map(lambda t, m: t + rows_lib.as_float32(m), total, mean)
-            return (total, observe(state, rows)), losses
-
-        cut = jax.tree.map(lambda x: x.reshape((chunks, chunk_size, *x.shape[1:])), batch)
-        carry = (rows_lib.zeros_like(params), state)
-        (total, state), losses = jax.lax.scan(step, carry, (cut, jax.random.split(key, chunks)))
-        mean = jax.tree.map(lambda t, p: (t / chunks).astype(p.dtype), total, params)
-        return jax.tree.map(lambda x: x.reshape(size, *x.shape[2:]), losses), mean, state
-
-    return chunked
 
 
 def check_separable(loss: Loss, params, batch, key) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ordering import base
 from ordering import rows as rows_lib
 from ordering.base import Ordering
-from syncopate.plans import specs as specs_lib
+from syncopate import mesh
 
 
 def herding_bound(vectors: jax.Array, order: jax.Array, *, norm: float = jnp.inf) -> jax.Array:
@@ -134,7 +134,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
             left=jnp.zeros((), jnp.int32),
             gradients=jnp.zeros((num_units, rows_lib.tree_size(params))),
         )
-        return specs_lib.varying_as(state, key)
+        return mesh.varying_as(state, key)
 
     def observe(state, rows):
         base.check_rows(rows.size, num_units, units_per_step)

@@ -8,13 +8,12 @@ from jax.sharding import PartitionSpec as P
 
 from ordering import base, shards, signs
 from ordering import rows as rows_lib
-from ordering.balance import balance, balance_blocks, default_block_size
 from ordering.base import Ordering
 from ordering.exchange import exchange, shared_key, slice_size
 from ordering.gathered import gathered_pairs
-from syncopate.plans import specs as specs_lib
+from ordering.kernel import balance, balance_blocks
+from syncopate import mesh
 
-SHARED_BLOCK = 64
 GIVE_SPECS = (
     "Pass specs=, how one gradient is split over them, or specs=jax.P() if it is whole on every "
     "device; if they hold other workers, name them all in axis_name."
@@ -43,7 +42,6 @@ def pair_balance(
     *,
     units_per_step: int = 1,
     rule: signs.SignRule | None = None,
-    block_size: int | None = None,
     specs=None,
 ) -> Ordering:
     """GraB with pair differences, for one worker: needs no mean, works from the first epoch.
@@ -61,7 +59,6 @@ def pair_balance(
       units_per_step: B in [1, M], units in the rows of one step; the last step of an epoch has
         the M mod B that remain.
       rule: the sign rule; greedy by default.
-      block_size: pairs signed at once; measured default. The signs do not depend on it.
       specs: for a worker that is several devices, as in `cd_grab`.
 
     Returns:
@@ -84,7 +81,7 @@ def pair_balance(
       Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
       2022, https://arxiv.org/abs/2205.10733
     """
-    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name=None, specs=specs)
+    return _pair_balance(num_units, units_per_step, rule, axis_name=None, specs=specs)
 
 
 def cd_grab(
@@ -93,7 +90,6 @@ def cd_grab(
     units_per_step: int = 1,
     axis_name: str = "worker",
     rule: signs.SignRule | None = None,
-    block_size: int | None = None,
     gathers: str | None = None,
     wire_dtype=None,
     specs=None,
@@ -121,9 +117,6 @@ def cd_grab(
       units_per_step: B in [1, M], as in `pair_balance`.
       axis_name: the workers' axis.
       rule: the sign rule; greedy by default.
-      block_size: pairs, over all workers, signed at once; 64 by default, since every block is one
-        reduction over the workers. Workers simulated on one CPU are faster with
-        `default_block_size(D // W)`. Not used with `gathers`.
       gathers: None exchanges slices of gradients; "step" gathers whole rows in every step; "sync"
         where `Ordering.sync` is called, and at the epoch's end.
       wire_dtype: of gathered and waiting pairs; None is float32, jnp.bfloat16 half of that.
@@ -156,17 +149,16 @@ def cd_grab(
             num_units, units_per_step=units_per_step, axis_name=axis_name, rule=rule, when=gathers,
             wire_dtype=wire_dtype, specs=specs,
         )  # fmt: skip
-    return _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
+    return _pair_balance(num_units, units_per_step, rule, axis_name, specs)
 
 
-def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs) -> Ordering:
+def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering:
     base.check_units_per_step(num_units, units_per_step)
-    base.check_block_size(block_size)
     rule = signs.greedy() if rule is None else rule
     splits_pairs = units_per_step % 2 == 1
     coordinated = axis_name is not None
-    axes = () if specs is None else specs_lib.check_specs(specs, axis_name)  # inside a worker
-    summed = (*specs_lib.names_of(axis_name), *axes)
+    axes = () if specs is None else mesh.check_specs(specs, axis_name)  # inside a worker
+    summed = (*mesh.names_of(axis_name), *axes)
 
     def init(key, params):
         current = base.first_order(key, num_units)
@@ -183,7 +175,7 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
             pending=rows_lib.zeros_like(like, (workers,)) if splits_pairs else (),
             rule=rule.init(jax.random.fold_in(key, 1)),
         )
-        return specs_lib.varying_as(state, current)
+        return mesh.varying_as(state, current)
 
     def observe(state, rows):
         if coordinated and specs is None:
@@ -212,9 +204,8 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
                 *carry,
                 vectors,
                 derive=derive,
-                block_size=block_size or measured_block_size(state),
                 valid=jnp.repeat(valid, workers),
-                reduce=(lambda products: jax.lax.psum(products, summed)) if summed else None,
+                axes=summed,
             )
         if coordinated:
             sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
@@ -222,12 +213,6 @@ def _pair_balance(num_units, units_per_step, rule, block_size, axis_name, specs)
             position=end, running_sum=running_sum, pending=pending, rule=rule_state
         )
         return state._replace(next=base.place_pairs(state, pair, valid, sign > 0))
-
-    def measured_block_size(state):
-        # Every block is one reduction over the workers: latency counts more than arithmetic.
-        if coordinated:
-            return SHARED_BLOCK
-        return default_block_size(rows_lib.tree_size(state.running_sum))
 
     def complete_pairs(state, rows, num_pairs, workers):
         """(pending, vectors, derive): the pairs that these rows complete, worker after worker."""

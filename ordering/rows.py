@@ -146,25 +146,6 @@ def differences(rows: Rows) -> Rows:
     )
 
 
-def concatenate(first: Rows, second: Rows) -> Rows:
-    """Rows of the units of `first`, then of `second`: two steps observed at once.
-
-    Args:
-      first, second: stacked rows, both local or both exchanged.
-
-    Returns:
-      `Rows` of size first.size + second.size.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> first, second = map(ordering.Rows.of, (jnp.eye(2), jnp.ones((1, 2))))
-      >>> ordering.rows.concatenate(first, second).size
-      3
-    """
-    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first.tree, second.tree)
-    return Rows.of(both)._replace(workers=first.workers)
-
-
 def split_pairs(leaf: jax.Array, pairs: int) -> jax.Array:
     """Reshapes [n, ...] to [pairs, 2, ...]; without a copy when n is 2 * pairs."""
     return leaf[: 2 * pairs].reshape((pairs, 2, *leaf.shape[1:]))

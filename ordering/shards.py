@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ordering import base
 from ordering import rows as rows_lib
-from syncopate.plans import specs as specs_lib
+from syncopate import mesh
 
 
 def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) -> None:
@@ -26,7 +26,7 @@ def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) ->
     Raises:
       ValueError: with the names of these axes.
     """
-    if others := specs_lib.beside(axis_name, manual_only=manual_only):
+    if others := mesh.beside(axis_name, manual_only=manual_only):
         raise ValueError(
             f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: devices of "
             f"one worker must see the same numbers, and no gradient is gathered for it. {act}"
@@ -45,7 +45,7 @@ def parts(tree, specs, axes, *, leading: int = 0):
     """
 
     def part(leaf, spec):
-        whole = [axis for axis in axes if axis not in specs_lib.axes_in(spec)]
+        whole = [axis for axis in axes if axis not in mesh.axes_in(spec)]
         if not whole:
             return leaf
         flat = leaf.reshape(*leaf.shape[:leading], -1)
@@ -55,7 +55,7 @@ def parts(tree, specs, axes, *, leading: int = 0):
         start = jax.lax.axis_index(tuple(whole)) * each
         return jax.lax.dynamic_slice_in_dim(jnp.pad(flat, padding), start, each, axis=leading)
 
-    return jax.tree.map(part, tree, specs_lib.like(specs, tree))
+    return jax.tree.map(part, tree, mesh.like(specs, tree))
 
 
 def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> base.Ordering:
@@ -72,21 +72,21 @@ def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> b
         if coordinated:
             return state_specs(P(axes))
         # A share of a leaf that is whole over some axis is flat.
-        flat = lambda spec: spec if len(specs_lib.axes_in(spec)) == len(axes) else P(axes)  # noqa: E731
-        return state_specs(jax.tree.map(flat, specs_lib.like(specs, tree)))
+        flat = lambda spec: spec if len(mesh.axes_in(spec)) == len(axes) else P(axes)  # noqa: E731
+        return state_specs(jax.tree.map(flat, mesh.like(specs, tree)))
 
     def init(key, params):
-        mesh = jax.sharding.get_abstract_mesh()
+        found = jax.sharding.get_abstract_mesh()
 
         def run(key):
             local = jax.tree.map(
-                lambda x, spec: jnp.zeros(_shard(jnp.shape(x), spec, mesh)),
+                lambda x, spec: jnp.zeros(_shard(jnp.shape(x), spec, found)),
                 params,
-                specs_lib.like(specs, params),
+                mesh.like(specs, params),
             )
             return order.init(key, parts(local, specs, axes))
 
-        return specs_lib.over_shards(axes, run, P(), where(params))(key)
+        return mesh.over_shards(axes, run, P(), where(params))(key)
 
     def observe(state, rows):
         base.check_stacked(rows)
@@ -99,24 +99,22 @@ def sharded(order: base.Ordering, specs, axes, *, state_specs, coordinated) -> b
         def run(state, tree):
             return order.observe(state, rows_lib.Rows.of(parts(tree, specs, axes, leading=1)))
 
-        of_rows = jax.tree.map(lambda spec: P(None, *spec), specs_lib.like(specs, rows.tree))
+        of_rows = jax.tree.map(lambda spec: P(None, *spec), mesh.like(specs, rows.tree))
         of_state = where(rows.tree)
-        return specs_lib.over_shards(axes, run, (of_state, of_rows), of_state)(state, rows.tree)
+        return mesh.over_shards(axes, run, (of_state, of_rows), of_state)(state, rows.tree)
 
     def next_epoch(state):
         of_state = where(state.running_sum)
-        return specs_lib.over_shards(axes, order.next_epoch, (of_state,), of_state)(state)
+        return mesh.over_shards(axes, order.next_epoch, (of_state,), of_state)(state)
 
     return base.Ordering(init, observe, next_epoch)
 
 
-def _shard(shape, spec, mesh):
+def _shard(shape, spec, over):
     """The shape of a shard, where these axes are not manual yet; else it is one already."""
     found = list(shape)
     for i, names in enumerate(spec):
-        count = math.prod(
-            mesh.shape[a] for a in specs_lib.names_of(names) if a not in mesh.manual_axes
-        )
+        count = math.prod(over.shape[a] for a in mesh.names_of(names) if a not in over.manual_axes)
         if found[i] % count:
             raise ValueError(
                 f"a leaf of shape {tuple(shape)} cannot be split as {spec}: {found[i]} is no "

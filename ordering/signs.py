@@ -138,8 +138,10 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
 
     def sign(state, dot, norm2):
         log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)
-        # A pair of equal gradients has norm 0: it leaves S alone and takes + (dot is 0 as well).
-        safe_norm2 = jnp.where(norm2 > 0, norm2, 1.0)
+        # A pair of equal gradients has norm 0: it leaves S alone and takes + (dot is 0 as well). So
+        # does S stay where a square is too large for float32.
+        usual = (norm2 > 0) & (norm2 < jnp.inf)
+        safe_norm2 = jnp.where(usual, norm2, 1.0)
         ratio = state.scale * log_penalty / safe_norm2
         grown = state.scale + 2 * norm2 * (
             jnp.maximum(0.0, log_penalty + 0.5 - jnp.sqrt(ratio)) / log_penalty
@@ -148,7 +150,7 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
         scale = jnp.where(ratio <= 1, 2 * norm2, grown)
         coin_key = jax.random.fold_in(jax.random.fold_in(state.key, state.epoch), state.pair)
         coin = jax.random.uniform(coin_key, minval=-1.0, maxval=1.0)
-        state = state._replace(pair=state.pair + 1, scale=jnp.where(norm2 > 0, scale, state.scale))
+        state = state._replace(pair=state.pair + 1, scale=jnp.where(usual, scale, state.scale))
         return state, _plus_iff(dot <= coin * threshold)
 
     def next_epoch(state):

@@ -1,10 +1,8 @@
 """What all tests share. Hypothesis draws SYNCOPATE_CASES times as many cases, 1 if unset."""
 
-import atexit
+import importlib.metadata
 import os
 import re
-import shutil
-import tempfile
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -13,10 +11,11 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # What one process of the tests has compiled, no other one of this session compiles again.
-    FOLDER = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
+    # What the tests have compiled once, with these versions, no later call compiles again.
+    CACHE = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    VERSION = importlib.metadata.version("jaxlib")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(CACHE, "syncopate", f"jaxlib-{VERSION}")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 import jax
 import pytest
@@ -26,7 +25,6 @@ from tests.cases import times
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_debug_key_reuse", True)
 
 settings.register_profile(
     "syncopate",

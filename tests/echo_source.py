@@ -48,14 +48,7 @@ def add_noise(batch, key):
     return {"x": batch["x"] + noise, "y": batch["y"] - noise[..., None]}
 
 
-MODES = {
-    "plain": {},
-    "buffer": dict(buffer_size=3),
-    "rebatch": dict(buffer_size=3, rebatch=True, axis=1),
-    "rebatch one": dict(rebatch=True, axis=1),
-    "augment": dict(augment=add_noise),
-    "rebatch and augment": dict(buffer_size=2, rebatch=True, axis=1, augment=add_noise),
-}
+MODES = {"plain": {}, "augment": dict(augment=add_noise)}
 PLAN = echo.EchoPlan(np.repeat([1, 0, 1, 0, 1, 0, 1], [1, 2, 1, 1, 2, 3, 1]).astype(bool))
 
 

@@ -16,13 +16,13 @@ import subprocess
 import sys
 import threading
 
-from tests.test_train_processes import ROOT, environment
+from tests.commands import ROOT, environment
 
-IMPORTED = ("cd_grab", "combined", "echoing", "order_rounds", "qsr", "train")
+IMPORTED = ("cd_grab", "combined", "echoing", "qsr", "train")
 # Where a kill is aimed at: phase -> (module, what is called then, seconds that this goes on for,
 # below which of its calls).
 AIMS = {
-    "taking the folder": ("experiments.processes.lock", "_take", 0.001, 1),
+    "taking the folder": ("experiments.cluster.lock", "_take", 0.001, 1),
     "reading the folder": ("experiments.results.records", "open_folder", 0.002, 1),
     "choosing a checkpoint": ("experiments.training.checkpoint", "settled", 0.1, 1),
     "restoring": ("experiments.training.checkpoint", "restore", 0.1, 1),
@@ -30,7 +30,7 @@ AIMS = {
     "an epoch's end": ("experiments.training.loop", "carry_out", 0.001, 12),
     "a record": ("experiments.training.run", "Recorder.record", 0.002, 12),
     "a save": ("experiments.training.checkpoint", "save", 0.1, 6),
-    "writing a file": ("experiments.results.records", "write_whole", 0.001, 6),
+    "writing a file": ("experiments.cluster.files", "write_whole", 0.001, 6),
     "removing checkpoints": ("shutil", "rmtree", 0.002, 2),
     "writing the model": ("experiments.training.checkpoint", "export", 0.05, 1),
 }
@@ -110,8 +110,8 @@ class Forks:
         return int(self._process.stdout.readline())
 
     def close(self):
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # closes its pipes, and waits
+            pass
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A little run of all three decisions, 60 steps, that test_train and test_resume share."""
+"""A little run of all three decisions, 60 steps of 4 workers with 11 units, 3 per step.
+
+Pairs are split over steps, and the last step of an epoch has two units.
+"""
 
 import functools
 
@@ -6,21 +9,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.studies.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+import models
+from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.tasks.base import Recipe, Task
 from experiments.training import config, program, run
 from local_opt import runners
-from tests.test_one_loop import RECIPE, STEPS, WORKERS, task
 
-# Pairs are split over steps, and the last step of an epoch has two units.
-UNITS, PER_STEP = 11, 3
-SETTING = RECIPE._replace(
-    schedule="cosine", floor=0.01, warmup_steps=3, h_base=2, growth=1.5, echo_factor=3
-)
+WORKERS, STEPS, UNITS, PER_STEP = 4, 60, 11, 3
+SETTING = Recipe(
+    workers=WORKERS, units_per_step=PER_STEP, unit_size=1, learning_rates=(0.3,),
+    total_steps=STEPS, weight_decay=1e-3, schedule="cosine", floor=0.01, warmup_steps=3, h_base=2,
+    growth=1.5, echo_factor=3,
+)  # fmt: skip
 SIZES = config.Sizes(WORKERS, UNITS, PER_STEP, 1)
 STREAMED = {"reads": "thread"}
 
 
-def plans_of(sync="qsr", echo="diffusion_cosine", seed=0, **fields):
+def task():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(46, 5)).astype(np.float32)
+    data = {"x": x, "y": x[:, :3].argmax(axis=1).astype(np.int32)}
+    model = models.softmax_regression(num_features=5, num_classes=3)
+    return Task("random", model, data, data, SETTING)
+
+
+def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
     own = config.config_of(SETTING._replace(**fields), SIZES, seed=seed)
     return config.plans_of(own, SYNC_RULES[sync], ECHO_POLICIES[echo], rate=0.3)
 
@@ -32,7 +45,7 @@ def built(order="cd_grab", sync="qsr", reads=None, mesh=False):
     return program.build(task(), SETTING, ORDERS[order], rounds, reads=reads, mesh=mesh, epochs=15)
 
 
-def sums(state):
+def sums(step, state):
     """In place of an evaluation: a number that every bit of the parameters changes."""
     leaves = map(np.asarray, jax.tree.leaves(jax.device_get(state.params)))
     return {"train/loss": float(sum(np.abs(leaf, dtype=np.float64).sum() for leaf in leaves))}
@@ -60,7 +73,7 @@ def timeless(records):
 
 def compiled(prepared):
     """How often what a run needs was compiled: steps, syncs and epochs' ends, by their kind."""
-    return [prepared.steps(*kind, False)._cache_size() for kind in STEPS_OF] + [
+    return [prepared.steps(*kind)._cache_size() for kind in STEPS_OF] + [
         prepared.ends(*kind)._cache_size() for kind in ENDS_OF
     ]
 

@@ -329,7 +329,7 @@ def loads_ahead(decide, total_steps, load_ticks, step_ticks, depth):
 
 
 def hash_signs(seed, places):
-    """The signs of `ordering.sketches.hash_signs`, entry by entry, in Python's integers."""
+    """The signs of `ordering.sketch.hash_signs`, entry by entry, in Python's integers."""
     signs = []
     for place in np.ravel(places):
         x = (int(place) * 0x9E3779B1 & 0xFFFFFFFF) ^ seed
@@ -534,7 +534,7 @@ def fedprox(params, gradient, periods, rate, strength):
     return np.array(history)
 
 
-def elastic_units(orders, workers, units_per_step):
+def dealt_to_others(orders, workers, units_per_step):
     """Every step's units, worker after worker, dealt to `workers` in turn: their orders."""
     new = [[] for _ in range(workers)]
     for start in range(0, len(orders[0]), units_per_step):
@@ -543,45 +543,3 @@ def elastic_units(orders, workers, units_per_step):
         for w in range(workers):
             new[w] += step[w * each : (w + 1) * each]
     return new
-
-
-def elastic_pairs(orders, placed, workers, units_per_step, visited):
-    """(orders, [(front, back)] of every new worker, whose half waits: (worker or None) or nothing).
-
-    `placed` are the signed pairs [(front, back)] of every worker, of its first units. Neighbours
-    whose number is the quotient by the greatest common divisor become neighbours.
-    """
-    common = math.gcd(len(orders), workers)
-    few, many = len(orders) // common, workers // common
-    rest = elastic_units([order[visited:] for order in orders], workers, units_per_step)
-    new_orders, new_placed, new_waiting = [], [], []
-    for group in range(common):
-        members = range(group * few, (group + 1) * few)
-        pairs, waits = [[] for _ in range(many)], []
-        count = len(placed[0])
-        whole = count // many * many
-        for start in range(0, whole, many):
-            run = [(v, k) for v in members for k in range(start, start + many)]
-            for w in range(many):
-                pairs[w] += run[w * few : (w + 1) * few]
-        left = [(v, k) for v in members for k in range(whole, count)]
-        of_each = visited * few // many // 2
-        missing = many * of_each - sum(map(len, pairs))
-        left, split = left[:missing], left[missing:]
-        for v in members:
-            waits += [(u, v) for u in orders[v][2 * count : visited]]
-        for v, k in split:
-            waits += [(orders[v][2 * k], None), (orders[v][2 * k + 1], None)]
-        left = [(tuple(orders[v][2 * k : 2 * k + 2]), placed[v][k]) for v, k in left]
-        while len(left) < missing:
-            (a, _), (b, _), *waits = waits
-            left.append(((a, b), (a, b)))
-        for w in range(many):
-            own = [(tuple(orders[v][2 * k : 2 * k + 2]), placed[v][k]) for v, k in pairs[w]]
-            own += left[w * len(left) // many : (w + 1) * len(left) // many]
-            alone = waits[w * len(waits) // many : (w + 1) * len(waits) // many]
-            order = [u for ends, _ in own for u in ends] + [u for u, _ in alone]
-            new_orders.append(order + rest[group * many + w])
-            new_placed.append([ends for _, ends in own])
-            new_waiting.append([v for _, v in alone])
-    return new_orders, new_placed, new_waiting

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import local_opt
 import ordering
 from ordering.pair_balance import PairBalanceState
-from syncopate.plans import specs as specs_lib
+from syncopate.mesh import like
 from tests.problems import copies
 
 UNITS, BATCH, EPOCHS = 10, 4, 4
@@ -122,7 +122,7 @@ WAYS = {
 def placed(tree, specs, mesh):
     """Arrays with a leading worker axis, in their places."""
     put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    return jax.tree.map(put, specs_lib.like(owned(specs), tree), tree)
+    return jax.tree.map(put, like(owned(specs), tree), tree)
 
 
 class Programs:

@@ -65,3 +65,20 @@ def assert_same(found, expected):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             assert isinstance(x, np.ndarray) and x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
+
+
+class EpochSource:
+    """Random access to examples, with another view of every epoch."""
+
+    def __init__(self, data):
+        self.data, self.epochs = data, []
+
+    def __len__(self):
+        return len(self.data["y"])
+
+    def __getitem__(self, i):
+        return {name: values[i] for name, values in self.data.items()}
+
+    def at_epoch(self, epoch):
+        self.epochs.append(epoch)
+        return self

@@ -199,9 +199,6 @@ PLANS = {
     "swap": lambda t: local_opt.swap(3, switch_step=t // 2, total_steps=t),
     "bernoulli": lambda t: local_opt.bernoulli(0.3, total_steps=t, key=jax.random.key(7)),
     "sync_every_load": lambda t: local_opt.sync_every_load(np.arange(t) % 3 == 0),
-    "from_schedule": lambda t: local_opt.from_schedule(
-        optax.linear_schedule(1, 8, 40), total_steps=t
-    ),
     "from_function": lambda t: local_opt.from_function(lambda s: 1 + s % 5, total_steps=t),
     "aligned": lambda t: local_opt.aligned(local_opt.constant(4, total_steps=t), every=3.5),
 }

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import local_opt
-from syncopate.plans import specs
+from syncopate import mesh
 from tests.problems import RUNS, W, copies
 
 STEPS = 6
@@ -94,10 +94,10 @@ def found(opt, run="vmap", extra=()):
     @RUNS[run]
     def all_steps(params, targets):
         def body(carry, target):
-            carry = specs.varying(one_step(opt, *carry, target, extra), params)
+            carry = mesh.varying(one_step(opt, *carry, target, extra), params)
             return carry, carry[0]
 
-        start = specs.varying((params, opt.init(params)), params)
+        start = mesh.varying((params, opt.init(params)), params)
         (_, state), history = jax.lax.scan(body, start, targets)
         return history, state
 

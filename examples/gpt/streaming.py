@@ -43,18 +43,18 @@ def train_step(state, batch):
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
-def train_segment(state, batches, event):
+def train_segment(state, batches, due):
     """What is due, and the steps up to the next event: one program, in which they overlap."""
 
     def one(state, batches):
-        stream, part = state.tx, int(event.part)
-        if event.action == "start":
+        stream, (action, part, last) = state.tx, due
+        if action == "start":
             state = state.replace(
                 opt_state=stream.start(state.params, state.opt_state, fragment=part)
             )
-        elif event.action == "finish":
+        elif action == "finish":
             params, opt_state = stream.finish(
-                state.params, state.opt_state, fragment=part, last=event.last
+                state.params, state.opt_state, fragment=part, last=last
             )
             state = state.replace(params=params, opt_state=opt_state)
         return jax.lax.scan(train_step, state, batches)
@@ -75,17 +75,16 @@ def train_and_evaluate(c: Config) -> dict:
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer_of(c))
     state = local_opt.owned(state, WORKERS)
     turns = {
-        str(f): local_opt.constant(PERIOD, total_steps=c.steps, offset=f * PERIOD // FRAGMENTS)
+        f: local_opt.constant(PERIOD, total_steps=c.steps, offset=f * PERIOD // FRAGMENTS)
         for f in range(FRAGMENTS)
     }
-    events = local_opt.PartPlans(turns, delay=DELAY).events_from(0)
+    events = [(0, ("none", 0, False)), *local_opt.stream_events(turns, delay=DELAY)]
     losses = []
-    events = [events[0]._replace(step=0, action="none"), *events]
-    for event, following in zip(events, [*events[1:], events[-1]], strict=True):
-        chosen = rng.integers(len(train), size=(following.step - event.step, c.batch_size))
+    for (step, due), (until, _) in zip(events, [*events[1:], events[-1]], strict=True):
+        chosen = rng.integers(len(train), size=(until - step, c.batch_size))
         own = (len(chosen), WORKERS, c.batch_size // WORKERS, c.length + 1)
         batches = train[chosen].reshape(own).swapaxes(0, 1)
-        state, metrics = train_segment(state, batches, event._replace(step=0))  # few programs
+        state, metrics = train_segment(state, batches, due)
         losses.append(metrics["loss"].mean(0))
     losses = np.concatenate(losses)[49::50].tolist()
     valid = jnp.asarray(valid)

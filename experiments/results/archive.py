@@ -7,16 +7,19 @@ says how often the run was looked at, with how many seeds each time, and by what
 
 import datetime
 import gzip
+import itertools
 import json
+import math
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 import local_opt
+from experiments.cluster import files
 from experiments.results import records
 from experiments.results.statistics import Comparison, Criterion, compare
 
@@ -39,8 +42,8 @@ def record(results: str, target: os.PathLike, command: str) -> None:
             "Give the run's command again, which goes on where it was stopped."
         )
     target, rows = pathlib.Path(target), records.read(os.path.join(results, records.METRICS))
-    versions = records.read_json(os.path.join(results, VERSIONS))
-    looked = _and_another(target, seeds_of(rows), versions, commands_of(command))
+    versions = files.read_json(os.path.join(results, VERSIONS))
+    looked = _and_another(target, rows, versions, commands_of(command))
     target.mkdir(parents=True, exist_ok=True)
     for part in COPIED:
         shutil.copyfile(os.path.join(results, part), target / part)
@@ -52,8 +55,27 @@ def extend(target: os.PathLike, rows: Iterable[Mapping], commands: list[str]) ->
     """Adds the records of further seeds to a recorded run, and the look at all of them."""
     target = pathlib.Path(target)
     rows = [*_rows(target), *rows]
-    looked = _and_another(target, seeds_of(rows), records.versions(), commands)
-    _write(target, rows, looked)
+    _write(target, rows, _and_another(target, rows, records.versions(), commands))
+
+
+def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
+    """A recorded run; None if there is none of this name."""
+    path = pathlib.Path(folder) / name
+    if not (path / METRICS).exists():
+        return None
+    rows = _rows(path)
+    compared = restore(rows, files.read_json(path / COMPARISON))
+    return compared._replace(looks=tuple(_looks(path, rows)))
+
+
+def command_of(name: str, folder: os.PathLike = FOLDER) -> str:
+    """The first of those that made a recorded run, in one line."""
+    return commands_of((pathlib.Path(folder) / name / COMMAND).read_text(encoding="utf-8"))[0]
+
+
+def commands_of(text: str) -> list[str]:
+    """Each with its own lines joined, where a backslash parts them."""
+    return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
 
 
 def _write(target: pathlib.Path, rows: Iterable[Mapping], looked: Iterable[Mapping]) -> None:
@@ -63,43 +85,43 @@ def _write(target: pathlib.Path, rows: Iterable[Mapping], looked: Iterable[Mappi
     os.replace(temporary, target / METRICS)
 
 
-def _and_another(target: pathlib.Path, seeds: int, versions, commands) -> list[dict]:
-    """The looks at a run, and the one that records it with so many seeds, today.
+def pack(rows: Iterable[Mapping]) -> bytes:
+    """JSON lines with floats of six digits, compressed; equal rows give equal bytes."""
+
+    def rounded(value):
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+    lines = [json.dumps({k: rounded(v) for k, v in row.items()}) + "\n" for row in rows]
+    return gzip.compress("".join(lines).encode(), mtime=0)
+
+
+def _rows(path: pathlib.Path) -> list[dict]:
+    lines = gzip.decompress((path / METRICS).read_bytes()).decode().splitlines()
+    return [*map(json.loads, lines)]
+
+
+# Looks: how often a run was looked at decides the level of its intervals, as of `rule.level`.
+def _and_another(target: pathlib.Path, rows, versions, commands) -> list[dict]:
+    """The looks at a run, and the one that records it with these rows, today.
 
     With as many seeds as before it is the same look, taken again.
     """
-    before = looks(target.name, target.parent) if (target / METRICS).exists() else []
+    seeds, before = _seeds_of(rows), []
+    if (target / METRICS).exists():
+        before = _looks(target, _rows(target))
     if before and seeds < before[-1]["seeds"]:
         raise ValueError(
             f"{target.name} is recorded with {before[-1]['seeds']} seeds, and these are {seeds}: "
             f"pass --seeds={before[-1]['seeds']} or more, so that no look at it is forgotten."
         )
-    now = {
-        "seeds": seeds,
-        "date": datetime.date.today().isoformat(),
-        "commit": versions["commit"] if "commit" in versions else records.commit(),
-    }
+    now = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commit": versions["commit"]}
     kept = [look for look in before if look["seeds"] < seeds]
     return [*kept, now | {"versions": versions, "commands": commands}]
 
 
-def looks(name: str, folder: os.PathLike = FOLDER) -> list[dict]:
-    """How often a recorded run was looked at, oldest first.
-
-    Each with its seeds, which are the first ones of the records, date, commit, versions and
-    commands. Where nothing was noted it is one look with all seeds, without date.
-    """
-    path = pathlib.Path(folder) / name
-    return _looks(path, _rows(path))
-
-
 def _looks(path: pathlib.Path, rows: Iterable[Mapping]) -> list[dict]:
-    seeds = seeds_of(rows)
-    if not (path / LOOKS).exists():
-        commands = commands_of((path / COMMAND).read_text(encoding="utf-8"))
-        versions = records.read_json(path / VERSIONS)
-        bare = {"seeds": seeds, "date": "", "commit": None}
-        return [bare | {"versions": versions, "commands": commands}]
+    """Oldest first: seeds, which are the first ones of the records, date, commit, commands."""
+    seeds = _seeds_of(rows)
     found = [json.loads(s) for s in (path / LOOKS).read_text(encoding="utf-8").splitlines()]
     counts = [look["seeds"] for look in found]
     taken = [count for count in counts if count <= seeds]  # a crash may leave a look without seeds
@@ -111,47 +133,48 @@ def _looks(path: pathlib.Path, rows: Iterable[Mapping]) -> list[dict]:
     return found[: len(taken)]
 
 
-def seeds_of(rows: Iterable[Mapping]) -> int:
+def _seeds_of(rows: Iterable[Mapping]) -> int:
     return len({row["seed"] for row in rows})
 
 
-def commands_of(text: str) -> list[str]:
-    """Each with its own lines joined, where a backslash parts them."""
-    return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
+def seeds_at_looks(comparisons: Sequence[Comparison]) -> list[tuple[int, ...]]:
+    """How many seeds each of these runs had at every look at any of them.
+
+    Looks at several runs on one day are one.
+    """
+    now, found = {}, []
+    looks = [c.looks or [{"seeds": _seeds_of(c.records), "date": ""}] for c in comparisons]
+    for date in sorted({look["date"] for run in looks for look in run}):
+        today = [[look["seeds"] for look in run if look["date"] == date] for run in looks]
+        for each in itertools.zip_longest(*today):
+            now |= {run: seeds for run, seeds in enumerate(each) if seeds is not None}
+            if len(now) == len(looks):
+                found.append(tuple(now[run] for run in range(len(looks))))
+    return found or [()]
 
 
-def pack(rows: Iterable[dict]) -> bytes:
-    """JSON lines with floats of six digits, compressed; equal rows give equal bytes."""
-
-    def rounded(value):
-        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-    lines = [json.dumps({k: rounded(v) for k, v in row.items()}) + "\n" for row in rows]
-    return gzip.compress("".join(lines).encode(), mtime=0)
-
-
-def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
-    """A recorded run; None if there is none of this name."""
-    path = pathlib.Path(folder) / name
-    if not (path / METRICS).exists():
-        return None
-    rows = _rows(path)
-    compared = restore(rows, records.read_json(path / COMPARISON))
-    return compared._replace(looks=tuple(_looks(path, rows)))
+def first_seeds(comparison: Comparison, seeds: int) -> Comparison:
+    """What was known with these seeds."""
+    known = sorted({r["seed"] for r in comparison.records})
+    if seeds >= len(known):
+        return comparison
+    kept = [r for r in comparison.records if r["seed"] in known[:seeds]]
+    return compare(kept, comparison.arms, comparison.criterion, comparison.plans)
 
 
-def _rows(path: pathlib.Path) -> list[dict]:
-    lines = gzip.decompress((path / METRICS).read_bytes()).decode().splitlines()
-    return [*map(json.loads, lines)]
+def seconds_per_seed(comparison: Comparison, runs: Collection[tuple]) -> float | None:
+    """Of all these runs (arm, speed, learning rate), in all phases, on the mean; None: unknown."""
+    ends: dict[tuple, dict] = {}
+    for r in comparison.records:
+        own = r["arm"], r["speed"], r["learning_rate"]
+        if own in runs:
+            last = ends.setdefault((*own, r["phase"]), {})
+            last[r["seed"]] = max(r["seconds"], last.get(r["seed"], 0.0))
+    total = sum(float(np.mean([*of.values()])) for of in ends.values())
+    return total if ends and math.isfinite(total) else None
 
 
-def corners(plan: local_opt.SyncPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Steps at which H changes, with the end of the run, and H from there on."""
-    kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
-    steps = np.append(plan.starts[kept], plan.total_steps)
-    return steps, np.append(plan.periods[kept], plan.periods[-1])
-
-
+# What records are compared by.
 def describe(comparison: Comparison) -> dict:
     """What is in comparison.json."""
     plans = {}
@@ -171,3 +194,10 @@ def restore(rows: Iterable[dict], described: Mapping) -> Comparison:
         starts = np.concatenate([*map(np.arange, first, ends, periods)])
         plans[arm] = local_opt.SyncPlan(starts, of["total_steps"], of["rule"])
     return compare(rows, described["arms"], Criterion(**described["criterion"]), plans)
+
+
+def corners(plan: local_opt.SyncPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Steps at which H changes, with the end of the run, and H from there on."""
+    kept = np.flatnonzero(np.diff(plan.periods, prepend=-1))
+    steps = np.append(plan.starts[kept], plan.total_steps)
+    return steps, np.append(plan.periods[kept], plan.periods[-1])

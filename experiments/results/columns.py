@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.statistics import interval, last, paired, target_of
-from experiments.results.tables import Column, costs, faster, name_of, show, show_reached, sweep
+from experiments.results.statistics import interval, last, paired, spent, target_of
+from experiments.results.tables import Column, faster, name_of, show, show_reached, sweep
 
 
 def arm(head: str) -> Column:
@@ -55,7 +55,7 @@ def metric(form: str) -> Column:
 
 def to_target(head: str, name: str, form: str, word: str = "") -> Column:
     """What it takes to the target, or how many seeds get there."""
-    return arrival(head, form, lambda comparison, own: costs(comparison, own, name), word)
+    return arrival(head, form, lambda comparison, own: spent(comparison, own.runs, name), word)
 
 
 def _lasts(own, scalar):
@@ -73,10 +73,6 @@ def fastest(comparison, arm_name: str) -> tuple[float, dict]:
     criterion = comparison.criterion._replace(when="target", target=target_of(comparison))
     best = statistics.best_rate(comparison.records, arm_name, None, criterion)
     return best, statistics.tuned(comparison.records, arm_name).get(best, {})
-
-
-def spent(comparison, runs, name: str) -> dict:
-    return statistics.to_target(runs, comparison.criterion, target_of(comparison), name)
 
 
 def _fastest_spent(comparison, own, name="epoch"):

@@ -3,23 +3,15 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.measures.metrics import METRICS
 from experiments.results import plots, statistics
-from experiments.results.statistics import (
-    Chosen,
-    Comparison,
-    interval,
-    last,
-    reached,
-    target_of,
-    to_target,
-)
+from experiments.results.statistics import Chosen, Comparison, interval, last, spent, target_of
 from experiments.results.tables import markdown, name_of, times
+from experiments.tasks.metrics import METRICS
 
 FACTORS = ("order", "sync", "echo")  # fields of the records
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
@@ -29,7 +21,7 @@ class Response(NamedTuple):
     """What effects are estimated of."""
 
     label: str
-    value: Callable[[Sequence[Mapping]], float]  # of a run
+    values: Callable[[Chosen], Sequence[float]]  # of an arm, one per seed
     relative: bool = True  # whether effects are factors; else differences
 
 
@@ -41,17 +33,21 @@ class Effect(NamedTuple):
 
 def responses(comparison: Comparison) -> list[Response]:
     """The last objective and test metric, and every cost to the target."""
-    criterion, metric = comparison.criterion, statistics.metric_of(comparison)
-    points, target = metric == "accuracy", target_of(comparison)
+    scalar, metric = comparison.criterion.scalar, statistics.metric_of(comparison)
+    points = metric == "accuracy"
     scale, unit = (100, " / points") if points else (1, "")
+
+    def ends(name, scale=1):
+        return lambda own: [scale * last(run, name) for run in own.runs.values()]
+
+    def costs(name):
+        return lambda own: [*spent(comparison, own.runs, name).values()]
+
     return [
-        Response(f"last {name_of(criterion.scalar)}", lambda run: last(run, criterion.scalar)),
-        Response(METRICS[metric].label + unit,
-                 lambda run: scale * last(run, f"test/{metric}"), not points),
-        *(Response(f"{label} to the target",
-                   lambda run, name=name: reached(run, criterion, target)[name])
-          for name, label in COSTS.items()),
-    ]  # fmt: skip
+        Response(f"last {name_of(scalar)}", ends(scalar)),
+        Response(METRICS[metric].label + unit, ends(f"test/{metric}", scale), not points),
+        *(Response(f"{label} to the target", costs(name)) for name, label in COSTS.items()),
+    ]
 
 
 def cells(comparison: Comparison) -> tuple[tuple[str, ...], list[Chosen]]:
@@ -112,7 +108,7 @@ def effects_of(comparison: Comparison) -> dict[Response, list[Effect]]:
     """The effects on every response, of logarithms where they are factors."""
     (factors, arms), found = cells(comparison), {}
     for response in responses(comparison):
-        y = np.array([[response.value(run) for run in own.runs.values()] for own in arms])
+        y = np.array([response.values(own) for own in arms])
         y = np.log(np.maximum(y, 1e-12)) if response.relative else y
         found[response] = effects(y.reshape(*[2] * len(factors), -1), factors)
     return found
@@ -130,12 +126,8 @@ def format_effect(effect: Effect, relative: bool) -> str:
 
 def late(comparison: Comparison) -> list[str]:
     """The arms that are not at the target with every seed: then no effect on what it takes."""
-    target = target_of(comparison)
-    return [
-        own.label
-        for own in comparison.at(comparison.speeds[0])
-        if math.inf in to_target(own.runs, comparison.criterion, target, "step").values()
-    ]
+    arms = comparison.at(comparison.speeds[0])
+    return [own.label for own in arms if math.inf in spent(comparison, own.runs, "step").values()]
 
 
 def effects_table(comparison: Comparison) -> tuple[str, str]:
@@ -178,32 +170,31 @@ def priced_table(machines: Sequence, price: Callable) -> Callable:
     """
 
     def section(comparison):
-        target, arms = target_of(comparison), comparison.at(comparison.speeds[0])
+        arms = comparison.at(comparison.speeds[0])
 
-        def spent(own, machine):
-            steps = to_target(own.runs, comparison.criterion, target, "step")
+        def priced(own, machine):
+            steps = spent(comparison, own.runs, "step")
             return {
                 seed: price([r for r in run if r["step"] <= steps[seed]], machine)
                 if steps[seed] < math.inf else math.inf
                 for seed, run in own.runs.items()
             }  # fmt: skip
 
-        def faster(base, own):
-            late = math.inf in (*base.values(), *own.values())
-            return "-" if late else times(statistics.log_ratios(base, own), exact=True)
+        def faster(taken):
+            each = [taken(own) for own in arms]
+            return [
+                "-" if math.inf in (*each[0].values(), *own.values())
+                else times(statistics.log_ratios(each[0], own), exact=True)
+                for own in each
+            ]  # fmt: skip
 
-        def priced(own, machine):
-            return faster(spent(arms[0], machine), spent(own, machine))
-
-        def measured(own):
-            of = (arms[0].runs, own.runs)
-            return faster(*(to_target(r, comparison.criterion, target, "seconds") for r in of))
-
-        rows = [{"arm": own.label} | {m.label: priced(own, m) for m in machines} for own in arms]
+        columns = {"arm": [own.label for own in arms]}
+        columns |= {m.label: faster(lambda own, m=m: priced(own, m)) for m in machines}
         text = "Times faster to the target than the first arm, priced."
         if comparison.speeds[0] is not None:  # seconds are those of a slow machine
-            rows = [row | {"measured": measured(own)} for row, own in zip(rows, arms, strict=True)]
+            columns["measured"] = faster(lambda own: spent(comparison, own.runs, "seconds"))
             text = f"{text} Measured: seconds, with the delays of the last machine."
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         return "table_priced.md", f"{text}\n\n{markdown(rows)}"
 
     return section

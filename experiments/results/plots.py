@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.results import statistics
-from experiments.results.statistics import Comparison, interval, tested
-from experiments.results.tables import costs, name_of
+from experiments.results import archive, statistics
+from experiments.results.statistics import Comparison, interval, spent, tested
+from experiments.results.tables import name_of
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#999999")
@@ -126,7 +126,9 @@ def _plain(axis):
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    # Of a few numbers between two powers, those that are there; of many powers, these alone.
+    subs = (1, 1.25, 2, 5, 8) if high < 5 * low else (1, 2, 5) if high < 200 * low else (1,)
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter(NullFormatter())
 
@@ -158,7 +160,7 @@ def _time_to_target(compared, path, title):
     figure, axes = panes(1, len(speeds), size, sharey=True)
     for axis, speed in zip(axes[0], speeds, strict=True):
         for own in compared.at(speed):
-            found = np.array([*costs(compared, own, "seconds").values()])
+            found = np.array([*spent(compared, own.runs, "seconds").values()])
             _bar(axis, arms.index(own.arm), found, dashed=own.arm == arms[0])
         axis.set(xlim=(0, None), xlabel="seconds to the target")
         axis.set_title(f"a load takes {speed:g} step{'s' * (speed != 1)}", fontsize=10)
@@ -189,10 +191,7 @@ def effects(found: Mapping, path: str, title: str) -> None:
     figure, axes = panes(lines, 3, (15, 3.6 * lines), sharey=True)
     for axis, (response, each) in zip(axes.flat, found.items(), strict=False):
         bounds = np.array([(e.mean, e.mean - e.half_width, e.mean + e.half_width) for e in each])
-        if response.relative:
-            bounds = np.exp(bounds)
-            _factors_on(axis, bounds)
-        mean, low, high = bounds.T
+        mean, low, high = np.exp(bounds).T if response.relative else bounds.T
         y = np.arange(len(each))
         axis.axvline(1 if response.relative else 0, color="0.5", linewidth=1)
         axis.hlines(y, low, high, color=COLOURS[6], linewidth=2)
@@ -201,6 +200,10 @@ def effects(found: Mapping, path: str, title: str) -> None:
         kind = "factor on the" if response.relative else "change of the"
         axis.set_xlabel(f"{kind} {response.label}")
         axis.grid(alpha=0.3, axis="x")
+        if response.relative:
+            axis.set_xscale("log")
+            axis.set_xlim(min(np.nanmin(low), 0.8) / 1.05, max(np.nanmax(high), 1.25) * 1.05)
+            _plain(axis.xaxis)
     axes[0][0].invert_yaxis()
     for axis in list(axes.flat)[len(found) :]:
         axis.set_visible(False)
@@ -208,17 +211,39 @@ def effects(found: Mapping, path: str, title: str) -> None:
     save(figure, path, f"{title}\n{lines}")
 
 
-def _factors_on(axis, bounds):
-    """A logarithmic axis with a few plain numbers."""
-    axis.set_xscale("log")
-    low, high = min(np.nanmin(bounds), 0.8), max(np.nanmax(bounds), 1.25)
-    axis.set_xlim(low / 1.05, high * 1.05)
-    few = [t for t in (0.5, 0.8, 1, 1.25, 2) if low <= t <= high]
-    if high / low <= 12:
-        axis.set_xticks(few, [f"{t:g}" for t in few])
-        axis.minorticks_off()
-    else:
-        _plain(axis.xaxis)
+def periods(shown: Mapping[str, tuple], path: str, title: str) -> None:
+    """Writes a PNG with a column per run: H of every plan over its steps, the learning rate below.
+
+    Args:
+      shown: {title: (learning rates float[T], {label: plan of T steps})}; a label has the same look
+        in every column.
+
+    Raises:
+      ValueError: if the plans of a run are of different lengths.
+    """
+    labels = list(dict.fromkeys(label for _, plans in shown.values() for label in plans))
+    size = max(7.0, 6.0 * len(shown)), 6.1
+    figure, axes = panes(2, len(shown), size, sharex="col", height_ratios=(4, 1))
+    for (above, below), (name, (rates, plans)) in zip(axes.T, shown.items(), strict=True):
+        lengths = {len(rates)} | {plan.total_steps for plan in plans.values()}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"the plans of {name!r} have {sorted(lengths)} steps: one panel shows plans of one "
+                "run; give every run its own panel."
+            )
+        for label, plan in plans.items():
+            # Many plans share H for a while: later lines are thinner, and lie above.
+            place = labels.index(label)
+            style = look(place) | {"linewidth": 5 - 3.5 * place / max(1, len(labels) - 1)}
+            above.step(*archive.corners(plan), where="post", label=label, **style)
+        above.set(title=name, yscale="log", ylabel="H, steps from sync to sync")
+        above.yaxis.set_major_formatter("{x:,g}")
+        below.plot(np.arange(len(rates)), rates, color="#444444", linewidth=1.2)
+        below.set(xlabel="step", xlim=(0, len(rates)), ylabel="learning rate", ylim=(0, None))
+        for axis in (above, below):
+            axis.grid(alpha=0.3)
+    legend(figure)
+    save(figure, path, title)
 
 
 def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str) -> None:

@@ -3,12 +3,11 @@
 A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
 not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
 rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
-"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), with --nonfinite=skip
-"skipped" (updates left out since the record before, of all workers), and in the last record of a
-run "ended": true, "diverged": null or the message, and "load_steps" where echoing was measured.
-A run of `train` that went on with other workers has "elastic" from there on, a list of its changes.
-Tuning runs recorded before this schema hold, for what was evaluated on the way, the first record at
-the target alone: its costs, and in "at_target" the scalars that were there.
+"train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the
+last record of a run "ended": true, "diverged": null or the message, and "load_steps" where echoing
+was measured.
+Where seconds say nothing, for loads were not waited for or another run shared the device, there is
+"timed": false.
 
 Of several processes all read, and process 0 alone writes.
 """
@@ -22,7 +21,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.processes import distributed
+from experiments.cluster import files, processes
 
 RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
 IDENTITY = ("study", "order", "sync", "echo", *RUN_FIELDS)  # nothing that is found
@@ -41,34 +40,6 @@ def whole_runs(records: Sequence[Mapping]) -> list[dict]:
     return [r for r in records if run_of(r) in ended]
 
 
-def write_whole(path: str, text: str) -> None:
-    """Writes a file under a temporary name, then renames it: never half a file."""
-    if not distributed.is_first():
-        return
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
-
-
-def write_json(path: str, value) -> None:
-    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def read_json(path: str, default=None):
-    """What is in a JSON file; the default where there is no file."""
-    if not os.path.exists(path):
-        return default
-    with open(path, "rb") as file:
-        try:
-            return json.load(file)
-        except ValueError as error:
-            raise ValueError(
-                f"{path!r} is broken ({error}): restore it from a copy, choose another "
-                "--output_dir, or pass --overwrite to begin again."
-            ) from error
-
-
 def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> list[dict]:
     """Prepares an output folder and returns the records of an earlier, equal run in it.
 
@@ -83,50 +54,38 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
     """
     settings = json.loads(json.dumps(dict(settings), sort_keys=True))
     path, metrics = os.path.join(folder, "settings.json"), os.path.join(folder, METRICS)
-    if (first := distributed.of_first(settings)) != settings:
-        changed = ", ".join(differences(first, settings))
+    if (first := processes.of_first(settings)) != settings:
+        changed = ", ".join(files.differences(first, settings))
         raise ValueError(
             f"this process has other settings than process 0 ({changed}): give all processes the "
             "same flags, and the same data."
         )
-    before = None if overwrite else read_json(path)
+    before = None if overwrite else files.read_json(path)
     if before is None and not overwrite and (left := _left_by_a_run(folder)):
         raise ValueError(
             f"{folder!r} holds {left} and no settings.json that says of which run: bring that file "
             "back, choose another --output_dir, or pass --overwrite to begin again."
         )
     if before not in (None, settings):
-        changed = differences(before, settings)
+        changed = files.differences(before, settings)
         raise ValueError(
             f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
             "another --output_dir, or pass --overwrite to forget that run."
         )
     kept = read(metrics) if before is not None and os.path.exists(metrics) else []
-    distributed.wait(f"read {folder}")  # before the first of them writes
-    first = distributed.of_first(len(kept))
+    processes.wait(f"read {folder}")  # before the first of them writes
+    first = processes.of_first(len(kept))
     if first != len(kept):
         raise ValueError(
             f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
             "--output_dir that all processes share."
         )
     os.makedirs(folder, exist_ok=True)
-    if overwrite and distributed.is_first() and os.path.exists(metrics):
+    if overwrite and processes.is_first() and os.path.exists(metrics):
         os.remove(metrics)  # before the new settings are there: they are not of these records
-    write_json(path, settings)
-    write_json(os.path.join(folder, "versions.json"), versions())
+    files.write_json(path, settings)
+    files.write_json(os.path.join(folder, "versions.json"), versions())
     return kept
-
-
-def differences(before: Mapping, now: Mapping) -> list[str]:
-    """What differs between the settings of two runs, in words, by name."""
-    lines, none = [], object()
-    for name in sorted(before | now):
-        one, other = before.get(name, none), json.loads(json.dumps(now.get(name)))
-        if one is not none and name in now and one != other:
-            lines.append(f"{name}: {one!r} there, {other!r} here")
-        elif one is none or name not in now:
-            lines.append(f"{name}: only {'here' if one is none else 'there'}")
-    return lines
 
 
 def _left_by_a_run(folder: str) -> str:
@@ -163,7 +122,7 @@ def versions() -> dict:
         "devices": jax.device_count(),
         "cores": os.cpu_count(),
     }
-    return found | ({"processes": jax.process_count()} if distributed.several() else {})
+    return found | ({"processes": jax.process_count()} if processes.several() else {})
 
 
 def read(path: str) -> list[dict]:
@@ -176,7 +135,7 @@ def read(path: str) -> list[dict]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                distributed.say(f"Line {number} of {str(path)!r} was cut off, and is left out.")
+                processes.say(f"Line {number} of {str(path)!r} was cut off, and is left out.")
                 break
             try:
                 found.append(dict(json.loads(line)))
@@ -189,4 +148,4 @@ def read(path: str) -> list[dict]:
 
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:
-    write_whole(path, "".join(json.dumps(r) + "\n" for r in records))
+    files.write_whole(path, "".join(json.dumps(r) + "\n" for r in records))

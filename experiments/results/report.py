@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable, Sequence
 
-from experiments.results import archive, html, plots, records, tables
+from experiments.cluster import files
+from experiments.results import archive, page, plots, tables
 from experiments.results.statistics import Comparison
 from experiments.results.tables import Column
 
@@ -48,7 +49,7 @@ def write(
             texts.setdefault(name, []).append(made)
     texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
     for name, text in texts.items():
-        records.write_whole(os.path.join(folder, name), text + "\n")
-    records.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
-    html.of_folder(folder, title=title, command=command)
+        files.write_whole(os.path.join(folder, name), text + "\n")
+    files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
+    page.of_folder(folder, title=title, command=command)
     return "\n\n".join(texts.values())

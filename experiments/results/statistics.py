@@ -4,6 +4,7 @@ A run is the list of its records by step. Over seeds, intervals are Student's t,
 level is named.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.measures.metrics import METRICS
+from experiments.tasks.metrics import METRICS
 
 TUNING, REPORTED = ("run", "tune"), ("run", "report")  # phases
 LOSS, ABOVE = "train/loss", "train/above_optimum"
@@ -63,7 +64,7 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
     ran = list(dict.fromkeys(r["arm"] for r in records))
     if first not in ran:
         raise ValueError(f"the baseline {first!r} is not among the arms run, {ran}: run it too.")
-    speeds = sorted({r["speed"] for r in records if r.get("speed") is not None}) or [None]
+    speeds = sorted({r["speed"] for r in records} - {None}) or [None]
     for speed, (arm, label) in itertools.product(speeds, arms.items()):
         if tried := tuple(sorted(runs_of(records, arm, speed))):
             rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
@@ -84,7 +85,7 @@ def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, li
     """{learning rate: {seed: run}} of an arm at a speed."""
     found = {}
     for r in records:
-        if r["arm"] == arm and r.get("speed") == speed and r["phase"] in phases:
+        if r["arm"] == arm and r["speed"] == speed and r["phase"] in phases:
             found.setdefault(r["learning_rate"], {}).setdefault(r["seed"], []).append(r)
     for run in (run for by_seed in found.values() for run in by_seed.values()):
         run.sort(key=lambda r: r["step"])
@@ -93,7 +94,7 @@ def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, li
 
 def diverged(records, arm: str, speed: float | None = None) -> tuple[float, ...]:
     """The learning rates at which a run of the arm diverged, ascending."""
-    own = (r for r in records if r["arm"] == arm and r.get("speed") == speed)
+    own = (r for r in records if r["arm"] == arm and r["speed"] == speed)
     return tuple(sorted({r["learning_rate"] for r in own if r.get("diverged")}))
 
 
@@ -153,8 +154,7 @@ def reached(run: Run, criterion: Criterion, target: float | None = None) -> Mapp
     scalar, goal = criterion.scalar, criterion.target if target is None else target
     for r in run:
         value = r.get(scalar)
-        there = value is not None and (value <= goal if criterion.lower else value >= goal)
-        if there or scalar in r.get("at_target", ()):
+        if value is not None and (value <= goal if criterion.lower else value >= goal):
             return r
     return None
 
@@ -184,12 +184,8 @@ def target_of(comparison: Comparison) -> float:
 
 
 def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
-    """Those whose seconds compare: they had the device for themselves, and their loads a delay."""
-
-    def comparable(r):
-        return (r.get("side_by_side") or 1) == 1 and r.get("delayed", True)
-
-    return {seed: run for seed, run in runs.items() if all(map(comparable, run))}
+    """Those whose seconds compare."""
+    return {seed: run for seed, run in runs.items() if all(r.get("timed", True) for r in run)}
 
 
 def to_target(runs: Mapping[int, Run], criterion: Criterion, target: float, name: str) -> dict:
@@ -200,6 +196,11 @@ def to_target(runs: Mapping[int, Run], criterion: Criterion, target: float, name
     runs = timed(runs) if name == "seconds" else runs
     found = {seed: reached(run, criterion, target) for seed, run in runs.items()}
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
+
+
+def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[int, float]:
+    """{seed: what these runs take to the target}, on what is reported; inf: never."""
+    return to_target(runs, tested(comparison.criterion), target_of(comparison), name)
 
 
 def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
@@ -254,14 +255,20 @@ def median_interval(found, level: float = 0.05) -> tuple[float, float, float]:
 
     Infinite bounds where there are too few values for the level: fewer than six for 95 %.
     """
-    from scipy.special import bdtr
-
     ordered = np.sort(np.asarray(list(found), float))
     count = len(ordered)
-    rank = int((bdtr(np.arange(count), count, 0.5) <= level / 2).sum())
+    rank = _rank(count, level)
     if not rank:
         return median(ordered), -math.inf, math.inf
     return median(ordered), float(ordered[rank - 1]), float(ordered[count - rank])
+
+
+@functools.cache
+def _rank(count: int, level: float) -> int:
+    """Of the order statistic that the median is seldom below; 0: there is none."""
+    from scipy.special import bdtr
+
+    return int((bdtr(np.arange(count), count, 0.5) <= level / 2).sum())
 
 
 def metric_of(comparison: Comparison) -> str:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.measures.metrics import METRICS
 from experiments.results import statistics
-from experiments.results.statistics import Chosen, Comparison, interval
+from experiments.results.statistics import Chosen, Comparison, interval, spent
+from experiments.tasks.metrics import METRICS
 
 NAMES = {
     "train/loss": "train loss",
@@ -102,19 +102,13 @@ def times_faster(comparison: Comparison) -> str:
 def faster(comparison: Comparison, own: Chosen, missing: str = "") -> str:
     """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none."""
     base = comparison.baseline(own.speed)
-    spent, before = (costs(comparison, of, "seconds") if of else {} for of in (own, base))
-    late = sum(map(math.isinf, spent.values()))
+    taken, before = (spent(comparison, of.runs, "seconds") if of else {} for of in (own, base))
+    late = sum(map(math.isinf, taken.values()))
     if late and missing:
-        return f"{len(spent) - late} of {len(spent)} {missing}"
-    if late or not set(spent) & set(before) or any(map(math.isinf, before.values())):
+        return f"{len(taken) - late} of {len(taken)} {missing}"
+    if late or not set(taken) & set(before) or any(map(math.isinf, before.values())):
         return "-"
-    return times(statistics.log_ratios(before, spent))
-
-
-def costs(comparison: Comparison, own: Chosen, name: str) -> dict[int, float]:
-    """{seed: what an arm takes to the target}, on what is reported; inf: never."""
-    criterion = statistics.tested(comparison.criterion)
-    return statistics.to_target(own.runs, criterion, statistics.target_of(comparison), name)
+    return times(statistics.log_ratios(before, taken))
 
 
 def times(logs, *, exact: bool = False) -> str:

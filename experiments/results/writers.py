@@ -1,4 +1,4 @@
-"""Where records go while they are made: JSON lines, CSV, trackers and the console.
+"""Where records go while they are made: JSON lines, trackers and the console, and a CSV at the end.
 
 JSON lines are what a run is resumed from; the others hold the same records.
 """
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from experiments.processes import distributed
+from experiments.cluster import files, processes
 from experiments.results import records
 from experiments.results import trackers as tracking
 
@@ -28,9 +28,9 @@ def open_writers(
 ) -> Iterator[Write]:
     """Opens the files of a run or study and yields `write(record)`.
 
-    Every record is in all files before `write` returns; of several processes, the first alone
-    writes. All are written anew from `keep` first, so that they agree after a crash between two of
-    them; event files that are not asked for go, and other trackers go on with their runs.
+    Every record is in metrics.jsonl, and with the trackers, before `write` returns; metrics.csv is
+    written in the end. Of several processes, the first alone writes. The file is written anew from
+    `keep` first, without what came after in an earlier call; trackers go on with their runs.
 
     Args:
       folder: created if absent.
@@ -51,29 +51,25 @@ def open_writers(
       1,0.5,
     """
     tracking.check(trackers)  # fails before a file is touched
-    if not distributed.is_first():
+    if not processes.is_first():
         yield lambda record: None
         return
-    kept = [_plain(record) for record in keep]
+    known = [_plain(record) for record in keep]
     os.makedirs(folder, exist_ok=True)
-    lines = os.path.join(folder, records.METRICS)
-    tracking.forget_events(os.path.join(folder, tracking.EVENTS))
-    records.write_lines(lines, kept)
+    path = os.path.join(folder, records.METRICS)
+    records.write_lines(path, known)
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open(lines, "a", encoding="utf-8", buffering=1))
-        opened = [
-            lambda record: file.write(json.dumps(record) + "\n"),  # a line is flushed
-            _csv(os.path.join(folder, TABLE), kept),
-        ]
-        for name in trackers:
-            opened.append(stack.enter_context(tracking.TRACKERS[name].open(folder, kept)))
-        if console:
-            opened.append(lambda record: console(console_line(record)))
+        stack.callback(lambda: files.write_whole(os.path.join(folder, TABLE), _csv(known)))
+        file = stack.enter_context(open(path, "a", encoding="utf-8", buffering=1))
+        hooks = [stack.enter_context(tracking.hook(t, folder, tuple(known))) for t in trackers]
 
         def write(record: Mapping) -> None:
-            plain = _plain(record)
-            for each in opened:
-                each(plain)
+            known.append(_plain(record))
+            file.write(json.dumps(known[-1]) + "\n")  # a line is flushed
+            for hook in hooks:
+                hook(known[-1])
+            if console:
+                console(console_line(known[-1]))
 
         yield write
 
@@ -104,26 +100,11 @@ def _plain(record: Mapping) -> dict:
     return {name: v.tolist() if hasattr(v, "tolist") else v for name, v in record.items()}
 
 
-def _csv(path: str, kept: Sequence[Mapping]) -> Write:
-    """Columns stand in the order in which they were first seen; the file grows by whole rows."""
-    rows, columns = list(kept), list(dict.fromkeys(name for row in kept for name in row))
-
-    def text(some, *, head):
-        file = io.StringIO()
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if head:
-            writer.writeheader()
-        writer.writerows(some)
-        return file.getvalue()
-
-    def write(record: Mapping) -> None:
-        rows.append(record)
-        if new := [name for name in record if name not in columns]:
-            columns.extend(new)
-            records.write_whole(path, text(rows, head=True))
-        else:
-            with open(path, "a", encoding="utf-8", newline="") as file:
-                file.write(text([record], head=False))
-
-    records.write_whole(path, text(rows, head=bool(columns)))
-    return write
+def _csv(rows: Sequence[Mapping]) -> str:
+    """Columns stand in the order in which they were first seen."""
+    file, columns = io.StringIO(), dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    if rows:
+        writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()

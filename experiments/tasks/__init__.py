@@ -2,31 +2,20 @@
 
 import functools
 
-from experiments.tasks import (
-    cifar10,
-    cifar100,
-    digits,
-    hmda,
-    imagenet2012,
-    m4_weekly,
-    mnist,
-    sst2,
-    tinyshakespeare,
-    wikitext,
-)
+from experiments.tasks import imagenet, images, tabular, text, wikitext
 from experiments.tasks.base import Recipe, Task
 
 TASKS = {
-    "cifar10": cifar10.load,
-    "cifar10_small": cifar10.load_small,
-    "cifar100": cifar100.load,
-    "digits": digits.load,
-    "hmda": hmda.load,
-    "imagenet2012": imagenet2012.load,
-    "m4_weekly": m4_weekly.load,
-    "mnist": mnist.load,
-    "sst2": sst2.load,
-    "tinyshakespeare": tinyshakespeare.load,
+    "cifar10": functools.partial(images.cifar, images.CIFAR10),
+    "cifar10_small": images.cifar10_small,
+    "cifar100": functools.partial(images.cifar, images.CIFAR100),
+    "digits": images.digits,
+    "hmda": tabular.hmda,
+    "imagenet2012": imagenet.load,
+    "m4_weekly": tabular.m4_weekly,
+    "mnist": images.mnist,
+    "sst2": text.sst2,
+    "tinyshakespeare": text.tinyshakespeare,
     "wikitext103": functools.partial(wikitext.load, corpus="wikitext103"),
     "wikitext2": functools.partial(wikitext.load, corpus="wikitext2"),
     "wikitext2_small": functools.partial(wikitext.load, corpus="wikitext2_small"),

@@ -1,13 +1,13 @@
 """What an experiment trains on: data, model and recipe in one record."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from syncopate.models import Model
+from models import Model
 
 
 class Recipe(NamedTuple):
@@ -39,11 +39,9 @@ class Recipe(NamedTuple):
     evaluations: int | None = None  # evenly over the run; None: at every epoch's end
     evaluate_every: int | None = None  # steps; wins over evaluations
     bound_every: int = 0  # epochs between two herding bounds; 0 never
-    metric: str = "accuracy"  # of the target, a name of `measures.metrics.METRICS`
+    metric: str = "accuracy"  # of the target, a name of `tasks.metrics.METRICS`
     target: float | None = None  # of the metric, for studies that count steps to it
-    rest: str = "drop"  # examples that fill no unit of all workers: "drop" them, or "keep" a load
     run: str = "vmap"  # "vmap" or "turns" on one device, "mesh" one device per worker
-    nonfinite: str = "stop"  # or "skip": what a loss or gradient that is not finite does to a run
 
 
 class Task(NamedTuple):
@@ -55,7 +53,7 @@ class Task(NamedTuple):
       `jax.ShapeDtypeStruct`: the shapes of the published data, which a dry run needs.
     recipe: the default setting.
     optimum: `() -> float`, the minimum of the training loss, or None where it is not known.
-    metric: what the test set measures, a name of `measures.metrics.METRICS`.
+    metric: what the test set measures, a name of `tasks.metrics.METRICS`.
     """
 
     name: str
@@ -107,6 +105,16 @@ def abstract_set(number: int, **fields) -> dict:
         name: jax.ShapeDtypeStruct((number, *shape), dtype)
         for name, (shape, dtype) in fields.items()
     }
+
+
+def abstract_sets(numbers: Iterable[int], shape: tuple[int, ...]) -> list[dict]:
+    """The shapes of sets of so many examples x, float32, and their classes y, int32."""
+    return [abstract_set(n, x=(shape, np.float32), y=((), np.int32)) for n in numbers]
+
+
+def check_model(task: str, model: str, known: Iterable[str]) -> None:
+    if model not in known:
+        raise ValueError(f"model is {model!r}: {task} has the models {sorted(known)}.")
 
 
 def first_of(data: dict, number: int) -> dict:
@@ -169,8 +177,14 @@ def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:
     return {"x": x[train], "y": y[train]}, {"x": x[test], "y": y[test]}
 
 
-def need_file(path: str, how: str) -> str:
-    """The path, if a file or folder is there; else an error that says how to get it."""
-    if not os.path.exists(path):
-        raise ValueError(f"{path!r} is not there. {how}")
-    return path
+def need_file(task: str, data_dir: str | None, *names: str, how: str) -> str:
+    """The path of the first of these files or folders that is there; else an error that says how
+    to get the last.
+    """
+    if data_dir is None:
+        raise ValueError(f"{task} reads {names[-1]} from --data_dir, which is not set. {how}")
+    paths = [os.path.join(data_dir, name) for name in names]
+    found = next(filter(os.path.exists, paths), None)
+    if found is None:
+        raise ValueError(f"{paths[-1]!r} is not there. {how}")
+    return found

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+import models
 from experiments.tasks import builders
-from experiments.tasks.base import Recipe, Task, need_file
+from experiments.tasks.base import Recipe, Task, check_model, need_file
 from experiments.tasks.text import (
     abstract_windows,
     check_length,
@@ -29,7 +30,6 @@ from experiments.tasks.text import (
     windows,
     words,
 )
-from syncopate import models
 
 SOURCES = {
     "wikitext2": "https://wikitext.smerity.com/wikitext-2-v1.zip",
@@ -37,28 +37,14 @@ SOURCES = {
 }
 RECIPES = {
     "lstm": Recipe(
-        workers=4,
-        units_per_step=1,
-        unit_size=4,
-        epochs=50,
-        learning_rates=(5.0,),
-        momentum=0.9,
-        bound_every=0,
-        schedule="step",
-        decay_every=10,
-        decay_factor=0.1,
+        workers=4, units_per_step=1, unit_size=4, epochs=50, learning_rates=(5.0,),
+        schedule="step", decay_every=10, decay_factor=0.1,
     ),
     "gpt2": Recipe(
-        workers=64,
-        units_per_step=1,
-        unit_size=1,
-        epochs=30,
-        learning_rates=(5e-4,),
-        momentum=0.9,  # b1 of AdamW
-        bound_every=0,
+        workers=64, units_per_step=1, unit_size=1, epochs=30, learning_rates=(5e-4,),
         optimizer="adamw",
     ),
-}
+}  # fmt: skip
 RECIPES["gpt2_small"] = RECIPES["gpt2"]._replace(
     workers=8, unit_size=8, epochs=1, learning_rates=(6e-4,)
 )
@@ -144,8 +130,10 @@ def load(
       ValueError: for another model or corpus, for lengths or numbers of words that are too small,
         and where a file is not there or is too short.
     """
-    _check(model, corpus)
+    if corpus not in CORPORA:
+        raise ValueError(f"corpus is {corpus!r}: there are {sorted(CORPORA)}.")
     chosen = CORPORA[corpus]
+    check_model(corpus, model, chosen.sizes)
     size = chosen.sizes[model]
     length = size.length if length is None else length
     max_words = size.max_words if max_words is None else max_words
@@ -156,7 +144,7 @@ def load(
         num_words = BPE_WORDS if byte_pairs else chosen.num_words
         vocab_size = min(num_words, max_words or num_words)
     else:
-        train, test, vocab_size = _read(data_dir, corpus, max_words)
+        train, test, vocab_size = _read_corpus(data_dir, corpus, max_words)
         train, test = windows(train, length), windows(test, length)
     if model == "lstm":
         net = models.lstm(vocab_size=vocab_size, width=size.width, depth=size.depth)
@@ -179,17 +167,17 @@ def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
     split = {"valid": "validation"}.get(part, part)
     if builders.is_prepared(prepared, data_dir, split):
         texts = [row["text"].decode() for row in builders.examples(prepared, data_dir, split)]
-        return itertools.chain.from_iterable(io.StringIO(text) for text in texts)
+        yield from itertools.chain.from_iterable(io.StringIO(text) for text in texts)
+        return
     how = (
         f"Download and unpack {SOURCES[source]} and pass the folder of wiki.{part}.tokens as "
         f"--data_dir. {builders.how_to_prepare(prepared)}"
     )
     if part == "train" and corpus == "wikitext2":
         how += " Or take --task=wikitext2_small, which trains on the test text instead."
-    if data_dir is None:
-        raise ValueError(f"{corpus} reads {part}.txt from --data_dir, which is not set. {how}")
-    paths = [os.path.join(data_dir, name) for name in file_names(part)]
-    return _lines_of(next(filter(os.path.exists, paths), None) or need_file(paths[1], how))
+    path = need_file(corpus, data_dir, *file_names(part), how=how)
+    with open(path, encoding="utf-8", newline="\n") as file:
+        yield from file
 
 
 def file_names(part: str) -> tuple[str, str]:
@@ -213,12 +201,7 @@ def _is_title(words):
     return len(words) > 2 and ends == ["=", "="] and "=" not in inner
 
 
-def _lines_of(path):
-    with open(path, encoding="utf-8", newline="\n") as file:
-        yield from file
-
-
-def _read(data_dir, corpus, max_words):
+def _read_corpus(data_dir, corpus, max_words):
     """Tokens of the training and the test text, and the size of their vocabulary."""
     files = CORPORA[corpus].files
     saved = [os.path.join(data_dir or "", f"{part}.npy") for part in files]
@@ -233,11 +216,3 @@ def _read(data_dir, corpus, max_words):
     known = vocabulary(words(lines(data_dir, corpus, files[0])), max_words)
     train, test = (encode(words(lines(data_dir, corpus, part)), known) for part in files)
     return train, test, len(known)
-
-
-def _check(model, corpus):
-    if corpus not in CORPORA:
-        raise ValueError(f"corpus is {corpus!r}: there are {sorted(CORPORA)}.")
-    sizes = CORPORA[corpus].sizes
-    if model not in sizes:
-        raise ValueError(f"model is {model!r}: {corpus} has the models {sorted(sizes)}.")

@@ -1,28 +1,32 @@
-"""Checkpoints of whole runs: orbax writes them asynchronously, atomically, from all processes."""
+"""Checkpoints of whole runs: orbax writes them asynchronously, atomically, from all processes.
+
+A checkpoint is a folder STEP with the state and its digest: of which run it is, where that stands,
+and what every file must hold. Process 0 writes the digest once all processes are done, before the
+folder gets its name, so that there is no checkpoint without one.
+"""
 
 import contextlib
 import functools
-import inspect
+import hashlib
+import json
 import os
+import pathlib
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from experiments.processes import distributed, waits
-from experiments.results import manifest, records
-from experiments.tasks import digest
+from experiments.cluster import agree, digest, files, processes
 from experiments.training import loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.step import TrainState
 
 KEPT = 2
+STATE, UNITS, DIGEST = "state", "units.npy", "digest.json"  # in the folder of a checkpoint
 WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pass --overwrite."
-BEFORE = ".before"  # of one that is being replaced
 
 
 class Evaluation(NamedTuple):
@@ -35,19 +39,28 @@ class Evaluation(NamedTuple):
     records: int = 0  # that the run has written
 
 
+class Opened(NamedTuple):
+    """The checkpoints of a folder: orbax's manager, and what is known of that being written."""
+
+    manager: Any
+    writing: dict
+
+
 @contextlib.contextmanager
-def opened(folder: str) -> Iterator:
+def opened(folder: str) -> Iterator[Opened]:
     """The checkpoints of a folder; at the end, those being written are waited for."""
     import orbax.checkpoint as ocp
 
     _ask_for_no_metrics()
-    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=True)
-    with waits.for_others("the folder of checkpoints"):
-        manager = ocp.CheckpointManager(os.path.abspath(folder), options=options)
+    folder, writing = os.path.abspath(folder), {}
+    written = ocp.AsyncOptions(post_finalization_callback=lambda: _write_digest(folder, writing))
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
+    with agree.for_others("the folder of checkpoints"):
+        manager = ocp.CheckpointManager(folder, options=options)
     try:
-        yield manager
+        yield Opened(manager, writing)
     finally:
-        with waits.for_others("the last checkpoint to be written"):
+        with agree.for_others("the last checkpoint to be written"):
             manager.close()
 
 
@@ -61,6 +74,95 @@ def _ask_for_no_metrics() -> None:
 
     if hasattr(tensorstore_utils, "get_tensorstore_raw_bytes"):  # of orbax 0.12; others never ask
         tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **options: 0
+
+
+def save(
+    opened: Opened, plans: Plans, at: Progress, state: TrainState, seen: Evaluation, *,
+    about: Mapping | None = None, units: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Starts to write the state and where it stands; returns when it has been copied.
+
+    A checkpoint that is there already is left as it is.
+
+    Args:
+      about: what the run depends on besides its plans, JSON values.
+      units: int[W, M] that the workers own; None where these need not be told.
+    """
+    import orbax.checkpoint as ocp
+
+    manager, writing = opened
+    if manager.latest_step() == at.step:
+        return
+    with agree.for_others("their parts of a checkpoint"):
+        manager.wait_until_finished()  # of another step: what is known of it has been written
+        writing |= {
+            "about": dict(about or {}),
+            "code": digest.code_hash(),
+            "decided": np.flatnonzero(at.decided).tolist(),
+            "evaluation": seen._asdict(),
+            "plans": plans.digests(),
+            "step": at.step,
+            UNITS: units,
+        }
+        args = ocp.args.Composite(**{STATE: ocp.args.StandardSave(state)})
+        manager.save(at.step, args=args)
+
+
+def _write_digest(folder: str, known: Mapping) -> None:
+    """Called by process 0, where all files are written and the folder has not got its name."""
+    (path,) = pathlib.Path(folder).glob(f"{known['step']}.orbax-checkpoint-tmp*")
+    content = dict(known)
+    if (units := content.pop(UNITS)) is not None:
+        np.save(path / UNITS, units)
+    content["files"] = _hashes(path)
+    text = json.dumps({"content": content, "sha256": _text_hash(content)})
+    (path / DIGEST).write_text(text)
+
+
+def _hashes(path: pathlib.Path) -> dict[str, str]:
+    """{file: SHA-256}, of all that is read again but the digest."""
+    found = {}
+    for file in [*sorted((path / STATE).rglob("*")), path / UNITS]:
+        if file.is_file():
+            with open(file, "rb") as content:
+                found[str(file.relative_to(path))] = hashlib.file_digest(
+                    content, "sha256"
+                ).hexdigest()
+    return found
+
+
+def _text_hash(content) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_digest(path: str) -> dict:
+    """What the digest of a checkpoint says.
+
+    Raises:
+      ValueError: where it is missing, or not what was written.
+    """
+    try:
+        found = json.loads(pathlib.Path(path, DIGEST).read_bytes())
+        content, known = found["content"], found["sha256"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{DIGEST} is missing or broken: {error}") from error
+    if _text_hash(content) != known:
+        raise ValueError(f"{DIGEST} is not what was saved")
+    return content
+
+
+def damage(path: str) -> str | None:
+    """What is wrong with a checkpoint, in words; None if it is whole. Reads all of its files."""
+    try:
+        known, found = read_digest(path), _hashes(pathlib.Path(path))
+    except (ValueError, OSError) as error:
+        return str(error)
+    if str(known["step"]) != os.path.basename(path):
+        return f"{DIGEST} is that of step {known['step']}"
+    for name, saved in known["files"].items():
+        if found.get(name) != saved:
+            return f"{name} is {'not what was saved' if name in found else 'missing'}"
+    return None
 
 
 def steps_of(folder: str) -> list[int]:
@@ -77,28 +179,25 @@ def latest(folder: str) -> int:
 def settled(folder: str) -> int:
     """The step of the newest whole checkpoint of a folder; 0 where there is none.
 
-    Damaged ones that are newer are set aside, as STEP.damaged. Process 0 alone reads them, all of
-    the state. A collective.
+    Damaged ones that are newer are set aside, as STEP.damaged. Process 0 alone reads them. A
+    collective.
 
     Raises:
       ValueError: where none of them is whole.
     """
-    if distributed.is_first():
-        end_replacing(folder)
-    steps, damaged = distributed.of_first(steps_of(folder)), {}
-    for step in steps:
-        first = distributed.is_first()
-        wrong = distributed.of_first(damage(os.path.join(folder, str(step))) if first else None)
+    first, damaged = processes.is_first(), {}
+    for step in processes.of_first(steps_of(folder)):
+        wrong = processes.of_first(damage(os.path.join(folder, str(step))) if first else None)
         if wrong is not None:
             damaged[step] = wrong
             continue
         for passed, why in damaged.items():
-            distributed.say(f"The checkpoint of step {passed} is damaged ({why}) and passed over.")
+            processes.say(f"The checkpoint of step {passed} is damaged ({why}) and passed over.")
             if first:
                 aside = os.path.join(folder, f"{passed}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 os.rename(os.path.join(folder, str(passed)), aside)
-        distributed.wait(f"settled {folder}")
+        processes.wait(f"settled {folder}")
         return step
     if damaged:
         told = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
@@ -109,108 +208,10 @@ def settled(folder: str) -> int:
     return 0
 
 
-def damage(path: str) -> str | None:
-    """What is wrong with a checkpoint, in words; None if it is whole.
-
-    It is read as a restore reads it, by this process alone.
-    """
-    before = sys.unraisablehook
-    sys.unraisablehook = functools.partial(_unless_closed, before)
-    try:
-        known, _ = read_on_host(path)
-        _check_step(known, path)
-    except Exception as error:  # whatever orbax raises over broken files
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    sys.unraisablehook = before
-    return None
-
-
-def read_on_host(path: str) -> tuple[dict, dict]:
-    """(the manifest, the state of all workers in dicts); some error where they are not whole."""
-    import orbax.checkpoint as ocp
-    from etils import epath
-
-    known = manifest.read(path)
-    handler, state = ocp.PyTreeCheckpointHandler(), epath.Path(path) / "state"
-    here = ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(host()))
-    args = jax.tree.map(lambda _: here, handler.metadata(state).tree)
-    found = handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=args))
-    manifest.check_leaves(known, found)
-    manifest.check_orders(found, known["dealt"])
-    return known, found
-
-
-def _check_step(known: Mapping, path: str) -> None:
-    """Raises ValueError where a whole checkpoint lies under another step's name."""
-    step = known.get("step")  # None: of a time before it was written down
-    if step is not None and str(step) != os.path.basename(path):
-        raise ValueError(f"it is that of step {step}")
-
-
-def _unless_closed(hook, raised) -> None:
-    """After its first error orbax leaves the other reads alone: as they end, each would complain.
-
-    They may end late, so that this stays once there was an error.
-    """
-    if "event loop" not in str(raised.exc_value).lower() and not inspect.iscoroutine(raised.object):
-        hook(raised)
-
-
-def host():
-    """A device with the host's memory, where there is one: the state of all workers must fit."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return jax.local_devices()[0]
-
-
-def save(
-    manager, plans: Plans, at: Progress, state: TrainState, seen: Evaluation, *,
-    dealt: int | None = None, about: Mapping | None = None,
-) -> None:  # fmt: skip
-    """Starts to write the state and where it stands; returns when it has been copied.
-
-    A checkpoint that is there already is left as it is.
-
-    Args:
-      dealt: as of `Program`; about: what the run depends on besides, JSON values.
-    """
-    import orbax.checkpoint as ocp
-
-    if manager.latest_step() == at.step:
-        return
-    known = {
-        "about": dict(about or {}),
-        "code": digest.code_hash(),
-        "dealt": dealt,
-        "decided": np.flatnonzero(at.decided).tolist(),
-        "evaluation": seen._asdict(),
-        "plans": plans.digests(),
-        "step": at.step,
-    }
-    args = ocp.args.Composite(
-        state=ocp.args.StandardSave(state),
-        manifest=manifest.save_args()(manifest.text_of(state, known)),
-    )
-    with waits.for_others("their parts of a checkpoint"):
-        manager.save(at.step, args=args)
-
-
-def end_replacing(folder: str) -> None:
-    """Of a checkpoint and that before in its place the new one stays, if it has come there."""
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        if name.endswith(BEFORE):
-            path = os.path.join(folder, name)
-            if os.path.exists(path.removesuffix(BEFORE)):
-                shutil.rmtree(path)
-            else:
-                os.rename(path, path.removesuffix(BEFORE))
-
-
 def restore(
-    manager, plans: Plans, start: TrainState, *, about: Mapping | None = None
+    folder: str, plans: Plans, start: TrainState, *, about: Mapping | None = None
 ) -> tuple[Progress, TrainState, Evaluation]:
-    """The last checkpoint, which is whole (see `settled`); the start where there is none.
+    """The last checkpoint of a folder, which is whole (see `settled`); else the start.
 
     Args:
       plans: of this run, which must be those of the checkpoint; about: so too, None for anything.
@@ -219,55 +220,51 @@ def restore(
     Raises:
       ValueError: for a checkpoint of a run with other plans, settings or data.
     """
-    import orbax.checkpoint as ocp
-
-    step = manager.latest_step()
-    if step is None:
+    if not (step := latest(folder)):
         return Progress(), start, Evaluation()
-    path = os.path.join(manager.directory, str(step))
-    known = manifest.read(path)
-    _check_same(known, plans, about, step)
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start
-    )
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-    with waits.for_others("their parts of a checkpoint"):
-        state = manager.restore(step, args=args)["state"]
-    try:
-        manifest.check_leaves(known, state)
-        manifest.check_orders({"orders": distributed.on_host(state.orders)}, known["dealt"])
-    except ValueError as error:
-        raise ValueError(
-            f"the checkpoint {path!r} was not restored as it was saved ({error}): give the command "
-            "again, or move that folder away to go on from an older one."
-        ) from error
-    return progress_of(known, plans, step), state, Evaluation(**known["evaluation"])
-
-
-def progress_of(known: Mapping, plans: Plans, step: int) -> Progress:
-    """Where the run of a manifest stands."""
-    decided = np.isin(np.arange(step if plans.echo.online else 0), known["decided"])
-    return loop.resumed(plans, step, tuple(decided.tolist()))
-
-
-def _check_same(known: Mapping, plans: Plans, about: Mapping | None, step: int) -> None:
-    if changed := [] if about is None else records.differences(known["about"], about):
+    path = os.path.join(folder, str(step))
+    known = read_digest(path)
+    if changed := [] if about is None else files.differences(known["about"], about):
         raise ValueError(
             f"the checkpoint of step {step} belongs to a run with other settings "
             f"({', '.join(changed)}): {WHAT_TO_DO}"
         )
-    check_plans(known, plans, step)
+    check_plans(known, plans)
     if known["code"] != digest.code_hash():
-        distributed.say(f"The checkpoint of step {step} was written by other code than this.")
+        processes.say(f"The checkpoint of step {step} was written by other code than this.")
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start
+    )
+    return progress_of(known, plans), read_state(path, like), Evaluation(**known["evaluation"])
 
 
-def check_plans(known: Mapping, plans: Plans, step: int) -> None:
-    """Raises ValueError unless a manifest is of these plans."""
+def read_state(path: str, like: TrainState) -> TrainState:
+    """The state of a checkpoint; `like`: its shapes, and where its arrays shall live."""
+    import orbax.checkpoint as ocp
+
+    with agree.for_others("their parts of a checkpoint"), ocp.StandardCheckpointer() as reader:
+        return reader.restore(os.path.join(os.path.abspath(path), STATE), like)
+
+
+def read_units(path: str, known: Mapping) -> np.ndarray | None:
+    """As given to `save`, of a checkpoint of this digest."""
+    return np.load(os.path.join(path, UNITS)) if UNITS in known["files"] else None
+
+
+def check_plans(known: Mapping, plans: Plans) -> None:
+    """Raises ValueError unless a digest is of these plans."""
     for name, own in plans.digests().items():
         if known["plans"].get(name) != own:
             raise ValueError(
-                f"the checkpoint of step {step} belongs to another {name} plan: {WHAT_TO_DO}"
+                f"the checkpoint of step {known['step']} belongs to another {name} plan: "
+                f"{WHAT_TO_DO}"
             )
+
+
+def progress_of(known: Mapping, plans: Plans) -> Progress:
+    """Where the run of a digest stands."""
+    decided = np.isin(np.arange(known["step"] if plans.echo.online else 0), known["decided"])
+    return loop.resumed(plans, known["step"], tuple(decided.tolist()))
 
 
 def export(folder: str, model) -> None:

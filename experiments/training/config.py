@@ -1,10 +1,9 @@
-"""What a run is made of before it begins: sizes, the rows of the three tables, and its plans.
+"""What a run is made of before it begins: sizes, what its decisions depend on, and its plans.
 
 Shape letters: W workers, M units per worker, B units per worker and step, S examples per unit.
 """
 
 import hashlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,16 +23,10 @@ class Sizes(NamedTuple):
     num_units: int  # M, per worker
     units_per_step: int  # B, per worker and load
     unit_size: int  # S, examples
-    rest: int = 0  # examples of an epoch's last load, which fill no unit of all workers
-
-    @property
-    def unit_loads(self) -> int:
-        """Loads of units in an epoch."""
-        return -(-self.num_units // self.units_per_step)
 
     @property
     def loads_per_epoch(self) -> int:
-        return self.unit_loads + bool(self.rest)
+        return -(-self.num_units // self.units_per_step)
 
     @property
     def examples_per_step(self) -> int:
@@ -47,7 +40,7 @@ class OrderSetting(NamedTuple):
     units_per_step: int  # B
     workers: int
     epochs: int
-    block_size: int | None = None  # for running sums that all workers share
+    total: int | None = None  # units of the whole training set; None: W M
     gathers: str = "step"  # when workers tell each other the sketches of their pairs
 
 
@@ -70,58 +63,16 @@ class RunConfig(NamedTuple):
         return len(self.rates)
 
 
-class Order(NamedTuple):
-    """A row of ORDERS.
-
-    Fields:
-      label: for people.
-      make: from the setting to the `ordering.Ordering`; of an order that is drawn on the host, what
-        gives its first epoch.
-      observes: False if it needs no gradient of single units.
-      coordinated: True if its running sum is of all workers.
-      on_host: `(seed, first order int32[W, M], Sizes) -> (epoch -> int32[W, M])` for an order that
-        looks at nothing: it is drawn ahead, beside the steps. None: made on the devices.
-      sketch: k, if it looks at sketches of so many numbers; None: at gradients.
-      deals: EXAMPLES or UNITS of the whole training set, if its numbers name these; None: units of
-        the worker's own.
-    """
-
-    label: str
-    make: Callable[[OrderSetting], ordering.Ordering]
-    observes: bool = True
-    coordinated: bool = False
-    sketch: int | None = None
-    on_host: Callable | None = None
-    deals: str | None = None
-
-
-class SyncRule(NamedTuple):
-    """A row of SYNC_RULES: `plan` gives the SyncPlan, and `rounds` what a step and a sync do."""
-
-    label: str
-    plan: Callable[[RunConfig], local_opt.SyncPlan]
-    rounds: Callable = local_opt.local_rounds  # (inner optimizer, axis_name=) -> Rounds
-    wire: local_opt.Wire | None = None  # in which `rounds` sends changes
-
-
-class EchoPolicy(NamedTuple):
-    """A row of ECHO_POLICIES; an `online` one decides while the run goes on."""
-
-    label: str
-    make: Callable[[RunConfig], Any]
-    online: bool = False
-
-
 class Plans(NamedTuple):
     """The decisions of a run, all of one length T."""
 
     sync: local_opt.SyncPlan | None  # None: before every load but the first, whenever that is
     echo: Any  # an EchoPlan, or what decides online
-    rates: np.ndarray  # float64[T], learning rates; of runs side by side [runs, T]
+    rates: np.ndarray  # float64[T], learning rates
 
     @property
     def total_steps(self) -> int:
-        return self.rates.shape[-1]
+        return len(self.rates)
 
     def check(self) -> None:
         """Raises ValueError where the lengths differ, or another process has other plans."""
@@ -170,8 +121,7 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     if deals == EXAMPLES:
         batch = recipe.units_per_step * recipe.unit_size
         return Sizes(recipe.workers, size // per_step * batch, batch, 1)
-    rest = size % per_unit if recipe.rest == "keep" else 0
-    sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size, rest)
+    sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
     ordering.base.check_units_per_step(sizes.num_units, sizes.units_per_step)
     return sizes
 
@@ -183,17 +133,23 @@ def left_out(task: Task, recipe: Recipe, *, deals: str | None = None) -> str:
       deals: as of `sizes_of`; of EXAMPLES others are left out in every epoch.
     """
     sizes, size = sizes_of(task, recipe, deals=deals), size_of(task.train)
-    count = size - sizes.workers * sizes.num_units * sizes.unit_size - sizes.rest
+    count = size - sizes.workers * sizes.num_units * sizes.unit_size
     if not count:
         return ""
     if deals == EXAMPLES:
         return f"{count} of {size:,} examples, others in every epoch, fill no step"
-    return f"{count} of {size:,} examples fill no unit of every worker: --rest=keep"
+    return f"{count} of {size:,} examples fill no unit of every worker, and are left out"
 
 
 def size_of(data) -> int:
     """Examples of arrays, of their shapes, or of a random-access source."""
     return jax.tree.leaves(data)[0].shape[0] if isinstance(data, dict) else len(data)
+
+
+def num_params(model) -> int:
+    """D, without making any."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def total_steps_of(recipe: Recipe, sizes: Sizes) -> int:
@@ -243,7 +199,7 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
     )
 
 
-def plans_of(config: RunConfig, sync: SyncRule, echo: EchoPolicy, *, rate: float) -> Plans:
+def plans_of(config: RunConfig, sync, echo, *, rate: float) -> Plans:
     """The plans of a run, made before it, from rows of the tables and a peak learning rate."""
     policy = echo.make(config)
     fresh = None if policy.online else policy.fresh

@@ -1,19 +1,19 @@
 """Where batches come from: orders of the host, data on the devices, or read ahead of the steps."""
 
-import itertools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import ordering.input
-from experiments.processes import distributed, waits
+from experiments.cluster import agree
+from experiments.training import placement
 from experiments.training.clock import Clock
 from experiments.training.config import Sizes
 
-LOOK_AHEAD = 4  # loads before an epoch's end at which the front of the next one is opened
+LOOK_AHEAD = 3  # loads before an epoch's end at which the front of the next one is opened
 DEPTH = 2  # finished batches that wait
 
 
@@ -36,39 +36,9 @@ def pool(train: dict, sizes: Sizes):
     return jax.tree.map(lambda x: x[: len(x) // size * size].reshape(-1, size, *x.shape[1:]), train)
 
 
-def rest_of(train, sizes: Sizes, *, shared: bool):
-    """(examples [W, n, ...], weights [W, n]) of those that fill no unit of all workers, in turn.
-
-    Args:
-      shared: whether workers' gradients are averaged; the mean of their weighted sums is then that
-        of all these examples, and otherwise each worker's sum the mean of its own.
-    """
-    workers, each = sizes.workers, -(-sizes.rest // sizes.workers)
-    place = np.arange(workers)[:, None] + workers * np.arange(each)
-    there = place < sizes.rest
-    first = sizes.workers * sizes.num_units * sizes.unit_size
-    read = ordering.input.reader(train)[1](first + np.where(there, place, 0).reshape(-1))
-    examples = jax.tree.map(lambda x: x.reshape(workers, each, *x.shape[1:]), read)
-    count = sizes.rest / workers if shared else np.maximum(1, there.sum(axis=1, keepdims=True))
-    return examples, np.asarray(there / count, np.float32)
-
-
 def take_units(data, units):
     """A worker's batch [b, S, ...], out of its own units [M, S, ...] or those of all."""
     return jax.tree.map(lambda x: x[units], data)
-
-
-class OrderSnapshot(NamedTuple):
-    """What the input sees of the orders: copies, for the steps donate their state."""
-
-    current: jax.Array  # int32[W, M]
-    next: jax.Array  # int32[W, M]
-    left: jax.Array  # int32[W]
-
-
-@jax.jit
-def snapshot(orders) -> OrderSnapshot:
-    return OrderSnapshot(*(jnp.copy(getattr(orders, f)) for f in OrderSnapshot._fields))
 
 
 class Source(NamedTuple):
@@ -108,31 +78,72 @@ def examples_of(orders: np.ndarray, source: Source) -> tuple[np.ndarray, int]:
     return first + indices, size
 
 
-def read_orders(source: Source, epoch: int) -> Callable:
-    """`(orders int[w, m], first step) -> batches [w, b, S, ...]` on the devices, read ahead."""
+class Known(NamedTuple):
+    """What the input sees of the orders, of this process's own workers."""
+
+    current: jax.Array  # int32[w, M]
+    next: jax.Array  # int32[w, M]
+    left: jax.Array  # int32[w]
+
+
+def read_epochs(
+    source: Source, orders: Callable, *, first_load: int, delay: float = 0.0, clock=None
+) -> ordering.input.epochs.Epochs:
+    """Batches [w, b, S, ...] on the devices, one per load, read ahead across the epochs of a run.
+
+    Args:
+      orders: gives the newest state of all workers' orders, of the epoch of the next batch.
+      first_load: where the run goes on; delay: seconds of the clock that a load takes at least.
+    """
+    sizes, owned = source.sizes, source.owned
     at_epoch = getattr(source.train, "at_epoch", lambda epoch: source.train)
 
+    def live():
+        return Known(*(placement.own(getattr(orders(), field)) for field in Known._fields))
+
     def place(batch):
-        shape = (len(source.owned), -1, source.sizes.unit_size)
+        shape = (len(owned), -1, sizes.unit_size)
         batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
-        return distributed.place_rows(batch, source.sharding, source.sizes.workers)
+        return placement.place_rows(batch, source.sharding, sizes.workers)
 
-    def by_thread(indices, size):
-        read = ordering.input.reader(at_epoch(epoch))[1]
-        for start in range(0, len(indices), size):
-            yield read(indices[start : start + size])
+    def by_thread(data, indices, size):
+        read = ordering.input.reader(data)[1]
+        return (read(indices[start : start + size]) for start in range(0, len(indices), size))
 
-    def by_tfdata(indices, size):
-        return ordering.input.batches(at_epoch(epoch), indices, batch_size=size)
+    def by_tfdata(data, indices, size):
+        return ordering.input.batches(data, indices, batch_size=size)
 
     reads = {"thread": by_thread, "tfdata": by_tfdata}[source.reads]
+    throttled = Throttle(delay, clock or Clock())
 
-    def read(orders, first_step):
+    def read(orders, first_step, epoch):
         del first_step  # the slice of the orders begins there
-        batches = reads(*examples_of(np.asarray(orders), source))
-        return ordering.input.load_ahead(map(place, batches), depth=DEPTH)
+        batches = map(place, reads(at_epoch(epoch), *examples_of(orders, source)))
+        return throttled(batches) if delay else batches
 
-    return read
+    return ordering.input.read_epochs(
+        read, live, units_per_step=sizes.units_per_step, first_load=first_load,
+        # A load may wait for those of the next epoch's front, where all take their time.
+        ahead=LOOK_AHEAD, depth=DEPTH, timeout=agree.patience + (DEPTH + 2) * delay,
+    )  # fmt: skip
+
+
+class Throttle:
+    """Batches of one input that take `delay` seconds of the clock each, whoever reads them."""
+
+    def __init__(self, delay: float, clock: Clock):
+        self._delay, self._clock, self._one = delay, clock, threading.Lock()
+
+    def __call__(self, batches: Iterable) -> Iterator:
+        batches, ended = iter(batches), object()
+        while True:
+            with self._one:
+                begun = self._clock.now()
+                batch = next(batches, ended)
+                if batch is ended:
+                    return
+                self._clock.sleep_until(begun + self._delay)
+            yield batch
 
 
 def example_batch(source: Source, size: int):
@@ -144,91 +155,4 @@ def example_batch(source: Source, size: int):
         return np.broadcast_to(x, (workers, size, unit_size, *x.shape[1:]))
 
     batch = jax.tree.map(repeat, few)
-    return distributed.place_rows(batch, source.sharding, source.sizes.workers)
-
-
-class Feed:
-    """The batches of a run, one per load, across its epochs: a reader that is open.
-
-    Orders of the host are known for ever, so that their batches are one stream; the first of them
-    is the state's own, for workers may have been others when it was drawn. Of orders that are
-    made while the epoch runs, the front of the next epoch is read before this one ends.
-    """
-
-    def __init__(self, source: Source, *, order_of=None, delay: float = 0.0, clock=None):
-        self._source, self._order_of = source, order_of
-        self._delay, self._clock = delay, clock or Clock()
-        self._loader, self._epoch = None, None
-        self._seen = self._front = None
-
-    def ready(self) -> bool:
-        """Whether the next batch is there."""
-        return self._loader is None or self._loader.ready()
-
-    def next(self, state, load: int):
-        """The batch of a load; the orders of `state` are those of its epoch."""
-        sizes = self._source.sizes
-        per_epoch = sizes.unit_loads
-        epoch, place = divmod(load, sizes.loads_per_epoch)
-        if self._loader is None or (self._order_of is None and epoch != self._epoch):
-            self._open(state, epoch, place)
-        batch = next(self._loader)
-        if self._order_of is None:
-            if self._seen is not None:  # orders of an earlier step, which is done by now
-                self._front = self._open_front(self._seen, epoch + 1)
-                self._seen = None
-            elif place == max(0, per_epoch - LOOK_AHEAD):
-                self._seen = snapshot(state.orders)
-        return batch
-
-    def close(self) -> None:
-        if self._loader is not None:
-            self._loader.close()
-            self._loader = None
-
-    def _open(self, state, epoch, place):
-        self.close()
-        self._epoch = epoch
-        if self._order_of is not None:
-            current = np.array(distributed.own(state.orders.current))  # a copy: steps donate it
-            batches = self._whole_run(epoch, place, current)
-        else:
-            seen = jax.tree.map(distributed.own, snapshot(state.orders))
-            read = read_orders(self._source, epoch)
-            if place:
-                first = place * self._source.sizes.units_per_step
-                batches = read(seen.current[:, first:], place)
-            else:
-                batches = ordering.input.read_epoch(read, seen, self._front)
-            self._front = None
-        if self._delay:
-            batches = throttle(batches, self._delay, self._clock)
-        self._loader = ordering.input.load_ahead(
-            batches, depth=DEPTH, timeout=waits.patience() + self._delay
-        )
-
-    def _whole_run(self, epoch, place, current) -> Iterator:
-        first = place * self._source.sizes.units_per_step
-        yield from read_orders(self._source, epoch)(current[:, first:], place)
-        for number in itertools.count(epoch + 1):
-            orders = self._order_of(number)[self._source.owned]
-            yield from read_orders(self._source, number)(orders, 0)
-
-    def _open_front(self, seen, epoch):
-        seen = jax.tree.map(distributed.own, seen)
-        read = read_orders(self._source, epoch)
-        units_per_step = self._source.sizes.units_per_step
-        return ordering.input.prefetch_next_epoch(read, seen, units_per_step=units_per_step)
-
-
-def throttle(batches: Iterator, delay: float, clock: Clock) -> Iterator:
-    """The same batches, each `delay` seconds of the clock after it was begun, if not later."""
-    batches = iter(batches)
-    while True:
-        begun = clock.now()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        clock.sleep_until(begun + delay)
-        yield batch
+    return placement.place_rows(batch, source.sharding, source.sizes.workers)

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from experiments.processes import distributed, heartbeat, waits
-from experiments.training import input, timeline
+from experiments.cluster import agree, processes
+from experiments.training import input, placement, timeline
 from experiments.training.clock import Clock
 from experiments.training.config import Plans
 from experiments.training.program import Program
-from experiments.training.step import HostOrder, TrainState
+from experiments.training.step import TrainState
 from experiments.training.timeline import Kind, Segment
 from local_opt import runners
-from ordering.echo.online import decide, ready_everywhere
+from ordering.echo.online import ready_everywhere
 
 LEAST, MOST = 16, 512  # steps between two looks of the host at the run
 PACE = 0.5  # seconds between two looks, where steps are fast
@@ -58,7 +59,6 @@ def run(
     at: Progress,
     hook: Hook,
     *,
-    seed: int,
     stops: Iterable[int] = (),
     delay: float = 0.0,
     sync_delay: float = 0.0,
@@ -67,7 +67,7 @@ def run(
     """Trains on from `at` to the end, or until the hook stops the run.
 
     Args:
-      state: donated; seed: that it was made from, for orders drawn on the host.
+      state: donated.
       hook: `(progress, state) -> state` after every step of `stops`, and whenever the host looks
         at the run; a `Stop` ends it. The next segment is given the state's memory, so that a hook
         copies what it keeps.
@@ -78,35 +78,46 @@ def run(
       Where the run stands, and its state.
     """
     stops, clock = frozenset(stops), clock or Clock()
-    pace = Pace(at.step, fixed=program.source is not None or distributed.several())
+    pace = Pace(at.step, fixed=program.source is not None or processes.several())
     rates = _rates(program, plans)
-    orders = _Drawn(program, seed)
-    batch, loaded = program.data, None
-    with _feed(program, seed, delay, clock) as feed, heartbeat.beating(at.step) as beat:
+    ahead = Ahead(program, state.orders)
+    batch, loaded, reads = program.data, None, None
+    agree.came_to(at.step)
+
+    def orders():
+        return state.orders
+
+    def ready():
+        return reads is None or reads.ready()
+
+    with contextlib.ExitStack() as stack:
         segments = _online if plans.echo.online else _planned
-        for segment in segments(program, plans, at, stops, pace, feed):
-            if feed is not None and segment.load != loaded and not segment.kind.rest:
-                batch, loaded = feed.next(state, segment.load), segment.load
-            given = program.rest if segment.kind.rest else batch
-            epoch, place = divmod(segment.load, program.sizes.loads_per_epoch)
-            following = orders.of(epoch + 1) if segment.kind.epoch_end else None
+        for segment in segments(program, plans, at, stops, pace, ready):
+            if program.source is not None and segment.load != loaded:
+                if reads is None:  # which load is the first is known by its segment
+                    options = {"first_load": segment.load, "delay": delay, "clock": clock}
+                    reads = input.read_epochs(program.source, orders, **options)
+                    stack.enter_context(reads)
+                batch, loaded = next(reads), segment.load
+            following = ahead.take() if segment.kind.epoch_end else None
+            place = segment.load % program.sizes.loads_per_epoch
             first = np.int32(place * program.sizes.units_per_step)
             doing = f"the steps from {segment.start} to {segment.stop}"
-            with waits.for_others(doing):
-                state = carry_out(program, state, segment, given, following, first, rates)
+            with agree.for_others(doing):
+                state = carry_out(program, state, segment, batch, following, first, rates)
             if sync_delay and segment.rounds:
                 jax.block_until_ready(state)
                 clock.sleep_until(clock.now() + sync_delay * segment.rounds)
-            orders.draw(epoch + 1)  # beside the steps
+            ahead.make()  # beside the steps
             at = _after(at, segment, plans.echo.online)
             if plans.echo.online:  # decides by the time that a step takes
-                waits.finished(state, doing)
+                agree.finished(state, doing)
             if segment.stop == segment.start:  # the host has looked at this step
                 continue
             if at.step not in stops and not pace.due(at.step):
                 continue
-            beat(at.step)  # before the wait, in which all are whose fellow hangs
-            waits.finished(state, doing)
+            agree.came_to(at.step)  # before the wait, in which all are whose fellow hangs
+            agree.finished(state, doing)
             state = hook(at, state)
             if isinstance(state, Stop):
                 return at, state.state
@@ -116,29 +127,21 @@ def run(
 
 def carry_out(program: Program, state, segment: Segment, batch, following, first, rates):
     """A segment: its steps, then the sync and the epoch's end if it has them."""
-    fresh, size, sync, epoch_end, rest = segment.kind
+    fresh, size, sync, epoch_end = segment.kind
     if segment.stop > segment.start:
-        steps = program.steps(fresh, size, rest)
+        steps = program.steps(fresh, size)
         state = steps(state, batch, np.int32(segment.start), np.int32(segment.stop), first, rates)
-    if following is not None:  # drawn on the host: nothing to compute
-        state, epoch_end = state._replace(orders=HostOrder(following)), False
+    if following is not None:
+        state, epoch_end = state._replace(orders=following), False
     if sync or epoch_end:
         state = program.ends(sync, epoch_end)(state, segment.rate)
     return state
 
 
 def _rates(program, plans) -> jax.Array:
-    """float32[T] on the devices; [runs, T] of runs side by side."""
+    """float32[T] on the devices."""
     sharding = program.sharding and runners.shared_sharding(program.sharding.mesh)
-    return distributed.place(np.asarray(plans.rates, np.float32), sharding)
-
-
-def _feed(program, seed, delay, clock):
-    if program.source is None:
-        return contextlib.nullcontext()
-    order_of = program.orders_of(seed) if program.orders_of else None
-    feed = input.Feed(program.source, order_of=order_of, delay=delay, clock=clock)
-    return contextlib.closing(feed)
+    return placement.place(np.asarray(plans.rates, np.float32), sharding)
 
 
 def _after(at: Progress, segment: Segment, online: bool) -> Progress:
@@ -149,9 +152,9 @@ def _after(at: Progress, segment: Segment, online: bool) -> Progress:
     return Progress(segment.stop, loads, at.rounds + segment.rounds, decided)
 
 
-def _planned(program, plans, at, stops, pace, feed) -> Iterator[Segment]:
+def _planned(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
     """The segments of a run whose decisions are known."""
-    del feed
+    del ready
     sizes, sync_in_step = program.sizes, program.sync_in_step
     line = timeline.timeline(plans, sizes)
     streams = program.source is not None
@@ -165,7 +168,7 @@ def _planned(program, plans, at, stops, pace, feed) -> Iterator[Segment]:
         step = segment.stop
 
 
-def _online(program, plans, at, stops, pace, feed) -> Iterator[Segment]:
+def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
     """Segments of one step each: whether it loads is decided when it begins."""
     del stops, pace
     sizes, in_step = program.sizes, program.sync_in_step
@@ -173,18 +176,16 @@ def _online(program, plans, at, stops, pace, feed) -> Iterator[Segment]:
     loads = at.loads
     last_load = int(np.flatnonzero(at.decided)[-1]) if loads else 0
 
-    def ready():
-        return ready_everywhere(feed is None or feed.ready())
-
     def segment(step, steps, fresh, syncs, epoch_end, rate):
         size = int(timeline.units_of(loads - 1, sizes))
-        rest = bool(timeline.is_rest(loads - 1, sizes))
-        kind = Kind(fresh, size, syncs and not in_step, epoch_end, rest)
+        kind = Kind(fresh, size, syncs and not in_step, epoch_end)
         return Segment(step, step + steps, loads - 1, kind, int(syncs), rate)
 
     for step in range(at.step, plans.total_steps):
         uses = step - last_load
-        fresh = decide(plans.echo, step, loads=loads, uses=uses, ready=ready)
+        fresh = plans.echo.decide(
+            step, loads=loads, uses=uses, ready=lambda: ready_everywhere(ready())
+        )
         if fresh and loads:  # what follows the batch before, whose end is known only now
             by_loads, ended = plans.sync is None, loads % sizes.loads_per_epoch == 0
             if by_loads or ended:
@@ -222,38 +223,42 @@ class Pace:
         self._step, self._time = step, now
 
 
-class _Drawn:
-    """The next order of a host that draws them, placed on the devices beside the steps."""
+class Ahead:
+    """The next orders of a run whose orders look at nothing, made beside the steps.
 
-    def __init__(self, program: Program, seed: int):
-        self._order_of = program.orders_of(seed) if program.orders_of else None
-        # Committed, as all of the state is: what the steps are compiled for depends on it.
-        self._sharding = program.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        self._epoch, self._order = None, None
+    From orders of its own: those of the state are donated to the steps, which would be waited for.
+    """
 
-    def draw(self, epoch: int) -> None:
-        if self._order_of is not None and epoch != self._epoch:
-            order = self._order_of(epoch)
-            self._epoch, self._order = epoch, distributed.place(order, self._sharding)
+    def __init__(self, program: Program, orders):
+        self._following = program.following
+        self._own = orders if self._following is None else jax.tree.map(jnp.copy, orders)
+        self._next = None
 
-    def of(self, epoch: int):
-        self.draw(epoch)
-        return self._order
+    def make(self) -> None:
+        if self._following is not None and self._next is None:
+            self._own, self._next = self._following(self._own)
+
+    def take(self):
+        """The orders of the next epoch; None where the steps make them."""
+        self.make()
+        given, self._next = self._next, None
+        return given
 
 
 def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
     """Compiles what a run needs, by a call of no steps of each kind; uses the state up."""
     rates, zero = _rates(program, plans), np.int32(0)
-    no_rate = np.zeros(np.shape(plans.rates)[:-1], np.float32)
     kinds = _kinds(program, plans)
-    for fresh, size, rest in {(kind.fresh, kind.size, kind.rest) for kind in kinds}:
-        batch = program.rest if rest else program.data
+    for fresh, size in {(kind.fresh, kind.size) for kind in kinds}:
+        batch = program.data
         if batch is None:
             batch = input.example_batch(program.source, size)
-        state = program.steps(fresh, size, rest)(state, batch, zero, zero, zero, rates)
-    drawn = program.orders_of is not None
-    for ends in {(kind.sync, kind.epoch_end and not drawn) for kind in kinds} - {(False, False)}:
-        state = program.ends(*ends)(state, no_rate)
+        state = program.steps(fresh, size)(state, batch, zero, zero, zero, rates)
+    ahead = Ahead(program, state.orders)
+    jax.block_until_ready(ahead.take())
+    made = program.following is not None
+    for ends in {(kind.sync, kind.epoch_end and not made) for kind in kinds} - {(False, False)}:
+        state = program.ends(*ends)(state, np.float32(0))
     jax.block_until_ready(program.reset(state))
 
 
@@ -264,10 +269,9 @@ def _kinds(program, plans) -> set[Kind]:
         segments = _planned(program, plans, Progress(), (), pace, None)
         return {segment.kind for segment in segments}
     sizes, in_step = program.sizes, program.sync_in_step
-    places = (0, sizes.unit_loads - 1, sizes.loads_per_epoch - 1)
-    units = {(int(timeline.units_of(n, sizes)), bool(timeline.is_rest(n, sizes))) for n in places}
+    units = {int(timeline.units_of(n, sizes)) for n in (0, sizes.loads_per_epoch - 1)}
     syncs = {False, not in_step}
     return {
-        Kind(fresh, n, sync, end, rest)
-        for fresh in (True, False) for n, rest in units for sync in syncs for end in (True, False)
+        Kind(fresh, n, sync, end)
+        for fresh in (True, False) for n in units for sync in syncs for end in (True, False)
     }  # fmt: skip

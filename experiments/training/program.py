@@ -1,5 +1,6 @@
 """What is compiled of a run: it depends on neither plans, seed nor learning rate."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,16 +10,12 @@ import numpy as np
 
 import local_opt
 import ordering
-from experiments.processes import distributed
 from experiments.tasks.base import Recipe, Task
-from experiments.training import config, input, step
-from experiments.training.config import Order, Sizes
-from experiments.training.parts import Parts, ends_of, jitted, parts_of, start_of, steps_of
-from experiments.training.step import TrainState
+from experiments.training import config, input, placement, step
+from experiments.training.config import Sizes
+from experiments.training.step import TrainState, Worker
 from local_opt import runners
 from ordering.gradients import check_separable
-
-AVERAGES = (local_opt.parallel_rounds, local_opt.accumulated_rounds)  # of gradients
 
 
 class Program(NamedTuple):
@@ -31,11 +28,9 @@ class Program(NamedTuple):
         without an event of the host between them; compiled when first called.
       ends: (sync, epoch_end) -> `(state, rate) -> state`, what follows them.
       data: what stays on the devices, in place of batches; None if batches are read.
-      rest: what fills no unit of all workers, with its weights, on the devices; None without it.
       source: what is read; None if the data stay on the devices.
-      orders_of: seed -> (epoch -> int32[W, M]) of orders drawn on the host; else None.
-      dealt: how many units, or examples, orders are dealt from in every epoch; None: own units.
-      sync_in_step: workers meet in every step, within it.
+      following: `orders -> the next epoch's, twice`, of orders that look at nothing; else None.
+      sync_in_step: workers meet in every step, within it; drifts: they are apart between two syncs.
       reset: state -> state with zero stats.
       mean_params: state -> the model, on the host of every process.
     """
@@ -46,11 +41,10 @@ class Program(NamedTuple):
     steps: Callable
     ends: Callable
     data: Any
-    rest: Any
     source: input.Source | None
-    orders_of: Callable | None
-    dealt: int | None
+    following: Callable | None
     sync_in_step: bool
+    drifts: bool
     reset: Callable
     mean_params: Callable
 
@@ -58,7 +52,7 @@ class Program(NamedTuple):
 def build(
     task: Task,
     recipe: Recipe,
-    row: Order,
+    row,
     rounds: Callable,
     *,
     proximal: float = 0.0,
@@ -96,44 +90,108 @@ def build(
             f"{row.label} coordinates workers in every step, and workers in turn cannot: pass "
             "--run=vmap or --run=mesh."
         )
-    rounds = rounds_of(recipe, rounds)
-    parts = parts_of(task, recipe, row, rounds, sizes, proximal=proximal, mesh=mesh, epochs=epochs)
-    run = runners.simulate if mesh is None else runners.over_mesh(mesh)
+    worker = step.worker_of(
+        task, recipe, row, rounds, sizes, proximal=proximal, on_mesh=mesh is not None,
+        in_turn=turns, epochs=epochs,
+    )  # fmt: skip
+    over = mesh or sizes.workers
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None
     if reads is None:
         data = _place_data(task.train, sizes, units, row, mesh)
     else:
-        owned = distributed.own_workers(mesh, sizes.workers)
+        owned = placement.own_workers(mesh, sizes.workers)
         sharding = runners.owned_sharding(mesh)
         source = input.Source(task.train, sizes, total, owned, sharding, reads, units)
-    orders_of = _orders_of(parts, config.size_of(task.train)) if row.on_host else None
-    reset = jitted(
-        lambda state: state._replace(stats=step.zero_stats(skips=parts.skips)),
-        run, parts.owned, parts.owned,
-    )  # fmt: skip
+    reset = lambda state: state._replace(stats=step.zero_stats())  # noqa: E731
     return Program(
         sizes=sizes,
         sharding=runners.owned_sharding(mesh),
-        init=_initial(task.model, parts, orders_of, run, mesh),
-        steps=steps_of(parts, runners.in_turn if turns else run, bool(reads)),
-        ends=ends_of(parts, run),
+        init=_initial(task.model, worker, mesh),
+        steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
+        ends=ends_of(worker, over),
         data=data,
-        rest=_place_rest(task, parts, mesh, averages=rounds in AVERAGES),
         source=source,
-        orders_of=orders_of,
-        dealt=sizes.workers * sizes.num_units if row.deals == config.UNITS else total,
-        sync_in_step=not parts.owned[0],
-        reset=reset,
-        mean_params=_mean_params(parts),
+        following=following_of(worker, over),
+        sync_in_step=worker.rounds.in_step,
+        drifts=worker.rounds.drift is not None,
+        reset=lifted(worker, over, reset),
+        mean_params=_mean_params(worker),
     )
 
 
-def rounds_of(recipe: Recipe, rounds: Callable) -> Callable:
-    """What workers in turn can do: the same, with the mean at a sync."""
-    if recipe.run == "turns" and rounds is local_opt.parallel_rounds:
-        return local_opt.accumulated_rounds
-    return rounds
+def lifted(worker: Worker, over, function: Callable, *more: str, in_turn=False) -> Callable:
+    """`(state, ...) -> state` of all workers, compiled, from that of one.
+
+    Args:
+      over: a number of workers, or their mesh; more: words of `local_opt.lift`, for what comes
+        beside the state.
+    """
+    fields = len(TrainState._fields)
+    mapped = local_opt.lift(
+        lambda *a: tuple(function(TrainState(*a[:fields]), *a[fields:])),
+        over, inputs=(*worker.sides, *more), outputs=worker.sides, in_turn=in_turn,
+    )  # fmt: skip
+    return jax.jit(lambda state, *rest: TrainState(*mapped(*state, *rest)), donate_argnums=0)
+
+
+def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
+    """(fresh, units) -> the compiled steps of a segment, all in one loop."""
+    take = (lambda batch, units: batch) if reads else input.take_units
+    whose = "shared" if worker.row.deals and not reads else "owned"
+
+    def compiled(fresh: bool, size: int):
+        steps = step.segment(worker, take, fresh=fresh, size=size)
+        words = (whose, *["shared"] * 4)  # the batch, start, stop, first unit, rates
+        return lifted(worker, over, steps, *words, in_turn=in_turn)
+
+    return functools.cache(compiled)
+
+
+def ends_of(worker: Worker, over) -> Callable:
+    """(sync, epoch_end) -> what is compiled of what follows a segment's last step."""
+
+    def compiled(sync: bool, epoch_end: bool):
+        return lifted(worker, over, step.end_of(worker, sync=sync, epoch_end=epoch_end), "shared")
+
+    return functools.cache(compiled)
+
+
+def start_of(worker: Worker, over) -> Callable:
+    """`(params, keys of orders, keys) -> TrainState` of all workers."""
+
+    def start(params, order_key, key):
+        like = params if worker.sketch is None else jnp.zeros(worker.sketch)
+        orders = worker.order.init(order_key, like)
+        return params, worker.rounds.init(params), orders, key, step.zero_stats()
+
+    words = (worker.sides.params, "owned", "owned")
+    started = local_opt.lift(start, over, inputs=words, outputs=worker.sides)
+    return jax.jit(lambda *given: TrainState(*started(*given)))
+
+
+def state_shapes(worker: Worker, model, over) -> TrainState:
+    """The shapes of a state of all workers."""
+    workers = worker.sizes.workers
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    if worker.sides.params == "owned":
+        wide = lambda p: jax.ShapeDtypeStruct((workers, *p.shape), p.dtype)  # noqa: E731
+        params = jax.tree.map(wide, params)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), workers))
+    return jax.eval_shape(start_of(worker, over), params, keys, keys)
+
+
+def following_of(worker: Worker, over) -> Callable | None:
+    """`orders -> the next epoch's, twice`, of orders that look at nothing: see `loop.Ahead`."""
+    if worker.row.observes:
+        return None
+    following = local_opt.lift(worker.order.next_epoch, over, inputs="owned", outputs="owned")
+
+    def twice(orders):
+        orders = following(orders)
+        return orders, jax.tree.map(jnp.copy, orders)
+
+    return jax.jit(twice)
 
 
 def check_units(task: Task, observed: bool) -> None:
@@ -151,22 +209,8 @@ def check_units(task: Task, observed: bool) -> None:
 
 def _place_data(train, sizes, units, row, mesh):
     if row.deals:
-        shared = runners.shared_sharding(mesh) if mesh else None
-        return distributed.place(input.pool(train, sizes), shared)
-    return distributed.place(input.partition(train, sizes, units), runners.owned_sharding(mesh))
-
-
-def _place_rest(task, parts: Parts, mesh, *, averages: bool):
-    sizes = parts.sizes
-    if not sizes.rest:
-        return None
-    if task.model.statistics is not None:
-        raise ValueError(
-            f"the model of {task.name} normalises over batches, and --rest=keep makes one that is "
-            "padded: pass --rest=drop, or choose another --model."
-        )
-    rest = input.rest_of(task.train, sizes, shared=averages)
-    return distributed.place(rest, runners.owned_sharding(mesh))
+        return placement.place(input.pool(train, sizes), runners.shared_sharding(mesh))
+    return placement.place(input.partition(train, sizes, units), runners.owned_sharding(mesh))
 
 
 def keys_of(seed: int, workers: int):
@@ -176,10 +220,10 @@ def keys_of(seed: int, workers: int):
     return jax.random.fold_in(key, 0), orders, steps
 
 
-def _initial(model, parts: Parts, orders_of, run, mesh) -> Callable:
-    workers, (own, *_) = parts.sizes.workers, parts.owned
+def _initial(model, worker: Worker, mesh) -> Callable:
+    workers, own = worker.sizes.workers, worker.sides.params == "owned"
     model_init = jax.jit(model.init)
-    started = jax.jit(start_of(parts, run))
+    started = start_of(worker, mesh or workers)
     owned_sharding = runners.owned_sharding(mesh)
 
     def init(seed: int) -> TrainState:
@@ -188,31 +232,17 @@ def _initial(model, parts: Parts, orders_of, run, mesh) -> Callable:
         params = jax.device_get(model_init(params_key))
         if own:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
-        shared = runners.shared_sharding(mesh) if mesh else None
-        params = distributed.place(params, owned_sharding if own else shared)
-        given = orders_of(seed)(0) if orders_of else None
-        own_rows = distributed.place((order_keys, given, keys), owned_sharding)
-        state = TrainState(*started(params, *own_rows))
+        shared = runners.shared_sharding(mesh)
+        params = placement.place(params, owned_sharding if own else shared)
+        state = started(params, *placement.place((order_keys, keys), owned_sharding))
         # Committed, as a restored state is: what the steps are compiled for depends on it.
         return jax.device_put(state, jax.devices()[0]) if mesh is None else state
 
     return init
 
 
-def _orders_of(parts: Parts, num_examples: int) -> Callable:
-    """seed -> (epoch -> int32[W, M]), for an order that is drawn on the host."""
-    sizes = parts.sizes
-
-    def orders_of(seed: int) -> Callable:
-        _, order_keys, _ = keys_of(seed, sizes.workers)
-        first = jax.vmap(lambda key: ordering.base.first_order(key, sizes.num_units))(order_keys)
-        return parts.row.on_host(seed, np.asarray(first), sizes, num_examples)
-
-    return orders_of
-
-
-def _mean_params(parts: Parts) -> Callable:
-    if not parts.owned[0]:
-        return lambda state: distributed.on_host(state.params)
+def _mean_params(worker: Worker) -> Callable:
+    if worker.sides.params == "shared":
+        return lambda state: placement.on_host(state.params)
     average = jax.jit(local_opt.consolidate)
-    return lambda state: distributed.on_host(average(state.params))
+    return lambda state: placement.on_host(average(state.params))

@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-import local_opt
-from experiments.processes import distributed, interrupts
-from experiments.training import checkpoint, loop
+from experiments.cluster import processes
+from experiments.training import checkpoint, loop, placement
 from experiments.training.checkpoint import Evaluation
 from experiments.training.clock import Clock
 from experiments.training.config import Plans
@@ -46,6 +46,9 @@ class Saving(NamedTuple):
       about: what the run depends on besides its plans, JSON values: a checkpoint of a run with
         other ones is refused. None: not known.
       kept: how many records of the run there are, up to its newest checkpoint; None: not known.
+      units: int[W, M] that the workers own; None where these need not be told.
+      begun: where the run goes on, as of `checkpoint.restore`, whose arrays need not be placed;
+        None: at the newest checkpoint.
     """
 
     folder: str
@@ -53,6 +56,8 @@ class Saving(NamedTuple):
     at_end: bool = False
     about: Mapping | None = None
     kept: int | None = None
+    units: np.ndarray | None = None
+    begun: tuple | None = None
 
     def due(self, step: int, seconds_since: float, total: int) -> bool:
         if step == total:
@@ -67,7 +72,7 @@ def train(
     plans: Plans,
     *,
     seed: int,
-    evaluate: Callable[[TrainState], dict],
+    evaluate: Callable[[int, TrainState], dict],
     evaluate_at: Iterable[int],
     on_record: Callable[[dict], None],
     traffic: Callable[[int, int], float] = lambda rounds, loads: rounds,
@@ -80,7 +85,7 @@ def train(
 
     Args:
       program, plans: what is compiled, and what is decided; seed: of parameters and orders.
-      evaluate: state -> scalars, by name; evaluate_at: the steps after which it is called, the
+      evaluate: `(step, state) -> scalars` by name; evaluate_at: steps after which it is called, the
         start (0) among them if asked, the end always.
       on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
         ended, diverged. Seconds count training and waiting alone, and no compilation.
@@ -102,8 +107,8 @@ def train(
     looks = {int(step) for step in evaluate_at} | {total}
     stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
-        ask = stack.enter_context(interrupts.caught())
-        saver = _Saver(stack, saving, plans, program.dealt)
+        ask = stack.enter_context(processes.interrupts())
+        saver = _Saver(stack, saving, plans)
         at, state, seen = saver.restore(program.init(seed))
         recorder = Recorder(program, evaluate, on_record, traffic, ends, total, seen)
         clock, passed, stopped = Clock(), seen.seconds, 0
@@ -127,7 +132,7 @@ def train(
                     recorder.record(at, state, 0.0)
                     state = program.reset(state)
             at, state = loop.run(
-                program, plans, state, at, hook, seed=seed, stops=stops, delay=delay,
+                program, plans, state, at, hook, stops=stops, delay=delay,
                 sync_delay=sync_delay, clock=clock,
             )  # fmt: skip
         except FloatingPointError as error:
@@ -155,8 +160,9 @@ class Recorder:
             "allreduces": self._traffic(at.rounds, at.loads),
             "seconds": seconds,
         }
-        found |= _scalars(at, state, self.seen) | self._evaluate(state)
-        found = distributed.of_first(found)  # all processes end, or none
+        found |= _scalars(at, state, self.seen, self._program.drifts)
+        found |= self._evaluate(at.step, state)
+        found = processes.of_first(found)  # all processes end, or none
         self.ended = at.step == self._total or self._ends(found)
         loss = found.get("train/batch_loss", self.seen.batch_loss)
         count = self.seen.records + 1
@@ -176,15 +182,19 @@ class Recorder:
 class _Saver:
     """The checkpoints of a run, opened when the first is read or written."""
 
-    def __init__(self, stack: contextlib.ExitStack, saving: Saving | None, plans: Plans, dealt):
-        self._stack, self._saving, self._plans, self._dealt = stack, saving, plans, dealt
-        self._manager, self._seconds = None, 0.0
+    def __init__(self, stack: contextlib.ExitStack, saving: Saving | None, plans: Plans):
+        self._stack, self._saving, self._plans = stack, saving, plans
+        self._checkpoints, self._seconds = None, 0.0
 
     def restore(self, start: TrainState) -> tuple[Progress, TrainState, Evaluation]:
         if self._saving is None or not checkpoint.settled(self._saving.folder):
             return Progress(), start, Evaluation()
         folder, about, kept = self._saving.folder, self._saving.about, self._saving.kept
-        at, state, seen = checkpoint.restore(self._opened(), self._plans, start, about=about)
+        if self._saving.begun is None:
+            at, state, seen = checkpoint.restore(folder, self._plans, start, about=about)
+        else:
+            at, state, seen = self._saving.begun
+            state = jax.tree.map(lambda x, y: placement.place(x, y.sharding), state, start)
         if kept is not None and kept != seen.records:
             raise ValueError(
                 f"there are {kept} records of the run in {folder!r}, and its checkpoint of step "
@@ -192,7 +202,7 @@ class _Saver:
                 "back, choose another --output_dir, or pass --overwrite to begin again."
             )
         self._seconds = seen.seconds
-        distributed.say(f"Goes on from the checkpoint of step {at.step}.")
+        processes.say(f"Goes on from the checkpoint of step {at.step}.")
         return at, state, seen
 
     def due(self, step: int, seconds: float) -> bool:
@@ -202,35 +212,31 @@ class _Saver:
 
     def save(self, at: Progress, state: TrainState, seen: Evaluation) -> None:
         if self._saving is not None:
-            known = {"dealt": self._dealt, "about": self._saving.about or {}}
+            known = {"about": self._saving.about, "units": self._saving.units}
             checkpoint.save(self._opened(), self._plans, at, state, seen, **known)
             self._seconds = seen.seconds
 
     def _opened(self):
-        if self._manager is None:
-            self._manager = self._stack.enter_context(checkpoint.opened(self._saving.folder))
-        return self._manager
+        if self._checkpoints is None:
+            self._checkpoints = self._stack.enter_context(checkpoint.opened(self._saving.folder))
+        return self._checkpoints
 
 
-def _scalars(at: Progress, state: TrainState, seen: Evaluation) -> dict:
+def _scalars(at: Progress, state: TrainState, seen: Evaluation, drifts: bool) -> dict:
     """What the steps since the last evaluation have seen."""
     found = {}
-    stats = distributed.on_host(state.stats)
+    stats = placement.on_host(state.stats)
     steps = at.step - seen.step
-    if stats.skipped is not None and steps:
-        updates, losses = stats.skipped.sum(axis=0).tolist()
-        found["skipped"] = updates
-        steps -= losses / stats.loss.size
     if steps > 0:
         found["train/batch_loss"] = float(stats.loss.mean()) / steps
-    if isinstance(state.opt_state, local_opt.LocalState) and at.rounds > seen.rounds:
+    if drifts and at.rounds > seen.rounds:
         found["drift"] = float(stats.drift.mean()) / (at.rounds - seen.rounds)
     return found
 
 
 def _check_finite(state: TrainState, last_loss: float) -> None:
     """Raises FloatingPointError, on all processes, where a worker saw what is not finite."""
-    stats = distributed.on_host(state.stats)
+    stats = placement.on_host(state.stats)
     step, unit = stats.bad_step, stats.bad_unit
     if (step < 0).all():
         return

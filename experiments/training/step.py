@@ -14,7 +14,10 @@ import optax
 
 import local_opt
 import ordering
-from experiments.training.config import EXAMPLES, Order
+from experiments.tasks.base import Recipe, Task
+from experiments.training import optimizers
+from experiments.training.config import EXAMPLES, OrderSetting, Sizes, num_params, size_of
+from local_opt import runners
 from ordering.rows import finite_units
 
 # One map for all workers and runs.
@@ -28,8 +31,6 @@ class StepStats(NamedTuple):
     bad_step: jax.Array  # int32[], the first step whose loss or gradient is not finite; -1: none
     bad_unit: jax.Array  # int32[], which unit it was; -2: one of them
     drift: jax.Array  # float32[], summed over syncs: how far it was from the workers' mean
-    # int32[2], updates left out and losses that are not in the sum; None: such a run is stopped
-    skipped: Any = None
 
 
 class TrainState(NamedTuple):
@@ -46,17 +47,74 @@ class TrainState(NamedTuple):
     stats: StepStats
 
 
-class HostOrder(NamedTuple):
-    """State of an order that is drawn on the host."""
+class Worker(NamedTuple):
+    """What a worker of a run is, before any data are there.
 
-    current: jax.Array  # int32[M]
+    Fields:
+      row: of ORDERS; order: what it made.
+      steps: {fresh: `(state, batch, units, rate, t) -> state`}.
+      sketch: k of what the order looks at; None: gradients.
+    """
+
+    row: Any
+    order: ordering.Ordering
+    rounds: local_opt.Rounds
+    steps: dict[bool, Callable]
+    sizes: Sizes
+    sketch: int | None
+
+    @property
+    def sides(self) -> TrainState:
+        """Whose the fields of the state are, in the words of `local_opt.lift`."""
+        own = "shared" if self.rounds.in_step else "owned"
+        return TrainState(own, own, "owned", "owned", "owned")
 
 
-def zero_stats(*, skips: bool = False) -> StepStats:
+def worker_of(
+    task: Task, recipe: Recipe, row, rounds_of: Callable, sizes: Sizes, *,
+    proximal: float = 0.0, on_mesh: bool = False, in_turn: bool = False, epochs: int | None = None,
+) -> Worker:  # fmt: skip
+    """A worker of a training of `task`, whose data may be shapes only.
+
+    Args:
+      rounds_of: `(inner optimizer, axis_name=) -> Rounds`. Workers in turn cannot meet in a step:
+        where it does, they take the same steps with the mean gradient at a sync.
+      on_mesh: workers have devices of their own; epochs: the recipe's if unset.
+    """
+    inner = optimizers.inner(recipe, proximal=proximal)
+    rounds = rounds_of(inner, axis_name=runners.AXIS)
+    if in_turn and rounds.in_step:
+        rounds = local_opt.accumulated_rounds(inner, axis_name=runners.AXIS)
+    order = row.make(
+        OrderSetting(
+            sizes.num_units,
+            sizes.units_per_step,
+            sizes.workers,
+            epochs=epochs or recipe.epochs or 1,
+            total=size_of(task.train) // sizes.unit_size,
+            gathers="step" if rounds.in_step else "sync",  # where the workers meet
+        )
+    )
+    exchange, fresh_rounds = None, rounds
+    # Among simulated workers nothing travels: there the exchange is only more work.
+    exchanges = on_mesh and row.coordinated and row.sketch is None and sizes.units_per_step == 1
+    if exchanges and rounds.in_step:
+        exchange = functools.partial(ordering.all_to_all_mean, axis_name=runners.AXIS)
+        fresh_rounds = rounds._replace(update=inner.update)
+    sketch = row.sketch and min(row.sketch, num_params(task.model))
+    steps = {
+        True: worker_step(
+            task.model, row, order, fresh_rounds, fresh=True, exchange=exchange, sketch=sketch
+        ),
+        False: worker_step(task.model, row, order, rounds, fresh=False),
+    }
+    return Worker(row, order, rounds, steps, sizes, sketch)
+
+
+def zero_stats() -> StepStats:
     """A worker's stats at the start and after every evaluation."""
     none = jnp.full((), -1, jnp.int32)
-    skipped = jnp.zeros(2, jnp.int32) if skips else None
-    return StepStats(jnp.zeros(()), none, none, jnp.zeros(()), skipped)
+    return StepStats(jnp.zeros(()), none, none, jnp.zeros(()))
 
 
 def unit_gradients(
@@ -92,14 +150,13 @@ def unit_gradients(
 
 def worker_step(
     model,
-    row: Order,
+    row,
     order: ordering.Ordering,
     rounds: local_opt.Rounds,
     *,
     fresh: bool,
     exchange: Callable | None = None,
     sketch: int | None = None,
-    skips: bool = False,
 ) -> Callable:
     """`(state, batch, units, rate, t) -> state`, a step of one worker.
 
@@ -108,8 +165,6 @@ def worker_step(
       exchange: from this worker's (mean, rows) to those of all, where coordination and the mean
         gradient share one exchange; then `rounds` takes the mean as it is.
       sketch: k of what the order looks at; None: gradients.
-      skips: updates that are not finite are left out and counted. Where workers meet in every step
-        one that is not makes the mean so, and all leave it out.
     """
     observes = fresh and row.observes
     # A loss that mixes its batch has no gradient of single units: the unit is then the same for
@@ -125,67 +180,20 @@ def worker_step(
         )
         losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
-        mean = marked(mean, bad) if skips else mean
         if exchange is not None:
             mean, rows = exchange(mean, rows)
-        seen = Seen(jnp.mean(losses), bad, units, t)
-        taken = take_step(state, mean, seen, rounds, rate=rate, fresh=fresh, skips=skips)
-        orders = order.observe(state.orders, rows) if observes else state.orders
-        return taken._replace(orders=orders)
+        # The proximal anchor asks whether the batch is new.
+        updates, opt_state = rounds.update(
+            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
+        )
+        return state._replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            orders=order.observe(state.orders, rows) if observes else state.orders,
+            stats=_add(state.stats, jnp.mean(losses), bad, units, t),
+        )
 
     return step
-
-
-def rest_step(model, rounds: local_opt.Rounds, *, fresh: bool, skips: bool = False) -> Callable:
-    """As `worker_step`, of examples that fill no unit of all workers, and that no order observes.
-
-    Its batch is (examples, weights float32[n]): some workers may have fewer of them, or none.
-    """
-
-    def step(state, batch, units, rate, t):
-        examples, weights = batch
-
-        def weighted(params):
-            losses = model.loss(params, examples, jax.random.fold_in(state.key, t))
-            return jnp.sum(weights * losses), losses
-
-        (loss, losses), mean = jax.value_and_grad(weighted, has_aux=True)(state.params)
-        bad = bad_unit(jnp.isfinite(losses), jnp.isfinite(optax.tree.norm(mean))[None])
-        bad = jnp.where(bad == -1, -1, -2)  # it is no unit
-        mean = marked(mean, bad) if skips else mean
-        seen = Seen(loss, bad, units, t)
-        return take_step(state, mean, seen, rounds, rate=rate, fresh=fresh, skips=skips)
-
-    return step
-
-
-class Seen(NamedTuple):
-    """What a step has seen: the mean loss, the place of a unit that is not finite, units, t."""
-
-    loss: jax.Array
-    bad: jax.Array
-    units: jax.Array
-    t: jax.Array
-
-
-def marked(mean, bad):
-    """The gradient, not finite where a loss is not: others, who may be told, then see it."""
-    return jax.tree.map(lambda g: jnp.where(bad == -1, g, jnp.nan), mean)
-
-
-def take_step(state, mean, seen: Seen, rounds, *, rate, fresh, skips) -> TrainState:
-    """The state after an update by this gradient, or without it where it is not finite."""
-    # The proximal anchor asks whether the batch is new.
-    updates, opt_state = rounds.update(
-        mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
-    )
-    if skips:
-        updates, opt_state, taken = finite_update(updates, opt_state, state.opt_state)
-        stats = _count(state.stats, seen.loss, taken)
-    else:
-        stats = _add(state.stats, *seen)
-    params = optax.apply_updates(state.params, updates)
-    return state._replace(params=params, opt_state=opt_state, stats=stats)
 
 
 def bad_unit(finite_losses, finite_rows):
@@ -194,25 +202,6 @@ def bad_unit(finite_losses, finite_rows):
     by_row = jnp.where(jnp.all(finite_rows), -1, jnp.argmin(finite_rows) if named else -2)
     by_loss = jnp.argmin(finite_losses)
     return jnp.where(jnp.all(finite_losses), by_row, by_loss).astype(jnp.int32)
-
-
-def finite_update(updates, opt_state, before):
-    """(updates, the state of `Rounds`, True); zeros, the state before and False if any is not."""
-    taken = all_finite(updates)
-    chosen = jax.tree.map(lambda new, old: jnp.where(taken, new, old), opt_state, before)
-    if hasattr(opt_state, "since"):  # rounds count steps, and are as long for all workers
-        chosen = chosen._replace(since=opt_state.since)
-    return jax.tree.map(lambda u: jnp.where(taken, u, 0), updates), chosen, taken
-
-
-def all_finite(tree) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
-def _count(stats, loss, taken):
-    finite = jnp.isfinite(loss)
-    skipped = stats.skipped + jnp.stack([~taken, ~finite])
-    return stats._replace(loss=stats.loss + jnp.where(finite, loss, 0), skipped=skipped)
 
 
 def _add(stats, loss, bad, units, t):
@@ -224,12 +213,13 @@ def _add(stats, loss, bad, units, t):
     )
 
 
-def worker_steps(step: Callable, take: Callable, *, fresh: bool, size: int, units_per_step: int):
+def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callable:
     """`(state, batch, start, stop, first, rates) -> state`, the steps of a segment of one worker.
 
-    `take(batch, units)` is the batch of these units, out of what the segment was handed. A fresh
-    step takes the next units of the order; echoed ones all take the same.
+    `take(batch, units)` is the batch of these `size` units, out of what the segment was handed. A
+    fresh step takes the next units of the order; echoed ones all take the same.
     """
+    step, units_per_step = worker.steps[fresh], worker.sizes.units_per_step
 
     def steps(state, batch, start, stop, first, rates):
         def units_at(t):
@@ -249,31 +239,17 @@ def worker_steps(step: Callable, take: Callable, *, fresh: bool, size: int, unit
     return steps
 
 
-def worker_end(
-    row: Order, order: ordering.Ordering, rounds: local_opt.Rounds, *, sync: bool, epoch_end: bool,
-    skips: bool = False,
-):  # fmt: skip
-    """`(state, rate) -> state`: the sync and the epoch's end of one worker.
-
-    Args:
-      skips: accumulated gradients that are not finite are left out by all, and counted.
-    """
+def end_of(worker: Worker, *, sync: bool, epoch_end: bool) -> Callable:
+    """`(state, rate) -> state`: the sync and the epoch's end of one worker."""
+    rounds, order = worker.rounds, worker.order
 
     def end(state, rate):
         if sync:
             params, opt_state = rounds.sync(state.params, state.opt_state, rate=rate)
             stats = state.stats
-            if isinstance(opt_state, local_opt.LocalState):
-                stats = stats._replace(drift=stats.drift + opt_state.drift)
-            elif skips and isinstance(opt_state, local_opt.AccumulateState):
-                taken = all_finite(params)
-                params, inner = jax.tree.map(
-                    lambda new, old: jnp.where(taken, new, old),
-                    (params, opt_state.inner), (state.params, state.opt_state.inner),
-                )  # fmt: skip
-                opt_state = opt_state._replace(inner=inner)
-                stats = stats._replace(skipped=stats.skipped.at[0].add(~taken))
-            orders = order.sync(state.orders) if row.observes else state.orders
+            if rounds.drift:
+                stats = stats._replace(drift=stats.drift + rounds.drift(opt_state))
+            orders = order.sync(state.orders) if worker.row.observes else state.orders
             state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
         if epoch_end:
             state = state._replace(orders=order.next_epoch(state.orders))

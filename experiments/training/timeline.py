@@ -12,13 +12,13 @@ from experiments.training.config import Plans, Sizes
 
 
 class Timeline(NamedTuple):
-    """What happens in and after every step; the last axis of all arrays is T long."""
+    """What happens in and after every step: arrays of length T."""
 
     fresh: np.ndarray  # bool: the step takes a new batch
     sync: np.ndarray  # bool: workers meet after it
     epoch_end: np.ndarray  # bool: the next order becomes current after it
     load: np.ndarray  # int: of the batch that the step uses, counted from 0
-    round_rate: np.ndarray  # float32: learning rate at the start of its round; [runs, T] of several
+    round_rate: np.ndarray  # float32: learning rate at the start of its round
 
 
 class Kind(NamedTuple):
@@ -28,7 +28,6 @@ class Kind(NamedTuple):
     size: int  # units per worker and step
     sync: bool  # after the last step
     epoch_end: bool  # after that
-    rest: bool = False  # of the examples that fill no unit of all workers
 
 
 class Segment(NamedTuple):
@@ -39,7 +38,7 @@ class Segment(NamedTuple):
     load: int  # of its first step, counted from 0
     kind: Kind
     rounds: int  # that it ends
-    rate: np.float32  # learning rate at the start of the last of them; [runs] of several
+    rate: np.float32  # learning rate at the start of the last of them
 
 
 def timeline(plans: Plans, sizes: Sizes, fresh=None) -> Timeline:
@@ -61,7 +60,7 @@ def timeline(plans: Plans, sizes: Sizes, fresh=None) -> Timeline:
         sync = plans.sync.syncs_after(steps)
         first = plans.sync.starts[plans.sync.round_at(steps)]
     rates = np.asarray(plans.rates, np.float32)
-    return Timeline(fresh, sync, epoch_end, load, rates[..., first])
+    return Timeline(fresh, sync, epoch_end, load, rates[first])
 
 
 def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, stops=()):
@@ -75,8 +74,7 @@ def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, sto
     cut = line.epoch_end.copy()
     if not sync_in_step:
         cut |= line.sync
-    size, rest = units_of(line.load, sizes), is_rest(line.load, sizes)
-    for changes in (line.fresh, size, rest):
+    for changes in (line.fresh, units_of(line.load, sizes)):
         cut[:-1] |= changes[1:] != changes[:-1]
     if streams:
         cut[:-1] |= line.fresh[1:]
@@ -87,18 +85,9 @@ def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, sto
 
 
 def units_of(load, sizes: Sizes):
-    """Units per worker of a load (or of an array of them): the last of an epoch may be shorter.
-
-    Of the rest, which are no units, examples.
-    """
+    """Units per worker of a load (or of an array of them): the last of an epoch may be shorter."""
     first = load % sizes.loads_per_epoch * sizes.units_per_step
-    units = np.minimum(sizes.units_per_step, sizes.num_units - first)
-    return np.where(is_rest(load, sizes), -(-sizes.rest // sizes.workers), units)
-
-
-def is_rest(load, sizes: Sizes):
-    """Whether a load (or each of an array) is of examples that fill no unit of all workers."""
-    return load % sizes.loads_per_epoch == sizes.unit_loads
+    return np.minimum(sizes.units_per_step, sizes.num_units - first)
 
 
 def segment_from(
@@ -112,7 +101,6 @@ def segment_from(
         size=int(units_of(load, sizes)),
         sync=bool(line.sync[last]) and not sync_in_step,
         epoch_end=bool(line.epoch_end[last]),
-        rest=bool(is_rest(load, sizes)),
     )
     rounds = int(np.count_nonzero(line.sync[step:stop]))
-    return Segment(step, stop, load, kind, rounds, line.round_rate[..., last])
+    return Segment(step, stop, load, kind, rounds, line.round_rate[last])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ordering.echo.online import Measured, check_policy, decide
+from ordering.echo.online import Measured, check_policy
 from ordering.echo.plans import EchoPlan
 from syncopate import plans
 
@@ -15,15 +15,15 @@ ROUNDING = 1e-6
 
 
 class EchoForecast(NamedTuple):
-    """The predicted pace of a run; the clock starts with the first step, when load 0 is there."""
+    """The predicted pace of a run; see `echo_forecast`."""
 
-    loads: int  # L
-    free_factor: float  # R = t_load / t_step, or 1 if loads are faster: more uses save no time
+    loads: int
+    free_factor: float
     total_seconds: float
     seconds_per_step: float
-    stall_seconds: float  # of the total, those in which a step waits for its batch
-    slowdown: float  # total / (T t_step); 1 is no stall
-    plan: EchoPlan  # what was timed; of `measured`, its decisions on the simulated clock
+    stall_seconds: float
+    slowdown: float
+    plan: EchoPlan
 
 
 def echo_forecast(
@@ -44,14 +44,18 @@ def echo_forecast(
     pass the loads of the slowest.
 
     Args:
-      policy: of the run; a `Measured` is decided as `decide` does, by the simulated clock.
+      policy: of the run; a `Measured` decides by the simulated clock.
       load_seconds: L > 0, seconds to read one batch and move it to the device: a number, or
         float[n] of single loads, as measured, with n >= loads (n >= T for `measured`).
       step_seconds: t_step > 0, seconds of one step whose batch is there.
       depth: >= 1, of the queue; `load_ahead`'s.
 
     Returns:
-      An `EchoForecast`. The wait for load 0, before the clock starts, is not in it.
+      A record of `loads` (L), `free_factor` (R = t_load / t_step, or 1 if loads are faster: more
+      uses save no time), `total_seconds` (from the first step on, when load 0 is there),
+      `seconds_per_step`, `stall_seconds` (of the total, those in which a step waits for its batch),
+      `slowdown` (total / (T t_step); 1 is no stall), and `plan` (what was timed; of `measured`, its
+      decisions on the simulated clock).
 
     Raises:
       ValueError: for values out of range, or too few of load_seconds.
@@ -126,8 +130,8 @@ def _simulate(policy, each, depth):
     for step in range(policy.total_steps):
         late = finished - (step + stall)
         ready = late <= ROUNDING
-        fresh[step] = decide(
-            policy, step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
+        fresh[step] = policy.decide(
+            step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
         )
         if fresh[step]:
             stall += 0.0 if ready else late

@@ -30,7 +30,12 @@ class Measured(NamedTuple):
         return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), "measured")
 
     def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
-        """Whether a step loads: as `ordering.echo.online.decide`."""
+        """Whether a step loads.
+
+        Args:
+          step: t in 0 .. T - 1; loads: those before it; uses: of the last batch so far.
+          ready: asked only where time decides.
+        """
         if step < len(self.decided):
             return bool(self.decided[step])
         forced = step == 0 or uses >= self.max_factor or loads < self.at_least[step]
@@ -89,29 +94,6 @@ def measured(
             f"{'' if decided[0] else ', and the first is not fresh'}: pass those of this run."
         )
     return Measured(int(total_steps), at_least, int(max_factor), decided)
-
-
-def decide(
-    policy: EchoPlan | Measured, step: int, *, loads: int, uses: int, ready: Callable[[], bool]
-) -> bool:
-    """Whether a step loads.
-
-    Args:
-      policy: a plan, or `measured`.
-      step: t in 0 .. T - 1; loads: those before it; uses: of the last batch so far.
-      ready: asked only where time decides.
-
-    Returns:
-      A bool.
-
-    Example:
-      >>> import ordering
-      >>> policy = ordering.echo.measured(total_steps=9, max_factor=4)
-      >>> late = dict(loads=2, ready=lambda: False)
-      >>> [ordering.echo.online.decide(policy, 5, uses=uses, **late) for uses in (3, 4)]
-      [False, True]
-    """
-    return policy.decide(step, loads=loads, uses=uses, ready=ready)
 
 
 def check_policy(policy) -> None:

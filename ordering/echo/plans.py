@@ -95,16 +95,16 @@ class EchoPlan(plans.Plan):
             )
         return np.append(0, np.cumsum(self.fresh))[step]
 
-    def first_load(self, step: int, buffer_size: int = 1) -> int:
+    def first_load(self, step: int) -> int:
         """The first load that steps from `step` on need: where the input of a resumed run starts.
 
-        An echoed step needs the loads before it that are still in the buffer.
+        An echoed step needs the load before it.
         """
-        kept = buffer_size - bool(step < self.total_steps and self.fresh[step])
-        return max(0, int(self.loads_before(step)) - kept)
+        before = int(self.loads_before(step))
+        return before - (step == self.total_steps or not self.fresh[step])
 
     def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
-        """Whether a step loads: as `ordering.echo.online.decide`; the plan needs only the step."""
+        """Whether a step loads, as of `measured`; a plan needs only the step."""
         del loads, uses, ready
         return bool(self.fresh[step])
 
@@ -121,29 +121,6 @@ class EchoPlan(plans.Plan):
         for start, end in zip(edges[:-1], edges[1:], strict=True):
             lines.append(f"{start:>11}{self.fresh[start:end].mean():>17.4f}")
         return sizes, lines
-
-
-def read_echo_plan(path: str) -> EchoPlan:
-    """Reads a plan that `EchoPlan.save` has written.
-
-    Args:
-      path: of the JSON file.
-
-    Returns:
-      The plan.
-
-    Raises:
-      ValueError: if the file is no plan or does not match its hash.
-
-    Example:
-      >>> import os, tempfile, ordering
-      >>> path = os.path.join(tempfile.mkdtemp(), "plan.json")
-      >>> plan = ordering.echo.fixed(4, total_steps=10)
-      >>> plan.save(path)
-      >>> ordering.echo.read_echo_plan(path) == plan
-      True
-    """
-    return EchoPlan.read(path)
 
 
 def fixed(factor: int, *, total_steps: int) -> EchoPlan:

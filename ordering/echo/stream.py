@@ -1,15 +1,16 @@
 """The batches of a run with echoing: loaded where the plan says so, used again elsewhere."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ordering.base import Ordering, PyTree
-from ordering.echo import buffer as echo_buffer
-from ordering.echo.online import Measured, check_policy, decide, ready_everywhere
+from ordering.echo.online import Measured, check_policy, ready_everywhere
 from ordering.echo.plans import EchoPlan
 from ordering.input.loader import LoadError, on_device
 from syncopate import plans
@@ -19,7 +20,7 @@ class EchoStep(NamedTuple):
     """One step's batch."""
 
     step: int
-    load: int  # the number of the load that brought it; of a re-batched one, the last load
+    load: int  # the number of the load that brought it
     fresh: bool
     batch: PyTree
 
@@ -29,9 +30,6 @@ def echo_batches(
     policy: EchoPlan | Measured,
     *,
     first_step: int = 0,
-    buffer_size: int = 1,
-    rebatch: bool = False,
-    axis: int = 0,
     augment: Callable | None = None,
     key: jax.Array | None = None,
     agree: Callable[[bool], bool] = ready_everywhere,
@@ -48,17 +46,13 @@ def echo_batches(
 
     Args:
       loads: an iterable of batches, trees of arrays; a `load_ahead` for `measured`. Of a run
-        resumed at a step it starts at load `policy.first_load(first_step, buffer_size)`, for
-        `measured` that of the `EchoPlan` of its decisions.
+        resumed at a step it starts at load `policy.first_load(first_step)`, for `measured` that
+        of the `EchoPlan` of its decisions.
       policy: an `EchoPlan`, or `measured`.
       first_step: where to go on; with `measured` at most the decisions it was given.
-      buffer_size: N >= 1; an echoed step uses one of the last N batches, at random.
-      rebatch: an echoed step instead draws its examples, without replacement, from all examples of
-        the last N batches, which must be of one shape.
-      axis: of the examples in every leaf, for `rebatch`; axes before it (workers) share a draw.
       augment: `(batch, key) -> batch`, applied on the device to fresh and echoed batches alike,
         with randomness of the step; what is kept for echoing is the batch before it.
-      key: for buffer_size > 1 and augment; the step is folded in.
+      key: for augment; the step is folded in.
       agree: from this process's answer to that of all; asked by `measured` where time decides.
       stop_with_loads: the end of `loads` ends the run, as at the end of an epoch, instead of being
         an error.
@@ -95,9 +89,10 @@ def echo_batches(
             f"first_step is {first_step!r}: the decisions known before are those of "
             f"{len(known.fresh)} steps."
         )
-    buffer = echo_buffer.make(
-        buffer_size, policy.total_steps, rebatch=rebatch, axis=axis, augment=augment, key=key
-    )
+    if augment is not None and key is None:
+        raise ValueError("an augmentation is random: pass key=jax.random.key(0).")
+    if key is not None:
+        plans.check_key(key)
     source, failed = iter(loads), []
 
     def fetch(load, step):
@@ -118,31 +113,43 @@ def echo_batches(
             raise failed[0] from error
 
     def advance(at):
-        step, count, uses, state = at
+        step, count, uses, batch, counter = at
         if step == policy.total_steps:
             raise StopIteration
-        fresh = decide(policy, step, loads=count, uses=uses, ready=lambda: agree(loads.ready()))
+        fresh = policy.decide(step, loads=count, uses=uses, ready=lambda: agree(loads.ready()))
         if fresh:
             try:
-                state = buffer.add(state, count, fetch(count, step))
+                batch = fetch(count, step)
             except _End:
                 if stop_with_loads:
                     raise StopIteration from None
                 raise
             count, uses = count + 1, 0
-        load, batch, state = buffer.use(state, step, fresh)
-        return EchoStep(step, load, fresh, batch), _At(step + 1, count, uses + 1, state)
+        used = batch
+        if augment is not None:
+            used, counter = _augmented(augment)(batch, key, counter)
+        at = _At(step + 1, count, uses + 1, batch, counter)
+        return EchoStep(step, count - 1, fresh, used), at
 
     count = int(known.fresh[:first_step].sum())
-    state = buffer.init(first_step)
-    start = known.first_load(first_step, buffer_size) if first_step else 0
-    for load in range(start, count):
-        state = buffer.add(state, load, fetch(load, first_step))
+    batch = fetch(count - 1, first_step) if known.first_load(first_step) < count else None
     uses = first_step - (known.load_steps[count - 1] if count else 0)
-    stream = _Stream(advance, _At(first_step, count, uses, state))
+    counter = None if augment is None else jnp.int32(first_step)
+    stream = _Stream(advance, _At(first_step, count, uses, batch, counter))
     for first in stream:  # now, so that an empty source is an error of this call
         return itertools.chain([first], stream)
     return iter(())
+
+
+# The compiled function outlives a call of `echo_batches`: there may be one per epoch.
+@functools.lru_cache(maxsize=32)
+def _augmented(augment):
+    """`(batch, key, step) -> (batch, step + 1)`, jitted; the counter stays on the device."""
+
+    def run(batch, key, step):
+        return augment(batch, jax.random.fold_in(key, step)), step + 1
+
+    return jax.jit(run, donate_argnums=2)
 
 
 class _End(LoadError):
@@ -155,7 +162,8 @@ class _At(NamedTuple):
     step: int
     count: int  # loads so far
     uses: int  # of the last one
-    state: Any  # of the buffer
+    batch: Any  # of the last one
+    counter: Any  # the step on the device, or None where nothing needs it
 
 
 class _Stream(Iterator):

@@ -1,100 +1,256 @@
-"""The epoch's boundary without a gap: the next epoch is read before this one has ended."""
+"""One iterator over all epochs, which reads ahead across their boundaries and can be saved."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ordering import base
 from ordering.base import State
+from ordering.input.loader import Loader, load_ahead
+from ordering.input.steps import Steps, order_hash
+from syncopate import plans
 
-Read = Callable[[np.ndarray, int], Iterable]
-
-
-class NextEpoch(NamedTuple):
-    """The first steps of the next epoch, read while this one runs: see `prefetch_next_epoch`."""
-
-    orders: np.ndarray  # int[.., m]
-    num_steps: int
-    batches: Iterable
+Load = Callable[[np.ndarray, int, int], Loader]
 
 
-def prefetch_next_epoch(read: Read, state: State, *, units_per_step: int) -> NextEpoch:
-    """Starts to read the next epoch before this one ends: the steps that are already decided.
+class Front(NamedTuple):
+    """The first steps of the next epoch, loaded while this one ends."""
 
-    These are min(left) // B steps, over the workers, or all where left = M. Pair balancing has
-    decided half of the next epoch when this one ends. Call it once, late in the epoch.
+    num_steps: int = 0
+    loader: Loader | None = None
 
-    It fetches `left` and these orders, and waits for the device to have them: pass the state of
-    an earlier step, so that the host does not wait. Where steps donate their state, pass a copy.
+
+class Early(NamedTuple):
+    """What is known of the next epoch: copies, for a step may donate the state itself."""
+
+    left: object  # int32[...]
+    next: object  # int32[.., M]
+
+
+class Epochs(Iterator):
+    """What `read_epochs` returns: an iterator with `epoch`, `step`, `epoch_ended` and a state.
+
+    Also a context manager, which closes its threads.
+
+    Fields:
+      epoch, step: where the next batch is, or, at an epoch's end, M / B rounded up.
+      epoch_ended: whether the batch just given is the last of its epoch: after its step, call the
+        order's `next_epoch`.
+
+    Example: see `read_epochs`.
+    """
+
+    def __init__(self, load: Load, live: Callable, units_per_step, num_epochs, ahead, first_load):
+        self._load, self._live, self._size = load, live, units_per_step
+        self._num_epochs, self._ahead = num_epochs, ahead
+        self._num_units = live().current.shape[-1]
+        self._steps = -(-self._num_units // units_per_step)
+        self.epoch, self.step = divmod(first_load, self._steps)
+        self._forget()
+
+    def __next__(self):
+        if self.epoch_ended:
+            self._end_epoch()
+        if self._num_epochs is not None and self.epoch >= self._num_epochs:
+            raise StopIteration
+        if self._order is None:
+            self._begin(self._live().current)
+        # With two steps in front, the order is waited for when the device has work: the first.
+        if not self._opened and (self.step or self._front.num_steps < 2):
+            self._open_rest(np.asarray(self._order))
+        self._look_ahead()
+        batch = next(self._loader())
+        self.step += 1
+        self.epoch_ended = self.step == self._steps
+        return batch
+
+    def ready(self) -> bool:
+        """Whether `next` waits for no load: its batch is there, or none has begun to load."""
+        front = self._next or Front()
+        loader = front.loader if self.epoch_ended else self._loader()
+        return loader is None or loader.ready()
+
+    def close(self) -> None:
+        """Ends the threads that load; nothing is read any more."""
+        for reads in (self._front.loader, self._rest, self._next and self._next.loader):
+            if reads is not None:
+                reads.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def get_state(self) -> dict:
+        """Where the next batch is, as JSON takes it; at an epoch's end after `next_epoch`."""
+        order = np.asarray(self._live().current)
+        epoch, step = self.epoch, self.step
+        if self.epoch_ended:
+            _check_new(epoch, self._order, self._early, order)
+            epoch, step = epoch + 1, 0
+        return {"epoch": epoch, "step": step, "order": order_hash(order)}
+
+    def set_state(self, state: dict) -> None:
+        """Goes on from a state, with the orders' state saved at the same step in the loop."""
+        self.close()
+        self.epoch, self.step = state["epoch"], state["step"]
+        self._forget()
+        self._expected = state["order"]
+
+    def _forget(self):
+        self.epoch_ended, self._opened = False, False
+        self._order = self._early = self._next = self._rest = self._before = self._expected = None
+        self._front = Front()
+
+    def _end_epoch(self):
+        self._before = (self.epoch, self._order, self._early)
+        self._front = self._next or Front()
+        self._order = self._early = self._next = self._rest = None
+        self.epoch, self.step, self.epoch_ended, self._opened = self.epoch + 1, 0, False, False
+
+    def _begin(self, order):
+        if self._expected is not None:
+            found = order_hash(np.asarray(order))
+            if found != self._expected:
+                raise ValueError(
+                    f"the saved position is in the order {self._expected}, and the state's order "
+                    f"is {found}: restore the orders' state of the same step first."
+                )
+            self._expected = None
+        self._order = jnp.copy(order)  # a step may donate the state
+        self._order.copy_to_host_async()
+
+    def _open_rest(self, order):
+        """Loads what follows the front, if this is the order of a new epoch."""
+        if self._before is not None:
+            _check_new(*self._before, order)
+        first = self._front.num_steps or self.step
+        rest = order[..., first * self._size :]
+        if rest.size:
+            self._rest = self._load(rest, first, self.epoch)
+        self._opened, self._before = True, None
+
+    def _loader(self):
+        return self._front.loader if self.step < self._front.num_steps else self._rest
+
+    def _look_ahead(self):
+        """Copies what is known at one step, and opens it at the next: the host does not wait."""
+        is_last = self._num_epochs is not None and self.epoch + 1 >= self._num_epochs
+        if self._early is None:
+            if self.step >= self._steps - 1 - self._ahead:
+                state = self._live()
+                self._early = Early(jnp.copy(state.left), jnp.copy(state.next))
+                for array in self._early:
+                    array.copy_to_host_async()
+        elif self._next is None and not is_last:
+            self._next = self._open_front()
+
+    def _open_front(self):
+        """Loads the steps of the next epoch that are already decided by all workers."""
+        left = int(np.min(self._early.left))
+        known = self._num_units if left >= self._num_units else left - left % self._size
+        if not known:
+            return Front()
+        orders = np.asarray(self._early.next)[..., :known]
+        return Front(-(-known // self._size), self._load(orders, 0, self.epoch + 1))
+
+
+def _check_new(epoch, last, early, order):
+    """Refuses the order that has just been read, which a forgotten `next_epoch` leaves."""
+    known = 0 if early is None else int(np.min(early.left))
+    if known:
+        new = np.array_equal(np.asarray(early.next)[..., :known], order[..., :known])
+    else:  # of less than eight units, an order may come again by chance
+        new = order.shape[-1] < 8 or not np.array_equal(np.asarray(last), order)
+    if not new:
+        raise ValueError(
+            f"epoch {epoch} has been read, and the state's order is not that of the next: call "
+            "the order's next_epoch after the step for which epoch_ended is True."
+        )
+
+
+def read_epochs(
+    source,
+    live: Callable[[], State],
+    *,
+    units_per_step: int,
+    unit_size: int = 1,
+    total: int | None = None,
+    num_epochs: int | None = None,
+    first_load: int = 0,
+    ahead: int = 2,
+    depth: int = 2,
+    timeout: float | None = None,
+    sharding=None,
+) -> Epochs:
+    """The batches of epoch after epoch, read ahead across their boundaries; its position is saved.
+
+    `ahead` steps before an epoch's end, those steps of the next one that are already decided are
+    asked for, and are loaded while this one ends. The rest follows when its order is known: no
+    order is read before it is made.
 
     Args:
-      read: `(orders, first_step) -> batches`, which starts reading at the call: the slice
-        orders, int[.., m], of the new epoch starts at `first_step`.
-      state: of any ordering, for one worker or with a leading worker axis.
+      source: as `reader` takes it; or a function `(orders, first_step, epoch) -> batches`, an
+        iterable: the slice orders, int[.., m], of that epoch starts at `first_step`. Either is read
+        and copied to the device by a thread (`load_ahead`).
+      live: gives the orders' newest state, of one worker or all, as the loop has it.
       units_per_step: B in [1, M], units per worker and step.
+      unit_size, total: as in `step_indices`, for a source that is no function.
+      num_epochs: after which the iterator ends; None for no end.
+      first_load: >= 0, the number over all epochs of the first batch, for a run that goes on from
+        an orders' state of that epoch.
+      ahead: >= 1 steps, of an epoch's last, before whose end the next one is looked at.
+      depth, timeout, sharding: as in `load_ahead`.
 
     Returns:
-      A `NextEpoch` for `read_epoch`.
+      `Epochs`, an iterator: `epoch_ended` is True with an epoch's last batch, after whose step the
+      loop calls `next_epoch`. `get_state()`, {"epoch", "step", "order"}, is saved beside the
+      orders' state, and `set_state` goes on from there. `ready()` says whether the next batch is
+      there, and `close()` ends the reading.
 
     Raises:
-      ValueError: if units_per_step is out of range.
+      ValueError: for a source or size that cannot be; from `next` and `get_state`, where
+        `next_epoch` was not called; from `next`, where the restored order is another one.
+      LoadError: from `next`, with the number over all epochs of the load that failed or hangs.
 
     Example:
-      >>> import jax, ordering
+      >>> import jax, numpy as np, ordering
       >>> order = ordering.random_reshuffling(6)
-      >>> state = order.init(jax.random.key(0), params=None)
-      >>> read = lambda orders, first_step: iter(orders.reshape(-1, 2))
-      >>> front = ordering.input.prefetch_next_epoch(read, state, units_per_step=2)
-      >>> len(list(ordering.input.read_epoch(read, order.next_epoch(state), front)))
-      3
+      >>> state = order.init(jax.random.key(0), None)
+      >>> reads = ordering.input.read_epochs(
+      ...     np.arange(6), lambda: state, units_per_step=4, num_epochs=2
+      ... )
+      >>> for batch in reads:
+      ...     print(batch.shape)  # a step of the training
+      ...     if reads.epoch_ended:
+      ...         state = order.next_epoch(state)
+      (4,)
+      (2,)
+      (4,)
+      (2,)
     """
-    num_units = state.next.shape[-1]
+    least = (("ahead", ahead, 1), ("num_epochs", num_epochs, 0), ("first_load", first_load, 0))
+    for name, value, low in least:
+        if value is not None and (not plans.is_whole(value) or value < low):
+            raise ValueError(f"{name} is {value!r}: pass a whole number of at least {low}.")
+    num_units = live().current.shape[-1]
     base.check_units_per_step(num_units, units_per_step)
-    left = int(np.min(jax.device_get(state.left)))
-    known = num_units if left >= num_units else left - left % units_per_step
-    orders = np.asarray(state.next[..., :known])
-    return NextEpoch(orders, -(-known // units_per_step), read(orders, 0) if known else ())
 
+    def load(orders, first_step, epoch):
+        if callable(source):
+            batches = source(orders, first_step, epoch)
+        else:
+            steps = Steps(
+                source, orders, units_per_step=units_per_step, unit_size=unit_size,
+                num_units=num_units, total=total,
+            )  # fmt: skip
+            batches = map(steps.__getitem__, range(len(steps)))
+        first = epoch * -(-num_units // units_per_step) + first_step
+        return load_ahead(
+            batches, depth=depth, timeout=timeout, sharding=sharding, first_load=first
+        )
 
-def read_epoch(read: Read, state: State, front: NextEpoch | None = None) -> Iterator:
-    """One iterator over the epoch that `state` begins: the front's batches, then all others.
-
-    With a front the host does not wait: the order is fetched, checked against the front, and the
-    rest opened when half of the front is used up, while the device has work.
-
-    Args:
-      read: as in `prefetch_next_epoch`. (To resume within an epoch, call `read` from that step on.)
-      state: after `init` or `next_epoch`; it may be donated afterwards.
-      front: what `prefetch_next_epoch` gave during the epoch before, if anything; used up.
-
-    Returns:
-      An iterator of what `read` gives.
-
-    Raises:
-      ValueError: from `next`, if the front is not that of `state.current`.
-
-    Example: see `prefetch_next_epoch`.
-    """
-    if front is None:
-        return iter(read(np.asarray(state.current), 0))
-    current = jnp.copy(state.current)
-    current.copy_to_host_async()
-
-    def run():
-        opened = iter(front.batches)
-        yield from itertools.islice(opened, front.num_steps // 2)
-        known, orders = front.orders.shape[-1], np.asarray(current)
-        if not np.array_equal(front.orders, orders[..., :known]):
-            raise ValueError(
-                f"the front of {known} units is not the front of this epoch's order: open it "
-                "from a state of the epoch just before, or pass None."
-            )
-        rest = orders[..., known:]
-        following = read(rest, front.num_steps) if rest.size else ()
-        yield from itertools.chain(opened, following)
-
-    return run()
+    return Epochs(load, live, units_per_step, num_epochs, ahead, first_load)

@@ -9,7 +9,7 @@ import glob
 import importlib
 import os
 
-from experiments.tasks.prepared import read_all, source
+from experiments.tasks.sources import read_all, source
 
 NAMES = ("hmda", "m4_weekly", "wikitext")
 

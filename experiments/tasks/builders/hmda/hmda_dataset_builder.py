@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow_datasets as tfds
 
-from experiments.tasks import builders, hmda
+from experiments.tasks import builders, tabular
 
 SOURCE = (
     "https://raw.githubusercontent.com/pasta41/hmda-data-2017/"
@@ -24,7 +24,7 @@ class Builder(tfds.core.GeneratorBasedBuilder):
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=state) for state in STATES]
     MANUAL_DOWNLOAD_INSTRUCTIONS = (
         "2017-STATE-features.zip and 2017-STATE-target.zip of the state, of "
-        f"https://{hmda.SOURCE}; only those of NJ are verified."
+        f"https://{tabular.HMDA}; only those of NJ are verified."
     )
 
     def _info(self):
@@ -41,7 +41,7 @@ class Builder(tfds.core.GeneratorBasedBuilder):
                     "action_taken": np.int32,
                 }
             ),
-            homepage=f"https://{hmda.SOURCE}",
+            homepage=f"https://{tabular.HMDA}",
             disable_shuffling=True,
         )
 
@@ -54,6 +54,6 @@ class Builder(tfds.core.GeneratorBasedBuilder):
         return {"train": self._generate_examples(state, **paths)}
 
     def _generate_examples(self, state, features, target):
-        rows, actions = hmda.parse(features, target, state)
+        rows, actions = tabular.parse_hmda(features, target, state)
         for k, (row, action) in enumerate(zip(rows, actions, strict=True)):
             yield k, {"features": row, "action_taken": action}

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow_datasets as tfds
 
-from experiments.tasks import m4_weekly
+from experiments.tasks import tabular
 
 SOURCE = "https://raw.githubusercontent.com/Mcompetitions/M4-methods/master/Dataset"
 FILES = {"past": f"{SOURCE}/Train/Weekly-train.csv", "future": f"{SOURCE}/Test/Weekly-test.csv"}
@@ -25,7 +25,7 @@ class Builder(tfds.core.GeneratorBasedBuilder):
             features=tfds.features.FeaturesDict(
                 {"name": tfds.features.Text(), "past": series, "future": series}
             ),
-            homepage=m4_weekly.SOURCE,
+            homepage=tabular.M4,
             disable_shuffling=True,
         )
 
@@ -33,7 +33,7 @@ class Builder(tfds.core.GeneratorBasedBuilder):
         return {"train": self._generate_examples(**dl_manager.download(FILES))}
 
     def _generate_examples(self, past, future):
-        names, pasts = m4_weekly.parse(past)
-        _, futures = m4_weekly.parse(future)
+        names, pasts = tabular.parse_m4(past)
+        _, futures = tabular.parse_m4(future)
         for k, (name, before, after) in enumerate(zip(names, pasts, futures, strict=True)):
             yield k, {"name": name, "past": before, "future": after}

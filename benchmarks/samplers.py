@@ -1,0 +1,100 @@
+"""How fast do loaders read an order? Indices per second, for each way in, by reader processes.
+
+    python benchmarks/samplers.py --repeats=3
+
+The source is an array in memory, 64 numbers per example; 4 workers have 64 units per step each. So
+the way of an index is measured, not a disk. The clock runs from a quarter of the epoch, when all
+processes have started, to the last batch, before they end. A row has the median epoch and the
+slowest. Aim: 50,000 indices per second.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import ordering
+
+WORKERS, UNITS, PER_STEP = 4, 32_768, 64
+
+
+class Row(NamedTuple):
+    read: Callable[..., Iterable]  # (source, orders, reader processes)
+    processes: tuple[int, ...] = (0, 1, 4)
+
+
+def map_dataset(source, orders, count):
+    dataset = ordering.input.map_dataset(source, orders, units_per_step=PER_STEP)
+    return _in_processes(dataset, count)
+
+
+def _in_processes(dataset, count):
+    import grain
+
+    read = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
+    return read.mp_prefetch(grain.MultiprocessingOptions(count, 4)) if count else read
+
+
+def grain_shuffle(source, orders, count):
+    """What Grain does without us."""
+    import grain
+
+    dataset = grain.MapDataset.source(source).shuffle(seed=0).batch(WORKERS * PER_STEP)
+    return _in_processes(dataset, count)
+
+
+def torch_sampler(source, orders, count):
+    """The lists of indices alone: what reads them is PyTorch's own."""
+    return ordering.input.torch_sampler(orders, units_per_step=PER_STEP)
+
+
+def read_epochs(source, orders, count):
+    """Onto the device, by a thread."""
+    orders = jnp.asarray(orders)
+    state = ordering.shuffle_once(UNITS).init(jax.random.key(0), None)
+    state = state._replace(current=orders, next=orders)
+    return ordering.input.read_epochs(source, lambda: state, units_per_step=PER_STEP, num_epochs=1)
+
+
+ROWS = {
+    "grain's shuffle": Row(grain_shuffle),
+    "map_dataset": Row(map_dataset),
+    "torch_sampler": Row(torch_sampler, processes=(0,)),
+    "read_epochs": Row(read_epochs, processes=(0,)),
+}
+
+
+def indices_per_second(reads: Iterable) -> float:
+    """Of the steps behind the first quarter."""
+    clock = [time.perf_counter() for _ in reads]
+    steps = UNITS // PER_STEP
+    if len(clock) != steps:
+        raise RuntimeError(f"{len(clock)} batches came, of {steps}.")
+    return (steps - 1 - steps // 4) * WORKERS * PER_STEP / (clock[-1] - clock[steps // 4])
+
+
+def main(argv) -> None:
+    del argv
+    rng = np.random.default_rng(0)
+    source = rng.normal(size=(WORKERS * UNITS, 64)).astype(np.float32)
+    orders = np.stack([rng.permutation(UNITS) for _ in range(WORKERS)])
+    for name in flags.FLAGS.rows or ROWS:
+        for count in ROWS[name].processes:
+            rates = [
+                indices_per_second(ROWS[name].read(source, orders, count))
+                for _ in range(flags.FLAGS.repeats)
+            ]
+            row = {"reader": name, "processes": count, "repeats": len(rates)}
+            row["indices_per_s"] = round(statistics.median(rates))
+            print(row | {"slowest": round(min(rates))}, flush=True)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("rows", None, f"some of {', '.join(ROWS)}; all if unset")
+    flags.DEFINE_integer("repeats", 5, "epochs of every row", lower_bound=1)
+    app.run(main)

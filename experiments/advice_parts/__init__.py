@@ -1,1 +1,0 @@
-"""Which of the three decisions pay on a machine: recorded factorials, priced."""

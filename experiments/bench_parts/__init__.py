@@ -1,1 +1,0 @@
-"""The parts of `experiments.bench`, a table each."""

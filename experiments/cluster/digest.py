@@ -1,0 +1,45 @@
+"""Hashes of a `Task`'s data and of the code: by these a run notices that they are others."""
+
+import functools
+import hashlib
+import pathlib
+
+import jax
+import numpy as np
+
+import ordering.input
+
+WHOLE = 2**28  # bytes of an array up to which every one is hashed: about a second
+PACKAGES = ("experiments", "local_opt", "models", "ordering", "syncopate")
+SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
+
+
+def data_hash(task) -> str:
+    """Of both sets: lengths, shapes, types and examples; of large ones and of sources some."""
+    total = hashlib.sha256()
+    for data in (task.train, task.test):
+        total.update(set_hash(data).encode())
+    return total.hexdigest()[:32]
+
+
+def set_hash(data) -> str:
+    """Of one set: arrays by name, or a random-access source."""
+    size, read = ordering.input.reader(data)
+    some = np.unique(np.linspace(0, size - 1, min(size, SAMPLED)).astype(int))
+    small = isinstance(data, dict) and sum(x.nbytes for x in jax.tree.leaves(data)) <= WHOLE
+    total = hashlib.sha256(f"{size} {small}".encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data if small else read(some)):
+        leaf = np.asarray(leaf)
+        total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        total.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return total.hexdigest()
+
+
+@functools.cache
+def code_hash() -> str:
+    """Of all that is trained with: the sources of this repository's packages."""
+    root, total = pathlib.Path(__file__).parents[2], hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted(root.glob(f"{package}/**/*.py")):
+            total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()

@@ -1,1 +1,0 @@
-"""A run goes on with another number of workers."""

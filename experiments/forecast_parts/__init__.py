@@ -1,1 +1,0 @@
-"""What `experiments.forecast` foretells: rounds of published runs, and echoing at a speed."""

@@ -1,1 +1,0 @@
-"""The parts of `experiments.slow_sde`: its problems, their theory, and the runs."""

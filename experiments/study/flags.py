@@ -1,0 +1,290 @@
+"""The flags of all experiments: one dialect, in groups, defined into any `FlagValues`.
+
+task      what is trained on: --task, --data_dir, and the choices of every task's loader
+setting   how: the fields of a `Recipe`, each the setting's own where its flag is unset
+run       how a run is carried out and where it is written
+forecast  --dry_run and what it assumes
+
+And `define_decisions`: which unit comes next, when workers meet, when a batch is used again.
+"""
+
+import math
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+
+from absl import app, flags
+
+from experiments.cluster import agree, processes
+from experiments.results.trackers import TRACKERS
+from experiments.study import recipes
+from experiments.study.chips import stay_on_cpu
+from experiments.study.tables import TABLES
+from experiments.study.words import Table
+from experiments.tasks import TASKS
+from experiments.tasks.base import Recipe, Task, check_recipe
+from experiments.tasks.metrics import METRICS
+from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
+
+KINDS = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_bool,
+    str: flags.DEFINE_string,
+    tuple: flags.DEFINE_list,
+}
+ENUMS = {
+    "optimizer": list(OPTIMIZERS),
+    "schedule": list(SCHEDULES),
+    "metric": list(METRICS),
+    "run": ["vmap", "turns", "mesh"],
+}
+FIELDS = {  # of a Recipe
+    "workers": "W",
+    "units_per_step": "B, per worker",
+    "unit_size": "examples per unit",
+    "learning_rates": "peaks, tried with every arm",
+    "epochs": "passes over the data without echoing, instead of --total_steps",
+    "total_steps": "T, instead of --epochs",
+    "optimizer": "of every worker",
+    "momentum": "of SGD; first moment of AdamW",
+    "weight_decay": "of the optimizer",
+    "schedule": "of the learning rate, after the warmup",
+    "warmup_steps": "of the learning rate",
+    "floor": "last rate / peak rate",
+    "decay_every": "epochs, of --schedule=step",
+    "decay_factor": "of --schedule=step",
+    "h_base": "least steps per round",
+    "growth": "alpha / peak rate of QSR",
+    "h_max": "most steps per round of the rules that follow the rate",
+    "echo_factor": "e, the uses of a batch, at the end",
+    "horizon": "steps in which a falling p falls",
+    "proximal": "lambda of proximal arms",
+    "evaluations": "evenly over the run",
+    "evaluate_every": "steps, instead of --evaluations",
+    "bound_every": "epochs between two herding bounds; 0: never",
+    "metric": "of the target",
+    "target": "of the metric, on both halves of the test set; of the training loss in `combined`",
+    "run": "all workers on one device, at once or in turn, or one device each",
+}
+DECISIONS = {
+    "order": "which unit comes next",
+    "sync": "when workers meet",
+    "echo": "when a batch is used again",
+}
+EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
+
+
+def definer(values: flags.FlagValues, **defaults) -> Callable:
+    """`define(kind, name, default, text, *more, **options)`, a flag of `absl.flags` in one line.
+
+    Args:
+      defaults: in place of those that `define` is given, by the names of flags.
+    """
+
+    def define(kind, name, default, text, *more, **options):
+        kind(name, defaults.get(name, default), *more, text, flag_values=values, **options)
+        # --help shows what belongs to the program, wherever it is defined.
+        values.register_key_flag_for_module(sys.argv[0], values[name])
+
+    return define
+
+
+def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
+    """Defines groups of flags, with other defaults for some, such as `task="digits_mlp"`."""
+    for group in groups:
+        GROUPS[group](definer(values, **defaults))
+
+
+def define_decisions(values: flags.FlagValues, **defaults: str) -> None:
+    """Defines --order, --sync and --echo, and a flag for each kind of their further words."""
+    define = definer(values)
+    for kind, table in TABLES.items():
+        text = f"{DECISIONS[kind]}: {table.known()}"
+        define(flags.DEFINE_string, kind, defaults[kind], text)
+        for flag, choice in table.choices.items():
+            text, words = f"of --{kind}: {choice.text}", choice.words
+            if callable(words):
+                define(flags.DEFINE_integer, flag, None, text, lower_bound=1)
+            else:
+                define(flags.DEFINE_enum, flag, None, text, [*words])
+
+
+def decisions(values: flags.FlagValues) -> dict[str, str]:
+    """{"order": words, "sync": words, "echo": words}, those of the further flags added.
+
+    Raises:
+      ValueError: for words that no table has, or that do not fit together.
+    """
+    found = {}
+    for kind, table in TABLES.items():
+        further = given(values, table.choices)
+        words = [f"{k}{v}" if callable(table.choices[k].words) else v for k, v in further.items()]
+        found[kind] = "+".join([values[kind].value, *words])
+        try:
+            table[found[kind]]
+        except ValueError as error:
+            raise ValueError(f"--{kind} is {found[kind]}: {error}") from error
+    return found
+
+
+def _task(define):
+    names = ", ".join([*recipes.RECIPES, *TASKS])
+    define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
+    define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
+    for name, (kind, tasks) in choices().items():
+        text = f"of {', '.join(tasks)}" if tasks else recipes.EVERYWHERE[name][1]
+        define(KINDS[kind], name, None, text + "; its own if unset")
+
+
+def _setting(define):
+    hints = typing.get_type_hints(Recipe)
+    for name, text in FIELDS.items():
+        kind, more = KINDS[_kind(hints[name])], ()
+        if name in ENUMS:
+            kind, more = flags.DEFINE_enum, (ENUMS[name],)
+        define(kind, name, None, f"{text}; the setting's own if unset", *more)
+
+
+def _run(define):
+    reads = ["device", "thread", "tfdata"]
+    define(flags.DEFINE_enum, "input", "device", "data that stay there, or are read", reads)
+    text = "steps; 0: where a signal asks; about every minute if unset"
+    define(flags.DEFINE_integer, "checkpoint_every", None, text, lower_bound=0)
+    define(flags.DEFINE_string, "output_dir", None, "results/NAME_TASK if unset")
+    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+    text = f"who is given records too, some of {', '.join(TRACKERS)} (extras of these names)"
+    define(flags.DEFINE_list, "track", [], text)
+    own = "; unset under SLURM, on TPU pods and for one process"
+    address, number, process = processes.NAMES
+    text = f"host:port of process 0, or '{processes.AUTO}': all that JAX finds out{own}"
+    define(flags.DEFINE_string, address, None, text)
+    define(flags.DEFINE_integer, number, None, "of the run" + own)
+    define(flags.DEFINE_integer, process, None, f"0 .. {number} - 1" + own)
+    text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
+    define(flags.DEFINE_float, "patience", agree.PATIENCE, text, lower_bound=1.0)
+
+
+def _forecast(define):
+    define(flags.DEFINE_bool, "dry_run", False, "print what it would cost, and stop")
+    define(flags.DEFINE_bool, "compile", True, "compile the step in a dry run, to know its memory")
+    text = "for which a dry run compiles, such as v5e:4x4 or h100:8; unset: the backend at hand"
+    define(flags.DEFINE_string, "topology", None, text)
+    assumed = "assumed by a dry run"
+    define(flags.DEFINE_float, "device_teraflops", 50.0, f"per second, {assumed}", lower_bound=1e-3)
+    define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
+
+
+GROUPS = {"task": _task, "setting": _setting, "run": _run, "forecast": _forecast}
+
+
+def choices() -> dict[str, tuple[type, list[str]]]:
+    """{choice: (its type, the tasks that have it)}, as the tasks' loaders say.
+
+    Raises:
+      ValueError: for a choice that is of one type in one task and of another in another.
+    """
+    found = {name: (kind, []) for name, (kind, _) in recipes.EVERYWHERE.items()}
+    for task, loader in TASKS.items():
+        for name, parameter in recipes.choices_of(loader).items():
+            kind = parameter.annotation
+            kind = type(parameter.default) if kind is parameter.empty else _kind(kind)
+            if found.setdefault(name, (kind, []))[0] is not kind or kind not in KINDS:
+                raise ValueError(
+                    f"{name} of {task} is a {kind.__name__}: choices are int, float, str or bool, "
+                    f"and one name has one type; it is a {found[name][0].__name__} elsewhere."
+                )
+            if name not in recipes.EVERYWHERE:
+                found[name][1].append(task)
+    return found
+
+
+def _kind(hint) -> type:
+    """int of `int | None`, tuple of `tuple[float, ...]`."""
+    if isinstance(hint, types.UnionType):
+        hint = next(h for h in typing.get_args(hint) if h is not types.NoneType)
+    return typing.get_origin(hint) or hint
+
+
+def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
+    """The task of --task and its recipe, with the flags that are set in place of its fields.
+
+    Of a dry run, the task is one of shapes alone.
+
+    Raises:
+      ValueError: for a choice that the task does not have, a recipe that cannot run, or a topology
+        without a dry run.
+    """
+    forecast = "dry_run" in values  # the group of flags is defined
+    if forecast and values.topology is not None:
+        if not (values.dry_run and values.compile):
+            raise ValueError(
+                f"--topology is {values.topology} without a compiling dry run, which alone needs "
+                "no device: pass --dry_run too, and not --nocompile."
+            )
+        stay_on_cpu()
+    chosen = given(values, choices())
+    task, recipe = recipes.load(
+        values.task, values.data_dir, abstract=forecast and values.dry_run, **chosen
+    )
+    recipe = recipe._replace(**recipe_fields(values))
+    check_recipe(recipe)
+    return task, recipe
+
+
+def recipe_fields(values: flags.FlagValues) -> dict:
+    """The fields of a recipe whose flags are set; of two that exclude each other, both."""
+    found = given(values, Recipe._fields)
+    if "learning_rates" in found:
+        found["learning_rates"] = tuple(map(float, found["learning_rates"]))
+    for one, other in EITHER:
+        if one in found or other in found:
+            found = {one: None, other: None} | found
+    return found
+
+
+def names_of(values: flags.FlagValues, name: str, known: Iterable[str]) -> list[str]:
+    """A flag that lists names, or words of a table; UsageError where one is not known."""
+    if isinstance(known, Table):
+        for text in values[name].value:
+            try:
+                known[text]
+            except ValueError as error:
+                raise app.UsageError(f"--{name} has {text!r}: {error}") from error
+        return values[name].value
+    if unknown := sorted(set(values[name].value) - set(known)):
+        raise app.UsageError(f"--{name} has {unknown}: names are {', '.join(known)}.")
+    return values[name].value
+
+
+def whole_numbers(values: flags.FlagValues, name: str) -> list[int]:
+    """A flag that lists whole numbers >= 1; UsageError where one is another."""
+    if bad := [v for v in values[name].value if not (v.isdecimal() and int(v))]:
+        raise app.UsageError(f"--{name} has {bad}: pass whole numbers >= 1.")
+    return [int(v) for v in values[name].value]
+
+
+def positive_numbers(values: flags.FlagValues, name: str) -> list[float]:
+    """A flag that lists numbers > 0; UsageError where one is another."""
+    found = []
+    for text in values[name].value:
+        try:
+            found.append(float(text))
+        except ValueError:
+            found.append(0.0)
+    if bad := [t for t, n in zip(values[name].value, found, strict=True) if not 0 < n < math.inf]:
+        raise app.UsageError(f"--{name} has {bad}: pass positive, finite numbers.")
+    return found
+
+
+def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
+    """The flags of these names that are set."""
+    return {name: values[name].value for name in names if values[name].value is not None}
+
+
+def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
+    """What the runs of a folder share: other arms, rates and seeds go on there."""
+    shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
+    further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
+    return {"task": values.task, **given(values, choices()), **shared, **further}

@@ -1,0 +1,200 @@
+"""Every setting that runs are compared in, once: a new one is one row.
+
+A name of RECIPES or of TASKS is what --task takes; a task by itself brings the recipe of its file.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from experiments.tasks import TASKS
+from experiments.tasks.base import Recipe, Task, with_first, with_label_noise
+from experiments.training.config import sizes_of, total_steps_of
+
+# Choices of every task, which its loader need not have: its first examples alone, noisy labels.
+EVERYWHERE = {
+    "num_train": (int, "first examples alone, of every task"),
+    "num_test": (int, "first examples alone, of every task"),
+    "label_noise": (float, "share of training labels drawn anew, of every task with classes"),
+}
+NOT_CHOICES = ("data_dir", "abstract")
+
+
+class Setting(NamedTuple):
+    """Fields:
+    task: a name of TASKS.
+    choices: keywords of its loader, or of EVERYWHERE.
+    recipe: whole, or the fields in which it differs from the task's own.
+    """
+
+    task: str
+    choices: Mapping
+    recipe: Recipe | Mapping = {}
+
+
+# Cosines down to a thousandth, on which synchronisation rules are compared.
+COSINE = Recipe(
+    workers=4, units_per_step=32, unit_size=1, learning_rates=(0.05, 0.1, 0.2, 0.4),
+    total_steps=2000, weight_decay=1e-4, schedule="cosine", warmup_steps=100, floor=1e-3,
+    evaluations=20,
+)  # fmt: skip
+# Constant rates and a target, to which arms race when input is slow. Steps are at most those of
+# e = 2; the horizon is about as long as the target takes.
+RACE = Recipe(
+    workers=4, units_per_step=16, unit_size=1, learning_rates=(0.025, 0.05, 0.1, 0.2),
+    total_steps=500, weight_decay=1e-4, horizon=80, evaluate_every=5, target=0.96,
+)  # fmt: skip
+# At full size, for accelerators. Targets and rates are ours: the paper's are not public.
+FULL_RACE = RACE._replace(
+    units_per_step=32, learning_rates=(0.05, 0.1, 0.2), total_steps=78_000, weight_decay=5e-4,
+    horizon=39_000, evaluate_every=390, target=0.9, run="turns",
+)  # fmt: skip
+SMALL_CIFAR = {"size": 16, "num_train": 20_000}
+LARGE = {"evaluations": 20, "run": "turns"}
+
+# Workers of convolutional networks take turns: vmap over kernels of their own is slow on a CPU.
+RECIPES = {
+    "digits_cosine": Setting(
+        "digits", {},
+        {"schedule": "cosine", "floor": 1e-3, "bound_every": 0, "evaluations": 50},
+    ),
+    "shakespeare_cosine": Setting(
+        "tinyshakespeare", {"num_train": 2048},
+        COSINE._replace(
+            workers=8, units_per_step=1, unit_size=4, epochs=12, total_steps=None,
+            optimizer="adamw", weight_decay=0.01, warmup_steps=48, evaluations=24,
+            learning_rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+        ),
+    ),
+    "digits_mlp": Setting(  # few examples, so that generalisation can differ
+        "digits", {"model": "mlp", "num_train": 800},
+        COSINE._replace(units_per_step=16, learning_rates=(0.05, 0.1, 0.2, 0.4, 0.8)),
+    ),
+    "mnist_mlp": Setting("mnist", {"model": "mlp"}, COSINE),
+    "cifar10_resnet8": Setting(
+        "cifar10", {"model": "resnet8", "num_test": 8_000, **SMALL_CIFAR},
+        COSINE._replace(
+            learning_rates=(0.1, 0.2, 0.4, 0.8), total_steps=2500, weight_decay=5e-4,
+            warmup_steps=125, run="turns",
+        ),
+    ),
+    "cifar10_vit": Setting(
+        "cifar10", {"model": "small_vit", "num_test": 8_000, **SMALL_CIFAR},
+        COSINE._replace(
+            learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), total_steps=2500, optimizer="adamw",
+            weight_decay=0.05, warmup_steps=250,
+        ),
+    ),
+    # Published, as the task's file has them.
+    "imagenet_resnet152": Setting(
+        "imagenet2012", {"model": "resnet152", "dtype": "bfloat16"}, LARGE
+    ),
+    "imagenet_vit_b": Setting("imagenet2012", {"model": "vit_b", "dtype": "bfloat16"}, LARGE),
+    "digits_wide": Setting(
+        "digits", {"model": "mlp", "width": 512, "depth": 2, "num_train": 800}, RACE
+    ),
+    "mnist_lenet": Setting(
+        "mnist", {"model": "lenet", "num_test": 2000},
+        RACE._replace(
+            learning_rates=(0.0125, 0.025, 0.05, 0.1), horizon=150, evaluate_every=10, target=0.93,
+            run="turns",
+        ),
+    ),
+    "cifar10_resnet8_race": Setting(
+        "cifar10", {"model": "resnet8", "num_test": 2000, **SMALL_CIFAR},
+        RACE._replace(
+            workers=2, units_per_step=32, total_steps=700, horizon=250, evaluate_every=25,
+            target=0.38, run="turns",
+        ),
+    ),
+    "cifar10_mobilenet_race": Setting(
+        "cifar10", {"model": "mobilenet", "num_test": 2000, **SMALL_CIFAR},
+        RACE._replace(workers=2, horizon=200, evaluate_every=25, target=0.33, run="turns"),
+    ),
+    "shakespeare_race": Setting(
+        "tinyshakespeare", {"num_test": 400},
+        RACE._replace(
+            workers=2, units_per_step=8, learning_rates=(1e-3, 2e-3, 4e-3, 8e-3),
+            optimizer="adamw", weight_decay=0.01, horizon=150, evaluate_every=20, metric="loss",
+            target=2.45,
+        ),
+    ),
+    "cifar10_resnet18": Setting("cifar10", {"model": "resnet18"}, FULL_RACE),
+    "cifar100_resnet18": Setting(
+        "cifar100", {"model": "resnet18"}, FULL_RACE._replace(target=0.65)
+    ),
+    "cifar10_mobilenet_v2": Setting("cifar10", {"model": "mobilenet_v2"}, FULL_RACE),
+    "cifar100_mobilenet_v2": Setting(
+        "cifar100", {"model": "mobilenet_v2"}, FULL_RACE._replace(target=0.65)
+    ),
+    "wikitext2_gpt2": Setting(
+        "wikitext2", {"model": "gpt2"},
+        FULL_RACE._replace(
+            units_per_step=8, learning_rates=(2.5e-4, 5e-4, 1e-3), total_steps=30_000,
+            optimizer="adamw", weight_decay=0.01, horizon=20_000, evaluate_every=500,
+            metric="loss", target=5.5,
+        ),
+    ),
+}  # fmt: skip
+
+
+def setting_of(name: str) -> Setting:
+    """The setting of a name of RECIPES or TASKS."""
+    if name in RECIPES:
+        return RECIPES[name]
+    if name in TASKS:
+        return Setting(name, {})
+    raise ValueError(f"--task is {name}: choose one of {', '.join([*RECIPES, *TASKS])}.")
+
+
+def load(
+    name: str, data_dir: str | None = None, *, abstract: bool = False, **choices
+) -> tuple[Task, Recipe]:
+    """The task and the recipe of a setting.
+
+    Args:
+      name: of RECIPES, or of TASKS for a task with its own recipe.
+      data_dir: where the task's data lie.
+      abstract: shapes alone; nothing is read.
+      choices: of the task, in place of the setting's; of every task, `num_train` and `num_test`,
+        its first examples alone where it does not choose them itself, and `label_noise`, the share
+        of training labels that are drawn anew.
+
+    Raises:
+      ValueError: for a choice that the task does not have; as of its loader.
+    """
+    setting = setting_of(name)
+    loader = TASKS[setting.task]
+    known = choices_of(loader)
+    choices = {**setting.choices, **choices}
+    for choice, value in choices.items():
+        if choice not in known and choice not in EVERYWHERE:
+            raise ValueError(
+                f"--{choice} is {value}: {setting.task} has no such choice. It has "
+                f"{', '.join(dict.fromkeys([*known, *EVERYWHERE]))}."
+            )
+    more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in known}
+    noise = more.pop("label_noise", 0.0)
+    task = with_first(loader(data_dir, abstract=abstract, **choices), **more)
+    task = with_label_noise(task, noise) if noise else task
+    given = setting.recipe
+    return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
+
+
+def choices_of(loader: Callable) -> dict[str, inspect.Parameter]:
+    """What a task lets its users choose: its model, and its loader's keyword-only parameters."""
+    parameters = inspect.signature(loader).parameters
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name not in NOT_CHOICES
+        and (parameter.kind is inspect.Parameter.KEYWORD_ONLY or name == "model")
+    }
+
+
+def planned(name: str, **fields) -> tuple[Task, Recipe]:
+    """A setting by its shapes, with other fields of its recipe, of which the steps are known."""
+    task, recipe = load(name, abstract=True)
+    recipe = recipe._replace(**fields)
+    total = total_steps_of(recipe, sizes_of(task, recipe))
+    return task, recipe._replace(total_steps=total)

@@ -1,0 +1,206 @@
+"""One protocol for all studies: which runs a comparison needs.
+
+Every arm runs at all its learning rates with seed 0, and at the finalists with all seeds; a rate at
+which any seed diverges is out, and the next best takes its place. Where input is slow that is phase
+"tune", without the delay unless the arm decides by it, and all seeds run with the delay at the best
+rate: phase "report".
+
+A grid of rates widens by itself where that is asked for: while an arm's best rate of seed 0 is the
+smallest or the largest, the next one beyond it is tried too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from experiments.cluster import processes
+from experiments.results import statistics
+from experiments.results.records import run_of, whole_runs
+from experiments.results.statistics import Criterion
+
+
+class Run(NamedTuple):
+    """What tells a run apart: the `RUN_FIELDS` of its records."""
+
+    arm: str
+    speed: float | None  # R of slow input
+    learning_rate: float
+    seed: int
+    phase: str  # "run"; where input is slow "tune" and then "report"
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return ",".join(f"{key}={value}" for key, value in self._asdict().items())
+
+
+def grid(
+    own: Sequence[dict], arm: str, speed: float | None, rates: Sequence[float], *,
+    criterion: Criterion, widen: int,
+) -> list[float]:  # fmt: skip
+    """The learning rates of an arm, ascending: those given, and what lies beyond a best one.
+
+    Args:
+      own: the records of the arm's whole runs at this speed.
+      widen: at most so many rates more at either end.
+    """
+    found, phase = sorted(rates), "run" if speed is None else "tune"
+    ended, left = _by_run(own), {0: widen, -1: widen}
+    while len(found) > 1 and all(Run(arm, speed, rate, 0, phase) in ended for rate in found):
+        ranked = statistics.finalists(own, arm, speed, criterion, None)
+        best = next((rate for rate in ranked if rate in found), found[0])  # all may diverge
+        end = {found[0]: 0, found[-1]: -1}.get(best)
+        if end is None or not left[end]:
+            break
+        left[end] -= 1
+        beyond = found[end] ** 2 / found[1 if end == 0 else -2]
+        found = sorted([*found, float(f"{beyond:.6g}")])
+    return found
+
+
+def lacking(
+    own: Sequence[dict], arm: str, speed: float | None, rates: Sequence[float], *,
+    seeds: int, criterion: Criterion, finalists: int | None, widen: int = 0,
+) -> list[Run]:  # fmt: skip
+    """The runs that an arm still needs at a speed, as far as its records tell; [] where it is done.
+
+    Args:
+      own: the records of its whole runs; rates: tried with it.
+      seeds: 0 .. seeds - 1; finalists: rates that run with all of them, None for all.
+      widen: as of `grid`.
+    """
+    rates = grid(own, arm, speed, rates, criterion=criterion, widen=widen)
+    ended, phase = _by_run(own), "run" if speed is None else "tune"
+
+    def missing(rates, seeds, phase):
+        runs = (Run(arm, speed, rate, seed, phase) for rate in rates for seed in seeds)
+        return [run for run in runs if run not in ended]
+
+    if first := missing(rates, [0], phase):
+        return first
+    best = statistics.finalists(own, arm, speed, criterion, finalists)
+    if (others := missing(best, range(seeds), phase)) or speed is None:
+        return others
+    best = statistics.best_rate(own, arm, speed, criterion)
+    return [] if best is None else missing([best], range(seeds), "report")
+
+
+def planned(rates: int, seeds: int, finalists: int | None, speed: float | None) -> int:
+    """How many runs an arm takes at a speed, if none diverges."""
+    last = rates if finalists is None else min(finalists, rates)
+    return rates + last * (seeds - 1) + (seeds if speed is not None else 0)
+
+
+def search(
+    study,
+    trainer,
+    *,
+    seeds: int,
+    widen: int = 0,
+    done: Sequence[dict] = (),
+    on_record: Callable[[dict], None] = lambda record: None,
+) -> tuple[list[dict], int]:
+    """Trains what the protocol asks for.
+
+    Args:
+      study: a `Study`: its arms at its speeds.
+      trainer: a `Trainer` of it. Of runs with equal trajectories the first is trained, and the
+        others copy its records.
+      widen: as of `grid`.
+      done: records of an earlier call: whole runs are not repeated, others go on after theirs.
+      on_record: called with every new record.
+
+    Returns:
+      The records of whole runs, and the signal that stopped the search, or 0.
+    """
+    records, stopped = list(done), 0
+    before = _by_run(whole_runs(done)).items()
+    twins = {trainer.trajectory(run): known for run, known in before if run.arm in study.arms}
+    twins.pop(None, None)
+    groups = [(arm, speed) for speed in study.speeds or (None,) for arm in study.arms]
+    counts = {
+        group: planned(len(trainer.rates(*group)), seeds, study.finalists, group[1])
+        * trainer.steps(*group)
+        for group in groups
+    }
+    protocol = {
+        "seeds": seeds, "criterion": study.criterion, "finalists": study.finalists, "widen": widen
+    }  # fmt: skip
+    total, ready = sum(counts.values()), 0
+    with processes.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
+        for group in groups:
+            own = [r for r in records if (r["arm"], r["speed"]) == group]
+            rates = trainer.rates(*group)
+            while runs := lacking(whole_runs(own), *group, rates, **protocol):
+                new, stopped = _train(study, trainer, runs[0], own, twins, on_record, bar)
+                own += new
+                records += new
+                if stopped:
+                    return whole_runs(records), stopped
+            ready += counts[group]
+            bar.update(ready - bar.n)  # runs of an earlier call, and those that ended early
+    return whole_runs(records), 0
+
+
+def carry_out(
+    study, trainer, runs: Sequence[Run], *, done: Sequence[dict] = (),
+    on_record: Callable[[dict], None] = lambda record: None,
+) -> tuple[list[dict], int]:  # fmt: skip
+    """Trains these runs, as `search` does: for more seeds of what was chosen before."""
+    records, stopped = list(done), 0
+    total = sum(trainer.steps(run.arm, run.speed) for run in runs)
+    with processes.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
+        while not stopped:
+            ended = _by_run(whole_runs(records))
+            if not (left := [run for run in runs if run not in ended]):
+                break
+            new, stopped = _train(study, trainer, left[0], records, {}, on_record, bar)
+            records += new
+    return whole_runs(records), stopped
+
+
+def _whole(study, run: Run, record: dict) -> dict:
+    """A record, with what tells its run apart."""
+    arm = study.arms[run.arm]
+    known = {"study": study.name, **run._asdict()}
+    known |= {"order": arm.order, "sync": arm.sync, "echo": arm.echo}
+    return known | record | known
+
+
+def _show(bar, record: dict, examples: int) -> None:
+    if record.get("train/batch_loss") is not None:
+        speed = record["step"] * examples / max(record["seconds"], 1e-9)
+        loss = f"{record['train/batch_loss']:.4f}"
+        bar.set_postfix(loss=loss, examples_per_s=f"{speed:,.0f}", refresh=False)
+
+
+def _train(study, trainer, run: Run, own, twins, on_record, bar) -> tuple[list[dict], int]:
+    """The new records of a run, trained or copied from its twin, and the signal that stopped it."""
+    arm, new, before = study.arms[run.arm], [], bar.n
+    bar.set_description(", ".join([
+        arm.label, f"lr {run.learning_rate:g}", f"seed {run.seed}",
+        *([] if run.speed is None else [f"R {run.speed:g}", run.phase]),
+    ]))  # fmt: skip
+
+    def write(record):
+        new.append(_whole(study, run, record))
+        on_record(new[-1])
+        _show(bar, record, trainer.examples)
+        bar.update(before + record["step"] - bar.n)
+
+    kept = _by_run(own).get(run, [])
+    trajectory = trainer.trajectory(run)
+    if trajectory in twins:
+        for record in twins[trajectory]:
+            write(record)
+        return new, 0
+    stopped = trainer.train(run, kept, write)
+    if not stopped and trajectory is not None:
+        twins[trajectory] = kept + new
+    return new, stopped
+
+
+def _by_run(records) -> dict[Run, list[dict]]:
+    found = {}
+    for record in records:
+        found.setdefault(Run(*run_of(record)), []).append(record)
+    return found

@@ -1,0 +1,298 @@
+"""The three tables of decisions: a new order, synchronisation rule or echo policy is one row.
+
+Which unit comes next, when workers meet, and when a batch is used again. Every study and `train`
+know them by these names alone. What else a row may do is said by further words, one row each too:
+`ORDERS["cd_grab+sketch256+dealt"]`, which flags say as --order=cd_grab --sketch=256 --deal=dealt.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import optax
+
+import local_opt
+import ordering
+import ordering.echo
+from experiments.study.words import Choice, EchoPolicy, Order, SyncRule, Table, Word, parse
+from experiments.training.config import EXAMPLES, UNITS, OrderSetting, RunConfig
+
+POST_LOCAL_UNTIL = 0.5  # of T: where post-local training begins its local steps
+SWAP_UNTIL = 0.8  # of T: where SWAP begins its last round
+
+
+def _coordinated(s: OrderSetting, signs: Callable | None = None, sketched=False):
+    return ordering.cd_grab(
+        s.num_units, units_per_step=s.units_per_step, rule=signs and signs(s),
+        gathers=s.gathers if sketched else None,
+    )  # fmt: skip
+
+
+def _halving(s: OrderSetting) -> ordering.SignRule:
+    num_pairs = max(1, s.num_units // 2 * s.workers)
+    return ordering.kernel_halving(num_epochs=s.epochs, num_pairs=num_pairs)
+
+
+def _sketch(size: int) -> Word:
+    def change(row: Order) -> Order:
+        make = functools.partial(row.make, sketched=True) if row.coordinated else row.make
+        return row._replace(make=make, sketch=size)
+
+    return Word(f"{size} numbers", change)
+
+
+def _signs(label: str, rule: Callable[[OrderSetting], ordering.SignRule]) -> Word:
+    return Word(label, lambda row: row._replace(make=functools.partial(row.make, signs=rule)))
+
+
+def _deal(label: str, how: str) -> Word:
+    """Units given anew to all workers in every epoch; of pairs, in one order of all units."""
+
+    def change(row: Order) -> Order:
+        if not row.observes:  # nothing holds its units together: examples are dealt
+            make = lambda s: ordering.dealt_reshuffling(s.num_units, total=s.total)  # noqa: E731
+            return row._replace(make=make, deals=EXAMPLES)
+        make = lambda s: ordering.dealt(row.make(s), s.num_units, how=how)  # noqa: E731
+        return row._replace(make=make, deals=UNITS)
+
+    return Word(label, change)
+
+
+ORDERS = Table(
+    "order",
+    {
+        "rr": Order(
+            "D-RR", lambda s: ordering.random_reshuffling(s.num_units), observes=False,
+            takes=("dealt",),
+        ),
+        "unzip": Order("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
+        "id_mean": Order(
+            "independent mean",
+            lambda s: ordering.grab(s.num_units, units_per_step=s.units_per_step),
+        ),
+        "id_pair": Order(
+            "independent pair",
+            lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
+            takes=("sketch", "deal"),
+        ),
+        "cd_grab": Order(
+            "CD-GraB", _coordinated, coordinated=True, takes=("sketch", "signs", "deal")
+        ),
+        "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
+        "flipflop": Order("flip-flop", lambda s: ordering.flip_flop(s.num_units), observes=False),
+        "block": Order(
+            "block reshuffling",
+            lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
+            observes=False,
+        ),
+        "herding": Order(
+            "greedy herding",
+            lambda s: ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
+        ),
+    },
+    {
+        "sketch": Choice("numbers that stand for a gradient", _sketch),
+        "signs": Choice("who gives signs instead of the greedy rule", {
+            "walk": _signs("walk", lambda s: ordering.self_balancing_walk()),
+            "halving": _signs("kernel halving", _halving),
+        }),
+        "deal": Choice("how units are given anew to all workers in every epoch", {
+            "dealt": _deal("dealt", "round_robin"),
+            "chunks": _deal("chunks", "chunks"),
+        }),
+    },
+)  # fmt: skip
+
+
+def _constant(config: RunConfig) -> local_opt.SyncPlan:
+    return local_opt.constant(config.h_base, total_steps=config.total_steps)
+
+
+def _every_factor(config: RunConfig) -> local_opt.SyncPlan:
+    return local_opt.constant(config.echo_factor, total_steps=config.total_steps)
+
+
+def _every_load(config: RunConfig) -> local_opt.SyncPlan | None:
+    """None where loads are not known before the run."""
+    return None if config.fresh is None else local_opt.sync_every_load(config.fresh)
+
+
+def _coins(config: RunConfig) -> local_opt.SyncPlan:
+    key = jax.random.fold_in(config.key, 1)
+    return local_opt.bernoulli(1 / config.echo_factor, total_steps=config.total_steps, key=key)
+
+
+def _switching(rule: Callable, share: float) -> Callable:
+    return lambda config: rule(
+        config.h_base, switch_step=int(share * config.total_steps), total_steps=config.total_steps
+    )
+
+
+def _power(config: RunConfig, power: float, alpha: float) -> local_opt.SyncPlan:
+    return local_opt.power_rule(
+        config.rates, total_steps=config.total_steps, alpha=alpha, h_base=config.h_base,
+        power=power, warmup_steps=config.warmup_steps, h_max=config.h_max,
+    )  # fmt: skip
+
+
+def _qsr(config: RunConfig) -> local_opt.SyncPlan:
+    return _power(config, 2, config.growth)
+
+
+def _at_volume_of_qsr(power: float) -> Callable:
+    """Another power, with the least alpha at which it takes no more rounds than QSR.
+
+    Rounds get fewer as alpha grows, so it is found by bisection on its logarithm.
+    """
+
+    def plan(config: RunConfig) -> local_opt.SyncPlan:
+        wanted = _qsr(config).rounds
+        low, high = 1e-3 * config.rates.max(), 1e3 * config.rates.max()
+        for _ in range(30):
+            middle = (low * high) ** 0.5
+            if _power(config, power, middle).rounds > wanted:
+                low = middle
+            else:
+                high = middle
+        return _power(config, power, high)
+
+    return plan
+
+
+def _rounds(label: str, wire=None, **options) -> Word:
+    """The same plan, with another option of `local_rounds`."""
+
+    def change(rule: SyncRule) -> SyncRule:
+        def rounds(inner, *, axis_name, **more):
+            given = options | more | ({"wire": wire} if wire else {})
+            return rule.rounds(inner, axis_name=axis_name, **given)
+
+        rounds.__name__ = f"{label.replace(' ', '_')}_{rule.rounds.__name__}"
+        return rule._replace(rounds=rounds, wire=wire or rule.wire)
+
+    return Word(label, change)
+
+
+def _align(part: str, share: float) -> Word:
+    """The same rule, with rounds that end where a share of an epoch's loads is whole."""
+
+    def change(rule: SyncRule) -> SyncRule:
+        def plan(config: RunConfig) -> local_opt.SyncPlan:
+            if config.loads_per_epoch is None:
+                raise ValueError(f"{rule.label} to the {part} needs an epoch's loads: use a study.")
+            every = max(1, share * config.loads_per_epoch)
+            return local_opt.aligned(rule.plan(config), every=every, fresh=config.fresh)
+
+        return rule._replace(plan=plan)
+
+    return Word(f"to the {part}", change)
+
+
+ROUNDS = ("wire", "correction")  # of local steps
+LOCAL = (*ROUNDS, "align")
+SYNC_RULES = Table(
+    "rule",
+    {
+        "parallel": SyncRule(
+            "parallel", lambda config: local_opt.every_step(config.total_steps),
+            local_opt.parallel_rounds,
+        ),
+        "accumulate": SyncRule("gradient accumulation", _constant, local_opt.accumulated_rounds),
+        "constant": SyncRule("constant H", _constant, takes=LOCAL),
+        "post_local": SyncRule(
+            "post-local", _switching(local_opt.post_local, POST_LOCAL_UNTIL), takes=LOCAL
+        ),
+        "swap": SyncRule("SWAP", _switching(local_opt.swap, SWAP_UNTIL), takes=LOCAL),
+        "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL),
+        "qsr": SyncRule("QSR", _qsr, takes=LOCAL),
+        "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL),
+        # What slow input asks for: e is the echo factor.
+        "every_load": SyncRule("once per load", _every_load, takes=ROUNDS),
+        "every_factor": SyncRule("every e steps", _every_factor, takes=ROUNDS),
+        "accumulate_factor": SyncRule(
+            "gradient accumulation over e steps", _every_factor, local_opt.accumulated_rounds
+        ),
+        "coins": SyncRule("coins of 1 / e", _coins, takes=ROUNDS),
+    },
+    {
+        "wire": Choice("in which workers send their changes", {
+            name: _rounds(name, wire=wire) for name, wire in local_opt.WIRES.items()
+        }),
+        "correction": Choice("of the drift between two syncs", {
+            "control": _rounds("control variates", correction=local_opt.control_variates()),
+            "proximal": _rounds("proximal 0.1", correction=local_opt.proximal(0.1)),
+        }),
+        "align": Choice("where rounds end besides", {
+            "half": _align("half epoch", 0.5), "epoch": _align("epoch", 1)
+        }),
+    },
+)  # fmt: skip
+
+
+def _stays(least: float, horizon: int) -> float:
+    """p without a further word: at its end from the start."""
+    return least
+
+
+def _multistep(least: float, horizon: int) -> optax.Schedule:
+    drops = {horizon // 3: least**0.5, 2 * horizon // 3: least**0.5}
+    return optax.piecewise_constant_schedule(1.0, drops)
+
+
+def _fixed(config: RunConfig, factor: int) -> ordering.echo.EchoPlan:
+    return ordering.echo.fixed(factor, total_steps=config.total_steps)
+
+
+def _bernoulli(config: RunConfig, p: Callable = _stays) -> ordering.echo.EchoPlan:
+    return ordering.echo.bernoulli(
+        p(1 / config.echo_factor, config.horizon),
+        total_steps=config.total_steps,
+        key=jax.random.fold_in(config.key, 0),
+    )
+
+
+def _diffusion(config: RunConfig, p: Callable = _stays) -> ordering.echo.EchoPlan:
+    share = p(1 / config.echo_factor, config.horizon)
+    return ordering.echo.error_diffusion(share, total_steps=config.total_steps)
+
+
+def _measured(config: RunConfig):
+    return ordering.echo.measured(total_steps=config.total_steps, max_factor=4 * config.echo_factor)
+
+
+def _falling(label: str, p: Callable) -> Word:
+    """p(1 / e, horizon): from 1 to 1 / e over the horizon."""
+    return Word(label, lambda row: row._replace(make=functools.partial(row.make, p=p)))
+
+
+ECHO_POLICIES = Table(
+    "echo policy",
+    {
+        "none": EchoPolicy("no echo", lambda config: _fixed(config, 1)),
+        "fixed": EchoPolicy("fixed factor", lambda config: _fixed(config, config.echo_factor)),
+        "bernoulli": EchoPolicy("Bernoulli", _bernoulli, takes=("p",)),
+        "diffusion": EchoPolicy("error diffusion", _diffusion, takes=("p",)),
+        "measured": EchoPolicy("measured", _measured, online=True),
+    },
+    {
+        "p": Choice("how the share of fresh batches falls from 1", {
+            "linear": _falling("linear p", lambda least, n: optax.linear_schedule(1.0, least, n)),
+            "multistep": _falling("multi-step p", _multistep),
+            "cosine": _falling(
+                "cosine p", lambda least, n: optax.cosine_decay_schedule(1.0, n, alpha=least)
+            ),
+        }),
+    },
+)  # fmt: skip
+
+TABLES = {"order": ORDERS, "sync": SYNC_RULES, "echo": ECHO_POLICIES}
+
+
+def decisions_of(text: str) -> dict[str, str]:
+    """The decisions that a string of words names: `words.parse` of the three tables."""
+    return parse(text, TABLES)
+
+
+def label_of(decisions: Mapping[str, str]) -> str:
+    """For people, of what `decisions_of` gave."""
+    return " + ".join(TABLES[kind][words].label for kind, words in decisions.items())

@@ -1,0 +1,219 @@
+"""How a run of a study is trained: its plans, its program, and what is measured of it."""
+
+import functools
+import os
+import shutil
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+
+from experiments.cluster import processes
+from experiments.results import statistics
+from experiments.results.records import run_of
+from experiments.results.statistics import Criterion
+from experiments.study.cost import traffic
+from experiments.study.search import Run
+from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.study.words import EchoPolicy, Order, SyncRule
+from experiments.tasks.base import Recipe, Task
+from experiments.training import checkpoint, config, measure, program, run
+from experiments.training.config import num_params
+
+
+def rows_of(arm) -> tuple[Order, SyncRule, EchoPolicy]:
+    """The rows of the three tables that an arm names."""
+    return ORDERS[arm.order], SYNC_RULES[arm.sync], ECHO_POLICIES[arm.echo]
+
+
+def sizes_of(task: Task, recipe: Recipe, arm) -> config.Sizes:
+    """The sizes of a run of an arm."""
+    return config.sizes_of(task, recipe, deals=ORDERS[arm.order].deals)
+
+
+def plans_of(
+    task: Task, recipe: Recipe, arm, *, rate=1.0, seed=0, speed: float | None = None
+) -> config.Plans:
+    """The plans of a run of an arm; seed and speed as of `training.config.config_of`."""
+    _, rule, policy = rows_of(arm)
+    own = config.config_of(recipe, sizes_of(task, recipe, arm), seed=seed, speed=speed)
+    return config.plans_of(own, rule, policy, rate=rate)
+
+
+def left_out(study, task: Task, recipe: Recipe) -> list[str]:
+    """What the arms do not visit in an epoch, in words, each once."""
+    kinds = dict.fromkeys(ORDERS[arm.order].deals for arm in study.arms.values())
+    texts = (config.left_out(task, recipe, deals=kind) for kind in kinds)
+    return [text for text in texts if text]
+
+
+class Trainer:
+    """Trains the runs of a study, as `search` asks for them; equal programs are compiled once.
+
+    Args:
+      study: a `Study`; task, recipe: in which setting.
+      folder: of the study, for checkpoints; None: without.
+      reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
+      step_seconds: t_step; with the delay, a load takes R of it. 0: nothing is delayed.
+      about: what all runs depend on, JSON values, for their checkpoints; None: not known.
+    """
+
+    def __init__(
+        self, study, task: Task, recipe: Recipe, *, folder: str | None = None,
+        reads: str | None = None, mesh=None, checkpoint_every: int | None = None,
+        step_seconds: float = 0.0, about: Mapping | None = None,
+    ):  # fmt: skip
+        self.study, self.task, self.recipe = study, task, recipe
+        self.examples = recipe.workers * recipe.units_per_step * recipe.unit_size  # of a step
+        self._folder, self._about, self._every = folder, about, checkpoint_every
+        self._reads, self._mesh, self._step_seconds = reads, mesh, step_seconds
+        halves = study.criterion.scalar.startswith("valid/")
+        self._scalars = measure.scalars_of(task, recipe, halves=halves)
+        self._plans_of = functools.lru_cache(128)(self._make_plans)
+        self._program = functools.cache(self._build)
+
+    def rates(self, arm: str, speed: float | None) -> list[float]:
+        """The learning rates that are tried with an arm at a speed."""
+        own = self.study.arms[arm]
+        sizes = sizes_of(self.task, self.recipe, own)
+        given = config.config_of(self.recipe, sizes, seed=0, speed=self._pace(speed))
+        return [own.rate_factor(given) * rate for rate in self.recipe.learning_rates]
+
+    def steps(self, arm: str, speed: float | None) -> int:
+        """T of an arm's runs at a speed."""
+        return self._plans_of(arm, speed, 1.0, 0).total_steps
+
+    def trajectory(self, this: Run) -> Hashable | None:
+        """All that a run's numbers depend on; None: on the clock too, or it has no equal."""
+        arm = self.study.arms[this.arm]
+        if this.phase == "run" or self._delay(this):
+            return None
+        digests = tuple(self._plans_of(*this[:4]).digests().values())
+        return arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal, this.seed, digests
+
+    def train(self, this: Run, kept: Sequence[dict], on_record: Callable) -> int:
+        """Trains a run after its records so far; returns the signal that stopped it, or 0."""
+        arm, plans = self.study.arms[this.arm], self._plans_of(*this[:4])
+        built, scalars = self._program_of(arm, this.speed, plans.total_steps)
+        folder = self._folder and os.path.join(self._folder, "checkpoints", this.name)
+        about = None if self._about is None else {**self._about, **this._asdict()}
+        saving = run.Saving(folder, self._every, about=about, kept=len(kept))
+        delay = self._delay(this)
+        # Of a run whose loads should have had a delay, seconds say nothing.
+        further = {"timed": False} if this.phase == "report" and not delay else {}
+        outcome = train_one(
+            self.task, self.recipe, built, plans, arm, scalars, seed=this.seed,
+            on_record=lambda record: on_record(record | further),
+            saving=saving if folder else None,
+            delay=(this.speed or 0) * delay, sync_delay=self.study.sync_steps * delay,
+            ends=ends_at(self.study.criterion, kept),
+        )  # fmt: skip
+        if folder and outcome.ended and processes.is_first():
+            shutil.rmtree(folder, ignore_errors=True)
+        return outcome.stopped
+
+    def _pace(self, speed):
+        return speed if self.study.paced else None
+
+    def _make_plans(self, arm, speed, rate, seed) -> config.Plans:
+        given = {"rate": rate, "seed": seed, "speed": self._pace(speed)}
+        return plans_of(self.task, self.recipe, self.study.arms[arm], **given)
+
+    def _delay(self, this: Run) -> float:
+        """t_step of a run that waits for its loads: where it is reported, or decides by it."""
+        online = ECHO_POLICIES[self.study.arms[this.arm].echo].online
+        waits = this.speed is not None and (online or this.phase == "report")
+        return self._step_seconds if waits else 0.0
+
+    def _program_of(self, arm, speed, total_steps: int):
+        order, rule, policy = rows_of(arm)
+        # Tuned as it is reported: one program for both phases.
+        waits = speed is not None and self._step_seconds
+        reads = self._reads or ("thread" if waits or policy.online else None)
+        epochs = -(-total_steps // sizes_of(self.task, self.recipe, arm).loads_per_epoch)
+        return self._program(order, rule.rounds, arm.proximal * self.recipe.proximal, reads, epochs)
+
+    def _build(self, order, rounds, proximal, reads, epochs):
+        """(program, its measure)."""
+        built = program.build(
+            self.task, self.recipe, order, rounds, proximal=proximal, reads=reads,
+            mesh=self._mesh, epochs=epochs,
+        )  # fmt: skip
+        return built, self._scalars(built, order)
+
+
+def before_checkpoints(folder: str, done: Sequence[dict]) -> list[dict]:
+    """The records of whole runs, and of others those that their checkpoints have seen."""
+    whole = {run_of(r) for r in done if r.get("ended")}
+
+    @functools.cache
+    def saved(run):
+        return checkpoint.settled(os.path.join(folder, "checkpoints", Run(*run).name)) or -1
+
+    return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
+
+
+def forget_ended(folder: str, done: Sequence[dict]) -> None:
+    """Removes the checkpoints of whole runs, which a crash may have left behind."""
+    if processes.is_first():
+        for run in {run_of(r) for r in done if r.get("ended")}:
+            path = os.path.join(folder, "checkpoints", Run(*run).name)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict], bool]:
+    """`record -> whether the run has reached the target` on both halves of the test set.
+
+    Args:
+      kept: records of the run so far.
+    """
+    if criterion.when != "target":
+        return lambda record: False
+    seen = list(kept)
+
+    def ends(record):
+        seen.append(record)
+        return all(statistics.reached(seen, c) for c in (criterion, statistics.tested(criterion)))
+
+    return ends
+
+
+def train_one(task, recipe, built, plans, arm, scalars, *, saving, **options) -> run.Outcome:
+    """`training.run.train`, evaluated as the recipe asks.
+
+    Args:
+      arm: of the run; scalars: `(step, T, state) -> scalars`, as of `measure.scalars_of`.
+      options: of `training.run.train`.
+    """
+    order, rule, _ = rows_of(arm)
+    total = plans.total_steps
+    steps = measure.evaluation_steps(recipe, built.sizes, total)
+    return run.train(
+        built,
+        plans,
+        evaluate=lambda step, state: scalars(step, total, state),
+        evaluate_at=steps,
+        saving=saving,
+        **{"traffic": traffic_of(task, order, rule, built, built.sizes)} | options,
+    )
+
+
+def traffic_of(task, order, rule, built, sizes) -> Callable[[int, int], float]:
+    """`cost.traffic` of a built program, or as if it had other sizes."""
+    params = num_params(task.model)
+    return traffic(order, rule, sizes, params, sync_in_step=built.sync_in_step)
+
+
+def step_seconds(study, task: Task, recipe: Recipe, mesh=None, *, every: int = 20) -> float:
+    """t_step: the median time of a step of the first arm on this machine, without a delay."""
+    arm, total = next(iter(study.arms.values())), 8 * every
+    order, rule, _ = rows_of(arm)
+    built = program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh)
+    short = recipe._replace(total_steps=total, warmup_steps=0)
+    plans = plans_of(task, short, arm, rate=0.0)
+    seconds = []
+    run.train(
+        built, plans, seed=0, evaluate=lambda step, state: {},
+        evaluate_at=range(every, total, every),
+        on_record=lambda record: seconds.append(record["seconds"]),
+    )  # fmt: skip
+    return float(np.median(np.diff(seconds)) / every)

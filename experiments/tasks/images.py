@@ -1,0 +1,266 @@
+"""Digits, MNIST and CIFAR: images that are held in memory, and the models that are trained on them.
+
+Digits come with scikit-learn; the others are read as tensorflow-datasets prepared them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+import models
+from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, split
+from experiments.tasks.sources import as_arrays, check_number, read_all, source, subset
+from models.mobilenet import IMAGENET_STAGES
+
+DIGITS, DIGITS_FEATURES, DIGITS_SIDE = 1797, 64, 8
+DIGITS_RECIPE = Recipe(
+    workers=32, units_per_step=2, unit_size=1, epochs=100, momentum=0.0, bound_every=10,
+    learning_rates=(0.0625, 0.125, 0.25, 0.5, 1.0),
+)  # fmt: skip
+
+
+def digits(
+    data_dir: str | None = None,
+    model: str = "softmax",
+    *,
+    num_train: int = 1536,
+    width: int = 64,
+    depth: int = 1,
+    abstract: bool = False,
+) -> Task:
+    """1,797 images, the first `num_train` of a seeded shuffle to train on, the others to test.
+
+    Pixels in [0, 1].
+
+    Args:
+      data_dir: not read.
+      model: "softmax", regression whose optimum is computed, "mlp", or "resnet", of eight layers
+        with group normalisation.
+      num_train: 1 to 1,796.
+      width, depth: units of a hidden layer of "mlp", and how many of these.
+      abstract: the shapes of the same sets.
+
+    Raises:
+      ValueError: for another model, or a number that leaves nothing to train or to test on.
+    """
+    check_model("digits", model, ("softmax", "mlp", "resnet"))
+    if not 1 <= num_train < DIGITS:
+        raise ValueError(
+            f"num_train is {num_train}: take 1 to {DIGITS - 1} of the {DIGITS} images; the others "
+            "are tested on."
+        )
+    shape = (DIGITS_SIDE, DIGITS_SIDE, 1) if model == "resnet" else (DIGITS_FEATURES,)
+    if model == "mlp":
+        hidden = (width,) * depth
+        net = models.mlp(num_features=DIGITS_FEATURES, hidden=hidden, num_classes=10)
+    elif model == "resnet":
+        net = models.small_resnet(image_shape=shape, widths=(8, 16, 32), norm="group")
+    else:
+        net = models.softmax_regression(num_features=DIGITS_FEATURES, num_classes=10, l2=1e-2)
+    if abstract:
+        train, test = abstract_sets((num_train, DIGITS - num_train), shape)
+        return Task("digits", net, train, test, DIGITS_RECIPE)
+    from sklearn import datasets
+
+    x, y = datasets.load_digits(return_X_y=True)
+    x = (x / 16).astype(np.float32).reshape(-1, *shape)
+    train, test = split(x, y.astype(np.int32), num_train=num_train)
+    optimum = None if model != "softmax" else lambda: models.optimum(net, train)
+    return Task("digits", net, train, test, DIGITS_RECIPE, optimum)
+
+
+MNIST_RECIPES = {
+    "softmax": Recipe(
+        workers=8, units_per_step=4, unit_size=1, epochs=20, learning_rates=(0.1,), bound_every=5
+    ),
+    "mlp": Recipe(
+        workers=4, units_per_step=32, unit_size=1, epochs=5, learning_rates=(0.05, 0.1, 0.2, 0.4)
+    ),
+    "lenet": Recipe(
+        workers=4, units_per_step=1, unit_size=16, epochs=5, learning_rates=(0.05,), bound_every=1
+    ),
+}
+
+
+def mnist(
+    data_dir: str | None = None,
+    model: str = "softmax",
+    *,
+    width: int = 128,
+    abstract: bool = False,
+) -> Task:
+    """60,000 training and 10,000 test images, pixels in [0, 1], kept in memory.
+
+    Args:
+      data_dir: folder of the prepared set.
+      model: "softmax" regression, "mlp" or "lenet" with ReLU.
+      width: units of the hidden layer of "mlp".
+      abstract: the shapes only; nothing is read.
+
+    Raises:
+      ValueError: for another model, and where the set is not there.
+    """
+    check_model("mnist", model, MNIST_RECIPES)
+    if abstract:
+        train, test = abstract_sets((60_000, 10_000), (28, 28, 1))
+    else:
+        sets = (source("mnist", data_dir, part) for part in ("train", "test"))
+        train, test = (as_arrays(read_all(examples)) for examples in sets)
+    optimum = None
+    if model == "lenet":
+        net = models.lenet()
+    elif model == "mlp":
+        net = models.mlp(num_features=784, hidden=(width,), num_classes=10)
+    else:
+        net = models.softmax_regression(num_features=784, num_classes=10, l2=1e-4)
+        optimum = None if abstract else lambda: models.optimum(net, train)
+    return Task("mnist", net, train, test, MNIST_RECIPES[model], optimum)
+
+
+SIDE = 32
+NUM_TRAIN, NUM_TEST = 50_000, 10_000
+CHUNK = 5000  # images that are float32 at full size at once
+
+SMALL = Recipe(workers=4, units_per_step=1, unit_size=32, epochs=10, learning_rates=(0.1,))
+SMALL_VIT = SMALL._replace(learning_rates=(1e-3,), optimizer="adamw")
+# Cooper et al., CD-GraB, 2023, https://arxiv.org/abs/2302.00845: batches of 64, without
+# augmentation, which would change the gradients that orders remember.
+LENET = Recipe(
+    workers=4, units_per_step=1, unit_size=16, epochs=100, learning_rates=(1e-3,),
+    bound_every=10, weight_decay=1e-2,
+)  # fmt: skip
+# The setting in general use for networks of full size: no paper on orders or syncs has one.
+FULL = SMALL._replace(epochs=200, weight_decay=5e-4, schedule="cosine")
+# The published network reduces 224 pixels 32 times; here the stem and the second stage keep the
+# size, so that 32 pixels are reduced 8 times.
+MOBILENET_STAGES = tuple(
+    (t, c, n, 1 if stage == 1 else s) for stage, (t, c, n, s) in enumerate(IMAGENET_STAGES)
+)
+
+
+class Choice(NamedTuple):
+    """A model on these images: its builder, its recipe, and the side of the images it takes."""
+
+    build: Callable
+    recipe: Recipe
+    side: int = SIDE
+
+
+# Matrix products: these networks are also trained with parameters of their own on every worker.
+_resnet18 = partial(models.resnet, depth=18, stem="cifar", products=True)
+_resnet8 = partial(models.small_resnet, widths=(8, 16, 32))
+_mobilenet_v2 = partial(
+    models.mobilenet_v2, stages=MOBILENET_STAGES, stem_channels=32, stem_stride=1,
+    head_channels=1280,
+)  # fmt: skip
+
+CHOICES = {
+    "resnet": Choice(models.small_resnet, SMALL, SIDE // 2),
+    "resnet8": Choice(_resnet8, SMALL, SIDE // 2),
+    "resnet8_gn": Choice(partial(_resnet8, norm="group"), SMALL, SIDE // 2),
+    "mobilenet": Choice(models.mobilenet_v2, SMALL, SIDE // 2),
+    "vit": Choice(models.vit, SMALL_VIT, SIDE // 2),
+    "small_vit": Choice(partial(models.vit, width=48, depth=3), SMALL_VIT, SIDE // 2),
+    "lenet": Choice(models.lenet, LENET),
+    "resnet18": Choice(_resnet18, FULL),
+    "resnet18_gn": Choice(partial(_resnet18, norm="group"), FULL),
+    "mobilenet_v2": Choice(_mobilenet_v2, FULL),
+}
+
+
+class Images(NamedTuple):
+    """A set of 32 x 32 images: its name as it is prepared, its classes, and the moments per channel
+    of its training pixels in [0, 1]: the constants in general use.
+    """
+
+    name: str
+    num_classes: int
+    mean: np.ndarray
+    deviation: np.ndarray
+
+
+CIFAR10 = Images(
+    "cifar10", 10,
+    np.array([0.4914, 0.4822, 0.4465], np.float32), np.array([0.2470, 0.2435, 0.2616], np.float32),
+)  # fmt: skip
+CIFAR100 = Images(  # the hundred fine classes
+    "cifar100", 100,
+    np.array([0.5071, 0.4865, 0.4409], np.float32), np.array([0.2673, 0.2564, 0.2762], np.float32),
+)  # fmt: skip
+
+
+def cifar(
+    images: Images,
+    data_dir: str | None = None,
+    model: str = "resnet",
+    *,
+    abstract: bool = False,
+    size: int | None = None,
+    num_train: int = NUM_TRAIN,
+    num_test: int = NUM_TEST,
+) -> Task:
+    """Images normalised per channel by the training set's mean and deviation, kept in memory.
+
+    Args:
+      images: which set; data_dir: folder of the prepared set.
+      model: a name of `CHOICES`.
+      abstract: the shapes only; nothing is read.
+      size: 32, or 16: the means of 2 x 2 pixels, four times cheaper to train on; normalised with
+        the constants of the full images. The model's own if None.
+      num_train, num_test: a seeded subset of so many training and test images; only they are read.
+
+    Raises:
+      ValueError: for another model or size, and where the set is not there or is too small.
+    """
+    check_model(images.name, model, CHOICES)
+    choice = CHOICES[model]
+    size = choice.side if size is None else size
+    if size not in (SIDE // 2, SIDE):
+        raise ValueError(f"size is {size}: the images have side {SIDE}, or {SIDE // 2} pooled.")
+    shape = (size, size, 3)
+    built = choice.build(image_shape=shape, num_classes=images.num_classes)
+    if abstract:
+        check_number(num_train, NUM_TRAIN, name="num_train")
+        check_number(num_test, NUM_TEST, name="num_test")
+        train, test = abstract_sets((num_train, num_test), shape)
+    else:
+        train, test = (
+            read(images, source(images.name, data_dir, part), number, size, name=f"num_{part}")
+            for part, number in (("train", num_train), ("test", num_test))
+        )
+    return Task(images.name, built, train, test, choice.recipe)
+
+
+def cifar10_small(
+    data_dir: str | None = None,
+    model: str = "lenet",
+    *,
+    abstract: bool = False,
+    size: int = SIDE,
+    num_train: int = 4_096,
+    num_test: int = 2_000,
+) -> Task:
+    """4,096 training images of CIFAR-10: orders are compared on them on a CPU in minutes."""
+    numbers = {"num_train": num_train, "num_test": num_test}
+    task = cifar(CIFAR10, data_dir, model, abstract=abstract, size=size, **numbers)
+    return task._replace(name="cifar10_small")
+
+
+def read(images: Images, examples, number: int, size: int, *, name: str = "number") -> dict:
+    """A seeded subset as {"x": float32[number, size, size, 3], "y": int32[number]}."""
+    chosen = subset(examples, number, name=name)
+    chunks = []
+    for start in range(0, number, CHUNK):
+        arrays = as_arrays(examples.__getitems__(chosen[start : start + CHUNK].tolist()))
+        x = (pool(arrays["x"], size) - images.mean) / images.deviation
+        chunks.append({"x": x, "y": arrays["y"]})
+    return {field: np.concatenate([chunk[field] for chunk in chunks]) for field in ("x", "y")}
+
+
+def pool(x: np.ndarray, size: int) -> np.ndarray:
+    """Images [n, H, H, C] averaged over squares, to [n, size, size, C]."""
+    n, side, _, channels = x.shape
+    square = side // size
+    return x.reshape(n, size, square, size, square, channels).mean(axis=(2, 4))

@@ -1,0 +1,129 @@
+"""What a test set measures: a new metric is one row of METRICS. All are sums over chunks of it."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from syncopate.mesh import platform
+
+CHUNK = 500  # examples, or tokens of examples, evaluated at once
+# Numbers of inputs that a CPU evaluates at once, for its caches: an evaluation of images by
+# convolutions takes a third of the time it takes with 500 of them.
+CACHED, LEAST = 2**15, 16
+
+
+class Metric(NamedTuple):
+    """Fields:
+    label: for people, with its unit.
+    lower: whether less of it is better.
+    measure: `model -> (params, statistics, batch) -> float32[]`, a mean over the batch.
+    form: of its numbers in tables.
+    everywhere: measured of every task, and in the record, the tables and the pictures of every
+      study; otherwise only where it is a task's own.
+    """
+
+    label: str
+    lower: bool
+    measure: Callable
+    form: str = "{:.4f}"
+    everywhere: bool = False
+
+
+def _accuracy(model):
+    def measure(params, statistics, batch):
+        predict = predicting(model, params, statistics)
+        return sum_chunks(lambda part: hits(predict(part["x"]), part["y"]), batch)
+
+    return measure
+
+
+def _perplexity(model):
+    mean = _loss(model)
+    return lambda params, statistics, batch: jnp.exp(mean(params, statistics, batch))
+
+
+def _smape(model):
+    """100 mean |y - f| / ((|y| + |f|) / 2), forecasts f rolled out over all values of y."""
+
+    def measure(params, statistics, batch):
+        predict = predicting(model, params, statistics)
+        steps = batch["y"].shape[1]
+
+        def errors(part):
+            known, forecast = part["x"], jnp.zeros((part["x"].shape[0], 0))
+            while forecast.shape[1] < steps:
+                following = predict(known)
+                forecast = jnp.concatenate([forecast, following], axis=1)
+                known = jnp.concatenate([known, following], axis=1)[:, -known.shape[1] :]
+            f, y = forecast[:, :steps], part["y"]
+            return sum_examples(200 * jnp.abs(y - f) / (jnp.abs(y) + jnp.abs(f)))
+
+        return sum_chunks(errors, batch)
+
+    return measure
+
+
+def _loss(model):
+    """Cross-entropy of the predictions, without any penalty."""
+
+    def measure(params, statistics, batch):
+        return sum_chunks(lambda part: _nats(model, params, statistics, part), batch)
+
+    return measure
+
+
+def _nats(model, params, statistics, part):
+    logits = predicting(model, params, statistics)(part["x"])
+    return sum_examples(optax.softmax_cross_entropy_with_integer_labels(logits, part["y"]))
+
+
+METRICS = {
+    "accuracy": Metric("test accuracy", False, _accuracy),
+    "loss": Metric("test loss", True, _loss),
+    "perplexity": Metric("test perplexity", True, _perplexity),
+    "smape": Metric("test sMAPE / %", True, _smape),
+}
+
+
+def predicting(model, params, statistics) -> Callable:
+    """`x -> predictions`, with the given moments where the model has any (else None)."""
+    given = () if model.statistics is None else (statistics,)
+    return lambda x: model.predict(params, x, *given)
+
+
+def hits(logits, y):
+    """Right answers among logits [n, C], or of logits [n, L, V] the examples' shares, summed."""
+    return sum_examples((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))
+
+
+def sum_examples(values):
+    """The sum over examples of values [n], or of the means over tokens of values [n, L]."""
+    return jnp.sum(jnp.mean(values, axis=tuple(range(1, values.ndim))))
+
+
+def sum_chunks(function, batch):
+    """function summed over chunks of the batch, divided by its size."""
+    size = jax.tree.leaves(batch)[0].shape[0]
+    chunk = _chunk(batch)
+    whole = size // chunk * chunk
+    total = 0.0
+    if whole:
+        chunks = jax.tree.map(lambda x: x[:whole].reshape((-1, chunk, *x.shape[1:])), batch)
+        total += jnp.sum(jax.lax.map(function, chunks), axis=0)
+    if whole < size:
+        total += function(jax.tree.map(lambda x: x[whole:], batch))
+    return total / size
+
+
+def _chunk(batch):
+    """Examples at once: the logits of a token take as much memory as those of an example."""
+    x, y = batch["x"], batch["y"]
+    if y.ndim > 1 and jnp.issubdtype(y.dtype, jnp.integer):
+        return max(1, CHUNK // y.shape[1])
+    if platform() != "cpu":
+        return CHUNK
+    return min(CHUNK, max(LEAST, CACHED // max(1, math.prod(x.shape[1:]))))

@@ -1,0 +1,203 @@
+"""Random access: sets that tensorflow-datasets prepared, and crops of images that fill no memory.
+
+Neither is read by a TensorFlow pipeline.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from experiments.tasks.base import need_file
+
+# What else the command that prepares a set needs: what its owners let nobody download unasked.
+MANUAL = {"imagenet2012": " --manual_dir=DIR_WITH_ILSVRC2012_TARS"}
+# Of ImageNet's training pixels in [0, 1], per channel: the constants in general use.
+MEAN = np.array([0.485, 0.456, 0.406], np.float32)
+DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
+AREAS = (0.08, 1.0)  # of a drawn crop, as a share of the image
+ASPECTS = (3 / 4, 4 / 3)  # of a drawn crop, its width over its height
+ATTEMPTS = 10  # crops drawn until one fits into the image
+SHORT = 256 / 224  # short side of a resized image over the side of its central crop
+CHUNK = 16  # images that are decoded at full size at once
+
+
+def source(name: str, data_dir: str | None, split: str):
+    """The random-access source of a prepared set; an error that says how to prepare it."""
+    manual = MANUAL.get(name, "")
+    how = (
+        f"Prepare it with `python -m experiments.prepare --name={name} --data_dir=DIR{manual}` "
+        "(tensorflow-datasets' download_and_prepare) and pass --data_dir=DIR."
+    )
+    need_file(name, data_dir, name, how=how)
+    import tensorflow_datasets as tfds
+
+    return tfds.data_source(name, split=split, data_dir=data_dir)
+
+
+def read_all(examples) -> list[dict]:
+    """All examples of a source, in one batched read."""
+    return examples.__getitems__(range(len(examples)))
+
+
+def subset(examples, size: int, *, name: str, seed: int = 0) -> np.ndarray:
+    """Indices of `size` examples drawn without replacement, in the order of the source.
+
+    Args:
+      examples: the source; size: from 1 to its length; name: what `size` is called in the error.
+      seed: of the draw.
+    """
+    check_number(size, len(examples), name=name)
+    return np.sort(np.random.default_rng(seed).permutation(len(examples))[:size])
+
+
+def check_number(number: int, held: int, *, name: str) -> None:
+    """Raises unless `number`, called `name` in the error, is from 1 to what a set holds."""
+    if not 1 <= number <= held:
+        raise ValueError(f"{name} is {number}: the set holds {held} examples; take 1 to it.")
+
+
+def as_arrays(rows: list[dict]) -> dict:
+    """Examples as arrays: {"x": float32[N, H, W, C] in [0, 1], "y": int32[N]}."""
+    x = np.stack([row["image"] for row in rows]).astype(np.float32) / 255
+    return {"x": x, "y": np.array([row["label"] for row in rows], np.int32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSource:
+    """A random-access source of normalised square crops of images of any size.
+
+    In training an image is cropped at random, to 8 to 100 % of its area with a width of 3/4 to 4/3
+    of its height, resized to the size and mirrored every second time. The crop of an image is
+    a function of (seed, epoch, index) alone: it does not depend on what was read before it, on
+    threads, or on a restart. In evaluation the short side is resized to 256/224 of the size, and
+    the centre is cropped out. Resizing is bilinear with antialiasing.
+
+    A source is never changed: `at_epoch` gives that of another epoch. An order that compares the
+    gradients of an example between epochs sees those of different crops: for such orders take
+    `training=False` on the training images too.
+
+    Args:
+      examples: a random-access source with `__getitem__`, `__getitems__` and `len`, such as
+        `tfds.data_source`, of {"image": uint8[H, W, 3], "label": int}.
+      size: side of the crops in pixels, >= 1.
+      training: crops that are drawn, or central ones.
+      seed, epoch: >= 0, of the draws.
+
+    Returns:
+      `source[i]` is {"x": float32[size, size, 3], "y": int32}, and `source.__getitems__(indices)`
+      a list of them.
+
+    Raises:
+      ValueError: for a size, seed or epoch out of range; from reading, for a negative label.
+      IndexError: from reading, for an index out of range.
+
+    Example:
+      >>> import numpy as np
+      >>> from experiments.tasks.sources import ImageSource
+      >>> examples = [{"image": np.full((40, 30, 3), 255, np.uint8), "label": 7}]
+      >>> source = ImageSource(examples, size=8, training=True)
+      >>> example = source.at_epoch(3)[0]
+      >>> example["x"].shape, int(example["y"])
+      ((8, 8, 3), 7)
+
+    References:
+      Szegedy et al., Going Deeper with Convolutions, 2015, https://arxiv.org/abs/1409.4842
+    """
+
+    examples: Any
+    size: int = 224
+    training: bool = False
+    seed: int = 0
+    epoch: int = 0
+
+    def __post_init__(self):
+        if self.size < 1 or self.seed < 0 or self.epoch < 0:
+            raise ValueError(
+                f"size is {self.size}, seed {self.seed} and epoch {self.epoch}: take crops of at "
+                "least one pixel, and seeds and epochs from 0."
+            )
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> dict:
+        self._check(index)
+        return self._view(index, self.examples[index])
+
+    def __getitems__(self, indices) -> list[dict]:
+        indices = [int(index) for index in indices]
+        for index in indices:
+            self._check(index)
+        views = []
+        for start in range(0, len(indices), CHUNK):
+            part = indices[start : start + CHUNK]
+            rows = self.examples.__getitems__(part)
+            views += [self._view(index, row) for index, row in zip(part, rows, strict=True)]
+        return views
+
+    def at_epoch(self, epoch: int) -> "ImageSource":
+        """The source of another epoch: other crops of the same images."""
+        return dataclasses.replace(self, epoch=epoch)
+
+    def _check(self, index):
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} is out of range: there are {len(self)} examples.")
+
+    def _view(self, index, row):
+        image, label = row["image"], row["label"]
+        if label < 0:
+            raise ValueError(
+                f"example {index} has the label {label}: the images have no labels. Read a split "
+                "that has, such as 'validation' of imagenet2012."
+            )
+        if self.training:
+            draws = np.random.default_rng((self.seed, self.epoch, int(index)))
+            x = resized(image, random_box(draws, *image.shape[:2]), self.size)
+            x = x[:, ::-1] if draws.random() < 0.5 else x
+        else:
+            x = resized(image, central_box(*image.shape[:2], self.size), self.size)
+        return {"x": (x / np.float32(255) - MEAN) / DEVIATION, "y": np.int32(label)}
+
+
+def random_box(draws: np.random.Generator, height: int, width: int) -> tuple:
+    """(left, top, right, bottom) in pixels of a crop of an area and aspect drawn from the ranges.
+
+    The logarithm of the aspect is uniform. Where no attempt fits, the image is long and thin: then
+    it is the largest central crop whose aspect is allowed.
+    """
+    area = height * width * draws.uniform(*AREAS, ATTEMPTS)
+    aspect = np.exp(draws.uniform(*np.log(ASPECTS), ATTEMPTS))
+    wide, high = np.rint(np.sqrt([area * aspect, area / aspect])).astype(int).clip(1)
+    fits = np.flatnonzero((wide <= width) & (high <= height))
+    if fits.size:
+        w, h = int(wide[fits[0]]), int(high[fits[0]])
+        left, top = int(draws.integers(width - w + 1)), int(draws.integers(height - h + 1))
+    else:
+        w, h = min(width, round(height * ASPECTS[1])), min(height, round(width / ASPECTS[0]))
+        left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def central_box(height: int, width: int, size: int) -> tuple:
+    """The box that a central crop of `size` pixels has in an image before it is resized.
+
+    The short side is resized to 256/224 size; box coordinates are (left, top, right, bottom).
+    """
+    short = round(SHORT * size)
+    edges = []
+    for side in (width, height):
+        whole = round(side * short / min(height, width))
+        first = (whole - size) // 2
+        # Whole numbers until the division, which so cannot leave the image.
+        edges.append((first * side / whole, (first + size) * side / whole))
+    (left, right), (top, bottom) = edges
+    return left, top, right, bottom
+
+
+def resized(image: np.ndarray, box: tuple, size: int) -> np.ndarray:
+    """What an image [H, W, 3] holds in the box, as uint8[size, size, 3]; bilinear."""
+    from PIL import Image
+
+    resize = Image.fromarray(image).resize
+    return np.asarray(resize((size, size), Image.Resampling.BILINEAR, box=box))

@@ -1,0 +1,269 @@
+"""Numbers in tables: HMDA's mortgage applications, and the weekly series of M4.
+
+Recipes of Cooper et al. 2023, https://arxiv.org/abs/2302.00845. HMDA 2017, applications of one
+state, logistic regression (was it denied?): four workers, four examples per worker and step, lr
+5e-3, momentum 0.9, 50 epochs; they train on New York, and any state's files work. M4 Weekly, the
+next six weeks of 359 series out of the last twenty, a small perceptron: four workers, four windows
+per worker and step whose mean gradient is ordered, lr 1e-3 times 0.25 every ten epochs, momentum
+0.9, 30 epochs.
+"""
+
+import csv
+import io
+import os
+import zipfile
+
+import numpy as np
+
+import models
+from experiments.tasks import builders
+from experiments.tasks.base import (
+    Recipe,
+    Task,
+    abstract_set,
+    abstract_sets,
+    check_model,
+    need_file,
+    split,
+)
+
+HMDA = "github.com/pasta41/hmda-data-2017"
+DENIED = 3  # action_taken of a denied application
+NUM_TRAIN, NUM_FEATURES = 195_285, 20  # published, of New York; ours
+HMDA_RECIPE = Recipe(
+    workers=4, units_per_step=4, unit_size=1, epochs=50, learning_rates=(5e-3,), bound_every=10
+)
+M4 = "https://github.com/Mcompetitions/M4-methods/tree/master/Dataset"
+LAGS, HORIZON = 20, 6  # inputs and targets of a window
+FUTURE = 13  # weeks that a series' test part holds
+NUM_SERIES, NUM_WINDOWS = 359, 357_937
+M4_RECIPE = Recipe(
+    workers=4, units_per_step=1, unit_size=4, epochs=30, learning_rates=(1e-3,),
+    schedule="step", decay_every=10, decay_factor=0.25,
+)  # fmt: skip
+
+
+def hmda(
+    data_dir: str | None = None,
+    model: str = "logistic",
+    *,
+    state: str = "NJ",
+    abstract: bool = False,
+) -> Task:
+    """Four fifths train, one fifth tests; features standardised, missing ones at the mean.
+
+    Args:
+      data_dir: folder of 2017-STATE-features.zip and 2017-STATE-target.zip, or of the prepared set
+        hmda/STATE.
+      model: "logistic" only.
+      state: two letters.
+      abstract: shapes only, of the published set: New York's 195,285 applications to train on,
+        with the 20 features that we keep of New Jersey's, the bias among them (they report 19),
+        and a fourth as many to test on; reads nothing.
+
+    Raises:
+      ValueError: for another model, and where a file is not there or is damaged.
+    """
+    check_model("hmda", model, ("logistic",))
+    if abstract:
+        train, test = abstract_sets((NUM_TRAIN, NUM_TRAIN // 4), (NUM_FEATURES,))
+        return Task("hmda", _regression(train), train, test, HMDA_RECIPE)
+    columns, actions = read_hmda(data_dir, state)
+    y = (actions != DENIED).astype(np.int32)
+    train, test = split(_varying(columns), y, num_train=len(y) * 4 // 5)
+    train, test = _standardise(train, test)
+    regression = _regression(train)
+    return Task(
+        "hmda", regression, train, test, HMDA_RECIPE, lambda: models.optimum(regression, train)
+    )
+
+
+def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]:
+    """The columns that are numbers, float64[N, d] with nan where one is missing, and action_taken,
+    int32[N]; prepared or from the files.
+
+    Raises:
+      ValueError: where a file is not there or is damaged.
+    """
+    name = f"hmda/{state}"
+    if builders.is_prepared(name, data_dir):
+        rows = builders.examples(name, data_dir, "train")
+        actions = np.array([row["action_taken"] for row in rows], np.int32)
+        return np.stack([row["features"] for row in rows]), actions
+    paths = []
+    for part in ("features", "target"):
+        file = f"2017-{state}-{part}.zip"
+        how = (
+            f"Download {file} from {HMDA} and pass its folder as --data_dir. "
+            f"{builders.how_to_prepare(name)}"
+        )
+        paths.append(need_file("hmda", data_dir, file, how=how))
+    return parse_hmda(*paths, state)
+
+
+def parse_hmda(
+    features: os.PathLike, target: os.PathLike, state: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `read_hmda` gives, out of the two zip files of a state.
+
+    Raises:
+      ValueError: if a zip file does not hold its table.
+    """
+    columns = np.array(_table(features, f"2017-{state}-features.csv")[1:]).T
+    numbers = []
+    for column in columns:
+        try:
+            numbers.append(np.where(column == "", "nan", column).astype(np.float64))
+        except ValueError:  # the state's letters
+            continue
+    actions = [int(row[0]) for row in _table(target, f"2017-{state}-target.csv")[1:]]
+    return np.stack(numbers, axis=1), np.array(actions, np.int32)
+
+
+def _table(path, name):
+    """Rows of a table in a zip file, the header first."""
+    with zipfile.ZipFile(path) as archive:
+        member = next((m for m in archive.namelist() if m.endswith(name)), None)
+        if member is None:
+            raise ValueError(
+                f"{path!r} holds no {name}: the download is damaged. Take that of {HMDA}."
+            )
+        with archive.open(member) as file:
+            return list(csv.reader(io.TextIOWrapper(file, encoding="utf-8")))
+
+
+def _varying(columns):
+    """The columns that hold two numbers at least."""
+    some = ~np.all(np.isnan(columns), axis=0)
+    columns = columns[:, some]
+    return columns[:, np.nanmin(columns, axis=0) < np.nanmax(columns, axis=0)]
+
+
+def _regression(train):
+    return models.logistic_regression(num_features=train["x"].shape[1])
+
+
+def _standardise(train, test):
+    """Mean 0 and deviation 1 on the training set, missing entries at the mean, and a bias."""
+    mean, deviation = np.nanmean(train["x"], axis=0), np.nanstd(train["x"], axis=0)
+
+    def apply(part):
+        x = np.nan_to_num((part["x"] - mean) / deviation, nan=0.0)
+        x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+        return {"x": x.astype(np.float32), "y": part["y"]}
+
+    return apply(train), apply(test)
+
+
+def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool = False) -> Task:
+    """Windows of 20 weeks and the next 6 over all training parts; tests on the 13 weeks after.
+
+    Every window of every series trains, one for each first week: 357,937 of them. An example is
+    divided by its scale, the mean absolute value of its 20 inputs:
+    {"x": float32[N, 20], "y": float32[N, 6]}. The test set has one example per series: the last
+    20 weeks of the training part and the 13 weeks that follow, {"x": float32[359, 20],
+    "y": float32[359, 13]}, divided in the same way. The metric rolls the model out over them.
+
+    Args:
+      data_dir: folder of Weekly-train.csv and Weekly-test.csv, or of the prepared set m4_weekly.
+      model: "mlp" only, the published one: three hidden layers of 64 units.
+      abstract: shapes only, of the full set; reads nothing.
+
+    Raises:
+      ValueError: for another model, and where a file is not there or is damaged.
+    """
+    check_model("m4_weekly", model, ("mlp",))
+    if abstract:
+        train, test = (
+            abstract_set(number, x=((LAGS,), np.float32), y=((ahead,), np.float32))
+            for number, ahead in ((NUM_WINDOWS, HORIZON), (NUM_SERIES, FUTURE))
+        )
+    else:
+        past, future = read_m4(data_dir)
+        train, test = training_windows(past), test_windows(past, future)
+    forecaster = models.forecaster(lags=LAGS, horizon=HORIZON, hidden=(64, 64, 64))
+    return Task("m4_weekly", forecaster, train, test, M4_RECIPE, metric="smape")
+
+
+def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Training and test parts of all series, float64[length] each, prepared or from the files.
+
+    Raises:
+      ValueError: where a file is not there, or the two do not hold the same series.
+    """
+    if builders.is_prepared("m4_weekly", data_dir):
+        rows = builders.examples("m4_weekly", data_dir, "train")
+        return [row["past"] for row in rows], [row["future"] for row in rows]
+    (names, past), (others, future) = (
+        parse_m4(_m4_path(data_dir, part)) for part in ("train", "test")
+    )
+    if names != others:
+        raise ValueError(
+            f"Weekly-train.csv has {len(names)} series and Weekly-test.csv {len(others)}, not the "
+            f"same in the same order: take both files of {M4}."
+        )
+    return past, future
+
+
+def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
+    """Names and values, float64[length], of the series of a file; rows end with a last value.
+
+    Raises:
+      ValueError: for a row with a gap or a word among its values.
+    """
+    with open(path, encoding="utf-8") as file:
+        lines = file.read().replace('"', "").splitlines()
+    names, series = [], []
+    for line in lines[1:]:  # the first one names the columns
+        name, *values = line.rstrip(", ").split(",")
+        if not name:  # an empty line
+            continue
+        try:
+            series.append(np.array(values, np.float64))
+        except ValueError as error:
+            raise ValueError(
+                f"{path!r} has a gap or a word among the values of series {name}: {error}. Take "
+                f"the file of {M4}."
+            ) from error
+        names.append(name)
+    return names, series
+
+
+def training_windows(series: list[np.ndarray]) -> dict:
+    """All windows of 26 weeks of all series, {"x": float32[N, 20], "y": float32[N, 6]}, scaled."""
+    _check_lengths(series, LAGS + HORIZON, "training part")
+    windows = [np.lib.stride_tricks.sliding_window_view(s, LAGS + HORIZON) for s in series]
+    return _scaled(np.concatenate(windows))
+
+
+def test_windows(past: list[np.ndarray], future: list[np.ndarray]) -> dict:
+    """The last 20 weeks of `past` and the first 13 of `future`, one example per series, scaled."""
+    _check_lengths(past, LAGS, "training part")
+    _check_lengths(future, FUTURE, "test part")
+    pairs = zip(past, future, strict=True)
+    return _scaled(np.stack([np.concatenate([p[-LAGS:], f[:FUTURE]]) for p, f in pairs]))
+
+
+def _scaled(windows):
+    """Windows [N, 20 + ahead] over the mean absolute value of their inputs, as x and y."""
+    scale = np.abs(windows[:, :LAGS]).mean(axis=1, keepdims=True)
+    scale[scale == 0] = 1.0  # a series that stands still at zero
+    windows = (windows / scale).astype(np.float32)
+    return {"x": windows[:, :LAGS].copy(), "y": windows[:, LAGS:].copy()}
+
+
+def _check_lengths(series, least, part):
+    short = [k for k, values in enumerate(series) if len(values) < least]
+    if short:
+        raise ValueError(
+            f"the {part} of series {short[0] + 1} has {len(series[short[0]])} weeks: it needs "
+            f"{least}. Take the whole files of {M4}."
+        )
+
+
+def _m4_path(data_dir, part):
+    how = (
+        f"Download Weekly-train.csv (in Train) and Weekly-test.csv (in Test) from {M4} and pass "
+        f"their folder as --data_dir. {builders.how_to_prepare('m4_weekly')}"
+    )
+    return need_file("m4_weekly", data_dir, f"Weekly-{part}.csv", how=how)

@@ -1,0 +1,242 @@
+"""Fair times: calls take turns in one process, so that what disturbs one disturbs all."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import models
+import ordering.input
+from experiments.results.statistics import median_interval as order_statistics
+from experiments.study.cost import Machine, policy_of
+from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.tasks import Recipe, Task
+from experiments.training import loop
+from experiments.training.config import config_of, plans_of
+from experiments.training.program import build
+from models import Model
+from ordering import echo
+
+# echo: a policy, its queue depth, and the reference by R: simulated over far more steps.
+FEATURES, BATCH, EXAMPLES = 784, 64, 4096
+DIFFUSION = "error diffusion, p = 1/R"
+ECHO_ROWS = (
+    (DIFFUSION, 1, {2: 1.000, 4: 1.000, 8: 1.000}),
+    (DIFFUSION, 2, {}),
+    ("Bernoulli, p = 1/R", 1, {2: 1.127, 4: 1.173, 8: 1.196}),
+    ("Bernoulli, p = 1/R", 4, {2: 1.052, 4: 1.072, 8: 1.085}),
+    ("Bernoulli, p = 1/R", 16, {2: 1.017, 4: 1.023, 8: 1.029}),
+    ("Bernoulli, p = 0.9/R", 8, {2: 1.003, 4: 1.009, 8: 1.014}),
+    ("measured, at most 4R uses", 1, {}),
+)
+
+
+def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every call, `repeats` of each, measured in turns after one warm-up each."""
+    times = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
+    """Median seconds of every call."""
+    return {name: statistics.median(s) for name, s in in_turns(calls, repeats).items()}
+
+
+def median_interval(values) -> tuple[float, float, float]:
+    """Median and the order statistics that hold it with 95 % confidence; of few, all of them."""
+    middle, low, high = order_statistics(values)
+    return middle, max(low, float(min(values))), min(high, float(max(values)))
+
+
+def carry_on(step: Callable, state) -> Callable:
+    """`(*inputs) -> state`, from the state that the call before left: for steps that donate it."""
+    held = [state]
+
+    def call(*inputs):
+        held[0] = step(held[0], *inputs)
+        return held[0]
+
+    return call
+
+
+def training_calls(
+    task: Task, recipe: Recipe, arms: dict[str, tuple[str, str]]
+) -> tuple[dict[str, Callable], int]:
+    """Calls that train on, as long as the recipe says, without evaluation; and their steps.
+
+    Arms are {name: (order, sync rule)}; all have the recipe's first learning rate.
+    """
+    calls, steps = {}, 0
+    for name, (order, sync) in arms.items():
+        rule = SYNC_RULES[sync]
+        program = build(task, recipe, ORDERS[order], rule.rounds)
+        config, rate = config_of(recipe, program.sizes, seed=0), recipe.learning_rates[0]
+        plans = plans_of(config, rule, ECHO_POLICIES["none"], rate=rate)
+
+        def train(state, program=program, plans=plans):
+            start = loop.Progress()
+            return loop.run(program, plans, state, start, lambda at, state: state)[1]
+
+        calls[name], steps = carry_on(train, program.init(0)), plans.total_steps
+    return calls, steps
+
+
+def gradient_step(model: Model, update: Callable) -> Callable:
+    """`(params, state, batch) -> (params, state)`, by an optimizer's update."""
+
+    def step(params, state, batch):
+        def mean_loss(params):
+            return jnp.mean(model.loss(params, batch, jax.random.key(0)))
+
+        updates, state = update(jax.grad(mean_loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def momentum_step(model: Model, *, compiler_options=None) -> Callable:
+    """`(batch, times=None) -> state`: updates of SGD with momentum on one batch, waited for.
+
+    None is one, without a loop.
+    """
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+    one = gradient_step(model, optimizer.update)
+
+    def step(state, batch, times):
+        if times is None:
+            return one(*state, batch)
+        return jax.lax.fori_loop(0, times, lambda _, state: one(*state, batch), state)
+
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
+    params = jax.jit(model.init)(jax.random.key(0))
+    call = carry_on(jitted, (params, optimizer.init(params)))
+    return lambda batch, times=None: jax.block_until_ready(call(batch, times))
+
+
+def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20) -> Machine:
+    """Times loads and steps of one worker's batches on this machine, one after the other.
+
+    t_step: a step of SGD with momentum, waited for, its batch on the device. t_load: reading a
+    batch in a random order through `ordering.input.batches`, or by a NumPy gather without
+    TensorFlow, and moving it to the device. Each is the median of `rounds` means over `per_round`,
+    for batches that are read in parallel arrive in bursts; a first round warms up. In a run loads
+    and steps share the cores, and data may not be in memory, which this leaves out.
+    """
+    count, size = len(task.train["y"]), recipe.units_per_step * recipe.unit_size
+    if not 1 <= size <= count:
+        raise ValueError(
+            f"--units_per_step x --unit_size is {size}: {task.name} has {count} training examples; "
+            "pass numbers whose product is from 1 to that."
+        )
+    generator, wanted = np.random.default_rng(0), size * per_round * (rounds + 1)
+    order = np.concatenate([generator.permutation(count) for _ in range(-(-wanted // count))])
+    indices = order[:wanted]
+    try:
+        read, source = ordering.input.batches(task.train, indices, batch_size=size), "tf.data"
+    except ImportError:
+        parts, source = indices.reshape(-1, size), "NumPy gather"
+        read = (jax.tree.map(lambda x, i=i: x[i], task.train) for i in parts)
+    batch = jax.device_put(jax.tree.map(lambda x: x[:size], task.train))
+    take = momentum_step(task.model)
+
+    def seconds(call):
+        return medians({"": lambda: [call() for _ in range(per_round)][-1]}, rounds)[""] / per_round
+
+    load = seconds(lambda: jax.block_until_ready(jax.device_put(next(read))))
+    step = seconds(lambda: take(batch))
+    return Machine(step, load, label=f"{task.name}, batch {size}, measured here, {source}")
+
+
+def step_of(step_seconds: float) -> Callable:
+    """`batch -> None`: a step on one batch that takes about so long, and is waited for.
+
+    The update is repeated within the step, as often as makes it that long: no model has a size for
+    every machine.
+    """
+    # One thread: a core stays with the loader, as if the step ran on an accelerator.
+    options = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else None
+    model = models.mlp(num_features=FEATURES, hidden=(128,), num_classes=10)
+    call = momentum_step(model, compiler_options=options)
+    batch = next(_slow_batches(0.0))
+
+    counts = jnp.int32(1), jnp.int32(101)
+    one, many = medians({int(n): lambda n=n: call(batch, n) for n in counts}, 7).values()
+    times = jnp.int32(max(1, round(step_seconds / ((many - one) / 100))))
+    return lambda batch: call(batch, times)  # times are on the device already
+
+
+def _slow_batches(delay: float) -> Iterator[dict]:
+    """Random batches on the device, without end, each `delay` seconds after it was asked for."""
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
+    y, generator = generator.integers(0, 10, EXAMPLES, np.int32), np.random.default_rng(0)
+    while True:
+        start = time.perf_counter()
+        chosen = generator.integers(0, EXAMPLES, BATCH)
+        batch = jax.block_until_ready(jax.device_put({"x": x[chosen], "y": y[chosen]}))
+        time.sleep(max(0.0, start + delay - time.perf_counter()))
+        yield batch
+
+
+def _run_policy(step: Callable, policy, *, depth: int, delay: float) -> tuple[float, float, float]:
+    """Runs a policy to its end, timed from its first batch on.
+
+    Returns:
+      Seconds per step, all seconds over those within steps, and loads per step.
+    """
+    with ordering.input.load_ahead(_slow_batches(delay), depth=depth) as loader:
+        uses = echo.echo_batches(loader, policy)  # takes the first batch
+        start, within, loads, steps = time.perf_counter(), 0.0, 0, 0
+        for use in uses:
+            begin = time.perf_counter()
+            step(use.batch)
+            within += time.perf_counter() - begin
+            loads, steps = loads + use.fresh, steps + 1
+        total = time.perf_counter() - start
+        return total / steps, total / within, loads / steps
+
+
+def echo_rows(
+    step: Callable, ratios: Sequence[float], *, steps: int, repeats: int
+) -> Iterator[dict]:
+    """Does echoing hide slow input as predicted? One row per R and policy, medians over the turns.
+
+    A real loader (`ordering.input.load_ahead`) reads batches that take a declared delay of R t_step
+    each: gather, copy to the device, and sleep until the delay since the start is over. The CPU
+    that the sleeping loader leaves free is what a network would leave.
+
+    Right before every run goes the same run without a delay (for "measured", which would then never
+    echo, that of error diffusion): its seconds per step are t_step, so that what slows the machine
+    for longer than two runs slows both. Columns: measured, the seconds per step over those of the
+    run without delay; simulated, `echo_forecast` of the very same policy, steps and delay; table,
+    the reference. Where measured and in_run (the seconds of the run over those within its own
+    steps) differ by more than a few hundredths, the machine's speed changed: measure again.
+    Aim: at R = 4 error diffusion takes at most 1.03 times as long as no delay.
+    """
+    names = {"step_ms": 3, "loads_per_step": 4, "measured": 3, "in_run": 3, "simulated": 3}
+    _run_policy(step, policy_of(DIFFUSION, 2, 20), depth=1, delay=0.0)  # warms up the rest
+    for ratio, (label, depth, table) in itertools.product(ratios, ECHO_ROWS):
+        policy, turns = policy_of(label, ratio, steps), []
+        plan = policy_of(DIFFUSION, ratio, steps) if policy.online else policy
+        for _ in range(repeats):
+            base, _, _ = _run_policy(step, plan, depth=depth, delay=0.0)
+            seconds, in_run, share = _run_policy(step, policy, depth=depth, delay=ratio * base)
+            cost = echo.echo_forecast(
+                policy, depth=depth, load_seconds=ratio * base, step_seconds=base
+            )
+            turns.append((1e3 * base, share, seconds / base, in_run, cost.slowdown))
+        found = map(statistics.median, zip(*turns, strict=True))
+        row = {n: round(x, d) for (n, d), x in zip(names.items(), found, strict=True)}
+        told = {"part": "echo", "R": ratio, "policy": label, "depth": depth}
+        yield told | row | {"table": table.get(ratio, "-")}

@@ -1,0 +1,218 @@
+"""When a run is looked at, and what is measured there: losses, metrics, and the orders' bound."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import local_opt
+import ordering.input
+from experiments.tasks.base import Recipe, Task
+from experiments.tasks.metrics import CHUNK, METRICS, predicting, sum_chunks
+from experiments.training import input, placement
+from experiments.training.config import Sizes, size_of
+from experiments.training.step import unit_gradients
+from local_opt import runners
+from ordering.rows import flat, tree_size
+
+BATCHES = 16  # of training data, behind the moments of a normalisation layer
+
+
+def evaluation_steps(recipe: Recipe, sizes: Sizes, total: int) -> list[int]:
+    """The steps after which a run is evaluated; the last one always is."""
+    if recipe.evaluate_every is not None:
+        steps = range(recipe.evaluate_every, total, recipe.evaluate_every)
+    elif recipe.evaluations is not None:
+        count = min(recipe.evaluations, total)
+        steps = np.linspace(0, total, count + 1).astype(int)[1:].tolist()
+    else:
+        steps = range(0, total, sizes.loads_per_epoch)
+    return sorted({*steps, total})
+
+
+def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
+    """`(program, row of ORDERS) -> (step, T, state) -> scalars`.
+
+    Args:
+      halves: the first half of the test set is "valid", which tunes, the other one "test"; and the
+        training loss is that of as many examples.
+    """
+    examples = size_of(task.test) if halves else None
+    measure = evaluator(task, recipe, halves=halves, train_examples=examples)
+    optimum = task.optimum() if task.optimum else None
+
+    def of(built, order):
+        bounds = bounds_of(task, recipe, built, order)
+        every = recipe.bound_every * built.sizes.loads_per_epoch
+
+        def scalars(step, total, state):
+            params = built.mean_params(state)
+            found = measure(params)
+            if optimum is not None:
+                found["train/above_optimum"] = found["train/loss"] - optimum
+            if bounds and (step == total or not step % every):
+                found |= bounds(params, state.orders.current)
+            return found
+
+        return scalars
+
+    return of
+
+
+def evaluator(
+    task: Task, recipe: Recipe, *, halves: bool = False, train_examples: int | None = None
+) -> Callable:
+    """`params -> {"train/loss": float, "test/METRIC": float, ...}`, equal on all processes.
+
+    METRIC is the task's own, and every one that is measured everywhere. The moments of
+    normalisation layers are measured first, on training inputs at these parameters.
+
+    Args:
+      task, recipe: what is trained, in which setting.
+      halves: the first half of the test set is "valid", which tunes, the other one "test".
+      train_examples: the first ones, for the training loss; None is all of arrays, and as many of
+        a source as there are to test.
+    """
+    size, tested = size_of(task.train), size_of(task.test)
+    if train_examples is None:
+        train_examples = size if isinstance(task.train, dict) else tested
+    middle = tested // 2 if halves else 0
+    parts = {"test": part_of(task.test, middle, 2 * middle or tested)}
+    if halves:
+        parts = {"valid": part_of(task.test, 0, middle)} | parts
+    train = part_of(task.train, 0, min(size, train_examples))
+    batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
+    moments_at = moments(task.model, task.train, batch_size)
+    asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
+    names = [name for name, metric in METRICS.items() if name in asked or metric.everywhere]
+    measures = {name: jax.jit(METRICS[name].measure(task.model)) for name in names}
+    loss = mean_loss(task.model)
+
+    def run(params) -> dict:
+        statistics = moments_at(params)
+        found = {"train/loss": mean_over(loss, params, statistics, train())}
+        for part, batches in parts.items():
+            for name, measure in measures.items():
+                found[f"{part}/{name}"] = mean_over(measure, params, statistics, batches())
+        return found
+
+    return run
+
+
+def mean_over(measure: Callable, params, statistics, batches) -> float:
+    """A measure of batches, averaged by their sizes."""
+    found = [(size_of(batch), float(measure(params, statistics, batch))) for batch in batches]
+    sizes, values = zip(*found, strict=True)
+    return float(np.average(values, weights=sizes))
+
+
+def part_of(data, start: int, stop: int) -> Callable:
+    """`() -> iterator of batches`, the examples from `start` to `stop`.
+
+    Arrays are placed on the device once, as one batch; a source is read anew, in pieces.
+    """
+    if isinstance(data, dict):
+        part = jax.device_put(jax.tree.map(lambda x: x[start:stop], data))
+        return lambda: iter([part])
+    _, read = ordering.input.reader(data)
+    starts = range(start, stop, CHUNK)
+    return lambda: (read(np.arange(first, min(first + CHUNK, stop))) for first in starts)
+
+
+def moments(model, train, batch_size: int) -> Callable:
+    """`params -> statistics`, jitted: moments of the first training inputs at these parameters."""
+    if model.statistics is None:
+        return lambda params: None
+    size, read = ordering.input.reader(train)
+    count = max(1, min(BATCHES, size // batch_size))
+    used = read(np.arange(min(count * batch_size, size)))["x"]
+    batches = jax.device_put(used.reshape(count, -1, *used.shape[1:]))
+    return jax.jit(lambda params: local_opt.reestimate(model.statistics, params, batches))
+
+
+def mean_loss(model) -> Callable:
+    """`(params, statistics, batch) -> float32[]`, jitted: the mean loss over a whole set.
+
+    With the penalty on the parameters, which is trained on too; a model with statistics is
+    measured as it is used, by the cross-entropy of its predictions.
+    """
+
+    def loss(params, statistics, batch):
+        def total(part):
+            if model.statistics is None:
+                return jnp.sum(model.loss(params, part, None))
+            logits = predicting(model, params, statistics)(part["x"])
+            return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, part["y"]))
+
+        return sum_chunks(total, batch)
+
+    return jax.jit(loss)
+
+
+def bounds_of(task, recipe, built, order) -> Callable | None:
+    """`(params, orders) -> the parallel herding bound`; None where it is not asked for, or units
+    have no owner."""
+    if not recipe.bound_every or order.deals:
+        return None
+    sizes, data = built.sizes, built.data
+    over = built.sharding.mesh if built.sharding else sizes.workers
+    if data is None:
+        owned = input.partition(task.train, sizes, built.source.units)
+        data = placement.place(owned, built.sharding)
+    bound = order_bounds(
+        task.model, over, num_units=sizes.num_units, units_per_step=sizes.units_per_step
+    )
+
+    def measure(params, orders):
+        found = placement.on_host(bound(params, orders, data))
+        return {
+            f"bound/{norm}": float(value) for norm, value in zip(("linf", "l2"), found, strict=True)
+        }
+
+    return measure
+
+
+def order_bounds(model, over, *, num_units: int, units_per_step: int) -> Callable:
+    """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
+
+    max over k of |sum_{j <= k} sum_w (g_{w, order_w(j)} - mean g)| in the norms L-infinity and
+    L2, over all units of all workers. Two passes over the data, memory for one step's gradients.
+    `over` is W, or the workers' mesh; the data has leaves [W, M, unit_size, ...].
+    """
+    whole = num_units // units_per_step * units_per_step
+
+    def rows_of(params, order, data, start, size):
+        units = jax.lax.dynamic_slice_in_dim(order, start, size)
+        batch = jax.tree.map(lambda x: x[units], data)
+        gradients = unit_gradients(model.loss, units_per_step=size, separate=True)
+        return flat(gradients(params, batch, jax.random.key(0))[2])
+
+    def scan_units(function, carry, params, order, data):
+        """Folds `function(carry, rows summed over the workers)` over the steps of an epoch."""
+
+        def step(carry, start, size):
+            rows = jax.lax.psum(rows_of(params, order, data, start, size), runners.AXIS)
+            return function(carry, rows)
+
+        starts = jnp.arange(0, whole, units_per_step)
+        carry, _ = jax.lax.scan(
+            lambda c, start: (step(c, start, units_per_step), None), carry, starts
+        )
+        return step(carry, whole, num_units - whole) if whole < num_units else carry
+
+    def bounds(params, order, data):
+        zeros = jnp.zeros(tree_size(params))
+        total = scan_units(lambda t, rows: t + jnp.sum(rows, axis=0), zeros, params, order, data)
+        mean = total / num_units
+
+        def follow(carry, rows):
+            prefix, bound = carry
+            prefixes = prefix[None] + jnp.cumsum(rows - mean[None], axis=0)
+            norms = [jnp.max(jnp.abs(prefixes)), jnp.sqrt(jnp.max(jnp.sum(prefixes**2, axis=1)))]
+            return prefixes[-1], jnp.maximum(bound, jnp.stack(norms))
+
+        return scan_units(follow, (zeros, jnp.zeros(2)), params, order, data)[1]
+
+    return jax.jit(local_opt.lift(bounds, over, inputs="shared owned owned", outputs="shared"))

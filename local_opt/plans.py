@@ -1,0 +1,259 @@
+"""When workers talk, known before the run: the starts of all rounds, and rounds that follow loads.
+
+R rounds, T steps. A round is the steps between two syncs; the sync follows its last step.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from syncopate import plans
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SyncPlan(plans.Plan):
+    """The rounds of a run: a decision that never depends on gradients.
+
+    Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends in a sync; the last round ends
+    with the run. Two plans are equal if they synchronise after the same steps.
+
+    Args:
+      starts: int64[R], first steps of the rounds; starts[0] = 0, strictly increasing, below T.
+      total_steps: T >= 1.
+      rule: how the plan was made, for people.
+
+    Raises:
+      ValueError: if the starts are no rounds of T steps.
+
+    Example:
+      >>> import numpy as np, local_opt
+      >>> plan = local_opt.SyncPlan(np.array([0, 4, 8]), total_steps=10)
+      >>> plan.rounds, plan.volume, plan.periods.tolist()
+      (3, 0.3, [4, 4, 2])
+    """
+
+    marks = "starts"
+    stretches = "rounds"
+
+    starts: np.ndarray
+    total_steps: int
+    rule: str = "given starts"
+
+    def __post_init__(self):
+        starts = np.array(self.starts)
+        plans.check_total_steps(self.total_steps)
+        if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or not len(starts):
+            raise ValueError(
+                f"starts is {starts.dtype}{list(starts.shape)}: it must be a list of the whole "
+                "numbers of the steps at which rounds start."
+            )
+        starts = starts.astype(np.int64)
+        if starts[0] != 0 or (np.diff(starts) < 1).any() or starts[-1] >= self.total_steps:
+            raise ValueError(
+                f"starts go from {starts[0]} to {starts[-1]}: they must begin at 0, increase "
+                f"strictly and end below the {self.total_steps} steps of the run."
+            )
+        starts.setflags(write=False)
+        object.__setattr__(self, "starts", starts)
+        object.__setattr__(self, "total_steps", int(self.total_steps))
+
+    @classmethod
+    def of_marks(cls, marked, total_steps, rule):
+        return cls(marked, total_steps, rule)
+
+    @property
+    def rounds(self) -> int:
+        """R, the number of syncs of the run."""
+        return len(self.starts)
+
+    @property
+    def volume(self) -> float:
+        """R / T, the communication as a share of synchronising after every step."""
+        return self.rounds / self.total_steps
+
+    @property
+    def ends(self) -> np.ndarray:
+        """int64[R], one past the last step of each round."""
+        return np.append(self.starts[1:], self.total_steps)
+
+    @property
+    def periods(self) -> np.ndarray:
+        """int64[R], H of each round."""
+        return self.lengths
+
+    def round_at(self, step):
+        """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
+        step = np.asarray(step)
+        if step.dtype.kind not in "iu":
+            raise ValueError(f"step is {step} ({step.dtype}): steps are whole numbers.")
+        if (step < 0).any() or (step >= self.total_steps).any():
+            raise ValueError(
+                f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "
+                "the whole run."
+            )
+        return np.searchsorted(self.starts, step, side="right") - 1
+
+    def period_at(self, step):
+        """H of the round that a step belongs to."""
+        return self.periods[self.round_at(step)]
+
+    def syncs_after(self, step):
+        """Whether workers synchronise after a step."""
+        return self.ends[self.round_at(step)] == np.asarray(step) + 1
+
+    def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
+        """(first step, steps) of what is left of each round, from any step: how a run resumes."""
+        if step == self.total_steps:
+            return
+        for end in self.ends[self.round_at(step) :]:
+            yield step, int(end) - step
+            step = int(end)
+
+    def _summary(self):
+        periods = self.periods
+        changes = np.flatnonzero(np.diff(periods, prepend=-1))
+        rows = list(changes)
+        if len(rows) > 14:
+            rows = [*rows[:7], None, *rows[-6:]]
+        sizes = f"volume {self.volume:.3%}, H from {periods.min()} to {periods.max()}"
+        lines = ["  from step     H"]
+        for r in rows:
+            lines.append("        ..." if r is None else f"{self.starts[r]:>11}{periods[r]:>6}")
+        return sizes, lines
+
+
+def from_function(
+    period: Callable[[int], int], *, total_steps: int, rule: str = "", offset: int = 0
+) -> SyncPlan:
+    """A plan from any function of the round's first step.
+
+    H(t) = period(t), cut at the end of the run.
+
+    Args:
+      period: from the first step of a round, in 0 .. T - 1, to the steps in it, a whole number
+        >= 1.
+      total_steps: T >= 1.
+      rule: a name for people.
+      offset: in 0 .. T - 1, the steps of a round before the first of the function, so that
+        parts with plans of their own take turns; 0 for none.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if a period is not a whole number >= 1, or the offset is out of range.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.from_function(lambda t: 1 + t, total_steps=10).periods.tolist()
+      [1, 2, 4, 3]
+    """
+    plans.check_total_steps(total_steps)
+    check_whole("offset", offset, 0, total_steps - 1)
+    starts, t = ([0], offset) if offset else ([], 0)
+    while t < total_steps:
+        h = period(t)
+        if not plans.is_whole(h) or h < 1:
+            raise ValueError(f"period({t}) is {h!r}: a round has a whole number of steps, >= 1.")
+        starts.append(t)
+        t += int(h)
+    name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
+    name += f", offset {offset}" if offset else ""
+    return SyncPlan(np.array(starts, np.int64), total_steps, name)
+
+
+def sync_every_load(fresh: np.ndarray) -> SyncPlan:
+    """One sync per load of an echoed run, before the next batch is loaded.
+
+    Round r takes all uses of batch r. Workers step on their own while a batch is used again, so
+    echoing adds no communication: the volume per load is that of data-parallel training.
+
+    Args:
+      fresh: bool[T], the steps that load a fresh batch, as `ordering.echo.EchoPlan.fresh`; the
+        first is one of them.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: if there is no step, or the first is not fresh.
+
+    Example:
+      >>> import local_opt
+      >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
+      [3, 2]
+    """
+    fresh = np.asarray(fresh)
+    if fresh.dtype != bool or fresh.ndim != 1 or not len(fresh) or not fresh[0]:
+        raise ValueError(
+            f"fresh is {fresh.dtype}{list(fresh.shape)}: it must hold one bool per step, the first "
+            "True."
+        )
+    return SyncPlan(np.flatnonzero(fresh), len(fresh), "once per load")
+
+
+def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) -> SyncPlan:
+    """The same rounds, each ending at the next whole multiple of so many loads.
+
+    Marks lie after floor(k every + 1/2) loads, k = 1, 2, ..; a round that ends between two of them
+    ends at the later one, or with the run where none is left. Rounds that would end together are
+    one. An epoch of n loads is `every=n`, half of it `every=n / 2`, and pairs of single units
+    `every=2`.
+
+    No round ends earlier, and none `every` loads later than it did (but for the rounding); so
+    there are never more rounds, and not one less where all of them, the last too, take at least
+    `every` loads and the run ends at a mark.
+
+    Args:
+      plan: any plan of T steps.
+      every: >= 1, loads between two marks; need not be whole.
+      fresh: bool[T], the steps that load a fresh batch, as `ordering.echo.EchoPlan.fresh`; a mark
+        then lies before a load, after the last use of the one before. None: every step loads.
+
+    Returns:
+      A plan of T steps; `plan` itself where every round ends at a mark.
+
+    Raises:
+      ValueError: for `every` below 1 or not finite, or a `fresh` of another length.
+
+    Example:
+      >>> import local_opt
+      >>> plan = local_opt.constant(5, total_steps=24)
+      >>> local_opt.aligned(plan, every=6).ends.tolist()
+      [6, 12, 18, 24]
+      >>> local_opt.aligned(plan, every=12).ends.tolist()
+      [12, 24]
+    """
+    if isinstance(every, bool) or not (np.isreal(every) and 1 <= every < np.inf):
+        raise ValueError(
+            f"every is {every!r}: it must be a number of loads >= 1, as those of an epoch or of "
+            "half of one."
+        )
+    loads = _loads(fresh, plan.total_steps)
+    marks = np.floor(every * np.arange(1, int(len(loads) / every) + 2) + 0.5).astype(np.int64)
+    ends = np.append(loads[marks[marks < len(loads)]], plan.total_steps)
+    found = np.unique(ends[np.searchsorted(ends, plan.ends)])
+    if np.array_equal(found, plan.ends):
+        return plan
+    rule = f"{plan.rule}, to the next {every:g} loads"
+    return SyncPlan(np.append(0, found[:-1]), plan.total_steps, rule)
+
+
+def _loads(fresh, total_steps) -> np.ndarray:
+    """int64[n], the steps that load."""
+    if fresh is None:
+        return np.arange(total_steps)
+    fresh = np.asarray(fresh)
+    if fresh.dtype != bool or fresh.shape != (total_steps,):
+        raise ValueError(
+            f"fresh is {fresh.dtype}{list(fresh.shape)}: it must hold one bool for each of the "
+            f"plan's {total_steps} steps."
+        )
+    return np.flatnonzero(fresh)
+
+
+def check_whole(name, value, least, most=None):
+    if not plans.is_whole(value) or value < least or (most is not None and value > most):
+        bounds = f">= {least}" if most is None else f"in {least} .. {most}"
+        raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")

@@ -1,0 +1,197 @@
+"""The state of a worker's optimizer: what a sync does with it, its memory and its types."""
+
+import jax
+import jax.numpy as jnp
+from optax import contrib
+
+from syncopate import mesh
+
+# What a sync can do with a field of the optimizer state.
+LOCAL, MEAN, RESET = "local", "mean", "reset"
+PARAMS, OPT_STATE = "params", "opt_state"  # names of parts, the second of a state without names
+
+# {state of optax: (its factory, fields from which the next parameters are computed)}: what is each
+# worker's own there takes it back to where it was before the sync.
+UNDOES = {
+    contrib.SAMState: ("sam", ("cache",)),
+    contrib.ScheduleFreeState: ("schedule_free", ("z",)),
+    contrib.MadgradState: ("madgrad", ("s", "grad_sum_sq")),
+    contrib.COCOBState: ("cocob", ("cumulative_gradients", "scale", "subgradients", "reward")),
+}
+
+
+def placed(opt_state, chosen, means, initial):
+    """The optimizer state with averaged and reset leaves in their places."""
+    leaves, treedef = jax.tree.flatten(opt_state)
+    first = jax.tree.leaves(initial()) if RESET in chosen else leaves
+    means = iter(means)
+    new = {LOCAL: lambda x, x0: x, MEAN: lambda x, x0: next(means), RESET: lambda x, x0: x0}
+    leaves = [new[p](x, x0) for p, x, x0 in zip(chosen, leaves, first, strict=True)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def checked_policies(opt_state):
+    """{name of a field: policy}, where the empty name stands for all floating leaves."""
+    policies = {"": opt_state} if isinstance(opt_state, str) else dict(opt_state)
+    for name, policy in policies.items():
+        if policy not in (LOCAL, MEAN, RESET):
+            raise ValueError(
+                f"opt_state is {policy!r}{f' for {name!r}' if name else ''}: it must be "
+                f"{LOCAL!r}, {MEAN!r} or {RESET!r}."
+            )
+    return policies
+
+
+def policy_of_leaves(opt_state, policies):
+    """One policy per leaf of the optimizer state, in order."""
+    paths = jax.tree_util.tree_flatten_with_path(opt_state)[0]
+    used, chosen = set(), []
+    for path, leaf in paths:
+        text = "." + jax.tree_util.keystr(path, simple=True, separator=".") + "."
+        names = [name for name in policies if not name or f".{name}." in text]
+        names.sort(key=len, reverse=True)  # the most specific one
+        policy = policies[names[0]] if names else LOCAL
+        floating = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        if policy == MEAN and names[0] and not floating:
+            raise ValueError(
+                f"opt_state averages {text.strip('.')!r}, which is {jnp.result_type(leaf)}: only "
+                "floating leaves have a mean. Name a floating field, or reset this one."
+            )
+        used.update(names)
+        chosen.append(policy if floating or (names and names[0]) else LOCAL)
+    missing = [name for name in policies if name and name not in used]
+    if missing:
+        known = sorted({p for path, _ in paths for p in _names(path)})
+        raise ValueError(
+            f"opt_state names {missing}, which the optimizer state does not have: use one of "
+            f"{known}."
+        )
+    return chosen
+
+
+def _names(path):
+    return [str(part.name) for part in path if hasattr(part, "name")]
+
+
+def policies_of_parts(policies, parts):
+    """The policies of the fields that are among the parts; those of the others are local."""
+    if parts is None:
+        return policies
+    parts, known = tuple(parts), [PARAMS, *(name or OPT_STATE for name in policies)]
+    unknown = [part for part in parts if part not in known]
+    if unknown:
+        raise ValueError(
+            f"parts has {unknown}, which no sync is told of: use some of {known}, or name the "
+            "field in opt_state."
+        )
+    return {n: policy if (n or OPT_STATE) in parts else LOCAL for n, policy in policies.items()}
+
+
+def check_survives(state, chosen, *, act: str = "Pass opt_state={fields}.") -> None:
+    """Raises ValueError for optimizer state that would undo a sync at the next step.
+
+    Args:
+      state: of the workers' optimizer; chosen: a policy per leaf, in order.
+      act: what to do, for the message.
+    """
+    policies = jax.tree.unflatten(jax.tree.structure(state), chosen)
+    for node in _undoing(policies):
+        factory, fields = UNDOES[type(node)]
+        kept = [f for f in fields if LOCAL in jax.tree.leaves(getattr(node, f))]
+        if kept:
+            raise ValueError(
+                f"optax.contrib.{factory} computes the next parameters from {kept} of its state, "
+                "which are each worker's own: every sync would be undone. "
+                + act.format(fields=dict.fromkeys(fields, "mean"))
+            )
+
+
+def _undoing(tree):
+    """Every node of UNDOES in a tree, also inside another one."""
+
+    def known(node):
+        return type(node) in UNDOES
+
+    for node in jax.tree.leaves(tree, is_leaf=known):
+        if known(node):
+            yield node
+            for field in node:
+                yield from _undoing(field)
+
+
+def apart(tree, *others):
+    """The tree, with a copy in place of every array that is in it twice, or in the others.
+
+    Optimizers start some fields as the parameters themselves; given away with these, one buffer
+    would be given away twice.
+    """
+    seen = {id(x) for x in jax.tree.leaves(others)}
+
+    def own(x):
+        if id(x) in seen and isinstance(x, jax.Array):
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def floating_as(state, params, axis_name):
+    """The state, its floating leaves typed as the workers' own where parameters are: for loops.
+
+    Over the workers' axes alone: what all devices of a worker agree in is known to be equal there.
+    """
+    over = [mesh.varying_axes(x) for x in jax.tree.leaves(params)]
+    axes = frozenset(mesh.names_of(axis_name)) & frozenset().union(*over)
+
+    def cast(x):
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        return mesh.varying_over(x, axes) if floating else x
+
+    return jax.tree.map(cast, state)
+
+
+def in_place(tree, params, specs):
+    """The tree, with whatever is like the parameters split as they are.
+
+    Zeros that are made of parameters do not tell a compiler where to keep them, and it would keep
+    all of them on every device.
+    """
+    if not mesh.axes_of(specs):
+        return tree
+    treedef, shapes = jax.tree.structure(params), _shapes(params)
+
+    def is_like(part):
+        return jax.tree.structure(part) == treedef and _shapes(part) == shapes
+
+    def put(x, spec):
+        left = set(mesh.axes_in(spec)) & set(jax.sharding.get_abstract_mesh().auto_axes)
+        return jax.lax.with_sharding_constraint(x, spec) if left else x
+
+    def put_all(part):
+        return jax.tree.map(put, part, mesh.like(specs, part)) if is_like(part) else part
+
+    return jax.tree.map(put_all, tree, is_leaf=is_like)
+
+
+def _shapes(tree):
+    return [jax.numpy.shape(x) for x in jax.tree.leaves(tree)]
+
+
+def added_up(values, specs):
+    """The sum of one number per leaf, those of shards over all devices that hold the others."""
+    manual, sums = jax.sharding.get_abstract_mesh().manual_axes, {}
+    for value, spec in zip(values, specs, strict=True):
+        axes = tuple(axis for axis in mesh.axes_in(spec) if axis in manual)
+        sums[axes] = sums[axes] + value if axes in sums else value
+    return sum(jax.lax.psum(value, axes) if axes else value for axes, value in sums.items())
+
+
+def check_floating(params) -> None:
+    """Raises ValueError for parameters that cannot be trained and averaged."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}: only floating "
+                "parameters can be trained and averaged. Keep it outside the parameters."
+            )

@@ -1,0 +1,215 @@
+"""The mean over workers of a tree, or of how it changed. Runs inside vmap or shard_map."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from local_opt.wires import LANES, Wire, rows_of
+from syncopate import mesh
+
+
+def synchronize(tree, *, axis_name):
+    """Overwrites every floating leaf with its mean over the workers.
+
+    x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64) and cast back. The
+    leaves stay apart, as compilers join their collectives without a copy of them all.
+
+    Leaves that are whole numbers, booleans or PRNG keys have no mean and stay this worker's own.
+    The results are bitwise equal on all workers.
+
+    Args:
+      tree: this worker's arrays.
+      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
+
+    Returns:
+      A tree of the same shapes and dtypes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, local_opt
+      >>> mean = lambda x: local_opt.synchronize(x, axis_name="worker")
+      >>> jax.vmap(mean, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
+      [3.0, 3.0, 3.0]
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) for x in leaves]
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    wide = [leaves[i].astype(jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in places]
+    for i, mean in zip(places, lax.pmean(wide, axis_name), strict=True):
+        leaves[i] = mean.astype(leaves[i].dtype)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=None):
+    """Adds the mean change of all workers to an anchor; the changes travel in a narrow format.
+
+    c_w = x_w - a + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
+
+    With feedback f = 1 nothing is lost for good: W x + sum_w e_w is what it would be without any
+    rounding. Every worker averages one slice of the blocks, adds there its own changes as they are
+    and keeps what the second rounding loses, W times; with a wire that `gathers` every worker
+    averages everything, and there is no second rounding. Sums are taken in float32.
+
+    Args:
+      tree: x_w, this worker's arrays, all of them real floating numbers.
+      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
+      anchor: a, a tree like it and equal on all workers: `tree` after the last sync.
+      wire: the format Q, with its feedback f; one of `WIRES`, or made by a function of its kind.
+      lost: e_w, of the last call; () if the feedback is 0. See `nothing_lost`.
+      specs: as of `local_rounds`; devices then send their shards to their like on the other
+        workers, and no leaf is gathered.
+
+    Returns:
+      (tree, lost): x of the shapes and dtypes of `tree`, bitwise equal on all workers, and e_w.
+
+    Raises:
+      ValueError: for leaves that are not real floating, another number of leaves in `anchor`, a
+        `lost` that does not belong to the wire, or a mesh with axes beside the workers', without
+        specs.
+
+    References:
+      Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
+      2025, https://arxiv.org/abs/2508.15706
+      Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
+      Error-Compensated Compression, 2019, https://arxiv.org/abs/1905.05957
+    """
+    check_real(tree, wire)
+    leaves, treedef = jax.tree.flatten(tree)
+    anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
+    if len(anchors) != len(leaves):
+        raise ValueError(
+            f"the anchor has {len(anchors)} leaves and the tree {len(leaves)}: pass the same tree "
+            "as it was after the last sync."
+        )
+    if len(losses) != (len(leaves) if wire.feedback else 0):
+        raise ValueError(
+            f"lost has {len(losses)} leaves, the tree {len(leaves)} and the wire feedback "
+            f"{wire.feedback:g}: start with nothing_lost(tree, wire) and pass what came back."
+        )
+    if not leaves:
+        return tree, lost
+    if specs is None:
+        check_alone(axis_name, wire)
+    of = jax.tree.leaves(mesh.like(P() if specs is None else specs, tree))
+
+    def send(leaves, anchors, losses):
+        # Apart from shards, what is whole on all devices of a worker is rounded alike on all.
+        new, lost = list(leaves), list(losses)
+        for group in _by_axes(of):
+            args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
+            for all_of, found in zip((new, lost), _sent(wire, axis_name, *args), strict=True):
+                for i, x in zip(group, found, strict=False):
+                    all_of[i] = x
+        return new, lost
+
+    of_all = of, of, of[: len(losses)]
+    send = mesh.over_shards(mesh.check_specs(specs, axis_name), send, of_all, of_all[1:])
+    new, losses = send(leaves, anchors, losses)
+    return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
+
+
+def _sent(wire, axis_name, leaves, anchors, losses):
+    """Lists of the leaves after the sync, and of what is lost."""
+    changes = [_float32(x) - _float32(a) for x, a in zip(leaves, anchors, strict=True)]
+    if wire.feedback:
+        changes = [c + wire.feedback * e for c, e in zip(changes, losses, strict=True)]
+    exchange = _gathered if wire.gathers else _in_halves
+    # Barriers: else a compiler may work all of it out anew for every leaf.
+    rows = lax.optimization_barrier(_rows(changes, wire, axis_name))
+    mean, lost_rows = exchange(wire, rows, axis_name)
+    means = _leaves(lax.optimization_barrier(mean), leaves)
+    new = [
+        (_float32(a) + m).astype(x.dtype) for x, a, m in zip(leaves, anchors, means, strict=True)
+    ]
+    return new, _leaves(lax.optimization_barrier(lost_rows), leaves) if wire.feedback else []
+
+
+def nothing_lost(tree, wire: Wire | None):
+    """The `lost` of `synchronize_changes` before the first sync: zeros, or () without feedback."""
+    if wire is None or not wire.feedback:
+        return ()
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), tree)
+
+
+def _in_halves(wire, rows, axis_name):
+    """Every worker averages its slice of the rows; then all get all slices."""
+    num_workers, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    each = len(rows) // num_workers
+    decode = functools.partial(wire.decode, r=each)
+    slices = rows.reshape(num_workers, each, -1)
+    messages = jax.vmap(wire.encode)(slices)
+    received = jax.vmap(decode)(lax.all_to_all(messages, axis_name, 0, 0))
+    own, rounded = (lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in (slices, messages))
+    mean = (jnp.sum(received, axis=0) + own - decode(rounded)) / num_workers  # its own unrounded
+    message = wire.encode(mean)
+    lost = lax.dynamic_update_index_in_dim(
+        slices - jax.vmap(decode)(messages), num_workers * (mean - decode(message)), mine, 0
+    )
+    found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
+    return jax.vmap(decode)(found).reshape(rows.shape), lost.reshape(rows.shape)
+
+
+def _gathered(wire, rows, axis_name):
+    """Every worker gets the rows of all and adds them up."""
+    num_workers = lax.axis_size(axis_name)
+    message = wire.encode(rows)
+    found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
+
+    def add(w, total):
+        return total + wire.decode(found[w], len(rows))
+
+    lost = rows - wire.decode(message, len(rows))
+    # Of one worker after the other: all at once would be W copies of the parameters.
+    return lax.fori_loop(1, num_workers, add, wire.decode(found[0], len(rows))) / num_workers, lost
+
+
+def _rows(arrays, wire, axis_name):
+    """[r, 128], all arrays one after the other, filled up with zeros to equal slices."""
+    flat, size = [x.reshape(-1) for x in arrays], sum(x.size for x in arrays)
+    parts = 1 if wire.gathers else lax.axis_size(axis_name)
+    total = rows_of(wire, size, parts) * LANES
+    return jnp.concatenate([*flat, jnp.zeros(total - size, jnp.float32)]).reshape(-1, LANES)
+
+
+def _leaves(rows, like):
+    vector, found, start = rows.reshape(-1), [], 0
+    for x in like:
+        found.append(vector[start : start + x.size].reshape(x.shape))
+        start += x.size
+    return found
+
+
+def _float32(x):
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def check_real(tree, wire) -> None:
+    """Raises ValueError for leaves that no wire can carry."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} and the wire "
+                f"({wire.rule}) rounds: only real floating numbers can be sent so. Keep the leaf "
+                "outside the parameters, or pass wire=None."
+            )
+
+
+def check_alone(axis_name, wire) -> None:
+    """Raises where the mesh in scope has axes beside the workers', of which nothing was said."""
+    if others := mesh.beside(axis_name):
+        raise ValueError(
+            f"the wire ({wire.rule}) puts leaves in one vector, under the mesh axes {others} "
+            f"beside the workers' {axis_name!r}: a compiler would gather shards for it, and what "
+            "devices of a worker both hold would be rounded apart. Pass specs=, how one worker's "
+            "parameters are split over these axes, or specs=jax.P() if they are not."
+        )
+
+
+def _by_axes(specs) -> list[list[int]]:
+    """The places of the specs that name the same axes."""
+    groups = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
+    return list(groups.values())

@@ -1,0 +1,35 @@
+"""What is trained: models as records of pure functions."""
+
+from models.base import Model
+from models.convolutions import lenet
+from models.gpt2 import gpt2
+from models.linear import (
+    forecaster,
+    logistic_regression,
+    mlp,
+    optimum,
+    softmax_regression,
+    text_head,
+)
+from models.lstm import lstm
+from models.mobilenet import mobilenet_v2, mobilenet_v3
+from models.resnet import resnet, small_resnet
+from models.vit import vit
+
+__all__ = [
+    "Model",
+    "forecaster",
+    "gpt2",
+    "lenet",
+    "logistic_regression",
+    "lstm",
+    "mlp",
+    "mobilenet_v2",
+    "mobilenet_v3",
+    "optimum",
+    "resnet",
+    "small_resnet",
+    "softmax_regression",
+    "text_head",
+    "vit",
+]

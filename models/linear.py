@@ -1,0 +1,280 @@
+"""Linear models and perceptrons; of the convex ones the optimum can be computed."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from models.base import Model, check_l2, penalty, softmax_loss
+
+
+def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) -> Model:
+    """Linear logits and cross-entropy: f(W, b) = -log softmax(W^T x + b)_y + l2/2 |W, b|^2.
+
+    Args:
+      num_features: D_in >= 1; num_classes: C >= 2; l2: >= 0.
+
+    Returns:
+      A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]};
+      it starts at zero.
+
+    Raises:
+      ValueError: for sizes out of range.
+
+    Example:
+      >>> import models
+      >>> model = models.softmax_regression(num_features=64, num_classes=10, l2=1e-3)
+    """
+    check_l2(l2)
+    if num_features < 1 or num_classes < 2:
+        raise ValueError(
+            f"num_features is {num_features} and num_classes {num_classes}: softmax regression "
+            "needs at least one feature and two classes."
+        )
+
+    def init(key):
+        return {"w": jnp.zeros((num_features, num_classes)), "b": jnp.zeros(num_classes)}
+
+    def predict(params, x):
+        return x.reshape(x.shape[0], -1) @ params["w"] + params["b"][None]
+
+    return Model(init, softmax_loss(predict, l2), predict)
+
+
+def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
+    """Linear logit and log loss: f(w) = log(1 + exp(-(2y - 1) w^T x)) + l2/2 |w|^2.
+
+    Args:
+      num_features: D >= 1, a constant feature for the bias included; l2: >= 0.
+
+    Returns:
+      A `Model` for batches {"x": float[n, D], "y": int[n] in {0, 1}}; it starts at zero.
+
+    Raises:
+      ValueError: for sizes out of range.
+
+    Example:
+      >>> import models
+      >>> model = models.logistic_regression(num_features=20)
+    """
+    check_l2(l2)
+    if num_features < 1:
+        raise ValueError(f"num_features is {num_features}: it must be at least 1.")
+
+    def init(key):
+        return {"w": jnp.zeros(num_features)}
+
+    def logit(params, x):
+        return x @ params["w"]
+
+    def loss(params, batch, key):
+        losses = optax.sigmoid_binary_cross_entropy(logit(params, batch["x"]), batch["y"])
+        return losses + penalty(params, l2)
+
+    def predict(params, x):
+        positive = logit(params, x)
+        return jnp.stack([jnp.zeros_like(positive), positive], axis=1)
+
+    return Model(init, loss, predict)
+
+
+def optimum(model: Model, batch, *, tolerance: float = 1e-10) -> float:
+    """The minimum of a convex model's mean loss, by L-BFGS in float64.
+
+    Args:
+      model: softmax or logistic regression; batch: the whole training set.
+      tolerance: largest entry of the gradient at the end.
+
+    Returns:
+      The minimum, a float.
+
+    Raises:
+      RuntimeError: if the tolerance was not reached.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import models
+      >>> model = models.logistic_regression(num_features=1, l2=1.0)
+      >>> batch = {"x": jnp.array([[1.0], [1.0]]), "y": jnp.array([0, 1])}
+      >>> round(models.optimum(model, batch), 4)
+      0.6931
+    """
+    import numpy as np
+    from jax.flatten_util import ravel_pytree
+    from scipy.optimize import minimize
+
+    with jax.enable_x64(True):
+        batch = jax.tree.map(lambda x: jnp.asarray(_widen(np.asarray(x))), batch)
+        start = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(0)))
+        flat, unravel = ravel_pytree(start)
+
+        @jax.jit
+        def value_and_grad(vector):
+            return jax.value_and_grad(lambda v: jnp.mean(model.loss(unravel(v), batch, None)))(
+                vector
+            )
+
+        def fun(vector):
+            value, grad = value_and_grad(vector)
+            return float(value), np.asarray(grad)
+
+        limits = {"maxiter": 20_000, "maxfun": 40_000, "maxcor": 50}
+        options = {"ftol": 0.0, "gtol": tolerance, **limits}
+        found = minimize(fun, np.asarray(flat), jac=True, method="L-BFGS-B", options=options)
+        slope = float(np.max(np.abs(fun(found.x)[1])))
+    # The error of the value is quadratic in the slope: a slope of 1e-6 is still far below float32.
+    if slope > max(tolerance, 1e-6):
+        raise RuntimeError(
+            f"L-BFGS stopped with a gradient of {slope:.2e} ({found.message}): the problem may "
+            "have no finite optimum; give it an l2 penalty."
+        )
+    return float(found.fun)
+
+
+def _widen(array):
+    return array.astype("float64") if array.dtype.kind == "f" else array
+
+
+def mlp(
+    *, num_features: int, hidden: tuple[int, ...] = (128,), num_classes: int, l2: float = 0.0
+) -> Model:
+    """Multilayer perceptron with ReLU: x_k+1 = max(0, W_k^T x_k + b_k), linear logits.
+
+    Weights start normal with variance 2 / fan-in (the last layer 1 / fan-in), biases at zero.
+
+    Args:
+      num_features: D_in >= 1.
+      hidden: widths of the hidden layers, each >= 1.
+      num_classes: C >= 2.
+      l2: weight of l2/2 |params|^2, >= 0.
+
+    Returns:
+      A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]}.
+
+    Raises:
+      ValueError: for sizes out of range.
+
+    Example:
+      >>> import jax
+      >>> import models
+      >>> model = models.mlp(num_features=784, hidden=(128,), num_classes=10)
+      >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
+      101770
+
+    References:
+      He, Zhang, Ren, Sun, Delving Deep into Rectifiers, 2015, https://arxiv.org/abs/1502.01852
+    """
+    check_l2(l2)
+    sizes = (num_features, *hidden, num_classes)
+    if min(sizes) < 1 or num_classes < 2:
+        raise ValueError(
+            f"num_features, hidden and num_classes are {sizes}: layers need at least one unit and "
+            "there are at least two classes."
+        )
+
+    init, predict = layers(sizes)
+    return Model(init, softmax_loss(predict, l2), predict)
+
+
+def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 0.0) -> Model:
+    """Multilayer perceptron with ReLU from the last `lags` values of a series to the next ones.
+
+    The layers are those of `models.mlp`, the last one linear, all `horizon` values at once; the
+    loss of an example is the mean over them of (prediction - y)^2.
+
+    Args:
+      lags: D_in >= 1, values before the forecast, the latest last.
+      horizon: values to forecast, >= 1.
+      hidden: widths of the hidden layers, each >= 1.
+      l2: weight of l2/2 |params|^2, >= 0.
+
+    Returns:
+      A `Model` for batches {"x": float[n, lags], "y": float[n, horizon]}; `predict` gives
+      float[n, horizon], in the units of the series: scale these before.
+
+    Raises:
+      ValueError: for sizes out of range; from `loss` for a y of another shape than the forecast.
+
+    Example:
+      The next six values of a series out of the last twenty.
+
+      >>> import jax
+      >>> import models
+      >>> model = models.forecaster(lags=20, horizon=6, hidden=(64, 64, 64))
+      >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
+      10054
+
+    References:
+      Makridakis, Spiliotis, Assimakopoulos, The M4 Competition: 100,000 time series and 61
+      forecasting methods, 2020, https://doi.org/10.1016/j.ijforecast.2019.04.014
+    """
+    check_l2(l2)
+    sizes = (lags, *hidden, horizon)
+    if min(sizes) < 1:
+        raise ValueError(
+            f"lags, hidden and horizon are {sizes}: give at least one value to forecast from, one "
+            "to forecast, and one unit in every hidden layer."
+        )
+    init, predict = layers(sizes)
+
+    def loss(params, batch, key):
+        forecast = predict(params, batch["x"])
+        if batch["y"].shape != forecast.shape:
+            raise ValueError(
+                f"y has shape {batch['y'].shape} and the forecast {forecast.shape}: y holds the "
+                f"next {horizon} values of every example."
+            )
+        return jnp.mean(jnp.square(forecast - batch["y"]), axis=-1) + penalty(params, l2)
+
+    return Model(init, loss, predict)
+
+
+def text_head(
+    *, num_features: int, num_classes: int = 2, hidden: tuple[int, ...] = (), l2: float = 0.0
+) -> Model:
+    """Logits W^T x + b of frozen embeddings x, or a perceptron's as in `models.mlp`.
+
+    The embeddings are taken as they come: centre, scale or normalise them before.
+
+    Args:
+      num_features: D_in >= 1, of one embedding.
+      num_classes: C >= 2.
+      hidden: widths of hidden layers with ReLU, each >= 1; () is softmax regression, started at
+        random.
+      l2: weight of l2/2 |params|^2, >= 0.
+
+    Returns:
+      A `Model` for batches {"x": float[n, D_in], "y": int[n]}.
+
+    Raises:
+      ValueError: for sizes out of range.
+
+    Example:
+      >>> import jax
+      >>> import models
+      >>> model = models.text_head(num_features=384)
+      >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
+      770
+    """
+    return mlp(num_features=num_features, hidden=hidden, num_classes=num_classes, l2=l2)
+
+
+def layers(sizes: tuple[int, ...]) -> tuple:
+    """(init, predict) of dense layers from sizes[0] to sizes[-1] units, with ReLU in between."""
+    last = len(sizes) - 2
+
+    def init(key):
+        params = []
+        for k, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+            scale = jnp.sqrt((1 if k == last else 2) / fan_in)
+            weights = scale * jax.random.normal(jax.random.fold_in(key, k), (fan_in, fan_out))
+            params.append({"w": weights, "b": jnp.zeros(fan_out)})
+        return params
+
+    def predict(params, x):
+        x = x.reshape(x.shape[0], -1)
+        for k, layer in enumerate(params):
+            x = x @ layer["w"] + layer["b"][None]
+            x = x if k == last else jax.nn.relu(x)
+        return x
+
+    return init, predict

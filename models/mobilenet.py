@@ -1,0 +1,300 @@
+"""MobileNetV2 and V3: the published networks, and a small one for images of the size of CIFAR's."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models.base import Model, check_dtype, check_l2
+from models.convolutions import Conv, DepthwiseConv, Pointwise, batch_norm, check_images, model_of
+
+# V2: (expansion t, channels c, blocks n, stride s of the first block) of every stage.
+IMAGENET_STAGES = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 2),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
+SMALL_STAGES = ((1, 8, 1, 1), (4, 16, 2, 2), (4, 24, 2, 2), (4, 32, 2, 1))
+
+EPSILON, STEM = 1e-3, 16  # of V3: of the normalisations; channels after the first convolution
+RELU, SWISH = nnx.relu, nnx.hard_swish
+
+# V3, of every block: (kernel size, expanded channels, output channels, units of the squeeze,
+# activation, stride). A squeeze has a quarter of the expanded channels, a multiple of 8; 0 is none.
+LARGE = (
+    (3, 16, 16, 0, RELU, 1),
+    (3, 64, 24, 0, RELU, 2),
+    (3, 72, 24, 0, RELU, 1),
+    (5, 72, 40, 24, RELU, 2),
+    (5, 120, 40, 32, RELU, 1),
+    (5, 120, 40, 32, RELU, 1),
+    (3, 240, 80, 0, SWISH, 2),
+    (3, 200, 80, 0, SWISH, 1),
+    (3, 184, 80, 0, SWISH, 1),
+    (3, 184, 80, 0, SWISH, 1),
+    (3, 480, 112, 120, SWISH, 1),
+    (3, 672, 112, 168, SWISH, 1),
+    (5, 672, 160, 168, SWISH, 2),
+    (5, 960, 160, 240, SWISH, 1),
+    (5, 960, 160, 240, SWISH, 1),
+)
+SMALL = (
+    (3, 16, 16, 8, RELU, 2),
+    (3, 72, 24, 0, RELU, 2),
+    (3, 88, 24, 0, RELU, 1),
+    (5, 96, 40, 24, SWISH, 2),
+    (5, 240, 40, 64, SWISH, 1),
+    (5, 240, 40, 64, SWISH, 1),
+    (5, 120, 48, 32, SWISH, 1),
+    (5, 144, 48, 40, SWISH, 1),
+    (5, 288, 96, 72, SWISH, 2),
+    (5, 576, 96, 144, SWISH, 1),
+    (5, 576, 96, 144, SWISH, 1),
+)
+# (blocks, channels of the last 1x1 convolution, units of the classifier's hidden layer)
+VARIANTS = {"large": (LARGE, 960, 1280), "small": (SMALL, 576, 1024)}
+BLOCK_STRIDES = 16  # the product over the blocks, of both variants
+
+
+class _Excitation(nnx.Module):
+    """x times a gate per channel, from the mean over the pixels: squeeze and excitation."""
+
+    def __init__(self, channels, squeezed, rngs):
+        self.squeeze = nnx.Linear(channels, squeezed, rngs=rngs)
+        self.excite = nnx.Linear(squeezed, channels, rngs=rngs)
+
+    def __call__(self, x):
+        mean = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
+        gate = nnx.hard_sigmoid(self.excite(nnx.relu(self.squeeze(mean))))
+        return x * gate[:, None, None].astype(x.dtype)
+
+
+class _Block(nnx.Module):
+    def __init__(self, norm, fan_in, size, hidden, fan_out, squeezed, activation, stride, rngs):
+        self.expands, self.excites = hidden != fan_in, squeezed > 0
+        if self.expands:
+            self.expand = Pointwise(fan_in, hidden, rngs)
+            self.norm1 = norm(hidden, rngs)
+        self.depthwise = DepthwiseConv(hidden, stride, rngs, size=size)
+        self.norm2 = norm(hidden, rngs)
+        if self.excites:
+            self.excitation = _Excitation(hidden, squeezed, rngs)
+        self.project = Pointwise(hidden, fan_out, rngs)
+        self.norm3 = norm(fan_out, rngs)
+        self.activation = activation
+        self.residual = stride == 1 and fan_in == fan_out
+
+    def __call__(self, x, given):
+        y = x
+        if self.expands:
+            y = self.activation(self.norm1(self.expand(y), given))
+        y = self.activation(self.norm2(self.depthwise(y), given))
+        if self.excites:
+            y = self.excitation(y)
+        # The bottleneck is linear: a rectifier would lose what few channels hold.
+        y = self.norm3(self.project(y), given)
+        return x + y if self.residual else y
+
+
+class _MobileNet(nnx.Module):
+    """Named blocks, each as in `LARGE`, between a stem and a head; `hidden` units may follow."""
+
+    def __init__(
+        self, blocks, channels, num_classes, stem, stride, head, rngs, *, hidden, activation, norm
+    ):
+        self.stem = Conv(channels, stem, stride, rngs)
+        self.norm1 = norm(stem, rngs)
+        self.names, fan_in = list(blocks), stem
+        for name, block in blocks.items():
+            setattr(self, name, _Block(norm, fan_in, *block, rngs))
+            fan_in = block[2]
+        self.head = Pointwise(fan_in, head, rngs)
+        self.norm2 = norm(head, rngs)
+        self.activation, self.perceptron = activation, hidden is not None
+        if self.perceptron:
+            self.dense1 = nnx.Linear(head, hidden, rngs=rngs)
+            self.dense2 = nnx.Linear(hidden, num_classes, rngs=rngs)
+        else:
+            self.dense = nnx.Linear(head, num_classes, rngs=rngs)
+
+    def __call__(self, x, given):
+        x = self.activation(self.norm1(self.stem(x), given))
+        for name in self.names:
+            x = getattr(self, name)(x, given)
+        x = self.activation(self.norm2(self.head(x), given))
+        x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
+        if self.perceptron:
+            return self.dense2(self.activation(self.dense1(x)))
+        return self.dense(x)
+
+
+def _scaled(channels, width):
+    """width * channels, as published: the nearest multiple of 8 that loses at most a tenth."""
+    if width == 1:
+        return channels
+    rounded = max(8, int(width * channels + 4) // 8 * 8)
+    return rounded if rounded >= 0.9 * width * channels else rounded + 8
+
+
+def mobilenet_v2(
+    *,
+    image_shape: tuple[int, int, int] = (32, 32, 3),
+    num_classes: int = 10,
+    width: float = 1.0,
+    stages: Sequence[tuple[int, int, int, int]] = SMALL_STAGES,
+    stem_channels: int = 8,
+    stem_stride: int = 1,
+    head_channels: int = 128,
+    dtype: str = "float32",
+    l2: float = 0.0,
+) -> Model:
+    """MobileNetV2: inverted residuals with linear bottlenecks, ReLU6 and batch normalisation.
+
+    A block of expansion t takes c channels by a 1x1 convolution to t c, filters each with a 3x3
+    kernel, and projects them by a 1x1 convolution without a rectifier; it adds its input where
+    the shapes agree. For t = 1 there is no first convolution. A 3x3 stem stands before the
+    blocks, a 1x1 head, the mean over pixels and a dense layer after them; there is no dropout.
+
+    The defaults make a small network for images of the size of CIFAR's. The published one has
+    images of (224, 224, 3), 1000 classes, `models.mobilenet.IMAGENET_STAGES`, stem_channels 32,
+    stem_stride 2 and head_channels 1280.
+
+    Args:
+      image_shape: (height, width, channels); height and width at least the product of all strides.
+      num_classes: C >= 2.
+      width: multiplies all channels, > 0; unless 1 they are rounded to multiples of 8, and those of
+        the head only grow.
+      stages: (expansion, channels, blocks, stride) of each, all >= 1, strides 1 or 2; the stride is
+        that of a stage's first block.
+      stem_channels, stem_stride: of the first convolution; the stride is 1 or 2.
+      head_channels: of the last 1x1 convolution, >= 1.
+      dtype: "float32" or "bfloat16", of activations and products; parameters, moments and logits
+        are float32 all the same.
+      l2: weight of l2/2 |params|^2, >= 0.
+
+    Returns:
+      A `Model` with `statistics`, for batches {"x": float[n, H, W, channels], "y": int[n]} of
+      n >= 2 examples.
+
+    Raises:
+      ValueError: for sizes out of range, or another dtype.
+
+    Example:
+      >>> import jax
+      >>> import models
+      >>> params = jax.eval_shape(models.mobilenet_v2().init, jax.random.key(0))
+      >>> sum(p.size for p in jax.tree.leaves(params))
+      36122
+
+    References:
+      Sandler, Howard, Zhu, Zhmoginov, Chen, MobileNetV2: Inverted Residuals and Linear Bottlenecks,
+      2018, https://arxiv.org/abs/1801.04381
+      Ioffe, Szegedy, Batch Normalization: Accelerating Deep Network Training by Reducing Internal
+      Covariate Shift, 2015, https://arxiv.org/abs/1502.03167
+    """
+    check_l2(l2)
+    _check_layers(stages, width, stem_channels, stem_stride, head_channels)
+    check_images(image_shape, num_classes, stem_stride * math.prod(s for *_, s in stages))
+    stem, head = _scaled(stem_channels, width), _scaled(head_channels, max(1.0, width))
+    rows, fan_in = {}, stem
+    for stage, (expansion, channels, blocks, stride) in enumerate(stages):
+        fan_out = _scaled(channels, width)
+        for block in range(blocks):
+            step = stride if block == 0 else 1
+            row = (3, expansion * fan_in, fan_out, 0, nnx.relu6, step)
+            rows[f"stage{stage}_block{block}"], fan_in = row, fan_out
+
+    def make(rngs):
+        return _MobileNet(
+            rows, image_shape[2], num_classes, stem, stem_stride, head, rngs,
+            hidden=None, activation=nnx.relu6, norm=batch_norm,
+        )  # fmt: skip
+
+    return model_of(make, l2, check_dtype(dtype))
+
+
+def _check_layers(stages, width, stem_channels, stem_stride, head_channels):
+    if not 0 < width < math.inf:
+        raise ValueError(f"width is {width}: the factor of all channels must be positive.")
+    if not stages or any(len(s) != 4 or min(s) < 1 or s[3] > 2 for s in stages):
+        raise ValueError(
+            f"stages is {stages}: give at least one (expansion, channels, blocks, stride), all at "
+            "least 1 and the stride 1 or 2, as in ((6, 24, 2, 2),)."
+        )
+    if min(stem_channels, head_channels) < 1 or stem_stride not in (1, 2):
+        raise ValueError(
+            f"stem_channels is {stem_channels}, stem_stride {stem_stride} and head_channels "
+            f"{head_channels}: take at least one channel, and a stride of 1 or 2."
+        )
+
+
+def mobilenet_v3(
+    *,
+    variant: str = "large",
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    num_classes: int = 1000,
+    stem_stride: int = 2,
+    dtype: str = "float32",
+    l2: float = 0.0,
+) -> Model:
+    """MobileNetV3: inverted residuals with squeeze and excitation, and hard-swish.
+
+    A block takes its channels by a 1x1 convolution to more of them, filters each with a 3x3 or 5x5
+    kernel, multiplies each by a gate from the means of all (in some blocks), and projects them by
+    a 1x1 convolution without an activation; it adds its input where the shapes agree. The
+    activation x relu6(x + 3) / 6 or a rectifier follows every other batch normalisation, whose
+    epsilon is 1e-3. A 1x1 convolution, the mean over pixels and a perceptron with one hidden layer
+    stand after the blocks. The published dropout in the perceptron and in the blocks is left out.
+
+    Args:
+      variant: "large" or "small", the published two.
+      image_shape: (height, width, channels); height and width at least 16 * stem_stride.
+      num_classes: C >= 2.
+      stem_stride: of the first convolution, 1 or 2 (as published).
+      dtype: "float32" or "bfloat16", of activations and products; parameters, moments, gates and
+        the perceptron are float32 all the same.
+      l2: weight of l2/2 |params|^2, >= 0.
+
+    Returns:
+      A `Model` with `statistics`, for batches {"x": float[n, H, W, channels], "y": int[n]} of
+      n >= 2 examples.
+
+    Raises:
+      ValueError: for sizes out of range, or an unknown variant or dtype.
+
+    Example:
+      >>> import jax
+      >>> import models
+      >>> model = models.mobilenet_v3(variant="small")
+      >>> params = jax.eval_shape(model.init, jax.random.key(0))
+      >>> sum(p.size for p in jax.tree.leaves(params))
+      2542856
+
+    References:
+      Howard et al., Searching for MobileNetV3, 2019, https://arxiv.org/abs/1905.02244
+      Hu, Shen, Albanie, Sun, Wu, Squeeze-and-Excitation Networks, 2018,
+      https://arxiv.org/abs/1709.01507
+    """
+    check_l2(l2)
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}: take one of 'large' and 'small'.")
+    if stem_stride not in (1, 2):
+        raise ValueError(f"stem_stride is {stem_stride}: take a stride of 1 or 2.")
+    check_images(image_shape, num_classes, stem_stride * BLOCK_STRIDES)
+    blocks, head, hidden = VARIANTS[variant]
+    rows = {f"block{k}": block for k, block in enumerate(blocks)}
+    norm = functools.partial(batch_norm, epsilon=EPSILON)
+
+    def make(rngs):
+        return _MobileNet(
+            rows, image_shape[2], num_classes, STEM, stem_stride, head, rngs,
+            hidden=hidden, activation=nnx.hard_swish, norm=norm,
+        )  # fmt: skip
+
+    return model_of(make, l2, check_dtype(dtype))

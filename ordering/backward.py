@@ -1,0 +1,271 @@
+"""Sketches of the gradients of single units, out of the ordinary backward pass.
+
+The loss is walked (trace.py). Every unit gets a sketch of zeros s[k] that it does not depend on.
+Where a parameter w meets data, y = x w, the backward pass hands s the cotangent
+P^T (x^T dy) Q = (x P)^T (dy Q), with fixed random signs P and Q: the gradient with respect to s is
+then the sum over all parameters of the Kronecker sketches of this unit's gradient, and the
+gradients themselves are never formed.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ordering import trace
+from ordering.gradients import loss_alone, per_example
+from ordering.rows import Rows, as_float32, tree_size
+from ordering.sketch import SIZE, check_size, fold, hash_signs, sketch, sketch_rows
+from ordering.trace import Leaf, numbers_of
+from ordering.uses import Hooks, Use, product
+from syncopate.mesh import varying
+
+
+def sketched(
+    loss: Callable, key: jax.Array, *, size: int = SIZE, has_aux: bool = False
+) -> Callable:
+    """Every unit has a gradient of its own, and none is formed: a sketch of each, by one backward.
+
+    s_i = sum over parameters of P^T G_i Q / (p q)^(1/2), for the gradient G_i of unit i: as good as
+    `sketch_rows(per_example(loss)(...))`, without its memory, in about the time of a plain step.
+    Any loss of any library will do: its products, convolutions and look-ups are found by
+    themselves. Where a parameter is used in another way, its gradient is formed for every unit;
+    `sketched_parameters` lists these.
+
+    Args:
+      loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
+      key: of the sketches, typed; one key gives all workers the same map.
+      size: k; see `sketch_size`. Models of at most k parameters are not sketched: their rows are
+        the gradients, padded.
+      has_aux: whether the loss returns something beside, as in `jax.value_and_grad`; of every unit,
+        leaves [B, ...].
+
+    Returns:
+      `(params, batch, key) -> (losses float32[B], mean gradient, Rows of size B)` for batches with
+      leaves [B, ...]; with `has_aux` (losses, aux) in place of losses. The rows are float32[B, k]:
+      build the order's state with `order.init(key, jnp.zeros(k))`.
+
+    Raises:
+      ValueError: if size is below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: jnp.tanh(jnp.square(batch @ w).sum(-1))
+      >>> gradients = ordering.sketched(loss, jax.random.key(0), size=64)
+      >>> losses, mean, rows = gradients(jnp.ones((90, 70)), jnp.eye(3, 90), jax.random.key(1))
+      >>> mean.shape, rows.tree.shape
+      ((90, 70), (3, 64))
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845
+    """
+    check_size(size)
+
+    def gradients(params, batch, batch_key):
+        if tree_size(params) <= size:
+            found, mean, rows = per_example(loss, has_aux=has_aux)(params, batch, batch_key)
+            return found, mean, sketch_rows(rows, sketch(key, size=size))
+        units = jax.tree.leaves(batch)[0].shape[0]
+        keys = jax.random.split(batch_key, units)
+        example = jax.tree.map(lambda x: x[0], batch)
+        of_one = loss_alone(loss, has_aux)
+        plan, program = _analyse(of_one, varying(params, batch), example, keys[0], size)
+        maps = maps_of(plan, params, key, size)
+
+        def total(params, zeros):
+            params = varying(params, batch)  # what devices differ in is of the type of the data
+            losses, aux = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
+            return jnp.mean(losses), (losses, aux)
+
+        zeros = varying(jnp.zeros((units, size)), batch)
+        (_, (losses, aux)), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(
+            params, zeros
+        )
+        losses = losses.astype(jnp.float32)
+        return (losses, aux) if has_aux else losses, mean, Rows.of(units * found)
+
+    return gradients
+
+
+def sketched_parameters(loss: Callable, params, batch, key: jax.Array, *, size: int = SIZE):
+    """How `sketched` treats every parameter; nothing is computed.
+
+    Args:
+      loss, params, batch, key: as of `sketched` and what it returns; shapes will do.
+      size: k.
+
+    Returns:
+      A `Leaf` for every parameter, in the order of `jax.tree.leaves`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: jnp.square(batch @ w).sum(-1)
+      >>> (leaf,) = ordering.sketched_parameters(
+      ...     loss, jnp.ones((90, 70)), jnp.ones((3, 90)), jax.random.key(0), size=64)
+      >>> leaf.how, leaf.why
+      ('sketched', 'product')
+    """
+    shapes = jax.eval_shape(lambda *a: a, params, _first(batch), key)
+    return _analyse(loss_alone(loss, False), *shapes, size)[0]
+
+
+def _first(batch):
+    """The shapes of one unit."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+
+
+def _analyse(of_one, params, example, key, size):
+    """(plan, `(params, maps, s, example, key) -> (loss, aux)`), of a loss of one example."""
+
+    def one(params, example, key):
+        return of_one(params, jax.tree.map(lambda x: x[None], example), key)
+
+    leaves, tree = jax.tree.flatten(params)
+    flat_example, example_tree = jax.tree.flatten(example)
+    closed, found = jax.make_jaxpr(
+        lambda leaves, rest, key: one(
+            jax.tree.unflatten(tree, leaves), jax.tree.unflatten(example_tree, rest), key
+        ),
+        return_shape=True,
+    )(leaves, flat_example, key)
+    results = jax.tree.structure(found)
+    plan = trace.plan_of(closed, params, (leaves, flat_example, key), size)
+
+    def program(params, maps, s, example, key):
+        own = [
+            copied(value, s, of) if leaf.how == "copied" else trace.entering(i, value)
+            for i, (leaf, of, value) in enumerate(
+                zip(plan, maps, jax.tree.leaves(params), strict=True)
+            )
+        ]
+        site = functools.partial(site_of, plan, maps, s)
+        hooks = Hooks(site, lambda param, name: None)
+        own += [*jax.tree.leaves(example), key]
+        found = trace.walk(closed.jaxpr, closed.consts, own, hooks)
+        return jax.tree.unflatten(results, found)
+
+    return plan, program
+
+
+class Map(NamedTuple):
+    """The random signs of one parameter: left [rows, p] and right [cols, q] of a sketch."""
+
+    seed: jax.Array
+    left: Any = None
+    right: Any = None
+
+
+def maps_of(plan, params, key, size) -> list[Map]:
+    seeds = jax.random.bits(jax.random.clone(key), (len(plan),), jnp.uint32)
+    return [_map_of(leaf, seed) for leaf, seed in zip(plan, seeds, strict=True)]
+
+
+def _map_of(leaf: Leaf, seed) -> Map:
+    if leaf.how != "sketched":
+        return Map(seed)
+    (p, q), shape = leaf.sizes, leaf.shape
+    sides = ((leaf.rows, p, 1), (leaf.cols, q, 2))
+    left, right = (
+        hash_signs(seed + jnp.uint32(n), jnp.arange(math.prod(shape[i] for i in side) * width))
+        .reshape(*(shape[i] for i in side), width)
+        for side, width, n in sides
+    )  # fmt: skip
+    return Map(seed, left, right)
+
+
+def _of_slice(of: Map, index) -> Map:
+    """The map of a slice that a scan is at: all have signs of their own."""
+    seed = of.seed ^ (jnp.uint32(0x85EBCA6B) * index)
+    if of.left is None:
+        return Map(seed)
+    signs = hash_signs(seed, jnp.arange(math.prod(of.left.shape[:-1])))
+    return Map(seed, of.left * signs.reshape(*of.left.shape[:-1], 1), of.right)
+
+
+# What a site adds to the backward pass. `data` are arrays, for rules of differentiation may not
+# close over what is traced.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(sketch_of_cotangent: Callable, y, s, data):
+    # s is zero; y must not be shared by units whose cotangents differ.
+    return y + s[0].astype(y.dtype)
+
+
+def _tap_forward(sketch_of_cotangent, y, s, data):
+    return _tap(sketch_of_cotangent, y, s, data), data
+
+
+def _tap_backward(sketch_of_cotangent, data, dy):
+    return dy, sketch_of_cotangent(dy, *data), None
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+def copied(value, s, of: Map):
+    """A copy of a parameter for this unit."""
+    return _tap(functools.partial(_folded, s.size), value, s, (of.seed,))
+
+
+def _folded(size, dw, seed):
+    return fold(as_float32(dw), seed, size)
+
+
+def site_of(plan, maps, s, use: Use, w):
+    leaf, of = plan[use.param.leaf], maps[use.param.leaf]
+    if use.param.stack:
+        of = _of_slice(of, use.param.index)
+    if leaf.how == "formed":
+        return _formed(use._replace(param=None, data=None), w, s, of.seed, use.data)
+    sides = (of.left, of.right) if numbers_of(use.rows) == leaf.rows else (of.right, of.left)
+    first, second = (
+        _in_order(side, dims) for side, dims in zip(sides, (use.rows, use.cols), strict=True)
+    )
+    swapped = sides[0] is of.right
+    rule = functools.partial(_kronecker, use.function, swapped, leaf.sizes, s.size)
+    return _tap(rule, use.function(w, *use.data), s, (first, second, *use.data))
+
+
+def _in_order(signs, dims):
+    """[K, p] with the leaf's dimensions as a use has them."""
+    numbers = [number for number, _ in dims]
+    order = [sorted(numbers).index(number) for number in numbers]
+    return signs.transpose((*order, len(order))).reshape(-1, signs.shape[-1])
+
+
+def _kronecker(function, swapped, sizes, size, dy, first, second, *data):
+    """(x P)^T (dy Q)."""
+    across = function(first.astype(dy.dtype), *data).astype(jnp.float32)
+    along = product(None, jnp.float32)(dy, second.astype(dy.dtype))
+    found = (along.T @ across if swapped else across.T @ along) / math.sqrt(math.prod(sizes))
+    return jnp.pad(found.reshape(-1), (0, size - found.size))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _formed(use: Use, w, s, seed, data):
+    """y, whose backward pass forms the gradient of this unit: the mean gradient is made of it."""
+    y = use.function(w, *data)
+    return y + s[0].astype(y.dtype)
+
+
+def _formed_forward(use, w, s, seed, data):
+    return _formed(use, w, s, seed, data), (w, s, seed, data)
+
+
+def _formed_backward(use, kept, dy):
+    w, s, seed, data = kept
+    if use.kind == "product":
+        gradient, to_data = data[0].T @ dy, (dy @ w.T,)
+    else:
+        _, pull = jax.vjp(use.function, w, *data)
+        gradient, *to_data = pull(dy)
+    dims = (*use.rows, *use.cols)
+    order = sorted(range(len(dims)), key=lambda i: dims[i])
+    natural = as_float32(gradient).reshape([n for _, n in dims]).transpose(order)
+    return gradient, fold(natural, seed, s.size), None, tuple(to_data)
+
+
+_formed.defvjp(_formed_forward, _formed_backward)

@@ -1,0 +1,153 @@
+"""Orders for the loaders of others: a dataset of Grain's, a batch sampler for PyTorch's."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ordering.input.steps import Steps, order_hash, step_indices
+from syncopate import plans
+
+
+def map_dataset(
+    source,
+    orders,
+    *,
+    units_per_step: int,
+    unit_size: int = 1,
+    num_units: int | None = None,
+    total: int | None = None,
+):
+    """A Grain `MapDataset` of one epoch, in the sequence of its orders.
+
+    Element t is the batch of step t. Grain's processes (`to_iter_dataset().mp_prefetch`) take turns
+    in whole elements, so that any number of them reads the same batches, and `get_state` is right
+    at every one. Maps of single examples belong to the source, which may be a `MapDataset` too.
+
+    Args:
+      source, orders, units_per_step, unit_size, num_units, total: as in `read_epochs` and
+        `step_indices`.
+
+    Returns:
+      A `grain.MapDataset` whose `repeat` and `shuffle` are refused, as elements past its end are.
+
+    Raises:
+      ValueError: for a source, orders or sizes that do not fit.
+      ImportError: if Grain is not installed.
+
+    Example:
+      >>> import numpy as np, ordering
+      >>> dataset = ordering.input.map_dataset(np.arange(4) * 10, [2, 0, 3, 1], units_per_step=2)
+      >>> [batch.tolist() for batch in dataset]
+      [[20, 0], [30, 10]]
+
+    References:
+      Grain's datasets, https://google-grain.readthedocs.io/en/latest/
+    """
+    try:
+        from ordering.input.grain_dataset import EpochDataset
+    except ImportError as error:
+        raise ImportError("Grain cannot be imported: pip install grain.") from error
+    steps = Steps(
+        source, orders, units_per_step=units_per_step, unit_size=unit_size, num_units=num_units,
+        total=total,
+    )  # fmt: skip
+    return EpochDataset(steps)
+
+
+class TorchSampler:
+    """What `torch_sampler` returns: an iterable of lists of indices, one per step.
+
+    Example: see `torch_sampler`.
+    """
+
+    def __init__(self, orders: Callable, sizes: dict, first_step: int):
+        self._orders, self._sizes, self._first = orders, sizes, first_step
+        self._length = len(self._steps())  # what cannot be is refused here; all epochs are as long
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> "TorchSteps":
+        first, self._first = self._first, 0
+        return TorchSteps(self._steps(), first)
+
+    def _steps(self):
+        indices, size = step_indices(self._orders(), **self._sizes)
+        return [indices[i : i + size] for i in range(0, indices.size, size)]
+
+
+class TorchSteps(Iterator):
+    """One epoch of a `TorchSampler`, whose position torchdata's loaders save and restore.
+
+    Example: see `torch_sampler`.
+    """
+
+    def __init__(self, steps: list[np.ndarray], first_step: int):
+        self._hash = order_hash(np.concatenate(steps))
+        self._steps, self._step = steps, first_step
+
+    def __next__(self) -> list[int]:
+        if self._step >= len(self._steps):
+            raise StopIteration
+        self._step += 1
+        return self._steps[self._step - 1].tolist()
+
+    def state_dict(self) -> dict:
+        return {"step": self._step, "order": self._hash}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["order"] != self._hash:
+            raise ValueError(
+                f"this state is of the order {state['order']}, and the current one is "
+                f"{self._hash}: restore the order's state of the same step first."
+            )
+        self._step = state["step"]
+
+
+def torch_sampler(
+    orders,
+    *,
+    units_per_step: int,
+    unit_size: int = 1,
+    total: int | None = None,
+    first_step: int = 0,
+) -> TorchSampler:
+    """A batch sampler for PyTorch's `DataLoader`, in the sequence of its orders.
+
+    It gives the indices of a step at once, which one process of the loader reads: with any number
+    of processes the batches are the steps. PyTorch is not needed to make it.
+
+    Args:
+      orders: as in `ordering.input.step_indices`; or a function without arguments that gives them,
+        asked when an epoch begins, so that one loader serves all epochs. A loader must be asked
+        for an epoch's iterator after `next_epoch`.
+      units_per_step, unit_size, total: as in `ordering.input.step_indices`.
+      first_step: of the first epoch that is read, to resume within it.
+
+    Returns:
+      A `TorchSampler`, for `DataLoader(batch_sampler=...)`: len is steps; its iterators have
+      `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader` asks.
+
+    Raises:
+      ValueError: for orders or sizes that do not fit; from `load_state_dict`, for a state of
+        another order.
+
+    Example:
+      >>> import ordering
+      >>> sampler = ordering.input.torch_sampler([2, 0, 1], units_per_step=2)
+      >>> len(sampler), list(sampler)
+      (2, [[2, 0], [1]])
+
+    References:
+      https://docs.pytorch.org/docs/stable/data.html
+      https://docs.pytorch.org/data/main/stateful_dataloader_tutorial.html
+    """
+    given = None if callable(orders) else np.array(orders)
+    asked = orders if given is None else lambda: given
+    sizes = {"units_per_step": units_per_step, "unit_size": unit_size, "total": total}
+    sampler = TorchSampler(asked, sizes, first_step)
+    if not plans.is_whole(first_step) or not 0 <= first_step <= len(sampler):
+        raise ValueError(
+            f"first_step is {first_step!r}: pass a whole number in [0, {len(sampler)}], the steps."
+        )
+    return sampler

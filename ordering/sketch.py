@@ -1,0 +1,249 @@
+"""Sketches: k numbers that stand for a gradient wherever only inner products are asked for."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ordering import rows as rows_lib
+from ordering import shards
+from ordering.exchange import LANES
+from syncopate import mesh, plans
+
+PyTree = Any
+SIZE = 1024  # sketch_size(10**4)
+BLOCK = 8192  # entries of a leaf that are added up at once: they stay in a cache
+TILE = 8  # rows of numbers that a TPU keeps together
+SMALL = 4096  # leaves up to this size are folded together
+
+
+def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
+    """The k of Johnson and Lindenstrauss for so many vectors, a multiple of 128.
+
+    k >= 4 ln N / (error^2 / 2 - error^3 / 3): a random projection to k numbers then keeps, with
+    high probability, the norms of N given vectors up to a factor of (1 +- error)^(1/2). If it keeps
+    those of all prefix sums v_t of an epoch, a herding bound of the sketches is one of the
+    gradients: max |v_t|_2 <= max |S v_t|_2 / (1 - error)^(1/2), and |v_t|_inf <= |v_t|_2. The
+    prefixes of an order that was made from sketches are not independent of them, so that this is
+    where to begin, not a guarantee; docs/orders.md has what was measured.
+
+    Args:
+      num_prefixes: N >= 2, prefix sums of all epochs: units x epochs.
+      error: in (0, 1).
+
+    Returns:
+      k.
+
+    Raises:
+      ValueError: for other values.
+
+    Example:
+      >>> import ordering
+      >>> ordering.sketch_size(10**4), ordering.sketch_size(10**6)
+      (1024, 1536)
+
+    References:
+      Dasgupta, Gupta, An Elementary Proof of a Theorem of Johnson and Lindenstrauss, 2003,
+      https://doi.org/10.1002/rsa.10073
+    """
+    if num_prefixes < 2 or not 0 < error < 1:
+        raise ValueError(
+            f"num_prefixes is {num_prefixes} and error {error}: pass at least 2 prefixes and an "
+            "error between 0 and 1."
+        )
+    least = 4 * math.log(num_prefixes) / (error**2 / 2 - error**3 / 3)
+    return LANES * math.ceil(least / LANES)
+
+
+def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree], jax.Array]:
+    """A random linear map from gradients to k numbers that keeps inner products.
+
+    E[S g . S h] = g . h, with a variance of about 2 |g|^2 |h|^2 / k.
+
+    Entries get random signs and are added up in k sums; a gradient of at most k entries is kept as
+    it is. The gradient is read once, and nothing of its size is written.
+
+    Args:
+      key: typed; one key gives all workers the same map.
+      size: k >= 1; see `sketch_size`.
+      specs: for a worker that is several devices, as in `cd_grab`: each sketches its part, with
+        signs of its own, and k numbers are added up over them. A map of another split is another
+        map, but for gradients that are kept as they are.
+
+    Returns:
+      `tree -> float32[k]`, for trees of floating leaves. The signs depend on the places of the
+      entries in the tree alone, and on the split.
+
+    Raises:
+      ValueError: if size is below 1, or specs are none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> to_sketch = ordering.sketch(jax.random.key(0), size=256)
+      >>> g = {"w": jnp.ones((100, 30)), "b": jnp.ones(30)}
+      >>> s = to_sketch(g)
+      >>> s.shape, bool(jnp.allclose(to_sketch(jax.tree.map(lambda x: 3 * x, g)), 3 * s))
+      ((256,), True)
+
+    References:
+      Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2004,
+      https://doi.org/10.1016/S0304-3975(03)00400-6
+    """
+    check_size(size)
+    plans.check_key(key)
+    axes = () if specs is None else mesh.axes_of(specs)
+
+    def apply(tree):
+        if not axes:
+            return mapped(tree, jax.random.clone(key))
+        of = mesh.like(specs, tree)
+        return mesh.over_shards(axes, added, (of,), P())(tree)
+
+    def added(tree):
+        """The sum of the sketches of all parts; whole gradients of few entries side by side."""
+        tree = shards.parts(tree, specs, axes)
+        count, mine = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+        found = mapped(tree, jax.random.fold_in(jax.random.clone(key), mine), count)
+        entries = rows_lib.tree_size(tree)
+        found = jnp.roll(found, mine * entries) if entries * count <= size else found
+        return jax.lax.psum(found, axes)
+
+    def mapped(tree, key, count=1):
+        leaves = [rows_lib.as_float32(leaf) for leaf in jax.tree.leaves(tree)]
+        if count * sum(leaf.size for leaf in leaves) <= size:
+            flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+            return jnp.pad(flat, (0, size - flat.size))
+        large = [leaf for leaf in leaves if leaf.size > SMALL]
+        small = [leaf.reshape(-1) for leaf in leaves if leaf.size <= SMALL]
+        parts = large + ([jnp.concatenate(small)] if small else [])
+        seeds = jax.random.bits(key, (len(parts),), jnp.uint32)
+        return sum(fold(part, seed, size) for part, seed in zip(parts, seeds, strict=True))
+
+    return apply
+
+
+def sketch_rows(rows: rows_lib.Rows, to_sketch: Callable[[PyTree], jax.Array]) -> rows_lib.Rows:
+    """The rows of the sketches: any order runs on them, with a state of k numbers.
+
+    Args:
+      rows: stacked rows of n units; to_sketch: from `sketch`.
+
+    Returns:
+      `Rows` of size n whose tree is float32[n, k]. Build the order's state with
+      `order.init(key, jnp.zeros(k))`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> rows = ordering.Rows.of(jnp.ones((2, 5000)))
+      >>> ordering.sketch_rows(rows, ordering.sketch(jax.random.key(0), size=64)).tree.shape
+      (2, 64)
+    """
+    if rows.size == 1:  # read in blocks of whole rows, as it lies
+        return rows_lib.Rows.of(to_sketch(jax.tree.map(lambda g: g[0], rows.tree))[None])
+    return rows_lib.Rows.of(jax.vmap(to_sketch)(rows.tree))
+
+
+def fold(leaf: jax.Array, seed: jax.Array, size: int) -> jax.Array:
+    """float32[k] of one array: entry (b, n), the n-th of block b, has the sign t_b r_(n + b).
+
+    Blocks of whole slices are added up first, then the block in sums of every k-th entry, with
+    signs of its own. Entries that meet have products of signs that are uncorrelated from pair to
+    pair.
+
+    Args:
+      leaf: any shape; seed: uint32[]; size: k.
+    """
+    block = max(BLOCK, size)  # else no sum would begin in some of the k places
+    slices = leaf.reshape(-1, *_slice_shape(leaf.shape, block))
+    in_block = _slices_in_block(len(slices), math.prod(slices.shape[1:]), block)
+    if len(slices) >= 2 * in_block:
+        slices = _add_blocks(slices, seed, in_block)
+    flat = slices.reshape(-1)
+    flat = flat * hash_signs(seed ^ jnp.uint32(0x5BD1E995), jnp.arange(flat.size))
+    found = jnp.sum(jnp.pad(flat, (0, -flat.size % size)).reshape(-1, size), axis=0)
+    # Small arrays begin anywhere, or all would share the first sums.
+    return jnp.roll(found, seed % size) if flat.size < size else found
+
+
+def _slice_shape(shape, block) -> tuple[int, ...]:
+    """As many of the last axes as fit a block, and at least one; of a vector, a vector unit's.
+
+    Axes that stay apart need no other layout: a TPU keeps the last two in tiles of 8 x 128.
+    """
+    if len(shape) < 2 or math.prod(shape) == shape[-1]:
+        return (LANES if math.prod(shape) % LANES == 0 else 1,)
+    fitting = (i for i in range(1, len(shape)) if math.prod(shape[i:]) <= block)
+    return tuple(shape[next(fitting, -1) :])
+
+
+def _slices_in_block(length: int, width: int, block: int) -> int:
+    """Tiles of a block's numbers; up to twice as many where nothing is left over then."""
+    least = TILE * math.ceil(block / width / TILE)
+    whole = (n for n in range(least, 2 * least, TILE) if length % n == 0)
+    return min(length, next(whole, least))
+
+
+def _add_blocks(slices, seed, in_block):
+    """The sum of the signed blocks, float32[in_block, ...]; the last may be shorter."""
+    shape = (in_block, *slices.shape[1:])
+    blocks, rest = divmod(len(slices), in_block)
+
+    def one_by_one(slices):
+        """A CPU adds block after block to a sum in its cache, and slides along the signs."""
+        flat, size = slices.reshape(-1), math.prod(shape)
+        signs = hash_signs(seed, jnp.arange(size + blocks))
+        of_blocks = hash_signs(~seed, jnp.arange(blocks))
+
+        def add(b, total):
+            block = jax.lax.dynamic_slice_in_dim(flat, b * size, size)
+            return total + of_blocks[b] * jax.lax.dynamic_slice_in_dim(signs, b, size) * block
+
+        start = mesh.varying(jnp.zeros(size), flat)
+        return jax.lax.fori_loop(0, blocks, add, start).reshape(shape)
+
+    def at_once(slices):
+        """An accelerator makes the signs while it reads."""
+        b = jnp.arange(blocks)
+        cut = slices[: blocks * in_block].reshape(blocks, *shape)
+        of_blocks = hash_signs(~seed, b).reshape(-1, *[1] * len(shape))
+        return jnp.sum(cut * _signs_at(seed, shape, b) * of_blocks, axis=0)
+
+    total = jax.lax.platform_dependent(slices, cpu=one_by_one, default=at_once)
+    if not rest:
+        return total
+    last = slices[blocks * in_block :]
+    signed = last * _signs_at(seed, last.shape, blocks) * hash_signs(~seed, blocks)
+    return total.at[:rest].add(signed)
+
+
+def _signs_at(seed, shape, block):
+    """[..., *shape]: the signs r of these blocks, [...]."""
+    n = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        n = n + place * jnp.uint32(math.prod(shape[axis + 1 :]))
+    block = jnp.asarray(block, jnp.uint32)
+    return hash_signs(seed, jax.vmap(lambda b: n + b)(block) if block.ndim else n + block)
+
+
+def hash_signs(seed: jax.Array, places) -> jax.Array:
+    """float32 signs of these places: -1 or +1, by a hash that any backend computes while it reads.
+
+    Args:
+      seed: uint32; places: integers of any shape.
+    """
+    x = jnp.asarray(places).astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ seed
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return 1.0 - 2.0 * (x >> 31).astype(jnp.float32)
+
+
+def check_size(size: int) -> None:
+    if int(size) != size or size < 1:
+        raise ValueError(
+            f"size is {size}: a sketch has at least one number. Pass a whole number, such as "
+            f"sketch_size(units * epochs), or leave it at {SIZE}."
+        )

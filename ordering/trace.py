@@ -1,0 +1,238 @@
+"""A loss evaluated equation by equation, so that every product of a parameter with data is seen.
+
+The jaxpr of a loss is walked through nested jit, remat and scan. Parameters travel as `Param`,
+through casts, transposes and reshapes that keep their dimensions apart. Where one meets data in a
+matrix product, a convolution or a look-up, `site` says what becomes of the result; any other use
+is reported to `unknown`, and computed as it stands. So it is planned what becomes of every
+parameter.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ordering import uses
+from ordering.uses import Hooks, Param, bind, raw
+
+EXACT = 4  # gradients of up to EXACT k numbers are formed: that costs less than two products
+
+
+def walk(jaxpr: core.Jaxpr, consts, args, hooks: Hooks) -> list:
+    """The results of a jaxpr on values of which some are `Param`."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    for equation in jaxpr.eqns:
+        values = [read(atom) for atom in equation.invars]
+        found, name = None, equation.primitive.name
+        if any(isinstance(v, Param) for v in values) or name in ALWAYS:
+            rule = RULES.get(name)
+            found = rule(equation, values, hooks) if rule else None
+            values = [_plain(v, name, hooks) for v in values] if found is None else values
+        if found is None:
+            found = bind(equation, values)
+        env.update(zip(equation.outvars, found, strict=True))
+    return [_plain(read(v), "the result", hooks) for v in jaxpr.outvars]
+
+
+def entering(leaf: int, value) -> Param:
+    """A whole leaf."""
+    dims = tuple(((i, n),) if n > 1 else () for i, n in enumerate(value.shape))
+    return Param(value, leaf, dims, 0, jnp.uint32(0))
+
+
+def slice_index(index, place) -> jax.Array:
+    """uint32: the slice at this place of the slice that was at `index`."""
+    return jnp.asarray(index, jnp.uint32) * jnp.uint32(65599) + jnp.asarray(place, jnp.uint32) + 1
+
+
+def _plain(value, name, hooks):
+    if isinstance(value, Param):
+        hooks.unknown(value, name)
+        return value.value
+    return value
+
+
+def _cast(equation, values, hooks):
+    (value,) = bind(equation, [values[0].value])
+    return [values[0]._replace(value=value)] if jnp.issubdtype(value.dtype, jnp.floating) else None
+
+
+def _transpose(equation, values, hooks):
+    (param,) = values
+    (value,) = bind(equation, [param.value])
+    dims = tuple(param.dims[i] for i in equation.params["permutation"])
+    return [param._replace(value=value, dims=dims)]
+
+
+def _reshape(equation, values, hooks):
+    """Dimensions may be merged and split again, and some of size 1 come and go."""
+    param, *sizes = values
+    dims = None if sizes else _regrouped(param, equation.outvars[0].aval.shape)
+    if dims is None:
+        return None
+    (value,) = bind(equation, [param.value])
+    return [param._replace(value=value, dims=dims)]
+
+
+def _regrouped(param: Param, shape):
+    """The leaf's dimensions in those of a new shape; None where one would be cut or repeated."""
+    left, found = [dim for group in param.dims for dim in group], []
+    for size in shape:
+        group = []
+        while math.prod(n for _, n in group) < size and left:
+            group.append(left.pop(0))
+        if math.prod(n for _, n in group) != size:
+            return None
+        found.append(tuple(group))
+    return None if left else tuple(found)
+
+
+def _jit(equation, values, hooks):
+    inner = equation.params["jaxpr"]
+    return walk(inner.jaxpr, inner.consts, values, hooks)
+
+
+def _remat(equation, values, hooks):
+    params = equation.params
+
+    def again(given):
+        own = [
+            v._replace(value=r) if isinstance(v, Param) else r
+            for v, r in zip(values, given, strict=True)
+        ]
+        return walk(params["jaxpr"], (), own, hooks)
+
+    again = jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return again([raw(v) for v in values])
+
+
+def _scan(equation, values, hooks):
+    """Parameters may be constants of the loop, or stacked along its axis; not carried."""
+    params, inner = equation.params, equation.params["jaxpr"]
+    first = params["num_consts"] + params["num_carry"]
+    consts, carry, stacked = (
+        values[: params["num_consts"]], values[params["num_consts"] : first], values[first:],
+    )  # fmt: skip
+    carry = [_plain(v, "scan", hooks) for v in carry]
+    stacked = [
+        v if not isinstance(v, Param) or _is_stacked(v) else _plain(v, "scan", hooks)
+        for v in stacked
+    ]
+
+    def body(carry, at):
+        place, slices = at
+        own = [
+            v._replace(
+                value=s, dims=v.dims[1:], stack=v.stack + 1, index=slice_index(v.index, place)
+            )
+            if isinstance(v, Param)
+            else s
+            for v, s in zip(stacked, slices, strict=True)
+        ]
+        found = walk(inner.jaxpr, inner.consts, [*consts, *carry, *own], hooks)
+        return found[: len(carry)], found[len(carry) :]
+
+    places = jnp.arange(params["length"], dtype=jnp.uint32)
+    carry, found = jax.lax.scan(
+        body, carry, (places, [raw(v) for v in stacked]), length=params["length"],
+        reverse=params["reverse"], unroll=params["unroll"],
+    )  # fmt: skip
+    return [*carry, *found]
+
+
+def _is_stacked(param: Param) -> bool:
+    return [number for number, _ in param.dims[0]] == [param.stack]
+
+
+class Leaf(NamedTuple):
+    """How the gradient of a parameter is sketched.
+
+    Fields:
+      name: its path; shape: of it.
+      how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone), or
+        "copied" (the parameter has a copy for each unit): the two cost memory for each unit.
+      why: what made it so: kinds of uses, or the names of primitives.
+      stack: leading dimensions that a scan goes through; rows, cols: the others, of a sketch of
+        `sizes` (p, q).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    how: str
+    why: str
+    stack: int = 0
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
+    sizes: tuple[int, int] = (0, 0)
+
+
+def leaf_of(name, shape, seen, unknown, size) -> Leaf:
+    kinds = ", ".join(dict.fromkeys(use.kind for use in seen))
+    stacks = {use.param.stack for use in seen}
+    if unknown or len(stacks) != 1:
+        why = ", ".join(dict.fromkeys(unknown)) or ("used at several depths" if seen else "unused")
+        return Leaf(name, shape, "copied", why)
+    (stack,) = stacks
+    number = math.prod(shape[stack:])
+    sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use in seen}
+    if number <= EXACT * size or "linear" in kinds or len(sides) > 1:
+        return Leaf(name, shape, "formed", kinds, stack)
+    rows, cols = (numbers_of(side) for side in (seen[0].rows, seen[0].cols))
+    sizes = _sizes(math.prod(shape[i] for i in rows), math.prod(shape[i] for i in cols), size)
+    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes)
+
+
+def numbers_of(side) -> tuple[int, ...]:
+    return tuple(sorted(number for number, _ in side))
+
+
+def _sizes(rows: int, cols: int, size: int) -> tuple[int, int]:
+    """(p, q): as square as the matrix allows, p q <= k."""
+    p = min(max(1, math.isqrt(size)), rows)
+    q = min(size // p, cols)
+    return min(size // q, rows), q
+
+
+def plan_of(closed, params, args, size) -> list[Leaf]:
+    """What becomes of every parameter, from a walk that notes all uses."""
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    shapes = [jnp.shape(leaf) for leaf in args[0]]
+    seen = [[] for _ in shapes]
+    unknown = [[] for _ in shapes]
+
+    def note(use, w):
+        seen[use.param.leaf].append(use._replace(data=None, param=use.param._replace(value=None)))
+        return use.function(w, *use.data)
+
+    def run(leaves, rest, key):
+        own = [entering(i, value) for i, value in enumerate(leaves)]
+        hooks = Hooks(note, lambda param, name: unknown[param.leaf].append(name))
+        return walk(closed.jaxpr, closed.consts, [*own, *rest, key], hooks)
+
+    jax.eval_shape(run, *args)
+    return [leaf_of(*each, size) for each in zip(paths, shapes, seen, unknown, strict=True)]
+
+
+ALWAYS = ("gather", "jit", "pjit")  # these are looked into without a parameter too
+RULES = {
+    "convert_element_type": _cast,
+    "copy": _cast,
+    "name": _cast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "broadcast_in_dim": _reshape,
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": _jit,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    **uses.RULES,
+}

@@ -1,0 +1,233 @@
+"""What all plans share: a mask over the steps of a run, and schedules evaluated on the host."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import numpy as np
+
+__all__ = ["Plan"]
+
+MOST_STEPS = 10**9
+
+
+def is_whole(value) -> bool:
+    """Whether a value is a whole number (and no bool)."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_total_steps(total_steps) -> None:
+    """Raises ValueError unless T is a whole number from 1 to a billion: plans are arrays."""
+    if not is_whole(total_steps) or total_steps < 1:
+        raise ValueError(f"total_steps is {total_steps!r}: a run has at least one whole step.")
+    if total_steps > MOST_STEPS:
+        raise ValueError(
+            f"total_steps is {total_steps}: plans hold a number for every step, of at most "
+            f"{MOST_STEPS:,}. Plan a part of the run at a time."
+        )
+
+
+def check_key(key) -> None:
+    """Raises ValueError unless it is a typed key, or an array of them."""
+    if not jax.dtypes.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+        raise ValueError(
+            f"key is {key} ({type(key).__name__}): pass a typed key, as jax.random.key(0)."
+        )
+
+
+def evaluate_schedule(
+    schedule: Callable | float | np.ndarray, total_steps: int, name: str
+) -> np.ndarray:
+    """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
+
+    A schedule of jax operations is called once, for all steps, in float64; one that Python alone
+    can evaluate is called step by step. ValueError, with the `name` of the values, if one of them
+    is negative, not finite or complex, or an array has another length.
+
+    Example:
+      >>> import optax
+      >>> from syncopate import plans
+      >>> plans.evaluate_schedule(optax.linear_schedule(1.0, 0.0, 4), 5, "lr").tolist()
+      [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    check_total_steps(total_steps)
+    if callable(schedule):
+        values = _real(_evaluated(schedule, total_steps), name).reshape(total_steps)
+    else:
+        values = _real(np.asarray(schedule), name)
+        if values.shape not in ((), (total_steps,)):
+            raise ValueError(
+                f"{name} has the shape {values.shape}: an array holds one value for each of the "
+                f"{total_steps} steps."
+            )
+        values = np.broadcast_to(values, (total_steps,))
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(bad):
+        raise ValueError(
+            f"{name}({bad[0]}) is {values[bad[0]]:g}: the schedule must be finite and not "
+            f"negative in all {total_steps} steps ({len(bad)} of them are not)."
+        )
+    return values
+
+
+def probabilities(p: Callable | float | np.ndarray, total_steps: int, name: str) -> np.ndarray:
+    """float64[T] in (0, 1], of a schedule, a number or an array; ValueError for others."""
+    values = evaluate_schedule(p, total_steps, name)
+    bad = np.flatnonzero((values <= 0) | (values > 1))
+    if len(bad):
+        raise ValueError(
+            f"{name}({bad[0]}) is {values[bad[0]]:g}: a probability lies in (0, 1]. A schedule may "
+            "fall, but not to 0."
+        )
+    return values
+
+
+def bernoulli_draws(probabilities: np.ndarray, key: jax.Array) -> np.ndarray:
+    """bool[T], one coin per step: heads with the step's chance. The key alone decides.
+
+    Keys of the default kind: their numbers do not depend on the hardware.
+    """
+    check_key(key)
+    with jax.ensure_compile_time_eval():  # now, even where the plan is made inside a trace
+        return (
+            np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32)) < probabilities
+        )
+
+
+def describe_schedule(p) -> str:
+    """A probability in a rule's name, or "p(t)" for its schedule."""
+    return f"{p:g}" if isinstance(p, int | float) else "p(t)"
+
+
+def _evaluated(schedule, total_steps):
+    # Without a CPU backend the default device must do; accelerators emulate float64.
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = None
+    # Evaluated now, even where the plan is made while a function is traced.
+    with jax.enable_x64(True), jax.default_device(device), jax.ensure_compile_time_eval():
+        try:
+            # Not jitted: a compiler may rewrite t / 10 as t * 0.1, and plans, which are hashed,
+            # must not depend on the machine.
+            values = jax.vmap(schedule)(np.arange(total_steps))
+        except (TypeError, jax.errors.JAXTypeError):
+            values = [schedule(t) for t in range(total_steps)]
+        return np.asarray(values)
+
+
+def _real(values, name) -> np.ndarray:
+    """float64; ValueError for complex numbers, and for what is no number."""
+    try:
+        if not np.iscomplexobj(values):
+            return values.astype(np.float64)
+    except (TypeError, ValueError):  # what is no number
+        pass
+    raise ValueError(f"{name} is {values.dtype}: the values of a schedule must be real numbers.")
+
+
+class Plan:
+    """The base of all plans: which of the T steps of a run are marked; the first always is.
+
+    A kind of plan has `total_steps`, the array of its marked steps under a name of its own, and
+    `rule`: how it was made, for people. Two plans of one kind are equal if their hashes are.
+
+    Class attributes of a kind:
+      marks: name of int64[n], the marked steps; and of their list in a saved file.
+      stretches: name of that which a marked step begins, for people.
+      online: whether a decision waits for the run: of no plan.
+    """
+
+    marks: ClassVar[str]
+    stretches: ClassVar[str]
+    online: ClassVar[bool] = False
+
+    total_steps: int
+    rule: str
+
+    @classmethod
+    def of_marks(cls, marked: np.ndarray, total_steps: int, rule: str) -> "Plan":
+        """A plan of this kind from int64[n], its marked steps."""
+        raise NotImplementedError
+
+    @property
+    def marked(self) -> np.ndarray:
+        """int64[n], the marked steps."""
+        return getattr(self, self.marks)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[n], the steps from each marked one to the next, or to the end."""
+        return np.diff(self.marked, append=self.total_steps)
+
+    def digest(self) -> str:
+        """A hash (64 hex digits) of T and all marked steps; independent of machine and rule."""
+        content = np.append(self.marked, self.total_steps).astype("<i8").tobytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def __eq__(self, other):
+        return isinstance(other, type(self)) and self.digest() == other.digest()
+
+    def __hash__(self):
+        return hash(self.digest())
+
+    def __repr__(self):
+        count = f"{len(self.marked)} {self.stretches} in {self.total_steps} steps"
+        return f"{type(self).__name__}({self.rule}: {count})"
+
+    def check_run(self, total_steps: int) -> None:
+        """Raises ValueError unless the plan is made for a run of `total_steps`."""
+        if total_steps != self.total_steps:
+            raise ValueError(
+                f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
+                "make the plan with the run's total_steps."
+            )
+
+    def describe(self) -> str:
+        """The plan on one screen: rule, sizes, hash, and how it changes over the run."""
+        sizes, table = self._summary()
+        head = f"{self.total_steps} steps, {len(self.marked)} {self.stretches}, {sizes}"
+        return "\n".join([self.rule, f"{head}, hash {self.digest()[:12]}", *table])
+
+    def _summary(self) -> tuple[str, list[str]]:
+        """For `describe`: the sizes in words, and the lines of a table with its head."""
+        raise NotImplementedError
+
+    def save(self, path: str) -> None:
+        """Writes plan and hash as JSON: under a temporary name first, so never half a file."""
+        content = {
+            "rule": self.rule,
+            "total_steps": self.total_steps,
+            self.marks: self.marked.tolist(),
+            "digest": self.digest(),
+        }
+        temporary = f"{path}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, path: str) -> "Plan":
+        """The plan of this kind that `save` has written, compared with its hash.
+
+        Raises:
+          ValueError: if the file holds no such plan, or does not match its hash.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
+            marked = np.asarray(content[cls.marks], np.int64)
+            rule, digest = content["rule"], content["digest"]
+            if not isinstance(rule, str):
+                raise TypeError(f"its rule is {rule!r}, no text")
+            plan = cls.of_marks(marked, content["total_steps"], rule)
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{path!r} holds no saved plan ({error!r}): save it again.") from error
+        if plan.digest() != digest:
+            raise ValueError(
+                f"{path!r} does not match its hash: it was changed. Save the plan again."
+            )
+        return plan

@@ -1,0 +1,95 @@
+"""The exit codes of docs/ends.md are those seen, and its messages those said."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from experiments import launch
+from experiments.cluster import lock, processes
+from tests.commands import ROOT, SHORT, train_run
+
+PAGE = (ROOT / "docs" / "ends.md").read_text()
+CODES = {int(code) for code in re.findall(r"^\| (\d+) +\|", PAGE, re.M)}
+
+
+def code_of(folder, *flags):
+    """As Python makes it out of how a call of `train` ends."""
+    try:
+        train_run([*SHORT, *flags], folder)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+    return 0
+
+
+def signalled(number):
+    def end(folder, monkeypatch):
+        @contextlib.contextmanager
+        def caught():
+            yield lambda wants_to_save: (number, True)
+
+        monkeypatch.setattr(processes, "interrupts", caught)
+        return code_of(folder)
+
+    return end
+
+
+def taken(folder, monkeypatch):
+    with lock.held(str(folder)):
+        return code_of(folder)
+
+
+def broken(folder, monkeypatch):
+    """A flag that does not fit, and a run that diverges."""
+    command = [sys.executable, "-m", "experiments.train", "--task=cats"]
+    done = subprocess.run(
+        [*command, f"--output_dir={folder}"], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError: --task is cats: choose one of")
+    assert code_of(folder, "--learning_rate=1e38") == done.returncode
+    return done.returncode
+
+
+def killed(folder, monkeypatch):
+    (folder / "child.py").write_text("import os; os.kill(os.getpid(), 9)")
+    return launch.launch("child", processes=1, environment=os.environ | {"PYTHONPATH": str(folder)})
+
+
+ENDS = {
+    0: lambda folder, monkeypatch: code_of(folder),
+    1: broken,
+    75: taken,
+    130: signalled(signal.SIGINT),
+    137: killed,
+    143: signalled(signal.SIGTERM),
+}
+
+
+def test_every_code_of_the_page_is_seen_and_no_other():
+    assert CODES == set(ENDS)
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_runs_end_with_the_codes_of_the_page(code, tmp_path, monkeypatch):
+    assert ENDS[code](tmp_path, monkeypatch) == code
+
+
+def test_the_messages_of_the_page_are_in_the_code():
+    rows = re.findall(r"^\| (.*?) +\|", PAGE.split("## Messages")[1].split("##")[0], re.M)[2:]
+    assert len(rows) > 8
+    sources = [path.read_text() for path in (ROOT / "experiments").glob("**/*.py")]
+    code = re.sub(r'"\s*f?"', "", re.sub(r"\{[^{}]*\}", "", "\n".join(sources)))
+    code = " ".join(code.split())
+    for row in rows:
+        for part in re.split(r"\.\.\.|\(.*?\)|\b[NnP]\b", row):
+            assert part.strip() in code, part
+
+
+def test_the_page_is_one_page():
+    assert len(PAGE.splitlines()) < 75

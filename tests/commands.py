@@ -1,0 +1,86 @@
+"""Runs of `experiments.train`: in this process, and as commands that signals reach."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+from absl import flags
+
+from experiments import train
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SHORT = [
+    "--num_train=96", "--num_test=200", "--workers=2", "--units_per_step=4", "--unit_size=1",
+    "--checkpoint_every=0", "--total_steps=24", "--evaluations=4", "--warmup_steps=2",
+    "--h_base=2", "--learning_rate=0.2",
+]  # fmt: skip
+RUN = [
+    "experiments.train", "--order=cd_grab", "--sync=qsr", "--echo=diffusion+cosine",
+    "--total_steps=6000", "--evaluations=12", "--checkpoint_every=150", "--units_per_step=3",
+]  # fmt: skip
+TWO_DEVICES = ["--workers=2", "--run=mesh"]
+LAUNCH_TWO = ["experiments.launch", "--processes=2", "--"]
+
+
+def train_run(arguments, folder):
+    values = flags.FlagValues()
+    train.define_flags(values)
+    values(["train", *arguments, f"--output_dir={folder}"])
+    train.run(values)
+
+
+def environment(devices=1):
+    xla = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONPATH": str(ROOT)}
+
+
+def start(command, folder, devices=1, *, again=False):
+    """A process that runs a module of ours; again: in the loop of docs/launching.md."""
+    command = [sys.executable, "-m", *command, f"--output_dir={folder}"]
+    if again:
+        page = (ROOT / "docs" / "launching.md").read_text()
+        loop = re.search(r"^until COMMAND\n.*?^done\n", page, re.M | re.S)[0]
+        command = ["bash", "-c", loop.replace("COMMAND", '"$@"').replace("10", "0.2"), *command[:1],
+                   *command]  # fmt: skip
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment(devices), **options)
+
+
+def children(pid):
+    """The processes that one has started, in their order; of Linux."""
+    path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(n) for n in path.read_text().split()] if path.exists() else []
+
+
+def finish(command, folder, devices=1):
+    process = start(command, folder, devices)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_checkpoint(process, folder):
+    """Waits for the first that is whole: those that are being written have another name."""
+    until, found = time.monotonic() + 200, folder / "checkpoints"
+    while not (found.exists() and any(path.name.isdigit() for path in found.iterdir())):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def stop_in_the_middle(command, folder, number, devices=1):
+    """Sends a signal after the first checkpoint; (exit status, output)."""
+    process = start(command, folder, devices)
+    wait_for_checkpoint(process, folder)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def records(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if k != "seconds"} for x in lines]

@@ -1,0 +1,222 @@
+"""Corrections of local drift equal their papers, remove the bias of local steps, send nothing."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from tests import reference
+from tests.problems import (
+    PLAN,
+    RATE,
+    SGD,
+    START,
+    W,
+    assert_workers_bitwise_equal,
+    copies,
+    distance,
+    flat,
+    run_rounds,
+    run_squares,
+    square_gradient,
+    square_step,
+    vmap,
+)
+from tests.refused import refuses
+
+RATES = RATE * np.linspace(1, 0.3, 13)
+
+
+def corrected(correction, inner=None, **options):
+    inner = inner or optax.sgd(RATE)
+    return local_opt.local_rounds(inner, axis_name="worker", correction=correction, **options)
+
+
+def control(**options):
+    return local_opt.control_variates(learning_rate=RATE, **options)
+
+
+@pytest.mark.parametrize("run", ["rounds", "planned"])
+def test_control_variates_equal_the_paper_line_by_line(run):
+    schedule = lambda count: jnp.asarray(RATES, jnp.float32)[count]  # noqa: E731
+    given = dict(axis_name="worker", correction=local_opt.control_variates(learning_rate=schedule))
+    if run == "rounds":
+        found, state = run_rounds(local_opt.local_rounds(optax.sgd(schedule), **given), PLAN)
+        own = state.correction
+    else:
+        found, state = run_squares(local_opt.local_steps(optax.sgd(schedule), PLAN, **given))
+        own = state.rounds.correction
+    expected, controls = reference.scaffold(flat(START), square_gradient, PLAN.periods, RATES)
+    # float32 against float64; differences of parameters over the round's rates lose some digits.
+    assert distance(found, expected) < 2e-6
+    theirs, mean = controls[-1]
+    assert distance(flat(own.against), mean - theirs) < 1e-4
+    assert distance(found, reference.local_sgd(flat(START), square_gradient, PLAN.periods, RATE))
+    assert own.count.tolist() == [13] * W and own.rates.tolist() == [0] * W
+
+
+def test_without_a_rate_the_units_are_those_of_updates():
+    """The same for a constant rate; a rate that is passed to the step is the one that counts."""
+    given, _ = run_rounds(corrected(control()), PLAN)
+    alone, _ = run_rounds(corrected(local_opt.control_variates()), PLAN)
+    assert distance(alone, given) < 1e-6
+
+    def scaled(grads, state, params=None, *, rate, **extra):
+        return jax.tree.map(lambda g: -rate * g, grads), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
+    rounds = corrected(local_opt.control_variates(), inner)
+    update = functools.partial(rounds.update, rate=RATE)
+    told, state = run_rounds(rounds._replace(update=update), PLAN)
+    assert distance(told, given) < 1e-6
+    against = flat(state.correction.against)
+    assert np.abs(against.sum(axis=0)).max() < 1e-4 * np.abs(against).max()
+
+
+def test_the_proximal_term_equals_the_paper():
+    found, _ = run_rounds(corrected(local_opt.proximal(1.5)), PLAN)
+    expected = reference.fedprox(flat(START), square_gradient, PLAN.periods, RATE, 1.5)
+    assert distance(found, expected) < 1e-6
+    plain, _ = run_rounds(corrected(None), PLAN)
+    assert distance(plain, expected) > 1e-2
+    same, _ = run_rounds(corrected(local_opt.proximal(0.0)), PLAN)
+    np.testing.assert_array_equal(same, plain)
+
+
+# Workers with curvatures and optima of their own: 1/2 sum h (x - a)^2.
+
+CURVATURES = np.array([[0.5, 2.0], [1.0, 1.0], [3.0, 0.2], [0.1, 4.0]], np.float32)
+CENTRES = np.array([[1.0, -2.0], [3.0, 0.0], [-1.0, 1.0], [0.5, 2.0]], np.float32)
+OPTIMUM = (CURVATURES * CENTRES).sum(axis=0) / CURVATURES.sum(axis=0)
+
+
+def fixed_point(rate, period):
+    """Of the mean of the workers' affine maps of H steps, x -> p x + (1 - p) a."""
+    p = (1 - rate * CURVATURES.astype(np.float64)) ** period
+    return ((1 - p) * CENTRES).sum(axis=0) / (1 - p).sum(axis=0)
+
+
+def end_of(inner, correction=None, period=8, rounds=400, **options):
+    """Where local steps on the quadratics end, of all workers."""
+    made = corrected(correction, inner, **options)
+
+    @jax.jit
+    @vmap
+    def run(x, curvature, centre):
+        def step(_, carry):
+            x, state = carry
+            updates, state = made.update(curvature * (x - centre), state, x)
+            return optax.apply_updates(x, updates), state
+
+        def one_round(_, carry):
+            return made.sync(*jax.lax.fori_loop(0, period, step, carry))
+
+        return jax.lax.fori_loop(0, rounds, one_round, (x, made.init(x)))[0]
+
+    x = run(jnp.zeros((W, 2)), CURVATURES, CENTRES)
+    assert_workers_bitwise_equal(x)
+    return x[0]
+
+
+def test_control_variates_remove_the_bias_of_a_constant_period():
+    point = fixed_point(0.1, 8)
+    assert np.abs(point - OPTIMUM).max() > 0.2
+    np.testing.assert_allclose(end_of(optax.sgd(0.1)), point, atol=1e-5)
+    for correction in (
+        local_opt.control_variates(learning_rate=0.1),
+        local_opt.control_variates(),
+        local_opt.control_variates(gain=0.3),
+    ):
+        np.testing.assert_allclose(end_of(optax.sgd(0.1), correction), OPTIMUM, atol=1e-5)
+
+
+INNERS = {
+    "a chain": (optax.chain(optax.clip_by_global_norm(1e3), optax.sgd(0.05)), {}),
+    "momentum": (optax.sgd(0.02, momentum=0.9), {"rounds": 800}),
+    "outer momentum": (optax.sgd(0.05), {"outer": local_opt.nesterov(momentum=0.5)}),
+}
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_control_variates_compose(name):
+    inner, options = INNERS[name]
+    found = end_of(inner, local_opt.control_variates(), **options)
+    plain = end_of(inner, **options)
+    assert np.abs(plain - OPTIMUM).max() > 0.1
+    np.testing.assert_allclose(found, OPTIMUM, atol=2e-4)
+
+
+def test_adam_ends_where_it_ends_with_a_sync_after_every_step():
+    """Which is not the optimum of the mean: every worker divides by its own second moment."""
+    inner = optax.adam(1e-3, eps=0.1)
+    every, plain = (end_of(inner, period=h, rounds=24_000 // h) for h in (1, 24))
+    found = end_of(inner, local_opt.control_variates(), period=24, rounds=1000)
+    assert distance(found, every) < 0.2 * distance(plain, every)
+
+
+def test_a_pull_shrinks_the_bias_and_does_not_remove_it():
+    biases = []
+    for strength in (0.0, 4.0, 12.0):
+        steep = CURVATURES.astype(np.float64) + strength
+        weights = (1 - (1 - 0.05 * steep) ** 8) * CURVATURES / steep
+        point = (weights * CENTRES).sum(axis=0) / weights.sum(axis=0)
+        found = end_of(optax.sgd(0.05), local_opt.proximal(strength))
+        np.testing.assert_allclose(found, point, atol=2e-5)
+        biases.append(np.abs(point - OPTIMUM).max())
+    assert biases[0] > 1.2 * biases[1] > 1.2**2 * biases[2] > 0.05
+
+
+def test_syncs_of_some_parts_leave_the_correction_alone():
+    rounds = corrected(control(), SGD, opt_state={"trace": "mean"})
+    x = copies(START)
+    state = jax.jit(vmap(rounds.init))(x)
+    for _ in range(3):
+        x, state = jax.jit(vmap(square_step(rounds)))(
+            x, state, jnp.ones((W, 5, 6)), jnp.ones((W, 5))
+        )
+    same, after = vmap(functools.partial(rounds.sync, parts=("trace",)))(x, state)
+    np.testing.assert_array_equal(same["w"], x["w"])
+    assert after.correction.rates.tolist() == state.correction.rates.tolist()
+    assert float(state.correction.rates[0]) == pytest.approx(3 * RATE)
+
+
+def test_a_round_without_a_step_or_a_rate_changes_nothing():
+    correction = local_opt.control_variates()
+    state = correction.init(jnp.zeros(2, jnp.bfloat16))
+    assert state.against.dtype == jnp.float32
+    updates, state = correction.update(jnp.ones(2, jnp.bfloat16), state, rate=0.0)
+    assert updates.dtype == jnp.bfloat16
+    one = jnp.ones(2, jnp.bfloat16)
+    state = correction.sync(state, own=one, mean=0 * one, new=0 * one)
+    assert state.against.tolist() == [0, 0]
+
+
+SOME_WIRE = local_opt.WIRES["int8"]
+BAD = {
+    "gain 0": (lambda: control(gain=0), "gain is 0: it must be a positive, finite number"),
+    "gain 2": (lambda: control(gain=2.0), r"gain is 2.0: it must lie in \(0, 1\]"),
+    "rate 0": (
+        lambda: local_opt.control_variates(learning_rate=0.0),
+        "learning_rate is 0.0: .*pos",
+    ),
+    "rate nan": (
+        lambda: local_opt.control_variates(learning_rate=math.nan),
+        "learning_rate is nan",
+    ),
+    "strength": (lambda: local_opt.proximal(-1), "strength is -1: mu must be finite and >= 0"),
+    "no params": (
+        lambda: corrected(local_opt.proximal(1.0)).update(
+            jnp.ones(2), corrected(local_opt.proximal(1.0)).init(jnp.ones(2))
+        ),
+        "the pull is on parameters: call update",
+    ),
+    "a number": (lambda: corrected(0.1), "correction is 0.1: pass what control_variates"),
+    "a wire": (lambda: corrected(control(), wire=SOME_WIRE), "leave out correction= or wire="),
+}
+
+test_bad_input = refuses(BAD)

@@ -1,0 +1,253 @@
+"""Local steps equal the papers line by line, data parallelism at H = 1, and one worker alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from local_opt import runners
+from tests.problems import (
+    IMAGES,
+    LABELS,
+    NET,
+    PLAN,
+    RATE,
+    RUNS,
+    SGD,
+    START,
+    TARGETS,
+    W,
+    assert_bitwise_equal,
+    assert_workers_bitwise_equal,
+    copies,
+    distance,
+    expected_squares,
+    net_step,
+    run_net,
+    run_rounds,
+    run_squares,
+    vmap,
+)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_planned_steps_equal_the_reference(run):
+    opt = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        local_opt.local_steps(SGD, PLAN, axis_name="worker", total_steps=13),
+    )
+    history, state = run_squares(opt, RUNS[run])
+    expected = expected_squares(clip=1.0)
+    # Clipped: the reference without clipping is far away; and workers differ inside rounds.
+    assert distance(expected, expected_squares()) > 0.1
+    assert np.abs(expected[4] - expected[4, :1]).max() > 1e-2
+    # float32 against float64: 13 steps of a rounding (6e-8) of numbers of this size.
+    assert distance(history, expected) < 1e-6
+    for end in PLAN.ends:
+        met = history[end - 1]
+        # x + (mean - x) rounds as x does, so a small mean of large x is one ulp of the large ones.
+        assert np.abs(met - met[:1]).max() <= np.spacing(np.abs(met).max())
+    planned = state[1]
+    assert planned.step.tolist() == [13] * W and planned.round.tolist() == [5] * W
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+def test_host_driven_rounds_equal_the_reference(run):
+    rounds = local_opt.local_rounds(SGD, axis_name="worker")
+    history, state = run_rounds(rounds, PLAN, RUNS[run])
+    assert distance(history, expected_squares()) < 1e-6  # as above
+    assert state.since.tolist() == [0] * W
+
+
+def test_drift_is_the_distance_from_the_mean_before_the_last_sync():
+    rounds = local_opt.local_rounds(SGD, axis_name="worker")
+    _, state = run_rounds(rounds, PLAN)
+    without_the_last = local_opt.SyncPlan(PLAN.starts, 14)
+    before = expected_squares(without_the_last)[12]
+    mean = before.mean(axis=0)
+    drift = np.linalg.norm(before - mean, axis=1) / np.linalg.norm(mean)
+    np.testing.assert_allclose(state.drift, drift, rtol=1e-4)  # a difference of float32 numbers
+
+
+def test_narrow_gradients_do_not_narrow_the_sync():
+    """bfloat16 gradients make bfloat16 updates; what a sync adds needs the parameter's digits."""
+    plan = local_opt.constant(2, total_steps=2)
+    opt = local_opt.local_steps(optax.sgd(0.1), plan, axis_name="worker")
+    step = jax.jit(vmap(lambda g, s, x: opt.update(g, s, x)))
+    x = jnp.ones((W, 3))
+    state = jax.jit(vmap(opt.init))(x)
+    for grads in jnp.asarray(TARGETS[:2, :, :3], jnp.bfloat16):
+        updates, state = step(grads, state, x)
+        x = optax.apply_updates(x, updates)
+    assert x.dtype == jnp.float32
+    assert np.ptp(x, axis=0).max() <= np.spacing(np.abs(x).max())
+    mean = 1 - 0.1 * jnp.asarray(TARGETS[:2, :, :3], jnp.bfloat16).astype(float).mean(1).sum(0)
+    np.testing.assert_allclose(x[0], mean, rtol=1e-2)  # of what the optimizer did in bfloat16
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+def test_a_skipped_step_is_counted(run):
+    """A worker that skips a gradient which is not finite still meets the others in time."""
+    plan = local_opt.constant(3, total_steps=6)
+    inner = optax.apply_if_finite(optax.sgd(RATE), max_consecutive_errors=5)
+    opt = local_opt.local_steps(inner, plan, axis_name="worker")
+    over = W if run == "vmap" else runners.worker_mesh(W)
+    words = {"inputs": "owned owned owned", "outputs": "owned owned"}
+    step = jax.jit(local_opt.lift(opt.update, over, **words))
+    x = jnp.zeros(W)
+    state = jax.vmap(opt.init)(x)
+    grads = jnp.array([1.0, jnp.nan, 1.0, 1.0])
+    for _ in range(3):
+        updates, state = step(grads, state, x)
+        x = x + updates
+    assert state.step.tolist() == [3] * W and state.round.tolist() == [1] * W
+    np.testing.assert_allclose(x, -3 * RATE * 3 / 4, rtol=1e-6)
+    assert state.rounds.inner.total_notfinite.tolist() == [0, 3, 0, 0]
+
+
+def test_sgd_with_a_sync_after_every_step_is_data_parallel_training():
+    every = local_opt.every_step(100)
+    local = run_net(local_opt.local_steps(SGD, every, axis_name="worker"))
+    parallel = run_net(SGD, mean=True)
+    # 100 steps, rounded in another order; about 3e-7 measured.
+    assert distance(local, parallel) < 1e-6
+    assert distance(parallel, copies(NET)) > 0.1
+
+
+def test_local_adamw_is_not_parallel_adamw():
+    every, adamw = local_opt.every_step(50), optax.adamw(0.01)
+    parallel = run_net(adamw, steps=50, mean=True)
+    local = run_net(local_opt.local_steps(adamw, every, axis_name="worker"), steps=50)
+    assert distance(local, parallel) > 1e-4
+
+
+@pytest.mark.parametrize("inner", [SGD, optax.adamw(0.01)], ids=["sgd", "adamw"])
+def test_one_worker_is_the_inner_optimizer_bitwise(inner):
+    plan = local_opt.constant(3, total_steps=20)
+    opt = local_opt.local_steps(inner, plan, axis_name="worker")
+    alone = run_net(inner, workers=1, steps=20)
+    assert distance(alone, copies(NET, 1)) > 0.01
+    assert_bitwise_equal(run_net(opt, workers=1, steps=20), alone)
+
+
+def test_accumulating_on_workers_is_training_on_all_their_batches():
+    """Twelve batches of two examples of four workers, three at a time: four large steps."""
+    adamw = optax.adamw(0.01)
+    rounds = local_opt.accumulated_rounds(adamw, axis_name="worker")
+    step = jax.jit(vmap(functools.partial(net_step, rounds)))
+    sync = jax.jit(vmap(rounds.sync))
+    params = copies(NET)
+    state = jax.jit(vmap(rounds.init))(params)
+    expected, adam = NET, jax.jit(adamw.init)(NET)
+    large = jax.jit(functools.partial(net_step, adamw))
+    for r in range(4):
+        for t in range(3 * r, 3 * r + 3):
+            moved, state = step(IMAGES[t], LABELS[t], params, state)
+            assert_bitwise_equal(moved, params)  # no movement inside a round
+        params, state = sync(params, state)
+        assert_workers_bitwise_equal((params, state))
+        batch = IMAGES[3 * r : 3 * r + 3].reshape(-1, 3), LABELS[3 * r : 3 * r + 3].reshape(-1)
+        expected, adam = large(*batch, expected, adam)
+        # Means of means, then Adam's division: a few float32 roundings.
+        assert distance(params, copies(expected)) < 1e-5
+
+
+def test_bad_input():
+    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
+    for bad in (opt, local_opt.accumulated_rounds(SGD, axis_name="worker")):
+        with pytest.raises(ValueError, match=r"parameter \['n'\] is int32: only floating"):
+            bad.init({"n": jnp.arange(3), "w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="averages parameters: call update.grads, state, par"):
+        opt.update(jnp.ones(3), opt.init(jnp.ones(3)))
+    with pytest.raises(ValueError, match="has 13 steps and the run 14: make the plan with"):
+        local_opt.local_steps(SGD, PLAN, axis_name="worker", total_steps=14)
+    with pytest.raises(ValueError, match="plan is a int: make a SyncPlan"):
+        local_opt.local_steps(SGD, 4, axis_name="worker")
+    with pytest.raises(ValueError, match="at most 1,000,000,000. Plan a part of the run"):
+        local_opt.SyncPlan([0], 2**31)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_parallel_rounds_are_steps_with_the_mean_gradient(run):
+    """So they equal rounds of one step of SGD, and a sync changes nothing."""
+    every = local_opt.every_step(13)
+    rounds = local_opt.parallel_rounds(SGD, axis_name="worker")
+    history, state = run_rounds(rounds, PLAN, RUNS[run])
+    np.testing.assert_array_equal(history, np.stack([history[:, 0]] * W, axis=1))  # in every step
+    assert distance(history, expected_squares(every)) < 1e-6  # as above
+    assert jax.tree.structure(state) == jax.tree.structure(jax.vmap(SGD.init)(copies(START)))
+    params = copies(START)
+    found = rounds.sync(params, state, period=4)
+    assert found[0] is params and found[1] is state
+
+
+def test_parallel_rounds_pass_extra_arguments_on_and_add_in_float32():
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append((params is not None, extra))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+    rounds = local_opt.parallel_rounds(inner, axis_name="worker")
+    grads = jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)  # their sum there: 256
+    step = vmap(lambda g: rounds.update(g, rounds.init(g), g, fresh=True)[0])
+    assert step(grads).tolist() == [65.0] * 4 and step(grads).dtype == jnp.bfloat16
+    assert seen[0] == (True, {"fresh": True})
+    with pytest.raises(ValueError, match="parameter .* is int32: only floating"):
+        rounds.init({"w": jnp.arange(3)})
+
+
+@pytest.mark.parametrize("workers", [4, "mesh"])
+def test_a_step_that_all_share_decides_when_they_meet(workers):
+    """The same run as by each worker's own count; and a count that differs parts nobody."""
+    workers = runners.worker_mesh(W) if workers == "mesh" else workers
+    plan = local_opt.constant(3, total_steps=7)
+    opt = local_opt.local_steps(SGD, plan, axis_name="worker")
+
+    def step(x, state, grads, t):
+        updates, state = opt.update(grads, state, x, step=t)
+        return x + updates, state
+
+    words = {"inputs": "owned owned owned shared", "outputs": "owned owned"}
+    run = jax.jit(local_opt.lift(step, workers, **words))
+    own = jax.jit(local_opt.lift(lambda *a: step(*a, None), W, inputs=("owned",) * 3, **{
+        "outputs": "owned owned"
+    }))  # fmt: skip
+    grads = jax.random.normal(jax.random.key(0), (8, W))
+    for miscounted in (0, 1):
+        x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), workers)
+        y, other = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
+        state = state._replace(step=state.step.at[1].add(miscounted))
+        for t in range(8):  # one beyond the plan
+            x, state = run(x, state, grads[t], t)
+            y, other = own(y, other, grads[t])
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+        assert state.step.tolist() == other.step.tolist() == [8] * W
+        assert state.round.tolist() == other.round.tolist() == [4] * W
+
+
+def test_under_vmap_a_shared_step_leaves_the_conditional():
+    plan = local_opt.constant(3, total_steps=7)
+    opt = local_opt.local_steps(SGD, plan, axis_name="worker")
+
+    def text(inputs):
+        def step(x, state, *t):
+            return opt.update(x, state, x, **({"step": t[0]} if t else {}))
+
+        run = local_opt.lift(step, W, inputs=inputs, outputs="owned owned")
+        x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
+        return str(jax.make_jaxpr(run)(x, state, *([0] if "shared" in inputs else [])))
+
+    assert "cond[" in text(("owned", "owned", "shared"))
+    assert "cond[" not in text(("owned", "owned")), "every step computes a sync, and selects"
+
+
+def test_a_sync_is_decided_by_one():
+    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
+    with pytest.raises(ValueError, match="sync and step are both given"):
+        opt.update(jnp.zeros(3), opt.init(jnp.zeros(3)), jnp.zeros(3), sync=True, step=0)

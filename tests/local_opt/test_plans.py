@@ -1,0 +1,298 @@
+"""Plans: the published schedules to the digit, one table of rules, and what they refuse."""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import local_opt
+from tests import reference, tables
+from tests.cases import times
+from tests.refused import refuses
+
+VECTORS = (
+    pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "reference" / "qsr_vectors.json"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A published run; the last four are facts about its rounds."""
+
+    total_steps: int
+    warmup_steps: int
+    peak_lr: float
+    alpha: float
+    h_base: int
+    rounds: int
+    percent: float
+    first_step_of: tuple  # (H, first step of the first round with that H)
+    last: tuple  # (H, first step of the last round)
+
+    @property
+    def schedule(self):
+        return optax.warmup_cosine_decay_schedule(
+            0.0, self.peak_lr, self.warmup_steps, self.total_steps, 1e-6
+        )
+
+    @property
+    def settings(self):
+        return dict(
+            total_steps=self.total_steps,
+            alpha=self.alpha,
+            h_base=self.h_base,
+            warmup_steps=self.warmup_steps,
+        )
+
+
+RECIPES = {
+    "vit_b": Recipe(
+        93600, 10000, 0.008, 0.0175, 4, 9711, 10.375, (30, 57213), (8142, 85458)
+    ),
+    "resnet152": Recipe(62400, 1560, 0.8, 0.2, 2, 24792, 39.731, (3, 47306), (829, 61571)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_published_schedules(name):
+    """And the starts of another cosine, another loop and another order of the clamps."""
+    recipe = RECIPES[name]
+    plan = local_opt.qsr(recipe.schedule, **recipe.settings)
+    assert plan.rounds == recipe.rounds
+    assert round(100 * plan.volume, 3) == recipe.percent
+    h, step = recipe.first_step_of
+    assert plan.starts[plan.periods == h][0] == step
+    assert (plan.periods[-1], plan.starts[-1]) == recipe.last
+    assert plan.period_at(recipe.last[1]) == recipe.last[0]
+    lr = reference.warmup_cosine(recipe.peak_lr, recipe.warmup_steps, recipe.total_steps, 1e-6)
+    np.testing.assert_array_equal(plan.starts, reference.qsr_rounds(lr, **recipe.settings))
+
+
+def test_every_row_of_the_vectors():
+    if not VECTORS.exists():
+        pytest.skip("no ../shared/reference/qsr_vectors.json")
+    rows = json.loads(VECTORS.read_text())
+    assert rows
+    for row in rows:
+        lr = optax.warmup_cosine_decay_schedule(
+            0.0, row["peak_lr"], row["warmup_steps"], row["total_steps"], row["floor_lr"]
+        )
+        names = ("total_steps", "alpha", "h_base", "power", "warmup_steps")
+        plan = local_opt.power_rule(lr, **{name: row[name] for name in names})
+        assert plan.rounds == row["rounds"]
+        assert round(100 * plan.volume, 4) == row["comm_pct"]
+        assert int(plan.starts.sum()) == row["sum_starts"]
+        for h, step in row["first_occurrence"].items():
+            assert plan.starts[plan.periods == int(h)][0] == step
+        tail = np.stack([plan.starts, plan.periods], axis=1)[-len(row["tail"]) :]
+        assert tail.tolist() == row["tail"]
+
+
+@pytest.mark.parametrize("name", tables.PLANS)
+@pytest.mark.parametrize("total_steps", [1, 2, 23, 60])  # jax compiles for each
+def test_every_plan_is_rounds_of_the_run(name, total_steps):
+    plan = tables.PLANS[name](total_steps)
+    assert plan.total_steps == total_steps
+    rounds = plan.rounds
+    assert plan.starts.dtype == np.int64 and plan.starts[0] == 0
+    assert (plan.periods >= 1).all() and plan.periods.sum() == total_steps
+    assert plan.ends[-1] == total_steps and plan.syncs_after(total_steps - 1)
+    assert plan.volume == rounds / total_steps
+    steps = np.arange(total_steps)
+    assert plan.syncs_after(steps).sum() == rounds
+    assert (plan.starts[plan.round_at(steps)] <= steps).all()
+    # A loop over steps, as a training run sees the plan.
+    r, since = 0, 0
+    for t in range(total_steps):
+        since += 1
+        assert plan.round_at(t) == r and plan.period_at(t) == plan.periods[r]
+        assert plan.syncs_after(t) == (since == plan.periods[r])
+        if plan.syncs_after(t):
+            r, since = r + 1, 0
+    assert (r, since) == (rounds, 0)
+    for step in (0, total_steps // 2, total_steps):  # how a run resumes
+        left = list(plan.rounds_from(step))
+        assert [s + h for s, h in left] == [end for end in plan.ends if end > step]
+        assert [s for s, _ in left] == [step, *(s for s in plan.starts if s > step)][: len(left)]
+
+
+def test_one_round_to_the_end():
+    expected = local_opt.SyncPlan([0], 9)
+    assert local_opt.constant(100, total_steps=9) == expected
+    assert local_opt.swap(2, switch_step=0, total_steps=9) == expected
+    assert local_opt.qsr(0.1, total_steps=9, alpha=1e30, h_base=1) == expected
+    assert local_opt.power_rule(1e-300, total_steps=9, alpha=1e300, h_base=1, power=3) == expected
+    assert local_opt.qsr(0.1, total_steps=9, alpha=0.1, h_base=100) == expected
+    assert local_opt.constant(100, total_steps=1) == local_opt.every_step(1)
+
+
+def python_cosine(t):
+    if t < 4:
+        return 0.1 * t / 4
+    return 0.1 * 0.5 * (1 + math.cos(math.pi * (t - 4) / 36))
+
+
+@pytest.mark.parametrize("power", [1, 2, 3])
+def test_rates_as_schedule_as_python_function_and_as_number(power):
+    rule = dict(total_steps=40, alpha=0.12, h_base=2, power=power, warmup_steps=4)
+    expected = reference.qsr_rounds(python_cosine, **rule)
+    assert len(expected) < 20  # the rule grows here
+    optax_cosine = optax.warmup_cosine_decay_schedule(0.0, 0.1, 4, 40, 0.0)
+    for lr in (python_cosine, optax_cosine, lambda t: np.float64(python_cosine(int(t)))):
+        assert local_opt.power_rule(lr, **rule).starts.tolist() == expected
+    array = np.array([python_cosine(t) for t in range(40)])
+    assert local_opt.power_rule(array, **rule).starts.tolist() == expected
+    with pytest.raises(ValueError, match=r"lr has the shape \(39,\).*each of the 40 steps"):
+        local_opt.power_rule(array[1:], **rule)
+    numbers = dict(total_steps=40, alpha=0.25, h_base=2, power=power)
+    for lr in (0.1, lambda t: 0.1, optax.constant_schedule(0.1)):
+        plan = local_opt.power_rule(lr, **numbers)
+        assert plan.periods[0] == math.floor((0.25 / 0.1) ** power)
+        assert plan.starts.tolist() == reference.qsr_rounds(lambda t: 0.1, **numbers)
+
+
+def test_the_rule_holds_from_the_first_step_after_the_warmup():
+    rule = dict(total_steps=15, alpha=0.25, h_base=2)  # (0.25 / 0.1)^2 is 6.25
+    assert local_opt.qsr(0.1, warmup_steps=4, **rule).periods.tolist() == [2, 2, 6, 5]
+    assert local_opt.qsr(0.1, warmup_steps=5, **rule).periods.tolist() == [2, 2, 2, 6, 3]
+    assert local_opt.qsr(0.1, warmup_steps=15, **rule).periods.tolist() == [2] * 7 + [1]
+
+
+def test_numbers_that_float32_would_round_to_the_other_side_of_a_whole_one():
+    """alpha / lr = 3 - 1e-9 is 3 in float32: the rule is evaluated in float64."""
+    rule = dict(total_steps=100, alpha=3 - 1e-9, h_base=1)
+    for lr in (1.0, optax.constant_schedule(1.0), lambda t: jnp.cos(0.0 * t)):
+        assert local_opt.qsr(lr, **rule).periods[0] == 8
+    assert jnp.zeros(()).dtype == jnp.float32 and not jax.config.jax_enable_x64
+    rule["alpha"] = 3.0
+    for lr in (1 + 1e-9, lambda t: jnp.float64(1e-9) + jnp.cos(0.0 * t)):
+        assert local_opt.qsr(lr, **rule).periods[0] == 8
+
+
+def test_h_max_bounds_every_round():
+    lr = optax.cosine_decay_schedule(0.1, 200)
+    rule = dict(total_steps=200, alpha=0.2, h_base=2)
+    free, bound = local_opt.qsr(lr, **rule), local_opt.qsr(lr, h_max=7, **rule)
+    assert free.periods.max() > 7 == bound.periods.max()
+    expected = reference.qsr_rounds(reference.warmup_cosine(0.1, 0, 200, 0.0), **rule, h_max=7)
+    assert bound.starts.tolist() == expected
+
+
+@pytest.mark.parametrize("power", [1, 2, 3])
+def test_a_rate_that_falls_to_zero_does_not_overflow(power):
+    lr = optax.linear_schedule(0.1, 0.0, 30)  # 0 in all of the last steps
+    # Not 0.1: alpha / lr would be whole numbers, which rounding may put on either side.
+    rule = dict(total_steps=50, alpha=0.103, h_base=1, power=power)
+    plan = local_opt.power_rule(lr, **rule)
+    starts = reference.qsr_rounds(lambda t: 0.1 * max(0, 1 - t / 30), **rule)
+    assert plan.starts.tolist() == starts and plan.ends[-1] == 50
+    bound = local_opt.power_rule(lr, h_max=4, **rule)
+    zeros = bound.periods[bound.starts >= 30]
+    assert len(zeros) > 1 and (zeros[:-1] == 4).all() and zeros[-1] <= 4
+
+
+def test_bernoulli_has_its_rate_and_its_key():
+    p, total_steps = 0.25, 10_000
+    plan = local_opt.bernoulli(p, total_steps=total_steps, key=jax.random.key(0))
+    deviation = math.sqrt(total_steps * p * (1 - p))  # binomial, 4 deviations: 1 in 16000
+    assert abs(plan.rounds - p * total_steps) < 4 * deviation
+    same = local_opt.bernoulli(p, total_steps=total_steps, key=jax.random.key(0))
+    other = local_opt.bernoulli(p, total_steps=total_steps, key=jax.random.key(1))
+    assert plan == same != other
+    rises = local_opt.bernoulli(
+        lambda t: 0.05 + 0.9 * t / total_steps, total_steps=total_steps, key=jax.random.key(0)
+    )
+    # p(t) is the chance of a sync after step t.
+    once = local_opt.bernoulli(
+        lambda t: 1.0 if t == 4 else 1e-9, total_steps=10, key=jax.random.key(0)
+    )
+    assert once.ends.tolist() == [5, 10]
+    late = np.sum(rises.starts > total_steps // 2)
+    expected, deviation = total_steps / 2 * 0.725, math.sqrt(total_steps / 2 * 0.25)
+    assert abs(late - expected) < 4 * deviation
+
+
+@pytest.mark.parametrize("name", tables.PLANS)
+@settings(max_examples=times(12))
+@given(st.data())
+def test_aligned_rounds_wait_for_the_next_mark(name, data):
+    total_steps = data.draw(st.sampled_from([1, 2, 23, 60]))  # jax compiles for each
+    every = data.draw(st.sampled_from([1, 2, 3, 2.5, 6.5, 12, 25 / 3, 100]))
+    fresh = data.draw(st.none() | st.lists(st.booleans(), min_size=total_steps - 1,
+                                           max_size=total_steps - 1))  # fmt: skip
+    loaded = np.array([True, *(fresh if fresh is not None else [True] * (total_steps - 1))])
+    plan = tables.PLANS[name](total_steps)
+    found = local_opt.aligned(plan, every=every, fresh=None if fresh is None else loaded)
+    ends = reference.aligned_ends(set(plan.ends.tolist()), loaded, every)
+    assert found.ends.tolist() == ends
+    assert found.total_steps == total_steps and 1 <= found.rounds <= plan.rounds
+    again = local_opt.aligned(found, every=every, fresh=None if fresh is None else loaded)
+    assert again is found
+    if every == 1 and fresh is None:
+        assert found is plan
+
+
+RULE = dict(total_steps=10, alpha=0.2, h_base=2)
+
+
+def qsr(lr=0.1, **changes):
+    return local_opt.qsr(lr, **RULE | changes)
+
+
+BAD = {
+    "alpha 0": (lambda: qsr(alpha=0), r"alpha is 0: it must be a positive, finite"),
+    "alpha nan": (lambda: qsr(alpha=math.nan), r"alpha is nan: .*finite"),
+    "h_base 0": (lambda: qsr(h_base=0), r"h_base is 0: it must be a whole number >= 1"),
+    "h_base True": (lambda: qsr(h_base=True), r"h_base is True: it must be a whole number"),
+    "power 0": (
+        lambda: local_opt.power_rule(0.1, power=0, **RULE), r"power is 0: it must be a positive"
+    ),
+    "h_max < h_base": (lambda: qsr(h_max=1), r"h_max is 1: it must be a whole number >= 2"),
+    "warmup > T": (lambda: qsr(warmup_steps=11), r"warmup_steps is 11: .*in 0 \.\. 10"),
+    "lr < 0": (lambda: qsr(lambda t: 0.55 - t / 10), r"lr\(6\) is -0.05: .*not negative.*\(4 of"),
+    "lr nan": (lambda: qsr(lambda t: jnp.where(t == 3, jnp.nan, 0.1)),
+        r"lr\(3\) is nan: .*finite.*10 steps \(1 of"),
+    "no warmup": (lambda: qsr(optax.linear_schedule(0.0, 0.1, 5)),
+        r"learning rate at step 0 is 0, .*without end: pass warmup_steps"),
+    "p 0": (lambda: local_opt.bernoulli(0.0, total_steps=5, key=jax.random.key(0)),
+        r"p\(0\) is 0: a probability lies in \(0, 1\]"),
+    "p 1.5": (
+        lambda: local_opt.bernoulli(
+            lambda t: 1.5 if t == 3 else 0.1, total_steps=5, key=jax.random.key(0)
+        ),
+        r"p\(3\) is 1.5: a probability lies in",
+    ),
+    "period 0": (lambda: local_opt.constant(0, total_steps=5), r"period is 0: .*>= 1"),
+    "period of a function": (lambda: local_opt.from_function(lambda t: 2 - t, total_steps=5),
+        r"period\(2\) is 0: a round has a whole number of steps, >= 1"),
+    "switch after the end": (lambda: local_opt.post_local(2, switch_step=6, total_steps=5),
+        r"switch_step is 6: .*in 0 \.\. 5"),
+    "starts not increasing": (lambda: local_opt.SyncPlan([0, 4, 4], 10),
+        r"from 0 to 4: they must begin at 0, increase strictly"),
+    "starts beyond T": (
+        lambda: local_opt.SyncPlan([0, 10], 10), r"from 0 to 10: .*end below the 10 steps"
+    ),
+    "starts empty": (lambda: local_opt.SyncPlan([], 10), r"starts is float64\[0\]: .*whole"),
+    "step -1": (lambda: local_opt.every_step(5).round_at(-1), r"step -1 is outside .*0 \.\. 4"),
+    "step T": (lambda: local_opt.every_step(5).period_at(5), r"step 5 is outside .*0 \.\. 4"),
+    "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step 6 is outside"),
+    "every 0": (lambda: local_opt.aligned(local_opt.every_step(5), every=0),
+        r"every is 0: it must be a number of loads >= 1"),
+    "every True": (lambda: local_opt.aligned(local_opt.every_step(5), every=True),
+        r"every is True: .*number of loads"),
+    "fresh of another run": (
+        lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),
+        r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
+    "run longer": (lambda: local_opt.constant(2, total_steps=5).check_run(6),
+        r"constant, H = 2\) has 5 steps and the run 6: make the plan with the run's"),
+}  # fmt: skip
+
+test_bad_input = refuses(BAD)

@@ -1,0 +1,72 @@
+"""What rounds keep when they go on with another number of workers, and what becomes a mean."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from local_opt.averages import AccumulateState
+from local_opt.resize import mean_of, resize
+from local_opt.rounds import LocalState
+
+ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+
+
+def equal(value, workers):
+    return np.repeat(np.asarray(value)[None], workers, axis=0)
+
+
+def state_of(workers, inner):
+    """As in a round: workers differ in what is their own."""
+    return LocalState(
+        since=equal(np.int32(3), workers),
+        inner=inner,
+        anchor=equal(ROWS[0], workers),
+        outer={"trace": equal(ROWS[1], workers)},
+        lost=ROWS[:workers],
+        drift=np.arange(workers, dtype=np.float32),
+        correction=ROWS[:workers],
+    )
+
+
+@pytest.mark.parametrize("before,after", [(6, 4), (2, 5), (3, 1), (1, 3)])
+@pytest.mark.parametrize("policy", ["mean", "reset", "first"])
+def test_what_workers_share_stays_and_the_rest_is_asked_for(before, after, policy):
+    inner = {"mu": ROWS[:before], "count": np.arange(before, dtype=np.int32) + 7}
+    first = {"mu": equal(ROWS[5], after), "count": np.zeros(after, np.int32)}
+    fresh = state_of(after, first)._replace(correction="begun anew")
+    new = resize(state_of(before, inner), fresh, after, policy)
+    mean = np.mean(ROWS[:before].astype(np.float64), axis=0).astype(np.float32)
+    mu, count = {
+        "mean": (mean, 7), "reset": (ROWS[5], 0), "first": (ROWS[0], 7)
+    }[policy]  # fmt: skip
+    np.testing.assert_array_equal(new.inner["mu"], equal(mu, after))
+    np.testing.assert_array_equal(new.inner["count"], equal(np.int32(count), after))
+    np.testing.assert_array_equal(new.lost, equal(mean, after))
+    for name in ("since", "anchor"):
+        np.testing.assert_array_equal(getattr(new, name), getattr(fresh, name))
+    np.testing.assert_array_equal(new.outer["trace"], fresh.outer["trace"])
+    assert (new.drift == (before - 1) / 2).all() and new.correction == "begun anew"
+
+
+def test_accumulated_gradients_keep_their_mean_and_one_optimizer():
+    inner = {"mu": equal(ROWS[2], 6)}
+    new = resize(AccumulateState(equal(np.int32(2), 6), inner, ROWS), None, 4, "reset")
+    mean = np.mean(ROWS, axis=0, dtype=np.float64).astype(np.float32)
+    np.testing.assert_array_equal(new.inner["mu"], equal(ROWS[2], 4))
+    np.testing.assert_array_equal(new.mean, equal(mean, 4))
+    assert new.since.tolist() == [2] * 4
+
+
+def test_means_are_taken_wide_and_keep_their_type():
+    rows = ROWS.astype(ml_dtypes.bfloat16)
+    found = mean_of({"w": rows, "n": np.arange(6)}, 2)
+    wide = rows.astype(np.float64).mean(axis=0).astype(ml_dtypes.bfloat16)
+    assert found["w"].dtype == rows.dtype and found["n"].tolist() == [0, 0]
+    np.testing.assert_array_equal(found["w"], equal(wide, 2))
+
+
+def test_other_rounds_and_policies_are_refused():
+    with pytest.raises(ValueError, match="tuple is not a state of local .*: go on with as many"):
+        resize((), None, 2, "mean")
+    with pytest.raises(ValueError, match="policy is 'none': it must be one of mean, reset, first"):
+        resize(state_of(2, {}), None, 2, "none")

@@ -1,0 +1,131 @@
+"""Wires of workers that are several devices carry shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import local_opt
+from tests.compiled_runs import lines_of
+from tests.problems import assert_bitwise_equal, assert_workers_bitwise_equal, copies
+from tests.shards import (
+    SGD,
+    SPECS,
+    WAYS,
+    assert_in_their_places,
+    mesh_of,
+    network,
+    on_one_device,
+    owned,
+    placed,
+    rounds_of,
+    state_specs,
+)
+
+
+def a_sync(way, wire, specs=SPECS):
+    """(parameters, state) of workers that differ, before and after two syncs."""
+    rounds = rounds_of(specs, wire=wire)
+    state = state_specs(rounds)
+
+    def twice(params, state, moved):
+        for _ in range(2):
+            params = jax.tree.map(jnp.add, params, moved)
+            params, state = rounds.sync(params, state)
+        return params, state
+
+    over, _ = way
+    init = over(lambda p: rounds.init(p), (SPECS,), state)
+    return init, over(twice, (SPECS, state, SPECS), (SPECS, state))
+
+
+def own_moves(workers):
+    rng = np.random.default_rng(3)
+    return jax.tree.map(
+        lambda x: rng.normal(size=(workers, *x.shape)).astype(np.float32), network()
+    )
+
+
+def part_of(tree, specs, device, model):
+    """What a device of a worker holds, of arrays with a worker axis."""
+
+    def cut(x, spec):
+        if "model" not in spec:
+            return x
+        return jnp.split(x, model, axis=1 + spec.index("model"))[device]
+
+    return jax.tree.map(lambda spec, x: cut(x, tuple(spec)), specs, tree)
+
+
+@pytest.mark.parametrize("workers,way", [(2, "compiler"), (4, "by hand")])
+@pytest.mark.parametrize("name", ["bfloat16", "int4", "top_k"])
+def test_a_wire_sends_shards_as_if_there_were_nothing_else(name, workers, way):
+    """Every device's sync is bitwise that of its shards alone, and of the whole leaves alone."""
+    wire, mesh = local_opt.WIRES[name], mesh_of(workers)
+    init, twice = a_sync(WAYS[way](workers), wire)
+    params = placed(copies(network(), workers), SPECS, mesh)
+    moved = placed(own_moves(workers), SPECS, mesh)
+    found, state = twice(params, init(params), moved)
+    for tree in (found, state.lost, state.anchor):
+        if tree != ():
+            assert_in_their_places(tree, owned(SPECS))
+    init, twice = a_sync(on_one_device(workers), wire, specs=None)
+    for device in range(mesh.shape["model"]):
+        for names in (["b1", "w1", "w2"], ["b2"]):
+            specs = {n: SPECS[n] for n in names}
+            of = lambda tree, specs=specs, device=device: part_of(  # noqa: E731
+                {n: tree[n] for n in specs}, specs, device, mesh.shape["model"]
+            )
+            args = of(copies(network(), workers))
+            expected, lost = twice(args, init(args), of(own_moves(workers)))
+            assert_bitwise_equal(of(found), expected)
+            if wire.feedback:
+                assert_bitwise_equal(of(state.lost), lost.lost)
+    assert_workers_bitwise_equal(found)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "top_k"])
+def test_a_wire_gathers_over_the_workers_alone(name, optimised):
+    mesh, wire = mesh_of(2), local_opt.WIRES[name]
+    init, twice = a_sync(WAYS["compiler"](2), wire)
+    params = placed(copies(network(), 2), SPECS, mesh)
+    found = lines_of(twice.lower(params, init(params), params).compile(), mesh)
+    assert {axes for name, _, axes in found if name != "all-reduce"} == {"worker"}
+    assert {axes for name, _, axes in found if name == "all-reduce"} == {"model"}  # the drift
+
+
+def test_a_wire_must_know_what_is_whole():
+    init, twice = a_sync(WAYS["compiler"](2), local_opt.WIRES["int8"], specs=None)
+    params = placed(copies(network(), 2), SPECS, mesh_of(2))
+    with pytest.raises(ValueError, match=r"the wire \(8 bits.*axes \['model'\].*Pass specs="):
+        twice(params, init(params), params)
+
+
+@pytest.mark.parametrize("specs", [SPECS, None])
+def test_fragments_are_sent_in_shards(specs):
+    """A mean in bfloat16 is within 2^-7 of the largest change of the exact one."""
+    stream = local_opt.streaming_rounds(
+        SGD, axis_name="worker", fragments=2, wire=local_opt.WIRES["bfloat16"], specs=specs
+    )
+
+    def fragments(params, moved):
+        state = stream.init(params)
+        params = jax.tree.map(jnp.add, params, moved)
+        for f in range(2):
+            state = stream.start(params, state, fragment=f)
+            params, state = stream.finish(params, state, fragment=f, last=True)
+        return params
+
+    over, _ = WAYS["compiler"](2)
+    first, moved = copies(network(), 2), own_moves(2)
+    args = (placed(tree, SPECS, mesh_of(2)) for tree in (first, moved))
+    if specs is None:
+        with pytest.raises(ValueError, match="Pass specs="):
+            over(fragments)(*args)
+        return
+    found = over(fragments)(*args)
+    assert_workers_bitwise_equal(found)
+    assert_in_their_places(found, owned(SPECS))
+    for name, x in found.items():
+        mean = np.asarray(first[name]) + moved[name].mean(axis=0)
+        assert np.abs(x - mean).max() <= 2**-7 * np.abs(moved[name]).max()

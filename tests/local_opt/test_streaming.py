@@ -1,0 +1,234 @@
+"""Streaming sync equals its paper, and plain averaging where both are the same."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import local_opt
+from local_opt import WIRES, streaming
+from tests import reference
+from tests.problems import (
+    MATRICES,
+    PLAN,
+    RATE,
+    RUNS,
+    SGD,
+    START,
+    TARGETS,
+    assert_bitwise_equal,
+    assert_workers_bitwise_equal,
+    copies,
+    distance,
+    flat,
+    run_rounds,
+    square_gradient,
+    square_step,
+)
+from tests.refused import refuses
+
+PLACES = [0, 1], [2, 3, 4, 5]  # of b and of w, in the order of the reference
+
+
+@functools.cache
+def compiled(stream, run):
+    """(step, init, start, finish), one compiled program for each fragment."""
+    run = RUNS[run]
+
+    def start(x, s, f):
+        return run(lambda x, s: stream.start(x, s, fragment=f))(x, s)
+
+    def finish(x, s, f, last):
+        return run(lambda x, s: stream.finish(x, s, fragment=f, last=last))(x, s)
+
+    return (
+        jax.jit(run(square_step(stream))),
+        jax.jit(run(stream.init)),
+        jax.jit(start, static_argnums=2),
+        jax.jit(finish, static_argnums=(2, 3)),
+    )
+
+
+def run_streaming(stream, plans, run="vmap", begin=(0, None, None), stop=None):
+    """([steps, W, 6], parameters, state): the loop of the docs, from anywhere to anywhere."""
+    step, init, start, finish = compiled(stream, run)
+    at, params, state = begin
+    if params is None:
+        params = copies(START)
+        state = init(params)
+    turns, delay = plans
+    events = [event for event in local_opt.stream_events(turns, delay=delay) if event[0] > at]
+    history = []
+    for t in range(at, stop or 13):
+        params, state = step(params, state, MATRICES, TARGETS[t])
+        while events and events[0][0] == t + 1:
+            action, f, is_last = events.pop(0)[1]
+            if action == "start":
+                state = start(params, state, f)
+                assert_workers_bitwise_equal((state.anchor, state.outer))
+            else:
+                params, state = finish(params, state, f, is_last)
+        history.append(flat(params))
+    return np.stack(history), params, state
+
+
+def qsr(offset):
+    lr = optax.linear_schedule(0.4, 0.05, 13)
+    return local_opt.qsr(lr, total_steps=13, alpha=0.4, h_base=2, offset=offset)
+
+
+TWO = {  # (plans, delay)
+    "constant": ({f: local_opt.constant(4, total_steps=13, offset=2 * f) for f in range(2)}, 2),
+    "qsr": ({f: qsr(f) for f in range(2)}, 2),
+    "at once": ({f: qsr(f) for f in range(2)}, 0),
+    "other plans": ({0: local_opt.every_step(13), 1: local_opt.SyncPlan([0, 5, 8], 13)}, 1),
+}
+
+
+def expected(plans, mixing, outer):
+    turns, delay = plans
+    return reference.streaming_diloco(
+        flat(START), square_gradient, [np.array(p) for p in PLACES],
+        [set(plan.ends.tolist()) for plan in turns.values()], 13 * [RATE],
+        delay=delay, mixing=mixing, outer=outer,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name,run", [*((n, "vmap") for n in TWO), ("qsr", "shard_map")])
+def test_fragments_equal_the_reference(name, run):
+    outer = local_opt.nesterov(learning_rate=0.7, momentum=0.5)
+    stream = local_opt.streaming_rounds(
+        optax.sgd(RATE), axis_name="worker", fragments=2, mixing=0.25, outer=outer
+    )
+    found, params, _ = run_streaming(stream, TWO[name], run)
+    right = expected(TWO[name], 0.25, (0.7, 0.5))
+    assert distance(found, right) < 2e-6  # float32 against float64
+    assert distance(found, expected(TWO[name], 0.0, (0.7, 0.5))) > 1e-3
+    assert_workers_bitwise_equal(params)
+
+
+@functools.cache
+def averaging(mixing):
+    return local_opt.streaming_rounds(
+        optax.sgd(RATE), axis_name="worker", fragments=2, mixing=mixing
+    )
+
+
+@given(st.data())
+def test_any_plans_equal_the_reference(data):
+    delay = data.draw(st.integers(0, 3), "delay")
+    mixing = data.draw(st.sampled_from([0.0, 0.5, 0.9]), "mixing")
+    ends = []
+    for _ in range(2):  # rounds as long as the delay, but the first
+        at = data.draw(st.integers(1, 12))
+        chosen = [0]
+        while at < 13:
+            chosen.append(at)
+            at += data.draw(st.integers(max(delay, 1), 6))
+        ends.append(chosen)
+    turns = {f: local_opt.SyncPlan(starts, 13) for f, starts in enumerate(ends)}
+    events = local_opt.stream_events(turns, delay=delay)
+    for name, plan in turns.items():
+        own = [(step, action) for step, (action, f, _) in events if f == name]
+        assert [a for _, a in own] == plan.rounds * ["start", "finish"]  # never two on the way
+        assert [step for step, _ in own[::2]] == plan.ends.tolist()
+        assert all(0 <= b - a <= delay for (a, _), (b, _) in zip(own[::2], own[1::2], strict=True))
+    found, _, _ = run_streaming(averaging(mixing), (turns, delay))
+    # A mean is an outer step of rate 1, which rounds once more.
+    assert distance(found, expected((turns, delay), mixing, (1.0, 0.0))) < 2e-6
+
+
+@pytest.mark.parametrize("outer", [None, local_opt.nesterov()], ids=["mean", "outer"])
+def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer):
+    stream = local_opt.streaming_rounds(
+        SGD, axis_name="worker", fragments=1, mixing=0.0, outer=outer
+    )
+    found, _, _ = run_streaming(stream, ({0: PLAN}, 0))
+    rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=outer)
+    np.testing.assert_array_equal(found, run_rounds(rounds, PLAN)[0])
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
+def test_fragments_travel_on_every_wire_and_keep_what_it_loses(wire):
+    stream = local_opt.streaming_rounds(
+        SGD, axis_name="worker", fragments=2, mixing=0.0, wire=WIRES[wire]
+    )
+    plain = local_opt.streaming_rounds(SGD, axis_name="worker", fragments=2, mixing=0.0)
+    found, params, state = run_streaming(stream, TWO["constant"])
+    assert_workers_bitwise_equal(params)
+    exact = run_streaming(plain, TWO["constant"])[0]
+    assert 1e-6 < distance(found, exact) < 0.2
+    assert len(jax.tree.leaves(state.lost)) == (2 if WIRES[wire].feedback else 0)
+
+
+def test_a_run_that_stops_with_a_mean_on_its_way_resumes_bitwise():
+    stream = local_opt.streaming_rounds(
+        SGD, axis_name="worker", fragments=2, outer=local_opt.nesterov(), wire=WIRES["int8"]
+    )
+    whole, params, state = run_streaming(stream, TWO["constant"])
+    for stop in (3, 5, 12):  # between start and finish of the second, of the first, before the end
+        head, *kept = run_streaming(stream, TWO["constant"], stop=stop)
+        saved = jax.tree.map(np.asarray, tuple(kept))
+        tail, *after = run_streaming(stream, TWO["constant"], begin=(stop, *saved))
+        np.testing.assert_array_equal(np.concatenate([head, tail]), whole)
+        assert_bitwise_equal(tuple(after), (params, state))
+
+
+def test_events_of_two_fragments():
+    turns, delay = TWO["constant"]
+    events = local_opt.stream_events(turns, delay=delay)
+    assert [(step, f"{action[0]}{f}", last) for step, (action, f, last) in events] == [
+        (2, "s1", False), (4, "f1", False), (4, "s0", False), (6, "f0", False), (6, "s1", False),
+        (8, "f1", False), (8, "s0", False), (10, "f0", False), (10, "s1", False),
+        (12, "f1", False), (12, "s0", False), (13, "f0", False), (13, "s0", True),
+        (13, "s1", True), (13, "f0", True), (13, "f1", True),
+    ]  # fmt: skip
+
+
+def test_labels_are_even_and_whole():
+    params = {name: jnp.zeros(n) for name, n in zip("abcdef", (5, 5, 1, 9, 1, 3), strict=True)}
+    assert list(streaming._labels(params, 2).values()) == [0, 0, 0, 1, 1, 1]
+    assert list(streaming._labels(params, 6).values()) == [0, 1, 2, 3, 4, 5]
+    sizes = {name: n for n, name in enumerate("abcdef")}
+    given_labels = {name: n % 3 for name, n in sizes.items()}
+    assert streaming._labels(params, given_labels) is given_labels
+    big_last = {"a": jnp.zeros(1), "b": jnp.zeros(1), "c": jnp.zeros(100)}
+    assert list(streaming._labels(big_last, 3).values()) == [0, 1, 2]
+
+
+def stream(**options):
+    return local_opt.streaming_rounds(SGD, axis_name="worker", **{"fragments": 2} | options)
+
+
+FOUR = local_opt.constant(4, total_steps=13)
+
+
+def turns(*plans, delay=0):
+    return local_opt.stream_events(dict(enumerate(plans)), delay=delay)
+
+
+test_refused = refuses({
+    "mixing": (lambda: stream(mixing=1.0), r"mixing is 1.0: a worker keeps a share in \[0, 1\)"),
+    "wire": (lambda: stream(wire="int8"), "wire is 'int8': pass one of local_opt.WIRES"),
+    "many": (lambda: stream(fragments=3).init(START), "fragments is 3 and .* have 2 leaves"),
+    "none": (lambda: stream(fragments=0).init(START), "fragments is 0 and .* have 2 leaves"),
+    "tree": (lambda: stream(fragments=[0, 1]).init(START), "fragments is .* a tree like the param"),
+    "gap": (lambda: stream(fragments={"w": 0, "b": 2}).init(START), r"numbered \[0, 2\]: number"),
+    "whole": (lambda: stream().init({"w": jnp.arange(3), "b": 1.0}), "'w'. is int32: only float"),
+    "no plan": (lambda: turns(), "pass one SyncPlan for each fragment"),
+    "delay": (lambda: turns(FOUR, delay=-1), "delay is -1: it must be a whole number"),
+    "long": (
+        lambda: turns(FOUR, delay=5),
+        "delay is 5 and fragment 0 has a round of 4 steps: a mean must arrive .* Lower the delay",
+    ),
+    "runs": (
+        lambda: turns(FOUR, local_opt.every_step(12)),
+        "has 12 steps and the run 13",
+    ),
+    "offset": (lambda: local_opt.constant(4, total_steps=13, offset=13), "offset is 13: .*0 .. 12"),
+})  # fmt: skip

@@ -1,0 +1,207 @@
+"""Narrow wires: what they send and lose, and that with feedback nothing is lost for good."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from local_opt import WIRES, sync, wires
+from tests import reference
+from tests.problems import (
+    PLAN,
+    RUNS,
+    SGD,
+    W,
+    assert_workers_bitwise_equal,
+    copies,
+    distance,
+    expected_squares,
+    run_rounds,
+    vmap,
+)
+from tests.refused import refuses
+
+RNG = np.random.default_rng(1)
+
+
+def on_grid(*shape, scale=1.0):
+    """Normal numbers whose sums and differences float32 holds exactly."""
+    return np.float32(np.round(scale * RNG.normal(size=shape) * 2**21) / 2**21)
+
+
+ANCHOR = {"a": on_grid(7), "b": on_grid(3, 200)}  # 607 numbers, of no multiple
+CHANGES = [jax.tree.map(lambda a: on_grid(W, *a.shape, scale=0.01), ANCHOR) for _ in range(3)]
+
+
+def send(wire, changes, lost, run="vmap", anchor=ANCHOR):
+    """(the mean, what is lost) after workers have changed the anchor."""
+
+    def one(change, lost):
+        tree = jax.tree.map(jnp.add, anchor, change)
+        return sync.synchronize_changes(
+            tree, axis_name="worker", anchor=anchor, wire=wire, lost=lost
+        )
+
+    return jax.jit(RUNS[run](one))(changes, lost)
+
+
+def nothing(wire):
+    return jax.vmap(lambda tree: sync.nothing_lost(tree, wire))(CHANGES[0])
+
+
+def rows(tree):
+    """float64[W, 607], a worker's leaves one after the other."""
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+    return np.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
+
+
+def assert_equal_but_for_ties(found, expected):
+    """To the rounding of float32, in which a number may lie half way between two codes.
+
+    One such change is met again in the mean, in what is lost, and in the next sync.
+    """
+    error = np.abs(found - expected)
+    assert (error > 1e-6).sum() <= 4 and error.max() < W * 0.03 / 7  # one code of a large row
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+@pytest.mark.parametrize("name", WIRES)
+def test_a_sync_equals_the_reference_worker_by_worker(name, run):
+    """Two syncs: what the first has lost is sent by the second."""
+    wire = WIRES[name]
+    lost, expected_lost = nothing(wire), np.zeros((W, 607))
+    for changes in CHANGES[:2]:
+        new, lost = send(wire, changes, lost, run)
+        assert_workers_bitwise_equal(new)
+        expected, expected_lost = reference.synchronize_changes(
+            rows(copies(ANCHOR))[0], rows(changes), expected_lost, name, wire.feedback
+        )
+        assert_equal_but_for_ties(rows(new)[0], expected)
+        if wire.feedback:
+            assert_equal_but_for_ties(rows(lost), expected_lost)
+    assert np.abs(expected_lost).max() > 1e-6 and (lost == ()) == (wire.feedback == 0)
+
+
+FULL = {
+    "int8": WIRES["int8"],
+    "int4": WIRES["int4"],
+    "top_k": wires.top_k_wire(1 / 64, feedback=1.0),
+    "bfloat16": wires.float_wire(jnp.bfloat16, feedback=1.0),
+}
+
+
+@pytest.mark.parametrize("wire", FULL.values(), ids=FULL)
+def test_with_full_feedback_the_sum_of_all_that_was_sent_and_lost_is_what_workers_changed(wire):
+    anchor, lost = ANCHOR, nothing(wire)
+    for changes in CHANGES:
+        new, lost = send(wire, changes, lost, anchor=anchor)
+        anchor = jax.tree.map(lambda x: np.asarray(x[0]), new)
+    exact = rows(copies(ANCHOR))[0] + sum(rows(c).mean(axis=0) for c in CHANGES)
+    found = rows(new)[0] + rows(lost).mean(axis=0)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6)  # roundings of float32
+    assert np.abs(rows(new)[0] - exact).max() > 1e-5  # something is still on its way
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_a_wire_keeps_to_its_message(name):
+    """As many rows as it says, nothing for zeros, and numbers that are lost are seen."""
+    wire = WIRES[name]
+    encode, decode = jax.jit(wire.encode), jax.jit(wire.decode, static_argnums=1)
+    for r in (1, 130):
+        r *= wire.multiple
+        x = jnp.asarray(RNG.normal(size=(r, 128)), jnp.float32)
+        message = encode(x)
+        assert message.shape == (wire.message_rows(r), 128) and message.dtype == wire.dtype
+        again = decode(message, r)
+        assert again.shape == x.shape and again.dtype == jnp.float32
+        # What it has decoded it can say exactly; so the rest alone is lost. (A scale is rounded.)
+        twice = decode(encode(again), r)
+        np.testing.assert_allclose(twice, again, rtol=2**-7)
+        assert not decode(encode(jnp.zeros_like(x)), r).any()
+        bad = decode(encode(x.at[0, 5].set(jnp.nan)), r)
+        assert not np.isfinite(bad[0]).all()
+
+
+@pytest.mark.parametrize("bits,half_step", [(8, 1 / 254), (4, 1 / 14)])
+def test_whole_numbers_are_the_nearest_ones(bits, half_step):
+    wire = wires.integer_wire(bits)
+    x = jnp.asarray(
+        RNG.normal(size=(64, 128)) * 10.0 ** RNG.integers(-20, 20, (64, 1)), jnp.float32
+    )
+    error = np.abs(wire.decode(wire.encode(x), 64) - x).max(axis=1)
+    top = np.abs(x).max(axis=1)
+    assert (error <= 1.01 * half_step * top).all() and (error > 0.5 * half_step * top).all()
+
+
+def test_what_came_over_a_narrow_wire_is_added_in_float32():
+    """256 + 1 is 256 in bfloat16: ones would be lost."""
+    x = jnp.array([256.0, 1.0, 1.0, 1.0])
+    send_all = functools.partial(
+        sync.synchronize_changes,
+        axis_name="worker",
+        anchor=jnp.zeros(()),
+        wire=WIRES["bfloat16"],
+    )
+    assert jax.jit(vmap(lambda x: send_all(x)[0]))(x).tolist() == [65.0] * 4
+
+
+@pytest.mark.parametrize("name,bound", [("bfloat16", 5 * 2**-8), ("int8", 0.02), ("int4", 0.3)])
+def test_rounds_on_a_narrow_wire_stay_close(name, bound):
+    rounds = local_opt.local_rounds(SGD, axis_name="worker", wire=WIRES[name])
+    history, state = run_rounds(rounds, PLAN)  # asserts bitwise equal workers after every sync
+    # Roundings of the changes of five rounds, each smaller than the parameters.
+    assert 1e-6 < distance(history, expected_squares()) < bound
+    assert (state.lost == ()) == (WIRES[name].feedback == 0)
+
+
+def test_averaged_moments_are_never_rounded():
+    rounds = local_opt.local_rounds(
+        optax.adam(0.1), axis_name="worker", opt_state="mean", wire=WIRES["int4"]
+    )
+    x, grads = copies(jnp.ones(3)), jnp.arange(3.0 * W).reshape(W, 3)
+    state = jax.jit(jax.vmap(lambda x, g: rounds.update(g, rounds.init(x), x)[1]))(x, grads)
+    _, after = jax.jit(vmap(rounds.sync))(x, state)
+    np.testing.assert_allclose(after.inner[0].mu, copies(0.1 * grads.mean(axis=0)), rtol=1e-6)
+
+
+def test_feedback_passes_a_planned_step_on_a_mesh(optimised):
+    plan = local_opt.constant(2, total_steps=4)
+    opt = local_opt.local_steps(SGD, plan, axis_name="worker", wire=WIRES["int8"])
+    found = []
+    for run in ("vmap", "shard_map"):
+        step = jax.jit(RUNS[run](lambda g, s, x: opt.update(g, s, x)))
+        x = copies(jnp.linspace(1, 2, 300))
+        state = jax.jit(RUNS[run](opt.init))(x)
+        for t in range(4):
+            updates, state = step(jnp.cos(x * (t + 1 + jnp.arange(W)[:, None])), state, x)
+            x = x + updates
+        found.append(x)
+    assert np.ptp(found[0], axis=0).max() < 1e-6
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def one(tree=jnp.ones(3), anchor=jnp.ones(3), wire=WIRES["int8"], lost=jnp.zeros(3)):  # noqa: B008
+    return sync.synchronize_changes(tree, axis_name="worker", anchor=anchor, wire=wire, lost=lost)
+
+
+test_refused = refuses({
+    "whole": (lambda: one({"n": jnp.arange(3)}), r"leaf \['n'\] is int32 and the wire \(8 bits"),
+    "complex": (lambda: one(jnp.ones(3, complex)), "complex64 .* only real floating .* wire=None"),
+    "rounds": (
+        lambda: local_opt.local_rounds(SGD, axis_name="worker", wire=jnp.bfloat16),
+        "wire is .*bfloat16.* pass one of local_opt.WIRES",
+    ),
+    "anchor": (lambda: one(anchor=(1.0, 2.0)), "anchor has 2 leaves and the tree 1"),
+    "lost": (lambda: one(lost=()), "lost has 0 leaves, the tree 1 and the wire feedback 1"),
+    "lost, none": (lambda: one(wire=WIRES["float16"]), "lost has 1 leaves.* start with nothing_l"),
+    "bits": (lambda: wires.integer_wire(3), r"bits is 3: it must be one of \[4, 8\]"),
+    "float": (lambda: wires.float_wire(jnp.int8), "dtype is int8: .* take integer_wire"),
+    "feedback": (lambda: wires.integer_wire(8, feedback=1.5), "feedback is 1.5: .* in .0, 1."),
+    "density": (lambda: wires.top_k_wire(0), r"density is 0: it must lie in \(0, 1\]"),
+    "k": (lambda: wires.top_k_wire(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
+    "block": (lambda: wires.top_k_wire(0.5, block=100), "block is 100: pass a positive mult"),
+})  # fmt: skip

@@ -1,0 +1,182 @@
+"""Workers that must agree, one model out of many, and three ways to run them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from local_opt import runners
+from ordering import echo
+from tests.two_processes import start_two
+
+
+def started(workers=4):
+    return {
+        "w": jnp.stack([jnp.arange(6.0).reshape(2, 3)] * workers),
+        "inner": {
+            "count": jnp.zeros(workers, jnp.int32),
+            "b": jnp.ones((workers, 2), jnp.bfloat16),
+        },
+        "key": jnp.stack([jax.random.key(3)] * workers),
+        "nothing": jnp.ones((workers, 0)),
+    }
+
+
+def test_workers_that_start_equal_pass():
+    local_opt.check_same_start(started())
+    tree = started()
+    tree["w"] = tree["w"].at[:, 0, 1].set(jnp.nan).at[:, 1, 1].set(-jnp.inf)  # equal on all
+    local_opt.check_same_start(tree)
+    local_opt.check_same_start(started(1))
+    local_opt.check_same_start({})
+    local_opt.check_same_start(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "path,change,workers",
+    [
+        (("w",), lambda x: x.at[2, 1, 0].add(1e-6), [2]),
+        (("w",), lambda x: x.at[1, 0, 0].set(jnp.nan), [1]),
+        (("w",), lambda x: x.at[0, 0, 0].set(jnp.nan), [1, 2, 3]),
+        (("inner", "count"), lambda x: x.at[3].set(1), [3]),
+        (("inner", "b"), lambda x: x.at[1:3, 1].set(1.0078125), [1, 2]),
+        (("key",), lambda x: x.at[1].set(jax.random.key(4)), [1]),
+    ],
+    ids=["ulps", "nan", "nan of worker 0", "int", "bfloat16", "key"],
+)
+def test_workers_that_start_apart_are_named(path, change, workers):
+    tree = started()
+    inner = tree
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = change(inner[path[-1]])
+    leaf = "".join(f"['{name}']" for name in path)
+    with pytest.raises(ValueError) as error:
+        local_opt.check_same_start(tree, what="weights")
+    assert f"workers {workers} start with other weights than worker 0 in {leaf}:" in str(
+        error.value
+    )
+
+
+# A plan, another one, and the first made in another way.
+ROUNDS = (
+    local_opt.constant(4, total_steps=40), local_opt.constant(5, total_steps=40),
+    local_opt.from_function(lambda t: 4, total_steps=40),
+)  # fmt: skip
+LOADS = (
+    echo.fixed(3, total_steps=40), echo.fixed(4, total_steps=40),
+    echo.error_diffusion(1 / 3, total_steps=40),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plan,other,same", [ROUNDS, LOADS], ids=["rounds", "loads"])
+def test_processes_with_another_plan_are_named(plan, other, same):
+    digests = [np.frombuffer(bytes.fromhex(p.digest()), np.uint8) for p in (plan, other)]
+
+    def gathered(*which):
+        def gather(own):
+            np.testing.assert_array_equal(own, digests[0])
+            return np.stack([digests[i] for i in which])
+
+        return gather
+
+    local_opt.check_same_plan(plan)  # the one process of this test
+    local_opt.check_same_plan(plan, gather=gathered(0, 0, 0))
+    local_opt.check_same_plan(same, gather=gathered(0, 0))
+    with pytest.raises(ValueError, match=r"processes \[1, 3\] have another plan than process 0"):
+        local_opt.check_same_plan(plan, gather=gathered(0, 1, 0, 1))
+    here = f"here: {plan.rule}, hash {plan.digest()[:12]}"
+    with pytest.raises(ValueError, match=rf"processes \[1\] .*{here}"):
+        local_opt.check_same_plan(plan, gather=gathered(1, 0))
+
+
+@pytest.mark.slow
+def test_two_processes_notice_that_their_plans_differ(tmp_path):
+    (tmp_path / "child.py").write_text("""
+import sys, jax
+address, count, rank = (argument.split("=")[1] for argument in sys.argv[1:])
+jax.distributed.initialize(address, num_processes=int(count), process_id=int(rank))
+import local_opt
+local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
+try:
+    local_opt.check_same_plan(local_opt.constant(4 + int(rank), total_steps=100))
+except ValueError as error:
+    with open(f"told{rank}", "w") as file:
+        file.write(str(error))
+jax.distributed.shutdown()
+""")
+    assert start_two("child", folder=tmp_path) == 0
+    for rank in range(2):
+        told = (tmp_path / f"told{rank}").read_text()
+        assert "processes [1] have another plan than process 0" in told
+        assert f"(here: constant, H = {4 + rank}," in told
+
+
+def test_consolidating_averages_in_float32_and_keeps_what_has_no_mean():
+    tree = {
+        "w": jnp.array([[1.0, 2.0], [3.0, 5.0]]),
+        "b": jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16),  # their sum there: 256
+        "count": jnp.array([7, 10]),
+        "mask": jnp.array([[False], [True]]),
+        "key": jax.random.split(jax.random.key(0), 2),
+    }
+    found = local_opt.consolidate(tree)
+    assert found["w"].tolist() == [2.0, 3.5] and found["w"].dtype == jnp.float32
+    assert float(found["b"]) == 65 and found["b"].dtype == jnp.bfloat16
+    assert found["count"] == 7 and found["count"].dtype == jnp.int32
+    assert found["mask"].tolist() == [False] and found["mask"].dtype == bool
+    assert found["key"].dtype == tree["key"].dtype and found["key"].shape == ()
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(tree["key"])[0]).all()
+    assert local_opt.consolidate(np.ones((2, 3), np.float32)).shape == (3,)
+
+
+def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
+    def statistics(params, x):
+        return {"mean": jnp.mean(params * x), "of squares": jnp.mean(jnp.square(params * x))}
+
+    batches = np.float32(np.random.default_rng(0).normal(size=(3, 4, 8)))
+    for scale in (1.0, 2.0):  # averaged parameters have moments of their own
+        found = jax.jit(lambda p: local_opt.reestimate(statistics, p, batches))(scale)
+        np.testing.assert_allclose(found["mean"], (scale * batches).mean(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            found["of squares"], np.square(scale * batches).mean(), rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("workers", [4, "mesh", "make_mesh"])
+def test_workers_that_have_met_agree_and_others_do_not(workers):
+    if workers == "mesh":
+        workers = runners.worker_mesh(4)
+    elif workers == "make_mesh":
+        workers = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
+    plan = local_opt.constant(2, total_steps=4)
+    optimizer = local_opt.local_steps(optax.adam(0.1), plan, axis_name="worker")
+
+    def step(x, state, grads):
+        updates, state = optimizer.update(grads, state, x)
+        return optax.apply_updates(x, updates), state
+
+    owned = ("owned",) * 3
+    run = jax.jit(local_opt.lift(step, workers, inputs=owned, outputs=owned[:2]))
+    x = jax.random.normal(jax.random.key(0), (50,))
+    x, state = local_opt.owned((x, optimizer.init(x)), workers)
+    local_opt.check_synced(x, ulps=0)
+    grads = jax.random.normal(jax.random.key(1), (4, 4, 50))
+    for t in range(4):
+        x, state = run(x, state, grads[t])
+        if plan.syncs_after(t):
+            local_opt.check_synced({"x": x, "round": state.round})
+        else:
+            with pytest.raises(ValueError, match=r"workers' x are .* in \['w'\].*syncs_after"):
+                local_opt.check_synced({"w": x}, what="x")
+
+
+def test_lost_and_uncounted_workers_have_not_met():
+    with pytest.raises(ValueError, match="nan apart"):
+        local_opt.check_synced(jnp.array([1.0, jnp.nan]))
+    with pytest.raises(ValueError, match="1 apart"):
+        local_opt.check_synced(jnp.array([7, 8]))
+    local_opt.check_synced(jnp.array([[-7], [-7]]))
+    local_opt.check_synced({"none": jnp.zeros((2, 0)), "flag": jnp.array([True, True])})

@@ -1,0 +1,311 @@
+"""Optax inside local steps, before them and around them: equal to a plain loop, or found out.
+
+The default suite runs rows of every kind, simulated. All of them, on meshes too:
+`pytest -m "" tests/local_opt/test_wrappers.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import local_opt
+from tests.problems import RUNS, W
+from tests.wrapped import (
+    ONLY_W,
+    PARAMS,
+    PLAN,
+    SGD,
+    STEPS,
+    TARGETS,
+    assert_equal,
+    expected,
+    found,
+    last,
+    local,
+    mean,
+)
+
+LABELS = {"b": "b", "w": "w"}
+OTHER = local_opt.SyncPlan([0, 3], STEPS)
+ADAM = optax.adam(0.1)
+
+# Optimizers, and what a row says beside: the policy of the optimizer state.
+OPTIMIZERS = {
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "adam": lambda: optax.adam(0.1),
+    "adamw": lambda: optax.adamw(0.1, mask=ONLY_W),
+    "lars": lambda: optax.lars(0.1),
+    "lbfgs": lambda: optax.lbfgs(memory_size=2),
+    "lion": lambda: optax.lion(0.1),
+    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=jax.random.key(1)),
+    "polyak_sgd": lambda: optax.polyak_sgd(0.1),  # takes the worker's own value
+    "sgd": lambda: SGD,
+    "sgd, nesterov": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 6), 0.9, nesterov=True),
+    "sm3": lambda: optax.sm3(0.1),
+    "mechanize": lambda: contrib.mechanize(optax.sgd(0.1), s_init=0.1),
+    "sam, opaque": lambda: contrib.sam(
+        SGD, optax.chain(contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
+    ),
+    "galore": lambda: contrib.galore(0.1, rank=2),
+    "muon": lambda: contrib.muon(0.1),
+    "prodigy": lambda: contrib.prodigy(1.0, estim_lr0=0.1),
+    "keep_params_nonnegative": lambda: optax.chain(SGD, optax.keep_params_nonnegative()),
+    "flatten": lambda: optax.flatten(SGD),
+    "partition": lambda: optax.partition({"b": optax.adam(0.1), "w": SGD}, LABELS),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(
+        optax.linear_schedule(0.1, 0.0, 6), momentum=0.9
+    ),
+    "apply_if_finite": lambda: optax.apply_if_finite(SGD, 3),
+    "conditionally_mask": lambda: optax.conditionally_mask(SGD, lambda step: step % 2 == 0),
+    "MultiSteps": lambda: optax.MultiSteps(SGD, 2),
+    "selective_transform": lambda: optax.selective_transform(SGD, freeze_mask=ONLY_W),
+}
+
+# What a row's update is passed beside a gradient.
+EXTRA = {
+    "polyak_sgd": ("value",),
+    "momo": ("value",),
+    "reduce_on_plateau": ("value",),
+    "sam, opaque": ("grad_fn",),
+    "lbfgs": ("value", "grad", "value_fn"),
+}
+# Rows like others, for a machine that has time.
+SLOW = (
+    "adam", "sgd", "lion", "lbfgs", "noisy_sgd", "mechanize", "galore", "chain", "zero_nans",
+    "conditionally_transform", "split_real_and_imaginary", "lars", "sm3", "muon", "prodigy",
+    "flatten", "conditionally_mask", "freeze", "with_extra_args_support",
+)  # fmt: skip
+
+# Conditionals of optax whose branches are typed otherwise: JAX refuses them where it checks types.
+WITHOUT_VMA = ("lbfgs", "reduce_on_plateau")
+
+# What computes parameters from fields of its state is refused unless these meet, too.
+MET = {
+    "schedule_free": (lambda: contrib.schedule_free_sgd(0.1), ("z",)),
+    "sam": (
+        lambda: contrib.sam(SGD, optax.chain(contrib.normalize(), optax.sgd(0.05))),
+        ("cache",),
+    ),
+    "madgrad": (lambda: contrib.madgrad(0.1), ("s", "grad_sum_sq")),
+    "cocob": (
+        lambda: contrib.cocob(),
+        ("cumulative_gradients", "scale", "subgradients", "reward"),
+    ),
+}
+
+# These look at where they are, and do not go back to where they were before a sync.
+LESS = ("keep_params_nonnegative", "lbfgs", "sam, opaque")
+
+# What transforms a worker's own gradient: inside or before, these are the same steps.
+LINKS = {
+    "add_noise": lambda: optax.add_noise(0.1, 0.5, key=jax.random.key(2)),
+    "apply_every": lambda: optax.apply_every(2),
+    "chain": lambda: optax.chain(optax.clip(1.0), optax.scale_by_sign()),
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
+    "conditionally_transform": lambda: optax.conditionally_transform(
+        optax.scale(0.5), lambda step: step % 2 == 0
+    ),
+    "freeze": lambda: optax.freeze(ONLY_W),
+    "masked": lambda: optax.masked(optax.clip(0.5), ONLY_W),
+    "named_chain": lambda: optax.named_chain(("one", optax.clip(1.0)), ("two", optax.trace(0.5))),
+    "reduce_on_plateau": lambda: contrib.reduce_on_plateau(0.5, patience=1),  # by its own value
+    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.trace(0.5)),
+    "zero_nans": lambda: optax.zero_nans(),
+}
+
+
+def made(name):
+    """A row's optimizer."""
+    if name in LINKS:
+        return optax.chain(LINKS[name](), SGD)
+    return MET[name][0]() if name in MET else OPTIMIZERS[name]()
+
+
+def met(name):
+    return MET[name][1] if name in MET else ()
+
+
+@functools.cache
+def of_row(name):
+    """(the expected history, what a step leaves of a move)."""
+    history, kept = expected(lambda: made(name), met(name), EXTRA.get(name, ()))
+    apart = max(np.ptp(x[:, -2], axis=0).max() for x in jax.tree.leaves(history))
+    assert apart > 1e-4, "inside a round workers differ, or nothing is tested"
+    return history, kept
+
+
+def rows(names):
+    """The rows, those slow that are like another one."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
+
+
+MESHES = ["vmap", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS if r != "vmap")]
+
+
+@pytest.mark.parametrize("run", MESHES)
+@pytest.mark.parametrize("name", rows([*OPTIMIZERS, *LINKS, *MET]))
+def test_inside(name, run):
+    policy = dict.fromkeys(met(name), "mean") or "local"
+    if name in WITHOUT_VMA and run == "shard_map":
+        with pytest.raises(TypeError, match="cond branches must have equal output types"):
+            found(made(name), run, EXTRA[name])  # without anything of ours, too
+        return
+    seen, state = found(local(made(name), opt_state=policy), run, EXTRA.get(name, ()))
+    history, kept = of_row(name)
+    assert (kept < 0.95) == (name in MET or name in LESS), "would its next step undo a sync?"
+    assert_equal(seen, history)
+    local_opt.check_synced(last(seen))
+    assert state.round.tolist() == [PLAN.rounds] * W and state.step.tolist() == [STEPS] * W
+
+
+@pytest.mark.parametrize("run", MESHES)
+@pytest.mark.parametrize("name", rows(LINKS))
+def test_before(name, run):
+    if name in WITHOUT_VMA and run == "shard_map":
+        pytest.skip("refused by JAX without anything of ours, see test_inside")
+    seen, _ = found(optax.chain(LINKS[name](), local(SGD)), run, EXTRA.get(name, ()))
+    assert_equal(seen, of_row(name)[0])
+    local_opt.check_synced(last(seen))
+
+
+@pytest.mark.parametrize("name", MET)
+def test_state_that_would_undo_a_sync_is_refused(name):
+    """Unless all of it meets, or is reset; fragments have no sync of it."""
+    fields, params = met(name), PARAMS
+    message = f"optax.contrib.{name} computes the next parameters from .* would be undone"
+    chained = optax.chain(optax.clip(1.0), made(name))
+    for inner in (made(name), chained):
+        for policy in ("local", {fields[-1]: "local"}):
+            with pytest.raises(ValueError, match=f"{message}. Pass opt_state=.*{fields[0]}.*mean"):
+                local(inner, opt_state=policy).init(params)
+        stream = local_opt.streaming_rounds(inner, axis_name="worker", fragments=1)
+        with pytest.raises(ValueError, match=f"{message}. Fragments have no sync of the state"):
+            stream.init(params)
+        for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
+            local(inner, opt_state=policy).init(params)
+        rounds = local_opt.accumulated_rounds(inner, axis_name="worker")
+        rounds.init(params)  # one state for all
+
+
+def test_the_state_of_every_row_may_be_donated_with_the_parameters():
+    """Some begin with the parameters themselves: no buffer may be given away twice."""
+    names = [*OPTIMIZERS, *LINKS, *MET]
+    makers = {
+        "local_steps": lambda n: local(
+            made(n), opt_state=dict.fromkeys(met(n), "mean") or "local", outer=optax.sgd(1.0, 0.9)
+        ),
+        "accumulated": lambda n: local_opt.accumulated_rounds(made(n), axis_name="worker"),
+        "parallel": lambda n: local_opt.parallel_rounds(made(n), axis_name="worker"),
+    }
+    params = jax.tree.map(jnp.copy, PARAMS)
+    states = {how: {n: make(n).init(params) for n in names} for how, make in makers.items()}
+    keep = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)
+    jax.block_until_ready(keep((params, states)))
+
+
+# Around local steps; with `local` left out, the optimizer that this is.
+AROUND = {
+    "flatten": lambda local: optax.flatten(local(SGD)),
+    "inject_hyperparams": lambda local: optax.inject_hyperparams(
+        lambda rate: local(optax.sgd(rate, 0.9))
+    )(rate=0.1),
+    "split_real_and_imaginary": lambda local: contrib.split_real_and_imaginary(local(SGD)),
+    "with_extra_args_support": lambda local: optax.with_extra_args_support(local(SGD)),
+    "chain": lambda local: optax.chain(optax.clip(0.5), optax.chain(optax.trace(0.5), local(SGD))),
+    "named_chain": lambda local: optax.named_chain(
+        ("clip", optax.clip(0.5)), ("local", local(SGD))
+    ),
+    "partition, two plans": lambda local: optax.partition(
+        {"b": local(ADAM), "w": local(SGD, OTHER)}, LABELS
+    ),
+    "partition, frozen": lambda local: optax.partition(
+        {"b": optax.set_to_zero(), "w": local(SGD)}, LABELS
+    ),
+    "partition, b never meets": lambda local: optax.partition({"b": ADAM, "w": local(SGD)}, LABELS),
+    "masked, b never meets": lambda local: optax.masked(local(SGD), ONLY_W),
+    "selective_transform": lambda local: optax.selective_transform(
+        local(SGD), freeze_mask={"b": True, "w": False}
+    ),
+}
+
+
+@pytest.mark.parametrize("run", MESHES)
+@pytest.mark.parametrize("name", rows(AROUND))
+def test_around(name, run):
+    plans = {"b": PLAN, "w": OTHER} if "two" in name else {"b": PLAN, "w": PLAN}
+    if "never" in name:
+        del plans["b"]
+    history, _ = found(AROUND[name](local), run)
+    assert_equal(history, expected(lambda: AROUND[name](lambda opt, *_: opt), plans=plans)[0])
+    if "never" in name:  # nothing can refuse it: this is who finds it
+        with pytest.raises(ValueError, match=r"workers' parameters are .* apart in \['b'\]"):
+            local_opt.check_synced(last(history))
+    else:
+        local_opt.check_synced(last(history))
+
+
+def halved(opt):
+    """A chain of somebody's own."""
+
+    def update(grads, state, params, **extra):
+        updates, state = opt.update(grads, state, params, **extra)
+        return jax.tree.map(lambda u: 0.5 * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(opt.init, update)
+
+
+WRONG = {
+    "what follows": lambda opt: optax.chain(opt, optax.scale(0.5)),
+    "a chain of one's own": halved,
+    "a skip of the sync": lambda opt: optax.conditionally_mask(opt, lambda step: step != STEPS - 1),
+    "schedule_free around": lambda opt: contrib.schedule_free(opt, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_around_a_sync_is_found_by_check_synced(name):
+    """No step can see what stands around it, but what that does is seen."""
+    history, _ = found(WRONG[name](local(SGD)))
+    with pytest.raises(ValueError, match="where a sync leaves 1 roundings"):
+        local_opt.check_synced(last(history))
+
+
+def test_inside_lookahead_both_sequences_meet():
+    pair = optax.LookaheadParams.init_synced
+    opt = optax.lookahead(SGD, 2, 0.5)
+
+    def step(opt, params, state, target):
+        grads = jax.grad(lambda x: 0.5 * jnp.sum((x - target) ** 2))(params.fast)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    one = jax.jit(functools.partial(step, opt))
+    all_of = jax.jit(jax.vmap(functools.partial(step, local(opt)), axis_name="worker"))
+    params, states = [pair(PARAMS["b"])] * W, [opt.init(pair(PARAMS["b"]))] * W
+    own = jax.tree.map(lambda x: jnp.stack([x] * W), params[0])
+    state = jax.vmap(local(opt).init)(own)
+    for t in range(STEPS):
+        target = TARGETS["b"][:, t]
+        for w in range(W):
+            params[w], states[w] = one(params[w], states[w], target[w])
+        if PLAN.syncs_after(t):
+            params = mean(params, lambda path: True)
+        own, state = all_of(own, state, target)
+        assert_equal(own, jax.tree.map(lambda *x: np.stack(x), *params))
+
+
+def test_the_evaluation_point_of_schedule_free_is_that_of_the_mean():
+    opt = local(contrib.schedule_free_sgd(0.1), opt_state={"z": "mean"})
+    history, state = found(opt)
+    inner, params = state.rounds.inner, last(history)
+    at = jax.vmap(contrib.schedule_free_eval_params)(inner, params)
+    local_opt.check_synced(at, ulps=4)  # (y - 0.1 z) / 0.9, of equal y and z
+    one = contrib.schedule_free_eval_params(
+        local_opt.consolidate(inner), local_opt.consolidate(params)
+    )
+    assert_equal(one, local_opt.consolidate(at))

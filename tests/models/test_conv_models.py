@@ -1,0 +1,209 @@
+"""Convolutional models: published sizes, layers against XLA's, moments, types.
+
+Parameters and images are drawn by NumPy: to compile draws would take longer than the tests.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import models
+from models.convolutions import (
+    GROUPS,
+    Conv,
+    Convolution,
+    DepthwiseConv,
+    Pointwise,
+    group_norm,
+)
+from models.mobilenet import VARIANTS, _Excitation
+from models.resnet import DEPTHS
+
+CLASSES, SHAPE = 7, (16, 16, 3)
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """The models, cut to two blocks, which compile in a second: `build[name](**settings)`."""
+    monkeypatch.setitem(DEPTHS, 18, (DEPTHS[18][0], (1, 1)))
+    monkeypatch.setitem(DEPTHS, 50, (DEPTHS[50][0], (1, 1)))
+    blocks = ((5, 24, 8, 8, nnx.hard_swish, 2), (3, 24, 8, 0, nnx.relu, 1))
+    monkeypatch.setitem(VARIANTS, "small", (blocks, 16, 12))
+    images = {"image_shape": SHAPE, "num_classes": CLASSES}
+    stages = {"stages": ((1, 4, 1, 1), (2, 6, 1, 2)), "stem_channels": 4, "head_channels": 16}
+    small = {"variant": "small", "stem_stride": 1}
+    return {
+        "resnet": partial(models.resnet, depth=18, stem="cifar", width=8, **images),
+        "mobilenet_v2": partial(models.mobilenet_v2, **stages, **images),
+        "mobilenet_v3": partial(models.mobilenet_v3, **small, **images),
+        "small_resnet": partial(models.small_resnet, widths=(4, 6, 8), **images),
+    }
+
+
+def drawn(shapes):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), shapes)
+
+
+def images(shape=SHAPE, n=5, seed=0):
+    return np.random.default_rng(seed).normal(size=(n, *shape)).astype(np.float32)
+
+
+def batch_of(x):
+    return {"x": x, "y": np.arange(len(x)) % CLASSES}
+
+
+def params_of(model, key):
+    return drawn(jax.eval_shape(model.init, key))
+
+
+def layer_of(make):
+    """What `make(rngs)` builds, with parameters drawn."""
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    return nnx.merge(graph, drawn(shapes))
+
+
+def xla(x, kernel, stride, groups=1):
+    edge = kernel.shape[0] // 2
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride, stride),
+        ((edge, edge), (edge, edge)),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+
+
+@pytest.mark.parametrize("size,stride", [(3, 1), (3, 2), (5, 2), (7, 2)])
+def test_convolutions_are_those_of_xla(size, stride):
+    full = layer_of(lambda rngs: Convolution(4, 3, stride, rngs, size=size))
+    product = layer_of(lambda rngs: Conv(4, 3, stride, rngs, size=size))
+    depthwise = layer_of(lambda rngs: DepthwiseConv(4, stride, rngs, size=size))
+
+    @jax.jit
+    def pairs(x):
+        dense = xla(x, full.kernel[...], stride)
+        apart = xla(x, depthwise.kernel[...], stride, groups=4)
+        return (full(x), product(x), depthwise(x)), (dense, dense, apart)
+
+    for ours, expected in zip(*pairs(images((9, 6, 4))), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_pointwise_is_a_convolution_of_one_pixel(stride):
+    conv, x = layer_of(lambda rngs: Pointwise(4, 3, rngs, stride=stride)), images((9, 6, 4))
+    expected = xla(x, conv.kernel[...][None, None], stride)
+    np.testing.assert_allclose(conv(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [8, 64])
+def test_group_norm_is_that_of_the_paper(channels):
+    norm = layer_of(lambda rngs: group_norm(channels, rngs))
+    x = 2 + 3 * images((4, 5, channels))
+    groups = x.astype(np.float64).reshape(5, 20, min(GROUPS, channels), -1)
+    mean = groups.mean(axis=(1, 3), keepdims=True)
+    deviation = np.sqrt(groups.var(axis=(1, 3), keepdims=True) + 1e-5)
+    expected = ((groups - mean) / deviation).reshape(x.shape)
+    expected = expected * np.asarray(norm.scale[...]) + np.asarray(norm.bias[...])
+    np.testing.assert_allclose(jax.jit(norm)(x, None), expected, atol=1e-4)
+
+
+def test_excitation_multiplies_every_channel_by_its_gate():
+    layer, x = layer_of(lambda rngs: _Excitation(4, 2, rngs)), images((2, 2, 4))
+    weights = [np.asarray(p[...]) for p in (layer.squeeze.kernel, layer.squeeze.bias)]
+    squeezed = np.maximum(0, x.mean(axis=(1, 2)) @ weights[0] + weights[1])
+    weights = [np.asarray(p[...]) for p in (layer.excite.kernel, layer.excite.bias)]
+    gate = np.clip((squeezed @ weights[0] + weights[1] + 3) / 6, 0, 1)
+    assert len(np.unique(gate.round(3))) > 6
+    np.testing.assert_allclose(jax.jit(layer)(x), x * gate[:, None, None], atol=1e-5)
+
+
+@pytest.mark.parametrize("norm,apart", [("group", True), ("batch", False)])
+def test_only_with_groups_does_no_example_depend_on_another(norm, apart, build, key):
+    x, other = images(), images(seed=1)
+    batch, mixed = batch_of(x), batch_of(np.concatenate([x[:1], other[1:]]))
+    model = build["resnet"](norm=norm)
+    assert (model.statistics is None) == apart
+    params, loss = params_of(model, key), jax.jit(model.loss)
+    change = np.abs(loss(params, batch, None) - loss(params, mixed, None))
+    assert np.all(change[1:] > 1e-3)
+    assert change[0] < 1e-5 if apart else change[0] > 1e-3
+
+
+def test_products_are_the_same_function(build, key):
+    settings = {"depth": 50, "stem": "imagenet", "image_shape": (40, 37, 3), "width": 4}
+    model = build["resnet"](**settings)
+    params, batch = params_of(model, key), batch_of(images(settings["image_shape"]))
+    products = build["resnet"](**settings, products=True)
+    losses = [jax.jit(m.loss)(params, batch, None) for m in (model, products)]
+    assert np.std(losses[0]) > 1e-2
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+    used = [primitives(m, params, batch["x"]) for m in (model, products)]
+    assert ["conv_general_dilated" in names for names in used] == [True, False]
+
+
+def primitives(model, params, x):
+    """{name: types of its four-dimensional results} of a forward pass."""
+    forward = model.statistics or model.predict
+    found = {}
+    for equation in jax.make_jaxpr(forward)(params, x).eqns:
+        result = equation.outvars[0].aval
+        if result.ndim == 4:
+            found.setdefault(equation.primitive.name, set()).add(result.dtype)
+    return found
+
+
+@pytest.mark.parametrize("family", ["resnet", "mobilenet_v2", "mobilenet_v3", "small_resnet"])
+def test_statistics_of_a_batch_give_its_losses_in_training(family, build, key):
+    model = build[family]()
+    params, batch = params_of(model, key), batch_of(images())
+
+    @jax.jit
+    def losses(params, given):
+        logits = model.predict(params, batch["x"], model.statistics(params, given))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+    in_training = jax.jit(model.loss)(params, batch, None)
+    np.testing.assert_allclose(losses(params, batch["x"]), in_training, rtol=1e-4)
+    assert np.max(np.abs(losses(params, 2 * batch["x"]) - in_training)) > 1e-2
+
+
+TYPED = [
+    ("resnet", {}),
+    ("resnet", {"products": True}),
+    ("resnet", {"norm": "group", "depth": 50}),
+    ("mobilenet_v2", {}),
+    ("mobilenet_v3", {}),
+]
+
+
+@pytest.mark.parametrize("family,settings", TYPED)
+def test_in_bfloat16_products_are_rounded_and_parameters_are_not(family, settings, build, key):
+    model = build[family](**settings, dtype="bfloat16")
+    batch = batch_of(images())
+    params = jax.eval_shape(model.init, key)
+    gradient = jax.eval_shape(jax.grad(lambda p: model.loss(p, batch, None)[0]), params)
+    moments = model.statistics and jax.eval_shape(model.statistics, params, batch["x"])
+    for leaf in jax.tree.leaves((params, gradient, moments)):
+        assert leaf.dtype == jnp.float32
+    logits = jax.eval_shape(model.predict, params, batch["x"], *[moments] * (moments is not None))
+    assert logits.dtype == jnp.float32
+    types = primitives(model, params, batch["x"])
+    products = [types[name] for name in ("dot_general", "conv_general_dilated") if name in types]
+    assert set.union(*products) == {np.dtype("bfloat16")}
+
+
+def test_depthwise_sums_are_rounded_once():
+    conv, x = layer_of(lambda rngs: DepthwiseConv(4, 1, rngs, size=5)), images((9, 6, 4))
+    x = jnp.asarray(x, jnp.bfloat16)
+    rounded, exact = jax.jit(lambda x: (conv(x), conv(x.astype(jnp.float32))))(x)
+    assert rounded.dtype == jnp.bfloat16
+    # half a unit in the last of 8 places, and the rounding of float32
+    np.testing.assert_allclose(rounded.astype(jnp.float32), exact, rtol=2**-8, atol=1e-5)

@@ -1,0 +1,336 @@
+"""Sketches out of the backward pass: those of gradients that are formed, for any library's loss."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import models
+import ordering
+from ordering import trace
+from ordering.gradients import grouped
+from ordering.uses import Hooks
+from tests.sketched import sketch_of
+
+KEY, SKETCH_KEY, N = jax.random.key(3), jax.random.key(7), 3
+RNG = np.random.default_rng(0)
+
+
+def images(*shape):
+    return {"x": RNG.normal(size=(N, *shape)).astype(np.float32), "y": np.arange(N, dtype=np.int32)}
+
+
+def tokens(length=12, words=48):
+    x, y = RNG.integers(0, words, (2, N, length)).astype(np.int32)
+    return {"x": x, "y": y}
+
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+MODELS = {
+    "mlp": (lambda: models.mlp(num_features=64, num_classes=10), images(64)),
+    "lenet": (models.lenet, images(28, 28, 1)),
+    "vit": (lambda: models.vit(image_shape=(8, 8, 3), width=32, depth=1, heads=2), images(8, 8, 3)),
+    "gpt2": (
+        lambda: models.gpt2(vocab_size=48, context=16, width=32, depth=1, heads=2), tokens(),
+    ),
+    "lstm": (lambda: models.lstm(vocab_size=48, width=32), tokens()),
+    "resnet": (
+        lambda: models.resnet(
+            depth=18, num_classes=10, norm="group", stem="cifar", image_shape=(8, 8, 3), width=32
+        ),
+        images(8, 8, 3),
+    ),
+}  # fmt: skip
+
+
+def assert_sketched(loss, params, batch, size=64):
+    """As if all gradients had been formed, and sketched by the same map."""
+
+    def run(gradients):
+        def both(params, batch):
+            losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
+            return losses, mean, rows.tree
+
+        return jax.jit(both)(params, batch)
+
+    losses, mean, rows = run(ordering.sketched(loss, SKETCH_KEY, size=size))
+    expected = run(ordering.per_example(loss))
+    to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
+    sketches = jax.jit(jax.vmap(to_sketch))(expected[2])
+    close(rows, sketches)
+    close(mean, expected[1])
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+
+
+def close(found, expected):
+    """To 1e-5 of the largest entry of a tree."""
+    found, expected = (jax.flatten_util.ravel_pytree(tree)[0] for tree in (found, expected))
+    atol = 1e-5 * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+
+
+# Seconds to compile; `pytest -m slow -n 0`. What they are made of is in the tests below.
+DEAR = ("lenet", "vit", "gpt2", "lstm", "resnet")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEAR)) for n in MODELS]
+)
+def test_every_model(name):
+    make, batch = MODELS[name]
+    model = make()
+    assert_sketched(model.loss, model.init(jax.random.key(0)), batch)
+
+
+def test_parameters_that_are_looked_up_and_small_enough_to_be_formed():
+    model, batch = MODELS["gpt2"][0](), MODELS["gpt2"][1]
+    params = model.init(jax.random.key(0))
+    plan = ordering.sketched_parameters(model.loss, params, batch, KEY, size=1024)
+    (table,) = [leaf for leaf in plan if leaf.name == "['tokens']"]
+    assert (table.how, table.why) == ("formed", "look-up, product")
+    assert_sketched(model.loss, params, batch, size=1024)
+
+
+NORMALISED = {
+    "mobilenet_v2": lambda: models.mobilenet_v2(
+        num_classes=4, image_shape=(8, 8, 3), stages=((2, 8, 2, 1),), stem_channels=8,
+        head_channels=16,
+    ),
+    "small_resnet": lambda: models.small_resnet(
+        num_classes=4, image_shape=(8, 8, 3), widths=(8, 8, 16)
+    ),
+    "mobilenet_v3": lambda: models.mobilenet_v3(
+        num_classes=4, image_shape=(32, 32, 3), variant="small", stem_stride=1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NORMALISED)
+def test_a_batch_normalised_model_by_groups(name):
+    """Depthwise convolutions, and losses that mix the examples of a unit."""
+    model = NORMALISED[name]()
+    side = 32 if name == "mobilenet_v3" else 8
+    batch = {"x": RNG.normal(size=(N, 4, side, side, 3)).astype(np.float32),
+             "y": RNG.integers(0, 4, (N, 4)).astype(np.int32)}  # fmt: skip
+    assert_sketched(grouped(model.loss), model.init(jax.random.key(0)), batch)
+
+
+class Block(nn.Module):
+    """Of a linen transformer: a scanned stack of these has parameters [depth, ...]."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        h = nn.LayerNorm()(x)
+        h = nn.MultiHeadDotProductAttention(num_heads=2, deterministic=True)(h, h)
+        x = x + h
+        return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x)))), None
+
+
+class ScannedGPT(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        embed = nn.Embed(48, 32)
+        stack = nn.scan(
+            nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        x, _ = stack()(embed(ids), None)
+        return embed.attend(x)
+
+
+def test_linen_scanned_with_remat_and_tied_embeddings():
+    module, batch = ScannedGPT(), tokens()
+    params = module.init(jax.random.key(0), batch["x"])
+
+    def loss(params, batch, key):
+        logits = module.apply(params, batch["x"])
+        return cross_entropy(logits, batch["y"]).mean(-1)
+
+    plan = ordering.sketched_parameters(loss, params, batch, KEY, size=64)
+    stacked = [leaf for leaf in plan if leaf.stack == 1]
+    assert len([leaf for leaf in stacked if leaf.how == "sketched"]) == 6
+    (embedding,) = [leaf for leaf in plan if "embedding" in leaf.name]
+    assert (embedding.how, embedding.why) == ("sketched", "look-up, product")
+    assert_sketched(loss, params, batch)
+
+
+def test_linen_convolutions():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.GroupNorm(4)(nn.Conv(16, (3, 3), strides=2)(x)))
+            return nn.Dense(5)(nn.Conv(16, (3, 3), feature_group_count=4)(x).mean((1, 2)))
+
+    module, batch = Net(), images(8, 8, 3)
+    loss = lambda p, b, key: cross_entropy(module.apply(p, b["x"]), b["y"])  # noqa: E731
+    assert_sketched(loss, module.init(jax.random.key(0), batch["x"]), batch)
+
+
+@pytest.mark.slow
+def test_nnx_convolutions():
+    class Own(nnx.Module):
+        def __init__(self, rngs):
+            self.conv, self.out = (nnx.Conv(3, 16, (3, 3), rngs=rngs), nnx.Linear(16, 5, rngs=rngs))
+
+        def __call__(self, x):
+            return self.out(nnx.relu(self.conv(x)).mean((1, 2)))
+
+    graph, params = nnx.split(Own(nnx.Rngs(0)))
+    batch = images(8, 8, 3)
+    loss = lambda p, b, key: cross_entropy(nnx.merge(graph, p)(b["x"]), b["y"])  # noqa: E731
+    assert_sketched(loss, params, batch)
+
+
+def test_equinox():
+    """Weights [out, in] on the left of a product, one example at a time."""
+    net = eqx.nn.MLP(20, 5, 40, depth=2, key=jax.random.key(0))
+    params, static = eqx.partition(net, eqx.is_array)
+
+    def loss(params, batch, key):
+        return cross_entropy(jax.vmap(eqx.combine(params, static))(batch["x"]), batch["y"])
+
+    assert_sketched(loss, params, images(20))
+
+
+def layered(params, batch, key):
+    """What libraries do with parameters, and a little of what they do not."""
+    x = batch["x"] @ params["first"]
+    x = jnp.einsum("nd,dhk->nhk", x, params["heads"])
+    x = jnp.einsum("nhk,hkd->nd", x, params["project"])
+    x = x + jax.checkpoint(lambda w, x: jnp.sin(x @ w))(params["remat"], x)
+    x = x + jax.jit(lambda w, x: jnp.tanh(x @ w.T))(params["jit"], x)
+    x = x + x @ params["squared"] ** 2  # not a product with the parameter itself
+    x = x + jnp.split(x @ params["sliced"][:, :16], 2, -1)[0] @ params["sliced"][:8]
+    x = jax.lax.cond(x.sum() > 0, lambda w: x @ w, lambda w: x - x @ w, params["branch"])
+    step = lambda x, _: (jnp.tanh(x @ params["recurrent"]), None)  # noqa: E731
+    x = jax.lax.scan(step, x, None, length=3)[0]
+    return jnp.sum(jnp.square(x), -1)
+
+
+def layered_params():
+    shapes = {
+        "first": (20, 24), "heads": (24, 2, 12), "project": (2, 12, 24), "remat": (24, 24),
+        "jit": (24, 24), "squared": (24, 24), "sliced": (24, 24), "branch": (24, 24),
+        "recurrent": (24, 24), "unused": (24, 24),
+    }  # fmt: skip
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: 0.2 * jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def test_uses_that_are_not_known_are_formed_and_listed():
+    params, batch = layered_params(), {"x": images(20)["x"]}
+    plan = ordering.sketched_parameters(layered, params, batch, KEY, size=64)
+    how = {leaf.name[2:-2]: (leaf.how, leaf.why) for leaf in plan}
+    known = {"first", "heads", "project", "remat", "jit", "recurrent"}
+    assert {name for name, (kind, _) in how.items() if kind == "sketched"} == known
+    assert how["squared"] == ("copied", "integer_pow")
+    assert how["branch"][1] == "cond" and how["sliced"][0] == how["unused"][0] == "copied"
+    assert_sketched(layered, params, batch)
+
+
+def test_under_vmap_over_workers_and_with_a_large_sketch():
+    """Small parameters are formed; workers may share the model or have their own."""
+    params, batch = layered_params(), {"x": RNG.normal(size=(2, N, 20)).astype(np.float32)}
+    gradients = ordering.sketched(layered, SKETCH_KEY, size=1024)
+
+    def run(params, batch):
+        losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
+        return losses, mean, rows.tree
+
+    own = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+    shared = jax.jit(jax.vmap(run, (None, 0)))(params, batch)
+    close(jax.jit(jax.vmap(run))(own, batch), shared)
+    first = jax.tree.map(lambda x: x[0], (batch, shared))
+    close(jax.jit(run)(params, first[0]), first[1])
+    assert_sketched(layered, params, {"x": batch["x"][0]}, size=1024)
+
+
+def test_under_shard_map_with_and_without_checked_types():
+    model, batch = MODELS["mlp"][0](), MODELS["mlp"][1]
+    params, found = model.init(jax.random.key(0)), []
+    mesh = jax.make_mesh(
+        (N,), ("worker",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:N]
+    )
+    gradients = ordering.sketched(model.loss, SKETCH_KEY, size=64)
+    for checked in (False, True):
+
+        def run(params, batch, checked=checked):
+            if checked:  # else the gradient is added up over the workers
+                params = jax.lax.pcast(params, "worker", to="varying")
+            losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
+            return losses, jax.lax.pmean(mean, "worker"), rows.tree
+
+        own = jax.P("worker")
+        mapped = jax.shard_map(
+            run, mesh=mesh, in_specs=(jax.P(), own), out_specs=(own, jax.P(), own),
+            check_vma=checked,
+        )  # fmt: skip
+        found.append(jax.jit(mapped)(params, batch))
+    close(*found)
+    alone = jax.jit(lambda *a: gradients(*a)[1])(params, batch, jax.random.clone(KEY))
+    close(found[0][1], alone)
+
+
+def test_bfloat16_products_have_float32_sketches():
+    def loss(w, batch, key):
+        return jnp.sum(jnp.tanh(batch.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)), -1)
+
+    w, batch = (
+        jax.random.normal(jax.random.key(0), (60, 50)),
+        RNG.normal(size=(N, 60)).astype(np.float32),
+    )
+    _, mean, rows = ordering.sketched(loss, SKETCH_KEY, size=64)(w, batch, jax.random.clone(KEY))
+    assert mean.dtype == rows.tree.dtype == jnp.float32
+    _, _, formed = ordering.per_example(loss)(w, batch, jax.random.clone(KEY))
+    expected = jax.vmap(sketch_of(loss, w, batch, SKETCH_KEY, size=64))(formed.tree)
+    assert np.linalg.norm(rows.tree - expected) < 0.02 * np.linalg.norm(expected)
+
+
+LOOK_UPS = {
+    "labels": lambda x, i: jnp.take_along_axis(x, i, axis=-1),
+    "a middle axis": lambda x, i: jnp.take_along_axis(x, i, axis=1),
+    "the first axis": lambda x, i: jnp.take(x, i[0, :, 0] * 0, axis=0),
+    "an axis of size 1 last": lambda x, i: jnp.take_along_axis(x[..., :1], i * 0, axis=-1),
+    "rows": lambda x, i: x[0, i[0, :, 0]],
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_look_ups_in_data_go_along_no_axis_of_size_one(name):
+    """With one, a TPU scatters in the backward pass of a loss of labels, and keeps all of it."""
+    x, i = jnp.arange(20.0).reshape(1, 4, 5), jnp.array([[[3], [0], [2], [1]]])
+    closed = jax.make_jaxpr(LOOK_UPS[name])(x, i)
+    run = lambda x, i: trace.walk(closed.jaxpr, closed.consts, (x, i), Hooks(None, None))[0]  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(run)(x, i), LOOK_UPS[name](x, i))
+    for equation in equations(jax.make_jaxpr(run)(x, i).jaxpr):
+        if equation.primitive.name == "gather":
+            sizes = equation.outvars[0].aval.shape
+            axes = equation.params["dimension_numbers"].offset_dims
+            assert all(sizes[axis] > 1 for axis in axes), equation
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        if "jaxpr" in equation.params:
+            yield from equations(equation.params["jaxpr"].jaxpr)
+
+
+def test_small_models_are_not_sketched():
+    model = models.softmax_regression(num_features=6, num_classes=3)
+    params, batch = model.init(jax.random.key(0)), images(6)
+    _, _, rows = ordering.sketched(model.loss, SKETCH_KEY)(params, batch, jax.random.clone(KEY))
+    _, _, formed = ordering.per_example(model.loss)(params, batch, KEY)
+    np.testing.assert_allclose(rows.gram(), formed.gram(), rtol=1e-5)
+    with pytest.raises(ValueError, match="size is 0"):
+        ordering.sketched(model.loss, SKETCH_KEY, size=0)

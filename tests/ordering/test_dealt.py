@@ -1,0 +1,152 @@
+"""Orders over all units: always a permutation of W M, equal to the reference, on every machine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from tests import reference, tables
+
+PAIRS = {
+    "cd_grab": lambda m, b: ordering.cd_grab(m, units_per_step=b),
+    "gathered": lambda m, b: ordering.cd_grab(m, units_per_step=b, gathers="sync"),
+    "pair_balance": lambda m, b: ordering.pair_balance(m, units_per_step=b),
+}
+
+
+def run(order, gradients, units_per_step, **kwargs):
+    """Orders [epochs + 1, W, M]; gradients [W M, D] of all units, which all workers read."""
+    workers = kwargs.pop("workers")
+    everywhere = np.broadcast_to(gradients, (workers, *gradients.shape))
+    return tables.run_workers(order, everywhere, units_per_step, **kwargs)
+
+
+@pytest.mark.parametrize("how", ordering.dealing.HOW)
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("workers,num_units,units_per_step", [(3, 5, 1), (4, 6, 4)])
+def test_equals_the_reference(name, how, workers, num_units, units_per_step):
+    gradients = tables.whole_numbers((workers * num_units, 6), seed=num_units, high=50)
+    order = ordering.dealt(PAIRS[name](num_units, units_per_step), num_units, how=how)
+    orders = run(order, gradients, units_per_step, workers=workers, epochs=3)
+    for before, after in zip(orders, orders[1:], strict=False):
+        expected = reference.dealt_epoch(before, gradients, how, alone=name == "pair_balance")
+        np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("workers,num_units", [(1, 1), (2, 1), (5, 9)])
+def test_every_epoch_visits_every_unit_once(workers, num_units):
+    gradients = tables.whole_numbers((workers * num_units, 3), seed=workers)
+    for order in (
+        ordering.dealt(PAIRS["cd_grab"](num_units, 1), num_units, how="chunks"),
+        ordering.dealt_reshuffling(num_units),
+    ):
+        orders = run(order, gradients, 1, workers=workers, epochs=2)
+        seen = np.sort(orders.reshape(3, -1), axis=1)
+        np.testing.assert_array_equal(seen, np.tile(np.arange(workers * num_units), (3, 1)))
+
+
+@pytest.mark.parametrize("over", [tables.vmap_workers, tables.shard_map_workers])
+def test_reshuffling_leaves_other_units_over_in_every_epoch(over):
+    keys = jax.random.split(jax.random.key(0), 8)
+    order = ordering.dealt_reshuffling(4, total=37)
+    state, seen = over(lambda key: order.init(key, None))(keys), []
+    for _ in range(4):
+        seen.append(np.sort(state.current.ravel()))
+        assert len(np.unique(seen[-1])) == 32 and 0 <= seen[-1][0] and seen[-1][-1] < 37
+        following, state = state.next, over(order.next_epoch)(state)
+        np.testing.assert_array_equal(state.current, following)
+    assert len(np.unique(seen, axis=0)) == 4
+    with pytest.raises(ValueError, match="total is 31, and 8 workers with 4 units each take 32"):
+        over(lambda key: ordering.dealt_reshuffling(4, total=31).init(key, None))(keys)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_vmap_equals_shard_map(name):
+    gradients = tables.whole_numbers((80, 7))
+    order = ordering.dealt(PAIRS[name](10, 2), 10)
+    vmapped = run(order, gradients, 2, workers=8)
+    sharded = run(order, gradients, 2, workers=8, run=tables.shard_map_workers)
+    np.testing.assert_array_equal(vmapped, sharded)
+
+
+def test_round_robin_visits_what_fixed_shards_visit_where_all_meet_in_every_step():
+    """The same sets of units in every step, so that the running sums and the signs are the same."""
+    workers, num_units, units_per_step = 4, 8, 2
+    gradients = tables.whole_numbers((workers * num_units, 6), high=50)
+    dealt = ordering.dealt(PAIRS["cd_grab"](num_units, units_per_step), num_units)
+    first, second = run(dealt, gradients, units_per_step, workers=workers, epochs=1)
+    own = reference.cd_grab_epoch(first, [gradients] * workers)
+
+    def steps(orders):
+        cut = np.asarray(orders).reshape(workers, -1, units_per_step).swapaxes(0, 1)
+        return np.sort(cut.reshape(len(cut), -1), axis=1)
+
+    np.testing.assert_array_equal(steps(second), steps(own))
+
+
+def test_an_epoch_that_is_cut_short_loses_no_unit():
+    order = ordering.dealt(PAIRS["gathered"](7, 2), 7)
+    gradients = tables.whole_numbers((21, 4))
+
+    def two_steps(key):
+        state = order.init(key, jnp.zeros(4))
+        for start in (0, 2):
+            units = state.current[start : start + 2]
+            state = order.observe(state, ordering.Rows.of(jnp.asarray(gradients)[units]))
+        return order.next_epoch(state).current
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    found = tables.vmap_workers(two_steps)(keys)
+    np.testing.assert_array_equal(np.sort(found.ravel()), np.arange(21))
+
+
+@pytest.mark.parametrize("how", ordering.dealing.HOW)
+def test_the_known_front_of_the_next_epoch_stays(how):
+    order = ordering.dealt(PAIRS["cd_grab"](8, 2), 8, how=how)
+    gradients = jnp.asarray(tables.whole_numbers((24, 4)))
+
+    def epoch(key):
+        state = order.init(key, jnp.zeros(4))
+        for start in range(0, 8, 2):
+            units = state.current[start : start + 2]
+            state = order.observe(state, ordering.Rows.of(gradients[units]))
+        return state.next, state.left, order.next_epoch(state).current
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    known, left, current = tables.vmap_workers(epoch)(keys)
+    assert left.tolist() == [4 if how == "round_robin" else 0] * 3
+    for worker, count in enumerate(left):
+        np.testing.assert_array_equal(known[worker, :count], current[worker, :count])
+
+
+def test_signs_are_all_that_is_sent():
+    """One gather in an epoch's end: a bit for every pair of every worker."""
+    order = ordering.dealt(PAIRS["gathered"](32, 2), 32)
+    state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(4)))(
+        jax.random.split(jax.random.key(0), 8)
+    )
+    end = jax.jit(tables.shard_map_workers(order.next_epoch)).lower(state).as_text()
+    waits = ordering.cd_grab(32, units_per_step=2, gathers="sync")
+    plain = jax.jit(tables.shard_map_workers(waits.next_epoch)).lower(state.pairs).as_text()
+    gather = '"stablehlo.all_gather"'
+    assert end.count(gather) == plain.count(gather) + 1
+    assert sum(gather in line and "tensor<8x2xui8>" in line for line in end.splitlines()) == 1
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="how is 'sorted'.*round_robin, chunks"):
+        ordering.dealt(PAIRS["cd_grab"](4, 1), 4, how="sorted")
+    with pytest.raises(ValueError, match="num_units is 0"):
+        ordering.dealt_reshuffling(0)
+
+    def begin(order, num_units):
+        dealt = ordering.dealt(order, num_units)
+        return jax.vmap(lambda key: dealt.init(key, jnp.zeros(2)), axis_name="worker")(
+            jax.random.split(jax.random.key(0), 2)
+        )
+
+    with pytest.raises(ValueError, match="ShuffleState.*dealt_reshuffling"):
+        begin(ordering.random_reshuffling(4), 4)
+    with pytest.raises(ValueError, match="num_units is 5 and the order has 4 units"):
+        begin(PAIRS["cd_grab"](4, 1), 5)

@@ -1,0 +1,140 @@
+"""The stream of an echoed run: the right batch in every step, loaded once, and nothing lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ordering import echo, input
+from ordering.echo import echo_batches
+from tests import reference, tables
+from tests.echo_source import (
+    MODES,
+    PLAN,
+    Source,
+    add_noise,
+    assert_same,
+    batch,
+    counted_run,
+    stream,
+    whole_run,
+)
+from tests.refused import refuses
+
+
+@pytest.mark.parametrize("name", tables.ECHO_PLANS)
+def test_every_step_uses_the_batch_of_the_plain_loop(name):
+    plan = tables.ECHO_PLANS[name](41)
+    source, steps = Source(99), 0
+    expected = reference.loads_used(plan.fresh)
+    for use in echo_batches(source, plan):
+        assert (use.step, use.load) == (steps, expected[steps])
+        assert type(use.fresh) is bool and use.fresh == plan.fresh[steps]
+        assert source.asked == plan.loads_before(steps + 1)  # none on an echoed step, none ahead
+        for found, loaded in zip(
+            jax.tree.leaves(use.batch), jax.tree.leaves(batch(use.load)), strict=True
+        ):
+            assert isinstance(found, jax.Array) and found.dtype == loaded.dtype
+            np.testing.assert_array_equal(found, loaded)
+        steps += 1
+    assert steps == 41 and source.asked == plan.loads
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_loads_as_often_as_the_plan(mode):
+    uses, asked = counted_run(mode)
+    assert [(use.step, use.fresh) for use in uses] == list(enumerate(PLAN.fresh))
+    assert asked == PLAN.loads == 5
+
+
+def test_an_echoed_step_gives_the_very_same_arrays():
+    uses = whole_run("plain")
+    assert uses[1].batch["x"] is uses[0].batch["x"] is not uses[3].batch["x"]
+
+
+@jax.jit
+def train(params, batch):
+    loss = lambda w: jnp.mean((batch["x"] * w - batch["y"][..., 0]) ** 2)  # noqa: E731
+    return params - 1e-9 * jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_echoed_step_moves_nothing_from_the_host(mode):
+    plan = echo.fixed(3, total_steps=10)
+    steps = stream(mode, Source(99), plan)
+    params = train(jnp.float32(1.0), next(steps).batch)
+    for t in range(1, 9):
+        if plan.fresh[t]:
+            params = train(params, next(steps).batch)
+            continue
+        with jax.transfer_guard("disallow_explicit"):
+            use = next(steps)
+            params = train(params, use.batch)
+        assert not use.fresh
+    assert np.isfinite(params) and params != 1
+    # The guard does see the copy of a load.
+    with jax.transfer_guard("disallow_explicit"):
+        with pytest.raises(input.LoadError, match="load 3 .*host-to-device transfer"):
+            next(steps)
+
+
+def test_augmenting_depends_on_key_and_step_and_is_never_kept():
+    augmented = jax.jit(add_noise)
+    for use in whole_run("augment"):
+        step_key = jax.random.fold_in(jax.random.key(0), use.step)
+        expected = augmented(batch(use.load), step_key)
+        np.testing.assert_array_equal(use.batch["x"], expected["x"])
+        np.testing.assert_array_equal(use.batch["y"], expected["y"])
+    uses = whole_run("augment")
+    assert uses[0].load == uses[1].load
+    assert (uses[0].batch["x"] != uses[1].batch["x"]).any()
+    other = next(stream("augment", Source(99), seed=1))
+    assert (uses[0].batch["x"] != other.batch["x"]).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumes_at_any_step_bitwise(mode):
+    expected = whole_run(mode)
+    for step in range(PLAN.total_steps):
+        source = Source(99, first=PLAN.first_load(step))
+        found = list(stream(mode, source, first_step=step))
+        assert_same(found, expected[step:])
+        assert source.next == PLAN.loads  # and not one load more
+
+
+def test_a_run_that_is_over_resumes_to_nothing():
+    source = Source(99, first=PLAN.first_load(PLAN.total_steps))
+    assert list(echo_batches(source, PLAN, first_step=PLAN.total_steps)) == []
+
+
+BAD = {
+    "no policy": (lambda: echo_batches([batch(0)], 4), r"policy is a int: make an EchoPlan"),
+    "first_step -1": (lambda: echo_batches([], PLAN, first_step=-1), r"first_step is -1"),
+    "first_step T + 1": (lambda: echo_batches([], PLAN, first_step=12), r"is 12: .*11 steps"),
+    "first_step 1.5": (lambda: echo_batches([], PLAN, first_step=1.5), r"first_step is 1.5"),
+    "augment without a key": (
+        lambda: echo_batches([], PLAN, augment=add_noise), r"is random: pass key=jax.random"
+    ),
+}  # fmt: skip
+
+test_bad_input = refuses(BAD)
+
+
+def test_an_epoch_compiles_nothing_that_the_one_before_has():
+    traced = []
+
+    def augment(batch, key):
+        traced.append(key)
+        return jax.tree.map(lambda x: x + 1, batch)
+
+    def epoch():
+        plan = echo.fixed(2, total_steps=6)
+        loads = (np.full(4, i, np.float32) for i in range(3))
+        options = {"augment": augment, "key": jax.random.key(0)}
+        return [np.asarray(u.batch) for u in echo_batches(loads, plan, **options)]
+
+    first = epoch()
+    count = len(traced)
+    assert count
+    np.testing.assert_array_equal(epoch(), first)
+    assert len(traced) == count

@@ -1,0 +1,170 @@
+"""Losses, mean gradients and rows: equal to the plain batch gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+import ordering
+from tests import tables
+
+MODELS = {
+    "softmax": (lambda: models.softmax_regression(num_features=6, num_classes=3, l2=0.1), (6,)),
+    "logistic": (lambda: models.logistic_regression(num_features=6), (6,)),
+    "mlp": (lambda: models.mlp(num_features=64, hidden=(32, 8), num_classes=3), (64,)),
+}
+
+
+def problem(name, size=6):
+    make, shape = MODELS[name]
+    model = make()
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(size, *shape)).astype(np.float32)),
+        "y": jnp.asarray(rng.integers(0, 2, size).astype(np.int32)),
+    }
+    params = jax.tree.map(lambda p: p + 0.01, model.init(jax.random.key(0)))
+    return model, params, batch
+
+
+def plain(model, params, batch, key):
+    value_and_grad = jax.value_and_grad(lambda p: jnp.mean(model.loss(p, batch, key)))
+    return jax.jit(value_and_grad)(params)
+
+
+def compiled(gradients, params, batch, key):
+    """Losses, mean gradient and the tree of the rows."""
+
+    def run(params, batch, key):
+        losses, mean, rows = gradients(params, batch, key)
+        return losses, mean, rows.tree
+
+    return jax.jit(run)(params, batch, key)
+
+
+def close(left, right):
+    """Equal to float32 rounding of the largest entry of each leaf."""
+
+    def leaf(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(b))))
+
+    jax.tree.map(leaf, left, right)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_per_example_mean_is_the_batch_gradient(name, key):
+    model, params, batch = problem(name)
+    losses, mean, rows = compiled(ordering.per_example(model.loss), params, batch, key)
+    loss, expected = plain(model, params, batch, key)
+    np.testing.assert_allclose(losses.mean(), loss, rtol=1e-5)
+    close(mean, expected)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(rows)} == {6}
+    one = plain(model, params, jax.tree.map(lambda x: x[2:3], batch), key)[1]
+    close(jax.tree.map(lambda g: g[2], rows), one)
+
+
+def test_microbatch_is_the_batch_gradient(key):
+    model, params, batch = problem("softmax")
+    losses, mean, rows = compiled(ordering.microbatch(model.loss), params, batch, key)
+    loss, expected = plain(model, params, batch, key)
+    np.testing.assert_allclose(losses, [loss], rtol=1e-6)
+    close(mean, expected)
+    close(jax.tree.map(lambda g: g[0], rows), mean)
+
+
+def test_exchanged_mean_equals_averaged_mean():
+    gradients = jnp.asarray(tables.whole_numbers((8, 1, 13)))
+
+    def both(g):
+        rows = ordering.Rows.of({"a": g[:, :6].reshape(1, 2, 3), "b": g[:, 6:]})
+        mean = jax.tree.map(lambda x: x[0], rows.tree)
+        return ordering.all_reduce_mean(mean, rows)[0], ordering.all_to_all_mean(mean, rows)[0]
+
+    for run in (tables.vmap_workers, tables.shard_map_workers):
+        one, other = run(both)(gradients)
+        close(one, other)
+
+
+def test_batch_norm_has_no_per_example_units(key):
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(6, 3, rngs=rngs)
+            self.norm = nnx.BatchNorm(3, rngs=rngs, use_running_average=False)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    graph, params, rest = nnx.split(Network(nnx.Rngs(key)), nnx.Param, ...)
+
+    def loss(params, batch, key):
+        fresh = jax.tree.map(lambda x: x + 0, rest)  # the statistics are updated in place
+        return jnp.square(nnx.merge(graph, params, fresh)(batch["x"])).sum(axis=1)
+
+    batch = problem("softmax", size=3)[2]
+    with pytest.raises(ValueError, match="BatchNorm"):
+        ordering.gradients.check_separable(loss, params, batch, key)
+    for name in MODELS:
+        model, params, batch = problem(name, size=3)
+        ordering.gradients.check_separable(model.loss, params, batch, key)
+
+
+def with_aux(model):
+    """A loss that returns something beside: as correct answers, or moments of a layer."""
+
+    def loss(params, batch, key):
+        losses = model.loss(params, batch, key)
+        return losses, {"twice": 2 * losses, "count": jnp.float32(batch["y"].shape[0])}
+
+    return loss
+
+
+def whole_batch(model):
+    return lambda params, batch, key: jnp.mean(model.loss(params, batch, key))
+
+
+GROUP = 2
+MAKERS = {
+    "per_example": lambda loss, **aux: ordering.per_example(loss, **aux),
+    "microbatch": lambda loss, **aux: ordering.microbatch(loss, **aux),
+    "sketched": lambda loss, **aux: ordering.sketched(loss, jax.random.key(1), size=64, **aux),
+    "sketched whole": lambda loss, **aux: ordering.sketched(loss, jax.random.key(1), **aux),
+    "groups": lambda loss, **aux: ordering.per_example(ordering.grouped(loss, **aux), **aux),
+    "sketched groups": lambda loss, **aux: ordering.sketched(
+        ordering.grouped(loss, **aux), jax.random.key(1), size=64, **aux
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_loss_may_return_something_beside_or_the_mean_of_its_batch(maker, key):
+    model, params, batch = problem("mlp")
+    if "groups" in maker:
+        batch = jax.tree.map(lambda x: x.reshape(-1, GROUP, *x.shape[1:]), batch)
+    make = MAKERS[maker]
+    losses, mean, rows = compiled(make(model.loss), params, batch, key)
+    (same, aux), *others = compiled(
+        make(with_aux(model), has_aux=True), params, batch, jax.random.clone(key)
+    )
+    jax.tree.map(np.testing.assert_array_equal, (losses, mean, rows), (same, *others))
+    if maker == "microbatch":
+        assert aux["count"] == 6
+        np.testing.assert_allclose(jnp.mean(aux["twice"]), 2 * losses[0], rtol=1e-6)
+    else:
+        units = 1 if "groups" not in maker else GROUP
+        assert aux["count"].ravel().tolist() == [units] * len(losses)
+        twice = aux["twice"].reshape(len(losses), -1).mean(1)
+        np.testing.assert_allclose(twice, 2 * losses, rtol=1e-6)
+    of_mean = compiled(make(whole_batch(model)), params, batch, jax.random.clone(key))
+    close(of_mean, (losses, mean, rows))
+
+
+def test_a_gradient_that_is_there_is_rows_of_one_unit(key):
+    model, params, batch = problem("softmax")
+    _, grad, rows = ordering.microbatch(model.loss)(params, batch, key)
+    own = ordering.Rows.of_one(grad)
+    assert own.size == 1
+    jax.tree.map(np.testing.assert_array_equal, own.tree, rows.tree)
+    with pytest.raises(ValueError, match="common leading axis"):
+        ordering.Rows.of_one({})

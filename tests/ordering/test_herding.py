@@ -1,0 +1,74 @@
+"""Bounds equal the reference, and orders do to static vectors what was published."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from experiments import herding
+from tests import reference, tables
+
+
+@pytest.mark.parametrize("norm", [np.inf, 2])
+@pytest.mark.parametrize("workers,units", [(1, 1), (1, 9), (3, 8)])
+def test_bounds_equal_the_reference(workers, units, norm):
+    rng = np.random.default_rng(units)
+    vectors = rng.normal(size=(workers, units, 5)).astype(np.float32)
+    orders = np.stack([rng.permutation(units) for _ in range(workers)])
+    expected = reference.parallel_herding_bound(vectors, orders, norm)
+    found = ordering.parallel_herding_bound(jnp.asarray(vectors), jnp.asarray(orders), norm=norm)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    if workers == 1:
+        single = ordering.herding_bound(jnp.asarray(vectors[0]), jnp.asarray(orders[0]), norm=norm)
+        assert single == found
+
+
+def test_coordination_keeps_the_bound_flat_in_the_number_of_workers():
+    """The published picture, small: 20,000 vectors of dimension 16, 10 rounds."""
+    bounds = {}
+    for workers in (4, 20):
+        vectors = herding.unit_vectors(workers, 20_000 // workers, 16, seed=0)
+        for name in ("rr", "id_mean", "id_pair", "cd_grab"):
+            bounds[name, workers] = herding.bounds_over_rounds(
+                vectors, name, rounds=10, norm=jnp.inf, seed=0
+            )[-1]
+    for workers in (4, 20):
+        assert bounds["cd_grab", workers] < 4 < 30 < bounds["rr", workers]
+    assert bounds["id_pair", 20] > 1.5 * bounds["id_pair", 4]
+    assert bounds["id_mean", 20] > 1.5 * bounds["id_mean", 4]
+    assert bounds["id_pair", 20] > 3 * bounds["cd_grab", 20]
+
+
+def test_greedy_herding_beats_a_random_order(key):
+    vectors = jnp.asarray(tables.whole_numbers((64, 4)))
+    order = ordering.greedy_herding(64, units_per_step=8)
+    state = order.init(key, vectors[0])
+    random = ordering.herding_bound(vectors, state.current)
+    state = tables.run_epoch(order, state, vectors, 8)
+    assert ordering.herding_bound(vectors, state.current) < 0.5 * random
+
+
+def test_bound_of_the_training_metric_equals_the_function():
+    """The two passes over data in training/measure.py equal the bound of stacked gradients."""
+    import models
+    from experiments.training.measure import order_bounds
+
+    model = models.softmax_regression(num_features=5, num_classes=3)
+    rng = np.random.default_rng(0)
+    data = {
+        "x": rng.normal(size=(4, 7, 1, 5)).astype(np.float32),
+        "y": rng.integers(0, 3, (4, 7, 1)).astype(np.int32),
+    }
+    params = jax.tree.map(lambda p: p + 0.1, model.init(jax.random.key(0)))
+    orders = jnp.asarray(np.stack([rng.permutation(7) for _ in range(4)]))
+    bounds = order_bounds(model, 4, num_units=7, units_per_step=2)
+
+    def unit_gradient(x, y):
+        grad = jax.grad(lambda p: model.loss(p, {"x": x, "y": y}, None)[0])(params)
+        return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(grad)])
+
+    vectors = jax.jit(jax.vmap(jax.vmap(unit_gradient)))(data["x"], data["y"])
+    for found, norm in zip(bounds(params, orders, data), (jnp.inf, 2), strict=True):
+        expected = ordering.parallel_herding_bound(vectors, orders, norm=norm)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -1,0 +1,154 @@
+"""The kernel equals the float64 reference: every rule, block size, structure and dtype."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ordering
+from ordering.kernel import BLOCK, balance_blocks, block_size_of
+from ordering.pair_balance import subtract
+from ordering.rows import split_pairs
+from tests import reference, tables
+
+BLOCKS = (1, 4, 5, 64)  # a scan, whole blocks, a rest, one block
+
+
+def signs_of(vectors, block_size, rule=None, state=(), **options):
+    run = functools.partial(balance_blocks, rule or ordering.greedy(), block_size=block_size)
+    return jax.jit(run)(state, jnp.zeros(vectors.shape[1:]), jnp.asarray(vectors), **options)
+
+
+@pytest.mark.parametrize("block_size", BLOCKS)
+def test_blocks_equal_the_reference_exactly(block_size):
+    """Of whole numbers, with vectors among them that are not valid or not finite."""
+    vectors = tables.whole_numbers((12, 1001), seed=1, high=6)
+    vectors[[3, 5, 7], [0, 100, 1000]] = np.nan, np.inf, -np.inf
+    valid = np.arange(12) != 9
+    expected, total = reference.balance(vectors[valid], np.zeros(1001))
+    _, found, signs, taken = signs_of(vectors, block_size, valid=jnp.asarray(valid))
+    np.testing.assert_array_equal(np.asarray(signs)[valid], expected)
+    np.testing.assert_array_equal(found, total)
+    assert np.flatnonzero(~np.asarray(taken)).tolist() == [3, 5, 7, 9]
+    assert (np.asarray(signs)[[3, 5, 7, 9]] == 1).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 5])
+def test_real_gradients_equal_the_reference(block_size):
+    """Real numbers: float32 rounding may flip a sign only where |<r, z>| is about its error."""
+    vectors = np.random.default_rng(0).normal(size=(60, 300)).astype(np.float32)
+    expected, total = reference.balance(vectors, np.zeros(300))
+    _, found, signs, _ = signs_of(vectors, block_size)
+    np.testing.assert_array_equal(signs, expected)
+    np.testing.assert_allclose(found, total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_any_structure_and_bfloat16(block_size):
+    """Whole numbers up to 256 are exact in bfloat16; sums beyond that need the float32 sum."""
+    flat = tables.whole_numbers((20, 2 * 3 + 5 + 1), high=200)
+    tree = {"w": flat[:, :6].reshape(20, 2, 3), "b": [flat[:, 6:11], flat[:, 11]]}
+    tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tree)
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), tree)
+    pairs = jax.tree.map(lambda g: split_pairs(g, 10), tree)
+    run = functools.partial(balance_blocks, ordering.greedy(), block_size=block_size)
+    _, found, signs, _ = jax.jit(functools.partial(run, derive=subtract))((), total, pairs)
+    expected, expected_total = reference.balance(flat[0::2] - flat[1::2], np.zeros(12))
+    np.testing.assert_array_equal(signs, expected)
+    np.testing.assert_array_equal(
+        np.concatenate([found["w"].ravel(), found["b"][0], [found["b"][1]]]), expected_total
+    )
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(found))
+
+
+@functools.cache
+def compiled(block_size):
+    return jax.jit(lambda vectors: signs_of(vectors, block_size)[2])
+
+
+@given(st.sampled_from([(1, 1), (5, 3), (12, 9)]), st.sampled_from([1, 4]), st.integers(0, 99))
+def test_property_blocks_equal_the_reference(shape, block_size, seed):
+    vectors = tables.whole_numbers(shape, seed, high=2)  # many ties and zeros
+    expected, _ = reference.balance(vectors, np.zeros(shape[1]))
+    np.testing.assert_array_equal(compiled(block_size)(vectors), expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_self_balancing_walk(block_size, key):
+    vectors = tables.whole_numbers((30, 5), high=3)
+    rule = ordering.self_balancing_walk(bound=40.0)
+    coins = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(30)]
+    expected, _ = reference.balance(vectors, np.zeros(5), reference.walk_sign(40.0, coins))
+    state, _, signs, _ = signs_of(vectors, block_size, rule, rule.init(key))
+    np.testing.assert_array_equal(signs, expected)
+    assert int(rule.next_epoch(state).count) == 30  # coins go on, they are not drawn twice
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_kernel_halving(block_size, key):
+    vectors = tables.whole_numbers((30, 5), high=3)
+    vectors[4] = 0
+    rule = ordering.kernel_halving(num_epochs=7, num_pairs=30)
+    state = rule.init(key)
+    run = jax.jit(lambda state: signs_of(vectors, block_size, rule, state))
+    for epoch in range(3):
+        epoch_key = jax.random.fold_in(key, epoch)
+        coins = [
+            float(jax.random.uniform(jax.random.fold_in(epoch_key, i), minval=-1.0, maxval=1.0))
+            for i in range(30)
+        ]
+        sign = reference.halving_sign(7, 30, 0.5, epoch, coins)
+        expected, _ = reference.balance(vectors, np.zeros(5), sign)
+        state, _, signs, _ = run(state)
+        np.testing.assert_array_equal(signs, expected)
+        state = rule.next_epoch(state)
+    assert run._cache_size() == 1, "rules keep the structure and types of their state"
+
+
+def test_a_square_too_large_for_float32_does_not_spoil_the_rest(key):
+    """A rule that keeps a scale forgets such a vector; its successors are signed as without it."""
+    rule = ordering.kernel_halving(num_epochs=2, num_pairs=8)
+    vectors = tables.whole_numbers((8, 3), high=3) * np.float32(1e-3)
+    vectors[0] = 1e25, 0, 0
+    vectors[1:, 0] = 0
+    state, _, signs, _ = signs_of(vectors, 1, rule, rule.init(key))
+    assert np.isfinite(state.scale) and state.scale > 0 and np.isfinite(signs).all()
+
+
+def test_seam_without_gradients_equals_the_blocks():
+    """Derived rows by linear algebra (no tree) equal derived rows from the gradients."""
+    stacked = ordering.Rows.of({"a": jnp.asarray(tables.whole_numbers((7, 3)))})
+    bare = stacked._replace(tree=None)
+    vector, weights = {"a": jnp.array([1.0, -2.0, 3.0])}, jnp.arange(7.0)
+    mean = {"a": jnp.array([1.0, 0.0, -1.0])}
+    for derive, n in ((ordering.rows.differences, 3), (lambda r: ordering.rows.centre(r, mean), 7)):
+        one, other = derive(stacked), derive(bare)
+        assert one.size == other.size == n
+        np.testing.assert_array_equal(one.dot(vector), other.dot(vector))
+        np.testing.assert_array_equal(one.gram(), other.gram())
+        np.testing.assert_array_equal(
+            one.combine(weights[:n])["a"], other.combine(weights[:n])["a"]
+        )
+
+
+def test_blocks_are_where_products_are_summed_over_devices():
+    """Simulated workers on a CPU take the plain scan; a mesh takes one sum for a whole block."""
+    found = []
+
+    def worker(x):
+        found.append(block_size_of(("worker",)))
+        return x
+
+    jax.vmap(worker, axis_name="worker")(jnp.zeros((2, 1)))
+    tables.shard_map_workers(worker)(jnp.zeros((8, 1)))
+    assert found == [1, BLOCK]
+    order = ordering.cd_grab(8, units_per_step=4)
+    keys = jax.random.split(jax.random.key(0), 8)
+    state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(3)))(keys)
+    observe = lambda state, g: order.observe(state, ordering.Rows.of(g))  # noqa: E731
+    program = jax.jit(tables.shard_map_workers(observe)).lower(state, jnp.zeros((8, 4, 3)))
+    assert program.as_text().count('"stablehlo.all_reduce"') == 1, "of all 16 pairs"

@@ -1,0 +1,194 @@
+"""The measured policy: decisions that depend on time, and what makes them again."""
+
+import functools
+from fractions import Fraction
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ordering import echo, input
+from ordering.echo import echo_batches, online
+from tests import reference
+from tests.echo_source import MODES, Source, assert_same, batch
+from tests.refused import refuses
+from tests.two_processes import start_two
+from tests.waiting import wait_for
+
+
+class Scripted(Source):
+    """A loader whose `ready` gives the answer that is written for the step."""
+
+    def __init__(self, answers, first=0):
+        super().__init__(10**6, first)
+        self.answers, self.step, self.asked_in = answers, 0, []
+
+    def ready(self):
+        self.asked_in.append(self.step)
+        return self.answers[self.step]
+
+    def run(self, policy, first_step=0, **options):
+        """The uses of all steps, `step` being the one that is decided."""
+        self.step = first_step
+        steps, uses = echo_batches(self, policy, first_step=first_step, **options), []
+        for use in steps:
+            uses.append(use)
+            self.step = use.step + 1
+        return uses
+
+
+@given(st.data())
+def test_measured_decides_as_the_reference(data):
+    total_steps, max_factor = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 5))
+    answers = data.draw(st.lists(st.booleans(), min_size=total_steps, max_size=total_steps))
+    kind = data.draw(st.sampled_from(["none", "number", "array"]))
+    twelfths = st.integers(1, 12)
+    if kind == "none":
+        floor, exact = None, [Fraction(1, max_factor)] * total_steps
+    elif kind == "number":
+        n = data.draw(twelfths)
+        floor, exact = n / 12, [Fraction(n, 12)] * total_steps
+    else:
+        numbers = data.draw(st.lists(twelfths, min_size=total_steps, max_size=total_steps))
+        floor, exact = np.array(numbers) / 12, [Fraction(n, 12) for n in numbers]
+    fresh, asked = reference.load_if_ready(answers, max_factor, exact)
+    policy = echo.measured(total_steps=total_steps, max_factor=max_factor, floor=floor)
+    loader = Scripted(answers)
+    uses = loader.run(policy)
+    assert [use.fresh for use in uses] == fresh
+    assert loader.asked_in == asked  # only where time decides
+    plan = echo.EchoPlan(fresh)
+    assert plan.uses.max() <= max_factor and loader.asked == plan.loads
+    assert_same(echo_batches(Source(99), plan), uses)  # replayed
+
+
+def test_a_floor_may_be_a_schedule():
+    floor = optax.piecewise_constant_schedule(0.5, {12: 0.5})
+    policy = echo.measured(total_steps=24, max_factor=9, floor=floor)
+    uses = Scripted([False] * 24).run(policy)
+    exact = [Fraction(1, 2) if t < 12 else Fraction(1, 4) for t in range(24)]
+    assert [use.fresh for use in uses] == reference.load_if_ready([False] * 24, 9, exact)[0]
+    assert [use.step for use in uses if use.fresh] == [0, 2, 4, 6, 8, 10, 13, 17, 21]
+
+
+ANSWERS = [t % 5 in (1, 2) or t % 7 == 3 for t in range(24)]
+POLICY = functools.partial(echo.measured, total_steps=24, max_factor=4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_measured_resumes_at_any_step(mode):
+    options = lambda: dict(MODES[mode], key=jax.random.key(0))  # noqa: E731
+    expected = Scripted(ANSWERS).run(POLICY(), **options())
+    record = [use.fresh for use in expected]
+    assert 1 < sum(record) < 24
+    for step in range(25):
+        start = 0
+        if step:
+            plan = echo.EchoPlan(record[:step])
+            start = plan.first_load(step)
+        loader = Scripted(ANSWERS, first=start)
+        found = loader.run(POLICY(decided=record[:step]), first_step=step, **options())
+        assert_same(found, expected[step:])
+    again = Scripted([True] * 24)  # other times, the same record
+    assert_same(again.run(POLICY(decided=record), **options()), expected)
+    assert again.asked_in == []
+
+
+def test_all_processes_are_asked_and_obeyed():
+    mine, other = ANSWERS, [t % 3 != 0 for t in range(24)]
+    both = [a and b for a, b in zip(mine, other, strict=True)]
+    fresh, asked = reference.load_if_ready(both, 4, [Fraction(1, 4)] * 24)
+    alone, _ = reference.load_if_ready(mine, 4, [Fraction(1, 4)] * 24)
+    assert fresh != alone
+    loader, heard = Scripted(mine), []
+
+    def agree(ready):
+        heard.append((loader.step, ready))
+        return ready and other[loader.step]
+
+    assert [use.fresh for use in loader.run(POLICY(), agree=agree)] == fresh
+    assert heard == [(t, mine[t]) for t in asked]
+
+
+def test_ready_everywhere_is_the_least_ready_of_all(monkeypatch):
+    assert online.ready_everywhere(True) is True and online.ready_everywhere(False) is False
+    from jax.experimental import multihost_utils
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for others in ([1, 1], [1, 0], [0, 0]):
+        gather = lambda own, others=others: np.array([own, *others])  # noqa: E731
+        monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+        assert online.ready_everywhere(True) is (others == [1, 1])
+        assert online.ready_everywhere(False) is False
+
+
+def test_measured_echoes_while_a_real_loader_waits():
+    source = Source(99, wait_at=1)
+    policy = echo.measured(total_steps=8, max_factor=3)
+    with input.load_ahead(source, depth=3) as loader:
+        steps = echo_batches(loader, policy)
+        assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
+        source.go_on.set()
+        assert next(steps)[:3] == (3, 1, True)  # the cap: it waits, whenever the batch comes
+        wait_for(loader.ready)
+        assert next(steps)[:3] == (4, 2, True)
+
+
+PROCESS = """
+import sys, time, jax
+address, count, rank = (argument.split("=")[1] for argument in sys.argv[1:])
+rank = int(rank)
+jax.distributed.initialize(address, num_processes=int(count), process_id=rank)
+import numpy as np
+import local_opt, ordering
+
+def slow():
+    while True:
+        time.sleep(0.03 * rank)  # the input of process 0 is always ready
+        yield np.ones(2)
+
+policy = ordering.echo.measured(total_steps=60, max_factor=50)
+fresh = []
+with ordering.input.load_ahead(slow()) as loader:
+    for use in ordering.echo.echo_batches(loader, policy):
+        fresh.append(use.fresh)
+        time.sleep(0.005)
+plan = ordering.echo.EchoPlan(fresh, "measured")
+local_opt.check_same_plan(plan)
+with open(f"loads{rank}", "w") as file:
+    file.write(f"{plan.loads} {plan.digest()}")
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_load_in_the_same_steps(tmp_path):
+    (tmp_path / "child.py").write_text(PROCESS)
+    assert start_two("child", folder=tmp_path) == 0
+    first, second = ((tmp_path / f"loads{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    # Process 0 alone would have loaded in every step.
+    assert 1 < int(first.split()[0]) < 60
+
+
+BAD = {
+    "measured without a loader": (lambda: echo_batches([batch(0)], POLICY()),
+        r"asks whether a batch is ready: pass loads=load_ahead"),
+    "first_step undecided": (
+        lambda: echo_batches(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
+        r"first_step is 3: the decisions known before are those of 2 steps",
+    ),
+    "max_factor 0": (lambda: POLICY(max_factor=0), r"max_factor is 0: a batch is used a whole"),
+    "max_factor 2.5": (lambda: POLICY(max_factor=2.5), r"max_factor is 2.5"),
+    "floor 0": (lambda: POLICY(floor=0.0), r"floor\(0\) is 0: a probability lies in"),
+    "floor > 1": (lambda: POLICY(floor=lambda t: 1 + t), r"floor\(1\) is 2: a probability"),
+    "decided too long": (lambda: POLICY(decided=[True] * 25), r"25 decisions for 24 steps: pass"),
+    "decided not fresh": (
+        lambda: POLICY(decided=[False, True]), r"2 decisions for 24 steps, and the first is not"
+    ),
+}  # fmt: skip
+
+test_bad_input = refuses(BAD)

@@ -1,0 +1,348 @@
+"""Every order of the table: always a permutation, equal to its reference, stable under jit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ordering
+from tests import reference, tables
+from tests.cases import times
+
+EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs", "grab")
+
+
+# A unit a step, split pairs, and an even step, which differs in what coordinated orders send.
+SHAPES = [(name, shape) for name in tables.ORDERS for shape in ((1, 1), (7, 3))]
+SHAPES += [(name, (5, 1)) for name, row in tables.ORDERS.items() if row.observes]
+SHAPES += [(name, (9, 4)) for name, row in tables.ORDERS.items() if row.coordinated]
+
+
+@pytest.mark.parametrize("name,shape", SHAPES)
+def test_every_epoch_is_a_permutation_and_equals_the_reference(name, shape):
+    num_units, units_per_step = shape
+    order = tables.ORDERS[name].make(num_units, units_per_step)
+    gradients = tables.whole_numbers((3, num_units, 6), seed=num_units, high=50)
+    # Means of a power of two many whole numbers are exact; others round, so avoid ties there.
+    if name in ("grab", "greedy_herding") and num_units & (num_units - 1):
+        gradients = np.random.default_rng(num_units).normal(size=gradients.shape)
+    gradients = gradients.astype(np.float32)
+    orders = tables.run_workers(order, gradients, units_per_step, epochs=3)
+    assert (np.sort(orders, axis=-1) == np.arange(num_units)).all()
+    if name in EXACT:
+        expected = tables.reference_orders(name, orders[0], gradients, epochs=3)
+        np.testing.assert_array_equal(orders, expected)
+
+
+OTHERS = [n for n in tables.ORDERS if n not in EXACT]  # of whom the reference says nothing
+
+
+@pytest.mark.parametrize("name", [n for n in OTHERS if tables.ORDERS[n].observes])
+def test_units_per_step_does_not_change_the_order(name):
+    gradients = tables.whole_numbers((2, 12, 5))
+    one, other = (
+        tables.run_workers(tables.ORDERS[name].make(12, b), gradients, b, epochs=3) for b in (2, 5)
+    )
+    np.testing.assert_array_equal(one, other)
+
+
+# Split pairs are the harder case; an even step differs in what coordinated orders send.
+STEPS = [(3, name) for name in ("random_reshuffling", "pair_balance_walk", "greedy_herding")]
+STEPS += [(size, n) for size in (2, 3) for n, row in tables.ORDERS.items() if row.coordinated]
+
+
+@pytest.mark.parametrize("units_per_step,name", STEPS)
+def test_vmap_equals_shard_map(name, units_per_step):
+    order = tables.ORDERS[name].make(10, units_per_step)
+    gradients = tables.whole_numbers((8, 10, 7))
+    vmapped = tables.run_workers(order, gradients, units_per_step)
+    sharded = tables.run_workers(order, gradients, units_per_step, run=tables.shard_map_workers)
+    np.testing.assert_array_equal(vmapped, sharded)
+
+
+@pytest.mark.parametrize("name", ["random_reshuffling", "pair_balance_walk", "kh"])
+def test_vmap_equals_a_python_loop_over_workers(name):
+    order = tables.ORDERS[name].make(9, 2)
+    gradients = tables.whole_numbers((2, 9, 3))
+    vmapped = tables.run_workers(order, gradients, 2, epochs=1)
+    for worker, key in enumerate(jax.random.split(jax.random.key(0), 2)):
+        state, epoch = tables.one_worker(order, gradients[worker], 2, key)
+        np.testing.assert_array_equal(state.current, vmapped[0, worker])
+        np.testing.assert_array_equal(epoch(state, gradients[worker]).current, vmapped[1, worker])
+
+
+def test_zero_differences_give_the_unzip_control():
+    gradients = np.ones((3, 9, 4), np.float32)
+    expected = tables.run_workers(ordering.unzip(9), gradients, 1, epochs=3)
+    for order in (ordering.cd_grab(9), ordering.pair_balance(9)):
+        orders = tables.run_workers(order, gradients, 1, epochs=3)
+        np.testing.assert_array_equal(orders, expected)
+
+
+def test_same_key_same_first_order_for_all_orders():
+    firsts = [
+        row.make(11, 2).init(jax.random.key(3), jnp.zeros(2)).current
+        for row in tables.ORDERS.values()
+        if not row.coordinated
+    ]
+    for first in firsts[1:]:
+        np.testing.assert_array_equal(firsts[0], first)
+
+
+@functools.cache
+def one_balancing(num_units, units_per_step):
+    order = ordering.pair_balance(num_units, units_per_step=units_per_step)
+    zeros = np.zeros((num_units, 3), np.float32)
+    return tables.one_worker(order, zeros, units_per_step, jax.random.key(0))
+
+
+@settings(max_examples=times(12))
+@given(st.sampled_from([(1, 1), (12, 5), (39, 16)]), st.integers(0, 1000))
+def test_pair_balance_property(shape, seed):
+    state, epoch = one_balancing(*shape)
+    moved = np.random.default_rng(seed).permutation(shape[0])
+    state = state._replace(current=jnp.asarray(moved, jnp.int32))
+    gradients = tables.whole_numbers((shape[0], 3), seed).astype(np.float32)
+    expected = reference.pair_balance_epoch(state.current.tolist(), gradients)
+    assert epoch(state, gradients).current.tolist() == expected
+
+
+def test_relabelling_and_global_sign_do_not_matter():
+    order = ordering.pair_balance(12, units_per_step=2)
+    epochs = [tables.one_worker(order, np.zeros((12, 3)), 2, jax.random.key(s)) for s in range(2)]
+    run = epochs[0][1]
+    for seed in range(20):
+        state = epochs[seed % 2][0]
+        gradients = tables.whole_numbers((12, 3), seed)
+        relabel = np.random.default_rng(seed).permutation(12)
+        moved = state._replace(current=jnp.asarray(relabel, jnp.int32)[state.current])
+        moved_gradients = np.empty_like(gradients)
+        moved_gradients[relabel] = gradients
+        plain = run(state, gradients).current
+        np.testing.assert_array_equal(
+            relabel[np.asarray(plain)], run(moved, moved_gradients).current
+        )
+        np.testing.assert_array_equal(plain, run(state, -gradients).current)
+
+
+@pytest.mark.parametrize("name", [n for n, row in tables.ORDERS.items() if row.observes])
+def test_front_of_the_next_order_is_final(name):
+    row = tables.ORDERS[name]
+    order = row.make(12, 2)
+    gradients = jnp.asarray(tables.whole_numbers((2, 12, 3)))
+    keys = jax.random.split(jax.random.key(0), 2)
+    state = tables.vmap_workers(lambda key, g: order.init(key, g[0]))(keys, gradients)
+
+    def step(state, gradients, start):
+        unit = jax.lax.dynamic_slice_in_dim(state.current, start, 2)
+        return order.sync(order.observe(state, ordering.Rows.of(gradients[unit])))
+
+    fronts, run_step = [], tables.vmap_workers(step)
+    for start in range(0, 12, 2):
+        state = run_step(state, gradients, jnp.full(2, start))
+        left = np.broadcast_to(state.left, (2,))
+        fronts.append([np.asarray(state.next)[w, : left[w]] for w in range(2)])
+    final = np.asarray(tables.vmap_workers(order.next_epoch)(state).current)
+    for front in fronts:
+        for w in range(2):
+            np.testing.assert_array_equal(front[w], final[w, : len(front[w])])
+    if row.observes and name != "greedy_herding":
+        assert sum(len(f) for f in fronts[-1]) > 0
+
+
+@pytest.mark.parametrize("units_per_step", [1, 2, 3])
+def test_when_workers_sync_does_not_change_the_order(units_per_step):
+    """Windows of pairs that waited, also longer than a window, against a gather in every step."""
+    num_units = 75
+    whole = num_units // units_per_step
+    gradients = jnp.asarray(tables.whole_numbers((2, num_units, 3)))
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def epochs(order, synced):
+        def observe(state, units, gradients):
+            return order.observe(state, ordering.Rows.of(gradients[units]))
+
+        def run(key, gradients):
+            def step(state, at):
+                number, units = at
+                state = observe(state, units, gradients)
+                syncs = jnp.isin(number, jnp.array(synced, int))
+                return jax.lax.cond(syncs, order.sync, lambda state: state, state), None
+
+            def epoch(state, _):
+                units = state.current[: whole * units_per_step].reshape(whole, -1)
+                rest = state.current[whole * units_per_step :]
+                state, _ = jax.lax.scan(step, state, (jnp.arange(whole), units))
+                state = order.next_epoch(observe(state, rest, gradients) if rest.size else state)
+                return state, state.current
+
+            return jax.lax.scan(epoch, order.init(key, gradients[0]), length=2)[1]
+
+        return np.asarray(tables.vmap_workers(run)(keys, gradients))
+
+    make = functools.partial(ordering.cd_grab, num_units, units_per_step=units_per_step)
+    expected = epochs(make(gathers="step"), ())
+    for synced in ((), (0, 3, 4, 23)):
+        # Differences of small whole numbers lose nothing in sixteen bits.
+        order = make(gathers="sync", wire_dtype=jnp.bfloat16 if synced else None)
+        np.testing.assert_array_equal(epochs(order, synced), expected)
+
+
+@functools.cache
+def compiled(name, num_units, units_per_step):
+    """The first state of two workers, and both jitted functions: compiled once for all examples."""
+    order = tables.ORDERS[name].make(num_units, units_per_step)
+    keys = jax.random.split(jax.random.key(0), 2)
+    init = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(2)))
+    observe = tables.vmap_workers(lambda state, g: order.observe(state, ordering.Rows.of(g)))
+    return init(keys), observe, tables.vmap_workers(order.next_epoch)
+
+
+@pytest.mark.parametrize("name", tables.ORDERS)
+@settings(max_examples=times(5))
+@given(st.data())
+def test_too_many_and_too_few_steps_lose_no_unit(name, data):
+    num_units, units_per_step = 7, 3
+    tail = num_units % units_per_step
+    state, observe, next_epoch = compiled(name, num_units, units_per_step)
+    gradients = tables.whole_numbers((2, 4, 2))
+    for _ in range(2):
+        for size in data.draw(st.lists(st.sampled_from([units_per_step, tail]), max_size=7)):
+            state = observe(state, gradients[:, :size])
+        state = next_epoch(state)
+        assert (np.sort(state.current, axis=-1) == np.arange(num_units)).all()
+
+
+def test_grab_leaves_surplus_units_out_of_its_mean():
+    order = ordering.grab(3, units_per_step=2)
+    state = order.init(jax.random.key(0), jnp.zeros(1))
+    observe = jax.jit(lambda state, g: order.observe(state, ordering.Rows.of(g)))
+    for gradient in ([1.0, 2.0], [3.0, 99.0]):
+        state = observe(state, jnp.array(gradient)[:, None])
+    assert order.next_epoch(state).mean.tolist() == [2.0]
+
+
+@pytest.mark.parametrize("name", tables.ORDERS)
+def test_a_state_may_be_donated(name):
+    """After `init` and after `next_epoch`, outside jit: no buffer is in a state twice."""
+    order = tables.ORDERS[name].make(4, 1)
+    donate = jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)
+    key = jax.random.key(0)
+    if tables.ORDERS[name].coordinated:
+        state = jax.vmap(order.init, (0, None), axis_name="worker")(key[None], jnp.zeros(2))
+        order = order._replace(next_epoch=jax.vmap(order.next_epoch, axis_name="worker"))
+    else:
+        state = order.init(key, jnp.zeros(2))
+    for _ in range(3):
+        state = order.next_epoch(donate(state))
+    assert not key.is_deleted()
+
+
+@pytest.mark.parametrize("name", ["pair_balance", "grab", "cd_grab"])
+def test_non_finite_gradients_do_not_poison_the_state(name):
+    order = tables.ORDERS[name].make(8, 2)
+    gradients = tables.whole_numbers((2, 8, 3))
+    gradients[0, 3] = np.nan
+    gradients[1, 5] = np.inf
+
+    def observe_all(key, gradients):
+        state = order.init(key, gradients[0])
+        for start in range(0, 8, 2):
+            state = order.observe(
+                state, ordering.Rows.of(gradients[state.current[start : start + 2]])
+            )
+        return state, order.next_epoch(state)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    state, after = tables.vmap_workers(observe_all)(keys, jnp.asarray(gradients))
+    assert np.isfinite(state.running_sum).all()
+    if name == "grab":
+        assert np.isfinite(after.mean).all()
+    assert (np.sort(after.current, axis=-1) == np.arange(8)).all()
+    finite = ordering.rows.finite_units(ordering.Rows.of(jnp.asarray(gradients[0])))
+    assert finite.tolist() == [i != 3 for i in range(8)]
+
+
+def test_matrix_free_rows_give_the_same_order():
+    """Rows that exist only as products with a Jacobian (jvp and vjp)."""
+    matrix = jnp.asarray(tables.whole_numbers((6, 4)))
+
+    def matrix_free(unit):
+        chosen = matrix[unit]
+        _, pull = jax.vjp(lambda w: chosen @ w, jnp.zeros(4))
+        return ordering.Rows(
+            size=2,
+            dot=lambda v: jax.jvp(lambda w: chosen @ w, (jnp.zeros(4),), (v,))[1],
+            combine=lambda weights: pull(weights)[0],
+            gram=lambda: jax.vmap(lambda e: chosen @ pull(e)[0])(jnp.eye(2)),
+        )
+
+    for order in (ordering.pair_balance(6, units_per_step=2), ordering.grab(6, units_per_step=2)):
+        state = order.init(jax.random.key(0), jnp.zeros(4))
+        expected = tables.run_epoch(order, state, matrix, 2)
+        observe = jax.jit(lambda s, unit, o=order: o.observe(s, matrix_free(unit)))
+        for start in (0, 2, 4):
+            state = observe(state, state.current[start : start + 2])
+        np.testing.assert_array_equal(order.next_epoch(state).current, expected.current)
+
+
+def test_flip_flop_and_block_reshuffling_replay_in_reverse():
+    for order in (ordering.flip_flop(7), ordering.block_reshuffling(7, block_size=3)):
+        state = order.init(jax.random.key(0), None)
+        seen = []
+        for _ in range(6):
+            seen.append(state.current)
+            state = order.next_epoch(state)
+        for even in (0, 2, 4):
+            np.testing.assert_array_equal(seen[even + 1], seen[even][::-1])
+        assert any((seen[0] != seen[k]).any() for k in (2, 4))
+
+
+def test_block_reshuffling_keeps_blocks_together():
+    order = ordering.block_reshuffling(11, block_size=3, paired_reversal=False)
+    state = order.init(jax.random.key(1), None)
+    first = state.current.tolist()
+    blocks = [tuple(first[i : i + 3]) for i in range(0, 11, 3)]
+    for _ in range(4):
+        state = order.next_epoch(state)
+        flat, rest = state.current.tolist(), set(blocks)
+        while flat:
+            block = next(b for b in rest if b[0] == flat[0])
+            assert tuple(flat[: len(block)]) == block
+            rest.remove(block)
+            flat = flat[len(block) :]
+        assert not rest
+
+
+@pytest.mark.parametrize(
+    "make,word",
+    [
+        (lambda: ordering.random_reshuffling(0), "num_units is 0"),
+        (lambda: ordering.pair_balance(4, units_per_step=5), "units_per_step is 5"),
+        (lambda: ordering.cd_grab(4, units_per_step=0), "units_per_step is 0"),
+        (lambda: ordering.cd_grab(4, gathers="later"), "gathers is 'later'"),
+        (lambda: ordering.cd_grab(4, gathers="step", wire_dtype=int), "wire_dtype is"),
+        (lambda: ordering.block_reshuffling(4, block_size=9), "block_size is 9"),
+        (lambda: ordering.self_balancing_walk(bound=0.0), "bound is 0"),
+        (lambda: ordering.kernel_halving(num_epochs=0, num_pairs=1), "num_epochs=0"),
+        (lambda: ordering.Rows.of({"a": jnp.zeros((2, 1)), "b": jnp.zeros((3, 1))}), "leading"),
+        (lambda: ordering.herding_bound(jnp.zeros((3, 2)), jnp.arange(4)), "shape"),
+        (lambda: ordering.herding_bound(jnp.zeros((3, 2)), jnp.arange(3), norm=1), "norm is 1"),
+    ],
+)
+def test_bad_input(make, word):
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+@pytest.mark.parametrize("name", ["pair_balance", "grab", "greedy_herding"])
+def test_rows_of_the_wrong_size(name):
+    order = tables.ORDERS[name].make(9, 2)
+    state = order.init(jax.random.key(0), jnp.zeros(3))
+    order.observe(state, ordering.Rows.of(jnp.zeros((1, 3))))  # 9 mod 2
+    with pytest.raises(ValueError, match="rows of 3 units"):
+        order.observe(state, ordering.Rows.of(jnp.zeros((3, 3))))

@@ -1,0 +1,295 @@
+"""One iterator over epochs: ahead of the boundary, never across it, restored at every step."""
+
+import functools
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from tests import tables
+from tests.waiting import wait_for
+
+NAMES = ["cd_grab", "grab", "flip_flop", "shuffle_once"]
+
+
+@functools.cache
+def order_of(name, num_units, size):
+    """`(start, observe, next_epoch)` of two workers; a step's rows are those of fixed vectors."""
+    order = tables.ORDERS[name].make(num_units, size)
+    vectors = jnp.asarray(tables.whole_numbers((2, num_units, 4)))
+    start = tables.vmap_workers(lambda key, g: order.init(key, g[0]))(
+        jax.random.split(jax.random.key(0), 2), vectors
+    )
+
+    @functools.cache
+    def step(n):
+        def one(state, vectors, first):
+            units = jax.lax.dynamic_slice_in_dim(state.current, first, n)
+            return order.observe(state, ordering.Rows.of(vectors[units]))
+
+        return tables.vmap_workers(one)
+
+    def observe(state, t):
+        first = t * size
+        n = min(size, num_units - first)
+        return step(n)(state, vectors, jnp.full(2, first))
+
+    return start, observe, tables.vmap_workers(order.next_epoch)
+
+
+def source_of(num_units):
+    return {"x": np.arange(2 * num_units) * 10}
+
+
+def train(name, num_units, size, *, epochs=3, state=None, saved=None, source=None, **options):
+    """`(batches, orders' states and positions before each)`, as a user's loop goes."""
+    start, observe, next_epoch = order_of(name, num_units, size)
+    state = start if state is None else state
+    source = source_of(num_units) if source is None else source
+    reads = ordering.input.read_epochs(
+        source, lambda: state, units_per_step=size, num_epochs=epochs, **options
+    )
+    if saved is not None:
+        reads.set_state(saved)
+    found, positions = [], [(state, json.loads(json.dumps(reads.get_state())))]
+    for batch in reads:
+        found.append(batch)
+        state = observe(state, reads.step - 1)
+        if reads.epoch_ended:
+            state = next_epoch(state)
+        positions.append((state, json.loads(json.dumps(reads.get_state()))))
+    return found, positions
+
+
+def by_hand(name, num_units, size, epochs=3):
+    state, observe, next_epoch = order_of(name, num_units, size)
+    found = []
+    for _ in range(epochs):
+        for t, (start, stop) in enumerate(tables.steps(num_units, size)):
+            units = np.asarray(state.current)[:, start:stop] + num_units * np.arange(2)[:, None]
+            found.append(source_of(num_units)["x"][units])
+            state = observe(state, t)
+        state = next_epoch(state)
+    return found
+
+
+def assert_equal(found, wanted):
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a["x"], b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_units,size", [(13, 3), (1, 1), (4, 4)])
+def test_the_batches_are_those_of_every_epochs_order(name, num_units, size):
+    found, positions = train(name, num_units, size)
+    assert_equal(found, by_hand(name, num_units, size))
+    steps = -(-num_units // size)
+    places = [(p["epoch"], p["step"]) for _, p in positions]
+    assert places == [divmod(t, steps) for t in range(3 * steps + 1)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rest_is_the_same_from_every_step(name):
+    whole, positions = train(name, 13, 3)
+    for done, (state, saved) in enumerate(positions):
+        rest, places = train(name, 13, 3, state=state, saved=saved)
+        assert_equal(rest, [np.asarray(batch["x"]) for batch in whole[done:]])
+        assert [p for _, p in places] == [p for _, p in positions[done:]]
+
+
+def test_the_next_epoch_is_asked_for_before_this_one_ends_and_never_before_it_is_known():
+    start, observe, next_epoch = order_of("pair_balance", 20, 2)
+    asked = []
+
+    def read(orders, first_step, epoch):
+        asked.append((epoch, first_step, orders))
+        return iter(np.split(orders, orders.shape[-1] // 2, axis=-1))
+
+    state = start
+    reads = ordering.input.read_epochs(read, lambda: state, units_per_step=2, ahead=4)
+    for _ in range(10):
+        next(reads)
+        state = observe(state, reads.step - 1)
+    assert [(*place, orders.shape) for *place, orders in asked] == [(0, 0, (2, 20)), (1, 0, (2, 4))]
+    assert reads.epoch_ended
+    state = next_epoch(state)
+    np.testing.assert_array_equal(asked[1][-1], state.current[:, :4])
+    found = [next(reads)]
+    assert len(asked) == 2, "the host goes on without the new order"
+    found += [next(reads) for _ in range(9)]
+    assert [tuple(place) for *place, _ in asked][:3] == [(0, 0), (1, 0), (1, 2)]
+    np.testing.assert_array_equal(np.concatenate(found, axis=-1), state.current)
+
+
+def test_tf_data_reads_the_next_epoch_before_this_one_ends():
+    pytest.importorskip("tensorflow")
+    start, observe, next_epoch = order_of("cd_grab", 13, 3)
+    source, state = Counting(26), start
+
+    def read(orders, first_step, epoch):
+        indices, size = ordering.input.step_indices(orders, units_per_step=3, num_units=13)
+        return ordering.input.batches(source, indices, batch_size=size, first_batch=first_step)
+
+    reads = ordering.input.read_epochs(read, lambda: state, units_per_step=3, ahead=1)
+    found = []
+    for t in range(10):
+        if t == 4:
+            source.asked.clear()
+        found.append(np.asarray(next(reads)["x"]).reshape(2, -1))
+        if reads.epoch_ended:
+            early = np.asarray(state.next)[:, :3] + 13 * np.arange(2)[:, None]
+        state = observe(state, reads.step - 1)
+        if reads.epoch_ended and not reads.epoch:
+            wait_for(lambda early=early: set(early.reshape(-1).tolist()) <= set(source.asked))
+        if reads.epoch_ended:
+            state = next_epoch(state)
+    np.testing.assert_array_equal(
+        np.concatenate(found, 1), np.concatenate([b for b in by_hand("cd_grab", 13, 3, 2)], 1)
+    )
+    reads.close()
+
+
+class Counting:
+    """A source that keeps what it was asked for."""
+
+    def __init__(self, size):
+        self.size, self.asked = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        return {"x": np.asarray(i * 10)}
+
+
+def test_a_source_is_read_across_the_boundary():
+    start, observe, next_epoch = order_of("random_reshuffling", 13, 3)
+    state, source = start, Counting(26)
+    reads = ordering.input.read_epochs(source, lambda: state, units_per_step=3, num_epochs=2)
+    for step in range(5):
+        if step == 3:  # the call that opens the next epoch, beside which nothing else is loading
+            wait_for(lambda: len(source.asked) == 26)
+        next(reads)
+    assert reads.epoch_ended
+    first = (np.asarray(state.next[:, :3]) + 13 * np.arange(2)[:, None]).reshape(-1).tolist()
+    wait_for(lambda: len(source.asked) >= 32)
+    assert source.asked[26:32] == first
+
+
+@pytest.mark.parametrize("name", ["cd_grab", "random_reshuffling"])
+def test_a_loop_that_does_not_call_next_epoch_is_refused(name):
+    start, observe, _ = order_of(name, 13, 3)
+    state = start
+    reads = ordering.input.read_epochs(source_of(13), lambda: state, units_per_step=3)
+    for _ in range(5):
+        next(reads)
+        state = observe(state, reads.step - 1)
+    with pytest.raises(ValueError, match="epoch 0 has been read.*call the order's next_epoch"):
+        reads.get_state()
+    with pytest.raises(ValueError, match="epoch 0 has been read.*call the order's next_epoch"):
+        list(next(reads) for _ in range(2))
+
+
+def test_one_worker_a_donated_state_and_no_front():
+    order = ordering.random_reshuffling(20)
+    state = order.init(jax.random.key(0), None)
+    state = state._replace(left=jnp.zeros((), jnp.int32))  # as of dealt chunks: nothing is known
+    orders = [np.array(s.current) for s in (state, order.next_epoch(state))]
+    reads = ordering.input.read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
+    found = [next(reads) for _ in range(3)]
+    with pytest.raises(ValueError, match="epoch 0 has been read"):
+        next(reads), next(reads)
+    reads = ordering.input.read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
+    found = []
+    for batch in reads:
+        found.append(np.asarray(batch))
+        copied = jax.tree.map(jnp.copy, state)
+        jax.tree.map(lambda x: x.delete(), state)
+        state = order.next_epoch(copied) if reads.epoch_ended else copied
+    assert [x.size for x in found] == [8, 8, 4, 8, 8, 4]
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(orders))
+
+
+def test_a_position_in_another_order_is_refused():
+    _, positions = train("random_reshuffling", 13, 3, epochs=2)
+    with pytest.raises(ValueError, match="restore the orders' state of the same step"):
+        train("random_reshuffling", 13, 3, state=positions[0][0], saved=positions[7][1])
+
+
+@pytest.mark.parametrize(
+    "options,word",
+    [
+        ({"units_per_step": 14}, "units_per_step is 14"),
+        ({"ahead": 0}, "ahead is 0"),
+        ({"num_epochs": -1}, "num_epochs is -1"),
+        ({"first_load": -1}, "first_load is -1"),
+    ],
+)
+def test_wrong_inputs_are_refused(options, word):
+    start, *_ = order_of("random_reshuffling", 13, 3)
+    options = {"units_per_step": 3} | options
+    with pytest.raises(ValueError, match=word):
+        ordering.input.read_epochs(source_of(13), lambda: start, **options)
+
+
+def test_a_run_goes_on_from_a_load_and_an_error_names_its_own():
+    start, observe, next_epoch = order_of("cd_grab", 13, 3)
+    state = start
+    for t in range(5):
+        state = observe(state, t)
+    state = next_epoch(state)
+    options = {"units_per_step": 3, "num_epochs": 2, "first_load": 7}
+    with ordering.input.read_epochs(source_of(13), lambda: state, **options) as reads:
+        assert (reads.epoch, reads.step) == (1, 2)
+        assert_equal(list(reads), by_hand("cd_grab", 13, 3, 2)[7:])
+
+    def fails(orders, first_step, epoch):
+        yield orders[:, :3]
+        raise OSError(f"no disk in epoch {epoch}")
+
+    reads = ordering.input.read_epochs(fails, lambda: state, **options)
+    assert reads.ready(), "nothing loads before the first batch is asked for"
+    next(reads)
+    wait_for(reads.ready)
+    with pytest.raises(
+        ordering.input.LoadError, match="load 8 failed: OSError: no disk in epoch 1"
+    ):
+        next(reads)
+
+
+def test_whether_the_next_batch_is_there_is_known_over_the_boundary():
+    start, _, next_epoch = order_of("random_reshuffling", 13, 3)
+    state, gates = start, [threading.Semaphore(0) for _ in range(2)]
+
+    def read(orders, first_step, epoch):
+        for part in np.split(orders, [3, 6, 9, 12], axis=-1):
+            gates[epoch].acquire()
+            yield part
+
+    options = {"units_per_step": 3, "num_epochs": 2, "timeout": 0.05}
+    with ordering.input.read_epochs(read, lambda: state, **options) as reads:
+        with pytest.raises(ordering.input.LoadError, match="load 0 did not come within 0.05 s"):
+            next(reads)
+        gates[0].release(5)
+        for _ in range(5):
+            wait_for(reads.ready)
+            next(reads)
+        assert reads.epoch_ended and not reads.ready()
+        gates[1].release()
+        wait_for(reads.ready)
+        state = next_epoch(state)
+        np.testing.assert_array_equal(next(reads), state.current[:, :3])
+        assert not reads.ready()
+        gates[1].release(4)
+        np.testing.assert_array_equal(np.concatenate(list(reads), -1), state.current[:, 3:])
+    begun = threading.active_count()
+    with ordering.input.read_epochs(source_of(13), lambda: state, units_per_step=3) as reads:
+        next(reads)
+        assert threading.active_count() > begun
+    assert threading.active_count() == begun, "no thread is left"

@@ -1,0 +1,155 @@
+"""Orders that go on with another number of workers, in the middle of an epoch."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ordering
+from ordering.resize import dealt_to, resize
+from tests import reference
+from tests.problems import assert_bitwise_equal
+from tests.tables import ORDERS, Order, steps, whole_numbers
+
+ENTRIES = 5
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3)
+)
+def test_every_step_keeps_its_units_and_every_unit_has_one_worker(before, after, step, loads, tail):
+    """At any position: what was visited stays visited, and the rest is to be visited."""
+    lcm = math.lcm(before, after)
+    together = loads * step * lcm + min(tail, step - 1) * lcm  # units
+    size, new_size = step * lcm // before, step * lcm // after
+    rng = np.random.default_rng(together)
+    rows = rng.permutation(together).reshape(before, -1)
+    new = dealt_to(rows, after, size)
+    assert new.tolist() == reference.dealt_to_others(rows.tolist(), after, size)
+    old_steps, new_steps = steps(rows.shape[1], size), steps(new.shape[1], new_size)
+    for (a, b), (c, d) in zip(old_steps, new_steps, strict=True):
+        np.testing.assert_array_equal(np.sort(rows[:, a:b], None), np.sort(new[:, c:d], None))
+
+
+def test_merging_neighbours_keep_their_shards():
+    own = np.arange(24).reshape(8, 3)
+    np.testing.assert_array_equal(np.sort(dealt_to(own, 4, 1), axis=1), own.reshape(4, -1))
+
+
+def dealt_pairs(m, b):
+    return ordering.dealt(ordering.cd_grab(m, units_per_step=b, gathers="step"), m)
+
+
+def chunks(m, b):
+    return ordering.dealt(ordering.pair_balance(m, units_per_step=b), m, how="chunks")
+
+
+NAMED = {
+    **{
+        name: ORDERS[name]
+        for name in ("flip_flop", "grab", "greedy_herding", "cd_grab_walk", "cd_grab, at syncs")
+    },
+    "dealt": Order(dealt_pairs),
+    "chunks": Order(chunks),
+    "dealt_reshuffling": Order(lambda m, b: ordering.dealt_reshuffling(m), observes=False),
+}
+DEALT = ("dealt", "chunks", "dealt_reshuffling")
+# 18 units, 6 in a step: of 3 workers with 6 and of 2 with 9, whose pairs leave a unit over.
+SIZES = {3: (6, 2), 2: (9, 3)}
+STEPS = 3
+
+
+@functools.cache
+def compiled(name, workers):
+    """(the order, its first states, observe, next_epoch), of all workers."""
+    units, size = SIZES[workers]
+    order = NAMED[name].make(units, size)
+
+    def observe(state, gradients):
+        return order.observe(state, ordering.Rows.of(gradients))
+
+    over = functools.partial(jax.vmap, axis_name="worker")
+    keys = jax.random.split(jax.random.key(workers), workers)
+    started = jax.jit(over(lambda key: order.init(key, jnp.zeros(ENTRIES))))(keys)
+    return order, started, jax.jit(over(observe)), jax.jit(over(order.next_epoch))
+
+
+GRADIENTS = whole_numbers((18, ENTRIES), seed=5)
+
+
+def visit(name, state, owned, places, seen):
+    """The state after these steps of an epoch; `seen` gets their units."""
+    observe, size = compiled(name, len(state.current))[2], SIZES[len(state.current)][1]
+    for at in places:
+        numbers = np.asarray(state.current)[:, at * size : (at + 1) * size]
+        if owned is not None:
+            numbers = np.take_along_axis(owned, numbers, axis=1)
+        seen.extend(numbers.reshape(-1).tolist())
+        if NAMED[name].observes:
+            state = observe(state, GRADIENTS[numbers])
+    return state
+
+
+@pytest.mark.parametrize("before,after", [(3, 2), (2, 3)])
+@pytest.mark.parametrize("name", NAMED)
+def test_each_unit_is_visited_once_and_the_next_order_begins_anew(name, before, after):
+    _, first, _, next_epoch = compiled(name, before)
+    order, fresh, _, following = compiled(name, after)
+    units, size = SIZES[after]
+    for place in range(STEPS + 1):
+        owned = None if name in DEALT else np.arange(18).reshape(before, -1)
+        # The second epoch is broken, so that the current order has been made of gradients.
+        state = next_epoch(visit(name, first, owned, range(STEPS), []))
+        seen = []
+        state = visit(name, state, owned, range(place), seen)
+        state, owned = resize(
+            state, fresh, order, owned, units_per_step=SIZES[before][1], visited=place * size
+        )
+        assert_same_shapes(state, fresh)
+        state = jax.tree.map(jnp.asarray, state)
+        current = np.asarray(state.current)
+        state = visit(name, state, owned, range(place, STEPS), seen)
+        assert sorted(seen) == list(range(18))
+        state = following(state)
+        if place and NAMED[name].observes and name not in (*DEALT, "greedy_herding"):
+            once_more = current.copy()
+            if units % 2:  # the unit that pairs leave over
+                half = units // 2
+                moved = np.insert(current[:, :-1], half, current[:, -1], axis=1)
+                once_more = current if name == "grab" else moved
+            expected = fresh._replace(current=once_more, next=once_more)
+            forget = dict.fromkeys({"pending", "rule"} & {*fresh._fields}, ())
+            assert_bitwise_equal(state._replace(**forget), expected._replace(**forget))
+        for _ in range(2):
+            seen = []
+            state = following(visit(name, state, owned, range(STEPS), seen))
+            assert sorted(seen) == list(range(18))
+
+
+def assert_same_shapes(state, like):
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert shapes(state) == shapes(like)
+
+
+def test_an_unknown_order_changes_between_two_epochs_alone():
+    class Mine(dict):
+        """A state that nobody knows of."""
+
+        __getattr__ = dict.__getitem__
+
+        def _replace(self, **fields):
+            return Mine(self | fields)
+
+    state = Mine(current=np.array([[1, 0]] * 4))
+    fresh = Mine(current=np.zeros((2, 4)), gradients="none")
+    given = {"order": None, "units": np.arange(8).reshape(4, 2), "units_per_step": 1}
+    with pytest.raises(ValueError, match="Mine has no row in ordering.resize, .* at the end of"):
+        resize(state, fresh, visited=1, **given)
+    new, owned = resize(state, fresh, visited=0, **given)
+    assert owned.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and new.gradients == "none"
+    assert new.current.tolist() == new.next.tolist() == [[1, 3, 0, 2]] * 2

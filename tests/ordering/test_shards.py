@@ -1,0 +1,163 @@
+"""Workers that are several devices: what they compute, send and keep is that of one device each."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ordering
+from tests.shards import (
+    MESHES,
+    SPECS,
+    UNITS,
+    WAYS,
+    alone,
+    assert_in_their_places,
+    assert_same_run,
+    by_hand,
+    exact,
+    mesh_of,
+    network,
+    on_one,
+    owned,
+    rounds_of,
+    sharded,
+    sketched,
+)
+
+# Every kind, way and mesh in some case; all of them by `pytest -m slow`.
+SOME = [
+    (exact, "compiler", 2), (exact, "by hand", 4), (sketched, "compiler, no vma", 4),
+    (sketched, "by hand", 2),
+]  # fmt: skip
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case not in SOME))
+    for case in itertools.product((exact, sketched), WAYS, MESHES)
+]
+
+
+@pytest.mark.parametrize("kind,way,workers", CASES)
+def test_workers_of_many_devices_train_as_those_of_one(kind, way, workers):
+    found = sharded(kind(WAYS[way](workers)), workers)
+    expected = on_one(kind, workers)
+    assert_same_run(found, expected)
+    _, _, params, state, orders = found
+    assert_in_their_places(params, owned(SPECS))
+    assert_in_their_places(state.inner[0].trace, owned(SPECS))
+    if kind is exact:
+        assert_in_their_places(orders.running_sum, P("worker", "model"))
+    assert_in_their_places(orders.current, P("worker"))
+    np.testing.assert_allclose(state.drift, expected[3].drift, rtol=1e-4)
+    assert state.drift.min() > 0
+
+
+def test_workers_of_many_devices_may_balance_alone():
+    found = sharded(alone(WAYS["compiler"](2)), 2)
+    assert_same_run(found, on_one(alone, 2))
+    places = SPECS | {"b2": P("model")}  # a share of what is whole
+    assert_in_their_places(found[4].running_sum, owned(places))
+
+
+@pytest.mark.parametrize("workers", MESHES)
+def test_all_devices_of_a_worker_agree_on_sketches_of_many_entries(workers):
+    """A gradient of 259 entries in 128 numbers: other maps for other splits, but one per worker."""
+    programs = sketched(by_hand(workers, check_vma=False), size=128)
+    losses, orders, _, _, last = sharded(programs, workers)
+    assert_in_their_places(last.current, P("worker"))
+    assert_in_their_places(last.running_sum, P("worker"))
+    assert np.isfinite(losses).all() and (np.sort(orders) == np.arange(UNITS)[None, None]).all()
+
+
+@pytest.mark.parametrize("size", [64, 512])
+def test_sketches_of_shards_keep_inner_products(size):
+    """Over many keys, whatever the leaves' split; 512 numbers keep the 259 entries as they are."""
+    mesh = mesh_of(2)
+    rng = np.random.default_rng(0)
+    trees = [jax.tree.map(lambda x: rng.normal(size=x.shape), network()) for _ in range(2)]
+    trees = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), trees)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), [SPECS] * 2), out_specs=P())
+    def sketches(keys, trees):
+        def one(key):
+            return [ordering.sketch(key, size=size, specs=SPECS)(tree) for tree in trees]
+
+        return jax.lax.map(one, keys)
+
+    first, second = sketches(jax.random.split(jax.random.key(0), 400), trees)
+    for a, b in ((0, 0), (0, 1)):
+        found = np.sum(np.asarray([first, second][a]) * np.asarray([first, second][b]), axis=1)
+        exact = float(ordering.rows.tree_dot(trees[a], trees[b]))
+        norms = [float(ordering.rows.tree_dot(trees[i], trees[i])) ** 0.5 for i in (a, b)]
+        spread = norms[0] * norms[1] * (0 if size == 512 else (2 / size) ** 0.5)
+        assert abs(found.mean() - exact) <= 4 * spread / 400**0.5 + 1e-4 * abs(exact) + 1e-3
+        assert found.std() <= 1.2 * spread + 1e-3
+
+
+def observed(mesh, order, tree, specs, **options):
+    """The next order [worker, M] after one step of two pairs."""
+
+    def run(key, tree):
+        rows = ordering.Rows.of(jax.tree.map(lambda x: x[0], tree))
+        state = order.init(key[0], jax.tree.map(lambda x: x[0], rows.tree))
+        return order.observe(state, rows).next[None]
+
+    over = jax.shard_map(
+        run, mesh=mesh, in_specs=(P("worker"), specs), out_specs=P("worker"), **options
+    )
+    return jax.jit(over)(jax.random.split(jax.random.key(0), mesh.shape["worker"]), tree)
+
+
+GRADIENTS = np.random.default_rng(2).normal(size=(2, 4, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("gathers", [None, "step"])
+def test_devices_that_could_disagree_are_refused(gathers):
+    mesh = mesh_of(2)
+    split = P("worker", None, "model")
+    order = ordering.cd_grab(4, units_per_step=4, gathers=gathers)
+    beside = r"mesh axes \['model'\] beside the workers' 'worker'.*specs=jax.P"
+    with pytest.raises(ValueError, match=beside):
+        observed(mesh, order, GRADIENTS, split, check_vma=False)
+    if gathers is None:  # else there is one array for the compiler, whatever the rows
+        with pytest.raises(ValueError, match=r"mesh axes \['model'\].*specs="):
+            observed(mesh, order, GRADIENTS, P("worker"), axis_names={"worker"})
+        order = ordering.cd_grab(4, units_per_step=4, specs=P("model"))
+        found = observed(mesh, order, GRADIENTS, split)
+        pairs = ordering.cd_grab(4, units_per_step=4)
+        run = jax.vmap(
+            lambda key, g: pairs.observe(pairs.init(key, g[0]), ordering.Rows.of(g)).next,
+            axis_name="worker",
+        )
+        expected = run(jax.random.split(jax.random.key(0), 2), GRADIENTS)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_specs_that_are_wrong_let_devices_disagree_and_jax_sees_it():
+    """Of sixteen signs some differ; what JAX knows of values (vma) refuses the program."""
+    order = ordering.cd_grab(4, units_per_step=4, specs=P())
+    split = P("worker", None, "model")
+    with pytest.raises(ValueError, match="out_specs"):
+        observed(mesh_of(2), order, GRADIENTS, split)
+    found = observed(mesh_of(2), order, GRADIENTS, split, check_vma=False)
+    with pytest.raises(AssertionError):
+        assert_in_their_places(found, P("worker"))
+    found = observed(mesh_of(2), order, GRADIENTS, P("worker"), check_vma=False)
+    assert_in_their_places(found, P("worker"))
+
+
+def test_specs_that_say_something_else_are_refused():
+    for make in (rounds_of, lambda s: ordering.cd_grab(2, specs=s)):
+        with pytest.raises(ValueError, match=r"specs names \['worker'\], the workers' axis"):
+            make(P("worker", "model"))
+        with pytest.raises(ValueError, match="specs holds 'model': pass a tree of jax.P"):
+            make({"w": "model"})
+    with pytest.raises(ValueError, match="gathers='sync': rows that are gathered are whole"):
+        ordering.cd_grab(2, gathers="sync", specs=P("model"))
+    order = ordering.cd_grab(4, units_per_step=4, specs=P("model"))
+    with pytest.raises(ValueError, match=r"shape \(6,\) cannot be split as .*no multiple of 4"):
+        observed(mesh_of(2), order, GRADIENTS[..., :6], P("worker"), axis_names={"worker"})

@@ -1,0 +1,140 @@
+"""Sketches of formed gradients: linear, unbiased, of the promised accuracy, read once."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from ordering.sketch import BLOCK
+from ordering.sketch import fold as fold_leaf
+from tests import reference
+
+SEED = jnp.uint32(12345)
+fold = jax.jit(fold_leaf, static_argnums=2)
+
+
+SHAPES = [
+    (7,),
+    (300, 40),
+    (41, 900),
+    (3, 30_000),
+    (70_000,),
+    (40_960,),
+    (90, 12, 64),
+    (2, 3, 50, 800),
+]
+
+
+@pytest.mark.parametrize(
+    "shape,size",
+    [*((shape, 64) for shape in SHAPES), ((41, 900), 1000), ((70_000,), 1000), ((7,), 20_000),
+     ((90, 12, 64), 20_000)],
+)  # fmt: skip
+def test_fold_equals_the_reference(shape, size):
+    """Leaves of one block and of many, with and without a shorter last one."""
+    leaf = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    expected = reference.fold(leaf, int(SEED), size, max(BLOCK, size))
+    np.testing.assert_allclose(fold(leaf, SEED, size), expected, atol=2e-5 * np.sqrt(leaf.size))
+
+
+def test_what_an_accelerator_does_is_what_a_cpu_does(monkeypatch):
+    def first_default(*args, cpu, default):
+        return default(*args)
+
+    leaf = jax.random.normal(jax.random.key(0), (500, 90))
+    on_cpu = fold(leaf, SEED, 128)
+    monkeypatch.setattr(jax.lax, "platform_dependent", first_default)
+    elsewhere = jax.jit(lambda leaf: fold_leaf(leaf, SEED, 128))(leaf)
+    np.testing.assert_allclose(elsewhere, on_cpu, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(20_000,), (40, 10, 50)])
+def test_linear(shape):
+    to_sketch = jax.jit(ordering.sketch(jax.random.key(1), size=256))
+    g, h = (np.random.default_rng(i).normal(size=shape).astype(np.float32) for i in (1, 2))
+    for a, b in ((1.0, -1.0), (-2.5, 0.3), (0.0, 3.0)):
+        both = to_sketch({"w": a * g + b * h})
+        expected = a * to_sketch({"w": g}) + b * to_sketch({"w": h})
+        np.testing.assert_allclose(both, expected, atol=1e-2)
+
+
+def rank_one(rng):
+    return np.abs(rng.normal(size=(300, 1))) @ rng.normal(size=(1, 200))
+
+
+KINDS = {
+    "independent": lambda rng: rng.normal(size=(300, 200)),
+    "rank one": rank_one,
+    "few columns": lambda rng: rng.normal(size=(300, 200)) * (np.arange(200) < 20),
+    "one block": lambda rng: rng.normal(size=(400,)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inner_products_are_unbiased_and_as_accurate_as_promised(kind):
+    """E <S g, S h> = <g, h> over keys, with variance at most 2 |g|^2 |h|^2 / k and a little."""
+    rng, size, keys = np.random.default_rng(3), 128, 300
+    g, h = (KINDS[kind](rng).astype(np.float32) for _ in range(2))
+    seeds = jax.random.bits(jax.random.key(0), (keys,), jnp.uint32)
+    both = jax.jit(jax.vmap(lambda s: jnp.vdot(fold(g, s, size), fold(h, s, size))))(seeds)
+    norms = np.linalg.norm(g) * np.linalg.norm(h)
+    error = (np.asarray(both, np.float64) - np.vdot(g, h)) / norms
+    assert abs(error.mean()) < 4 * error.std() / np.sqrt(keys)
+    assert error.var() < 2.5 / size
+
+
+def test_prefix_sums_keep_their_norms():
+    """Johnson and Lindenstrauss: all prefixes of an order that does not know the sketch."""
+    steps, error = 400, 0.3
+    size = ordering.sketch_size(steps, error=error)
+    z = np.random.default_rng(0).normal(size=(steps, 3000)).astype(np.float32)
+    prefixes = np.cumsum(z - z.mean(0), axis=0)[:-1]
+    sketched = jax.jit(jax.vmap(ordering.sketch(jax.random.key(0), size=size)))(prefixes)
+    ratio = np.sum(np.square(sketched), 1) / np.sum(np.square(prefixes), 1)
+    assert 1 - error < ratio.min() and ratio.max() < 1 + error
+    # So the herding bound of the sketches is one of the vectors.
+    bound = np.linalg.norm(sketched, axis=1).max() / np.sqrt(1 - error)
+    assert np.abs(prefixes).max() <= np.linalg.norm(prefixes, axis=1).max() <= bound
+
+
+def test_small_gradients_are_kept():
+    g = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2)}
+    found = ordering.sketch(jax.random.key(0), size=10)(g)
+    assert found.tolist() == [1, 1, 0, 1, 2, 3, 4, 5, 0, 0]
+
+
+def test_orders_run_on_sketches_as_on_gradients_of_few_numbers():
+    """An identity, up to the padding: the same order."""
+    order = ordering.pair_balance(8, units_per_step=2)
+    vectors = jax.random.normal(jax.random.key(1), (8, 20))
+    to_sketch = ordering.sketch(jax.random.key(2), size=32)
+
+    def epoch(state, transform):
+        observe = jax.jit(lambda s, g: order.observe(s, transform(ordering.Rows.of(g))))
+        for start in range(0, 8, 2):
+            state = observe(state, vectors[state.current[start : start + 2]])
+        return order.next_epoch(state).current
+
+    exact = epoch(order.init(jax.random.key(0), jnp.zeros(20)), lambda rows: rows)
+    short = order.init(jax.random.key(0), jnp.zeros(32))
+    sketched = epoch(short, lambda rows: ordering.sketch_rows(rows, to_sketch))
+    assert exact.tolist() == sketched.tolist()
+
+
+def test_nothing_as_large_as_the_gradient_is_written(optimised):
+    """On an accelerator one fusion reads the leaf; on a CPU blocks of it are added up."""
+    leaf = jax.ShapeDtypeStruct((4000, 1000), jnp.float32)
+    program = jax.jit(ordering.sketch(jax.random.key(0))).lower({"w": leaf}).compile()
+    assert program.memory_analysis().temp_size_in_bytes < leaf.size / 4
+    assert not re.search(r"= f32\[4000000\]\S* (copy|fusion)", program.as_text())
+
+
+@pytest.mark.parametrize("prefixes,error", [(1, 0.3), (100, 0.0), (100, 1.0)])
+def test_bad_sizes_are_refused(prefixes, error):
+    with pytest.raises(ValueError, match="pass at least 2 prefixes"):
+        ordering.sketch_size(prefixes, error=error)
+    with pytest.raises(ValueError, match="at least one number"):
+        ordering.sketch(jax.random.key(0), size=0)

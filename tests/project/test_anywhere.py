@@ -1,0 +1,320 @@
+"""Orders, gradients and rounds work wherever a JAX program may put them, with the same numbers.
+
+The default suite traces every place, which is where types, axes and carries are refused, and runs
+a few; all of them: `pytest -m "" tests/project/test_anywhere.py`.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import local_opt
+import ordering
+from tests import tables
+
+W, M, B, D, T = 4, 4, 2, 6, 2
+SGD = optax.sgd(0.1, momentum=0.9)
+PLAN = local_opt.constant(2, total_steps=T)
+KEYS = jax.random.split(jax.random.key(0), W)
+ROWS = tables.whole_numbers((W, M, D))  # of each worker's units
+SKETCH_KEY = jax.random.key(3)
+PARAMS = jnp.linspace(-1.0, 1.0, D)
+
+
+class Subject(NamedTuple):
+    """How something is made, and a run of it: pure functions of one worker."""
+
+    make: Callable
+    init: Callable  # (made, key, rows) -> state
+    step: Callable  # (made, state, rows) -> state
+    end: Callable = lambda made, state: state
+    value: Callable = lambda state: state  # what is compared
+
+
+def of_order(make):
+    def step(order, state, rows):
+        unit = jax.lax.dynamic_slice_in_dim(state[0].current, B * state[1], B) % M
+        orders = order.sync(order.observe(state[0], ordering.Rows.of(rows[unit])))
+        return orders, state[1] + 1
+
+    return Subject(
+        make,
+        lambda order, key, rows: (order.init(key, rows[0]), jnp.zeros((), jnp.int32)),
+        step,
+        lambda order, state: (order.next_epoch(state[0]), jnp.zeros_like(state[1])),
+        lambda state: state[0].current,
+    )
+
+
+def loss(params, batch, key):
+    del key
+    return jnp.square(batch @ params)
+
+
+def of_gradients(make):
+    def step(gradients, params, rows):
+        _, mean, found = gradients(params, rows, jax.random.key(0))
+        return (
+            params - 1e-3 * mean - 1e-3 * jnp.mean(found.dot(found.combine(jnp.ones(found.size))))
+        )
+
+    return Subject(make, lambda made, key, rows: PARAMS + 0 * rows[0], step)
+
+
+def of_steps(make):
+    def step(opt, carry, rows):
+        params, state = carry
+        updates, state = opt.update(params - rows.mean(axis=0), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def init(opt, key, rows):
+        params = PARAMS + 0 * rows[0]  # of a worker, as whatever has been trained
+        return params, opt.init(params)
+
+    return Subject(
+        make,
+        init,
+        step,
+        value=lambda carry: carry[0],
+    )
+
+
+def of_rounds(make):
+    steps = of_steps(make)
+    return steps._replace(end=lambda rounds, carry: rounds.sync(*carry))
+
+
+def of_streaming(make):
+    steps = of_steps(make)
+
+    def step(stream, carry, rows):
+        params, state = steps.step(stream, carry, rows)
+        return stream.finish(params, stream.start(params, state, fragment=0), fragment=0)
+
+    return steps._replace(step=step)
+
+
+def opt(function, *args, **options):
+    return lambda: function(SGD, *args, axis_name="worker", **options)
+
+
+SUBJECTS = {
+    **{name: of_order(lambda row=row: row.make(M, B)) for name, row in tables.ORDERS.items()},
+    "dealt": of_order(lambda: ordering.dealt(ordering.cd_grab(M, units_per_step=B), M)),
+    "dealt in chunks": of_order(
+        lambda: ordering.dealt(ordering.pair_balance(M, units_per_step=B), M, how="chunks")
+    ),
+    "dealt_reshuffling": of_order(lambda: ordering.dealt_reshuffling(M)),
+    "per_example": of_gradients(lambda: ordering.per_example(loss)),
+    "microbatch": of_gradients(lambda: ordering.microbatch(lambda *a: jnp.mean(loss(*a)))),
+    "sketched": of_gradients(lambda: ordering.sketched(loss, SKETCH_KEY, size=D)),
+    "local_steps": of_steps(opt(local_opt.local_steps, PLAN)),
+    "local_steps, wire": of_steps(
+        opt(local_opt.local_steps, PLAN, wire=local_opt.WIRES["int8"], opt_state="mean")
+    ),
+    "diloco": of_steps(opt(local_opt.diloco, PLAN, momentum=0.0)),
+    "local_rounds": of_rounds(opt(local_opt.local_rounds)),
+    "local_rounds, corrected": of_rounds(
+        opt(local_opt.local_rounds, correction=local_opt.control_variates(learning_rate=0.1))
+    ),
+    "parallel_rounds": of_rounds(opt(local_opt.parallel_rounds)),
+    "accumulated_rounds": of_rounds(opt(local_opt.accumulated_rounds)),
+    "streaming_rounds": of_streaming(opt(local_opt.streaming_rounds, fragments=1)),
+}
+
+
+def epoch(subject, made, state, rows, wrap=lambda f: f):
+    """T steps, and what ends them."""
+    step = wrap(functools.partial(subject.step, made))
+    for _ in range(T):
+        state = step(state, rows)
+    return subject.end(made, state)
+
+
+def plain(subject, made, key, rows, wrap=lambda f: f):
+    state = subject.init(made, key, rows)
+    for _ in range(2):
+        state = epoch(subject, made, state, rows, wrap)
+    return subject.value(state)
+
+
+def scanned(subject, made, key, rows):
+    """Rounds, or epochs, in a loop that is compiled; their steps in another one."""
+
+    def steps(state, _):
+        return subject.step(made, state, rows), None
+
+    def body(state, _):
+        return subject.end(made, jax.lax.scan(steps, state, None, length=T)[0]), None
+
+    state = subject.init(made, key, rows)
+    return subject.value(jax.lax.scan(body, state, None, length=2)[0])
+
+
+def looped(subject, made, key, rows):
+    state = subject.init(made, key, rows)
+    body = lambda _, state: epoch(subject, made, state, rows)  # noqa: E731
+    return subject.value(jax.lax.fori_loop(0, 2, body, state))
+
+
+def differentiated(subject, made, key, rows):
+    """Inside a function whose gradient somebody takes, of the rows among others."""
+
+    def outer(scale):
+        value = plain(subject, made, key, scale * rows)
+        total = jnp.sum(value.astype(jnp.float32)) + jnp.sum(jnp.square(scale * rows))
+        return total, value
+
+    grad, value = jax.grad(outer, has_aux=True)(jnp.ones(()))
+    return jnp.where(jnp.isfinite(grad), value, jnp.full_like(value, -1))
+
+
+INSIDE = {
+    "plain": plain,
+    "jit": lambda *a: jax.jit(functools.partial(plain, *a[:2]))(*a[2:]),
+    "scan": scanned,
+    "fori_loop": looped,
+    "checkpoint": functools.partial(plain, wrap=jax.checkpoint),
+    "grad": differentiated,
+    "made there": lambda subject, made, *a: plain(subject, subject.make(), *a),
+}
+
+
+def mesh_of(kind):
+    return jax.make_mesh((W,), ("worker",), (kind,), devices=jax.devices()[:W])
+
+
+def simulated(function):
+    return jax.vmap(function, axis_name="worker")
+
+
+def over(mesh, check_vma):
+    def lift(function):
+        def one(*args):
+            out = function(*jax.tree.map(lambda x: x[0], args))
+            return jax.tree.map(lambda x: x[None], out)
+
+        split = jax.P("worker")
+        run = jax.shard_map(one, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma)
+        if AxisType.Explicit not in mesh.axis_types:
+            return run
+        place = jax.NamedSharding(mesh, split)
+        return lambda *args: run(*(jax.sharding.reshard(x, place) for x in args))
+
+    return lift
+
+
+LIFTS = {
+    "vmap": lambda: simulated,
+    **{
+        f"{kind.name}, {'' if vma else 'no '}vma": lambda kind=kind, vma=vma: over(
+            mesh_of(kind), vma
+        )
+        for kind in AxisType
+        for vma in (True, False)
+    },
+}
+
+
+def lifted(workers):
+    words = {"inputs": "owned owned", "outputs": "owned"}
+    return lambda function: local_opt.lift(function, workers, **words)
+
+
+LIFTS |= {"lift": lambda: lifted(W), "lift, mesh": lambda: lifted(mesh_of(AxisType.Explicit))}
+
+
+def program(name, inside, lift):
+    subject = SUBJECTS[name]
+    made = subject.make()
+    return LIFTS[lift]()(lambda key, rows: INSIDE[inside](subject, made, key, rows))
+
+
+# Every kind of mesh is traced; those with another one's types alone only where there is time.
+TRACED = ("Auto, vma", "lift, mesh")
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "lift", [pytest.param(x, marks=() if x in TRACED else pytest.mark.slow) for x in LIFTS]
+)
+def test_every_place_can_be_traced(name, lift):
+    shape = jax.eval_shape(program(name, "plain", "vmap"), KEYS, ROWS)
+    for inside in INSIDE:
+        there = jax.eval_shape(program(name, inside, lift), KEYS, ROWS)
+        assert (there.shape, there.dtype) == (shape.shape, shape.dtype), inside
+
+
+# Two loops and an explicit axis, whose types JAX checks, have all that can go wrong at once.
+RUN = [
+    (name, "scan", "Explicit, vma")
+    for name in ("cd_grab", "dealt", "sketched", "local_steps", "local_rounds", "streaming_rounds")
+]
+
+
+@pytest.mark.parametrize(
+    "name,inside,lift",
+    [
+        pytest.param(*case, marks=() if case in RUN else pytest.mark.slow)
+        for case in itertools.product(SUBJECTS, INSIDE, LIFTS)
+        if case[1:] != ("plain", "vmap")
+    ],
+)
+def test_every_place_gives_the_same_numbers(name, inside, lift):
+    found = jax.jit(program(name, inside, lift))(KEYS, ROWS)
+    expected = jax.jit(program(name, "plain", "vmap"))(KEYS, ROWS)
+    # The same sums, compiled otherwise; orders are whole numbers.
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def traced(make):
+    """(what a trace has made, the operations that it asks of a device, known or not)."""
+    made = []
+    return made, jax.make_jaxpr(lambda: made.append(make()) or ())().jaxpr.eqns
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_is_made_in_a_trace_may_leave_it_and_asks_nothing_of_a_device(name):
+    subject = SUBJECTS[name]
+    (made,), operations = traced(subject.make)
+    assert not operations
+    jax.eval_shape(simulated(functools.partial(plain, subject, made)), KEYS, ROWS)
+    assert traced(lambda: jnp.arange(3).sum())[1], "array work would be seen"
+
+
+PLANS = {**tables.PLANS, **{f"echo {name}": make for name, make in tables.ECHO_PLANS.items()}}
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if "bernoulli" not in name])
+def test_a_plan_made_in_a_trace_is_the_plan(name):
+    """One that draws from a key does so at once, if the key is there before."""
+    (made,), _ = traced(lambda: PLANS[name](12))
+    assert made == PLANS[name](12)
+
+
+@pytest.mark.parametrize("make", [local_opt.bernoulli, ordering.echo.bernoulli])
+def test_draws_from_a_key_that_is_there_are_made_at_once(make):
+    key = jax.random.key(5)
+    (made,), _ = traced(lambda: make(0.5, total_steps=30, key=key))
+    assert made == make(0.5, total_steps=30, key=key)
+
+
+@pytest.mark.parametrize("name", [n for n in SUBJECTS if n not in ("per_example", "microbatch")])
+def test_a_whole_state_may_be_donated(name):
+    """As it comes from its functions, outside jit: no buffer is in it twice."""
+    subject = SUBJECTS[name]
+    made = subject.make()
+    keep = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)
+    keys, rows = jax.random.split(jax.random.key(1), W), jnp.asarray(ROWS)
+    state = simulated(functools.partial(subject.init, made))(keys, rows)
+    for _ in range(2):
+        state = keep(simulated(functools.partial(subject.end, made))(keep(state)))
+    assert not any(x.is_deleted() for x in (keys, rows))

@@ -1,0 +1,80 @@
+"""The public functions keep the house's conventions."""
+
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import local_opt
+import models
+import ordering
+from syncopate import plans
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = (ordering, ordering.echo, ordering.input, models, local_opt, plans)
+PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
+# Algorithms out of papers: name who published them.
+CITED = (
+    "random_reshuffling", "shuffle_once", "flip_flop", "block_reshuffling", "grab", "pair_balance",
+    "cd_grab", "greedy_herding", "greedy", "self_balancing_walk", "kernel_halving", "herding_bound",
+    "parallel_herding_bound", "per_example", "microbatch", "all_to_all_mean", "lenet",
+    "small_resnet", "vit", "gpt2", "mobilenet_v2", "resnet", "mobilenet_v3",
+    "lstm", "forecaster",
+    "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
+    "power_rule", "constant", "post_local", "swap", "nesterov", "slow_momentum", "reestimate",
+    "streaming_rounds", "stream_events",
+    "control_variates", "proximal", "echo_batches", "echo_forecast", "fixed", "bernoulli",
+    "proximal_anchor",
+)  # fmt: skip
+
+
+def functions():
+    return [
+        pytest.param(getattr(package, name), id=name)
+        for package, name in PUBLIC
+        if inspect.isfunction(getattr(package, name))
+    ]
+
+
+@pytest.mark.parametrize("function", functions())
+def test_docstrings(function):
+    doc = inspect.getdoc(function)
+    assert doc and doc.split("\n")[0].endswith((".", ":")), "one line first"
+    assert "Example" in doc
+    if inspect.signature(function).parameters:
+        assert "Args:" in doc
+    if "raise ValueError" in inspect.getsource(function):
+        assert "Raises" in doc
+
+
+@pytest.mark.parametrize("function", functions())
+def test_hyper_parameters_are_keyword_only(function):
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is not inspect.Parameter.empty and parameter.name not in ALLOWED:
+            assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, parameter.name
+        assert parameter.name not in ("rng", "seed_key", "prng"), "keys are called key"
+
+
+# (a state that is usually there, a second argument of an accessor)
+ALLOWED = ("front", "backend")
+
+
+@pytest.mark.parametrize("name", CITED)
+def test_references(name):
+    docs = [inspect.getdoc(getattr(p, name)) for p in PACKAGES if hasattr(p, name)]
+    assert any(re.search(r"References:\n(.*\n){0,2}.*https?://", doc) for doc in docs)
+
+
+def test_everything_public_is_listed():
+    for package in PACKAGES:
+        for name in package.__all__:
+            assert getattr(package, name).__doc__
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    commands = re.findall(r"^(pip install .*)$", readme, re.M)
+    assert len(commands) == 2
+    install, test = commands[1].split(" && ")
+    assert install in ci and test in ci

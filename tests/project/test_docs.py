@@ -1,0 +1,139 @@
+"""The pages of docs/ hold what they say: examples run and train, links lead somewhere."""
+
+import html
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import local_opt
+import models
+import ordering
+from syncopate import plans
+
+ROOT = pathlib.Path(__file__).parents[2]
+LOOPS = (ROOT / "docs" / "your_own_loop.md").read_text()
+ALL_THREE = "## All three in one loop"
+PACKAGES = (ordering, ordering.echo, ordering.input, local_opt, models, plans)
+
+
+def blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+SHORT, LONG = map(blocks, LOOPS.split(ALL_THREE))
+EXAMPLES = {re.search(r"import (\w+)", code)[1] + f"-{i}": code for i, code in enumerate(SHORT)}
+EXAMPLES["all"], EXAMPLES["shards"] = LONG
+
+
+def run(code, capsys):
+    """The losses that an example prints: the lines of a step and a number."""
+    if "equinox" in code:
+        pytest.importorskip("equinox")
+    exec(compile(code, "docs/your_own_loop.md", "exec"), {})
+    printed = capsys.readouterr().out
+    return [float(loss) for loss in re.findall(r"^\d+ ([\d.e+-]+)$", printed, re.M)]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_of_a_loop_runs_and_the_loss_that_it_prints_falls(name, capsys):
+    code = EXAMPLES[name]
+    losses = run(code, capsys)
+    if "print(" in code and "loss" in code:
+        assert len(losses) > 2
+        assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.slow
+def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
+    code = LONG[0].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
+    assert "gathers" not in code
+    losses = run(code, capsys)
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_every_public_name_is_used_in_the_page_of_names():
+    """Its blocks are one program, which runs."""
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("grain")
+    page = (ROOT / "docs" / "names.md").read_text()
+    code = "\n".join(blocks(page))
+    exec(compile(code, "docs/names.md", "exec"), {})
+    used = set(re.findall(r"\b(ordering|local_opt|echo|input)\.(\w+)", code))
+    known = {
+        (package.__name__.rpartition(".")[2], name)
+        for package in (ordering, ordering.echo, ordering.input, local_opt)
+        for name in package.__all__
+    } - {("ordering", "echo"), ("ordering", "input")}
+    assert used == known
+    assert page.split("\n")[2].startswith(f"{len(known)} names"), len(known)
+
+
+def test_examples_are_short():
+    for limit, codes in ((20, SHORT), (35, LONG)):
+        for code in codes:
+            lines = [line for line in code.split("\n") if line.strip()]
+            assert len(lines) <= limit, lines[0]
+            assert max(map(len, lines)) <= 100, max(lines, key=len)
+
+
+def test_no_example_needs_the_experiments():
+    assert (len(SHORT), len(LONG)) == (12, 2)
+    assert "experiments" not in "".join(SHORT + LONG)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_linked_files_are_there(page):
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not link.startswith(("http:", "https:")):
+            assert (page.parent / link).exists(), link
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """{package: its page}, built by the command that the page on loops gives."""
+    pytest.importorskip("pdoc", reason="pdoc is not installed: pip install -e '.[docs]'")
+    out = tmp_path_factory.mktemp("api")
+    (command,) = re.findall(r"&& pdoc (.*)", LOOPS)
+    words = [word.strip("'") for word in command.replace("build/api", str(out)).split()]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "pdoc", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr  # pdoc's warnings
+    pages = {package: out / f"{package.__name__.replace('.', '/')}.html" for package in PACKAGES}
+    assert set(out.rglob("*.html")) == {out / "index.html", *pages.values()}
+    return {package: page.read_text() for package, page in pages.items()}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.__name__)
+def test_the_reference_shows_every_public_name_with_its_docstring(reference, package):
+    for name in package.__all__:
+        value = getattr(package, name)
+        if inspect.ismodule(value):
+            continue  # it has a page of its own
+        found = shown(reference[package], f'<section id="{name}">')
+        assert found, name
+        if not callable(value):
+            continue  # a table, which has no words of its own
+        doc = inspect.getdoc(value)
+        if not doc.startswith(name + "("):  # what Python makes up for a record without one
+            text = doc.split("\nExample:")[0].replace("Args:", "Arguments:")
+            assert as_words(text) in found, name
+
+
+def shown(page, start):
+    """The text of the first docstring after `start`, behind its source."""
+    assert start in page, start
+    part = page.split(start)[1].split("</section>")[0].split('class="docstring">', 1)[-1]
+    return as_words(html.unescape(re.sub(r"<[^>]*>", "", part)))
+
+
+def as_words(text):
+    return " ".join(text.replace("`", "").split())

@@ -1,0 +1,127 @@
+"""What docs/house.md says of the code: sizes, floors and the way of imports."""
+
+import ast
+import functools
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# From the ground up: a folder imports from those of lower rows alone.
+FLOORS = (
+    ("syncopate",),
+    ("ordering", "local_opt", "models"),
+    ("experiments/tasks", "experiments/cluster"),
+    ("experiments/results", "experiments/training"),
+    ("experiments/study",),
+    ("experiments",),
+)
+PACKAGES = ("syncopate", "ordering", "local_opt", "models", "experiments")
+LONGEST_FILE, LONGEST_FUNCTION = 300, 60
+
+
+def files(*tops):
+    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py"))
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room(name: str) -> str | None:
+    """The folder of FLOORS in which a file or a module with slashes lies."""
+    parts = name.split("/")
+    if parts[0] not in PACKAGES:
+        return None
+    inside = "/".join(parts[:2])
+    return inside if any(inside in row for row in FLOORS) else parts[0]
+
+
+def imported(path):
+    """The modules that a file imports, anywhere in it, with slashes."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name.replace(".", "/") for name in names)
+
+
+def test_imports_go_down():
+    level = {folder: i for i, row in enumerate(FLOORS) for folder in row}
+    wrong = []
+    for path in files(*PACKAGES):
+        name = str(path.relative_to(ROOT))
+        for module in imported(path):
+            own, other = room(name), room(module)
+            if other is None or other == own:
+                continue
+            if level[other] >= level[own]:
+                wrong.append(f"{name} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def own_lines(function) -> int:
+    """The lines of a function, without its docstring and the functions inside it."""
+    inner = [
+        n
+        for n in ast.walk(function)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n is not function
+    ]
+    gone = {line for n in inner for line in range(n.lineno, n.end_lineno + 1)}
+    if ast.get_docstring(function):
+        text = function.body[0]
+        gone |= set(range(text.lineno, text.end_lineno + 1))
+    return len(set(range(function.lineno, function.end_lineno + 1)) - gone)
+
+
+def test_files_and_functions_are_small():
+    long = []
+    for path in files(*PACKAGES):
+        name, count = path.relative_to(ROOT), len(path.read_text().splitlines())
+        if count > LONGEST_FILE:
+            long.append(f"{name}: {count} lines")
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef) and own_lines(node) > LONGEST_FUNCTION:
+                long.append(f"{name}:{node.lineno} {node.name}: {own_lines(node)} lines")
+    assert not long, "\n".join(long)
+
+
+def test_test_files_do_not_import_each_other():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in files("tests")
+        for module in imported(path)
+        if re.search(r"tests/(\w+/)?test_", module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# What a stranger may want to change, and where: the rows of a table in docs/house.md.
+CHANGES = {
+    "a new sign rule for pairs": "ordering/signs.py",
+    "a new synchronisation rule": "local_opt/rules.py",
+    "a new format for what workers send": "local_opt/wires.py",
+    "a new echo policy": "ordering/echo/plans.py",
+    "a published setting of hyper-parameters": "experiments/study/recipes.py",
+    "a new scalar in every record, table and picture": "experiments/tasks/metrics.py",
+    "a new column of the tables": "experiments/results/columns.py",
+    "something done in every training step": "experiments/training/step.py",
+    "a new event at which the host must stop the devices": "experiments/training/timeline.py",
+    "what is kept in a checkpoint": "experiments/training/checkpoint.py",
+}
+
+
+def test_the_page_says_where_changes_go():
+    page = (ROOT / "docs" / "house.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", page, re.M))
+    for change, file in CHANGES.items():
+        assert f"`{file}`" in rows[change]
+    for file in re.findall(r"`((?:experiments|ordering|local_opt)/[\w/]+\.py)`", page):
+        assert (ROOT / file).is_file(), file
+    inside = re.findall(r"^`(ordering|local_opt)/`:(.*?)(?=^`local_opt/`|\n\n)", page, re.M | re.S)
+    for package, text in inside:
+        for path in (ROOT / package).glob("[a-z]*.py"):
+            assert f"`{path.stem}`" in text, f"{package}/{path.name}"

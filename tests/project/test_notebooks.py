@@ -1,0 +1,326 @@
+"""The notebooks run, show what they promise, and compile for other machines.
+
+In the default suite with fewer steps, in this process; as they are stored, from a fresh kernel:
+`pytest -m slow tests/project/test_notebooks.py`.
+"""
+
+import configparser
+import fnmatch
+import glob
+import importlib.util
+import os
+import pathlib
+import shutil
+import sys
+import time
+import warnings
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from experiments.study import chips
+from experiments.study.chips import CHIPS, LIBTPU
+from experiments.study.compile import Compiled, compile_or_refuse
+from tests.compiled_runs import compiled_by, kinds
+
+pytest.importorskip("ipykernel", reason="notebooks are run by ipykernel: install '.[notebooks]'")
+nbformat = pytest.importorskip("nbformat", reason="to read notebooks: install '.[notebooks]'")
+nbclient = pytest.importorskip("nbclient", reason="to run notebooks: install '.[notebooks]'")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PICTURES = {"1_orders": 2, "2_local_steps": 3, "3_echoing": 3, "4_all_together": 1}
+INSTALL = '%pip install -q "{JAX}" "{SOURCE}"'
+LARGEST = 600_000  # bytes, for a code host to show it
+# What a notebook computes for long, and less of it.
+LESS = {
+    "1_orders": {"10  # B: units": "3  # B: units", "1e-2, 40\n": "1e-2, 4\n"},
+    "2_local_steps": {"600, 60, 0.1": "120, 12, 0.1", "(0.1, 0.05, 0.025), 60": "(0.1, 0.05), 8"},
+    "3_echoing": {
+        '"no echo": 80, "echo": 240': '"no echo": 60, "echo": 120',
+        "range(5), 0.15": "range(2), 1.0",
+    },
+    "4_all_together": {"= 480, 0.1": "= 96, 0.1", "range(3), 20": "range(2), 8"},
+}
+
+by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def executed(path, *, devices=1):
+    """The notebook, run in a kernel that finds this tree's packages and that many CPU devices."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # all compute longer than compile
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    notebook = read(path)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    resources = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources=resources
+    )
+    return client.execute(env=environment)
+
+
+def sources_of(name):
+    """Of all its cells of code but the first, which installs."""
+    cells = read(ROOT / "notebooks" / f"{name}.ipynb").cells
+    return [cell.source for cell in cells if cell.cell_type == "code"][1:]
+
+
+def outputs(notebook):
+    return [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+
+
+def check_outputs(notebook, pictures):
+    found = outputs(notebook)
+    assert not [o for o in found if o.output_type == "error"]
+    assert not [o.text for o in found if o.output_type == "stream" and o.name == "stderr"]
+    assert sum("image/png" in o.get("data", {}) for o in found) == pictures
+
+
+def text_of(notebook):
+    said = [o.text for o in outputs(notebook) if o.output_type == "stream"]
+    return "\n".join([cell.source for cell in notebook.cells] + said)
+
+
+def test_every_notebook_is_known():
+    assert [path.stem for path in NOTEBOOKS] == list(PICTURES)
+
+
+@by_name
+def test_a_short_notebook_runs_without_a_warning_and_shows_its_pictures(path, monkeypatch, capsys):
+    """Here, on one device: warnings are errors, and a cell shows the figures that it leaves."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    device = jax.devices()[0]
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    source, found = "\0".join(sources_of(path.stem)), 0
+    for old, new in LESS[path.stem].items():
+        assert old in source
+        source = source.replace(old, new)
+    namespace = {"__name__": path.stem}
+    with plt.rc_context({"backend": "agg"}):
+        for cell in source.split("\0"):
+            exec(compile(cell, path.name, "exec"), namespace)
+            found += len(plt.get_fignums())
+            plt.close("all")
+    assert found == PICTURES[path.stem]
+    said = capsys.readouterr()
+    assert not said.err
+    assert "bitwise" not in source + said.out or ": True" in said.out
+
+
+@pytest.mark.slow
+@by_name
+def test_a_notebook_runs_from_a_fresh_kernel(path):
+    notebook = executed(path)
+    check_outputs(notebook, PICTURES[path.stem])
+    assert "bitwise" not in text_of(notebook) or ": True" in text_of(notebook)
+
+
+@pytest.mark.slow
+def test_local_steps_run_with_one_worker_per_device():
+    notebook = executed(ROOT / "notebooks" / "2_local_steps.ipynb", devices=4)
+    check_outputs(notebook, PICTURES["2_local_steps"])
+    assert "4 workers, one per device" in text_of(notebook)
+
+
+@by_name
+def test_stored_notebook_holds_results_and_nothing_of_a_machine(path):
+    notebook, content = read(path), path.read_text()
+    nbformat.validate(notebook)
+    check_outputs(notebook, PICTURES[path.stem])
+    assert len(content) < LARGEST
+    assert not [word for word in ("/tmp", "/home", "/root", "site-packages") if word in content]
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert notebook.metadata.colab == {"provenance": []}
+
+
+def installed(path, monkeypatch, *, folder, variables=(), devices=(), modules=(), programs=()):
+    """(JAX, SOURCE) that the set-up cell installs on a machine with these."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in modules or None)
+    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter(devices, pattern))
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+    monkeypatch.setattr(os, "environ", dict.fromkeys(variables, "1"))
+    monkeypatch.chdir(folder)
+    namespace = {}
+    source = read(path).cells[1].source
+    exec(source.replace(INSTALL, "chosen = JAX, SOURCE"), namespace)
+    return namespace.get("chosen")
+
+
+@pytest.mark.parametrize("machine,jax", [
+    ({"modules": ["libtpu"]}, "jax[tpu]"),
+    ({"devices": ["/dev/accel0"]}, "jax[tpu]"),
+    ({"variables": ["COLAB_TPU_ADDR"]}, "jax[tpu]"),
+    ({"programs": ["nvidia-smi"], "devices": ["/dev/nvidia0"]}, "jax[cuda12]"),
+    ({}, "jax"),
+    ({"modules": ["ordering"]}, "jax"),
+])  # fmt: skip
+def test_set_up_installs_jax_for_the_machine_that_it_finds(machine, jax, monkeypatch):
+    folder = ROOT / "notebooks"
+    assert installed(NOTEBOOKS[0], monkeypatch, folder=folder, **machine) == (
+        jax,
+        "..[experiments]",
+    )
+
+
+def test_set_up_installs_nothing_over_the_project(monkeypatch):
+    modules = ["ordering", "local_opt"]
+    assert installed(NOTEBOOKS[0], monkeypatch, folder=ROOT, modules=modules) is None
+
+
+def test_set_up_outside_the_project_takes_its_one_address(monkeypatch, tmp_path):
+    """That of setup.cfg, once there is one; before, it says what is missing."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    if address := config["metadata"].get("url"):
+        source = f"syncopate[experiments] @ git+{address}"
+        assert installed(NOTEBOOKS[0], monkeypatch, folder=tmp_path) == ("jax", source)
+    else:
+        with pytest.raises(ValueError, match="not the folder.*: set REPOSITORY above"):
+            installed(NOTEBOOKS[0], monkeypatch, folder=tmp_path)
+
+
+def test_the_address_of_the_project_is_written_once_for_all(tmp_path):
+    """Into a copy: one click opens a notebook, whose first cell installs from there."""
+    address = load_address()
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for owner in ("one", "another"):
+        address.write(tmp_path, f"https://github.com/{owner}/syncopate.git")
+        url = f"https://github.com/{owner}/syncopate"
+        assert address.address_of(tmp_path) == url
+        assert (tmp_path / "setup.cfg").read_text().count("\nurl = ") == 1
+        for path in NOTEBOOKS:
+            notebook, before = read(tmp_path / "notebooks" / path.name), read(path)
+            nbformat.validate(notebook)
+            opens = f"colab.research.google.com/github/{owner}/syncopate/blob/main/notebooks/"
+            assert notebook.cells[0].source.count(opens + path.name) == 1
+            assert f'REPOSITORY = "git+{url}"' in notebook.cells[1].source
+            assert notebook.cells[2:] == before.cells[2:]
+    with pytest.raises(ValueError, match="'example.org/x' is no https://github.com/OWNER/NAME"):
+        address.write(tmp_path, "example.org/x")
+
+
+def load_address():
+    spec = importlib.util.spec_from_file_location("address", ROOT / "notebooks" / "address.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@by_name
+def test_notebook_has_a_title_a_set_up_cell_and_an_exercise(path):
+    notebook = read(path)
+    first, second, third = notebook.cells[:3]
+    assert first.cell_type == "markdown" and first.source.startswith("# ")
+    assert second.cell_type == third.cell_type == "code"
+    assert INSTALL in second.source and second.source == read(NOTEBOOKS[0]).cells[1].source
+    assert "jax.__version__" in third.source and "jax.devices()" in third.source
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert any("## Exercise" in text for text in texts)
+    code = "".join(c.source for c in notebook.cells if c.cell_type == "code")
+    assert "experiments" not in code.replace("[experiments]", "")  # the extra
+
+
+# What each one jits, by the names of the functions.
+JITTED = {
+    "1_orders": {"run"},
+    "2_local_steps": {"local_step", "sync", "evaluated"},
+    "3_echoing": {"step", "<lambda>"},
+    "4_all_together": {"fresh", "echoed", "sync", "next_epoch", "evaluated"},
+}
+ONE_CHIP, EIGHT_CORES = ("v5e:1", 1), ("v2:2x2", 8)  # of Colab, now and before
+
+
+class Program(NamedTuple):
+    name: str
+    lowered: jax.stages.Lowered
+
+
+def programs_of(name, devices, monkeypatch) -> list[Program]:
+    """Runs a notebook on devices that are not there: what it jits is lowered and returns ones."""
+    namespace, found, results, meshes = {"__name__": name}, [], {}, []
+    jit = jax.jit
+
+    def make_mesh(shape, axes, types):
+        meshes.append(Mesh(np.array(devices).reshape(shape), axes, axis_types=types))
+        return meshes[-1]
+
+    def recorded(function, **options):
+        made = jit(function, **options)
+        if sys._getframe(1).f_globals is not namespace:
+            return made  # the library's own
+
+        def call(*args):
+            leaves, tree = jax.tree.flatten(args)
+            key = made, tree, *((np.shape(x), jax.dtypes.result_type(x)) for x in leaves)
+            if key not in results:
+                # Arguments of a notebook with a mesh all have a worker axis.
+                on = meshes and NamedSharding(meshes[0], PartitionSpec("worker"))
+                on = on or SingleDeviceSharding(devices[0])
+                shapes = [jax.ShapeDtypeStruct(*each, sharding=on) for each in key[2:]]
+                args = jax.tree.unflatten(tree, shapes)
+                found.append(Program(function.__name__, made.lower(*args)))
+                results[key] = jax.tree.map(ones, jax.eval_shape(made, *args))
+            return results[key]
+
+        return call
+
+    monkeypatch.setattr(jax, "jit", recorded)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "make_mesh", make_mesh)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    with warnings.catch_warnings(action="ignore"):
+        for source in sources_of(name):
+            exec(compile(source, name, "exec"), namespace)
+    return found
+
+
+def ones(shape):
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), shape.shape)
+    return jnp.ones(shape.shape, shape.dtype)
+
+
+def compiled(programs) -> list:
+    """[(name, what it holds)] of programs that differ."""
+    different = {program.lowered.as_text(): program for program in programs}.values()
+    found = [
+        (program.name, compile_or_refuse(program.lowered, CHIPS["v5e"])) for program in different
+    ]
+    assert not [name for name, one in found if not isinstance(one, Compiled)], "does not fit"
+    return found
+
+
+@compiled_by(LIBTPU)
+@pytest.mark.parametrize("name", JITTED)
+def test_what_a_notebook_jits_compiles_for_one_device(name, monkeypatch):
+    programs = programs_of(name, list(chips.slice_of(*ONE_CHIP).mesh.devices), monkeypatch)
+    assert {program.name for program in programs} == JITTED[name]
+    assert not [one for _, program in compiled(programs) for one in kinds(program)]
+
+
+@compiled_by(LIBTPU)
+def test_eight_workers_on_eight_cores_talk_in_their_sync_alone(monkeypatch):
+    devices = chips.slice_of(*EIGHT_CORES).mesh.devices
+    found = compiled(programs_of("2_local_steps", list(devices), monkeypatch))
+    sent = [kinds(program) for name, program in found if name == "on_device"]
+    size = 64 * 128 + 128 + 128 * 10 + 10
+    assert sorted(map(len, sent)) == [0, 1]
+    assert {kind: size_ for one in sent for kind, size_ in one.items()} == {"all-reduce": 4 * size}

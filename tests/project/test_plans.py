@@ -1,0 +1,171 @@
+"""What rounds and loads share as plans: their hash, their files, one screen, one way to decide."""
+
+import dataclasses
+import hashlib
+import json
+import struct
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import local_opt
+from local_opt import SyncPlan
+from ordering import echo
+from ordering.echo import EchoPlan
+from syncopate import plans
+from tests import tables
+
+MAKERS = {f"{kind}: {name}": make
+          for kind, rows in (("rounds", tables.PLANS), ("loads", tables.ECHO_PLANS))
+          for name, make in rows.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_plans_survive_saving_and_notice_changes(name, tmp_path):
+    plan, path = MAKERS[name](41), tmp_path / "plan.json"
+    assert isinstance(plan, plans.Plan) and plan.online is False
+    assert plan.marked[0] == 0 and plan.lengths.sum() == plan.total_steps == 41
+    plan.save(path)
+    loaded = type(plan).read(path)
+    assert loaded == plan and hash(loaded) == hash(plan) and loaded.rule == plan.rule
+    np.testing.assert_array_equal(loaded.marked, plan.marked)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    content = json.loads(path.read_text())
+    assert list(content) == ["rule", "total_steps", plan.marks, "digest"]
+    for key, value in (("total_steps", 42), (plan.marks, [0]), ("digest", "0" * 64)):
+        path.write_text(json.dumps(content | {key: value}))
+        with pytest.raises(ValueError, match="does not match its hash: it was changed"):
+            type(plan).read(path)
+
+
+TEN = {SyncPlan: local_opt.constant(4, total_steps=10), EchoPlan: echo.fixed(4, total_steps=10)}
+LOADS = {"rule": "fixed", "total_steps": 10, "load_steps": [0, 4, 8], "digest": ""}
+OTHER_FILES = [
+    "garbage", "", "[]", "null", "[" * 100_000, '{"a":' * 100_000, '{"starts": [0]}',
+    '{"total_steps": 4, "rule": "", "digest": ""}',
+    json.dumps({"rule": None, "total_steps": 1, "starts": [0], "load_steps": [0],
+                "digest": local_opt.every_step(1).digest()}),
+    *(json.dumps(LOADS | {"starts": [0], "total_steps": n}) for n in (10**12, 4.0, None)),
+]  # fmt: skip
+CHANGED = [
+    *({"total_steps": n} for n in (3, -1)),
+    *({"starts": x, "load_steps": x} for x in ([1, 2], [0.5], "0")),
+]
+
+
+@pytest.mark.parametrize("kind", [SyncPlan, EchoPlan])
+def test_a_file_without_a_plan(kind, tmp_path):
+    path = tmp_path / "plan.json"
+    for content in OTHER_FILES:
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"json' holds no saved plan \(.*\): save it again"):
+            kind.read(str(path))
+    for change in CHANGED:
+        TEN[kind].save(path)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(ValueError, match="plan.json' (holds no saved plan|does not match its)"):
+            kind.read(str(path))
+    TEN[EchoPlan if kind is SyncPlan else SyncPlan].save(path)
+    with pytest.raises(ValueError, match="holds no saved plan"):
+        kind.read(path)
+
+
+def test_no_half_file_stays_under_the_name(tmp_path, monkeypatch):
+    plan, path = local_opt.every_step(5), tmp_path / "plan.json"
+    plan.save(path)
+    monkeypatch.setattr(json, "dump", lambda content, file: file.write("{") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        local_opt.constant(2, total_steps=5).save(path)
+    assert SyncPlan.read(path) == plan
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("total_steps", [1, 400])
+def test_description_fits_one_screen(name, total_steps):
+    plan = MAKERS[name](total_steps)
+    first, second, _, *lines = plan.describe().splitlines()
+    assert len(lines) <= 21 and max(map(len, (first, second, *lines))) <= 100
+    assert plan.rule in first and plan.digest()[:12] in second
+    assert f"{total_steps} steps, {len(plan.marked)} {plan.stretches}" in second
+    rows = [[float(x) for x in line.split()] for line in lines if "..." not in line]
+    if isinstance(plan, SyncPlan):
+        assert f"volume {plan.volume:.3%}" in second
+        assert f"H from {plan.periods.min()} to {plan.periods.max()}" in second
+        assert rows[0] == [0, plan.periods[0]] and rows[-1][1] == plan.periods[-1]
+        assert all(plan.period_at(int(t)) == h and t in plan.starts for t, h in rows)
+        return
+    assert f"share {plan.share:.3%}" in second
+    assert f"used {plan.uses.min()} to {plan.uses.max()} times" in second
+    assert repr(plan) == f"EchoPlan({plan.rule}: {plan.loads} loads in {total_steps} steps)"
+    edges = [int(start) for start, _ in rows] + [total_steps]
+    assert edges[0] == 0
+    for (start, share), end in zip(rows, edges[1:], strict=True):
+        assert f"{plan.fresh[int(start) : end].mean():.4f}" == f"{share:.4f}"
+
+
+KEYS = [jax.random.key(seed) for seed in range(2)]
+EQUAL = {
+    SyncPlan: [
+        local_opt.every_step(9), local_opt.constant(1, total_steps=9),
+        local_opt.qsr(0.1, total_steps=9, alpha=0.01, h_base=1), SyncPlan(list(range(9)), 9),
+        *(local_opt.bernoulli(1.0, total_steps=9, key=key) for key in KEYS),
+        local_opt.post_local(3, switch_step=9, total_steps=9),
+    ],
+    EchoPlan: [
+        echo.fixed(1, total_steps=9), echo.error_diffusion(1.0, total_steps=9),
+        *(echo.bernoulli(1.0, total_steps=9, key=key) for key in KEYS), EchoPlan([True] * 9),
+    ],
+}  # fmt: skip
+OTHERS = {  # the last: the same loads, and one more step
+    SyncPlan: [local_opt.every_step(8), local_opt.every_step(10),
+               local_opt.constant(2, total_steps=9)],
+    EchoPlan: [echo.fixed(e, total_steps=t) for e, t in ((1, 8), (1, 10), (2, 9), (2, 10))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_equal_marks_are_equal_plans_however_they_were_made(kind):
+    first, others = EQUAL[kind][0], OTHERS[kind]
+    assert len({plan.digest() for plan in EQUAL[kind]}) == 1 and len(set(EQUAL[kind])) == 1
+    # The same on every machine: int64, least byte first.
+    assert first.digest() == hashlib.sha256(struct.pack("<10q", *range(9), 9)).hexdigest()
+    assert len({plan.digest() for plan in (*others, first)}) == len(others) + 1
+    assert first != others[0] and first != first.rule
+
+
+def test_rounds_with_the_marks_of_loads_are_not_those_loads():
+    loads = echo.fixed(3, total_steps=41)
+    rounds = SyncPlan(loads.load_steps, 41)
+    assert rounds.digest() == loads.digest() and rounds != loads and loads != rounds
+
+
+@pytest.mark.parametrize("kind,given", [(SyncPlan, [0, 4]), (EchoPlan, [True, False, False])])
+def test_a_plan_cannot_be_changed_by_accident(kind, given):
+    marks = np.array(given)
+    plan = kind(marks, 10) if kind is SyncPlan else kind(marks)
+    name = "starts" if kind is SyncPlan else "fresh"
+    marks[1] = 1 + marks[0]
+    assert getattr(plan, name).tolist() == given
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(plan, name)[1] = 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(plan, name, marks)
+
+
+@given(st.data())
+def test_plans_and_the_measured_policy_decide_through_one_method(data):
+    total_steps = data.draw(st.integers(1, 20))
+    fresh = [True, *data.draw(st.lists(st.booleans(), min_size=total_steps - 1,
+                                       max_size=total_steps - 1))]  # fmt: skip
+    plan = EchoPlan(fresh)
+    policy = echo.measured(total_steps=total_steps, max_factor=99, floor=1e-3, decided=fresh)
+    assert (plan.online, policy.online) == (False, True)
+    assert plan.total_steps == policy.total_steps and plan.known == policy.known == plan
+    for step in range(total_steps):  # decided before: nobody is asked what is ready
+        asked = dict(loads=sum(fresh[:step]), uses=1, ready=None)
+        assert plan.decide(step, **asked) is policy.decide(step, **asked) is fresh[step]
+    with pytest.raises(ValueError, match="policy is a SyncPlan: make an EchoPlan"):
+        echo.online.check_policy(local_opt.every_step(3))

@@ -1,0 +1,73 @@
+"""Every published table that came from recorded runs comes out of them, character by character."""
+
+import pathlib
+
+import pytest
+from absl import flags
+
+from experiments import advise, verdicts
+from experiments.results import archive, columns, factorial, tables
+from experiments.study import cost, factorials
+
+ROOT = pathlib.Path(__file__).parents[2]
+FACTORIALS = (
+    "digits", "digits_pair", "digits_growth", "digits_constant", "digits_sketch", "shakespeare",
+)  # fmt: skip
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def check(text, whole):
+    lines = whole.splitlines()
+    lost = [line for line in text.splitlines() if line not in lines]
+    assert not lost, "\n".join(lost)
+    assert text in whole
+
+
+def test_the_tables_of_the_readme_are_up_to_date():
+    verdicts.check()
+
+
+@pytest.mark.parametrize("name", FACTORIALS)
+def test_the_factorials(name):
+    comparison, whole = archive.load(f"combined_{name}"), page("combined.md")
+    assert len(comparison.chosen) == 8
+    check(tables.table(comparison, columns.COMBINED_COLUMNS), whole)
+    priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)
+    check(factorial.target_line(comparison), whole)
+    for section in (factorial.effects_table, priced):
+        check(section(comparison)[1], whole)
+    assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
+
+
+def test_the_map_of_machines():
+    values = flags.FlagValues()
+    advise.define_flags(values)
+    values(["advise", "--map"])
+    known, whole = factorials.load(), page("machine_map.md")
+    check(advise.slow_table(known, values), whole)
+    check(advise.measured_table(archive.FOLDER), whole)
+    check(advise.gains_table(known), whole)
+    check(advise.regret_table(known, values), whole)
+    shown = [found for found in known if found.size == "4 x 16"]
+    check(advise.choices_table(shown, values), whole)
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_the_rules_of_local_steps(name):
+    comparison, whole = archive.load(f"qsr_cifar10_{name}"), page("local_steps.md")
+    check(tables.table(comparison, columns.SYNC_COLUMNS), whole)
+    check(tables.sweep(comparison, head="rule"), whole)
+    check(tables.against(comparison), whole)
+
+
+@pytest.mark.parametrize("name", ["resnet", "mobilenet", "shakespeare"])
+def test_the_arms_of_slow_input(name):
+    comparison, whole = archive.load(f"echo_{name}"), page("echoing.md")
+    check(tables.times_faster(comparison), whole)
+    assert comparison.speeds == (2, 8)
+    for speed in comparison.speeds:
+        check(tables.table(comparison, columns.ECHO_COLUMNS, speed), whole)
+        check(tables.sweep(comparison, speed), whole)

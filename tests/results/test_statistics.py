@@ -1,0 +1,200 @@
+"""One protocol and one way to tabulate: what is chosen, reached and shown, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from experiments.results import columns, factorial, plots, report, statistics, tables
+from experiments.results.statistics import Criterion, compare
+from experiments.study import cost
+from experiments.tasks import metrics
+from tests.recorded_runs import cells
+
+ARMS = {"rr": "D-RR", "cd_grab": "CD-GraB", "unzip": "unzip control"}
+LOWEST = Criterion(when="lowest")
+
+
+def run(arm, rate, seed, losses, *, phase="run", speed=None, diverged=None, **fields):
+    """A run evaluated at every epoch of two steps, half a second each."""
+    kept = [
+        {"study": "s", "arm": arm, "order": arm, "sync": "parallel", "echo": "none",
+         "speed": speed, "learning_rate": rate, "seed": seed, "phase": phase, "step": 2 * e,
+         "epoch": e, "loads": 2 * e, "rounds": e, "allreduces": float(e), "seconds": 0.5 * e,
+         "train/loss": loss, "test/accuracy": 0.5, "valid/accuracy": 1 - loss,
+         "ended": e == len(losses) - 1, "diverged": None} | fields
+        for e, loss in enumerate(losses)
+    ]  # fmt: skip
+    kept[-1]["diverged"] = diverged
+    return kept
+
+
+def both(arm, rate, losses, **fields):
+    return [r for seed in (0, 1) for r in run(arm, rate, seed, losses, **fields)]
+
+
+@pytest.fixture
+def orders():
+    return [
+        *both("rr", 0.1, [8, 4, 3, 2]), *both("rr", 0.2, [8, 9, 9, 9]),
+        *both("cd_grab", 0.1, [8, 3, 2.5, 1]), *both("cd_grab", 0.2, [8, 1.5, 3, 3]),
+        *run("unzip", 0.1, 0, [8, 7, 6, 5]), *run("unzip", 0.1, 1, [8, 4, 3, 2]),
+    ]  # fmt: skip
+
+
+def test_epochs_to_the_baselines_best_are_counted(orders):
+    rows = cells(tables.table(compare(orders, ARMS, LOWEST), columns.ORDER_COLUMNS))
+    rr, balanced, unzip = rows["D-RR"], rows["CD-GraB"], rows["unzip control"]
+    assert rr["best lr"] == "0.1" and rr["epochs, own lr"] == "3 ± 0"
+    assert balanced["best lr"] == "0.1" and balanced["own lr"] == "0.2"
+    assert balanced["epochs to D-RR's best, its lr"] == "3 ± 0"
+    assert balanced["epochs, own lr"] == "1 ± 0" and balanced["times fewer"] == "3.0 ± 0.0"
+    assert balanced["seconds, own lr"] == "0.50 ± 0.00"
+    assert unzip["epochs, own lr"] == "1 of 2" and unzip["times fewer"] == "-"
+
+
+def test_the_baseline_must_have_run(orders):
+    with pytest.raises(ValueError, match="baseline 'id_pair' is not among the arms run"):
+        compare(orders, {"id_pair": "independent pair"} | ARMS, LOWEST)
+
+
+def test_intervals_are_students():
+    mean, half = statistics.interval([1.0, 2.0, 3.0])
+    assert mean == 2.0 and half == pytest.approx(4.302652729911275 / math.sqrt(3), rel=1e-9)
+    assert statistics.interval([0.1, 0.1, 0.1]) == (0.1, 0.0)
+    assert all(np.isnan(statistics.interval([])))
+
+
+def test_finalists_are_of_seed_0_and_the_mean_over_most_seeds_chooses():
+    last = Criterion("valid/accuracy", lower=False)
+    first = [r for rate, loss in ((0.1, 0.3), (0.2, 0.1), (0.4, 0.2)) for r in
+             run("rr", rate, 0, [1, loss])]  # fmt: skip
+    assert statistics.finalists(first, "rr", None, last, 2) == [0.2, 0.4]
+    assert statistics.finalists(first, "rr", None, last, None) == [0.2, 0.4, 0.1]
+    assert statistics.best_rate(first, "rr", None, last) == 0.2
+    more = run("rr", 0.2, 1, [1, 0.9]) + run("rr", 0.4, 1, [1, 0.2])
+    assert statistics.best_rate(first + more, "rr", None, last) == 0.4
+    assert statistics.best_rate(first, "rr", 2.0, last) is None
+
+
+def test_a_rate_at_which_a_seed_diverges_is_out():
+    last = Criterion()
+    kept = both("rr", 0.1, [3, 2]) + both("rr", 0.2, [3, 1]) + both("rr", 0.4, [3, 1.5])
+    kept += run("rr", 0.2, 2, [3], diverged="loss is nan")
+    assert statistics.finalists(kept, "rr", None, last, 2) == [0.4, 0.1]
+    assert statistics.best_rate(kept, "rr", None, last) == 0.4
+    assert "diverged" in tables.sweep(compare(kept, {"rr": "D-RR"}, last))
+    lost = run("cd_grab", 0.2, 0, [3], diverged="loss is nan")
+    compared = compare(kept + lost, {"rr": "D-RR", "cd_grab": "CD-GraB"}, LOWEST)
+    row = cells(tables.table(compared, columns.ORDER_COLUMNS))["CD-GraB"]
+    assert row["best lr"] == "all diverge" and row["epochs, own lr"] == "-"
+    assert columns.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
+
+
+def test_the_first_record_at_a_target_counts():
+    kept = run("rr", 0.1, 0, [3, 2, 1, 2])
+    assert statistics.reached(kept, Criterion(target=2))["step"] == 2
+    assert statistics.reached(kept, Criterion(), 0.5) is None
+    assert statistics.reached(kept, Criterion("valid/accuracy", False, "target", -0.5))["step"] == 4
+
+
+def test_who_arrives_with_most_seeds_and_fewest_steps_is_chosen():
+    goal = Criterion("valid/accuracy", False, "target", 0.5)
+    first = [
+        *run("rr", 0.1, 0, [1, 1, 0.4], phase="tune", speed=2.0),
+        *run("rr", 0.2, 0, [1, 0.4], phase="tune", speed=2.0),
+        *run("rr", 0.4, 0, [1, 1, 1], phase="tune", speed=2.0),
+    ]
+    assert statistics.finalists(first, "rr", 2.0, goal, 2) == [0.2, 0.1]
+    late = run("rr", 0.2, 1, [1, 1], phase="tune", speed=2.0)
+    late += run("rr", 0.1, 1, [1, 1, 1, 0.4], phase="tune", speed=2.0)
+    assert statistics.best_rate(first + late, "rr", 2.0, goal) == 0.1
+    told = both("rr", 0.1, [1, 0.4], phase="report", speed=2.0, **{"test/accuracy": 0.6})
+    compared = compare(first + late + told, {"rr": "no echo"}, goal)
+    assert compared.at(2.0)[0].runs.keys() == {0, 1}
+    swept = cells(tables.sweep(compared, 2.0))["no echo"]
+    assert [swept[f"lr {rate}"] for rate in (0.1, 0.2, 0.4)] == [
+        "5 (2)", "1 of 2 arrive", "0 of 1 arrive",
+    ]  # fmt: skip
+    row = cells(tables.table(compared, columns.ECHO_COLUMNS, 2.0))["no echo"]
+    assert row["lr"] == "0.1 (edge)" and row["steps"] == "0 ± 0"  # on the half that is reported
+
+
+def test_what_every_task_measures_is_a_column_and_a_panel(orders, monkeypatch, tmp_path):
+    new = metrics.METRICS["accuracy"]._replace(label="calibration", form="{:.1f}", everywhere=True)
+    monkeypatch.setitem(metrics.METRICS, "calibration", new)
+    kept = [r | {"test/calibration": 2.5} for r in orders]
+    compared = compare(kept, ARMS, LOWEST)
+    assert statistics.metric_of(compared) == "accuracy"
+    for named in (columns.ORDER_COLUMNS, columns.SYNC_COLUMNS, columns.COMBINED_COLUMNS):
+        assert {row["calibration"] for row in cells(tables.table(compared, named)).values()} == {
+            "2.5 ± 0.0"
+        }
+    rows = plots._rows(compared, plots.ORDER_PANELS, None)
+    assert [scalar for scalar, _ in rows] == ["train/loss", "test/accuracy", "test/calibration"]
+    text = report.write(
+        compared, str(tmp_path), title="all", command="python -m x", columns=columns.ORDER_COLUMNS,
+        panels=plots.ORDER_PANELS, sections=(columns.rates_tried("order"),),
+    )  # fmt: skip
+    assert text in (tmp_path / "table.md").read_text()
+    names = {"table.md", "comparison.png", "comparison.json", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def eight(values):
+    """A factorial: arms by their decisions, with two seeds."""
+    kept = []
+    for i, (order, sync, echo) in enumerate(np.ndindex(2, 2, 2)):
+        names = {"order": ("rr", "cd_grab")[order], "sync": ("parallel", "qsr")[sync],
+                 "echo": ("none", "diffusion")[echo]}  # fmt: skip
+        kept += both(f"arm{i}", 0.1, [9, values[order, sync, echo]], **names)
+    return kept, {f"arm{i}": f"arm {i}" for i in range(8)}
+
+
+def test_effects_are_those_that_were_put_in():
+    a, b, c = np.meshgrid([-1, 1], [-1, 1], [-1, 1], indexing="ij")
+    y = 3 + 0.5 * a - 2 * b + 0.25 * a * b - 0.125 * a * b * c
+    found = {e.factors: e.mean for e in factorial.effects(np.repeat(y[..., None], 2, -1))}
+    assert found == {
+        ("order",): 1, ("sync",): -4, ("echo",): 0, ("order", "sync"): 0.5, ("order", "echo"): 0,
+        ("sync", "echo"): 0, ("order", "sync", "echo"): -0.25,
+    }  # fmt: skip
+    losses = np.exp2(np.array([[[0, 1], [0, 1]], [[1, 2], [1, 2]]]))  # order and echo double it
+    compared = compare(*eight(losses), Criterion())
+    row = cells(factorial.effects_table(compared)[1].split("\n\n")[1])
+    assert row["order"]["last train loss"].startswith("**× 2.00")
+    assert row["sync"]["last train loss"] == "× 1.00 (1.00 to 1.00)"
+    priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)(compared)[1]
+    assert priced.count("1.00 (1.00 to 1.00)") >= 4
+
+
+def test_arms_that_never_arrive_are_named():
+    values = np.ones((2, 2, 2))
+    values[1, 1, 1] = 8  # of a target of 2
+    kept, arms = eight(values)
+    compared = compare(kept, arms, Criterion(when="target", target=2.0))
+    assert factorial.late(compared) == ["arm 7"]
+    assert "arm 7 do not reach" in factorial.target_line(compared)
+    assert "arm 7 never arrive" in factorial.effects_table(compared)[1]
+    assert factorial.effects_picture(compared)[1] == ""
+    priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)(compared)[1]
+    assert [line.count(" - ") for line in priced.splitlines()[4:]] == [0] * 7 + [4]
+
+
+def test_effects_need_a_whole_factorial():
+    kept, arms = eight(np.ones((2, 2, 2)))
+    del arms["arm3"]
+    with pytest.raises(ValueError, match="run every combination of two levels"):
+        factorial.cells(compare(kept, arms, Criterion()))
+    kept, arms = eight(np.ones((2, 2, 2)))
+    with pytest.raises(ValueError, match="the arms' best rates have runs of"):
+        factorial.cells(compare(kept[2:], arms, Criterion()))
+
+
+def test_effects_are_bold_where_there_is_one():
+    effect = factorial.Effect(("order",), np.log(0.5), np.log(1.25))
+    assert factorial.format_effect(effect, relative=True) == "**× 0.50 (0.40 to 0.62)**"
+    unclear = factorial.Effect(("order",), 0.1, 0.2)
+    assert factorial.format_effect(unclear, relative=False) == "+0.10 (-0.10 to +0.30)"
+    single = factorial.Effect(("order",), np.log(2), float("nan"))
+    assert factorial.format_effect(single, relative=True) == "× 2.00"

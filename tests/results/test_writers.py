@@ -1,0 +1,199 @@
+"""The files of a run hold the same records, whatever came in between."""
+
+import csv
+import importlib.util
+import json
+import math
+import struct
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.cluster import processes
+from experiments.results import records, trackers, writers
+
+needs_tensorboardx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboardX") is None, reason="tensorboardX is not installed"
+)
+RECORDS = [
+    {"arm": "rr", "seed": 0, "step": 0, "train/loss": 2.5, "diverged": None},
+    {"arm": "rr", "seed": 0, "step": 10, "train/loss": 1.25, "diverged": None},
+    {"arm": "rr", "seed": 0, "step": 20, "train/loss": 0.1, "bound": 3, "diverged": None},
+    {"arm": "cd_grab", "seed": 1, "step": 0, "train/loss": 2.5},
+    {"arm": "cd_grab", "seed": 1, "step": 10, "load_steps": [0, 7], "ended": True},
+]
+
+
+def write_all(folder, new, *, keep=(), trackers=()):
+    with writers.open_writers(str(folder), trackers=trackers, keep=keep) as write:
+        for record in new:
+            write(record)
+
+
+def csv_rows(folder):
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def numbers(records_):
+    """{(run, name, step): value} of what trackers draw, float32 as TensorBoard has it."""
+    return {
+        (trackers.name_of(r), name, r["step"]): float(np.float32(value))
+        for r in records_ for name, value in trackers.numbers_of(r).items()
+    }  # fmt: skip
+
+
+def in_tensorboard(folder):
+    """The same of event files, each a chain of framed messages; a start purges what is later."""
+    from tensorboardX.proto import event_pb2
+
+    found = {}
+    for path in sorted((folder / "tensorboard").rglob("events.out.*")):
+        data, at, run = path.read_bytes(), 0, path.parent.name
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
+            at += length + 16
+            if event.session_log.status == event_pb2.SessionLog.START:
+                found = {k: v for k, v in found.items() if k[0] != run or k[2] < event.step}
+            for value in event.summary.value:
+                assert (run, value.tag, event.step) not in found
+                found[run, value.tag, event.step] = value.simple_value
+    return found
+
+
+def test_json_lines_and_csv_hold_every_record(tmp_path):
+    write_all(tmp_path, RECORDS)
+    assert records.read(str(tmp_path / "metrics.jsonl")) == RECORDS
+    rows = csv_rows(tmp_path)
+    assert list(rows[0]) == list(dict.fromkeys(name for r in RECORDS for name in r))
+    for row, record in zip(rows, RECORDS, strict=True):
+        known = {k: str(v) for k, v in record.items() if v is not None}
+        assert {k: v for k, v in row.items() if v} == known
+
+
+@needs_tensorboardx
+def test_every_record_is_on_disk_before_the_next(tmp_path):
+    with writers.open_writers(str(tmp_path), trackers=["tensorboard"]) as write:
+        for count, record in enumerate(RECORDS, 1):
+            write(record)
+            assert records.read(str(tmp_path / "metrics.jsonl")) == RECORDS[:count]
+            assert in_tensorboard(tmp_path) == numbers(RECORDS[:count])
+
+
+@pytest.mark.parametrize("kept", [0, 2, len(RECORDS)])
+def test_resumed_files_equal_those_of_one_call_to_the_byte(tmp_path, kept):
+    write_all(tmp_path / "once", RECORDS)
+    write_all(tmp_path / "twice", RECORDS[: kept + 1] + [{"step": 99, "cut": 1}])
+    lines = tmp_path / "twice" / "metrics.jsonl"
+    lines.write_text(lines.read_text() + '{"step": 3')  # killed in the middle of a record
+    # What is kept may be read from the file that is rewritten.
+    keep = (json.loads(line) for line in lines.read_text().splitlines()[:kept])
+    write_all(tmp_path / "twice", RECORDS[kept:], keep=keep)
+    for name in ("metrics.jsonl", "metrics.csv"):
+        once, twice = ((tmp_path / run / name).read_bytes() for run in ("once", "twice"))
+        assert once == twice
+    assert not list((tmp_path / "twice").glob("*.tmp"))
+
+
+@needs_tensorboardx
+@pytest.mark.parametrize("before", [["tensorboard"], []], ids=["all along", "from the resume on"])
+@pytest.mark.parametrize("kept", (0, 2, 4))
+def test_tensorboard_has_what_was_kept_and_what_is_new(tmp_path, kept, before):
+    write_all(tmp_path, RECORDS[: kept + 1], trackers=before)
+    changed = [r | {"train/loss": 7.5} for r in RECORDS[kept:]]
+    write_all(tmp_path, changed, keep=RECORDS[:kept], trackers=["tensorboard"])
+    assert in_tensorboard(tmp_path) == numbers(RECORDS[:kept] + changed)
+
+
+@needs_tensorboardx
+def test_runs_that_take_turns_lose_nothing(tmp_path):
+    turns = [
+        {"arm": order, "seed": 0, "step": s, "train/loss": s + 0.5}
+        for s in range(4)
+        for order in ("rr", "cd_grab")
+    ]
+    write_all(tmp_path, turns, trackers=["tensorboard"])
+    assert in_tensorboard(tmp_path) == numbers(turns)
+
+
+@needs_tensorboardx
+def test_of_several_processes_the_first_alone_writes(tmp_path, monkeypatch):
+    write_all(tmp_path, RECORDS, trackers=["tensorboard"])
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    write_all(tmp_path, RECORDS, keep=RECORDS[:1], trackers=["tensorboard"])
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_scalars_text_of_several_lines_and_numbers_that_are_not_finite_survive(tmp_path):
+    record = {"step": np.int64(3), "loss": np.float32(0.5), "at": jnp.float32(0.25)}
+    write_all(tmp_path, [record, {"step": 4, "text": 'a,"b"\nc', "loss": math.inf, "at": 1e-300}])
+    first, second = records.read(str(tmp_path / "metrics.jsonl"))
+    assert first == {"step": 3, "loss": 0.5, "at": 0.25}
+    assert csv_rows(tmp_path)[1] == {"step": "4", "loss": "inf", "at": "1e-300", "text": 'a,"b"\nc'}
+    assert writers.console_line(record) == "step 3  loss 0.5  at 0.25"
+    assert "\n" not in writers.console_line(second)
+
+
+@pytest.mark.filterwarnings("ignore")  # of mlflow's own dependencies
+@pytest.mark.parametrize("before", [["mlflow"], []], ids=["all along", "from the resume on"])
+def test_mlflow_has_the_numbers_of_a_resumed_run(tmp_path, monkeypatch, before):
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_all(tmp_path, RECORDS[:3], trackers=before)
+    write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["mlflow"])
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    found = client.get_experiment_by_name(tmp_path.name)
+    assert {
+        (run.info.run_name, name, point.step): float(np.float32(point.value))
+        for run in client.search_runs([found.experiment_id]) for name in run.data.metrics
+        for point in client.get_metric_history(run.info.run_id, name)
+    } == numbers(RECORDS)  # fmt: skip
+
+
+def test_wandb_is_given_every_number_once(tmp_path, monkeypatch):
+    """As it is called; what it makes of that is its own, and its server's."""
+    given, opened = [], []
+
+    class Run:
+        def __init__(self, **options):
+            opened.append(options)
+            self.name = options["name"]
+
+        def log(self, found, step):
+            given.extend(
+                ((self.name, name, step), float(np.float32(v))) for name, v in found.items()
+            )
+
+        def finish(self):
+            opened.append("finished")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    write_all(tmp_path, RECORDS[:2], trackers=["wandb"])
+    write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["wandb"])
+    assert dict(given) == numbers(RECORDS) and len(given) == len(numbers(RECORDS))
+    ids = [options["id"] for options in opened if options != "finished"]
+    assert ids[0] == ids[1] != ids[2] and opened.count("finished") == 3
+    assert all(o["resume"] == "allow" and o["group"] == tmp_path.name for o in opened[::2])
+
+
+def test_wandb_itself_takes_what_it_is_given(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_all(tmp_path, RECORDS, trackers=["wandb"])
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 2
+
+
+def test_a_tracker_that_is_not_there_is_named_before_a_file_is_touched(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"wandb needs wandb.*pip install 'syncopate\[wandb\]'"):
+        write_all(tmp_path / "new", RECORDS, trackers=["wandb"])
+    with pytest.raises(ValueError, match="'comet' is no tracker: pass some of tensorboard, wandb"):
+        write_all(tmp_path / "new", RECORDS, trackers=["comet"])
+    assert not (tmp_path / "new").exists()

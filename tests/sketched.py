@@ -1,0 +1,53 @@
+"""The sketches that a backward pass makes, of gradients that have been formed: the slow way."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+import ordering
+from ordering.backward import _of_slice, maps_of
+from ordering.rows import as_float32
+from ordering.sketch import fold
+from ordering.trace import slice_index
+
+
+def sketch_of(loss, params, batch, key, *, size):
+    """`tree -> float32[k]`, by the map of `ordering.sketched(loss, key)`; params may be shapes."""
+    of_batch = jax.eval_shape(lambda: jax.random.key(0))
+    plan = ordering.sketched_parameters(loss, params, batch, of_batch, size=size)
+    maps = maps_of(plan, params, key, size)
+
+    def apply(tree):
+        leaves = jax.tree.leaves(tree)
+        return sum(
+            _of_leaf(leaf, of, as_float32(g), size)
+            for leaf, of, g in zip(plan, maps, leaves, strict=True)
+        )
+
+    return apply
+
+
+def _of_leaf(leaf, of, gradient, size):
+    """Of a stack, the slices that a scan goes through are added up one by one."""
+    slices = [((), gradient)]
+    for _ in range(leaf.stack):
+        slices = [((*at, i), g[i]) for at, g in slices for i in range(len(g))]
+    found = jnp.zeros(size)
+    for at, g in slices:
+        index = jnp.uint32(0)
+        for place in at:
+            index = slice_index(index, place)
+        found += _of_matrix(leaf, _of_slice(of, index) if at else of, g, size)
+    return found
+
+
+def _of_matrix(leaf, of, gradient, size):
+    if leaf.how != "sketched":
+        return fold(gradient, of.seed, size)
+    axes = [i - leaf.stack for i in (*leaf.rows, *leaf.cols)]
+    axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
+    left, right = (side.reshape(-1, side.shape[-1]) for side in (of.left, of.right))
+    matrix = gradient.transpose(axes).reshape(left.shape[0], right.shape[0])
+    found = (left.T @ matrix @ right / math.sqrt(math.prod(leaf.sizes))).reshape(-1)
+    return jnp.pad(found, (0, size - found.size))

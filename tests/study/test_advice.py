@@ -1,0 +1,152 @@
+"""The map and the advice: times by hand, choices that can be told, and the records behind them."""
+
+import numpy as np
+import pytest
+from absl import app, flags
+
+from experiments import advise
+from experiments.study import factorials
+from experiments.study.cost import Machine, order_traffic
+from experiments.study.factorials import Combination, Factorial, Taken
+from experiments.study.tables import ORDERS
+from experiments.training.config import Sizes
+
+SIZES = Sizes(workers=4, num_units=32, units_per_step=16, unit_size=1)
+PLAIN, ORDER = Combination(), Combination(order=True)
+LOCAL, ECHO = Combination(local=True), Combination(uses=4)
+ALL = Combination(True, True, 4)
+
+
+def taken(steps, loads, rounds, spread=(0.9, 1.0, 1.1)):
+    """Three seeds, which differ by the same factors in all combinations."""
+    return Taken(*(x * np.array(spread) for x in (steps, loads, rounds)), rate=0.5)
+
+
+def factorial(task="a", **changes):
+    of = {
+        PLAIN: taken(1000, 1000, 1000),
+        ORDER: taken(400, 400, 400),
+        LOCAL: taken(1000, 1000, 50),
+        ECHO: taken(2000, 500, 2000),
+        ALL: taken(1200, 300, 60),
+    } | changes.get("taken", {})
+    return Factorial(task, changes.get("sizes", SIZES), "cd_grab+sketch256+dealt", 0.1, of)
+
+
+def test_times_are_those_of_a_hand_made_sum():
+    found = factorial()
+    machine = Machine(step=2.0, load=16.0, sync=20.0, parameters=10**6, latency=4.0, ordered=1.1)
+    times = {c: np.exp(log) for c, log in factorials.logs_of(machine, found).items()}
+    np.testing.assert_allclose(times[PLAIN], [0.9, 1.0, 1.1] * np.array(2e3 + 20e3))
+    traffic = order_traffic(ORDERS["cd_grab+sketch256+dealt"], SIZES, 10**6)
+    for place, loads in enumerate((270, 300, 330)):
+        computing = 2.0 * (4 * loads + 0.1 * loads)  # four uses, and the order's share of loads
+        expected = max(computing + 20.0 * loads / 5 + 16.0 * traffic(loads), 16.0 * loads)
+        assert times[ALL][place] == pytest.approx(expected)
+
+
+def test_the_best_is_told_from_others_only_beyond_the_interval():
+    same = np.log([1.0, 1.2, 0.9])
+    logs = {PLAIN: same + 1, ORDER: same, LOCAL: same + np.array([0.1, -0.1, 0.05])}
+    choice = factorials.best_of(logs)
+    assert choice.best == ORDER and choice.rivals == (LOCAL,)
+    assert choice.times == pytest.approx((np.e, np.e, np.e))
+    # Of equal ones the one with fewer decisions.
+    assert factorials.best_of({ALL: same, PLAIN: same}).best == PLAIN
+
+
+@pytest.mark.parametrize(
+    "load,sync,best", [(0.0, 0.0, ORDER), (8.0, 10.0, ALL), (0.0, 10.0, LOCAL)]
+)
+def test_the_map_is_what_each_machine_chooses(load, sync, best):
+    found = factorial(taken={ORDER: taken(990, 990, 990)} if best == LOCAL else {})
+    machine = Machine(1.0, load, sync, parameters=10**8)
+    assert factorials.best_of(factorials.logs_of(machine, found)).best == best
+    loads, syncs = np.geomspace(0.1, 30, 5), np.geomspace(0.03, 300, 7)
+    grid = {"load": loads[:, None, None], "sync": syncs[None, :, None], "parameters": 10**8}
+    drawn = factorials.map_of(found, Machine(**grid))
+    assert drawn.kind.shape == drawn.sure.shape == (5, 7)
+    for i, j in ((0, 0), (3, 4), (4, 1)):
+        own = Machine(load=loads[i], sync=syncs[j], parameters=10**8)
+        choice = factorials.best_of(factorials.logs_of(own, found))
+        assert drawn.kind[i, j] == factorials.kind_of(choice.best)
+        assert drawn.times[i, j] == pytest.approx(choice.times[0])
+        told = all(factorials.kind_of(c) == factorials.kind_of(choice.best) for c in choice.rivals)
+        assert drawn.sure[i, j] == told
+
+
+def test_what_is_advised_comes_from_other_tasks():
+    known = [factorial("a"), factorial("b"), factorial("c", taken={ALL: taken(5000, 1250, 250)})]
+    rows = factorials.regrets(known, Machine(1.0, 8.0, 10.0, parameters=10**8))
+    by_task = {row["task"]: row for row in rows}
+    assert by_task["c"]["advised"] == "order + local steps + 4 uses"
+    assert by_task["c"]["best"] != by_task["c"]["advised"] and by_task["c"]["regret"] > 0.5
+    alone = factorials.regrets([factorial("a")], Machine(1.0, 8.0, 10.0, parameters=10**8))
+    assert alone == []
+
+
+def test_a_combination_that_not_all_have_is_not_predicted():
+    few = Factorial(
+        "b", SIZES, "cd_grab+sketch256+dealt", 0.1, {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)}
+    )
+    assert set(factorials.predict(Machine(parameters=10**6), [factorial(), few])) == {
+        PLAIN,
+        ORDER,
+    }
+
+
+def test_the_nearest_size_of_a_batch_is_taken():
+    small = factorial("s", sizes=SIZES._replace(workers=32, units_per_step=2))
+    assert [f.task for f in factorials.near([factorial(), small], 12)] == ["a"]
+    assert [f.task for f in factorials.near([factorial(), small], 1)] == ["s"]
+
+
+def test_the_recorded_factorials_hold_every_combination():
+    known = factorials.load()
+    assert {found.size for found in known} == {"4 x 16", "32 x 2"}
+    assert len({found.task for found in known}) >= 4
+    for found in known:
+        assert {PLAIN, ORDER, LOCAL, ECHO} <= set(found.taken), found.task
+        for own in found.taken.values():
+            assert len(own.steps) == 5 and (own.rounds <= own.steps).all()
+            assert (own.loads <= own.steps).all()
+
+
+def test_networks_and_their_seconds():
+    assert advise.link(1e6, 4, 10, 1e-5) == pytest.approx(1e-5 + 8 * 6e6 / 1e10)
+    assert advise.link(1e6, 1, 10, 1e-5) == 0
+
+
+def parsed(*argv):
+    values = flags.FlagValues()
+    advise.define_flags(values)
+    values(["program", *argv])
+    return values
+
+
+def test_the_map_is_written(tmp_path, capsys):
+    argv = ("--parameters=1e6", "--gbps=10", "--loaders=7400", f"--output_dir={tmp_path / 'map'}")
+    advise.run(parsed("--map", *argv))
+    out = capsys.readouterr().out
+    assert "regret" in out and "7400" in out
+    written = {path.name for path in (tmp_path / "map").iterdir()}
+    assert {"map.png", *(f"table_{n}.md" for n in ("choices", "slow", "gains"))} <= written
+
+
+def test_advice_measures_and_recommends(capsys):
+    advise.run(parsed("--task=digits", "--workers=4", "--units_per_step=16", "--gbps=1,100"))
+    out = capsys.readouterr().out
+    assert out.count("times as fast as none (") == 2 and "--order=" in out
+    assert "1 Gb/s: a load is" in out and "100 Gb/s: a load is" in out
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--map", "--gbps=fast"], "--gbps has .'fast'.: pass positive, finite numbers"),
+        (["--runs=docs"], "which holds no map_TASK_WxB_eUSES: leave it unset"),
+    ],
+)
+def test_bad_input_is_refused(argv, message):
+    with pytest.raises((app.UsageError, ValueError), match=message):
+        advise.run(parsed(*argv))

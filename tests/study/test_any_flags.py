@@ -1,0 +1,212 @@
+"""Whatever flags, plan files and orders: what was asked for, or an error that names it."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags as absl_flags
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import local_opt
+import ordering
+import ordering.echo
+from experiments import train
+from experiments.study import flags, trainer
+from experiments.study.study import Arm
+from experiments.study.tables import ORDERS, TABLES
+from experiments.tasks.base import check_recipe
+from experiments.training import config, measure, timeline
+from local_opt import runners
+from tests.cases import times
+from tests.words import all_rows, each
+
+WHOLE = st.one_of(st.integers(-1, 12), st.sampled_from([40, 2000, 10**12, -(10**9)]))
+REAL = st.one_of(
+    st.floats(0, 2), st.floats(), st.sampled_from([0.0, -1.0, 1.0, 1e-300, 1e300, np.inf, np.nan])
+)
+ANY = {
+    "workers": WHOLE, "units_per_step": WHOLE, "unit_size": WHOLE, "num_train": WHOLE,
+    "total_steps": WHOLE, "epochs": st.integers(-1, 30), "warmup_steps": WHOLE,
+    "h_base": WHOLE, "h_max": WHOLE, "echo_factor": WHOLE, "horizon": WHOLE,
+    "evaluations": WHOLE, "evaluate_every": WHOLE, "bound_every": WHOLE, "seed": WHOLE,
+    "growth": REAL, "floor": REAL, "decay_every": REAL, "decay_factor": REAL, "momentum": REAL,
+    "weight_decay": REAL, "learning_rate": REAL,
+    **{kind: st.sampled_from([*table, *each(table), "cats"]) for kind, table in TABLES.items()},
+    **{flag: WHOLE if callable(choice.words) else st.sampled_from([*choice.words, "cats"])
+       for table in TABLES.values() for flag, choice in table.choices.items()},
+    "schedule": st.sampled_from(["constant", "cosine", "linear", "step", "cats"]),
+    "task": st.sampled_from(["digits", "digits_cosine", "digits_mlp", "hmda", "cats"]),
+}  # fmt: skip
+
+
+def decided(arguments):
+    """What `train` decides before anything is compiled: sizes, plans, evaluations, segments."""
+    values = absl_flags.FlagValues()
+    train.define_flags(values)
+    values(["train", "--dry_run", *arguments])
+    task, recipe = flags.setting_from_flags(values)
+    rates = recipe.learning_rates
+    rate = rates[0] if values.learning_rate is None else values.learning_rate
+    recipe = recipe._replace(learning_rates=(rate,))
+    check_recipe(recipe)
+    arm = Arm("run", **flags.decisions(values))
+    sizes = trainer.sizes_of(task, recipe, arm)
+    plans = trainer.plans_of(task, recipe, arm, rate=rate, seed=values.seed)
+    plans.check()
+    return sizes, plans, measure.evaluation_steps(recipe, sizes, plans.total_steps)
+
+
+# What little data are called.
+ALSO = dict.fromkeys(("num_train", "unit_size"), ("training_set", "each_worker_more_units"))
+
+
+def names(message, name):
+    """Whether a message is of a flag, or of the field or argument that it sets."""
+    plain = re.sub(r"[\s-]+", "_", message.lower())
+    return any(said in plain for said in (name, name.removesuffix("s"), *ALSO.get(name, ())))
+
+
+@settings(max_examples=times(60))
+@given(
+    st.dictionaries(st.sampled_from([*ANY]), st.none(), min_size=1, max_size=6).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: ANY[name] for name in chosen})
+    )
+)
+def test_any_flags_give_plans_or_an_error_that_names_one_of_them(chosen):
+    arguments = [f"--{name}={value}" for name, value in chosen.items()]
+    try:
+        sizes, plans, evaluated = decided(arguments)
+    except (ValueError, absl_flags.Error) as error:
+        assert any(names(str(error), name) for name in chosen), (arguments, str(error))
+        return
+    total = plans.total_steps
+    assert sizes.workers >= 1 and 1 <= sizes.units_per_step <= sizes.num_units
+    assert plans.rates.shape == (total,) and np.isfinite(plans.rates).all()
+    assert evaluated[-1] == total and 0 <= evaluated[0] and len(set(evaluated)) == len(evaluated)
+    if not plans.echo.online:
+        line = timeline.timeline(plans, sizes)
+        ends = timeline.cuts(line, sizes, streams=False, sync_in_step=False)
+        assert ends[-1] == total and (np.diff(ends, prepend=0) > 0).all()
+
+
+KINDS = {
+    "sync": (local_opt.SyncPlan.read, lambda: local_opt.constant(3, total_steps=40)),
+    "echo": (ordering.echo.EchoPlan.read, lambda: ordering.echo.fixed(3, total_steps=40)),
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 99) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+
+
+@st.composite
+def changed(draw, content):
+    """Bytes of a plan's file: some exchanged, cut out or put in; or another value of a field."""
+    if draw(st.booleans()):
+        found = json.loads(content)
+        name = draw(st.sampled_from([*found]))
+        if draw(st.booleans()):
+            found[name] = draw(JSON)
+        else:
+            del found[name]
+        return json.dumps(found).encode()
+    found = bytearray(content)
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(found)))
+        stop = min(len(found), start + draw(st.integers(0, 4)))
+        found[start:stop] = draw(st.binary(max_size=4))
+    # A plan of a billion steps is an array of so many: nobody's mistake is tested by its making.
+    return re.sub(rb"\d{7,}(?=[,}\s])", b"123456", bytes(found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=times(40))
+@given(data=st.data())
+def test_a_changed_plan_is_the_same_plan_or_refused(kind, data, tmp_path_factory):
+    read, make = KINDS[kind]
+    path = tmp_path_factory.getbasetemp() / f"{kind}.json"
+    plan = make()
+    plan.save(path)
+    path.write_bytes(data.draw(changed(path.read_bytes())))
+    try:
+        found = read(path)
+    except ValueError as error:
+        assert str(path) in str(error), error
+        return
+    assert found == plan and found.marked.tolist() == plan.marked.tolist()
+    assert found.total_steps == plan.total_steps and found.describe() and repr(found)
+
+
+@settings(max_examples=times(40))
+@given(st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
+@example(b"")
+def test_any_bytes_are_no_plan(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(content)
+    for read, _ in KINDS.values():
+        with pytest.raises(ValueError, match=r"any.json' holds no saved plan .*: save it again"):
+            read(str(path))
+
+
+WORKERS, WIDTH = 3, 4
+
+
+def of_devices(name, num_units, units_per_step):
+    """(state, observe and sync, next_epoch) of all workers, compiled."""
+    row = ORDERS[name]
+    setting = config.OrderSetting(num_units, units_per_step, WORKERS, 8, None, "step")
+    order = row.make(setting)
+    keys = jax.random.split(jax.random.key(0), WORKERS)
+
+    def over(function):
+        return jax.jit(jax.vmap(function, axis_name=runners.AXIS))
+
+    state = over(lambda key: order.init(key, jnp.zeros(WIDTH)))(keys)
+
+    def observe(state, gradients):
+        return order.sync(order.observe(state, ordering.Rows.of(gradients)))
+
+    return state, over(observe), over(order.next_epoch)
+
+
+def check_epochs(made, name, num_units, sizes, seed):
+    """Epochs with so many units in their steps, also too many or too few, lose none."""
+    state, observe, next_epoch = made
+    generator = np.random.default_rng(seed)
+    for epoch in sizes:
+        for size in epoch:
+            gradients = generator.normal(size=(WORKERS, size, WIDTH)).astype(np.float32)
+            gradients[generator.random(gradients.shape) < 0.05] = generator.choice(
+                [0, np.inf, np.nan, 1e30]
+            )
+            state = observe(state, gradients) if ORDERS[name].observes else state
+        state = next_epoch(state)
+        found = np.asarray(state.current)
+        if ORDERS[name].deals:
+            expected = np.arange(WORKERS * num_units)
+            np.testing.assert_array_equal(np.sort(found.reshape(-1)), expected)
+        else:
+            np.testing.assert_array_equal(
+                np.sort(found), np.tile(np.arange(num_units), (WORKERS, 1))
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_units,units_per_step", [(1, 1), (2, 1), (7, 3), (8, 4)])
+@pytest.mark.parametrize("name", all_rows(ORDERS))
+def test_every_row_visits_every_unit_once(name, num_units, units_per_step):
+    made = of_devices(name, num_units, units_per_step)
+    sizes = sorted({units_per_step, num_units % units_per_step or units_per_step})
+    epochs = st.lists(st.lists(st.sampled_from(sizes), max_size=6), min_size=1, max_size=3)
+
+    @settings(max_examples=times(10))
+    @given(epochs, st.integers(0, 99))
+    def visits_every_unit_once(sizes, seed):
+        check_epochs(made, name, num_units, sizes, seed)
+
+    visits_every_unit_once()

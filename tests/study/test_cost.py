@@ -1,0 +1,193 @@
+"""What a run costs, known before it: what an order sends, prices, operations and the dry run."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import local_opt
+import models
+import ordering
+from experiments.study import cost
+from experiments.study.compile import lower_step, shapes_of
+from experiments.study.dry_run import Assumed, dry_run
+from experiments.study.study import Arm
+from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.tasks import Recipe, Task
+from experiments.tasks.base import abstract_set
+from experiments.training.config import OrderSetting, Sizes
+from local_opt import WIRES, runners, sync_bytes
+
+WORKERS = 4
+
+
+def collectives(jaxpr):
+    """{name of a collective: float32 numbers that one device hands over}, all steps added."""
+    found = collections.Counter()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("all_to_all", "psum", "psum_invariant", "all_gather"):
+            found[eqn.primitive.name] += sum(v.aval.size for v in eqn.invars)
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += collectives(inner)
+    return found
+
+
+def over_mesh(function, inputs):
+    """A worker's function over devices; all it is given and gives is its own."""
+    mesh = runners.worker_mesh(WORKERS)
+    return local_opt.lift(function, mesh, inputs=inputs, outputs="owned")
+
+
+@pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
+def test_what_an_order_sends_is_what_its_step_does(per_step, size):
+    units = 2 * per_step + size % per_step  # the last step of an epoch may be the shorter one
+    order = ORDERS["cd_grab"].make(OrderSetting(units, per_step, WORKERS, 5))
+    params = jnp.zeros(18)
+
+    def step(state, rows):
+        return order.observe(state, ordering.Rows.of(rows))
+
+    init = over_mesh(lambda key: order.init(key, params), "owned")
+    state = jax.eval_shape(init, jax.random.split(jax.random.key(0), WORKERS))
+    rows = jax.ShapeDtypeStruct((WORKERS, size, 18), jnp.float32)
+    observe = over_mesh(step, "owned owned")
+    found = collectives(jax.make_jaxpr(observe)(state, rows).jaxpr)
+    # Of n numbers an all-to-all sends (W - 1) / W n, an all-reduce 2 (W - 1) / W n.
+    sent = found["all_to_all"] / 2 / 18 + (found["psum"] + found["psum_invariant"]) / 18
+    assert cost.step_traffic(size, Sizes(WORKERS, units, per_step, 1), 18) == pytest.approx(sent)
+
+
+def test_the_short_last_step_of_an_epoch_sends_less():
+    sizes = Sizes(WORKERS, 11, 4, 1)  # 4, 4 and 3 units
+    sent = cost.order_traffic(ORDERS["cd_grab"], sizes, 18)
+    whole, last = (cost.step_traffic(size, sizes, 18) for size in (4, 3))
+    assert sent(7) == pytest.approx(2 * (2 * whole + last) + whole)
+    assert cost.order_traffic(ORDERS["id_pair"], sizes, 18)(7) == 0
+    assert cost.order_traffic(ORDERS["cd_grab"], sizes._replace(workers=1), 18)(7) == 0
+
+
+def test_what_is_dealt_costs_its_signs_at_an_epochs_end():
+    sizes, size = Sizes(WORKERS, 20, 4, 1), 18
+    order = ORDERS["id_pair+dealt"].make(OrderSetting(20, 4, WORKERS, 5))
+    keys = jax.random.split(jax.random.key(0), WORKERS)
+    init = over_mesh(lambda key: order.init(key, jnp.zeros(size)), "owned")
+    end = over_mesh(order.next_epoch, "owned")
+    state = jax.eval_shape(init, keys)
+    found = collectives(jax.make_jaxpr(end)(state).jaxpr)
+    assert found == {"all_gather": 2}, "10 pairs in 2 bytes"
+    # Of n bytes of every worker an all-gather sends (W - 1) n, an all-reduce 2 (W - 1) / W n.
+    sent = cost.order_traffic(ORDERS["id_pair+dealt"], sizes, size)
+    per_epoch = found["all_gather"] * WORKERS / 2 / (4 * size)
+    assert sent(4) == 0 and sent(5) == sent(9) == pytest.approx(per_epoch)
+    exact, dealt = (
+        cost.order_traffic(ORDERS[n], sizes, size) for n in ("cd_grab", "cd_grab+dealt")
+    )
+    assert dealt(12) == pytest.approx(exact(12) + 2 * per_epoch)
+
+
+def test_a_price_takes_the_slower_of_steps_and_loads():
+    run = [{"step": 50, "loads": 40, "allreduces": 5}, {"step": 100, "loads": 45, "allreduces": 10}]
+    # 40 loads of 4 steps hold the first 50 steps up, syncs too; 5 hide behind the others.
+    found = [cost.price(run, machine) for machine in cost.machines(4.0, 2.0)]
+    assert found == [100, 160 + 50, 100 + 20, 160 + 50 + 10]
+
+
+class Arms(collections.namedtuple("Arms", "arms speeds")):
+    """What a dry run needs of a study."""
+
+
+RECIPE = Recipe(
+    WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4, metric="loss",
+    target=0.5,
+)  # fmt: skip
+
+
+def task(width=64):
+    data = abstract_set(322, x=((width,), np.float32), y=((), np.int32))
+    model = models.softmax_regression(num_features=width, num_classes=10)
+    return Task("shapes", model, data, data, RECIPE)
+
+
+def rows_of(text):
+    """{head: cell} of the lines of the second table."""
+    lines = [
+        [c.strip() for c in x.strip("|").split("|")] for x in text.split("\n\n")[1].split("\n")
+    ]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def test_a_dry_run_knows_every_arm():
+    arms = {
+        "rr": Arm("D-RR", "rr"),
+        "cd_grab": Arm("CD-GraB", "cd_grab"),
+        "constant": Arm("constant H", "rr", "constant"),
+        "all": Arm("all three", "cd_grab", "constant", "fixed"),
+    }
+    given = Assumed(compiles=False, machines=tuple(cost.machines(4.0, 2.0)))
+    text = dry_run(task(), RECIPE, Arms(arms, ()), given)
+    assert re.search(r"\| parameters +\| 650 \(2.6 kB\)", text)
+    assert re.search(r"\| training examples +\| 322 ", text) and "| loss 0.5 " in text
+    rows = dict(zip(arms, rows_of(text), strict=True))
+    assert {r["steps"] for r in rows.values()} == {"40"}
+    assert [r["loads"] for r in rows.values()] == ["40", "40", "40", "10"]
+    assert [r["rounds"] for r in rows.values()] == ["40", "40", "10", "10"]
+    assert [r["volume"] for r in rows.values()] == ["100.000%", "100.000%", "25.000%", "25.000%"]
+    ring = sync_bytes(650, num_workers=WORKERS)
+    assert rows["rr"]["sent per worker"] == f"{40 * ring / 1e3:.3g} kB"
+    assert rows["constant"]["sent per worker"] == f"{10 * ring / 1e3:.3g} kB"
+    traffic = cost.order_traffic(ORDERS["cd_grab"], Sizes(WORKERS, 20, 2, 4), 650)(40)
+    assert rows["cd_grab"]["sent per worker"] == f"{(40 + traffic) * ring / 1e3:.3g} kB"
+    assert {r["memory of a worker"] for r in rows.values()} == {"not compiled"}
+    assert rows["rr"]["load 4 steps"] == "160" and rows["rr"]["sync 2 steps"] == "120"
+
+
+def test_a_dry_run_has_a_row_per_speed():
+    """A load in four steps at R = 4, where a run has twice the steps."""
+    arms = {
+        "none": Arm("no echo", "rr"),
+        "diffusion": Arm("error diffusion", "rr", "every_load", "diffusion"),
+        "measured": Arm("measured", "rr", "every_load", "measured"),
+    }
+    rows = rows_of(dry_run(task(10_000), RECIPE, Arms(arms, (1.0, 4.0)), Assumed()))
+    assert [r["R"] for r in rows] == ["1"] * 3 + ["4"] * 3
+    slow = rows[3:]
+    assert {r["steps"] for r in slow} == {"80"}
+    assert [r["loads"] for r in slow] == [r["rounds"] for r in slow] == ["80", "20", "20"]
+    model = 4e-6 * 10_001 * 10  # in MB; parameters, momentum and batch lie in memory at least
+    assert all(2 * model < float(r["memory of a worker"].removesuffix(" MB")) for r in slow)
+
+
+def test_a_proximal_step_holds_the_parameters_at_the_load():
+    rounds = SYNC_RULES["every_load"].rounds
+    found = [
+        lower_step(task(10_000), RECIPE, ORDERS["rr"], rounds, proximal=strength).compile()
+        for strength in (0.0, 0.1)
+    ]
+    plain, more = (step.memory_analysis().argument_size_in_bytes for step in found)
+    assert more - plain == 4 * 10_001 * 10
+
+
+@pytest.mark.parametrize("sync,waiting", [("parallel", 0), ("qsr", 10 * 64)])
+def test_the_state_of_a_sketched_order_is_of_its_numbers(sync, waiting):
+    """Two orders of 20, three counters' worth at most, a sum; under local rounds pairs wait."""
+    shapes = shapes_of(task(400), RECIPE, ORDERS["cd_grab+sketch64"], SYNC_RULES[sync].rounds)
+    found = shapes.bytes_of("orders")
+    assert shapes.sizes == Sizes(4, 20, 2, 4) and shapes.sync_in_step == (sync == "parallel")
+    assert 4 * (2 * 20 + 64 + waiting) <= found <= 4 * (2 * 20 + 64 + waiting + 3)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_narrow_wire_sends_its_share_of_an_all_reduce(wire):
+    sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
+    sent = cost.traffic(ORDERS["rr"], SYNC_RULES[f"qsr+{wire}"], sizes, 10**6, sync_in_step=False)
+    narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire])
+    assert sent(5, 100) == pytest.approx(5 * narrow / sync_bytes(10**6, num_workers=8))
+    alone = cost.traffic(ORDERS["rr"], SYNC_RULES["qsr"], sizes, 10**6, sync_in_step=False)
+    assert alone(5, 100) == 5 > sent(5, 100)

@@ -1,0 +1,289 @@
+"""Presets: what their files say, what they would cost, and that the small ones run to the end."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl import flags as absl_flags
+
+from experiments import cd_grab, combined, echoing, qsr
+from experiments.results import records
+from experiments.study import flags, recipes, study, trainer
+from experiments.study.cost import operations
+from experiments.study.tables import ECHO_POLICIES
+from experiments.training import config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared" / "data"
+FOLDER = pathlib.Path("experiments/presets")
+ENTRYPOINTS = {"cd_grab": cd_grab, "qsr": qsr, "echoing": echoing}
+LARGE = {"resnet152": 60_192_808, "vit_b": 86_567_656}
+GPT2 = 50_257 * 128 + 128 * 128 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128  # two blocks, tied
+# Parameters of the published network, and examples per step; None: not known.
+PUBLISHED = {
+    "cd_grab_hmda": (20, 16),
+    "cd_grab_wikitext2_lstm": (33_278 * 32 + 2 * (2 * 32 * 128 + 2 * 128), 16),
+    "cd_grab_m4": (21 * 64 + 2 * 65 * 64 + 65 * 6, 16),
+    "cd_grab_wikitext103_gpt2": (GPT2, 64),
+    **{f"cd_grab_lenet_cifar10_w{w}": (62_006, 64) for w in (4, 8, 16, 32, 64, "64_lr")},
+    "cd_grab_sst2_head": (2 * 769, None),
+    **{f"qsr_{net}_{b}{shape}": (number, b) for net, number in LARGE.items()
+       for b in (4096, 16384) for shape in ("", "_linear", "_step")},
+    **{f"echoing_cifar{c}_{net}": (at_ten + (c - 10) * (width + 1), None) for c in (10, 100)
+       for net, at_ten, width in (("resnet18", 11_173_962, 512),
+                                  ("mobilenet_v2", 2_236_682, 1280))},
+    "echoing_wikitext2_gpt2": (GPT2 + (33_278 - 50_257) * 128, None),
+}  # fmt: skip
+NAMES = sorted(PUBLISHED)
+PATHS = [FOLDER / f"{n}.flags" for n in NAMES] + [FOLDER / "tiny" / f"{n}.flags" for n in NAMES]
+QSR = [name for name in NAMES if name.startswith("qsr")]
+SLOW = (*LARGE, "mobilenet_v2")
+DATA_FOLDERS = {  # of tasks
+    "hmda": "hmda", "wikitext2_small": "wikitext2", "m4_weekly": "m4", "sst2": "sst2",
+    "cifar10_small": "tfds", "cifar10": "tfds", "tinyshakespeare": "tinyshakespeare",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch):
+    """Where commands of presets are given: flagfiles name each other from there."""
+    monkeypatch.chdir(ROOT)
+
+
+def entrypoint(path):
+    return next(e for e in ENTRYPOINTS if pathlib.Path(path).stem.startswith(f"{e}_"))
+
+
+def parsed(path, *more):
+    values = absl_flags.FlagValues()
+    module = ENTRYPOINTS[entrypoint(path)]
+    study.define_flags(module.STUDY, values)
+    rest = values(["experiment", f"--flagfile={path}", "--dry_run", *more])
+    assert rest == ["experiment"], "every line of the body is a flag"
+    return values
+
+
+@functools.cache
+def setting_of(path):
+    """The task of a preset, by its shapes, and its recipe."""
+    return flags.setting_from_flags(parsed(path))
+
+
+def full(name):
+    return setting_of(FOLDER / f"{name}.flags")
+
+
+def parts(path):
+    """The comment, without its marks, and the flags."""
+    comment, body = pathlib.Path(path).read_text().split("\n\n")
+    assert all(line.startswith("#") for line in comment.split("\n"))
+    return [line[2:] for line in comment.split("\n")], body.rstrip("\n").split("\n")
+
+
+def test_every_preset_has_a_tiny_variant_and_a_line_in_the_readme():
+    for folder in (FOLDER, FOLDER / "tiny"):
+        assert sorted(path.stem for path in folder.glob("*.flags")) == NAMES
+    listed = re.findall(r"^\| `(\w+)`", (FOLDER / "README.md").read_text(), re.M)
+    assert sorted(listed) == NAMES
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_the_comment_says_the_commands_and_what_to_expect(path):
+    comment, body = parts(path)
+    start = f"  python -m experiments.{entrypoint(path)} --flagfile={path}"
+    assert comment[comment.index("Command:") + 1] == f"{start} --data_dir=DIR"
+    assert comment[comment.index("Dry run:") + 1] == f"{start} --dry_run"
+    tiny = path.parent.name == "tiny"
+    for head in ("Replaced",) if tiny else ("Published", "Hardware", "Deviations"):
+        assert any(re.match(rf"{head}: \S", line) for line in comment), head
+    if tiny:
+        assert body[0] == f"--flagfile={FOLDER / path.name}"
+    chosen = {re.match(r"--(?:no)?(\w+)", line)[1] for line in body}
+    assert not chosen & {"data_dir", "output_dir", "overwrite", "dry_run"}, "those are the user's"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * any(net in n for net in SLOW)) for n in NAMES],
+)
+def test_a_preset_has_the_published_network_and_batch_and_its_tiny_variant_is_a_part(name):
+    (task, recipe), (parameters, examples) = full(name), PUBLISHED[name]
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == parameters
+    if examples:
+        assert recipe.workers * recipe.units_per_step * recipe.unit_size == examples
+    values, tiny = parsed(FOLDER / f"{name}.flags"), parsed(FOLDER / "tiny" / f"{name}.flags")
+    own = study.chosen_arms(ENTRYPOINTS[entrypoint(name)].STUDY, values)
+    assert set(tiny.arms) <= set(values.arms) == set(own)
+    assert tiny.seeds <= values.seeds
+    small_task, small = setting_of(FOLDER / "tiny" / f"{name}.flags")
+    assert small.workers <= recipe.workers
+    assert config.size_of(small_task.train) <= 20_000
+
+
+@functools.cache
+def plan_of(name):
+    task, recipe = full(name)
+    return study.sync_plans({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
+
+
+@pytest.mark.parametrize(
+    "name, rounds, volume, last",
+    [
+        ("qsr_vit_b_4096", 9711, "10.375%", (85_458, 8142)),
+        ("qsr_resnet152_4096", 24_792, "39.731%", (61_571, 829)),
+    ],
+)
+def test_qsr_has_the_published_rounds(name, rounds, volume, last):
+    plan = plan_of(name)
+    assert (plan.rounds, f"{plan.volume:.3%}") == (rounds, volume)
+    assert (plan.starts[-1], plan.periods[-1]) == last
+
+
+@pytest.mark.parametrize("name", QSR)
+def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name):
+    """A quarter of the steps at four times the batch, and decays that reach the floor as well."""
+    (task, recipe), examples = full(name), PUBLISHED[name][1]
+    sizes = config.sizes_of(task, recipe, deals="examples")
+    assert sizes.loads_per_epoch == 1_281_167 // examples
+    assert config.total_steps_of(recipe, sizes) / sizes.loads_per_epoch in (200, 300)  # epochs
+    plan, base = plan_of(name), plan_of(re.sub("(4096|16384).*", "4096", name))
+    shape = name.rsplit("_", 1)[1]
+    if shape.isdigit():
+        assert plan.volume == pytest.approx(base.volume, rel=2e-3)
+    else:
+        assert base.volume / 2 < plan.volume < 1.2 * base.volume
+        assert plan.periods.max() > 4 * plan.periods.min()
+
+
+def test_the_step_decay_falls_after_as_many_steps_as_it_did():
+    for name, steps in (("4096", 312), ("16384", 78)):
+        for net, epochs in (("resnet152", 60), ("vit_b", 100)):
+            task, recipe = full(f"qsr_{net}_{name}_step")
+            sizes = config.sizes_of(task, recipe, deals="examples")
+            rates = config.config_of(recipe, sizes, seed=0).rates
+            assert rates[epochs * steps - 1] == 1 and rates[epochs * steps] == pytest.approx(0.1)
+
+
+def dry_run(capsys, path, *more):
+    module = ENTRYPOINTS[entrypoint(path)]
+    study.run(module.STUDY, parsed(path, "--nocompile", *more), fit=getattr(module, "fit", own))
+    return capsys.readouterr().out
+
+
+def own(study, *_):
+    return study
+
+
+def cells(text, label):
+    """{column: text} of the row of an arm."""
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
+    row = next(line for line in lines if label in line[:2])
+    head = next(line for line in reversed(lines[: lines.index(row)]) if "arm" in line[:2])
+    return dict(zip(head, row, strict=True))
+
+
+def test_a_dry_run_of_orders(capsys):
+    path = FOLDER / "tiny" / "cd_grab_hmda.flags"
+    text = dry_run(capsys, path, "--arms=rr,cd_grab")
+    assert re.search(r"\| training examples +\| 16,384 ", text), "--num_train counts"
+    assert re.search(r"\| parameters +\| 20 ", text)
+    # 16,384 examples of four workers, four per step and worker, three epochs.
+    found = {label: cells(text, label) for label in ("D-RR", "CD-GraB")}
+    assert {(c["steps"], c["loads"]) for c in found.values()} == {("3072", "3072")}
+    assert found["D-RR"]["volume"] == "100.000%"
+
+
+def test_a_dry_run_of_rules(capsys):
+    path = FOLDER / "tiny" / "qsr_vit_b_4096.flags"
+    text = dry_run(capsys, path, "--task=digits_mlp", "--arms=parallel,qsr")
+    task, recipe = recipes.load("digits_mlp", abstract=True)
+    small = {"total_steps": 40, "warmup_steps": 4, "growth": 2, "workers": 2, "units_per_step": 8}
+    plans = trainer.plans_of(task, recipe._replace(**small), qsr.STUDY.arms["qsr"])
+    rounds = plans.sync.rounds
+    assert cells(text, "QSR")["rounds"] == f"{rounds}"
+    assert cells(text, "QSR")["volume"] == f"{rounds / 40:.3%}"
+    assert cells(text, "parallel")["rounds"] == "40"
+
+
+def test_a_dry_run_of_arms(capsys):
+    path = FOLDER / "tiny" / "echoing_wikitext2_gpt2.flags"
+    text = dry_run(capsys, path, "--task=digits_wide", "--arms=none,diffusion,proximal")
+    # R = 4, so e = 4 and twice the steps; one load in four steps.
+    for label, loads in (("no echo", 120), ("error diffusion", 30), ("fixed factor, proximal", 30)):
+        found = cells(text, label)
+        assert (found["R"], found["steps"], found["loads"]) == ("4", "120", f"{loads}")
+        assert found["rounds"] == found["loads"]
+
+
+def test_a_dry_run_prices_the_arms_of_the_factorial(capsys):
+    values = absl_flags.FlagValues()
+    study.define_flags(combined.STUDY, values)
+    combined.define_flags(values)
+    values(["combined", "--dry_run", "--nocompile", "--total_steps=100", "--num_train=320"])
+    study.run(combined.STUDY, values, fit=combined.fit)
+    text = capsys.readouterr().out
+    first = cells(text, next(iter(combined.STUDY.arms.values())).label)
+    assert (first["rounds"], first["fast input, fast network"]) == ("100", "100")
+    assert first["load 4, sync 2 steps"] == f"{100 * max(4, 1 + 2)}"
+    assert ECHO_POLICIES["diffusion+cosine"].label in text
+
+
+def test_loops_count_as_often_as_they_turn():
+    def twice(x):
+        return jax.lax.scan(lambda x, _: (x @ x, None), x, length=2)[0]
+
+    def nested(x):
+        return jax.lax.scan(lambda x, _: (twice(x), None), x, length=5)[0]
+
+    x = jnp.ones((50, 50))
+    # 250,000 operations each, and a few for the loops' counters.
+    assert operations(lambda x: x @ x, x) == 250_000
+    assert operations(jax.jit(twice), x) == pytest.approx(2 * 250_000, abs=100)
+    assert operations(nested, x) == pytest.approx(10 * 250_000, abs=100)
+
+
+def run(path, *more, timeout):
+    command = [sys.executable, "-m", f"experiments.{entrypoint(path)}", f"--flagfile={path}", *more]
+    clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # of this test process
+    done = subprocess.run(
+        command, env=clean | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dry_run_at_full_size(name):
+    text = run(FOLDER / f"{name}.flags", "--dry_run", timeout=900)
+    parameters = re.search(r"\| parameters +\| ([\d,]+)", text)[1].replace(",", "")
+    assert int(parameters) == PUBLISHED[name][0]
+    assert "forecast" in text and re.search(r"\| \S+ [MG]B +\|", text)
+    if name.startswith("qsr"):
+        assert cells(text, "QSR")["rounds"] == f"{plan_of(name).rounds}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_variant_runs_to_its_end(name, tmp_path):
+    path = FOLDER / "tiny" / f"{name}.flags"
+    task = recipes.setting_of(parsed(path).task).task
+    folder = DATA / DATA_FOLDERS[task]
+    if not folder.exists():
+        pytest.skip(f"no data in ../shared/data/{folder.name}")
+    if folder.name == "tfds":
+        pytest.importorskip("tensorflow_datasets")
+    text = run(path, f"--data_dir={folder}", f"--output_dir={tmp_path}", timeout=300)
+    found = records.read(str(tmp_path / "metrics.jsonl"))
+    assert found and not any(record.get("diverged") for record in found)
+    assert (tmp_path / "table.md").read_text().strip() in text
+    assert all(picture.stat().st_size > 10_000 for picture in tmp_path.glob("*.png"))
+    assert list(tmp_path.glob("*.png"))

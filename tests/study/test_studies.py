@@ -1,0 +1,178 @@
+"""Every study from flags to its page, killed in a run too; and one run of `train`."""
+
+import json
+import os
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import app
+from absl import flags as absl_flags
+
+from experiments import cd_grab, combined, echoing, qsr, train
+from experiments.results import records
+from experiments.study import search, study
+from experiments.tasks import metrics
+from local_opt import SyncPlan
+from tests.studies import RUN, SMALL, start
+
+STUDIES = {  # the study, its flags, its pictures, and whether it is killed too
+    "cd_grab": (
+        cd_grab, ["--epochs=4", "--bound_every=2", "--arms=rr,cd_grab+sketch16"],
+        ["comparison.png"], True,
+    ),
+    "qsr": (
+        qsr, [*RUN, "--width=8", "--arms=parallel,qsr+int8"], ["comparison.png"], False
+    ),
+    "echoing": (
+        echoing,
+        ["--width=8", "--arms=none,diffusion", "--speeds=2", "--total_steps=40", "--horizon=20",
+         "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001"],
+        ["comparison_R2.png", "time_to_target.png"], True,
+    ),
+    "combined": (
+        combined, [*RUN, "--echo_factor=2", "--learning_rates=0.1"],
+        ["comparison.png", "effects.png"], False,
+    ),
+}  # fmt: skip
+
+
+def written(folder):
+    """The records of a folder, without what a clock says."""
+    lines = records.read(os.path.join(folder, "metrics.jsonl"))
+    return sorted(
+        json.dumps({k: v for k, v in r.items() if k != "seconds"}, sort_keys=True) for r in lines
+    )
+
+
+def share_of_ones(model):
+    """A metric of a stranger: what it adds must be in every study by its one row."""
+
+    def measure(params, statistics, batch):
+        del statistics
+        return jnp.mean((jnp.argmax(model.predict(params, batch["x"]), axis=-1) == 1).astype(float))
+
+    return measure
+
+
+def panels_of(picture):
+    """Rows of panels in a PNG, from its height."""
+    height = int.from_bytes(picture.read_bytes()[20:24], "big")
+    return round((height / 110 - 0.9) / 3.7)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_is_written_and_goes_on_as_if_it_had_not_been_killed(
+    name, tmp_path, monkeypatch, capsys
+):
+    module, arguments, pictures, is_killed = STUDIES[name]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    new = metrics.Metric("share of ones", False, share_of_ones, everywhere=True)
+    monkeypatch.setitem(metrics.METRICS, "ones", new)
+    start(module, [*SMALL, *arguments], whole)
+    text = capsys.readouterr().out
+    assert (whole / "table.md").read_text().strip() in text
+    for picture in pictures:
+        assert (whole / picture).stat().st_size > 10_000
+    found = records.read(str(whole / "metrics.jsonl"))
+    assert all(0 <= r["test/ones"] <= 1 for r in found), "a new metric is in every record,"
+    assert "| share of ones" in (whole / "table.md").read_text(), "every table"
+    assert panels_of(whole / pictures[0]) == len(module.STUDY.panels) + 1, "and picture"
+    for r in found:
+        plan = whole / f"plan_{r['arm']}.json"
+        if r["ended"] and plan.exists():
+            assert r["rounds"] == SyncPlan.read(str(plan)).rounds
+            assert (r["allreduces"] > r["rounds"]) == r["order"].startswith("cd_grab")
+    page = (whole / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(pictures)
+    assert not list((whole / "checkpoints").glob("*"))
+
+    if not is_killed:
+        return
+    seen, real = [], search.search
+
+    def killed(*args, on_record, **options):
+        def record_and_kill(record):
+            on_record(record)
+            seen.append(record)
+            if len(seen) == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return real(*args, on_record=record_and_kill, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_code:
+        patch.setattr(study.search, "search", killed)
+        start(module, [*SMALL, *arguments], cut)
+    assert exit_code.value.code == 128 + signal.SIGTERM
+    assert not (cut / "table.md").exists()
+    assert not seen[-1]["ended"] and list((cut / "checkpoints").glob("*")), "saved in a run"
+    start(module, [*SMALL, *arguments], cut)
+    assert written(cut) == written(whole)
+
+
+def test_arms_and_speeds_that_are_not_there(tmp_path):
+    with pytest.raises(app.UsageError, match="--arms has 'qr'"):
+        start(cd_grab, ["--arms=rr,qr"], tmp_path)
+    with pytest.raises(app.UsageError, match="--speeds is .'0'"):
+        start(echoing, ["--speeds=0"], tmp_path)
+    with pytest.raises(app.UsageError, match="has no target"):
+        start(echoing, ["--task=digits"], tmp_path)
+    with pytest.raises(app.UsageError, match="that is the first level"):
+        start(combined, ["--order=rr"], tmp_path)
+    with pytest.raises(app.UsageError, match="--echo is measured"):
+        start(combined, ["--echo=measured"], tmp_path)
+
+
+def test_arms_of_a_factorial():
+    arms = list(combined.STUDY.arms)
+    assert len(set(arms)) == 8
+    assert (arms[0], arms[-1]) == ("rr+parallel+none", "cd_grab+qsr+diffusion+cosine")
+
+
+def train_run(arguments, folder):
+    values = absl_flags.FlagValues()
+    train.define_flags(values)
+    values(["train", *arguments, f"--output_dir={folder}"])
+    train.run(values)
+
+
+def test_one_run_is_written_with_its_plans_and_its_model(tmp_path):
+    import orbax.checkpoint as ocp
+
+    short = [a for a in SMALL if "seeds" not in a and "rates" not in a]
+    arguments = [*short, *RUN, "--echo=diffusion", "--p=cosine", "--echo_factor=2"]
+    arguments += ["--sketch=16", "--learning_rate=0.2"]
+    train_run(arguments, tmp_path)
+    found = records.read(str(tmp_path / "metrics.jsonl"))
+    assert [r["step"] for r in found] == [6, 12, 18, 24]
+    last = found[-1]
+    assert last["ended"] and (last["order"], last["sync"], last["echo"]) == (
+        "cd_grab+sketch16", "qsr", "diffusion+cosine",
+    )  # fmt: skip
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert (settings["task"], settings["seed"], settings["learning_rate"]) == (
+        "digits_cosine", 0, 0.2,
+    )  # fmt: skip
+    assert (tmp_path / "sync_plan.json").exists() and (tmp_path / "echo_plan.json").exists()
+    with ocp.StandardCheckpointer() as checkpointer:
+        model = checkpointer.restore(os.path.abspath(tmp_path / "model"))
+    assert all(np.isfinite(leaf).all() for leaf in model.values())
+    with pytest.raises(ValueError, match="other settings .echo_factor."):
+        train_run([a.replace("echo_factor=2", "echo_factor=3") for a in arguments], tmp_path)
+    before = written(tmp_path)
+    train_run(arguments, tmp_path)  # nothing is left to do
+    assert written(tmp_path) == before
+
+
+def test_a_folder_keeps_studies_apart(tmp_path):
+    folder = str(tmp_path / "run")
+    assert records.open_folder(folder, {"task": "a"}) == []
+    records.write_lines(folder + "/metrics.jsonl", [{"epoch": 1}])
+    with open(folder + "/metrics.jsonl", "a") as file:
+        file.write('{"epoch": 2')  # cut off while it was written
+    assert records.open_folder(folder, {"task": "a"}) == [{"epoch": 1}]
+    with pytest.raises(ValueError, match="other settings .task."):
+        records.open_folder(folder, {"task": "b"})
+    assert records.open_folder(folder, {"task": "b"}, overwrite=True) == []
+    assert json.loads((tmp_path / "run" / "versions.json").read_text())["jax"]

@@ -1,0 +1,115 @@
+"""The tables of decisions: their rows, the words that change them, and the plans they make."""
+
+import optax
+import pytest
+
+import ordering
+from experiments.study import tables
+from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES, TABLES
+from experiments.tasks import TASKS
+from experiments.training import config
+from local_opt import Rounds
+from tests.words import all_rows, further
+
+
+def test_every_word_is_of_one_table_alone():
+    words = [word for table in TABLES.values() for word in (*table, *further(table))]
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize(
+    "text,decisions,label",
+    [
+        ("rr", {"order": "rr"}, "D-RR"),
+        ("qsr+int8+epoch", {"sync": "qsr+int8+epoch"}, "QSR, int8, to the epoch"),
+        ("cd_grab+sketch48+dealt+diffusion+cosine",
+         {"order": "cd_grab+sketch48+dealt", "echo": "diffusion+cosine"},
+         "CD-GraB, 48 numbers, dealt + error diffusion, cosine p"),
+        ("rr+dealt+constant+none", {"order": "rr+dealt", "sync": "constant", "echo": "none"},
+         "D-RR, dealt + constant H + no echo"),
+    ],
+)  # fmt: skip
+def test_words_name_decisions(text, decisions, label):
+    assert tables.decisions_of(text) == decisions and tables.label_of(decisions) == label
+    assert "+".join(decisions.values()) == text
+    assert ORDERS["cd_grab+sketch48"] is ORDERS["cd_grab+sketch48"], "programs of it are shared"
+    assert ORDERS["cd_grab+sketch48"].sketch == 48
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        (
+            "cats",
+            "'cats' is no word: choose of rr, .*, and of .sketchN, .walk, .*; parallel",
+        ),
+        ("cd_grab+sketch0", "'sketch0' is no word"),
+        ("int8", "'int8' is no rule: choose of parallel, accumulate"),
+        ("rr+cd_grab", "'cd_grab' says nothing of this order: choose of rr, unzip"),
+        (
+            "unzip+sketch4",
+            "unzip cannot be sketch4 .--sketch.; choose one of id_pair, cd_grab, or leave",
+        ),
+        ("rr+chunks", "rr cannot be chunks .--deal.; choose one of id_pair, cd_grab"),
+        ("parallel+int8", "parallel cannot be int8 .--wire.; choose one of constant, post_local"),
+        ("cd_grab+dealt+chunks", "has dealt and chunks, both of --deal: choose one of them"),
+    ],
+)
+def test_words_that_say_nothing(text, message):
+    with pytest.raises(ValueError, match=message):
+        tables.decisions_of(text)
+
+
+@pytest.mark.parametrize("name", all_rows(ORDERS))
+def test_every_order_can_be_made(name):
+    setting = config.OrderSetting(num_units=8, units_per_step=2, workers=4, epochs=3)
+    assert isinstance(ORDERS[name].make(setting), ordering.Ordering)
+
+
+def own(total_steps=60, units=8, **fields):
+    given = {"schedule": "cosine", "floor": 0.01, "warmup_steps": 5, "h_base": 2} | fields
+    recipe = TASKS["digits"](abstract=True).recipe._replace(total_steps=total_steps, **given)
+    return config.config_of(recipe, config.Sizes(4, units, 2, 1), seed=0, speed=4)
+
+
+@pytest.mark.parametrize("name", all_rows(SYNC_RULES))
+def test_every_rule_has_a_plan_for_the_run_and_rounds(name):
+    given, rule = own(growth=1.5), SYNC_RULES[name]
+    assert (given.total_steps, given.echo_factor) == (120, 4), "more steps: echoed ones are shorter"
+    plans = config.plans_of(given, rule, ECHO_POLICIES["diffusion"], rate=0.1)
+    plans.check()
+    assert plans.sync.syncs_after(119) and plans.sync.total_steps == 120
+    assert isinstance(rule.rounds(optax.sgd(0.1), axis_name="worker"), Rounds)
+    if "+" not in name:
+        online = config.plans_of(given, rule, ECHO_POLICIES["measured"], rate=0.1)
+        assert (online.sync is None) == (name == "every_load")
+
+
+@pytest.mark.parametrize("name", all_rows(ECHO_POLICIES))
+def test_every_policy_is_of_the_length_of_the_run(name):
+    policy = ECHO_POLICIES[name].make(own(horizon=20))
+    assert policy.total_steps == 120 and policy.online == ECHO_POLICIES[name].online
+
+
+def test_rules_of_other_powers_communicate_as_much_as_qsr():
+    given = own(1250, floor=1e-3, warmup_steps=125)
+    found = {name: SYNC_RULES[name].plan(given).rounds for name in ("qsr", "inverse", "cubic")}
+    assert found["inverse"] == found["cubic"] == found["qsr"] < 2500 / 2
+
+
+def test_rules_that_know_the_order_end_rounds_with_its_epochs():
+    given = own(60, 14, floor=1e-3, growth=1.0, h_base=4, warmup_steps=0)  # epochs of 7 loads
+    halves = {*range(7, 120, 7), *range(4, 120, 7), 120}
+    ends = SYNC_RULES["constant+half"].plan(given).ends.tolist()
+    assert set(ends) < halves and ends[:6] == [4, 11, 14, 18, 21, 25]  # of 4, 8, 12, 16, 20, 24
+    for name in ("qsr", "constant"):
+        ends = SYNC_RULES[f"{name}+epoch"].plan(given).ends
+        assert not (ends[:-1] % 7).any() and len(ends) < SYNC_RULES[name].plan(given).rounds
+    # Of an echoed run, seven loads: no round ends before the last use of the seventh.
+    plan = ECHO_POLICIES["fixed"].make(given)
+    ends = SYNC_RULES["qsr+epoch"].plan(given._replace(fresh=plan.fresh)).ends
+    assert given.echo_factor == 4 and not (ends[:-1] % 28).any()
+    with pytest.raises(
+        ValueError, match="QSR to the half epoch needs an epoch's loads: use a study"
+    ):
+        SYNC_RULES["qsr+half"].plan(given._replace(loads_per_epoch=None))

@@ -1,0 +1,195 @@
+"""The three decisions in one loop: equal to a slow reference, however it runs."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+
+from experiments import train
+from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.training import checkpoint, config, program, run
+from tests import reference
+from tests.little_run import (
+    PER_STEP,
+    SETTING,
+    STEPS,
+    UNITS,
+    WORKERS,
+    assert_same,
+    built,
+    compiled,
+    plans_of,
+    task,
+    timeless,
+    trained,
+)
+from tests.sources import EpochSource
+
+
+def slow_run(plans, start):
+    """The loop by hand, worker by worker: (parameters, all orders)."""
+    model, train = task().model, task().train
+    grad = jax.jit(jax.grad(lambda p, batch: jnp.mean(model.loss(p, batch, None))))
+    units = np.arange(WORKERS * UNITS).reshape(WORKERS, UNITS)
+
+    def flat(tree):
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+    first = jax.tree.map(lambda p: np.asarray(p[0], np.float64), start.params)
+    shapes, treedef = jax.tree.flatten(first)
+    params = [flat(first) for _ in range(WORKERS)]
+    momentum = [np.zeros_like(params[0]) for _ in range(WORKERS)]
+    current, load, orders, seen = np.asarray(start.orders.current), 0, [], None
+
+    def gradient(vector, examples):
+        parts = np.split(vector, np.cumsum([s.size for s in shapes])[:-1])
+        leaves = [np.float32(p.reshape(s.shape)) for p, s in zip(parts, shapes, strict=True)]
+        batch = {name: values[examples] for name, values in train.items()}
+        return np.float64(flat(grad(jax.tree.unflatten(treedef, leaves), batch)))
+
+    for t in range(STEPS):
+        if plans.echo.fresh[t]:
+            if load % 4 == 0:
+                if load:
+                    current = reference.cd_grab_epoch(current, seen)
+                orders.append(current)
+                seen = np.zeros((WORKERS, UNITS, params[0].size))
+            places = slice(load % 4 * PER_STEP, (load % 4 + 1) * PER_STEP)
+            load += 1
+        for w in range(WORKERS):
+            mine = current[w][places]
+            examples = units[w][mine]
+            if plans.echo.fresh[t]:
+                seen[w, mine] = [gradient(params[w], [e]) for e in examples]
+            g = gradient(params[w], examples) + SETTING.weight_decay * params[w]
+            momentum[w] = SETTING.momentum * momentum[w] + g
+            params[w] = params[w] - plans.rates[t] * momentum[w]
+        if plans.sync.syncs_after(t):
+            params = [np.mean(params, axis=0)] * WORKERS
+    return params[0], np.stack(orders)
+
+
+def test_the_loop_equals_a_slow_reference():
+    plans, found = plans_of(), []
+    params, orders = slow_run(plans, built().init(0))
+    begun = plans.echo.load_steps[::4]  # before the first load of every epoch
+
+    def keep(step, state):
+        found.append(np.asarray(state.orders.current))
+        return {}
+
+    outcome, records = trained(built(), plans, evaluate=keep, evaluate_at=begun)
+    np.testing.assert_array_equal(found[: len(begun)], orders)
+    assert len(np.unique(orders[:, 0], axis=0)) > 8  # so the orders do change
+    flat = np.concatenate([np.ravel(leaf[1]) for leaf in jax.tree.leaves(outcome.state.params)])
+    np.testing.assert_allclose(flat, params, rtol=2e-4, atol=2e-5)  # 60 steps of float32
+    assert [r["step"] for r in records] == [*begun, STEPS]
+    last, loads, rounds = records[-1], plans.echo.loads, plans.sync.rounds
+    assert (last["loads"], last["rounds"], last["allreduces"]) == (loads, rounds, rounds)
+    assert last["epoch"] == loads / 4 and last["ended"] and last["drift"] > 0
+
+
+@pytest.mark.parametrize(
+    "order,reads",
+    [
+        ("cd_grab", "tfdata"),
+        ("rr", "tfdata"),
+        ("rr+dealt", "thread"),
+        ("cd_grab+dealt", "tfdata"),
+        ("cd_grab+sketch16+chunks", "thread"),
+    ],
+)
+def test_streamed_batches_are_those_on_the_devices(order, reads):
+    if reads == "tfdata":
+        pytest.importorskip("tensorflow")
+    outcome, records = trained(built(order), plans_of())
+    other, same = trained(built(order, reads=reads), plans_of())
+    assert_same(outcome.state, other.state)
+    assert timeless(records) == timeless(same)
+
+
+def test_workers_on_a_mesh_equal_simulated_ones():
+    outcome, records = trained(built(), plans_of())
+    other, same = trained(built(mesh=True), plans_of())
+    np.testing.assert_array_equal(outcome.state.orders.current, other.state.orders.current)
+    for one, two in zip(records, same, strict=True):
+        np.testing.assert_allclose(one["train/loss"], two["train/loss"], rtol=1e-5)
+
+
+def test_a_run_compiles_everything_once():
+    trained(built(), plans_of())
+    assert compiled(built()) == [1] * 7
+    trained(built(), plans_of(seed=1), seed=1)
+    assert compiled(built()) == [1] * 7
+
+
+def test_a_record_can_end_the_run():
+    outcome, records = trained(built(), plans_of(), ends=lambda record: record["step"] >= 24)
+    assert outcome.step == 24 and [r["ended"] for r in records] == [False, True]
+
+
+@pytest.mark.parametrize("order", ["cd_grab", "rr+dealt"])
+def test_a_source_trains_as_arrays_do(order):
+    source = EpochSource(task().train)
+    rounds = SYNC_RULES["qsr"].rounds
+    read = program.build(task()._replace(train=source), SETTING, ORDERS[order], rounds, epochs=15)
+    plans = plans_of()
+    outcome, _ = trained(built(order), plans)
+    other, _ = trained(read, plans)
+    assert_same(outcome.state, other.state)
+    per_epoch = read.sizes.loads_per_epoch
+    assert set(range(-(-plans.echo.loads // per_epoch))) <= set(source.epochs)
+
+
+def test_what_is_not_finite_ends_the_run_and_is_named(tmp_path):
+    saving = run.Saving(str(tmp_path), every=7)
+    plans = plans_of()
+    outcome, records = trained(built(), plans._replace(rates=np.full(STEPS, 1e38)), saving=saving)
+    message = r"unit \d+ of worker \d is not finite in step \d \(last mean loss: .* Lower the"
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(outcome.diverged)
+    assert outcome.state is None and outcome.diverged == records[-1]["diverged"]
+    assert [r["ended"] for r in records] == [True] and not checkpoint.latest(saving.folder)
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"warmup_steps": 60}, r"--warmup_steps is 60 of 60 steps: .* lower the warmup"),
+        ({"growth": 0.0}, r"--growth is 0.0: alpha / peak rate of QSR must be positive"),
+        ({"total_steps": 0, "warmup_steps": 0}, r"is 0 of 0 steps: .* Raise --total_steps"),
+    ],
+)
+def test_bad_plans_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        plans_of(**fields)
+
+
+def test_bad_input_is_named():
+    plans = plans_of()
+    with pytest.raises(ValueError, match="60 steps and the run 59"):
+        trained(built(), plans._replace(rates=plans.rates[:-1]))
+    for fields, message in (
+        ({"workers": 64}, "64 workers with 3 units of 1 examples need at least 64"),
+        ({"workers": 0}, "--workers is 0: pass a whole number >= 1"),
+        ({"units_per_step": 12}, "units_per_step is 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config.sizes_of(task(), SETTING._replace(**fields))
+    with pytest.raises(ValueError, match="need at least 51 examples; the training set has 46"):
+        config.sizes_of(task(), SETTING._replace(workers=17), deals="examples")
+    with pytest.raises(ValueError, match="CD-GraB coordinates workers in every step, and workers"):
+        program.build(
+            task(), SETTING._replace(run="turns"), ORDERS["cd_grab"], SYNC_RULES["qsr"].rounds
+        )
+
+
+def test_help_shows_every_flag_of_the_program():
+    values = flags.FlagValues()
+    train.define_flags(values)
+    shown = {flag.name for flag in values.get_key_flags_for_module(sys.argv[0])}
+    assert shown == set(values)
+    assert {"order", "workers", "track", "coordinator_address"} < shown

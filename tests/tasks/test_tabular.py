@@ -1,0 +1,128 @@
+"""Numbers in tables, from small files, prepared sets, and data beside the checkout."""
+
+import csv
+import io
+import pathlib
+import zipfile
+
+import numpy as np
+import pytest
+
+from experiments import prepare
+from experiments.tasks import TASKS, builders, tabular
+from tests.shared_data import need
+
+COLUMNS = 23
+
+
+@pytest.fixture
+def series(tmp_path):
+    """Two series of 28 and 30 weeks: the shorter one's row is filled up with empty fields."""
+    past = [np.arange(1, 29) * 0.5, np.arange(30) - 7.0]
+    future = [np.arange(13) + 15.0, np.arange(13) * -1.0]
+    for part, rows, quote in (("train", past, ""), ("test", future, '"')):
+        lines = [",".join(f'"V{k}"' for k in range(1, 32))]
+        for k, values in enumerate(rows):
+            fields = [f"W{k + 1}", *values, *[""] * (30 - len(values))]
+            lines.append(",".join(f"{quote}{field}{quote}" for field in fields))
+        (tmp_path / f"Weekly-{part}.csv").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return str(tmp_path), past, future
+
+
+def test_windows_of_series_are_all_of_them_divided_by_their_inputs_mean_size(series):
+    folder, past, future = series
+    task = TASKS["m4_weekly"](folder)
+    expected = [s[k : k + 26] for s in past for k in range(len(s) - 25)]
+    assert len(expected) == 3 + 5 and task.train["x"].shape == (8, 20)
+    for k, window in enumerate(expected):
+        scale = np.mean(np.abs(window[:20]))
+        np.testing.assert_allclose(task.train["x"][k], window[:20] / scale, rtol=1e-6)
+        np.testing.assert_allclose(task.train["y"][k], window[20:] / scale, rtol=1e-6)
+    for k in range(2):
+        scale = np.mean(np.abs(past[k][-20:]))
+        np.testing.assert_allclose(task.test["x"][k], past[k][-20:] / scale, rtol=1e-6)
+        np.testing.assert_allclose(task.test["y"][k], future[k] / scale, rtol=1e-6)
+    assert task.train["y"].dtype == task.test["y"].dtype == np.float32
+    assert task.metric == "smape"
+    zeros = tabular.training_windows([np.zeros(26)])  # a series at zero is not divided
+    np.testing.assert_array_equal(zeros["x"], np.zeros((1, 20)))
+
+
+@pytest.mark.parametrize(
+    "old,new,word",
+    [("W2", "W3", "not the same"), ("17.0", "", "series W1"), (',"25.0"', "", "series 1 has 12")],
+)
+def test_damaged_series_are_refused(series, old, new, word):
+    path = pathlib.Path(series[0]) / "Weekly-test.csv"
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=word):
+        TASKS["m4_weekly"](series[0])
+
+
+def test_the_weekly_series_of_m4_also_prepared(tmp_path):
+    raw = need("m4")
+    past, future = tabular.read_m4(raw)
+    assert (len(past), min(map(len, past)), max(map(len, past))) == (359, 80, 2597)
+    assert {len(values) for values in future} == {13}
+    np.testing.assert_array_equal(future[358][[0, -1]], [4458, 3965])
+    pytest.importorskip("tensorflow_datasets")
+    prepare.prepare("m4_weekly", str(tmp_path), raw)
+    for got, wanted in zip(tabular.read_m4(str(tmp_path)), (past, future), strict=True):
+        assert len(got) == len(wanted) == 359
+        for one, other in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_damaged_file_is_not_prepared(series, tmp_path):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    error = tfds.core.download.download_manager.NonMatchingChecksumError
+    with pytest.raises(error, match="Weekly-t"):
+        prepare.prepare("m4_weekly", str(tmp_path / "set"), series[0])
+
+
+@pytest.fixture
+def applications(tmp_path):
+    """Ten applications of Wyoming, whose files have no checksum: one column is letters."""
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(10, COLUMNS)).round(6).astype(str).tolist()
+    features[2][4] = ""
+    features = [[*row[:9], "WY", *row[9:]] for row in features]
+    tables = {"features": features, "target": [[1 + k % 3, ""] for k in range(10)]}
+    for part, rows in tables.items():
+        table = io.StringIO()
+        csv.writer(table).writerows([["column"] * len(rows[0]), *rows])
+        with zipfile.ZipFile(tmp_path / f"2017-WY-{part}.zip", "w") as archive:
+            archive.writestr(f"data/2017/WY/2017-WY-{part}.csv", table.getvalue())
+    return str(tmp_path)
+
+
+def test_applications_are_standardised_and_missing_ones_are_at_the_mean(applications):
+    columns, actions = tabular.read_hmda(applications, "WY")
+    assert columns.shape == (10, COLUMNS) and np.argwhere(np.isnan(columns)).tolist() == [[2, 4]]
+    task = tabular.hmda(applications, state="WY")
+    assert task.train["x"].shape == (8, COLUMNS + 1) and task.test["x"].shape == (2, COLUMNS + 1)
+    np.testing.assert_allclose(task.train["x"][:, :COLUMNS].mean(axis=0), 0, atol=1e-6)
+    assert sorted([*task.train["y"], *task.test["y"]]) == [0] * 3 + [1] * 7
+    assert (actions == 3).sum() == 3
+
+
+@pytest.mark.parametrize(
+    "state,raw", [("WY", None), pytest.param("NJ", "hmda", marks=pytest.mark.slow)]
+)
+def test_prepared_applications_equal_the_files(applications, tmp_path, state, raw):
+    pytest.importorskip("tensorflow_datasets")
+    raw, folder = applications if raw is None else need(raw), str(tmp_path / "set")
+    prepare.prepare(f"hmda/{state}", folder, raw)
+    found = zip(tabular.read_hmda(folder, state), tabular.read_hmda(raw, state), strict=True)
+    for got, wanted in found:
+        np.testing.assert_array_equal(got, wanted)
+        assert got.dtype == wanted.dtype
+    assert not builders.is_prepared("hmda/AK", folder)
+
+
+def test_hmda_has_twenty_standardised_features():
+    task = TASKS["hmda"](need("hmda"))
+    assert task.train["x"].shape == (238666, 20) and task.test["x"].shape == (59667, 20)
+    np.testing.assert_allclose(task.train["x"][:, :19].mean(axis=0), 0, atol=1e-3)
+    np.testing.assert_allclose(task.train["x"][:, 19], 1)
+    assert 0.8 < task.train["y"].mean() < 0.9

@@ -1,0 +1,265 @@
+"""Texts, from small files, prepared sets, and data beside the checkout."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from experiments import prepare
+from experiments.tasks import TASKS, builders, metrics, text, wikitext
+from experiments.tasks.metrics import METRICS
+from tests.shared_data import need
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for field in wanted:
+        np.testing.assert_array_equal(got[field], wanted[field])
+
+
+@pytest.fixture
+def characters(tmp_path):
+    (tmp_path / "input.txt").write_text("to be\nor not" * 10, encoding="utf-8")
+    return str(tmp_path)
+
+
+def test_windows_of_characters_and_the_next_ones(characters):
+    task = TASKS["tinyshakespeare"](characters, length=4)
+    letters = np.array(sorted(set("to be\nor not")))
+    assert "".join(letters[task.train["x"][:3].ravel()]) == "to be\nor not"
+    assert "".join(letters[task.train["y"][:3].ravel()]) == "o be\nor nott"
+    assert task.train["x"].shape == (26, 4) and task.test["x"].shape == (2, 4)
+
+
+def test_sequences_are_evaluated_by_the_mean_of_their_tokens(characters, monkeypatch):
+    test = TASKS["tinyshakespeare"](characters, length=4).train
+    table = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
+    bigrams = models.Model(None, None, lambda table, x: table[x])
+    logits = table[test["x"]]
+    scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    loss = -np.mean(np.take_along_axis(scores, test["y"][..., None], axis=-1))
+    share = np.mean(logits.argmax(axis=-1) == test["y"])
+    monkeypatch.setattr(metrics, "CHUNK", 10)
+    assert 0 < share < 1
+    for name, expected in (("accuracy", share), ("loss", loss)):
+        found = METRICS[name].measure(bigrams)(jnp.asarray(table), None, test)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_tinyshakespeare_says_what_is_wrong(characters, tmp_path):
+    wrong = {"'gpt2'": {"model": "vit"}, "length is 0": {"length": 0}, "has 12": {"length": 12}}
+    for word, settings in wrong.items():
+        with pytest.raises(ValueError, match=word):
+            TASKS["tinyshakespeare"](characters, **settings)
+    for folder in (None, str(tmp_path / "empty")):
+        with pytest.raises(ValueError, match=text.SHAKESPEARE):
+            TASKS["tinyshakespeare"](folder)
+
+
+LINES = {"train": "the cat\n\nthe dog sat\n", "valid": "a cat\n", "test": "the bird sat\n"}
+
+
+@pytest.fixture
+def words(tmp_path):
+    for part, content in LINES.items():
+        (tmp_path / f"{part}.txt").write_text(content, encoding="utf-8")
+    return tmp_path
+
+
+def test_every_line_ends_with_eos_and_unknown_words_are_unk(words):
+    task = TASKS["wikitext2"](str(words), length=2)
+    names = ["<eos>", "the", "cat", "dog", "sat", "<unk>"]  # by number of occurrences, then a to z
+
+    def spell(tokens):
+        return " ".join(names[k] for k in tokens.ravel())
+
+    assert spell(task.train["x"]) == "the cat <eos> <eos> the dog"
+    assert spell(task.train["y"]) == "cat <eos> <eos> the dog sat"
+    np.testing.assert_array_equal(task.test["x"], [[1, 5]])
+    assert task.train["x"].dtype == task.train["y"].dtype == np.int32
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    assert params["tokens"].shape == (6, 32) and task.metric == "perplexity"
+
+
+def test_the_most_frequent_words_are_kept():
+    found = list(text.words(["b b b c c a a d\n"]))
+    assert text.vocabulary(found, 4) == ["b", "a", "<eos>", "<unk>"]
+    assert text.vocabulary(found) == ["b", "a", "c", "<eos>", "d", "<unk>"]
+    assert text.vocabulary([*found, *["<unk>"] * 3], 3) == ["<unk>", "b", "<eos>"]
+    np.testing.assert_array_equal(text.encode("abcde", ["b", "a", "<unk>"]), [1, 0, 2, 2, 2])
+    with pytest.raises(ValueError, match="max_words is 2"):
+        text.vocabulary(found, 2)
+
+
+def test_the_small_task_trains_on_the_test_text_and_files_of_the_archive_are_read_too(words):
+    task = TASKS["wikitext2_small"](str(words), length=1)
+    assert task.train["x"].shape == (3, 1) and task.test["x"].shape == (2, 1)
+    np.testing.assert_array_equal(task.test["x"], [[4], [4]])  # neither word is in the test text
+    plain = TASKS["wikitext2"](str(words), length=2).train
+    for part in LINES:
+        (words / f"{part}.txt").rename(words / f"wiki.{part}.tokens")
+    assert_same(TASKS["wikitext2"](str(words), length=2).train, plain)
+
+
+def test_saved_tokens_are_taken_instead_of_a_text(words):
+    np.save(words / "train.npy", np.arange(9))
+    np.save(words / "test.npy", np.array([11, 3, 5, 0, 7]))
+    task = TASKS["wikitext103"](str(words), "gpt2", length=4)
+    np.testing.assert_array_equal(task.train["y"], [[1, 2, 3, 4], [5, 6, 7, 8]])
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    assert params["tokens"].shape == (12, 128) and params["positions"].shape == (4, 128)
+    with pytest.raises(ValueError, match="max_words is 5"):
+        TASKS["wikitext103"](str(words), max_words=5)
+
+
+@pytest.mark.parametrize(
+    "settings,word",
+    [
+        ({"model": "vit"}, r"\['gpt2', 'gpt2_small', 'lstm'\]"),
+        ({"corpus": "enwik8"}, "wikitext103"),
+        ({"length": 0}, "length is 0"),
+        ({"length": 8}, "has 8 tokens"),
+        ({"max_words": 1}, "max_words is 1"),
+    ],
+)
+def test_wikitext_says_what_is_wrong(settings, word, words):
+    with pytest.raises(ValueError, match=word):
+        wikitext.load(str(words), **settings)
+
+
+def test_a_missing_training_text_says_where_it_is_and_what_else_there_is(words):
+    (words / "train.txt").unlink()
+    for folder in (None, str(words)):
+        for word in (wikitext.SOURCES["wikitext2"], "--task=wikitext2_small", "--manual_dir"):
+            with pytest.raises(ValueError, match=word):
+                TASKS["wikitext2"](folder)
+
+
+def test_wikitext2_has_the_published_number_of_tokens():
+    folder = need("wikitext2")
+    numbers = [
+        len(list(text.words(wikitext.lines(folder, "wikitext2", part))))
+        for part in ("valid", "test")
+    ]
+    assert numbers == [217646, 245569]
+
+
+def test_articles_begin_with_their_title_and_lose_no_line():
+    lines = [" \n", " = A B = \n", " x = 1 \n", " = = C = = \n", " = = \n", " = D = \n", "y"]
+    found = list(wikitext.articles(lines))
+    assert found == ["".join(lines[:5]), "".join(lines[5:])]
+
+
+def test_features_of_sentences_are_normalised_and_do_not_look_at_the_test_set(tmp_path):
+    generator = np.random.default_rng(0)
+    sentences = [" ".join(generator.choice(list("abcdefgh"), 6)) for _ in range(40)]
+    rows = "".join(f"{s} \t{k % 2}\n" for k, s in enumerate(sentences))
+    (tmp_path / "train_full.tsv").write_text("sentence\tlabel\n" + rows, encoding="utf-8")
+    (tmp_path / "dev.tsv").write_text(f"sentence\tlabel\n{sentences[3]}\t1\nzz\t0\n")
+    task = TASKS["sst2"](str(tmp_path), num_features=5)
+    assert task.train["x"].shape == (40, 5) and task.train["x"].dtype == np.float32
+    np.testing.assert_allclose(np.mean(task.train["x"] ** 2, axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(task.test["x"][0], task.train["x"][3], rtol=1e-4)
+    np.testing.assert_array_equal(task.test["x"][1], 0)
+    np.testing.assert_array_equal(task.train["y"], np.arange(40) % 2)
+    with pytest.raises(ValueError, match="num_features is 1000"):
+        TASKS["sst2"](str(tmp_path), num_features=1000)
+
+
+def test_embeddings_are_taken_where_they_lie(tmp_path):
+    arrays = {"x_train": np.ones((3, 7)), "y_train": [0, 1, 1], "x_test": np.zeros((2, 7))}
+    np.savez(tmp_path / "embeddings.npz", **arrays)
+    with pytest.raises(ValueError, match="y_test"):
+        TASKS["sst2"](str(tmp_path))
+    np.savez(tmp_path / "embeddings.npz", **arrays, y_test=[1, 0])
+    task = TASKS["sst2"](str(tmp_path))
+    assert_same(task.train, {"x": np.ones((3, 7)), "y": np.array([0, 1, 1])})
+    assert task.train["x"].dtype == np.float32 and task.test["y"].dtype == np.int32
+    np.savez(tmp_path / "embeddings.npz", **arrays, y_test=[1, 0, 0])
+    with pytest.raises(ValueError, match="must be"):
+        TASKS["sst2"](str(tmp_path))
+
+
+def test_sst2_says_what_is_wrong(tmp_path):
+    for folder in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match=text.SST2):
+            TASKS["sst2"](folder)
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\ngood\n")
+    with pytest.raises(ValueError, match="a tab and 0 or 1"):
+        TASKS["sst2"](str(tmp_path))
+
+
+@pytest.mark.slow
+def test_features_of_sst2_tell_good_reviews_from_bad_ones():
+    task = TASKS["sst2"](need("sst2"))
+    assert task.train["x"].shape == (67349, 256) and task.test["x"].shape == (872, 256)
+    centres = [task.train["x"][task.train["y"] == y].mean(axis=0) for y in (0, 1)]
+    axis, middle = centres[1] - centres[0], (centres[1] + centres[0]) / 2
+    right = ((task.test["x"] - middle[None]) @ axis > 0) == (task.test["y"] == 1)
+    assert right.mean() > 0.65
+
+
+def test_prepared_texts_equal_the_files(words, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorflow_datasets")
+    content = " \n = Eins = \n \n ein\u2028 <unk> Hund \n\n = Zwei = \n ja"
+    (words / "train.txt").write_text(content, encoding="utf-8")
+    chosen = {"name": "wikitext/wikitext2", "data_dir": str(tmp_path / "set")}
+    monkeypatch.setattr(prepare, "FLAGS", types.SimpleNamespace(**chosen, manual_dir=str(words)))
+    prepare.main(None)
+    assert "wikitext/wikitext2/1.0.0: 2 examples in the split 'train'" in capsys.readouterr().out
+    got, wanted = (
+        TASKS["wikitext2"](str(folder), length=2) for folder in (tmp_path / "set", words)
+    )
+    assert_same(got.train, wanted.train)
+    assert_same(got.test, wanted.test)
+    got = "".join(wikitext.lines(str(tmp_path / "set"), "wikitext2_small", "valid"))
+    assert got == LINES["valid"]
+
+
+def test_without_files_the_archive_is_downloaded_and_unpacked(tmp_path):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    builders.register("wikitext")
+    folder = tmp_path / "unpacked" / "wikitext-103"
+    folder.mkdir(parents=True)
+    for part, content in LINES.items():
+        (folder / f"wiki.{part}.tokens").write_text(content, encoding="utf-8")
+
+    class Downloads:
+        @property
+        def manual_dir(self):
+            raise AssertionError("Manual directory not enabled.")
+
+        def download_and_extract(self, address):
+            self.address = address
+            return folder.parent
+
+    downloads = Downloads()
+    builder = tfds.builder("wikitext/wikitext103", data_dir=str(tmp_path))
+    splits = builder._split_generators(downloads)
+    assert downloads.address == wikitext.SOURCES["wikitext103"]
+    assert {name: next(rows)[1]["text"] for name, rows in splits.items()} == {
+        "train": LINES["train"],
+        "validation": LINES["valid"],
+        "test": LINES["test"],
+    }
+
+
+@pytest.mark.parametrize("name", builders.NAMES)
+def test_checksums_are_of_the_addresses_that_the_builder_reads(name):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    builders.register(name)
+    infos = tfds.builder_cls(name).url_infos
+    module = __import__(f"{builders.__name__}.{name}.{name}_dataset_builder", fromlist=["Builder"])
+    addresses = {
+        "hmda": lambda: {
+            f"{module.SOURCE}/NJ/2017-NJ-{part}.zip" for part in ("features", "target")
+        },
+        "m4_weekly": lambda: set(module.FILES.values()),
+        "wikitext": lambda: set(wikitext.SOURCES.values()),
+    }
+    assert set(infos) == addresses[name]()
+    for address, info in infos.items():
+        assert info.filename == address.rsplit("/", 1)[1] and len(info.checksum) == 64

@@ -1,0 +1,297 @@
+"""What is damaged, exchanged or cut off between two calls is noticed, or the run is the same."""
+
+import functools
+import json
+import pathlib
+import re
+import shutil
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import qsr
+from experiments.cluster.digest import data_hash
+from experiments.results import records
+from experiments.study import study
+from experiments.tasks import TASKS
+from experiments.tasks.base import first_of
+from experiments.training import checkpoint, run
+from tests.cases import times
+from tests.commands import SHORT, train_run
+from tests.little_run import STEPS, assert_same, built, plans_of, timeless, trained
+from tests.sources import EpochSource
+from tests.studies import RUN, SMALL, start
+
+
+@pytest.fixture(scope="module", params=["mesh", pytest.param("one device", marks=pytest.mark.slow)])
+def saved(request, tmp_path_factory):
+    """(program, folder of the checkpoints of steps 56 and 60, the state at the end, records)."""
+    folder, program = tmp_path_factory.mktemp("saved"), built(mesh=request.param == "mesh")
+    saving = run.Saving(str(folder), every=7, at_end=True)
+    outcome, found = trained(program, plans_of(), saving=saving)
+    assert checkpoint.steps_of(saving.folder) == [60, 56]
+    return program, folder, outcome.state, found
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """The same, in a folder that may be damaged."""
+    program, folder, state, found = saved
+    shutil.copytree(folder, tmp_path / "copy")
+    return program, tmp_path / "copy", state, found
+
+
+def files_of(folder):
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def changed(content, path, draw):
+    """What a file then holds; None for nothing."""
+    how, place = draw(st.sampled_from(HOW)), draw(st.integers(0, len(content)))
+    if how == "bit" and place < len(content):
+        content[place] ^= 1 << draw(st.integers(0, 7))
+    elif how == "cut":
+        del content[place:]
+    elif how == "piece":
+        content[place : place + draw(st.integers(0, 8))] = draw(st.binary(max_size=8))
+    elif how == "zeros":
+        content[place:] = bytes(len(content) - place)
+    elif how == "older":  # the same file, of the checkpoint before
+        older = pathlib.Path(str(path).replace("/60/", "/56/"))
+        content = older.read_bytes() if older.exists() else content
+    return None if how == "gone" else bytes(content)
+
+
+HOW = ("bit", "cut", "piece", "zeros", "older", "gone")
+
+
+@settings(max_examples=times(60))
+@given(data=st.data())
+def test_a_changed_file_is_named_or_does_nothing(saved, data):
+    """What a restore reads is named; what orbax writes beside it is not read."""
+    program, folder, state, _ = saved
+    with tempfile.TemporaryDirectory() as name:
+        newest = pathlib.Path(shutil.copytree(folder, pathlib.Path(name, "copy"))) / "60"
+        path = data.draw(st.sampled_from(files_of(newest)))
+        before = path.read_bytes()
+        after = changed(bytearray(before), path, data.draw)
+        path.unlink() if after is None else path.write_bytes(after)
+        wrong, own = checkpoint.damage(str(newest)), str(path.relative_to(newest))
+        if own == checkpoint.DIGEST or own.startswith(checkpoint.STATE):
+            assert (after == before) == (wrong is None)
+            assert wrong is None or own in wrong
+            return
+        assert wrong is None
+        at, other, _ = checkpoint.restore(str(newest.parent), plans_of(), program.init(0))
+        assert at.step == STEPS
+        assert_same(other, state)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def largest(folder):
+    return max((folder / "60" / "state").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+
+
+def older(folder, part):
+    """Files that fit each other, under another name."""
+    path = folder / "60" / part
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    copy = shutil.copytree if (folder / "56" / part).is_dir() else shutil.copy
+    copy(folder / "56" / part, path)
+
+
+DAMAGE = {
+    "a file cut": (lambda folder: cut(largest(folder)), "is not what was saved"),
+    "a file gone": (lambda folder: largest(folder).unlink(), "is missing"),
+    "no digest": (
+        lambda folder: (folder / "60" / "digest.json").unlink(),
+        "digest.json is missing",
+    ),
+    "digest cut": (lambda folder: cut(folder / "60" / "digest.json"), "digest.json is missing or"),
+    "empty": (lambda folder: shutil.rmtree(folder / "60" / "state"), "is missing"),
+    "another state": (lambda folder: older(folder, "state"), "state/.* is "),
+    "another step": (
+        lambda folder: [older(folder, part) for part in ("state", "digest.json")],
+        "digest.json is that of step 56",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(copied, capsys, how):
+    program, folder, state, found = copied
+    act, told = DAMAGE[how]
+    act(folder)
+    outcome, again = trained(program, plans_of(), saving=run.Saving(str(folder), at_end=True))
+    said = capsys.readouterr().out
+    assert re.search(rf"The checkpoint of step 60 is damaged \(.*{told}.*\) and passed over", said)
+    assert "Goes on from the checkpoint of step 56" in said
+    assert_same(outcome.state, state)
+    assert timeless(again) == timeless(r for r in found if r["step"] > 56)
+    assert sorted(p.name for p in folder.iterdir()) == ["56", "60", "60.damaged"]
+
+
+def test_older_damage_does_not_matter_and_where_none_is_whole_nothing_begins(copied, capsys):
+    program, folder, state, _ = copied
+    for path in files_of(folder / "56"):
+        cut(path)
+    outcome, found = trained(program, plans_of(), saving=run.Saving(str(folder)))
+    assert "Goes on from the checkpoint of step 60" in capsys.readouterr().out
+    assert_same(outcome.state, state)
+    assert not found
+    cut(largest(folder))
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole \(step 60: .*--overwrite"):
+        trained(program, plans_of(), saving=run.Saving(str(folder)))
+    assert sorted(p.name for p in folder.iterdir()) == ["56", "60"], "nothing was touched"
+
+
+def test_a_kill_while_a_digest_is_written_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    """A folder gets its name when its digest is there."""
+    saving = run.Saving(str(tmp_path), every=30, at_end=True)
+    plain = checkpoint._write_digest
+
+    def fails_late(folder, known):
+        if known["step"] == STEPS:
+            raise OSError("no space left")
+        plain(folder, known)
+
+    monkeypatch.setattr(checkpoint, "_write_digest", fails_late)
+    with pytest.raises(OSError, match="no space left"):
+        trained(built(), plans_of(), saving=saving)
+    assert checkpoint.steps_of(saving.folder) == [30] and checkpoint.settled(saving.folder) == 30
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    saving = run.Saving(str(tmp_path), at_end=True, about={"seed": 0, "data": "a"})
+    _, found = trained(built(), plans_of(), saving=saving)
+    trained(built(), plans_of(), saving=saving._replace(kept=len(found)))
+    for plans, other, message in (
+        (plans_of(echo="fixed"), {}, "step 60 belongs to another echo plan: give"),
+        (plans_of(sync="constant"), {}, "step 60 belongs to another sync plan: give"),
+        (plans_of(floor=0.02, growth=1.51), {}, "belongs to another learning rate plan: give"),
+        (
+            plans_of(),
+            {"about": {"seed": 1, "data": "a"}},
+            r"settings \(seed: 0 there, 1 here.* --o",
+        ),
+        (
+            plans_of(),
+            {"about": {"seed": 0, "data": "b"}},
+            r"settings \(data: 'a' there, .* pass --",
+        ),
+        (plans_of(), {"kept": 2}, f"are 2 records .* saved after {len(found)}: bring"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trained(built(), plans, saving=saving._replace(**other))
+
+
+def test_data_are_known_by_their_hash():
+    task = TASKS["digits"](None)
+    first = data_hash(task)
+    assert data_hash(TASKS["digits"](None)) == first
+    for part in ("train", "test"):
+        data = jax.tree.map(np.array, getattr(task, part))
+        data["x"][7, 3] += 1e-3
+        assert data_hash(task._replace(**{part: data})) != first
+        fewer = first_of(getattr(task, part), 100)
+        assert data_hash(task._replace(**{part: fewer})) != first
+    source = task._replace(train=EpochSource(task.train))
+    assert data_hash(source) == data_hash(source) != first
+    other = task._replace(train=EpochSource({**task.train, "y": task.train["y"][::-1]}))
+    assert data_hash(other) != data_hash(source)
+
+
+LINE = '{"step": 1}\n'
+
+
+def test_a_cut_last_line_is_left_out_and_another_that_is_broken_is_named(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(LINE + LINE[:-4])
+    assert records.read(str(path)) == [{"step": 1}]
+    assert f"Line 2 of {str(path)!r} was cut off" in capsys.readouterr().out
+    for line in ('{"step": 1', "[1, 2]", "7", "\xff\xfe", '{"step": 1}}', ""):
+        path.write_text(f"{LINE}{line}\n{LINE}", encoding="latin-1")
+        with pytest.raises(ValueError, match=r"line 2 of .*l' is no record .* --overwrite"):
+            records.read(str(path))
+
+
+def test_broken_or_missing_settings_are_named(tmp_path):
+    settings = {"seed": 0, "data": "a"}
+    records.open_folder(str(tmp_path), settings)
+    (tmp_path / "metrics.jsonl").write_text(LINE)
+    with pytest.raises(ValueError, match=r"other settings \(data: 'a' there, 'b' here\): .* --o"):
+        records.open_folder(str(tmp_path), {"seed": 0, "data": "b"})
+    path = tmp_path / "settings.json"
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(ValueError, match=r"settings.json' is broken .* or pass --overwrite"):
+        records.open_folder(str(tmp_path), settings)
+    path.unlink()
+    with pytest.raises(ValueError, match="holds records and no settings.json .* --overwrite"):
+        records.open_folder(str(tmp_path), settings)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds checkpoints and no settings.json .* --overwrite"):
+        records.open_folder(str(tmp_path), settings)
+    assert records.open_folder(str(tmp_path), settings, overwrite=True) == []
+    assert json.loads(path.read_text()) == settings
+
+
+def test_records_of_other_settings_go_before_the_new_ones_come(tmp_path, monkeypatch):
+    """--overwrite, killed in between, leaves no records under settings that are not theirs."""
+    records.open_folder(str(tmp_path), {"seed": 0})
+    (tmp_path / "metrics.jsonl").write_text(LINE)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(records, "versions", interrupted)
+        records.open_folder(str(tmp_path), {"seed": 1}, overwrite=True)
+    assert records.open_folder(str(tmp_path), {"seed": 1}) == []
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_a_run_goes_on_with_its_own_data_settings_and_records_alone(tmp_path, monkeypatch):
+    train_run(SHORT, tmp_path)
+    whole = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+
+    def others(*args, **choices):
+        task = digits(*args, **choices)
+        return task._replace(test={**task.test, "y": task.test["y"][::-1]})
+
+    digits = TASKS["digits"]
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ValueError, match=r"settings \(data: .*-"),
+    ):
+        patch.setitem(TASKS, "digits", functools.wraps(digits)(others))
+        train_run(SHORT, tmp_path)
+    settings = tmp_path / "settings.json"
+    settings.unlink()
+    with pytest.raises(ValueError, match="and no settings.json that says of which run"):
+        train_run([*SHORT, "--seed=1"], tmp_path)
+    settings.write_text(whole[settings.name].decode().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ValueError, match=r"of step 24 belongs .* settings \(seed: 0 there, 1 here"):
+        train_run([*SHORT, "--seed=1"], tmp_path)
+    settings.write_bytes(whole[settings.name])
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.unlink()
+    with pytest.raises(ValueError, match="there are 0 records of the run .* saved after 4"):
+        train_run(SHORT, tmp_path)
+    metrics.write_bytes(whole[metrics.name])
+    train_run(SHORT, tmp_path)
+    assert metrics.read_bytes() == whole[metrics.name]
+
+
+def test_a_study_goes_on_with_its_own_data_alone(tmp_path, monkeypatch):
+    arguments = [*SMALL, *RUN, "--width=8", "--arms=qsr", "--learning_rates=0.1", "--seeds=1"]
+    start(qsr, arguments, tmp_path)
+    monkeypatch.setattr(study, "data_hash", lambda task: "others")
+    with pytest.raises(ValueError, match=r"settings \(data: '\w+' there, 'others' here\): .*--"):
+        start(qsr, arguments, tmp_path)

@@ -1,0 +1,300 @@
+"""`train --elastic`: a run goes on with other workers, in mid-epoch and mid-round.
+
+pytest -m slow -n 0 tests/training/test_resize.py     # all orders, rounds, processes: minutes
+"""
+
+import os
+import re
+import shutil
+import signal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from experiments.cluster import files
+from experiments.training import checkpoint, config, loop, resize
+from ordering.echo import EchoPlan
+from tests.commands import RUN, finish, records, stop_in_the_middle, train_run
+from tests.little_run import assert_same
+
+STEPS, LOADS, UNITS, TOGETHER = 40, 5, 40, 8  # of a run; of an epoch; of a step of all workers
+SMALL = [
+    "--num_train=46", "--num_test=20", f"--total_steps={STEPS}", "--evaluations=4", "--h_base=5",
+    "--learning_rate=0.2", "--unit_size=1", "--checkpoint_every=1",
+]  # fmt: skip
+MEAN = "--elastic=mean"
+CHANGES = [(8, 12), (4, 28), (8, STEPS)]  # workers, until which step
+
+
+def go(folder, workers, *arguments):
+    """Trains on to the end, saved after every step."""
+    split = [f"--workers={workers}", f"--units_per_step={TOGETHER // workers}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "KEPT", STEPS)
+        train_run([*SMALL, *split, *arguments], folder)
+
+
+def stopped(folder, new, step):
+    """A copy of a run as it was after a step."""
+    shutil.copytree(folder, new)
+    for name in os.listdir(new / "checkpoints"):
+        if int(name) > step:
+            shutil.rmtree(new / "checkpoints" / name)
+    return new
+
+
+def changed(folder, *arguments, changes=CHANGES):
+    """The folders of a run with these workers one after another, each to the end of the run."""
+    found = []
+    for number, (workers, _) in enumerate(changes):
+        new = folder / str(number)
+        if number:
+            stopped(found[-1], new, changes[number - 1][1])
+        go(new, workers, *arguments, *([MEAN] if number else []))
+        found.append(new)
+    return found
+
+
+def state_of(folder, step):
+    """The state of a checkpoint, in dicts."""
+    with ocp.StandardCheckpointer() as reader:
+        tree = reader.restore(os.path.abspath(folder / "checkpoints" / str(step) / "state"))
+
+    def data(x):
+        typed = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if typed else x)
+
+    return jax.tree.map(data, tree)
+
+
+def orders_of(folder, step):
+    """int[W, M], the orders of all workers after a step, by the numbers of all units."""
+    orders = state_of(folder, step)["orders"]
+    if "pairs" in orders:
+        return np.asarray(orders["pairs"]["current"])
+    current, path = np.asarray(orders["current"]), folder / "checkpoints" / str(step) / "units.npy"
+    if current.max() >= current.shape[1]:  # dealt: numbers of all units already
+        return current
+    units = np.load(path) if path.exists() else np.arange(UNITS).reshape(current.shape)
+    return np.take_along_axis(units, current, axis=1)
+
+
+def visited(folders, load_steps=range(STEPS), changes=CHANGES):
+    """{epoch: the units of its loads}, each by the workers of its step."""
+    found = {}
+    for load, step in enumerate(load_steps):
+        epoch, place = divmod(load, LOADS)
+        folder = folders[sum(step >= until for _, until in changes)]
+        # The order stays to the end of the step in which its epoch ends.
+        orders = orders_of(folder, step if place == LOADS - 1 else step + 1)
+        each = TOGETHER // len(orders)
+        units = orders[:, place * each : (place + 1) * each]
+        assert units.size == TOGETHER
+        found.setdefault(epoch, []).extend(units.reshape(-1).tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folders of a run with 8, then 4, then 8 workers."""
+    return changed(tmp_path_factory.mktemp("whole"))
+
+
+def test_each_unit_is_visited_once_in_every_epoch(whole):
+    epochs = visited(whole)
+    assert len(epochs) == STEPS / LOADS
+    assert all(sorted(units) == list(range(UNITS)) for units in epochs.values())
+    found = records(whole[-1])
+    assert [r["step"] for r in found] == list(range(10, STEPS + 1, 10))
+    assert [len(r.get("elastic", [])) for r in found] == [0, 1, 2, 2]
+    sent = [r["allreduces"] for r in found]
+    assert sent == sorted(sent) and found[-1]["ended"]
+
+
+@pytest.mark.slow
+def test_other_input_and_further_stops_change_nothing(whole, tmp_path):
+    """Nor does the flag, without other workers."""
+    more = [(8, 12), (4, 20), (4, 28), (8, STEPS)]
+    last = changed(tmp_path, "--input=thread", "--checkpoint_every=4", changes=more)[-1]
+    assert_same(state_of(last, STEPS), state_of(whole[-1], STEPS))
+    assert records(last) == records(whole[-1])
+
+
+def resumed(folder, *arguments):
+    """Where `train` goes on, and is killed."""
+    found, real = [], resize.resumed
+
+    class Killed(BaseException):
+        pass
+
+    def caught(*args, **options):
+        found.append(real(*args, **options))
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(resize, "resumed", caught)
+        go(folder, *arguments)
+    return found[0]
+
+
+@pytest.mark.parametrize("policy", ["mean", "reset", "first"])
+def test_workers_become_their_mean_and_their_momentum_what_is_asked(
+    whole, tmp_path, policy, capsys
+):
+    folder = stopped(whole[0], tmp_path / "eight", 12)
+    step, settings, units, (at, after, seen) = resumed(folder, 4, f"--elastic={policy}")
+    assert units is None, "neighbours merge"
+    assert step == at.step == 12 and seen.records == 1
+    before = state_of(folder, 12)
+
+    def to_all(x):
+        return np.stack([x] * 4)
+
+    for name, rows in before["params"].items():
+        mean = np.mean(rows.astype(np.float64), axis=0).astype(np.float32)
+        np.testing.assert_array_equal(after.params[name], to_all(mean))
+        assert (rows != rows[:1]).any(), "in a round"
+    inner = [jax.tree.leaves(x) for x in (before["opt_state"]["inner"], after.opt_state.inner)]
+    for old, new in zip(*inner, strict=True):
+        chosen = {
+            "mean": np.mean(old.astype(np.float64), axis=0).astype(old.dtype),
+            "reset": np.zeros_like(old[0]), "first": old[0],
+        }  # fmt: skip
+        np.testing.assert_array_equal(new, to_all(chosen[policy]))
+    assert {*after.opt_state.since.tolist()} == {*before["opt_state"]["since"].tolist()} != {0}
+    change = {
+        "step": 12, "rounds": at.rounds, "loads": 12, "policy": policy, "workers": [8, 4],
+        "units_per_step": [1, 2],
+    }  # fmt: skip
+    assert settings["elastic"] == [change]
+    assert files.read_json(str(folder / "settings.json")) == settings
+    assert (
+        "Goes on from step 12 with 4 workers instead of 8: 6 of 10 units of each are left of this "
+        f"epoch; their optimizers' state: {policy}.\n" in capsys.readouterr().out
+    )
+
+
+def files_of(folder):
+    paths = (p for p in folder.rglob("*") if p.is_file() and p.name != "versions.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_until_it_is_saved_the_old_checkpoint_is_whole(whole, tmp_path):
+    """A run that is killed before goes on from it, by the same command, to the same end."""
+    folder = stopped(whole[0], tmp_path / "eight", 12)
+    before = files_of(folder)
+    resumed(folder, 4, MEAN)
+    now = files_of(folder)
+    assert {n for n in now if before.get(n) != now[n]} <= {"settings.json", "lock.json"}
+    with pytest.raises(ValueError, match=r"workers: 8 there, 4 here\): .* pass --elastic=mean or"):
+        go(folder, 4)
+    go(folder, 4, MEAN)
+    assert_same(state_of(folder, STEPS), state_of(whole[1], STEPS))
+    assert records(folder) == records(whole[1])
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_touched(whole, tmp_path):
+    folder = stopped(whole[0], tmp_path / "eight", 12)
+    before = files_of(folder)
+    for workers, flags, message in (
+        (4, [MEAN, "--units_per_step=1"],
+         r"4 workers with 1 units per step cannot go on with the 40 units of this run, 8 of them "
+         r"in every step of all workers: pass --workers=4 --units_per_step=2\."),
+        (3, [MEAN], r"3 workers with 2 .*: pass --workers=1 --units_per_step=8, "
+                    r"--workers=2 --units_per_step=4, --workers=4 "),
+        (4, [MEAN, "--sync=constant"], r"sync: 'qsr' there, 'constant' here, .*run\.$"),
+        (8, [MEAN, "--run=mesh"], r"\(run: 'vmap' there, 'mesh' here\): choose"),
+        (8, ["--order=rr"], r"order: 'cd_grab' there, 'rr' here\): choose another"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            go(folder, workers, *flags)
+    assert files_of(folder) == before
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ValueError, match=r"workers: 8 there, 4 here\): .* pass --overwrite"):
+        go(folder, 4, MEAN)
+
+
+def test_who_owns_which_units_lies_in_the_checkpoints(whole):
+    path = whole[2] / "checkpoints" / "30"
+    units = np.load(path / "units.npy")
+    assert units.shape == (8, 5) and sorted(units.reshape(-1).tolist()) == list(range(UNITS))
+    np.save(path / "units.npy", units[::-1])
+    assert checkpoint.damage(str(path)) == "units.npy is not what was saved"
+    np.save(path / "units.npy", units)
+    assert checkpoint.damage(str(path)) is None
+
+
+def test_what_was_sent_by_other_workers_is_added():
+    changes = [
+        {"rounds": 7, "loads": 20, "workers": [8, 4], "units_per_step": [1, 2]},
+        {"rounds": 9, "loads": 40, "workers": [4, 2], "units_per_step": [2, 4]},
+    ]
+    sizes = config.Sizes(2, 20, 4, 1)
+    sent = resize.traffic_of(
+        changes, sizes, lambda s: lambda rounds, loads: rounds + s.workers * loads
+    )
+    assert sent(12, 50) == 12 + 8 * 20 + 4 * 20 + 2 * 10
+
+
+BETWEEN = [(8, 10), (4, 25), (8, STEPS)]  # where epochs end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "order,sync,echo,changes",
+    [
+        ("rr", "parallel", "none", CHANGES), ("rr+dealt", "qsr", "none", CHANGES),
+        ("block", "qsr", "fixed", CHANGES), ("id_mean", "qsr", "none", BETWEEN),
+        ("id_pair", "qsr+int8", "none", CHANGES), ("cd_grab", "qsr", "diffusion+cosine", CHANGES),
+        ("cd_grab+walk", "qsr+control", "none", BETWEEN), ("herding", "constant", "none", CHANGES),
+        ("cd_grab+sketch16", "qsr", "diffusion+cosine", CHANGES),
+        ("id_pair+sketch1024", "accumulate", "none", CHANGES),
+        ("cd_grab+dealt", "parallel", "fixed", CHANGES),
+        ("cd_grab+sketch16+chunks", "qsr", "none", BETWEEN),
+    ],
+)  # fmt: skip
+def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo, changes):
+    """From both inputs, bitwise the same; in mid-epoch and between two; echoed batches too."""
+    rule, ends = [f"--order={order}", f"--sync={sync}", f"--echo={echo}"], []
+    for reads in ("device", "thread"):
+        folders = changed(tmp_path / reads, *rule, f"--input={reads}", changes=changes)
+        ends.append(state_of(folders[-1], STEPS))
+    assert_same(*ends)
+    plan = EchoPlan.read(str(folders[-1] / "echo_plan.json"))
+    epochs = visited(folders, plan.load_steps, changes)
+    for epoch in range(plan.loads // LOADS):  # those that are whole
+        assert len(epochs[epoch]) == len(set(epochs[epoch])) == UNITS, epoch
+
+
+@pytest.mark.slow
+def test_what_was_decided_while_it_ran_stays_decided(tmp_path, monkeypatch):
+    """By coins, as the same input would not be ready twice."""
+    coins = iter(np.random.default_rng(2).random(10_000))
+    monkeypatch.setattr(loop, "ready_everywhere", lambda ready: next(coins) < 0.4)
+    folders = changed(tmp_path, "--echo=measured")
+    loads = [records(folder)[-1]["load_steps"] for folder in folders]
+    for one, other, (_, step) in zip(loads, loads[1:], CHANGES, strict=False):
+        assert [s for s in one if s < step] == [s for s in other if s < step]
+    assert len(loads[-1]) > 12
+
+
+FOUR, TWO = ["--workers=4", "--run=mesh"], ["--workers=2", "--run=mesh", "--units_per_step=6"]
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_where_four_workers_were_killed(tmp_path):
+    code, output = stop_in_the_middle([*RUN, *FOUR], tmp_path / "a", signal.SIGKILL, devices=4)
+    assert code == -9, output
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    said = finish([*RUN, *TWO, MEAN], tmp_path / "a", devices=2)
+    assert re.search(r"Goes on from step \d+ with 2 workers instead of 4: \d+ of 768", said)
+    together = ["experiments.launch", "--processes=2", "--", *RUN, *TWO, MEAN]
+    assert said.splitlines()[0] in finish(together, tmp_path / "b")
+    one, two = records(tmp_path / "a"), records(tmp_path / "b")
+    assert len(one) == 12
+    for a, b in zip(one, two, strict=True):
+        names = ("step", "loads", "rounds", "allreduces", "elastic")
+        assert [a.get(n) for n in names] == [b.get(n) for n in names]
+        np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-5)

@@ -1,0 +1,159 @@
+"""The run as arrays over its steps, its cuts, and the orders and loads that the host makes."""
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.training import input, loop, timeline
+from experiments.training.clock import Clock
+from experiments.training.config import Plans, Sizes
+from local_opt import SyncPlan
+from ordering.echo import EchoPlan
+
+
+class Case(NamedTuple):
+    plans: Plans
+    sizes: Sizes
+    streams: bool
+    sync_in_step: bool
+    stops: frozenset
+
+
+@st.composite
+def cases(draw, by_loads=False):
+    total = draw(st.integers(1, 40))
+    fresh = np.array([True, *draw(st.lists(st.booleans(), min_size=total - 1, max_size=total - 1))])
+    starts = sorted({0} | draw(st.sets(st.integers(0, total - 1))))
+    units = draw(st.integers(1, 11))
+    sizes = Sizes(draw(st.integers(1, 3)), units, draw(st.integers(1, units)), 1)
+    sync = None if by_loads else SyncPlan(starts, total)
+    plans = Plans(sync, EchoPlan(fresh), np.linspace(1, 0.1, total))
+    stops = frozenset(draw(st.sets(st.integers(0, total + 3))))
+    return Case(plans, sizes, draw(st.booleans()), draw(st.booleans()), stops)
+
+
+def segments(case, step=0, most=10**6):
+    """The segments from a step on, none with more steps than `most`."""
+    line = timeline.timeline(case.plans, case.sizes)
+    options = {"sync_in_step": case.sync_in_step}
+    ends = timeline.cuts(line, case.sizes, streams=case.streams, stops=case.stops, **options)
+    found = []
+    while step < case.plans.total_steps:
+        limit = step + most
+        found.append(timeline.segment_from(line, ends, case.sizes, step, limit, **options))
+        step = found[-1].stop
+    return line, found
+
+
+def by_hand(case):
+    """(load, sync, epoch_end, rate of the round, units) of every step, one step after another."""
+    plans, sizes = case.plans, case.sizes
+    total, load, first, rows = plans.total_steps, -1, 0, []
+    for t in range(total):
+        load += int(plans.echo.fresh[t])
+        new = t + 1 == total or bool(plans.echo.fresh[t + 1])
+        sync = new if plans.sync is None else t + 1 == total or t + 1 in plans.sync.starts
+        place = load % sizes.loads_per_epoch
+        left = sizes.num_units - place * sizes.units_per_step
+        ended = new and place + 1 == sizes.loads_per_epoch
+        rows.append((load, sync, ended, plans.rates[first], min(sizes.units_per_step, left)))
+        first = t + 1 if sync else first
+    return [np.array(column) for column in zip(*rows, strict=True)]
+
+
+@given(st.one_of(cases(), cases(by_loads=True)))
+def test_the_timeline_is_what_happens_step_by_step(case):
+    line = timeline.timeline(case.plans, case.sizes)
+    load, sync, epoch_end, rate, units = by_hand(case)
+    np.testing.assert_array_equal(line.load, load)
+    np.testing.assert_array_equal(line.sync, sync)
+    np.testing.assert_array_equal(line.epoch_end, epoch_end)
+    np.testing.assert_array_equal(line.round_rate, rate.astype(np.float32))
+    np.testing.assert_array_equal(timeline.units_of(line.load, case.sizes), units)
+
+
+@given(st.one_of(cases(), cases(by_loads=True)), st.integers(1, 9))
+def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
+    line, found = segments(case, most=most)
+    units = timeline.units_of(line.load, case.sizes)
+    covered = [t for s in found for t in range(s.start, s.stop)]
+    assert covered == list(range(case.plans.total_steps))
+    for s in found:
+        inside, own = slice(s.start, s.stop - 1), slice(s.start, s.stop)  # not after the last step
+        assert not line.epoch_end[inside].any()
+        assert case.sync_in_step or not line.sync[inside].any()
+        assert not case.stops & set(range(s.start + 1, s.stop))
+        assert not (case.streams and line.fresh[s.start + 1 : s.stop].any())
+        assert set(line.fresh[own]) == {s.kind.fresh} and set(units[own]) == {s.kind.size}
+        # A step of a segment takes the load that is as far from its first one.
+        moved = np.arange(s.stop - s.start) * s.kind.fresh
+        np.testing.assert_array_equal(line.load[own], s.load + moved)
+        assert s.kind.sync == (line.sync[s.stop - 1] and not case.sync_in_step)
+        assert s.kind.epoch_end == line.epoch_end[s.stop - 1]
+        assert s.rate == line.round_rate[s.stop - 1]
+
+
+@given(cases(), st.integers(1, 9))
+def test_syncs_loads_and_epochs_are_those_of_the_plans(case, most):
+    line, found = segments(case, most=most)
+    plans, loads = case.plans, case.plans.echo.loads
+    assert sum(s.rounds for s in found) == plans.sync.rounds
+    if not case.sync_in_step:
+        assert sum(s.kind.sync for s in found) == plans.sync.rounds
+    assert len({load for s in found for load in line.load[s.start : s.stop]}) == loads
+    if case.streams:
+        assert len({s.load for s in found}) == loads, "a batch is handed over for every load"
+    assert sum(s.kind.epoch_end for s in found) == loads // case.sizes.loads_per_epoch
+    rounds = 0
+    for s in found:  # where a run stands is known from its plans
+        rounds += s.rounds
+        at = loop.resumed(plans, s.stop)
+        assert (at.step, at.loads, at.rounds) == (s.stop, line.load[s.stop - 1] + 1, rounds)
+
+
+@given(cases(by_loads=True))
+def test_without_a_plan_workers_meet_before_every_load_but_the_first(case):
+    line, _ = segments(case)
+    after = np.flatnonzero(line.sync) + 1
+    loads = np.flatnonzero(line.fresh)[1:]
+    np.testing.assert_array_equal(after, [*loads, case.plans.total_steps])
+
+
+@given(cases(), st.data())
+def test_a_run_goes_on_from_any_step_with_the_same_cuts(case, data):
+    step = data.draw(st.integers(0, case.plans.total_steps - 1))
+    _, whole = segments(case)
+    _, rest = segments(case, step)
+    assert [s.stop for s in rest] == [s.stop for s in whole if s.stop > step]
+    assert rest[1:] == [s for s in whole if s.start >= rest[0].stop]
+    assert (rest[0].kind, rest[0].rate) == next(
+        (s.kind, s.rate) for s in whole if s.stop == rest[0].stop
+    )
+
+
+# Time.
+
+
+def test_the_clock_stands_still_and_so_does_who_sleeps_by_it():
+    clock, woken = Clock(), threading.Event()
+    with clock.stopped():
+        before = clock.now()
+        sleeper = threading.Thread(
+            target=lambda: (clock.sleep_until(before + 1e-3), woken.set()), daemon=True
+        )
+        sleeper.start()
+        assert not woken.wait(0.05)
+        assert clock.now() == before
+    assert woken.wait(60)
+    assert clock.now() >= before + 1e-3
+
+
+def test_a_load_takes_its_delay_by_the_clock_whoever_reads_it():
+    clock = Clock()
+    begun, throttled = clock.now(), input.Throttle(0.01, clock)
+    ending, following = throttled([1, 2, 3]), throttled([4, 5])
+    assert list(zip(ending, following)) == [(1, 4), (2, 5)]  # noqa: B905
+    assert clock.now() - begun >= 0.05

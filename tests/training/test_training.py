@@ -1,0 +1,297 @@
+"""Programs: workers agree however they run, units are what was asked for, errors name things."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+import models
+import ordering
+from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.tasks import TASKS, Recipe, Task, metrics
+from experiments.tasks.base import check_recipe
+from experiments.training import config, input, measure, program, run
+from experiments.training.config import Plans
+from local_opt import runners
+from ordering.echo import EchoPlan
+from tests import tables
+from tests.words import each
+
+RECIPE = Recipe(
+    workers=4, units_per_step=2, unit_size=1, epochs=3, learning_rates=(0.05,), momentum=0.9,
+    bound_every=2,
+)  # fmt: skip
+PARALLEL = SYNC_RULES["parallel"].rounds
+
+
+def small_task(num_train=44, model=None):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_train + 12, 6)).astype(np.float32)
+    y = (x[:, 0] + 0.5 * rng.normal(size=len(x)) > 0).astype(np.int32)
+    model = model or models.softmax_regression(num_features=6, num_classes=2, l2=1e-2)
+    train = {"x": x[:num_train], "y": y[:num_train]}
+    test = {"x": x[num_train:], "y": y[num_train:]}
+    return Task("small", model, train, test, RECIPE, lambda: models.optimum(model, train))
+
+
+def every_step(built, recipe, rate=None):
+    steps = recipe.epochs * built.sizes.loads_per_epoch
+    rates = np.full(steps, rate or recipe.learning_rates[0])
+    return Plans(local_opt.every_step(steps), EchoPlan(np.ones(steps, bool)), rates)
+
+
+def built(task, recipe, name, **options):
+    return program.build(task, recipe, ORDERS[name], PARALLEL, **options)
+
+
+def trained(prepared, recipe, scalars=lambda step, total, state: {}, **options):
+    """(outcome, records, orders at the end of every epoch)."""
+    found, orders, plans = [], [], every_step(prepared, recipe)
+    steps = measure.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
+
+    def look(step, state):
+        orders.append(np.asarray(state.orders.current))
+        return scalars(step, plans.total_steps, state)
+
+    outcome = run.train(
+        prepared, plans, seed=0, evaluate=look, evaluate_at=steps, on_record=found.append, **options
+    )
+    return outcome, found, orders
+
+
+@functools.cache
+def measures():
+    return measure.scalars_of(small_task(), RECIPE)
+
+
+# One of every way in which a program asks: nothing of the gradients, units, means, sketches.
+KINDS = ("rr", "cd_grab", "id_mean", "cd_grab+sketch16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS))
+        for name in each(ORDERS)
+        if not ORDERS[name].deals
+    ],
+)
+def test_every_order_trains(name):
+    prepared = built(small_task(), RECIPE, name)
+    _, records, orders = trained(prepared, RECIPE, measures()(prepared, ORDERS[name]))
+    assert [r["epoch"] for r in records] == [0, 1, 2, 3]
+    assert [r["step"] for r in records] == [0, 6, 12, 18]  # 11 units, 2 per step
+    assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
+    assert 0 < records[-1]["train/above_optimum"] < records[0]["train/above_optimum"]
+    assert ["bound/linf" in r for r in records] == [True, False, True, True]  # and at the end
+    units = np.tile(np.arange(11), (4, 4, 1))
+    np.testing.assert_array_equal(np.sort(orders, axis=2), units)
+
+
+@pytest.mark.parametrize("name", ["rr", "rr+dealt"])
+def test_reshuffling_is_that_of_the_library(name):
+    prepared = built(small_task(), RECIPE, name)
+    orders = trained(prepared, RECIPE)[2]
+    order = ordering.random_reshuffling(11)
+    if name != "rr":  # of 44 examples, 40 in 5 steps; a batch is 2 of every worker
+        order = ordering.dealt_reshuffling(10, total=44)
+    state = tables.vmap_workers(lambda key: order.init(key, None))(program.keys_of(0, 4)[1])
+    for found in orders[1:]:  # at the ends of epochs, when the next order is current
+        state = tables.vmap_workers(order.next_epoch)(state)
+        np.testing.assert_array_equal(found, state.current)
+
+
+@pytest.mark.parametrize("name", ["id_pair+chunks", "cd_grab+sketch16+dealt"])
+def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
+    assert ORDERS[name].deals == config.UNITS
+    prepared = built(small_task(), RECIPE, name)
+    _, records, orders = trained(prepared, RECIPE, measures()(prepared, ORDERS[name]))
+    assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
+    seen = np.sort(np.asarray(orders).reshape(len(orders), -1), axis=1)
+    np.testing.assert_array_equal(seen, np.tile(np.arange(44), (len(orders), 1)))
+
+
+@pytest.mark.parametrize(
+    "units_per_step,unit_size,name",
+    [(1, 2, "cd_grab"), (2, 2, "rr"), (3, 2, "cd_grab+dealt")],
+)
+def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
+    recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size, epochs=2)
+    mesh = runners.worker_mesh(4)
+    ways = [{}, {"mesh": mesh}, {"mesh": mesh, "reads": "thread"}]
+    finals = [trained(built(small_task(), recipe, name, **way), recipe) for way in ways]
+    for outcome, records, orders in finals[1:]:
+        np.testing.assert_array_equal(orders, finals[0][2])
+        for found, expected in zip(records[1:], finals[0][1][1:], strict=True):
+            assert found["train/batch_loss"] == pytest.approx(expected["train/batch_loss"], 1e-4)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            outcome.state.params,
+            finals[0][0].state.params,
+        )
+
+
+def test_equals_a_plain_loop_over_workers():
+    """Two epochs of D-RR against optax by hand, with the last step of an epoch shorter."""
+    task, recipe = small_task(), RECIPE._replace(learning_rates=(0.5,), epochs=2)
+    prepared = built(task, recipe, "rr")
+    expected = jax.device_get(prepared.init(0).params)
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    opt_state = optimizer.init(expected)
+    outcome, _, orders = trained(prepared, recipe)
+    data = input.partition(task.train, prepared.sizes)
+    for epoch in range(2):
+        for start, stop in tables.steps(11, 2):
+            units = orders[epoch][:, start:stop]
+            batch = {
+                k: np.concatenate([v[w, units[w], 0] for w in range(4)]) for k, v in data.items()
+            }
+            grad = jax.grad(lambda p, b: jnp.mean(task.model.loss(p, b, None)))(expected, batch)
+            updates, opt_state = optimizer.update(grad, opt_state, expected)
+            expected = optax.apply_updates(expected, updates)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        outcome.state.params,
+        expected,
+    )
+
+
+def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
+    """With SGD and momentum; so are sums of gradients, and workers in turn."""
+    recipe, found = RECIPE._replace(epochs=1), []
+    ways = ((PARALLEL, "vmap"), (PARALLEL, "turns"), (local_opt.local_rounds, "vmap"))
+    for rounds, way in (*ways, (local_opt.accumulated_rounds, "vmap")):
+        prepared = program.build(small_task(), recipe._replace(run=way), ORDERS["rr+dealt"], rounds)
+        assert prepared.sync_in_step == ((rounds, way) == ways[0])
+        found.append(prepared.mean_params(trained(prepared, recipe)[0].state))
+    for other in found[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), other, found[0])
+
+
+def test_a_unit_that_is_not_finite_is_named():
+    task = small_task()
+    task.train["x"][4 * 0 + 11 * 2 + 5, 3] = np.nan  # worker 2, unit 5
+    for name, reads in (("rr", None), ("id_mean", None), ("cd_grab", "thread")):
+        outcome, records, _ = trained(built(task, RECIPE, name, reads=reads), RECIPE)
+        assert outcome.diverged.startswith("the loss or gradient of unit 5 of worker 2 is not")
+        step = int(outcome.diverged.split("in step ")[1].split(" ")[0])
+        assert 0 <= step <= 5 and len(records) == 2  # of the start, and that it ended
+        assert (records[-1]["ended"], records[-1]["diverged"]) == (True, outcome.diverged)
+
+
+def test_bad_settings():
+    task = small_task()
+    with pytest.raises(ValueError, match="50 workers with 2 units of 1"):
+        built(task, RECIPE._replace(workers=50), "rr")
+    with pytest.raises(ValueError, match="units_per_step is 12"):
+        built(task, RECIPE._replace(units_per_step=12), "rr")
+    with pytest.raises(ValueError, match="9 workers need as many devices"):
+        runners.worker_mesh(9)
+    for field, value in (
+        ("epochs", 0),
+        ("epochs", None),
+        ("learning_rates", (-1.0,)),
+        ("momentum", 1.0),
+        ("bound_every", -1),
+        ("weight_decay", -0.5),
+        ("decay_every", 0),
+        ("decay_factor", 1.5),
+    ):
+        message = str(value).strip("(),") if value is not None else "pass --epochs or --total_steps"
+        with pytest.raises(ValueError, match=message):
+            check_recipe(RECIPE._replace(**{field: value}))
+
+
+def test_a_model_that_mixes_examples_is_refused():
+    model = models.softmax_regression(num_features=6, num_classes=2)
+
+    def loss(params, batch, key):
+        x = batch["x"] - jnp.mean(batch["x"], axis=0, keepdims=True)
+        return model.loss(params, batch | {"x": x}, key) + jnp.sum(jnp.square(x), axis=1)
+
+    task = small_task(model=model._replace(loss=loss))
+    with pytest.raises(ValueError, match="mixes the examples"):
+        built(task, RECIPE, "cd_grab")
+    built(task, RECIPE._replace(units_per_step=1, unit_size=4), "cd_grab")
+
+
+def normalising():
+    """Softmax regression on features that are normalised over their batch."""
+    plain = models.softmax_regression(num_features=6, num_classes=2)
+
+    def statistics(params, x):
+        return jnp.mean(x, axis=0), jnp.var(x, axis=0)
+
+    def predict(params, x, statistics):
+        mean, variance = statistics
+        return plain.predict(params, (x - mean[None]) / jnp.sqrt(variance + 1e-3)[None])
+
+    def loss(params, batch, key):
+        logits = predict(params, batch["x"], statistics(params, batch["x"]))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+    return models.Model(plain.init, loss, predict, statistics)
+
+
+def test_batch_normalised_models_are_ordered_by_microbatches():
+    task = small_task(model=normalising())._replace(optimum=None)
+    recipe = RECIPE._replace(units_per_step=2, unit_size=3, workers=2, learning_rates=(0.1,))
+    scalars, found = measure.scalars_of(task, recipe), {}
+    for name in ("rr", "cd_grab"):
+        prepared = built(task, recipe, name)
+        found[name] = trained(prepared, recipe, scalars(prepared, ORDERS[name]))[1]
+    first, *_, last = found["cd_grab"]
+    assert last["train/loss"] < first["train/loss"] and 0 <= last["test/accuracy"] <= 1
+    # The first epoch has the same order, and a unit is its own batch under every order.
+    np.testing.assert_allclose(
+        found["rr"][1]["train/loss"], found["cd_grab"][1]["train/loss"], rtol=1e-4
+    )
+    with pytest.raises(ValueError, match="one example is no unit"):
+        built(task, recipe._replace(unit_size=1), "cd_grab")
+    built(task, recipe._replace(unit_size=1), "rr+dealt")  # its batch is the unit
+
+
+def test_moments_are_measured_at_the_mean_of_the_workers():
+    """A model whose prediction is its statistic shows which parameters it was measured at."""
+
+    def statistics(params, x):
+        return params["scale"] * jnp.mean(x)
+
+    def predict(params, x, moment):
+        return jnp.stack([jnp.full(x.shape[0], moment), jnp.zeros(x.shape[0])], axis=1)
+
+    data = {"x": np.ones((12, 1), np.float32), "y": np.zeros(12, np.int32)}
+    task = Task("moments", models.Model(None, None, predict, statistics), data, data, RECIPE)
+    look = measure.evaluator(task, RECIPE._replace(workers=3, units_per_step=1), halves=True)
+    found = look(local_opt.consolidate({"scale": jnp.array([1.0, 2.0, 6.0])}))
+    assert found["train/loss"] == pytest.approx(np.log1p(np.exp(-3.0)), rel=1e-5)
+    assert found["valid/accuracy"] == found["test/accuracy"] == 1.0
+
+
+def test_evaluation_in_chunks_equals_the_whole(monkeypatch):
+    task = small_task()
+    params = jax.tree.map(lambda p: p + 0.3, task.model.init(jax.random.key(0)))
+    share = metrics.METRICS["accuracy"].measure(task.model)
+
+    def values():
+        return float(measure.mean_loss(task.model)(params, None, task.train)), float(
+            share(params, None, task.train)
+        )
+
+    whole = values()
+    monkeypatch.setattr(metrics, "CHUNK", 10)
+    np.testing.assert_allclose(values()[0], whole[0], rtol=1e-6)
+    assert values()[1] == whole[1]
+
+
+@pytest.mark.parametrize(
+    "name,word", [("hmda", "pasta41/hmda-data-2017"), ("mnist", "download_and_prepare")]
+)
+def test_missing_data_says_where_to_get_them(name, word, tmp_path):
+    for folder in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match=word):
+            TASKS[name](folder)
