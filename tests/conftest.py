@@ -9,6 +9,8 @@ os.environ["XLA_FLAGS"] = (
 )
 # Little programs that run once or twice: most of the time would go into optimising them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Eight devices of two cores that run several programs at a time may wait for each other for ever.
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # What the tests have compiled once, with these versions, no later call compiles again.
