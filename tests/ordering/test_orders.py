@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ordering
+from ordering import base
 from tests import reference, tables
 from tests.cases import times
 
@@ -346,3 +347,14 @@ def test_rows_of_the_wrong_size(name):
     order.observe(state, ordering.Rows.of(jnp.zeros((1, 3))))  # 9 mod 2
     with pytest.raises(ValueError, match="rows of 3 units"):
         order.observe(state, ordering.Rows.of(jnp.zeros((3, 3))))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 48, 1625, 1626, 65_536, 65_537])
+def test_a_random_order_is_the_permutation_that_jax_draws(size, key):
+    """One round of sorting and two, and places that leave half a number free or do not."""
+    assert jnp.array_equal(base.permutation(key, size), jax.random.permutation(key, size))
+
+
+def test_numbers_that_are_equal_keep_their_places():
+    numbers = np.random.default_rng(0).integers(0, 5, 1000).astype(np.uint32) << 15
+    assert np.array_equal(base._argsort(jnp.asarray(numbers)), np.argsort(numbers, kind="stable"))
