@@ -52,9 +52,9 @@ ARMS = {
     "diffusion+cosine": arm_of("diffusion+cosine", **USUAL),
     "diffusion_every": Arm("error diffusion, sync every step", echo="diffusion"),
     "measured": arm_of("measured", **USUAL),
-    "proximal": Arm("fixed factor, proximal", sync="every_load", echo="fixed", proximal=1),
+    "proximal": Arm("fixed factor, proximal", sync="every_load+proximal", echo="fixed"),
     "proximal_strong": Arm(
-        "fixed factor, proximal, 10 λ", sync="every_load", echo="fixed", proximal=10
+        "fixed factor, proximal, 10 λ", sync="every_load+proximal1", echo="fixed"
     ),
 }
 

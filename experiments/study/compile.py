@@ -55,7 +55,6 @@ def shapes_of(
     row: Order,
     rounds: Callable,
     *,
-    proximal: float = 0.0,
     mesh: jax.sharding.Mesh | None = None,
     reads: bool = True,
 ) -> Shapes:
@@ -64,14 +63,11 @@ def shapes_of(
     Args:
       task: may be abstract; recipe: in which setting.
       row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
-      proximal: strength of the pull back to the parameters at the last load; 0 for none.
       mesh: a device per worker, which need not be there; None simulates all on one device.
       reads: batches are handed over by the host; False: the data stay on the devices.
     """
     sizes = sizes_of(task, recipe, deals=row.deals)
-    worker = worker_of(
-        task, recipe, row, rounds, sizes, proximal=proximal, on_mesh=mesh is not None
-    )
+    worker = worker_of(task, recipe, row, rounds, sizes, on_mesh=mesh is not None)
     over, sides = mesh or sizes.workers, [whose == "owned" for whose in worker.sides]
     owned, shared = runners.owned_sharding(mesh), runners.shared_sharding(mesh)
 
@@ -105,14 +101,12 @@ def shapes_of(
     )
 
 
-def lower_step(
-    task: Task, recipe: Recipe, row: Order, rounds: Callable, *, proximal: float = 0.0
-) -> jax.stages.Lowered:
+def lower_step(task: Task, recipe: Recipe, row: Order, rounds: Callable) -> jax.stages.Lowered:
     """A fresh step of one worker on a device of its own, with what its order does, from shapes."""
     share = size_of(task.train) // recipe.workers
     train = {name: _with_axes(_one(x), share) for name, x in task.train.items()}
     one = task._replace(train=train)
-    return shapes_of(one, recipe._replace(workers=1), row, rounds, proximal=proximal).step(True)
+    return shapes_of(one, recipe._replace(workers=1), row, rounds).step(True)
 
 
 def _with_axes(tree, *axes):

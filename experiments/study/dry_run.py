@@ -164,12 +164,12 @@ class _Programs:
         return [*(markdown(rows) for rows in (programs, sent) if rows), *lacking]
 
     def _key(self, arm) -> tuple:
-        return arm.order, rows_of(arm)[1].rounds, arm.proximal
+        return arm.order, rows_of(arm)[1].rounds
 
-    def _shapes_of(self, order, rounds, proximal) -> Shapes:
+    def _shapes_of(self, order, rounds) -> Shapes:
         return shapes_of(
             self._task, self._recipe, ORDERS[order], rounds, reads=self._given.reads,
-            proximal=proximal * self._recipe.proximal, mesh=self._on and self._on.mesh,
+            mesh=self._on and self._on.mesh,
         )  # fmt: skip
 
     def _of_a_worker(self, arm) -> str:
@@ -177,8 +177,7 @@ class _Programs:
             return "not compiled"
         if (key := self._key(arm)) not in self._memory:
             order, rule, _ = rows_of(arm)
-            strength = arm.proximal * self._recipe.proximal
-            lowered = lower_step(self._task, self._recipe, order, rule.rounds, proximal=strength)
+            lowered = lower_step(self._task, self._recipe, order, rule.rounds)
             self._memory[key] = show_bytes(buffer_bytes(lowered.compile()))
         return self._memory[key]
 

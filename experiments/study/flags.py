@@ -60,7 +60,6 @@ FIELDS = {  # of a Recipe
     "h_max": "most steps per round of the rules that follow the rate",
     "echo_factor": "e, the uses of a batch, at the end",
     "horizon": "steps in which a falling p falls",
-    "proximal": "lambda of proximal arms",
     "evaluations": "evenly over the run",
     "evaluate_every": "steps, instead of --evaluations",
     "bound_every": "epochs between two herding bounds; 0: never",

@@ -29,8 +29,6 @@ class Arm(NamedTuple):
       label: for people.
       order, sync, echo: words of ORDERS, SYNC_RULES and ECHO_POLICIES.
       rate_factor: of the learning rates that are tried.
-      proximal: strength, in units of the recipe's lambda, of the pull back to the parameters at the
-        last load; 0 for none.
     """
 
     label: str
@@ -38,7 +36,6 @@ class Arm(NamedTuple):
     sync: str = "parallel"
     echo: str = "none"
     rate_factor: Callable[[RunConfig], float] = lambda config: 1
-    proximal: float = 0.0
 
 
 def arm_of(words: str, **usual: str) -> Arm:

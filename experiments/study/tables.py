@@ -221,6 +221,7 @@ SYNC_RULES = Table(
         "correction": Choice("of the drift between two syncs", {
             "control": _rounds("control variates", correction=local_opt.control_variates()),
             "proximal": _rounds("proximal 0.1", correction=local_opt.proximal(0.1)),
+            "proximal1": _rounds("proximal 1", correction=local_opt.proximal(1.0)),
         }),
         "align": Choice("where rounds end besides", {
             "half": _align("half epoch", 0.5), "epoch": _align("epoch", 1)

@@ -88,7 +88,7 @@ class Trainer:
         if this.phase == "run" or self._delay(this):
             return None
         digests = tuple(self._plans_of(*this[:4]).digests().values())
-        return arm.order, SYNC_RULES[arm.sync].rounds, arm.proximal, this.seed, digests
+        return arm.order, SYNC_RULES[arm.sync].rounds, this.seed, digests
 
     def train(self, this: Run, kept: Sequence[dict], on_record: Callable) -> int:
         """Trains a run after its records so far; returns the signal that stopped it, or 0."""
@@ -130,13 +130,12 @@ class Trainer:
         waits = speed is not None and self._step_seconds
         reads = self._reads or ("thread" if waits or policy.online else None)
         epochs = -(-total_steps // sizes_of(self.task, self.recipe, arm).loads_per_epoch)
-        return self._program(order, rule.rounds, arm.proximal * self.recipe.proximal, reads, epochs)
+        return self._program(order, rule.rounds, reads, epochs)
 
-    def _build(self, order, rounds, proximal, reads, epochs):
+    def _build(self, order, rounds, reads, epochs):
         """(program, its measure)."""
         built = program.build(
-            self.task, self.recipe, order, rounds, proximal=proximal, reads=reads,
-            mesh=self._mesh, epochs=epochs,
+            self.task, self.recipe, order, rounds, reads=reads, mesh=self._mesh, epochs=epochs,
         )  # fmt: skip
         return built, self._scalars(built, order)
 

@@ -35,7 +35,6 @@ class Recipe(NamedTuple):
     h_max: int | None = None  # most steps per round of the rules that follow the rate
     echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
     horizon: int | None = None  # steps over which a falling p falls; T if None
-    proximal: float = 0.1  # lambda of proximal arms
     evaluations: int | None = None  # evenly over the run; None: at every epoch's end
     evaluate_every: int | None = None  # steps; wins over evaluations
     bound_every: int = 0  # epochs between two herding bounds; 0 never

@@ -3,7 +3,6 @@
 import jax
 import optax
 
-import ordering.echo
 from experiments.tasks.base import Recipe
 
 
@@ -30,15 +29,10 @@ def scale_by_rate() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def inner(recipe: Recipe, *, proximal: float = 0.0) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of one worker; its learning rate comes with every step, as `rate`.
-
-    Args:
-      proximal: strength of the pull back to the parameters at the last load; 0 for none.
-    """
-    anchor = [ordering.echo.proximal_anchor(proximal)] * bool(proximal)
+def inner(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of one worker; its learning rate comes with every step, as `rate`."""
     own = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum)
-    return optax.chain(*anchor, *own, scale_by_rate())
+    return optax.chain(*own, scale_by_rate())
 
 
 def _staircase(steps, floor, every, factor, warmup):

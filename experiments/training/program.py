@@ -55,7 +55,6 @@ def build(
     row,
     rounds: Callable,
     *,
-    proximal: float = 0.0,
     reads: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     epochs: int | None = None,
@@ -67,7 +66,6 @@ def build(
     Args:
       task, recipe: what to train, in which setting; `recipe.run` says how workers run.
       row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
-      proximal: strength of the pull back to the parameters at the last load; 0 for none.
       reads: None keeps the data on the devices; "thread" or "tfdata" reads batches while the
         workers work, as sources that fit nowhere always are (by a thread).
       mesh: one device per worker, of one or several processes; None runs all on one device.
@@ -91,8 +89,7 @@ def build(
             "--run=vmap or --run=mesh."
         )
     worker = step.worker_of(
-        task, recipe, row, rounds, sizes, proximal=proximal, on_mesh=mesh is not None,
-        in_turn=turns, epochs=epochs,
+        task, recipe, row, rounds, sizes, on_mesh=mesh is not None, in_turn=turns, epochs=epochs,
     )  # fmt: skip
     over = mesh or sizes.workers
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None

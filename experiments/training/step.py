@@ -72,7 +72,7 @@ class Worker(NamedTuple):
 
 def worker_of(
     task: Task, recipe: Recipe, row, rounds_of: Callable, sizes: Sizes, *,
-    proximal: float = 0.0, on_mesh: bool = False, in_turn: bool = False, epochs: int | None = None,
+    on_mesh: bool = False, in_turn: bool = False, epochs: int | None = None,
 ) -> Worker:  # fmt: skip
     """A worker of a training of `task`, whose data may be shapes only.
 
@@ -81,7 +81,7 @@ def worker_of(
         where it does, they take the same steps with the mean gradient at a sync.
       on_mesh: workers have devices of their own; epochs: the recipe's if unset.
     """
-    inner = optimizers.inner(recipe, proximal=proximal)
+    inner = optimizers.inner(recipe)
     rounds = rounds_of(inner, axis_name=runners.AXIS)
     if in_turn and rounds.in_step:
         rounds = local_opt.accumulated_rounds(inner, axis_name=runners.AXIS)
@@ -182,10 +182,7 @@ def worker_step(
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
         if exchange is not None:
             mean, rows = exchange(mean, rows)
-        # The proximal anchor asks whether the batch is new.
-        updates, opt_state = rounds.update(
-            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
-        )
+        updates, opt_state = rounds.update(mean, state.opt_state, state.params, rate=rate)
         return state._replace(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,

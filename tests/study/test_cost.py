@@ -165,10 +165,9 @@ def test_a_dry_run_has_a_row_per_speed():
 
 
 def test_a_proximal_step_holds_the_parameters_at_the_load():
-    rounds = SYNC_RULES["every_load"].rounds
     found = [
-        lower_step(task(10_000), RECIPE, ORDERS["rr"], rounds, proximal=strength).compile()
-        for strength in (0.0, 0.1)
+        lower_step(task(10_000), RECIPE, ORDERS["rr"], SYNC_RULES[rule].rounds).compile()
+        for rule in ("every_load", "every_load+proximal")
     ]
     plain, more = (step.memory_analysis().argument_size_in_bytes for step in found)
     assert more - plain == 4 * 10_001 * 10
