@@ -20,7 +20,7 @@ from absl import flags as absl_flags
 
 from experiments.cluster import files, lock, processes
 from experiments.cluster.digest import data_hash
-from experiments.results import archive, claims, records, writers
+from experiments.results import archive, claims, records
 from experiments.results.rule import UNDECIDED, Claim, history
 from experiments.results.statistics import Comparison
 from experiments.results.tables import markdown
@@ -140,7 +140,7 @@ def _look(job: Job, target: pathlib.Path, place: str, data_dir: str, delays: boo
         )
         trainer.forget_ended(place, done)
         kept = trainer.before_checkpoints(place, done)
-        with writers.open_writers(place, keep=kept) as write:
+        with records.writing(place, keep=kept) as write:
             found, stopped = search.carry_out(chosen, trained, job.runs, done=kept, on_record=write)
         if not stopped:
             archive.extend(target, found, [command])

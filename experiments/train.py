@@ -6,7 +6,7 @@ r"""One run: any task, any order, any synchronisation rule and any echo policy t
     python -m experiments.train --task=mnist --model=lenet --data_dir=DIR --workers=4 --run=mesh
     python -m experiments.launch --processes=2 -- experiments.train --run=mesh --workers=2
 
-Writes metrics.jsonl, metrics.csv, the plans, settings and versions into --output_dir, checkpoints
+Writes metrics.jsonl, the plans, settings and versions into --output_dir, checkpoints
 of the whole state, and in the end the model, the mean over the workers, which orbax restores.
 SIGTERM and SIGINT save and leave; the same command, given again, goes on from the last checkpoint,
 and ends bitwise as the run that was never stopped. With --elastic it may have other --workers
@@ -25,7 +25,7 @@ from absl import flags as absl_flags
 
 from experiments.cluster import agree, lock, processes
 from experiments.cluster.digest import data_hash
-from experiments.results import writers
+from experiments.results import records
 from experiments.study import flags, study, trainer
 from experiments.study.dry_run import assumed, dry_run
 from experiments.study.study import Arm, Study
@@ -129,7 +129,7 @@ def _train(task, recipe, built, plans, arm, values, folder, resumed, fixed):
     scalars = measure.scalars_of(task, recipe)(built, trainer.rows_of(arm)[0])
     with (
         processes.bar(total=plans.total_steps, initial=at, unit="step") as bar,
-        writers.open_writers(
+        records.writing(
             folder, trackers=values.track, keep=kept,
             console=None if bar.disable else bar.write,
         ) as write,

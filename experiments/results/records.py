@@ -1,4 +1,4 @@
-"""What is written down of a run, and the folder it lies in.
+"""What is written down of a run, the folder it lies in, and who else is given it.
 
 A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
 not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
@@ -18,10 +18,12 @@ import json
 import os
 import pathlib
 import platform
+import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from experiments.cluster import files, processes
+from experiments.results import trackers as tracking
 
 RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
 IDENTITY = ("study", "order", "sync", "echo", *RUN_FIELDS)  # nothing that is found
@@ -49,17 +51,11 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
       overwrite: forget what an earlier run with other settings has left.
 
     Raises:
-      ValueError: if the folder holds a run with other settings or without any, or not the same for
-        all processes; for a broken file.
+      ValueError: if the folder holds a run with other settings or without any, or not the same
+        records for all processes; for a broken file.
     """
     settings = json.loads(json.dumps(dict(settings), sort_keys=True))
     path, metrics = os.path.join(folder, "settings.json"), os.path.join(folder, METRICS)
-    if (first := processes.of_first(settings)) != settings:
-        changed = ", ".join(files.differences(first, settings))
-        raise ValueError(
-            f"this process has other settings than process 0 ({changed}): give all processes the "
-            "same flags, and the same data."
-        )
     before = None if overwrite else files.read_json(path)
     if before is None and not overwrite and (left := _left_by_a_run(folder)):
         raise ValueError(
@@ -149,3 +145,78 @@ def read(path: str) -> list[dict]:
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:
     files.write_whole(path, "".join(json.dumps(r) + "\n" for r in records))
+
+
+@contextlib.contextmanager
+def writing(
+    folder: str,
+    *,
+    trackers: Sequence[str] = (),
+    keep: Iterable[Mapping] = (),
+    console: Callable[[str], None] | None = None,
+) -> Iterator[Callable[[Mapping], None]]:
+    """Yields `write(record)`, after which a record is in metrics.jsonl and with the trackers.
+
+    The file is written anew from `keep` first, without what came after in an earlier call; trackers
+    go on with their runs. Of several processes, the first alone writes.
+
+    Args:
+      folder: created if absent.
+      trackers: names of TRACKERS, which are given the numbers of every new record by step.
+      keep: records of an earlier call.
+      console: takes every new record as one readable line, such as `print`.
+
+    Example:
+      >>> import tempfile
+      >>> with writing(tempfile.mkdtemp(), console=print) as write:
+      ...     write({"arm": "rr", "step": 12000, "train/loss": 0.912345, "diverged": None})
+      step 12,000  train/loss 0.9123
+    """
+    if not processes.is_first():
+        yield lambda record: None
+        return
+    os.makedirs(folder, exist_ok=True)
+    path, keep = os.path.join(folder, METRICS), [*map(_plain, keep)]
+    with tracking.hook(trackers, folder, anew=not keep) as track:
+        write_lines(path, keep)
+        with open(path, "a", encoding="utf-8", buffering=1) as file:
+
+            def write(record: Mapping) -> None:
+                record = _plain(record)
+                file.write(json.dumps(record) + "\n")  # a line is flushed
+                track(name_of(record), record["step"], numbers_of(record))
+                if console:
+                    console(console_line(record))
+
+            yield write
+
+
+def _plain(record: Mapping) -> dict:
+    """The record without NumPy's and JAX's scalars and arrays, which JSON does not know."""
+    return {name: v.tolist() if hasattr(v, "tolist") else v for name, v in record.items()}
+
+
+def name_of(record: Mapping) -> str:
+    """Of the run of a record, for people and files."""
+    parts = [f"{k}={record[k]}" for k in RUN_FIELDS if record.get(k) is not None]
+    return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))
+
+
+def numbers_of(record: Mapping) -> dict[str, float]:
+    """What trackers draw over steps."""
+    hidden = {"step", *RUN_FIELDS}
+    found = {name: v for name, v in record.items() if isinstance(v, int | float)}
+    return {name: v for name, v in found.items() if type(v) is not bool and name not in hidden}
+
+
+def console_line(record: Mapping) -> str:
+    """What a record has found; which run it is of stands elsewhere."""
+    found = {name: v for name, v in record.items() if name not in (*IDENTITY, "ended")}
+    found = {name: v for name, v in found.items() if v is not None and not isinstance(v, list)}
+    return "  ".join(f"{name} {_short(v)}" for name, v in found.items())
+
+
+def _short(value) -> str:
+    if isinstance(value, bool | str):
+        return " ".join(str(value).split())  # an error message may have several lines
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

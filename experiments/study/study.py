@@ -14,7 +14,7 @@ from absl import flags as absl_flags
 
 from experiments.cluster import agree, files, lock, processes
 from experiments.cluster.digest import data_hash
-from experiments.results import page, records, report, statistics, writers
+from experiments.results import page, records, report, statistics
 from experiments.results.statistics import Criterion
 from experiments.study import flags, search, tables, trainer
 from experiments.study.dry_run import assumed, dry_run
@@ -183,7 +183,7 @@ def _search(study, task, recipe, folder, done, settings, values):
     )  # fmt: skip
     trainer.forget_ended(folder, done)
     kept = trainer.before_checkpoints(folder, done)
-    with writers.open_writers(folder, trackers=values.track, keep=kept) as write:
+    with records.writing(folder, trackers=values.track, keep=kept) as write:
         return search.search(
             study, trains, seeds=values.seeds, widen=values.widen, done=kept, on_record=write,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from experiments.results import page, rule, verdict_page, writers
+from experiments.results import page, records, rule, verdict_page
 
 EVIL = "<script>alert(1)</script>&amp;'"
 TABLE = "| arm | lr | note |\n| --- | -- | ---- |\n| D-RR | 0.25 (edge) | 2 |\n| QSR | - | good |\n"
@@ -94,6 +94,6 @@ def test_the_command_line_can_be_typed_again(monkeypatch):
     assert page.command_line() == "python -m experiments.qsr '--data_dir=my dir' --seeds=2"
 
 
-@pytest.mark.parametrize("module", (page, rule, verdict_page, writers))
+@pytest.mark.parametrize("module", (page, records, rule, verdict_page))
 def test_examples_of_the_docstrings_run(module):
     assert not doctest.testmod(module).failed

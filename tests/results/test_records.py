@@ -1,6 +1,5 @@
-"""The files of a run hold the same records, whatever came in between."""
+"""The file of a run and its trackers hold the same records, whatever came in between."""
 
-import csv
 import importlib.util
 import json
 import math
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.cluster import processes
-from experiments.results import records, trackers, writers
+from experiments.results import records
 
 needs_tensorboardx = pytest.mark.skipif(
     importlib.util.find_spec("tensorboardX") is None, reason="tensorboardX is not installed"
@@ -28,21 +27,16 @@ RECORDS = [
 
 
 def write_all(folder, new, *, keep=(), trackers=()):
-    with writers.open_writers(str(folder), trackers=trackers, keep=keep) as write:
+    with records.writing(str(folder), trackers=trackers, keep=keep) as write:
         for record in new:
             write(record)
-
-
-def csv_rows(folder):
-    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def numbers(records_):
     """{(run, name, step): value} of what trackers draw, float32 as TensorBoard has it."""
     return {
-        (trackers.name_of(r), name, r["step"]): float(np.float32(value))
-        for r in records_ for name, value in trackers.numbers_of(r).items()
+        (records.name_of(r), name, r["step"]): float(np.float32(value))
+        for r in records_ for name, value in records.numbers_of(r).items()
     }  # fmt: skip
 
 
@@ -65,64 +59,36 @@ def in_tensorboard(folder):
     return found
 
 
-def test_json_lines_and_csv_hold_every_record(tmp_path):
-    write_all(tmp_path, RECORDS)
-    assert records.read(str(tmp_path / "metrics.jsonl")) == RECORDS
-    rows = csv_rows(tmp_path)
-    assert list(rows[0]) == list(dict.fromkeys(name for r in RECORDS for name in r))
-    for row, record in zip(rows, RECORDS, strict=True):
-        known = {k: str(v) for k, v in record.items() if v is not None}
-        assert {k: v for k, v in row.items() if v} == known
+@pytest.mark.parametrize("kept", [0, 2, len(RECORDS)])
+def test_resumed_lines_equal_those_of_one_call_to_the_byte(tmp_path, kept):
+    write_all(tmp_path / "once", RECORDS)
+    write_all(tmp_path / "twice", RECORDS[: kept + 1] + [{"step": 99, "cut": 1}])
+    once, twice = (tmp_path / run / "metrics.jsonl" for run in ("once", "twice"))
+    twice.write_text(twice.read_text() + '{"step": 3')  # killed in the middle of a record
+    # What is kept may be read from the file that is rewritten.
+    keep = (json.loads(line) for line in twice.read_text().splitlines()[:kept])
+    write_all(tmp_path / "twice", RECORDS[kept:], keep=keep)
+    assert once.read_bytes() == twice.read_bytes()
+    assert records.read(str(once)) == RECORDS
 
 
 @needs_tensorboardx
 def test_every_record_is_on_disk_before_the_next(tmp_path):
-    with writers.open_writers(str(tmp_path), trackers=["tensorboard"]) as write:
-        for count, record in enumerate(RECORDS, 1):
+    turns = [r | {"arm": arm} for r in RECORDS[:3] for arm in ("rr", "cd_grab")]
+    with records.writing(str(tmp_path), trackers=["tensorboard"]) as write:
+        for count, record in enumerate(turns, 1):
             write(record)
-            assert records.read(str(tmp_path / "metrics.jsonl")) == RECORDS[:count]
-            assert in_tensorboard(tmp_path) == numbers(RECORDS[:count])
-
-
-@pytest.mark.parametrize("kept", [0, 2, len(RECORDS)])
-def test_resumed_files_equal_those_of_one_call_to_the_byte(tmp_path, kept):
-    write_all(tmp_path / "once", RECORDS)
-    write_all(tmp_path / "twice", RECORDS[: kept + 1] + [{"step": 99, "cut": 1}])
-    lines = tmp_path / "twice" / "metrics.jsonl"
-    lines.write_text(lines.read_text() + '{"step": 3')  # killed in the middle of a record
-    # What is kept may be read from the file that is rewritten.
-    keep = (json.loads(line) for line in lines.read_text().splitlines()[:kept])
-    write_all(tmp_path / "twice", RECORDS[kept:], keep=keep)
-    for name in ("metrics.jsonl", "metrics.csv"):
-        once, twice = ((tmp_path / run / name).read_bytes() for run in ("once", "twice"))
-        assert once == twice
-    assert not list((tmp_path / "twice").glob("*.tmp"))
+            assert records.read(str(tmp_path / "metrics.jsonl")) == turns[:count]
+            assert in_tensorboard(tmp_path) == numbers(turns[:count])
 
 
 @needs_tensorboardx
-@pytest.mark.parametrize("before", [["tensorboard"], []], ids=["all along", "from the resume on"])
 @pytest.mark.parametrize("kept", (0, 2, 4))
-def test_tensorboard_has_what_was_kept_and_what_is_new(tmp_path, kept, before):
-    write_all(tmp_path, RECORDS[: kept + 1], trackers=before)
+def test_tensorboard_has_what_was_kept_and_what_is_new(tmp_path, kept, monkeypatch):
+    write_all(tmp_path, RECORDS[: kept + 1], trackers=["tensorboard"])
     changed = [r | {"train/loss": 7.5} for r in RECORDS[kept:]]
     write_all(tmp_path, changed, keep=RECORDS[:kept], trackers=["tensorboard"])
     assert in_tensorboard(tmp_path) == numbers(RECORDS[:kept] + changed)
-
-
-@needs_tensorboardx
-def test_runs_that_take_turns_lose_nothing(tmp_path):
-    turns = [
-        {"arm": order, "seed": 0, "step": s, "train/loss": s + 0.5}
-        for s in range(4)
-        for order in ("rr", "cd_grab")
-    ]
-    write_all(tmp_path, turns, trackers=["tensorboard"])
-    assert in_tensorboard(tmp_path) == numbers(turns)
-
-
-@needs_tensorboardx
-def test_of_several_processes_the_first_alone_writes(tmp_path, monkeypatch):
-    write_all(tmp_path, RECORDS, trackers=["tensorboard"])
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     monkeypatch.setattr(processes, "is_first", lambda: False)
     write_all(tmp_path, RECORDS, keep=RECORDS[:1], trackers=["tensorboard"])
@@ -130,24 +96,24 @@ def test_of_several_processes_the_first_alone_writes(tmp_path, monkeypatch):
 
 
 def test_scalars_text_of_several_lines_and_numbers_that_are_not_finite_survive(tmp_path):
-    record = {"step": np.int64(3), "loss": np.float32(0.5), "at": jnp.float32(0.25)}
-    write_all(tmp_path, [record, {"step": 4, "text": 'a,"b"\nc', "loss": math.inf, "at": 1e-300}])
-    first, second = records.read(str(tmp_path / "metrics.jsonl"))
-    assert first == {"step": 3, "loss": 0.5, "at": 0.25}
-    assert csv_rows(tmp_path)[1] == {"step": "4", "loss": "inf", "at": "1e-300", "text": 'a,"b"\nc'}
-    assert writers.console_line(record) == "step 3  loss 0.5  at 0.25"
-    assert "\n" not in writers.console_line(second)
+    found = {"step": np.int64(3), "loss": np.float32(0.5), "at": jnp.float32(0.25)}
+    text, lines = {"step": 4, "text": 'a,"b"\nc', "loss": math.inf, "at": 1e-300}, []
+    with records.writing(str(tmp_path), console=lines.append) as write:
+        write(found)
+        write(text)
+    read = records.read(str(tmp_path / "metrics.jsonl"))
+    assert read == [{"step": 3, "loss": 0.5, "at": 0.25}, text]
+    assert lines == ["step 3  loss 0.5  at 0.25", 'step 4  text a,"b" c  loss inf  at 1e-300']
 
 
 @pytest.mark.filterwarnings("ignore")  # of mlflow's own dependencies
-@pytest.mark.parametrize("before", [["mlflow"], []], ids=["all along", "from the resume on"])
-def test_mlflow_has_the_numbers_of_a_resumed_run(tmp_path, monkeypatch, before):
+def test_mlflow_has_the_numbers_of_a_resumed_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    write_all(tmp_path, RECORDS[:3], trackers=before)
-    write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["mlflow"])
+    write_all(tmp_path, RECORDS[:3], trackers=["mlflow"])
+    write_all(tmp_path, RECORDS[3:], keep=RECORDS[:3], trackers=["mlflow"])
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     found = client.get_experiment_by_name(tmp_path.name)
     assert {
@@ -190,10 +156,7 @@ def test_wandb_itself_takes_what_it_is_given(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 2
 
 
-def test_a_tracker_that_is_not_there_is_named_before_a_file_is_touched(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"wandb needs wandb.*pip install 'syncopate\[wandb\]'"):
-        write_all(tmp_path / "new", RECORDS, trackers=["wandb"])
-    with pytest.raises(ValueError, match="'comet' is no tracker: pass some of tensorboard, wandb"):
-        write_all(tmp_path / "new", RECORDS, trackers=["comet"])
-    assert not (tmp_path / "new").exists()
+def test_what_is_no_tracker_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--track has comet: pass some of tensorboard, wandb"):
+        write_all(tmp_path, RECORDS, trackers=["comet"])
+    assert not list(tmp_path.iterdir())
