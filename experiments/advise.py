@@ -36,8 +36,8 @@ from experiments.study import factorials, flags
 from experiments.study.cost import Machine
 from experiments.study.factorials import NONE, Combination, Factorial
 from experiments.training.config import num_params
-from local_opt import runners
 from local_opt.forecast import sync_seconds
+from local_opt.workers import AXIS, owned_sharding
 
 PERIOD, STEPS, REPEATS = 24, 64, 5  # of the recorded local steps; of what is timed
 FORM = "{:.2f} ({:.2f} to {:.2f})"  # of a factor with its interval
@@ -78,8 +78,8 @@ def order_ratio(task, recipe, order: str) -> float:
 
 def measured_sync(mesh, parameters: int) -> float:
     """Seconds of an all-reduce of float32 parameters over the mesh."""
-    owned = runners.owned_sharding(mesh)
-    meet = lambda x: jax.lax.pmean(x, runners.AXIS)  # noqa: E731
+    owned = owned_sharding(mesh)
+    meet = lambda x: jax.lax.pmean(x, AXIS)  # noqa: E731
     mean = jax.jit(local_opt.lift(meet, mesh, inputs="owned", outputs="owned"))
     shape = mesh.devices.size, parameters
     zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=owned)()

@@ -38,7 +38,7 @@ from experiments.study.tables import ORDERS
 from experiments.tasks import Recipe, Task
 from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
-from local_opt import runners
+from local_opt.workers import AXIS, owned_sharding, worker_mesh
 from ordering.kernel import balance_blocks
 from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
@@ -173,20 +173,20 @@ def _peak_megabytes(task, recipe, order) -> float:
 
 def _stepper(model, init: Callable, update: Callable, batch) -> Callable:
     """`steps -> state`: a call that takes so many steps, on from the last."""
-    mesh = runners.worker_mesh(1)
+    mesh = worker_mesh(1)
     step = timing.gradient_step(model, update)
     run = local_opt.lift(step, mesh, inputs="owned owned shared", outputs="owned owned")
     jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
     params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
-    start = jax.device_put((params, jax.vmap(init)(params)), runners.owned_sharding(mesh))
+    start = jax.device_put((params, jax.vmap(init)(params)), owned_sharding(mesh))
     call = timing.carry_on(jitted, start)
     return lambda steps: [call(batch) for _ in range(steps)][-1]
 
 
 def ways_of(inner) -> dict[str, tuple[Callable, Callable]]:
     """(init, update) of the plain optimizer and of what wraps it."""
-    rounds = local_opt.local_rounds(inner, axis_name=runners.AXIS)
-    planned = local_opt.local_steps(inner, PLAN, axis_name=runners.AXIS)
+    rounds = local_opt.local_rounds(inner, axis_name=AXIS)
+    planned = local_opt.local_steps(inner, PLAN, axis_name=AXIS)
 
     def hot(grads, state, params):
         return planned.update(grads, state, params, sync=False)
@@ -227,18 +227,18 @@ def local_rows(repeats: int) -> Iterator[dict]:
 
 def sync_rows(repeats: int) -> Iterator[dict]:
     """Rows for one sync of four workers with ten million parameters in 2 or 200 leaves."""
-    mesh = runners.worker_mesh(WORKERS)
+    mesh = worker_mesh(WORKERS)
     ways = {"float32": None} | {n: local_opt.WIRES[n] for n in ("bfloat16", "int8", "int4")}
 
     def program(wire):
-        rounds = local_opt.local_rounds(optax.identity(), axis_name=runners.AXIS, wire=wire)
+        rounds = local_opt.local_rounds(optax.identity(), axis_name=AXIS, wire=wire)
         init = local_opt.lift(rounds.init, mesh, inputs="owned", outputs="owned")
         sync = local_opt.lift(rounds.sync, mesh, inputs="owned owned", outputs="owned owned")
         return jax.jit(init), jax.jit(sync)
 
     for leaves in (2, 200):
         leaf = jnp.ones((WORKERS, 10**7 // leaves))
-        params = {str(i): jax.device_put(leaf, runners.owned_sharding(mesh)) for i in range(leaves)}
+        params = {str(i): jax.device_put(leaf, owned_sharding(mesh)) for i in range(leaves)}
         calls = {}
         for way, wire in ways.items():
             init, sync = program(wire)

@@ -15,7 +15,6 @@ from local_opt.transform import local_steps
 from local_opt.wires import WIRES, Wire
 from local_opt.workers import (
     check_same_plan,
-    check_same_start,
     check_synced,
     consolidate,
     reestimate,
@@ -32,7 +31,6 @@ __all__ = [
     "aligned",
     "bernoulli",
     "check_same_plan",
-    "check_same_start",
     "check_synced",
     "communication_time",
     "consolidate",

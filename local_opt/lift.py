@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from local_opt import runners
-from local_opt.workers import Part, check_same_start, consolidate, explicit, joined, parted
-from syncopate import plans
+from local_opt.workers import AXIS, check_synced, consolidate, count_of
 
 INPUTS = ("owned", "shared", "split", "key")
 OUTPUTS = ("owned", "shared", "split", "mean")
@@ -21,7 +19,7 @@ def lift(
     *,
     inputs: str | Sequence[str],
     outputs: str | Sequence[str],
-    axis_name: str = runners.AXIS,
+    axis_name: str = AXIS,
     in_turn: bool = False,
 ) -> Callable:
     """A function of one worker, for all of them at once.
@@ -37,15 +35,15 @@ def lift(
 
     and of a result: owned; shared, where it is equal on all workers; split, leaves [n, ...] put
     together; mean, of floating leaves over the workers, worker 0's of others. On a mesh a mean is
-    an all-reduce in every call; where workers seldom talk, return losses owned and take their mean
-    when they are looked at. Leaves that are no arrays (an equinox model's functions) pass through.
+    an all-reduce in every call: where workers seldom talk, return losses owned. Leaves that are no
+    arrays (an equinox model's functions) pass through.
 
     Args:
       function: of one worker; its collectives name `axis_name`. Where it differentiates by a shared
         argument, the gradient is the worker's own.
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh with that axis, one worker
         per place on it, by `jax.shard_map`. Other axes of the mesh are left to the compiler: a
-        worker that is several devices. Explicit, Auto: both do.
+        worker that is several devices.
       inputs: a word for every positional argument: "owned split", or ("owned", "split").
       outputs: a word for every result of a tuple; "owned" alone is of a single result, ("owned",)
         of a tuple of one.
@@ -83,7 +81,10 @@ def lift(
     single = isinstance(outputs, str) and len(outputs.split()) == 1
     inputs = _checked_words(inputs, INPUTS, "inputs")
     results = _checked_words(outputs, OUTPUTS, "outputs")
-    run = _runner(workers, axis_name, in_turn)
+    if in_turn and isinstance(workers, Mesh):
+        raise ValueError("in_turn is of simulated workers: pass their number, not a mesh.")
+    if in_turn and "shared" in results:
+        raise ValueError(f"outputs are {results}: workers in turn share no result.")
 
     def lifted(*args):
         if len(args) != len(inputs):
@@ -91,39 +92,80 @@ def lift(
                 f"{len(args)} arguments came and inputs are {inputs}: give one word for every "
                 "positional argument."
             )
-        given = [parted(arg, kind) for arg, kind in zip(args, inputs, strict=True)]
+        given, fixed = _parted(args, inputs)
         said = []
 
         def one(*arrays):
-            found = function(*map(joined, arrays, given))
+            found = function(*map(_joined, arrays, fixed))
             found = (found,) if single else tuple(found)
             if len(found) != len(results):
                 raise ValueError(
                     f"the function has {len(found)} results and outputs are {results}: give one "
                     "word for each, or one word, not in a tuple, for a single result."
                 )
-            said[:] = [parted(result, kind) for result, kind in zip(found, results, strict=True)]
-            return tuple(part.arrays for part in said)
+            arrays, said[:] = _parted(found, results)
+            return arrays
 
+        if isinstance(workers, Mesh):
+            run = _on_mesh(one, workers, axis_name, inputs, results)
+        elif in_turn:
+            run = _in_turn(one, inputs)
+        else:
+            run = jax.vmap(one, _sides(inputs, None, 0), _sides(results, None, 0), axis_name)
         entered = [
-            _entered(part, kind, workers, count, axis_name)
-            for part, kind in zip(given, inputs, strict=True)
+            _entered(arrays, word, workers, count, axis_name)
+            for arrays, word in zip(given, inputs, strict=True)
         ]
-        left = run(
-            one,
-            owned_in=[kind != "shared" for kind in inputs],
-            owned_out=[kind != "shared" for kind in results],
-        )(*entered)
-        left = tuple(
-            joined(_left(arrays, kind), part)
-            for arrays, kind, part in zip(left, results, said, strict=True)
-        )
-        return left[0] if single else left
+        left = [
+            _joined(_left(arrays, word, isinstance(workers, Mesh)), rest)
+            for arrays, word, rest in zip(run(*entered), results, said, strict=True)
+        ]
+        return left[0] if single else tuple(left)
 
     return lifted
 
 
-def owned(tree, workers: int | Mesh, *, axis_name: str = runners.AXIS):
+def _sides(words, shared, owned) -> tuple:
+    return tuple(shared if word == "shared" else owned for word in words)
+
+
+def _in_turn(function, inputs):
+    """Workers one after another: as fast as training each alone.
+
+    Each worker's own parameters make a batched convolution a grouped one, which CPUs do badly.
+    """
+
+    def run(*args):
+        def one(owned):
+            return function(*(owned.get(i, x) for i, x in enumerate(args)))
+
+        return jax.lax.map(one, {i: x for i, x in enumerate(args) if inputs[i] != "shared"})
+
+    return run
+
+
+def _on_mesh(function, mesh, axis_name, inputs, results):
+    """One worker per place on an axis of a mesh; its other axes are left to the compiler."""
+
+    def each(trees, words, change):
+        pairs = zip(trees, words, strict=True)
+        alone = ("shared", "split")  # without an axis of workers; of split rows a worker has some
+        return tuple(x if word in alone else jax.tree.map(change, x) for x, word in pairs)
+
+    def per_device(*args):
+        found = function(*each(args, inputs, lambda x: x[0]))
+        return each(found, results, lambda x: x[None])
+
+    whole, rows = PartitionSpec(), PartitionSpec(axis_name)
+    # check_vma=True would make jax.grad of shared parameters insert a psum, and the rows would no
+    # longer be this worker's own.
+    return jax.shard_map(
+        per_device, mesh=mesh, axis_names={axis_name}, check_vma=False,
+        in_specs=_sides(inputs, whole, rows), out_specs=_sides(results, whole, rows),
+    )  # fmt: skip
+
+
+def owned(tree, workers: int | Mesh, *, axis_name: str = AXIS):
     """The same start for every worker: leaves [W, ...], on the devices of their workers.
 
     x_w = x for w = 0 .. W - 1, each in memory of its own, so that a step may be given it to keep.
@@ -153,126 +195,101 @@ def owned(tree, workers: int | Mesh, *, axis_name: str = runners.AXIS):
         return jnp.asarray(x, jnp.result_type(x))  # not a weak type, which the first step changes
 
     def repeated(arrays):
-        return [jnp.broadcast_to(x, (count, *x.shape)) for x in arrays]
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), arrays)
 
-    part = parted(jax.tree.map(number, tree), "owned")
+    (arrays,), (rest,) = _parted([jax.tree.map(number, tree)], ["owned"])
     if not isinstance(workers, Mesh):
-        return joined(jax.jit(repeated)(part.arrays), part)
-    specs = [_spec(x) for x in part.arrays]
-    if AxisType.Explicit in workers.axis_types:
-        # As long as the shapes, as a step's results are there: else its second call would compile.
-        longer = zip(specs, part.arrays, strict=True)
-        specs = [(*spec, *[None] * (x.ndim - len(spec))) for spec, x in longer]
-    places = [NamedSharding(workers, PartitionSpec(axis_name, *spec)) for spec in specs]
+        return _joined(jax.jit(repeated)(arrays), rest)
+    explicit = AxisType.Explicit in workers.axis_types
+
+    def place(x, *first):
+        spec = _spec(x)
+        # As long as the shape, as a step's results are there: else its second call would compile.
+        spec += (None,) * (jnp.ndim(x) - len(spec)) if explicit else ()
+        return NamedSharding(workers, PartitionSpec(*first, *spec))
+
     if jax.process_count() == 1:  # one copy on each device, and never all of them on one
-        whole = [NamedSharding(workers, PartitionSpec(*spec)) for spec in specs]
-        given = jax.device_put(part.arrays, whole)
-        return joined(jax.jit(repeated, out_shardings=places)(given), part)
-    found = [_from_host(x, count, place) for x, place in zip(part.arrays, places, strict=True)]
-    check_same_start(found, what="state")
-    return joined(found, part)
+        given = jax.device_put(arrays, jax.tree.map(place, arrays))
+    else:
+        given = jax.tree.map(np.asarray, arrays)  # each process's own, and they may differ
+    places = jax.tree.map(lambda x: place(x, axis_name), arrays)
+    found = jax.jit(repeated, out_shardings=places)(given)
+    if jax.process_count() > 1:
+        check_synced(found, what="state", ulps=0)
+    return _joined(found, rest)
 
 
-def count_of(workers: int | Mesh, axis_name: str) -> int:
-    """W, of a number or a mesh.
+def _parted(trees, words):
+    """Trees in two like them: their arrays, and other leaves; None where the other has a leaf."""
+    kinds = jax.Array | np.ndarray | np.generic
+    numbers = int | float | complex  # these have no axis of workers: shared ones need none
 
-    Raises:
-      ValueError: for a number below 1, or a mesh without the axis.
-    """
-    if isinstance(workers, Mesh):
-        if axis_name not in workers.shape:
+    def is_array(x, word):
+        return isinstance(x, kinds) or (word == "shared" and isinstance(x, numbers))
+
+    pairs = list(zip(trees, words, strict=True))
+    arrays = [jax.tree.map(lambda x, w=w: x if is_array(x, w) else None, t) for t, w in pairs]
+    rest = [jax.tree.map(lambda x, w=w: None if is_array(x, w) else x, t) for t, w in pairs]
+    return tuple(arrays), tuple(rest)
+
+
+def _joined(arrays, rest):
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
+    )
+
+
+def _entered(arrays, word, workers, count, axis_name):
+    """The arrays of an argument as they are mapped over, on the devices of a mesh."""
+    on_mesh = isinstance(workers, Mesh)
+
+    def enter(path, x):
+        name, shape = jax.tree_util.keystr(path), jnp.shape(x)
+        if word == "key":
+            x = _keys(x, count, name)
+        if word == "owned" and shape[:1] != (count,):
             raise ValueError(
-                f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
-                "pass axis_name=, or make the mesh with that axis."
+                f"an owned leaf {name} has the shape {shape} and there are {count} workers: "
+                "make it by local_opt.owned(tree, workers), or say that it is shared or split."
             )
-        return workers.shape[axis_name]
-    if not plans.is_whole(workers) or workers < 1:
-        raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
-    return int(workers)
-
-
-def _entered(part: Part, kind, workers, count, axis_name) -> list:
-    """The arrays of an argument as `runners` take them, on the devices of a mesh."""
-    found = part.arrays
-    if kind == "key":
-        found = [_keys(x, count, path) for x, path in zip(found, part.paths, strict=True)]
-    elif kind == "split":
-        found = [_split(x, count, path) for x, path in zip(found, part.paths, strict=True)]
-    elif kind == "owned":
-        for x, path in zip(found, part.paths, strict=True):
-            if jnp.shape(x)[:1] != (count,):
+        if word == "split":
+            if not shape or not shape[0] or shape[0] % count:
                 raise ValueError(
-                    f"an owned leaf {jax.tree_util.keystr(path)} has the shape {jnp.shape(x)} and "
-                    f"there are {count} workers: make it by local_opt.owned(tree, workers), or say "
-                    "that it is shared or split."
+                    f"a split leaf {name} has the shape {shape}: its rows must be a multiple of "
+                    f"the {count} workers. Take another batch size, or share it."
                 )
-    if not isinstance(workers, Mesh) or AxisType.Explicit not in workers.axis_types:
-        return found
-    first = () if kind == "shared" else (axis_name,)
-    specs = [PartitionSpec(*first, *_spec(x)[len(first) :]) for x in found]
-    return [
-        jax.sharding.reshard(x, NamedSharding(workers, spec))
-        for x, spec in zip(found, specs, strict=True)
-    ]
+            x = x if on_mesh else jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
+        if not on_mesh or AxisType.Explicit not in workers.axis_types:
+            return x
+        first = () if word == "shared" else (axis_name,)
+        spec = PartitionSpec(*first, *_spec(x)[len(first) :])
+        return jax.sharding.reshard(x, NamedSharding(workers, spec))
+
+    return jax.tree_util.tree_map_with_path(enter, arrays)
 
 
-def _left(arrays, kind) -> list:
+def _left(arrays, word, on_mesh):
     """The arrays of a result, as its word says."""
-    if kind == "mean":
+    if word == "mean":
         return consolidate(arrays)
-    if kind == "split":
-        return [_reshaped(x, (-1, *x.shape[2:]), (*_spec(x)[:1], *_spec(x)[2:])) for x in arrays]
+    if word == "split" and not on_mesh:
+        return jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), arrays)
     return arrays
 
 
-def _reshaped(x, shape, spec):
-    """`x.reshape(shape)`, split by `spec` if the axes of its mesh are explicit."""
-    if (sharding := explicit(x)) is None:
-        return jnp.reshape(x, shape)
-    return jnp.reshape(x, shape, out_sharding=sharding.update(spec=PartitionSpec(*spec)))
-
-
-def _split(x, count, path):
-    size = jnp.shape(x)[0] if jnp.ndim(x) else 0
-    if not size or size % count:
-        raise ValueError(
-            f"a split leaf {jax.tree_util.keystr(path)} has the shape {jnp.shape(x)}: its rows "
-            f"must be a multiple of the {count} workers. Take another batch size, or share it."
-        )
-    spec = _spec(x)
-    return _reshaped(x, (count, size // count, *jnp.shape(x)[1:]), (*spec[:1], None, *spec[1:]))
-
-
-def _keys(x, count, path):
+def _keys(x, count, name):
     if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) or jnp.ndim(x):
         raise ValueError(
-            f"the key {jax.tree_util.keystr(path)} is {jnp.result_type(x)}{list(jnp.shape(x))}: "
+            f"the key {name} is {jnp.result_type(x)}{list(jnp.shape(x))}: "
             "pass one typed key, as of jax.random.key(0), or keys of all workers as owned."
         )
     return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(count))
-
-
-def _runner(workers, axis_name, in_turn) -> Callable:
-    if isinstance(workers, Mesh):
-        if in_turn:
-            raise ValueError("in_turn is of simulated workers: pass their number, not a mesh.")
-        return runners.over_mesh(workers, axis_name=axis_name)
-    if in_turn:
-        return runners.in_turn
-    return lambda function, **sides: runners.simulate(function, axis_name=axis_name, **sides)
 
 
 def _spec(x) -> tuple:
     """How an array is split over a mesh already; () if it is whole."""
     sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-
-
-def _from_host(x, count, sharding):
-    """This process's numbers, for its own workers."""
-    host = np.asarray(x)
-    rows = np.broadcast_to(host, (count, *host.shape))
-    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
 
 def _checked_words(words, known, name) -> tuple[str, ...]:

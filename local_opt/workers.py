@@ -1,12 +1,15 @@
-"""What workers must agree in, and one model out of many: their mean, and its moments."""
+"""Where workers are, what they must agree in, and one model out of many."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from syncopate import plans
+
+AXIS = "worker"
 
 
 def consolidate(tree):
@@ -31,11 +34,7 @@ def consolidate(tree):
     """
 
     def mean(x):
-        if not jnp.ndim(x) or not x.shape[0]:
-            raise ValueError(
-                f"a leaf has the shape {jnp.shape(x)}: pass arrays with a leading axis of at least "
-                "one worker."
-            )
+        check_axis(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return first(x)
         return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
@@ -73,102 +72,72 @@ def reestimate(statistics: Callable, params, batches):
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
 
 
-def check_same_start(tree, *, what: str = "parameters") -> None:
-    """Raises unless all workers hold the same numbers.
-
-    Workers that start from different points average to a point that none of them has trained.
-
-    Args:
-      tree: arrays with a leading worker axis [W, ...]; they may be spread over devices and
-        processes.
-      what: the name of the tree, for the message.
-
-    Raises:
-      ValueError: with the leaf and the workers that differ from worker 0; for a leaf without a
-        worker axis.
-
-    Example:
-      >>> import jax.numpy as jnp, local_opt
-      >>> local_opt.check_same_start({"w": jnp.ones((4, 3))})
-      >>> local_opt.check_same_start({"w": jnp.array([[0.0], [1.0]])})
-      Traceback (most recent call last):
-      ValueError: workers [1] start with other parameters than worker 0 in ['w']: ...
-    """
-    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not jnp.ndim(x):
-            raise ValueError(
-                f"{what} {jax.tree_util.keystr(path)} is a scalar: every leaf needs a leading "
-                "worker axis. Stack the workers' trees, or initialise them by jax.vmap."
-            )
-    for path, same in jax.tree_util.tree_flatten_with_path(_same_as_first(tree))[0]:
-        if not (same := np.asarray(same)).all():
-            raise ValueError(
-                f"workers {np.flatnonzero(~same).tolist()} start with other {what} than worker 0 "
-                f"in {jax.tree_util.keystr(path)}: initialise all workers from one key, or "
-                "broadcast the state of one."
-            )
-
-
-@jax.jit
-def _same_as_first(tree):
-    def same(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        own = first(x)[None]
-        both = x == own
-        if jnp.issubdtype(x.dtype, jnp.inexact):  # workers that are equally lost are equal
-            both |= jnp.isnan(x) & jnp.isnan(own)
-        return jnp.all(both, axis=tuple(range(1, x.ndim)))
-
-    return jax.tree.map(same, tree)
-
-
 def check_synced(tree, *, what: str = "parameters", ulps: float = 1.0) -> None:
-    """Raises unless workers agree after a sync, to the rounding that `local_steps` leaves.
+    """Raises unless workers agree, after a sync to the rounding that `local_steps` leaves.
 
-    max_w |x_w - x_0| <= ulps * ulp(max_w |x_w|), for every leaf; `local_rounds` pass with 0.
+    max_w |x_w - x_0| <= ulps * ulp(max_w |x_w|), for every leaf. With `ulps=0` they must be equal,
+    as after a sync of `local_rounds`, and at the start of training: workers that start from
+    different points average to one that none of them has trained.
 
     Args:
-      tree: arrays with a leading worker axis [W, ...], after a step that ends a round.
+      tree: arrays with a leading worker axis [W, ...], at the start or after a step that ends a
+        round; they may be spread over devices and processes.
       what: the name of the tree, for the message.
-      ulps: >= 0, roundings of the largest number of a leaf. Whole numbers must be equal.
+      ulps: >= 0, roundings of the largest number of a leaf. Whole numbers and keys must be equal;
+        where two workers have the same number that is not finite, they agree.
 
     Raises:
-      ValueError: with the leaf, and how far the workers are apart. A worker that skipped a sync, or
-        was never in one, is seldom within a rounding.
+      ValueError: with the leaf, how far the workers are apart, and who is furthest from worker 0. A
+        worker that skipped a sync, or was never in one, is seldom within a rounding. Also for a
+        leaf without workers.
 
     Example:
       >>> import jax.numpy as jnp, local_opt
       >>> local_opt.check_synced({"w": jnp.array([[1.0], [1.0 + 1e-7]])})
       >>> local_opt.check_synced({"w": jnp.array([[1.0], [1.1]])})
       Traceback (most recent call last):
-      ValueError: workers' parameters are 0.1 apart in ['w'], of numbers up to 1.1, ...
+      ValueError: workers' parameters are 0.1 apart in ['w'] (worker 1 from worker 0), ...
     """
-    for path, (apart, largest, ulp) in jax.tree_util.tree_leaves_with_path(
+    for path, (apart, worker, largest, ulp) in jax.tree_util.tree_leaves_with_path(
         _apart(tree), is_leaf=lambda x: isinstance(x, tuple)
     ):
         if not apart <= ulps * ulp:
             raise ValueError(
-                f"workers' {what} are {float(apart):.3g} apart in {jax.tree_util.keystr(path)}, of "
-                f"numbers up to {float(largest):.3g}, where a sync leaves {ulps:g} roundings: look "
-                "after a step that ends a round (plan.syncs_after(step)); no worker may skip it."
+                f"workers' {what} are {float(apart):.3g} apart in {jax.tree_util.keystr(path)} "
+                f"(worker {worker} from worker 0), of numbers up to {float(largest):.3g}, where "
+                f"{ulps:g} roundings are allowed: start all of them from one key, and look after a "
+                "step that ends a round (plan.syncs_after(step)); no worker may skip it."
             )
 
 
 @jax.jit
 def _apart(tree):
-    """(how far workers are apart, the largest number, its last place) of every leaf."""
+    """(how far workers are apart, who is, the largest number, its last place) of every leaf."""
 
     def distance(x):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            zero = jnp.zeros((), jnp.float32)
-            apart = jnp.abs(x.astype(jnp.float32) - first(x)[None].astype(jnp.float32))
-            return jnp.max(apart, initial=0.0), jnp.max(jnp.abs(x)), zero
-        largest = jnp.max(jnp.abs(x), initial=0.0)
-        ulp = jnp.finfo(x.dtype).eps * largest
-        return jnp.max(jnp.abs(x - first(x)[None]), initial=0.0), largest, ulp
+        check_axis(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        own, floating = first(x)[None], jnp.issubdtype(x.dtype, jnp.inexact)
+        same = x == own
+        if floating:  # workers that are equally lost agree
+            same |= jnp.isnan(x) & jnp.isnan(own)
+        apart = jnp.where(same, 0, jnp.abs(x - own) if floating else 1)
+        apart = jnp.max(apart, axis=tuple(range(1, x.ndim)), initial=0)
+        largest = jnp.max(jnp.abs(x), where=jnp.isfinite(x), initial=0)
+        ulp = jnp.finfo(x.dtype).eps * largest if floating else jnp.zeros(())
+        return jnp.max(apart), jnp.argmax(apart), largest, ulp
 
     return jax.tree.map(distance, tree)
+
+
+def check_axis(x) -> None:
+    """Raises ValueError for an array without a worker."""
+    if not jnp.ndim(x) or not x.shape[0]:
+        raise ValueError(
+            f"a leaf has the shape {jnp.shape(x)}: pass arrays with a leading axis of at least "
+            "one worker."
+        )
 
 
 def check_same_plan(plan, *, gather: Callable | None = None) -> None:
@@ -205,7 +174,7 @@ def check_same_plan(plan, *, gather: Callable | None = None) -> None:
 
 def first(x):
     """Worker 0's part of an array [W, ...], also where the workers' is an explicit mesh axis."""
-    if explicit(x) is None:
+    if AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types:
         return x[0]
     own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis is never cut
     if x.dtype == bool:
@@ -213,32 +182,47 @@ def first(x):
     return jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype)
 
 
-def explicit(x):
-    """The sharding of an array on a mesh with explicit axes, or None."""
-    sharding = jax.typeof(x).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+def count_of(workers: int | Mesh, axis_name: str) -> int:
+    """W, of a number or a mesh."""
+    if isinstance(workers, Mesh):
+        if axis_name not in workers.shape:
+            raise ValueError(
+                f"the mesh has the axes {workers.axis_names} and the workers' is {axis_name!r}: "
+                "pass axis_name=, or make the mesh with that axis."
+            )
+        return workers.shape[axis_name]
+    if not plans.is_whole(workers) or workers < 1:
+        raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
+    return int(workers)
 
 
-class Part(NamedTuple):
-    """A tree in two: its arrays, and how they stand among leaves that are none."""
+def worker_mesh(workers: int) -> Mesh:
+    """A mesh of the first `workers` devices, of all processes.
 
-    arrays: list
-    paths: list  # of the arrays
-    structure: Any
-    rest: list  # (whether an array stands here, else what)
+    Raises:
+      ValueError: if there are fewer devices, or a process has none of them.
+    """
+    workers, devices = count_of(workers, AXIS), jax.devices()
+    if workers > len(devices):
+        raise ValueError(
+            f"{workers} workers need as many devices, and {len(devices)} are here: take fewer "
+            "workers, or use one device to simulate them (without --run=mesh). On a CPU "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={workers} makes more."
+        )
+    taking_part = {device.process_index for device in devices[:workers]}
+    if len(taking_part) < jax.process_count():
+        raise ValueError(
+            f"{workers} workers leave processes without one, of {jax.process_count()} with "
+            f"{len(devices)} devices: use as many workers as devices, or start fewer processes."
+        )
+    return jax.make_mesh((workers,), (AXIS,), (AxisType.Auto,), devices=devices[:workers])
 
 
-def parted(tree, kind) -> Part:
-    kinds = jax.Array | np.ndarray | np.generic
-    if kind == "shared":  # a number has no axis of workers: it is the same for all of them
-        kinds |= int | float | complex
-    named = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [(path, x) for path, x in named if isinstance(x, kinds)]
-    rest = [(True, None) if isinstance(x, kinds) else (False, x) for _, x in named]
-    paths, arrays = [path for path, _ in arrays], [x for _, x in arrays]
-    return Part(arrays, paths, jax.tree.structure(tree), rest)
+def owned_sharding(mesh: Mesh | None):
+    """Where arrays with a leading worker axis live: one slice per device, or the one device."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
 
 
-def joined(arrays, part: Part):
-    own = iter(arrays)
-    return part.structure.unflatten([next(own) if array else x for array, x in part.rest])
+def shared_sharding(mesh: Mesh | None):
+    """Where arrays live that are the same for all workers: whole on every device."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())

@@ -13,7 +13,7 @@ import models
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
 from experiments.training import config, program, run
-from local_opt import runners
+from local_opt.workers import worker_mesh
 
 WORKERS, STEPS, UNITS, PER_STEP = 4, 60, 11, 3
 SETTING = Recipe(
@@ -40,7 +40,7 @@ def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
 
 @functools.cache
 def built(order="cd_grab", sync="qsr", reads=None, mesh=False):
-    mesh = runners.worker_mesh(WORKERS) if mesh else None
+    mesh = worker_mesh(WORKERS) if mesh else None
     rounds = SYNC_RULES[sync].rounds
     return program.build(task(), SETTING, ORDERS[order], rounds, reads=reads, mesh=mesh, epochs=15)
 

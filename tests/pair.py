@@ -18,7 +18,7 @@ from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import first_of
 from experiments.training import config, measure, placement, program, run
-from local_opt import runners
+from local_opt.workers import owned_sharding, worker_mesh
 
 WORKERS, STEPS = 2, 24
 RECIPE = Recipe(
@@ -90,10 +90,10 @@ def main(argv) -> None:
     for name in ("cd_grab", "echoing", "qsr"):  # none may start the devices: it would be too early
         importlib.import_module(f"experiments.{name}")
     processes.start(absl_flags.FLAGS)
-    mesh = runners.worker_mesh(WORKERS)
+    mesh = worker_mesh(WORKERS)
     asked = Asked(np.arange(6.0).reshape(WORKERS, 3))
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    placed = placement.place({"x": asked, "key": keys}, runners.owned_sharding(mesh))
+    placed = placement.place({"x": asked, "key": keys}, owned_sharding(mesh))
     found = {
         "own": placement.own_workers(mesh, WORKERS),
         "asked": sorted(asked.rows),

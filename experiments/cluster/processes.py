@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from experiments.cluster import agree
 from experiments.cluster.agree import several as several
-from local_opt import runners
+from local_opt.workers import worker_mesh
 
 FLAGS = flags.FLAGS
 NAMES = ("coordinator_address", "num_processes", "process_id")
@@ -205,10 +205,10 @@ def mesh_of(run: str, workers: int) -> Mesh | None:
     """The mesh of `--run=mesh`, or None.
 
     Raises:
-      ValueError: for another way to run in several processes; as of `runners.worker_mesh`.
+      ValueError: for another way to run in several processes; as of `worker_mesh`.
     """
     if run == "mesh":
-        return runners.worker_mesh(workers)
+        return worker_mesh(workers)
     if several():
         raise ValueError(
             f"--run is {run} in {jax.process_count()} processes: each would do the whole work. "

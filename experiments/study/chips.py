@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from local_opt import runners
+from local_opt.workers import AXIS
 
 GIB = 2**30
 SQUARES = ("1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -175,4 +175,4 @@ def slice_of(name: str, workers: int) -> Slice:
             f"--workers is {workers} and {name} has {len(devices)} devices: every device runs one "
             f"worker. Pass --workers={len(devices)}, or another --topology."
         )
-    return Slice(name, devices[0].device_kind, Mesh(np.array(devices), (runners.AXIS,)), chip)
+    return Slice(name, devices[0].device_kind, Mesh(np.array(devices), (AXIS,)), chip)

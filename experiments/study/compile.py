@@ -21,7 +21,7 @@ from experiments.tasks.base import Recipe, Task
 from experiments.training.config import Sizes, size_of, sizes_of
 from experiments.training.program import ends_of, state_shapes, steps_of
 from experiments.training.step import TrainState, worker_of
-from local_opt import runners
+from local_opt.workers import owned_sharding, shared_sharding
 
 
 class Shapes(NamedTuple):
@@ -69,7 +69,7 @@ def shapes_of(
     sizes = sizes_of(task, recipe, deals=row.deals)
     worker = worker_of(task, recipe, row, rounds, sizes, on_mesh=mesh is not None)
     over, sides = mesh or sizes.workers, [whose == "owned" for whose in worker.sides]
-    owned, shared = runners.owned_sharding(mesh), runners.shared_sharding(mesh)
+    owned, shared = owned_sharding(mesh), shared_sharding(mesh)
 
     def placed(tree, own):
         where = owned if own else shared

@@ -16,7 +16,7 @@ from experiments.training.config import Plans
 from experiments.training.program import Program
 from experiments.training.step import TrainState
 from experiments.training.timeline import Kind, Segment
-from local_opt import runners
+from local_opt.workers import shared_sharding
 from ordering.echo.online import ready_everywhere
 
 LEAST, MOST = 16, 512  # steps between two looks of the host at the run
@@ -140,7 +140,7 @@ def carry_out(program: Program, state, segment: Segment, batch, following, first
 
 def _rates(program, plans) -> jax.Array:
     """float32[T] on the devices."""
-    sharding = program.sharding and runners.shared_sharding(program.sharding.mesh)
+    sharding = program.sharding and shared_sharding(program.sharding.mesh)
     return placement.place(np.asarray(plans.rates, np.float32), sharding)
 
 

@@ -14,7 +14,7 @@ from experiments.tasks.metrics import CHUNK, METRICS, predicting, sum_chunks
 from experiments.training import input, placement
 from experiments.training.config import Sizes, size_of
 from experiments.training.step import unit_gradients
-from local_opt import runners
+from local_opt.workers import AXIS
 from ordering.rows import flat, tree_size
 
 BATCHES = 16  # of training data, behind the moments of a normalisation layer
@@ -193,7 +193,7 @@ def order_bounds(model, over, *, num_units: int, units_per_step: int) -> Callabl
         """Folds `function(carry, rows summed over the workers)` over the steps of an epoch."""
 
         def step(carry, start, size):
-            rows = jax.lax.psum(rows_of(params, order, data, start, size), runners.AXIS)
+            rows = jax.lax.psum(rows_of(params, order, data, start, size), AXIS)
             return function(carry, rows)
 
         starts = jnp.arange(0, whole, units_per_step)

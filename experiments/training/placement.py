@@ -6,7 +6,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from experiments.cluster import agree
-from local_opt import runners
+from local_opt.workers import AXIS
 
 
 def place(tree, sharding: Sharding | None):
@@ -15,7 +15,7 @@ def place(tree, sharding: Sharding | None):
     Args:
       tree: the same arrays on all processes, or anything with `shape`, `dtype` and slices, of
         which only the rows of own workers are read; typed PRNG keys too.
-      sharding: as from `runners.owned_sharding`; None is the default device.
+      sharding: as from `owned_sharding`; None is the default device.
 
     Returns:
       JAX arrays. No process waits for another.
@@ -65,8 +65,8 @@ def own(x: jax.Array) -> jax.Array:
         return x
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     shape = (sum(shard.data.shape[0] for shard in shards), *x.shape[1:])
-    mesh = Mesh(np.array([shard.device for shard in shards]), (runners.AXIS,))
-    sharding = NamedSharding(mesh, PartitionSpec(runners.AXIS))
+    mesh = Mesh(np.array([shard.device for shard in shards]), (AXIS,))
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     return jax.make_array_from_single_device_arrays(shape, sharding, [s.data for s in shards])
 
 
@@ -84,7 +84,7 @@ def own_workers(mesh: Mesh | None, workers: int) -> list[int]:
     """
     if mesh is None:
         return list(range(workers))
-    axis, own = mesh.axis_names.index(runners.AXIS), jax.process_index()
+    axis, own = mesh.axis_names.index(AXIS), jax.process_index()
     devices = np.ndenumerate(mesh.devices)
     return sorted({at[axis] for at, device in devices if device.process_index == own})
 

@@ -14,7 +14,7 @@ from experiments.tasks.base import Recipe, Task
 from experiments.training import config, input, placement, step
 from experiments.training.config import Sizes
 from experiments.training.step import TrainState, Worker
-from local_opt import runners
+from local_opt.workers import owned_sharding, shared_sharding
 from ordering.gradients import check_separable
 
 
@@ -98,12 +98,12 @@ def build(
         data = _place_data(task.train, sizes, units, row, mesh)
     else:
         owned = placement.own_workers(mesh, sizes.workers)
-        sharding = runners.owned_sharding(mesh)
+        sharding = owned_sharding(mesh)
         source = input.Source(task.train, sizes, total, owned, sharding, reads, units)
     reset = lambda state: state._replace(stats=step.zero_stats())  # noqa: E731
     return Program(
         sizes=sizes,
-        sharding=runners.owned_sharding(mesh),
+        sharding=owned_sharding(mesh),
         init=_initial(task.model, worker, mesh),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
         ends=ends_of(worker, over),
@@ -206,8 +206,8 @@ def check_units(task: Task, observed: bool) -> None:
 
 def _place_data(train, sizes, units, row, mesh):
     if row.deals:
-        return placement.place(input.pool(train, sizes), runners.shared_sharding(mesh))
-    return placement.place(input.partition(train, sizes, units), runners.owned_sharding(mesh))
+        return placement.place(input.pool(train, sizes), shared_sharding(mesh))
+    return placement.place(input.partition(train, sizes, units), owned_sharding(mesh))
 
 
 def keys_of(seed: int, workers: int):
@@ -221,7 +221,7 @@ def _initial(model, worker: Worker, mesh) -> Callable:
     workers, own = worker.sizes.workers, worker.sides.params == "owned"
     model_init = jax.jit(model.init)
     started = start_of(worker, mesh or workers)
-    owned_sharding = runners.owned_sharding(mesh)
+    own_places = owned_sharding(mesh)
 
     def init(seed: int) -> TrainState:
         """One seed gives all orders the same parameters and first orders."""
@@ -229,9 +229,9 @@ def _initial(model, worker: Worker, mesh) -> Callable:
         params = jax.device_get(model_init(params_key))
         if own:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
-        shared = runners.shared_sharding(mesh)
-        params = placement.place(params, owned_sharding if own else shared)
-        state = started(params, *placement.place((order_keys, keys), owned_sharding))
+        shared = shared_sharding(mesh)
+        params = placement.place(params, own_places if own else shared)
+        state = started(params, *placement.place((order_keys, keys), own_places))
         # Committed, as a restored state is: what the steps are compiled for depends on it.
         return jax.device_put(state, jax.devices()[0]) if mesh is None else state
 

@@ -17,7 +17,7 @@ import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import optimizers
 from experiments.training.config import EXAMPLES, OrderSetting, Sizes, num_params, size_of
-from local_opt import runners
+from local_opt.workers import AXIS
 from ordering.rows import finite_units
 
 # One map for all workers and runs.
@@ -82,9 +82,9 @@ def worker_of(
       on_mesh: workers have devices of their own; epochs: the recipe's if unset.
     """
     inner = optimizers.inner(recipe)
-    rounds = rounds_of(inner, axis_name=runners.AXIS)
+    rounds = rounds_of(inner, axis_name=AXIS)
     if in_turn and rounds.in_step:
-        rounds = local_opt.accumulated_rounds(inner, axis_name=runners.AXIS)
+        rounds = local_opt.accumulated_rounds(inner, axis_name=AXIS)
     order = row.make(
         OrderSetting(
             sizes.num_units,
@@ -99,7 +99,7 @@ def worker_of(
     # Among simulated workers nothing travels: there the exchange is only more work.
     exchanges = on_mesh and row.coordinated and row.sketch is None and sizes.units_per_step == 1
     if exchanges and rounds.in_step:
-        exchange = functools.partial(ordering.all_to_all_mean, axis_name=runners.AXIS)
+        exchange = functools.partial(ordering.all_to_all_mean, axis_name=AXIS)
         fresh_rounds = rounds._replace(update=inner.update)
     sketch = row.sketch and min(row.sketch, num_params(task.model))
     steps = {

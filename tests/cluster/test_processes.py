@@ -15,7 +15,7 @@ import experiments.study.flags
 from experiments import launch
 from experiments.cluster import processes
 from experiments.training import placement
-from local_opt import runners
+from local_opt.workers import owned_sharding, worker_mesh
 from tests import pair
 from tests.commands import environment
 from tests.two_processes import start_two
@@ -34,7 +34,7 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one():
     """The same training in this process, on two devices."""
-    return json.loads(json.dumps(pair.measured(runners.worker_mesh(pair.WORKERS))))
+    return json.loads(json.dumps(pair.measured(worker_mesh(pair.WORKERS))))
 
 
 def assert_same_records(found, expected, timed=("seconds",)):
@@ -204,12 +204,12 @@ def test_processes_are_found_by_flags_or_by_their_environment(
 
 def test_one_process_places_as_before_and_is_the_first():
     values = {"x": np.arange(8.0, dtype=np.float32).reshape(4, 2)}
-    sharding = runners.owned_sharding(runners.worker_mesh(4))
+    sharding = owned_sharding(worker_mesh(4))
     for where in (None, sharding):
         placed = placement.place(values, where)
         assert where is None or placed["x"].sharding == where
         np.testing.assert_array_equal(placement.on_host(placed)["x"], values["x"])
     assert processes.is_first() and not processes.several()
-    assert placement.own_workers(runners.worker_mesh(4), 4) == [0, 1, 2, 3]
+    assert placement.own_workers(worker_mesh(4), 4) == [0, 1, 2, 3]
     assert processes.mesh_of("turns", 4) is None
     assert processes.mesh_of("mesh", 4).shape == {"worker": 4}

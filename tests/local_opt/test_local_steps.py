@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import runners
+from local_opt.workers import worker_mesh
 from tests.problems import (
     IMAGES,
     LABELS,
@@ -95,7 +95,7 @@ def test_a_skipped_step_is_counted(run):
     plan = local_opt.constant(3, total_steps=6)
     inner = optax.apply_if_finite(optax.sgd(RATE), max_consecutive_errors=5)
     opt = local_opt.local_steps(inner, plan, axis_name="worker")
-    over = W if run == "vmap" else runners.worker_mesh(W)
+    over = W if run == "vmap" else worker_mesh(W)
     words = {"inputs": "owned owned owned", "outputs": "owned owned"}
     step = jax.jit(local_opt.lift(opt.update, over, **words))
     x = jnp.zeros(W)
@@ -205,7 +205,7 @@ def test_parallel_rounds_pass_extra_arguments_on_and_add_in_float32():
 @pytest.mark.parametrize("workers", [4, "mesh"])
 def test_a_step_that_all_share_decides_when_they_meet(workers):
     """The same run as by each worker's own count; and a count that differs parts nobody."""
-    workers = runners.worker_mesh(W) if workers == "mesh" else workers
+    workers = worker_mesh(W) if workers == "mesh" else workers
     plan = local_opt.constant(3, total_steps=7)
     opt = local_opt.local_steps(SGD, plan, axis_name="worker")
 

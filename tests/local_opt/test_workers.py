@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import runners
+from local_opt.workers import worker_mesh
 from ordering import echo
 from tests.two_processes import start_two
 
@@ -21,43 +21,39 @@ def started(workers=4):
         },
         "key": jnp.stack([jax.random.key(3)] * workers),
         "nothing": jnp.ones((workers, 0)),
+        "flag": jnp.array([True] * workers),
     }
 
 
-def test_workers_that_start_equal_pass():
-    local_opt.check_same_start(started())
+def test_workers_that_are_equal_pass():
     tree = started()
     tree["w"] = tree["w"].at[:, 0, 1].set(jnp.nan).at[:, 1, 1].set(-jnp.inf)  # equal on all
-    local_opt.check_same_start(tree)
-    local_opt.check_same_start(started(1))
-    local_opt.check_same_start({})
-    local_opt.check_same_start(np.ones((2, 3)))
+    for equal in (tree, started(1), {}, np.ones((2, 3))):
+        local_opt.check_synced(equal, ulps=0)
 
 
-@pytest.mark.parametrize(
-    "path,change,workers",
-    [
-        (("w",), lambda x: x.at[2, 1, 0].add(1e-6), [2]),
-        (("w",), lambda x: x.at[1, 0, 0].set(jnp.nan), [1]),
-        (("w",), lambda x: x.at[0, 0, 0].set(jnp.nan), [1, 2, 3]),
-        (("inner", "count"), lambda x: x.at[3].set(1), [3]),
-        (("inner", "b"), lambda x: x.at[1:3, 1].set(1.0078125), [1, 2]),
-        (("key",), lambda x: x.at[1].set(jax.random.key(4)), [1]),
-    ],
-    ids=["ulps", "nan", "nan of worker 0", "int", "bfloat16", "key"],
-)
-def test_workers_that_start_apart_are_named(path, change, workers):
-    tree = started()
-    inner = tree
-    for name in path[:-1]:
+APART = {  # (leaf, change of it, how far apart, who)
+    "ulps": ("w", lambda x: x.at[2, 1, 0].add(1e-6), "9.54e-07", 2),
+    "nan": ("w", lambda x: x.at[1, 0, 0].set(jnp.nan), "nan", 1),
+    "nan of worker 0": ("w", lambda x: x.at[0, 0, 0].set(jnp.nan), "nan", 1),
+    "int": ("inner/count", lambda x: x.at[3].set(2**30), "1", 3),
+    "bfloat16": ("inner/b", lambda x: x.at[1, 1].set(1.0078125), "0.00781", 1),
+    "key": ("key", lambda x: x.at[1].set(jax.random.key(4)), "1", 1),
+}
+
+
+@pytest.mark.parametrize("leaf,change,apart,worker", APART.values(), ids=APART)
+def test_workers_that_are_not_equal_are_named(leaf, change, apart, worker):
+    tree = inner = started()
+    *above, last = leaf.split("/")
+    for name in above:
         inner = inner[name]
-    inner[path[-1]] = change(inner[path[-1]])
-    leaf = "".join(f"['{name}']" for name in path)
+    inner[last] = change(inner[last])
+    leaf = "".join(f"['{name}']" for name in leaf.split("/"))
     with pytest.raises(ValueError) as error:
-        local_opt.check_same_start(tree, what="weights")
-    assert f"workers {workers} start with other weights than worker 0 in {leaf}:" in str(
-        error.value
-    )
+        local_opt.check_synced(tree, what="weights", ulps=0)
+    said = f"workers' weights are {apart} apart in {leaf} (worker {worker} from worker 0)"
+    assert said in str(error.value)
 
 
 # A plan, another one, and the first made in another way.
@@ -148,7 +144,7 @@ def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
 @pytest.mark.parametrize("workers", [4, "mesh", "make_mesh"])
 def test_workers_that_have_met_agree_and_others_do_not(workers):
     if workers == "mesh":
-        workers = runners.worker_mesh(4)
+        workers = worker_mesh(4)
     elif workers == "make_mesh":
         workers = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
     plan = local_opt.constant(2, total_steps=4)
@@ -171,12 +167,3 @@ def test_workers_that_have_met_agree_and_others_do_not(workers):
         else:
             with pytest.raises(ValueError, match=r"workers' x are .* in \['w'\].*syncs_after"):
                 local_opt.check_synced({"w": x}, what="x")
-
-
-def test_lost_and_uncounted_workers_have_not_met():
-    with pytest.raises(ValueError, match="nan apart"):
-        local_opt.check_synced(jnp.array([1.0, jnp.nan]))
-    with pytest.raises(ValueError, match="1 apart"):
-        local_opt.check_synced(jnp.array([7, 8]))
-    local_opt.check_synced(jnp.array([[-7], [-7]]))
-    local_opt.check_synced({"none": jnp.zeros((2, 0)), "flag": jnp.array([True, True])})

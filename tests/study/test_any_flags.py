@@ -20,7 +20,7 @@ from experiments.study.study import Arm
 from experiments.study.tables import ORDERS, TABLES
 from experiments.tasks.base import check_recipe
 from experiments.training import config, measure, timeline
-from local_opt import runners
+from local_opt.workers import AXIS
 from tests.cases import times
 from tests.words import all_rows, each
 
@@ -164,7 +164,7 @@ def of_devices(name, num_units, units_per_step):
     keys = jax.random.split(jax.random.key(0), WORKERS)
 
     def over(function):
-        return jax.jit(jax.vmap(function, axis_name=runners.AXIS))
+        return jax.jit(jax.vmap(function, axis_name=AXIS))
 
     state = over(lambda key: order.init(key, jnp.zeros(WIDTH)))(keys)
 

@@ -14,7 +14,7 @@ from experiments.study.compile import collectives_of
 from experiments.study.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.training import program
-from local_opt import runners
+from local_opt.workers import worker_mesh
 from tests.compiled_runs import conditionals, donated, operations, types_of
 from tests.problems import PLAN, SGD, copies, on_mesh
 
@@ -157,7 +157,7 @@ def compiled_parts(order, sync, units_per_step):
     model = models.softmax_regression(num_features=6, num_classes=2)
     task = Task("ones", model, DATA, DATA, recipe)
     row, rounds = ORDERS[order], SYNC_RULES[sync].rounds
-    built = program.build(task, recipe, row, rounds, mesh=runners.worker_mesh(4))
+    built = program.build(task, recipe, row, rounds, mesh=worker_mesh(4))
     state, zero, rates = built.init(0), np.int32(0), np.zeros(4, np.float32)
     steps = built.steps(True, units_per_step)
     steps = steps.lower(state, built.data, zero, zero, zero, rates).compile()

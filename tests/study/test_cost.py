@@ -19,7 +19,8 @@ from experiments.study.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
-from local_opt import WIRES, runners, sync_bytes
+from local_opt import WIRES, sync_bytes
+from local_opt.workers import worker_mesh
 
 WORKERS = 4
 
@@ -41,7 +42,7 @@ def collectives(jaxpr):
 
 def over_mesh(function, inputs):
     """A worker's function over devices; all it is given and gives is its own."""
-    mesh = runners.worker_mesh(WORKERS)
+    mesh = worker_mesh(WORKERS)
     return local_opt.lift(function, mesh, inputs=inputs, outputs="owned")
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import local_opt
 import ordering
-from local_opt import runners
+from local_opt.workers import worker_mesh
 from tests import reference, tables
 from tests.problems import assert_workers_bitwise_equal, on_mesh, vmap
 
@@ -58,7 +58,7 @@ def train(plan, sync_plan, run="vmap"):
     history, loads, syncs = [], [], []
     sharding = None
     if run == "shard_map":
-        sharding = NamedSharding(runners.worker_mesh(W), PartitionSpec("worker"))
+        sharding = NamedSharding(worker_mesh(W), PartitionSpec("worker"))
     with ordering.input.load_ahead(
         zip(MATRICES, TARGETS, strict=True), sharding=sharding
     ) as loader:

@@ -16,7 +16,7 @@ from experiments.tasks import TASKS, Recipe, Task, metrics
 from experiments.tasks.base import check_recipe
 from experiments.training import config, input, measure, program, run
 from experiments.training.config import Plans
-from local_opt import runners
+from local_opt.workers import worker_mesh
 from ordering.echo import EchoPlan
 from tests import tables
 from tests.words import each
@@ -121,7 +121,7 @@ def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
 )
 def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
     recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size, epochs=2)
-    mesh = runners.worker_mesh(4)
+    mesh = worker_mesh(4)
     ways = [{}, {"mesh": mesh}, {"mesh": mesh, "reads": "thread"}]
     finals = [trained(built(small_task(), recipe, name, **way), recipe) for way in ways]
     for outcome, records, orders in finals[1:]:
@@ -190,7 +190,7 @@ def test_bad_settings():
     with pytest.raises(ValueError, match="units_per_step is 12"):
         built(task, RECIPE._replace(units_per_step=12), "rr")
     with pytest.raises(ValueError, match="9 workers need as many devices"):
-        runners.worker_mesh(9)
+        worker_mesh(9)
     for field, value in (
         ("epochs", 0),
         ("epochs", None),
