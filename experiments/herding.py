@@ -24,7 +24,7 @@ from tqdm import tqdm
 import local_opt
 import ordering
 from experiments.cluster import files
-from experiments.results import page, plots, records, tables
+from experiments.results import plots, records, report, tables
 from experiments.study.flags import definer, names_of, whole_numbers
 from experiments.study.tables import ORDERS
 from experiments.training.config import OrderSetting
@@ -139,7 +139,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     title = f"{values.num_vectors:,} unit vectors, d = {values.dimension}"
     labels, path = {n: ORDERS[n].label for n in values.arms}, os.path.join(folder, "herding.png")
     plots.herding(all_records, labels, path, title, values.norm)
-    page.of_folder(folder, title=title, command=page.command_line())
+    report.write_page(folder, title)
     print(text)
     total = sum(r["seconds"] for r in all_records if r["round"] == 0)
     print(f"\n{total:.0f} s of work. Written to {folder}")

@@ -30,7 +30,7 @@ from experiments import order_losses as losses
 from experiments.cluster import files
 from experiments.order_losses import NEVER, Drift
 from experiments.order_runs import LARGE, ORDERS, PERIODS, SETTINGS, SMALL, Setting, family_of, run
-from experiments.results import columns, factorial, page, plots, records, tables
+from experiments.results import columns, factorial, plots, records, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import flags, study
 from experiments.study.study import Arm, Study, arm_of
@@ -290,7 +290,7 @@ def main(argv: Sequence[str], values: absl_flags.FlagValues = absl_flags.FLAGS) 
         print(f"\n{name}\n\n{text}")
         if name == "errors":
             picture(own, os.path.join(folder, "order_error.png"))
-    page.of_folder(folder, title="Two errors", command=page.command_line())
+    report.write_page(folder, "Two errors")
     print(f"\nWritten to {folder}")
 
 

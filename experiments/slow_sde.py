@@ -27,7 +27,7 @@ from tqdm import tqdm
 import local_opt
 from experiments import slow_drift as theory
 from experiments.cluster import files
-from experiments.results import page, plots, records, tables
+from experiments.results import plots, records, report, tables
 from experiments.results.statistics import interval
 from experiments.slow_drift import PROBLEMS, Problem
 from experiments.study.flags import definer, names_of, positive_numbers, whole_numbers
@@ -279,7 +279,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
         print(f"\n{PROBLEMS[name].title}: {PROBLEMS[name].measured} at the end\n\n{text}")
     title = f"Where SGD drifts in {values.slow_time:g} / η² steps, {values.repetitions} repetitions"
     draw(all_records, values.slow_time, os.path.join(folder, "slow_sde.png"), title)
-    page.of_folder(folder, title=title, command=page.command_line())
+    report.write_page(folder, title)
     seconds = {(r["problem"], r["workers"], r["learning_rate"]): r["seconds"] for r in all_records}
     print(f"\n{verdict(all_records)}\n{sum(seconds.values()):.0f} s of runs. Written to {folder}")
 

@@ -1,14 +1,46 @@
-"""All that is written of a comparison: tables, pictures, and one page that holds both."""
+"""All that is written of a comparison: tables, pictures, and one page that holds both.
 
+report.html opens in any browser, pictures inside: nothing is loaded from elsewhere and no script
+runs, so it can be mailed, archived and printed.
+"""
+
+import base64
+import html
 import os
+import pathlib
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 
 from experiments.cluster import files
-from experiments.results import archive, page, plots, tables
+from experiments.results import archive, plots, tables
 from experiments.results.statistics import Comparison
 from experiments.results.tables import Column
 
 TABLE = "table.md"
+SHOWN = ("settings.json", "versions.json")
+STYLE = pathlib.Path(__file__).with_name("style.css")
+# The browser itself refuses whatever is not in the file.
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+INTERVALS = (
+    "± is the half width of the 95 % interval over seeds (Student's t); “2 of 5” counts the seeds "
+    "that arrive at all."
+)
 
 
 def write(
@@ -16,7 +48,6 @@ def write(
     folder: str,
     *,
     title: str,
-    command: str | None = None,
     columns: Sequence[Column],
     panels: Sequence[plots.Panel],
     sections: Sequence[Callable] = (),
@@ -24,7 +55,7 @@ def write(
     """Writes tables, pictures, comparison.json and report.html into the folder.
 
     Args:
-      title: of the pictures and the page; command: what makes the comparison.
+      title: of the pictures and the page.
       columns: of the main table, one table per speed.
       panels: of comparison.png, one picture per speed.
       sections: functions of the comparison that give a text below the main table, (file name,
@@ -51,5 +82,34 @@ def write(
     for name, text in texts.items():
         files.write_whole(os.path.join(folder, name), text + "\n")
     files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
-    page.of_folder(folder, title=title, command=command)
+    write_page(folder, title)
     return "\n\n".join(texts.values())
+
+
+def write_page(folder: str, title: str) -> None:
+    """Writes report.html: the folder's *.png and table*.md, its settings, and this command."""
+    from markdown_it import MarkdownIt
+
+    folder, parser = pathlib.Path(folder), MarkdownIt("commonmark", {"html": False}).enable("table")
+    parts = ["<h2>Pictures</h2>", *map(_picture, sorted(folder.glob("*.png")))]
+    parts += ["<h2>Tables</h2>", f"<p>{INTERVALS}</p>"]
+    for path in sorted(folder.glob("table*.md")):
+        parts.append(f"<h3>{path.name}</h3>\n{parser.render(path.read_text(encoding='utf-8'))}")
+    texts = {name: folder / name for name in SHOWN if (folder / name).exists()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
+    for name, text in (texts | {"Command": command_line()}).items():
+        parts.append(f"<h2>{name}</h2>\n<pre>{html.escape(text)}</pre>")
+    known = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
+    files.write_whole(str(folder / "report.html"), PAGE.format(body="\n".join(parts), **known))
+
+
+def _picture(path: pathlib.Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{html.escape(path.name)}" src="data:image/png;base64,{data}"></p>'
+
+
+def command_line() -> str:
+    """The command of this process, as it would be typed: python -m MODULE --flags."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
+    return shlex.join(start + sys.argv[1:])

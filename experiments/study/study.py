@@ -14,7 +14,7 @@ from absl import flags as absl_flags
 
 from experiments.cluster import agree, files, lock, processes
 from experiments.cluster.digest import data_hash
-from experiments.results import page, records, report, statistics
+from experiments.results import records, report, statistics
 from experiments.results.statistics import Criterion
 from experiments.study import flags, search, tables, trainer
 from experiments.study.dry_run import assumed, dry_run
@@ -162,8 +162,8 @@ def _carry_out(study, chosen, task, recipe, folder, values):
         title = f"{values.task}, {recipe.workers} workers"
         compared = statistics.compare(found, labels, study.criterion, plans)
         print(report.write(
-            compared, folder, title=title, command=page.command_line(), columns=study.columns,
-            panels=study.panels, sections=study.sections,
+            compared, folder, title=title, columns=study.columns, panels=study.panels,
+            sections=study.sections,
         ))  # fmt: skip
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 

@@ -133,7 +133,7 @@ def test_what_every_task_measures_is_a_column_and_a_panel(orders, monkeypatch, t
     rows = plots._rows(compared, plots.ORDER_PANELS, None)
     assert [scalar for scalar, _ in rows] == ["train/loss", "test/accuracy", "test/calibration"]
     text = report.write(
-        compared, str(tmp_path), title="all", command="python -m x", columns=columns.ORDER_COLUMNS,
+        compared, str(tmp_path), title="all", columns=columns.ORDER_COLUMNS,
         panels=plots.ORDER_PANELS, sections=(columns.rates_tried("order"),),
     )  # fmt: skip
     assert text in (tmp_path / "table.md").read_text()
