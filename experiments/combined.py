@@ -25,7 +25,7 @@ from absl import flags as absl_flags
 
 from experiments.results import columns, factorial, plots, statistics
 from experiments.results.statistics import Criterion
-from experiments.study import cost, flags, study
+from experiments.study import cost, flags, study, tables
 from experiments.study.study import Arm, Study, arm_of
 from experiments.study.tables import ECHO_POLICIES
 
@@ -52,7 +52,7 @@ STUDY = Study(
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     define, number = flags.definer(values), absl_flags.DEFINE_float
-    flags.define_decisions(values, order="cd_grab", sync="qsr", echo="diffusion+cosine")
+    tables.define_flags(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
     text = "words of the first order; rr+dealt where --order is dealt"
     define(absl_flags.DEFINE_string, "baseline", "rr", text)
     define(number, "load_steps", 4.0, "priced: a load, in steps of computation")
@@ -67,7 +67,7 @@ def fit(study, task, recipe, values):
         scalar = statistics.LOSS if task.optimum is None else statistics.ABOVE
         criterion = Criterion(scalar, when="target", target=recipe.target)
     first = (values.baseline, *FIRST[1:])
-    second = tuple(flags.decisions(values).values())
+    second = tuple(tables.decisions(values).values())
     if same := set(first) & set(second):
         raise app.UsageError(f"--order, --sync, --echo name {same}: that is the first level.")
     if ECHO_POLICIES[second[2]].online:

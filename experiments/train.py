@@ -26,7 +26,7 @@ from absl import flags as absl_flags
 from experiments.cluster import agree, lock, processes
 from experiments.cluster.digest import data_hash
 from experiments.results import records
-from experiments.study import flags, study, trainer
+from experiments.study import flags, study, tables, trainer
 from experiments.study.dry_run import assumed, dry_run
 from experiments.study.study import Arm, Study
 from experiments.tasks.base import check_recipe
@@ -38,8 +38,8 @@ from ordering.echo import EchoPlan
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", "forecast", task="digits_cosine", evaluations=10)
-    flags.define_decisions(values, order="cd_grab", sync="qsr", echo="none")
     define, enum = flags.definer(values), absl_flags.DEFINE_enum
+    tables.define_flags(define, order="cd_grab", sync="qsr", echo="none")
     rate = "peak; the middle one of --learning_rates if unset"
     define(absl_flags.DEFINE_float, "learning_rate", None, rate)
     define(absl_flags.DEFINE_integer, "seed", 0, "of parameters, orders, coins", lower_bound=0)
@@ -61,7 +61,7 @@ def run(values: absl_flags.FlagValues) -> None:
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
     check_recipe(recipe)
-    decisions = flags.decisions(values)
+    decisions = tables.decisions(values)
     arm = Arm("run", **decisions)
     order, rule, policy = trainer.rows_of(arm)
     if values.dry_run:

@@ -5,7 +5,7 @@ setting   how: the fields of a `Recipe`, each the setting's own where its flag i
 run       how a run is carried out and where it is written
 forecast  --dry_run and what it assumes
 
-And `define_decisions`: which unit comes next, when workers meet, when a batch is used again.
+Those of the decisions are defined by `tables.define_flags`.
 """
 
 import math
@@ -20,8 +20,6 @@ from experiments.cluster import agree, processes
 from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
 from experiments.study.chips import stay_on_cpu
-from experiments.study.tables import TABLES
-from experiments.study.words import Table
 from experiments.tasks import TASKS
 from experiments.tasks.base import Recipe, Task, check_recipe
 from experiments.tasks.metrics import METRICS
@@ -39,38 +37,6 @@ ENUMS = {
     "schedule": list(SCHEDULES),
     "metric": list(METRICS),
     "run": ["vmap", "turns", "mesh"],
-}
-FIELDS = {  # of a Recipe
-    "workers": "W",
-    "units_per_step": "B, per worker",
-    "unit_size": "examples per unit",
-    "learning_rates": "peaks, tried with every arm",
-    "epochs": "passes over the data without echoing, instead of --total_steps",
-    "total_steps": "T, instead of --epochs",
-    "optimizer": "of every worker",
-    "momentum": "of SGD; first moment of AdamW",
-    "weight_decay": "of the optimizer",
-    "schedule": "of the learning rate, after the warmup",
-    "warmup_steps": "of the learning rate",
-    "floor": "last rate / peak rate",
-    "decay_every": "epochs, of --schedule=step",
-    "decay_factor": "of --schedule=step",
-    "h_base": "least steps per round",
-    "growth": "alpha / peak rate of QSR",
-    "h_max": "most steps per round of the rules that follow the rate",
-    "echo_factor": "e, the uses of a batch, at the end",
-    "horizon": "steps in which a falling p falls",
-    "evaluations": "evenly over the run",
-    "evaluate_every": "steps, instead of --evaluations",
-    "bound_every": "epochs between two herding bounds; 0: never",
-    "metric": "of the target",
-    "target": "of the metric, on both halves of the test set; of the training loss in `combined`",
-    "run": "all workers on one device, at once or in turn, or one device each",
-}
-DECISIONS = {
-    "order": "which unit comes next",
-    "sync": "when workers meet",
-    "echo": "when a batch is used again",
 }
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
 
@@ -96,38 +62,6 @@ def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
         GROUPS[group](definer(values, **defaults))
 
 
-def define_decisions(values: flags.FlagValues, **defaults: str) -> None:
-    """Defines --order, --sync and --echo, and a flag for each kind of their further words."""
-    define = definer(values)
-    for kind, table in TABLES.items():
-        text = f"{DECISIONS[kind]}: {table.known()}"
-        define(flags.DEFINE_string, kind, defaults[kind], text)
-        for flag, choice in table.choices.items():
-            text, words = f"of --{kind}: {choice.text}", choice.words
-            if callable(words):
-                define(flags.DEFINE_integer, flag, None, text, lower_bound=1)
-            else:
-                define(flags.DEFINE_enum, flag, None, text, [*words])
-
-
-def decisions(values: flags.FlagValues) -> dict[str, str]:
-    """{"order": words, "sync": words, "echo": words}, those of the further flags added.
-
-    Raises:
-      ValueError: for words that no table has, or that do not fit together.
-    """
-    found = {}
-    for kind, table in TABLES.items():
-        further = given(values, table.choices)
-        words = [f"{k}{v}" if callable(table.choices[k].words) else v for k, v in further.items()]
-        found[kind] = "+".join([values[kind].value, *words])
-        try:
-            table[found[kind]]
-        except ValueError as error:
-            raise ValueError(f"--{kind} is {found[kind]}: {error}") from error
-    return found
-
-
 def _task(define):
     names = ", ".join([*recipes.RECIPES, *TASKS])
     define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
@@ -138,9 +72,8 @@ def _task(define):
 
 
 def _setting(define):
-    hints = typing.get_type_hints(Recipe)
-    for name, text in FIELDS.items():
-        kind, more = KINDS[_kind(hints[name])], ()
+    for name, hint in typing.get_type_hints(Recipe, include_extras=True).items():
+        (text,), kind, more = hint.__metadata__, KINDS[_kind(hint.__origin__)], ()
         if name in ENUMS:
             kind, more = flags.DEFINE_enum, (ENUMS[name],)
         define(kind, name, None, f"{text}; the setting's own if unset", *more)
@@ -243,17 +176,15 @@ def recipe_fields(values: flags.FlagValues) -> dict:
     return found
 
 
-def names_of(values: flags.FlagValues, name: str, known: Iterable[str]) -> list[str]:
-    """A flag that lists names, or words of a table; UsageError where one is not known."""
-    if isinstance(known, Table):
-        for text in values[name].value:
-            try:
-                known[text]
-            except ValueError as error:
-                raise app.UsageError(f"--{name} has {text!r}: {error}") from error
-        return values[name].value
-    if unknown := sorted(set(values[name].value) - set(known)):
-        raise app.UsageError(f"--{name} has {unknown}: names are {', '.join(known)}.")
+def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
+    """A flag that lists keys of a mapping, such as a table; UsageError where one is not known."""
+    for text in values[name].value:
+        try:
+            known[text]
+        except (KeyError, ValueError) as error:
+            names = f"names are {', '.join(known)}"
+            told = names if isinstance(error, KeyError) else error
+            raise app.UsageError(f"--{name} has {[text]}: {told}") from error
     return values[name].value
 
 
@@ -272,8 +203,8 @@ def positive_numbers(values: flags.FlagValues, name: str) -> list[float]:
             found.append(float(text))
         except ValueError:
             found.append(0.0)
-    if bad := [t for t, n in zip(values[name].value, found, strict=True) if not 0 < n < math.inf]:
-        raise app.UsageError(f"--{name} has {bad}: pass positive, finite numbers.")
+        if not 0 < found[-1] < math.inf:
+            raise app.UsageError(f"--{name} has {[text]}: pass positive, finite numbers.")
     return found
 
 

@@ -46,7 +46,8 @@ def arm_of(words: str, **usual: str) -> Arm:
       'CD-GraB, 64 numbers + QSR'
     """
     decisions = tables.decisions_of(words)
-    return Arm(tables.label_of(decisions), **{**usual, **decisions})
+    label = " + ".join(tables.TABLES[kind][words].label for kind, words in decisions.items())
+    return Arm(label, **{**usual, **decisions})
 
 
 class Study(NamedTuple):

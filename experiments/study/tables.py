@@ -6,31 +6,27 @@ know them by these names alone. What else a row may do is said by further words,
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import optax
+from absl.flags import FlagValues
 
 import local_opt
 import ordering
 import ordering.echo
-from experiments.study.words import Choice, EchoPolicy, Order, SyncRule, Table, Word, parse
+from experiments.study.words import Choice, EchoPolicy, Order, SyncRule, Table, Word
 from experiments.training.config import EXAMPLES, UNITS, OrderSetting, RunConfig
 
 POST_LOCAL_UNTIL = 0.5  # of T: where post-local training begins its local steps
 SWAP_UNTIL = 0.8  # of T: where SWAP begins its last round
 
 
-def _coordinated(s: OrderSetting, signs: Callable | None = None, sketched=False):
+def _coordinated(s: OrderSetting, rule: ordering.SignRule | None = None, sketched=False):
+    gathers = s.gathers if sketched else None
     return ordering.cd_grab(
-        s.num_units, units_per_step=s.units_per_step, rule=signs and signs(s),
-        gathers=s.gathers if sketched else None,
-    )  # fmt: skip
-
-
-def _halving(s: OrderSetting) -> ordering.SignRule:
-    num_pairs = max(1, s.num_units // 2 * s.workers)
-    return ordering.kernel_halving(num_epochs=s.epochs, num_pairs=num_pairs)
+        s.num_units, units_per_step=s.units_per_step, rule=rule, gathers=gathers
+    )
 
 
 def _sketch(size: int) -> Word:
@@ -41,8 +37,9 @@ def _sketch(size: int) -> Word:
     return Word(f"{size} numbers", change)
 
 
-def _signs(label: str, rule: Callable[[OrderSetting], ordering.SignRule]) -> Word:
-    return Word(label, lambda row: row._replace(make=functools.partial(row.make, signs=rule)))
+def _walk(row: Order) -> Order:
+    rule = ordering.self_balancing_walk()
+    return row._replace(make=functools.partial(row.make, rule=rule))
 
 
 def _deal(label: str, how: str) -> Word:
@@ -59,7 +56,7 @@ def _deal(label: str, how: str) -> Word:
 
 
 ORDERS = Table(
-    "order",
+    "order", "which unit comes next",
     {
         "rr": Order(
             "D-RR", lambda s: ordering.random_reshuffling(s.num_units), observes=False,
@@ -79,12 +76,6 @@ ORDERS = Table(
             "CD-GraB", _coordinated, coordinated=True, takes=("sketch", "signs", "deal")
         ),
         "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
-        "flipflop": Order("flip-flop", lambda s: ordering.flip_flop(s.num_units), observes=False),
-        "block": Order(
-            "block reshuffling",
-            lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
-            observes=False,
-        ),
         "herding": Order(
             "greedy herding",
             lambda s: ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
@@ -93,8 +84,7 @@ ORDERS = Table(
     {
         "sketch": Choice("numbers that stand for a gradient", _sketch),
         "signs": Choice("who gives signs instead of the greedy rule", {
-            "walk": _signs("walk", lambda s: ordering.self_balancing_walk()),
-            "halving": _signs("kernel halving", _halving),
+            "walk": Word("walk", _walk)
         }),
         "deal": Choice("how units are given anew to all workers in every epoch", {
             "dealt": _deal("dealt", "round_robin"),
@@ -131,7 +121,7 @@ def _switching(rule: Callable, share: float) -> Callable:
 def _power(config: RunConfig, power: float, alpha: float) -> local_opt.SyncPlan:
     return local_opt.power_rule(
         config.rates, total_steps=config.total_steps, alpha=alpha, h_base=config.h_base,
-        power=power, warmup_steps=config.warmup_steps, h_max=config.h_max,
+        power=power, warmup_steps=config.warmup_steps,
     )  # fmt: skip
 
 
@@ -140,10 +130,7 @@ def _qsr(config: RunConfig) -> local_opt.SyncPlan:
 
 
 def _at_volume_of_qsr(power: float) -> Callable:
-    """Another power, with the least alpha at which it takes no more rounds than QSR.
-
-    Rounds get fewer as alpha grows, so it is found by bisection on its logarithm.
-    """
+    """Another power, with the least alpha, found by bisection, of no more rounds than QSR."""
 
     def plan(config: RunConfig) -> local_opt.SyncPlan:
         wanted = _qsr(config).rounds
@@ -191,7 +178,7 @@ def _align(part: str, share: float) -> Word:
 ROUNDS = ("wire", "correction")  # of local steps
 LOCAL = (*ROUNDS, "align")
 SYNC_RULES = Table(
-    "rule",
+    "sync", "when workers meet",
     {
         "parallel": SyncRule(
             "parallel", lambda config: local_opt.every_step(config.total_steps),
@@ -230,11 +217,6 @@ SYNC_RULES = Table(
 )  # fmt: skip
 
 
-def _stays(least: float, horizon: int) -> float:
-    """p without a further word: at its end from the start."""
-    return least
-
-
 def _multistep(least: float, horizon: int) -> optax.Schedule:
     drops = {horizon // 3: least**0.5, 2 * horizon // 3: least**0.5}
     return optax.piecewise_constant_schedule(1.0, drops)
@@ -244,17 +226,19 @@ def _fixed(config: RunConfig, factor: int) -> ordering.echo.EchoPlan:
     return ordering.echo.fixed(factor, total_steps=config.total_steps)
 
 
-def _bernoulli(config: RunConfig, p: Callable = _stays) -> ordering.echo.EchoPlan:
-    return ordering.echo.bernoulli(
-        p(1 / config.echo_factor, config.horizon),
-        total_steps=config.total_steps,
-        key=jax.random.fold_in(config.key, 0),
-    )
+def _share(config: RunConfig, falls: Callable | None):
+    """p: 1 / e, or `falls(1 / e, horizon)`."""
+    least = 1 / config.echo_factor
+    return falls(least, config.horizon) if falls else least
 
 
-def _diffusion(config: RunConfig, p: Callable = _stays) -> ordering.echo.EchoPlan:
-    share = p(1 / config.echo_factor, config.horizon)
-    return ordering.echo.error_diffusion(share, total_steps=config.total_steps)
+def _bernoulli(config: RunConfig, p: Callable | None = None) -> ordering.echo.EchoPlan:
+    key = jax.random.fold_in(config.key, 0)
+    return ordering.echo.bernoulli(_share(config, p), total_steps=config.total_steps, key=key)
+
+
+def _diffusion(config: RunConfig, p: Callable | None = None) -> ordering.echo.EchoPlan:
+    return ordering.echo.error_diffusion(_share(config, p), total_steps=config.total_steps)
 
 
 def _measured(config: RunConfig):
@@ -262,12 +246,11 @@ def _measured(config: RunConfig):
 
 
 def _falling(label: str, p: Callable) -> Word:
-    """p(1 / e, horizon): from 1 to 1 / e over the horizon."""
     return Word(label, lambda row: row._replace(make=functools.partial(row.make, p=p)))
 
 
 ECHO_POLICIES = Table(
-    "echo policy",
+    "echo", "when a batch is used again",
     {
         "none": EchoPolicy("no echo", lambda config: _fixed(config, 1)),
         "fixed": EchoPolicy("fixed factor", lambda config: _fixed(config, config.echo_factor)),
@@ -286,14 +269,33 @@ ECHO_POLICIES = Table(
     },
 )  # fmt: skip
 
-TABLES = {"order": ORDERS, "sync": SYNC_RULES, "echo": ECHO_POLICIES}
+TABLES = {table.flag: table for table in (ORDERS, SYNC_RULES, ECHO_POLICIES)}
+
+
+def define_flags(define: Callable, **defaults: str) -> None:
+    """Defines --order, --sync and --echo, and flags of further words, as of `flags.definer`."""
+    for flag, table in TABLES.items():
+        table.define_flags(define, defaults[flag])
+
+
+def decisions(values: FlagValues) -> dict[str, str]:
+    """{"order": words, "sync": words, "echo": words} of flags; ValueError where they do not fit."""
+    return {flag: table.words_of(values) for flag, table in TABLES.items()}
 
 
 def decisions_of(text: str) -> dict[str, str]:
-    """The decisions that a string of words names: `words.parse` of the three tables."""
-    return parse(text, TABLES)
+    """The decisions that a string of words names, such as "cd_grab+sketch64+qsr".
 
-
-def label_of(decisions: Mapping[str, str]) -> str:
-    """For people, of what `decisions_of` gave."""
-    return " + ".join(TABLES[kind][words].label for kind, words in decisions.items())
+    Raises:
+      ValueError: for a word that no table has, or a row that cannot be changed so.
+    """
+    found = {}
+    for word in text.split("+"):
+        flag = next((k for k, t in TABLES.items() if word in t or t.find(word)), None)
+        if flag is None:
+            known = "; ".join(table.known() for table in TABLES.values())
+            raise ValueError(f"{word!r} is no word: choose of {known}.")
+        found[flag] = f"{found[flag]}+{word}" if flag in found else word
+    for flag, words in found.items():
+        TABLES[flag][words]  # refuses what does not fit together
+    return found

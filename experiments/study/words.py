@@ -1,9 +1,11 @@
-"""What a row of the tables of decisions is, and how further words change one."""
+"""What a row of the tables of decisions is, and how further words and their flags change one."""
 
 import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from absl import flags
 
 import local_opt
 import ordering
@@ -11,26 +13,15 @@ from experiments.training.config import OrderSetting, RunConfig
 
 
 class Order(NamedTuple):
-    """A row of ORDERS: which unit comes next.
+    """A row of ORDERS: which unit comes next."""
 
-    Fields:
-      label: for people.
-      make: from the setting to the `ordering.Ordering`.
-      observes: False if it looks at no gradient: its next order is made beside the steps.
-      coordinated: True if its running sum is of all workers.
-      sketch: k, if it looks at sketches of so many numbers; None: at gradients.
-      deals: EXAMPLES or UNITS of the whole training set, if its numbers name these; None: units of
-        the worker's own.
-      takes: flags of further words that may change it, or some of these words.
-    """
-
-    label: str
+    label: str  # for people
     make: Callable[[OrderSetting], ordering.Ordering]
-    observes: bool = True
-    coordinated: bool = False
-    sketch: int | None = None
-    deals: str | None = None
-    takes: tuple[str, ...] = ()
+    observes: bool = True  # False: it looks at no gradient, and is made beside the steps
+    coordinated: bool = False  # its running sum is of all workers
+    sketch: int | None = None  # numbers of the sketches that it looks at; None: at gradients
+    deals: str | None = None  # EXAMPLES or UNITS of the whole set; None: units of the worker's own
+    takes: tuple[str, ...] = ()  # flags of further words that may change it, or some of the words
 
 
 class SyncRule(NamedTuple):
@@ -70,12 +61,12 @@ class Table(dict):
     """Rows by name; `table["name+word+word"]` is a row that further words have changed.
 
     Args:
-      kind: what a row is, in words; rows: by name; choices: by flag.
+      flag: that names a row; text: what it decides; rows: by name; choices: by flag.
     """
 
-    def __init__(self, kind: str, rows: Mapping, choices: Mapping[str, Choice]):
+    def __init__(self, flag: str, text: str, rows: Mapping, choices: Mapping[str, Choice]):
         super().__init__(rows)
-        self.kind, self.choices = kind, choices
+        self.flag, self.text, self.choices = flag, text, choices
         self._changed = functools.cache(self._change)  # equal words give the same row
 
     def __missing__(self, text: str):
@@ -100,44 +91,40 @@ class Table(dict):
         ]
         return f"{', '.join(self)}, and of +{', +'.join(further)}"
 
+    def define_flags(self, define: Callable, default: str) -> None:
+        """Its flag, and one for each kind of its further words; `define` as of `flags.definer`."""
+        define(flags.DEFINE_string, self.flag, default, f"{self.text}: {self.known()}")
+        for flag, choice in self.choices.items():
+            text, words = f"of --{self.flag}: {choice.text}", choice.words
+            if callable(words):
+                define(flags.DEFINE_integer, flag, None, text, lower_bound=1)
+            else:
+                define(flags.DEFINE_enum, flag, None, text, [*words])
+
+    def words_of(self, values: flags.FlagValues) -> str:
+        """The words that its flags say; ValueError where there is no such row."""
+        given = {flag: values[flag].value for flag in self.choices}
+        words = [f"{k}{v}" if callable(self.choices[k].words) else v for k, v in given.items() if v]
+        text = "+".join([values[self.flag].value, *words])
+        self[text]  # refuses what does not fit together
+        return text
+
     def _change(self, text: str):
         name, *further = text.split("+")
+        begin = f"--{self.flag} is {text}: "
         if name not in self:
-            raise ValueError(f"{name!r} is no {self.kind}: choose of {self.known()}.")
-        row, taken = self[name], {}
+            raise ValueError(f"{begin}{name!r} is not one of {self.known()}.")
+        row, taken = self[name], []
         for word in further:
             if (found := self.find(word)) is None:
-                known = self.known()
-                raise ValueError(f"{word!r} says nothing of this {self.kind}: choose of {known}.")
+                raise ValueError(f"{begin}{word!r} is no further word: choose of {self.known()}.")
             flag, (label, change) = found
-            if flag in taken:
-                raise ValueError(
-                    f"{text!r} has {taken[flag]} and {word}, both of --{flag}: choose one of them."
-                )
-            if not {flag, word} & {*row.takes}:
+            if flag in taken or not {flag, word} & {*row.takes}:
                 able = [n for n, other in self.items() if {flag, word} & {*other.takes}]
                 raise ValueError(
-                    f"{text!r}: {name} cannot be {word} (--{flag}); choose one of "
+                    f"{begin}{name} cannot be {word} (--{flag}, once): choose one of "
                     f"{', '.join(able)}, or leave {word} out."
                 )
-            taken[flag] = word
+            taken.append(flag)
             row = change(row)._replace(label=f"{row.label}, {label}")
         return row
-
-
-def parse(text: str, tables: Mapping[str, Table]) -> dict[str, str]:
-    """{kind of table: the words of its row} of words of all tables, joined by +.
-
-    Raises:
-      ValueError: for a word that no table has, or a row that cannot be changed so.
-    """
-    found = {}
-    for word in text.split("+"):
-        kind = next((k for k, t in tables.items() if word in t or t.find(word)), None)
-        if kind is None:
-            known = "; ".join(table.known() for table in tables.values())
-            raise ValueError(f"{word!r} is no word: choose of {known}.")
-        found[kind] = f"{found[kind]}+{word}" if kind in found else word
-    for kind, words in found.items():
-        tables[kind][words]  # refuses what does not fit together
-    return found

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
@@ -11,36 +11,32 @@ from models import Model
 
 
 class Recipe(NamedTuple):
-    """A setting of a run, whatever the study; flags override it field by field.
+    """A setting of a run, whatever the study; every field is a flag, with its text."""
 
-    Rates are factors of the peak learning rate but for `learning_rates`, the peaks themselves.
-    """
-
-    workers: int  # W
-    units_per_step: int  # B, per worker
-    unit_size: int  # examples per unit; 1 is per-example ordering
-    learning_rates: tuple[float, ...]  # every arm is compared at its own best of these
-    epochs: int | None = None  # passes over the data without echoing
-    total_steps: int | None = None  # T; wins over epochs
-    optimizer: str = "momentum"  # a name of `training.optimizers.OPTIMIZERS`
-    momentum: float = 0.9  # of SGD; first moment of AdamW
-    weight_decay: float = 0.0
-    schedule: str = "constant"  # after the warmup: a name of `training.optimizers.SCHEDULES`
-    warmup_steps: int = 0
-    floor: float = 0.0  # last rate / peak rate of "cosine" and "linear"
-    decay_every: float = 10.0  # epochs, of "step"
-    decay_factor: float = 0.1  # of "step"
-    h_base: int = 4  # least steps per round
-    growth: float = 2.0  # alpha / peak rate of QSR
-    h_max: int | None = None  # most steps per round of the rules that follow the rate
-    echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
-    horizon: int | None = None  # steps over which a falling p falls; T if None
-    evaluations: int | None = None  # evenly over the run; None: at every epoch's end
-    evaluate_every: int | None = None  # steps; wins over evaluations
-    bound_every: int = 0  # epochs between two herding bounds; 0 never
-    metric: str = "accuracy"  # of the target, a name of `tasks.metrics.METRICS`
-    target: float | None = None  # of the metric, for studies that count steps to it
-    run: str = "vmap"  # "vmap" or "turns" on one device, "mesh" one device per worker
+    workers: Annotated[int, "W"]
+    units_per_step: Annotated[int, "B, per worker"]
+    unit_size: Annotated[int, "examples per unit; 1 is per-example ordering"]
+    learning_rates: Annotated[tuple[float, ...], "peaks; every arm is compared at its own best"]
+    epochs: Annotated[int | None, "passes over the data without echoing, or total_steps"] = None
+    total_steps: Annotated[int | None, "T, or epochs"] = None
+    optimizer: Annotated[str, "of every worker"] = "momentum"
+    momentum: Annotated[float, "of SGD; first moment of AdamW"] = 0.9
+    weight_decay: Annotated[float, "of the optimizer"] = 0.0
+    schedule: Annotated[str, "of the learning rate, after the warmup"] = "constant"
+    warmup_steps: Annotated[int, "of the learning rate"] = 0
+    floor: Annotated[float, "last rate / peak rate of cosine and linear schedules"] = 0.0
+    decay_every: Annotated[float, "epochs, of a step schedule"] = 10.0
+    decay_factor: Annotated[float, "of a step schedule"] = 0.1
+    h_base: Annotated[int, "least steps per round"] = 4
+    growth: Annotated[float, "alpha / peak rate of QSR"] = 2.0
+    echo_factor: Annotated[int, "e, the uses of a batch, or those that a falling p ends at"] = 4
+    horizon: Annotated[int | None, "steps in which a falling p falls; T if None"] = None
+    evaluations: Annotated[int | None, "evenly over the run; None: at every epoch's end"] = None
+    evaluate_every: Annotated[int | None, "steps, instead of evaluations"] = None
+    bound_every: Annotated[int, "epochs between two herding bounds; 0: never"] = 0
+    metric: Annotated[str, "of the target"] = "accuracy"
+    target: Annotated[float | None, "of the metric, on both halves of the test set"] = None
+    run: Annotated[str, "workers on one device, vmap or in turns; mesh: a device each"] = "vmap"
 
 
 class Task(NamedTuple):

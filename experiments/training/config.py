@@ -52,7 +52,6 @@ class RunConfig(NamedTuple):
     warmup_steps: int = 0
     h_base: int = 4  # least steps per round
     growth: float = 2.0  # alpha / peak rate of QSR
-    h_max: int | None = None  # of the rules that follow the rate
     echo_factor: int = 4  # e, the uses of a batch, or those that a falling p ends at
     horizon: int = 1  # steps over which a falling p falls
     fresh: np.ndarray | None = None  # bool[T], for rules that follow the loads
@@ -192,7 +191,6 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
         warmup_steps=recipe.warmup_steps,
         h_base=recipe.h_base,
         growth=recipe.growth,
-        h_max=recipe.h_max,
         echo_factor=factor,
         horizon=recipe.horizon or total,
         loads_per_epoch=sizes.loads_per_epoch,

@@ -15,7 +15,7 @@ import local_opt
 import ordering
 import ordering.echo
 from experiments import train
-from experiments.study import flags, trainer
+from experiments.study import flags, tables, trainer
 from experiments.study.study import Arm
 from experiments.study.tables import ORDERS, TABLES
 from experiments.tasks.base import check_recipe
@@ -31,7 +31,7 @@ REAL = st.one_of(
 ANY = {
     "workers": WHOLE, "units_per_step": WHOLE, "unit_size": WHOLE, "num_train": WHOLE,
     "total_steps": WHOLE, "epochs": st.integers(-1, 30), "warmup_steps": WHOLE,
-    "h_base": WHOLE, "h_max": WHOLE, "echo_factor": WHOLE, "horizon": WHOLE,
+    "h_base": WHOLE, "echo_factor": WHOLE, "horizon": WHOLE,
     "evaluations": WHOLE, "evaluate_every": WHOLE, "bound_every": WHOLE, "seed": WHOLE,
     "growth": REAL, "floor": REAL, "decay_every": REAL, "decay_factor": REAL, "momentum": REAL,
     "weight_decay": REAL, "learning_rate": REAL,
@@ -53,7 +53,7 @@ def decided(arguments):
     rate = rates[0] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
     check_recipe(recipe)
-    arm = Arm("run", **flags.decisions(values))
+    arm = Arm("run", **tables.decisions(values))
     sizes = trainer.sizes_of(task, recipe, arm)
     plans = trainer.plans_of(task, recipe, arm, rate=rate, seed=values.seed)
     plans.check()

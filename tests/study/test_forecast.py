@@ -157,11 +157,11 @@ def test_flags_replace_a_settings_values():
     """Any setting can be planned; only a published one knows its seconds per step."""
     with pytest.raises(app.UsageError, match="pass .'--step_seconds'"):
         forecast.runs_from_flags(parsed("--task=digits"))
-    values = parsed("--task=digits", "--step_seconds=0.2", "--h_max=4", "--epochs=7")
+    values = parsed("--task=digits", "--step_seconds=0.2", "--h_base=4", "--epochs=7")
     (run,) = forecast.runs_from_flags(values).values()
     assert run.seconds_are == "given by --step_seconds" and run.num_params == 650
     task = TASKS["digits"]()
-    assert run.recipe._replace(total_steps=None) == task.recipe._replace(h_max=4, epochs=7)
+    assert run.recipe._replace(total_steps=None) == task.recipe._replace(h_base=4, epochs=7)
     per_epoch = -(-1536 // (task.recipe.workers * task.recipe.unit_size))
     assert run.recipe.total_steps == 7 * -(-per_epoch // task.recipe.units_per_step)
 
@@ -250,7 +250,7 @@ def test_measuring_reads_through_batches(monkeypatch):
         (["--load_seconds=nan", "--step_seconds=1"], "--load_seconds is nan"),
         (["--measure=digits", "--step_seconds=1"], "--measure is given with"),
         (["--load_seconds=1", "--step_seconds=1", "--depths=1,0"], "--depths has .'0'"),
-        (["--arms=qsr,often"], "--arms has 'often'"),
+        (["--arms=qsr,often"], "--arms has .'often'"),
     ],
 )
 def test_command_says_what_is_wrong(given, message):

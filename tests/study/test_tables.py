@@ -5,6 +5,7 @@ import pytest
 
 import ordering
 from experiments.study import tables
+from experiments.study.study import arm_of
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES, TABLES
 from experiments.tasks import TASKS
 from experiments.training import config
@@ -30,7 +31,7 @@ def test_every_word_is_of_one_table_alone():
     ],
 )  # fmt: skip
 def test_words_name_decisions(text, decisions, label):
-    assert tables.decisions_of(text) == decisions and tables.label_of(decisions) == label
+    assert tables.decisions_of(text) == decisions and arm_of(text).label == label
     assert "+".join(decisions.values()) == text
     assert ORDERS["cd_grab+sketch48"] is ORDERS["cd_grab+sketch48"], "programs of it are shared"
     assert ORDERS["cd_grab+sketch48"].sketch == 48
@@ -44,15 +45,18 @@ def test_words_name_decisions(text, decisions, label):
             "'cats' is no word: choose of rr, .*, and of .sketchN, .walk, .*; parallel",
         ),
         ("cd_grab+sketch0", "'sketch0' is no word"),
-        ("int8", "'int8' is no rule: choose of parallel, accumulate"),
-        ("rr+cd_grab", "'cd_grab' says nothing of this order: choose of rr, unzip"),
+        ("int8", "--sync is int8: 'int8' is not one of parallel, accumulate"),
+        ("rr+cd_grab", "--order is rr.cd_grab: 'cd_grab' is no further word: choose of rr, unzip"),
         (
             "unzip+sketch4",
-            "unzip cannot be sketch4 .--sketch.; choose one of id_pair, cd_grab, or leave",
+            "unzip cannot be sketch4 .--sketch, once.: choose one of id_pair, cd_grab, or leave",
         ),
-        ("rr+chunks", "rr cannot be chunks .--deal.; choose one of id_pair, cd_grab"),
-        ("parallel+int8", "parallel cannot be int8 .--wire.; choose one of constant, post_local"),
-        ("cd_grab+dealt+chunks", "has dealt and chunks, both of --deal: choose one of them"),
+        ("rr+chunks", "rr cannot be chunks .--deal, once.: choose one of id_pair, cd_grab"),
+        (
+            "parallel+int8",
+            "parallel cannot be int8 .--wire, once.: choose one of constant, post_local",
+        ),
+        ("cd_grab+dealt+chunks", "cd_grab cannot be chunks .--deal, once.: choose one of id_pair"),
     ],
 )
 def test_words_that_say_nothing(text, message):

@@ -246,7 +246,7 @@ BETWEEN = [(8, 10), (4, 25), (8, STEPS)]  # where epochs end
     "order,sync,echo,changes",
     [
         ("rr", "parallel", "none", CHANGES), ("rr+dealt", "qsr", "none", CHANGES),
-        ("block", "qsr", "fixed", CHANGES), ("id_mean", "qsr", "none", BETWEEN),
+        ("so", "qsr", "fixed", CHANGES), ("id_mean", "qsr", "none", BETWEEN),
         ("id_pair", "qsr+int8", "none", CHANGES), ("cd_grab", "qsr", "diffusion+cosine", CHANGES),
         ("cd_grab+walk", "qsr+control", "none", BETWEEN), ("herding", "constant", "none", CHANGES),
         ("cd_grab+sketch16", "qsr", "diffusion+cosine", CHANGES),
