@@ -89,9 +89,7 @@ def _argsort(numbers):
 def fill_middle(next_order, current, left, placed):
     """Gives the units that were not placed, `current[placed:]`, the free slots of `next_order`.
 
-    Slots `[left, left + M - placed)` are free: signs fill the order from both ends. With every
-    unit placed this is the identity; after a half epoch, or with an odd unit left over, nothing
-    is lost.
+    Slots `[left, left + M - placed)` are free: signs fill the order from both ends.
     """
     num_units = current.shape[0]
     slot = jnp.arange(num_units)
@@ -106,12 +104,7 @@ def align_pairs(pending, units, waiting, num_pairs):
 
 
 def place_pairs(state, pair, valid, plus):
-    """The next order, filled from both ends with the units of these pairs.
-
-    Args:
-      state: with `current` and `next`; pair: int32[P], numbers of pairs; valid: bool[P], others are
-        left out; plus: bool[P], the signs.
-    """
+    """The next order, filled from both ends with the pairs int32[P] of these signs, bool[P]."""
     num_units = state.current.shape[0]
     first, second = state.current[2 * pair], state.current[2 * pair + 1]
     front = jnp.where(valid, pair, num_units)  # out of range: dropped
@@ -135,15 +128,7 @@ def check_num_units(num_units: int) -> None:
 
 
 def check_units_per_step(num_units: int, units_per_step: int) -> None:
-    """Raises ValueError unless a step of B units fits in an epoch of M.
-
-    Args:
-      num_units: M >= 1; units_per_step: B in [1, M].
-
-    Example:
-      >>> import ordering
-      >>> ordering.base.check_units_per_step(10, 3)
-    """
+    """Raises ValueError unless a step of B units fits in an epoch of M."""
     check_num_units(num_units)
     if not plans.is_whole(units_per_step) or not 1 <= units_per_step <= num_units:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Orders over the units of all workers, dealt anew in every epoch: units move between workers."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ HOW = ("round_robin", "chunks")
 class DealtState(NamedTuple):
     """State of one worker; `everyone` is equal on all."""
 
-    pairs: Any  # of the pair order; its units are numbers in [0, W M)
+    pairs: Any  # of the pair order; its units are numbers in [0, total)
     everyone: jax.Array  # int32[W, M], the current orders of all workers
+    waiting: Any  # int32[total - W M], neighbours, which this epoch leaves out; () where none are
 
     @property
     def current(self):
@@ -29,7 +31,7 @@ class DealtState(NamedTuple):
     @property
     def next(self):
         """int32[M]; where a front is known, it is the front of this worker's next order."""
-        return self.pairs.next
+        return _relieved(self.pairs.next, self)
 
     @property
     def left(self):
@@ -46,9 +48,14 @@ class ChunksState(DealtState):
 
 
 def dealt(
-    order: base.Ordering, num_units: int, *, how: str = "round_robin", axis_name="worker"
+    order: base.Ordering,
+    num_units: int,
+    *,
+    how: str = "round_robin",
+    total: int | None = None,
+    axis_name="worker",
 ) -> base.Ordering:
-    """An order over all W M units, from the pairs that workers balance, dealt anew each epoch.
+    """An order over all units, from the pairs that workers balance, dealt anew each epoch.
 
     All pairs are placed in one order, from both ends, in the sequence in which they are signed:
     the k-th pair (a, b) of worker w takes the places p = k W + w and W M - 1 - p, a in front if
@@ -60,24 +67,28 @@ def dealt(
     takes the next W B places of the one order. Under local steps the workers' data are the same in
     distribution, which takes away the error of fixed shards.
 
+    Units that are left over take the places of as many others from epoch to epoch: first the last
+    ones wait, then the first ones, and so on.
+
     Every worker knows the orders of all, 4 bytes for a unit, and at the epoch's end they tell each
     other their signs: a bit for every pair, and nothing else. Data must be readable by all workers.
 
     Args:
       order: `cd_grab` or `pair_balance` of `num_units`; with the latter every worker balances its
         own pairs.
-      num_units: M >= 1, units per worker; the data are W M units.
+      num_units: M >= 1, units per worker and epoch.
       how: "round_robin" or "chunks". With chunks no unit of the next epoch is known before its
         beginning, so input cannot read ahead.
+      total: units of the data, from W M to 2 W M. None: W M.
       axis_name: the workers' axis.
 
     Returns:
-      An `Ordering` whose `current` names units in [0, W M), with `DealtState`. The first order is
-      a random one of all units, from worker 0's key.
+      An `Ordering` whose `current` names units in [0, total), with `DealtState`. The first order is
+      a random one of the first W M units, from worker 0's key.
 
     Raises:
       ValueError: for sizes or a `how` that do not fit, at construction; from `init`, for an order
-        that places no pairs.
+        that places no pairs, or a total that is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -99,6 +110,13 @@ def dealt(
     def init(key, params):
         first = jax.random.fold_in(shared_key(key, axis_name), 0)
         everyone = _shuffled(first, num_units, axis_name)
+        all_units = _all_units(num_units, total, axis_name)
+        if all_units > 2 * everyone.size:
+            raise ValueError(
+                f"total is {total}: at most as many units wait as are visited, {everyone.size}. "
+                "Raise num_units."
+            )
+        waiting = jnp.arange(everyone.size, all_units, dtype=jnp.int32)
         pairs = order.init(key, params)
         if not isinstance(pairs, PairBalanceState | GatheredState):
             raise ValueError(
@@ -111,7 +129,8 @@ def dealt(
                 "make both for the same number."
             )
         everyone = mesh.varying(everyone, key)  # as what is gathered at an epoch's end
-        return state_of(_begun(pairs, everyone, axis_name), everyone)
+        waiting = mesh.varying(waiting, key) if waiting.size else ()
+        return state_of(_begun(pairs, everyone, axis_name), everyone, waiting)
 
     def observe(state, rows):
         return state._replace(pairs=order.observe(state.pairs, rows))
@@ -126,7 +145,8 @@ def dealt(
         signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(told)
         placed = jnp.minimum(before.position, num_units) // 2
         everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed), how)
-        return state_of(_begun(after, everyone, axis_name), everyone)
+        everyone = jax.vmap(_relieved, (0, None))(everyone, state)
+        return state_of(_begun(after, everyone, axis_name), everyone, _following(state))
 
     return base.Ordering(init, observe, next_epoch, sync)
 
@@ -138,8 +158,7 @@ def dealt_reshuffling(
 
     Args:
       num_units: M >= 1, units per worker and epoch.
-      total: units of the data, at least W M; those that are left over are others in every epoch.
-        None: W M.
+      total: units of the data, at least W M; those left over are others in every epoch. None: W M.
       axis_name: the workers' axis.
 
     Returns:
@@ -184,22 +203,30 @@ def dealt_reshuffling(
 def deal(placed: jax.Array, how: str) -> jax.Array:
     """int32[W, M], the units of every worker, after the pairs of every worker have been placed.
 
-    Args:
-      placed: int32[W, M], row w the pairs of worker w from both ends; so worker w's place m is
-        place m W + w of the order of all units in its first half, and m W + (W - 1 - w) in the
-        second.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> placed = jnp.array([[0, 1, 2, 3], [4, 5, 6, 7]])
-      >>> ordering.dealing.deal(placed, "round_robin").tolist()
-      [[0, 1, 6, 7], [4, 5, 2, 3]]
-      >>> ordering.dealing.deal(placed, "chunks").tolist()
-      [[0, 4, 1, 5], [6, 2, 7, 3]]
+    Row w of `placed` are the pairs of worker w from both ends; so worker w's place m is place
+    m W + w of the order of all units in its first half, and m W + (W - 1 - w) in the second.
     """
     half = (placed.shape[1] + 1) // 2
     in_turn = jnp.concatenate([placed[:, :half], placed[::-1, half:]], axis=1)
     return in_turn if how == "round_robin" else in_turn.T.reshape(placed.shape)
+
+
+def _following(state):
+    """The units that the next epoch leaves out: the neighbours of those that wait now."""
+    if isinstance(state.waiting, tuple):
+        return state.waiting
+    total = math.prod(state.everyone.shape[-2:]) + state.waiting.shape[-1]
+    return (state.waiting + state.waiting.shape[-1]) % total
+
+
+def _relieved(units, state):
+    """Units of the next epoch: those that wait now are in the places of those that wait then."""
+    if isinstance(state.waiting, tuple):
+        return units
+    count = state.waiting.shape[-1]
+    total = math.prod(state.everyone.shape[-2:]) + count
+    leaves = (units - _following(state)[..., :1]) % total < count
+    return jnp.where(leaves, (units - count) % total, units)
 
 
 def _placed(current, plus, count):
@@ -217,15 +244,19 @@ def _begun(pairs, everyone, axis_name):
     return pairs._replace(current=own, next=jnp.copy(own))
 
 
-def _shuffled(key, num_units, axis_name, total=None):
-    """int32[W, M]: a random order of all units, which `key`, of all workers, draws."""
+def _all_units(num_units, total, axis_name) -> int:
     workers = jax.lax.axis_size(axis_name)
     dealt = workers * num_units
-    total = dealt if total is None else total
-    if total < dealt:
+    if total is not None and total < dealt:
         raise ValueError(
             f"total is {total}, and {workers} workers with {num_units} units each take {dealt}: "
             "lower num_units, or pass the number of units that there are."
         )
-    drawn = jax.random.permutation(key, total)[:dealt]
+    return dealt if total is None else total
+
+
+def _shuffled(key, num_units, axis_name, total=None):
+    """int32[W, M]: a random order of all units, which `key`, of all workers, draws."""
+    workers, total = jax.lax.axis_size(axis_name), _all_units(num_units, total, axis_name)
+    drawn = jax.random.permutation(key, total)[: workers * num_units]
     return drawn.astype(jnp.int32).reshape(workers, num_units)

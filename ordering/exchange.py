@@ -1,16 +1,22 @@
-"""Rows of all workers, each device holding one slice of the parameters.
+"""Gradients over devices: inner products of parts, added up by a psum, are those of the whole.
 
-One all-to-all moves n gradients of D entries from each of W workers so that every device holds
-all n W gradients, D / W entries each: the same bytes as the first half of an all-reduce. Partial
-inner products over the slices, added up by a psum, are then exact.
+Between workers: one all-to-all moves n gradients of D entries from each of W workers so that every
+device holds all n W gradients, D / W entries each: the bytes of the first half of an all-reduce.
+Inside a worker that is several devices: each observes its part of every gradient, and all agree.
+These parts make up one gradient and do not overlap, and none ever leaves its device but to the
+same place of another worker.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
 
-from ordering import base, shards
+from ordering import base
 from ordering import rows as rows_lib
+from ordering.base import Ordering
 from syncopate import mesh, plans
 
 LANES = 128  # of a TPU's vector unit
@@ -48,27 +54,11 @@ def equal_once(tree, axis_name: str):
 
 
 def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
-    """Rows of n units per worker become rows of n W units, sliced over the workers.
+    """Rows of n units per worker become rows of n W units, [n W, `slice_size`] on every worker.
 
-    The exchanged rows are in the interleaved order of the coordinated stream: unit 1 of every
-    worker, then unit 2 of every worker, and so on. Inner products with them are partial: the sum
-    over the axis (`jax.lax.psum`) completes them.
-
-    Args:
-      rows: local rows with a tree, leaves [n, ...].
-      axis_name: the workers' axis, of `jax.vmap` or `jax.shard_map`.
-
-    Returns:
-      `Rows` of size n W whose tree is one array [n W, `slice_size`].
-
-    Raises:
-      ValueError: if the rows hold no gradients to send.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, ordering
-      >>> tree = lambda g: ordering.exchange.exchange(ordering.Rows.of(g), "worker").tree
-      >>> jax.vmap(tree, axis_name="worker")(jnp.ones((4, 2, 6))).shape  # W, n W, ceil(6 / 4)
-      (4, 8, 2)
+    In the interleaved order of the coordinated stream: unit 1 of every worker, then unit 2 of
+    every worker, and so on. Inner products with them are partial: a psum over the axis completes
+    them.
     """
     base.check_stacked(rows)
     workers = jax.lax.axis_size(axis_name)
@@ -133,9 +123,108 @@ def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
-    shards.check_alone(axis_name, what="all_to_all_mean sends", act="Use all_reduce_mean.")
+    check_alone(axis_name, what="all_to_all_mean sends", act="Use all_reduce_mean.")
     rows = exchange(rows, axis_name)
     part = jnp.mean(rows_lib.as_float32(rows.tree), axis=0)
     flat = jax.lax.all_gather(part, axis_name, tiled=True)[: rows_lib.tree_size(mean)]
     template, unravel = ravel_pytree(mean)
     return unravel(flat.astype(template.dtype)), rows
+
+
+def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) -> None:
+    """Raises where the mesh in scope has axes beside the workers', of which nothing was said.
+
+    With `manual_only`, axes that are left to the compiler do no harm.
+    """
+    if others := mesh.beside(axis_name, manual_only=manual_only):
+        raise ValueError(
+            f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: devices of "
+            f"one worker must see the same numbers, and no gradient is gathered for it. {act}"
+        )
+
+
+def parts(tree, specs, axes, *, leading: int = 0):
+    """This device's parts: shards as they are, and a share of each leaf that others hold too.
+
+    Leaves are [..., *shard] with `leading` axes in front; one that is whole over some of a worker's
+    `axes` becomes flat, with ceil(size / devices) entries.
+    """
+
+    def part(leaf, spec):
+        whole = [axis for axis in axes if axis not in mesh.axes_in(spec)]
+        if not whole:
+            return leaf
+        flat = leaf.reshape(*leaf.shape[:leading], -1)
+        count = jax.lax.axis_size(tuple(whole))
+        each = -(-flat.shape[-1] // count)
+        padding = [(0, 0)] * leading + [(0, each * count - flat.shape[-1])]
+        start = jax.lax.axis_index(tuple(whole)) * each
+        return jax.lax.dynamic_slice_in_dim(jnp.pad(flat, padding), start, each, axis=leading)
+
+    return jax.tree.map(part, tree, mesh.like(specs, tree))
+
+
+def sharded(order: Ordering, specs, axes, *, state_specs, coordinated) -> Ordering:
+    """An order over parts: `pair_balance` or `cd_grab` whose products are summed over `axes`.
+
+    Args:
+      order: of parts; specs: of one gradient; axes: inside a worker.
+      state_specs: specs of the running sum -> specs of the state.
+      coordinated: whether the running sum is one vector, or a tree like the parts.
+    """
+
+    def where(tree):
+        """Where the state lives: parts of gradients in their places, all else on every device."""
+        if coordinated:
+            return state_specs(P(axes))
+        # A share of a leaf that is whole over some axis is flat.
+        flat = lambda spec: spec if len(mesh.axes_in(spec)) == len(axes) else P(axes)  # noqa: E731
+        return state_specs(jax.tree.map(flat, mesh.like(specs, tree)))
+
+    def init(key, params):
+        found = jax.sharding.get_abstract_mesh()
+
+        def run(key):
+            local = jax.tree.map(
+                lambda x, spec: jnp.zeros(_shard(jnp.shape(x), spec, found)),
+                params,
+                mesh.like(specs, params),
+            )
+            return order.init(key, parts(local, specs, axes))
+
+        return mesh.over_shards(axes, run, P(), where(params))(key)
+
+    def observe(state, rows):
+        base.check_stacked(rows)
+        if rows.workers is not None:
+            raise ValueError(
+                f"rows of {rows.workers} workers are exchanged already, and specs are given: "
+                "take the mean gradient by all_reduce_mean, which leaves rows where they are."
+            )
+
+        def run(state, tree):
+            return order.observe(state, rows_lib.Rows.of(parts(tree, specs, axes, leading=1)))
+
+        of_rows = jax.tree.map(lambda spec: P(None, *spec), mesh.like(specs, rows.tree))
+        of_state = where(rows.tree)
+        return mesh.over_shards(axes, run, (of_state, of_rows), of_state)(state, rows.tree)
+
+    def next_epoch(state):
+        of_state = where(state.running_sum)
+        return mesh.over_shards(axes, order.next_epoch, (of_state,), of_state)(state)
+
+    return Ordering(init, observe, next_epoch)
+
+
+def _shard(shape, spec, over):
+    """The shape of a shard, where these axes are not manual yet; else it is one already."""
+    found = list(shape)
+    for i, names in enumerate(spec):
+        count = math.prod(over.shape[a] for a in mesh.names_of(names) if a not in over.manual_axes)
+        if found[i] % count:
+            raise ValueError(
+                f"a leaf of shape {tuple(shape)} cannot be split as {spec}: {found[i]} is no "
+                f"multiple of {count}. Use jax.P() for leaves that are whole."
+            )
+        found[i] //= count
+    return found

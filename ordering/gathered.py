@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ordering import base, shards, signs
+from ordering import base, signs
 from ordering import rows as rows_lib
-from ordering.exchange import equal_once, shared_key
+from ordering.exchange import check_alone, equal_once, shared_key
 from ordering.kernel import balance_blocks
 from syncopate import mesh
 
@@ -89,7 +89,7 @@ def gathered_pairs(
 
     def observe(state, rows):
         if specs is None:
-            shards.check_alone(axis_name, what="cd_grab observes", act=SAY_WHOLE, manual_only=True)
+            check_alone(axis_name, what="cd_grab observes", act=SAY_WHOLE, manual_only=True)
         base.check_stacked(rows)
         base.check_rows(rows.size, num_units, units_per_step)
         units = rows_lib.as_float32(rows_lib.flat(rows))

@@ -90,11 +90,7 @@ def grab(
             rule_state, total, sign, taken = balance(*carry, centred, valid=valid)
         else:
             rule_state, total, sign, taken = balance_blocks(
-                *carry,
-                rows.tree,
-                derive=centre,
-                context=state.mean,
-                valid=valid,
+                *carry, rows.tree, derive=lambda g: centre(g, state.mean), valid=valid
             )
         gathered = add_weighted(state.gathered, rows, jnp.ones(rows.size), taken)
         following, left = _place(state, rows.size, sign > 0)
@@ -125,7 +121,7 @@ def grab(
 
 
 def centre(gradient, mean):
-    """g - m in float32: derived inside the kernel's loop."""
+    """g - m in float32."""
     return jax.tree.map(lambda g, m: rows_lib.as_float32(g) - m, gradient, mean)
 
 

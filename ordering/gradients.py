@@ -135,20 +135,9 @@ def grouped(loss: Loss, *, has_aux: bool = False) -> Loss:
 
 
 def check_separable(loss: Loss, params, batch, key) -> None:
-    """Raises if a loss mixes the examples of a batch, so that per-example units have no meaning.
+    """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
-    Compares the losses of a batch with the losses of its examples one at a time.
-
-    Args:
-      loss, params, key: as for `per_example`; batch: leaves [n, ...], two or three examples.
-
-    Raises:
-      ValueError: if they differ by more than rounding (BatchNorm, contrastive losses).
-
-    Example:
-      >>> import jax, jax.numpy as jnp, ordering
-      >>> loss = lambda w, batch, key: jnp.square(batch @ w)
-      >>> ordering.gradients.check_separable(loss, jnp.ones(2), jnp.eye(2), jax.random.key(0))
+    Compares losses of a batch, of two or three examples, with those of its examples alone.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     together = jax.jit(loss)(params, batch, key)

@@ -24,8 +24,7 @@ BLOCK = 64  # vectors: wide enough for a matrix unit, and one sum over devices f
 def block_size_of(axes=()) -> int:
     """Vectors per block: 1, the plain scan, on a CPU, but `BLOCK` where products are summed.
 
-    Args:
-      axes: over which products are summed; those of `jax.vmap` cost nothing.
+    A sum over axes of `jax.vmap` costs nothing.
     """
     over_devices = set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes)
     return BLOCK if over_devices or mesh.platform() != "cpu" else 1
@@ -35,22 +34,14 @@ def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid=Non
     """Signs one block of vectors, exactly as one after the other.
 
     Args:
-      rule: the sign rule; rule_state: its state.
-      total: tree, float32, the running sum r.
-      rows: the vectors z_1 .. z_n.
+      total: the running sum r; rows: the vectors z_1 .. z_n.
       valid: bool[n]; vectors that are not valid take +, are not added and are not counted by the
         rule. All by default.
-      axes: names of the axes over which vectors are sharded; products are summed over them.
+      axes: over which vectors are sharded; products are summed over them.
 
     Returns:
       (rule_state, r + sum of s_i z_i, signs float32[n] in {-1, +1}, taken bool[n]): the vectors
       taken are those that are valid and finite.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.Rows.of(jnp.array([[1.0], [1.0], [3.0]]))
-      >>> ordering.kernel.balance(ordering.greedy(), (), jnp.zeros(1), rows)[2].tolist()
-      [1.0, -1.0, 1.0]
     """
     products = _added(jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1), axes)
     valid = jnp.ones(rows.size, bool) if valid is None else valid
@@ -79,8 +70,7 @@ def balance_blocks(
     total,
     tree,
     *,
-    derive=lambda element, context: element,
-    context=None,
+    derive=lambda element: element,
     valid=None,
     axes=(),
     block_size: int | None = None,
@@ -88,25 +78,10 @@ def balance_blocks(
     """Signs vectors that are there, block by block: the same signs for every block size.
 
     Args:
-      rule, rule_state, total, valid, axes: as in `balance`.
-      tree: leaves [n, ...].
-      derive: `(element, context) -> z_i`, from an element of the tree and a tree like r. It runs
-        inside the loop, so that pair differences and centred gradients need not be written to
-        memory. By default the elements are the vectors.
-      context: what `derive` gets besides; None or a tree like r.
-      block_size: vectors per block, >= 1; 1 is the plain scan. By default `block_size_of(axes)`.
-
-    Returns:
-      (rule_state, running sum, signs float32[n], taken bool[n]), as in `balance`.
-
-    Raises:
-      ValueError: if the vectors have no entries.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> vectors = jnp.array([[1.0], [1.0], [3.0]])
-      >>> ordering.kernel.balance_blocks(ordering.greedy(), (), jnp.zeros(1), vectors)[2].tolist()
-      [1.0, -1.0, 1.0]
+      tree: leaves [n, ...]; the rest as in `balance`, which says what is returned.
+      derive: `element -> z_i`. It runs inside the loop, so that pair differences and centred
+        gradients need not be written to memory. By default the elements are the vectors.
+      block_size: vectors per block; 1 is the plain scan. By default `block_size_of(axes)`.
     """
     if not rows_lib.tree_size(total):
         raise ValueError(
@@ -120,13 +95,13 @@ def balance_blocks(
 
     def of_block(carry, block):
         elements, block_valid = block
-        rows = rows_lib.Rows.of(jax.vmap(lambda e: derive(e, context))(elements))
+        rows = rows_lib.Rows.of(jax.vmap(derive)(elements))
         *found, signs, taken = balance(rule, *carry, rows, valid=block_valid, axes=axes)
         return mesh.alike(tuple(found), carry), (signs, taken)
 
     def of_one(carry, vector):
         element, is_valid = vector
-        found, out = _balance_one(rule, *carry, derive(element, context), is_valid, axes)
+        found, out = _balance_one(rule, *carry, derive(element), is_valid, axes)
         return mesh.alike(found, carry), out
 
     def cut(leaf):

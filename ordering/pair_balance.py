@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ordering import base, shards, signs
+from ordering import base, signs
 from ordering import rows as rows_lib
 from ordering.base import Ordering
-from ordering.exchange import exchange, shared_key, slice_size
+from ordering.exchange import check_alone, exchange, sharded, shared_key, slice_size
 from ordering.gathered import gathered_pairs
 from ordering.kernel import balance, balance_blocks
 from syncopate import mesh
@@ -179,7 +179,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
 
     def observe(state, rows):
         if coordinated and specs is None:
-            shards.check_alone(axis_name, what="cd_grab observes", act=GIVE_SPECS)
+            check_alone(axis_name, what="cd_grab observes", act=GIVE_SPECS)
         workers = jax.lax.axis_size(axis_name) if coordinated else 1
         size = rows.size // (rows.workers or 1)
         base.check_rows(size, num_units, units_per_step)
@@ -201,11 +201,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
             base.check_stacked(rows)
             pending, vectors, derive = complete_pairs(state, rows, num_pairs, workers)
             rule_state, running_sum, sign, _ = balance_blocks(
-                *carry,
-                vectors,
-                derive=derive,
-                valid=jnp.repeat(valid, workers),
-                axes=summed,
+                *carry, vectors, derive=derive, valid=jnp.repeat(valid, workers), axes=summed
             )
         if coordinated:
             sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
@@ -264,14 +260,14 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
     order = Ordering(init, observe, next_epoch)
     if not axes:
         return order
-    return shards.sharded(order, specs, axes, state_specs=state_specs, coordinated=coordinated)
+    return sharded(order, specs, axes, state_specs=state_specs, coordinated=coordinated)
 
 
-def subtract(pair, context):
-    """The difference of a pair, leaves [2, ...]: derived inside the kernel's loop."""
+def subtract(pair):
+    """The difference of a pair, leaves [2, ...]."""
     return jax.tree.map(rows_lib.subtract, pair)
 
 
-def take(vector, context):
+def take(vector):
     """A difference that has been formed already."""
     return vector

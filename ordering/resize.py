@@ -135,8 +135,12 @@ def _(fresh: GreedyHerdingState, state, current, visited):
 
 @begun.register
 def _(fresh: DealtState, state, current, visited):
-    everyone = np.broadcast_to(current, (len(current), *current.shape)).copy()
-    return type(fresh)(begun(fresh.pairs, state.pairs, current, visited), everyone)
+    everywhere = lambda x: np.broadcast_to(x, (len(current), *np.shape(x))).copy()  # noqa: E731
+    return fresh._replace(
+        pairs=begun(fresh.pairs, state.pairs, current, visited),
+        everyone=everywhere(current),
+        waiting=jax.tree.map(lambda x: everywhere(x[0]), state.waiting),
+    )
 
 
 def _all_or_none(current, visited):

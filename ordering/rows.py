@@ -1,8 +1,7 @@
 """The seam between gradients and orders: rows, seen only through inner products.
 
-A balancer asks three things of the gradients g_1 .. g_n of n units: `dot(tree)`, `combine(w)`
-and `gram()`. Stacked per-example gradients, microbatch gradients, sketches and matrix-free
-products are interchangeable behind them. All arithmetic is float32, whatever the gradients are.
+Stacked per-example gradients, microbatch gradients, sketches and matrix-free products are
+interchangeable behind them. All arithmetic is float32, whatever the gradients are.
 """
 
 import operator
@@ -90,20 +89,7 @@ class Rows(NamedTuple):
 
 
 def centre(rows: Rows, mean: PyTree) -> Rows:
-    """Rows of g_i - mean.
-
-    Args:
-      rows: rows of n units; mean: float32 tree like one gradient.
-
-    Returns:
-      `Rows` of size n, with a tree if `rows` has one.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.rows.centre(ordering.Rows.of(jnp.eye(2)), jnp.array([0.5, 0.5]))
-      >>> rows.dot(jnp.array([1.0, 0.0])).tolist()
-      [0.5, -0.5]
-    """
+    """Rows of g_i - mean, a float32 tree like one gradient."""
     if rows.tree is not None:
         return Rows.of(jax.tree.map(lambda g, m: as_float32(g) - m[None], rows.tree, mean))
 
@@ -119,20 +105,7 @@ def centre(rows: Rows, mean: PyTree) -> Rows:
 
 
 def differences(rows: Rows) -> Rows:
-    """Rows of the pair differences g_1 - g_2, g_3 - g_4, ...; an odd last row is left out.
-
-    Args:
-      rows: rows of n units.
-
-    Returns:
-      `Rows` of size n // 2, with a tree if `rows` has one.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> rows = ordering.rows.differences(ordering.Rows.of(jnp.eye(2)))
-      >>> rows.dot(jnp.array([3.0, 1.0])).tolist()
-      [2.0]
-    """
+    """Rows of the pair differences g_1 - g_2, g_3 - g_4, ...; an odd last row is left out."""
     pairs = rows.size // 2
     if rows.tree is not None:
         return Rows.of(jax.tree.map(lambda g: subtract_pairs(split_pairs(g, pairs)), rows.tree))
@@ -185,20 +158,7 @@ def flat(rows: Rows) -> jax.Array:
 
 
 def finite_units(rows: Rows) -> jax.Array:
-    """Which units have a gradient without inf or nan.
-
-    Args:
-      rows: the rows of n units.
-
-    Returns:
-      bool[n]. Balanced orders leave the other units out of their sums; a training loop should
-      stop on them, for the parameters are lost.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> ordering.rows.finite_units(ordering.Rows.of(jnp.array([[1.0], [jnp.inf]]))).tolist()
-      [True, False]
-    """
+    """bool[n]: which units have a gradient without inf or nan; balanced orders skip the others."""
     if rows.tree is None:
         return jnp.isfinite(jnp.diagonal(rows.gram()))
     each = jax.tree.map(lambda g: jnp.all(jnp.isfinite(g.reshape(rows.size, -1)), 1), rows.tree)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ordering import rows as rows_lib
-from ordering import shards
-from ordering.exchange import LANES
+from ordering.exchange import LANES, parts
 from syncopate import mesh, plans
 
 PyTree = Any
@@ -104,7 +103,7 @@ def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree]
 
     def added(tree):
         """The sum of the sketches of all parts; whole gradients of few entries side by side."""
-        tree = shards.parts(tree, specs, axes)
+        tree = parts(tree, specs, axes)
         count, mine = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
         found = mapped(tree, jax.random.fold_in(jax.random.clone(key), mine), count)
         entries = rows_lib.tree_size(tree)
@@ -118,9 +117,9 @@ def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree]
             return jnp.pad(flat, (0, size - flat.size))
         large = [leaf for leaf in leaves if leaf.size > SMALL]
         small = [leaf.reshape(-1) for leaf in leaves if leaf.size <= SMALL]
-        parts = large + ([jnp.concatenate(small)] if small else [])
-        seeds = jax.random.bits(key, (len(parts),), jnp.uint32)
-        return sum(fold(part, seed, size) for part, seed in zip(parts, seeds, strict=True))
+        arrays = large + ([jnp.concatenate(small)] if small else [])
+        seeds = jax.random.bits(key, (len(arrays),), jnp.uint32)
+        return sum(fold(array, seed, size) for array, seed in zip(arrays, seeds, strict=True))
 
     return apply
 

@@ -49,7 +49,7 @@ def _deal(label: str, how: str) -> Word:
         if not row.observes:  # nothing holds its units together: examples are dealt
             make = lambda s: ordering.dealt_reshuffling(s.num_units, total=s.total)  # noqa: E731
             return row._replace(make=make, deals=EXAMPLES)
-        make = lambda s: ordering.dealt(row.make(s), s.num_units, how=how)  # noqa: E731
+        make = lambda s: ordering.dealt(row.make(s), s.num_units, how=how, total=s.total)  # noqa: E731
         return row._replace(make=make, deals=UNITS)
 
     return Word(label, change)

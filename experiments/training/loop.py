@@ -17,7 +17,7 @@ from experiments.training.program import Program
 from experiments.training.step import TrainState
 from experiments.training.timeline import Kind, Segment
 from local_opt.workers import shared_sharding
-from ordering.echo.online import ready_everywhere
+from ordering.echo.stream import ready_everywhere
 
 LEAST, MOST = 16, 512  # steps between two looks of the host at the run
 PACE = 0.5  # seconds between two looks, where steps are fast

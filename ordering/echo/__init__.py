@@ -1,10 +1,8 @@
 """When a batch is used again: echo plans, a policy that follows the input, and the stream."""
 
 from ordering.echo.input_simulator import echo_forecast
-from ordering.echo.online import measured
-from ordering.echo.plans import EchoPlan, bernoulli, error_diffusion, fixed
-from ordering.echo.proximal import proximal_anchor
-from ordering.echo.stream import echo_batches, observe_fresh
+from ordering.echo.plans import EchoPlan, bernoulli, error_diffusion, fixed, measured
+from ordering.echo.stream import echo_batches, observe_fresh, proximal_anchor
 
 __all__ = [
     "EchoPlan",

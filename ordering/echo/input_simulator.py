@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ordering.echo.online import Measured, check_policy
-from ordering.echo.plans import EchoPlan
+from ordering.echo.plans import EchoPlan, Measured, check_policy
 from syncopate import plans
 
 # Steps; a batch that is late by less is on time. R uses of t_load / R seconds end, but for

@@ -1,10 +1,11 @@
-"""When a batch is used again, known before the run: which steps load a fresh one.
+"""Which steps load a fresh batch: plans, known before the run, and a policy that follows the input.
 
 T steps, L loads. An echoed step uses a batch that is already on the device.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,10 +15,9 @@ from syncopate import plans
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class EchoPlan(plans.Plan):
-    """The loads of a run: a decision that never depends on gradients.
+    """The loads of a run: step t loads a fresh batch where fresh[t], and else uses the last again.
 
-    Step t loads a fresh batch where fresh[t], and uses the last one again elsewhere. Two plans are
-    equal if they load in the same steps.
+    Two plans are equal if they load in the same steps.
 
     Args:
       fresh: bool[T]; fresh[0] is True, for there is nothing to use again.
@@ -89,28 +89,21 @@ class EchoPlan(plans.Plan):
         if step.dtype.kind not in "iu":
             raise ValueError(f"step is {step} ({step.dtype}): steps are whole numbers.")
         if (step < 0).any() or (step > self.total_steps).any():
-            raise ValueError(
-                f"step {step} is outside the plan's 0 .. {self.total_steps}: make a plan for the "
-                "whole run."
-            )
+            raise ValueError(f"step {step} is outside the plan's 0 .. {self.total_steps}.")
         return np.append(0, np.cumsum(self.fresh))[step]
 
     def first_load(self, step: int) -> int:
-        """The first load that steps from `step` on need: where the input of a resumed run starts.
-
-        An echoed step needs the load before it.
-        """
+        """The first load that steps from `step` on need, an echoed one the load before it."""
         before = int(self.loads_before(step))
         return before - (step == self.total_steps or not self.fresh[step])
 
-    def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
+    def decide(self, step: int, **_) -> bool:
         """Whether a step loads, as of `measured`; a plan needs only the step."""
-        del loads, uses, ready
         return bool(self.fresh[step])
 
     @property
     def known(self) -> "EchoPlan":
-        """The decisions that are known before the run: all of them."""
+        """The decisions that are known before the run."""
         return self
 
     def _summary(self):
@@ -148,8 +141,7 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
       https://arxiv.org/abs/1907.05550
     """
     plans.check_total_steps(total_steps)
-    if not plans.is_whole(factor) or factor < 1:
-        raise ValueError(f"factor is {factor!r}: a batch is used a whole number of times, >= 1.")
+    _check_uses(factor, "factor")
     return EchoPlan(np.arange(total_steps) % factor == 0, f"fixed, e = {factor}")
 
 
@@ -189,8 +181,8 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
 
     a <- a + p(t); fresh_t = (a >= 1); a <- a - fresh_t; a starts so that the first step loads.
 
-    The number of loads in any stretch of steps differs from the sum of p over it by less than 1,
-    where coins would let the input fall behind and the accelerator wait.
+    The loads in any stretch of steps differ from the sum of p over it by less than 1, where coins
+    would let the input fall behind.
 
     Args:
       p: a probability in (0, 1], any schedule of them (optax's are), or float[T].
@@ -216,3 +208,93 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
         fresh[t] = acc >= 1 - 1e-9
         acc -= fresh[t]
     return EchoPlan(fresh, f"error diffusion, p = {plans.describe_schedule(p)}")
+
+
+class Measured(NamedTuple):
+    """The policy of `measured`: what it decides depends on time, so its decisions are recorded."""
+
+    total_steps: int
+    at_least: np.ndarray  # int64[T], loads that the floor demands up to and including each step
+    max_factor: int
+    decided: np.ndarray  # bool[k], the decisions of an earlier part of the run
+
+    online = True  # no field: of every measured policy
+
+    @property
+    def known(self) -> EchoPlan:
+        """The decisions that were given, or that the first step loads."""
+        return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), "measured")
+
+    def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
+        """Whether a step loads, after so many loads and uses of the last one.
+
+        `ready` is asked only where time decides.
+        """
+        if step < len(self.decided):
+            return bool(self.decided[step])
+        forced = step == 0 or uses >= self.max_factor or loads < self.at_least[step]
+        return bool(forced or ready())
+
+
+def measured(
+    *,
+    total_steps: int,
+    max_factor: int,
+    floor: Callable | float | np.ndarray | None = None,
+    decided: Iterable[bool] = (),
+) -> Measured:
+    """Loads when a batch is ready, and uses the last one again while none is.
+
+    fresh_t = ready_t, or uses of the batch = e_max, or loads < sum of floor over the steps 0 .. t
+    (as `error_diffusion` counts it); in the last two cases the step waits for its batch.
+
+    No stall even where loading times jitter, and no p to choose. Keep what it decided,
+    `[use.fresh for use in ...]`: an `EchoPlan` of it replays the run exactly.
+
+    Args:
+      total_steps: T >= 1.
+      max_factor: e_max >= 1, the most uses of a batch.
+      floor: the least loads per step, in (0, 1]: a number, a schedule, or float[T]; None for
+        1 / e_max, which the cap implies.
+      decided: decisions of the steps before the run was stopped.
+
+    Returns:
+      A `Measured` for `echo_batches`.
+
+    Raises:
+      ValueError: for values out of range, or decisions that are no plan.
+
+    Example:
+      >>> import numpy as np, ordering
+      >>> policy = ordering.echo.measured(total_steps=6, max_factor=3)
+      >>> with ordering.input.load_ahead(np.ones(2) for _ in range(6)) as loader:
+      ...     record = [use.fresh for use in ordering.echo.echo_batches(loader, policy)]
+      >>> plan = ordering.echo.EchoPlan(record, rule="measured")  # replays the run
+      >>> plan.total_steps, int(plan.uses.max()) <= 3
+      (6, True)
+    """
+    plans.check_total_steps(total_steps)
+    _check_uses(max_factor, "max_factor")
+    floor = 1 / max_factor if floor is None else plans.probabilities(floor, total_steps, "floor")
+    at_least = np.cumsum(error_diffusion(floor, total_steps=total_steps).fresh)
+    decided = np.array(list(decided), bool)
+    if len(decided) > total_steps or (len(decided) and not decided[0]):
+        raise ValueError(
+            f"decided has {len(decided)} decisions for {total_steps} steps"
+            f"{'' if decided[0] else ', and the first is not fresh'}: pass those of this run."
+        )
+    return Measured(int(total_steps), at_least, int(max_factor), decided)
+
+
+def _check_uses(factor, name):
+    if not plans.is_whole(factor) or factor < 1:
+        raise ValueError(f"{name} is {factor!r}: a batch is used a whole number of times, >= 1.")
+
+
+def check_policy(policy) -> None:
+    """Raises ValueError for what decides no loads."""
+    if not hasattr(policy, "decide"):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
+            "total_steps=T), or ordering.echo.measured(...)."
+        )

@@ -1,4 +1,4 @@
-"""The batches of a run with echoing: loaded where the plan says so, used again elsewhere."""
+"""Steps of a run with echoing: their batches, and what an order and an optimizer make of them."""
 
 import functools
 import itertools
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ordering.base import Ordering, PyTree
-from ordering.echo.online import Measured, check_policy, ready_everywhere
-from ordering.echo.plans import EchoPlan
+from ordering.echo.plans import EchoPlan, Measured, check_policy
 from ordering.input.loader import LoadError, on_device
 from syncopate import plans
 
@@ -23,6 +23,15 @@ class EchoStep(NamedTuple):
     load: int  # the number of the load that brought it
     fresh: bool
     batch: PyTree
+
+
+def ready_everywhere(ready: bool) -> bool:
+    """Whether the next batch of every process is ready: one small exchange, one answer for all."""
+    if jax.process_count() == 1:
+        return bool(ready)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return bool(np.all(process_allgather(np.uint8(ready))))
 
 
 def echo_batches(
@@ -81,100 +90,87 @@ def echo_batches(
       https://arxiv.org/abs/1907.05550
     """
     check_policy(policy)
-    known = policy.known
     if policy.online and not hasattr(loads, "ready"):
         raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")
-    if not plans.is_whole(first_step) or not 0 <= first_step <= len(known.fresh):
+    known = len(policy.known.fresh)
+    if not plans.is_whole(first_step) or not 0 <= first_step <= known:
         raise ValueError(
-            f"first_step is {first_step!r}: the decisions known before are those of "
-            f"{len(known.fresh)} steps."
+            f"first_step is {first_step!r}: the decisions known before are those of {known} steps."
         )
     if augment is not None and key is None:
         raise ValueError("an augmentation is random: pass key=jax.random.key(0).")
     if key is not None:
         plans.check_key(key)
-    source, failed = iter(loads), []
-
-    def fetch(load, step):
-        if failed:  # a generator that has failed seems to have ended
-            raise failed[0]
-        try:
-            return on_device(next(source))
-        except StopIteration:
-            if load == 0:
-                raise ValueError("the source is empty: pass at least one batch.") from None
-            why = f"is missing: the input ended, and step {step} of {policy.total_steps} needs it."
-            raise _End(load, f"{why} Chain more epochs, or pass stop_with_loads=True.") from None
-        except LoadError:
-            raise
-        except Exception as error:
-            why = f"failed in step {step}: {type(error).__name__}: {error}. Resume from this step."
-            failed.append(LoadError(load, why))
-            raise failed[0] from error
-
-    def advance(at):
-        step, count, uses, batch, counter = at
-        if step == policy.total_steps:
-            raise StopIteration
-        fresh = policy.decide(step, loads=count, uses=uses, ready=lambda: agree(loads.ready()))
-        if fresh:
-            try:
-                batch = fetch(count, step)
-            except _End:
-                if stop_with_loads:
-                    raise StopIteration from None
-                raise
-            count, uses = count + 1, 0
-        used = batch
-        if augment is not None:
-            used, counter = _augmented(augment)(batch, key, counter)
-        at = _At(step + 1, count, uses + 1, batch, counter)
-        return EchoStep(step, count - 1, fresh, used), at
-
-    count = int(known.fresh[:first_step].sum())
-    batch = fetch(count - 1, first_step) if known.first_load(first_step) < count else None
-    uses = first_step - (known.load_steps[count - 1] if count else 0)
-    counter = None if augment is None else jnp.int32(first_step)
-    stream = _Stream(advance, _At(first_step, count, uses, batch, counter))
+    stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads)
     for first in stream:  # now, so that an empty source is an error of this call
         return itertools.chain([first], stream)
     return iter(())
 
 
+class _Stream(Iterator):
+    """No generator, for those end with their first error: after a late batch this one goes on."""
+
+    def __init__(self, loads, policy, step, augment, key, agree, stop_with_loads):
+        self._loads, self._source, self._policy = loads, iter(loads), policy
+        self._step, self._agree, self._stop_with_loads = step, agree, stop_with_loads
+        known = policy.known
+        self._count = int(known.fresh[:step].sum())  # loads so far
+        self._uses = step - known.load_steps[self._count - 1] if self._count else 0
+        self._augment = augment and functools.partial(_augmented(augment), key=key)
+        self._counter = augment and jnp.int32(step)  # the step, on the device
+        self._failed = self._batch = None
+        if known.first_load(step) < self._count:  # a run goes on with a batch that it had loaded
+            self._batch = self._fetch(self._count - 1, may_end=False)
+
+    def __next__(self):
+        step, policy = self._step, self._policy
+        if step == policy.total_steps:
+            raise StopIteration
+        fresh = policy.decide(
+            step, loads=self._count, uses=self._uses,
+            ready=lambda: self._agree(self._loads.ready()),
+        )  # fmt: skip
+        if fresh:
+            self._batch = self._fetch(self._count, may_end=self._stop_with_loads)
+            self._count, self._uses = self._count + 1, 0
+        batch = self._batch
+        if self._augment:
+            batch, self._counter = self._augment(batch, step=self._counter)
+        self._step, self._uses = step + 1, self._uses + 1
+        return EchoStep(step, self._count - 1, fresh, batch)
+
+    def _fetch(self, load, *, may_end):
+        if self._failed:  # a generator that has failed seems to have ended
+            raise self._failed
+        try:
+            return on_device(next(self._source))
+        except StopIteration:
+            if load == 0:
+                raise ValueError("the source is empty: pass at least one batch.") from None
+            if may_end:
+                raise
+            raise LoadError(
+                load,
+                f"is missing: the input ended, and step {self._step} of {self._policy.total_steps} "
+                "needs it. Chain more epochs, or pass stop_with_loads=True.",
+            ) from None
+        except LoadError:
+            raise
+        except Exception as error:
+            what = f"failed in step {self._step}: {type(error).__name__}: {error}."
+            self._failed = LoadError(load, f"{what} Resume from this step.")
+            raise self._failed from error
+
+
 # The compiled function outlives a call of `echo_batches`: there may be one per epoch.
 @functools.lru_cache(maxsize=32)
 def _augmented(augment):
-    """`(batch, key, step) -> (batch, step + 1)`, jitted; the counter stays on the device."""
+    """`(batch, key=, step=) -> (batch, step + 1)`, jitted; the counter stays on the device."""
 
     def run(batch, key, step):
         return augment(batch, jax.random.fold_in(key, step)), step + 1
 
-    return jax.jit(run, donate_argnums=2)
-
-
-class _End(LoadError):
-    pass
-
-
-class _At(NamedTuple):
-    """Between two steps."""
-
-    step: int
-    count: int  # loads so far
-    uses: int  # of the last one
-    batch: Any  # of the last one
-    counter: Any  # the step on the device, or None where nothing needs it
-
-
-class _Stream(Iterator):
-    """No generator, for those end with their first error: after a late batch this one goes on."""
-
-    def __init__(self, advance, at):
-        self._advance, self._at = advance, at
-
-    def __next__(self):
-        use, self._at = self._advance(self._at)
-        return use
+    return jax.jit(run, donate_argnames="step")
 
 
 def observe_fresh(order: Ordering) -> Ordering:
@@ -207,3 +203,63 @@ def observe_fresh(order: Ordering) -> Ordering:
         return jax.lax.cond(fresh, lambda s: order.observe(s, rows), lambda s: s, state)
 
     return order._replace(observe=observe)
+
+
+class ProximalState(NamedTuple):
+    """State of the anchor."""
+
+    anchor: Any  # the parameters at the last load
+
+
+def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
+    """Adds the pull of the parameters at the last load to the gradient.
+
+    g <- g + lambda (x - a), a = x at the steps that load a fresh batch.
+
+    The K uses of a batch then minimise f_batch(x) + lambda/2 |x - a|^2, however many they are: a
+    batch cannot pull the parameters further than its proximal point, and the learning rate need
+    not fall with K. Put it first in a chain, before momentum.
+
+    Args:
+      strength: lambda >= 0, in units of the gradient over the parameter; 0 changes nothing.
+
+    Returns:
+      A GradientTransformationExtraArgs; `update` needs `params` and the extra argument `fresh`,
+      bool or bool[], True in the first use of a batch.
+
+    Raises:
+      ValueError: for a negative or infinite strength; from `update` without params.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, ordering
+      >>> opt = optax.chain(ordering.echo.proximal_anchor(2.0), optax.sgd(0.5))
+      >>> x, g = jnp.array(1.0), jnp.array(1.0)
+      >>> state = opt.init(x)
+      >>> for fresh in (True, False, False):
+      ...     update, state = opt.update(g, state, x, fresh=fresh)
+      ...     x = x + update
+      >>> float(x)  # 1, then 0.5 = the proximal point 1 - g / lambda, where it stays
+      0.5
+
+    References:
+      Agarwal, Anil, Koren, Talwar, Zhang, Stochastic Optimization with Laggard Data Pipelines,
+      2020, https://arxiv.org/abs/2010.13639
+    """
+    if not (np.isfinite(strength) and strength >= 0):
+        raise ValueError(f"strength is {strength!r}: lambda must be finite and >= 0.")
+
+    def init(params):
+        # A copy: parameters and state are often donated together.
+        return ProximalState(jax.tree.map(jnp.copy, params))
+
+    def update(updates, state, params=None, *, fresh, **extra):
+        del extra
+        if params is None:
+            raise ValueError("the anchor pulls on parameters: call update(grads, state, params).")
+        anchor = jax.tree.map(lambda p, a: jnp.where(fresh, p, a), params, state.anchor)
+        updates = jax.tree.map(
+            lambda u, p, a: u + (strength * (p - a)).astype(u.dtype), updates, params, anchor
+        )
+        return updates, ProximalState(anchor)
+
+    return optax.GradientTransformationExtraArgs(init, update)

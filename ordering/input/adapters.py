@@ -1,11 +1,11 @@
 """Orders for the loaders of others: a dataset of Grain's, a batch sampler for PyTorch's."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ordering.input.steps import Steps, order_hash, step_indices
-from syncopate import plans
+from ordering.input.sources import Steps, order_hash, step_indices
 
 
 def map_dataset(
@@ -43,15 +43,48 @@ def map_dataset(
     References:
       Grain's datasets, https://google-grain.readthedocs.io/en/latest/
     """
-    try:
-        from ordering.input.grain_dataset import EpochDataset
-    except ImportError as error:
-        raise ImportError("Grain cannot be imported: pip install grain.") from error
     steps = Steps(
         source, orders, units_per_step=units_per_step, unit_size=unit_size, num_units=num_units,
         total=total,
     )  # fmt: skip
-    return EpochDataset(steps)
+    return _epoch_dataset()(steps)
+
+
+@functools.cache
+def _epoch_dataset():
+    """The class of an epoch's steps in Grain, which is imported here alone."""
+    try:
+        import grain
+    except ImportError as error:
+        raise ImportError("Grain cannot be imported: pip install grain.") from error
+
+    class EpochDataset(grain.MapDataset):
+        """The steps of one epoch, which has an end: what is repeated would be of another order."""
+
+        _MUTATES_ELEMENT_SPEC = True
+
+        def __init__(self, steps: Steps):
+            super().__init__()
+            self._steps = steps
+
+        def __len__(self) -> int:
+            return len(self._steps)
+
+        def __getitem__(self, index):
+            if isinstance(index, slice):
+                return self.slice(index)
+            return self._steps[index]
+
+        def repeat(self, *args, **kwargs):
+            raise ValueError("an order is of one epoch: make a map_dataset of every epoch's.")
+
+        def shuffle(self, *args, **kwargs):
+            raise ValueError("the order is the shuffle: leave shuffle out.")
+
+        def __repr__(self) -> str:
+            return f"EpochDataset({self._steps!r})"
+
+    return EpochDataset
 
 
 class TorchSampler:
@@ -60,16 +93,15 @@ class TorchSampler:
     Example: see `torch_sampler`.
     """
 
-    def __init__(self, orders: Callable, sizes: dict, first_step: int):
-        self._orders, self._sizes, self._first = orders, sizes, first_step
+    def __init__(self, orders: Callable, sizes: dict):
+        self._orders, self._sizes = orders, sizes
         self._length = len(self._steps())  # what cannot be is refused here; all epochs are as long
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> "TorchSteps":
-        first, self._first = self._first, 0
-        return TorchSteps(self._steps(), first)
+        return TorchSteps(self._steps())
 
     def _steps(self):
         indices, size = step_indices(self._orders(), **self._sizes)
@@ -82,9 +114,9 @@ class TorchSteps(Iterator):
     Example: see `torch_sampler`.
     """
 
-    def __init__(self, steps: list[np.ndarray], first_step: int):
+    def __init__(self, steps: list[np.ndarray]):
         self._hash = order_hash(np.concatenate(steps))
-        self._steps, self._step = steps, first_step
+        self._steps, self._step = steps, 0
 
     def __next__(self) -> list[int]:
         if self._step >= len(self._steps):
@@ -105,12 +137,7 @@ class TorchSteps(Iterator):
 
 
 def torch_sampler(
-    orders,
-    *,
-    units_per_step: int,
-    unit_size: int = 1,
-    total: int | None = None,
-    first_step: int = 0,
+    orders, *, units_per_step: int, unit_size: int = 1, total: int | None = None
 ) -> TorchSampler:
     """A batch sampler for PyTorch's `DataLoader`, in the sequence of its orders.
 
@@ -122,7 +149,6 @@ def torch_sampler(
         asked when an epoch begins, so that one loader serves all epochs. A loader must be asked
         for an epoch's iterator after `next_epoch`.
       units_per_step, unit_size, total: as in `ordering.input.step_indices`.
-      first_step: of the first epoch that is read, to resume within it.
 
     Returns:
       A `TorchSampler`, for `DataLoader(batch_sampler=...)`: len is steps; its iterators have
@@ -145,9 +171,4 @@ def torch_sampler(
     given = None if callable(orders) else np.array(orders)
     asked = orders if given is None else lambda: given
     sizes = {"units_per_step": units_per_step, "unit_size": unit_size, "total": total}
-    sampler = TorchSampler(asked, sizes, first_step)
-    if not plans.is_whole(first_step) or not 0 <= first_step <= len(sampler):
-        raise ValueError(
-            f"first_step is {first_step!r}: pass a whole number in [0, {len(sampler)}], the steps."
-        )
-    return sampler
+    return TorchSampler(asked, sizes)

@@ -1,4 +1,4 @@
-"""One iterator over all epochs, which reads ahead across their boundaries and can be saved."""
+"""One iterator over all epochs, which reads ahead across their boundaries."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 from ordering import base
 from ordering.base import State
 from ordering.input.loader import Loader, load_ahead
-from ordering.input.steps import Steps, order_hash
+from ordering.input.sources import Steps
 from syncopate import plans
 
 Load = Callable[[np.ndarray, int, int], Loader]
@@ -30,9 +30,7 @@ class Early(NamedTuple):
 
 
 class Epochs(Iterator):
-    """What `read_epochs` returns: an iterator with `epoch`, `step`, `epoch_ended` and a state.
-
-    Also a context manager, which closes its threads.
+    """What `read_epochs` returns; also a context manager, which closes its threads.
 
     Fields:
       epoch, step: where the next batch is, or, at an epoch's end, M / B rounded up.
@@ -48,7 +46,13 @@ class Epochs(Iterator):
         self._num_units = live().current.shape[-1]
         self._steps = -(-self._num_units // units_per_step)
         self.epoch, self.step = divmod(first_load, self._steps)
-        self._forget()
+        self.epoch_ended, self._opened, self._front = False, False, Front()
+        self._order = self._early = self._next = self._rest = self._before = None
+
+    @property
+    def load(self) -> int:
+        """The number over all epochs of the next batch: `first_load` of a run that goes on."""
+        return self.epoch * self._steps + self.step
 
     def __next__(self):
         if self.epoch_ended:
@@ -56,7 +60,8 @@ class Epochs(Iterator):
         if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
         if self._order is None:
-            self._begin(self._live().current)
+            self._order = jnp.copy(self._live().current)  # a step may donate the state
+            self._order.copy_to_host_async()
         # With two steps in front, the order is waited for when the device has work: the first.
         if not self._opened and (self.step or self._front.num_steps < 2):
             self._open_rest(np.asarray(self._order))
@@ -84,44 +89,11 @@ class Epochs(Iterator):
     def __exit__(self, *_):
         self.close()
 
-    def get_state(self) -> dict:
-        """Where the next batch is, as JSON takes it; at an epoch's end after `next_epoch`."""
-        order = np.asarray(self._live().current)
-        epoch, step = self.epoch, self.step
-        if self.epoch_ended:
-            _check_new(epoch, self._order, self._early, order)
-            epoch, step = epoch + 1, 0
-        return {"epoch": epoch, "step": step, "order": order_hash(order)}
-
-    def set_state(self, state: dict) -> None:
-        """Goes on from a state, with the orders' state saved at the same step in the loop."""
-        self.close()
-        self.epoch, self.step = state["epoch"], state["step"]
-        self._forget()
-        self._expected = state["order"]
-
-    def _forget(self):
-        self.epoch_ended, self._opened = False, False
-        self._order = self._early = self._next = self._rest = self._before = self._expected = None
-        self._front = Front()
-
     def _end_epoch(self):
         self._before = (self.epoch, self._order, self._early)
         self._front = self._next or Front()
         self._order = self._early = self._next = self._rest = None
         self.epoch, self.step, self.epoch_ended, self._opened = self.epoch + 1, 0, False, False
-
-    def _begin(self, order):
-        if self._expected is not None:
-            found = order_hash(np.asarray(order))
-            if found != self._expected:
-                raise ValueError(
-                    f"the saved position is in the order {self._expected}, and the state's order "
-                    f"is {found}: restore the orders' state of the same step first."
-                )
-            self._expected = None
-        self._order = jnp.copy(order)  # a step may donate the state
-        self._order.copy_to_host_async()
 
     def _open_rest(self, order):
         """Loads what follows the front, if this is the order of a new epoch."""
@@ -186,7 +158,7 @@ def read_epochs(
     timeout: float | None = None,
     sharding=None,
 ) -> Epochs:
-    """The batches of epoch after epoch, read ahead across their boundaries; its position is saved.
+    """The batches of epoch after epoch, read ahead across their boundaries.
 
     `ahead` steps before an epoch's end, those steps of the next one that are already decided are
     asked for, and are loaded while this one ends. The rest follows when its order is known: no
@@ -200,20 +172,19 @@ def read_epochs(
       units_per_step: B in [1, M], units per worker and step.
       unit_size, total: as in `step_indices`, for a source that is no function.
       num_epochs: after which the iterator ends; None for no end.
-      first_load: >= 0, the number over all epochs of the first batch, for a run that goes on from
-        an orders' state of that epoch.
+      first_load: >= 0, for a run that goes on from an orders' state: the `load` that was saved
+        beside it, after `next_epoch` at an epoch's end.
       ahead: >= 1 steps, of an epoch's last, before whose end the next one is looked at.
       depth, timeout, sharding: as in `load_ahead`.
 
     Returns:
       `Epochs`, an iterator: `epoch_ended` is True with an epoch's last batch, after whose step the
-      loop calls `next_epoch`. `get_state()`, {"epoch", "step", "order"}, is saved beside the
-      orders' state, and `set_state` goes on from there. `ready()` says whether the next batch is
-      there, and `close()` ends the reading.
+      loop calls `next_epoch`. `load` is the number over all epochs of the next batch, `ready()`
+      says whether it is there, and `close()` ends the reading.
 
     Raises:
-      ValueError: for a source or size that cannot be; from `next` and `get_state`, where
-        `next_epoch` was not called; from `next`, where the restored order is another one.
+      ValueError: for a source or size that cannot be; from `next`, where `next_epoch` was not
+        called.
       LoadError: from `next`, with the number over all epochs of the load that failed or hangs.
 
     Example:

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from ordering.base import PyTree
-from ordering.input.sources import reader
-from ordering.input.steps import whole_numbers
+from ordering.input.sources import reader, whole_numbers
 
 
 def batches(

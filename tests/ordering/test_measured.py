@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ordering import echo, input
-from ordering.echo import echo_batches, online
+from ordering.echo import echo_batches, stream
 from tests import reference
 from tests.echo_source import MODES, Source, assert_same, batch
 from tests.refused import refuses
@@ -114,15 +114,15 @@ def test_all_processes_are_asked_and_obeyed():
 
 
 def test_ready_everywhere_is_the_least_ready_of_all(monkeypatch):
-    assert online.ready_everywhere(True) is True and online.ready_everywhere(False) is False
+    assert stream.ready_everywhere(True) is True and stream.ready_everywhere(False) is False
     from jax.experimental import multihost_utils
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for others in ([1, 1], [1, 0], [0, 0]):
         gather = lambda own, others=others: np.array([own, *others])  # noqa: E731
         monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-        assert online.ready_everywhere(True) is (others == [1, 1])
-        assert online.ready_everywhere(False) is False
+        assert stream.ready_everywhere(True) is (others == [1, 1])
+        assert stream.ready_everywhere(False) is False
 
 
 def test_measured_echoes_while_a_real_loader_waits():

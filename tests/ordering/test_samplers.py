@@ -10,7 +10,7 @@ import pytest
 from absl import flags
 
 import ordering
-from ordering.input.steps import Steps
+from ordering.input.sources import Steps
 from tests import tables
 
 grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.input.steps import Steps
+from ordering.input.sources import Steps
 
 COLUMNS = {
     "x": [[i, i + 1.5] for i in range(6)],

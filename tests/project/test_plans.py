@@ -168,4 +168,4 @@ def test_plans_and_the_measured_policy_decide_through_one_method(data):
         asked = dict(loads=sum(fresh[:step]), uses=1, ready=None)
         assert plan.decide(step, **asked) is policy.decide(step, **asked) is fresh[step]
     with pytest.raises(ValueError, match="policy is a SyncPlan: make an EchoPlan"):
-        echo.online.check_policy(local_opt.every_step(3))
+        echo.echo_batches([], local_opt.every_step(3))
