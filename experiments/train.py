@@ -56,7 +56,6 @@ def run(values: absl_flags.FlagValues) -> None:
     """
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
-    agree.check_data(task)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
@@ -67,6 +66,7 @@ def run(values: absl_flags.FlagValues) -> None:
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, assumed(values)))
+    agree.check_data(task)
     config.sizes_of(task, recipe, deals=order.deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     fixed = {**decisions, "seed": values.seed, "learning_rate": rate}

@@ -78,7 +78,7 @@ def differences(number: int) -> list[str]:
     if number:
         task = task._replace(train=first_of(task.train, 80))
     with pytest.raises(ValueError) as settings:
-        agree._check({"seed": f"--seed={number}"}, "other settings", 60.0)
+        agree.check("other settings", {"seed": f"--seed={number}"}, 60.0)
     with pytest.raises(ValueError) as data:
         agree.check_data(task)
     return [str(settings.value), str(data.value)]

@@ -2,8 +2,8 @@
 
 import os
 import pathlib
-
-from experiments import launch
+import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -13,6 +13,6 @@ def start_two(module: str, *arguments: str, folder: pathlib.Path = ROOT, **optio
 
     They have one device each, whatever the tests themselves have.
     """
+    command = [sys.executable, "-m", "experiments.launch", "--processes=2", "--", module]
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    options |= {"processes": 2, "environment": environment, "folder": folder}
-    return launch.launch(module, arguments, **options)
+    return subprocess.call([*command, *arguments], env=environment, cwd=folder, **options)

@@ -14,7 +14,8 @@ everywhere() {
 for ((number = 0; number <= RESTARTS; number++)); do
   # SIGTERM: the processes save and leave; SIGKILL two minutes later, for one that hangs.
   everywhere "timeout --kill-after=120 ${HOURS}h \
-    python3 -m experiments.train --run=mesh --workers=16 --checkpoint_every=500 --output_dir=$RUN" \
+    python3 -m experiments.train --run=mesh --coordinator_address=auto --workers=16 \
+    --checkpoint_every=500 --output_dir=$RUN" \
     && exit 0
   echo "attempt $number failed; restarts: $RESTARTS" >&2
   # What is left on other hosts holds the chips and waits for who is gone.

@@ -1,7 +1,7 @@
 """One run at a time writes into an output folder: a file says which, and outlives it if it crashes.
 
 The kernel gives the file's lock back when its process ends, however that ends; what stands in the
-file tells people, and file systems without such locks, who has it.
+file tells people, and file systems without such locks, who has it. A free lock's file is empty.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from typing import IO
 
 from experiments.cluster import processes
 
@@ -29,7 +30,10 @@ def held(folder: str) -> Iterator[None]:
         problem = None
         if processes.is_first():
             os.makedirs(folder, exist_ok=True)
-            problem = _take(os.path.join(folder, NAME), stack)
+            file = stack.enter_context(open(os.path.join(folder, NAME), "a+", encoding="utf-8"))
+            problem = _take(file, folder)
+            if problem is None:
+                stack.callback(file.truncate, 0)
         if (problem := processes.of_first(problem)) is not None:
             if processes.is_first():
                 print(problem, file=sys.stderr)
@@ -38,64 +42,42 @@ def held(folder: str) -> Iterator[None]:
         processes.wait(f"leave {folder}")  # none writes once another run may
 
 
-def _take(path: str, stack: contextlib.ExitStack) -> str | None:
-    """Takes the lock until the stack closes; or says who has it."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        free = _lock(file)
-        if _stands(file, path):
-            break
-        os.close(file)  # its holder has just removed it
-    here, owner = socket.gethostname(), _owner(os.read(file, 4096))
+def _take(file: IO, folder: str) -> str | None:
+    """Writes into the file whose folder it is now; or says who has it."""
+    here, free = socket.gethostname(), _lock(file)
+    owner = _owner(file)
     # Not every file system tells other machines of its locks.
     if free is False or (owner and (free is None or owner["host"] != here)):
-        os.close(file)
-        told = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-        since = f", since {owner['since']}," if owner else ""
+        told = "process {pid} on {host}, since {since},".format(**owner) if owner else "one process"
         return (
-            f"{os.path.dirname(path)!r} is taken by another run ({told}{since}): wait for its end, "
-            f"or choose another --output_dir. If that process is gone, delete {path!r}."
+            f"{folder!r} is taken by another run ({told}): wait for its end, or choose another "
+            f"--output_dir. If that process is gone, delete {file.name!r}."
         )
-    if owner:
-        processes.say(
-            f"Takes over the folder of process {owner['pid']} on {owner['host']}, which has ended "
-            "without leaving it."
-        )
+    file.truncate(0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps({"host": here, "pid": os.getpid(), "since": since}).encode(), 0)
-    stack.callback(os.close, file)
-    stack.callback(os.remove, path)  # first
+    json.dump({"host": here, "pid": os.getpid(), "since": since}, file)
+    file.flush()
     return None
 
 
-def _stands(file: int, path: str) -> bool:
-    """Whether an open file is still the one at its path; one question, as it may go between two."""
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _lock(file: int) -> bool | None:
+def _lock(file: IO) -> bool | None:
     """Whether the kernel's lock of a file is ours now; None where there are no such locks."""
     try:
         import fcntl
-    except ImportError:  # not on this system
-        return None
-    try:
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # not on this file system
+    except (ImportError, OSError):  # not on this system, or not on this file system
         return None
     return True
 
 
-def _owner(content: bytes) -> dict | None:
+def _owner(file: IO) -> dict | None:
     """Whom the file names; None for a file that is empty, or was cut in a crash."""
+    file.seek(0)
     try:
-        found = json.loads(content)
+        found = json.load(file)
         return found if {"host", "pid", "since"} <= found.keys() else None
     except (ValueError, AttributeError):
         return None

@@ -88,9 +88,9 @@ def _run(define):
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
     text = f"who is given records too, some of {', '.join(TRACKERS)} (extras of these names)"
     define(flags.DEFINE_list, "track", [], text)
-    own = "; unset under SLURM, on TPU pods and for one process"
+    own = "; unset for one process"
     address, number, process = processes.NAMES
-    text = f"host:port of process 0, or '{processes.AUTO}': all that JAX finds out{own}"
+    text = f"host:port of process 0; {processes.AUTO}: what SLURM or a TPU pod tells{own}"
     define(flags.DEFINE_string, address, None, text)
     define(flags.DEFINE_integer, number, None, "of the run" + own)
     define(flags.DEFINE_integer, process, None, f"0 .. {number} - 1" + own)

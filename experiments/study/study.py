@@ -134,12 +134,12 @@ def run(
     """
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
-    agree.check_data(task)
     study = fit(study, task, recipe, values)
     chosen = study._replace(arms=chosen_arms(study, values), speeds=_speeds(study, values))
     if values.dry_run:
         given = assumed(values, study.machines)
         return processes.say(dry_run(task, recipe, chosen, given))
+    agree.check_data(task)
     for text in trainer.left_out(chosen, task, recipe):
         processes.say(text)
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")

@@ -6,14 +6,15 @@ import re
 import shlex
 import signal
 import subprocess
-import threading
+import sys
 import time
 
 import pytest
 import yaml
 from absl import flags
 
-from experiments import launch, train
+from experiments import train
+from tests.commands import ROOT
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "launching.md").read_text()
@@ -23,13 +24,16 @@ number = int(sys.argv[-1].removeprefix("--process_id="))
 """
 
 
-def started(folder, source, **options):
-    """(exit code, seconds) of two processes that run `source`, a module with no import of JAX."""
+def started(folder, source):
+    """Two processes that run `source`, a module with no import of JAX."""
     (folder / "child.py").write_text(HEAD + source)
-    environment = os.environ | {"PYTHONPATH": str(folder), "HERE": str(folder)}
-    begun = time.monotonic()
-    code = launch.launch("child", processes=2, environment=environment, **options)
-    return code, time.monotonic() - begun
+    path = f"{folder}{os.pathsep}{ROOT}"
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.launch", "--processes=2", "--", "child", "--flag"],
+        env=environment | {"PYTHONPATH": path}, cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 FAILS = """
@@ -38,61 +42,40 @@ if number == 1:
     sys.exit(7)
 time.sleep(60)
 """
+DIES = "os.kill(os.getpid(), 9) if number else print(*sys.argv[1:], os.environ['XLA_FLAGS'])"
 
 
-@pytest.mark.parametrize("source,expected", [(FAILS, 7), ("os.kill(os.getpid(), 9)", 128 + 9)])
-def test_a_failing_process_is_named_and_ends_the_others(
-    tmp_path, capfd, monkeypatch, source, expected
-):
-    monkeypatch.setattr(launch, "GRACE", 0.2)
-    code, seconds = started(tmp_path, source)
-    assert code == expected and seconds < 20
-    said = re.search(rf"\[launch\] process (\d) ended with exit code {expected}\n",
-                     capfd.readouterr().err)  # fmt: skip
-    assert said and (expected != 7 or said[1] == "1")
-
-
-def test_processes_are_told_of_each_other_and_their_output_is_told_apart(tmp_path, capfd):
-    source = "print(*sys.argv[1:], os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'])"
-    assert started(tmp_path, source)[0] == 0
-    time.sleep(0.2)  # the other's last line is carried by a thread
-    out, err = capfd.readouterr()
-    address, count, number, *_ = out.split()
-    assert address.startswith("--coordinator_address=127.0.0.1:")
-    assert (count, number) == ("--num_processes=2", "--process_id=0")
-    assert err.strip() == "[1] " + out.strip().replace("id=0", "id=1")
-    with pytest.raises(ValueError, match="--processes is 0: start at least 1"):
-        launch.launch("child", processes=0)
+@pytest.mark.parametrize("source,code", [(FAILS, 7), (DIES, 128 + 9)])
+def test_a_failing_process_is_named_and_ends_the_others(tmp_path, source, code):
+    begun = time.monotonic()
+    process = started(tmp_path, source)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code and time.monotonic() - begun < 30
+    assert err.count(f"[launch] process 1 ended with exit code {code}\n") == 1
+    if source == DIES:  # process 0 was told of the other
+        *flag, count, address, number, xla = out.split()
+        assert (*flag, count, number) == ("--flag", "--num_processes=2", "--process_id=0")
+        assert address.startswith("--coordinator_address=127.0.0.1:") and xla.endswith("count=1")
 
 
 WAITS = """
-def handle(*_):
-    open(f"{os.environ['HERE']}/asked{number}", "w").close()
-signal.signal(signal.SIGTERM, handle)
-open(f"{os.environ['HERE']}/up{number}", "w").close()
+signal.signal(signal.SIGTERM, lambda *_: open(f"asked{number}", "w").close())
+open(f"up{number}", "w").close()
 while True:
     time.sleep(0.05)
 """
 
 
 def test_the_first_signal_asks_all_processes_and_the_second_kills(tmp_path):
-    def interrupt():
-        for name in ("up", "asked"):
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline:
-                if all((tmp_path / f"{name}{n}").exists() for n in range(2)):
-                    break
-                time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    code, seconds = started(tmp_path, WAITS)
-    thread.join()
-    assert code == 128 + 9 and seconds < 20
-    assert all((tmp_path / f"asked{n}").exists() for n in range(2))
-    assert signal.getsignal(signal.SIGINT) is before
+    process = started(tmp_path, WAITS)
+    for name in ("up", "asked"):
+        deadline = time.monotonic() + 20
+        while not all((tmp_path / f"{name}{n}").exists() for n in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + 9
 
 
 def train_flags(text):
@@ -104,15 +87,9 @@ def train_flags(text):
     return values
 
 
-def test_the_commands_of_the_page_have_flags_that_exist():
-    found = re.findall(r"^\S.*experiments\.launch (.*?)\n```", PAGE, re.S | re.M)
-    assert found
-    for text in found:
-        before, _, _ = text.partition(" -- ")
-        values = flags.FlagValues()
-        launch.define_flags(values)
-        assert values(["launch", *before.split()])
-        assert train_flags(text).run == "mesh"
+def test_the_command_of_the_page_has_flags_that_exist():
+    [text] = re.findall(r"^\S.*experiments\.launch --processes=2 -- (.*?)\n```", PAGE, re.S | re.M)
+    assert train_flags(text).run == "mesh"
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu_pod.sh", "jobset.yaml"])
@@ -122,6 +99,7 @@ def test_a_file_starts_a_run_with_flags_that_exist(name):
     values = train_flags(path.read_text().replace("$JOB_COMPLETION_INDEX", "3"))
     assert (values.run, values.checkpoint_every) == ("mesh", 500)
     if name != "jobset.yaml":
+        assert values.coordinator_address == "auto"
         subprocess.run(["bash", "-n", path], check=True)
 
 
