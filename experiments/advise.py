@@ -246,16 +246,12 @@ def picture(known, values, path: str) -> None:
     colours, seen = ListedColormap(["#DDDDDD", *COLOURS[1:]]), set()
     grid = {"load": LOADS[:, None, None], "sync": SYNCS[None, :, None], "ordered": values.ordered}
     for axis, (task, (size, d)) in zip(axes.flat, itertools.product(tasks, columns), strict=True):
-        found = factorials.map_of(of[task, size], Machine(**grid, parameters=d))
-        seen |= set(np.unique(found.kind).tolist())
-        axis.pcolormesh(
-            SYNCS, LOADS, found.kind, cmap=colours, vmin=-0.5, vmax=7.5, shading="nearest"
-        )
-        if not found.sure.all():
-            axis.contourf(SYNCS, LOADS, ~found.sure, [0.5, 1.5], colors="none", hatches=["////"])
-        lines = axis.contour(
-            SYNCS, LOADS, found.times, [2, 4, 8, 16], colors="black", linewidths=0.8
-        )
+        kind, sure, times = factorials.map_of(of[task, size], Machine(**grid, parameters=d))
+        seen |= set(np.unique(kind).tolist())
+        axis.pcolormesh(SYNCS, LOADS, kind, cmap=colours, vmin=-0.5, vmax=7.5, shading="nearest")
+        if not sure.all():
+            axis.contourf(SYNCS, LOADS, ~sure, [0.5, 1.5], colors="none", hatches=["////"])
+        lines = axis.contour(SYNCS, LOADS, times, [2, 4, 8, 16], colors="black", linewidths=0.8)
         axis.clabel(lines, fmt="%g ×", fontsize="small")
         axis.set(xscale="log", yscale="log", xlabel="a sync, in steps", ylabel="a load, in steps")
         axis.set_title(f"{task}, {size}, {d:,.0f} parameters", fontsize="medium")

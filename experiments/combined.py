@@ -17,18 +17,26 @@ computation. --load_steps and --sync_steps price what they leave out, in steps o
 --step_seconds the best runs are repeated with loads and syncs that take so long.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from experiments.results import columns, factorial, plots, statistics
-from experiments.results.statistics import Criterion
+from experiments.results import columns, plots, statistics
+from experiments.results.statistics import Comparison, Criterion, interval, last, spent
+from experiments.results.tables import markdown, name_of, times
 from experiments.study import cost, flags, study, tables
+from experiments.study.factorials import FACTORS
 from experiments.study.study import Arm, Study, arm_of
 from experiments.study.tables import ECHO_POLICIES
+from experiments.tasks.metrics import METRICS
 
+COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
 # The first level of every factor is what data-parallel training usually does.
 FIRST = ("rr", "parallel", "none")
 
@@ -39,6 +47,134 @@ def arms_of(first: Sequence[str], second: Sequence[str]) -> dict[str, Arm]:
     return {words: arm_of(words) for words in levels}
 
 
+class Response(NamedTuple):
+    """What effects are on: factors of it, or differences."""
+
+    label: str
+    relative: bool
+    effects: dict[str, tuple[float, float]]
+
+
+def effects(values: np.ndarray) -> dict[str, tuple[float, float]]:
+    """Main effects and interactions of the two-level factorial, paired by seed.
+
+    effect(S) = 1/4 sum over cells of y times the product over S of (-1 at the first level, +1 at
+    the second): for one factor the mean change from the first level to the second; for two, half
+    the difference that the second makes to the change by the first.
+
+    Args:
+      values: float[2, 2, 2, seeds], an axis per factor.
+
+    Returns:
+      {effect: mean and half width of the 95 % interval over seeds}, of single factors first.
+    """
+    found, levels = {}, 2 * np.indices((2, 2, 2)) - 1.0  # of every factor in every cell
+    for size in (1, 2, 3):
+        for axes in itertools.combinations(range(3), size):
+            per_seed = np.tensordot(levels[list(axes)].prod(axis=0), values, 3) / 4
+            found[" × ".join(FACTORS[a] for a in axes)] = interval(per_seed)
+    return found
+
+
+def effects_of(comparison: Comparison) -> list[Response]:
+    """The effects on the last objective and test metric, and on every cost to the target."""
+    scalar, metric = comparison.criterion.scalar, statistics.metric_of(comparison)
+    accuracy = metric == "accuracy"
+
+    def response(label, values, relative=True):
+        y = np.array([values(own.runs) for own in comparison.at(comparison.speeds[0])])
+        y = np.log(np.maximum(y, 1e-12)) if relative else y
+        return Response(label, relative, effects(y.reshape(2, 2, 2, -1)))
+
+    def ends(name, scale=1):
+        return lambda runs: [scale * last(run, name) for run in runs.values()]
+
+    def costs(name):
+        return lambda runs: [*spent(comparison, runs, name).values()]
+
+    test, label = ends(f"test/{metric}", 100 if accuracy else 1), METRICS[metric].label
+    return [
+        response(f"last {name_of(scalar)}", ends(scalar)),
+        response(label + " / points" * accuracy, test, relative=not accuracy),
+        *(response(f"{label} to the target", costs(name)) for name, label in COSTS.items()),
+    ]
+
+
+def no_effects(comparison: Comparison) -> str:
+    """Why there are none; "" where all arms of the factorial arrive with the same seeds."""
+    arms = comparison.at(comparison.speeds[0])
+    ends = [run[-1] for own in arms for run in [*own.runs.values()][:1]]
+    levels = [tuple(end[factor] for factor in FACTORS) for end in ends]
+    factors = [[*dict.fromkeys(of)] for of in zip(*levels, strict=True)]
+    whole = [len(of) for of in factors] == [2, 2, 2] and [*itertools.product(*factors)] == levels
+    if not whole or len({tuple(own.runs) for own in arms}) > 1:
+        return "they are of the eight arms of two levels, with the same seeds at their best rates"
+    lost = columns.late(comparison)
+    return f"{', '.join(lost)} never arrive with some seed" if lost else ""
+
+
+def show_effect(mean: float, half: float, relative: bool) -> str:
+    """As "× 0.88 (0.86 to 0.90)", or a difference; bold where the interval leaves no effect out."""
+    low, high = mean - half, mean + half
+    form = (lambda v: f"{math.exp(v):.2f}") if relative else (lambda v: f"{v:+.2f}")
+    text = ("× " if relative else "") + form(mean)
+    if not math.isnan(low):
+        text += f" ({form(low)} to {form(high)})"
+    return f"**{text}**" if low * high > 0 else text
+
+
+def effects_table(comparison: Comparison) -> tuple[str, str]:
+    """Section: a row per effect, a column per response."""
+    if why := no_effects(comparison):
+        return "table_effects.md", f"No effects: {why}."
+    found = effects_of(comparison)
+    rows = [
+        {"effect of": name} | {r.label: show_effect(*r.effects[name], r.relative) for r in found}
+        for name in found[0].effects
+    ]
+    text = (
+        "Effects from the first level to the second, 95 % intervals over seeds, × for factors; "
+        "bold: no effect lies outside."
+    )
+    return "table_effects.md", f"{text}\n\n{markdown(rows)}"
+
+
+def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
+    """Section: a panel per response, a row per effect with its interval."""
+    if no_effects(comparison):
+        return "effects.png", ""
+    return "effects.png", functools.partial(plots.effects, effects_of(comparison))
+
+
+def priced_table(machines: Sequence[cost.Machine]) -> Callable:
+    """Section: priced time to the target as times faster than the first arm, paired by seed."""
+
+    def priced(comparison, own, machine):
+        steps = spent(comparison, own.runs, "step")
+        return {
+            seed: cost.price([r for r in run if r["step"] <= steps[seed]], machine)
+            if steps[seed] < math.inf else math.inf
+            for seed, run in own.runs.items()
+        }  # fmt: skip
+
+    def faster(comparison, base, own, machine):
+        before, taken = (priced(comparison, arm, machine) for arm in (base, own))
+        if not (before and taken) or math.inf in (*before.values(), *taken.values()):
+            return "-"
+        return times(statistics.log_ratios(before, taken), exact=True)
+
+    def section(comparison):
+        arms = comparison.at(comparison.speeds[0])
+        rows = [
+            {"arm": own.label} | {m.label: faster(comparison, arms[0], own, m) for m in machines}
+            for own in arms
+        ]
+        text = "Times faster to the target than the first arm, priced."
+        return "table_priced.md", f"{text}\n\n{markdown(rows)}"
+
+    return section
+
+
 STUDY = Study(
     "combined",
     arms_of(FIRST, ("cd_grab", "qsr", "diffusion+cosine")),
@@ -46,7 +182,7 @@ STUDY = Study(
     criterion=Criterion("train/loss"),
     columns=columns.COMBINED_COLUMNS,
     panels=plots.COMBINED_PANELS,
-    sections=(factorial.target_line, factorial.effects_table, factorial.effects_picture),
+    sections=(columns.target_line, effects_table, effects_picture),
 )
 
 
@@ -77,7 +213,7 @@ def fit(study, task, recipe, values):
             f"slow: choose one of {', '.join(plans[1:])}."
         )
     machines = tuple(cost.machines(values.load_steps, values.sync_steps))
-    sections = (*study.sections, factorial.priced_table(machines, cost.price))
+    sections = (*study.sections, priced_table(machines))
     slow = {"speeds": (values.load_steps,), "sync_steps": values.sync_steps}
     return study._replace(
         arms=arms_of(first, second), criterion=criterion, sections=sections, machines=machines,

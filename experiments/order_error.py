@@ -30,7 +30,7 @@ from experiments import order_losses as losses
 from experiments.cluster import files
 from experiments.order_losses import NEVER, Drift
 from experiments.order_runs import LARGE, ORDERS, PERIODS, SETTINGS, SMALL, Setting, family_of, run
-from experiments.results import columns, factorial, plots, records, report, tables
+from experiments.results import columns, plots, records, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import flags, study
 from experiments.study.study import Arm, Study, arm_of
@@ -254,7 +254,7 @@ STUDY = Study(
     criterion=Criterion("train/loss"),
     columns=columns.COMBINED_COLUMNS,
     panels=plots.COMBINED_PANELS,
-    sections=(factorial.target_line,),
+    sections=(columns.target_line,),
 )
 
 

@@ -4,12 +4,13 @@ A section is a function of the comparison that gives the text below the main tab
 text), or for a picture (file name, function of a path and a title that draws it).
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.statistics import interval, last, paired, spent, target_of
+from experiments.results.statistics import Comparison, interval, last, paired, spent, target_of
 from experiments.results.tables import Column, faster, name_of, show, show_reached, sweep
 
 
@@ -158,6 +159,19 @@ COMBINED_COLUMNS = (
 
 
 # Sections.
+def late(comparison: Comparison) -> list[str]:
+    """The arms that are not at the target with every seed."""
+    arms = comparison.at(comparison.speeds[0])
+    return [own.label for own in arms if math.inf in spent(comparison, own.runs, "step").values()]
+
+
+def target_line(comparison: Comparison) -> str:
+    """Section: the target of the main table."""
+    lost = late(comparison)
+    who = f"{', '.join(lost)} do not reach" if lost else "every arm reaches"
+    return f"Target: {target_of(comparison):.4g}, which {who} with every seed."
+
+
 def diverged_rates(comparison):
     """A line per learning rate at which an arm diverged."""
     arms = comparison.at()

@@ -185,18 +185,18 @@ def _bar(axis, row, found, *, dashed):
             axis.axvline(mean, color="#444444", linewidth=0.8, linestyle=":")
 
 
-def effects(found: Mapping, path: str, title: str) -> None:
-    """Writes a PNG: a panel per response of `factorial`, a row per effect with its interval."""
+def effects(found: Sequence, path: str, title: str) -> None:
+    """Writes a PNG: a panel per `combined.Response`, a row per effect with its interval."""
     lines = -(-len(found) // 3)
     figure, axes = panes(lines, 3, (15, 3.6 * lines), sharey=True)
-    for axis, (response, each) in zip(axes.flat, found.items(), strict=False):
-        bounds = np.array([(e.mean, e.mean - e.half_width, e.mean + e.half_width) for e in each])
-        mean, low, high = np.exp(bounds).T if response.relative else bounds.T
-        y = np.arange(len(each))
+    for axis, response in zip(axes.flat, found, strict=False):
+        names, (mean, half) = [*response.effects], np.transpose([*response.effects.values()])
+        bounds, y = np.array([mean, mean - half, mean + half]), np.arange(len(names))
+        mean, low, high = np.exp(bounds) if response.relative else bounds
         axis.axvline(1 if response.relative else 0, color="0.5", linewidth=1)
         axis.hlines(y, low, high, color=COLOURS[6], linewidth=2)
         axis.plot(mean, y, "o", color=COLOURS[4], ms=5)
-        axis.set_yticks(y, [" × ".join(e.factors) for e in each])
+        axis.set_yticks(y, names)
         kind = "factor on the" if response.relative else "change of the"
         axis.set_xlabel(f"{kind} {response.label}")
         axis.grid(alpha=0.3, axis="x")

@@ -6,21 +6,20 @@ And what it takes on a machine: which combination is best there, and how sure th
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments.cluster import files
 from experiments.results import archive
-from experiments.results.factorial import FACTORS
-from experiments.results.statistics import interval, intervals, reached, target_of
+from experiments.results.statistics import Comparison, interval, intervals, reached, target_of
 from experiments.study.cost import Machine, order_traffic, time
 from experiments.study.tables import ORDERS
 from experiments.training.config import Sizes
 
-NAME = re.compile(r"map_(?P<task>[a-z0-9]+)_(?P<workers>\d+)x(?P<units>\d+)_e(?P<uses>\d+)")
-SLOW = re.compile(r"slow_(?P<task>[a-z0-9]+)_e(?P<uses>\d+)")
+FACTORS = ("order", "sync", "echo")  # fields of the records
+NAME = re.compile(r"(map|slow)_(?P<task>[a-z0-9]+)(_\d+x\d+)?_e(?P<uses>\d+)")
 
 
 class Combination(NamedTuple):
@@ -44,12 +43,11 @@ NONE = Combination()
 
 
 class Taken(NamedTuple):
-    """What a combination took to the target: float64[seeds], an entry per seed in one order."""
+    """What a combination took to the target, at its own best rate: float64[seeds] each."""
 
     steps: np.ndarray
     loads: np.ndarray
     rounds: np.ndarray
-    rate: float  # the learning rate, the combination's own best
 
 
 class Factorial(NamedTuple):
@@ -57,13 +55,12 @@ class Factorial(NamedTuple):
 
     Fields:
       task: its name; sizes: of the runs; order: a name of ORDERS, that of combinations with one.
-      target: of the training loss; taken: by combination.
+      taken: by combination, without those that never arrive with some seed.
     """
 
     task: str
     sizes: Sizes
     order: str
-    target: float
     taken: dict[Combination, Taken]
 
     @property
@@ -73,71 +70,62 @@ class Factorial(NamedTuple):
 
 def is_name(name: str) -> bool:
     """Whether a recorded run of this name is a factorial of this module."""
-    return bool(NAME.fullmatch(name) or SLOW.fullmatch(name))
+    return bool(NAME.fullmatch(name))
 
 
 @functools.cache
 def load(folder: os.PathLike = archive.FOLDER) -> tuple[Factorial, ...]:
-    """The recorded factorials, those of several uses of a batch joined.
-
-    A combination that never arrives with some seed is left out.
-    """
-    found: dict[tuple[str, str, str], Factorial] = {}
-    for name in sorted(os.listdir(folder)):
-        if not (match := NAME.fullmatch(name)):
-            continue
-        own = _one(name, folder, match["task"], int(match["uses"]))
-        known = found.setdefault(tuple(match.groups()[:3]), own)
-        if known.target != own.target:
-            raise ValueError(
-                f"{name} has the target {own.target:g}, and the same setting with other uses of a "
-                f"batch {known.target:g}: record both with one --target."
-            )
-        for combination, taken in own.taken.items():
-            known.taken.setdefault(combination, taken)
+    """The recorded factorials, those with one target but other uses of a batch joined."""
+    found: dict[tuple, Factorial] = {}
+    for match, comparison in _recorded("map", folder):
+        settings = files.read_json(os.path.join(folder, match[0], "settings.json"))
+        own = _factorial(match, comparison, settings)
+        known = found.setdefault((own.task, own.size, target_of(comparison)), own)
+        known.taken.update(own.taken | known.taken)
     return tuple(found.values())
 
 
 def measured(folder: os.PathLike = archive.FOLDER) -> dict[str, dict[Combination, np.ndarray]]:
     """{task: {combination: seconds[seeds] to the target}} of runs with slow loads and syncs."""
-    found = {}
+    return {
+        match["task"]: {
+            combination: np.array([at["seconds"] for at in ends])
+            for combination, ends in _arrivals(comparison, int(match["uses"]))
+        }
+        for match, comparison in _recorded("slow", folder)
+    }
+
+
+def _recorded(kind, folder) -> Iterator[tuple[re.Match, Comparison]]:
     for name in sorted(os.listdir(folder)):
-        if match := SLOW.fullmatch(name):
-            arrived = _arrivals(archive.load(name, folder), int(match["uses"]))
-            found[match["task"]] = {
-                combination: np.array([at["seconds"] for at in of])
-                for combination, (of, _) in arrived.items()
-            }
-    return found
+        if (match := NAME.fullmatch(name)) and match[1] == kind:
+            yield match, archive.load(name, folder)
 
 
-def _arrivals(comparison, uses) -> dict[Combination, tuple[list, float]]:
-    """The records at the target, one per seed, and the rate, of those that always arrive."""
-    target, speed, found = target_of(comparison), comparison.speeds[0], {}
+def _arrivals(comparison, uses) -> Iterator[tuple[Combination, list[dict]]]:
+    """The records at the target, one per seed, of combinations that always arrive."""
+    target, speed = target_of(comparison), comparison.speeds[0]
     plain = next(iter(comparison.baseline(speed).runs.values()))[-1]  # a record
     for own in comparison.at(speed):
-        of = [reached(run, comparison.criterion, target) for run in own.runs.values()]
-        if of and None not in of:
-            order, sync, echo = (of[0][name] != plain[name] for name in FACTORS)
-            found[Combination(order, sync, uses if echo else 1)] = of, own.rate
-    return found
+        ends = [reached(run, comparison.criterion, target) for run in own.runs.values()]
+        if ends and None not in ends:
+            order, sync, echo = (ends[0][name] != plain[name] for name in FACTORS)
+            yield Combination(order, sync, uses if echo else 1), ends
 
 
-def _one(name, folder, task, uses) -> Factorial:
-    comparison = archive.load(name, folder)
-    settings = files.read_json(os.path.join(folder, name, "settings.json"))
-    target, taken, order = target_of(comparison), {}, None
-    for combination, (of, rate) in _arrivals(comparison, uses).items():
-        order = of[0]["order"] if combination.order else order
-        columns = (np.array([at[c] for at in of], float) for c in ("step", "loads", "rounds"))
-        taken[combination] = Taken(*columns, rate)
+def _factorial(match, comparison, settings) -> Factorial:
+    taken, order = {}, None
+    for combination, ends in _arrivals(comparison, int(match["uses"])):
+        order = ends[0]["order"] if combination.order else order
+        columns = (np.array([at[c] for at in ends], float) for c in ("step", "loads", "rounds"))
+        taken[combination] = Taken(*columns)
     longest = max(comparison.records, key=lambda r: r["loads"])  # one that diverged has none
     loads_per_epoch = round(longest["loads"] / longest["epoch"])
-    workers, per_step, size = (
-        int(settings[name]) for name in ("workers", "units_per_step", "unit_size")
+    named = ("workers", "units_per_step", "unit_size")
+    workers, per_step, size = (int(settings[name]) for name in named)
+    return Factorial(
+        match["task"], Sizes(workers, loads_per_epoch * per_step, per_step, size), order, taken
     )
-    return Factorial(task, Sizes(workers, loads_per_epoch * per_step, per_step, size), order,
-                     target, taken)  # fmt: skip
 
 
 def near(known: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
@@ -174,7 +162,7 @@ def logs_of(machine: Machine, found: Factorial) -> dict[Combination, np.ndarray]
     """
     traffic = order_traffic(ORDERS[found.order], found.sizes, machine.parameters)
     result = {}
-    for combination, (steps, loads, rounds, _) in found.taken.items():
+    for combination, (steps, loads, rounds) in found.taken.items():
         sent = np.array([traffic(int(n)) for n in loads]) if combination.order else 0.0
         own = {"rounds": rounds, "sent": sent, "ordered": combination.order}
         result[combination] = np.log(time(machine, steps=steps, loads=loads, **own))
@@ -219,20 +207,6 @@ def regrets(known: Sequence[Factorial], machine: Machine) -> list[dict]:
     return rows
 
 
-class Map(NamedTuple):
-    """Over a grid [loads, syncs].
-
-    Fields:
-      kind: int, the decisions of the best combination, in KINDS; sure: bool, whether the 95 %
-        interval over seeds tells it from all that decide otherwise; times: how many times as fast
-        as none.
-    """
-
-    kind: np.ndarray
-    sure: np.ndarray
-    times: np.ndarray
-
-
 KINDS = [Combination(order, local, uses) for order in (False, True) for local in (False, True)
          for uses in (1, 2)]  # fmt: skip
 
@@ -242,16 +216,16 @@ def kind_of(combination: Combination) -> int:
     return KINDS.index(combination._replace(uses=min(combination.uses, 2)))
 
 
-def map_of(found: Factorial, machine: Machine) -> Map:
-    """The best combinations on a machine whose load and sync are arrays [loads, syncs, 1]."""
-    logs = logs_of(machine, found)
-    means = {c: log.mean(axis=-1) for c, log in logs.items()}
-    best = np.argmin(np.stack([*means.values()]), axis=0)
-    chosen = np.choose(best[..., None], [*logs.values()])
-    kinds = np.array([kind_of(c) for c in logs])
-    sure = np.ones(best.shape, bool)
-    for combination, log in logs.items():
-        other = kinds[best] != kind_of(combination)
-        mean, half = intervals(log - chosen)
-        sure &= ~other | (mean > half)
-    return Map(kinds[best], sure, np.exp(means[NONE] - np.choose(best, [*means.values()])))
+def map_of(found: Factorial, machine: Machine) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The best combinations on a machine whose load and sync are arrays [loads, syncs, 1].
+
+    Returns:
+      Of [loads, syncs]: the kind of the best, a place in KINDS; whether the 95 % interval over
+      seeds tells it from all of other kinds; and how many times as fast as none it is.
+    """
+    by_combination = logs_of(machine, found)
+    kinds, logs = np.array([*map(kind_of, by_combination)]), np.stack([*by_combination.values()])
+    best = logs.mean(axis=-1).argmin(axis=0)
+    mean, half = intervals(logs - np.take_along_axis(logs, best[None, ..., None], axis=0))
+    told = (mean > half) | (kinds[:, None, None] == kinds[best])
+    return kinds[best], told.all(axis=0), np.exp(mean[[*by_combination].index(NONE)])

@@ -5,8 +5,8 @@ import pathlib
 import pytest
 from absl import flags
 
-from experiments import advise, verdicts
-from experiments.results import archive, columns, factorial, tables
+from experiments import advise, combined, verdicts
+from experiments.results import archive, columns, tables
 from experiments.study import cost, factorials
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -35,9 +35,8 @@ def test_the_factorials(name):
     comparison, whole = archive.load(f"combined_{name}"), page("combined.md")
     assert len(comparison.chosen) == 8
     check(tables.table(comparison, columns.COMBINED_COLUMNS), whole)
-    priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)
-    check(factorial.target_line(comparison), whole)
-    for section in (factorial.effects_table, priced):
+    check(columns.target_line(comparison), whole)
+    for section in (combined.effects_table, combined.priced_table(cost.machines(4.0, 2.0))):
         check(section(comparison)[1], whole)
     assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
 

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from experiments.results import columns, factorial, plots, report, statistics, tables
+from experiments import combined
+from experiments.results import columns, plots, report, statistics, tables
 from experiments.results.statistics import Criterion, compare
 from experiments.study import cost
 from experiments.tasks import metrics
@@ -154,47 +155,33 @@ def eight(values):
 def test_effects_are_those_that_were_put_in():
     a, b, c = np.meshgrid([-1, 1], [-1, 1], [-1, 1], indexing="ij")
     y = 3 + 0.5 * a - 2 * b + 0.25 * a * b - 0.125 * a * b * c
-    found = {e.factors: e.mean for e in factorial.effects(np.repeat(y[..., None], 2, -1))}
+    found = {name: mean for name, (mean, _) in combined.effects(np.stack([y, y], -1)).items()}
     assert found == {
-        ("order",): 1, ("sync",): -4, ("echo",): 0, ("order", "sync"): 0.5, ("order", "echo"): 0,
-        ("sync", "echo"): 0, ("order", "sync", "echo"): -0.25,
+        "order": 1, "sync": -4, "echo": 0, "order × sync": 0.5, "order × echo": 0,
+        "sync × echo": 0, "order × sync × echo": -0.25,
     }  # fmt: skip
     losses = np.exp2(np.array([[[0, 1], [0, 1]], [[1, 2], [1, 2]]]))  # order and echo double it
     compared = compare(*eight(losses), Criterion())
-    row = cells(factorial.effects_table(compared)[1].split("\n\n")[1])
+    row = cells(combined.effects_table(compared)[1].split("\n\n")[1])
     assert row["order"]["last train loss"].startswith("**× 2.00")
     assert row["sync"]["last train loss"] == "× 1.00 (1.00 to 1.00)"
-    priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)(compared)[1]
+    priced = combined.priced_table(cost.machines(4.0, 2.0))(compared)[1]
     assert priced.count("1.00 (1.00 to 1.00)") >= 4
+    assert combined.show_effect(0.1, 0.2, relative=False) == "+0.10 (-0.10 to +0.30)"
+    assert combined.show_effect(np.log(2), float("nan"), relative=True) == "× 2.00"
 
 
-def test_arms_that_never_arrive_are_named():
+def test_what_has_no_effects_is_said():
     values = np.ones((2, 2, 2))
     values[1, 1, 1] = 8  # of a target of 2
     kept, arms = eight(values)
     compared = compare(kept, arms, Criterion(when="target", target=2.0))
-    assert factorial.late(compared) == ["arm 7"]
-    assert "arm 7 do not reach" in factorial.target_line(compared)
-    assert "arm 7 never arrive" in factorial.effects_table(compared)[1]
-    assert factorial.effects_picture(compared)[1] == ""
-    priced = factorial.priced_table(cost.machines(4.0, 2.0), cost.price)(compared)[1]
+    assert "arm 7 do not reach" in columns.target_line(compared)
+    assert "arm 7 never arrive" in combined.effects_table(compared)[1]
+    assert combined.effects_picture(compared)[1] == ""
+    priced = combined.priced_table(cost.machines(4.0, 2.0))(compared)[1]
     assert [line.count(" - ") for line in priced.splitlines()[4:]] == [0] * 7 + [4]
-
-
-def test_effects_need_a_whole_factorial():
-    kept, arms = eight(np.ones((2, 2, 2)))
-    del arms["arm3"]
-    with pytest.raises(ValueError, match="run every combination of two levels"):
-        factorial.cells(compare(kept, arms, Criterion()))
-    kept, arms = eight(np.ones((2, 2, 2)))
-    with pytest.raises(ValueError, match="the arms' best rates have runs of"):
-        factorial.cells(compare(kept[2:], arms, Criterion()))
-
-
-def test_effects_are_bold_where_there_is_one():
-    effect = factorial.Effect(("order",), np.log(0.5), np.log(1.25))
-    assert factorial.format_effect(effect, relative=True) == "**× 0.50 (0.40 to 0.62)**"
-    unclear = factorial.Effect(("order",), 0.1, 0.2)
-    assert factorial.format_effect(unclear, relative=False) == "+0.10 (-0.10 to +0.30)"
-    single = factorial.Effect(("order",), np.log(2), float("nan"))
-    assert factorial.format_effect(single, relative=True) == "× 2.00"
+    first, *others = arms
+    for rows, names in ((kept, [first, *others[:6]]), (kept[2:], arms), (kept, [*others, first])):
+        found = compare(rows, {name: arms[name] for name in names}, Criterion())
+        assert "of the eight arms" in combined.no_effects(found)

@@ -19,7 +19,7 @@ ALL = Combination(True, True, 4)
 
 def taken(steps, loads, rounds, spread=(0.9, 1.0, 1.1)):
     """Three seeds, which differ by the same factors in all combinations."""
-    return Taken(*(x * np.array(spread) for x in (steps, loads, rounds)), rate=0.5)
+    return Taken(*(x * np.array(spread) for x in (steps, loads, rounds)))
 
 
 def factorial(task="a", **changes):
@@ -30,7 +30,7 @@ def factorial(task="a", **changes):
         ECHO: taken(2000, 500, 2000),
         ALL: taken(1200, 300, 60),
     } | changes.get("taken", {})
-    return Factorial(task, changes.get("sizes", SIZES), "cd_grab+sketch256+dealt", 0.1, of)
+    return Factorial(task, changes.get("sizes", SIZES), "cd_grab+sketch256+dealt", of)
 
 
 def test_times_are_those_of_a_hand_made_sum():
@@ -64,15 +64,15 @@ def test_the_map_is_what_each_machine_chooses(load, sync, best):
     assert factorials.best_of(factorials.logs_of(machine, found)).best == best
     loads, syncs = np.geomspace(0.1, 30, 5), np.geomspace(0.03, 300, 7)
     grid = {"load": loads[:, None, None], "sync": syncs[None, :, None], "parameters": 10**8}
-    drawn = factorials.map_of(found, Machine(**grid))
-    assert drawn.kind.shape == drawn.sure.shape == (5, 7)
+    kind, sure, times = factorials.map_of(found, Machine(**grid))
+    assert kind.shape == sure.shape == (5, 7)
     for i, j in ((0, 0), (3, 4), (4, 1)):
         own = Machine(load=loads[i], sync=syncs[j], parameters=10**8)
         choice = factorials.best_of(factorials.logs_of(own, found))
-        assert drawn.kind[i, j] == factorials.kind_of(choice.best)
-        assert drawn.times[i, j] == pytest.approx(choice.times[0])
+        assert kind[i, j] == factorials.kind_of(choice.best)
+        assert times[i, j] == pytest.approx(choice.times[0])
         told = all(factorials.kind_of(c) == factorials.kind_of(choice.best) for c in choice.rivals)
-        assert drawn.sure[i, j] == told
+        assert sure[i, j] == told
 
 
 def test_what_is_advised_comes_from_other_tasks():
@@ -87,7 +87,7 @@ def test_what_is_advised_comes_from_other_tasks():
 
 def test_a_combination_that_not_all_have_is_not_predicted():
     few = Factorial(
-        "b", SIZES, "cd_grab+sketch256+dealt", 0.1, {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)}
+        "b", SIZES, "cd_grab+sketch256+dealt", {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)}
     )
     assert set(factorials.predict(Machine(parameters=10**6), [factorial(), few])) == {
         PLAIN,
