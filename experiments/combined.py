@@ -8,7 +8,8 @@ arm trains once at each learning rate and then, with the remaining seeds, at its
 over seeds of the last train loss chooses, or with --target=LOSS (above the optimum, where that is
 known) of the steps until it is there. All arms take the same number of steps, under one seed from
 the same parameters. Writes metrics, table*.md, comparison.png, effects.png and report.html into
---output_dir; the same command goes on where it was stopped.
+--output_dir; the same command goes on where it was stopped. --arms=rr+constant,cd_grab+constant
+compares any others, without effects.
 
 Expected: docs/combined.md holds the tables of two tasks, with their commands.
 

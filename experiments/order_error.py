@@ -2,81 +2,135 @@ r"""How do the error of an order and that of local steps add up? On losses where
 
     python -m experiments.order_error                            # four minutes on two slow cores
     python -m experiments.order_error --questions=plans --seeds=2
-    python -m experiments.order_error --questions=trained        # digits, embedded, two minutes
 
 The losses (order_losses.py) tell the two errors apart, and x is followed by linear recursions:
-nothing is trained. Each question is a table: `errors` (both, of every order and period, at the
-sizes of digits), `cosine` (what is left after a decay), `powers` (what scales how), `borders` (the
-longest period that leaves D-RR's error the larger one: a formula, and runs), `plans` (rounds that
-end with half and whole epochs), `corrections` (of local drift), `signs` (what of digits' units says
-whether corrections help). `trained` asks it of a task, as a study with the flags of one: every
-order of --orders under every rule of --rules, at rates that the mean over seeds of the last train
-loss chooses; the target is the highest of all last train losses. The tables stand in
-docs/orders_and_local_steps.md.
+nothing is trained. Each question is a table of docs/orders_and_local_steps.md; what it asks of
+trained models, `experiments.combined --arms=...` answers.
 """
 
 import functools
-import itertools
-import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from absl import app
-from absl import flags as absl_flags
+from absl import app, flags
 from tqdm import tqdm
 
 import local_opt
 from experiments import order_losses as losses
-from experiments.cluster import files
-from experiments.order_losses import NEVER, Drift
-from experiments.order_runs import LARGE, ORDERS, PERIODS, SETTINGS, SMALL, Setting, family_of, run
-from experiments.results import columns, plots, records, report, tables
-from experiments.results.statistics import Criterion
-from experiments.study import flags, study
-from experiments.study.study import Arm, Study, arm_of
-from experiments.study.tables import ORDERS as TRAINED
-from experiments.study.tables import SYNC_RULES
+from experiments.order_losses import LONGEST, NEVER, ORDERS, Drift, Setting
+from experiments.results import plots, report, tables
+from experiments.study.flags import definer, names_of
 from experiments.tasks import TASKS
 
-
-# Questions of cases (row, column, what `run` takes).
-def errors() -> list[tuple]:
-    """Both errors of every order at every period."""
-    return [
-        (f"{s.label}, {ORDERS[order].label}", f"H = {h}", s, order, h, NEVER)
-        for s in (SMALL, LARGE) for order in ORDERS for h in PERIODS
-    ]  # fmt: skip
+FLAGS = flags.FLAGS
+# Those of digits: 64 units in a step of all workers, 24 steps in an epoch.
+SETTINGS = (Setting(64, 1, 24), Setting(32, 2, 48), Setting(16, 4, 96), Setting(4, 16, 384))
+ENDS = SETTINGS[1::2]
+PERIODS = (2, 4, 8, 12, 24, 48, 96)
+Cell = tuple[str, str, float | str]  # row, column, value
 
 
-def cosine() -> list[tuple]:
-    """What is left where the rate has decayed."""
-    return [
-        (f"{s.label}, {ORDERS[order].label}", f"H = {h}",
-         s._replace(rate=0.5, cosine=True, epochs=100), order, h, NEVER)
-        for s in (SMALL, LARGE) for order in ("rr", "cd_grab", "id_pair", "dealt")
-        for h in (1, 4, 24)
-    ]  # fmt: skip
+@functools.lru_cache(2)
+def _start(setting: Setting, order: str, seed: int):
+    """(family, orders, rates, the paths of parallel SGD)."""
+    family, total = losses.draw(setting, seed), setting.epochs * setting.steps
+    made = losses.epochs_of(order, family.noise, setting.workers, setting.epochs, seed)
+    factor = 0.5 + 0.5 * np.cos(np.pi * np.arange(total) / total) if setting.cosine else 1.0
+    rates = np.broadcast_to(setting.rate * np.maximum(factor, 1e-3), total)
+    return family, made, rates, losses.paths(family, setting, made, np.ones(total, bool), rates)
 
 
-def plans() -> list[tuple]:
+def run(setting: Setting, order: str, plan, seed: int, drift: Drift = NEVER) -> losses.Errors:
+    """Both errors of an order; `plan` is H, or from n and T to a SyncPlan."""
+    family, made, rates, plain = _start(setting, order, seed)
+    total = len(rates)
+    if not callable(plan):
+        plan = every(plan)
+    syncs = plan(setting.steps, total).syncs_after(np.arange(total))
+    own = losses.paths(family, setting, made, syncs, rates, drift)
+    return losses.errors(family, setting, plain, own)
+
+
+def every(period: int) -> Callable:
+    return lambda steps, total: local_opt.constant(period, total_steps=total)
+
+
+# Questions: the cells of a seed.
+def errors(seed: int) -> Iterator[Cell]:
+    for setting, order in product(ENDS, ORDERS):
+        row = f"{setting.label}, {ORDERS[order]}"
+        found = {h: run(setting, order, h, seed) for h in PERIODS}
+        yield row, "order's", found[4].order
+        for h, own in found.items():
+            yield row, f"local, H = {h}", own.local
+        for h in (4, 24):
+            yield row, f"total, H = {h}", found[h].total
+
+
+def cosine(seed: int) -> Iterator[Cell]:
+    for setting, order in product(ENDS, ("rr", "cd_grab", "id_pair", "dealt")):
+        decayed = setting._replace(rate=0.5, cosine=True, epochs=100)
+        for h in (1, 4, 24):
+            total = run(decayed, order, h, seed).total
+            yield f"{setting.label}, {ORDERS[order]}", f"H = {h}", total
+
+
+DOUBLED = {  # (what is changed, H, the factor, exponents of the two errors)
+    "rate": (dict(rate=0.06), 6, 2.0, (3, 4)),
+    "H - 1": ({}, 12, 11 / 5, (0, 2)),
+    "units per step, B": (dict(units_per_step=4, num_units=96), 6, 2.0, (-1, -2)),
+    "workers, W": (dict(workers=16), 6, 2.0, (-1, 0)),
+    "steps of an epoch, n": (dict(num_units=96), 6, 2.0, (2, 0)),
+    "third derivative, k": (dict(cubic=2.0), 6, 2.0, (0, 2)),
+}
+POWER = Setting(8, 2, 48, rate=0.03, spread=0.0, least=0.3, epochs=200)
+
+
+def powers(seed: int) -> Iterator[Cell]:
+    """Exponents: D-RR's error and the bias of local steps, where one thing is doubled."""
+    before = run(POWER, "dealt", 6, seed)
+    for row, (changed, period, factor, (of_order, of_bias)) in DOUBLED.items():
+        after = run(POWER._replace(**changed), "dealt", period, seed)
+        yield row, "D-RR's error", np.log(after.order / before.order) / np.log(factor)
+        yield row, "expected", str(of_order)
+        yield row, "bias of local steps", np.log(after.bias / before.bias) / np.log(factor)
+        yield row, "expected ", str(of_bias)
+
+
+def borders(seed: int) -> Iterator[Cell]:
+    """The longest period at which local steps add less than D-RR's error: formula and runs."""
+    for shape, rate in product(SETTINGS, (0.5, 0.25, 0.1)):
+        setting, last, longest = shape._replace(rate=rate), 1, LONGEST
+        formula = losses.border(losses.draw(setting, seed), setting)
+        yield shape.label, f"rate {rate:g}, formula", formula
+        for period in PERIODS:
+            found = run(setting, "dealt", period, seed)
+            if found.local >= found.order:
+                longest = last
+                break
+            last = period
+        yield shape.label, f"rate {rate:g}, run", longest
+
+
+def plans(seed: int) -> Iterator[Cell]:
     """Plans that know the order against plans that do not."""
-
-    def ten(n, t):
-        return local_opt.constant(10, total_steps=t)
-
+    ten = every(10)
     made = {
         "H = 10": ten,
-        "to the half epoch": lambda n, t: local_opt.aligned(ten(n, t), every=0.5 * n),
+        "to the half epoch": lambda n, t: local_opt.aligned(ten(n, t), every=n / 2),
         "H = 24, to the epoch": lambda n, t: local_opt.aligned(ten(n, t), every=n),
-        "H = 24, ends in the middle": (
-            lambda n, t: local_opt.constant(n, total_steps=t, offset=n // 2)
-        ),
-    }
-    return [
-        (f"{s.label}, {ORDERS[order].label}", name, s, order, plan, NEVER)
-        for s in (SMALL, LARGE) for order in ("rr", "cd_grab", "id_pair", "round_robin")
-        for name, plan in made.items()
-    ]  # fmt: skip
+        "H = 24, ends in the middle": lambda n, t: local_opt.constant(
+            n, total_steps=t, offset=n // 2),
+    }  # fmt: skip
+    for setting, order in product(ENDS, ("rr", "cd_grab", "id_pair", "round_robin")):
+        for name, plan in made.items():
+            total = run(setting, order, plan, seed).total
+            yield f"{setting.label}, {ORDERS[order]}", name, total
 
 
 CORRECTIONS = {
@@ -93,138 +147,117 @@ KINDS = {
 }
 
 
-def corrections() -> list[tuple]:
-    """Both errors together under corrections of local drift, for units of three kinds."""
-    return [
-        (f"{s.label}, {kind}{ORDERS[order].label}, H = {h}", name, s._replace(**changed), order,
-         h, drift)
-        for s in (SMALL, LARGE) for kind, changed in KINDS.items()
-        for order in ("rr", "cd_grab") for h in (4, 24) for name, drift in CORRECTIONS.items()
-    ]  # fmt: skip
+def corrections(seed: int) -> Iterator[Cell]:
+    for setting, kind, order, h in product(ENDS, KINDS, ("rr", "cd_grab"), (4, 24)):
+        changed = setting._replace(**KINDS[kind])
+        for name, drift in CORRECTIONS.items():
+            total = run(changed, order, h, seed, drift).total
+            yield f"{setting.label}, {kind}{ORDERS[order]}, H = {h}", name, total
 
 
-# Other questions: the records of a seed.
-POWER = Setting(8, 2, 48, rate=0.03, spread=0.0, least=0.3, epochs=200)
-DOUBLED = {  # (what is changed of POWER, H, the factor, exponents of the two errors)
-    "rate": (dict(rate=0.06), 6, 2.0, (3, 4)),
-    "H - 1": ({}, 12, 11 / 5, (0, 2)),
-    "units per step, B": (dict(units_per_step=4, num_units=96), 6, 2.0, (-1, -2)),
-    "workers, W": (dict(workers=16), 6, 2.0, (-1, 0)),
-    "steps of an epoch, n": (dict(num_units=96), 6, 2.0, (2, 0)),
-    "third derivative, k": (dict(cubic=2.0), 6, 2.0, (0, 2)),
-}
-
-
-def powers(seed: int) -> Iterator[dict]:
-    """Exponents: D-RR's error and the bias of local steps, where one thing is doubled."""
-    before = run(POWER, "dealt", 6, seed)
-    for name, (changed, period, factor, _) in DOUBLED.items():
-        after = run(POWER._replace(**changed), "dealt", period, seed)
-        found = {e: np.log(after[e] / before[e]) / np.log(factor) for e in ("order", "bias")}
-        yield {"row": name} | found
-
-
-def borders(seed: int) -> Iterator[dict]:
-    """The longest period at which local steps add less than D-RR's error: formula and runs."""
-    for shape, rate in itertools.product(SETTINGS, (0.5, 0.25, 0.1)):
-        setting, most = shape._replace(rate=rate), 1
-        formula = losses.border(
-            family_of(setting, seed), rate=rate, workers=setting.workers,
-            units_per_step=setting.units_per_step, steps=setting.steps,
-        )  # fmt: skip
-        for period in PERIODS:
-            found = run(setting, "dealt", period, seed)
-            if found["local"] >= found["order"]:
-                break
-            most = period
-        column = f"rate {rate:g}"
-        yield {"row": setting.label, "column": column, "formula": formula, "run": most}
-
-
-def signs(seed: int) -> Iterator[dict]:
+def signs(seed: int) -> Iterator[Cell]:
     """Of which kind digits are: the family's correlation of g with z has the cosine's sign."""
     task = TASKS["digits"]()
-    yield {"row": task.name} | losses.sign(task.model, task.train, seed=seed)._asdict()
+    found = sign(task.model, task.train, seed=seed)
+    yield task.name, "cosine", found[0]
+    yield task.name, "noise", found[1]
 
 
-# Tables of records.
-def _grid(found: Sequence[dict], field="total", form="{:.1e}", head="{}") -> list[dict]:
-    """Rows and columns of the records, mean and interval over seeds."""
+def sign(model, train: dict, *, sample: int = 200, seed: int = 0) -> tuple[float, float]:
+    """How the two parts of the bias of local steps lie to each other, at a convex model's optimum.
+
+    Args:
+      model: a `models.Model`; train: its examples, arrays; sample: units of the third derivative.
+
+    Returns:
+      The cosine of E[H_i z_i], which a worker feels of its own units' curvature, with E[f'''(z_i,
+      z_i)] / 2, in the metric of H^-1, in which a bias costs loss: below 0 the two cancel, and a
+      correction that takes one away lets the other be. And the trace of the covariance of z over
+      that of H; 1 in the family.
+    """
+    params, unravel = jax.flatten_util.ravel_pytree(model.init(jax.random.key(seed)))
+    train = jax.tree.map(jnp.asarray, train)
+
+    def each(x):
+        return model.loss(unravel(x), train, None)
+
+    gradients, mean = jax.jacfwd(each), jax.grad(lambda x: jnp.mean(each(x)))
+    hessian = jax.jit(jax.jacfwd(mean))
+    for _ in range(12):  # Newton's method
+        params = params - jnp.linalg.solve(hessian(params), mean(params))
+    z = -jax.jit(gradients)(params)
+    z = z - jnp.mean(z, axis=0, keepdims=True)
+
+    def third(v):
+        along = lambda x: jax.jvp(mean, (x,), (v,))[1]  # noqa: E731
+        return jax.jvp(along, (params,), (v,))[1]
+
+    # z has the mean 0, so the mean curvature adds nothing.
+    spread = jax.jit(jax.grad(lambda x: jnp.sum(z * gradients(x)) / len(z)))(params)
+    chosen = np.random.default_rng(seed).choice(len(z), min(sample, len(z)), replace=False)
+    cubic = jnp.mean(jax.jit(lambda v: jax.lax.map(third, v))(z[chosen]), axis=0) / 2
+    curvature, both = hessian(params), jnp.stack([spread, cubic])
+    products = both @ jnp.linalg.solve(curvature, both.T)
+    cosine = products[0, 1] / jnp.sqrt(products[0, 0] * products[1, 1])
+    noise = jnp.sum(jnp.mean(jnp.square(z), axis=0)) / jnp.trace(curvature)
+    return float(cosine), float(noise)
+
+
+class Question(NamedTuple):
+    cells: Callable[[int], Iterator[Cell]]  # of a seed
+    show: Callable[[Sequence[float]], str]  # of the values of all seeds
+    head: str = ""  # of the first column
+    left_out: tuple[str, ...] = ()  # columns that the picture alone shows
+
+
+def means(form: str) -> Callable[[Sequence[float]], str]:
+    return lambda values: tables.show(values, form)
+
+
+def median(values: Sequence[int]) -> str:
+    middle = statistics.median_low(values)
+    return str(middle) if middle < LONGEST else "any"
+
+
+LEFT_OUT = tuple(f"local, H = {h}" for h in PERIODS if h not in (4, 24))
+QUESTIONS = {
+    "errors": Question(errors, means("{:.1e}"), left_out=LEFT_OUT),
+    "cosine": Question(cosine, means("{:.1e}")),
+    "powers": Question(powers, means("{:+.2f}"), "the exponent of"),
+    "borders": Question(borders, median, "workers x units"),
+    "plans": Question(plans, means("{:.1e}")),
+    "corrections": Question(corrections, means("{:.1e}")),
+    "signs": Question(signs, means("{:.2f}")),
+}
+
+
+def table(question: Question, found: Sequence[dict]) -> str:
+    """Markdown; words stand as they are."""
     cells = {}
     for r in found:
-        own = cells.setdefault(r["row"], {}).setdefault(head.format(r.get("column", field)), [])
-        own.append(r[field])
-    return [
-        {"": row} | {name: tables.show(v, form) for name, v in own.items()}
+        if r["column"] not in question.left_out:
+            cells.setdefault(r["row"], {}).setdefault(r["column"], []).append(r["value"])
+    return tables.markdown([
+        {question.head: row}
+        | {k: v[0] if isinstance(v[0], str) else question.show(v) for k, v in own.items()}
         for row, own in cells.items()
-    ]
-
-
-def _errors(found):
-    """The order's error, and local steps' and both together at two periods."""
-    shown = [r for r in found if r["column"] in ("H = 4", "H = 24")]
-    first = _grid([r | {"column": "order's"} for r in shown if r["column"] == "H = 4"], "order")
-    parts = (_grid(shown, field, head=field + ", {}") for field in ("local", "total"))
-    return [a | b | c for a, b, c in zip(first, *parts, strict=True)]
-
-
-def _powers(found):
-    rows = []
-    for name, (*_, (order, bias)) in DOUBLED.items():
-        own = [r for r in found if r["row"] == name]
-        rows.append({
-            "the exponent of": name,
-            "D-RR's error": tables.show([r["order"] for r in own], "{:+.2f}"), "expected": order,
-            "bias of local steps": tables.show([r["bias"] for r in own], "{:+.2f}"),
-            "expected ": bias,
-        })  # fmt: skip
-    return rows
-
-
-def _borders(found):
-    """Medians over seeds; "any" where no period is too long, or none of those that were run."""
-    rows = {}
-    for r in found:
-        own = rows.setdefault(r["row"], {"workers x units": r["row"]})
-        same = [o for o in found if (o["row"], o["column"]) == (r["row"], r["column"])]
-        for field, most in (("formula", 4096), ("run", PERIODS[-1])):
-            middle = int(np.median([o[field] for o in same]))
-            own[f"{r['column']}, {field}"] = "any" if middle >= most else middle
-    return [*rows.values()]
-
-
-def _signs(found):
-    both = (_grid(found, field, "{:.2f}") for field in ("cosine", "noise"))
-    return [a | b for a, b in zip(*both, strict=True)]
-
-
-def _of_cases(cases: Callable[[], list[tuple]], seed: int) -> Iterator[dict]:
-    """An order's runs come one after the other."""
-    for row, column, *given, drift in cases():
-        yield {"row": row, "column": column} | run(*given, seed, drift)
-
-
-QUESTIONS = {  # (seed -> records, records -> rows of the table)
-    "errors": (functools.partial(_of_cases, errors), _errors),
-    "cosine": (functools.partial(_of_cases, cosine), _grid),
-    "powers": (powers, _powers),
-    "borders": (borders, _borders),
-    "plans": (functools.partial(_of_cases, plans), _grid),
-    "corrections": (functools.partial(_of_cases, corrections), _grid),
-    "signs": (signs, _signs),
-}
+    ])  # fmt: skip
 
 
 def picture(found: Sequence[dict], path: str) -> None:
     """Writes a PNG: both errors against H, a panel per setting."""
+    cells = {}
+    for r in found:
+        if r["question"] == "errors":
+            cells.setdefault((r["row"], r["column"]), []).append(r["value"])
     figure, (axes,) = plots.panes(1, 2, (12, 5), sharey=True)
-    for axis, setting in zip(axes, (SMALL, LARGE), strict=True):
+    for axis, setting in zip(axes, ENDS, strict=True):
         for i, name in enumerate(("rr", "cd_grab", "id_pair", "round_robin", "chunks")):
-            own = [r for r in found if (r["setting"], r["order_name"]) == (setting.label, name)]
-            style, label = {"color": plots.look(i)["color"]}, ORDERS[name].label
-            at = [np.mean([r["local"] for r in own if r["column"] == f"H = {h}"]) for h in PERIODS]
+            label, style = ORDERS[name], {"color": plots.look(i)["color"]}
+            row = f"{setting.label}, {label}"
+            at = [np.mean(cells[row, f"local, H = {h}"]) for h in PERIODS]
+            level = np.mean(cells[row, "order's"])
             axis.plot(PERIODS, at, marker="o", ms=4, **style, label=f"{label}, local")
-            level = np.mean([r["order"] for r in own])
             axis.axhline(level, linestyle="--", label=f"{label}, order's", **style)
         axis.set(xscale="log", yscale="log", xlabel="H, steps between two syncs")
         axis.set_title(f"{setting.workers} workers, {setting.units_per_step} units a step")
@@ -238,63 +271,28 @@ def picture(found: Sequence[dict], path: str) -> None:
     )
 
 
-# The question of a task.
-ASKED = ("rr", "cd_grab"), ("parallel", "constant")
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    define = definer(values)
+    define(flags.DEFINE_list, "questions", [*QUESTIONS], f"of {', '.join(QUESTIONS)}")
+    define(flags.DEFINE_integer, "seeds", 5, "draws of the units", lower_bound=1)
+    define(flags.DEFINE_string, "output_dir", "results/order_error", "gets what is written")
 
 
-def arms_of(orders, rules) -> dict[str, Arm]:
-    """Every order under every rule."""
-    return {f"{o}+{r}": arm_of(f"{o}+{r}") for r, o in itertools.product(rules, orders)}
-
-
-STUDY = Study(
-    "order_error",
-    arms_of(*ASKED),
-    recipe="digits_cosine",
-    criterion=Criterion("train/loss"),
-    columns=columns.COMBINED_COLUMNS,
-    panels=plots.COMBINED_PANELS,
-    sections=(columns.target_line,),
-)
-
-
-def define_flags(values: absl_flags.FlagValues) -> None:
-    define, names = flags.definer(values), absl_flags.DEFINE_list
-    define(names, "questions", [*QUESTIONS], f"of {', '.join(QUESTIONS)}; or trained")
-    define(names, "orders", [*ASKED[0]], f"trained: of {', '.join(TRAINED)}")
-    define(names, "rules", [*ASKED[1]], f"trained: of {', '.join(SYNC_RULES)}")
-
-
-def fit(study, task, recipe, values):
-    """The arms are those of the flags."""
-    del task, recipe
-    orders = flags.names_of(values, "orders", TRAINED)
-    return study._replace(arms=arms_of(orders, flags.names_of(values, "rules", SYNC_RULES)))
-
-
-def main(argv: Sequence[str], values: absl_flags.FlagValues = absl_flags.FLAGS) -> None:
+def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    if values.questions == ["trained"]:
-        return study.run(STUDY, values, fit=fit)
-    folder, found = values.output_dir or "results/order_error", []
-    asked = flags.names_of(values, "questions", QUESTIONS)
-    records.open_folder(folder, {"seeds": values.seeds, "questions": asked}, overwrite=True)
+    found, made, asked = [], {}, names_of(values, "questions", QUESTIONS)
     for name in asked:
-        of_seed, rows = QUESTIONS[name]
-        made = ({"question": name, "seed": s} | r for s in range(values.seeds) for r in of_seed(s))
-        own = list(tqdm(made, desc=name, unit="run"))
+        cells = ((s, *c) for s in range(values.seeds) for c in QUESTIONS[name].cells(s))
+        own = [
+            {"question": name, "seed": seed, "row": row, "column": column, "value": value}
+            for seed, row, column, value in tqdm(cells, desc=name, unit="cell")
+        ]
+        made[name] = table(QUESTIONS[name], own)
         found += own
-        records.write_lines(os.path.join(folder, records.METRICS), found)
-        text = tables.markdown(rows(own))
-        files.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
-        print(f"\n{name}\n\n{text}")
-        if name == "errors":
-            picture(own, os.path.join(folder, "order_error.png"))
-    report.write_page(folder, "Two errors")
-    print(f"\nWritten to {folder}")
+    drawn = {"order_error.png": functools.partial(picture, found)} if "errors" in asked else {}
+    report.write_tables(values.output_dir, "Two errors", found, made, drawn)
 
 
 if __name__ == "__main__":
-    study.define_flags(STUDY, absl_flags.FLAGS)
-    define_flags(absl_flags.FLAGS)
+    define_flags()
     app.run(main)

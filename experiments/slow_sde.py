@@ -1,21 +1,20 @@
 r"""The theory behind QSR, seen: how far SGD drifts along a manifold of minimisers under each rule.
 
     python -m experiments.slow_sde                            # two problems, K = 2 .. 16
-    python -m experiments.slow_sde --problems=valley --workers=8 --rates=0.1,0.05
+    python -m experiments.slow_sde --workers=8 --rates=0.1,0.05
 
 SGD that has reached a manifold of minimisers drifts along it, slowly, to where it is flatter. The
-Slow SDEs of Gu et al. 2023 and 2024 (slow_drift.py) say how far K workers get in S / eta^2 steps:
-as far with H = 4 as with a sync in every step if eta is small, farther with H ~ 1 / eta, and with
-QSR, H ~ 1 / eta^2, as if the drift were K times as strong. Every run is plain SGD at a constant
-rate under a plan of `local_opt`; what it ends at is compared with the theory at that rate and in
-the limit, and with how strong a drift must have been to get there.
+Slow SDEs of Gu et al. 2023 (https://arxiv.org/abs/2303.01215) and 2024
+(https://arxiv.org/abs/2310.14423) say how far K workers get in S / eta^2 steps. Every run is plain
+SGD at a constant rate under a plan of `local_opt`; what it ends at is compared with the theory at
+that rate and in the limit, and with how strong a drift must have been to get there. The formulas,
+tables and picture are in docs/slow_sde.md.
 """
 
 import functools
+import itertools
 import math
-import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,64 +24,139 @@ from absl import app, flags
 from tqdm import tqdm
 
 import local_opt
-from experiments import slow_drift as theory
-from experiments.cluster import files
-from experiments.results import plots, records, report, tables
+from experiments.results import plots, report, tables
 from experiments.results.statistics import interval
-from experiments.slow_drift import PROBLEMS, Problem
-from experiments.study.flags import definer, names_of, positive_numbers, whole_numbers
+from experiments.study.flags import definer, positive_numbers, whole_numbers
 
 FLAGS = flags.FLAGS
-TOLERANCE = 0.05  # of the limit, at the smallest rate
-CURVE = 25  # rates at which the picture's theory is computed
-COMPARED = (  # what a record has, with what
-    ("1. ends at the smallest rate, the limit's", "end", "limit"),
-    ("2. drifts at the smallest rate, the limit's", "drift", "limit_drift"),
-    ("3. ends at all rates, theory's at that rate", "end", "theory"),
-)
-JUDGED = ("parallel", "qsr")  # the others are on their way to the limit for longer
+SLOW_TIME = 4.0  # S: runs have S / eta^2 steps
+TITLE = "Where SGD drifts in 4 / η² steps"
+
+
+class Problem(NamedTuple):
+    """What is measured falls along the manifold; noises are N(0, 1), and linear in the loss."""
+
+    measured: str  # for people
+    loss: Callable[[jax.Array, jax.Array], jax.Array]  # of [P] parameters and [N] noises
+    measure: Callable[[jax.Array], jax.Array]  # of [P] parameters
+    start: tuple[float, ...]  # P numbers, a minimiser
+    num_noises: int  # N
+
+
+def _valley_loss(params, noises):
+    # The minimisers are the line y = 0, across which the curvature is 1 + x^2: flattest at x = 0.
+    x, y = params
+    return (1 + x**2) * y**2 / 2 + noises[0] * y
+
+
+EXAMPLES = ((0.5, 0.4, -0.3, 0.2), (-0.2, 0.3, 0.4, 0.5))  # two, of four features
+NOISE = 0.5**0.5  # standard deviation of a label
+START = (1.2, 0.8, 1.0, 0.9, 0.5, 1.0, 0.7, 1.1)  # u, then v
+
+
+def predictions(params):
+    """[2]: of a diagonal linear network, whose weights are w = u * u - v * v."""
+    w = params[:4] ** 2 - params[4:] ** 2
+    return jnp.stack([sum(a * w[j] for j, a in enumerate(row)) for row in EXAMPLES])
+
+
+def _label_noise_loss(params, noises):
+    # What the start predicts are the labels; every step draws the noise on them anew.
+    labels = predictions(jnp.array(START, params.dtype))
+    return jnp.sum((predictions(params) - labels - NOISE * noises) ** 2) / 2
+
+
+def sharpness(params):
+    """Trace of the Hessian at a minimiser, 4 sum_j |A_j|^2 (u_j^2 + v_j^2)."""
+    norms = [sum(row[j] ** 2 for row in EXAMPLES) for j in range(4)]
+    return 4 * sum(norms[j % 4] * params[j] ** 2 for j in range(8))
+
+
+PROBLEMS = {
+    "valley": Problem("x", _valley_loss, lambda params: params[0], (1.0, 0.0), 1),
+    "label_noise": Problem("trace of the Hessian", _label_noise_loss, sharpness, START, 2),
+}
 
 
 class Rule(NamedTuple):
-    """When workers meet: every floor(c / eta^power) steps."""
-
     label: str
-    power: int
-    coefficient: float
     beta: float  # lim eta H
+    plan: Callable[[float, int], local_opt.SyncPlan]  # of a rate and steps
 
 
+MARGIN = 1 + 1e-12  # keeps what should be a whole number from ending a float's width below it
 RULES = {
-    "parallel": Rule("parallel", 0, 1, 0.0),
-    "constant": Rule("H = 4", 0, 4, 0.0),
-    "inverse": Rule("H = 1 / η", 1, 1.0, 1.0),
-    "qsr": Rule("QSR, H = 0.5 / η²", 2, 0.5, math.inf),
-}
-LARGEST = 0.25  # a rate, at which H = 8 in a round of QSR, and steps are far from diverging
+    "parallel": Rule("parallel", 0.0, lambda rate, steps: local_opt.every_step(steps)),
+    "constant": Rule("H = 4", 0.0, lambda rate, steps: local_opt.constant(4, total_steps=steps)),
+    "inverse": Rule("H = 1 / η", 1.0, lambda rate, steps: local_opt.power_rule(
+        rate, total_steps=steps, alpha=MARGIN, h_base=1, power=1)),
+    "qsr": Rule("QSR, H = 0.5 / η²", math.inf, lambda rate, steps: local_opt.qsr(
+        rate, total_steps=steps, alpha=0.5**0.5 * MARGIN, h_base=1)),
+}  # fmt: skip
 
 
-def plan_of(rule: Rule, rate: float, slow_time: float) -> local_opt.SyncPlan:
-    """The library's plan of S / eta^2 steps at a constant rate."""
-    if not 0 < rate <= LARGEST:
-        raise ValueError(
-            f"the rate is {rate!r}: the theory is of small ones; pass some in 0 .. {LARGEST}."
-        )
-    steps = round(slow_time / rate**2)
-    if not rule.power:
-        return local_opt.constant(int(rule.coefficient), total_steps=steps)
-    # The margin keeps what should be a whole number from ending a float's width below it.
-    alpha = rule.coefficient ** (1 / rule.power) * (1 + 1e-12)
-    return local_opt.power_rule(rate, total_steps=steps, alpha=alpha, h_base=1, power=rule.power)
+# The theory: l, S, V and psi are those of docs/slow_sde.md.
+def in_the_limit(eigenvalues, workers, beta):
+    """[P, P]: V / S of eta -> 0 at eta H = beta >= 0, which may be inf."""
+    sums = eigenvalues[:, None] + eigenvalues[None, :]
+    x = beta * sums
+    share = jnp.where(x > 1e-3, 1 + jnp.expm1(-x) / x, x / 2)
+    return (1 / workers + (1 - 1 / workers) * share) / sums
 
 
-def limit(problem: Problem, rule: Rule, slow_time: float, workers: int) -> float:
-    """What the theory has at the end of a run as the rate goes to 0."""
-    return float(theory.flow(problem, theory.in_the_limit, slow_time, workers, rule.beta)[-1])
+def at_a_rate(eigenvalues, workers, rate, period):
+    """[P, P]: V / S of a learning rate eta > 0 and rounds of H >= 1 steps."""
+    kept = 1 - rate * eigenvalues
+    kept = kept[:, None] * kept[None, :]
+    share = 1 - (1 - kept**period) / (period * (1 - kept))
+    return (1 / workers + (1 - 1 / workers) * share) * rate / (1 - kept)
 
 
-def expected(problem: Problem, slow_time: float, workers: int, rate: float, period: float) -> float:
-    """What the theory has at the end of a run at a rate, with rounds of `period` steps."""
-    return float(theory.flow(problem, theory.at_a_rate, slow_time, workers, rate, period)[-1])
+def drift(problem: Problem, moments: Callable, params, numbers):
+    """float32[P]: d theta / ds at a minimiser; `numbers` are what `moments` takes behind l."""
+    silent = jnp.zeros(problem.num_noises)
+    hessian = jax.hessian(problem.loss)
+    values, basis = jnp.linalg.eigh(hessian(params, silent))
+    normal = values > 1e-3  # those of both problems' normals exceed 0.1
+    # [P, N] of one worker's gradient in its noises, in the basis: S = M M^T.
+    noise = basis.T @ jax.jacfwd(jax.grad(problem.loss), 1)(params, silent)
+    both = normal[:, None] & normal[None, :]
+    factors = jnp.where(both, moments(jnp.where(normal, values, 1.0), *numbers), 0.0)
+    v = basis @ (factors * (noise @ noise.T)) @ basis.T
+    pull = jax.grad(lambda p: jnp.sum(hessian(p, silent) * v))(params)
+    tangents = basis * ~normal[None, :]
+    return -0.5 * tangents @ (tangents.T @ pull)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="points")
+def flow(problem: Problem, moments: Callable, *numbers, slow_time=SLOW_TIME, points=100):
+    """float32[points + 1]: what is measured at equal distances of slow time, 0 the first."""
+    h = slow_time / points
+
+    def of(params):
+        return drift(problem, moments, params, numbers)
+
+    def step(params, _):  # Runge and Kutta's, of fourth order
+        a = of(params)
+        b = of(params + h / 2 * a)
+        c = of(params + h / 2 * b)
+        d = of(params + h * c)
+        params = params + h / 6 * (a + 2 * b + 2 * c + d)
+        return params, problem.measure(params)
+
+    start = jnp.array(problem.start)
+    _, found = jax.lax.scan(step, start, length=points)
+    return jnp.concatenate([problem.measure(start)[None], found])
+
+
+def strength(problem: Problem, found: jax.Array) -> jax.Array:
+    """How strong the drift must have been, in those of one worker alone, to end where it did.
+
+    A drift of strength c arrives in slow time S where one of strength 1 arrives in c S. Runs
+    scatter around strength 1: the curve goes on beyond it.
+    """
+    curve = flow(problem, in_the_limit, 1, 0.0, slow_time=2 * SLOW_TIME, points=2000)
+    return jnp.interp(-found, -curve, jnp.linspace(0, 2, len(curve)))
 
 
 # Runs: parameters are [P, G, R, K], G rules by R repetitions by K workers, and the noises
@@ -98,190 +172,127 @@ def worker_steps(problem: Problem, params, noises, rate, syncs):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _ends(problem, workers, repetitions, syncs, steps, rate, seed):
+def ends_of(problem: Problem, workers: int, repetitions: int, periods, steps, rate):
     """[G, R]: what is measured of the workers' mean, brought to the manifold without noise."""
     # The generator is the fast one, on a CPU: noises are most of the work otherwise.
-    key = jax.random.fold_in(jax.random.key(seed, impl="unsafe_rbg"), steps)
+    key = jax.random.fold_in(jax.random.key(0, impl="unsafe_rbg"), steps)
     start = jnp.array(problem.start)[:, None, None, None]
-    params = jnp.broadcast_to(start, (len(start), syncs.shape[1], repetitions, workers))
+    params = jnp.broadcast_to(start, (len(start), len(periods), repetitions, workers))
 
     def step(t, params):
         shape = problem.num_noises, repetitions, workers
         noises = jax.random.normal(jax.random.fold_in(key, t), shape)
-        return worker_steps(problem, params, noises, rate, syncs[t])
+        return worker_steps(problem, params, noises, rate, (t + 1) % periods == 0)
 
-    params = jax.lax.fori_loop(0, steps, step, params)
-    mean = jnp.mean(params, axis=3, keepdims=True)
-    silent, apart = jnp.zeros((problem.num_noises, repetitions, 1)), jnp.zeros(len(syncs[0]), bool)
-    settle = jnp.int32(20 / rate)  # steps, in which a distance of curvature 0.5 shrinks to exp(-10)
-    mean = jax.lax.fori_loop(
-        0, settle, lambda t, p: worker_steps(problem, p, silent, rate, apart), mean
-    )
-    return problem.measure(mean[..., 0])
+    def settle(t, params):
+        silent = jnp.zeros((problem.num_noises, repetitions, 1))
+        return worker_steps(problem, params, silent, rate, periods < 0)
 
-
-def measure_ends(
-    problem: Problem, plans: Sequence[local_opt.SyncPlan], rate: float, *,
-    workers: int, repetitions: int, seed: int, longest: int | None = None,
-) -> np.ndarray:  # fmt: skip
-    """float32[G, R]: what is measured where runs end, of G plans of equally many steps.
-
-    Args:
-      longest: steps for which a program is compiled that shorter runs share; the plans' if None.
-    """
-    steps = plans[0].total_steps
-    syncs = np.zeros((max(longest or steps, steps), len(plans)), bool)
-    for column, plan in zip(syncs.T, plans, strict=True):
-        column[plan.ends - 1] = True  # workers meet after the last step of all
-    return np.asarray(_ends(problem, workers, repetitions, syncs, steps, rate, seed))
+    mean = jnp.mean(jax.lax.fori_loop(0, steps, step, params), axis=3, keepdims=True)
+    # In 20 / rate steps a distance of curvature 0.5 shrinks to exp(-10).
+    return problem.measure(jax.lax.fori_loop(0, jnp.int32(20 / rate), settle, mean)[..., 0])
 
 
-# What the runs say.
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    define, integer, names = definer(values), flags.DEFINE_integer, flags.DEFINE_list
-    define(names, "problems", list(PROBLEMS), f"of {', '.join(PROBLEMS)}")
-    define(names, "rules", list(RULES), f"of {', '.join(RULES)}")
-    define(names, "workers", ["2", "4", "8", "16"], "numbers of workers, K")
-    define(names, "rates", ["0.1", "0.05", "0.02", "0.01"], f"eta, at most {LARGEST}")
-    define(integer, "repetitions", 64, "of every run", lower_bound=2)
-    define(integer, "seed", 0, "of the noise", lower_bound=0)
-    define(flags.DEFINE_float, "slow_time", 4.0, "S: runs have S / eta^2 steps", lower_bound=1)
-    define(flags.DEFINE_string, "output_dir", "results/slow_sde", "gets what is written")
-
-
-def measure(values, name: str, workers: int, rate: float, longest: int) -> Iterator[dict]:
-    """A record per run of a problem, a number of workers and a rate: ends, drifts, and theory."""
-    problem, start, slow_time = PROBLEMS[name], time.perf_counter(), values.slow_time
-    rules = {key: RULES[key] for key in values.rules}
-    plans = [plan_of(rule, rate, slow_time) for rule in rules.values()]
-    ends = measure_ends(
-        problem, plans, rate, workers=workers, repetitions=values.repetitions, seed=values.seed,
-        longest=longest,
-    )  # fmt: skip
-    cell = {"problem": name, "workers": workers, "learning_rate": rate}
-    cell["seconds"] = time.perf_counter() - start
-    limits = [limit(problem, rule, slow_time, workers) for rule in rules.values()]
-    strengths = theory.strength(problem, slow_time, np.column_stack([ends, limits]))
-    drifts = workers * np.asarray(strengths)
-    for key, plan, own, at_zero, (*of_runs, of_limit) in zip(
-        rules, plans, ends, limits, drifts, strict=True
-    ):
-        told = expected(problem, slow_time, workers, rate, float(plan.periods[0]))
-        known = {"theory": told, "limit": at_zero, "limit_drift": float(of_limit)}
-        made = {"rule": key, "rounds": plan.rounds, "steps": plan.total_steps}
-        for i, (end, drift) in enumerate(zip(own, of_runs, strict=True)):
-            yield cell | made | {"seed": i, "end": float(end), "drift": float(drift)} | known
-
-
-def grouped(all_records: Sequence[Mapping]) -> dict[tuple, dict[float, list[Mapping]]]:
-    """{(problem, K, rule): {rate: its runs}}, in the order of the records."""
-    found = {}
-    for r in all_records:
-        own = found.setdefault((r["problem"], r["workers"], r["rule"]), {})
-        own.setdefault(r["learning_rate"], []).append(r)
+def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict]:
+    """A record per rule: where its runs end, how strong their drift was, and theory."""
+    problem, steps = PROBLEMS[name], round(SLOW_TIME / rate**2)
+    periods = [int(rule.plan(rate, steps).periods[0]) for rule in RULES.values()]
+    ends = ends_of(problem, workers, repetitions, jnp.array(periods), steps, rate)
+    found = []
+    for (key, rule), period, own in zip(RULES.items(), periods, ends, strict=True):
+        limit = flow(problem, in_the_limit, workers, rule.beta)[-1]
+        told = flow(problem, at_a_rate, workers, rate, float(period))[-1]
+        *drifts, limit_drift = workers * np.asarray(strength(problem, jnp.append(own, limit)))
+        found.append({
+            "problem": name, "workers": workers, "learning_rate": rate, "rule": key,
+            "end": own.tolist(), "theory": float(told), "limit": float(limit),
+            "drift": list(map(float, drifts)), "limit_drift": float(limit_drift),
+        })  # fmt: skip
     return found
 
 
-def table(all_records: Sequence[Mapping], name: str) -> str:
+def table(found: Sequence[Mapping], name: str) -> str:
     """Markdown: a row per rule and number of workers, of one problem.
 
     "off" is what the measured mean is above the limit, and "drift" the strength that explains where
     runs ended, in those of parallel SGD, both at the smallest rate.
     """
-    rows = []
-    for (problem, workers, rule), own in grouped(all_records).items():
-        if problem != name:
-            continue
-        last, least = own[min(own)], min(own)
-        limit = last[0]["limit"]
-        off = [100 * (r["end"] / limit - 1) for r in last]
-        rows.append(
-            {"K": workers, "rule": RULES[rule].label}
-            | {f"η = {k:g}": tables.show([r["end"] for r in v], "{:.4f}") for k, v in own.items()}
-            | {f"theory at {least:g}": f"{last[0]['theory']:.4f}", "theory, η → 0": f"{limit:.4f}"}
-            | {"off / %": tables.show(off, "{:+.1f}").replace("± +", "± ")}
-            | {"drift": tables.show([r["drift"] for r in last], "{:.3f}")}
-            | {"theory's drift": f"{last[0]['limit_drift']:.3f}"}
-        )
-    return tables.markdown(rows)
+    rows, least = {}, min(r["learning_rate"] for r in found)
+    for r in found:
+        if r["problem"] == name:
+            row = rows.setdefault((r["workers"], r["rule"]), {})
+            row |= {"K": r["workers"], "rule": RULES[r["rule"]].label}
+            row[f"η = {r['learning_rate']:g}"] = tables.show(r["end"], "{:.4f}")
+            if r["learning_rate"] == least:  # the last one
+                off = [100 * (end / r["limit"] - 1) for end in r["end"]]
+                row[f"theory at {least:g}"] = f"{r['theory']:.4f}"
+                row["theory, η → 0"] = f"{r['limit']:.4f}"
+                row["off / %"] = tables.show(off, "{:+.1f}").replace("± +", "± ")
+                row["drift"] = tables.show(r["drift"], "{:.3f}")
+                row["theory's drift"] = f"{r['limit_drift']:.3f}"
+    return tables.markdown([*rows.values()])
 
 
-def verdict(all_records: Sequence[Mapping]) -> str:
-    """How far from theory the farthest are: from the limit at the smallest rate, and at all rates.
-
-    The limit is asked of parallel SGD and QSR alone, and theory at a rate of every rule.
-    """
-    found = {}
-    for (problem, workers, rule), own in grouped(all_records).items():
-        for rate, of_runs in own.items():
-            where = f"{problem}, K = {workers}, {RULES[rule].label}, η = {rate:g}"
-            judged = rate == min(own) and rule in JUDGED
-            for what, key, known in COMPARED if judged else COMPARED[2:]:
-                mean, half = interval([r[key] / r[known] - 1 for r in of_runs])
-                found.setdefault(what, []).append((abs(mean), mean, half, where))
-    lines = []
-    for what, each in sorted(found.items()):
-        _, mean, half, where = max(each)
-        within = sum(size + spread <= TOLERANCE for size, _, spread, _ in each)
+def verdict(found: Sequence[Mapping]) -> str:
+    """How far from theory the farthest are; the limit is asked of parallel SGD and QSR alone."""
+    lines, least = [], min(r["learning_rate"] for r in found)
+    last = [r for r in found if r["learning_rate"] == least and r["rule"] in ("parallel", "qsr")]
+    for text, judged, key, known in (
+        ("1. ends at the smallest rate, the limit's", last, "end", "limit"),
+        ("2. drifts at the smallest rate, the limit's", last, "drift", "limit_drift"),
+        ("3. ends at all rates, theory's at that rate", found, "end", "theory"),
+    ):
+        off = [interval(np.array(r[key]) / r[known] - 1) for r in judged]
+        within = sum(abs(mean) + half <= 0.05 for mean, half in off)
+        (mean, half), r = max(zip(off, judged, strict=True), key=lambda each: abs(each[0][0]))
+        where = f"{r['problem']}, K = {r['workers']}, {RULES[r['rule']].label}"
         lines.append(
-            f"{what}: {within} of {len(each)} within {TOLERANCE:.0%}, interval included; farthest "
-            f"{100 * mean:+.1f} ± {100 * half:.1f} % ({where})"
+            f"{text}: {within} of {len(off)} within 5%, interval included; farthest "
+            f"{100 * mean:+.1f} ± {100 * half:.1f} % ({where}, η = {r['learning_rate']:g})"
         )
     return "\n".join(lines)
 
 
-def draw(all_records: Sequence[Mapping], slow_time: float, path: str, title: str) -> None:
+def draw(found: Sequence[Mapping], path: str) -> None:
     """Writes a PNG: a row per problem, a column per K, a colour per rule; theory as lines."""
-    groups = grouped(all_records)
-    problems, widths, rules = (list(dict.fromkeys(k)) for k in zip(*groups, strict=True))
-    size = 1 + 3.3 * len(widths), 1.3 + 3.4 * len(problems)
-    figure, axes = plots.panes(len(problems), len(widths), size, sharex=True, sharey="row")
-    for (name, workers, rule), own in groups.items():
-        problem, axis = PROBLEMS[name], axes[problems.index(name)][widths.index(workers)]
-        style, ends = (
-            plots.look(rules.index(rule)),
-            [limit(problem, RULES[rule], slow_time, workers)],
-        )
-        grid = max(own) * np.arange(1, CURVE + 1) / CURVE
-        for rate in grid:  # with periods that need not be whole, to be drawn
-            period = RULES[rule].coefficient / rate ** RULES[rule].power
-            ends.append(expected(problem, slow_time, workers, rate, period))
-        mean, half = np.array([interval([r["end"] for r in of]) for of in own.values()]).T
-        axis.plot([0, *grid], ends, **style, linewidth=1.2)
-        axis.plot(0, ends[0], "D", color=style["color"], ms=4, clip_on=False)
-        axis.errorbar([*own], mean, yerr=half, fmt="o", ms=4, capsize=3, color=style["color"])
-        axis.plot([], [], marker="o", ms=4, label=RULES[rule].label, **style)
-        axis.set_title(f"{problem.title}\nK = {workers}", fontsize="medium")
-        axis.set(xlim=(-0.004, None), xlabel="learning rate η")
-        axis.set_ylabel(f"{problem.measured} at the end")
+    names, widths = (list(dict.fromkeys(r[key] for r in found)) for key in ("problem", "workers"))
+    size = 1 + 3.3 * len(widths), 1.3 + 3.4 * len(names)
+    figure, axes = plots.panes(len(names), len(widths), size, sharex=True, sharey="row")
+    for name, workers, (place, rule) in itertools.product(names, widths, enumerate(RULES)):
+        axis = axes[names.index(name)][widths.index(workers)]
+        asked = {"problem": name, "workers": workers, "rule": rule}
+        own = [r for r in found if asked.items() <= r.items()]
+        rates, style = [r["learning_rate"] for r in own], plots.look(place)
+        theory = [*(r["theory"] for r in own), own[0]["limit"]]
+        axis.plot([*rates, 0], theory, **style, linewidth=1.2, label=RULES[rule].label)
+        mean, half = np.array([interval(r["end"]) for r in own]).T
+        axis.errorbar(rates, mean, yerr=half, fmt="o", ms=4, capsize=3, color=style["color"])
+        axis.set_title(f"{name}, K = {workers}")
+        axis.set(xlabel="learning rate η", ylabel=f"{PROBLEMS[name].measured} at the end")
         axis.grid(alpha=0.3)
         axis.label_outer()
     plots.legend(figure)
-    lines = "points: mean and 95 % interval; lines: theory, its limit at 0"
-    plots.save(figure, path, f"{title}\n{lines}")
+    plots.save(figure, path, f"{TITLE}: mean and 95 % interval; lines: theory, its limit at 0")
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    define, names = definer(values), flags.DEFINE_list
+    define(names, "workers", ["2", "4", "8", "16"], "numbers of workers, K")
+    define(names, "rates", ["0.1", "0.05", "0.02", "0.01"], "eta, small ones")
+    define(flags.DEFINE_integer, "repetitions", 64, "of every run", lower_bound=2)
+    define(flags.DEFINE_string, "output_dir", "results/slow_sde", "gets what is written")
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    names_of(values, "problems", PROBLEMS)
-    names_of(values, "rules", RULES)
-    counts, folder = whole_numbers(values, "workers"), values.output_dir
-    rates = sorted(set(positive_numbers(values, "rates")), reverse=True)
-    longest = plan_of(RULES["parallel"], min(rates), values.slow_time).total_steps
-    settings = {k: values[k].value for k in ("repetitions", "seed", "slow_time")}
-    records.open_folder(folder, settings, overwrite=True)
-    cells = [(name, k, rate) for name in values.problems for k in counts for rate in rates]
-    all_records = [r for cell in tqdm(cells, unit="cell") for r in measure(values, *cell, longest)]
-    records.write_lines(os.path.join(folder, records.METRICS), all_records)
-    for name in values.problems:
-        text = table(all_records, name)
-        files.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
-        print(f"\n{PROBLEMS[name].title}: {PROBLEMS[name].measured} at the end\n\n{text}")
-    title = f"Where SGD drifts in {values.slow_time:g} / η² steps, {values.repetitions} repetitions"
-    draw(all_records, values.slow_time, os.path.join(folder, "slow_sde.png"), title)
-    report.write_page(folder, title)
-    seconds = {(r["problem"], r["workers"], r["learning_rate"]): r["seconds"] for r in all_records}
-    print(f"\n{verdict(all_records)}\n{sum(seconds.values()):.0f} s of runs. Written to {folder}")
+    rates = sorted(positive_numbers(values, "rates"), reverse=True)
+    cells = list(itertools.product(PROBLEMS, whole_numbers(values, "workers"), rates))
+    found = [r for cell in tqdm(cells) for r in measure(*cell, values.repetitions)]
+    made = {name: table(found, name) for name in PROBLEMS}
+    report.write_tables(
+        values.output_dir, TITLE, found, made, {"slow_sde.png": functools.partial(draw, found)}
+    )
+    print(f"\n{verdict(found)}")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from experiments.cluster import files
-from experiments.results import archive, plots, tables
+from experiments.results import archive, plots, records, tables
 from experiments.results.statistics import Comparison
 from experiments.results.tables import Column
 
@@ -84,6 +84,29 @@ def write(
     files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
     write_page(folder, title)
     return "\n\n".join(texts.values())
+
+
+def write_tables(
+    folder: str,
+    title: str,
+    found: Sequence[Mapping],
+    made: Mapping[str, str],
+    pictures: Mapping[str, Callable[[str], None]],
+) -> None:
+    """Writes and prints what an experiment without a comparison has: tables, pictures, one page.
+
+    Args:
+      found: its records; made: tables by name; pictures: functions of a path by file name.
+    """
+    records.open_folder(folder, {}, overwrite=True)
+    records.write_lines(os.path.join(folder, records.METRICS), found)
+    for name, text in made.items():
+        files.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
+        print(f"\n{name}\n\n{text}")
+    for name, draw in pictures.items():
+        draw(os.path.join(folder, name))
+    write_page(folder, title)
+    print(f"\nWritten to {folder}")
 
 
 def write_page(folder: str, title: str) -> None:

@@ -11,38 +11,27 @@ from scipy.integrate import solve_ivp
 from scipy.special import lambertw
 
 import local_opt
-from experiments import slow_drift as theory
 from experiments import slow_sde
 from experiments.results import records
 from experiments.results.statistics import interval
-from experiments.slow_drift import PROBLEMS
-from experiments.slow_sde import RULES
+from experiments.slow_sde import PROBLEMS, RULES, flow
 
-A, VALLEY, LABEL_NOISE = np.array(theory.EXAMPLES), *PROBLEMS.values()
-
-
-def parsed(*given):
-    values = flags.FlagValues()
-    slow_sde.define_flags(values)
-    values(["slow_sde", *given])
-    return values
+A, VALLEY, LABEL_NOISE = np.array(slow_sde.EXAMPLES), *PROBLEMS.values()
 
 
-def end_in_the_valley(strength, slow_time=4.0):
-    """Where dx/ds = -c x / (2 (1 + x^2)) leads from 1: x^2 exp(x^2) = exp(1 - c s)."""
-    return math.sqrt(lambertw(math.exp(1 - strength * slow_time)).real)
+def limit(workers, beta):
+    return float(flow(VALLEY, slow_sde.in_the_limit, workers, beta)[-1])
 
 
 @pytest.mark.parametrize("workers", [2, 8])
 def test_the_limits_of_parallel_and_qsr_in_the_valley_have_a_closed_form(workers):
-    parallel = slow_sde.limit(VALLEY, RULES["parallel"], 4.0, workers)
-    quadratic = slow_sde.limit(VALLEY, RULES["qsr"], 4.0, workers)
-    np.testing.assert_allclose(parallel, end_in_the_valley(1 / workers), rtol=1e-5)
-    np.testing.assert_allclose(quadratic, end_in_the_valley(1), rtol=1e-4)
-    strengths = theory.strength(VALLEY, 4.0, np.array([parallel, quadratic], np.float32))
-    np.testing.assert_allclose(strengths, [1 / workers, 1], rtol=1e-3)
+    """Where dx/ds = -c x / (2 (1 + x^2)) leads from 1: x^2 exp(x^2) = exp(1 - c s)."""
+    ends = np.array([limit(workers, RULES[name].beta) for name in ("parallel", "qsr")], np.float32)
+    expected = [math.sqrt(lambertw(math.exp(1 - 4 * c)).real) for c in (1 / workers, 1)]
+    np.testing.assert_allclose(ends, expected, rtol=1e-4)
+    np.testing.assert_allclose(slow_sde.strength(VALLEY, ends), [1 / workers, 1], rtol=1e-3)
     if workers == 8:
-        assert (round(parallel, 3), round(quadratic, 3)) == (0.875, 0.218)
+        assert ends.round(3).tolist() == pytest.approx([0.875, 0.218])
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 5.0])
@@ -53,8 +42,7 @@ def test_the_limit_of_h_that_goes_as_one_over_eta_equals_a_fine_integration(beta
         return -(1 / 8 + 7 / 8 * share) * x / (2 * (1 + x**2))
 
     expected = solve_ivp(slope, (0, 4), [1.0], rtol=1e-10, atol=1e-12).y[0, -1]
-    found = slow_sde.limit(VALLEY, RULES["inverse"]._replace(beta=beta), 4.0, 8)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(limit(8, beta), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("period", [1, 4, 30])
@@ -70,15 +58,15 @@ def test_moments_at_a_rate_equal_those_of_the_steps(period):
             seen.append(mean + apart)
             mean = kept * mean + rate**2 / workers
             apart = kept * apart + rate**2 * (1 - 1 / workers)
-    found = theory.at_a_rate(jnp.float32(curvatures), workers, rate, period)
+    found = slow_sde.at_a_rate(jnp.float32(curvatures), workers, rate, period)
     np.testing.assert_allclose(found, np.mean(seen, axis=0) / rate, rtol=1e-3)
 
 
 @pytest.mark.parametrize("beta,period", [(0.0, 1), (1.0, 500), (math.inf, 10**6)])
 def test_moments_at_a_small_rate_are_near_the_limit(beta, period):
     curvatures = jnp.array([0.5, 3.0])
-    limit = theory.in_the_limit(curvatures, 8, beta)
-    found = theory.at_a_rate(curvatures, 8, 0.002, float(period))
+    limit = slow_sde.in_the_limit(curvatures, 8, beta)
+    found = slow_sde.at_a_rate(curvatures, 8, 0.002, float(period))
     np.testing.assert_allclose(found, limit, rtol=0.01)
 
 
@@ -87,14 +75,14 @@ def test_label_noise_descends_the_trace_of_the_hessian_along_the_manifold():
     params = jnp.array(LABEL_NOISE.start)
     u, v = np.split(np.array(LABEL_NOISE.start), 2)
     slopes = np.concatenate([2 * A * u, -2 * A * v], axis=1)
-    assert float(theory.sharpness(params)) == pytest.approx(np.trace(slopes.T @ slopes))
-    assert float(theory.sharpness(params)) == pytest.approx(7.4336)  # of docs/slow_sde.md
+    assert float(slow_sde.sharpness(params)) == pytest.approx(np.trace(slopes.T @ slopes))
+    assert float(slow_sde.sharpness(params)) == pytest.approx(7.4336)  # of docs/slow_sde.md
     tangents = np.eye(8) - np.linalg.pinv(slopes) @ slopes
     uphill = 8 * np.concatenate([(A**2).sum(0)] * 2) * np.concatenate([u, v])
-    drift = jax.jit(theory.drift, static_argnums=(0, 1))
+    drift = jax.jit(slow_sde.drift, static_argnums=(0, 1))
     for workers, beta, strength in ((8, 0.0, 1 / 8), (8, math.inf, 1)):
-        found = drift(LABEL_NOISE, theory.in_the_limit, params, (workers, beta))
-        expected = -strength * theory.NOISE**2 / 4 * tangents @ uphill
+        found = drift(LABEL_NOISE, slow_sde.in_the_limit, params, (workers, beta))
+        expected = -strength * slow_sde.NOISE**2 / 4 * tangents @ uphill
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -106,7 +94,7 @@ def gradient_in_numpy(name, params, noises):
     u, v = params[:4], params[4:]
     start = np.array(LABEL_NOISE.start)
     labels = A @ (start[:4] ** 2 - start[4:] ** 2)
-    misses = np.einsum("ij,j...->i...", A, u**2 - v**2) - theory.NOISE * noises
+    misses = np.einsum("ij,j...->i...", A, u**2 - v**2) - slow_sde.NOISE * noises
     pull = np.einsum("ij,i...->j...", A, misses - labels.reshape(2, 1, 1, 1))
     return np.concatenate([2 * u * pull, -2 * v * pull])
 
@@ -125,55 +113,36 @@ def test_a_step_equals_one_written_out_in_numpy(name):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_coarse_runs_end_where_the_theory_of_their_rate_says(name, optimised):
     """Within 3 % of theory and the half of an interval of 95 %, of 64 repetitions."""
-    rate, workers, rules = 0.05, 4, RULES.values()
-    plans = [slow_sde.plan_of(rule, rate, 4.0) for rule in rules]
-    ends = slow_sde.measure_ends(
-        PROBLEMS[name], plans, rate, workers=workers, repetitions=64, seed=0
-    )
-    for plan, found in zip(plans, ends, strict=True):
-        told = slow_sde.expected(PROBLEMS[name], 4.0, workers, rate, float(plan.periods[0]))
-        mean, half = interval(found)
-        assert abs(mean - told) < 0.03 * told + half
-        assert half < 0.04 * told
+    for r in slow_sde.measure(name, 4, 0.05, 64):
+        mean, half = interval(r["end"])
+        assert abs(mean - r["theory"]) < 0.03 * r["theory"] + half
+        assert half < 0.04 * r["theory"]
 
 
 def test_plans_are_the_librarys():
-    plans = {name: slow_sde.plan_of(rule, 0.1, 4.0) for name, rule in RULES.items()}
+    plans = {name: rule.plan(0.1, 400) for name, rule in RULES.items()}
     assert plans["parallel"] == local_opt.every_step(400)
     assert plans["constant"] == local_opt.constant(4, total_steps=400)
     assert plans["inverse"] == local_opt.constant(10, total_steps=400)
-    alpha = math.sqrt(0.5) + 1e-9
-    assert plans["qsr"] == local_opt.qsr(0.1, total_steps=400, alpha=alpha, h_base=1)
     assert plans["qsr"] == local_opt.constant(50, total_steps=400)
-    assert slow_sde.plan_of(RULES["qsr"], 0.02, 4.0).periods.tolist() == [1250] * 8
+    assert RULES["qsr"].plan(0.02, 10_000).periods.tolist() == [1250] * 8
 
 
-def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys):
-    values = parsed(
-        "--workers=2", "--rates=0.2,0.1", "--repetitions=3", f"--output_dir={tmp_path}",
-        "--problems=valley", "--rules=parallel,qsr",
-    )  # fmt: skip
-    slow_sde.main([], values)
+def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(slow_sde, "PROBLEMS", {"valley": VALLEY})
+
+    def run(*given):
+        values = flags.FlagValues()
+        slow_sde.define_flags(values)
+        values(["slow_sde", "--repetitions=3", f"--output_dir={tmp_path}", *given])
+        slow_sde.main([], values)
+
+    with pytest.raises(app.UsageError, match=r"--rates has \['fast'\]: pass positive"):
+        run("--rates=0.1,fast")
+    run("--workers=2", "--rates=0.1,0.2")
     printed = capsys.readouterr().out
     assert (tmp_path / "table_valley.md").read_text() in printed
     assert "1. ends at the smallest rate, the limit's: " in printed
-    assert printed.count(" of 2 within 5%") == 2 and printed.count(" of 4 within 5%") == 1
-    for name in ("slow_sde.png", "report.html", "settings.json"):
-        assert (tmp_path / name).stat().st_size
-    found = records.read(tmp_path / records.METRICS)
-    assert len(found) == 2 * 2 * 3
-    rounds = {(r["rule"], r["learning_rate"]): r["rounds"] for r in found}
-    assert rounds["qsr", 0.1] == 8 and rounds["parallel", 0.2] == 100
-
-
-def test_what_is_not_known_is_refused():
-    for given, message in (
-        ("--rates=0.1,fast", r"--rates has \['fast'\]: pass positive"),
-        ("--problems=hill", r"--problems has \['hill'\]: names are valley, label_noise"),
-        ("--rules=often", r"--rules has \['often'\]: names are parallel"),
-        ("--workers=0", r"--workers has \['0'\]: pass whole numbers"),
-    ):
-        with pytest.raises(app.UsageError, match=message):
-            slow_sde.main([], parsed(given))
-    with pytest.raises(ValueError, match="the rate is 0.5.*pass some in"):
-        slow_sde.main([], parsed("--rates=0.5"))
+    assert printed.count(" of 2 within 5%") == 2 and printed.count(" of 8 within 5%") == 1
+    assert "slow_sde.png" in (tmp_path / "report.html").read_text()
+    assert len(records.read(tmp_path / records.METRICS)) == 2 * 4
