@@ -1,17 +1,15 @@
 """When workers talk: local steps around any optax optimizer, synchronised by a plan."""
 
-from local_opt.averages import accumulated_rounds, parallel_rounds
 from local_opt.drift import Correction, control_variates, proximal
 from local_opt.forecast import communication_time, forecast, sync_bytes
 from local_opt.lift import lift, owned
-from local_opt.outer import nesterov, normalize_by_period, slow_momentum
+from local_opt.outer import normalize_by_period
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
-from local_opt.presets import diloco, slowmo
-from local_opt.rounds import Rounds, local_rounds
+from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, parallel_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
 from local_opt.streaming import Streaming, stream_events, streaming_rounds
 from local_opt.sync import synchronize
-from local_opt.transform import local_steps
+from local_opt.transform import diloco, local_steps, slowmo
 from local_opt.wires import WIRES, Wire
 from local_opt.workers import (
     check_same_plan,
@@ -43,7 +41,6 @@ __all__ = [
     "lift",
     "local_rounds",
     "local_steps",
-    "nesterov",
     "normalize_by_period",
     "owned",
     "parallel_rounds",
@@ -52,7 +49,6 @@ __all__ = [
     "proximal",
     "qsr",
     "reestimate",
-    "slow_momentum",
     "slowmo",
     "stream_events",
     "streaming_rounds",

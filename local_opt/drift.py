@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from local_opt.state import wide_zeros
+
 
 class Correction(NamedTuple):
     """Pure functions of one worker, for `correction` of `local_rounds`; none holds a collective.
@@ -34,20 +36,18 @@ class ControlState(NamedTuple):
     """State of control variates of one worker."""
 
     against: Any  # c - c_w, float32 or wider: added up over the workers it is zero
-    count: jax.Array  # int32[], steps so far, for schedules
     rates: jax.Array  # float32[], the sum of the rates of the round's steps
 
 
-def control_variates(
-    *, learning_rate: float | Callable | None = None, gain: float = 1.0
-) -> Correction:
+def control_variates() -> Correction:
     """SCAFFOLD's control variates: every worker steps as if its gradient's mean were all workers'.
 
     x_w <- x_w + u - eta (c - c_w) in a step, where u is the inner optimizer's update; after a round
-    of H steps, with x_bar the mean that the sync has found,
-    c - c_w <- c - c_w + gain (x_w - x_bar) / (H eta).
+    of H steps, with x_bar the mean that the sync has found, c - c_w <- c - c_w + (x_w - x_bar) /
+    (H eta). eta is the extra argument `rate` of the step: `update(grads, state, params, rate=lr)`;
+    without it c is in units of updates, the same for a constant rate.
 
-    With SGD and gain 1 these are the steps of SCAFFOLD, option II, where all workers take part:
+    With SGD these are the steps of SCAFFOLD, option II, where all workers take part:
     c_w <- c_w - c + (a - x_w) / (H eta) with a the round's first parameters, and as the c_w have
     the mean c, c <- (a - x_bar) / (H eta). So no mean of the c_w is ever asked for, and only their
     difference is kept: it is ProxSkip's, too. The mean over the workers moves as without.
@@ -62,22 +62,12 @@ def control_variates(
 
     c_w is the mean gradient of the last round's batches. It is the worker's own where the round
     took all its units; over fewer of them it is noisy, and the noise is put into the next round.
-    A gain below 1 is a mean over about 1 / gain rounds. Every sync adds the mean's rounding to c,
-    about 6e-8 |x| / (H eta) in float32, and nothing takes it away: rounds of one step at small
-    rates, which need no correction, drift by it.
-
-    Args:
-      learning_rate: eta, a number or a schedule of the step; None: the extra argument `rate` of
-        the step where there is one, else 1, and c is in units of updates: the same for a constant
-        rate.
-      gain: in (0, 1].
+    Every sync adds the mean's rounding to c, about 6e-8 |x| / (H eta) in float32, and nothing takes
+    it away: rounds of one step at small rates, which need no correction, drift by it.
 
     Returns:
       A `Correction`, for `local_rounds` and `local_steps`. It holds as many numbers as the
       parameters.
-
-    Raises:
-      ValueError: for a rate or a gain out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -100,31 +90,20 @@ def control_variates(
       Mishchenko, Malinovsky, Stich, Richtarik, ProxSkip: Yes! Local Gradient Steps Provably Lead to
       Communication Acceleration! Finally!, 2022, https://arxiv.org/abs/2202.09357
     """
-    if not (learning_rate is None or callable(learning_rate)):
-        _check_positive("learning_rate", learning_rate)
-    _check_positive("gain", gain)
-    if gain > 1:
-        raise ValueError(f"gain is {gain}: it must lie in (0, 1]; 1 is the paper's.")
 
     def init(params):
-        against = jax.tree.map(lambda p: jnp.zeros(p.shape, _wide(p)), params)
-        return ControlState(against, jnp.zeros((), jnp.int32), jnp.zeros(()))
-
-    def rate_of(count, rate):
-        if learning_rate is None:
-            return jnp.asarray(rate, jnp.float32)
-        return jnp.asarray(learning_rate(count) if callable(learning_rate) else learning_rate)
+        return ControlState(wide_zeros(params), jnp.zeros(()))
 
     def update(updates, state, *, rate=1.0, **extra):
         del extra
-        eta = rate_of(state.count, rate).astype(jnp.float32)
+        eta = jnp.asarray(rate, jnp.float32)
         updates = jax.tree.map(lambda u, c: (u - eta * c).astype(u.dtype), updates, state.against)
-        return updates, state._replace(count=state.count + 1, rates=state.rates + eta)
+        return updates, state._replace(rates=state.rates + eta)
 
     def sync(state, *, own, mean, new):
         del new
         # A round without a step, or with a rate of 0, has moved nobody.
-        scale = jnp.where(state.rates > 0, gain / jnp.where(state.rates > 0, state.rates, 1), 0)
+        scale = jnp.where(state.rates > 0, 1 / jnp.where(state.rates > 0, state.rates, 1), 0)
         against = jax.tree.map(
             lambda c, x, m: c + scale * (x.astype(c.dtype) - m.astype(c.dtype)),
             state.against, own, mean,
@@ -191,12 +170,3 @@ def check_correction(correction, wire) -> None:
             f"the wire ({wire.rule}) rounds what workers send, and a correction would take that "
             "for drift: leave out correction= or wire=."
         )
-
-
-def _wide(leaf):
-    return jnp.promote_types(leaf.dtype, jnp.float32)
-
-
-def _check_positive(name, value):
-    if not (isinstance(value, int | float) and 0 < value < math.inf):
-        raise ValueError(f"{name} is {value!r}: it must be a positive, finite number.")

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from local_opt.averages import AccumulateState
-from local_opt.rounds import LocalState
+from local_opt.rounds import AccumulateState, LocalState
 
 MEAN, RESET, FIRST = "mean", "reset", "first"
 POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states

@@ -1,4 +1,4 @@
-"""Rounds of local steps: what a step does, and what becomes of every field at the sync."""
+"""Rounds: what a step does and a sync, of local steps and of those that average gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,23 +6,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from local_opt.drift import Correction, check_correction
+from local_opt.outer import outer_step
 from local_opt.state import (
     LOCAL,
     MEAN,
     PARAMS,
-    added_up,
     apart,
     check_floating,
     check_survives,
     checked_policies,
+    distance,
     floating_as,
     in_place,
     placed,
-    policies_of_parts,
     policy_of_leaves,
+    wide_zeros,
 )
 from local_opt.sync import nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire, check_wire
@@ -30,7 +30,7 @@ from syncopate import mesh
 
 
 class Rounds(NamedTuple):
-    """The steps and the sync of a round, three pure functions for one worker.
+    """The steps and the sync of a round: pure functions for one worker.
 
     Fields:
       init: `params -> state`.
@@ -40,8 +40,7 @@ class Rounds(NamedTuple):
         so that the parameters of all workers are bitwise equal after it.
       in_step: whether workers meet in every step, by their gradients, and a sync has nothing to do.
         Parameters and state are then equal on all workers, so one copy of them does.
-      drift: `state -> float32[]`, how far the worker was from the mean at the last sync; None
-        where its parameters are never apart.
+      drift: `state -> float32[]`, how far the worker was from the mean at the last sync, or None.
     """
 
     init: Callable
@@ -83,19 +82,16 @@ def local_rounds(
       axis_name: of the workers, bound by `jax.vmap` or `jax.shard_map`.
       opt_state: what becomes of the optimizer state at a sync: "local" (each worker keeps its own,
         as in the papers), "mean" or "reset" (to its first value), for all floating leaves, or by
-        name of a field, as {"mu": "mean", "nu": "reset"}; fields without a name stay local. A
-        dotted name is part of a path, as "0.trace"; of several the longest counts. Whole numbers,
-        as counts, are only reset by name.
+        name of a field, as {"mu": "mean", "0.nu": "reset"}, where the longest name counts; fields
+        without one stay local. Whole numbers, as counts, are only reset by name.
         `sync(..., parts=("params", "nu"))`, static, does what is due of these alone, by plans of
-        their own (`{"params": plan, "nu": other}`, as in DES-LOC); a state under one policy is the
-        part "opt_state".
+        their own, as in DES-LOC; a state under one policy is the part "opt_state".
       outer: any optax transformation, of the change a - x_bar as a gradient; None is plain
         averaging. It is passed the round's steps as the extra argument `period`.
       wire: the format in which the parameters' changes since the last sync travel, as
-        `WIRES["int8"]`; None for no rounding. Averaged fields of the optimizer state are never
-        rounded.
-      correction: of the drift between two syncs, `control_variates` or `proximal`; no collective
-        is added. None for none, and with a wire.
+        `WIRES["int8"]`; None for no rounding. Fields of the optimizer state are never rounded.
+      correction: of the drift between two syncs, `control_variates` or `proximal`; not with a
+        wire.
       specs: for a worker that is several devices: how its parameters are split over them, a
         `jax.P` per leaf or one for all, without the workers' axis. Optimizer state is then split
         as they are. Needed by a wire, and for the drift where all axes are manual. See
@@ -105,11 +101,9 @@ def local_rounds(
       A `Rounds`.
 
     Raises:
-      ValueError: for a policy that is not known, a wire or a correction that is none, or both, or
-        specs that name the workers' axis; from `init`, for a name that no field of the optimizer
-        state has, for fields that would undo a sync and stay local, or parameters that are not
-        floating; from `sync`, for parameters that the wire cannot carry, or a mesh with axes
-        beside the workers', without specs.
+      ValueError: for an option that is not known, or two that exclude each other; from `init`, for
+        fields that the optimizer state lacks, fields that would undo a sync and stay local, or
+        parameters that are not floating; from `sync`, for what the wire cannot carry.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -122,8 +116,6 @@ def local_rounds(
       [1.5, 1.5]
 
     References:
-      Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
-      https://arxiv.org/abs/2310.14423
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
       https://arxiv.org/abs/2311.08105
       Iacob et al., DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
@@ -135,7 +127,9 @@ def local_rounds(
     anchored = outer is not None or wire is not None
     if wire is not None:
         check_wire(wire)
-    if correction is not None:
+    if correction is None:
+        correction = Correction(init=lambda params: ())  # which changes nothing
+    else:
         check_correction(correction, wire)
     mesh.check_specs(specs, axis_name)
 
@@ -146,81 +140,161 @@ def local_rounds(
         state = LocalState(
             since=jnp.zeros((), jnp.int32),
             inner=floating_as(state, params, axis_name),
-            # A copy: both are donated to the step, and one buffer cannot be given away twice.
+            # A copy: one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
             outer=apart(outer.init(params), params) if outer else (),
             lost=floating_as(nothing_lost(params, wire), params, axis_name),
             drift=floating_as(jnp.zeros((), jnp.float32), params, axis_name),
-            correction=floating_as(correction.init(params), params, axis_name)
-            if correction
-            else (),
+            correction=floating_as(correction.init(params), params, axis_name),
         )
         return in_place(state, params, specs)
 
     def update(grads, state, params=None, **extra):
-        own = state.correction
-        if correction:
-            grads = correction.gradient(grads, own, params)
+        grads = correction.gradient(grads, state.correction, params)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
-        if correction:
-            updates, own = correction.update(updates, own, **extra)
-        state = state._replace(inner=inner_state, since=state.since + 1, correction=own)
-        return updates, state
+        updates, own = correction.update(updates, state.correction, **extra)
+        return updates, state._replace(inner=inner_state, since=state.since + 1, correction=own)
 
     def sync(params, state, *, parts=None, **extra):
         del extra
         given = params, state
         moves = parts is None or PARAMS in parts
-        chosen = policy_of_leaves(state.inner, policies_of_parts(policies, parts))
+        chosen = policy_of_leaves(state.inner, policies, parts)
         fields = [x for x, p in zip(jax.tree.leaves(state.inner), chosen, strict=True) if p == MEAN]
         exact = params if moves and wire is None else ()
         mean, fields = synchronize((exact, fields), axis_name=axis_name)
-        lost = state.lost
         if not moves:
             mean = params
         elif wire is not None:
             mean, lost = synchronize_changes(
-                params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=lost, specs=specs
-            )
-        state = state._replace(
-            inner=placed(state.inner, chosen, fields, lambda: apart(inner.init(mean), mean)),
-            lost=lost,
-        )
+                params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=state.lost,
+                specs=specs,
+            )  # fmt: skip
+            state = state._replace(lost=lost)
+        first = lambda: apart(inner.init(mean), mean)  # noqa: E731
+        state = state._replace(inner=placed(state.inner, chosen, fields, first))
         new = renewed(params, mean, state) if moves else (params, state)
         return mesh.alike(in_place(new, params, specs), given)
 
     def renewed(params, mean, state):
         """The state of a round that has not begun, after what the outer optimizer makes of it."""
-        drift, outer_state = _distance(params, mean, specs), state.outer
-        new = mean
-        if outer:
-            change = jax.tree.map(jnp.subtract, state.anchor, mean)
-            updates, outer_state = outer.update(
-                change, outer_state, state.anchor, period=state.since
-            )
-            new = optax.apply_updates(state.anchor, updates)
-        state = state._replace(
+        new, outer_state = outer_step(outer, state.outer, state.anchor, mean, state.since)
+        return new, state._replace(
             since=jnp.zeros_like(state.since),
             anchor=jax.tree.map(jnp.copy, new) if anchored else (),
             outer=outer_state,
-            drift=drift,
+            drift=distance(params, mean, specs),
+            correction=correction.sync(state.correction, own=params, mean=mean, new=new),
         )
-        if correction:
-            own = correction.sync(state.correction, own=params, mean=mean, new=new)
-            state = state._replace(correction=own)
-        return new, state
 
     return Rounds(init, update, sync, drift=lambda state: state.drift)
 
 
-def _distance(params, mean, specs) -> jax.Array:
-    """How far a worker has drifted: |x_w - x_bar| / |x_bar| over all leaves."""
+def parallel_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds:
+    """Steps with the mean gradient of all workers.
 
-    def norm(leaves):
-        squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
-        return jnp.sqrt(added_up(squares, of) + jnp.zeros((), jnp.float32))
+    x <- x + inner(1/W sum_w g_w) in a step; nothing in a sync.
 
-    of = jax.tree.leaves(mesh.like(P() if specs is None else specs, params))
-    leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
-    distance = norm([a - b for a, b in leaves])
-    return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
+    Workers that start equal stay bitwise equal, so a loop may keep one copy of parameters and
+    state for all of them, where other rounds need one per worker.
+
+    Args:
+      inner: any optax optimizer; it sees the mean gradient, taken in float32.
+      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
+
+    Returns:
+      A `Rounds` whose state is the inner optimizer's and whose `sync` returns what it is given.
+
+    Raises:
+      ValueError: from `init`, for parameters that are not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> rounds = local_opt.parallel_rounds(optax.sgd(0.5), axis_name="worker")
+      >>> x = jnp.array([1.0, 1.0])  # two workers
+      >>> step = jax.vmap(rounds.update, axis_name="worker")
+      >>> updates, state = step(jnp.array([2.0, -4.0]), jax.vmap(rounds.init)(x), x)
+      >>> (x + updates).tolist()
+      [1.5, 1.5]
+
+    References:
+      Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
+      https://arxiv.org/abs/1706.02677
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        check_floating(params)
+        return apart(inner.init(params), params)
+
+    def update(grads, state, params=None, **extra):
+        return inner.update(synchronize(grads, axis_name=axis_name), state, params, **extra)
+
+    return Rounds(init, update, lambda params, state, **extra: (params, state), in_step=True)
+
+
+class AccumulateState(NamedTuple):
+    """State of one worker; all but `mean` is equal on all workers."""
+
+    since: jax.Array  # int32[], steps since the last sync
+    inner: Any
+    mean: Any  # float32, this worker's mean gradient since the last sync
+
+
+def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds:
+    """One step of the inner optimizer per round, with the mean gradient of all its batches.
+
+    x <- x + inner(1/W sum_w 1/H sum_h g_wh), all gradients at the round's first parameters.
+    With a plan that synchronises after every step this is data-parallel training; one worker with
+    constant H is `optax.MultiSteps`.
+
+    Args:
+      inner: any optax optimizer; its extra arguments are those of `sync`.
+      axis_name: of the workers, bound by `jax.vmap` or `jax.shard_map`.
+
+    Returns:
+      A `Rounds` whose `update` returns zeros.
+
+    Raises:
+      ValueError: from `init`, for parameters that are not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> rounds = local_opt.accumulated_rounds(optax.sgd(0.5), axis_name="worker")
+      >>> x = jnp.array([1.0, 1.0])  # two workers, of which each takes two batches
+      >>> state = jax.vmap(rounds.init)(x)
+      >>> for grads in jnp.array([[2.0, -4.0], [3.0, -5.0]]):
+      ...     _, state = jax.vmap(rounds.update)(grads, state)
+      >>> jax.vmap(rounds.sync, axis_name="worker")(x, state)[0].tolist()
+      [1.5, 1.5]
+
+    References:
+      Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
+      https://arxiv.org/abs/1808.07217
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        check_floating(params)
+        own = apart(inner.init(params), params)
+        state = AccumulateState(jnp.zeros((), jnp.int32), own, wide_zeros(params))
+        return floating_as(state, params, axis_name)
+
+    def update(grads, state, params=None, **extra):
+        del params, extra
+        since = state.since + 1
+        mean = jax.tree.map(
+            lambda m, g: m + (g.astype(m.dtype) - m) / since.astype(m.real.dtype), state.mean, grads
+        )
+        return jax.tree.map(jnp.zeros_like, grads), AccumulateState(since, state.inner, mean)
+
+    def sync(params, state, **extra):
+        given, gradient = params, synchronize(state.mean, axis_name=axis_name)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
+        updates, inner_state = inner.update(gradient, state.inner, params, **extra)
+        params = optax.apply_updates(params, updates)
+        zero = jnp.zeros_like(state.since)
+        new = AccumulateState(zero, inner_state, jax.tree.map(jnp.zeros_like, state.mean))
+        return mesh.alike((params, new), (given, state))
+
+    return Rounds(init, update, sync)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from syncopate import mesh
@@ -42,8 +43,10 @@ def checked_policies(opt_state):
     return policies
 
 
-def policy_of_leaves(opt_state, policies):
-    """One policy per leaf of the optimizer state, in order."""
+def policy_of_leaves(opt_state, policies, parts=None):
+    """One policy per leaf of the optimizer state, in order; of parts, "local" for all others."""
+    if parts is not None:
+        policies = _policies_of_parts(policies, parts)
     paths = jax.tree_util.tree_flatten_with_path(opt_state)[0]
     used, chosen = set(), []
     for path, leaf in paths:
@@ -73,10 +76,7 @@ def _names(path):
     return [str(part.name) for part in path if hasattr(part, "name")]
 
 
-def policies_of_parts(policies, parts):
-    """The policies of the fields that are among the parts; those of the others are local."""
-    if parts is None:
-        return policies
+def _policies_of_parts(policies, parts):
     parts, known = tuple(parts), [PARAMS, *(name or OPT_STATE for name in policies)]
     unknown = [part for part in parts if part not in known]
     if unknown:
@@ -136,6 +136,15 @@ def apart(tree, *others):
     return jax.tree.map(own, tree)
 
 
+def wide_zeros(params):
+    """Zeros like the parameters, in float32 or wider."""
+
+    def zeros(p):
+        return jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+
+    return jax.tree.map(zeros, params)
+
+
 def floating_as(state, params, axis_name):
     """The state, its floating leaves typed as the workers' own where parameters are: for loops.
 
@@ -178,7 +187,20 @@ def _shapes(tree):
     return [jax.numpy.shape(x) for x in jax.tree.leaves(tree)]
 
 
-def added_up(values, specs):
+def distance(params, mean, specs) -> jax.Array:
+    """How far a worker has drifted: |x_w - x_bar| / |x_bar| over all leaves."""
+
+    def norm(leaves):
+        squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
+        return jnp.sqrt(_added_up(squares, of) + jnp.zeros((), jnp.float32))
+
+    of = jax.tree.leaves(mesh.like(P() if specs is None else specs, params))
+    leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
+    distance = norm([a - b for a, b in leaves])
+    return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
+
+
+def _added_up(values, specs):
     """The sum of one number per leaf, those of shards over all devices that hold the others."""
     manual, sums = jax.sharding.get_abstract_mesh().manual_axes, {}
     for value, spec in zip(values, specs, strict=True):

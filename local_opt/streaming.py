@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from local_opt.outer import outer_step
 from local_opt.plans import SyncPlan
 from local_opt.state import LOCAL, apart, check_floating, check_survives, floating_as
-from local_opt.sync import nothing_lost, synchronize, synchronize_changes
+from local_opt.sync import nothing_lost, synchronize_changes
 from local_opt.wires import Wire, check_wire
 from syncopate import mesh, plans
 
@@ -41,8 +42,8 @@ class StreamingState(NamedTuple):
     since: jax.Array  # int32[F], steps since the fragment's last start
     inner: Any
     anchor: Any  # the common parameters, from a fragment's start on those that it will get
-    outer: Any  # F states of the outer optimizer; () without one
-    lost: Any  # F times what the wire has lost; () without feedback
+    outer: Any  # F states of the outer optimizer, each () without one
+    lost: Any  # F times what the wire has lost, each () without feedback
 
 
 def streaming_rounds(
@@ -103,28 +104,22 @@ def streaming_rounds(
         check_wire(wire)
     inner = optax.with_extra_args_support(inner)
     outer = outer and optax.with_extra_args_support(outer)
-    kept = wire is not None and wire.feedback
-
-    def lost_of(part):
-        return floating_as(nothing_lost(part, wire), part, axis_name)
 
     def parts_of(params):
         return _parts(_labels(params, fragments))
 
     def init(params):
         check_floating(params)
-        parts, state = parts_of(params), apart(inner.init(params), params)
+        state = apart(inner.init(params), params)
         check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
+        own = [_pick(params, part) for part in parts_of(params)]
+        lost = [floating_as(nothing_lost(leaves, wire), leaves, axis_name) for leaves in own]
         return StreamingState(
-            since=jnp.zeros(len(parts), jnp.int32),
+            since=jnp.zeros(len(own), jnp.int32),
             inner=floating_as(state, params, axis_name),
             anchor=jax.tree.map(jnp.copy, params),
-            outer=(
-                tuple(apart(outer.init(_pick(params, part)), params) for part in parts)
-                if outer
-                else ()
-            ),
-            lost=tuple(lost_of(_pick(params, part)) for part in parts) if kept else (),
+            outer=tuple(apart(outer.init(leaves), params) if outer else () for leaves in own),
+            lost=tuple(lost),
         )
 
     def update(grads, state, params=None, **extra):
@@ -133,27 +128,18 @@ def streaming_rounds(
 
     def start(params, state, *, fragment: int):
         part = parts_of(params)[fragment]
-        own, anchor = _pick(params, part), _pick(state.anchor, part)
-        outers, losses = list(state.outer), list(state.lost)
-        if wire is None:
-            mean = synchronize(own, axis_name=axis_name)
-        else:
-            mean, lost = synchronize_changes(
-                own, axis_name=axis_name, anchor=anchor, wire=wire,
-                lost=losses[fragment] if losses else (),
-                specs=specs if specs is None else _pick(mesh.like(specs, params), part),
-            )  # fmt: skip
-            if losses:
-                losses[fragment] = lost
-        if outer:
-            change, period = jax.tree.map(jnp.subtract, anchor, mean), state.since[fragment]
-            updates, outers[fragment] = outer.update(
-                change, outers[fragment], anchor, period=period
-            )
-            mean = optax.apply_updates(anchor, updates)
+        anchor, outers, losses = _pick(state.anchor, part), list(state.outer), list(state.lost)
+        own_specs = None if specs is None else _pick(mesh.like(specs, params), part)
+        mean, losses[fragment] = synchronize_changes(
+            _pick(params, part), axis_name=axis_name, anchor=anchor, wire=wire,
+            lost=losses[fragment], specs=own_specs,
+        )  # fmt: skip
+        new, outers[fragment] = outer_step(
+            outer, outers[fragment], anchor, mean, state.since[fragment]
+        )
         new = state._replace(
             since=state.since.at[fragment].set(0),
-            anchor=_placed(state.anchor, part, mean),
+            anchor=_placed(state.anchor, part, new),
             outer=tuple(outers),
             lost=tuple(losses),
         )

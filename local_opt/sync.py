@@ -42,7 +42,7 @@ def synchronize(tree, *, axis_name):
     return jax.tree.unflatten(treedef, leaves)
 
 
-def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=None):
+def synchronize_changes(tree, *, axis_name, anchor, wire: Wire | None, lost=(), specs=None):
     """Adds the mean change of all workers to an anchor; the changes travel in a narrow format.
 
     c_w = x_w - a + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
@@ -54,27 +54,21 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire, lost=(), specs=N
 
     Args:
       tree: x_w, this worker's arrays, all of them real floating numbers.
-      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
       anchor: a, a tree like it and equal on all workers: `tree` after the last sync.
-      wire: the format Q, with its feedback f; one of `WIRES`, or made by a function of its kind.
-      lost: e_w, of the last call; () if the feedback is 0. See `nothing_lost`.
+      wire: the format Q, with its feedback f; None is `synchronize`.
+      lost: e_w, of the last call; `nothing_lost` at first.
       specs: as of `local_rounds`; devices then send their shards to their like on the other
         workers, and no leaf is gathered.
 
     Returns:
       (tree, lost): x of the shapes and dtypes of `tree`, bitwise equal on all workers, and e_w.
 
-    Raises:
-      ValueError: for leaves that are not real floating, another number of leaves in `anchor`, a
-        `lost` that does not belong to the wire, or a mesh with axes beside the workers', without
-        specs.
-
     References:
-      Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
-      2025, https://arxiv.org/abs/2508.15706
       Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
       Error-Compensated Compression, 2019, https://arxiv.org/abs/1905.05957
     """
+    if wire is None:
+        return synchronize(tree, axis_name=axis_name), lost
     check_real(tree, wire)
     leaves, treedef = jax.tree.flatten(tree)
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)

@@ -28,7 +28,7 @@ class Config:
 def optimizer_of(c: Config):
     rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup, c.steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    outer = local_opt.nesterov(learning_rate=0.7, momentum=0.5)
+    outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
     return local_opt.streaming_rounds(inner, axis_name="worker", fragments=FRAGMENTS, outer=outer)
 
 

@@ -38,7 +38,7 @@ from tests.problems import (
 def test_planned_steps_equal_the_reference(run):
     opt = optax.chain(
         optax.clip_by_global_norm(1.0),
-        local_opt.local_steps(SGD, PLAN, axis_name="worker", total_steps=13),
+        local_opt.local_steps(SGD, PLAN, axis_name="worker"),
     )
     history, state = run_squares(opt, RUNS[run])
     expected = expected_squares(clip=1.0)
@@ -163,8 +163,6 @@ def test_bad_input():
             bad.init({"n": jnp.arange(3), "w": jnp.ones(3)})
     with pytest.raises(ValueError, match="averages parameters: call update.grads, state, par"):
         opt.update(jnp.ones(3), opt.init(jnp.ones(3)))
-    with pytest.raises(ValueError, match="has 13 steps and the run 14: make the plan with"):
-        local_opt.local_steps(SGD, PLAN, axis_name="worker", total_steps=14)
     with pytest.raises(ValueError, match="plan is a int: make a SyncPlan"):
         local_opt.local_steps(SGD, 4, axis_name="worker")
     with pytest.raises(ValueError, match="at most 1,000,000,000. Plan a part of the run"):

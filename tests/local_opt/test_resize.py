@@ -4,9 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from local_opt.averages import AccumulateState
 from local_opt.resize import mean_of, resize
-from local_opt.rounds import LocalState
+from local_opt.rounds import AccumulateState, LocalState
 
 ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 

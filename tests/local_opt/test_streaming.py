@@ -15,6 +15,7 @@ from local_opt import WIRES, streaming
 from tests import reference
 from tests.problems import (
     MATRICES,
+    NESTEROV,
     PLAN,
     RATE,
     RUNS,
@@ -101,7 +102,7 @@ def expected(plans, mixing, outer):
 
 @pytest.mark.parametrize("name,run", [*((n, "vmap") for n in TWO), ("qsr", "shard_map")])
 def test_fragments_equal_the_reference(name, run):
-    outer = local_opt.nesterov(learning_rate=0.7, momentum=0.5)
+    outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
     stream = local_opt.streaming_rounds(
         optax.sgd(RATE), axis_name="worker", fragments=2, mixing=0.25, outer=outer
     )
@@ -143,7 +144,7 @@ def test_any_plans_equal_the_reference(data):
     assert distance(found, expected((turns, delay), mixing, (1.0, 0.0))) < 2e-6
 
 
-@pytest.mark.parametrize("outer", [None, local_opt.nesterov()], ids=["mean", "outer"])
+@pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "outer"])
 def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer):
     stream = local_opt.streaming_rounds(
         SGD, axis_name="worker", fragments=1, mixing=0.0, outer=outer
@@ -168,7 +169,11 @@ def test_fragments_travel_on_every_wire_and_keep_what_it_loses(wire):
 
 def test_a_run_that_stops_with_a_mean_on_its_way_resumes_bitwise():
     stream = local_opt.streaming_rounds(
-        SGD, axis_name="worker", fragments=2, outer=local_opt.nesterov(), wire=WIRES["int8"]
+        SGD,
+        axis_name="worker",
+        fragments=2,
+        outer=NESTEROV,
+        wire=WIRES["int8"],
     )
     whole, params, state = run_streaming(stream, TWO["constant"])
     for stop in (3, 5, 12):  # between start and finish of the second, of the first, before the end

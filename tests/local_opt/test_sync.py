@@ -10,6 +10,7 @@ import pytest
 
 import local_opt
 from tests.problems import (
+    NESTEROV,
     PLAN,
     RATE,
     RUNS,
@@ -153,7 +154,7 @@ def test_float64_stays_float64():
         found = jax.jit(vmap(functools.partial(local_opt.synchronize, axis_name="worker")))(x)
         assert found["a"].dtype == jnp.float64 and found["b"].dtype == jnp.float32
         assert found["a"].tolist() == [1 + 2**-49] * 2 and found["b"].tolist() == [2.0] * 2
-        rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=local_opt.nesterov())
+        rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=NESTEROV)
         params = jnp.ones((2, 3), jnp.float64)
         params, state = jax.jit(vmap(lambda x: rounds.sync(x, rounds.init(x))))(params)
         assert params.dtype == state.anchor.dtype == jnp.float64

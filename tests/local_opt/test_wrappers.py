@@ -271,7 +271,7 @@ WRONG = {
 def test_what_is_wrong_around_a_sync_is_found_by_check_synced(name):
     """No step can see what stands around it, but what that does is seen."""
     history, _ = found(WRONG[name](local(SGD)))
-    with pytest.raises(ValueError, match="where a sync leaves 1 roundings"):
+    with pytest.raises(ValueError, match="where 1 roundings are allowed"):
         local_opt.check_synced(last(history))
 
 

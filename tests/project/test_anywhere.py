@@ -123,7 +123,7 @@ SUBJECTS = {
     "diloco": of_steps(opt(local_opt.diloco, PLAN, momentum=0.0)),
     "local_rounds": of_rounds(opt(local_opt.local_rounds)),
     "local_rounds, corrected": of_rounds(
-        opt(local_opt.local_rounds, correction=local_opt.control_variates(learning_rate=0.1))
+        opt(local_opt.local_rounds, correction=local_opt.control_variates())
     ),
     "parallel_rounds": of_rounds(opt(local_opt.parallel_rounds)),
     "accumulated_rounds": of_rounds(opt(local_opt.accumulated_rounds)),

@@ -22,7 +22,7 @@ CITED = (
     "small_resnet", "vit", "gpt2", "mobilenet_v2", "resnet", "mobilenet_v3",
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
-    "power_rule", "constant", "post_local", "swap", "nesterov", "slow_momentum", "reestimate",
+    "power_rule", "constant", "post_local", "swap", "diloco", "slowmo", "reestimate",
     "streaming_rounds", "stream_events",
     "control_variates", "proximal", "echo_batches", "echo_forecast", "fixed", "bernoulli",
     "proximal_anchor",

@@ -16,7 +16,7 @@ from experiments.tasks import Recipe, Task
 from experiments.training import program
 from local_opt.workers import worker_mesh
 from tests.compiled_runs import conditionals, donated, operations, types_of
-from tests.problems import PLAN, SGD, copies, on_mesh
+from tests.problems import NESTEROV, PLAN, SGD, copies, on_mesh
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
 
@@ -59,7 +59,10 @@ def compiled_sync(rounds):
 
 def test_the_hot_step_talks_to_nobody_and_copies_nothing():
     rounds = local_opt.local_rounds(
-        optax.adamw(0.1), axis_name="worker", outer=local_opt.nesterov(), opt_state={"mu": "mean"}
+        optax.adamw(0.1),
+        axis_name="worker",
+        outer=NESTEROV,
+        opt_state={"mu": "mean"},
     )
     planned = local_opt.local_steps(optax.adamw(0.1), PLAN, axis_name="worker")
     for opt, options in ((rounds, {}), (planned, {"sync": False})):
@@ -125,7 +128,10 @@ def test_a_sync_sends_the_bytes_of_the_forecast(name):
 
 def test_only_the_start_of_a_fragment_talks_and_of_nothing_but_it():
     stream = local_opt.streaming_rounds(
-        SGD, axis_name="worker", fragments={"b": 0, "w": 1}, outer=local_opt.nesterov()
+        SGD,
+        axis_name="worker",
+        fragments={"b": 0, "w": 1},
+        outer=NESTEROV,
     )
     params = copies(TREE, 8)
     state = jax.eval_shape(on_mesh(stream.init, 8), params)
