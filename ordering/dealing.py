@@ -258,5 +258,5 @@ def _all_units(num_units, total, axis_name) -> int:
 def _shuffled(key, num_units, axis_name, total=None):
     """int32[W, M]: a random order of all units, which `key`, of all workers, draws."""
     workers, total = jax.lax.axis_size(axis_name), _all_units(num_units, total, axis_name)
-    drawn = jax.random.permutation(key, total)[: workers * num_units]
-    return drawn.astype(jnp.int32).reshape(workers, num_units)
+    drawn = base.permutation(key, total)[: workers * num_units]
+    return drawn.reshape(workers, num_units)

@@ -1,9 +1,11 @@
-"""Sources of examples, and the plain loop over their batches."""
+"""Sources of examples, and the plain loops over their batches."""
 
 from typing import NamedTuple
 
 import jax
 import numpy as np
+
+from tests import tables
 
 
 class Pair(NamedTuple):
@@ -65,6 +67,26 @@ def assert_same(found, expected):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             assert isinstance(x, np.ndarray) and x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
+
+
+# (workers or None for one order without an axis, units, units per step, unit size)
+SIZES = [(None, 13, 3, 1), (1, 12, 4, 2), (4, 13, 3, 2), (4, 5, 5, 1)]
+
+
+def epoch_of(size):
+    """(source, orders, sizes, the steps by hand, from the definition of a unit)."""
+    workers, num_units, units_per_step, unit_size = size
+    count = (workers or 1) * num_units * unit_size
+    source = {"x": np.arange(2 * count).reshape(count, 2), "y": np.arange(count) * 10}
+    rng, steps = np.random.default_rng(0), []
+    orders = np.stack([rng.permutation(num_units) for _ in range(workers or 1)])
+    for start, stop in tables.steps(num_units, units_per_step):
+        units = orders[:, start:stop] + num_units * np.arange(workers or 1)[:, None]
+        examples = units[..., None] * unit_size + np.arange(unit_size)
+        examples = examples.reshape((workers, -1) if workers else -1)
+        steps.append(jax.tree.map(lambda x, chosen=examples: x[chosen], source))
+    sizes = {"units_per_step": units_per_step, "unit_size": unit_size}
+    return source, orders if workers else orders[0], sizes, steps
 
 
 class EpochSource:

@@ -1,7 +1,6 @@
-"""One iterator over epochs: ahead of the boundary, never across it, restored at every step."""
+"""One iterator over epochs: ahead of the boundary, never across it, going on from every step."""
 
 import functools
-import json
 import threading
 
 import jax
@@ -10,14 +9,16 @@ import numpy as np
 import pytest
 
 import ordering
+from ordering.input import LoadError, read_epochs
 from tests import tables
+from tests.refused import refuses
 from tests.waiting import wait_for
 
 NAMES = ["cd_grab", "grab", "flip_flop", "shuffle_once"]
 
 
 @functools.cache
-def order_of(name, num_units, size):
+def order_of(name, num_units=13, size=3):
     """`(start, observe, next_epoch)` of two workers; a step's rows are those of fixed vectors."""
     order = tables.ORDERS[name].make(num_units, size)
     vectors = jnp.asarray(tables.whole_numbers((2, num_units, 4)))
@@ -41,77 +42,61 @@ def order_of(name, num_units, size):
     return start, observe, tables.vmap_workers(order.next_epoch)
 
 
-def source_of(num_units):
-    return {"x": np.arange(2 * num_units) * 10}
+def source_of(num_units=13):
+    return np.arange(2 * num_units) * 10
 
 
-def train(name, num_units, size, *, epochs=3, state=None, saved=None, source=None, **options):
-    """`(batches, orders' states and positions before each)`, as a user's loop goes."""
+def train(name, num_units, size, *, epochs=3, state=None, first_load=0):
+    """`(batches, the orders' states before each)`, as a user's loop goes."""
     start, observe, next_epoch = order_of(name, num_units, size)
     state = start if state is None else state
-    source = source_of(num_units) if source is None else source
-    reads = ordering.input.read_epochs(
-        source, lambda: state, units_per_step=size, num_epochs=epochs, **options
-    )
-    if saved is not None:
-        reads.set_state(saved)
-    found, positions = [], [(state, json.loads(json.dumps(reads.get_state())))]
+    reads = read_epochs(
+        source_of(num_units), lambda: state, units_per_step=size, num_epochs=epochs,
+        first_load=first_load,
+    )  # fmt: skip
+    found, states = [], [state]
     for batch in reads:
-        found.append(batch)
+        found.append(np.asarray(batch))
         state = observe(state, reads.step - 1)
         if reads.epoch_ended:
             state = next_epoch(state)
-        positions.append((state, json.loads(json.dumps(reads.get_state()))))
-    return found, positions
+        states.append(state)
+        assert reads.load == first_load + len(found)
+    return found, states
 
 
-def by_hand(name, num_units, size, epochs=3):
+def by_hand(name, num_units=13, size=3, epochs=3):
     state, observe, next_epoch = order_of(name, num_units, size)
     found = []
     for _ in range(epochs):
         for t, (start, stop) in enumerate(tables.steps(num_units, size)):
             units = np.asarray(state.current)[:, start:stop] + num_units * np.arange(2)[:, None]
-            found.append(source_of(num_units)["x"][units])
+            found.append(source_of(num_units)[units])
             state = observe(state, t)
         state = next_epoch(state)
     return found
 
 
-def assert_equal(found, wanted):
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(a["x"], b)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_units,size", [(13, 3), (1, 1), (4, 4)])
-def test_the_batches_are_those_of_every_epochs_order(name, num_units, size):
-    found, positions = train(name, num_units, size)
-    assert_equal(found, by_hand(name, num_units, size))
-    steps = -(-num_units // size)
-    places = [(p["epoch"], p["step"]) for _, p in positions]
-    assert places == [divmod(t, steps) for t in range(3 * steps + 1)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_rest_is_the_same_from_every_step(name):
-    whole, positions = train(name, 13, 3)
-    for done, (state, saved) in enumerate(positions):
-        rest, places = train(name, 13, 3, state=state, saved=saved)
-        assert_equal(rest, [np.asarray(batch["x"]) for batch in whole[done:]])
-        assert [p for _, p in places] == [p for _, p in positions[done:]]
+def test_the_batches_are_those_of_every_epochs_order_from_every_step(name, num_units, size):
+    expected = by_hand(name, num_units, size)
+    whole, states = train(name, num_units, size)
+    for done, state in enumerate(states):
+        found, _ = train(name, num_units, size, state=state, first_load=done)
+        jax.tree.map(np.testing.assert_array_equal, found, expected[done:])
+    jax.tree.map(np.testing.assert_array_equal, whole, expected)
 
 
 def test_the_next_epoch_is_asked_for_before_this_one_ends_and_never_before_it_is_known():
-    start, observe, next_epoch = order_of("pair_balance", 20, 2)
+    state, observe, next_epoch = order_of("pair_balance", 20, 2)
     asked = []
 
     def read(orders, first_step, epoch):
         asked.append((epoch, first_step, orders))
         return iter(np.split(orders, orders.shape[-1] // 2, axis=-1))
 
-    state = start
-    reads = ordering.input.read_epochs(read, lambda: state, units_per_step=2, ahead=4)
+    reads = read_epochs(read, lambda: state, units_per_step=2, ahead=4)
     for _ in range(10):
         next(reads)
         state = observe(state, reads.step - 1)
@@ -126,34 +111,6 @@ def test_the_next_epoch_is_asked_for_before_this_one_ends_and_never_before_it_is
     np.testing.assert_array_equal(np.concatenate(found, axis=-1), state.current)
 
 
-def test_tf_data_reads_the_next_epoch_before_this_one_ends():
-    pytest.importorskip("tensorflow")
-    start, observe, next_epoch = order_of("cd_grab", 13, 3)
-    source, state = Counting(26), start
-
-    def read(orders, first_step, epoch):
-        indices, size = ordering.input.step_indices(orders, units_per_step=3, num_units=13)
-        return ordering.input.batches(source, indices, batch_size=size, first_batch=first_step)
-
-    reads = ordering.input.read_epochs(read, lambda: state, units_per_step=3, ahead=1)
-    found = []
-    for t in range(10):
-        if t == 4:
-            source.asked.clear()
-        found.append(np.asarray(next(reads)["x"]).reshape(2, -1))
-        if reads.epoch_ended:
-            early = np.asarray(state.next)[:, :3] + 13 * np.arange(2)[:, None]
-        state = observe(state, reads.step - 1)
-        if reads.epoch_ended and not reads.epoch:
-            wait_for(lambda early=early: set(early.reshape(-1).tolist()) <= set(source.asked))
-        if reads.epoch_ended:
-            state = next_epoch(state)
-    np.testing.assert_array_equal(
-        np.concatenate(found, 1), np.concatenate([b for b in by_hand("cd_grab", 13, 3, 2)], 1)
-    )
-    reads.close()
-
-
 class Counting:
     """A source that keeps what it was asked for."""
 
@@ -165,33 +122,45 @@ class Counting:
 
     def __getitem__(self, i):
         self.asked.append(i)
-        return {"x": np.asarray(i * 10)}
+        return np.asarray(i * 10)
 
 
-def test_a_source_is_read_across_the_boundary():
-    start, observe, next_epoch = order_of("random_reshuffling", 13, 3)
-    state, source = start, Counting(26)
-    reads = ordering.input.read_epochs(source, lambda: state, units_per_step=3, num_epochs=2)
-    for step in range(5):
-        if step == 3:  # the call that opens the next epoch, beside which nothing else is loading
-            wait_for(lambda: len(source.asked) == 26)
-        next(reads)
-    assert reads.epoch_ended
-    first = (np.asarray(state.next[:, :3]) + 13 * np.arange(2)[:, None]).reshape(-1).tolist()
-    wait_for(lambda: len(source.asked) >= 32)
-    assert source.asked[26:32] == first
+@pytest.mark.parametrize("reader", ["thread", "tf.data"])
+def test_a_source_is_read_across_the_boundary(reader):
+    state, observe, next_epoch = order_of("cd_grab")
+    source = Counting(26)
+
+    def by_tfdata(orders, first_step, epoch):
+        indices, size = ordering.input.step_indices(orders, units_per_step=3, num_units=13)
+        return ordering.input.batches(source, indices, batch_size=size, first_batch=first_step)
+
+    if reader == "tf.data":
+        pytest.importorskip("tensorflow")
+    given = by_tfdata if reader == "tf.data" else source
+    found = []
+    with read_epochs(given, lambda: state, units_per_step=3, num_epochs=2) as reads:
+        for t in range(10):
+            if t == 3:  # the call that opens the next epoch, beside which nothing else is loading
+                wait_for(lambda: len(source.asked) >= 26)
+                source.asked.clear()
+            found.append(np.asarray(next(reads)).reshape(2, -1))
+            early = np.asarray(state.next)[:, :3] + 13 * np.arange(2)[:, None]
+            state = observe(state, reads.step - 1)
+            if reads.epoch_ended and not reads.epoch:
+                wait_for(lambda early=early: set(early.ravel().tolist()) <= set(source.asked))
+            if reads.epoch_ended:
+                state = next_epoch(state)
+    expected = by_hand("cd_grab", epochs=2)
+    np.testing.assert_array_equal(np.concatenate(found, 1), np.concatenate(expected, 1))
 
 
 @pytest.mark.parametrize("name", ["cd_grab", "random_reshuffling"])
 def test_a_loop_that_does_not_call_next_epoch_is_refused(name):
-    start, observe, _ = order_of(name, 13, 3)
-    state = start
-    reads = ordering.input.read_epochs(source_of(13), lambda: state, units_per_step=3)
+    state, observe, _ = order_of(name)
+    reads = read_epochs(source_of(), lambda: state, units_per_step=3)
     for _ in range(5):
         next(reads)
         state = observe(state, reads.step - 1)
-    with pytest.raises(ValueError, match="epoch 0 has been read.*call the order's next_epoch"):
-        reads.get_state()
     with pytest.raises(ValueError, match="epoch 0 has been read.*call the order's next_epoch"):
         list(next(reads) for _ in range(2))
 
@@ -201,11 +170,10 @@ def test_one_worker_a_donated_state_and_no_front():
     state = order.init(jax.random.key(0), None)
     state = state._replace(left=jnp.zeros((), jnp.int32))  # as of dealt chunks: nothing is known
     orders = [np.array(s.current) for s in (state, order.next_epoch(state))]
-    reads = ordering.input.read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
-    found = [next(reads) for _ in range(3)]
+    reads = read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
     with pytest.raises(ValueError, match="epoch 0 has been read"):
-        next(reads), next(reads)
-    reads = ordering.input.read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
+        list(reads)
+    reads = read_epochs(np.arange(20), lambda: state, units_per_step=8, num_epochs=2)
     found = []
     for batch in reads:
         found.append(np.asarray(batch))
@@ -216,56 +184,25 @@ def test_one_worker_a_donated_state_and_no_front():
     np.testing.assert_array_equal(np.concatenate(found), np.concatenate(orders))
 
 
-def test_a_position_in_another_order_is_refused():
-    _, positions = train("random_reshuffling", 13, 3, epochs=2)
-    with pytest.raises(ValueError, match="restore the orders' state of the same step"):
-        train("random_reshuffling", 13, 3, state=positions[0][0], saved=positions[7][1])
-
-
-@pytest.mark.parametrize(
-    "options,word",
-    [
-        ({"units_per_step": 14}, "units_per_step is 14"),
-        ({"ahead": 0}, "ahead is 0"),
-        ({"num_epochs": -1}, "num_epochs is -1"),
-        ({"first_load": -1}, "first_load is -1"),
-    ],
-)
-def test_wrong_inputs_are_refused(options, word):
-    start, *_ = order_of("random_reshuffling", 13, 3)
-    options = {"units_per_step": 3} | options
-    with pytest.raises(ValueError, match=word):
-        ordering.input.read_epochs(source_of(13), lambda: start, **options)
-
-
-def test_a_run_goes_on_from_a_load_and_an_error_names_its_own():
-    start, observe, next_epoch = order_of("cd_grab", 13, 3)
-    state = start
-    for t in range(5):
-        state = observe(state, t)
-    state = next_epoch(state)
-    options = {"units_per_step": 3, "num_epochs": 2, "first_load": 7}
-    with ordering.input.read_epochs(source_of(13), lambda: state, **options) as reads:
-        assert (reads.epoch, reads.step) == (1, 2)
-        assert_equal(list(reads), by_hand("cd_grab", 13, 3, 2)[7:])
+def test_an_error_names_its_load():
+    state = order_of("cd_grab")[0]
 
     def fails(orders, first_step, epoch):
         yield orders[:, :3]
         raise OSError(f"no disk in epoch {epoch}")
 
-    reads = ordering.input.read_epochs(fails, lambda: state, **options)
+    reads = read_epochs(fails, lambda: state, units_per_step=3, first_load=7)
+    assert (reads.epoch, reads.step) == (1, 2)
     assert reads.ready(), "nothing loads before the first batch is asked for"
     next(reads)
     wait_for(reads.ready)
-    with pytest.raises(
-        ordering.input.LoadError, match="load 8 failed: OSError: no disk in epoch 1"
-    ):
+    with pytest.raises(LoadError, match="load 8 failed: OSError: no disk in epoch 1"):
         next(reads)
 
 
 def test_whether_the_next_batch_is_there_is_known_over_the_boundary():
-    start, _, next_epoch = order_of("random_reshuffling", 13, 3)
-    state, gates = start, [threading.Semaphore(0) for _ in range(2)]
+    state, _, next_epoch = order_of("random_reshuffling")
+    gates = [threading.Semaphore(0) for _ in range(2)]
 
     def read(orders, first_step, epoch):
         for part in np.split(orders, [3, 6, 9, 12], axis=-1):
@@ -273,8 +210,8 @@ def test_whether_the_next_batch_is_there_is_known_over_the_boundary():
             yield part
 
     options = {"units_per_step": 3, "num_epochs": 2, "timeout": 0.05}
-    with ordering.input.read_epochs(read, lambda: state, **options) as reads:
-        with pytest.raises(ordering.input.LoadError, match="load 0 did not come within 0.05 s"):
+    with read_epochs(read, lambda: state, **options) as reads:
+        with pytest.raises(LoadError, match="load 0 did not come within 0.05 s"):
             next(reads)
         gates[0].release(5)
         for _ in range(5):
@@ -289,7 +226,20 @@ def test_whether_the_next_batch_is_there_is_known_over_the_boundary():
         gates[1].release(4)
         np.testing.assert_array_equal(np.concatenate(list(reads), -1), state.current[:, 3:])
     begun = threading.active_count()
-    with ordering.input.read_epochs(source_of(13), lambda: state, units_per_step=3) as reads:
+    with read_epochs(source_of(), lambda: state, units_per_step=3) as reads:
         next(reads)
         assert threading.active_count() > begun
     assert threading.active_count() == begun, "no thread is left"
+
+
+def reads_with(**options):
+    start = order_of("random_reshuffling")[0]
+    return read_epochs(source_of(), lambda: start, **{"units_per_step": 3} | options)
+
+
+test_wrong_inputs_are_refused = refuses({
+    "a step longer than the epoch": (lambda: reads_with(units_per_step=14), "per_step is 14"),
+    "ahead": (lambda: reads_with(ahead=0), "ahead is 0"),
+    "num_epochs": (lambda: reads_with(num_epochs=-1), "num_epochs is -1"),
+    "first_load": (lambda: reads_with(first_load=-1), "first_load is -1"),
+})  # fmt: skip

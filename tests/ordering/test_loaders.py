@@ -1,0 +1,130 @@
+"""The loaders of others read the steps that orders name, however many processes read."""
+
+import json
+
+import numpy as np
+import pytest
+from absl import flags
+
+from ordering.input import map_dataset, torch_sampler
+from tests.refused import refuses
+from tests.sources import SIZES, assert_same, epoch_of
+
+grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
+
+MIDDLE = SIZES[2]
+# Every process imports JAX: seconds each.
+IN_PROCESSES = [
+    pytest.param(size, count, marks=pytest.mark.slow)
+    for size, count in [(SIZES[0], 1), (MIDDLE, 4), (SIZES[3], 4)]
+]
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+    """Grain's processes ask for flags, which `absl.app.run` parses in a program."""
+    before = flags.FLAGS.is_parsed()
+    flags.FLAGS.mark_as_parsed()
+    yield
+    if not before:
+        flags.FLAGS.unparse_flags()
+
+
+@pytest.mark.parametrize("size,count", [(size, 0) for size in SIZES] + IN_PROCESSES)
+def test_a_dataset_in_several_processes_is_restored_at_every_element(size, count):
+    source, orders, sizes, wanted = epoch_of(size)
+    dataset = map_dataset(source, orders, **sizes)
+    assert_same([dataset[t] for t in range(len(dataset))], wanted)
+    dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+    if count:
+        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=count))
+    reads, states = iter(dataset), []
+    for batch in wanted:
+        states.append(reads.get_state())
+        assert_same([next(reads)], [batch])
+    states.append(reads.get_state())
+    again = iter(dataset)
+    for done, state in enumerate(states):
+        again.set_state(json.loads(json.dumps(state)))
+        assert_same(again, wanted[done:])
+
+
+def test_a_dataset_reads_a_dataset_with_maps_of_its_own_and_has_an_end():
+    examples = grain.MapDataset.source(np.arange(12)).map(lambda i: {"i": i, "square": i * i})
+    dataset = map_dataset(examples, [[3, 0, 5, 1, 2, 4], [0, 1, 2, 3, 4, 5]], units_per_step=4)
+    steps = [np.array([[3, 0, 5, 1], [6, 7, 8, 9]]), np.array([[2, 4], [10, 11]])]
+    assert_same(dataset, [{"i": step, "square": step**2} for step in steps])
+    with pytest.raises(ValueError, match="an order is of one epoch"):
+        dataset.repeat(2)
+    with pytest.raises(ValueError, match="the order is the shuffle"):
+        dataset.shuffle(seed=0)
+    with pytest.raises(IndexError, match="step 2 of an epoch of 2 steps"):
+        list(dataset.map(lambda x: x).repeat(2))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_torch_sampler_is_a_list_per_step(size):
+    source, orders, sizes, wanted = epoch_of(size)
+    sampler = torch_sampler(orders, **sizes)
+    assert len(sampler) == len(wanted)
+    for _ in range(2):
+        found = [source["y"][np.array(i)] for i in sampler]
+        assert_same(found, [b["y"].reshape(-1) for b in wanted])
+    reads, lists = iter(sampler), list(sampler)
+    for done in range(len(wanted) + 1):
+        again = iter(sampler)
+        again.load_state_dict(json.loads(json.dumps(reads.state_dict())))
+        assert list(again) == lists[done:]
+        next(reads, None)
+
+
+def test_a_torch_sampler_asks_for_the_order_of_every_epoch():
+    current, asked = [np.arange(4)], []
+
+    def orders():
+        asked.append(len(asked))
+        return current[0]
+
+    sampler = torch_sampler(orders, units_per_step=2)
+    assert len(sampler) == 2 and len(asked) == 1  # what a loader asks often makes no epoch anew
+    state = iter(sampler).state_dict()
+    assert list(sampler) == [[0, 1], [2, 3]]
+    current[0] = current[0][::-1]
+    assert list(sampler) == [[3, 2], [1, 0]]
+    with pytest.raises(ValueError, match="restore the order's state of the same step"):
+        iter(sampler).load_state_dict(state)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("count", [0, 2])
+def test_torchs_loaders_read_the_steps_and_are_restored_at_every_one(count):
+    data = pytest.importorskip("torch.utils.data", reason="pip install torch")
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
+    source, orders, sizes, wanted = epoch_of(MIDDLE)
+    wanted = [b["y"].reshape(-1) for b in wanted]
+
+    def loader(kind):
+        sampler = torch_sampler(orders, **sizes)
+        return kind(source["y"], batch_sampler=sampler, num_workers=count)
+
+    assert_same([b.numpy() for b in loader(data.DataLoader)], wanted)
+    for done in range(1, len(wanted)):
+        first = loader(stateful.StatefulDataLoader)
+        reads = iter(first)
+        assert_same([next(reads).numpy() for _ in range(done)], wanted[:done])
+        again = loader(stateful.StatefulDataLoader)
+        again.load_state_dict(first.state_dict())
+        assert_same([b.numpy() for b in again], wanted[done:])
+
+
+SIX = np.arange(6)
+test_wrong_inputs_are_refused = refuses({
+    "a long step": (lambda: map_dataset(SIX, SIX, units_per_step=7), "units_per_step is 7"),
+    "a large unit": (
+        lambda: map_dataset(SIX, SIX, units_per_step=2, unit_size=2),
+        "the order names example 11, and the source has 6",
+    ),
+    "no source": (lambda: map_dataset(iter([1]), SIX, units_per_step=2), "is a list_iterator"),
+    "no order": (lambda: torch_sampler([0.5], units_per_step=1), "orders is float64"),
+})  # fmt: skip

@@ -1,0 +1,219 @@
+"""tf.data gives the batches of the plain NumPy loop, and gives them ahead of time."""
+
+import functools
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ordering.input import batches
+from tests.refused import refuses
+from tests.sources import SOURCES, Examples, ManyExamples, assert_same, data, plain_loop
+from tests.waiting import PATIENCE, wait_for
+
+tf = pytest.importorskip("tensorflow")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WAYS = pytest.mark.parametrize("transform", [None, lambda batch, seed: batch])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@WAYS
+def test_equals_the_plain_loop(name, transform):
+    for kind, size, batch_size in ((lambda x: x, 23, 5), (Examples, 20, 5), (ManyExamples, 1, 7)):
+        arrays = SOURCES[name](size)
+        order = np.random.default_rng(1).permutation(size)
+        found = batches(kind(arrays), order, batch_size=batch_size, transform=transform)
+        assert_same(found, plain_loop(arrays, order, batch_size))
+
+
+def test_the_sequence_does_not_depend_on_how_long_reading_takes():
+    class Uneven(Examples):
+        def __getitem__(self, index):
+            time.sleep(0.002 * (index % 5))
+            return super().__getitem__(index)
+
+    arrays, order = data(40), np.random.default_rng(2).permutation(40)
+    found = batches(Uneven(arrays), order, batch_size=3, num_parallel_calls=4)
+    assert_same(found, plain_loop(arrays, order, 3))
+
+
+@WAYS
+def test_text_keeps_its_zeros(transform):
+    texts = [b"abc\0\0", b"", b"\0x", "é"]
+    (found,) = batches(texts, [2, 3, 0, 1], batch_size=4, transform=transform)
+    found = [x.encode() if isinstance(x, str) else x for x in found]
+    assert found == [texts[2], "é".encode(), texts[0], texts[1]]
+    for dtype in ("S3", "U3", object):
+        arrays = np.array(["a", "bcd"], dtype)
+        (found,) = batches(arrays, [1, 0], batch_size=2, transform=transform)
+        assert found.astype("U3").tolist() == ["bcd", "a"]
+
+
+def test_tfds_source():
+    folder = ROOT.parent / "shared" / "data" / "tfds"
+    if not folder.is_dir():
+        pytest.skip("the prepared data sets are not on this machine")
+    tfds = pytest.importorskip("tensorflow_datasets")
+    source = tfds.data_source("mnist", split="test", data_dir=folder)
+    order = np.random.default_rng(0).permutation(len(source))[:50]
+    found = list(batches(source, order, batch_size=20))
+    assert [len(b["label"]) for b in found] == [20, 20, 10]
+    for key in ("image", "label"):
+        expected = np.stack([source[int(i)][key] for i in order])
+        np.testing.assert_array_equal(np.concatenate([b[key] for b in found]), expected)
+
+
+def augment(batch, seed):
+    if tf.random.stateless_uniform([], seed) < 0.5:  # becomes a tf.cond
+        batch = dict(batch, image=batch["image"][:, ::-1])
+    noise = tf.random.stateless_normal(tf.shape(batch["image"]), seed)
+    return {"x": tf.cast(batch["image"], tf.float32) + noise, "both": [batch["more"][1], seed]}
+
+
+def test_transform_depends_on_seed_and_batch_number_only():
+    order = np.random.default_rng(0).permutation(23)
+    read = functools.partial(batches, data(), batch_size=4, transform=augment)
+    once = list(read(order, seed=5))
+    assert [b["both"][1].tolist() for b in once] == [[5, i] for i in range(6)]
+    assert once[0]["x"].shape == (4, 3, 2) and once[-1]["x"].shape == (3, 3, 2)
+    for cut in (0, 1, 4):
+        head, tail = order[: 4 * cut], order[4 * cut :]
+        assert_same([*read(head, seed=5), *read(tail, seed=5, first_batch=cut)], once)
+    other = list(read(order, seed=6))
+    assert not np.array_equal(other[0]["x"], once[0]["x"])
+    assert once[0]["x"][0, 0, 0] % 1 != once[1]["x"][0, 0, 0] % 1
+
+
+def test_transform_decodes_text():
+    images = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 1), dtype=np.uint8)
+    encoded = [tf.io.encode_png(image).numpy() for image in images]
+
+    def decode(texts, seed):
+        return tf.map_fn(tf.io.decode_png, texts, fn_output_signature=tf.uint8)
+
+    found = batches(encoded, [4, 2, 0], batch_size=2, transform=decode)
+    assert_same(found, [images[[4, 2]], images[[0]]])
+
+
+def test_reading_starts_before_the_first_next_and_stops_when_it_is_given_up():
+    source = Examples(np.arange(100))
+    stream = batches(source, np.arange(10, 100), batch_size=2, prefetch=3)
+    wait_for(lambda: {10, 11, 12, 13, 14, 15} <= set(source.asked))
+    assert 99 not in source.asked
+    assert next(stream).tolist() == [10, 11]
+    started = threading.Event()
+
+    class Slow(Examples):
+        def __getitem__(self, index):
+            if self.asked:
+                started.set()
+                time.sleep(0.01)
+            return super().__getitem__(index)
+
+    source = Slow(np.arange(1000))
+    stream = batches(source, np.arange(1000), batch_size=1)
+    assert started.wait(PATIENCE)
+    del stream  # waits for the reading threads
+    asked = len(source.asked)
+    time.sleep(0.1)
+    assert len(source.asked) == asked < 1000
+
+
+@pytest.mark.slow
+def test_the_interpreter_ends_while_an_iterator_reads():
+    """And TensorFlow is imported only where it is used."""
+    code = """
+import sys, time, numpy as np, ordering
+print("tensorflow" in sys.modules)
+class Slow:
+    def __len__(self): return 1000
+    def __getitem__(self, i):
+        time.sleep(0.02)
+        return np.zeros(2)
+stream = ordering.input.batches(Slow(), np.arange(1000), batch_size=2)
+next(stream)
+print("end")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "False\nend\n"), done.stderr
+
+
+@pytest.mark.parametrize("kind", [Examples, ManyExamples])
+@WAYS
+@pytest.mark.parametrize("error", [OSError("disk 7 is gone"), StopIteration("disk 7 is gone")])
+def test_a_source_that_fails(kind, transform, error):
+    source = kind(np.arange(20), fail_at=13, error=error)
+    stream = batches(source, [1, 2, 13, 4, 5], batch_size=2, first_batch=6, transform=transform)
+    assert next(stream).tolist() == [1, 2]
+    with pytest.raises(RuntimeError, match=r"batch 7, examples \[13  4\].*disk 7") as caught:
+        next(stream)
+    assert caught.value.__cause__ is error
+
+
+class Short(ManyExamples):
+    def __getitems__(self, indices):
+        return super().__getitems__(indices[:1])
+
+
+def at_most_three(batch, seed):
+    tf.debugging.assert_less(batch, 3, message="three is too much")
+    return batch
+
+
+RAGGED, KEPT = [np.zeros(2), np.zeros(2), np.zeros(3)], lambda batch, seed: batch
+FAILING = {  # the second batch of two examples
+    "shapes in a batch": (RAGGED, None, r"examples \[2 0\]: ValueError.*same shape"),
+    "shapes in a tensor": (RAGGED, KEPT, r"examples \[2 0\]: ValueError.*same shape"),
+    "types": ([1, 2, 2.5], KEPT, r"examples \[2 0\]: .* differ from the first"),
+    "structures": ([(1, 2), (1, 2), {"a": 1}], KEPT, r"examples \[2 0\]: ValueError"),
+    "a transform": (
+        np.int32([0, 0, 3]),
+        at_most_three,
+        r"batch 1, examples \[2 0\].*three is too much",
+    ),
+}
+
+
+@pytest.mark.parametrize("source,transform,message", FAILING.values(), ids=FAILING)
+def test_examples_that_do_not_fit_together(source, transform, message):
+    stream = batches(source, [0, 1, 2, 0], batch_size=2, transform=transform)
+    next(stream)
+    with pytest.raises(RuntimeError, match=f"(?s){message}"):
+        next(stream)
+
+
+def test_a_source_that_reads_too_few():
+    with pytest.raises(RuntimeError, match="gave 1 examples for 2"):
+        next(batches(Short(np.arange(4)), [0, 1], batch_size=2))
+
+
+def of(indices, source=None, **sizes):
+    source = np.arange(3) if source is None else source
+    return lambda: batches(source, indices, **{"batch_size": 1} | sizes)
+
+
+test_bad_input = refuses({
+    "no batch": (of([0], batch_size=0), "batch_size is 0"),
+    "a part": (of([0], batch_size=1.5), "batch_size is 1.5"),
+    "prefetch": (of([0], prefetch=0), "prefetch is 0"),
+    "first_batch": (of([0], first_batch=-1), "first_batch is -1"),
+    "calls": (of([0], num_parallel_calls=0), "num_parallel_calls is 0"),
+    "too large": (of([0, 3]), "index 3 is out of range: the source has 3"),
+    "negative": (of([-1], Examples(np.arange(3))), "index -1 is out of range"),
+    "floats": (of([0.0, 1.0]), r"indices is float64\[2\]"),
+    "bools": (of([True]), r"indices is bool\[1\]"),
+    "axes": (of([[0]]), r"indices is int64\[1, 1\]"),
+})  # fmt: skip
+
+
+def test_without_tensorflow(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ImportError, match=r"pip install 'syncopate\[data\]'"):
+        batches(np.arange(3), [0], batch_size=1)
