@@ -14,7 +14,7 @@ al. 2023: the optimum is computed, every order is also shown at its own best lea
 independent balance and the unzip order stand beside as controls.
 """
 
-from experiments.results import columns, plots
+from experiments.results import plots, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import study
 from experiments.study.study import Study, arm_of
@@ -25,9 +25,9 @@ STUDY = Study(
     recipe="digits",
     criterion=Criterion("train/loss", lower=True, when="lowest"),
     finalists=None,
-    columns=columns.ORDER_COLUMNS,
+    columns=tables.ORDER_COLUMNS,
     panels=plots.ORDER_PANELS,
-    sections=(columns.diverged_rates,),
+    sections=(report.diverged_rates,),
 )
 
 

@@ -28,9 +28,9 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from experiments.results import columns, plots, statistics
+from experiments.results import plots, report, statistics
 from experiments.results.statistics import Comparison, Criterion, interval, last, spent
-from experiments.results.tables import markdown, name_of, times
+from experiments.results.tables import COMBINED_COLUMNS, markdown, name_of, times
 from experiments.study import cost, flags, study, tables
 from experiments.study.factorials import FACTORS
 from experiments.study.study import Arm, Study, arm_of
@@ -110,7 +110,7 @@ def no_effects(comparison: Comparison) -> str:
     whole = [len(of) for of in factors] == [2, 2, 2] and [*itertools.product(*factors)] == levels
     if not whole or len({tuple(own.runs) for own in arms}) > 1:
         return "they are of the eight arms of two levels, with the same seeds at their best rates"
-    lost = columns.late(comparison)
+    lost = report.late(comparison)
     return f"{', '.join(lost)} never arrive with some seed" if lost else ""
 
 
@@ -181,9 +181,9 @@ STUDY = Study(
     arms_of(FIRST, ("cd_grab", "qsr", "diffusion+cosine")),
     recipe="digits_cosine",
     criterion=Criterion("train/loss"),
-    columns=columns.COMBINED_COLUMNS,
+    columns=COMBINED_COLUMNS,
     panels=plots.COMBINED_PANELS,
-    sections=(columns.target_line, effects_table, effects_picture),
+    sections=(report.target_line, effects_table, effects_picture),
 )
 
 

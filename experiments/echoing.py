@@ -28,7 +28,7 @@ and computation and no network. lambda of the proximal arms is not tuned.
 
 from absl import app
 
-from experiments.results import columns, plots, tables
+from experiments.results import plots, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import study
 from experiments.study.study import Arm, Study, arm_of
@@ -63,11 +63,11 @@ STUDY = Study(
     ARMS,
     recipe="digits_wide",
     criterion=Criterion("valid/accuracy", lower=False, when="target"),
-    columns=columns.ECHO_COLUMNS,
+    columns=tables.ECHO_COLUMNS,
     panels=plots.ECHO_PANELS,
     sections=(
-        tables.times_faster,
-        columns.rates_tried(),
+        report.times_faster,
+        report.rates_tried(),
         plots.time_to_target,
     ),
     usual=USUAL,

@@ -25,7 +25,7 @@ augmentation, growth = alpha / peak rate fixed per setting instead of tuned, and
 device, so that seconds show the computation and no network.
 """
 
-from experiments.results import columns, plots, tables
+from experiments.results import plots, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import study
 from experiments.study.study import Study, arm_of
@@ -38,9 +38,9 @@ STUDY = Study(
     {name: arm_of(name) for name in RULES},
     recipe="digits_mlp",
     criterion=Criterion("valid/accuracy", lower=False),
-    columns=columns.SYNC_COLUMNS,
+    columns=tables.SYNC_COLUMNS,
     panels=plots.SYNC_PANELS,
-    sections=(columns.rates_tried("rule"), tables.against),
+    sections=(report.rates_tried("rule"), report.against),
 )
 
 

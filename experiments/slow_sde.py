@@ -227,7 +227,7 @@ def table(found: Sequence[Mapping], name: str) -> str:
                 off = [100 * (end / r["limit"] - 1) for end in r["end"]]
                 row[f"theory at {least:g}"] = f"{r['theory']:.4f}"
                 row["theory, η → 0"] = f"{r['limit']:.4f}"
-                row["off / %"] = tables.show(off, "{:+.1f}").replace("± +", "± ")
+                row["off / %"] = tables.show(off, "{:+.1f}")
                 row["drift"] = tables.show(r["drift"], "{:.3f}")
                 row["theory's drift"] = f"{r['limit_drift']:.3f}"
     return tables.markdown([*rows.values()])

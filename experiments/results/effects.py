@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.columns import fastest
 from experiments.results.rule import NOT_RUN, NOTHING, UNDECIDED, Effect
-from experiments.results.statistics import Comparison, Criterion, compare, last, spent
+from experiments.results.statistics import Comparison, Criterion, compare, fastest, last, spent
 
 CONTROLS = ("unzip", "id_mean", "id_pair")  # of CD-GraB
 NO_ECHO = ("local", "larger_lr", "accumulate")  # what might do the work of echoing

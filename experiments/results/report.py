@@ -6,6 +6,7 @@ runs, so it can be mailed, archived and printed.
 
 import base64
 import html
+import math
 import os
 import pathlib
 import shlex
@@ -13,9 +14,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from experiments.cluster import files
-from experiments.results import archive, plots, records, tables
-from experiments.results.statistics import Comparison
-from experiments.results.tables import Column
+from experiments.results import archive, plots, records, statistics, tables
+from experiments.results.statistics import Comparison, last, spent
+from experiments.results.tables import Column, faster, form_of, markdown, name_of, rounded, show
+from experiments.tasks.metrics import METRICS
 
 TABLE = "table.md"
 SHOWN = ("settings.json", "versions.json")
@@ -136,3 +138,92 @@ def command_line() -> str:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
     return shlex.join(start + sys.argv[1:])
+
+
+# A section is a function of the comparison that gives the text below the main table, (file name,
+# text), or for a picture (file name, function of a path and a title that draws it).
+def late(comparison: Comparison) -> list[str]:
+    """The arms that are not at the target with every seed."""
+    arms = comparison.at(comparison.speeds[0])
+    return [own.label for own in arms if math.inf in spent(comparison, own.runs, "step").values()]
+
+
+def target_line(comparison: Comparison) -> str:
+    """Section: the target of the main table."""
+    lost = late(comparison)
+    who = f"{', '.join(lost)} do not reach" if lost else "every arm reaches"
+    return f"Target: {statistics.target_of(comparison):.4g}, which {who} with every seed."
+
+
+def diverged_rates(comparison):
+    """A line per learning rate at which an arm diverged."""
+    arms = comparison.at()
+    lines = [f"{own.label} diverged at learning rate {r:g}." for own in arms for r in own.diverged]
+    return "\n\n".join(lines)
+
+
+def against(comparison: Comparison) -> str:
+    """Section: the test metric of every arm less the baseline's, paired by seed."""
+    metric, base, rows = statistics.metric_of(comparison), comparison.baseline(), []
+    scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
+
+    def ends(of):
+        return {seed: last(run, f"test/{metric}") for seed, run in of.runs.items()}
+
+    for own in comparison.at():
+        pairs = statistics.paired(ends(own), ends(base))
+        if own.arm != base.arm and len(pairs):
+            less = show(scale * (pairs[:, 0] - pairs[:, 1]), "{:+.2f}")
+            rows.append({f"{unit} against {base.label}": own.label, METRICS[metric].label: less})
+    return markdown(rows) if rows else ""
+
+
+def times_faster(comparison: Comparison) -> str:
+    """Section: how many times faster than the baseline an arm is at the target, by speed."""
+    head, rows = f"times faster than {next(iter(comparison.arms.values()))}", []
+    for arm, label in comparison.arms.items():
+        row = {head: label}
+        for speed in comparison.speeds:
+            own = comparison.chosen.get((arm, speed))
+            row[f"R = {speed:g}"] = faster(comparison, own, who=True) if own else "-"
+        rows.append(row)
+    return markdown(rows)
+
+
+def rates_tried(head: str = "arm"):
+    """A table per speed of what chose the learning rates."""
+
+    def section(comparison):
+        criterion, parts = comparison.criterion, []
+        what = f"mean {name_of(criterion.scalar)}"
+        if criterion.when == "target":
+            what = "mean steps to the target on the validation half"
+        for speed in comparison.speeds:
+            start = "Tuning" if speed is None else f"R = {speed:g}, tuning"
+            title = f"{start}: {what} at every learning rate (seeds)"
+            parts.append(f"{title}\n\n{sweep(comparison, speed, head)}")
+        return "\n\n".join(parts)
+
+    return section
+
+
+def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm") -> str:
+    """What chose the rates: the criterion at every learning rate, in brackets the seeds if many."""
+    at, criterion = comparison.at(speed), comparison.criterion
+    rates = sorted({rate for own in at for rate in own.tried})
+
+    def cell(own, rate):
+        if rate in own.diverged:
+            return "diverged"
+        runs = statistics.runs_of(comparison.records, own.arm, speed).get(rate)
+        if not runs:
+            return "-"
+        late, mean = statistics.score([*runs.values()], criterion)
+        if late:
+            return f"{len(runs) - late:.0f} of {len(runs)} arrive"
+        target = criterion.when == "target"
+        mean = mean if target or criterion.lower else -mean
+        text = rounded(mean, "{:.0f}" if target else form_of(criterion.scalar))
+        return text + (f" ({len(runs)})" if len(runs) > 1 else "")
+
+    return markdown([{head: own.label} | {f"lr {r:g}": cell(own, r) for r in rates} for own in at])

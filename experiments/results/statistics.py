@@ -203,6 +203,13 @@ def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[in
     return to_target(runs, tested(comparison.criterion), target_of(comparison), name)
 
 
+def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
+    """(rate, runs by seed) with which most seeds and then the fewest steps reach the target."""
+    criterion = comparison.criterion._replace(when="target", target=target_of(comparison))
+    best = best_rate(comparison.records, arm, None, criterion)
+    return best, tuned(comparison.records, arm).get(best, {})
+
+
 def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
     """float64[seeds, 2]: what both have, in the first one's order."""
     return np.array([(own[seed], base[seed]) for seed in own if seed in base], float).reshape(-1, 2)

@@ -1,17 +1,16 @@
-"""One way to tabulate: columns as data, Markdown, and how numbers with intervals are written."""
+"""One way to tabulate: columns as data, and how numbers with intervals are written."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.statistics import Chosen, Comparison, interval, spent
+from experiments.results.statistics import Chosen, Comparison, fastest, interval, last, spent
 from experiments.tasks.metrics import METRICS
 
 NAMES = {
-    "train/loss": "train loss",
     "train/above_optimum": "train loss above the optimum",
     "train/batch_loss": "loss of the batch",
     "bound/linf": "parallel herding bound, L∞",
@@ -41,76 +40,160 @@ def table(comparison: Comparison, columns: Sequence[Column], speed: float | None
             head = head if isinstance(head, str) else head(comparison)
             row[head] = cell(comparison, own) if own.runs or always else "-"
         for name in statistics.everywhere(comparison):
-            ends = [statistics.last(run, f"test/{name}") for run in own.runs.values()]
-            row.setdefault(METRICS[name].label, show(ends, METRICS[name].form))
+            form = METRICS[name].form
+            row.setdefault(METRICS[name].label, show(_lasts(own, f"test/{name}"), form))
         rows.append(row)
     return markdown(rows)
 
 
-def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm") -> str:
-    """What chose the rates: the criterion at every learning rate, in brackets the seeds if many."""
-    at, criterion = comparison.at(speed), comparison.criterion
-    rates = sorted({rate for own in at for rate in own.tried})
-
-    def cell(own, rate):
-        if rate in own.diverged:
-            return "diverged"
-        runs = statistics.runs_of(comparison.records, own.arm, speed).get(rate)
-        if not runs:
-            return "-"
-        late, mean = statistics.score([*runs.values()], criterion)
-        if late:
-            return f"{len(runs) - late:.0f} of {len(runs)} arrive"
-        target = criterion.when == "target"
-        mean = mean if target or criterion.lower else -mean
-        text = rounded(mean, "{:.0f}" if target else form_of(criterion.scalar))
-        return text + (f" ({len(runs)})" if len(runs) > 1 else "")
-
-    return markdown([{head: own.label} | {f"lr {r:g}": cell(own, r) for r in rates} for own in at])
+# Columns.
+def arm(head: str) -> Column:
+    return Column(head, lambda comparison, own: own.label, always=True)
 
 
-def against(comparison: Comparison) -> str:
-    """Section: the test metric of every arm less the baseline's, paired by seed."""
-    metric, base = statistics.metric_of(comparison), comparison.baseline()
-    scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
-    rows = []
-    for own in comparison.at():
-        ends = ({s: statistics.last(run, f"test/{metric}") for s, run in of.runs.items()}
-                for of in (own, base))  # fmt: skip
-        less = statistics.paired(*ends)
-        if own.arm != base.arm and len(less):
-            text = show(scale * (less[:, 0] - less[:, 1]), "{:+.2f}").replace("± +", "± ")
-            rows.append({f"{unit} against {base.label}": own.label, METRICS[metric].label: text})
-    return markdown(rows) if rows else ""
+def rate(head: str, *, edge: bool = True) -> Column:
+    """The arm's own learning rate; edge: say where it is at the border of those tried."""
+
+    def cell(comparison, own):
+        if own.rate is None:
+            return "all diverge"
+        at_edge = edge and len(own.tried) > 1 and own.rate in (own.tried[0], own.tried[-1])
+        return f"{own.rate:g}{' (edge)' * at_edge}"
+
+    return Column(head, cell, always=True)
 
 
-def times_faster(comparison: Comparison) -> str:
-    """Section: how many times faster than the baseline an arm is at the target, by speed."""
-    chosen, speeds = comparison.chosen, comparison.speeds
-    head = f"times faster than {next(iter(comparison.arms.values()))}"
-
-    def cell(own):
-        return faster(comparison, own, missing="arrive") if own else "-"
-
-    return markdown([
-        {head: label} | {f"R = {speed:g}": cell(chosen.get((arm, speed))) for speed in speeds}
-        for arm, label in comparison.arms.items()
-        if any((arm, speed) in chosen for speed in speeds)
-    ])  # fmt: skip
+def mean(head, form: str, values: Callable, word: str = "") -> Column:
+    """The mean over seeds of `(comparison, arm) -> values`, as of `show`."""
+    return Column(head, lambda comparison, own: show(values(comparison, own), form, word))
 
 
-def faster(comparison: Comparison, own: Chosen, missing: str = "") -> str:
-    """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none."""
+def end(head: str, scalar: str, form: str) -> Column:
+    """The last value of a scalar."""
+    return mean(head, form, lambda comparison, own: _lasts(own, scalar))
+
+
+def metric(form: str) -> Column:
+    """The last value of the metric that is reported, on the test set."""
+
+    def name(comparison):
+        return f"test/{statistics.metric_of(comparison)}"
+
+    return mean(lambda c: name_of(name(c)), form, lambda c, own: _lasts(own, name(c)))
+
+
+def to_target(head: str, name: str, form: str, word: str = "") -> Column:
+    """What it takes to the target, or how many seeds get there."""
+    return mean(head, form, lambda c, own: spent(c, own.runs, name).values(), word)
+
+
+def _lasts(own, scalar):
+    return [last(run, scalar) for run in _measured(own, scalar)]
+
+
+def _measured(own, name):
+    """Its runs; of seconds, those that were timed alone."""
+    return (statistics.timed(own.runs) if name == "seconds" else own.runs).values()
+
+
+def _fastest_spent(name):
+    return lambda c, own: spent(c, fastest(c, own.arm)[1], name).values()
+
+
+def _same_rate(comparison, own):
+    """At the baseline's rate, or at the arm's own if it did not train with that."""
+    runs = statistics.tuned(comparison.records, own.arm).get(comparison.baseline().rate, own.runs)
+    return spent(comparison, runs, "epoch").values()
+
+
+def _times_fewer(comparison, own):
+    runs = (fastest(comparison, of.arm)[1] for of in (own, comparison.baseline()))
+    pairs = statistics.paired(*(spent(comparison, of, "epoch") for of in runs))
+    return pairs[:, 1] / np.maximum(pairs[:, 0], 1) if np.isfinite(pairs).all() else ()
+
+
+ORDER_COLUMNS = (
+    arm("order"),
+    rate("best lr", edge=False),
+    mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}",
+         lambda c, own: statistics.lowest([*own.runs.values()], c.criterion)),
+    mean(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "{:.0f}", _same_rate),
+    Column("own lr", lambda c, own: f"{fastest(c, own.arm)[0]:g}"),
+    mean("epochs, own lr", "{:.0f}", _fastest_spent("epoch")),
+    mean("times fewer", "{:.1f}", _times_fewer),
+    mean("seconds, own lr", "{:.2f}", _fastest_spent("seconds")),
+    metric("{:.4f}"),
+    end("last bound L∞", "bound/linf", "{:.2f}"),
+)  # fmt: skip
+
+
+def faster(comparison: Comparison, own: Chosen, *, who: bool = False) -> str:
+    """Seconds of the baseline to the target over the arm's, paired by seed; "-" where none.
+
+    Args:
+      who: say how many seeds arrive where not all do.
+    """
     base = comparison.baseline(own.speed)
     taken, before = (spent(comparison, of.runs, "seconds") if of else {} for of in (own, base))
-    late = sum(map(math.isinf, taken.values()))
-    if late and missing:
-        return f"{len(taken) - late} of {len(taken)} {missing}"
-    if late or not set(taken) & set(before) or any(map(math.isinf, before.values())):
+    if math.inf in taken.values():
+        return show(taken.values(), "", "arrive") if who else "-"
+    if not set(taken) & set(before) or math.inf in before.values():
         return "-"
     return times(statistics.log_ratios(before, taken))
 
 
+def _per_step(own, name) -> list[float]:
+    return [run[-1][name] / run[-1]["step"] for run in _measured(own, name)]
+
+
+def _each(found, form: str) -> str:
+    """What seeds have, each number once: they seldom differ."""
+    return ", ".join(form.format(v) for v in sorted(set(found))) or "-"
+
+
+def _periods(comparison, own):
+    plan = comparison.plans.get(own.arm)
+    return f"{plan.periods.min()} to {plan.periods.max()}" if plan else "-"
+
+
+SYNC_COLUMNS = (
+    arm("rule"),
+    rate("peak lr"),
+    Column("seeds", lambda c, own: f"{len(own.runs)}"),
+    metric("{:.4f}"),
+    end("train loss", "train/loss", "{:.4f}"),
+    Column("volume", lambda c, own: _each(_per_step(own, "rounds"), "{:.2%}")),
+    Column("rounds", lambda c, own: _each(_lasts(own, "rounds"), "{}")),
+    Column("H", _periods),
+    end("seconds", "seconds", "{:.1f}"),
+    end("last drift", "drift", "{:.4f}"),
+    Column("diverged", lambda c, own: ", ".join(f"{r:g}" for r in own.diverged) or "-", True),
+)
+ECHO_COLUMNS = (
+    arm("arm"),
+    rate("lr"),
+    to_target("seconds", "seconds", "{:.2f}", "arrive"),
+    Column(lambda c: f"times faster than {next(iter(c.arms.values()))}", faster),
+    to_target("loads", "loads", "{:.0f}", "arrive"),
+    to_target("steps", "step", "{:.0f}", "arrive"),
+    to_target("rounds", "rounds", "{:.0f}", "arrive"),
+    mean("ms per step", "{:.2f}", lambda c, own: [1e3 * s for s in _per_step(own, "seconds")]),
+    Column("loads per step", lambda c, own: f"{interval(_per_step(own, 'loads'))[0]:.2f}"),
+)
+COMBINED_COLUMNS = (
+    arm("arm"),
+    rate("best lr"),
+    mean(lambda c: f"last {name_of(c.criterion.scalar)}", "{:.3g}",
+         lambda c, own: _lasts(own, c.criterion.scalar)),
+    metric("{:.4g}"),
+    to_target("steps to the target", "step", "{:.0f}"),
+    to_target("loads", "loads", "{:.0f}"),
+    to_target("sent, in all-reduces", "allreduces", "{:.0f}"),
+    to_target("seconds", "seconds", "{:.2f}"),
+)  # fmt: skip
+
+
+# Numbers and names.
 def times(logs, *, exact: bool = False) -> str:
     """A geometric mean of ratios and its interval, from logarithms; exact: even where it is 0."""
     mean, half = interval(logs)
@@ -119,25 +202,24 @@ def times(logs, *, exact: bool = False) -> str:
     return f"{np.exp(mean):.2f}" + bounds * shown
 
 
-def show(found, form: str) -> str:
-    """Mean and half width of the 95 % interval over seeds; "-" where there is nothing."""
+def show(found: Iterable[float], form: str, word: str = "") -> str:
+    """Mean and half width of the 95 % interval over seeds; "-" where there is nothing.
+
+    Of what a target takes, where inf is a seed that never arrives: how many do, and the word.
+    """
+    found = [*found]
+    if late := sum(map(math.isinf, found)):
+        return f"{len(found) - late} of {len(found)} {word}".rstrip()
     mean, half = interval(found)
     if math.isnan(mean):
         return "-"
-    return rounded(mean, form) + ("" if math.isnan(half) else f" ± {form.format(half)}")
+    spread = "" if math.isnan(half) else f" ± {form.replace('+', '').format(half)}"
+    return rounded(mean, form) + spread
 
 
 def rounded(mean: float, form: str) -> str:
     """Ties go up: records have six digits, and their binary tails shall decide nothing."""
     return form.format(mean + 1e-12 * abs(mean))
-
-
-def show_reached(found: Mapping[int, float], form: str, word: str = "") -> str:
-    """Mean and interval if all seeds arrived, else how many did."""
-    late = sum(map(math.isinf, found.values()))
-    if late:
-        return f"{len(found) - late} of {len(found)} {word}".rstrip()
-    return show(found.values(), form)
 
 
 def name_of(scalar: str) -> str:
@@ -163,12 +245,7 @@ def markdown(rows: Sequence[Mapping]) -> str:
 
 
 def show_bytes(number: float) -> str:
-    """Bytes in three digits.
-
-    Example:
-      >>> show_bytes(2600)
-      '2.6 kB'
-    """
+    """Bytes in three digits, as "2.6 kB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.3g} {unit}"

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.results import archive, columns, plots, statistics
+from experiments.results import archive, plots, report, statistics, tables
 from experiments.results.claims import RUNS
 from experiments.results.rule import MATTERS, UNDECIDED, VERDICTS, Claim, Verdict, history
 from experiments.results.statistics import Comparison
@@ -16,9 +16,9 @@ from experiments.results.tables import markdown, table
 PICTURE = "results.png"
 ALL = "../experiments/README.md#verdicts"
 STUDIES = {  # (heading, columns)
-    "cd_grab": ("Orders", columns.ORDER_COLUMNS),
-    "qsr": ("Synchronisation", columns.SYNC_COLUMNS),
-    "echoing": ("Echoing", columns.ECHO_COLUMNS),
+    "cd_grab": ("Orders", tables.ORDER_COLUMNS),
+    "qsr": ("Synchronisation", tables.SYNC_COLUMNS),
+    "echoing": ("Echoing", tables.ECHO_COLUMNS),
 }
 
 
@@ -193,7 +193,7 @@ def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOL
         return "\n\n".join([*parts, f"Tables and pictures: [{run.tables}]({run.tables})."])
     study = comparison.records[0]["study"]
     parts += [table(comparison, STUDIES[study][1], speed) for speed in comparison.speeds]
-    parts += [columns.diverged_rates(comparison)]
+    parts += [report.diverged_rates(comparison)]
     if study == "cd_grab":
         parts += [f"![{run.title}](../docs/orders_{name}.png)"]
     return "\n\n".join(filter(None, parts))

@@ -107,7 +107,7 @@ CHANGES = {
     "a new echo policy": "ordering/echo/plans.py",
     "a published setting of hyper-parameters": "experiments/study/recipes.py",
     "a new scalar in every record, table and picture": "experiments/tasks/metrics.py",
-    "a new column of the tables": "experiments/results/columns.py",
+    "a new column of the tables": "experiments/results/tables.py",
     "something done in every training step": "experiments/training/step.py",
     "a new event at which the host must stop the devices": "experiments/training/timeline.py",
     "what is kept in a checkpoint": "experiments/training/checkpoint.py",

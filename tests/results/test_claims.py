@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments import cd_grab, echoing, herding, qsr
-from experiments.results import columns, statistics
+from experiments.results import statistics
 from experiments.results.statistics import Criterion
 from experiments.study import recipes, search, trainer
 from experiments.study.study import sync_plans
@@ -33,7 +33,7 @@ def test_coordination_needs_a_third_of_the_epochs_on_digits():
     runs, best = {c.arm: c.runs for c in found.at()}, {}
     epochs = {  # to the best of D-RR, each at the rate that gets there first
         arm: np.mean(
-            list(statistics.spent(found, columns.fastest(found, arm)[1], "epoch").values())
+            list(statistics.spent(found, statistics.fastest(found, arm)[1], "epoch").values())
         )
         for arm in runs
     }

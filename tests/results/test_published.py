@@ -6,7 +6,7 @@ import pytest
 from absl import flags
 
 from experiments import advise, combined, verdicts
-from experiments.results import archive, columns, tables
+from experiments.results import archive, report, tables
 from experiments.study import cost, factorials
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -34,8 +34,8 @@ def test_the_tables_of_the_readme_are_up_to_date():
 def test_the_factorials(name):
     comparison, whole = archive.load(f"combined_{name}"), page("combined.md")
     assert len(comparison.chosen) == 8
-    check(tables.table(comparison, columns.COMBINED_COLUMNS), whole)
-    check(columns.target_line(comparison), whole)
+    check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
+    check(report.target_line(comparison), whole)
     for section in (combined.effects_table, combined.priced_table(cost.machines(4.0, 2.0))):
         check(section(comparison)[1], whole)
     assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
@@ -57,16 +57,16 @@ def test_the_map_of_machines():
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_the_rules_of_local_steps(name):
     comparison, whole = archive.load(f"qsr_cifar10_{name}"), page("local_steps.md")
-    check(tables.table(comparison, columns.SYNC_COLUMNS), whole)
-    check(tables.sweep(comparison, head="rule"), whole)
-    check(tables.against(comparison), whole)
+    check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
+    check(report.sweep(comparison, head="rule"), whole)
+    check(report.against(comparison), whole)
 
 
 @pytest.mark.parametrize("name", ["resnet", "mobilenet", "shakespeare"])
 def test_the_arms_of_slow_input(name):
     comparison, whole = archive.load(f"echo_{name}"), page("echoing.md")
-    check(tables.times_faster(comparison), whole)
+    check(report.times_faster(comparison), whole)
     assert comparison.speeds == (2, 8)
     for speed in comparison.speeds:
-        check(tables.table(comparison, columns.ECHO_COLUMNS, speed), whole)
-        check(tables.sweep(comparison, speed), whole)
+        check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
+        check(report.sweep(comparison, speed), whole)

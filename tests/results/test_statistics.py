@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import combined
-from experiments.results import columns, plots, report, statistics, tables
+from experiments.results import plots, report, statistics, tables
 from experiments.results.statistics import Criterion, compare
 from experiments.study import cost
 from experiments.tasks import metrics
@@ -44,7 +44,7 @@ def orders():
 
 
 def test_epochs_to_the_baselines_best_are_counted(orders):
-    rows = cells(tables.table(compare(orders, ARMS, LOWEST), columns.ORDER_COLUMNS))
+    rows = cells(tables.table(compare(orders, ARMS, LOWEST), tables.ORDER_COLUMNS))
     rr, balanced, unzip = rows["D-RR"], rows["CD-GraB"], rows["unzip control"]
     assert rr["best lr"] == "0.1" and rr["epochs, own lr"] == "3 ± 0"
     assert balanced["best lr"] == "0.1" and balanced["own lr"] == "0.2"
@@ -84,12 +84,12 @@ def test_a_rate_at_which_a_seed_diverges_is_out():
     kept += run("rr", 0.2, 2, [3], diverged="loss is nan")
     assert statistics.finalists(kept, "rr", None, last, 2) == [0.4, 0.1]
     assert statistics.best_rate(kept, "rr", None, last) == 0.4
-    assert "diverged" in tables.sweep(compare(kept, {"rr": "D-RR"}, last))
+    assert "diverged" in report.sweep(compare(kept, {"rr": "D-RR"}, last))
     lost = run("cd_grab", 0.2, 0, [3], diverged="loss is nan")
     compared = compare(kept + lost, {"rr": "D-RR", "cd_grab": "CD-GraB"}, LOWEST)
-    row = cells(tables.table(compared, columns.ORDER_COLUMNS))["CD-GraB"]
+    row = cells(tables.table(compared, tables.ORDER_COLUMNS))["CD-GraB"]
     assert row["best lr"] == "all diverge" and row["epochs, own lr"] == "-"
-    assert columns.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
+    assert report.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
 
 
 def test_the_first_record_at_a_target_counts():
@@ -113,11 +113,11 @@ def test_who_arrives_with_most_seeds_and_fewest_steps_is_chosen():
     told = both("rr", 0.1, [1, 0.4], phase="report", speed=2.0, **{"test/accuracy": 0.6})
     compared = compare(first + late + told, {"rr": "no echo"}, goal)
     assert compared.at(2.0)[0].runs.keys() == {0, 1}
-    swept = cells(tables.sweep(compared, 2.0))["no echo"]
+    swept = cells(report.sweep(compared, 2.0))["no echo"]
     assert [swept[f"lr {rate}"] for rate in (0.1, 0.2, 0.4)] == [
         "5 (2)", "1 of 2 arrive", "0 of 1 arrive",
     ]  # fmt: skip
-    row = cells(tables.table(compared, columns.ECHO_COLUMNS, 2.0))["no echo"]
+    row = cells(tables.table(compared, tables.ECHO_COLUMNS, 2.0))["no echo"]
     assert row["lr"] == "0.1 (edge)" and row["steps"] == "0 ± 0"  # on the half that is reported
 
 
@@ -127,15 +127,15 @@ def test_what_every_task_measures_is_a_column_and_a_panel(orders, monkeypatch, t
     kept = [r | {"test/calibration": 2.5} for r in orders]
     compared = compare(kept, ARMS, LOWEST)
     assert statistics.metric_of(compared) == "accuracy"
-    for named in (columns.ORDER_COLUMNS, columns.SYNC_COLUMNS, columns.COMBINED_COLUMNS):
+    for named in (tables.ORDER_COLUMNS, tables.SYNC_COLUMNS, tables.COMBINED_COLUMNS):
         assert {row["calibration"] for row in cells(tables.table(compared, named)).values()} == {
             "2.5 ± 0.0"
         }
     rows = plots._rows(compared, plots.ORDER_PANELS, None)
     assert [scalar for scalar, _ in rows] == ["train/loss", "test/accuracy", "test/calibration"]
     text = report.write(
-        compared, str(tmp_path), title="all", columns=columns.ORDER_COLUMNS,
-        panels=plots.ORDER_PANELS, sections=(columns.rates_tried("order"),),
+        compared, str(tmp_path), title="all", columns=tables.ORDER_COLUMNS,
+        panels=plots.ORDER_PANELS, sections=(report.rates_tried("order"),),
     )  # fmt: skip
     assert text in (tmp_path / "table.md").read_text()
     names = {"table.md", "comparison.png", "comparison.json", "report.html"}
@@ -176,7 +176,7 @@ def test_what_has_no_effects_is_said():
     values[1, 1, 1] = 8  # of a target of 2
     kept, arms = eight(values)
     compared = compare(kept, arms, Criterion(when="target", target=2.0))
-    assert "arm 7 do not reach" in columns.target_line(compared)
+    assert "arm 7 do not reach" in report.target_line(compared)
     assert "arm 7 never arrive" in combined.effects_table(compared)[1]
     assert combined.effects_picture(compared)[1] == ""
     priced = combined.priced_table(cost.machines(4.0, 2.0))(compared)[1]

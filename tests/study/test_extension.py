@@ -100,7 +100,7 @@ STUDY = '''"""Does going to and fro help?
     python -m experiments.to_and_fro
 """
 
-from experiments.results import columns, plots
+from experiments.results import plots, tables
 from experiments.results.statistics import Criterion
 from experiments.study import study
 from experiments.study.study import Arm, Study
@@ -115,7 +115,7 @@ STUDY = Study(
     ARMS,
     recipe="blobs",
     criterion=Criterion("train/loss"),
-    columns=columns.SYNC_COLUMNS,
+    columns=tables.SYNC_COLUMNS,
     panels=(plots.Panel("train/loss", ("step", "rounds")),),
 )
 
