@@ -12,8 +12,8 @@ those with the nearest number of units per worker and step), and prints the fast
 what cannot be told from it. Your own task is a file in experiments/tasks/.
 
 With --map nothing is measured: the same recorded factorials (each made by `experiments.combined`;
-its command is beside it) are priced on a grid of machines, for models of --parameters, and on
---gbps with the loaders of --loaders. Writes map.png and table_*.md into --output_dir. Seconds.
+its command is beside it) are priced on a grid of machines, for models of three sizes, and on four
+networks with two loaders. Writes map.png and table_*.md into --output_dir. Seconds.
 docs/machine_map.md holds them, and how good the advice is for tasks that it does not know.
 """
 
@@ -30,7 +30,7 @@ from absl import flags as absl_flags
 import local_opt
 from experiments import timing
 from experiments.cluster import files, processes
-from experiments.results import archive, records, tables
+from experiments.results import tables
 from experiments.results.plots import COLOURS, panes, save
 from experiments.study import factorials, flags
 from experiments.study.cost import Machine
@@ -41,8 +41,11 @@ from local_opt.workers import AXIS, owned_sharding
 
 PERIOD, STEPS, REPEATS = 24, 64, 5  # of the recorded local steps; of what is timed
 FORM = "{:.2f} ({:.2f} to {:.2f})"  # of a factor with its interval
-# Of the map: operations per second, least seconds of a step, tokens of an example (6 D operations).
-FLOPS, FLOOR, TOKENS = 1e14, 1e-4, 256.0
+GBPS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # of networks; seconds of a sync, besides its bytes
+# Of the map: operations per second, least seconds of a step, tokens of an example (6 D operations),
+# a fresh step with an order, in steps; models, and examples per second that a worker reads.
+FLOPS, FLOOR, TOKENS, ORDERED = 1e14, 1e-4, 256.0, 1.05
+PARAMETERS, LOADERS = (1e4, 1e6, 1e8), (1e6, 7400.0)
 SLOW = {"load": 8.0, "sync": 10.0}  # of the slow machine, in steps
 LOADS = np.geomspace(0.1, 30, 41)  # of a load, in steps
 SYNCS = np.geomspace(0.03, 300, 49)  # of a sync, in steps
@@ -50,19 +53,15 @@ SYNCS = np.geomspace(0.03, 300, 49)  # of a sync, in steps
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", task="digits")
-    define, number, listed = flags.definer(values), absl_flags.DEFINE_float, absl_flags.DEFINE_list
+    define, speeds = flags.definer(values), [f"{gbps:g}" for gbps in GBPS]
     define(absl_flags.DEFINE_bool, "map", False, "write the map of machines, and measure nothing")
-    define(listed, "gbps", ["1", "10", "100", "400"], "of a worker's network, where it is not here")
-    define(number, "latency", 3e-5, "seconds of a sync, besides its bytes", lower_bound=0.0)
-    define(absl_flags.DEFINE_string, "runs", str(archive.FOLDER), "folder of recorded factorials")
-    define(listed, "parameters", ["1e4", "1e6", "1e8"], "D, of models on the map")
-    define(listed, "loaders", ["1e6", "7400"], "examples per second that a worker reads, there")
-    define(number, "ordered", 1.05, "a fresh step with an order, in steps, there", lower_bound=1.0)
+    text = "of a worker's network, where it is not here"
+    define(absl_flags.DEFINE_list, "gbps", speeds, text)
 
 
-def link(parameters: float, workers: int, gbps: float, latency: float) -> float:
+def link(parameters: float, workers: int, gbps: float) -> float:
     """Seconds of a sync of float32 parameters, where a worker sends so many Gb/s."""
-    speed = {"gigabits_per_second": gbps, "latency_seconds": latency}
+    speed = {"gigabits_per_second": gbps, "latency_seconds": LATENCY}
     return sync_seconds(int(parameters), num_workers=workers, **speed)
 
 
@@ -96,9 +95,9 @@ def machines_of(task, recipe, order, values) -> list[Machine]:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
         speeds = flags.positive_numbers(values, "gbps")
-        syncs = {f"{gbps:g} Gb/s": link(size, workers, gbps, values.latency) for gbps in speeds}
+        syncs = {f"{gbps:g} Gb/s": link(size, workers, gbps) for gbps in speeds}
     return [
-        here._replace(label=name, sync=sync, latency=min(values.latency, sync))
+        here._replace(label=name, sync=sync, latency=min(LATENCY, sync))
         for name, sync in syncs.items()
     ]
 
@@ -152,41 +151,37 @@ def advise(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
         processes.say(f"\n{advice(machine, known)}")
 
 
-def choices_table(known, values) -> str:
+def choices_table(known) -> str:
     """The best combination for every model, network and loader, a column per factorial."""
-    rows, loaders = [], flags.positive_numbers(values, "loaders")
-    sizes, speeds = (flags.positive_numbers(values, name) for name in ("parameters", "gbps"))
-    for d, gbps, speed in itertools.product(sizes, speeds, loaders):
+    rows = []
+    for d, gbps, speed in itertools.product(PARAMETERS, GBPS, LOADERS):
         row = {"parameters": f"{d:,.0f}", "Gb/s": f"{gbps:g}", "examples / s": f"{speed:g}"}
         for found in known:
             examples = found.sizes.units_per_step * found.sizes.unit_size
-            machine = Machine(
-                max(FLOOR, 6 * d * TOKENS * examples / FLOPS), examples / speed,
-                link(d, found.sizes.workers, gbps, values.latency), values.latency,
-                values.ordered, d,
-            )  # fmt: skip
+            step = max(FLOOR, 6 * d * TOKENS * examples / FLOPS)
+            sync = link(d, found.sizes.workers, gbps)
+            machine = Machine(step, examples / speed, sync, LATENCY, ORDERED, d)
             own = factorials.best_of(factorials.logs_of(machine, found))
             row[f"{found.task}, {found.size}"] = f"{own.best.label}, × {own.times[0]:.1f}"
         rows.append(row)
     return tables.markdown(rows)
 
 
-def regret_table(known, values) -> str:
+def regret_table(known) -> str:
     """What the other tasks' factorials recommend, over the best of a task's own, on machines."""
-    lines, d = [], flags.positive_numbers(values, "parameters")[-1]
+    lines = []
     for load, sync in ((0, 0), (8, 0), (0, 10), (2, 2), (8, 10), (30, 100)):
-        machine = Machine(load=load, sync=sync, ordered=values.ordered, parameters=d)
+        machine = Machine(load=load, sync=sync, ordered=ORDERED, parameters=PARAMETERS[-1])
         for row in factorials.regrets(known, machine):
             price = {"load / steps": load, "sync / steps": sync}
             lines.append(price | row | {"regret": f"{100 * row['regret']:.0f} %"})
     return tables.markdown(lines)
 
 
-def slow_table(known, values) -> str:
+def slow_table(known) -> str:
     """All three decisions against the best of fewer, on a machine with slow input and network."""
     rows, columns = [], [f"against the {name} of fewer" for name in ("best", "second", "third")]
-    d = flags.positive_numbers(values, "parameters")[-1]
-    machine = Machine(**SLOW, ordered=values.ordered, parameters=d)
+    machine = Machine(**SLOW, ordered=ORDERED, parameters=PARAMETERS[-1])
     for found in known:
         logs = factorials.logs_of(machine, found)
         row = {"task": found.task, "workers x units": found.size, "all three": "never arrive"}
@@ -201,9 +196,9 @@ def slow_table(known, values) -> str:
     return tables.markdown(rows)
 
 
-def measured_table(folder) -> str:
+def measured_table() -> str:
     """Seconds where loads and syncs are slow, and how many times those of all three decisions."""
-    found, rows = factorials.measured(folder), []
+    found, rows = factorials.measured(), []
     for combination in dict.fromkeys(c for of in found.values() for c in of):
         row = {"decisions": combination.label}
         for task, of in found.items():
@@ -231,7 +226,7 @@ def gains_table(known) -> str:
     return tables.markdown(rows)
 
 
-def picture(known, values, path: str) -> None:
+def picture(known, path: str) -> None:
     """Writes a PNG: a row of maps per task; hatched where another choice may be best."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -239,12 +234,11 @@ def picture(known, values, path: str) -> None:
     of = {(found.task, found.size): found for found in known}
     sizes = list(dict.fromkeys(found.size for found in known))
     tasks = [t for t in dict.fromkeys(t for t, _ in of) if all((t, size) in of for size in sizes)]
-    models = flags.positive_numbers(values, "parameters")
-    columns = list(itertools.product(sizes, (models[0], models[-1])))
+    columns = list(itertools.product(sizes, (PARAMETERS[0], PARAMETERS[-1])))
     shape = (1 + 3.4 * len(columns), 1.6 + 2.7 * len(tasks))
     figure, axes = panes(len(tasks), len(columns), shape, sharex=True, sharey=True)
     colours, seen = ListedColormap(["#DDDDDD", *COLOURS[1:]]), set()
-    grid = {"load": LOADS[:, None, None], "sync": SYNCS[None, :, None], "ordered": values.ordered}
+    grid = {"load": LOADS[:, None, None], "sync": SYNCS[None, :, None], "ordered": ORDERED}
     for axis, (task, (size, d)) in zip(axes.flat, itertools.product(tasks, columns), strict=True):
         kind, sure, times = factorials.map_of(of[task, size], Machine(**grid, parameters=d))
         seen |= set(np.unique(kind).tolist())
@@ -263,32 +257,29 @@ def picture(known, values, path: str) -> None:
     save(figure, path, "The best combination of decisions (lines: times as fast as none of them)")
 
 
-def write_map(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
+def write_map(known: Sequence[Factorial], folder: str) -> None:
     """Prints and writes the tables of docs/machine_map.md, and draws its picture."""
     written = {
-        "slow": slow_table(known, values),
-        "measured": measured_table(values.runs),
+        "slow": slow_table(known),
+        "measured": measured_table(),
         "gains": gains_table(known),
-        "choices": choices_table(known, values),
-        "regret": regret_table(known, values),
+        "choices": choices_table(known),
+        "regret": regret_table(known),
     }
-    folder = values.output_dir or "results/machine_map"
-    records.open_folder(folder, {"runs": values.runs}, overwrite=True)
+    os.makedirs(folder, exist_ok=True)
     for name, text in written.items():
         print(f"\n{text}")
         files.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
-    picture(known, values, os.path.join(folder, "map.png"))
+    picture(known, os.path.join(folder, "map.png"))
     print(f"\nWritten to {folder}: map.png, table_*.md")
 
 
 def run(values: absl_flags.FlagValues) -> None:
-    known = factorials.load(values.runs)
-    if not known:
-        raise app.UsageError(
-            f"--runs is {values.runs!r}, which holds no map_TASK_WxB_eUSES: leave it unset, or "
-            "record factorials of `experiments.combined` there by `experiments.verdicts --record`."
-        )
-    (write_map if values.map else advise)(known, values)
+    known = factorials.load()
+    if values.map:
+        write_map(known, values.output_dir or "results/machine_map")
+    else:
+        advise(known, values)
 
 
 if __name__ == "__main__":

@@ -213,12 +213,12 @@ def fit(study, task, recipe, values):
             f"--echo is {values.echo}, which follows slow input, and data on the devices are not "
             f"slow: choose one of {', '.join(plans[1:])}."
         )
-    machines = tuple(cost.machines(values.load_steps, values.sync_steps))
+    machines = cost.machines(values.load_steps, values.sync_steps)
     sections = (*study.sections, priced_table(machines))
     slow = {"speeds": (values.load_steps,), "sync_steps": values.sync_steps}
     return study._replace(
-        arms=arms_of(first, second), criterion=criterion, sections=sections, machines=machines,
-        paced=False, **(slow if values.step_seconds else {}),
+        arms=arms_of(first, second), criterion=criterion, sections=sections, paced=False,
+        **(slow if values.step_seconds else {}),
     )  # fmt: skip
 
 

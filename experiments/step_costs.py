@@ -32,8 +32,7 @@ import local_opt
 import models
 import ordering
 from experiments import timing
-from experiments.study.compile import lower_step
-from experiments.study.cost import order_traffic
+from experiments.study.cost import lower_step, order_traffic
 from experiments.study.tables import ORDERS
 from experiments.tasks import Recipe, Task
 from experiments.timing import medians, training_calls

@@ -1,6 +1,7 @@
 """Fair times: calls take turns in one process, so that what disturbs one disturbs all."""
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import optax
 import models
 import ordering.input
 from experiments.results.statistics import median_interval as order_statistics
-from experiments.study.cost import Machine, policy_of
+from experiments.study.cost import Machine
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.training import loop
@@ -22,9 +23,17 @@ from experiments.training.program import build
 from models import Model
 from ordering import echo
 
-# echo: a policy, its queue depth, and the reference by R: simulated over far more steps.
 FEATURES, BATCH, EXAMPLES = 784, 64, 4096
 DIFFUSION = "error diffusion, p = 1/R"
+POLICIES = {  # (R, steps) -> a policy
+    DIFFUSION: lambda r, steps: echo.error_diffusion(1 / r, total_steps=steps),
+    "Bernoulli, p = 1/R": lambda r, steps: _coins(1 / r, steps),
+    "Bernoulli, p = 0.9/R": lambda r, steps: _coins(0.9 / r, steps),
+    "measured, at most 4R uses": lambda r, steps: echo.measured(
+        total_steps=steps, max_factor=math.ceil(4 * r)
+    ),
+}
+# A policy, its queue depth, and the reference by R: simulated over far more steps.
 ECHO_ROWS = (
     (DIFFUSION, 1, {2: 1.000, 4: 1.000, 8: 1.000}),
     (DIFFUSION, 2, {}),
@@ -189,6 +198,10 @@ def _slow_batches(delay: float) -> Iterator[dict]:
         yield batch
 
 
+def _coins(p: float, steps: int):
+    return echo.bernoulli(p, total_steps=steps, key=jax.random.key(0))
+
+
 def _run_policy(step: Callable, policy, *, depth: int, delay: float) -> tuple[float, float, float]:
     """Runs a policy to its end, timed from its first batch on.
 
@@ -225,10 +238,10 @@ def echo_rows(
     Aim: at R = 4 error diffusion takes at most 1.03 times as long as no delay.
     """
     names = {"step_ms": 3, "loads_per_step": 4, "measured": 3, "in_run": 3, "simulated": 3}
-    _run_policy(step, policy_of(DIFFUSION, 2, 20), depth=1, delay=0.0)  # warms up the rest
+    _run_policy(step, POLICIES[DIFFUSION](2, 20), depth=1, delay=0.0)  # warms up the rest
     for ratio, (label, depth, table) in itertools.product(ratios, ECHO_ROWS):
-        policy, turns = policy_of(label, ratio, steps), []
-        plan = policy_of(DIFFUSION, ratio, steps) if policy.online else policy
+        policy, turns = POLICIES[label](ratio, steps), []
+        plan = POLICIES[DIFFUSION](ratio, steps) if policy.online else policy
         for _ in range(repeats):
             base, _, _ = _run_policy(step, plan, depth=depth, delay=0.0)
             seconds, in_run, share = _run_policy(step, policy, depth=depth, delay=ratio * base)

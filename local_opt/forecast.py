@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from local_opt.plans import SyncPlan
+from local_opt.plans import SyncPlan, check_whole
 from local_opt.streaming import stream_events
 from local_opt.wires import LANES, Wire, check_wire, rows_of
 
@@ -29,25 +29,19 @@ class CommunicationTime(NamedTuple):
 
     compute: float
     communication: float
-    residual: float
-    compute_half_width: float
-    communication_half_width: float
 
 
-def sync_bytes(
-    num_params: int, *, num_workers: int, wire: Wire | None = None, bytes_per_param: float = 4
-) -> float:
+def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -> float:
     """Bytes that each worker sends in one sync of the parameters.
 
-    2 (W - 1) / W D b as a ring all-reduce: W - 1 messages of D / W parameters to add up, and as
-    many to hand round. A narrow wire sends 2 (W - 1) messages of whole rows of 128 numbers, or
-    W - 1 of all D if it gathers.
+    8 (W - 1) / W D as a ring all-reduce in float32: W - 1 messages of D / W parameters to add up,
+    and as many to hand round. A narrow wire sends 2 (W - 1) messages of whole rows of 128 numbers,
+    or W - 1 of all D if it gathers.
 
     Args:
       num_params: D >= 1, parameters (and whatever else is averaged).
       num_workers: W >= 1, members of the ring.
       wire: of the sync, as `WIRES["int8"]`; None for none.
-      bytes_per_param: b > 0, bytes without a wire: 4, as sums travel in float32.
 
     Returns:
       Bytes; 0 for one worker. With a wire exactly those of the compiled collectives.
@@ -67,11 +61,10 @@ def sync_bytes(
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
       https://doi.org/10.1016/j.jpdc.2008.09.002
     """
-    _check_count("num_params", num_params)
-    _check_count("num_workers", num_workers)
-    _check_positive("bytes_per_param", bytes_per_param)
+    check_whole("num_params", num_params, 1)
+    check_whole("num_workers", num_workers, 1)
     if wire is None:
-        return 2 * (num_workers - 1) / num_workers * num_params * float(bytes_per_param)
+        return 2 * (num_workers - 1) / num_workers * num_params * 4.0
     check_wire(wire)
     parts = 1 if wire.gathers else num_workers
     message = wire.message_rows(rows_of(wire, num_params, parts) // parts)
@@ -85,13 +78,10 @@ def sync_seconds(
     num_workers: int,
     gigabits_per_second: float,
     wire: Wire | None = None,
-    bytes_per_param: float = 4,
     latency_seconds: float = 0.0,
 ) -> float:
     """Seconds of one sync: the latency and the transfer of `sync_bytes`; 0 for one worker."""
-    sent = sync_bytes(
-        num_params, num_workers=num_workers, wire=wire, bytes_per_param=bytes_per_param
-    )
+    sent = sync_bytes(num_params, num_workers=num_workers, wire=wire)
     _check_positive("gigabits_per_second", gigabits_per_second)
     if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
         raise ValueError(f"latency_seconds is {latency_seconds!r}: pass a finite number >= 0.")
@@ -105,7 +95,6 @@ def forecast(
     num_workers: int,
     step_seconds: float,
     gigabits_per_second: float,
-    bytes_per_param: float = 4,
     wire: Wire | Mapping[str, Wire] | None = None,
     latency_seconds: float = 0.0,
     delay: int = 0,
@@ -131,7 +120,6 @@ def forecast(
       num_workers: W >= 1; one worker sends nothing and waits for nobody.
       step_seconds: s > 0, seconds to compute one step on one worker, without communication.
       gigabits_per_second: g > 0, speed of a link in 10^9 bits per second.
-      bytes_per_param: b > 0, bytes, without a wire.
       wire: of the syncs; see `sync_bytes`. Or {part: its wire}, parts without one in float32.
       latency_seconds: l >= 0, seconds that a sync takes beside the transfer.
       delay: >= 0, steps that pass while a mean travels; 0 for syncs that are waited for.
@@ -174,10 +162,10 @@ def forecast(
     steps = next(iter(plan.values())).total_steps
     wires = dict.fromkeys(plan, wire) if isinstance(wire, Wire | None) else wire
     link = dict(gigabits_per_second=gigabits_per_second, latency_seconds=latency_seconds)
-    of_all = dict(num_workers=num_workers, bytes_per_param=bytes_per_param)
-    own = {part: of_all | {"wire": wires.get(part)} for part in plan}
-    sent = {part: sync_bytes(size, **own[part]) for part, size in num_params.items()}
-    seconds = {part: sync_seconds(size, **own[part], **link) for part, size in num_params.items()}
+    sent, seconds = {}, {}
+    for part, size in num_params.items():
+        own = {"num_workers": num_workers, "wire": wires.get(part)}
+        sent[part], seconds[part] = sync_bytes(size, **own), sync_seconds(size, **own, **link)
     rounds = {part: each.rounds for part, each in plan.items()}
     busy = sum(rounds[part] * seconds[part] for part in plan)
     waited = _waited(events, seconds, float(step_seconds)) if delay else busy
@@ -222,20 +210,18 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
     """Splits the measured times of runs into computation and communication.
 
     time = C + M volume, by least squares; with two runs of volumes 1 and 1 / H this is
-    M = H / (H - 1) (T_para - T_H). The intervals are Student's t with n - 2 degrees of freedom.
+    M = H / (H - 1) (T_para - T_H).
 
     The runs must differ in nothing but when they synchronise. M is not forced to be positive: a
-    negative one, or an interval that holds 0, says that these times show no cost of communication.
+    negative one says that these times show no cost of communication.
 
     Args:
       volumes: syncs per step of each run, in (0, 1] (`SyncPlan.volume`); at least two different.
       times: of the same runs, > 0, in any one unit.
 
     Returns:
-      A record of `compute` (C, of a run that never synchronises), `communication` (M, of a run that
-      synchronises after every step), `residual` (root mean square of what the line does not
-      explain), `compute_half_width` and `communication_half_width` (of 95 % intervals; nan where
-      two runs leave nothing to estimate them), in the unit of `times`.
+      A record of `compute` (C, of a run that never synchronises) and `communication` (M, of a run
+      that synchronises after every step), in the unit of `times`.
 
     Raises:
       ValueError: for fewer than two runs, equal volumes, volumes outside (0, 1], or times that
@@ -251,48 +237,23 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
       Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
       Learning, 2024, Appendix F, https://arxiv.org/abs/2310.14423
     """
-    x, y = _checked_runs(volumes, times)
-    x_mean, y_mean = x.mean(), y.mean()
-    spread = np.sum((x - x_mean) ** 2)
-    slope = np.sum((x - x_mean) * (y - y_mean)) / spread
-    intercept = y_mean - slope * x_mean
-    squares = np.sum((y - intercept - slope * x) ** 2)
-    halves = (math.nan, math.nan)
-    if len(x) > 2:
-        from scipy.stats import t  # takes a second to import, and two runs need none of it
-
-        freedom = len(x) - 2
-        error = t.ppf(0.975, freedom) * math.sqrt(squares / freedom)
-        # Variances of intercept and slope of a line through points with equal noise.
-        halves = (error * math.sqrt(1 / len(x) + x_mean**2 / spread), error / math.sqrt(spread))
-    residual = math.sqrt(squares / len(x))
-    return CommunicationTime(*map(float, (intercept, slope, residual, *halves)))
-
-
-def _checked_runs(volumes, times):
     x, y = np.asarray(volumes, np.float64), np.asarray(times, np.float64)
-    if x.ndim != 1 or x.shape != y.shape or len(x) < 2:
+    if x.ndim != 1 or x.shape != y.shape:
         raise ValueError(
-            f"volumes have shape {x.shape} and times {y.shape}: pass two lists of equal length, "
-            "with at least two runs."
+            f"volumes have shape {x.shape} and times {y.shape}: pass two lists of equal length."
         )
     # Written so that nan fails too.
     if not ((x > 0) & (x <= 1)).all():
         raise ValueError(f"volumes are {x.tolist()}: each must lie in (0, 1], as syncs per step.")
     if not (np.isfinite(y) & (y > 0)).all():
         raise ValueError(f"times are {y.tolist()}: each must be positive and finite.")
-    if np.ptp(x) == 0:
+    if len(set(x.tolist())) < 2:
         raise ValueError(
-            f"all volumes are {x[0]:g}: computation and communication only come apart between "
+            f"volumes are {x.tolist()}: computation and communication only come apart between "
             "runs that synchronise differently often; time another plan."
         )
-    return x, y
-
-
-def _check_count(name, value):
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise ValueError(f"{name} is {value!r}: pass a whole number >= 1.")
+    slope = np.sum((x - x.mean()) * (y - y.mean())) / np.sum((x - x.mean()) ** 2)
+    return CommunicationTime(float(y.mean() - slope * x.mean()), float(slope))
 
 
 def _check_positive(name, value):

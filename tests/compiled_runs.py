@@ -1,32 +1,21 @@
-"""Runs of shapes alone for compilers of devices that need not be there, and what programs hold."""
+"""What compiled programs hold, and compilers of devices that need not be there."""
 
-import contextlib
 import importlib.util
-import io
 import math
-import pathlib
 import re
 
 import numpy as np
 import pytest
-from absl import flags as absl_flags
 
-import models
-from experiments import train
-from experiments.study.compile import KINDS, collectives_of, shapes_of
-from experiments.study.tables import ORDERS, SYNC_RULES
-from experiments.tasks import Recipe, Task
-from experiments.tasks.base import abstract_set
+from experiments.study.compile import CHIPS, KINDS, Chip, Compiler, collectives_of, uncached
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "topology.md"
-WORKERS = 4
-RECIPE = Recipe(WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4)
+CPU = Chip(2**40, Compiler("cpu", (), "", None, {}, False))  # as many as there are
 
 
 def marks_of(compiler):
-    """Of a test that needs a compiler of `experiments.study.chips`."""
+    """Of a test that needs a compiler of `experiments.study.compile`."""
     absent = not any(map(importlib.util.find_spec, compiler.modules))
-    reason = f"{' or '.join(compiler.modules)} is not installed: {compiler.install}"
+    reason = f"{' or '.join(compiler.modules)} is not installed: extra {compiler.extra}"
     return [pytest.mark.topology, pytest.mark.skipif(absent, reason=reason)]
 
 
@@ -41,38 +30,24 @@ def compiled_by(compiler):
     return mark
 
 
-def task(width=127, classes=8):
-    """D = 1,024 parameters, which four workers share in slices without any padding."""
-    data = abstract_set(320, x=((width,), np.float32), y=((), np.int32))
-    model = models.softmax_regression(num_features=width, num_classes=classes)
-    return Task("shapes", model, data, data, RECIPE)
+def text_of(lowered, name="cpu"):
+    """A program as a chip's compiler prints it."""
+    chip = CHIPS.get(name, CPU)
+    with uncached():
+        return lowered.compile(compiler_options=dict(chip.compiler.options) or None).as_text()
 
 
-def programs_of(mesh, order, sync, units_per_step=2):
-    recipe = RECIPE._replace(units_per_step=units_per_step)
-    return shapes_of(task(), recipe, ORDERS[order], SYNC_RULES[sync].rounds, mesh=mesh)
-
-
-def kinds(compiled):
-    """{kind: bytes} of a program's collectives."""
+def kinds(collectives):
+    """{kind: bytes}."""
     found = {}
-    for one in compiled.collectives:
+    for one in collectives:
         found[one.kind] = found.get(one.kind, 0) + one.bytes
     return found
 
 
-def all_reduces(found, size):
-    """What these collectives send, in all-reduces of the gradient: gathers are half of one."""
-    halves = found.get("all-to-all", 0) + found.get("all-gather", 0)
-    return (found.get("all-reduce", 0) + halves / 2) / (4 * size)
-
-
-# Of a compiled program's text.
-
-
 def operations(text):
-    """Kinds of its collectives, in their order."""
-    return [one.kind for one in collectives_of(text)]
+    """Kinds of its collectives, sorted."""
+    return sorted(one.kind for one in collectives_of(text))
 
 
 def types_of(one):
@@ -114,38 +89,6 @@ def groups_of(line):
     ids = np.arange(8).reshape(ints(iota))
     ids = ids.transpose(ints(order)) if order else ids
     return sorted(sorted(row) for row in ids.reshape(ints(shape)).tolist())
-
-
-# Of what a dry run prints.
-
-
-def cells(text):
-    """Tables of rows of cells; lines that are none are rows of one."""
-    lines = [part.split("\n") for part in text.split("\n\n")]
-    return [[[c.strip() for c in x.strip("|").split("|")] for x in part] for part in lines]
-
-
-def check_page(topology, start, end):
-    """The page shows what its command for a topology prints.
-
-    But for what another compiler may find otherwise: bytes, operations, cycles, seconds.
-    """
-    page = PAGE.read_text()
-    command = re.search(
-        rf"^    python -m experiments.train (.* --topology={topology})$", page, re.M
-    )
-    values = absl_flags.FlagValues()
-    train.define_flags(values)
-    values(["train", *command[1].split()])
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train.run(values)
-    shown = page.split(start)[1].split(end)[0]
-    exact = (None, 8, 2, None, None)  # columns of the tables; all of the last line
-    for one, other, columns in zip(
-        cells(shown), cells(printed.getvalue().rstrip("\n")), exact, strict=True
-    ):
-        same = [row[:columns] for row in one if "---" not in row[0]]
-        assert same == [row[:columns] for row in other if "---" not in row[0]]
 
 
 def lines_of(compiled, mesh):

@@ -1,126 +1,150 @@
-"""The programs of a run, lowered from shapes alone, and what a compiler says of each.
+"""What compilers say of a program for devices that need not be there.
 
-Nothing is read, placed or allocated, and no device need be there. Counts are XLA's and libtpu's
-own, of one device and of a call with one step: the body of every loop counts once.
+Both compilers come from PyPI and ask for no device. libtpu knows its chips by name; XLA's CUDA
+compiler is told what a GPU is. Counts are the compilers' own, of one device and of a call with one
+step: the body of every loop counts once.
 """
 
 import contextlib
+import importlib.util
 import math
+import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
-from experiments.study.chips import Chip
-from experiments.study.words import Order
-from experiments.tasks.base import Recipe, Task
-from experiments.training.config import Sizes, size_of, sizes_of
-from experiments.training.program import ends_of, state_shapes, steps_of
-from experiments.training.step import TrainState, worker_of
-from local_opt.workers import owned_sharding, shared_sharding
+from local_opt.workers import AXIS
+
+GIB = 2**30
+PER_HOST = 8  # GPUs
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked: there is none outside Google Cloud
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a second process would be refused: nobody holds a chip
+    # libtpu complains where these are not set; the name of the topology decides all the same.
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 
 
-class Shapes(NamedTuple):
-    """A run as the compiler sees it.
+class Compiler(NamedTuple):
+    platform: str  # as JAX names it
+    modules: tuple[str, ...]  # one of them compiles
+    extra: str  # of this package, which installs one
+    topology: Callable  # (name of the chip, shape, chip) -> arguments of get_topology_desc
+    options: Mapping  # of every compilation
+    plans: bool  # refuses what does not fit, and knows the peak; else all buffers are there at once
 
-    Fields:
-      state: all there is of it, as `jax.ShapeDtypeStruct`s that say where they live.
-      step: fresh -> its steps between two events of the host, lowered: one loop of a length that
-        the compiler does not know; end: (sync, epoch_end) -> what follows them, lowered.
-      owned: which fields of the state have a worker axis; sizes: of the run.
-      sync_in_step: workers meet in every step; ahead: orders look at nothing, and no epoch ends.
+
+class Chip(NamedTuple):
+    memory: int  # bytes of one device, as published
+    compiler: Compiler
+    details: str = ""  # what the compiler does not know by the name, as text of a protobuf
+
+
+def _of_tpus(name: str, shape: str, chip: Chip) -> dict:
+    if shape == "1":  # else a host has four chips
+        return {"topology_name": f"{name}:1x1x1", "chips_per_host_bounds": (1, 1, 1)}
+    return {"topology_name": f"{name}:{shape}"}
+
+
+def _of_gpus(name: str, shape: str, chip: Chip) -> dict:
+    """XLA's shape is partitions x hosts x GPUs of a host."""
+    count = int(shape) if shape.isdecimal() else 0
+    hosts = math.ceil(count / PER_HOST)
+    if not count or (hosts > 1 and count % PER_HOST):
+        raise ValueError(f"GPUs are counted, and hosts have {PER_HOST} of them")
+    target = (
+        f'gpu_device_info {{ {chip.details} device_memory_size: {chip.memory} }} '
+        'platform_name: "CUDA" runtime_version { major: 12 minor: 8 } '
+        f'dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{name.upper()}"'
+    )  # fmt: skip
+    shape = f"1x{hosts}x{count // hosts}"
+    return {"topology_name": name, "topology": shape, "target_config": target}
+
+
+LIBTPU = Compiler("tpu", ("libtpu",), "topology", _of_tpus, {}, True)
+CUDA = Compiler(
+    "cuda",
+    ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    "topology_gpu",
+    _of_gpus,
+    # Kernels are chosen by timing them, or by Triton's table of timings: both need the GPU.
+    {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+    False,
+)
+
+# GpuDeviceInfoProto of XLA. Of the SXM5 board by NVIDIA's data sheet: multiprocessors, bandwidth,
+# clock and caches; of compute capability 9.0 by the CUDA programming guide: all limits.
+H100 = """
+    cuda_compute_capability { major: 9 minor: 0 } core_count: 132 fpus_per_core: 128
+    clock_rate_ghz: 1.98 memory_bandwidth: 3350000000000 l2_cache_size: 52428800
+    threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+    thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+    block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+    registers_per_block_limit: 65536 registers_per_core_limit: 65536
+    shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+    shared_memory_per_core: 233472
+"""
+CHIPS = {  # those up to v4 are two devices each
+    "v2": Chip(8 * GIB, LIBTPU),
+    "v3": Chip(16 * GIB, LIBTPU),
+    "v4": Chip(16 * GIB, LIBTPU),
+    "v5e": Chip(16 * GIB, LIBTPU),
+    "v5p": Chip(95 * GIB, LIBTPU),
+    "v6e": Chip(32 * GIB, LIBTPU),
+    "h100": Chip(80 * 10**9, CUDA, H100),
+}
+
+
+def stay_on_cpu() -> None:
+    """Keeps JAX from looking for accelerators, before it looks for any; and libtpu quiet."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
+
+
+def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
+    """The devices of a topology CHIP:SHAPE (chips per axis), one for each worker.
+
+    Raises:
+      ValueError: for a topology that does not exist, without its compiler, and for another number
+        of workers than devices.
     """
-
-    state: TrainState
-    step: Callable[[bool], jax.stages.Lowered]
-    end: Callable[[bool, bool], jax.stages.Lowered]
-    owned: tuple[bool, ...]
-    sizes: Sizes
-    sync_in_step: bool
-    ahead: bool
-
-    def bytes_of(self, field: str) -> float:
-        """Of a field of the state, on the device of one worker."""
-        whole = tree_bytes(getattr(self.state, field))
-        return whole / (self.sizes.workers if self.owned[TrainState._fields.index(field)] else 1)
-
-
-def shapes_of(
-    task: Task,
-    recipe: Recipe,
-    row: Order,
-    rounds: Callable,
-    *,
-    mesh: jax.sharding.Mesh | None = None,
-    reads: bool = True,
-) -> Shapes:
-    """The programs of a run of all workers.
-
-    Args:
-      task: may be abstract; recipe: in which setting.
-      row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
-      mesh: a device per worker, which need not be there; None simulates all on one device.
-      reads: batches are handed over by the host; False: the data stay on the devices.
-    """
-    sizes = sizes_of(task, recipe, deals=row.deals)
-    worker = worker_of(task, recipe, row, rounds, sizes, on_mesh=mesh is not None)
-    over, sides = mesh or sizes.workers, [whose == "owned" for whose in worker.sides]
-    owned, shared = owned_sharding(mesh), shared_sharding(mesh)
-
-    def placed(tree, own):
-        where = owned if own else shared
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
-
-    state = TrainState(*map(placed, state_shapes(worker, task.model, over), sides))
-    example = jax.tree.map(_one, dict(task.train))
-    if reads or not row.deals:
-        units = sizes.units_per_step if reads else sizes.num_units
-        batch = placed(_with_axes(example, sizes.workers, units, sizes.unit_size), True)
-    else:
-        units = size_of(task.train) // sizes.unit_size
-        batch = placed(_with_axes(example, units, sizes.unit_size), False)
-    place, rate = (jax.ShapeDtypeStruct((), d, sharding=shared) for d in (jnp.int32, jnp.float32))
-    rates = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=shared)  # how many changes no step
-    steps, ends = steps_of(worker, over, reads=reads), ends_of(worker, over)
-
-    def step(fresh: bool) -> jax.stages.Lowered:
-        return steps(fresh, sizes.units_per_step).lower(state, batch, place, place, place, rates)
-
-    return Shapes(
-        state=state,
-        step=step,
-        end=lambda sync, epoch_end: ends(sync, epoch_end).lower(state, rate),
-        owned=tuple(sides),
-        sizes=sizes,
-        sync_in_step=worker.rounds.in_step,
-        ahead=not row.observes,
-    )
-
-
-def lower_step(task: Task, recipe: Recipe, row: Order, rounds: Callable) -> jax.stages.Lowered:
-    """A fresh step of one worker on a device of its own, with what its order does, from shapes."""
-    share = size_of(task.train) // recipe.workers
-    train = {name: _with_axes(_one(x), share) for name, x in task.train.items()}
-    one = task._replace(train=train)
-    return shapes_of(one, recipe._replace(workers=1), row, rounds).step(True)
-
-
-def _with_axes(tree, *axes):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype), tree)
-
-
-def _one(leaf):
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-
-
-def tree_bytes(tree) -> int:
-    """Of arrays or their shapes, without PRNG keys."""
-    keys = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if not keys(x))
+    parts = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})", name)
+    if parts is None or parts[1] not in CHIPS:
+        raise ValueError(
+            f"--topology is {name}: a slice is CHIP:SHAPE, and chips are {', '.join(CHIPS)}, for "
+            "which alone programs are compiled. Pass one such as v5e:4x4 or h100:8."
+        )
+    chip = CHIPS[parts[1]]
+    compiler = chip.compiler
+    if not any(map(importlib.util.find_spec, compiler.modules)):
+        raise ValueError(
+            f"--topology is {name}, and {' or '.join(compiler.modules)}, which compiles for it, is "
+            f'not installed: pip install -e ".[{compiler.extra}]".'
+        )
+    stay_on_cpu()
+    try:
+        described = compiler.topology(*parts.groups(), chip)
+        devices = topologies.get_topology_desc(platform=compiler.platform, **described).devices
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise ValueError(
+            f"--topology is {name}, and there is no such slice ({error}). See docs/topology.md."
+        ) from error
+    if len(devices) != workers:
+        raise ValueError(
+            f"--workers is {workers} and {name} has {len(devices)} devices: every device runs one "
+            f"worker. Pass --workers={len(devices)}, or another --topology."
+        )
+    return Mesh(np.array(devices), (AXIS,)), chip
 
 
 KINDS = (
@@ -161,10 +185,6 @@ class Compiled(NamedTuple):
     collectives: list[Collective]
     seconds: float
 
-    @property
-    def peak(self) -> int:
-        return self.memory["peak"]
-
 
 class Refused(NamedTuple):
     """A program that the memory does not hold: bytes that it needs, and those that it may have."""
@@ -174,7 +194,6 @@ class Refused(NamedTuple):
 
 
 def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Refused:
-    """Compiles for a chip, and reads what there is to know."""
     start = time.perf_counter()
     try:
         with uncached():
@@ -193,7 +212,7 @@ def compile_or_refuse(lowered: jax.stages.Lowered, chip: Chip) -> Compiled | Ref
         "temporaries": stats.temp_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
         "donated": stats.alias_size_in_bytes,
-        "peak": getattr(stats, "peak_memory_in_bytes", 0) * planned or total,
+        "peak": stats.peak_memory_in_bytes * planned or total,
     }
     counted = {name: cost.get(name) for name in ("flops", "bytes accessed")}
     counted["cycles"] = cycles_of(text)
@@ -221,12 +240,7 @@ def uncached():
 
 
 def shortage(message: str) -> Refused | None:
-    """What a compiler's message says of memory that does not suffice; None: it is about others.
-
-    Example:
-      >>> shortage("required for HLO temporaries (20.00G) exceeds available HBM (15.75G).")
-      Refused(needed=21474836480.0, available=16911433728.0)
-    """
+    """What a compiler's message says of memory that does not suffice; None: it is about others."""
     size = r"([\d.]+)([KMGTPE]?)B?"
     for pattern in (rf"\({size}\) exceeds available \w+ \({size}\)", rf"Used {size} of {size}"):
         if found := re.search(pattern, message):
@@ -237,7 +251,7 @@ def shortage(message: str) -> Refused | None:
 
 def collectives_of(text: str) -> list[Collective]:
     """The collectives of scheduled HLO (`as_text`), each once; of one in two halves, its end."""
-    instruction = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)")
+    instruction = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(%?([\w.\-]*)")
     # CUDA splits every collective in two, and says where nothing runs between them.
     blocking = {m[1] for m in re.finditer(r'%?([\w.\-]+) = [^\n]*"is_sync":true', text)}
     apart = set(re.findall(r" async-start\([^\n]*calls=%?([\w.\-]+)", text))
@@ -251,7 +265,7 @@ def collectives_of(text: str) -> list[Collective]:
         for line in lines:
             if not (match := instruction.match(line)):
                 continue
-            _, result, operation, operand = match.groups()
+            result, operation, operand = match.groups()
             kind = operation.removesuffix("-done")
             if kind in KINDS:
                 halves = kind != operation and operand not in blocking
@@ -270,12 +284,7 @@ def cycles_of(text: str) -> int | None:
 
 
 def result_bytes(result: str) -> int:
-    """Bytes of the arrays of a type, such as `(f32[4,5]{1,0:T(4,128)}, u32[])`; tokens have none.
-
-    Example:
-      >>> result_bytes("(f32[4,5]{1,0}, bf16[3], pred[], token[])")
-      87
-    """
+    """Of the arrays of a type, such as `(f32[4,5]{1,0:T(4,128)}, u32[])`; tokens have none."""
     bits = 0
     for kind, width, shape in re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", result):
         each = 8 if kind == "pred" else int(width)

@@ -1,28 +1,21 @@
-"""What a run costs, known before it: what is sent, the time on a machine, and operations."""
+"""What a run costs, known before it: what is sent, its time on a machine, and its programs."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 import local_opt
-from experiments.study.tables import ECHO_POLICIES
 from experiments.study.words import Order, SyncRule
 from experiments.tasks.base import Recipe, Task
-from experiments.training.config import (
-    UNITS,
-    Plans,
-    RunConfig,
-    Sizes,
-    config_of,
-    plans_of,
-    sizes_of,
-)
-from ordering import echo
+from experiments.training.config import UNITS, Sizes, size_of, sizes_of
+from experiments.training.program import ends_of, state_shapes, steps_of
+from experiments.training.step import TrainState, worker_of
+from local_opt.workers import owned_sharding, shared_sharding
 from ordering.exchange import slice_size
 from ordering.kernel import BLOCK
 
@@ -181,113 +174,91 @@ def price(run: Sequence[dict], machine: Machine) -> float:
     return float(time(machine, steps=steps, loads=loads, sent=sent).sum())
 
 
-def _whole(ratio):
-    return math.ceil(ratio - 1e-9)  # R is a quotient: 0.9 / 0.3 is a little more than 3
-
-
-# A row of ECHO_POLICIES, and its echo factor at R >= 1; a new one is one row.
-POLICIES = {
-    "no echo": ("none", _whole),
-    "fixed, e = ceil(R)": ("fixed", _whole),
-    "Bernoulli, p = 1/R": ("bernoulli", float),
-    "Bernoulli, p = 0.9/R": ("bernoulli", lambda ratio: ratio / 0.9),
-    "error diffusion, p = 1/R": ("diffusion", float),
-    "cosine from 1 to 1/R, diffused": ("diffusion+cosine", float),
-    "measured, at most 4R uses": ("measured", _whole),
-}
-
-
-def policy_of(label: str, ratio: float, total_steps: int):
-    """The echo policy of a row of POLICIES at R >= 1."""
-    (name, factor), key = POLICIES[label], jax.random.key(0)
-    if label.startswith("Bernoulli"):  # the coins of what is published
-        return echo.bernoulli(1 / factor(ratio), total_steps=total_steps, key=key)
-    own = {"echo_factor": factor(ratio), "horizon": total_steps}
-    return ECHO_POLICIES[name].make(RunConfig(np.ones(total_steps), key, **own))
-
-
-class Run(NamedTuple):
-    """What is decided before a run, or by a simulated clock.
+class Shapes(NamedTuple):
+    """A run as a compiler sees it: nothing is read, placed or allocated.
 
     Fields:
-      sizes, plans: of the run; echo: its plan, of a policy that decides online that of the clock.
-      seconds: of computation and of waiting for input.
+      state: all there is of it, as `jax.ShapeDtypeStruct`s that say where they live.
+      programs: what it compiles, by name: the function that lowers it from shapes. A step is one
+        loop of a length that the compiler does not know.
+      owned: which fields of the state have a worker axis; sizes: of the run.
+      sync_in_step: workers meet in every step.
     """
 
+    state: TrainState
+    programs: dict[str, Callable[[], jax.stages.Lowered]]
+    owned: tuple[bool, ...]
     sizes: Sizes
-    plans: Plans
-    echo: echo.EchoPlan
-    seconds: float
+    sync_in_step: bool
 
-    @property
-    def steps(self) -> int:
-        return self.plans.total_steps
-
-    @property
-    def rounds(self) -> int:
-        return self.echo.loads if self.plans.sync is None else self.plans.sync.rounds
+    def bytes_of(self, field: str) -> float:
+        """Of a field of the state, on the device of one worker."""
+        whole = tree_bytes(getattr(self.state, field))
+        return whole / (self.sizes.workers if self.owned[TrainState._fields.index(field)] else 1)
 
 
-def run_of(
-    task: Task, recipe: Recipe, rows: tuple, speed: float | None, step_seconds: float
-) -> Run:
-    """What is decided before the run of an arm.
-
-    Args:
-      rows: its order, rule and echo policy; speed: R of the input, or None if it is not slow.
-    """
-    order, rule, policy = rows
-    sizes = sizes_of(task, recipe, deals=order.deals)
-    plans = plans_of(config_of(recipe, sizes, seed=0, speed=speed), rule, policy, rate=1.0)
-    if speed is None and not policy.online:
-        return Run(sizes, plans, plans.echo, plans.total_steps * step_seconds)
-    load_seconds = (speed or 1) * step_seconds
-    found = echo.echo_forecast(plans.echo, load_seconds=load_seconds, step_seconds=step_seconds)
-    return Run(sizes, plans, found.plan, found.total_seconds)
-
-
-def operations(function: Callable, *shapes) -> float:
-    """Floating-point operations of one call, as XLA counts them before it optimises.
-
-    XLA counts the body of a loop once: the other turns of every scan are added here. A loop whose
-    length the program does not know, a `lax.while_loop`, still counts as one turn.
+def shapes_of(
+    task: Task,
+    recipe: Recipe,
+    row: Order,
+    rounds: Callable,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    reads: bool = True,
+) -> Shapes:
+    """The programs of a run of all workers.
 
     Args:
-      function: anything that `jax.jit` takes; shapes: its arguments, of which only shapes and
-        dtypes matter.
-
-    Example:
-      A product with a 3 x 3 matrix takes 18 operations.
-
-      >>> import jax, jax.numpy as jnp
-      >>> step = lambda x: jnp.ones((3, 3)) @ x
-      >>> scanned = lambda x: jax.lax.scan(lambda x, _: (step(x), None), x, length=10)[0]
-      >>> operations(step, jnp.ones(3)), operations(scanned, jnp.ones(3)) >= 180
-      (18.0, True)
+      task: may be abstract; the others up to mesh: as of `training.program.build`. The devices of
+        a mesh need not be there.
+      reads: batches are handed over by the host; False: the data stay on the devices.
     """
-    return _counted(jax.make_jaxpr(function)(*shapes))
+    sizes = sizes_of(task, recipe, deals=row.deals)
+    worker = worker_of(task, recipe, row, rounds, sizes, on_mesh=mesh is not None)
+    over, owned = mesh or sizes.workers, tuple(whose == "owned" for whose in worker.sides)
+    places = {True: owned_sharding(mesh), False: shared_sharding(mesh)}
+
+    def placed(tree, own, *axes):
+        def one(x):
+            return jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype, sharding=places[own])
+
+        return jax.tree.map(one, tree)
+
+    state = TrainState(*map(placed, state_shapes(worker, task.model, over), owned))
+    unit = examples_of(task.train, sizes.unit_size)
+    if row.deals and not reads:
+        batch = placed(unit, False, size_of(task.train) // sizes.unit_size)
+    else:
+        units = sizes.units_per_step if reads else sizes.num_units
+        batch = placed(unit, True, sizes.workers, units)
+    place, rate = (placed(jax.ShapeDtypeStruct((), d), False) for d in (jnp.int32, jnp.float32))
+    rates = placed(rate, False, 1)  # how many changes no step
+    steps, ends = steps_of(worker, over, reads=reads), ends_of(worker, over)
+
+    def step(fresh):
+        return steps(fresh, sizes.units_per_step).lower(state, batch, place, place, place, rates)
+
+    programs = {"fresh step": lambda: step(True), "echoed step": lambda: step(False)}
+    if not worker.rounds.in_step:
+        programs["sync"] = lambda: ends(True, False).lower(state, rate)
+    if row.observes:  # else the host draws orders
+        programs["epoch's end"] = lambda: ends(False, True).lower(state, rate)
+    return Shapes(state, programs, owned, sizes, worker.rounds.in_step)
 
 
-def _counted(program: core.ClosedJaxpr) -> float:
-    total = _by_xla(program)
-    for length, body in _scans(program.jaxpr):
-        total += length * _counted(body) - _by_xla(body)
-    return total
+def lower_step(task: Task, recipe: Recipe, row: Order, rounds: Callable) -> jax.stages.Lowered:
+    """A fresh step of one worker on a device of its own, with what its order does, from shapes."""
+    one = task._replace(train=examples_of(task.train, size_of(task.train) // recipe.workers))
+    return shapes_of(one, recipe._replace(workers=1), row, rounds).programs["fresh step"]()
 
 
-def _by_xla(program: core.ClosedJaxpr) -> float:
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals]
-    lowered = jax.jit(core.jaxpr_as_fun(program)).lower(*shapes)
-    return float(lowered.cost_analysis()["flops"])
+def examples_of(data, number: int) -> dict:
+    """Shapes of so many examples."""
+    shape = lambda x: jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)  # noqa: E731
+    return {name: shape(x) for name, x in data.items()}
 
 
-def _scans(program: core.Jaxpr) -> Iterator[tuple[int, core.ClosedJaxpr]]:
-    """(length, body) of the scans that are in no other scan."""
-    for equation in program.eqns:
-        if equation.primitive.name == "scan":
-            yield equation.params["length"], equation.params["jaxpr"]
-            continue
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple) else (value,):
-                if isinstance(part, core.ClosedJaxpr | core.Jaxpr):
-                    yield from _scans(getattr(part, "jaxpr", part))
+def tree_bytes(tree) -> int:
+    """Of arrays or their shapes, without PRNG keys."""
+    keys = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if not keys(x))

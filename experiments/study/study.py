@@ -64,7 +64,6 @@ class Study(NamedTuple):
       sync_steps: of slow input: what a sync takes besides, in steps.
       finalists: learning rates that run with all seeds; None: all.
       seeds: what --seeds is if unset.
-      machines: on which a dry run prices the arms, as of `cost.machines`.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Study(NamedTuple):
     finalists: int | None = 2
     seeds: int = 5
     usual: Mapping[str, str] = {}
-    machines: tuple = ()
 
 
 Fit = Callable[[Study, Task, Recipe, absl_flags.FlagValues], Study]
@@ -137,8 +135,7 @@ def run(
     study = fit(study, task, recipe, values)
     chosen = study._replace(arms=chosen_arms(study, values), speeds=_speeds(study, values))
     if values.dry_run:
-        given = assumed(values, study.machines)
-        return processes.say(dry_run(task, recipe, chosen, given))
+        return processes.say(dry_run(task, recipe, chosen, assumed(values)))
     agree.check_data(task)
     for text in trainer.left_out(chosen, task, recipe):
         processes.say(text)

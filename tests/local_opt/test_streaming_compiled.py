@@ -11,9 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import local_opt
-from experiments.study import chips
-from experiments.study.chips import LIBTPU
-from experiments.study.compile import uncached
+from experiments.study.compile import LIBTPU, stay_on_cpu, uncached
 from tests.compiled_runs import compiled_by
 
 LAYERS, WIDTH, EXAMPLES, DELAY = 4, 512, 128, 2
@@ -27,7 +25,7 @@ def loss(params, x):
 
 def scheduled(delay):
     """(kind, whether it is of a matrix product) of a program's instructions, as they are run."""
-    chips.stay_on_cpu()
+    stay_on_cpu()
     found = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x2", num_slices=2
     ).devices

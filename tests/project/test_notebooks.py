@@ -22,9 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from experiments.study import chips
-from experiments.study.chips import CHIPS, LIBTPU
-from experiments.study.compile import Compiled, compile_or_refuse
+from experiments.study.compile import CHIPS, LIBTPU, Compiled, compile_or_refuse, slice_of
 from tests.compiled_runs import compiled_by, kinds
 
 pytest.importorskip("ipykernel", reason="notebooks are run by ipykernel: install '.[notebooks]'")
@@ -311,16 +309,16 @@ def compiled(programs) -> list:
 @compiled_by(LIBTPU)
 @pytest.mark.parametrize("name", JITTED)
 def test_what_a_notebook_jits_compiles_for_one_device(name, monkeypatch):
-    programs = programs_of(name, list(chips.slice_of(*ONE_CHIP).mesh.devices), monkeypatch)
+    programs = programs_of(name, list(slice_of(*ONE_CHIP)[0].devices), monkeypatch)
     assert {program.name for program in programs} == JITTED[name]
-    assert not [one for _, program in compiled(programs) for one in kinds(program)]
+    assert not [one for _, program in compiled(programs) for one in program.collectives]
 
 
 @compiled_by(LIBTPU)
 def test_eight_workers_on_eight_cores_talk_in_their_sync_alone(monkeypatch):
-    devices = chips.slice_of(*EIGHT_CORES).mesh.devices
+    devices = slice_of(*EIGHT_CORES)[0].devices
     found = compiled(programs_of("2_local_steps", list(devices), monkeypatch))
-    sent = [kinds(program) for name, program in found if name == "on_device"]
+    sent = [kinds(program.collectives) for name, program in found if name == "on_device"]
     size = 64 * 128 + 128 + 128 * 10 + 10
     assert sorted(map(len, sent)) == [0, 1]
     assert {kind: size_ for one in sent for kind, size_ in one.items()} == {"all-reduce": 4 * size}

@@ -3,7 +3,6 @@
 import pathlib
 
 import pytest
-from absl import flags
 
 from experiments import advise, combined, verdicts
 from experiments.results import archive, report, tables
@@ -42,16 +41,13 @@ def test_the_factorials(name):
 
 
 def test_the_map_of_machines():
-    values = flags.FlagValues()
-    advise.define_flags(values)
-    values(["advise", "--map"])
     known, whole = factorials.load(), page("machine_map.md")
-    check(advise.slow_table(known, values), whole)
-    check(advise.measured_table(archive.FOLDER), whole)
+    check(advise.slow_table(known), whole)
+    check(advise.measured_table(), whole)
     check(advise.gains_table(known), whole)
-    check(advise.regret_table(known, values), whole)
+    check(advise.regret_table(known), whole)
     shown = [found for found in known if found.size == "4 x 16"]
-    check(advise.choices_table(shown, values), whole)
+    check(advise.choices_table(shown), whole)
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from absl import app, flags
+from absl import flags
 
 from experiments import advise
 from experiments.study import factorials
@@ -113,8 +113,8 @@ def test_the_recorded_factorials_hold_every_combination():
 
 
 def test_networks_and_their_seconds():
-    assert advise.link(1e6, 4, 10, 1e-5) == pytest.approx(1e-5 + 8 * 6e6 / 1e10)
-    assert advise.link(1e6, 1, 10, 1e-5) == 0
+    assert advise.link(1e6, 4, 10) == pytest.approx(3e-5 + 8 * 6e6 / 1e10)
+    assert advise.link(1e6, 1, 10) == 0
 
 
 def parsed(*argv):
@@ -125,10 +125,8 @@ def parsed(*argv):
 
 
 def test_the_map_is_written(tmp_path, capsys):
-    argv = ("--parameters=1e6", "--gbps=10", "--loaders=7400", f"--output_dir={tmp_path / 'map'}")
-    advise.run(parsed("--map", *argv))
-    out = capsys.readouterr().out
-    assert "regret" in out and "7400" in out
+    advise.run(parsed("--map", f"--output_dir={tmp_path / 'map'}"))
+    assert "regret" in capsys.readouterr().out
     written = {path.name for path in (tmp_path / "map").iterdir()}
     assert {"map.png", *(f"table_{n}.md" for n in ("choices", "slow", "gains"))} <= written
 
@@ -138,15 +136,3 @@ def test_advice_measures_and_recommends(capsys):
     out = capsys.readouterr().out
     assert out.count("times as fast as none (") == 2 and "--order=" in out
     assert "1 Gb/s: a load is" in out and "100 Gb/s: a load is" in out
-
-
-@pytest.mark.parametrize(
-    "argv,message",
-    [
-        (["--map", "--gbps=fast"], "--gbps has .'fast'.: pass positive, finite numbers"),
-        (["--runs=docs"], "which holds no map_TASK_WxB_eUSES: leave it unset"),
-    ],
-)
-def test_bad_input_is_refused(argv, message):
-    with pytest.raises((app.UsageError, ValueError), match=message):
-        advise.run(parsed(*argv))

@@ -1,4 +1,4 @@
-"""What a run costs, known before it: what an order sends, prices, operations and the dry run."""
+"""What a run costs, known before it: what an order sends, prices and the dry run."""
 
 import collections
 import re
@@ -12,7 +12,6 @@ import local_opt
 import models
 import ordering
 from experiments.study import cost
-from experiments.study.compile import lower_step, shapes_of
 from experiments.study.dry_run import Assumed, dry_run
 from experiments.study.study import Arm
 from experiments.study.tables import ORDERS, SYNC_RULES
@@ -131,8 +130,7 @@ def test_a_dry_run_knows_every_arm():
         "constant": Arm("constant H", "rr", "constant"),
         "all": Arm("all three", "cd_grab", "constant", "fixed"),
     }
-    given = Assumed(compiles=False, machines=tuple(cost.machines(4.0, 2.0)))
-    text = dry_run(task(), RECIPE, Arms(arms, ()), given)
+    text = dry_run(task(), RECIPE, Arms(arms, ()), Assumed(compiles=False))
     assert re.search(r"\| parameters +\| 650 \(2.6 kB\)", text)
     assert re.search(r"\| training examples +\| 322 ", text) and "| loss 0.5 " in text
     rows = dict(zip(arms, rows_of(text), strict=True))
@@ -146,7 +144,6 @@ def test_a_dry_run_knows_every_arm():
     traffic = cost.order_traffic(ORDERS["cd_grab"], Sizes(WORKERS, 20, 2, 4), 650)(40)
     assert rows["cd_grab"]["sent per worker"] == f"{(40 + traffic) * ring / 1e3:.3g} kB"
     assert {r["memory of a worker"] for r in rows.values()} == {"not compiled"}
-    assert rows["rr"]["load 4 steps"] == "160" and rows["rr"]["sync 2 steps"] == "120"
 
 
 def test_a_dry_run_has_a_row_per_speed():
@@ -165,19 +162,10 @@ def test_a_dry_run_has_a_row_per_speed():
     assert all(2 * model < float(r["memory of a worker"].removesuffix(" MB")) for r in slow)
 
 
-def test_a_proximal_step_holds_the_parameters_at_the_load():
-    found = [
-        lower_step(task(10_000), RECIPE, ORDERS["rr"], SYNC_RULES[rule].rounds).compile()
-        for rule in ("every_load", "every_load+proximal")
-    ]
-    plain, more = (step.memory_analysis().argument_size_in_bytes for step in found)
-    assert more - plain == 4 * 10_001 * 10
-
-
 @pytest.mark.parametrize("sync,waiting", [("parallel", 0), ("qsr", 10 * 64)])
 def test_the_state_of_a_sketched_order_is_of_its_numbers(sync, waiting):
     """Two orders of 20, three counters' worth at most, a sum; under local rounds pairs wait."""
-    shapes = shapes_of(task(400), RECIPE, ORDERS["cd_grab+sketch64"], SYNC_RULES[sync].rounds)
+    shapes = cost.shapes_of(task(400), RECIPE, ORDERS["cd_grab+sketch64"], SYNC_RULES[sync].rounds)
     found = shapes.bytes_of("orders")
     assert shapes.sizes == Sizes(4, 20, 2, 4) and shapes.sync_in_step == (sync == "parallel")
     assert 4 * (2 * 20 + 64 + waiting) <= found <= 4 * (2 * 20 + 64 + waiting + 3)

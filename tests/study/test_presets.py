@@ -8,15 +8,12 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 from absl import flags as absl_flags
 
-from experiments import cd_grab, combined, echoing, qsr
+from experiments import cd_grab, echoing, qsr
 from experiments.results import records
 from experiments.study import flags, recipes, study, trainer
-from experiments.study.cost import operations
-from experiments.study.tables import ECHO_POLICIES
 from experiments.training import config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -220,33 +217,6 @@ def test_a_dry_run_of_arms(capsys):
         found = cells(text, label)
         assert (found["R"], found["steps"], found["loads"]) == ("4", "120", f"{loads}")
         assert found["rounds"] == found["loads"]
-
-
-def test_a_dry_run_prices_the_arms_of_the_factorial(capsys):
-    values = absl_flags.FlagValues()
-    study.define_flags(combined.STUDY, values)
-    combined.define_flags(values)
-    values(["combined", "--dry_run", "--nocompile", "--total_steps=100", "--num_train=320"])
-    study.run(combined.STUDY, values, fit=combined.fit)
-    text = capsys.readouterr().out
-    first = cells(text, next(iter(combined.STUDY.arms.values())).label)
-    assert (first["rounds"], first["fast input, fast network"]) == ("100", "100")
-    assert first["load 4, sync 2 steps"] == f"{100 * max(4, 1 + 2)}"
-    assert ECHO_POLICIES["diffusion+cosine"].label in text
-
-
-def test_loops_count_as_often_as_they_turn():
-    def twice(x):
-        return jax.lax.scan(lambda x, _: (x @ x, None), x, length=2)[0]
-
-    def nested(x):
-        return jax.lax.scan(lambda x, _: (twice(x), None), x, length=5)[0]
-
-    x = jnp.ones((50, 50))
-    # 250,000 operations each, and a few for the loops' counters.
-    assert operations(lambda x: x @ x, x) == 250_000
-    assert operations(jax.jit(twice), x) == pytest.approx(2 * 250_000, abs=100)
-    assert operations(nested, x) == pytest.approx(10 * 250_000, abs=100)
 
 
 def run(path, *more, timeout):

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import ordering
-from experiments.study.chips import LIBTPU, slice_of
-from experiments.study.compile import collectives_of, uncached
+from experiments.study.compile import LIBTPU, collectives_of, slice_of, uncached
 from syncopate.mesh import like
 from tests.compiled_runs import compiled_by, conditionals, groups_of, lines_of
 from tests.problems import copies
@@ -164,7 +163,7 @@ def test_sketches_gather_no_gradient():
 
 @compiled_by(LIBTPU)
 def test_workers_of_four_devices_on_a_slice_of_eight_chips():
-    mesh = slice_of("v5e:2x4", 8).mesh
+    mesh = slice_of("v5e:2x4", 8)[0]
     mesh = jax.sharding.Mesh(
         mesh.devices.reshape(2, 4), ("worker", "model"), axis_types=(AxisType.Auto,) * 2
     )
