@@ -11,6 +11,7 @@ import time
 from absl import flags
 
 from experiments import train
+from tests.cases import FAST_XLA
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHORT = [
@@ -34,7 +35,7 @@ def train_run(arguments, folder):
 
 
 def environment(devices=1):
-    xla = f"--xla_force_host_platform_device_count={devices}"
+    xla = f"--xla_force_host_platform_device_count={devices} {FAST_XLA}"
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla, "PYTHONPATH": str(ROOT)}
 
 

@@ -4,8 +4,10 @@ import importlib.metadata
 import os
 import re
 
+from tests.cases import FAST_XLA, times
+
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count=8 {FAST_XLA}"
 )
 # Little programs that run once or twice: most of the time would go into optimising them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -22,8 +24,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
-
-from tests.cases import times
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -145,7 +145,10 @@ def test_any_plans_equal_the_reference(data):
 
 
 @pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "outer"])
-def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer):
+def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer, monkeypatch):
+    """Compiled by XLA's default emitters: others fuse and so round the two otherwise."""
+    default = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True})
+    monkeypatch.setattr(jax, "jit", default)
     stream = local_opt.streaming_rounds(
         SGD, axis_name="worker", fragments=1, mixing=0.0, outer=outer
     )
