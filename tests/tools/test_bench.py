@@ -128,7 +128,7 @@ def test_echo_runs_every_policy(tmp_path):
     [
         (["--part=epochs"], "pass --data_root=DIR"),
         (["--part=epochs", "--data_root=.", "--rows=hmda,bert"], "--rows has .'bert'"),
-        (["--part=epochs", "--data_root=.", "--arms=rr,sorted"], "--arms has 'sorted'"),
+        (["--part=epochs", "--data_root=.", "--arms=rr,sorted"], "--arms has .'sorted'"),
         (["--part=epochs", "--data_root=.", "--arms=cd_grab"], "it must hold rr"),
         (["--part=epochs", "--data_root=nowhere"], "no row has its data in --data_root=nowhere"),
         (["--part=echo", "--ratios=0.5"], "--ratios has"),
