@@ -176,17 +176,6 @@ def priced_table(machines: Sequence[cost.Machine]) -> Callable:
     return section
 
 
-STUDY = Study(
-    "combined",
-    arms_of(FIRST, ("cd_grab", "qsr", "diffusion+cosine")),
-    recipe="digits_cosine",
-    criterion=Criterion("train/loss"),
-    columns=COMBINED_COLUMNS,
-    panels=plots.COMBINED_PANELS,
-    sections=(report.target_line, effects_table, effects_picture),
-)
-
-
 def define_flags(values: absl_flags.FlagValues) -> None:
     define, number = flags.definer(values), absl_flags.DEFINE_float
     tables.define_flags(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
@@ -222,5 +211,18 @@ def fit(study, task, recipe, values):
     )  # fmt: skip
 
 
+STUDY = Study(
+    "combined",
+    arms_of(FIRST, ("cd_grab", "qsr", "diffusion+cosine")),
+    recipe="digits_cosine",
+    criterion=Criterion("train/loss"),
+    columns=COMBINED_COLUMNS,
+    panels=plots.COMBINED_PANELS,
+    sections=(report.target_line, effects_table, effects_picture),
+    define=define_flags,
+    fit=fit,
+)
+
+
 if __name__ == "__main__":
-    study.main(STUDY, define=define_flags, fit=fit)
+    study.main(STUDY)

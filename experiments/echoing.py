@@ -35,45 +35,29 @@ from experiments.study.study import Arm, Study, arm_of
 from experiments.tasks.metrics import METRICS
 
 USUAL = {"sync": "every_load"}  # of an arm that says nothing else
+
+
+def by_words(*names: str) -> dict[str, Arm]:
+    """Arms that are called as their words, and are usual else."""
+    return {name: arm_of(name, **USUAL) for name in names}
+
+
 ARMS = {
     "none": Arm("no echo"),
     "larger_lr": Arm("no echo, lr × e", rate_factor=lambda config: config.echo_factor),
     "accumulate": Arm("gradient accumulation", sync="accumulate_factor"),
     "local": Arm("local steps, no echo", sync="every_factor"),
-    "fixed": arm_of("fixed", **USUAL),
-    "bernoulli": arm_of("bernoulli", **USUAL),
-    "bernoulli+linear": arm_of("bernoulli+linear", **USUAL),
-    "bernoulli+multistep": arm_of("bernoulli+multistep", **USUAL),
-    "bernoulli+cosine": arm_of("bernoulli+cosine", **USUAL),
+    **by_words("fixed", "bernoulli"),
+    **by_words("bernoulli+linear", "bernoulli+multistep", "bernoulli+cosine"),
     "algorithm2": Arm("Bernoulli, coins for syncs too", sync="coins", echo="bernoulli"),
-    "diffusion": arm_of("diffusion", **USUAL),
-    "diffusion+linear": arm_of("diffusion+linear", **USUAL),
-    "diffusion+multistep": arm_of("diffusion+multistep", **USUAL),
-    "diffusion+cosine": arm_of("diffusion+cosine", **USUAL),
+    **by_words("diffusion", "diffusion+linear", "diffusion+multistep", "diffusion+cosine"),
     "diffusion_every": Arm("error diffusion, sync every step", echo="diffusion"),
-    "measured": arm_of("measured", **USUAL),
+    **by_words("measured"),
     "proximal": Arm("fixed factor, proximal", sync="every_load+proximal", echo="fixed"),
     "proximal_strong": Arm(
         "fixed factor, proximal, 10 λ", sync="every_load+proximal1", echo="fixed"
     ),
 }
-
-STUDY = Study(
-    "echoing",
-    ARMS,
-    recipe="digits_wide",
-    criterion=Criterion("valid/accuracy", lower=False, when="target"),
-    columns=tables.ECHO_COLUMNS,
-    panels=plots.ECHO_PANELS,
-    sections=(
-        report.times_faster,
-        report.rates_tried(),
-        plots.time_to_target,
-    ),
-    usual=USUAL,
-    speeds=(1, 2, 4, 8),
-    seeds=3,
-)
 
 
 def fit(study, task, recipe, values):
@@ -88,5 +72,20 @@ def fit(study, task, recipe, values):
     return study._replace(criterion=criterion)
 
 
+STUDY = Study(
+    "echoing",
+    ARMS,
+    recipe="digits_wide",
+    criterion=Criterion("valid/accuracy", lower=False, when="target"),
+    columns=tables.ECHO_COLUMNS,
+    panels=plots.ECHO_PANELS,
+    sections=(report.times_faster, report.rates_tried(), plots.time_to_target),
+    fit=fit,
+    usual=USUAL,
+    speeds=(1, 2, 4, 8),
+    seeds=3,
+)
+
+
 if __name__ == "__main__":
-    study.main(STUDY, fit=fit)
+    study.main(STUDY)

@@ -133,13 +133,12 @@ def _look(job: Job, target: pathlib.Path, place: str, data_dir: str, delays: boo
         done = records.open_folder(place, settings)
         seconds = 0.0  # without delays, unless seconds are asked of
         if chosen.speeds and delays:
-            seconds = study.known_step_seconds(chosen, task, recipe, None, place, done)
+            seconds = trainer.step_seconds(chosen, task, recipe, None, place, done)
         about = {**flags.settings(values, recipe), "data": settings["data"]}
         trained = trainer.Trainer(
             chosen, task, recipe, folder=place, step_seconds=seconds, about=about
         )
-        trainer.forget_ended(place, done)
-        kept = trainer.before_checkpoints(place, done)
+        kept = trainer.kept_records(place, done)
         with records.writing(place, keep=kept) as write:
             found, stopped = search.carry_out(chosen, trained, job.runs, done=kept, on_record=write)
         if not stopped:
@@ -151,7 +150,7 @@ def _first_look(command: str, target: pathlib.Path, place: str, data_dir: str) -
     """Runs the study of a row that is not recorded, as its command does, and records it."""
     own, values = parsed(command, data_dir, f"--output_dir={place}")
     try:
-        study.run(own.STUDY, values, **({"fit": own.fit} if hasattr(own, "fit") else {}))
+        study.run(own.STUDY, values)
     except SystemExit as stop:  # saved, and the next call goes on
         if int(stop.code) <= 128:  # another run has the folder
             raise
@@ -163,11 +162,8 @@ def _first_look(command: str, target: pathlib.Path, place: str, data_dir: str) -
 def setting_of(command: str, data_dir: str):
     """(study, task, recipe, flags) of a recorded command, `python -m experiments.NAME --FLAGS`."""
     own, values = parsed(command, data_dir)
-    task, recipe = flags.setting_from_flags(values)
-    fit = getattr(own, "fit", lambda study, task, recipe, values: study)
-    chosen = fit(own.STUDY, task, recipe, values)
-    arms = {**chosen.arms, **study.chosen_arms(chosen, values)}
-    return chosen._replace(arms=arms), task, recipe, values
+    whole, chosen, task, recipe = study.asked(own.STUDY, values)
+    return whole._replace(arms={**whole.arms, **chosen.arms}), task, recipe, values
 
 
 def parsed(command: str, data_dir: str, *more: str):

@@ -33,6 +33,13 @@ from experiments.tasks.metrics import METRICS
 
 RULES = ("parallel", "accumulate", "constant", "post_local", "swap", "inverse", "qsr", "cubic")
 
+
+def fit(study, task, recipe, values):
+    """The metric is the task's own."""
+    criterion = Criterion(f"valid/{task.metric}", METRICS[task.metric].lower)
+    return study._replace(criterion=criterion)
+
+
 STUDY = Study(
     "qsr",
     {name: arm_of(name) for name in RULES},
@@ -41,14 +48,9 @@ STUDY = Study(
     columns=tables.SYNC_COLUMNS,
     panels=plots.SYNC_PANELS,
     sections=(report.rates_tried("rule"), report.against),
+    fit=fit,
 )
 
 
-def fit(study, task, recipe, values):
-    """The metric is the task's own."""
-    criterion = Criterion(f"valid/{task.metric}", METRICS[task.metric].lower)
-    return study._replace(criterion=criterion)
-
-
 if __name__ == "__main__":
-    study.main(STUDY, fit=fit)
+    study.main(STUDY)

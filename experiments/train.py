@@ -62,25 +62,24 @@ def run(values: absl_flags.FlagValues) -> None:
     check_recipe(recipe)
     decisions = tables.decisions(values)
     arm = Arm("run", **decisions)
-    order, rule, policy = trainer.rows_of(arm)
+    rows = trainer.rows_of(arm)
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, assumed(values)))
     agree.check_data(task)
-    config.sizes_of(task, recipe, deals=order.deals)  # before there is a folder
+    config.sizes_of(task, recipe, deals=rows[0].deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
     fixed = {**decisions, "seed": values.seed, "learning_rate": rate}
     settings = {**flags.settings(values, recipe), **fixed, "data": data_hash(task)}
-    mesh = processes.mesh_of(recipe.run, recipe.workers)
     with lock.held(folder):
-        built, plans, resumed = _prepared(task, recipe, arm, mesh, values, folder, settings)
-        outcome = _train(task, recipe, built, plans, arm, values, folder, resumed, fixed)
+        built, plans, resumed = _prepared(task, recipe, rows, values, folder, settings)
+        outcome = _train(task, recipe, rows, built, plans, values, folder, resumed, fixed)
         _finish(outcome, built, plans, folder, values)
 
 
-def _prepared(task, recipe, arm, mesh, values, folder, settings):
+def _prepared(task, recipe, rows, values, folder, settings):
     """(program, plans, where the run goes on), with other workers where these are asked for."""
-    order, rule, policy = trainer.rows_of(arm)
+    order, rule, policy = rows
     asked = resize.asked(folder, settings, policy=values.elastic, overwrite=values.overwrite)
     sizes = resize.sizes_of(task, recipe, asked, deals=order.deals)
     own = config.config_of(recipe, sizes[-1], seed=values.seed)
@@ -90,7 +89,8 @@ def _prepared(task, recipe, arm, mesh, values, folder, settings):
     )
     reads = None if values.input == "device" else values.input
     built = program.build(
-        task, recipe, order, rule.rounds, mesh=mesh, sizes=sizes[-1], units=resumed.units,
+        task, recipe, order, rule.rounds, sizes=sizes[-1], units=resumed.units,
+        mesh=processes.mesh_of(recipe.run, recipe.workers),
         reads="thread" if policy.online and reads is None else reads,
         epochs=-(-plans.total_steps // sizes[-1].loads_per_epoch),
     )  # fmt: skip
@@ -99,34 +99,19 @@ def _prepared(task, recipe, arm, mesh, values, folder, settings):
     return built, plans, resumed
 
 
-def _finish(outcome, built, plans, folder, values):
-    """What is written beside the records; SystemExit where the run has not come to its end."""
-    _save_plans(folder, plans, outcome.decided)
-    if not outcome.ended:
-        step, command = outcome.step, study.go_on(values)
-        processes.say(
-            f"Stopped and saved at step {step} of {plans.total_steps}: {command} goes on."
-        )
-        sys.exit(128 + outcome.stopped)
-    if outcome.diverged:
-        sys.exit(outcome.diverged)
-    checkpoint.export(folder, built.mean_params(outcome.state))
-    processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
-
-
-def _train(task, recipe, built, plans, arm, values, folder, resumed, fixed):
+def _train(task, recipe, rows, built, plans, values, folder, resumed, fixed):
     at, settings, units, begun = resumed
-    done = study.open_folder(folder, settings, values)
+    done = records.open_folder(folder, settings, overwrite=values.overwrite)
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
     changes = settings.get(resize.NAME, [])
     identity |= {resize.NAME: changes} if changes else {}
-    checkpoints = os.path.join(folder, "checkpoints")
     kept = [r for r in done if r["step"] <= at] if at else []
     saving = training_run.Saving(
-        checkpoints, values.checkpoint_every, at_end=True, about=settings, kept=len(kept),
-        units=units, begun=begun,
+        os.path.join(folder, "checkpoints"), values.checkpoint_every, at_end=True, about=settings,
+        kept=len(kept), units=units, begun=begun,
     )  # fmt: skip
-    scalars = measure.scalars_of(task, recipe)(built, trainer.rows_of(arm)[0])
+    scalars = measure.scalars_of(task, recipe)(built, rows[0])
+    of_sizes = functools.partial(trainer.traffic_of, task, *rows[:2], built)
     with (
         processes.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         records.writing(
@@ -139,21 +124,29 @@ def _train(task, recipe, built, plans, arm, values, folder, resumed, fixed):
             write(identity | record)
             bar.update(record["step"] - bar.n)
 
-        of_sizes = functools.partial(trainer.traffic_of, task, *trainer.rows_of(arm)[:2], built)
-        return trainer.train_one(
-            task, recipe, built, plans, arm, scalars, seed=values.seed, saving=saving,
-            on_record=on_record, traffic=resize.traffic_of(changes, built.sizes, of_sizes),
+        return training_run.train(
+            built, plans, seed=values.seed, saving=saving, on_record=on_record,
+            evaluate=lambda step, state: scalars(step, plans.total_steps, state),
+            evaluate_at=measure.evaluation_steps(recipe, built.sizes, plans.total_steps),
+            traffic=resize.traffic_of(changes, built.sizes, of_sizes),
         )  # fmt: skip
 
 
-def _save_plans(folder, plans, decided):
-    """Plans that are known before the run; what was decided online is one when it has ended."""
-    if not processes.is_first():
-        return
-    echo = EchoPlan(list(decided), "measured") if plans.echo.online else plans.echo
+def _finish(outcome, built, plans, folder, values):
+    """What is written beside the records; SystemExit where the run has not come to its end."""
+    # What was decided online is a plan too, as far as the run has come.
+    echo = EchoPlan(list(outcome.decided), "measured") if plans.echo.online else plans.echo
     for name, plan in {"sync_plan": plans.sync, "echo_plan": echo}.items():
-        if plan is not None:
+        if plan is not None and processes.is_first():
             plan.save(os.path.join(folder, f"{name}.json"))
+    if not outcome.ended:
+        place = f"at step {outcome.step} of {plans.total_steps}"
+        processes.say(f"Stopped and saved {place}: {study.go_on(values)} goes on.")
+        sys.exit(128 + outcome.stopped)
+    if outcome.diverged:
+        sys.exit(outcome.diverged)
+    checkpoint.export(folder, built.mean_params(outcome.state))
+    processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The console command: `syncopate cd_grab --task=digits` is `python -m experiments.cd_grab ...`.
 
-It runs from any folder, whatever files lie there. --preset=NAME stands for the flagfile of that
-name of experiments/presets/, as --preset=tiny/qsr_vit_b_4096.
+It runs from any folder, whatever files lie there. --preset=NAME stands for the flags in the file of
+that name in experiments/presets/, as --preset=tiny/qsr_vit_b_4096.
 """
 
 import ast
@@ -12,6 +12,7 @@ import sys
 
 EXTRA = "experiments"  # of setup.cfg: what they need beyond the core
 PRESET = "--preset="
+INCLUDED = "--flagfile=experiments/presets/"  # in a preset that begins as another one
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         sys.exit(f"{argv[0]!r} is no experiment: pass one of these.\n{text}")
     name, *flags = argv
-    sys.argv = [name, *(with_preset(flag) for flag in flags)]
+    sys.argv = [name, *(given for flag in flags for given in with_preset(flag))]
     try:
         runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
@@ -57,10 +58,10 @@ def experiments() -> dict[str, str]:
     return found
 
 
-def with_preset(flag: str) -> str:
-    """The flag itself, or the flagfile of the preset that it names."""
+def with_preset(flag: str) -> list[str]:
+    """The flag itself, or those of the preset that it names."""
     if not flag.startswith(PRESET):
-        return flag
+        return [flag]
     presets, name = folder() / "presets", flag.removeprefix(PRESET)
     path = presets / f"{name}.flags"
     if not path.is_file():
@@ -68,7 +69,14 @@ def with_preset(flag: str) -> str:
             str(p.relative_to(presets).with_suffix("")) for p in presets.rglob("*.flags")
         )
         sys.exit(f"{name!r} is no preset: pass one of {', '.join(known)}.")
-    return f"--flagfile={path}"
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith(INCLUDED):
+            other = line.removeprefix(INCLUDED).removesuffix(".flags")
+            found += with_preset(f"{PRESET}{other}")
+        elif line.startswith("--"):
+            found.append(line)
+    return found
 
 
 if __name__ == "__main__":

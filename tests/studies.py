@@ -12,10 +12,15 @@ SMALL = [
 RUN = ["--total_steps=24", "--evaluations=4", "--warmup_steps=2", "--h_base=2"]
 
 
-def start(module, arguments, folder):
-    """What `study.main` does, in flags of its own."""
+def parsed(module, *arguments):
+    """The flags of a study's command."""
     values = absl_flags.FlagValues()
     study.define_flags(module.STUDY, values)
-    getattr(module, "define_flags", lambda values: None)(values)
-    values([module.__name__, *arguments, f"--output_dir={folder}"])
-    study.run(module.STUDY, values, fit=getattr(module, "fit", lambda study, *_: study))
+    rest = values([module.__name__, *arguments])
+    assert len(rest) == 1, "every argument is a flag"
+    return values
+
+
+def start(module, arguments, folder):
+    """What `study.main` does, in flags of its own."""
+    study.run(module.STUDY, parsed(module, *arguments, f"--output_dir={folder}"))

@@ -19,6 +19,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -48,7 +49,7 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
     Args:
       folder: created if absent; gets settings.json (the flags) and versions.json.
       settings: what the run depends on, JSON values.
-      overwrite: forget what an earlier run with other settings has left.
+      overwrite: forget what an earlier run has left, its checkpoints too.
 
     Raises:
       ValueError: if the folder holds a run with other settings or without any, or not the same
@@ -77,8 +78,10 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
             "--output_dir that all processes share."
         )
     os.makedirs(folder, exist_ok=True)
-    if overwrite and processes.is_first() and os.path.exists(metrics):
-        os.remove(metrics)  # before the new settings are there: they are not of these records
+    if overwrite and processes.is_first():  # before the new settings are there
+        shutil.rmtree(os.path.join(folder, "checkpoints"), ignore_errors=True)
+        if os.path.exists(metrics):
+            os.remove(metrics)
     files.write_json(path, settings)
     files.write_json(os.path.join(folder, "versions.json"), versions())
     return kept

@@ -9,6 +9,7 @@ A grid of rates widens by itself where that is asked for: while an arm's best ra
 smallest or the largest, the next one beyond it is tried too.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -91,20 +92,13 @@ def planned(rates: int, seeds: int, finalists: int | None, speed: float | None) 
 
 
 def search(
-    study,
-    trainer,
-    *,
-    seeds: int,
-    widen: int = 0,
-    done: Sequence[dict] = (),
+    study, trainer, *, seeds: int, widen: int = 0, done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
-) -> tuple[list[dict], int]:
+) -> tuple[list[dict], int]:  # fmt: skip
     """Trains what the protocol asks for.
 
     Args:
-      study: a `Study`: its arms at its speeds.
-      trainer: a `Trainer` of it. Of runs with equal trajectories the first is trained, and the
-        others copy its records.
+      study: a `Study`, its arms at its speeds; trainer: a `Trainer` of it.
       widen: as of `grid`.
       done: records of an earlier call: whole runs are not repeated, others go on after theirs.
       on_record: called with every new record.
@@ -112,33 +106,22 @@ def search(
     Returns:
       The records of whole runs, and the signal that stopped the search, or 0.
     """
-    records, stopped = list(done), 0
-    before = _by_run(whole_runs(done)).items()
-    twins = {trainer.trajectory(run): known for run, known in before if run.arm in study.arms}
-    twins.pop(None, None)
-    groups = [(arm, speed) for speed in study.speeds or (None,) for arm in study.arms]
-    counts = {
-        group: planned(len(trainer.rates(*group)), seeds, study.finalists, group[1])
-        * trainer.steps(*group)
-        for group in groups
-    }
-    protocol = {
-        "seeds": seeds, "criterion": study.criterion, "finalists": study.finalists, "widen": widen
-    }  # fmt: skip
-    total, ready = sum(counts.values()), 0
-    with processes.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
-        for group in groups:
-            own = [r for r in records if (r["arm"], r["speed"]) == group]
-            rates = trainer.rates(*group)
-            while runs := lacking(whole_runs(own), *group, rates, **protocol):
-                new, stopped = _train(study, trainer, runs[0], own, twins, on_record, bar)
-                own += new
-                records += new
-                if stopped:
-                    return whole_runs(records), stopped
-            ready += counts[group]
-            bar.update(ready - bar.n)  # runs of an earlier call, and those that ended early
-    return whole_runs(records), 0
+    asked, steps = [], 0
+    for speed in study.speeds or (None,):
+        for arm in study.arms:
+            rates = trainer.rates(arm, speed)
+            steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
+            asked.append((arm, speed, rates))
+
+    def of_arm(arm, speed, rates, records):
+        own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
+        return lacking(
+            own, arm, speed, rates, seeds=seeds, criterion=study.criterion,
+            finalists=study.finalists, widen=widen,
+        )  # fmt: skip
+
+    asks = [functools.partial(of_arm, *group) for group in asked]
+    return _train_all(study, trainer, asks, steps, done, on_record)
 
 
 def carry_out(
@@ -146,56 +129,42 @@ def carry_out(
     on_record: Callable[[dict], None] = lambda record: None,
 ) -> tuple[list[dict], int]:  # fmt: skip
     """Trains these runs, as `search` does: for more seeds of what was chosen before."""
+
+    def left(records):
+        ended = _by_run(records)
+        return [run for run in runs if run not in ended]
+
+    steps = sum(trainer.steps(run.arm, run.speed) for run in runs)
+    return _train_all(study, trainer, [left], steps, done, on_record)
+
+
+def _train_all(study, trainer, asks, steps, done, on_record) -> tuple[list[dict], int]:
+    """Trains until every ask, `records of whole runs -> runs still needed`, is content."""
     records, stopped = list(done), 0
-    total = sum(trainer.steps(run.arm, run.speed) for run in runs)
-    with processes.bar(total=total, unit="step", mininterval=0.5, smoothing=0) as bar:
-        while not stopped:
-            ended = _by_run(whole_runs(records))
-            if not (left := [run for run in runs if run not in ended]):
-                break
-            new, stopped = _train(study, trainer, left[0], records, {}, on_record, bar)
-            records += new
+    known = sum(r["step"] for r in done if r.get("ended") and r["arm"] in study.arms)
+    with processes.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
+        for ask in asks:
+            while not stopped and (runs := ask(whole_runs(records))):
+                new, stopped = _train(study, trainer, runs[0], records, on_record, bar)
+                records += new
     return whole_runs(records), stopped
 
 
-def _whole(study, run: Run, record: dict) -> dict:
-    """A record, with what tells its run apart."""
-    arm = study.arms[run.arm]
+def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict], int]:
+    """The new records of a run, and the signal that stopped it."""
+    arm, new, before = study.arms[run.arm], [], bar.n
     known = {"study": study.name, **run._asdict()}
     known |= {"order": arm.order, "sync": arm.sync, "echo": arm.echo}
-    return known | record | known
-
-
-def _show(bar, record: dict, examples: int) -> None:
-    if record.get("train/batch_loss") is not None:
-        speed = record["step"] * examples / max(record["seconds"], 1e-9)
-        loss = f"{record['train/batch_loss']:.4f}"
-        bar.set_postfix(loss=loss, examples_per_s=f"{speed:,.0f}", refresh=False)
-
-
-def _train(study, trainer, run: Run, own, twins, on_record, bar) -> tuple[list[dict], int]:
-    """The new records of a run, trained or copied from its twin, and the signal that stopped it."""
-    arm, new, before = study.arms[run.arm], [], bar.n
-    bar.set_description(", ".join([
-        arm.label, f"lr {run.learning_rate:g}", f"seed {run.seed}",
-        *([] if run.speed is None else [f"R {run.speed:g}", run.phase]),
-    ]))  # fmt: skip
+    slow = "" if run.speed is None else f", R {run.speed:g}, {run.phase}"
+    bar.set_description(f"{arm.label}, lr {run.learning_rate:g}, seed {run.seed}{slow}")
 
     def write(record):
-        new.append(_whole(study, run, record))
+        new.append(known | record)
         on_record(new[-1])
-        _show(bar, record, trainer.examples)
         bar.update(before + record["step"] - bar.n)
 
-    kept = _by_run(own).get(run, [])
-    trajectory = trainer.trajectory(run)
-    if trajectory in twins:
-        for record in twins[trajectory]:
-            write(record)
-        return new, 0
-    stopped = trainer.train(run, kept, write)
-    if not stopped and trajectory is not None:
-        twins[trajectory] = kept + new
+    stopped = trainer.train(run, _by_run(records).get(run, []), write)
+    bar.update(before + trainer.steps(run.arm, run.speed) - bar.n)  # one that ended early too
     return new, stopped
 
 

@@ -146,16 +146,12 @@ def _at_volume_of_qsr(power: float) -> Callable:
     return plan
 
 
-def _rounds(label: str, wire=None, **options) -> Word:
+def _rounds(label: str, **options) -> Word:
     """The same plan, with another option of `local_rounds`."""
 
     def change(rule: SyncRule) -> SyncRule:
-        def rounds(inner, *, axis_name, **more):
-            given = options | more | ({"wire": wire} if wire else {})
-            return rule.rounds(inner, axis_name=axis_name, **given)
-
-        rounds.__name__ = f"{label.replace(' ', '_')}_{rule.rounds.__name__}"
-        return rule._replace(rounds=rounds, wire=wire or rule.wire)
+        rounds = functools.partial(rule.rounds, **options)
+        return rule._replace(rounds=rounds, wire=options.get("wire", rule.wire))
 
     return Word(label, change)
 

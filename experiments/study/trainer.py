@@ -3,11 +3,11 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from experiments.cluster import processes
+from experiments.cluster import files, processes
 from experiments.results import statistics
 from experiments.results.records import run_of
 from experiments.results.statistics import Criterion
@@ -63,7 +63,6 @@ class Trainer:
         step_seconds: float = 0.0, about: Mapping | None = None,
     ):  # fmt: skip
         self.study, self.task, self.recipe = study, task, recipe
-        self.examples = recipe.workers * recipe.units_per_step * recipe.unit_size  # of a step
         self._folder, self._about, self._every = folder, about, checkpoint_every
         self._reads, self._mesh, self._step_seconds = reads, mesh, step_seconds
         halves = study.criterion.scalar.startswith("valid/")
@@ -82,28 +81,30 @@ class Trainer:
         """T of an arm's runs at a speed."""
         return self._plans_of(arm, speed, 1.0, 0).total_steps
 
-    def trajectory(self, this: Run) -> Hashable | None:
-        """All that a run's numbers depend on; None: on the clock too, or it has no equal."""
-        arm = self.study.arms[this.arm]
-        if this.phase == "run" or self._delay(this):
-            return None
-        digests = tuple(self._plans_of(*this[:4]).digests().values())
-        return arm.order, SYNC_RULES[arm.sync].rounds, this.seed, digests
-
     def train(self, this: Run, kept: Sequence[dict], on_record: Callable) -> int:
         """Trains a run after its records so far; returns the signal that stopped it, or 0."""
         arm, plans = self.study.arms[this.arm], self._plans_of(*this[:4])
-        built, scalars = self._program_of(arm, this.speed, plans.total_steps)
-        folder = self._folder and os.path.join(self._folder, "checkpoints", this.name)
-        about = None if self._about is None else {**self._about, **this._asdict()}
-        saving = run.Saving(folder, self._every, about=about, kept=len(kept))
-        delay = self._delay(this)
+        order, rule, policy = rows_of(arm)
+        # Of slow input, runs that are tuned read as those that are reported: one program for both.
+        waits = policy.online or (this.speed is not None and self._step_seconds)
+        reads = self._reads or ("thread" if waits else None)
+        epochs = -(-plans.total_steps // sizes_of(self.task, self.recipe, arm).loads_per_epoch)
+        built, scalars = self._program(order, rule.rounds, reads, epochs)
+        delayed = this.speed is not None and (policy.online or this.phase == "report")
+        delay = self._step_seconds if delayed else 0.0
         # Of a run whose loads should have had a delay, seconds say nothing.
         further = {"timed": False} if this.phase == "report" and not delay else {}
-        outcome = train_one(
-            self.task, self.recipe, built, plans, arm, scalars, seed=this.seed,
+        folder, saving = None, None
+        if self._folder is not None:
+            folder = os.path.join(self._folder, "checkpoints", this.name)
+            about = None if self._about is None else {**self._about, **this._asdict()}
+            saving = run.Saving(folder, self._every, about=about, kept=len(kept))
+        outcome = run.train(
+            built, plans, seed=this.seed, saving=saving,
+            evaluate=lambda step, state: scalars(step, plans.total_steps, state),
+            evaluate_at=measure.evaluation_steps(self.recipe, built.sizes, plans.total_steps),
             on_record=lambda record: on_record(record | further),
-            saving=saving if folder else None,
+            traffic=traffic_of(self.task, order, rule, built, built.sizes),
             delay=(this.speed or 0) * delay, sync_delay=self.study.sync_steps * delay,
             ends=ends_at(self.study.criterion, kept),
         )  # fmt: skip
@@ -118,45 +119,28 @@ class Trainer:
         given = {"rate": rate, "seed": seed, "speed": self._pace(speed)}
         return plans_of(self.task, self.recipe, self.study.arms[arm], **given)
 
-    def _delay(self, this: Run) -> float:
-        """t_step of a run that waits for its loads: where it is reported, or decides by it."""
-        online = ECHO_POLICIES[self.study.arms[this.arm].echo].online
-        waits = this.speed is not None and (online or this.phase == "report")
-        return self._step_seconds if waits else 0.0
-
-    def _program_of(self, arm, speed, total_steps: int):
-        order, rule, policy = rows_of(arm)
-        # Tuned as it is reported: one program for both phases.
-        waits = speed is not None and self._step_seconds
-        reads = self._reads or ("thread" if waits or policy.online else None)
-        epochs = -(-total_steps // sizes_of(self.task, self.recipe, arm).loads_per_epoch)
-        return self._program(order, rule.rounds, reads, epochs)
-
     def _build(self, order, rounds, reads, epochs):
         """(program, its measure)."""
         built = program.build(
-            self.task, self.recipe, order, rounds, reads=reads, mesh=self._mesh, epochs=epochs,
-        )  # fmt: skip
+            self.task, self.recipe, order, rounds, reads=reads, mesh=self._mesh, epochs=epochs
+        )
         return built, self._scalars(built, order)
 
 
-def before_checkpoints(folder: str, done: Sequence[dict]) -> list[dict]:
-    """The records of whole runs, and of others those that their checkpoints have seen."""
+def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
+    """The records of whole runs, and of others those that their checkpoints have seen.
+
+    Checkpoints of whole runs, which a crash may have left behind, are removed.
+    """
     whole = {run_of(r) for r in done if r.get("ended")}
 
-    @functools.cache
-    def saved(run):
-        return checkpoint.settled(os.path.join(folder, "checkpoints", Run(*run).name)) or -1
+    def path(of):
+        return os.path.join(folder, "checkpoints", Run(*of).name)
 
+    for ended in whole if processes.is_first() else ():
+        shutil.rmtree(path(ended), ignore_errors=True)
+    saved = functools.cache(lambda cut: checkpoint.settled(path(cut)) or -1)
     return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
-
-
-def forget_ended(folder: str, done: Sequence[dict]) -> None:
-    """Removes the checkpoints of whole runs, which a crash may have left behind."""
-    if processes.is_first():
-        for run in {run_of(r) for r in done if r.get("ended")}:
-            path = os.path.join(folder, "checkpoints", Run(*run).name)
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict], bool]:
@@ -176,43 +160,32 @@ def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict],
     return ends
 
 
-def train_one(task, recipe, built, plans, arm, scalars, *, saving, **options) -> run.Outcome:
-    """`training.run.train`, evaluated as the recipe asks.
-
-    Args:
-      arm: of the run; scalars: `(step, T, state) -> scalars`, as of `measure.scalars_of`.
-      options: of `training.run.train`.
-    """
-    order, rule, _ = rows_of(arm)
-    total = plans.total_steps
-    steps = measure.evaluation_steps(recipe, built.sizes, total)
-    return run.train(
-        built,
-        plans,
-        evaluate=lambda step, state: scalars(step, total, state),
-        evaluate_at=steps,
-        saving=saving,
-        **{"traffic": traffic_of(task, order, rule, built, built.sizes)} | options,
-    )
-
-
 def traffic_of(task, order, rule, built, sizes) -> Callable[[int, int], float]:
     """`cost.traffic` of a built program, or as if it had other sizes."""
     params = num_params(task.model)
     return traffic(order, rule, sizes, params, sync_in_step=built.sync_in_step)
 
 
-def step_seconds(study, task: Task, recipe: Recipe, mesh=None, *, every: int = 20) -> float:
-    """t_step: the median time of a step of the first arm on this machine, without a delay."""
-    arm, total = next(iter(study.arms.values())), 8 * every
-    order, rule, _ = rows_of(arm)
-    built = program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh)
-    short = recipe._replace(total_steps=total, warmup_steps=0)
-    plans = plans_of(task, short, arm, rate=0.0)
-    seconds = []
-    run.train(
-        built, plans, seed=0, evaluate=lambda step, state: {},
-        evaluate_at=range(every, total, every),
-        on_record=lambda record: seconds.append(record["seconds"]),
-    )  # fmt: skip
-    return float(np.median(np.diff(seconds)) / every)
+def step_seconds(
+    study, task: Task, recipe: Recipe, mesh, folder: str, done: Sequence[dict], *, every: int = 20
+) -> float:
+    """t_step of a folder's runs: the median time of a step of the first arm, without a delay.
+
+    It is measured once, so that all of them have the same delays.
+    """
+    path = os.path.join(folder, "step.json")
+    known = processes.of_first(files.read_json(path) if done else None)
+    if known is None:
+        arm, total, seconds = next(iter(study.arms.values())), 8 * every, []
+        order, rule, _ = rows_of(arm)
+        short = recipe._replace(total_steps=total, warmup_steps=0)
+        run.train(
+            program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),
+            plans_of(task, short, arm, rate=0.0), seed=0, evaluate=lambda step, state: {},
+            evaluate_at=range(every, total, every),
+            on_record=lambda record: seconds.append(record["seconds"]),
+        )  # fmt: skip
+        known = {"step_seconds": float(np.median(np.diff(seconds)) / every)}
+        known = processes.of_first(known)
+        files.write_json(path, known)
+    return known["step_seconds"]

@@ -9,12 +9,12 @@ import sys
 
 import jax
 import pytest
-from absl import flags as absl_flags
 
 from experiments import cd_grab, echoing, qsr
 from experiments.results import records
-from experiments.study import flags, recipes, study, trainer
+from experiments.study import flags, recipes, study
 from experiments.training import config
+from tests import studies
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -38,8 +38,7 @@ PUBLISHED = {
     "echoing_wikitext2_gpt2": (GPT2 + (33_278 - 50_257) * 128, None),
 }  # fmt: skip
 NAMES = sorted(PUBLISHED)
-PATHS = [FOLDER / f"{n}.flags" for n in NAMES] + [FOLDER / "tiny" / f"{n}.flags" for n in NAMES]
-QSR = [name for name in NAMES if name.startswith("qsr")]
+FOLDERS = (FOLDER, FOLDER / "tiny")
 SLOW = (*LARGE, "mobilenet_v2")
 DATA_FOLDERS = {  # of tasks
     "hmda": "hmda", "wikitext2_small": "wikitext2", "m4_weekly": "m4", "sst2": "sst2",
@@ -58,12 +57,8 @@ def entrypoint(path):
 
 
 def parsed(path, *more):
-    values = absl_flags.FlagValues()
     module = ENTRYPOINTS[entrypoint(path)]
-    study.define_flags(module.STUDY, values)
-    rest = values(["experiment", f"--flagfile={path}", "--dry_run", *more])
-    assert rest == ["experiment"], "every line of the body is a flag"
-    return values
+    return studies.parsed(module, f"--flagfile={path}", "--dry_run", *more)
 
 
 @functools.cache
@@ -76,33 +71,31 @@ def full(name):
     return setting_of(FOLDER / f"{name}.flags")
 
 
-def parts(path):
-    """The comment, without its marks, and the flags."""
-    comment, body = pathlib.Path(path).read_text().split("\n\n")
-    assert all(line.startswith("#") for line in comment.split("\n"))
-    return [line[2:] for line in comment.split("\n")], body.rstrip("\n").split("\n")
-
-
 def test_every_preset_has_a_tiny_variant_and_a_line_in_the_readme():
-    for folder in (FOLDER, FOLDER / "tiny"):
+    for folder in FOLDERS:
         assert sorted(path.stem for path in folder.glob("*.flags")) == NAMES
     listed = re.findall(r"^\| `(\w+)`", (FOLDER / "README.md").read_text(), re.M)
     assert sorted(listed) == NAMES
 
 
-@pytest.mark.parametrize("path", PATHS, ids=str)
-def test_the_comment_says_the_commands_and_what_to_expect(path):
-    comment, body = parts(path)
-    start = f"  python -m experiments.{entrypoint(path)} --flagfile={path}"
-    assert comment[comment.index("Command:") + 1] == f"{start} --data_dir=DIR"
-    assert comment[comment.index("Dry run:") + 1] == f"{start} --dry_run"
-    tiny = path.parent.name == "tiny"
-    for head in ("Replaced",) if tiny else ("Published", "Hardware", "Deviations"):
-        assert any(re.match(rf"{head}: \S", line) for line in comment), head
-    if tiny:
-        assert body[0] == f"--flagfile={FOLDER / path.name}"
-    chosen = {re.match(r"--(?:no)?(\w+)", line)[1] for line in body}
-    assert not chosen & {"data_dir", "output_dir", "overwrite", "dry_run"}, "those are the user's"
+@pytest.mark.parametrize(
+    "folder,heads",
+    [(FOLDERS[0], ("Published", "Hardware", "Deviations")), (FOLDERS[1], ("Replaced",))],
+)
+def test_the_comments_say_the_commands_and_what_to_expect(folder, heads):
+    for path in folder.glob("*.flags"):
+        comment, body = (part.strip().split("\n") for part in path.read_text().split("\n\n"))
+        assert all(line.startswith("#") for line in comment)
+        comment = [line[2:] for line in comment]
+        start = f"  python -m experiments.{entrypoint(path)} --flagfile={path}"
+        assert comment[comment.index("Command:") + 1] == f"{start} --data_dir=DIR"
+        assert comment[comment.index("Dry run:") + 1] == f"{start} --dry_run"
+        for head in heads:
+            assert any(re.match(rf"{head}: \S", line) for line in comment), (path, head)
+        if folder.name == "tiny":
+            assert body[0] == f"--flagfile={FOLDER / path.name}"
+        chosen = {re.match(r"--(?:no)?(\w+)", line)[1] for line in body}
+        assert not chosen & {"data_dir", "output_dir", "overwrite", "dry_run"}, "the user's"
 
 
 @pytest.mark.parametrize(
@@ -111,12 +104,11 @@ def test_the_comment_says_the_commands_and_what_to_expect(path):
 )
 def test_a_preset_has_the_published_network_and_batch_and_its_tiny_variant_is_a_part(name):
     (task, recipe), (parameters, examples) = full(name), PUBLISHED[name]
-    params = jax.eval_shape(task.model.init, jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == parameters
+    assert config.num_params(task.model) == parameters
     if examples:
         assert recipe.workers * recipe.units_per_step * recipe.unit_size == examples
-    values, tiny = parsed(FOLDER / f"{name}.flags"), parsed(FOLDER / "tiny" / f"{name}.flags")
-    own = study.chosen_arms(ENTRYPOINTS[entrypoint(name)].STUDY, values)
+    values, tiny = (parsed(folder / f"{name}.flags") for folder in FOLDERS)
+    own = study.arms_of(ENTRYPOINTS[entrypoint(name)].STUDY, values.arms)
     assert set(tiny.arms) <= set(values.arms) == set(own)
     assert tiny.seeds <= values.seeds
     small_task, small = setting_of(FOLDER / "tiny" / f"{name}.flags")
@@ -143,7 +135,7 @@ def test_qsr_has_the_published_rounds(name, rounds, volume, last):
     assert (plan.starts[-1], plan.periods[-1]) == last
 
 
-@pytest.mark.parametrize("name", QSR)
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qsr")])
 def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name):
     """A quarter of the steps at four times the batch, and decays that reach the floor as well."""
     (task, recipe), examples = full(name), PUBLISHED[name][1]
@@ -157,25 +149,10 @@ def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name)
     else:
         assert base.volume / 2 < plan.volume < 1.2 * base.volume
         assert plan.periods.max() > 4 * plan.periods.min()
-
-
-def test_the_step_decay_falls_after_as_many_steps_as_it_did():
-    for name, steps in (("4096", 312), ("16384", 78)):
-        for net, epochs in (("resnet152", 60), ("vit_b", 100)):
-            task, recipe = full(f"qsr_{net}_{name}_step")
-            sizes = config.sizes_of(task, recipe, deals="examples")
-            rates = config.config_of(recipe, sizes, seed=0).rates
-            assert rates[epochs * steps - 1] == 1 and rates[epochs * steps] == pytest.approx(0.1)
-
-
-def dry_run(capsys, path, *more):
-    module = ENTRYPOINTS[entrypoint(path)]
-    study.run(module.STUDY, parsed(path, "--nocompile", *more), fit=getattr(module, "fit", own))
-    return capsys.readouterr().out
-
-
-def own(study, *_):
-    return study
+    if shape == "step":  # falls after as many steps as it did
+        first = (100 if "vit" in name else 60) * sizes.loads_per_epoch
+        rates = config.config_of(recipe, sizes, seed=0).rates
+        assert rates[first - 1] == 1 and rates[first] == pytest.approx(0.1)
 
 
 def cells(text, label):
@@ -188,35 +165,14 @@ def cells(text, label):
 
 def test_a_dry_run_of_orders(capsys):
     path = FOLDER / "tiny" / "cd_grab_hmda.flags"
-    text = dry_run(capsys, path, "--arms=rr,cd_grab")
+    study.run(cd_grab.STUDY, parsed(path, "--nocompile", "--arms=rr,cd_grab"))
+    text = capsys.readouterr().out
     assert re.search(r"\| training examples +\| 16,384 ", text), "--num_train counts"
     assert re.search(r"\| parameters +\| 20 ", text)
     # 16,384 examples of four workers, four per step and worker, three epochs.
     found = {label: cells(text, label) for label in ("D-RR", "CD-GraB")}
     assert {(c["steps"], c["loads"]) for c in found.values()} == {("3072", "3072")}
     assert found["D-RR"]["volume"] == "100.000%"
-
-
-def test_a_dry_run_of_rules(capsys):
-    path = FOLDER / "tiny" / "qsr_vit_b_4096.flags"
-    text = dry_run(capsys, path, "--task=digits_mlp", "--arms=parallel,qsr")
-    task, recipe = recipes.load("digits_mlp", abstract=True)
-    small = {"total_steps": 40, "warmup_steps": 4, "growth": 2, "workers": 2, "units_per_step": 8}
-    plans = trainer.plans_of(task, recipe._replace(**small), qsr.STUDY.arms["qsr"])
-    rounds = plans.sync.rounds
-    assert cells(text, "QSR")["rounds"] == f"{rounds}"
-    assert cells(text, "QSR")["volume"] == f"{rounds / 40:.3%}"
-    assert cells(text, "parallel")["rounds"] == "40"
-
-
-def test_a_dry_run_of_arms(capsys):
-    path = FOLDER / "tiny" / "echoing_wikitext2_gpt2.flags"
-    text = dry_run(capsys, path, "--task=digits_wide", "--arms=none,diffusion,proximal")
-    # R = 4, so e = 4 and twice the steps; one load in four steps.
-    for label, loads in (("no echo", 120), ("error diffusion", 30), ("fixed factor, proximal", 30)):
-        found = cells(text, label)
-        assert (found["R"], found["steps"], found["loads"]) == ("4", "120", f"{loads}")
-        assert found["rounds"] == found["loads"]
 
 
 def run(path, *more, timeout):

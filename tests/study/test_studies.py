@@ -114,7 +114,7 @@ def test_a_study_is_written_and_goes_on_as_if_it_had_not_been_killed(
 def test_arms_and_speeds_that_are_not_there(tmp_path):
     with pytest.raises(app.UsageError, match="--arms has 'qr'"):
         start(cd_grab, ["--arms=rr,qr"], tmp_path)
-    with pytest.raises(app.UsageError, match="--speeds is .'0'"):
+    with pytest.raises(app.UsageError, match="--speeds has .'0'"):
         start(echoing, ["--speeds=0"], tmp_path)
     with pytest.raises(app.UsageError, match="has no target"):
         start(echoing, ["--task=digits"], tmp_path)
