@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import pytest
 
 from experiments import cd_grab, echoing, qsr
