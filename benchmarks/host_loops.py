@@ -1,9 +1,11 @@
-"""What did signing pairs cost before? The published way against the library's kernel.
+"""What does signing pairs of gradients cost that are in memory, and what did it before?
 
     python benchmarks/host_loops.py
 
-A Python loop with one sync per pair, on NumPy arrays, on JAX arrays, and with PyTorch where it is
-installed, beside `bench --part=balance --rows=kernel`; microseconds per example, all in turns.
+Microseconds per example for D parameters, all ways in turns. "read once" is the time to sum the
+gradients, the fastest of three ways: what the memory allows. "syncopate" is the library's kernel,
+"sketches" reads every gradient once and signs 1,024 numbers. The published way is a Python loop
+with one sync per pair: on NumPy arrays, on JAX arrays, and with PyTorch where it is installed.
 """
 
 import functools
@@ -13,8 +15,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.step_costs import KERNEL_SIZES, kernel
+import ordering
 from experiments.timing import medians
+from ordering.kernel import balance_blocks
+from ordering.pair_balance import subtract
+from ordering.rows import split_pairs
+from ordering.sketch import SIZE
+
+# Units per call: enough to leave the caches at every D, at most 1.3 GB.
+KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
+READS = (
+    jax.jit(lambda g: jnp.sum(g.reshape(2, -1), axis=1)),
+    jax.jit(lambda g: jnp.sum(g, axis=1)),
+    jax.jit(lambda g: g @ jnp.ones(g.shape[1])),
+)
+
+
+@jax.jit
+def kernel(gradients, total):
+    """`(gradients [n, D], r) -> (r, signs)` with the library's kernel."""
+    pairs = split_pairs(gradients, gradients.shape[0] // 2)
+    return balance_blocks(ordering.greedy(), (), total, pairs, derive=subtract)[1:3]
+
+
+@jax.jit
+def sign_sketches(gradients, total):
+    """The same on sketches: every gradient is read once."""
+    made = ordering.sketch(jax.random.key(0), size=total.size)
+    return kernel(ordering.sketch_rows(ordering.Rows.of(gradients), made).tree, total)
 
 
 def host_loop(gradients, total, dot: Callable, order: list) -> list:
@@ -54,15 +82,29 @@ def host_loops(gradients: jax.Array) -> dict[str, Callable]:
     }
 
 
+def rows(size: int, units: int, repeats: int) -> list[dict]:
+    gradients = jax.random.normal(jax.random.key(0), (units, size))
+    calls = {
+        "syncopate": functools.partial(kernel, gradients, jnp.zeros(size)),
+        "sketches": functools.partial(sign_sketches, gradients, jnp.zeros(min(size, SIZE))),
+    }
+    reads = {read: functools.partial(read, gradients) for read in READS}
+    found = medians(reads | calls | host_loops(gradients), repeats)
+    limit = min(found.pop(read) for read in READS)
+    return [
+        {
+            "parameters": size, "way": name,
+            "us_per_example": round(seconds / units * 1e6, 3),
+            "times_read_once": round(seconds / limit, 2),
+            "times_syncopate": round(seconds / found["syncopate"], 2),
+        }
+        for name, seconds in {"read once": limit, **found}.items()
+    ]  # fmt: skip
+
+
 def main(repeats: int = 7) -> None:
     for size, units in KERNEL_SIZES.items():
-        gradients = jax.random.normal(jax.random.key(0), (units, size))
-        calls = {"syncopate": functools.partial(kernel, gradients, jnp.zeros(size))}
-        found = medians(calls | host_loops(gradients), repeats)
-        for name, seconds in found.items():
-            row = {"parameters": size, "way": name}
-            row["us_per_example"] = round(seconds / units * 1e6, 3)
-            row["times_syncopate"] = round(seconds / found["syncopate"], 2)
+        for row in rows(size, units, repeats):
             print(row, flush=True)
 
 

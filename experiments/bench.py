@@ -1,221 +1,277 @@
 r"""What does it cost? Microseconds and ratios, every row printed as it is measured.
 
-    python -m experiments.bench --part=balance                  # minutes: kernel and step
+    python -m experiments.bench --part=balance                  # minutes: a step with an order
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
-    python -m experiments.bench --part=epochs --task=digits --arms=rr,cd_grab
     python -m experiments.bench --part=echo                     # nothing else may run beside it
 
-balance and local_steps: a step, in `experiments.step_costs`. All rows of a table are measured in
-turns, in one process, after a warm-up: the median of --repeats.
-
-loops: microseconds per step of the training loop, by order and rule, on digits with the published
-units: every other cost of a step is small, so that what the host does between two segments shows.
-
-epochs: seconds per epoch of the CD-GraB tasks, order by order, with the drawing or finishing of the
-next order, without evaluation and compilation; all but HMDA's are of a part of the set. DIR of
---data_root has a folder for every set: hmda, m4, wikitext2, tfds (the prepared cifar10); rows whose
-data are not there are left out, and the reason is printed. times_rr is the median over the turns of
-an order's seconds over those of D-RR in the same turn, beside its 95 % interval; times_so the same
-against one fixed order. Published, off the authors' own plots (Cooper et al., CD-GraB, 2023,
-https://arxiv.org/abs/2302.00845): 1.5 to 2.1 times D-RR, from a host loop that waits at every pair.
-
-echo: what slow input leaves of echoing, in `experiments.timing`. Other packages' loaders and loops
-are timed in benchmarks/.
+All rows of a table are measured in turns, in one process, after a warm-up: the median of
+--repeats. Ratios with an interval of 95 % are the median over the turns, of the same turn.
+Expected: docs/orders.md, docs/local_steps.md and docs/echoing.md hold the tables. The kernel and
+other packages' loaders are timed in benchmarks/.
 """
 
+import functools
 import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import app, flags
 
-from experiments import step_costs, timing
-from experiments.results import records
-from experiments.study import flags as dialect
+import local_opt
+import models
+from experiments import timing
+from experiments.results.statistics import median_interval
 from experiments.study import recipes
+from experiments.study.cost import lower_step, order_traffic
+from experiments.study.flags import definer, names_of
 from experiments.study.tables import ORDERS, SYNC_RULES
-from experiments.tasks import TASKS
-from experiments.tasks.base import Recipe, Task
-from experiments.training.config import num_params
+from experiments.tasks import TASKS, Recipe, Task
+from experiments.timing import medians, training_calls
+from experiments.training.config import num_params, sizes_of
+from local_opt.workers import AXIS, owned_sharding, worker_mesh
 
 FLAGS = flags.FLAGS
-BASELINE = "rr"
-SETTING = ("workers", "units_per_step", "unit_size")  # fields of a recipe that are flags
-DEVICES = f"--xla_force_host_platform_device_count={step_costs.WORKERS}"
-LOOPS = {
-    f"{order} {sync}": (order, sync)
-    for order in ("rr", "id_pair", "cd_grab")
-    for sync in ("parallel", "accumulate", "qsr")
-}
+WORKERS = 4
+LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]
 
 
-class Epochs(NamedTuple):
-    """A task, the folder of its data in --data_root, and how it is run."""
+def step_tasks() -> Iterator[tuple[str, Task, Recipe]]:
+    """Tasks of the published shapes with random data, and units from one example to a batch."""
+    rng = np.random.default_rng(0)
 
-    task: str
-    choices: dict
-    folder: str
-    num_train: int | None = None  # so that an epoch takes less than a second
-    setting: dict = {}  # what differs from the task's own recipe
-    published: tuple[float, float] | None = None  # seconds per epoch, CD-GraB and D-RR
+    def task(name, model, shape, classes):
+        x, y = rng.normal(size=shape).astype(np.float32), rng.integers(0, classes, shape[:1])
+        return Task(name, model, {"x": x, "y": y.astype(np.int32)}, {}, None)
+
+    def text(name, make, **sizes):
+        words = rng.integers(0, 1024, (2, 64, 64), np.int32)
+        model = make(vocab_size=1024, width=192, **sizes)
+        return Task(name, model, {"x": words[0], "y": words[1]}, {}, None)
+
+    softmax = models.softmax_regression(num_features=64, num_classes=10)
+    logistic = models.logistic_regression(num_features=20)
+    vit = models.vit(image_shape=(32, 32, 3), width=192, depth=3, heads=3)
+    digits = task("digits", softmax, (1536, 64), 10)
+    hmda = task("hmda", logistic, (65536, 20), 2)
+    microbatch, epochs = "microbatch", 4  # of a timed call: what surrounds a run is little of it
+    yield microbatch, digits, Recipe(4, 1, 16, (1e-3,), epochs=epochs)
+    yield "examples, 2 per step", digits, Recipe(32, 2, 1, (1e-3,), epochs=epochs)
+    yield microbatch, hmda, Recipe(4, 1, 64, (1e-3,), epochs=epochs)
+    yield "examples, 4 per step", hmda, Recipe(4, 4, 1, (1e-3,), epochs=epochs)
+    for of in (
+        task("lenet", models.lenet(), (512, 28, 28, 1), 10),
+        text("gpt", models.gpt2, context=64, depth=3, heads=3),
+        task("vit", vit, (64, 32, 32, 3), 10),
+        text("lstm", models.lstm),
+    ):
+        yield microbatch, of, Recipe(1, 1, 16, (1e-3,), epochs=1)
+        yield "groups, 4 per step", of, Recipe(1, 4, 4, (1e-3,), epochs=1)
+        yield "examples, 16 per step", of, Recipe(1, 16, 1, (1e-3,), epochs=1)
 
 
-# LeNet has batches of 64 for every W, as published.
+ARMS = ("so", "rr", "id_pair", "cd_grab", "cd_grab+sketch1024")
+
+
+def step_rows(repeats: int) -> Iterator[dict]:
+    """A training step with an order against the same in one fixed order, which draws nothing."""
+    for unit, task, recipe in step_tasks():
+        calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in ARMS})
+        found = medians(calls, repeats)
+        sizes, parameters = sizes_of(task, recipe), num_params(task.model)
+        for name, seconds in found.items():
+            order = ORDERS[name]
+            # Of one worker's step on a device of its own, as XLA lays it out.
+            lowered = lower_step(task, recipe, order, local_opt.parallel_rounds)
+            memory = lowered.compile().memory_analysis()
+            peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+            # What eight workers would send besides the mean gradient.
+            sent = order_traffic(order, sizes._replace(workers=8), parameters)(steps) / steps
+            yield {
+                "part": "step", "task": task.name, "parameters": parameters, "unit": unit,
+                "order": order.label, "us_per_step": round(seconds / steps * 1e6, 1),
+                "times_plain": round(seconds / found["so"], 3), "megabytes": round(peak / 1e6, 4),
+                "allreduces_per_step": round(sent, 4),
+            }  # fmt: skip
+
+
+# What is trained, the shape of an input, examples, and steps of a timed call.
+MODELS = {
+    "mlp, 784-128-10, batch 32": (lambda: models.mlp(num_features=784, hidden=(128,),
+                                                     num_classes=10), (784,), 32, 200),
+    "mlp, 784-1024-1024-10, batch 64": (lambda: models.mlp(num_features=784, hidden=(1024, 1024),
+                                                           num_classes=10), (784,), 64, 20),
+    "resnet 16-32-64, 32x32, batch 16": (models.small_resnet, (32, 32, 3), 16, 8),
+    "vit 64x4, 32x32, batch 16": (models.vit, (32, 32, 3), 16, 8),
+}  # fmt: skip
+INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e-4)}
+
+
+def ways_of(inner) -> dict[str, tuple[Callable, Callable]]:
+    """(init, update) of the plain optimizer and of what wraps it."""
+    plan = local_opt.constant(1000, total_steps=10**9)
+    rounds = local_opt.local_rounds(inner, axis_name=AXIS)
+    planned = local_opt.local_steps(inner, plan, axis_name=AXIS)
+    return {
+        "plain optax": (inner.init, inner.update),
+        "plain optax, again": (inner.init, inner.update),
+        "local_rounds": (rounds.init, rounds.update),
+        "local_steps, sync=False": (planned.init, functools.partial(planned.update, sync=False)),
+        "local_steps, in the graph": (planned.init, planned.update),
+    }
+
+
+def _stepper(model, init: Callable, update: Callable, batch, steps: int) -> Callable:
+    """A call that takes so many steps on one worker, on from the last."""
+    mesh = worker_mesh(1)
+    step = timing.gradient_step(model, update)
+    run = local_opt.lift(step, mesh, inputs="owned owned shared", outputs="owned owned")
+    jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
+    params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
+    start = jax.device_put((params, jax.vmap(init)(params)), owned_sharding(mesh))
+    call = timing.carry_on(jitted, start)
+    return lambda: [call(batch) for _ in range(steps)][-1]
+
+
+def local_rows(repeats: int) -> Iterator[dict]:
+    """A hot step of `local_rounds`, of `local_steps`, and one that decides in the graph, against
+    loss, gradient, `inner.update` and `apply_updates`, jitted and donated.
+
+    On one worker, where a sync moves no bytes. Aim: a hot step takes at most 1.02 plain ones.
+    """
+    for model_name, (make, shape, size, steps) in MODELS.items():
+        for inner_name, inner in INNER.items():
+            model, generator = make(), np.random.default_rng(0)
+            batch = {
+                "x": jnp.asarray(generator.normal(size=(size, *shape)), jnp.float32),
+                "y": jnp.asarray(generator.integers(0, 10, size), jnp.int32),
+            }
+            calls = {
+                way: _stepper(model, *functions, batch, steps)
+                for way, functions in ways_of(inner).items()
+            }
+            times = timing.in_turns(calls, max(6, repeats))  # for the intervals
+            for way, seconds in times.items():
+                ratios = np.array(seconds) / np.array(times["plain optax"])
+                middle, low, high = median_interval(ratios)
+                yield {
+                    "part": "local_steps", "model": model_name, "optimizer": inner_name, "way": way,
+                    "us_per_step": round(statistics.median(seconds) / steps * 1e6, 1),
+                    "times_plain": round(middle, 3), "interval": f"{low:.3f} to {high:.3f}",
+                }  # fmt: skip
+
+
+def sync_rows(repeats: int) -> Iterator[dict]:
+    """One sync of four workers with ten million parameters in 2 or 200 leaves.
+
+    On a CPU devices share the cores and collectives are copies in memory: it forecasts nothing.
+    """
+    mesh = worker_mesh(WORKERS)
+    rounds = local_opt.local_rounds(optax.identity(), axis_name=AXIS)
+    init = local_opt.lift(rounds.init, mesh, inputs="owned", outputs="owned")
+    sync = jax.jit(local_opt.lift(rounds.sync, mesh, inputs="owned owned", outputs="owned owned"))
+    for leaves in (2, 200):
+        leaf = jnp.ones((WORKERS, 10**7 // leaves))
+        params = {str(i): jax.device_put(leaf, owned_sharding(mesh)) for i in range(leaves)}
+        call = functools.partial(sync, params, jax.jit(init)(params))
+        seconds = medians({"sync": call}, repeats)["sync"]
+        yield {"part": "sync", "leaves": leaves, "ms": round(seconds * 1e3, 1)}
+
+
+def loop_rows(repeats: int) -> Iterator[dict]:
+    """A step of the training loop on digits with the published units: what the host does shows."""
+    task = TASKS["digits"](None)
+    recipe = task.recipe._replace(epochs=20, schedule="cosine", floor=1e-3)
+    calls, steps = training_calls(task, recipe, {arm: arm for arm in LOOPS})
+    found = medians(calls, repeats)
+    for (order, sync), seconds in found.items():
+        yield {
+            "part": "loops", "order": ORDERS[order].label, "rule": SYNC_RULES[sync].label,
+            "us_per_step": round(seconds / steps * 1e6, 1),
+            "times_first": round(seconds / found[LOOPS[0]], 3),
+        }  # fmt: skip
+
+
+# (task, folder of its data, choices, examples, what differs from its recipe); all but HMDA's are of
+# a part of the set, so that an epoch takes less than a second. LeNet has batches of 64 for every W.
 EPOCHS = {
-    "hmda": Epochs("hmda", {"model": "logistic"}, "hmda", published=(68, 36)),
-    "m4": Epochs("m4_weekly", {"model": "mlp"}, "m4", 40_000, published=(73, 35)),
-    "lstm": Epochs("wikitext2_small", {"model": "lstm"}, "wikitext2", 512, published=(22.5, 15)),
-    "gpt2": Epochs("wikitext2_small", {"model": "gpt2"}, "wikitext2", 256),
+    "hmda": ("hmda", "hmda", {"model": "logistic"}, None, {}),
+    "m4": ("m4_weekly", "m4", {"model": "mlp"}, 40_000, {}),
+    "lstm": ("wikitext2_small", "wikitext2", {"model": "lstm"}, 512, {}),
+    "gpt2": ("wikitext2_small", "wikitext2", {"model": "gpt2"}, 256, {}),
 } | {
-    f"lenet_{workers}": Epochs("cifar10_small", {"model": "lenet"}, "tfds", 1024,
-                               {"workers": workers, "unit_size": 64 // workers})
+    f"lenet_{workers}": ("cifar10_small", "tfds", {"model": "lenet"}, 1024,
+                         {"workers": workers, "unit_size": 64 // workers})
     for workers in (4, 16, 64)
 }  # fmt: skip
 
 
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    dialect.define(values, "task", "setting", task=None)  # all of epochs
-    define = dialect.definer(values)
-    text, names = flags.DEFINE_string, flags.DEFINE_list
-    define(flags.DEFINE_enum, "part", "balance", "what to measure", list(PARTS))
-    define(names, "rows", None, "some rows of a part's table; all if unset")
-    define(flags.DEFINE_integer, "repeats", None, "timed calls of every row; the part's own if "
-           "unset", lower_bound=1)  # fmt: skip
-    define(text, "jsonl", None, "file for the rows as JSON lines, too")
-    define(flags.DEFINE_integer, "steps", 400, "echo: T of every run", lower_bound=2)
-    define(names, "ratios", ["2", "4", "8"], "echo: R, loads of so many steps' time")
-    define(flags.DEFINE_float, "step_ms", 4.0, "echo: what a step is made to take",
-           lower_bound=0.1)  # fmt: skip
-    define(text, "data_root", None, "epochs: folder of the sets' folders")
-    define(names, "arms", ["rr", "so", "unzip", "id_pair", "cd_grab"],
-           f"epochs: orders, of {', '.join(ORDERS)}; rr is the baseline")  # fmt: skip
+def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
+    """Seconds per epoch, with the drawing or finishing of the next order, order by order.
 
-
-def balance(values: flags.FlagValues) -> Iterator[dict]:
-    of = {"kernel": step_costs.kernel_rows, "step": step_costs.step_rows}
-    for name in values.rows or of:
-        yield from of[name](values.repeats or 9)
-
-
-def local_steps(values: flags.FlagValues) -> Iterator[dict]:
-    # Read when the first device is asked for, which is below.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
-    of = {"step": step_costs.local_rows, "sync": step_costs.sync_rows}
-    for name in values.rows or of:
-        yield from of[name](values.repeats or 41)
-
-
-def loops(values: flags.FlagValues) -> Iterator[dict]:
-    task = TASKS["digits"](None)
-    arms = {name: LOOPS[name] for name in values.rows or LOOPS}
-    recipe = task.recipe._replace(epochs=20, schedule="cosine", floor=1e-3)
-    calls, steps = timing.training_calls(task, recipe, arms)
-    found = timing.medians(calls, values.repeats or 9)
-    first = next(iter(found.values()))
-    for name, seconds in found.items():
-        order, sync = arms[name]
-        yield {
-            "part": "loops", "order": ORDERS[order].label, "rule": SYNC_RULES[sync].label,
-            "us_per_step": round(seconds / steps * 1e6, 1),
-            "times_first": round(seconds / first, 3),
-        }  # fmt: skip
-
-
-def epochs(values: flags.FlagValues) -> Iterator[dict]:
-    if BASELINE not in dialect.names_of(values, "arms", ORDERS):
-        raise app.UsageError(f"--arms is {values.arms}: it must hold rr, the baseline.")
-    if not (values.task or values.data_root):
-        raise app.UsageError(
-            "pass --data_root=DIR with the folders hmda, m4, wikitext2 and tfds, some or all, or "
-            "--task, such as --task=digits, which needs no data."
-        )
-    for name in [values.task] if values.task else values.rows or EPOCHS:
-        row = Epochs(values.task, {}, "") if values.task else EPOCHS[name]
-        try:
-            task, recipe = _load(row, values)
-        except (ValueError, ImportError) as error:
-            if values.task:
-                raise
-            print(f"{name} is left out: {error}")
-            continue
-        arms = {order: (order, "parallel") for order in values.arms}
-        calls, steps = timing.training_calls(task, recipe._replace(epochs=1), arms)
-        times = timing.in_turns(calls, values.repeats or 9)
-        yield from epochs_rows(name, row, task, recipe, steps, times)
-
-
-def epochs_rows(name, row: Epochs, task, recipe, steps, times) -> Iterator[dict]:
-    """One row per order; ratios are of the same turn."""
-    times = {order: np.array(seconds) for order, seconds in times.items()}
-    for order, seconds in times.items():
-        middle, low, high = timing.median_interval(seconds / times[BASELINE])
-        published = row.published if order == "cd_grab" else None
-        yield {
-            "part": "epochs", "row": name, "parameters": num_params(task.model), "steps": steps,
-            "W x B x unit": " x ".join(str(getattr(recipe, field)) for field in SETTING),
-            "order": ORDERS[order].label, "s_per_epoch": float(f"{np.median(seconds):.3g}"),
-            "times_rr": round(middle, 3), "interval": f"{low:.3f} to {high:.3f}",
-            "times_so": round(float(np.median(seconds / times["so"])), 3) if "so" in times else "-",
-            "published": f"{published[0] / published[1]:.1f}" if published else "-",
-        }  # fmt: skip
-
-
-def _load(row: Epochs, values: flags.FlagValues) -> tuple[Task, Recipe]:
-    """The task and recipe of a row, with what flags choose; raises where the data are not there."""
-    data_dir = values.data_dir if values.task else os.path.join(values.data_root, row.folder)
-    chosen = row.choices | dialect.given(values, dialect.choices())
-    first = chosen.pop("num_train", row.num_train)
-    task, recipe = recipes.load(row.task, data_dir, **chosen)
-    task = task._replace(train=jax.tree.map(lambda x: x[: first or None], task.train))
-    recipe = recipe._replace(**(row.setting | dialect.given(values, SETTING)))
-    return task, recipe._replace(total_steps=None)
-
-
-def echo(values: flags.FlagValues) -> Iterator[dict]:
+    times_rr is against D-RR, times_so against one fixed order, of the same turn.
+    """
+    task_name, folder, choices, first, fields = EPOCHS[name]
     try:
-        ratios = [float(r) for r in values.ratios]
-    except ValueError:
-        ratios = []
-    if not ratios or not all(1 <= r < 1000 for r in ratios):
-        raise app.UsageError(f"--ratios has {values.ratios}: pass numbers >= 1.")
-    step = timing.step_of(values.step_ms / 1e3)
-    yield from timing.echo_rows(step, ratios, steps=values.steps, repeats=values.repeats or 3)
+        task, recipe = recipes.load(task_name, os.path.join(data_root, folder), **choices)
+    except (ValueError, ImportError) as error:
+        return print(f"{name} is left out: {error}")
+    task = task._replace(train=jax.tree.map(lambda x: x[:first], task.train))
+    recipe = recipe._replace(**fields, epochs=1, total_steps=None)
+    arms = {order: (order, "parallel") for order in ("rr", "so", "unzip", "id_pair", "cd_grab")}
+    calls, steps = training_calls(task, recipe, arms)
+    times = {o: np.array(seconds) for o, seconds in timing.in_turns(calls, repeats).items()}
+    for order, seconds in times.items():
+        middle, low, high = median_interval(seconds / times["rr"])
+        yield {
+            "part": "epochs", "row": name, "steps": steps, "order": ORDERS[order].label,
+            "s_per_epoch": float(f"{np.median(seconds):.3g}"), "times_rr": round(middle, 3),
+            "interval": f"{low:.3f} to {high:.3f}",
+            "times_so": round(float(np.median(seconds / times["so"])), 3),
+        }  # fmt: skip
 
 
-PARTS = {  # and the names of their rows
-    "balance": (balance, ("kernel", "step")),
-    "local_steps": (local_steps, ("step", "sync")),
-    "loops": (loops, LOOPS),
-    "epochs": (epochs, EPOCHS),
-    "echo": (echo, ()),
+PARTS = {  # the names of their rows, and the repeats
+    "balance": ({"step": step_rows}, 9),
+    "local_steps": ({"step": local_rows, "sync": sync_rows}, 41),
+    "loops": ({"loops": loop_rows}, 9),
+    "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
+    "echo": ({f"{r}": functools.partial(timing.echo_rows, r) for r in timing.RATIOS}, 3),
 }
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    define = definer(values)
+    define(flags.DEFINE_enum, "part", "balance", "what to measure", list(PARTS))
+    define(flags.DEFINE_list, "rows", None, "some rows of a part's table; of echo some R")
+    text = "timed calls of every row; the part's own if unset"
+    define(flags.DEFINE_integer, "repeats", None, text, lower_bound=1)
+    text = "epochs: has the folders hmda, m4, wikitext2 and tfds (the prepared cifar10), or some"
+    define(flags.DEFINE_string, "data_root", None, text)
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    part, known = PARTS[values.part]
-    if unknown := sorted(set(values.rows or ()) - set(known)):
-        choice = f"choose of {', '.join(known)}" if known else "all are measured, leave it out"
-        raise app.UsageError(f"--rows has {unknown}, and --part={values.part}: {choice}.")
-    found = []
-    for row in part(values):
-        show(row, found[-1] if found else {})
-        found.append(row)
-        if values.jsonl:
-            records.write_lines(values.jsonl, found)
-    if not found:
-        raise app.UsageError(f"no row has its data in --data_root={values.data_root}.")
-
-
-def show(row: dict, last: dict) -> None:
-    """Prints a row, under the names of its columns where they are other than the last row's."""
-    if row.keys() != last.keys():
-        print("| " + " | ".join(row) + " |\n|" + " --- |" * len(row), flush=True)
-    print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+    tables, repeats = PARTS[values.part]
+    names = names_of(values, "rows", tables) if values.rows else tables
+    given = [values.data_root] if values.part == "epochs" else []
+    if given == [None]:
+        raise app.UsageError("pass --data_root=DIR, where the folders of the sets' data are.")
+    if values.part == "local_steps":  # read when the first device is asked for, which is below
+        flag = f"--xla_force_host_platform_device_count={WORKERS}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    last = None
+    for name in names:
+        for row in tables[name](values.repeats or repeats, *given):
+            if row.keys() != last:
+                print("| " + " | ".join(row) + " |\n|" + " --- |" * len(row))
+            print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+            last = row.keys()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Fair times: calls take turns in one process, so that what disturbs one disturbs all."""
 
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import optax
 
 import models
 import ordering.input
-from experiments.results.statistics import median_interval as order_statistics
 from experiments.study.cost import Machine
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
@@ -22,27 +21,6 @@ from experiments.training.config import config_of, plans_of
 from experiments.training.program import build
 from models import Model
 from ordering import echo
-
-FEATURES, BATCH, EXAMPLES = 784, 64, 4096
-DIFFUSION = "error diffusion, p = 1/R"
-POLICIES = {  # (R, steps) -> a policy
-    DIFFUSION: lambda r, steps: echo.error_diffusion(1 / r, total_steps=steps),
-    "Bernoulli, p = 1/R": lambda r, steps: _coins(1 / r, steps),
-    "Bernoulli, p = 0.9/R": lambda r, steps: _coins(0.9 / r, steps),
-    "measured, at most 4R uses": lambda r, steps: echo.measured(
-        total_steps=steps, max_factor=math.ceil(4 * r)
-    ),
-}
-# A policy, its queue depth, and the reference by R: simulated over far more steps.
-ECHO_ROWS = (
-    (DIFFUSION, 1, {2: 1.000, 4: 1.000, 8: 1.000}),
-    (DIFFUSION, 2, {}),
-    ("Bernoulli, p = 1/R", 1, {2: 1.127, 4: 1.173, 8: 1.196}),
-    ("Bernoulli, p = 1/R", 4, {2: 1.052, 4: 1.072, 8: 1.085}),
-    ("Bernoulli, p = 1/R", 16, {2: 1.017, 4: 1.023, 8: 1.029}),
-    ("Bernoulli, p = 0.9/R", 8, {2: 1.003, 4: 1.009, 8: 1.014}),
-    ("measured, at most 4R uses", 1, {}),
-)
 
 
 def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
@@ -60,12 +38,6 @@ def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]
 def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
     """Median seconds of every call."""
     return {name: statistics.median(s) for name, s in in_turns(calls, repeats).items()}
-
-
-def median_interval(values) -> tuple[float, float, float]:
-    """Median and the order statistics that hold it with 95 % confidence; of few, all of them."""
-    middle, low, high = order_statistics(values)
-    return middle, max(low, float(min(values))), min(high, float(max(values)))
 
 
 def carry_on(step: Callable, state) -> Callable:
@@ -114,23 +86,18 @@ def gradient_step(model: Model, update: Callable) -> Callable:
     return step
 
 
-def momentum_step(model: Model, *, compiler_options=None) -> Callable:
-    """`(batch, times=None) -> state`: updates of SGD with momentum on one batch, waited for.
-
-    None is one, without a loop.
-    """
+def momentum_step(model: Model, times: int = 1, **options) -> Callable:
+    """`batch -> state`: so many updates of SGD with momentum on one batch, in one program."""
     optimizer = optax.sgd(1e-3, momentum=0.9)
     one = gradient_step(model, optimizer.update)
 
-    def step(state, batch, times):
-        if times is None:
+    def step(state, batch):
+        if times == 1:
             return one(*state, batch)
         return jax.lax.fori_loop(0, times, lambda _, state: one(*state, batch), state)
 
-    jitted = jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
     params = jax.jit(model.init)(jax.random.key(0))
-    call = carry_on(jitted, (params, optimizer.init(params)))
-    return lambda batch, times=None: jax.block_until_ready(call(batch, times))
+    return carry_on(jax.jit(step, donate_argnums=0, **options), (params, optimizer.init(params)))
 
 
 def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20) -> Machine:
@@ -160,29 +127,53 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     take = momentum_step(task.model)
 
     def seconds(call):
-        return medians({"": lambda: [call() for _ in range(per_round)][-1]}, rounds)[""] / per_round
+        calls = {"": lambda: [jax.block_until_ready(call()) for _ in range(per_round)][-1]}
+        return medians(calls, rounds)[""] / per_round
 
-    load = seconds(lambda: jax.block_until_ready(jax.device_put(next(read))))
-    step = seconds(lambda: take(batch))
+    load, step = seconds(lambda: jax.device_put(next(read))), seconds(lambda: take(batch))
     return Machine(step, load, label=f"{task.name}, batch {size}, measured here, {source}")
 
 
-def step_of(step_seconds: float) -> Callable:
-    """`batch -> None`: a step on one batch that takes about so long, and is waited for.
+# What slow input leaves of echoing.
+class Echo(NamedTuple):
+    label: str
+    policy: Callable  # of R and the steps
+    depth: int = 1  # of the loader's queue
+    table: tuple = ("-", "-", "-")  # the reference at R = 2, 4, 8: simulated over far more steps
 
-    The update is repeated within the step, as often as makes it that long: no model has a size for
-    every machine.
-    """
+
+def diffusion(ratio: float, steps: int):
+    return echo.error_diffusion(1 / ratio, total_steps=steps)
+
+
+def bernoulli(ratio: float, steps: int, p: float = 1.0):
+    return echo.bernoulli(p / ratio, total_steps=steps, key=jax.random.key(0))
+
+
+def measured(ratio: float, steps: int):
+    return echo.measured(total_steps=steps, max_factor=math.ceil(4 * ratio))
+
+
+RATIOS = (2, 4, 8)
+ECHO = (
+    Echo("error diffusion, p = 1/R", diffusion, 1, (1.000, 1.000, 1.000)),
+    Echo("error diffusion, p = 1/R", diffusion, 2),
+    Echo("Bernoulli, p = 1/R", bernoulli, 1, (1.127, 1.173, 1.196)),
+    Echo("Bernoulli, p = 1/R", bernoulli, 4, (1.052, 1.072, 1.085)),
+    Echo("Bernoulli, p = 1/R", bernoulli, 16, (1.017, 1.023, 1.029)),
+    Echo("Bernoulli, p = 0.9/R", lambda r, t: bernoulli(r, t, 0.9), 8, (1.003, 1.009, 1.014)),
+    Echo("measured, at most 4R uses", measured),
+)
+FEATURES, BATCH, EXAMPLES = 784, 64, 4096
+
+
+def slow_step() -> Callable:
+    """`batch -> state`: a step of some milliseconds on one batch, which is waited for."""
     # One thread: a core stays with the loader, as if the step ran on an accelerator.
     options = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else None
     model = models.mlp(num_features=FEATURES, hidden=(128,), num_classes=10)
-    call = momentum_step(model, compiler_options=options)
-    batch = next(_slow_batches(0.0))
-
-    counts = jnp.int32(1), jnp.int32(101)
-    one, many = medians({int(n): lambda n=n: call(batch, n) for n in counts}, 7).values()
-    times = jnp.int32(max(1, round(step_seconds / ((many - one) / 100))))
-    return lambda batch: call(batch, times)  # times are on the device already
+    call = momentum_step(model, 20, compiler_options=options)
+    return lambda batch: jax.block_until_ready(call(batch))
 
 
 def _slow_batches(delay: float) -> Iterator[dict]:
@@ -198,11 +189,7 @@ def _slow_batches(delay: float) -> Iterator[dict]:
         yield batch
 
 
-def _coins(p: float, steps: int):
-    return echo.bernoulli(p, total_steps=steps, key=jax.random.key(0))
-
-
-def _run_policy(step: Callable, policy, *, depth: int, delay: float) -> tuple[float, float, float]:
+def _run_policy(step: Callable, policy, depth: int, delay: float) -> tuple[float, float, float]:
     """Runs a policy to its end, timed from its first batch on.
 
     Returns:
@@ -220,36 +207,31 @@ def _run_policy(step: Callable, policy, *, depth: int, delay: float) -> tuple[fl
         return total / steps, total / within, loads / steps
 
 
-def echo_rows(
-    step: Callable, ratios: Sequence[float], *, steps: int, repeats: int
-) -> Iterator[dict]:
-    """Does echoing hide slow input as predicted? One row per R and policy, medians over the turns.
+def echo_rows(ratio: float, repeats: int, *, steps: int = 400, step=None) -> Iterator[dict]:
+    """Does echoing hide slow input as predicted? One row per policy, medians over the turns.
 
     A real loader (`ordering.input.load_ahead`) reads batches that take a declared delay of R t_step
-    each: gather, copy to the device, and sleep until the delay since the start is over. The CPU
-    that the sleeping loader leaves free is what a network would leave.
-
-    Right before every run goes the same run without a delay (for "measured", which would then never
-    echo, that of error diffusion): its seconds per step are t_step, so that what slows the machine
-    for longer than two runs slows both. Columns: measured, the seconds per step over those of the
-    run without delay; simulated, `echo_forecast` of the very same policy, steps and delay; table,
-    the reference. Where measured and in_run (the seconds of the run over those within its own
-    steps) differ by more than a few hundredths, the machine's speed changed: measure again.
-    Aim: at R = 4 error diffusion takes at most 1.03 times as long as no delay.
+    each: gather, copy to the device, and sleep until the delay since the start is over. Right
+    before every run goes the same run without a delay (for "measured", which would then never
+    echo, that of error diffusion), whose seconds per step are t_step: what slows the machine for
+    longer than two runs slows both. The columns are those of docs/echoing.md.
     """
-    names = {"step_ms": 3, "loads_per_step": 4, "measured": 3, "in_run": 3, "simulated": 3}
-    _run_policy(step, POLICIES[DIFFUSION](2, 20), depth=1, delay=0.0)  # warms up the rest
-    for ratio, (label, depth, table) in itertools.product(ratios, ECHO_ROWS):
-        policy, turns = POLICIES[label](ratio, steps), []
-        plan = POLICIES[DIFFUSION](ratio, steps) if policy.online else policy
+    step = step or slow_step()
+    _run_policy(step, diffusion(2, 20), 1, 0.0)  # warms up the rest
+    for row in ECHO:
+        policy, turns = row.policy(ratio, steps), []
+        plan = diffusion(ratio, steps) if policy.online else policy
         for _ in range(repeats):
-            base, _, _ = _run_policy(step, plan, depth=depth, delay=0.0)
-            seconds, in_run, share = _run_policy(step, policy, depth=depth, delay=ratio * base)
-            cost = echo.echo_forecast(
-                policy, depth=depth, load_seconds=ratio * base, step_seconds=base
+            base, _, _ = _run_policy(step, plan, row.depth, 0.0)
+            seconds, in_run, share = _run_policy(step, policy, row.depth, ratio * base)
+            told = echo.echo_forecast(
+                policy, depth=row.depth, load_seconds=ratio * base, step_seconds=base
             )
-            turns.append((1e3 * base, share, seconds / base, in_run, cost.slowdown))
-        found = map(statistics.median, zip(*turns, strict=True))
-        row = {n: round(x, d) for (n, d), x in zip(names.items(), found, strict=True)}
-        told = {"part": "echo", "R": ratio, "policy": label, "depth": depth}
-        yield told | row | {"table": table.get(ratio, "-")}
+            turns.append((1e3 * base, share, seconds / base, in_run, told.slowdown))
+        step_ms, loads, *ratios = map(statistics.median, zip(*turns, strict=True))
+        measured, in_run, simulated = (round(found, 3) for found in ratios)
+        yield {
+            "part": "echo", "R": ratio, "policy": row.label, "depth": row.depth,
+            "step_ms": round(step_ms, 3), "loads_per_step": round(loads, 4), "measured": measured,
+            "in_run": in_run, "simulated": simulated, "table": row.table[RATIOS.index(ratio)],
+        }  # fmt: skip
