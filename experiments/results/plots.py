@@ -1,7 +1,6 @@
 """One way to draw: curves of panels against what they cost, effects, time to a target, herding."""
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,17 +45,16 @@ def comparison(
     What every task measures gets a row too; what was not recorded is left out.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
-    shown = {own.arm: list(own.runs.values()) for own in compared.at(speed) if own.runs}
+    shown = [own for own in compared.at(speed) if own.runs]
     width = max(len(x) for _, x in rows)
     size = 4.7 * width, 3.7 * len(rows) + 0.9
     figure, axes = panes(len(rows), width, size, sharey="row")
     for row, (scalar, names) in zip(axes, rows, strict=True):
         for axis, x in zip(row, names, strict=False):
-            for place, arm in enumerate(compared.arms):
-                if arm in shown:
-                    own = compared.chosen[arm, speed]
-                    label = {"label": f"{own.label} (lr {own.rate:g})"}
-                    _draw(axis, shown[arm], x, scalar, look(place) | label)
+            for own in shown:
+                style = look([*compared.arms].index(own.arm))
+                style["label"] = f"{own.label} (lr {own.rate:g})"
+                _draw(axis, own.runs.values(), x, scalar, style)
             if goal.when == "target" and scalar == goal.scalar:
                 axis.axhline(goal.target, color="#444444", linewidth=0.8, linestyle=":")
             _label(axis, x)
@@ -66,9 +64,9 @@ def comparison(
         if scalar in LOGARITHMIC:
             row[0].set_yscale("log")
         else:
-            _zoom(row[0], [statistics.values(runs, scalar) for runs in shown.values()])
+            _zoom(row[0], [statistics.values(own.runs.values(), scalar) for own in shown])
     legend(figure)
-    seeds = max(map(len, shown.values()), default=0)
+    seeds = max((len(own.runs) for own in shown), default=0)
     at = "" if speed is None else f", R = {speed:g}"
     save(
         figure, path,
@@ -97,17 +95,19 @@ def _draw(axis, runs, x: str, scalar: str, style) -> None:
     """A curve with its interval, as long as all seeds run."""
     found, at = statistics.values(runs, scalar), statistics.values(runs, x).mean(axis=0)
     kept = ~(np.isnan(found).any(axis=0) | np.isnan(at))
-    if not kept.any():
-        return
-    found, at = found[:, kept], at[kept]
+    if kept.any():
+        _curve(axis, at[kept], found[:, kept], style, log=scalar in LOGARITHMIC)
+
+
+def _curve(axis, x, found: np.ndarray, style, *, log: bool) -> None:
+    """The mean of float[seeds, points] with its interval; log: with a band that stays above 0."""
     mean, half = np.array([interval(v) for v in found.T]).T
-    half, colour = np.nan_to_num(half), style["color"]
-    low = mean - half
-    if scalar in LOGARITHMIC:  # where a band may not reach 0
+    low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
+    if log:
         low = np.maximum(low, found.min(axis=0) / 2)
-    axis.plot(at, mean, **style, marker="o" if len(at) < 20 else None, ms=3)
-    axis.fill_between(at, low, mean + half, color=colour, alpha=0.1, linewidth=0)
-    axis.plot(at[-1], mean[-1], "o", color=colour, ms=5)
+    axis.plot(x, mean, **style, marker="o" if len(x) < 20 else None, ms=3)
+    axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
+    axis.plot(x[-1], mean[-1], "o", color=style["color"], ms=5)
 
 
 def _label(axis, x):
@@ -186,10 +186,9 @@ def _bar(axis, row, found, *, dashed):
 
 
 def effects(found: Sequence, path: str, title: str) -> None:
-    """Writes a PNG: a panel per `combined.Response`, a row per effect with its interval."""
-    lines = -(-len(found) // 3)
-    figure, axes = panes(lines, 3, (15, 3.6 * lines), sharey=True)
-    for axis, response in zip(axes.flat, found, strict=False):
+    """Writes a PNG: a panel per `combined.Response`, of six, a row per effect with its interval."""
+    figure, axes = panes(2, 3, (15, 7.2), sharey=True)
+    for axis, response in zip(axes.flat, found, strict=True):
         names, (mean, half) = [*response.effects], np.transpose([*response.effects.values()])
         bounds, y = np.array([mean, mean - half, mean + half]), np.arange(len(names))
         mean, low, high = np.exp(bounds) if response.relative else bounds
@@ -205,8 +204,6 @@ def effects(found: Sequence, path: str, title: str) -> None:
             axis.set_xlim(min(np.nanmin(low), 0.8) / 1.05, max(np.nanmax(high), 1.25) * 1.05)
             _plain(axis.xaxis)
     axes[0][0].invert_yaxis()
-    for axis in list(axes.flat)[len(found) :]:
-        axis.set_visible(False)
     lines = "effects from the first level to the second, 95 % intervals over seeds"
     save(figure, path, f"{title}\n{lines}")
 
@@ -217,20 +214,11 @@ def periods(shown: Mapping[str, tuple], path: str, title: str) -> None:
     Args:
       shown: {title: (learning rates float[T], {label: plan of T steps})}; a label has the same look
         in every column.
-
-    Raises:
-      ValueError: if the plans of a run are of different lengths.
     """
     labels = list(dict.fromkeys(label for _, plans in shown.values() for label in plans))
     size = max(7.0, 6.0 * len(shown)), 6.1
     figure, axes = panes(2, len(shown), size, sharex="col", height_ratios=(4, 1))
     for (above, below), (name, (rates, plans)) in zip(axes.T, shown.items(), strict=True):
-        lengths = {len(rates)} | {plan.total_steps for plan in plans.values()}
-        if len(lengths) != 1:
-            raise ValueError(
-                f"the plans of {name!r} have {sorted(lengths)} steps: one panel shows plans of one "
-                "run; give every run its own panel."
-            )
         for label, plan in plans.items():
             # Many plans share H for a while: later lines are thinner, and lie above.
             place = labels.index(label)
@@ -250,15 +238,14 @@ def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
     figure, ((left, right),) = panes(1, 2, (11, 4.4))
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
-    panels = ("round", rounds, {"workers": widths[-1]}), ("workers", widths, {"round": rounds[-1]})
+    panels = (left, "round", rounds, "workers"), (right, "workers", widths, "round")
     for i, name in enumerate(dict.fromkeys(r["order"] for r in records)):
-        style = look(i) | {"label": labels[name], "marker": "o", "ms": 4, "capsize": 3}
-        for axis, (along, x, fixed) in zip((left, right), panels, strict=True):
-            own = [r for r in records if {"order": name, **fixed}.items() <= r.items()]
-            groups = [[r["bound"] for r in own if r[along] == value] for value in x]
-            mean, half = np.array([interval(g) for g in groups]).T
-            bars = None if np.isnan(half).all() else np.minimum(half, 0.9 * mean)
-            axis.errorbar(x, mean, yerr=bars, **style)
+        style = look(i) | {"label": labels[name]}
+        for axis, along, x, fixed in panels:
+            most = max(r[fixed] for r in records)
+            own = [r for r in records if r["order"] == name and r[fixed] == most]
+            found = [[r["bound"] for r in own if r[along] == value] for value in x]
+            _curve(axis, x, np.transpose(found), style, log=True)
     for axis in (left, right):
         axis.set(yscale="log", ylabel=name_of(f"bound/l{norm}"))
         _plain(axis.yaxis)
@@ -291,8 +278,5 @@ def legend(figure) -> None:
 
 
 def save(figure, path: str, title: str, **options) -> None:
-    """Writes a PNG under a temporary name, then renames it."""
     figure.suptitle(title, **options)
-    temporary = f"{path}.tmp.png"
-    figure.savefig(temporary, dpi=110)
-    os.replace(temporary, path)
+    figure.savefig(path, dpi=110)

@@ -11,7 +11,7 @@ from absl import app, flags
 import local_opt
 import ordering.input
 from experiments import forecast, timing
-from experiments.results import archive, plots
+from experiments.results import archive
 from experiments.tasks import TASKS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -126,13 +126,6 @@ def test_corners_redraw_the_plan():
     drawn = lengths[np.searchsorted(steps, every, side="right") - 1]
     assert (drawn == plan.period_at(every)).all() and steps[-1] == 200
     assert len(steps) < plan.rounds
-
-
-def test_a_panel_shows_plans_of_one_run(tmp_path):
-    plans = {f"H = {h}": local_opt.constant(h, total_steps=100) for h in range(1, 13)}
-    plans["longer"] = local_opt.every_step(200)
-    with pytest.raises(ValueError, match="100, 200"):
-        plots.periods({"constants": (np.full(100, 0.1), plans)}, str(tmp_path / "a.png"), "title")
 
 
 def test_a_batch_is_measured_where_it_is_read(monkeypatch):
