@@ -63,55 +63,42 @@ def order_traffic(
       >>> order_traffic(ORDERS["rr"], sizes, 10**6)(10)
       0.0
     """
-    if sizes.workers == 1:
-        return lambda loads: 0.0
-    of_pairs = _pair_traffic(order, sizes, num_params, sync_in_step=sync_in_step)
-    told = math.ceil(sizes.num_units // 2 / 8) if order.deals == UNITS else 0  # bytes
-    of_signs = told * sizes.workers / (8 * num_params)
-    return lambda loads: of_pairs(loads) + loads // sizes.loads_per_epoch * of_signs
-
-
-def _pair_traffic(order, sizes, num_params, *, sync_in_step) -> Callable[[int], float]:
-    """The same of what the order looks at."""
-    if not order.coordinated:
-        return lambda loads: 0.0
-    if order.sketch:
-        per_pair = min(order.sketch, num_params) * sizes.workers / 2 / num_params
-        epoch, step = sizes.num_units // 2, sizes.units_per_step / 2
-
-        def gathered(loads: int) -> float:
-            epochs, rest = divmod(loads, sizes.loads_per_epoch)
-            return per_pair * (epochs * epoch + min(epoch, math.floor(rest * step)))
-
-        return gathered
-    whole = step_traffic(sizes.units_per_step, sizes, num_params)
-    if sync_in_step and sizes.units_per_step == 1:
-        whole -= slice_size(num_params, sizes.workers) * sizes.workers / num_params / 2
-    tail = sizes.num_units % sizes.units_per_step
-    last = step_traffic(tail, sizes, num_params) if tail else whole
+    loads, workers = np.arange(sizes.loads_per_epoch + 1), sizes.workers
+    units = np.minimum(loads * sizes.units_per_step, sizes.num_units)  # of an epoch, so far
+    if workers == 1 or not order.coordinated:
+        sent = np.zeros(len(loads))
+    elif order.sketch:
+        sent = units // 2 * min(order.sketch, num_params) * workers / 2 / num_params
+    else:
+        of_step = functools.partial(_step_traffic, sizes, num_params, sync_in_step)
+        whole, last = of_step(int(units[1])), of_step(int(units[-1] - units[-2]))
+        sent = whole * loads
+        sent[-1] += last - whole
+    told = math.ceil(sizes.num_units // 2 / 8) if order.deals == UNITS and workers > 1 else 0
+    epoch = sent[-1] + told * workers / (8 * num_params)
 
     def allreduces(loads: int) -> float:
         epochs, rest = divmod(loads, sizes.loads_per_epoch)
-        return epochs * ((sizes.loads_per_epoch - 1) * whole + last) + rest * whole
+        return float(epochs * epoch + sent[rest])
 
     return allreduces
 
 
-def step_traffic(size: int, sizes: Sizes, num_params: int) -> float:
-    """The same of one fresh step with `size` units per worker.
+def _step_traffic(sizes: Sizes, num_params: int, sync_in_step: bool, size: int) -> float:
+    """The same of one fresh step of an exact order, with `size` units per worker.
 
     An even number of units per step sends the differences of its pairs, an odd one all gradients.
     Pairs are signed in blocks of b, whose b (b + 1) products take one reduction.
     """
     splits = sizes.units_per_step % 2
     pairs = (size + splits) // 2
-    if not pairs:
-        return 0.0
     rows = size if splits else pairs
+    if sync_in_step and sizes.units_per_step == 1:
+        rows -= 1  # the mean gradient, which comes out of the exchange
     padded = slice_size(num_params, sizes.workers) * sizes.workers
     blocks, rest = divmod(pairs * sizes.workers, BLOCK)
     products = blocks * BLOCK * (BLOCK + 1) + rest * (rest + 1)
-    return rows / 2 * padded / num_params + products / num_params
+    return (rows / 2 * padded + products) / num_params
 
 
 class Machine(NamedTuple):
