@@ -9,74 +9,58 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ordering import echo, input
+from ordering import echo
 from ordering.echo import echo_batches
+from ordering.input import LoadError, load_ahead
 from tests.echo_source import PLAN, Source, assert_same, batch, whole_run
 from tests.refused import refuses
 from tests.waiting import PATIENCE, wait_for
 
+AHEAD = pytest.mark.parametrize("given", [lambda loads, **_: loads, load_ahead])
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_loads_that_end_too_early(ahead):
-    def loads():
-        return input.load_ahead(Source(2)) if ahead else Source(2)
 
-    steps = echo_batches(loads(), PLAN)
+@AHEAD
+def test_loads_that_end_too_early(given):
+    steps = echo_batches(given(Source(2)), PLAN)
     assert [next(steps).load for _ in range(5)] == [0, 0, 0, 1, 1]
     for _ in range(2):  # the end stays the end
-        with pytest.raises(input.LoadError, match="load 2 is missing.* step 5 of 11 ") as error:
+        with pytest.raises(LoadError, match="load 2 is missing.* step 5 of 11 ") as error:
             next(steps)
         assert error.value.load == 2
-    uses = list(echo_batches(loads(), PLAN, stop_with_loads=True))
+    uses = list(echo_batches(given(Source(2)), PLAN, stop_with_loads=True))
     assert [use.load for use in uses] == [0, 0, 0, 1, 1]
+    for stop in (False, True):
+        with pytest.raises(ValueError, match="the source is empty: pass at least one batch"):
+            echo_batches(given([]), PLAN, stop_with_loads=stop)
 
 
-def test_loads_that_are_not_needed_stay():
-    source = Source(99)
-    list(echo_batches(source, PLAN))
-    np.testing.assert_array_equal(next(source)["x"], batch(PLAN.loads)["x"])
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("stop_with_loads", [False, True])
-def test_an_empty_source_is_an_error_of_the_call(ahead, stop_with_loads):
-    empty = input.load_ahead([]) if ahead else []
-    with pytest.raises(ValueError, match="the source is empty: pass at least one batch"):
-        echo_batches(empty, PLAN, stop_with_loads=stop_with_loads)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_failed_load_is_named_and_the_run_resumes_from_it(ahead):
+@AHEAD
+def test_a_failed_load_is_named_and_the_run_resumes_from_it(given):
     def generator():  # generators end with their first error
         yield from Source(99, fail_at=2)
 
-    source = input.load_ahead(generator()) if ahead else generator()
-    steps = echo_batches(source, PLAN, stop_with_loads=True)
+    steps = echo_batches(given(generator()), PLAN, stop_with_loads=True)
     uses = [next(steps) for _ in range(5)]
     for _ in range(2):  # a failure does not become an end
-        with pytest.raises(input.LoadError, match="load 2 failed.*OSError: disk on fire") as e:
+        with pytest.raises(LoadError, match="load 2 failed.*OSError: disk on fire") as error:
             next(steps)
-        assert e.value.load == 2 and isinstance(e.value.__cause__, OSError)
+        assert error.value.load == 2 and isinstance(error.value.__cause__, OSError)
     first = PLAN.first_load(5)
     assert first == 2
-    rest = Source(99, first=first)
-    rest = input.load_ahead(rest, first_load=first) if ahead else rest
+    rest = given(Source(99, first=first), first_load=first)
     assert_same([*uses, *echo_batches(rest, PLAN, first_step=5)], whole_run("plain"))
 
 
 def test_a_load_that_hangs_is_named_and_nothing_is_lost():
     source = Source(99, wait_at=2)
-    with input.load_ahead(source, timeout=0.02) as loader:
+    with load_ahead(source, timeout=0.02) as loader:
         wait_for(loader.ready)  # any load may take longer than this timeout
         steps, uses, late = echo_batches(loader, PLAN), [], 0
         while len(uses) < PLAN.total_steps and late < 1000:
             try:
                 uses.append(next(steps))
-            except StopIteration:
-                break
-            except input.LoadError as error:
-                message = "did not come within 0.02 s: the input hangs. Call next again"
-                assert message in str(error)
+            except LoadError as error:
+                assert "did not come within 0.02 s: the input hangs. Call next" in str(error)
                 if len(uses) == 5:  # where the step needs the load that waits
                     assert error.load == 2 and str(error).startswith("load 2 ")
                     late += 1
@@ -89,7 +73,7 @@ def test_a_load_that_hangs_is_named_and_nothing_is_lost():
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loader_reads_so_many_batches_ahead(depth):
     source = Source(10**6)
-    loader = input.load_ahead(source, depth=depth)
+    loader = load_ahead(source, depth=depth)
     for consumed in range(1, 5):
         np.testing.assert_array_equal(next(loader)["x"], batch(consumed - 1)["x"])
         wait_for(lambda c=consumed: source.asked == c + depth + 1)
@@ -101,16 +85,27 @@ def test_a_loader_reads_so_many_batches_ahead(depth):
     assert loader.ready() and next(loader, None) is None and next(loader, None) is None
 
 
+def test_ends_and_errors_of_a_loader_stay():
+    loader = load_ahead(Source(2), first_load=5)
+    assert len(list(loader)) == 2 and list(loader) == [] and loader.ready()
+    loader = load_ahead(Source(99, fail_at=1), first_load=5)
+    next(loader)
+    for _ in range(2):
+        with pytest.raises(LoadError, match="load 6 failed: OSError: disk") as error:
+            next(loader)
+        assert error.value.load == 6 and loader.ready()
+
+
 def loading_threads():
     return {thread for thread in threading.enumerate() if "_work" in thread.name}
 
 
 def test_a_batch_that_comes_after_closing_does_not_follow_the_end():
-    source = Source(99, wait_at=0)
-    before = loading_threads()
-    loader = input.load_ahead(source)
+    source, before = Source(99, wait_at=0), loading_threads()
+    loader = load_ahead(source)
     (thread,) = loading_threads() - before
     wait_for(lambda: source.asked == 1)
+    assert not loader.ready()
     loader.close()
     assert list(loader) == []
     source.go_on.set()
@@ -119,44 +114,9 @@ def test_a_batch_that_comes_after_closing_does_not_follow_the_end():
     assert list(loader) == []
 
 
-def test_ends_and_errors_of_a_loader_stay():
-    loader = input.load_ahead(Source(2), first_load=5)
-    assert len(list(loader)) == 2 and list(loader) == [] and loader.ready()
-    loader = input.load_ahead(Source(99, fail_at=1), first_load=5)
-    next(loader)
-    for _ in range(2):
-        with pytest.raises(input.LoadError, match="load 6 failed: OSError: disk") as error:
-            next(loader)
-        assert error.value.load == 6 and loader.ready()
-
-
-def test_a_loader_knows_what_is_ready():
-    source = Source(99, wait_at=1)
-    with input.load_ahead(source) as loader:
-        wait_for(loader.ready)
-        next(loader)
-        assert not loader.ready()
-        source.go_on.set()
-        wait_for(loader.ready)
-        np.testing.assert_array_equal(next(loader)["x"], batch(1)["x"])
-
-
-def test_batches_are_placed_once_where_they_belong():
-    mesh = jax.make_mesh((8,), ("worker",), (AxisType.Auto,))
-    sharding = NamedSharding(mesh, PartitionSpec("worker"))
-    loads = [np.arange(16.0).reshape(8, 2) + i for i in range(3)]
-    with input.load_ahead(loads, sharding=sharding) as loader:
-        for use in echo_batches(loader, echo.fixed(2, total_steps=6)):
-            assert use.batch.sharding == sharding
-            assert len(use.batch.addressable_shards) == 8
-            np.testing.assert_array_equal(use.batch, np.float32(loads[use.load]))
-    (placed,) = input.load_ahead(loads[:1], sharding=jax.devices()[3])
-    assert placed.devices() == {jax.devices()[3]}
-
-
 def test_an_abandoned_loader_is_let_go_and_its_thread_ends():
     before = loading_threads()
-    loader = input.load_ahead(Source(10**6))
+    loader = load_ahead(Source(10**6))
     (thread,) = loading_threads() - before
     steps = echo_batches(loader, PLAN)
     next(steps)
@@ -168,12 +128,23 @@ def test_an_abandoned_loader_is_let_go_and_its_thread_ends():
     assert not thread.is_alive()
 
 
-BAD = {
-    "depth 0": (lambda: input.load_ahead([], depth=0), r"depth is 0: the queue holds a whole"),
-    "depth 1.5": (lambda: input.load_ahead([], depth=1.5), r"depth is 1.5"),
-    "timeout 0": (lambda: input.load_ahead([], timeout=0), r"timeout is 0: pass seconds > 0"),
-    "timeout nan": (lambda: input.load_ahead([], timeout=float("nan")), r"timeout is nan"),
-    "first_load -1": (lambda: input.load_ahead([], first_load=-1), r"first_load is -1: loads"),
-}  # fmt: skip
+def test_batches_are_placed_once_where_they_belong():
+    mesh = jax.make_mesh((8,), ("worker",), (AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("worker"))
+    loads = [np.arange(16.0).reshape(8, 2) + i for i in range(3)]
+    with load_ahead(loads, sharding=sharding) as loader:
+        for use in echo_batches(loader, echo.fixed(2, total_steps=6)):
+            assert use.batch.sharding == sharding
+            assert len(use.batch.addressable_shards) == 8
+            np.testing.assert_array_equal(use.batch, np.float32(loads[use.load]))
+    (placed,) = load_ahead(loads[:1], sharding=jax.devices()[3])
+    assert placed.devices() == {jax.devices()[3]}
 
-test_bad_input = refuses(BAD)
+
+test_bad_input = refuses({
+    "depth 0": (lambda: load_ahead([], depth=0), r"depth is 0: the queue holds a whole"),
+    "depth 1.5": (lambda: load_ahead([], depth=1.5), r"depth is 1.5"),
+    "timeout 0": (lambda: load_ahead([], timeout=0), r"timeout is 0: pass seconds > 0"),
+    "timeout nan": (lambda: load_ahead([], timeout=float("nan")), r"timeout is nan"),
+    "first_load -1": (lambda: load_ahead([], first_load=-1), r"first_load is -1: loads"),
+})  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plans of echoing: the papers' loops to the step, the share they promise, what they refuse."""
+"""Plans of echoing: the papers' loops to the step, and what they refuse."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import sys
 from fractions import Fraction
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -24,21 +23,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
-@pytest.mark.parametrize("total_steps", [1, 2, 41])  # jax compiles for each
+@pytest.mark.parametrize("total_steps", [1, 41])  # jax compiles for each
 def test_every_plan_is_loads_of_the_run(name, total_steps):
     plan = tables.ECHO_PLANS[name](total_steps)
     assert plan.total_steps == total_steps == len(plan.fresh)
-    assert plan.fresh.dtype == bool and plan.fresh[0]
-    assert plan.loads == plan.fresh.sum() == len(plan.uses) == len(plan.load_steps)
-    assert (plan.uses >= 1).all() and plan.uses.sum() == total_steps
-    assert plan.share == plan.loads / total_steps
-    # A loop over steps, as a training run sees the plan.
-    used = reference.loads_used(plan.fresh)
+    assert plan.loads == plan.fresh.sum() and plan.share == plan.loads / total_steps
+    used = reference.loads_used(plan.fresh)  # a loop over steps, as a training run sees the plan
     assert np.bincount(used).tolist() == plan.uses.tolist()
     assert [used.index(load) for load in range(plan.loads)] == plan.load_steps.tolist()
     loads_before = [len(set(used[:t])) for t in range(total_steps + 1)]
     assert plan.loads_before(np.arange(total_steps + 1)).tolist() == loads_before
-    assert [int(plan.loads_before(t)) for t in range(total_steps + 1)] == loads_before
     assert [plan.first_load(t) for t in range(total_steps)] == used
 
 
@@ -59,18 +53,17 @@ CHANCES = {
 
 
 @pytest.mark.parametrize("name", CHANCES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_bernoulli_is_algorithm_1(name, seed):
+def test_bernoulli_is_algorithm_1(name):
     given_p, p = CHANCES[name]
-    plan = echo.bernoulli(given_p, total_steps=300, key=jax.random.key(seed))
-    coins = np.asarray(jax.random.uniform(jax.random.key(seed), (300,), jnp.float32))
-    assert plan.fresh.tolist() == reference.stochastic_echo(p, coins)
+    for key in jax.random.split(jax.random.key(0), 2):
+        plan = echo.bernoulli(given_p, total_steps=300, key=key)
+        coins = np.asarray(jax.random.uniform(key, (300,), np.float32))
+        assert plan.fresh.tolist() == reference.stochastic_echo(p, coins)
 
 
 LINE = [Fraction(50 - t, 50) for t in range(45)]  # hits whole sums and misses them by 1/50
 SHARES = {
     "1/3": (1 / 3, [Fraction(1, 3)] * 1000),
-    "1/4": (0.25, [Fraction(1, 4)] * 1000),
     "0.1": (0.1, [Fraction(1, 10)] * 1000),
     "0.4": (0.4, [Fraction(2, 5)] * 1000),
     "1": (1.0, [Fraction(1)] * 1000),
@@ -97,32 +90,6 @@ def test_error_diffusion_is_within_one_load_of_its_share_in_every_stretch(p):
     assert np.abs(surplus[:, None] - surplus[None]).max() < 1 + 1e-12
 
 
-STEPS = 100_000
-SCHEDULES = {
-    "constant": (0.5, 0.5),
-    "linear": (optax.linear_schedule(1.0, 0.25, STEPS), 0.625),
-    "cosine": (optax.cosine_decay_schedule(1.0, STEPS, alpha=0.25), 0.625),
-    "multi-step": (
-        optax.piecewise_constant_schedule(1.0, {STEPS // 4: 0.5, STEPS // 2: 0.5}), 0.5
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_both_makers_have_the_share_of_the_schedule(name):
-    p, mean = SCHEDULES[name]
-    coins = echo.bernoulli(p, total_steps=STEPS, key=jax.random.key(0))
-    even = echo.error_diffusion(p, total_steps=STEPS)
-    # One deviation of the coins is at most 0.35 % of these means.
-    assert abs(coins.share / mean - 1) < 0.01
-    assert abs(even.share / mean - 1) < 1e-4  # a step more or less of the schedule
-    # And in every tenth of the run, where the schedules differ.
-    tenths = [plan.fresh.reshape(10, -1).sum(axis=1) for plan in (coins, even)]
-    assert np.abs(tenths[0] - tenths[1]).max() < 4 * math.sqrt(STEPS / 10 / 4)
-    if name != "constant":
-        assert tenths[1][-1] < 0.6 * tenths[1][0]
-
-
 OTHER_PROCESS = """
 import json
 import jax
@@ -130,56 +97,53 @@ from tests import tables
 made = {name: make(400).digest() for name, make in tables.ECHO_PLANS.items()}
 print(json.dumps([len(jax.devices()), jax.numpy.zeros(()).dtype.name, made]))
 """
+OTHERS = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=3", "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_X64": "1",
+}  # fmt: skip
 
 
 def test_the_key_alone_decides_whatever_the_process_the_devices_and_the_precision():
     expected = {name: make(400).digest() for name, make in tables.ECHO_PLANS.items()}
     assert len(set(expected.values())) == len(expected)
     done = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS],
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_ENABLE_X64": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,  # the longest that a hanging process may keep a test run waiting
-    )
+        [sys.executable, "-c", OTHER_PROCESS], cwd=ROOT, env=os.environ | OTHERS, timeout=300,
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    devices, precision, made = json.loads(done.stdout)
-    assert (devices, precision) == (3, "float64") and len(jax.devices()) == 8
-    assert made == expected
+    assert json.loads(done.stdout) == [3, "float64", expected] and len(jax.devices()) == 8
 
 
-KEY = dict(total_steps=5, key=jax.random.key(0))
-BAD = {
-    "p 0": (lambda: echo.bernoulli(0.0, **KEY), r"p\(0\) is 0: a probability lies in \(0, 1"),
-    "p < 0": (lambda: echo.bernoulli(-0.1, **KEY), r"p\(0\) is -0.1: .*not negative"),
-    "p > 1": (lambda: echo.bernoulli(1.01, **KEY), r"p\(0\) is 1.01: a probability lies"),
-    "p nan": (lambda: echo.bernoulli(math.nan, **KEY), r"p\(0\) is nan: .*finite"),
-    "p of 4 steps": (lambda: echo.bernoulli(np.ones(4), **KEY), r"p has the shape \(4,\): .*5"),
-    "p falls to 0": (lambda: echo.bernoulli(optax.linear_schedule(1.0, 0.0, 3), **KEY),
-        r"p\(3\) is 0: .*may fall, but not to 0"),
+def bernoulli(p):
+    return lambda: echo.bernoulli(p, total_steps=5, key=jax.random.key(0))
+
+
+def fixed(factor, check=lambda plan: None):
+    return lambda: check(echo.fixed(factor, total_steps=5))
+
+
+def plan(fresh):
+    return lambda: echo.EchoPlan(fresh)
+
+
+test_bad_input = refuses({
+    "p 0": (bernoulli(0.0), r"p\(0\) is 0: a probability lies in \(0, 1"),
+    "p < 0": (bernoulli(-0.1), r"p\(0\) is -0.1: .*not negative"),
+    "p > 1": (bernoulli(1.01), r"p\(0\) is 1.01: a probability lies"),
+    "p nan": (bernoulli(math.nan), r"p\(0\) is nan: .*finite"),
+    "p of 4 steps": (bernoulli(np.ones(4)), r"p has the shape \(4,\): .*5"),
+    "p falls": (bernoulli(optax.linear_schedule(1.0, 0.0, 3)), r"p\(3\) is 0: .* but not to 0"),
     "share 0": (lambda: echo.error_diffusion(0.0, total_steps=5), r"p\(0\) is 0: a prob"),
-    "factor 0": (lambda: echo.fixed(0, total_steps=5), r"factor is 0: a batch is used a whole"),
-    "factor 2.5": (lambda: echo.fixed(2.5, total_steps=5), r"factor is 2.5: .*whole number"),
-    "factor True": (lambda: echo.fixed(True, total_steps=5), r"factor is True: .*whole"),
-    "fresh of numbers": (lambda: echo.EchoPlan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
-    "fresh of two axes": (lambda: echo.EchoPlan([[True]]), r"fresh is bool\[1, 1\]: .*list of"),
-    "fresh empty": (lambda: echo.EchoPlan([]), r"fresh is float64\[0\]: .*one bool per step"),
-    "fresh empty of bools": (lambda: echo.EchoPlan(np.ones(0, bool)), r"fresh is bool\[0\]"),
-    "fresh a bool": (lambda: echo.EchoPlan(True), r"fresh is bool\[\]: .*one bool per step"),
-    "first not fresh": (lambda: echo.EchoPlan([False, True]), r"fresh\[0\] is False: .*no bat"),
-    "step -1": (lambda: echo.fixed(2, total_steps=5).loads_before(-1), r"step -1 is outside"),
-    "step T + 1": (
-        lambda: echo.fixed(2, total_steps=5).first_load(6), r"step 6 is outside .*0 \.\. 5"
-    ),
-    "run longer": (lambda: echo.fixed(2, total_steps=5).check_run(6),
-        r"fixed, e = 2\) has 5 steps and the run 6: make the plan with the run's"),
-    "run shorter": (lambda: echo.fixed(2, total_steps=5).check_run(4), r"5 steps and .* 4:"),
-}  # fmt: skip
-
-test_bad_input = refuses(BAD)
+    "factor 0": (fixed(0), r"factor is 0: a batch is used a whole"),
+    "factor 2.5": (fixed(2.5), r"factor is 2.5: .*whole number"),
+    "factor True": (fixed(True), r"factor is True: .*whole"),
+    "fresh of numbers": (plan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
+    "fresh of two axes": (plan([[True]]), r"fresh is bool\[1, 1\]: .*list of"),
+    "fresh empty": (plan(np.ones(0, bool)), r"fresh is bool\[0\]"),
+    "fresh a bool": (plan(True), r"fresh is bool\[\]: .*one bool per step"),
+    "first not fresh": (plan([False, True]), r"fresh\[0\] is False: .*no bat"),
+    "step -1": (fixed(2, lambda plan: plan.loads_before(-1)), r"step -1 is outside"),
+    "step T + 1": (fixed(2, lambda plan: plan.first_load(6)), r"step 6 is outside .*0 \.\. 5"),
+    "run longer": (fixed(2, lambda plan: plan.check_run(6)),
+                   r"fixed, e = 2\) has 5 steps and the run 6: make the plan with the run's"),
+})  # fmt: skip

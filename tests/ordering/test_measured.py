@@ -1,6 +1,5 @@
 """The measured policy: decisions that depend on time, and what makes them again."""
 
-import functools
 from fractions import Fraction
 
 import jax
@@ -11,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ordering import echo, input
-from ordering.echo import echo_batches, stream
+from ordering.echo import echo_batches, measured, stream
 from tests import reference
-from tests.echo_source import MODES, Source, assert_same, batch
+from tests.echo_source import MODES, Source, assert_same, batch, options
 from tests.refused import refuses
 from tests.two_processes import start_two
 from tests.waiting import wait_for
@@ -55,9 +54,8 @@ def test_measured_decides_as_the_reference(data):
         numbers = data.draw(st.lists(twelfths, min_size=total_steps, max_size=total_steps))
         floor, exact = np.array(numbers) / 12, [Fraction(n, 12) for n in numbers]
     fresh, asked = reference.load_if_ready(answers, max_factor, exact)
-    policy = echo.measured(total_steps=total_steps, max_factor=max_factor, floor=floor)
     loader = Scripted(answers)
-    uses = loader.run(policy)
+    uses = loader.run(measured(total_steps=total_steps, max_factor=max_factor, floor=floor))
     assert [use.fresh for use in uses] == fresh
     assert loader.asked_in == asked  # only where time decides
     plan = echo.EchoPlan(fresh)
@@ -67,54 +65,46 @@ def test_measured_decides_as_the_reference(data):
 
 def test_a_floor_may_be_a_schedule():
     floor = optax.piecewise_constant_schedule(0.5, {12: 0.5})
-    policy = echo.measured(total_steps=24, max_factor=9, floor=floor)
-    uses = Scripted([False] * 24).run(policy)
+    uses = Scripted([False] * 24).run(measured(total_steps=24, max_factor=9, floor=floor))
     exact = [Fraction(1, 2) if t < 12 else Fraction(1, 4) for t in range(24)]
     assert [use.fresh for use in uses] == reference.load_if_ready([False] * 24, 9, exact)[0]
-    assert [use.step for use in uses if use.fresh] == [0, 2, 4, 6, 8, 10, 13, 17, 21]
 
 
 ANSWERS = [t % 5 in (1, 2) or t % 7 == 3 for t in range(24)]
-POLICY = functools.partial(echo.measured, total_steps=24, max_factor=4)
+
+
+def policy(max_factor=4, **options):
+    return measured(total_steps=24, max_factor=max_factor, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_measured_resumes_at_any_step(mode):
-    options = lambda: dict(MODES[mode], key=jax.random.key(0))  # noqa: E731
-    expected = Scripted(ANSWERS).run(POLICY(), **options())
+    expected = Scripted(ANSWERS).run(policy(), **options(mode))
     record = [use.fresh for use in expected]
     assert 1 < sum(record) < 24
     for step in range(25):
-        start = 0
-        if step:
-            plan = echo.EchoPlan(record[:step])
-            start = plan.first_load(step)
-        loader = Scripted(ANSWERS, first=start)
-        found = loader.run(POLICY(decided=record[:step]), first_step=step, **options())
+        first = echo.EchoPlan(record[:step]).first_load(step) if step else 0
+        loader = Scripted(ANSWERS, first)
+        found = loader.run(policy(decided=record[:step]), first_step=step, **options(mode))
         assert_same(found, expected[step:])
     again = Scripted([True] * 24)  # other times, the same record
-    assert_same(again.run(POLICY(decided=record), **options()), expected)
+    assert_same(again.run(policy(decided=record), **options(mode)), expected)
     assert again.asked_in == []
 
 
-def test_all_processes_are_asked_and_obeyed():
-    mine, other = ANSWERS, [t % 3 != 0 for t in range(24)]
-    both = [a and b for a, b in zip(mine, other, strict=True)]
+def test_all_processes_are_asked_and_obeyed(monkeypatch):
+    other = [t % 3 != 0 for t in range(24)]
+    both = [a and b for a, b in zip(ANSWERS, other, strict=True)]
     fresh, asked = reference.load_if_ready(both, 4, [Fraction(1, 4)] * 24)
-    alone, _ = reference.load_if_ready(mine, 4, [Fraction(1, 4)] * 24)
-    assert fresh != alone
-    loader, heard = Scripted(mine), []
+    assert fresh != reference.load_if_ready(ANSWERS, 4, [Fraction(1, 4)] * 24)[0]
+    loader, heard = Scripted(ANSWERS), []
 
     def agree(ready):
         heard.append((loader.step, ready))
         return ready and other[loader.step]
 
-    assert [use.fresh for use in loader.run(POLICY(), agree=agree)] == fresh
-    assert heard == [(t, mine[t]) for t in asked]
-
-
-def test_ready_everywhere_is_the_least_ready_of_all(monkeypatch):
-    assert stream.ready_everywhere(True) is True and stream.ready_everywhere(False) is False
+    assert [use.fresh for use in loader.run(policy(), agree=agree)] == fresh
+    assert heard == [(t, ANSWERS[t]) for t in asked]
     from jax.experimental import multihost_utils
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
@@ -127,9 +117,8 @@ def test_ready_everywhere_is_the_least_ready_of_all(monkeypatch):
 
 def test_measured_echoes_while_a_real_loader_waits():
     source = Source(99, wait_at=1)
-    policy = echo.measured(total_steps=8, max_factor=3)
     with input.load_ahead(source, depth=3) as loader:
-        steps = echo_batches(loader, policy)
+        steps = echo_batches(loader, measured(total_steps=8, max_factor=3))
         assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
         source.go_on.set()
         assert next(steps)[:3] == (3, 1, True)  # the cap: it waits, whenever the batch comes
@@ -174,21 +163,21 @@ def test_two_processes_load_in_the_same_steps(tmp_path):
     assert 1 < int(first.split()[0]) < 60
 
 
-BAD = {
-    "measured without a loader": (lambda: echo_batches([batch(0)], POLICY()),
-        r"asks whether a batch is ready: pass loads=load_ahead"),
+test_bad_input = refuses({
+    "measured without a loader": (
+        lambda: echo_batches([batch(0)], policy()),
+        r"asks whether a batch is ready: pass loads=load_ahead",
+    ),
     "first_step undecided": (
-        lambda: echo_batches(Scripted(ANSWERS), POLICY(decided=[True, False]), first_step=3),
+        lambda: echo_batches(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
         r"first_step is 3: the decisions known before are those of 2 steps",
     ),
-    "max_factor 0": (lambda: POLICY(max_factor=0), r"max_factor is 0: a batch is used a whole"),
-    "max_factor 2.5": (lambda: POLICY(max_factor=2.5), r"max_factor is 2.5"),
-    "floor 0": (lambda: POLICY(floor=0.0), r"floor\(0\) is 0: a probability lies in"),
-    "floor > 1": (lambda: POLICY(floor=lambda t: 1 + t), r"floor\(1\) is 2: a probability"),
-    "decided too long": (lambda: POLICY(decided=[True] * 25), r"25 decisions for 24 steps: pass"),
+    "max_factor 0": (lambda: policy(0), r"max_factor is 0: a batch is used a whole"),
+    "max_factor 2.5": (lambda: policy(2.5), r"max_factor is 2.5"),
+    "floor 0": (lambda: policy(floor=0.0), r"floor\(0\) is 0: a probability lies in"),
+    "floor > 1": (lambda: policy(floor=lambda t: 1 + t), r"floor\(1\) is 2: a probability"),
+    "decided too long": (lambda: policy(decided=[True] * 25), r"25 decisions for 24 steps: pass"),
     "decided not fresh": (
-        lambda: POLICY(decided=[False, True]), r"2 decisions for 24 steps, and the first is not"
+        lambda: policy(decided=[False, True]), r"2 decisions for 24 steps, and the first is not"
     ),
-}  # fmt: skip
-
-test_bad_input = refuses(BAD)
+})  # fmt: skip
