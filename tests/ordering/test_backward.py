@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import models
 import ordering
@@ -32,7 +31,6 @@ def tokens(length=12, words=48):
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
-
 MODELS = {
     "mlp": (lambda: models.mlp(num_features=64, num_classes=10), images(64)),
     "lenet": (models.lenet, images(28, 28, 1)),
@@ -47,26 +45,27 @@ MODELS = {
         ),
         images(8, 8, 3),
     ),
+    # Depthwise convolutions, and losses that mix the examples of a unit.
+    "mobilenet_v3": (
+        lambda: models.mobilenet_v3(
+            num_classes=4, image_shape=(32, 32, 3), variant="small", stem_stride=1
+        ),
+        {"x": images(4, 32, 32, 3)["x"], "y": RNG.integers(0, 4, (N, 4)).astype(np.int32)},
+    ),
 }  # fmt: skip
+# The others take seconds to compile; what they are made of is in the tests below.
+QUICK = ("mlp",)
 
 
 def assert_sketched(loss, params, batch, size=64):
     """As if all gradients had been formed, and sketched by the same map."""
 
-    def run(gradients):
-        def both(params, batch):
-            losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
-            return losses, mean, rows.tree
-
-        return jax.jit(both)(params, batch)
-
-    losses, mean, rows = run(ordering.sketched(loss, SKETCH_KEY, size=size))
-    expected = run(ordering.per_example(loss))
+    makers = (ordering.sketched(loss, SKETCH_KEY, size=size), ordering.per_example(loss))
+    found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
     to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
-    sketches = jax.jit(jax.vmap(to_sketch))(expected[2])
-    close(rows, sketches)
-    close(mean, expected[1])
-    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    close(found[2], jax.jit(jax.vmap(to_sketch))(formed[2]))
+    close(found[1], formed[1])
+    np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
 
 
 def close(found, expected):
@@ -76,51 +75,14 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-# Seconds to compile; `pytest -m slow -n 0`. What they are made of is in the tests below.
-DEAR = ("lenet", "vit", "gpt2", "lstm", "resnet")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in DEAR)) for n in MODELS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in MODELS]
 )
 def test_every_model(name):
     make, batch = MODELS[name]
     model = make()
-    assert_sketched(model.loss, model.init(jax.random.key(0)), batch)
-
-
-def test_parameters_that_are_looked_up_and_small_enough_to_be_formed():
-    model, batch = MODELS["gpt2"][0](), MODELS["gpt2"][1]
-    params = model.init(jax.random.key(0))
-    plan = ordering.sketched_parameters(model.loss, params, batch, KEY, size=1024)
-    (table,) = [leaf for leaf in plan if leaf.name == "['tokens']"]
-    assert (table.how, table.why) == ("formed", "look-up, product")
-    assert_sketched(model.loss, params, batch, size=1024)
-
-
-NORMALISED = {
-    "mobilenet_v2": lambda: models.mobilenet_v2(
-        num_classes=4, image_shape=(8, 8, 3), stages=((2, 8, 2, 1),), stem_channels=8,
-        head_channels=16,
-    ),
-    "small_resnet": lambda: models.small_resnet(
-        num_classes=4, image_shape=(8, 8, 3), widths=(8, 8, 16)
-    ),
-    "mobilenet_v3": lambda: models.mobilenet_v3(
-        num_classes=4, image_shape=(32, 32, 3), variant="small", stem_stride=1
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NORMALISED)
-def test_a_batch_normalised_model_by_groups(name):
-    """Depthwise convolutions, and losses that mix the examples of a unit."""
-    model = NORMALISED[name]()
-    side = 32 if name == "mobilenet_v3" else 8
-    batch = {"x": RNG.normal(size=(N, 4, side, side, 3)).astype(np.float32),
-             "y": RNG.integers(0, 4, (N, 4)).astype(np.int32)}  # fmt: skip
-    assert_sketched(grouped(model.loss), model.init(jax.random.key(0)), batch)
+    loss = grouped(model.loss) if batch["x"].ndim == 5 else model.loss
+    assert_sketched(loss, model.init(jax.random.key(0)), batch)
 
 
 class Block(nn.Module):
@@ -173,21 +135,6 @@ def test_linen_convolutions():
     assert_sketched(loss, module.init(jax.random.key(0), batch["x"]), batch)
 
 
-@pytest.mark.slow
-def test_nnx_convolutions():
-    class Own(nnx.Module):
-        def __init__(self, rngs):
-            self.conv, self.out = (nnx.Conv(3, 16, (3, 3), rngs=rngs), nnx.Linear(16, 5, rngs=rngs))
-
-        def __call__(self, x):
-            return self.out(nnx.relu(self.conv(x)).mean((1, 2)))
-
-    graph, params = nnx.split(Own(nnx.Rngs(0)))
-    batch = images(8, 8, 3)
-    loss = lambda p, b, key: cross_entropy(nnx.merge(graph, p)(b["x"]), b["y"])  # noqa: E731
-    assert_sketched(loss, params, batch)
-
-
 def test_equinox():
     """Weights [out, in] on the left of a product, one example at a time."""
     net = eqx.nn.MLP(20, 5, 40, depth=2, key=jax.random.key(0))
@@ -201,7 +148,7 @@ def test_equinox():
 
 def layered(params, batch, key):
     """What libraries do with parameters, and a little of what they do not."""
-    x = batch["x"] @ params["first"]
+    x = batch["x"] @ params["first"] + params["table"][batch["i"]]
     x = jnp.einsum("nd,dhk->nhk", x, params["heads"])
     x = jnp.einsum("nhk,hkd->nd", x, params["project"])
     x = x + jax.checkpoint(lambda w, x: jnp.sin(x @ w))(params["remat"], x)
@@ -218,7 +165,7 @@ def layered_params():
     shapes = {
         "first": (20, 24), "heads": (24, 2, 12), "project": (2, 12, 24), "remat": (24, 24),
         "jit": (24, 24), "squared": (24, 24), "sliced": (24, 24), "branch": (24, 24),
-        "recurrent": (24, 24), "unused": (24, 24),
+        "recurrent": (24, 24), "unused": (24, 24), "table": (30, 24),
     }  # fmt: skip
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
@@ -227,58 +174,63 @@ def layered_params():
     }
 
 
+def layered_batch(*shape):
+    return {"x": RNG.normal(size=(*shape, 20)).astype(np.float32), "i": RNG.integers(0, 30, shape)}
+
+
 def test_uses_that_are_not_known_are_formed_and_listed():
-    params, batch = layered_params(), {"x": images(20)["x"]}
+    params, batch = layered_params(), layered_batch(N)
     plan = ordering.sketched_parameters(layered, params, batch, KEY, size=64)
     how = {leaf.name[2:-2]: (leaf.how, leaf.why) for leaf in plan}
-    known = {"first", "heads", "project", "remat", "jit", "recurrent"}
+    known = {"first", "heads", "project", "remat", "jit", "recurrent", "table"}
     assert {name for name, (kind, _) in how.items() if kind == "sketched"} == known
     assert how["squared"] == ("copied", "integer_pow")
     assert how["branch"][1] == "cond" and how["sliced"][0] == how["unused"][0] == "copied"
     assert_sketched(layered, params, batch)
 
 
-def test_under_vmap_over_workers_and_with_a_large_sketch():
-    """Small parameters are formed; workers may share the model or have their own."""
-    params, batch = layered_params(), {"x": RNG.normal(size=(2, N, 20)).astype(np.float32)}
-    gradients = ordering.sketched(layered, SKETCH_KEY, size=1024)
-
+def parts_of(gradients):
     def run(params, batch):
         losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
         return losses, mean, rows.tree
 
+    return run
+
+
+def test_under_vmap_over_workers_and_with_a_large_sketch():
+    """Small parameters are formed; workers may share the model or have their own."""
+    params, batch = layered_params(), layered_batch(2, N)
+    run = parts_of(ordering.sketched(layered, SKETCH_KEY, size=1024))
     own = jax.tree.map(lambda p: jnp.stack([p, p]), params)
     shared = jax.jit(jax.vmap(run, (None, 0)))(params, batch)
     close(jax.jit(jax.vmap(run))(own, batch), shared)
     first = jax.tree.map(lambda x: x[0], (batch, shared))
     close(jax.jit(run)(params, first[0]), first[1])
-    assert_sketched(layered, params, {"x": batch["x"][0]}, size=1024)
+    assert_sketched(layered, params, first[0], size=1024)
 
 
 def test_under_shard_map_with_and_without_checked_types():
     model, batch = MODELS["mlp"][0](), MODELS["mlp"][1]
-    params, found = model.init(jax.random.key(0)), []
+    params, found, own = model.init(jax.random.key(0)), [], jax.P("worker")
     mesh = jax.make_mesh(
         (N,), ("worker",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:N]
     )
-    gradients = ordering.sketched(model.loss, SKETCH_KEY, size=64)
+    of_one = parts_of(ordering.sketched(model.loss, SKETCH_KEY, size=64))
     for checked in (False, True):
 
         def run(params, batch, checked=checked):
             if checked:  # else the gradient is added up over the workers
                 params = jax.lax.pcast(params, "worker", to="varying")
-            losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
-            return losses, jax.lax.pmean(mean, "worker"), rows.tree
+            losses, mean, rows = of_one(params, batch)
+            return losses, jax.lax.pmean(mean, "worker"), rows
 
-        own = jax.P("worker")
         mapped = jax.shard_map(
             run, mesh=mesh, in_specs=(jax.P(), own), out_specs=(own, jax.P(), own),
             check_vma=checked,
         )  # fmt: skip
         found.append(jax.jit(mapped)(params, batch))
     close(*found)
-    alone = jax.jit(lambda *a: gradients(*a)[1])(params, batch, jax.random.clone(KEY))
-    close(found[0][1], alone)
+    close(found[0][1], jax.jit(of_one)(params, batch)[1])
 
 
 def test_bfloat16_products_have_float32_sketches():
