@@ -7,6 +7,7 @@ import pytest
 
 import ordering
 from tests import reference, tables
+from tests.refused import refuses
 
 PAIRS = {
     "cd_grab": lambda m, b: ordering.cd_grab(m, units_per_step=b),
@@ -112,24 +113,20 @@ def test_signs_are_all_that_is_sent():
     assert sum(gather in line and "tensor<8x2xui8>" in line for line in end.splitlines()) == 1
 
 
-def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="how is 'sorted'.*round_robin, chunks"):
-        ordering.dealt(PAIRS["cd_grab"](4, 1), 4, how="sorted")
-    with pytest.raises(ValueError, match="num_units is 0"):
-        ordering.dealt_reshuffling(0)
+def begin(order, num_units=4, **options):
+    dealt = ordering.dealt(order, num_units, **options)
+    init = jax.vmap(lambda key: dealt.init(key, jnp.zeros(2)), axis_name="worker")
+    return init(jax.random.split(jax.random.key(0), 2))
 
-    def begin(order, num_units, **options):
-        dealt = ordering.dealt(order, num_units, **options)
-        return jax.vmap(lambda key: dealt.init(key, jnp.zeros(2)), axis_name="worker")(
-            jax.random.split(jax.random.key(0), 2)
-        )
 
-    with pytest.raises(ValueError, match="total is 7, and 2 workers with 4 units each take 8"):
-        begin(PAIRS["cd_grab"](4, 1), 4, total=7)
-    with pytest.raises(ValueError, match="total is 17: at most as many units wait"):
-        begin(PAIRS["cd_grab"](4, 1), 4, total=17)
-
-    with pytest.raises(ValueError, match="ShuffleState.*dealt_reshuffling"):
-        begin(ordering.random_reshuffling(4), 4)
-    with pytest.raises(ValueError, match="num_units is 5 and the order has 4 units"):
-        begin(PAIRS["cd_grab"](4, 1), 5)
+FOUR = PAIRS["cd_grab"](4, 1)
+test_bad_input = refuses({
+    "how": (lambda: ordering.dealt(FOUR, 4, how="sorted"), "how is 'sorted'.*round_robin, chunks"),
+    "no unit": (lambda: ordering.dealt_reshuffling(0), "num_units is 0"),
+    "too few": (lambda: begin(FOUR, total=7), "total is 7, and 2 workers with 4 units each take 8"),
+    "too many": (lambda: begin(FOUR, total=17), "total is 17: at most as many units wait"),
+    "no pairs": (
+        lambda: begin(ordering.random_reshuffling(4)), "ShuffleState.*dealt_reshuffling"
+    ),
+    "other units": (lambda: begin(FOUR, 5), "num_units is 5 and the order has 4 units"),
+})  # fmt: skip

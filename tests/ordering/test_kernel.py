@@ -77,35 +77,32 @@ def test_property_blocks_equal_the_reference(shape, block_size, seed):
     np.testing.assert_array_equal(compiled(block_size)(vectors), expected)
 
 
+@pytest.mark.parametrize("rule", ["walk", "halving"])
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_self_balancing_walk(block_size, key):
-    vectors = tables.whole_numbers((30, 5), high=3)
-    rule = ordering.self_balancing_walk(bound=40.0)
-    coins = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(30)]
-    expected, _ = reference.balance(vectors, np.zeros(5), reference.walk_sign(40.0, coins))
-    state, _, signs, _ = signs_of(vectors, block_size, rule, rule.init(key))
-    np.testing.assert_array_equal(signs, expected)
-    assert int(rule.next_epoch(state).count) == 30  # coins go on, they are not drawn twice
-
-
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_kernel_halving(block_size, key):
+def test_random_rules_equal_the_reference(block_size, rule, key):
     vectors = tables.whole_numbers((30, 5), high=3)
     vectors[4] = 0
-    rule = ordering.kernel_halving(num_epochs=7, num_pairs=30)
-    state = rule.init(key)
-    run = jax.jit(lambda state: signs_of(vectors, block_size, rule, state))
+    made = {
+        "walk": ordering.self_balancing_walk(bound=40.0),
+        "halving": ordering.kernel_halving(num_epochs=7, num_pairs=30),
+    }[rule]
+    state = made.init(key)
+    run = jax.jit(lambda state: signs_of(vectors, block_size, made, state))
     for epoch in range(3):
-        epoch_key = jax.random.fold_in(key, epoch)
-        coins = [
-            float(jax.random.uniform(jax.random.fold_in(epoch_key, i), minval=-1.0, maxval=1.0))
-            for i in range(30)
-        ]
-        sign = reference.halving_sign(7, 30, 0.5, epoch, coins)
+        if rule == "walk":  # coins go on, they are not drawn twice
+            keys, low = [jax.random.fold_in(key, 30 * epoch + i) for i in range(30)], 0.0
+        else:
+            keys, low = [], -1.0
+            for i in range(30):
+                keys.append(jax.random.fold_in(jax.random.fold_in(key, epoch), i))
+        coins = [float(jax.random.uniform(each, minval=low)) for each in keys]
+        sign = reference.walk_sign(40.0, coins)
+        if rule == "halving":
+            sign = reference.halving_sign(7, 30, 0.5, epoch, coins)
         expected, _ = reference.balance(vectors, np.zeros(5), sign)
         state, _, signs, _ = run(state)
         np.testing.assert_array_equal(signs, expected)
-        state = rule.next_epoch(state)
+        state = made.next_epoch(state)
     assert run._cache_size() == 1, "rules keep the structure and types of their state"
 
 

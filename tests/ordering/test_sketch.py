@@ -10,7 +10,8 @@ import pytest
 import ordering
 from ordering.sketch import BLOCK
 from ordering.sketch import fold as fold_leaf
-from tests import reference
+from tests import reference, tables
+from tests.refused import refuses
 
 SEED = jnp.uint32(12345)
 fold = jax.jit(fold_leaf, static_argnums=2)
@@ -26,13 +27,10 @@ SHAPES = [
     (90, 12, 64),
     (2, 3, 50, 800),
 ]
+LARGE = [((41, 900), 1000), ((70_000,), 1000), ((7,), 20_000), ((90, 12, 64), 20_000)]
 
 
-@pytest.mark.parametrize(
-    "shape,size",
-    [*((shape, 64) for shape in SHAPES), ((41, 900), 1000), ((70_000,), 1000), ((7,), 20_000),
-     ((90, 12, 64), 20_000)],
-)  # fmt: skip
+@pytest.mark.parametrize("shape,size", [*((shape, 64) for shape in SHAPES), *LARGE])
 def test_fold_equals_the_reference(shape, size):
     """Leaves of one block and of many, with and without a shorter last one."""
     leaf = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -51,23 +49,9 @@ def test_what_an_accelerator_does_is_what_a_cpu_does(monkeypatch):
     np.testing.assert_allclose(elsewhere, on_cpu, atol=1e-3)
 
 
-@pytest.mark.parametrize("shape", [(20_000,), (40, 10, 50)])
-def test_linear(shape):
-    to_sketch = jax.jit(ordering.sketch(jax.random.key(1), size=256))
-    g, h = (np.random.default_rng(i).normal(size=shape).astype(np.float32) for i in (1, 2))
-    for a, b in ((1.0, -1.0), (-2.5, 0.3), (0.0, 3.0)):
-        both = to_sketch({"w": a * g + b * h})
-        expected = a * to_sketch({"w": g}) + b * to_sketch({"w": h})
-        np.testing.assert_allclose(both, expected, atol=1e-2)
-
-
-def rank_one(rng):
-    return np.abs(rng.normal(size=(300, 1))) @ rng.normal(size=(1, 200))
-
-
 KINDS = {
     "independent": lambda rng: rng.normal(size=(300, 200)),
-    "rank one": rank_one,
+    "rank one": lambda rng: np.abs(rng.normal(size=(300, 1))) @ rng.normal(size=(1, 200)),
     "few columns": lambda rng: rng.normal(size=(300, 200)) * (np.arange(200) < 20),
     "one block": lambda rng: rng.normal(size=(400,)),
 }
@@ -100,28 +84,20 @@ def test_prefix_sums_keep_their_norms():
     assert np.abs(prefixes).max() <= np.linalg.norm(prefixes, axis=1).max() <= bound
 
 
-def test_small_gradients_are_kept():
+def test_orders_run_on_sketches_as_on_gradients_of_few_numbers():
+    """Which are kept as they are, up to the padding."""
     g = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2)}
     found = ordering.sketch(jax.random.key(0), size=10)(g)
     assert found.tolist() == [1, 1, 0, 1, 2, 3, 4, 5, 0, 0]
-
-
-def test_orders_run_on_sketches_as_on_gradients_of_few_numbers():
-    """An identity, up to the padding: the same order."""
-    order = ordering.pair_balance(8, units_per_step=2)
     vectors = jax.random.normal(jax.random.key(1), (8, 20))
+    order = ordering.pair_balance(8, units_per_step=2)
     to_sketch = ordering.sketch(jax.random.key(2), size=32)
-
-    def epoch(state, transform):
-        observe = jax.jit(lambda s, g: order.observe(s, transform(ordering.Rows.of(g))))
-        for start in range(0, 8, 2):
-            state = observe(state, vectors[state.current[start : start + 2]])
-        return order.next_epoch(state).current
-
-    exact = epoch(order.init(jax.random.key(0), jnp.zeros(20)), lambda rows: rows)
-    short = order.init(jax.random.key(0), jnp.zeros(32))
-    sketched = epoch(short, lambda rows: ordering.sketch_rows(rows, to_sketch))
-    assert exact.tolist() == sketched.tolist()
+    short = order._replace(
+        init=lambda key, params: order.init(key, jnp.zeros(32)),
+        observe=lambda s, rows: order.observe(s, ordering.sketch_rows(rows, to_sketch)),
+    )
+    exact, sketched = (tables.run_workers(o, vectors[None], 2) for o in (order, short))
+    np.testing.assert_array_equal(exact, sketched)
 
 
 def test_nothing_as_large_as_the_gradient_is_written(optimised):
@@ -132,9 +108,9 @@ def test_nothing_as_large_as_the_gradient_is_written(optimised):
     assert not re.search(r"= f32\[4000000\]\S* (copy|fusion)", program.as_text())
 
 
-@pytest.mark.parametrize("prefixes,error", [(1, 0.3), (100, 0.0), (100, 1.0)])
-def test_bad_sizes_are_refused(prefixes, error):
-    with pytest.raises(ValueError, match="pass at least 2 prefixes"):
-        ordering.sketch_size(prefixes, error=error)
-    with pytest.raises(ValueError, match="at least one number"):
-        ordering.sketch(jax.random.key(0), size=0)
+test_bad_sizes = refuses({
+    "one prefix": (lambda: ordering.sketch_size(1), "pass at least 2 prefixes"),
+    "no error": (lambda: ordering.sketch_size(100, error=0.0), "pass at least 2 prefixes"),
+    "all error": (lambda: ordering.sketch_size(100, error=1.0), "pass at least 2 prefixes"),
+    "no number": (lambda: ordering.sketch(jax.random.key(0), size=0), "at least one number"),
+})  # fmt: skip
