@@ -58,10 +58,11 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
     settings = json.loads(json.dumps(dict(settings), sort_keys=True))
     path, metrics = os.path.join(folder, "settings.json"), os.path.join(folder, METRICS)
     before = None if overwrite else files.read_json(path)
-    if before is None and not overwrite and (left := _left_by_a_run(folder)):
+    left = [n for n in (METRICS, "checkpoints") if os.path.exists(os.path.join(folder, n))]
+    if before is None and left and not overwrite:
         raise ValueError(
-            f"{folder!r} holds {left} and no settings.json that says of which run: bring that file "
-            "back, choose another --output_dir, or pass --overwrite to begin again."
+            f"{folder!r} holds {' and '.join(left)} and no settings.json that says of which run: "
+            "bring it back, choose another --output_dir, or pass --overwrite to begin again."
         )
     if before not in (None, settings):
         changed = files.differences(before, settings)
@@ -87,14 +88,6 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
     return kept
 
 
-def _left_by_a_run(folder: str) -> str:
-    """What of a run is in a folder, in words; "" for nothing."""
-    if os.path.exists(path := os.path.join(folder, METRICS)) and os.path.getsize(path):
-        return "records"
-    checkpoints = os.path.join(folder, "checkpoints")
-    return "checkpoints" if os.path.isdir(checkpoints) and os.listdir(checkpoints) else ""
-
-
 def commit() -> str | None:
     """The commit of the sources, with a + where files differ from it; None where git knows none."""
     root = pathlib.Path(__file__).parents[2]
@@ -110,18 +103,19 @@ def versions() -> dict:
     """The code, packages, Python and the device, for whoever runs it again."""
     import jax
 
-    found = {"commit": commit()} | dict.fromkeys(PACKAGES)
+    packages = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    found |= {
+            packages[package] = importlib.metadata.version(package)
+    return packages | {
+        "commit": commit(),
         "python": platform.python_version(),
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
+        "processes": jax.process_count(),
         "cores": os.cpu_count(),
     }
-    return found | ({"processes": jax.process_count()} if processes.several() else {})
 
 
 def read(path: str) -> list[dict]:

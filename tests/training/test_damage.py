@@ -233,7 +233,7 @@ def test_broken_or_missing_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"settings.json' is broken .* or pass --overwrite"):
         records.open_folder(str(tmp_path), settings)
     path.unlink()
-    with pytest.raises(ValueError, match="holds records and no settings.json .* --overwrite"):
+    with pytest.raises(ValueError, match="holds metrics.jsonl and no settings.json .* --overwrite"):
         records.open_folder(str(tmp_path), settings)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
