@@ -69,49 +69,52 @@ def run(values: absl_flags.FlagValues) -> None:
     agree.check_data(task)
     config.sizes_of(task, recipe, deals=rows[0].deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
-    fixed = {**decisions, "seed": values.seed, "learning_rate": rate}
-    settings = {**flags.settings(values, recipe), **fixed, "data": data_hash(task)}
+    settings = {**flags.settings(values, recipe), **decisions, "data": data_hash(task)}
+    settings |= {"seed": values.seed, "learning_rate": rate}
     with lock.held(folder):
-        built, plans, resumed = _prepared(task, recipe, rows, values, folder, settings)
-        outcome = _train(task, recipe, rows, built, plans, values, folder, resumed, fixed)
+        known = None if values.overwrite else resize.newest(folder, settings, values.elastic)
+        built, plans, begun = _prepared(task, recipe, rows, values, folder, settings, known)
+        outcome = _train(task, recipe, rows, built, plans, values, folder, settings, begun)
         _finish(outcome, built, plans, folder, values)
 
 
-def _prepared(task, recipe, rows, values, folder, settings):
-    """(program, plans, where the run goes on), with other workers where these are asked for."""
+def _prepared(task, recipe, rows, values, folder, settings, known):
+    """(program, plans, where the run goes on if with other workers)."""
     order, rule, policy = rows
-    asked = resize.asked(folder, settings, policy=values.elastic, overwrite=values.overwrite)
-    sizes = resize.sizes_of(task, recipe, asked, deals=order.deals)
-    own = config.config_of(recipe, sizes[-1], seed=values.seed)
+    sizes = resize.sizes_of(task, recipe, known, deals=order.deals)
+    own = config.config_of(recipe, sizes, seed=values.seed)
     plans = config.plans_of(own, rule, policy, rate=recipe.learning_rates[0])
-    resumed = resize.resumed(
-        asked, sizes, task, recipe, order, rule.rounds, plans, seed=values.seed
-    )
+    begun, units = None, None
+    if known:
+        begun, units = resize.begun(
+            folder, settings, known, task, recipe, order, rule.rounds, plans, sizes,
+            policy=values.elastic, seed=values.seed,
+            traffic=functools.partial(trainer.traffic_of, task, order, rule),
+        )  # fmt: skip
     reads = None if values.input == "device" else values.input
     built = program.build(
-        task, recipe, order, rule.rounds, sizes=sizes[-1], units=resumed.units,
+        task, recipe, order, rule.rounds, sizes=sizes, units=units,
         mesh=processes.mesh_of(recipe.run, recipe.workers),
         reads="thread" if policy.online and reads is None else reads,
-        epochs=-(-plans.total_steps // sizes[-1].loads_per_epoch),
+        epochs=-(-plans.total_steps // sizes.loads_per_epoch),
     )  # fmt: skip
-    if text := config.left_out(task, asked.began(recipe), deals=order.deals):
+    if text := config.left_out(task, sizes, deals=order.deals):
         processes.say(text)
-    return built, plans, resumed
+    return built, plans, begun
 
 
-def _train(task, recipe, rows, built, plans, values, folder, resumed, fixed):
-    at, settings, units, begun = resumed
+def _train(task, recipe, rows, built, plans, values, folder, settings, begun):
     done = records.open_folder(folder, settings, overwrite=values.overwrite)
-    identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
-    changes = settings.get(resize.NAME, [])
-    identity |= {resize.NAME: changes} if changes else {}
+    checkpoints = os.path.join(folder, "checkpoints")
+    at = max(checkpoint.steps_of(checkpoints), default=0)
     kept = [r for r in done if r["step"] <= at] if at else []
+    fixed = {name: settings[name] for name in ("order", "sync", "echo", "seed", "learning_rate")}
+    identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
     saving = training_run.Saving(
-        os.path.join(folder, "checkpoints"), values.checkpoint_every, at_end=True, about=settings,
-        kept=len(kept), units=units, begun=begun,
+        checkpoints, values.checkpoint_every, at_end=True, about=settings, kept=len(kept),
+        begun=begun,
     )  # fmt: skip
     scalars = measure.scalars_of(task, recipe)(built, rows[0])
-    of_sizes = functools.partial(trainer.traffic_of, task, *rows[:2], built)
     with (
         processes.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         records.writing(
@@ -128,7 +131,7 @@ def _train(task, recipe, rows, built, plans, values, folder, resumed, fixed):
             built, plans, seed=values.seed, saving=saving, on_record=on_record,
             evaluate=lambda step, state: scalars(step, plans.total_steps, state),
             evaluate_at=measure.evaluation_steps(recipe, built.sizes, plans.total_steps),
-            traffic=resize.traffic_of(changes, built.sizes, of_sizes),
+            traffic=trainer.traffic_of(task, *rows[:2], built.sizes, built.sync_in_step),
         )  # fmt: skip
 
 

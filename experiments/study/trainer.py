@@ -42,7 +42,8 @@ def plans_of(
 def left_out(study, task: Task, recipe: Recipe) -> list[str]:
     """What the arms do not visit in an epoch, in words, each once."""
     kinds = dict.fromkeys(ORDERS[arm.order].deals for arm in study.arms.values())
-    texts = (config.left_out(task, recipe, deals=kind) for kind in kinds)
+    sizes = {kind: config.sizes_of(task, recipe, deals=kind) for kind in kinds}
+    texts = (config.left_out(task, sizes[kind], deals=kind) for kind in kinds)
     return [text for text in texts if text]
 
 
@@ -97,14 +98,14 @@ class Trainer:
         folder, saving = None, None
         if self._folder is not None:
             folder = os.path.join(self._folder, "checkpoints", this.name)
-            about = None if self._about is None else {**self._about, **this._asdict()}
+            about = {**(self._about or {}), **this._asdict()}
             saving = run.Saving(folder, self._every, about=about, kept=len(kept))
         outcome = run.train(
             built, plans, seed=this.seed, saving=saving,
             evaluate=lambda step, state: scalars(step, plans.total_steps, state),
             evaluate_at=measure.evaluation_steps(self.recipe, built.sizes, plans.total_steps),
             on_record=lambda record: on_record(record | further),
-            traffic=traffic_of(self.task, order, rule, built, built.sizes),
+            traffic=traffic_of(self.task, order, rule, built.sizes, built.sync_in_step),
             delay=(this.speed or 0) * delay, sync_delay=self.study.sync_steps * delay,
             ends=ends_at(self.study.criterion, kept),
         )  # fmt: skip
@@ -160,10 +161,9 @@ def ends_at(criterion: Criterion, kept: Sequence[dict] = ()) -> Callable[[dict],
     return ends
 
 
-def traffic_of(task, order, rule, built, sizes) -> Callable[[int, int], float]:
-    """`cost.traffic` of a built program, or as if it had other sizes."""
-    params = num_params(task.model)
-    return traffic(order, rule, sizes, params, sync_in_step=built.sync_in_step)
+def traffic_of(task, order, rule, sizes, sync_in_step: bool) -> Callable[[int, int], float]:
+    """`cost.traffic` of a task's model."""
+    return traffic(order, rule, sizes, num_params(task.model), sync_in_step=sync_in_step)
 
 
 def step_seconds(

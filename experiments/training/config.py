@@ -125,20 +125,18 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     return sizes
 
 
-def left_out(task: Task, recipe: Recipe, *, deals: str | None = None) -> str:
+def left_out(task: Task, sizes: Sizes, *, deals: str | None = None) -> str:
     """What is not visited in an epoch, in words; "" if nothing is.
 
     Args:
-      deals: as of `sizes_of`; of what is dealt others are left out in every epoch.
+      deals: as of `sizes_of`; of EXAMPLES others are left out in every epoch.
     """
-    sizes, size = sizes_of(task, recipe, deals=deals), size_of(task.train)
+    size = size_of(task.train)
     count = size - sizes.workers * sizes.num_units * sizes.unit_size
     if not count:
         return ""
     if deals == EXAMPLES:
         return f"{count} of {size:,} examples, others in every epoch, fill no step"
-    if deals == UNITS:
-        return f"{count} of {size:,} examples fill no unit of every worker, others in every epoch"
     return f"{count} of {size:,} examples fill no unit of every worker, and are left out"
 
 

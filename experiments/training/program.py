@@ -29,6 +29,7 @@ class Program(NamedTuple):
       ends: (sync, epoch_end) -> `(state, rate) -> state`, what follows them.
       data: what stays on the devices, in place of batches; None if batches are read.
       source: what is read; None if the data stay on the devices.
+      units: int32[W, M] that workers own; None: neighbours, or all are dealt.
       following: `orders -> the next epoch's, twice`, of orders that look at nothing; else None.
       sync_in_step: workers meet in every step, within it; drifts: they are apart between two syncs.
       reset: state -> state with zero stats.
@@ -42,6 +43,7 @@ class Program(NamedTuple):
     ends: Callable
     data: Any
     source: input.Source | None
+    units: np.ndarray | None
     following: Callable | None
     sync_in_step: bool
     drifts: bool
@@ -109,6 +111,7 @@ def build(
         ends=ends_of(worker, over),
         data=data,
         source=source,
+        units=units,
         following=following_of(worker, over),
         sync_in_step=worker.rounds.in_step,
         drifts=worker.rounds.drift is not None,

@@ -44,9 +44,8 @@ class Saving(NamedTuple):
       every: steps; 0: only where a signal asks; None: about every minute of training.
       at_end: whether the end is saved too.
       about: what the run depends on besides its plans, JSON values: a checkpoint of a run with
-        other ones is refused. None: not known.
+        other ones is refused.
       kept: how many records of the run there are, up to its newest checkpoint; None: not known.
-      units: int[W, M] that the workers own; None where these need not be told.
       begun: where the run goes on, as of `checkpoint.restore`, whose arrays need not be placed;
         None: at the newest checkpoint.
     """
@@ -54,9 +53,8 @@ class Saving(NamedTuple):
     folder: str
     every: int | None = None
     at_end: bool = False
-    about: Mapping | None = None
+    about: Mapping = {}
     kept: int | None = None
-    units: np.ndarray | None = None
     begun: tuple | None = None
 
     def due(self, step: int, seconds_since: float, total: int) -> bool:
@@ -108,7 +106,7 @@ def train(
     stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(processes.interrupts())
-        saver = _Saver(stack, saving, plans)
+        saver = _Saver(stack, saving, program, plans)
         at, state, seen = saver.restore(program.init(seed))
         recorder = Recorder(program, evaluate, on_record, traffic, ends, total, seen)
         clock, passed, stopped = Clock(), seen.seconds, 0
@@ -119,8 +117,7 @@ def train(
             stopped, save = ask(saver.due(at.step, seconds))
             with clock.stopped():
                 if at.step in looks:
-                    recorder.record(at, state, seconds)
-                    state = program.reset(state)
+                    state = recorder.record(at, state, seconds)
                 if save or (stopped and not recorder.ended):
                     _check_finite(state, recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
@@ -129,8 +126,7 @@ def train(
         try:
             if at.step in looks and not at.step:
                 with clock.stopped():
-                    recorder.record(at, state, 0.0)
-                    state = program.reset(state)
+                    state = recorder.record(at, state, 0.0)
             at, state = loop.run(
                 program, plans, state, at, hook, stops=stops, delay=delay,
                 sync_delay=sync_delay, clock=clock,
@@ -149,27 +145,30 @@ class Recorder:
         self._traffic, self._ends, self._total = traffic, ends, total
         self.seen, self.ended = seen, False
 
-    def record(self, at: Progress, state: TrainState, seconds: float) -> None:
-        """A record of the run where it stands, whose stats are to be reset then."""
+    def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
+        """Writes a record of the run where it stands; the state then has zero stats."""
         _check_finite(state, self.seen.batch_loss)
         found = {
             "step": at.step,
             "epoch": at.loads / self._program.sizes.loads_per_epoch,
             "loads": at.loads,
             "rounds": at.rounds,
-            "allreduces": self._traffic(at.rounds, at.loads),
+            "allreduces": self._traffic(at.rounds, at.loads) + self.seen.more_sent,
             "seconds": seconds,
         }
         found |= _scalars(at, state, self.seen, self._program.drifts)
         found |= self._evaluate(at.step, state)
         found = processes.of_first(found)  # all processes end, or none
         self.ended = at.step == self._total or self._ends(found)
-        loss = found.get("train/batch_loss", self.seen.batch_loss)
-        count = self.seen.records + 1
-        self.seen = Evaluation(at.step, at.rounds, found["seconds"], loss, count)
+        self.seen = self.seen._replace(
+            step=at.step, rounds=at.rounds, seconds=found["seconds"],
+            batch_loss=found.get("train/batch_loss", self.seen.batch_loss),
+            records=self.seen.records + 1,
+        )  # fmt: skip
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
         self._on_record(found | closing)
+        return self._program.reset(state)
 
     def diverged(self, message: str) -> None:
         """The last record of a run whose parameters are lost."""
@@ -180,18 +179,18 @@ class Recorder:
 
 
 class _Saver:
-    """The checkpoints of a run, opened when the first is read or written."""
+    """The checkpoints of a run, opened when the first is written."""
 
-    def __init__(self, stack: contextlib.ExitStack, saving: Saving | None, plans: Plans):
-        self._stack, self._saving, self._plans = stack, saving, plans
-        self._checkpoints, self._seconds = None, 0.0
+    def __init__(self, stack, saving: Saving | None, program: Program, plans: Plans):
+        self._stack, self._saving, self._program, self._plans = stack, saving, program, plans
+        self._manager, self._seconds = None, 0.0
 
     def restore(self, start: TrainState) -> tuple[Progress, TrainState, Evaluation]:
         if self._saving is None or not checkpoint.settled(self._saving.folder):
             return Progress(), start, Evaluation()
-        folder, about, kept = self._saving.folder, self._saving.about, self._saving.kept
+        folder, kept = self._saving.folder, self._saving.kept
         if self._saving.begun is None:
-            at, state, seen = checkpoint.restore(folder, self._plans, start, about=about)
+            at, state, seen = checkpoint.restore(folder, self._plans, start, self._saving.about)
         else:
             at, state, seen = self._saving.begun
             state = jax.tree.map(lambda x, y: placement.place(x, y.sharding), state, start)
@@ -211,15 +210,13 @@ class _Saver:
         return self._saving.due(step, seconds - self._seconds, self._plans.total_steps)
 
     def save(self, at: Progress, state: TrainState, seen: Evaluation) -> None:
-        if self._saving is not None:
-            known = {"about": self._saving.about, "units": self._saving.units}
-            checkpoint.save(self._opened(), self._plans, at, state, seen, **known)
-            self._seconds = seen.seconds
-
-    def _opened(self):
-        if self._checkpoints is None:
-            self._checkpoints = self._stack.enter_context(checkpoint.opened(self._saving.folder))
-        return self._checkpoints
+        if self._saving is None:
+            return
+        if self._manager is None:
+            self._manager = self._stack.enter_context(checkpoint.opened(self._saving.folder))
+        about = self._saving.about
+        checkpoint.save(self._manager, self._program, self._plans, at, state, seen, about)
+        self._seconds = seen.seconds
 
 
 def _scalars(at: Progress, state: TrainState, seen: Evaluation, drifts: bool) -> dict:

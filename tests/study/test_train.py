@@ -152,7 +152,7 @@ def test_what_is_not_finite_ends_the_run_and_is_named(tmp_path):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(outcome.diverged)
     assert outcome.state is None and outcome.diverged == records[-1]["diverged"]
-    assert [r["ended"] for r in records] == [True] and not checkpoint.latest(saving.folder)
+    assert [r["ended"] for r in records] == [True] and not checkpoint.steps_of(saving.folder)
 
 
 @pytest.mark.parametrize(
