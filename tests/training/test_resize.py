@@ -198,7 +198,7 @@ BETWEEN = [(8, 10), (4, 25), (8, STEPS)]  # where epochs end
 @pytest.mark.parametrize(
     "order,sync,echo,changes",
     [
-        ("rr+dealt", "qsr", "none", CHANGES), ("block", "qsr", "fixed", CHANGES),
+        ("rr+dealt", "qsr", "none", CHANGES), ("so", "qsr", "fixed", CHANGES),
         ("id_pair", "qsr+int8", "none", CHANGES), ("cd_grab+walk", "qsr+control", "none", BETWEEN),
         ("herding", "constant", "none", CHANGES), ("cd_grab+dealt", "parallel", "fixed", CHANGES),
         ("cd_grab+sketch16", "qsr", "diffusion+cosine", CHANGES),
