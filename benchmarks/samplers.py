@@ -10,8 +10,7 @@ slowest. Aim: 50,000 indices per second.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,6 @@ from absl import app, flags
 import ordering
 
 WORKERS, UNITS, PER_STEP = 4, 32_768, 64
-
-
-class Row(NamedTuple):
-    read: Callable[..., Iterable]  # (source, orders, reader processes)
-    processes: tuple[int, ...] = (0, 1, 4)
 
 
 def map_dataset(source, orders, count):
@@ -48,11 +42,6 @@ def grain_shuffle(source, orders, count):
     return _in_processes(dataset, count)
 
 
-def torch_sampler(source, orders, count):
-    """The lists of indices alone: what reads them is PyTorch's own."""
-    return ordering.input.torch_sampler(orders, units_per_step=PER_STEP)
-
-
 def read_epochs(source, orders, count):
     """Onto the device, by a thread."""
     orders = jnp.asarray(orders)
@@ -61,11 +50,10 @@ def read_epochs(source, orders, count):
     return ordering.input.read_epochs(source, lambda: state, units_per_step=PER_STEP, num_epochs=1)
 
 
-ROWS = {
-    "grain's shuffle": Row(grain_shuffle),
-    "map_dataset": Row(map_dataset),
-    "torch_sampler": Row(torch_sampler, processes=(0,)),
-    "read_epochs": Row(read_epochs, processes=(0,)),
+ROWS = {  # (source, orders, reader processes) -> batches, and the numbers of processes
+    "grain's shuffle": (grain_shuffle, (0, 1, 4)),
+    "map_dataset": (map_dataset, (0, 1, 4)),
+    "read_epochs": (read_epochs, (0,)),
 }
 
 
@@ -83,11 +71,10 @@ def main(argv) -> None:
     rng = np.random.default_rng(0)
     source = rng.normal(size=(WORKERS * UNITS, 64)).astype(np.float32)
     orders = np.stack([rng.permutation(UNITS) for _ in range(WORKERS)])
-    for name in flags.FLAGS.rows or ROWS:
-        for count in ROWS[name].processes:
+    for name, (read, counts) in ROWS.items():
+        for count in counts:
             rates = [
-                indices_per_second(ROWS[name].read(source, orders, count))
-                for _ in range(flags.FLAGS.repeats)
+                indices_per_second(read(source, orders, count)) for _ in range(flags.FLAGS.repeats)
             ]
             row = {"reader": name, "processes": count, "repeats": len(rates)}
             row["indices_per_s"] = round(statistics.median(rates))
@@ -95,6 +82,5 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("rows", None, f"some of {', '.join(ROWS)}; all if unset")
     flags.DEFINE_integer("repeats", 5, "epochs of every row", lower_bound=1)
     app.run(main)

@@ -115,6 +115,6 @@ def test_loaders_are_timed_over_every_step_of_an_epoch(monkeypatch):
     source = np.zeros((samplers.WORKERS * 256, 2), np.float32)
     monkeypatch.setattr(samplers, "UNITS", 256)
     orders = np.tile(np.arange(256), (samplers.WORKERS, 1))
-    assert samplers.indices_per_second(samplers.ROWS["read_epochs"].read(source, orders, 0)) > 0
+    assert samplers.indices_per_second(samplers.read_epochs(source, orders, 0)) > 0
     with pytest.raises(RuntimeError, match="3 batches came, of 4"):
         samplers.indices_per_second(range(3))
