@@ -94,7 +94,7 @@ def machines_of(task, recipe, order, values) -> list[Machine]:
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
-        speeds = flags.positive_numbers(values, "gbps")
+        speeds = flags.numbers_of(values, "gbps")
         syncs = {f"{gbps:g} Gb/s": link(size, workers, gbps) for gbps in speeds}
     return [
         here._replace(label=name, sync=sync, latency=min(LATENCY, sync))

@@ -6,24 +6,19 @@ r"""When input is slow, is a batch worth using again? Arms x loading speeds x se
     python -m experiments.echoing --task=cifar10_mobilenet_race --data_dir=DIR
     python -m experiments.echoing --task=shakespeare_race --data_dir=DIR
 
-A load takes R steps' time: a real loader thread waits out the declared delay of every load, R times
-t_step, the time of a step without echo and without delay, measured at the start or given by
---step_seconds. Asked is what it takes to reach a fixed value of the test metric: seconds, loads,
-steps and communication rounds.
+Asked is what it takes to reach a fixed value of the test metric: seconds, loads, steps, rounds. A
+load takes R times t_step, that of a step without echo, measured at the start or --step_seconds: a
+real loader thread waits it out. The echo factor is e = R, and 2 at R = 1, where no echo is free; p
+falls from 1 to 1/e over the setting's horizon. Workers average once per load unless the arm says
+otherwise.
 
-Every arm is tuned at every R on the validation half of the test set, without the delay where it
-does not matter to the decisions: seed 0 at every learning rate, all seeds at the best two; the
-fewest steps to the target choose. Then it runs with the delay and all seeds, and the other half is
-reported. The echo factor is e = R, and 2 at R = 1, where no echo is free. Under one seed all arms
-see the same batches in the same loads. p falls from 1 to 1/e over the setting's horizon. Workers
-average once per load unless the arm says otherwise.
+Every arm is tuned at every R on the validation half of the test set: seed 0 at every learning rate,
+all seeds at the best two, without the delay where decisions do not ask for it. Then it runs with
+the delay and all seeds, and the other half is reported. Under one seed all arms see the same
+batches in the same loads.
 
 Writes metrics, table.md and pictures into --output_dir; the same command goes on where it was
-stopped. Expected: docs/echoing.md holds the tables of these commands.
-
-Deviations from the paper (ICLR 2025 submission): small models and sets, a constant learning rate,
-a target instead of a fixed number of loads, and workers of one device, so that seconds show loading
-and computation and no network. lambda of the proximal arms is not tuned.
+stopped. docs/echoing.md holds the tables of these commands, and what to know about their numbers.
 """
 
 from absl import app

@@ -99,7 +99,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     rules = dialect.names_of(values, "arms", SYNC_RULES)
     plans = {rule: SYNC_RULES[rule].plan(made) for rule in rules}
     cost = {"num_params": size, "num_workers": recipe.workers, "step_seconds": seconds}
-    speeds = dialect.positive_numbers(values, "gigabits")
+    speeds = dialect.numbers_of(values, "gigabits")
     rows = [row_of(rule, plan, speeds, cost) for rule, plan in plans.items()]
     exact = "\n".join(f"- {SYNC_RULES[rule].label}: {plan.rule}" for rule, plan in plans.items())
     text = (

@@ -21,7 +21,7 @@ from tqdm import tqdm
 import local_opt
 import ordering
 from experiments.results import plots, report, tables
-from experiments.study.flags import definer, whole_numbers
+from experiments.study.flags import definer, numbers_of
 from experiments.study.tables import ORDERS
 from experiments.training.config import OrderSetting
 
@@ -89,7 +89,7 @@ def table(found: Sequence[dict], rounds: int) -> str:
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    found, counts = [], whole_numbers(values, "workers")
+    found, counts = [], numbers_of(values, "workers", int)
     for workers, name in tqdm(list(itertools.product(counts, ARMS)), unit="run"):
         vectors = unit_vectors(workers, values.num_vectors // workers)
         for k, bound in enumerate(bounds_over_rounds(vectors, name, values.rounds)):

@@ -12,17 +12,9 @@ other half is reported. Under one seed all rules see the same examples in the sa
 examples, shuffled anew and dealt to the workers in every epoch. Writes metrics, plans, table.md,
 comparison.png and report.html into --output_dir; the same command goes on where it was stopped.
 
-The rules, for T steps: parallel (mean gradient every step), gradient accumulation and constant H
-(one sync every H_base steps), post-local (every step for T/2, then every H_base), SWAP (every
-H_base for 0.8 T, then one round), QSR, and H ~ 1/eta and 1/eta^3 with the coefficient at which they
-communicate as much as QSR.
-
-Expected: docs/local_steps.md holds the tables of these commands, with --seeds=3 --evaluations=10
-for all but digits; an hour and more per CIFAR-10 setting on one core, five minutes for MNIST.
-
-Deviations from Gu et al. 2024: small models on small sets, minutes instead of 90 to 300 epochs, no
-augmentation, growth = alpha / peak rate fixed per setting instead of tuned, and workers of one
-device, so that seconds show the computation and no network.
+docs/local_steps.md holds the tables of these commands, with --seeds=3 --evaluations=10 for all but
+digits. Deviations from Gu et al. 2024: small models on small sets, no augmentation, growth = alpha
+/ peak rate fixed per setting, and workers of one device: seconds show computation and no network.
 """
 
 from experiments.results import plots, report, tables

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import local_opt
 from experiments.results import plots, report, tables
 from experiments.results.statistics import interval
-from experiments.study.flags import definer, positive_numbers, whole_numbers
+from experiments.study.flags import definer, numbers_of
 
 FLAGS = flags.FLAGS
 SLOW_TIME = 4.0  # S: runs have S / eta^2 steps
@@ -285,8 +285,8 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
-    rates = sorted(positive_numbers(values, "rates"), reverse=True)
-    cells = list(itertools.product(PROBLEMS, whole_numbers(values, "workers"), rates))
+    rates = sorted(numbers_of(values, "rates"), reverse=True)
+    cells = list(itertools.product(PROBLEMS, numbers_of(values, "workers", int), rates))
     found = [r for cell in tqdm(cells) for r in measure(*cell, values.repetitions)]
     made = {name: table(found, name) for name in PROBLEMS}
     report.write_tables(

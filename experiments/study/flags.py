@@ -67,7 +67,7 @@ def _task(define):
     define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
     for name, (kind, tasks) in choices().items():
-        text = f"of {', '.join(tasks)}" if tasks else recipes.EVERYWHERE[name][1]
+        _, text = recipes.EVERYWHERE.get(name, (kind, f"of {', '.join(tasks)}"))
         define(KINDS[kind], name, None, text + "; its own if unset")
 
 
@@ -112,23 +112,13 @@ GROUPS = {"task": _task, "setting": _setting, "run": _run, "forecast": _forecast
 
 
 def choices() -> dict[str, tuple[type, list[str]]]:
-    """{choice: (its type, the tasks that have it)}, as the tasks' loaders say.
-
-    Raises:
-      ValueError: for a choice that is of one type in one task and of another in another.
-    """
+    """{choice: (its type, the tasks that have it)}, as the tasks' loaders say."""
     found = {name: (kind, []) for name, (kind, _) in recipes.EVERYWHERE.items()}
     for task, loader in TASKS.items():
         for name, parameter in recipes.choices_of(loader).items():
             kind = parameter.annotation
             kind = type(parameter.default) if kind is parameter.empty else _kind(kind)
-            if found.setdefault(name, (kind, []))[0] is not kind or kind not in KINDS:
-                raise ValueError(
-                    f"{name} of {task} is a {kind.__name__}: choices are int, float, str or bool, "
-                    f"and one name has one type; it is a {found[name][0].__name__} elsewhere."
-                )
-            if name not in recipes.EVERYWHERE:
-                found[name][1].append(task)
+            found.setdefault(name, (kind, []))[1].append(task)
     return found
 
 
@@ -188,23 +178,17 @@ def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
     return values[name].value
 
 
-def whole_numbers(values: flags.FlagValues, name: str) -> list[int]:
-    """A flag that lists whole numbers >= 1; UsageError where one is another."""
-    if bad := [v for v in values[name].value if not (v.isdecimal() and int(v))]:
-        raise app.UsageError(f"--{name} has {bad}: pass whole numbers >= 1.")
-    return [int(v) for v in values[name].value]
-
-
-def positive_numbers(values: flags.FlagValues, name: str) -> list[float]:
-    """A flag that lists numbers > 0; UsageError where one is another."""
+def numbers_of(values: flags.FlagValues, name: str, kind: type = float) -> list:
+    """A flag that lists numbers > 0, of int whole ones; UsageError where one is another."""
     found = []
     for text in values[name].value:
         try:
-            found.append(float(text))
+            found.append(kind(text))
         except ValueError:
-            found.append(0.0)
+            found.append(0)
         if not 0 < found[-1] < math.inf:
-            raise app.UsageError(f"--{name} has {[text]}: pass positive, finite numbers.")
+            asked = "whole numbers >= 1" if kind is int else "positive, finite numbers"
+            raise app.UsageError(f"--{name} has {[text]}: pass {asked}.")
     return found
 
 

@@ -21,15 +21,11 @@ NOT_CHOICES = ("data_dir", "abstract")
 
 
 class Setting(NamedTuple):
-    """Fields:
-    task: a name of TASKS.
-    choices: keywords of its loader, or of EVERYWHERE.
-    recipe: whole, or the fields in which it differs from the task's own.
-    """
+    """A row of RECIPES."""
 
-    task: str
-    choices: Mapping
-    recipe: Recipe | Mapping = {}
+    task: str  # a name of TASKS
+    choices: Mapping  # keywords of its loader, or of EVERYWHERE
+    recipe: Recipe | Mapping = {}  # whole, or where it differs from the task's own
 
 
 # Cosines down to a thousandth, on which synchronisation rules are compared.
@@ -150,23 +146,19 @@ def setting_of(name: str) -> Setting:
 def load(
     name: str, data_dir: str | None = None, *, abstract: bool = False, **choices
 ) -> tuple[Task, Recipe]:
-    """The task and the recipe of a setting.
+    """The task and the recipe of a setting, a name of RECIPES or of TASKS.
 
     Args:
-      name: of RECIPES, or of TASKS for a task with its own recipe.
       data_dir: where the task's data lie.
       abstract: shapes alone; nothing is read.
-      choices: of the task, in place of the setting's; of every task, `num_train` and `num_test`,
-        its first examples alone where it does not choose them itself, and `label_noise`, the share
-        of training labels that are drawn anew.
+      choices: of the task or of EVERYWHERE, in place of the setting's.
 
     Raises:
       ValueError: for a choice that the task does not have; as of its loader.
     """
     setting = setting_of(name)
     loader = TASKS[setting.task]
-    known = choices_of(loader)
-    choices = {**setting.choices, **choices}
+    known, choices = choices_of(loader), {**setting.choices, **choices}
     for choice, value in choices.items():
         if choice not in known and choice not in EVERYWHERE:
             raise ValueError(
@@ -182,14 +174,9 @@ def load(
 
 
 def choices_of(loader: Callable) -> dict[str, inspect.Parameter]:
-    """What a task lets its users choose: its model, and its loader's keyword-only parameters."""
-    parameters = inspect.signature(loader).parameters
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if name not in NOT_CHOICES
-        and (parameter.kind is inspect.Parameter.KEYWORD_ONLY or name == "model")
-    }
+    """What a task lets its users choose: the parameters of its loader."""
+    found = inspect.signature(loader).parameters
+    return {name: parameter for name, parameter in found.items() if name not in NOT_CHOICES}
 
 
 def planned(name: str, **fields) -> tuple[Task, Recipe]:

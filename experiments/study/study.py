@@ -44,38 +44,23 @@ def arm_of(words: str, **usual: str) -> Arm:
 
 
 class Study(NamedTuple):
-    """A comparison: what of, in which setting, and what is asked.
+    """A comparison: what of, in which setting, and what is asked."""
 
-    Fields:
-      name: of its folders; arms: by name, the baseline first; --arms takes others by their words.
-      recipe: what --task is if unset, a name of RECIPES or TASKS.
-      criterion: what chooses an arm's learning rate.
-      columns, panels, sections: of the tables and pictures, as of `results.report.write`.
-      define: defines flags of its own; fit: `(study, task, recipe, values) -> study`, what of it
-        depends on the flags.
-      speeds: R of slow input; () where it is not slow. paced: whether batches are used as often as
-        R says, and runs are longer by it.
-      sync_steps: of slow input: what a sync takes besides, in steps.
-      finalists: learning rates that run with all seeds; None: all.
-      seeds: what --seeds is if unset.
-      usual: of arms by words, the decisions that their words do not name.
-    """
-
-    name: str
-    arms: Mapping[str, Arm]
-    recipe: str
-    criterion: Criterion
-    columns: Sequence
+    name: str  # of its folders
+    arms: Mapping[str, Arm]  # by name, the baseline first; --arms takes others by their words
+    recipe: str  # what --task is if unset, a name of RECIPES or TASKS
+    criterion: Criterion  # what chooses an arm's learning rate
+    columns: Sequence  # these three: as of `results.report.write`
     panels: Sequence
     sections: Sequence[Callable] = ()
-    define: Callable[[absl_flags.FlagValues], None] = lambda values: None
-    fit: Callable = lambda study, task, recipe, values: study
-    speeds: tuple[float, ...] = ()
-    paced: bool = True
-    sync_steps: float = 0.0
-    finalists: int | None = 2
-    seeds: int = 5
-    usual: Mapping[str, str] = {}
+    define: Callable[[absl_flags.FlagValues], None] = lambda values: None  # flags of its own
+    fit: Callable = lambda study, task, recipe, values: study  # what of it depends on the flags
+    speeds: tuple[float, ...] = ()  # R of slow input; () where it is not slow
+    paced: bool = True  # batches are used as often as R says, and runs are longer by it
+    sync_steps: float = 0.0  # of slow input: what a sync takes besides, in steps
+    finalists: int | None = 2  # learning rates that run with all seeds; None: all
+    seeds: int = 5  # what --seeds is if unset
+    usual: Mapping[str, str] = {}  # of arms by words, the decisions that these do not name
 
 
 def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
@@ -89,9 +74,8 @@ def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
     text = "rates tried beyond a best one at the end of those given, at most so many at either end"
     add(absl_flags.DEFINE_integer, "widen", 0, text, lower_bound=0)
     if study.speeds:
-        add(
-            absl_flags.DEFINE_list, "speeds", [*map(str, study.speeds)], "R, a load's time in steps"
-        )
+        speeds = [*map(str, study.speeds)]
+        add(absl_flags.DEFINE_list, "speeds", speeds, "R, a load's time in steps")
         text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"
         add(absl_flags.DEFINE_float, "step_seconds", None, text, lower_bound=0.0)
     study.define(values)
@@ -129,7 +113,7 @@ def asked(study: Study, values: absl_flags.FlagValues) -> tuple[Study, Study, Ta
     study = study.fit(study, task, recipe, values)
     chosen = study._replace(arms=arms_of(study, values.arms or study.arms))
     if study.speeds and "speeds" in values:
-        chosen = chosen._replace(speeds=tuple(flags.positive_numbers(values, "speeds")))
+        chosen = chosen._replace(speeds=tuple(flags.numbers_of(values, "speeds")))
     return study, chosen, task, recipe
 
 

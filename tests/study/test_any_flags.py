@@ -1,14 +1,12 @@
-"""Whatever flags, plan files and orders: what was asked for, or an error that names it."""
+"""Whatever flags and plan files: what was asked for, or an error that names it."""
 
 import json
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags as absl_flags
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import local_opt
@@ -17,12 +15,11 @@ import ordering.echo
 from experiments import train
 from experiments.study import flags, tables, trainer
 from experiments.study.study import Arm
-from experiments.study.tables import ORDERS, TABLES
+from experiments.study.tables import TABLES
 from experiments.tasks.base import check_recipe
-from experiments.training import config, measure, timeline
-from local_opt.workers import AXIS
+from experiments.training import measure, timeline
 from tests.cases import times
-from tests.words import all_rows, each
+from tests.words import each
 
 WHOLE = st.one_of(st.integers(-1, 12), st.sampled_from([40, 2000, 10**12, -(10**9)]))
 REAL = st.one_of(
@@ -140,73 +137,3 @@ def test_a_changed_plan_is_the_same_plan_or_refused(kind, data, tmp_path_factory
         return
     assert found == plan and found.marked.tolist() == plan.marked.tolist()
     assert found.total_steps == plan.total_steps and found.describe() and repr(found)
-
-
-@settings(max_examples=times(40))
-@given(st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
-@example(b"")
-def test_any_bytes_are_no_plan(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "any.json"
-    path.write_bytes(content)
-    for read, _ in KINDS.values():
-        with pytest.raises(ValueError, match=r"any.json' holds no saved plan .*: save it again"):
-            read(str(path))
-
-
-WORKERS, WIDTH = 3, 4
-
-
-def of_devices(name, num_units, units_per_step):
-    """(state, observe and sync, next_epoch) of all workers, compiled."""
-    row = ORDERS[name]
-    setting = config.OrderSetting(num_units, units_per_step, WORKERS, 8, None, "step")
-    order = row.make(setting)
-    keys = jax.random.split(jax.random.key(0), WORKERS)
-
-    def over(function):
-        return jax.jit(jax.vmap(function, axis_name=AXIS))
-
-    state = over(lambda key: order.init(key, jnp.zeros(WIDTH)))(keys)
-
-    def observe(state, gradients):
-        return order.sync(order.observe(state, ordering.Rows.of(gradients)))
-
-    return state, over(observe), over(order.next_epoch)
-
-
-def check_epochs(made, name, num_units, sizes, seed):
-    """Epochs with so many units in their steps, also too many or too few, lose none."""
-    state, observe, next_epoch = made
-    generator = np.random.default_rng(seed)
-    for epoch in sizes:
-        for size in epoch:
-            gradients = generator.normal(size=(WORKERS, size, WIDTH)).astype(np.float32)
-            gradients[generator.random(gradients.shape) < 0.05] = generator.choice(
-                [0, np.inf, np.nan, 1e30]
-            )
-            state = observe(state, gradients) if ORDERS[name].observes else state
-        state = next_epoch(state)
-        found = np.asarray(state.current)
-        if ORDERS[name].deals:
-            expected = np.arange(WORKERS * num_units)
-            np.testing.assert_array_equal(np.sort(found.reshape(-1)), expected)
-        else:
-            np.testing.assert_array_equal(
-                np.sort(found), np.tile(np.arange(num_units), (WORKERS, 1))
-            )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_units,units_per_step", [(1, 1), (2, 1), (7, 3), (8, 4)])
-@pytest.mark.parametrize("name", all_rows(ORDERS))
-def test_every_row_visits_every_unit_once(name, num_units, units_per_step):
-    made = of_devices(name, num_units, units_per_step)
-    sizes = sorted({units_per_step, num_units % units_per_step or units_per_step})
-    epochs = st.lists(st.lists(st.sampled_from(sizes), max_size=6), min_size=1, max_size=3)
-
-    @settings(max_examples=times(10))
-    @given(epochs, st.integers(0, 99))
-    def visits_every_unit_once(sizes, seed):
-        check_epochs(made, name, num_units, sizes, seed)
-
-    visits_every_unit_once()

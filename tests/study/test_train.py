@@ -1,16 +1,12 @@
 """The three decisions in one loop: equal to a slow reference, however it runs."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 
-from experiments import train
 from experiments.study.tables import ORDERS, SYNC_RULES
-from experiments.training import checkpoint, config, program, run
+from experiments.training import config, program
 from tests import reference
 from tests.little_run import (
     PER_STEP,
@@ -26,6 +22,7 @@ from tests.little_run import (
     timeless,
     trained,
 )
+from tests.refused import refuses
 from tests.sources import EpochSource
 
 
@@ -94,13 +91,7 @@ def test_the_loop_equals_a_slow_reference():
 
 @pytest.mark.parametrize(
     "order,reads",
-    [
-        ("cd_grab", "tfdata"),
-        ("rr", "tfdata"),
-        ("rr+dealt", "thread"),
-        ("cd_grab+dealt", "tfdata"),
-        ("cd_grab+sketch16+chunks", "thread"),
-    ],
+    [("cd_grab", "tfdata"), ("rr+dealt", "thread"), ("cd_grab+sketch16+chunks", "thread")],
 )
 def test_streamed_batches_are_those_on_the_devices(order, reads):
     if reads == "tfdata":
@@ -111,24 +102,18 @@ def test_streamed_batches_are_those_on_the_devices(order, reads):
     assert timeless(records) == timeless(same)
 
 
-def test_workers_on_a_mesh_equal_simulated_ones():
+def test_workers_on_a_mesh_equal_simulated_ones_and_everything_is_compiled_once():
     outcome, records = trained(built(), plans_of())
+    assert compiled(built()) == [1] * 7
     other, same = trained(built(mesh=True), plans_of())
     np.testing.assert_array_equal(outcome.state.orders.current, other.state.orders.current)
     for one, two in zip(records, same, strict=True):
         np.testing.assert_allclose(one["train/loss"], two["train/loss"], rtol=1e-5)
-
-
-def test_a_run_compiles_everything_once():
-    trained(built(), plans_of())
-    assert compiled(built()) == [1] * 7
-    trained(built(), plans_of(seed=1), seed=1)
-    assert compiled(built()) == [1] * 7
-
-
-def test_a_record_can_end_the_run():
-    outcome, records = trained(built(), plans_of(), ends=lambda record: record["step"] >= 24)
+    outcome, records = trained(
+        built(), plans_of(seed=1), seed=1, ends=lambda record: record["step"] >= 24
+    )
     assert outcome.step == 24 and [r["ended"] for r in records] == [False, True]
+    assert compiled(built()) == [1] * 7, "whatever the plan, the seed and the end"
 
 
 @pytest.mark.parametrize("order", ["cd_grab", "rr+dealt"])
@@ -144,52 +129,28 @@ def test_a_source_trains_as_arrays_do(order):
     assert set(range(-(-plans.echo.loads // per_epoch))) <= set(source.epochs)
 
 
-def test_what_is_not_finite_ends_the_run_and_is_named(tmp_path):
-    saving = run.Saving(str(tmp_path), every=7)
+def sizes_of(deals=None, **fields):
+    return config.sizes_of(task(), SETTING._replace(**fields), deals=deals)
+
+
+def built_of(**fields):
+    rounds = SYNC_RULES["qsr"].rounds
+    return program.build(task(), SETTING._replace(**fields), ORDERS["cd_grab"], rounds)
+
+
+def of_other_lengths():
     plans = plans_of()
-    outcome, records = trained(built(), plans._replace(rates=np.full(STEPS, 1e38)), saving=saving)
-    message = r"unit \d+ of worker \d is not finite in step \d \(last mean loss: .* Lower the"
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(outcome.diverged)
-    assert outcome.state is None and outcome.diverged == records[-1]["diverged"]
-    assert [r["ended"] for r in records] == [True] and not checkpoint.steps_of(saving.folder)
+    return trained(built(), plans._replace(rates=plans.rates[:-1]))
 
 
-@pytest.mark.parametrize(
-    "fields,message",
-    [
-        ({"warmup_steps": 60}, r"--warmup_steps is 60 of 60 steps: .* lower the warmup"),
-        ({"growth": 0.0}, r"--growth is 0.0: alpha / peak rate of QSR must be positive"),
-        ({"total_steps": 0, "warmup_steps": 0}, r"is 0 of 0 steps: .* Raise --total_steps"),
-    ],
-)
-def test_bad_plans_are_named(fields, message):
-    with pytest.raises(ValueError, match=message):
-        plans_of(**fields)
-
-
-def test_bad_input_is_named():
-    plans = plans_of()
-    with pytest.raises(ValueError, match="60 steps and the run 59"):
-        trained(built(), plans._replace(rates=plans.rates[:-1]))
-    for fields, message in (
-        ({"workers": 64}, "64 workers with 3 units of 1 examples need at least 64"),
-        ({"workers": 0}, "--workers is 0: pass a whole number >= 1"),
-        ({"units_per_step": 12}, "units_per_step is 12"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            config.sizes_of(task(), SETTING._replace(**fields))
-    with pytest.raises(ValueError, match="need at least 51 examples; the training set has 46"):
-        config.sizes_of(task(), SETTING._replace(workers=17), deals="examples")
-    with pytest.raises(ValueError, match="CD-GraB coordinates workers in every step, and workers"):
-        program.build(
-            task(), SETTING._replace(run="turns"), ORDERS["cd_grab"], SYNC_RULES["qsr"].rounds
-        )
-
-
-def test_help_shows_every_flag_of_the_program():
-    values = flags.FlagValues()
-    train.define_flags(values)
-    shown = {flag.name for flag in values.get_key_flags_for_module(sys.argv[0])}
-    assert shown == set(values)
-    assert {"order", "workers", "track", "coordinator_address"} < shown
+test_what_cannot_run_is_named = refuses({
+    "warmup": (lambda: plans_of(warmup_steps=60), "is 60 of 60 steps: .* lower the warmup"),
+    "growth": (lambda: plans_of(growth=0.0), r"--growth is 0.0: alpha / peak rate of QSR must be"),
+    "steps": (lambda: plans_of(total_steps=0, warmup_steps=0), "0 of 0 steps: .* Raise --total_st"),
+    "plans": (of_other_lengths, "60 steps and the run 59"),
+    "few": (lambda: sizes_of(workers=64), "64 workers with 3 units of 1 examples need at least 64"),
+    "none": (lambda: sizes_of(workers=0), "--workers is 0: pass a whole number >= 1"),
+    "units": (lambda: sizes_of(units_per_step=12), "units_per_step is 12"),
+    "dealt": (lambda: sizes_of("examples", workers=17), "at least 51 examples; the training set"),
+    "turns": (lambda: built_of(run="turns"), "CD-GraB coordinates workers in every step, and work"),
+})  # fmt: skip
