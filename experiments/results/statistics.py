@@ -59,17 +59,14 @@ class Comparison(NamedTuple):
 
 
 def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
-    """Every arm at its own best rate, at every speed; ValueError if the baseline has not run."""
-    records, first, chosen = list(records), next(iter(arms)), {}
-    ran = list(dict.fromkeys(r["arm"] for r in records))
-    if first not in ran:
-        raise ValueError(f"the baseline {first!r} is not among the arms run, {ran}: run it too.")
+    """Every arm at its own best rate, at every speed."""
+    records, chosen = list(records), {}
     speeds = sorted({r["speed"] for r in records} - {None}) or [None]
     for speed, (arm, label) in itertools.product(speeds, arms.items()):
-        if tried := tuple(sorted(runs_of(records, arm, speed))):
+        if tried := runs_of(records, arm, speed):
             rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
             runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
-            chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tried, out)
+            chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tuple(sorted(tried)), out)
     known = of_records(criterion, records)
     return Comparison(records, dict(arms), known, tuple(speeds), chosen, dict(plans or {}))
 
@@ -188,19 +185,16 @@ def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
     return {seed: run for seed, run in runs.items() if all(r.get("timed", True) for r in run)}
 
 
-def to_target(runs: Mapping[int, Run], criterion: Criterion, target: float, name: str) -> dict:
-    """{seed: what a run takes to the target, in steps, epochs, loads, seconds}; inf: never.
+def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[int, float]:
+    """{seed: what these runs take to the target}, on what is reported; inf: never.
 
-    Seconds are those of `timed` runs.
+    Args:
+      name: of the cost, such as "step", "epoch", "loads"; "seconds" are those of `timed` runs.
     """
     runs = timed(runs) if name == "seconds" else runs
+    criterion, target = tested(comparison.criterion), target_of(comparison)
     found = {seed: reached(run, criterion, target) for seed, run in runs.items()}
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
-
-
-def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[int, float]:
-    """{seed: what these runs take to the target}, on what is reported; inf: never."""
-    return to_target(runs, tested(comparison.criterion), target_of(comparison), name)
 
 
 def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
