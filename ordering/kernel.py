@@ -9,6 +9,7 @@ Z replace n dependent passes over r. A vector whose product with r is not finite
 added, so the running sum stays finite.
 """
 
+import functools
 import operator
 
 import jax
@@ -129,16 +130,23 @@ def balance_blocks(
 
 def _balance_one(rule, rule_state, total, vector, valid, axes):
     """((rule_state, running sum), (sign, taken)) of one vector."""
-    # Sums, and no products of matrices, which would want the vector written down first; the norm
-    # is left out by the compiler where the rule does not look at it.
-    sums = (
-        jax.tree.reduce(operator.add, jax.tree.map(lambda z, x: jnp.sum(z * x), vector, other))
-        for other in (total, vector)
-    )
-    dot, norm2 = (_added(x, axes) for x in sums)
+    # The norm is left out by the compiler where the rule does not look at it.
+    dot, norm2 = (_added(_product(vector, other), axes) for other in (total, vector))
     rule_state, sign, taken = _sign(rule, rule_state, dot, norm2, valid)
     total = jax.tree.map(lambda r, z: r + jnp.where(taken, sign * z, 0.0), total, vector)
     return (rule_state, total), (sign, taken)
+
+
+def _product(vector, other):
+    """Their inner product, of one worker."""
+    if mesh.platform() == "cpu":
+        # A CPU sums in order, one entry after the other, but multiplies matrices by many at once.
+        # The barrier keeps the sum over simulated workers from becoming a part of this one.
+        products = jax.tree.map(functools.partial(jnp.vdot, precision="highest"), vector, other)
+        return jax.lax.optimization_barrier(jax.tree.reduce(operator.add, products))
+    # A product of matrices would want the vector written down first.
+    products = jax.tree.map(lambda z, x: jnp.sum(z * x), vector, other)
+    return jax.tree.reduce(operator.add, products)
 
 
 def _sign(rule, rule_state, dot, norm2, valid):
