@@ -106,7 +106,8 @@ MODELS = {
                                                      num_classes=10), (784,), 32, 200),
     "mlp, 784-1024-1024-10, batch 64": (lambda: models.mlp(num_features=784, hidden=(1024, 1024),
                                                            num_classes=10), (784,), 64, 20),
-    "resnet 16-32-64, 32x32, batch 16": (models.small_resnet, (32, 32, 3), 16, 8),
+    "resnet 16-32-64, 32x32, batch 16": (lambda: models.resnet(depth=8, stem="cifar", width=16,
+        products=True, image_shape=(32, 32, 3), num_classes=10), (32, 32, 3), 16, 8),
     "vit 64x4, 32x32, batch 16": (models.vit, (32, 32, 3), 16, 8),
 }  # fmt: skip
 INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e-4)}

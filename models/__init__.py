@@ -9,11 +9,10 @@ from models.linear import (
     mlp,
     optimum,
     softmax_regression,
-    text_head,
 )
 from models.lstm import lstm
 from models.mobilenet import mobilenet_v2, mobilenet_v3
-from models.resnet import resnet, small_resnet
+from models.resnet import resnet
 from models.vit import vit
 
 __all__ = [
@@ -28,8 +27,6 @@ __all__ = [
     "mobilenet_v3",
     "optimum",
     "resnet",
-    "small_resnet",
     "softmax_regression",
-    "text_head",
     "vit",
 ]

@@ -50,6 +50,7 @@ def softmax_loss(predict: Callable, l2: float) -> Callable:
 
     An example that is a sequence has the mean over its tokens.
     """
+    check_l2(l2)
 
     def loss(params, batch, key):
         logits = predict(params, batch["x"])
@@ -61,21 +62,49 @@ def softmax_loss(predict: Callable, l2: float) -> Callable:
     return loss
 
 
-def functions_of(make: Callable) -> tuple[Callable, Callable]:
-    """(init, apply) of a module without statistics: `make(rngs) -> module`."""
+def model_of(make: Callable, l2: float, *, keys: Callable = nnx.Rngs) -> Model:
+    """The record of a network; with batch normalisation in it, one with `statistics`.
+
+    Args:
+      make: `keys(key) -> net`, where `net(x, given)` gives logits, normalised with the moments in
+        the state where `given` is true, and otherwise with those of `x`, left in the state.
+      l2: weight of l2/2 |params|^2.
+    """
 
     def build(key):
-        return nnx.split(make(nnx.Rngs(key)), nnx.Param)
+        return nnx.split(make(keys(key)), nnx.Param, nnx.BatchStat)
 
-    graph, _ = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    graph, _, moments = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    # Shapes only: making a model must not start JAX's devices, for tables of recipes make some at
+    # import, before `jax.distributed.initialize`.
+    moments = jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), nnx.to_pure_dict(moments)
+    )
+
+    def zeros():  # overwritten before anything reads them
+        return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moments)
 
     def init(key):
         return nnx.to_pure_dict(build(key)[1])
 
-    def apply(params, x):
-        return nnx.merge(graph, nnx.State(params))(x)
+    def forward(params, x, statistics):
+        given = zeros() if statistics is None else statistics
+        net = nnx.merge(graph, nnx.State(params), nnx.State(given))
+        logits = net(x, statistics is not None)
+        return logits, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
 
-    return init, apply
+    def in_training(params, x):
+        return forward(params, x, None)[0]
+
+    def predict(params, x, statistics):
+        return forward(params, x, statistics)[0]
+
+    def statistics(params, x):
+        return forward(params, x, None)[1]
+
+    if not moments:
+        return Model(init, softmax_loss(in_training, l2), in_training)
+    return Model(init, softmax_loss(in_training, l2), predict, statistics)
 
 
 def penalty(params, l2: float) -> jax.Array:
@@ -90,8 +119,15 @@ def check_l2(l2: float) -> None:
         raise ValueError(f"l2 is {l2}: the weight of the penalty must be 0 or positive.")
 
 
+def check_at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}: it must be at least {least}.")
+
+
 def check_heads(width: int, heads: int) -> None:
-    if heads < 1 or width < 1 or width % heads:
+    check_at_least(1, width=width, heads=heads)
+    if width % heads:
         raise ValueError(
             f"width is {width} with {heads} heads: the heads share the width equally. Take a "
             "multiple of heads."

@@ -1,23 +1,29 @@
-"""What the convolutional networks share: convolutions, normalisations, the record; and LeNet."""
-
-from collections.abc import Callable
+"""What the convolutional networks share: convolutions and normalisations; and LeNet."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_l2, functions_of, softmax_loss
+from models.base import Model, check_at_least, model_of
 from syncopate.mesh import platform
 
 EPSILON = 1e-5  # of the normalisations
-GROUPS = 32  # of the group normalisations, or as many as there are channels
 
 
-def _shifted(x, stride, size):
-    """The size^2 views of the images [n, H, W, C] that an odd kernel sees, padded by size // 2."""
-    _, height, width, _ = x.shape
+def groups(channels: int) -> int:
+    """Of the group normalisations: 32, or one for each channel where there are fewer."""
+    return min(32, channels)
+
+
+def _padded(x, size):
+    """The images [n, H, W, C] with size // 2 zeros around each."""
     edge = (size // 2, size // 2)
-    x = jnp.pad(x, ((0, 0), edge, edge, (0, 0)))
+    return jnp.pad(x, ((0, 0), edge, edge, (0, 0)))
+
+
+def _views(x, size, stride=1):
+    """The size^2 views of images that a kernel sees."""
+    height, width = (side - size + 1 for side in x.shape[1:3])
     return [
         x[:, i : i + height : stride, j : j + width : stride]
         for i in range(size)
@@ -58,8 +64,9 @@ class Conv(Convolution):
 
     def __call__(self, x):
         kernel = self.kernel[...].astype(x.dtype)
-        shifted = jnp.concatenate(_shifted(x, self.stride, kernel.shape[0]), axis=-1)
-        return shifted @ kernel.reshape(-1, kernel.shape[-1])
+        size = kernel.shape[0]
+        views = jnp.concatenate(_views(_padded(x, size), size, self.stride), axis=-1)
+        return views @ kernel.reshape(-1, kernel.shape[-1])
 
 
 class Pointwise(nnx.Module):
@@ -85,7 +92,7 @@ class DepthwiseConv(nnx.Module):
     def __call__(self, x):
         size, _, _, channels = self.kernel.shape
         kernel = self.kernel[...].reshape(-1, 1, 1, 1, channels)
-        views = _shifted(x, self.stride, size)
+        views = _views(_padded(x, size), size, self.stride)
         # The float32 kernel makes the terms float32: no rounding of every partial sum.
         return sum(kernel[k] * view for k, view in enumerate(views)).astype(x.dtype)
 
@@ -112,11 +119,11 @@ def batch_norm(width: int, rngs: nnx.Rngs, *, epsilon: float = EPSILON) -> nnx.B
     return _BatchNorm(width, momentum=0.0, epsilon=epsilon, rngs=rngs)
 
 
-def group_norm(width: int, rngs: nnx.Rngs, *, groups: int = GROUPS) -> nnx.GroupNorm:
-    return _GroupNorm(width, min(groups, width), epsilon=EPSILON, rngs=rngs)
+def group_norm(width: int, rngs: nnx.Rngs, *, groups_of=groups) -> nnx.GroupNorm:
+    return _GroupNorm(width, groups_of(width), epsilon=EPSILON, rngs=rngs)
 
 
-class _Keys:
+class Keys:
     """The keys of nnx.Rngs, whose traced counter costs seconds where a network is deep."""
 
     def __init__(self, key):
@@ -127,59 +134,15 @@ class _Keys:
         return jax.random.fold_in(self.key, self.drawn - 1)
 
 
-def model_of(make: Callable, l2: float, dtype: jnp.dtype = jnp.float32) -> Model:
-    """The record of a network; with batch normalisation in it, one with `statistics`.
-
-    Args:
-      make: `rngs -> net`, where `net(x, given)` gives logits, normalised with the moments in the
-        state where `given` is true, and otherwise with those of `x`, left in the state.
-      l2: weight of l2/2 |params|^2.
-      dtype: of the images as `net` gets them, and so of its activations.
-    """
-
-    def build(key):
-        return nnx.split(make(_Keys(key)), nnx.Param, nnx.BatchStat)
-
-    graph, _, moments = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    # Shapes only: making a model must not start JAX's devices, for tables of recipes make some at
-    # import, before `jax.distributed.initialize`.
-    moments = jax.tree.map(
-        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), nnx.to_pure_dict(moments)
-    )
-
-    def zeros():  # overwritten before anything reads them
-        return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moments)
-
-    def init(key):
-        return nnx.to_pure_dict(build(key)[1])
-
-    def forward(params, x, statistics):
-        given = zeros() if statistics is None else statistics
-        net = nnx.merge(graph, nnx.State(params), nnx.State(given))
-        logits = net(x.astype(dtype), statistics is not None)
-        return logits, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))
-
-    def in_training(params, x):
-        return forward(params, x, None)[0]
-
-    def predict(params, x, statistics):
-        return forward(params, x, statistics)[0]
-
-    def statistics(params, x):
-        return forward(params, x, None)[1]
-
-    if not moments:
-        return Model(init, softmax_loss(in_training, l2), in_training)
-    return Model(init, softmax_loss(in_training, l2), predict, statistics)
-
-
 def check_images(image_shape: tuple[int, int, int], num_classes: int, reduction: int) -> None:
     height, width, channels = image_shape
-    if min(height, width) < reduction or channels < 1 or num_classes < 2:
+    check_at_least(2, num_classes=num_classes)
+    check_at_least(1, channels=channels)
+    if min(height, width) < reduction:
         raise ValueError(
-            f"image_shape is {image_shape} with {num_classes} classes: the strides shrink the "
-            f"image {reduction} times, so it needs at least {reduction} x {reduction} pixels, and "
-            "a channel and two classes. Resize the images or take smaller strides."
+            f"image_shape is {image_shape}: the strides shrink the image {reduction} times, so it "
+            f"needs at least {reduction} x {reduction} pixels. Resize the images or take smaller "
+            "strides."
         )
 
 
@@ -189,12 +152,8 @@ class _BiasedConv(nnx.Conv):
     def __call__(self, x):
         if platform() != "cpu":
             return super().__call__(x)
-        size = self.kernel_size[0]
-        if self.padding == "SAME":
-            x = jnp.pad(x, ((0, 0), (size // 2, size // 2), (size // 2, size // 2), (0, 0)))
-        height, width = (side - size + 1 for side in x.shape[1:3])
-        views = [x[:, i : i + height, j : j + width] for i in range(size) for j in range(size)]
-        kernel = self.kernel[...]
+        size, kernel = self.kernel_size[0], self.kernel[...]
+        views = _views(_padded(x, size) if self.padding == "SAME" else x, size)
         product = jnp.concatenate(views, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
         return product + self.bias[...][None, None, None]
 
@@ -210,7 +169,8 @@ class _LeNet(nnx.Module):
         self.dense2 = nnx.Linear(120, 84, rngs=rngs)
         self.dense3 = nnx.Linear(84, num_classes, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x, given):
+        x = x.astype(jnp.float32)
         for conv in (self.conv1, self.conv2):
             x = nnx.max_pool(nnx.relu(conv(x)), (2, 2), strides=(2, 2))
         x = x.reshape(x.shape[0], -1)
@@ -244,20 +204,12 @@ def lenet(
       LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998,
       https://doi.org/10.1109/5.726791
     """
-    check_l2(l2)
     height, width, channels = image_shape
-    if (height, width) not in ((28, 28), (32, 32)) or channels < 1 or num_classes < 2:
+    check_at_least(2, num_classes=num_classes)
+    check_at_least(1, channels=channels)
+    if (height, width) not in ((28, 28), (32, 32)):
         raise ValueError(
-            f"image_shape is {image_shape} with {num_classes} classes: LeNet takes 28 x 28 or "
-            "32 x 32 images and at least two classes. Resize the images."
+            f"image_shape is {image_shape}: LeNet takes 28 x 28 or 32 x 32 images. Resize them."
         )
 
-    def make(rngs):
-        return _LeNet(height, channels, num_classes, rngs)
-
-    init, apply = functions_of(make)
-
-    def predict(params, x):
-        return apply(params, x.astype(jnp.float32))
-
-    return Model(init, softmax_loss(predict, l2), predict)
+    return model_of(lambda rngs: _LeNet(height, channels, num_classes, rngs), l2)

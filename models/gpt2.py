@@ -8,13 +8,12 @@ from flax import nnx
 
 from models.base import (
     Model,
+    check_at_least,
     check_dtype,
     check_heads,
-    check_l2,
     flat_dot_general,
-    functions_of,
+    model_of,
     product,
-    softmax_loss,
 )
 
 DEVIATION = 0.02  # of all weights and embeddings at the start
@@ -80,9 +79,14 @@ class _GPT2(nnx.Module):
             setattr(self, name, _Block(width, heads, 1 / math.sqrt(2 * depth), dtype, rngs))
         self.norm = _norm(width, rngs)
 
-    def __call__(self, x):
-        tokens = self.tokens[...]
-        y = tokens[x] + self.positions[...][None, : x.shape[1]]
+    def __call__(self, x, given):
+        tokens, (length, context) = self.tokens[...], (x.shape[1], len(self.positions[...]))
+        if length > context:
+            raise ValueError(
+                f"the sequences have {length} tokens and context is {context}: cut them into "
+                "windows, or build the model with a longer context."
+            )
+        y = tokens[x] + self.positions[...][None, :length]
         for name in self.names:
             y = getattr(self, name)(y)
         return product(self.norm(y), tokens.T, self.dtype)
@@ -126,8 +130,6 @@ def gpt2(
         `predict` for a sequence longer than `context`.
 
     Example:
-      The published small model.
-
       >>> import jax
       >>> import models
       >>> from models.gpt2 import SIZES
@@ -142,32 +144,12 @@ def gpt2(
       Press, Wolf, Using the Output Embedding to Improve Language Models, 2017,
       https://arxiv.org/abs/1608.05859
     """
-    check_l2(l2)
     dtype = check_dtype(dtype)
-    _check(vocab_size, context, width, depth, heads)
+    check_at_least(2, vocab_size=vocab_size)
+    check_at_least(1, context=context, depth=depth)
+    check_heads(width, heads)
 
     def make(rngs):
         return _GPT2(vocab_size, context, width, depth, heads, dtype, rngs)
 
-    init, apply = functions_of(make)
-
-    def predict(params, x):
-        if x.shape[1] > context:
-            raise ValueError(
-                f"the sequences have {x.shape[1]} tokens and context is {context}: cut them into "
-                "windows, or build the model with a longer context."
-            )
-        return apply(params, x)
-
-    return Model(init, softmax_loss(predict, l2), predict)
-
-
-def _check(vocab_size, context, width, depth, heads):
-    if vocab_size < 2 or context < 1:
-        raise ValueError(
-            f"vocab_size is {vocab_size} and context {context}: there must be two tokens to choose "
-            "from, in sequences of at least one."
-        )
-    check_heads(width, heads)
-    if depth < 1:
-        raise ValueError(f"depth is {depth}: the decoder needs at least one block.")
+    return model_of(make, l2)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.base import Model, check_l2, penalty, softmax_loss
+from models.base import Model, check_at_least, check_l2, penalty, softmax_loss
 
 
 def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) -> Model:
@@ -24,12 +24,8 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
       >>> import models
       >>> model = models.softmax_regression(num_features=64, num_classes=10, l2=1e-3)
     """
-    check_l2(l2)
-    if num_features < 1 or num_classes < 2:
-        raise ValueError(
-            f"num_features is {num_features} and num_classes {num_classes}: softmax regression "
-            "needs at least one feature and two classes."
-        )
+    check_at_least(1, num_features=num_features)
+    check_at_least(2, num_classes=num_classes)
 
     def init(key):
         return {"w": jnp.zeros((num_features, num_classes)), "b": jnp.zeros(num_classes)}
@@ -57,8 +53,7 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
       >>> model = models.logistic_regression(num_features=20)
     """
     check_l2(l2)
-    if num_features < 1:
-        raise ValueError(f"num_features is {num_features}: it must be at least 1.")
+    check_at_least(1, num_features=num_features)
 
     def init(key):
         return {"w": jnp.zeros(num_features)}
@@ -103,18 +98,14 @@ def optimum(model: Model, batch, *, tolerance: float = 1e-10) -> float:
     from scipy.optimize import minimize
 
     with jax.enable_x64(True):
-        batch = jax.tree.map(lambda x: jnp.asarray(_widen(np.asarray(x))), batch)
-        start = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(0)))
+        batch, start = jax.tree.map(_widen, (batch, model.init(jax.random.key(0))))
         flat, unravel = ravel_pytree(start)
-
-        @jax.jit
-        def value_and_grad(vector):
-            return jax.value_and_grad(lambda v: jnp.mean(model.loss(unravel(v), batch, None)))(
-                vector
-            )
+        of_vector = jax.jit(
+            jax.value_and_grad(lambda v: jnp.mean(model.loss(unravel(v), batch, None)))
+        )
 
         def fun(vector):
-            value, grad = value_and_grad(vector)
+            value, grad = of_vector(vector)
             return float(value), np.asarray(grad)
 
         limits = {"maxiter": 20_000, "maxfun": 40_000, "maxcor": 50}
@@ -130,8 +121,9 @@ def optimum(model: Model, batch, *, tolerance: float = 1e-10) -> float:
     return float(found.fun)
 
 
-def _widen(array):
-    return array.astype("float64") if array.dtype.kind == "f" else array
+def _widen(x):
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(x, jnp.float64 if floating else x.dtype)
 
 
 def mlp(
@@ -142,9 +134,8 @@ def mlp(
     Weights start normal with variance 2 / fan-in (the last layer 1 / fan-in), biases at zero.
 
     Args:
-      num_features: D_in >= 1.
-      hidden: widths of the hidden layers, each >= 1.
-      num_classes: C >= 2.
+      num_features: D_in >= 1; num_classes: C >= 2.
+      hidden: widths of the hidden layers, each >= 1; () is a linear head, started at random.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
@@ -163,15 +154,8 @@ def mlp(
     References:
       He, Zhang, Ren, Sun, Delving Deep into Rectifiers, 2015, https://arxiv.org/abs/1502.01852
     """
-    check_l2(l2)
-    sizes = (num_features, *hidden, num_classes)
-    if min(sizes) < 1 or num_classes < 2:
-        raise ValueError(
-            f"num_features, hidden and num_classes are {sizes}: layers need at least one unit and "
-            "there are at least two classes."
-        )
-
-    init, predict = layers(sizes)
+    check_at_least(2, num_classes=num_classes)
+    init, predict = _layers(num_features, hidden, num_classes)
     return Model(init, softmax_loss(predict, l2), predict)
 
 
@@ -183,8 +167,7 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
 
     Args:
       lags: D_in >= 1, values before the forecast, the latest last.
-      horizon: values to forecast, >= 1.
-      hidden: widths of the hidden layers, each >= 1.
+      horizon: values to forecast, >= 1; hidden: widths of the hidden layers, each >= 1.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
@@ -195,8 +178,6 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
       ValueError: for sizes out of range; from `loss` for a y of another shape than the forecast.
 
     Example:
-      The next six values of a series out of the last twenty.
-
       >>> import jax
       >>> import models
       >>> model = models.forecaster(lags=20, horizon=6, hidden=(64, 64, 64))
@@ -208,13 +189,7 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
       forecasting methods, 2020, https://doi.org/10.1016/j.ijforecast.2019.04.014
     """
     check_l2(l2)
-    sizes = (lags, *hidden, horizon)
-    if min(sizes) < 1:
-        raise ValueError(
-            f"lags, hidden and horizon are {sizes}: give at least one value to forecast from, one "
-            "to forecast, and one unit in every hidden layer."
-        )
-    init, predict = layers(sizes)
+    init, predict = _layers(lags, hidden, horizon)
 
     def loss(params, batch, key):
         forecast = predict(params, batch["x"])
@@ -228,39 +203,10 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
     return Model(init, loss, predict)
 
 
-def text_head(
-    *, num_features: int, num_classes: int = 2, hidden: tuple[int, ...] = (), l2: float = 0.0
-) -> Model:
-    """Logits W^T x + b of frozen embeddings x, or a perceptron's as in `models.mlp`.
-
-    The embeddings are taken as they come: centre, scale or normalise them before.
-
-    Args:
-      num_features: D_in >= 1, of one embedding.
-      num_classes: C >= 2.
-      hidden: widths of hidden layers with ReLU, each >= 1; () is softmax regression, started at
-        random.
-      l2: weight of l2/2 |params|^2, >= 0.
-
-    Returns:
-      A `Model` for batches {"x": float[n, D_in], "y": int[n]}.
-
-    Raises:
-      ValueError: for sizes out of range.
-
-    Example:
-      >>> import jax
-      >>> import models
-      >>> model = models.text_head(num_features=384)
-      >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
-      770
-    """
-    return mlp(num_features=num_features, hidden=hidden, num_classes=num_classes, l2=l2)
-
-
-def layers(sizes: tuple[int, ...]) -> tuple:
-    """(init, predict) of dense layers from sizes[0] to sizes[-1] units, with ReLU in between."""
-    last = len(sizes) - 2
+def _layers(inputs: int, hidden: tuple[int, ...], outputs: int) -> tuple:
+    """(init, predict) of dense layers with ReLU in between."""
+    check_at_least(1, inputs=inputs, outputs=outputs, hidden=min(hidden, default=1))
+    sizes, last = (inputs, *hidden, outputs), len(hidden)
 
     def init(key):
         params = []

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models.base import Model, check_dtype, check_l2, product, softmax_loss
+from models.base import Model, check_at_least, check_dtype, product, softmax_loss
 
 RANGE = 0.1  # of the embeddings at the start
 
@@ -41,8 +41,6 @@ def lstm(
       ValueError: for sizes out of range, or another dtype.
 
     Example:
-      The words of WikiText-2.
-
       >>> import jax
       >>> import models
       >>> model = models.lstm(vocab_size=33278, width=32)
@@ -53,18 +51,12 @@ def lstm(
     References:
       Hochreiter, Schmidhuber, Long Short-Term Memory, 1997,
       https://doi.org/10.1162/neco.1997.9.8.1735
-      Gers, Schmidhuber, Cummins, Learning to Forget: Continual Prediction with LSTM, 2000,
-      https://doi.org/10.1162/089976600300015015
       Press, Wolf, Using the Output Embedding to Improve Language Models, 2017,
       https://arxiv.org/abs/1608.05859
     """
-    check_l2(l2)
     dtype = check_dtype(dtype)
-    if vocab_size < 2 or width < 1 or depth < 1:
-        raise ValueError(
-            f"vocab_size is {vocab_size}, width {width} and depth {depth}: there must be two "
-            "tokens to choose from, and at least one unit and one layer."
-        )
+    check_at_least(2, vocab_size=vocab_size)
+    check_at_least(1, width=width, depth=depth)
     names = [f"layer{k}" for k in range(depth)]
     shapes = {"input": (width, 4 * width), "recurrent": (width, 4 * width)}
     shapes |= {"bias_input": (4 * width,), "bias_recurrent": (4 * width,)}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_l2
-from models.convolutions import Conv, DepthwiseConv, Pointwise, batch_norm, check_images, model_of
+from models.base import Model, check_at_least, check_dtype, model_of
+from models.convolutions import Conv, DepthwiseConv, Keys, Pointwise, batch_norm, check_images
 
 # V2: (expansion t, channels c, blocks n, stride s of the first block) of every stage.
 IMAGENET_STAGES = (
@@ -106,8 +106,9 @@ class _MobileNet(nnx.Module):
     """Named blocks, each as in `LARGE`, between a stem and a head; `hidden` units may follow."""
 
     def __init__(
-        self, blocks, channels, num_classes, stem, stride, head, rngs, *, hidden, activation, norm
-    ):
+        self, blocks, channels, num_classes, stem, stride, head, rngs,
+        *, hidden, activation, norm, dtype
+    ):  # fmt: skip
         self.stem = Conv(channels, stem, stride, rngs)
         self.norm1 = norm(stem, rngs)
         self.names, fan_in = list(blocks), stem
@@ -116,7 +117,7 @@ class _MobileNet(nnx.Module):
             fan_in = block[2]
         self.head = Pointwise(fan_in, head, rngs)
         self.norm2 = norm(head, rngs)
-        self.activation, self.perceptron = activation, hidden is not None
+        self.activation, self.perceptron, self.dtype = activation, hidden is not None, dtype
         if self.perceptron:
             self.dense1 = nnx.Linear(head, hidden, rngs=rngs)
             self.dense2 = nnx.Linear(hidden, num_classes, rngs=rngs)
@@ -124,7 +125,7 @@ class _MobileNet(nnx.Module):
             self.dense = nnx.Linear(head, num_classes, rngs=rngs)
 
     def __call__(self, x, given):
-        x = self.activation(self.norm1(self.stem(x), given))
+        x = self.activation(self.norm1(self.stem(x.astype(self.dtype)), given))
         for name in self.names:
             x = getattr(self, name)(x, given)
         x = self.activation(self.norm2(self.head(x), given))
@@ -134,19 +135,10 @@ class _MobileNet(nnx.Module):
         return self.dense(x)
 
 
-def _scaled(channels, width):
-    """width * channels, as published: the nearest multiple of 8 that loses at most a tenth."""
-    if width == 1:
-        return channels
-    rounded = max(8, int(width * channels + 4) // 8 * 8)
-    return rounded if rounded >= 0.9 * width * channels else rounded + 8
-
-
 def mobilenet_v2(
     *,
     image_shape: tuple[int, int, int] = (32, 32, 3),
     num_classes: int = 10,
-    width: float = 1.0,
     stages: Sequence[tuple[int, int, int, int]] = SMALL_STAGES,
     stem_channels: int = 8,
     stem_stride: int = 1,
@@ -168,8 +160,6 @@ def mobilenet_v2(
     Args:
       image_shape: (height, width, channels); height and width at least the product of all strides.
       num_classes: C >= 2.
-      width: multiplies all channels, > 0; unless 1 they are rounded to multiples of 8, and those of
-        the head only grow.
       stages: (expansion, channels, blocks, stride) of each, all >= 1, strides 1 or 2; the stride is
         that of a stage's first block.
       stem_channels, stem_stride: of the first convolution; the stride is 1 or 2.
@@ -195,43 +185,34 @@ def mobilenet_v2(
     References:
       Sandler, Howard, Zhu, Zhmoginov, Chen, MobileNetV2: Inverted Residuals and Linear Bottlenecks,
       2018, https://arxiv.org/abs/1801.04381
-      Ioffe, Szegedy, Batch Normalization: Accelerating Deep Network Training by Reducing Internal
-      Covariate Shift, 2015, https://arxiv.org/abs/1502.03167
     """
-    check_l2(l2)
-    _check_layers(stages, width, stem_channels, stem_stride, head_channels)
-    check_images(image_shape, num_classes, stem_stride * math.prod(s for *_, s in stages))
-    stem, head = _scaled(stem_channels, width), _scaled(head_channels, max(1.0, width))
-    rows, fan_in = {}, stem
-    for stage, (expansion, channels, blocks, stride) in enumerate(stages):
-        fan_out = _scaled(channels, width)
-        for block in range(blocks):
-            step = stride if block == 0 else 1
-            row = (3, expansion * fan_in, fan_out, 0, nnx.relu6, step)
-            rows[f"stage{stage}_block{block}"], fan_in = row, fan_out
-
-    def make(rngs):
-        return _MobileNet(
-            rows, image_shape[2], num_classes, stem, stem_stride, head, rngs,
-            hidden=None, activation=nnx.relu6, norm=batch_norm,
-        )  # fmt: skip
-
-    return model_of(make, l2, check_dtype(dtype))
-
-
-def _check_layers(stages, width, stem_channels, stem_stride, head_channels):
-    if not 0 < width < math.inf:
-        raise ValueError(f"width is {width}: the factor of all channels must be positive.")
     if not stages or any(len(s) != 4 or min(s) < 1 or s[3] > 2 for s in stages):
         raise ValueError(
             f"stages is {stages}: give at least one (expansion, channels, blocks, stride), all at "
             "least 1 and the stride 1 or 2, as in ((6, 24, 2, 2),)."
         )
-    if min(stem_channels, head_channels) < 1 or stem_stride not in (1, 2):
-        raise ValueError(
-            f"stem_channels is {stem_channels}, stem_stride {stem_stride} and head_channels "
-            f"{head_channels}: take at least one channel, and a stride of 1 or 2."
-        )
+    dtype = check_dtype(dtype)
+    _check_stem(stem_stride)
+    check_at_least(1, stem_channels=stem_channels, head_channels=head_channels)
+    check_images(image_shape, num_classes, stem_stride * math.prod(s for *_, s in stages))
+    blocks, fan_in = {}, stem_channels
+    for stage, (expansion, channels, number, stride) in enumerate(stages):
+        for k in range(number):
+            row = (3, expansion * fan_in, channels, 0, nnx.relu6, stride if k == 0 else 1)
+            blocks[f"stage{stage}_block{k}"], fan_in = row, channels
+
+    def make(rngs):
+        return _MobileNet(
+            blocks, image_shape[2], num_classes, stem_channels, stem_stride, head_channels, rngs,
+            hidden=None, activation=nnx.relu6, norm=batch_norm, dtype=dtype,
+        )  # fmt: skip
+
+    return model_of(make, l2, keys=Keys)
+
+
+def _check_stem(stride):
+    if stride not in (1, 2):
+        raise ValueError(f"stem_stride is {stride}: take a stride of 1 or 2.")
 
 
 def mobilenet_v3(
@@ -245,21 +226,14 @@ def mobilenet_v3(
 ) -> Model:
     """MobileNetV3: inverted residuals with squeeze and excitation, and hard-swish.
 
-    A block takes its channels by a 1x1 convolution to more of them, filters each with a 3x3 or 5x5
-    kernel, multiplies each by a gate from the means of all (in some blocks), and projects them by
-    a 1x1 convolution without an activation; it adds its input where the shapes agree. The
-    activation x relu6(x + 3) / 6 or a rectifier follows every other batch normalisation, whose
-    epsilon is 1e-3. A 1x1 convolution, the mean over pixels and a perceptron with one hidden layer
-    stand after the blocks. The published dropout in the perceptron and in the blocks is left out.
+    The blocks of `mobilenet_v2` with kernels of 3x3 or 5x5, in some of them a gate for every
+    channel from the means of all, and the activation x relu6(x + 3) / 6 or a rectifier. A
+    perceptron with one hidden layer stands at the end; there is no dropout.
 
     Args:
       variant: "large" or "small", the published two.
       image_shape: (height, width, channels); height and width at least 16 * stem_stride.
-      num_classes: C >= 2.
-      stem_stride: of the first convolution, 1 or 2 (as published).
-      dtype: "float32" or "bfloat16", of activations and products; parameters, moments, gates and
-        the perceptron are float32 all the same.
-      l2: weight of l2/2 |params|^2, >= 0.
+      num_classes, stem_stride, dtype, l2: as of `mobilenet_v2`; the published stride is 2.
 
     Returns:
       A `Model` with `statistics`, for batches {"x": float[n, H, W, channels], "y": int[n]} of
@@ -278,14 +252,11 @@ def mobilenet_v3(
 
     References:
       Howard et al., Searching for MobileNetV3, 2019, https://arxiv.org/abs/1905.02244
-      Hu, Shen, Albanie, Sun, Wu, Squeeze-and-Excitation Networks, 2018,
-      https://arxiv.org/abs/1709.01507
     """
-    check_l2(l2)
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}: take one of 'large' and 'small'.")
-    if stem_stride not in (1, 2):
-        raise ValueError(f"stem_stride is {stem_stride}: take a stride of 1 or 2.")
+    dtype = check_dtype(dtype)
+    _check_stem(stem_stride)
     check_images(image_shape, num_classes, stem_stride * BLOCK_STRIDES)
     blocks, head, hidden = VARIANTS[variant]
     rows = {f"block{k}": block for k, block in enumerate(blocks)}
@@ -294,7 +265,7 @@ def mobilenet_v3(
     def make(rngs):
         return _MobileNet(
             rows, image_shape[2], num_classes, STEM, stem_stride, head, rngs,
-            hidden=hidden, activation=nnx.hard_swish, norm=norm,
+            hidden=hidden, activation=nnx.hard_swish, norm=norm, dtype=dtype,
         )  # fmt: skip
 
-    return model_of(make, l2, check_dtype(dtype))
+    return model_of(make, l2, keys=Keys)

@@ -1,30 +1,26 @@
-"""Residual networks, as published for ImageNet and small ones for images of CIFAR's size."""
+"""Residual networks, as published for ImageNet and for CIFAR."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_l2
+from models.base import Model, check_at_least, check_dtype, model_of
 from models.convolutions import (
-    GROUPS,
     Conv,
     Convolution,
+    Keys,
     Pointwise,
     batch_norm,
     check_images,
     group_norm,
-    model_of,
+    groups,
 )
 
 STEMS = ("imagenet", "cifar")
-NORMS = {"batch": batch_norm, "group": group_norm}
-GROUP = 4  # channels that their group normalisation takes together, for their widths are small
-SMALL_NORMS = {
-    "batch": batch_norm,
-    "group": lambda width, rngs: group_norm(width, rngs, groups=max(1, width // GROUP)),
-}
+NORMS = ("batch", "group")
 
 
 class _Layers(NamedTuple):
@@ -95,7 +91,7 @@ class _Bottleneck(nnx.Module):
         return nnx.relu(y + self.shortcut(x, given))
 
 
-# The block, and how many of them in every stage.
+# The block, and how many of them in every stage: of ImageNet's networks four, of CIFAR's three.
 DEPTHS = {
     18: (_Basic, (2, 2, 2, 2)),
     34: (_Basic, (3, 4, 6, 3)),
@@ -103,13 +99,14 @@ DEPTHS = {
     101: (_Bottleneck, (3, 4, 23, 3)),
     152: (_Bottleneck, (3, 8, 36, 3)),
 }
+DEPTHS |= {6 * n + 2: (_Basic, (n, n, n)) for n in (1, 2, 3, 5, 7, 9, 18)}
 
 
 class _ResNet(nnx.Module):
     """Stages of (channels, blocks), after a stem with the channels of the first."""
 
-    def __init__(self, layers, block, stages, channels, num_classes, stem, rngs):
-        self.pools = stem == "imagenet"
+    def __init__(self, layers, block, stages, channels, num_classes, stem, dtype, rngs):
+        self.pools, self.dtype = stem == "imagenet", dtype
         size, stride = (7, 2) if self.pools else (3, 1)
         fan_in = stages[0][0]
         self.stem = layers.conv(channels, fan_in, stride, rngs, size=size)
@@ -124,7 +121,7 @@ class _ResNet(nnx.Module):
         self.dense = nnx.Linear(fan_in, num_classes, rngs=rngs)
 
     def __call__(self, x, given):
-        x = nnx.relu(self.norm(self.stem(x), given))
+        x = nnx.relu(self.norm(self.stem(x.astype(self.dtype)), given))
         if self.pools:
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
         for name in self.names:
@@ -144,24 +141,28 @@ def resnet(
     dtype: str = "float32",
     l2: float = 0.0,
 ) -> Model:
-    """Residual network of 18, 34, 50, 101 or 152 layers, the published one of that depth.
+    """Residual network of the published layers.
 
     Four stages of basic blocks (two 3x3 convolutions; 18 and 34 layers) or bottlenecks (1x1, 3x3,
-    and 1x1 to four times the channels); a stage after the first has twice the channels and half
-    the image. In a bottleneck its 3x3 convolution has the stride, as in Goyal et al., not the
-    first 1x1. Shortcuts are 1x1 projections where the shapes differ. All scales start at one.
+    and 1x1 to four times the channels; 50, 101 and 152); a stage after the first has twice the
+    channels and half the image. In a bottleneck its 3x3 convolution has the stride, as in Goyal et
+    al., not the first 1x1. Shortcuts are 1x1 projections where the shapes differ.
+
+    The networks for CIFAR, of 8, 14, 20, 32, 44, 56 or 110 layers, have three stages of basic
+    blocks and shortcuts without parameters (option A of the paper): where a stage begins they take
+    every second pixel and fill the new channels with zeros. Their stem is "cifar", their width 16.
 
     Args:
-      depth: 18, 34, 50, 101 or 152.
-      image_shape: (height, width, channels); height and width at least 32, or 8 with the stem
-        "cifar".
+      depth: one of those.
+      image_shape: (height, width, channels), at least 2 x 2 where the last stage begins.
       num_classes: C >= 2.
-      norm: "batch", or "group": 32 groups of channels, or one per channel where there are fewer.
-        With groups no example depends on another, and the model has no `statistics`.
+      norm: "batch", or "group": 32 groups of channels, or one per channel where there are fewer; in
+        the networks for CIFAR groups of four channels. With groups no example depends on another,
+        and the model has no `statistics`.
       stem: "imagenet", a 7x7 convolution of stride 2 and a 3x3 maximum of stride 2, or "cifar", a
         3x3 convolution of stride 1.
-      width: channels of the stem and of the 3x3 convolutions of the first stage, >= 1; for groups
-        at most 32 and a power of two, or a multiple of 32.
+      width: channels of the stem and of the 3x3 convolutions of the first stage, >= 1; for 32
+        groups at most 32 and a power of two, or a multiple of 32.
       products: whether convolutions are done as matrix products, the same function: faster inside
         loops on a CPU, and batched over workers, for nine times the memory.
       dtype: "float32" or "bfloat16", of activations and products; parameters, moments and logits
@@ -189,112 +190,42 @@ def resnet(
       https://arxiv.org/abs/1706.02677
       Wu, He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494
     """
-    check_l2(l2)
-    _check_names(depth, norm, stem)
-    reduction = 32 if stem == "imagenet" else 8
-    check_images(image_shape, num_classes, reduction)
-    _check_width(width, norm, [-(-side // reduction) for side in image_shape[:2]])
-    block, blocks = DEPTHS[depth]
-    stages = [(width * 2**stage, number) for stage, number in enumerate(blocks)]
-    layers = _Layers(Conv if products else Convolution, NORMS[norm], _Projection)
-
-    def make(rngs):
-        return _ResNet(layers, block, stages, image_shape[2], num_classes, stem, rngs)
-
-    return model_of(make, l2, check_dtype(dtype))
-
-
-def _check_names(depth, norm, stem):
     tables = (("depth", depth, DEPTHS), ("norm", norm, NORMS), ("stem", stem, STEMS))
     for name, value, known in tables:
         if value not in known:
             raise ValueError(f"{name} is {value!r}: take one of {', '.join(map(repr, known))}.")
+    check_at_least(1, width=width)
+    block, numbers = DEPTHS[depth]
+    for_cifar = len(numbers) == 3
+    stages = [(width * 2**stage, number) for stage, number in enumerate(numbers)]
+    reduction = 2 ** (len(stages) - 1) * (4 if stem == "imagenet" else 1)
+    check_images(image_shape, num_classes, reduction)
+    groups_of = (lambda channels: max(1, channels // 4)) if for_cifar else groups
+    if norm == "group":
+        last = [-(-side // reduction) for side in image_shape[:2]]
+        _check_groups([channels for channels, _ in stages], groups_of, last[0] * last[1])
+    layers = _Layers(
+        conv=Conv if products else Convolution,
+        norm=batch_norm if norm == "batch" else partial(group_norm, groups_of=groups_of),
+        shortcut=_Padding if for_cifar else _Projection,
+    )
 
-
-def _check_width(width, norm, last):
-    if width < 1:
-        raise ValueError(f"width is {width}: the stem needs at least one channel.")
-    if norm == "batch":
-        return
-    inner = [width * 2**stage for stage in range(4)]
-    if any(channels % min(GROUPS, channels) for channels in inner):
-        raise ValueError(
-            f"width is {width}: {GROUPS} groups must share the channels of every stage equally. "
-            f"Take a multiple of {GROUPS}, or a smaller power of two, or norm 'batch'."
-        )
-    if last[0] * last[1] * max(1, inner[-1] // GROUPS) < 2:
-        raise ValueError(
-            f"width is {width} and the last stage has one pixel: a group of a single value is "
-            "normalised to nothing. Take a larger width or larger images."
-        )
-
-
-def small_resnet(
-    *,
-    image_shape: tuple[int, int, int] = (32, 32, 3),
-    num_classes: int = 10,
-    widths: tuple[int, int, int] = (16, 32, 64),
-    blocks: int = 1,
-    norm: str = "batch",
-    l2: float = 0.0,
-) -> Model:
-    """Residual network of 6 * blocks + 2 layers: a 3x3 stem and three stages of basic blocks.
-
-    The shortcuts have no parameters (option A of the paper, its choice for CIFAR): where a stage
-    begins they take every second pixel and fill the new channels with zeros.
-
-    Args:
-      image_shape: (height, width, channels); height and width at least 4.
-      num_classes: C >= 2.
-      widths: channels of the three stages, not falling; every stage but the first halves the image.
-      blocks: basic blocks (two 3x3 convolutions) per stage, >= 1.
-      norm: "batch", or "group" (of four channels), which leaves the examples of a batch apart.
-      l2: weight of l2/2 |params|^2, >= 0.
-
-    Returns:
-      A `Model`, with `statistics` under batch normalisation, for batches
-      {"x": float[n, H, W, channels], "y": int[n]} of n >= 2 examples.
-
-    Raises:
-      ValueError: for sizes out of range, or another norm.
-
-    Example:
-      >>> import jax
-      >>> import models
-      >>> params = jax.eval_shape(models.small_resnet().init, jax.random.key(0))
-      >>> sum(p.size for p in jax.tree.leaves(params))
-      75290
-
-    References:
-      He, Zhang, Ren, Sun, Deep Residual Learning for Image Recognition, 2016,
-      https://arxiv.org/abs/1512.03385
-      Ioffe, Szegedy, Batch Normalization: Accelerating Deep Network Training by Reducing Internal
-      Covariate Shift, 2015, https://arxiv.org/abs/1502.03167
-    """
-    check_l2(l2)
-    _check_small(image_shape, num_classes, widths, blocks)
-    if norm not in SMALL_NORMS:
-        raise ValueError(f"norm is {norm!r}: choose one of {', '.join(SMALL_NORMS)}.")
-    stages = [(width, blocks) for width in widths]
-    layers = _Layers(Conv, SMALL_NORMS[norm], _Padding)
+    dtype = check_dtype(dtype)
 
     def make(rngs):
-        return _ResNet(layers, _Basic, stages, image_shape[2], num_classes, "cifar", rngs)
+        return _ResNet(layers, block, stages, image_shape[2], num_classes, stem, dtype, rngs)
 
-    return model_of(make, l2)
+    return model_of(make, l2, keys=Keys)
 
 
-def _check_small(image_shape, num_classes, widths, blocks):
-    height, width, channels = image_shape
-    if min(height, width) < 4 or channels < 1 or num_classes < 2:
+def _check_groups(widths, groups_of, last_pixels):
+    if any(channels % groups_of(channels) for channels in widths):
         raise ValueError(
-            f"image_shape is {image_shape} with {num_classes} classes: the image is halved twice, "
-            "so it needs at least 4 x 4 pixels, and a channel and two classes. Resize the images."
+            f"width is {widths[0]}: groups must share the channels of every stage equally. Take a "
+            "power of two, or norm 'batch'."
         )
-    if len(widths) != 3 or widths[0] < 1 or list(widths) != sorted(widths):
+    if last_pixels * (widths[-1] // groups_of(widths[-1])) < 2:
         raise ValueError(
-            f"widths is {widths}: it must hold the channels of 3 stages, each at least as "
-            "wide as the one before, as in (16, 32, 64)."
+            f"width is {widths[0]} and the last stage has one pixel: a group of a single value is "
+            "normalised to nothing. Take a larger width or larger images."
         )
-    if blocks < 1:
-        raise ValueError(f"blocks is {blocks}: every stage needs at least one block.")

@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_dtype, check_heads, check_l2, functions_of, softmax_loss
+from models.base import Model, check_at_least, check_dtype, check_heads, model_of
 
+EPSILON = 1e-6  # of the layer normalisations
+POOLS, GELUS = ("mean", "class"), ("tanh", "exact")
 SIZES = {
     "tiny": {"width": 192, "depth": 12, "heads": 3, "mlp_ratio": 4, "patch": 16},
     "small": {"width": 384, "depth": 12, "heads": 6, "mlp_ratio": 4, "patch": 16},
@@ -13,11 +15,11 @@ SIZES = {
 
 
 class _Block(nnx.Module):
-    def __init__(self, width, heads, hidden, *, tanh, epsilon, dtype, rngs):
+    def __init__(self, width, heads, hidden, *, tanh, dtype, rngs):
         self.tanh = tanh
-        self.norm1 = nnx.LayerNorm(width, epsilon=epsilon, rngs=rngs)
+        self.norm1 = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, dtype=dtype, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(width, epsilon=epsilon, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
         self.dense1 = nnx.Linear(width, hidden, dtype=dtype, rngs=rngs)
         self.dense2 = nnx.Linear(hidden, width, dtype=dtype, rngs=rngs)
 
@@ -42,11 +44,11 @@ class _ViT(nnx.Module):
         self.names = [f"block{i}" for i in range(depth)]
         for name in self.names:
             setattr(self, name, _Block(width, dtype=dtype, rngs=rngs, **block))
-        self.norm = nnx.LayerNorm(width, epsilon=block["epsilon"], rngs=rngs)
+        self.norm = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
         self.dense = nnx.Linear(width, num_classes, rngs=rngs)
 
-    def __call__(self, x):
-        x = self.embed(_patches(x, self.patch))
+    def __call__(self, x, given):
+        x = self.embed(_patches(x.astype(jnp.float32), self.patch))
         if self.pool == "class":
             first = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([first, x], axis=1)
@@ -75,7 +77,6 @@ def vit(
     mlp_ratio: int = 2,
     pool: str = "mean",
     gelu: str = "tanh",
-    epsilon: float = 1e-6,
     dtype: str = "float32",
     l2: float = 0.0,
 ) -> Model:
@@ -90,13 +91,11 @@ def vit(
 
     Args:
       image_shape: (height, width, channels); height and width multiples of `patch`.
-      num_classes: C >= 2.
-      patch: side of the square patches, one token each.
+      num_classes: C >= 2; patch: side of the square patches, one token each.
       width: features of a token, a multiple of `heads`; depth: transformer blocks, >= 1.
       heads: attention heads; mlp_ratio: hidden units of a block's perceptron over `width`, >= 1.
       pool: "mean" of all tokens or "class", a token of its own.
       gelu: "tanh", the approximation, or "exact", with the error function.
-      epsilon: added to the variance in layer normalisations, > 0.
       dtype: "float32" or "bfloat16", of the factors of matrix products and the hidden units;
         residuals, layer normalisations, softmax, logits and parameters are float32.
       l2: weight of l2/2 |params|^2, >= 0.
@@ -108,8 +107,6 @@ def vit(
       ValueError: for sizes out of range, or that do not divide, or an option that is not listed.
 
     Example:
-      The published ViT-B/16.
-
       >>> import jax
       >>> import models
       >>> from models.vit import SIZES
@@ -127,45 +124,22 @@ def vit(
       Beyer, Zhai, Kolesnikov, Better plain ViT baselines for ImageNet-1k, 2022,
       https://arxiv.org/abs/2205.01580
     """
-    check_l2(l2)
     dtype = check_dtype(dtype)
-    _check(image_shape, num_classes, patch, width, depth, heads, mlp_ratio)
-    _check_options(pool, gelu, epsilon)
-    block = {"heads": heads, "hidden": mlp_ratio * width, "tanh": gelu == "tanh"}
-    block |= {"epsilon": epsilon, "dtype": dtype}
-
-    def make(rngs):
-        return _ViT(image_shape, num_classes, patch, width, depth, pool=pool, rngs=rngs, **block)
-
-    init, apply = functions_of(make)
-
-    def predict(params, x):
-        return apply(params, x.astype(jnp.float32))
-
-    return Model(init, softmax_loss(predict, l2), predict)
-
-
-def _check(image_shape, num_classes, patch, width, depth, heads, mlp_ratio):
     height, wide, channels = image_shape
-    if min(height, wide, channels) < 1 or num_classes < 2:
-        raise ValueError(
-            f"image_shape is {image_shape} with {num_classes} classes: it needs at least one "
-            "pixel, one channel and two classes. Resize the images."
-        )
-    if patch < 1 or height % patch or wide % patch:
+    check_at_least(2, num_classes=num_classes)
+    check_at_least(1, channels=channels, patch=patch, depth=depth, mlp_ratio=mlp_ratio)
+    check_heads(width, heads)
+    if min(height, wide) < patch or height % patch or wide % patch:
         raise ValueError(
             f"patch is {patch} for images of {height} x {wide}: it must divide both sides. Resize "
             "the images or choose another patch."
         )
-    check_heads(width, heads)
-    if depth < 1 or mlp_ratio < 1:
-        raise ValueError(f"depth is {depth} and mlp_ratio {mlp_ratio}: both must be at least 1.")
+    for name, value, known in (("pool", pool, POOLS), ("gelu", gelu, GELUS)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}: choose {known[0]!r} or {known[1]!r}.")
+    block = {"heads": heads, "hidden": mlp_ratio * width, "tanh": gelu == "tanh", "dtype": dtype}
 
+    def make(rngs):
+        return _ViT(image_shape, num_classes, patch, width, depth, pool=pool, rngs=rngs, **block)
 
-def _check_options(pool, gelu, epsilon):
-    if pool not in ("mean", "class"):
-        raise ValueError(f"pool is {pool!r}: choose 'mean' of the tokens or a 'class' token.")
-    if gelu not in ("tanh", "exact"):
-        raise ValueError(f"gelu is {gelu!r}: choose 'tanh', its approximation, or 'exact'.")
-    if not epsilon > 0:
-        raise ValueError(f"epsilon is {epsilon}: the layer normalisations divide by it. Take 1e-6.")
+    return model_of(make, l2)

@@ -56,7 +56,7 @@ def digits(
         hidden = (width,) * depth
         net = models.mlp(num_features=DIGITS_FEATURES, hidden=hidden, num_classes=10)
     elif model == "resnet":
-        net = models.small_resnet(image_shape=shape, widths=(8, 16, 32), norm="group")
+        net = _resnet8(image_shape=shape, num_classes=10, width=8, norm="group")
     else:
         net = models.softmax_regression(num_features=DIGITS_FEATURES, num_classes=10, l2=1e-2)
     if abstract:
@@ -150,16 +150,16 @@ class Choice(NamedTuple):
 
 # Matrix products: these networks are also trained with parameters of their own on every worker.
 _resnet18 = partial(models.resnet, depth=18, stem="cifar", products=True)
-_resnet8 = partial(models.small_resnet, widths=(8, 16, 32))
+_resnet8 = partial(models.resnet, depth=8, stem="cifar", products=True)
 _mobilenet_v2 = partial(
     models.mobilenet_v2, stages=MOBILENET_STAGES, stem_channels=32, stem_stride=1,
     head_channels=1280,
 )  # fmt: skip
 
 CHOICES = {
-    "resnet": Choice(models.small_resnet, SMALL, SIDE // 2),
-    "resnet8": Choice(_resnet8, SMALL, SIDE // 2),
-    "resnet8_gn": Choice(partial(_resnet8, norm="group"), SMALL, SIDE // 2),
+    "resnet": Choice(partial(_resnet8, width=16), SMALL, SIDE // 2),
+    "resnet8": Choice(partial(_resnet8, width=8), SMALL, SIDE // 2),
+    "resnet8_gn": Choice(partial(_resnet8, width=8, norm="group"), SMALL, SIDE // 2),
     "mobilenet": Choice(models.mobilenet_v2, SMALL, SIDE // 2),
     "vit": Choice(models.vit, SMALL_VIT, SIDE // 2),
     "small_vit": Choice(partial(models.vit, width=48, depth=3), SMALL_VIT, SIDE // 2),

@@ -184,7 +184,7 @@ def sst2(
         (texts, y), (test_texts, test_y) = (_sentences(data_dir, part) for part in ("train", "dev"))
         x, test_x = features(texts, test_texts, num_features=num_features)
         train, test = {"x": x, "y": y}, {"x": test_x, "y": test_y}
-    head = models.text_head(num_features=train["x"].shape[1], num_classes=2)
+    head = models.mlp(num_features=train["x"].shape[1], hidden=(), num_classes=2)
     return Task("sst2", head, train, test, SST2_RECIPE)
 
 

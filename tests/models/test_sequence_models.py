@@ -1,4 +1,7 @@
-"""Models of sequences and perceptrons on vectors: published sizes, slow references, precision."""
+"""Models of sequences and perceptrons: slow references in NumPy, first values, precision.
+
+Parameters are drawn by NumPy: to compile the draws of `init` takes seconds.
+"""
 
 import math
 
@@ -8,20 +11,16 @@ import numpy as np
 import pytest
 
 import models
+from models.vit import _patches
 
 VOCABULARY, LENGTH, WIDTH = 13, 5, 6
 LSTM = {"vocab_size": VOCABULARY, "width": WIDTH, "depth": 2}
-DECODER = {"vocab_size": VOCABULARY, "context": LENGTH, "width": 16, "depth": 1, "heads": 2}
+DECODER = {"vocab_size": VOCABULARY, "context": LENGTH, "width": 8, "depth": 2, "heads": 2}
 IMAGES = {"image_shape": (4, 4, 3), "num_classes": 3, "patch": 2}
 VIT = IMAGES | {"width": 16, "depth": 1, "heads": 2, "pool": "class", "gelu": "exact"}
 
 
-def count(model):
-    return sum(p.size for p in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
-
-
 def params_of(model, seed=0, deviation=0.3):
-    """Drawn by NumPy: to compile the draws of `init` takes seconds."""
     rng, shapes = np.random.default_rng(seed), jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree.map(lambda p: np.float32(deviation * rng.standard_normal(p.shape)), shapes)
 
@@ -48,6 +47,10 @@ def cross_entropies(logits, y):
     return -np.take_along_axis(scores, y[..., None], axis=-1)[..., 0]
 
 
+def float64(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
 def lstm_by_hand(params, x):
     """One sequence, one token, one layer at a time, in float64."""
     logits = np.empty((*x.shape, VOCABULARY))
@@ -67,34 +70,78 @@ def lstm_by_hand(params, x):
     return logits
 
 
-def float64(tree):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+def gpt2_by_hand(params, x):
+    """One sequence and one head at a time, in float64."""
+
+    def norm(h, p):
+        h = h - h.mean(axis=-1, keepdims=True)
+        return h / np.sqrt((h**2).mean(axis=-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+    def dense(h, p):
+        return h @ p["kernel"] + p["bias"]
+
+    def attention(h, p):
+        q, k, v = np.split(dense(h, p["qkv"]), 3, axis=-1)
+        outputs = []
+        for head in (slice(0, 4), slice(4, 8)):
+            weights = np.tril(np.exp(q[:, head] @ k[:, head].T / 2))
+            outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, head])
+        return dense(np.concatenate(outputs, axis=-1), p["project"])
+
+    h = params["tokens"][x] + params["positions"][: len(x)]
+    for block in (params["block0"], params["block1"]):
+        h = h + attention(norm(h, block["norm1"]), block["attention"])
+        u = dense(norm(h, block["norm2"]), block["dense1"])
+        u = u / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)))
+        h = h + dense(u, block["dense2"])
+    return norm(h, params["norm"]) @ params["tokens"].T
 
 
-def test_lstm_equals_the_slow_reference():
-    model = models.lstm(**LSTM, l2=0.1)
+REFERENCES = {
+    "lstm": (models.lstm, LSTM, lstm_by_hand),
+    "gpt2": (models.gpt2, DECODER, lambda p, x: np.stack([gpt2_by_hand(p, own) for own in x])),
+}
+
+
+@pytest.mark.parametrize("build,settings,by_hand", REFERENCES.values(), ids=REFERENCES)
+def test_a_language_model_equals_the_slow_reference(build, settings, by_hand):
+    model = build(**settings, l2=0.1)
     params, batch = params_of(model), tokens_of()
     both = jax.jit(lambda p, b: (model.predict(p, b["x"]), model.loss(p, b, None)))
     logits, losses = both(params, batch)
     assert logits.shape == (3, LENGTH, VOCABULARY)
-    expected = lstm_by_hand(float64(params), batch["x"])
+    expected = by_hand(float64(params), batch["x"])
     np.testing.assert_allclose(logits, expected, atol=1e-5)
     expected = cross_entropies(expected, batch["y"]).mean(axis=1) + 0.05 * squares(params)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def joined(params):
-    return np.concatenate([np.ravel(p) for p in jax.tree.leaves(params)])
-
-
-def test_lstm_starts_uniform(key):
+def test_language_models_start_as_published(key):
     params = jax.jit(models.lstm(vocab_size=400, width=25, depth=1).init)(key)
-    for weights, bound in ((params["tokens"], 0.1), (joined(params["layer0"]), 0.2)):
+    own = np.concatenate([np.ravel(p) for p in jax.tree.leaves(params["layer0"])])
+    for weights, bound in ((params["tokens"], 0.1), (own, 0.2)):  # uniform
         assert 0.98 * bound < np.max(np.abs(weights)) <= bound
         np.testing.assert_allclose(np.std(weights), bound / math.sqrt(3), rtol=0.05)
+    params = jax.jit(models.gpt2(vocab_size=200, context=50, width=64, depth=1, heads=4).init)(key)
+    attention, last = params["block0"]["attention"], params["block0"]["dense2"]["kernel"]
+    for weights in (params["tokens"], params["positions"], attention["qkv"]["kernel"]):
+        np.testing.assert_allclose(np.std(weights), 0.02, rtol=0.05)
+    for weights in (attention["project"]["kernel"], last):
+        np.testing.assert_allclose(np.std(weights), 0.02 / np.sqrt(2), rtol=0.05)
+    assert not np.any(params["block0"]["dense1"]["bias"]) and not np.any(attention["qkv"]["bias"])
 
 
-PRECISE = {"lstm": (models.lstm, LSTM), "gpt2": (models.gpt2, DECODER), "vit": (models.vit, VIT)}
+def test_gpt2_refuses_a_sequence_longer_than_its_context(key):
+    model = models.gpt2(**DECODER)
+    with pytest.raises(ValueError, match="have 6 tokens and context is 5"):
+        jax.eval_shape(model.predict, jax.eval_shape(model.init, key), jnp.zeros((1, 6), jnp.int32))
+
+
+PRECISE = {
+    "lstm": (models.lstm, LSTM),
+    "gpt2": (models.gpt2, DECODER | {"depth": 1}),
+    "vit": (models.vit, VIT),
+}
 
 
 @pytest.mark.parametrize("name", PRECISE)
@@ -152,8 +199,8 @@ GELU = {
 @pytest.mark.parametrize("gelu", GELU)
 def test_logits_of_a_vit_are_those_of_its_class_token(gelu):
     """Where attention brings it nothing from the patches, by hand; else it sees the image."""
-    epsilon = 0.3
-    model = models.vit(**VIT | {"gelu": gelu, "epsilon": epsilon})
+    epsilon = 1e-6
+    model = models.vit(**VIT | {"gelu": gelu})
     params, images = params_of(model, deviation=0.8), normal(2, 4, 4, 3)
     predict = jax.jit(model.predict)
     seen = np.asarray(predict(params, images))
@@ -171,6 +218,11 @@ def test_logits_of_a_vit_are_those_of_its_class_token(gelu):
     np.testing.assert_allclose(predict(params, images), [expected] * 2, rtol=2e-5, atol=2e-5)
 
 
+def test_a_vit_reads_the_patches_in_place():
+    x = normal(5, 8, 8, 3)
+    np.testing.assert_array_equal(_patches(x, 4)[:, 1], x[:, :4, 4:].reshape(5, -1))
+
+
 def perceptron_by_hand(params, x):
     for k, layer in enumerate(params):
         x = x @ layer["w"] + layer["b"]
@@ -178,32 +230,44 @@ def perceptron_by_hand(params, x):
     return x
 
 
-def test_loss_of_the_forecaster_is_the_mean_squared_error_of_an_example():
-    model = models.forecaster(lags=4, horizon=3, hidden=(5, 6), l2=0.2)
-    params, batch = params_of(model), {"x": normal(7, 4), "y": normal(7, 3, seed=2)}
-    assert [layer["w"].shape for layer in params] == [(4, 5), (5, 6), (6, 3)]
-    expected = perceptron_by_hand(float64(params), float64(batch["x"]))
-    np.testing.assert_allclose(jax.jit(model.predict)(params, batch["x"]), expected, atol=1e-5)
-    losses = np.square(expected - float64(batch["y"])).mean(axis=1)
-    losses = losses + 0.1 * squares(params)
-    np.testing.assert_allclose(jax.jit(model.loss)(params, batch, None), losses, rtol=1e-5)
-
-
-def test_forecaster_refuses_targets_of_another_horizon():
-    model = models.forecaster(lags=4, horizon=3, hidden=(5,))
-    params = params_of(model)
-    with pytest.raises(ValueError, match=r"y has shape \(2,\) and the forecast \(2, 3\)"):
-        model.loss(params, {"x": jnp.ones((2, 4)), "y": jnp.ones(2)}, None)
-
-
-@pytest.mark.parametrize("hidden", [(), (5,)])
-def test_loss_of_the_text_head_is_the_cross_entropy_of_its_logits(hidden):
-    model = models.text_head(num_features=4, num_classes=3, hidden=hidden, l2=0.2)
-    params, x = params_of(model), normal(6, 4)
-    y = np.arange(6) % 3
+@pytest.mark.parametrize("hidden", [(), (5, 6)])
+def test_losses_of_perceptrons_are_those_of_their_outputs(hidden):
+    batch = {"x": normal(7, 4), "y": np.arange(7) % 3}
+    targets = normal(7, 3, seed=2)
+    classes = models.mlp(num_features=4, num_classes=3, hidden=hidden, l2=0.2)
+    values = models.forecaster(lags=4, horizon=3, hidden=hidden, l2=0.2)
+    params = params_of(classes)
     assert [layer["b"].shape for layer in params] == [(n,) for n in (*hidden, 3)]
-    losses = cross_entropies(perceptron_by_hand(float64(params), float64(x)), y)
-    losses = losses + 0.1 * squares(params)
-    np.testing.assert_allclose(
-        jax.jit(model.loss)(params, {"x": x, "y": jnp.asarray(y)}, None), losses, rtol=1e-5
-    )
+    outputs = perceptron_by_hand(float64(params), float64(batch["x"]))
+    np.testing.assert_allclose(jax.jit(values.predict)(params, batch["x"]), outputs, atol=1e-5)
+    expected = cross_entropies(outputs, batch["y"]) + 0.1 * squares(params)
+    np.testing.assert_allclose(jax.jit(classes.loss)(params, batch, None), expected, rtol=1e-5)
+    expected = np.square(outputs - float64(targets)).mean(axis=1) + 0.1 * squares(params)
+    losses = jax.jit(values.loss)(params, {**batch, "y": targets}, None)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"y has shape \(7,\) and the forecast \(7, 3\)"):
+        values.loss(params, batch, None)
+
+
+FORMS = {  # what the program for a CPU lacks
+    "lenet": (models.lenet, {"x": np.ones((2, 28, 28, 1)), "y": np.zeros(2, int)}, "conv_general"),
+    "gpt2": (
+        lambda: models.gpt2(vocab_size=7, context=5, width=4, depth=1, heads=1),
+        {"x": np.ones((2, 5), int), "y": np.zeros((2, 5), int)},
+        "f32[2,5,7] = dot_general",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_only_for_a_cpu_are_products_and_convolutions_rearranged(name, monkeypatch, key):
+    build, batch, form = FORMS[name]
+    model = build()
+    params, batch = jax.tree.map(jnp.asarray, (params_of(model), batch))
+    # A new function each time: what was traced is kept.
+    program = lambda: str(jax.make_jaxpr(lambda *a: model.loss(*a))(params, batch, key))  # noqa: E731
+    assert form not in program()
+    expected = model.loss(params, batch, key)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert form in program()
+    np.testing.assert_allclose(model.loss(params, batch, key), expected, rtol=1e-5)
