@@ -1,4 +1,4 @@
-"""Every study from flags to its page, killed in a run too; and one run of `train`."""
+"""Every study from flags to its page, stopped in a run too; and one run of `train`."""
 
 import json
 import os
@@ -8,32 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import app
-from absl import flags as absl_flags
 
-from experiments import cd_grab, combined, echoing, qsr, train
+from experiments import cd_grab, combined, echoing, qsr
 from experiments.results import records
 from experiments.study import search, study
 from experiments.tasks import metrics
 from local_opt import SyncPlan
+from tests.commands import SHORT, train_run
 from tests.studies import RUN, SMALL, start
 
-STUDIES = {  # the study, its flags, its pictures, and whether it is killed too
+STUDIES = {  # the study, its flags, its pictures
     "cd_grab": (
         cd_grab, ["--epochs=4", "--bound_every=2", "--arms=rr,cd_grab+sketch16"],
-        ["comparison.png"], True,
+        ["comparison.png"],
     ),
-    "qsr": (
-        qsr, [*RUN, "--width=8", "--arms=parallel,qsr+int8"], ["comparison.png"], False
-    ),
+    "qsr": (qsr, [*RUN, "--width=8", "--arms=parallel,qsr+int8"], ["comparison.png"]),
     "echoing": (
         echoing,
         ["--width=8", "--arms=none,diffusion", "--speeds=2", "--total_steps=40", "--horizon=20",
          "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001"],
-        ["comparison_R2.png", "time_to_target.png"], True,
+        ["comparison_R2.png", "time_to_target.png"],
     ),
     "combined": (
         combined, [*RUN, "--echo_factor=2", "--learning_rates=0.1"],
-        ["comparison.png", "effects.png"], False,
+        ["comparison.png", "effects.png"],
     ),
 }  # fmt: skip
 
@@ -63,10 +61,10 @@ def panels_of(picture):
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_is_written_and_goes_on_as_if_it_had_not_been_killed(
+def test_a_study_is_written_and_goes_on_as_if_it_had_not_been_stopped(
     name, tmp_path, monkeypatch, capsys
 ):
-    module, arguments, pictures, is_killed = STUDIES[name]
+    module, arguments, pictures = STUDIES[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     new = metrics.Metric("share of ones", False, share_of_ones, everywhere=True)
     monkeypatch.setitem(metrics.METRICS, "ones", new)
@@ -88,21 +86,21 @@ def test_a_study_is_written_and_goes_on_as_if_it_had_not_been_killed(
     assert page.count("data:image/png;base64,") == len(pictures)
     assert not list((whole / "checkpoints").glob("*"))
 
-    if not is_killed:
+    if name != "echoing":
         return
     seen, real = [], search.search
 
-    def killed(*args, on_record, **options):
-        def record_and_kill(record):
+    def stopped(*args, on_record, **options):
+        def record_and_stop(record):
             on_record(record)
             seen.append(record)
             if len(seen) == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        return real(*args, on_record=record_and_kill, **options)
+        return real(*args, on_record=record_and_stop, **options)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_code:
-        patch.setattr(study.search, "search", killed)
+        patch.setattr(study.search, "search", stopped)
         start(module, [*SMALL, *arguments], cut)
     assert exit_code.value.code == 128 + signal.SIGTERM
     assert not (cut / "table.md").exists()
@@ -124,25 +122,10 @@ def test_arms_and_speeds_that_are_not_there(tmp_path):
         start(combined, ["--echo=measured"], tmp_path)
 
 
-def test_arms_of_a_factorial():
-    arms = list(combined.STUDY.arms)
-    assert len(set(arms)) == 8
-    assert (arms[0], arms[-1]) == ("rr+parallel+none", "cd_grab+qsr+diffusion+cosine")
-
-
-def train_run(arguments, folder):
-    values = absl_flags.FlagValues()
-    train.define_flags(values)
-    values(["train", *arguments, f"--output_dir={folder}"])
-    train.run(values)
-
-
 def test_one_run_is_written_with_its_plans_and_its_model(tmp_path):
     import orbax.checkpoint as ocp
 
-    short = [a for a in SMALL if "seeds" not in a and "rates" not in a]
-    arguments = [*short, *RUN, "--echo=diffusion", "--p=cosine", "--echo_factor=2"]
-    arguments += ["--sketch=16", "--learning_rate=0.2"]
+    arguments = [*SHORT, "--echo=diffusion", "--p=cosine", "--echo_factor=2", "--sketch=16"]
     train_run(arguments, tmp_path)
     found = records.read(str(tmp_path / "metrics.jsonl"))
     assert [r["step"] for r in found] == [6, 12, 18, 24]
@@ -163,16 +146,3 @@ def test_one_run_is_written_with_its_plans_and_its_model(tmp_path):
     before = written(tmp_path)
     train_run(arguments, tmp_path)  # nothing is left to do
     assert written(tmp_path) == before
-
-
-def test_a_folder_keeps_studies_apart(tmp_path):
-    folder = str(tmp_path / "run")
-    assert records.open_folder(folder, {"task": "a"}) == []
-    records.write_lines(folder + "/metrics.jsonl", [{"epoch": 1}])
-    with open(folder + "/metrics.jsonl", "a") as file:
-        file.write('{"epoch": 2')  # cut off while it was written
-    assert records.open_folder(folder, {"task": "a"}) == [{"epoch": 1}]
-    with pytest.raises(ValueError, match="other settings .task."):
-        records.open_folder(folder, {"task": "b"})
-    assert records.open_folder(folder, {"task": "b"}, overwrite=True) == []
-    assert json.loads((tmp_path / "run" / "versions.json").read_text())["jax"]

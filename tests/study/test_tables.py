@@ -40,10 +40,7 @@ def test_words_name_decisions(text, decisions, label):
 @pytest.mark.parametrize(
     "text,message",
     [
-        (
-            "cats",
-            "'cats' is no word: choose of rr, .*, and of .sketchN, .walk, .*; parallel",
-        ),
+        ("cats", "'cats' is no word: choose of rr, .*, and of .sketchN, .walk, .*; parallel"),
         ("cd_grab+sketch0", "'sketch0' is no word"),
         ("int8", "--sync is int8: 'int8' is not one of parallel, accumulate"),
         ("rr+cd_grab", "--order is rr.cd_grab: 'cd_grab' is no further word: choose of rr, unzip"),
@@ -64,35 +61,30 @@ def test_words_that_say_nothing(text, message):
         tables.decisions_of(text)
 
 
-@pytest.mark.parametrize("name", all_rows(ORDERS))
-def test_every_order_can_be_made(name):
-    setting = config.OrderSetting(num_units=8, units_per_step=2, workers=4, epochs=3)
-    assert isinstance(ORDERS[name].make(setting), ordering.Ordering)
-
-
 def own(total_steps=60, units=8, **fields):
     given = {"schedule": "cosine", "floor": 0.01, "warmup_steps": 5, "h_base": 2} | fields
     recipe = TASKS["digits"](abstract=True).recipe._replace(total_steps=total_steps, **given)
     return config.config_of(recipe, config.Sizes(4, units, 2, 1), seed=0, speed=4)
 
 
-@pytest.mark.parametrize("name", all_rows(SYNC_RULES))
-def test_every_rule_has_a_plan_for_the_run_and_rounds(name):
-    given, rule = own(growth=1.5), SYNC_RULES[name]
+def test_every_row_makes_what_it_is_for():
+    setting = config.OrderSetting(num_units=8, units_per_step=2, workers=4, epochs=3)
+    for name in all_rows(ORDERS):
+        assert isinstance(ORDERS[name].make(setting), ordering.Ordering), name
+    given = own(growth=1.5, horizon=20)
     assert (given.total_steps, given.echo_factor) == (120, 4), "more steps: echoed ones are shorter"
-    plans = config.plans_of(given, rule, ECHO_POLICIES["diffusion"], rate=0.1)
-    plans.check()
-    assert plans.sync.syncs_after(119) and plans.sync.total_steps == 120
-    assert isinstance(rule.rounds(optax.sgd(0.1), axis_name="worker"), Rounds)
-    if "+" not in name:
-        online = config.plans_of(given, rule, ECHO_POLICIES["measured"], rate=0.1)
-        assert (online.sync is None) == (name == "every_load")
-
-
-@pytest.mark.parametrize("name", all_rows(ECHO_POLICIES))
-def test_every_policy_is_of_the_length_of_the_run(name):
-    policy = ECHO_POLICIES[name].make(own(horizon=20))
-    assert policy.total_steps == 120 and policy.online == ECHO_POLICIES[name].online
+    for name in all_rows(ECHO_POLICIES):
+        policy = ECHO_POLICIES[name].make(given)
+        assert policy.total_steps == 120 and policy.online == ECHO_POLICIES[name].online, name
+    for name in all_rows(SYNC_RULES):
+        rule = SYNC_RULES[name]
+        plans = config.plans_of(given, rule, ECHO_POLICIES["diffusion"], rate=0.1)
+        plans.check()
+        assert plans.sync.syncs_after(119) and plans.sync.total_steps == 120, name
+        assert isinstance(rule.rounds(optax.sgd(0.1), axis_name="worker"), Rounds), name
+        if "+" not in name:
+            online = config.plans_of(given, rule, ECHO_POLICIES["measured"], rate=0.1)
+            assert (online.sync is None) == (name == "every_load")
 
 
 def test_rules_of_other_powers_communicate_as_much_as_qsr():
