@@ -12,12 +12,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ("ordering", "local_opt", "models", "syncopate", "experiments")
-TABLES = "experiments/study/tables.py"
-
-# The new file; the table; its row and what the row needs imported.
-ORDER = (
-    "ordering/backwards.py",
-    '''"""Every other epoch goes backwards."""
+NEW = {
+    "ordering/backwards.py": '''"""Every other epoch goes backwards."""
 import jax.numpy as jnp
 
 from ordering.base import Ordering, first_order
@@ -35,13 +31,7 @@ def backwards(num_units):
 
     return Ordering(init, lambda state, rows: state, next_epoch)
 ''',
-    TABLES,
-    "from ordering.backwards import backwards\n",
-    'ORDERS["backwards"] = Order("to and fro", lambda s: backwards(s.num_units), observes=False)\n',
-)
-RULE = (
-    "local_opt/thirds.py",
-    '''"""Three rounds, whatever the run."""
+    "local_opt/thirds.py": '''"""Three rounds, whatever the run."""
 import numpy as np
 
 from local_opt.plans import SyncPlan
@@ -50,13 +40,7 @@ from local_opt.plans import SyncPlan
 def thirds(total_steps):
     return SyncPlan(np.array([0, total_steps // 3, 2 * total_steps // 3]), total_steps, "thirds")
 ''',
-    TABLES,
-    "from local_opt.thirds import thirds\n",
-    'SYNC_RULES["thirds"] = SyncRule("thirds", lambda config: thirds(config.total_steps))\n',
-)
-POLICY = (
-    "ordering/echo/late.py",
-    '''"""No echo in the first half of a run, and every batch twice in the other one."""
+    "ordering/echo/late.py": '''"""No echo in the first half of a run, and every batch twice later."""
 import numpy as np
 
 from ordering.echo.plans import EchoPlan
@@ -66,13 +50,7 @@ def late(total_steps):
     steps = np.arange(total_steps)
     return EchoPlan((steps < total_steps // 2) | (steps % 2 == 0), "late")
 ''',
-    TABLES,
-    "from ordering.echo.late import late\n",
-    'ECHO_POLICIES["late"] = EchoPolicy("late", lambda config: late(config.total_steps))\n',
-)
-TASK = (
-    "experiments/tasks/blobs.py",
-    '''"""Blobs."""
+    "experiments/tasks/blobs.py": '''"""Blobs."""
 import numpy as np
 
 import models
@@ -91,28 +69,19 @@ def load(data_dir=None, model="softmax", *, distance: float = 1.0, abstract=Fals
     net = models.softmax_regression(num_features=2, num_classes=2, l2=0.0)
     return Task("blobs", net, part, part, RECIPE)
 ''',
-    "experiments/tasks/__init__.py",
-    "from experiments.tasks import blobs\n",
-    'TASKS["blobs"] = blobs.load\n',
-)
-STUDY = '''"""Does going to and fro help?
-
-    python -m experiments.to_and_fro
-"""
-
+    "experiments/to_and_fro.py": '''"""Does going to and fro help?"""
 from experiments.results import plots, tables
 from experiments.results.statistics import Criterion
 from experiments.study import study
 from experiments.study.study import Arm, Study
 
-ARMS = {
-    "rr": Arm("D-RR", order="rr"),
-    "backwards": Arm("to and fro", order="backwards"),
-    "all": Arm("all that is new", order="backwards", sync="thirds", echo="late"),
-}
 STUDY = Study(
     "to_and_fro",
-    ARMS,
+    {
+        "rr": Arm("D-RR", order="rr"),
+        "backwards": Arm("to and fro", order="backwards"),
+        "all": Arm("all that is new", order="backwards", sync="thirds", echo="late"),
+    },
     recipe="blobs",
     criterion=Criterion("train/loss"),
     columns=tables.SYNC_COLUMNS,
@@ -121,20 +90,33 @@ STUDY = Study(
 
 if __name__ == "__main__":
     study.main(STUDY)
-'''
+''',
+}
+ROWS = {  # what each needs imported, and the row
+    "experiments/study/tables.py": """
+from local_opt.thirds import thirds
+from ordering.backwards import backwards
+from ordering.echo.late import late
+ORDERS["backwards"] = Order("to and fro", lambda s: backwards(s.num_units), observes=False)
+SYNC_RULES["thirds"] = SyncRule("thirds", lambda config: thirds(config.total_steps))
+ECHO_POLICIES["late"] = EchoPolicy("late", lambda config: late(config.total_steps))
+""",
+    "experiments/tasks/__init__.py": """
+from experiments.tasks import blobs
+TASKS["blobs"] = blobs.load
+""",
+}
 
 
 def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(tmp_path):
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__", "runs")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
-    for new, text, table, needed, row in (ORDER, RULE, POLICY, TASK):
-        assert not (tmp_path / new).exists()
-        (tmp_path / new).write_text(text)
-        before = (tmp_path / table).read_text()
-        (tmp_path / table).write_text(before + needed + row)
-    assert STUDY.count("\n") <= 60
-    (tmp_path / "experiments" / "to_and_fro.py").write_text(STUDY)
+    for path, text in NEW.items():
+        assert not (tmp_path / path).exists()
+        (tmp_path / path).write_text(text)
+    for path, text in ROWS.items():
+        (tmp_path / path).write_text((tmp_path / path).read_text() + text)
     command = [
         sys.executable, "-m", "experiments.to_and_fro", "--distance=3", "--total_steps=40",
         "--evaluations=2", "--seeds=2", "--output_dir=out",
@@ -145,15 +127,14 @@ def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    out = tmp_path / "out"
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     last = next(r for r in reversed(found) if r["arm"] == "all")
     assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)
     assert (last["order"], last["sync"], last["echo"]) == ("backwards", "thirds", "late")
     assert last["test/accuracy"] > 0.9
     assert len([r for r in found if r["ended"]]) == 3 * (2 + 2)
-    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    settings = json.loads((out / "settings.json").read_text())
     assert (settings["task"], settings["distance"]) == ("blobs", 3.0)
-    assert "all that is new" in (tmp_path / "out" / "table.md").read_text()
-    for name in ("comparison.png", "report.html"):
-        assert (tmp_path / "out" / name).stat().st_size > 10_000
+    assert "all that is new" in (out / "table.md").read_text()
+    assert all((out / name).stat().st_size > 10_000 for name in ("comparison.png", "report.html"))

@@ -154,26 +154,6 @@ def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name)
         assert rates[first - 1] == 1 and rates[first] == pytest.approx(0.1)
 
 
-def cells(text, label):
-    """{column: text} of the row of an arm."""
-    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
-    row = next(line for line in lines if label in line[:2])
-    head = next(line for line in reversed(lines[: lines.index(row)]) if "arm" in line[:2])
-    return dict(zip(head, row, strict=True))
-
-
-def test_a_dry_run_of_orders(capsys):
-    path = FOLDER / "tiny" / "cd_grab_hmda.flags"
-    study.run(cd_grab.STUDY, parsed(path, "--nocompile", "--arms=rr,cd_grab"))
-    text = capsys.readouterr().out
-    assert re.search(r"\| training examples +\| 16,384 ", text), "--num_train counts"
-    assert re.search(r"\| parameters +\| 20 ", text)
-    # 16,384 examples of four workers, four per step and worker, three epochs.
-    found = {label: cells(text, label) for label in ("D-RR", "CD-GraB")}
-    assert {(c["steps"], c["loads"]) for c in found.values()} == {("3072", "3072")}
-    assert found["D-RR"]["volume"] == "100.000%"
-
-
 def run(path, *more, timeout):
     command = [sys.executable, "-m", f"experiments.{entrypoint(path)}", f"--flagfile={path}", *more]
     clean = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # of this test process
@@ -189,11 +169,10 @@ def run(path, *more, timeout):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dry_run_at_full_size(name):
     text = run(FOLDER / f"{name}.flags", "--dry_run", timeout=900)
-    parameters = re.search(r"\| parameters +\| ([\d,]+)", text)[1].replace(",", "")
-    assert int(parameters) == PUBLISHED[name][0]
+    assert re.search(rf"\| parameters +\| {PUBLISHED[name][0]:,} ", text)
     assert "forecast" in text and re.search(r"\| \S+ [MG]B +\|", text)
     if name.startswith("qsr"):
-        assert cells(text, "QSR")["rounds"] == f"{plan_of(name).rounds}"
+        assert re.search(rf"\| QSR +\|.* {plan_of(name).rounds} +\|", text)
 
 
 @pytest.mark.slow
