@@ -154,8 +154,7 @@ def time_to_target(compared: Comparison) -> tuple[str, Callable]:
 
 
 def _time_to_target(compared, path, title):
-    speeds, present = compared.speeds, {arm for arm, _ in compared.chosen}
-    arms = [arm for arm in compared.arms if arm in present]
+    speeds, arms = compared.speeds, [*compared.arms]
     size = 3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)
     figure, axes = panes(1, len(speeds), size, sharey=True)
     for axis, speed in zip(axes[0], speeds, strict=True):
@@ -165,7 +164,7 @@ def _time_to_target(compared, path, title):
         axis.set(xlim=(0, None), xlabel="seconds to the target")
         axis.set_title(f"a load takes {speed:g} step{'s' * (speed != 1)}", fontsize=10)
         axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks(range(len(arms)), [compared.arms[arm] for arm in arms])
+    axes[0][0].set_yticks(range(len(arms)), compared.arms.values())
     axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
     name = compared.arms[arms[0]]
     save(figure, path, f"{title}\nmean, 95 % interval and seeds; dotted: {name}", fontsize=11)

@@ -27,7 +27,6 @@ from experiments.cluster import files, processes
 from experiments.results import trackers as tracking
 
 RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
-IDENTITY = ("study", "order", "sync", "echo", *RUN_FIELDS)  # nothing that is found
 METRICS = "metrics.jsonl"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
 
@@ -201,19 +200,14 @@ def name_of(record: Mapping) -> str:
 
 def numbers_of(record: Mapping) -> dict[str, float]:
     """What trackers draw over steps."""
-    hidden = {"step", *RUN_FIELDS}
-    found = {name: v for name, v in record.items() if isinstance(v, int | float)}
-    return {name: v for name, v in found.items() if type(v) is not bool and name not in hidden}
+    known = {name: v for name, v in record.items() if name not in ("step", *RUN_FIELDS)}
+    return {name: v for name, v in known.items() if type(v) in (int, float)}
 
 
 def console_line(record: Mapping) -> str:
-    """What a record has found; which run it is of stands elsewhere."""
-    found = {name: v for name, v in record.items() if name not in (*IDENTITY, "ended")}
-    found = {name: v for name, v in found.items() if v is not None and not isinstance(v, list)}
-    return "  ".join(f"{name} {_short(v)}" for name, v in found.items())
-
-
-def _short(value) -> str:
-    if isinstance(value, bool | str):
-        return " ".join(str(value).split())  # an error message may have several lines
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    """The numbers of a record; which run they are of stands elsewhere."""
+    numbers = {"step": record["step"]} | numbers_of(record)
+    return "  ".join(
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
+        for name, value in numbers.items()
+    )
