@@ -161,6 +161,10 @@ def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict
     def write(record):
         new.append(known | record)
         on_record(new[-1])
+        loss, seconds = record.get("train/batch_loss"), record["seconds"]
+        if loss is not None and seconds:
+            speed = f"{record['step'] * trainer.examples / seconds:,.0f}"
+            bar.set_postfix(loss=f"{loss:.4f}", examples_per_s=speed, refresh=False)
         bar.update(before + record["step"] - bar.n)
 
     stopped = trainer.train(run, _by_run(records).get(run, []), write)

@@ -64,6 +64,7 @@ class Trainer:
         step_seconds: float = 0.0, about: Mapping | None = None,
     ):  # fmt: skip
         self.study, self.task, self.recipe = study, task, recipe
+        self.examples = recipe.workers * recipe.units_per_step * recipe.unit_size  # of a step
         self._folder, self._about, self._every = folder, about, checkpoint_every
         self._reads, self._mesh, self._step_seconds = reads, mesh, step_seconds
         halves = study.criterion.scalar.startswith("valid/")
