@@ -40,7 +40,7 @@ from local_opt.plans import SyncPlan
 def thirds(total_steps):
     return SyncPlan(np.array([0, total_steps // 3, 2 * total_steps // 3]), total_steps, "thirds")
 ''',
-    "ordering/echo/late.py": '''"""No echo in the first half of a run, and every batch twice later."""
+    "ordering/echo/late.py": '''"""No echo in the first half of a run, then every batch twice."""
 import numpy as np
 
 from ordering.echo.plans import EchoPlan
