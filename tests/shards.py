@@ -149,6 +149,7 @@ class Programs:
             return *rounds.sync(params, state), order.sync(orders)
 
         state = state_specs(rounds)
+        self.places = state, orders  # of what `init` gives
         self.init = over(init, (SPECS, P()), (state, orders))
         self.steps = {
             size: over(

@@ -1,12 +1,12 @@
-"""What the programs of workers that are several devices send, and keep on a device."""
+"""Workers that are several devices: what their programs send, keep on a device, and restore."""
 
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -15,72 +15,95 @@ import local_opt
 import ordering
 from experiments.study.compile import LIBTPU, collectives_of, slice_of, uncached
 from syncopate.mesh import like
-from tests.compiled_runs import compiled_by, conditionals, groups_of, lines_of
-from tests.problems import copies
+from tests.compiled_runs import conditionals, groups_of, lines_of, marks_of
+from tests.problems import assert_bitwise_equal, copies
 from tests.shards import (
     BATCH,
     HIDDEN,
+    MESHES,
     SGD,
     SKETCH,
     SPECS,
     UNITS,
     WAYS,
     assert_in_their_places,
+    assert_same_run,
     data_of,
     exact,
     left_to_the_compiler,
     loss,
     mesh_of,
     network,
+    on_one,
     owned,
     placed,
-    rounds_of,
+    sharded,
     sketched,
-    state_specs,
 )
 
-pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
+AXES = ("worker", "model")
 
 
-def size_of_shards(params, model):
-    """Bytes of one worker's parameters on one of its devices."""
-    split = jax.tree.map(lambda x, spec: x.size // (model if spec else 1), params, SPECS)
-    return 4 * sum(jax.tree.leaves(split))
+def keys_of(workers):
+    return jax.random.split(jax.random.key(7), workers)
 
 
-def lowered(programs, mesh, hidden=HIDDEN):
-    """The compiled step and sync."""
+def abstract(tree, specs, mesh):
+    """Shapes with a leading worker axis, in their places."""
+
+    def shape(spec, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(shape, like(owned(specs), tree), tree)
+
+
+def compiled(programs, mesh, hidden=HIDDEN):
+    """The step and the sync, out of shapes: no device need be there."""
     workers = mesh.shape["worker"]
-    params = placed(copies(network(hidden), workers), SPECS, mesh)
-    data = placed(data_of(workers), P(), mesh)
-    state, orders = programs.init(params, jax.random.split(jax.random.key(7), workers))
-    step = programs.steps[BATCH].lower(params, state, orders, data, jnp.zeros(workers, int))
-    return step.compile(), programs.sync.lower(params, state, orders).compile()
+    params = abstract(copies(network(hidden), workers), SPECS, mesh)
+    found = jax.eval_shape(programs.init, params, jax.eval_shape(lambda: keys_of(workers)))
+    held = params, *map(lambda x, specs: abstract(x, specs, mesh), found, programs.places)
+    starts = jax.ShapeDtypeStruct((workers,), np.int32)
+    step = programs.steps[BATCH].lower(*held, abstract(data_of(workers), P(), mesh), starts)
+    with uncached():
+        return step.compile(), programs.sync.lower(*held).compile()
 
 
-@pytest.mark.parametrize("way,workers", [("compiler", 2), ("compiler", 4), ("by hand", 2)])
-def test_a_sync_sends_shards_and_a_hot_step_talks_inside_its_worker_alone(way, workers):
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("way,workers,chips", [
+    ("compiler", 2, None), ("compiler", 4, None), ("by hand", 2, None),
+    pytest.param("compiler", 2, "v5e:2x4", marks=marks_of(LIBTPU)),
+])  # fmt: skip
+def test_a_sync_sends_shards_and_a_hot_step_talks_inside_its_worker_alone(way, workers, chips):
     """Nothing is gathered; over the workers go the shards, and k numbers of a pair."""
-    programs = sketched(WAYS[way](workers), size=128)
-    mesh = mesh_of(workers)
-    step, sync = lowered(programs, mesh)
-    inside = lines_of(step, mesh)
-    assert inside and {(name, axes) for name, _, axes in inside} == {("all-reduce", "model")}
-    found = lines_of(sync, mesh)
-    sums = [(size, axes) for name, size, axes in found if name == "all-reduce"]
-    drift = [size for size, axes in sums if axes == "model"]
+    mesh, model = mesh_of(workers), 8 // workers
+    if chips is None:
+        programs = sketched(WAYS[way](workers), size=128)
+    else:
+        devices = slice_of(chips, 8)[0].devices.reshape(workers, model)
+        mesh = jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2)
+        programs = sketched(left_to_the_compiler(workers, mesh=mesh), size=128)
+    step, sync = compiled(programs, mesh)
+    inside, found = lines_of(step, mesh), lines_of(sync, mesh)
+    assert inside and {axes for _, _, axes in inside} == {"model"}
+    drift = [size for _, size, axes in found if axes == "model"]
     assert sum(drift) <= 4 * 2 * len(SPECS), "a number or two per leaf"
-    shards = size_of_shards(network(), 8 // workers)
-    assert [size for size, axes in sums if axes == "worker"] == [shards]
-    gathers = [(size, axes) for name, size, axes in found if name == "all-gather"]
-    pairs = min(16, UNITS // 2)
-    assert gathers == [(4 * 128 * pairs * workers, "worker")]
-    assert len(found) == len(sums) + 1
+    between = [(name, size) for name, size, axes in found if axes == "worker"]
+    assert len(found) == len(between) + len(drift)
+    sizes = jax.tree.map(lambda x, spec: x.size // (model if spec else 1), network(), SPECS)
+    sums = [size for name, size in between if name == "all-reduce"]
+    assert sum(sums) == 4 * sum(jax.tree.leaves(sizes)), "shards"
+    if chips is None:
+        pairs = min(16, UNITS // 2)
+        gathers = [(name, size) for name, size in between if name != "all-reduce"]
+        assert gathers == [("all-gather", 4 * 128 * pairs * workers)] and len(sums) == 1
+        assert {name for name, _, _ in inside} == {"all-reduce"}
 
 
+@pytest.mark.usefixtures("optimised")
 def test_exact_orders_exchange_shards_between_the_same_places_of_workers():
     mesh = mesh_of(2)
-    step, _ = lowered(exact(left_to_the_compiler(2)), mesh)
+    step, _ = compiled(exact(left_to_the_compiler(2)), mesh)
     found = lines_of(step, mesh)
     sent = [(size, axes) for name, size, axes in found if name == "all-to-all"]
     # A device has 4 + 48 + 12 entries of shards and 1 of the 3 that are whole: half of them, 33.
@@ -88,9 +111,9 @@ def test_exact_orders_exchange_shards_between_the_same_places_of_workers():
     assert {name for name, _, _ in found} == {"all-to-all", "all-reduce"}
 
 
+@pytest.mark.usefixtures("optimised")
 def test_a_planned_step_talks_to_other_workers_in_a_branch_alone():
     """Under vmap(spmd_axis_name=) the conditional would be a select, with a mean in every step."""
-    mesh = mesh_of(2)
     plan = local_opt.constant(2, total_steps=8)
     opt = local_opt.local_steps(SGD, plan, axis_name="worker", specs=SPECS)
     over, _ = left_to_the_compiler(2)
@@ -99,34 +122,26 @@ def test_a_planned_step_talks_to_other_workers_in_a_branch_alone():
         updates, state = opt.update(jax.tree.map(jnp.cos, params), state, params)
         return optax.apply_updates(params, updates), state
 
-    params = placed(copies(network(), 2), SPECS, mesh)
-    state, step = over(opt.init)(params), over(step)
-    text = step.lower(params, state).compile().as_text()
+    params = placed(copies(network(), 2), SPECS, mesh_of(2))
+    text = over(step).lower(params, over(opt.init)(params)).compile().as_text()
     pairs = [[0, 4], [1, 5], [2, 6], [3, 7]]
     between = [one for one in collectives_of(text) if groups_of(one.line) == pairs]
     assert {one.kind for one in between} == {"all-reduce"}
     (conditional,) = conditionals(text)
     for one in between:
         assert re.search(rf"%{re.escape(one.where)}\b", conditional)
-    for _ in range(2):
-        params, state = step(params, state)
-    assert state.round.tolist() == [1, 1]
-    assert_in_their_places(params, owned(SPECS))
 
 
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("kind", [exact, sketched], ids=lambda k: k.__name__)
 def test_a_device_of_four_keeps_a_quarter(kind):
     """Of parameters, momentum and running sum; the rest, 3 of 65,539 entries, is small."""
     found = []
     for model in (1, 4):
-        mesh = jax.make_mesh(
-            (2, model),
-            ("worker", "model"),
-            (AxisType.Auto,) * 2,
-            devices=jax.devices()[: 2 * model],
-        )
+        devices = jax.devices()[: 2 * model]
+        mesh = jax.make_mesh((2, model), AXES, (AxisType.Auto,) * 2, devices=devices)
         programs = kind(left_to_the_compiler(2, mesh=mesh))
-        found.append([c.memory_analysis() for c in lowered(programs, mesh, hidden=4096)])
+        found.append([c.memory_analysis() for c in compiled(programs, mesh, hidden=4096)])
     for one, four in zip(*found, strict=True):
         one, four = one.argument_size_in_bytes, four.argument_size_in_bytes
         assert one > 2 * 4 * 65539
@@ -137,6 +152,7 @@ def test_a_device_of_four_keeps_a_quarter(kind):
     assert 0.25 <= sharded_step / step < 0.4
 
 
+@pytest.mark.usefixtures("optimised")
 def test_sketches_gather_no_gradient():
     """Out of the backward pass or, with specs, of gradients: the compiler only adds up."""
     mesh = mesh_of(2)
@@ -161,36 +177,38 @@ def test_sketches_gather_no_gradient():
     np.testing.assert_allclose(over(backward)(params, data), expected, rtol=1e-4, atol=1e-4)
 
 
-@compiled_by(LIBTPU)
-def test_workers_of_four_devices_on_a_slice_of_eight_chips():
-    mesh = slice_of("v5e:2x4", 8)[0]
-    mesh = jax.sharding.Mesh(
-        mesh.devices.reshape(2, 4), ("worker", "model"), axis_types=(AxisType.Auto,) * 2
-    )
-    programs = sketched(left_to_the_compiler(2, mesh=mesh), size=128)
-    spread = functools.partial(abstract, mesh=mesh)
-    params = spread(copies(network(), 2), SPECS)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(7), 2))
-    state, orders = jax.eval_shape(programs.init, params, keys)
-    state, orders = spread(state, state_specs(rounds_of(SPECS))), spread(orders, P())
-    with uncached():
-        step = programs.steps[BATCH].lower(
-            params, state, orders, spread(data_of(2), P()), jax.ShapeDtypeStruct((2,), np.int32)
+@pytest.mark.parametrize("workers,way", [(2, "compiler"), (4, "by hand")])
+def test_a_checkpoint_keeps_bits_and_places(way, workers, tmp_path):
+    """In the middle of a round and of a pair: what goes on from it is bitwise the run itself."""
+    programs, mesh = exact(WAYS[way](workers), units=3), mesh_of(workers)
+    params = placed(copies(network(), workers), SPECS, mesh)
+    data = placed(data_of(workers), P(), mesh)
+    step = lambda at, *owned: programs.steps[3](*owned, data, np.full(workers, at))[:3]  # noqa: E731
+    saved = step(0, params, *programs.init(params, keys_of(workers)))
+    assert np.abs(saved[2].pending).max() > 0
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved
         )
-        inside = lines_of(step.compile(), mesh)
-        found = lines_of(programs.sync.lower(params, state, orders).compile(), mesh)
-    assert inside and {axes for _, _, axes in inside} == {"model"}
-    large = [(name, size, axes) for name, size, axes in found if size > 4 * 2 * len(SPECS)]
-    assert {axes for _, _, axes in large} == {"worker"}
-    assert sum(size for name, size, _ in large if name == "all-reduce") == size_of_shards(
-        network(), 4
-    )
+        found = checkpointer.restore(tmp_path / "state", shapes)
+    assert jax.tree.structure(found) == jax.tree.structure(saved)
+    assert_bitwise_equal(found, saved)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(saved), strict=True):
+        assert a.sharding == b.sharding
+    assert_in_their_places(found[0], owned(SPECS))
+    assert_in_their_places(found[2].running_sum, P("worker", "model"))
+    assert_in_their_places(found[2].pending, P("worker", None, "model"))
+    on, again = (programs.sync(*step(3, *state)) for state in (saved, found))
+    assert_bitwise_equal(again, on)
 
 
-def abstract(tree, specs, *, mesh):
-    """Shapes with a leading worker axis, in their places."""
-
-    def shape(spec, x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
-
-    return jax.tree.map(shape, like(owned(specs), tree), tree)
+@pytest.mark.parametrize("workers", MESHES)
+def test_on_explicit_axes_the_run_is_the_same(workers):
+    kind = AxisType.Explicit
+    found = sharded(exact(left_to_the_compiler(workers, kind)), workers, kind)
+    assert_same_run(found, on_one(exact, workers))
+    assert_in_their_places(found[2], owned(SPECS))
+    assert_in_their_places(found[3].inner[0].trace, owned(SPECS))
+    assert_in_their_places(found[4].running_sum, P("worker", "model"))
