@@ -95,28 +95,6 @@ def test_a_combination_that_not_all_have_is_not_predicted():
     }
 
 
-def test_the_nearest_size_of_a_batch_is_taken():
-    small = factorial("s", sizes=SIZES._replace(workers=32, units_per_step=2))
-    assert [f.task for f in factorials.near([factorial(), small], 12)] == ["a"]
-    assert [f.task for f in factorials.near([factorial(), small], 1)] == ["s"]
-
-
-def test_the_recorded_factorials_hold_every_combination():
-    known = factorials.load()
-    assert {found.size for found in known} == {"4 x 16", "32 x 2"}
-    assert len({found.task for found in known}) >= 4
-    for found in known:
-        assert {PLAIN, ORDER, LOCAL, ECHO} <= set(found.taken), found.task
-        for own in found.taken.values():
-            assert len(own.steps) == 5 and (own.rounds <= own.steps).all()
-            assert (own.loads <= own.steps).all()
-
-
-def test_networks_and_their_seconds():
-    assert advise.link(1e6, 4, 10) == pytest.approx(3e-5 + 8 * 6e6 / 1e10)
-    assert advise.link(1e6, 1, 10) == 0
-
-
 def parsed(*argv):
     values = flags.FlagValues()
     advise.define_flags(values)

@@ -18,12 +18,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 COST = {"num_params": 10**9, "num_workers": 4, "step_seconds": 0.5, "gigabits_per_second": 32}
 
 
-def test_ring_sends_twice_the_parameters_less_one_share():
-    assert local_opt.sync_bytes(1000, num_workers=1) == 0
-    assert local_opt.sync_bytes(1000, num_workers=2) == 4000
-    assert local_opt.sync_bytes(1000, num_workers=10**6) == pytest.approx(8000, rel=1e-5)
-
-
 def test_forecast_by_hand():
     """4 workers, 4 GB: 6 GB sent per sync, 48 Gb, 1.5 s at 32 Gb/s; 3 syncs in 10 steps."""
     found = local_opt.forecast(local_opt.constant(4, total_steps=10), **COST, latency_seconds=0.25)
