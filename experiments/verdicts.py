@@ -1,62 +1,44 @@
-r"""Which claims of the papers do our runs bear out? docs/results.md, and experiments/README.md.
+"""Which claims of the papers do our runs bear out? docs/results.md, and experiments/README.md.
 
-    python -m experiments.verdicts                      # writes both anew, and their picture
-    python -m experiments.verdicts --check              # fails if they are not up to date
-    python -m experiments.verdicts --pictures           # and draws docs/orders_*.png
-    python -m experiments.verdicts --record=results/cd_grab_hmda --name=hmda \
-        --command="python -m experiments.cd_grab --task=hmda --data_dir=DIR"
-    python -m experiments.verdicts --run=undecided --hours=8 --data=DIR
-    python -m experiments.verdicts --again=hmda,sst2 --arms=rr,cd_grab --data=DIR
+    python -m experiments.verdicts                          # writes both anew, and their picture
+    python -m experiments.verdicts --check                  # fails if they are not up to date
+    python -m experiments.verdicts --pictures               # and draws docs/orders_*.png
+    python -m experiments.verdicts --record=results/hmda    # keeps a study's output as run hmda
 
-Without --run and --again nothing is trained: everything comes from the records in experiments/runs,
-in seconds. The claims are the rows of experiments/results/claims.py, and the verdicts what rule.py
-there makes of their effects. A run recorded again with more seeds is looked at again, at the level
-of that look.
-
---run=undecided trains further seeds of recorded runs, in pairs, the cheapest look first, until
-nothing is undecided or the hours are spent; given again, it goes on. --again trains a recorded seed
-anew and shows how far it is from its record. --data is the folder of all tasks' folders, named as
-in the rows of RUNS.
+Nothing is trained: everything comes from the records in experiments/runs, in seconds. The claims
+are the rows of experiments/results/claims.py, and the verdicts what rule.py there makes of their
+effects. For every undecided claim the command is printed that would decide it, the run's own with
+more seeds; recorded again, the run is looked at again, at the level of that look.
 """
 
 import functools
 import pathlib
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import app, flags
 
-from experiments import forecast, more_seeds
-from experiments.cluster import files, processes
-from experiments.results import archive, verdict_picture
+from experiments import forecast
+from experiments.cluster import files
+from experiments.results import archive, plots, statistics
 from experiments.results import claims as claimed
 from experiments.results import verdict_page as written
 from experiments.study import factorials, recipes
-from experiments.study.flags import definer
 from experiments.study.tables import SYNC_RULES
 
 FLAGS = flags.FLAGS
 README = pathlib.Path(__file__).parent / "README.md"
-PICTURES = README.parents[1] / "docs"
-PAGES = (README, PICTURES / "results.md")
+DOCS = README.parents[1] / "docs"
+PAGES = (README, DOCS / "results.md")
 BEGIN = "<!-- begin: written by python -m experiments.verdicts -->"
 END = "<!-- end: written by python -m experiments.verdicts -->"
 
 
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    define, switch, text = definer(values), flags.DEFINE_bool, flags.DEFINE_string
-    define(switch, "check", False, "write nothing; fail if a page is out of date")
-    define(switch, "pictures", False, "draw the pictures of the runs of orders too")
-    define(text, "record", None, "an output folder to keep in experiments/runs")
-    define(text, "name", None, "of the run to record, as in RUNS")
-    define(text, "command", None, "that made it, DIR for the data")
-    define(flags.DEFINE_list, "again", [], "recorded runs of which a seed is trained again")
-    define(flags.DEFINE_list, "arms", [], "of --again; the first of each run if unset")
-    define(flags.DEFINE_enum, "run", None, "train more seeds of these", ["undecided"])
-    define(flags.DEFINE_float, "hours", 8.0, "that may be spent on it", lower_bound=0.0)
-    define(flags.DEFINE_list, "names", [], "of the runs that may be continued; all if unset")
-    define(text, "data", "", "folder of all tasks' data")
-    define(switch, "delays", False, "wait for slow loads, as claims about seconds ask for")
+def define_flags() -> None:
+    flags.DEFINE_bool("check", False, "write nothing; fail if a page is out of date")
+    flags.DEFINE_bool("pictures", False, "draw the pictures of the runs of orders too")
+    flags.DEFINE_string("record", None, "a study's output folder, to keep as the run of its name")
 
 
 @functools.cache
@@ -69,76 +51,95 @@ def claims() -> tuple:
     return claimed.claims(plan_of)
 
 
-def record(results: str, name: str, command: str, folder=archive.FOLDER) -> pathlib.Path:
-    """Keeps a finished output folder as a run of `RUNS`, as of `archive.record`."""
+def record(results: str, folder=archive.FOLDER) -> pathlib.Path:
+    """Keeps a finished output folder as the run of `RUNS` that it has the name of."""
+    name = pathlib.Path(results).name
     if name not in claimed.RUNS and not factorials.is_name(name):
         raise ValueError(
-            f"--name is {name!r}: it must be one of {', '.join(claimed.RUNS)}, or of a factorial, "
-            "as map_TASK_WxB_eUSES or slow_TASK_eUSES. Add a row to RUNS in "
+            f"--record is {results!r}: the folder must be named {', '.join(claimed.RUNS)}, or as a "
+            "factorial, map_TASK_WxB_eUSES or slow_TASK_eUSES. Add a row to RUNS in "
             "experiments/results/claims.py for a new run."
         )
-    target = pathlib.Path(folder) / name
-    archive.record(results, target, command)
-    return target
+    archive.record(results, pathlib.Path(folder) / name)
+    return pathlib.Path(folder) / name
 
 
-def generated(folder=archive.FOLDER) -> tuple[str, str]:
-    """Everything between the markers of `PAGES`."""
-    recorded = written.load(folder)
-    rows = written.rows(recorded, claims())
-    return written.page_of_claims(rows, recorded, folder), written.page_of_results(rows)
+def commands(found: Sequence[written.Row], folder=archive.FOLDER) -> str:
+    """What would decide the undecided claims, the fewest further seeds first, and what never ran.
+
+    A run's first command, for the arms and the speed that are compared alone.
+    """
+    lines = []
+    for row in written.undecided(found):
+        if not row.verdict.needed:
+            continue
+        lines += [f"{row.text}: {row.verdict.seeds} seeds{row.needs}"]
+        measure = row.claim.measure
+        own = {"arms": f"{measure.against},{measure.arm}", "seeds": row.verdict.needed}
+        own |= {"speeds": measure.speed} if measure.speed else {}
+        for name in row.claim.runs:
+            command = archive.commands(pathlib.Path(folder, name))[0]
+            command = re.sub(rf" --({'|'.join(own)})=\S+", "", command)
+            flags = "".join(f" --{flag}={value}" for flag, value in own.items())
+            lines += [f"    {command}{flags} --output_dir=results/{name}"]
+    for name, run in claimed.RUNS.items():
+        if run.command and not pathlib.Path(folder, name).exists():
+            lines += [f"{run.title}: not run", f"    {run.command} --output_dir=results/{name}"]
+    return "\n".join(lines)
 
 
-def replace_section(text: str, body: str) -> str:
-    """The text with the body between its markers; ValueError if it has not each of them once."""
-    if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"a page needs the lines {BEGIN!r} and {END!r} once, in this order.")
-    return f"{text.split(BEGIN)[0]}{BEGIN}\n\n{body}\n\n{END}{text.split(END)[1]}"
-
-
-def check(pages: Sequence[pathlib.Path] = PAGES, folder=archive.FOLDER) -> None:
-    """Raises ValueError if a page is not that of the recorded runs."""
-    for path, body in zip(pages, generated(folder), strict=True):
+def pages(rows, recorded, paths=PAGES, folder=archive.FOLDER) -> dict[pathlib.Path, str]:
+    """The pages as they should be, with what was recorded between their markers."""
+    bodies = written.page_of_claims(rows, recorded, folder), written.page_of_results(rows)
+    found = {}
+    for path, body in zip(paths, bodies, strict=True):
         text = path.read_text(encoding="utf-8")
-        if replace_section(text, body) != text:
-            raise ValueError(
-                f"{path.name} is not that of the recorded runs: write it by "
-                "python -m experiments.verdicts."
-            )
+        if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
+            raise ValueError(f"{path} needs the lines {BEGIN!r} and {END!r} once, in this order.")
+        found[path] = f"{text.split(BEGIN)[0]}{BEGIN}\n\n{body}\n\n{END}{text.split(END)[1]}"
+    return found
 
 
-def write_pages(*, pictures: bool = False) -> None:
-    recorded = written.load()
-    rows = written.rows(recorded, claims())
-    verdict_picture.draw(rows, str(PICTURES / written.PICTURE))
-    if pictures:
-        written.draw_orders(recorded, PICTURES)
-    for path, body in zip(PAGES, generated(), strict=True):
-        files.write_whole(str(path), replace_section(path.read_text(encoding="utf-8"), body))
-        print(f"Written: {path.name}, {len(body.splitlines())} lines")
+def check(found: Mapping[pathlib.Path, str]) -> None:
+    """Raises ValueError if a page is not as it should be."""
+    if stale := [path.name for path, text in found.items() if path.read_text("utf-8") != text]:
+        raise ValueError(
+            f"{' and '.join(stale)} are not those of the recorded runs: write them by "
+            "python -m experiments.verdicts."
+        )
+
+
+def draw_orders(recorded: Mapping, folder: pathlib.Path) -> None:
+    """Every run of orders against epochs and against seconds."""
+    for name, compared in recorded.items():
+        run = claimed.RUNS[name]
+        if compared.records[0]["study"] == "cd_grab":
+            kept = [r for r in compared.records if r["epoch"] >= run.shown_from]
+            shown = statistics.compare(kept, compared.arms, compared.criterion)
+            title = f"{run.title}, from epoch {run.shown_from}" if run.shown_from else run.title
+            plots.comparison(shown, plots.ORDER_PANELS, str(folder / f"orders_{name}.png"), title)
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    if FLAGS.record:
+        print(f"Recorded in {record(FLAGS.record)}")
+    recorded = written.load()
+    rows = written.rows(recorded, claims())
+    found = pages(rows, recorded)
     if FLAGS.check:
         try:
-            check()
+            check(found)
         except ValueError as error:
             sys.exit(str(error))
         return print("The pages are up to date.")
-    if FLAGS.again:
-        return print(more_seeds.train_again(FLAGS.again, data=FLAGS.data, arms=FLAGS.arms))
-    if FLAGS.record:
-        print(f"Recorded in {record(FLAGS.record, FLAGS.name, FLAGS.command)}")
-    stopped = 0
-    if FLAGS.run:
-        stopped = more_seeds.decide(
-            claims(), hours=FLAGS.hours, data=FLAGS.data, names=FLAGS.names, delays=FLAGS.delays
-        )
-    write_pages(pictures=FLAGS.pictures)
-    if stopped:
-        processes.say("Stopped and saved: the same command goes on.")
-        sys.exit(128 + stopped)
+    for path, text in found.items():
+        files.write_whole(str(path), text)
+        print(f"Written: {path.name}, {len(text.splitlines())} lines")
+    written.picture(rows, str(DOCS / "results.png"))
+    if FLAGS.pictures:
+        draw_orders(recorded, DOCS)
+    print(commands(rows))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import datetime
 import gzip
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
+import shlex
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,32 +30,56 @@ COPIED = ("settings.json", VERSIONS, COMPARISON)
 DIGITS = 6  # significant ones
 
 
-def record(results: str, target: os.PathLike, command: str) -> None:
-    """Keeps a finished output folder; ValueError for one that has not ended, or no command."""
-    if not (command or "").strip():
-        raise ValueError(f"--command is {command!r}: pass what made the run, DIR for its data.")
-    needed = (records.METRICS, "table.md", *COPIED)
-    missing = [part for part in needed if not os.path.exists(os.path.join(results, part))]
-    if missing:
+def note_command(folder: str, command: str) -> None:
+    """Adds what was run to an output folder's command.txt, if it is not there yet."""
+    path = pathlib.Path(folder, COMMAND)
+    known = path.read_text(encoding="utf-8") if path.exists() else ""
+    if command not in known.splitlines():
+        files.write_whole(str(path), f"{known}{command}\n")
+
+
+def record(results: os.PathLike, target: os.PathLike) -> None:
+    """Keeps a finished output folder as a recorded run, with a look at it as it is today.
+
+    With as many seeds as at the look before it is the same look, taken again.
+
+    Raises:
+      ValueError: for a folder that has not ended, or has fewer seeds than are recorded.
+    """
+    results, target = pathlib.Path(results), pathlib.Path(target)
+    needed = (records.METRICS, COMMAND, *COPIED)
+    if missing := [part for part in needed if not (results / part).exists()]:
         raise ValueError(
-            f"{results!r} has no {', '.join(missing)}: only runs that have ended are recorded. "
-            "Give the run's command again, which goes on where it was stopped."
+            f"{str(results)!r} has no {', '.join(missing)}: only runs that have ended are recorded."
+            " Give the run's command again, which goes on where it was stopped."
         )
-    target, rows = pathlib.Path(target), records.read(os.path.join(results, records.METRICS))
-    versions = files.read_json(os.path.join(results, VERSIONS))
-    looked = _and_another(target, rows, versions, commands_of(command))
+    rows = records.whole_runs(records.read(str(results / records.METRICS)))
+    seeds, looks, known = _seeds_of(rows), [], []
+    if target.exists():
+        looks, known = records.read(str(target / LOOKS)), commands(target)
+    if looks and seeds < (most := looks[-1]["seeds"]):
+        raise ValueError(
+            f"{target.name} is recorded with {most} seeds, and these are {seeds}: pass "
+            f"--seeds={most} or more, so that no look at it is forgotten."
+        )
     target.mkdir(parents=True, exist_ok=True)
     for part in COPIED:
-        shutil.copyfile(os.path.join(results, part), target / part)
-    (target / COMMAND).write_text(command.strip() + "\n", encoding="utf-8")
-    _write(target, rows, looked)
+        shutil.copyfile(results / part, target / part)
+    made = [_anywhere(line) for line in commands(results)]
+    lines = dict.fromkeys([*known, *made])
+    (target / COMMAND).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (target / METRICS).write_bytes(pack(rows))
+    look = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commands": made}
+    look["versions"] = files.read_json(str(results / VERSIONS))
+    before = [known for known in looks if known["seeds"] < seeds]
+    records.write_lines(str(target / LOOKS), [*before, look])
 
 
-def extend(target: os.PathLike, rows: Iterable[Mapping], commands: list[str]) -> None:
-    """Adds the records of further seeds to a recorded run, and the look at all of them."""
-    target = pathlib.Path(target)
-    rows = [*_rows(target), *rows]
-    _write(target, rows, _and_another(target, rows, records.versions(), commands))
+def _anywhere(command: str) -> str:
+    """Without the folders of this machine: DIR stands for the data."""
+    words = [word for word in shlex.split(command) if not word.startswith("--output_dir=")]
+    at = (re.sub("^--data_dir=.*", "--data_dir=DIR", word) for word in words)
+    return shlex.join(at)
 
 
 def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
@@ -65,24 +89,13 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
         return None
     rows = _rows(path)
     compared = restore(rows, files.read_json(path / COMPARISON))
-    return compared._replace(looks=tuple(_looks(path, rows)))
+    return compared._replace(looks=records.read(str(path / LOOKS)))
 
 
-def command_of(name: str, folder: os.PathLike = FOLDER) -> str:
-    """The first of those that made a recorded run, in one line."""
-    return commands_of((pathlib.Path(folder) / name / COMMAND).read_text(encoding="utf-8"))[0]
-
-
-def commands_of(text: str) -> list[str]:
-    """Each with its own lines joined, where a backslash parts them."""
+def commands(path: pathlib.Path) -> list[str]:
+    """What made a run, the first one first, each in one line."""
+    text = (path / COMMAND).read_text(encoding="utf-8")
     return re.sub(r"\s*\\\n\s*", " ", text).strip().splitlines()
-
-
-def _write(target: pathlib.Path, rows: Iterable[Mapping], looked: Iterable[Mapping]) -> None:
-    temporary = target / f"{METRICS}.tmp"
-    temporary.write_bytes(pack(rows))
-    records.write_lines(str(target / LOOKS), looked)
-    os.replace(temporary, target / METRICS)
 
 
 def pack(rows: Iterable[Mapping]) -> bytes:
@@ -100,78 +113,27 @@ def _rows(path: pathlib.Path) -> list[dict]:
     return [*map(json.loads, lines)]
 
 
-# Looks: how often a run was looked at decides the level of its intervals, as of `rule.level`.
-def _and_another(target: pathlib.Path, rows, versions, commands) -> list[dict]:
-    """The looks at a run, and the one that records it with these rows, today.
-
-    With as many seeds as before it is the same look, taken again.
-    """
-    seeds, before = _seeds_of(rows), []
-    if (target / METRICS).exists():
-        before = _looks(target, _rows(target))
-    if before and seeds < before[-1]["seeds"]:
-        raise ValueError(
-            f"{target.name} is recorded with {before[-1]['seeds']} seeds, and these are {seeds}: "
-            f"pass --seeds={before[-1]['seeds']} or more, so that no look at it is forgotten."
-        )
-    now = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commit": versions["commit"]}
-    kept = [look for look in before if look["seeds"] < seeds]
-    return [*kept, now | {"versions": versions, "commands": commands}]
-
-
-def _looks(path: pathlib.Path, rows: Iterable[Mapping]) -> list[dict]:
-    """Oldest first: seeds, which are the first ones of the records, date, commit, commands."""
-    seeds = _seeds_of(rows)
-    found = [json.loads(s) for s in (path / LOOKS).read_text(encoding="utf-8").splitlines()]
-    counts = [look["seeds"] for look in found]
-    taken = [count for count in counts if count <= seeds]  # a crash may leave a look without seeds
-    if not taken or counts != sorted(set(counts)) or taken[-1] != seeds:
-        raise ValueError(
-            f"{path / LOOKS} has looks with {counts} seeds, and the records {seeds}: they must "
-            "rise to those of the records. Record the run by python -m experiments.verdicts."
-        )
-    return found[: len(taken)]
-
-
 def _seeds_of(rows: Iterable[Mapping]) -> int:
     return len({row["seed"] for row in rows})
 
 
-def seeds_at_looks(comparisons: Sequence[Comparison]) -> list[tuple[int, ...]]:
-    """How many seeds each of these runs had at every look at any of them.
-
-    Looks at several runs on one day are one.
-    """
-    now, found = {}, []
+def at_looks(comparisons: Sequence[Comparison]) -> Iterator[list[Comparison]]:
+    """These runs as they were known at every look at any of them; those on one day are one."""
     looks = [c.looks or [{"seeds": _seeds_of(c.records), "date": ""}] for c in comparisons]
+    known = {}
     for date in sorted({look["date"] for run in looks for look in run}):
         today = [[look["seeds"] for look in run if look["date"] == date] for run in looks]
         for each in itertools.zip_longest(*today):
-            now |= {run: seeds for run, seeds in enumerate(each) if seeds is not None}
-            if len(now) == len(looks):
-                found.append(tuple(now[run] for run in range(len(looks))))
-    return found or [()]
+            known |= {run: seeds for run, seeds in enumerate(each) if seeds is not None}
+            if len(known) == len(looks):
+                yield [first_seeds(c, known[run]) for run, c in enumerate(comparisons)]
 
 
 def first_seeds(comparison: Comparison, seeds: int) -> Comparison:
     """What was known with these seeds."""
-    known = sorted({r["seed"] for r in comparison.records})
-    if seeds >= len(known):
-        return comparison
-    kept = [r for r in comparison.records if r["seed"] in known[:seeds]]
+    first = sorted({r["seed"] for r in comparison.records})[:seeds]
+    kept = [r for r in comparison.records if r["seed"] in first]
     return compare(kept, comparison.arms, comparison.criterion, comparison.plans)
-
-
-def seconds_per_seed(comparison: Comparison, runs: Collection[tuple]) -> float | None:
-    """Of all these runs (arm, speed, learning rate), in all phases, on the mean; None: unknown."""
-    ends: dict[tuple, dict] = {}
-    for r in comparison.records:
-        own = r["arm"], r["speed"], r["learning_rate"]
-        if own in runs:
-            last = ends.setdefault((*own, r["phase"]), {})
-            last[r["seed"]] = max(r["seconds"], last.get(r["seed"], 0.0))
-    total = sum(float(np.mean([*of.values()])) for of in ends.values())
-    return total if ends and math.isfinite(total) else None
 
 
 # What records are compared by.

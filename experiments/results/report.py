@@ -54,7 +54,7 @@ def write(
     panels: Sequence[plots.Panel],
     sections: Sequence[Callable] = (),
 ) -> str:
-    """Writes tables, pictures, comparison.json and report.html into the folder.
+    """Writes tables, pictures, comparison.json, command.txt and report.html into the folder.
 
     Args:
       title: of the pictures and the page.
@@ -84,6 +84,7 @@ def write(
     for name, text in texts.items():
         files.write_whole(os.path.join(folder, name), text + "\n")
     files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
+    archive.note_command(folder, command_line())
     write_page(folder, title)
     return "\n\n".join(texts.values())
 

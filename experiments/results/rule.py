@@ -1,9 +1,6 @@
-"""The rule of verdicts: from the interval of an effect, paired by seed, to what the data rule out.
+"""The rule of verdicts: from the interval of an effect over seeds to what the data rule out."""
 
-A `Claim` names recorded runs and what it says of them, a `Gain` or a `NoGain`: called with the
-number of the look and with the comparisons, these give a `Verdict`.
-"""
-
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,9 +15,8 @@ OPPOSITE, UNDECIDED = "opposite", "undecided"
 UNTESTABLE, NOT_RUN = "not testable here", "not run"
 VERDICTS = (REPRODUCED, SMALLER, NONE, OPPOSITE, UNDECIDED, UNTESTABLE, NOT_RUN)
 LEAST_SEEDS = 3
+MOST_SEEDS = 10_000  # if more are needed, how many is as good as unknown
 MISSES = 0.05  # how often an interval may miss, over all looks at a claim together
-MOST_SEEDS = 10**6  # beyond it, how many are needed is as good as unknown
-MOST_FOR_MEDIAN = 500  # the same, where their effects are written down to tell
 
 
 class Matters(NamedTuple):
@@ -53,52 +49,53 @@ class Effect(NamedTuple):
         something.
       text: from its interval to what was seen, for people.
       kind: of `MATTERS`.
-      controls: {label: values} of what should not have the effect.
+      controls: {label: mean or median} of what should not have the effect.
       censored: whether some run never arrives.
-      runs: for each of the comparisons, (arm, speed, learning rate) of what it compares.
       instead: (word, why) where there are runs, but no values.
     """
 
-    values: Mapping[int, float]
-    text: Callable[[Interval], str] = lambda _: "-"
+    values: Mapping[int, float] = {}
+    text: Callable[[Interval], str] = lambda interval: "-"
     kind: str = "loss"
-    controls: Mapping[str, np.ndarray] = {}
+    controls: Mapping[str, float] = {}
     censored: bool = False
-    runs: tuple[tuple, ...] = ()
     instead: tuple[str, str] | None = None
 
-    @property
-    def each(self) -> np.ndarray:
-        """float64[seeds]"""
-        return np.array([*self.values.values()], float)
+    def interval(self, level: float, seeds: int | None = None) -> Interval:
+        """Of the mean by Student's t; of the median where some run never arrives.
 
-
-NOTHING = Effect({})
+        Args:
+          level: how often it misses.
+          seeds: as if there were so many, like these; None: of those that there are.
+        """
+        values = np.array([*self.values.values()], float)
+        if self.censored:
+            if seeds:
+                values = np.sort(values)[np.arange(seeds) * len(values) // seeds]
+            return Interval(*statistics.median_interval(values, level))
+        mean, half = statistics.interval(values, level)
+        if seeds:
+            half = statistics.half_width(np.std(values, ddof=1), seeds, level)
+        return Interval(mean, mean - half, mean + half)
 
 
 class Verdict(NamedTuple):
     """What the data say of a claim.
 
     Fields:
-      word: of `VERDICTS`; text: what was seen.
-      low, high, mean: of the effect, at the level of the look.
-      size: what was published, else that of `MATTERS`; of `NoGain` the gain that should go.
-      seeds: that were compared.
-      needed: how many would decide at the next look, if mean and variance stay, or the effects'
-        distribution where some seeds never arrive; None: unknown.
-      note: what stands behind the word; runs: as of `Effect`.
+      word: of `VERDICTS`; note: what stands behind it; text: what was seen.
+      found: the interval of the effect, at the level of the look.
+      size: what was published, else that of `MATTERS`, or the gain that should have gone.
+      seeds: that were compared; needed: how many would decide at the next look, None: unknown.
     """
 
     word: str
+    note: str = ""
     text: str = "-"
-    low: float = math.nan
-    high: float = math.nan
-    mean: float = math.nan
+    found: Interval = Interval(math.nan, math.nan, math.nan)
     size: float = math.nan
     seeds: int = 0
     needed: int | None = None
-    note: str = ""
-    runs: tuple[tuple, ...] = ()
 
     @property
     def words(self) -> str:
@@ -106,8 +103,8 @@ class Verdict(NamedTuple):
 
 
 def ratio(less: float, more: float) -> float:
-    """The size of a published effect, as `values` count it."""
-    return float(np.log(more / less))
+    """The size of a published effect, as `Effect.values` count it."""
+    return math.log(more / less)
 
 
 def level(look: int) -> float:
@@ -120,155 +117,97 @@ def level(look: int) -> float:
     return MISSES / (look * (look + 1))
 
 
-def word_of(low: float, high: float, size: float, *, published: bool = True) -> str:
-    """The verdict on an effect in [low, high], where one of this size > 0 was claimed.
+def word_of(found: Interval, size: float, least: float) -> str:
+    """The verdict on an effect in this interval.
 
     Args:
-      published: whether the size was; without, a sign is all that was claimed.
+      size: what was claimed, 0 where only the sign was; least: the same, or what would matter.
     """
-    if low > 0:
-        half = high >= size or low >= size / 2  # so that the estimate is half of it at least
-        return REPRODUCED if half or not published else SMALLER
-    if high < 0:
+    if found.low > 0:
+        half = found.low >= size / 2  # so that the estimate is half of it at least
+        return REPRODUCED if half or found.high >= size else SMALLER
+    if found.high < 0:
         return OPPOSITE
-    return NONE if high < size / 2 else UNDECIDED
+    return NONE if found.high < least / 2 else UNDECIDED
 
 
-def bounds(effect: Effect, level: float) -> Interval:
-    """Of the mean by Student's t; of the median where some run never arrives."""
-    if effect.censored:
-        return Interval(*statistics.median_interval(effect.each, level))
-    mean, half = statistics.interval(effect.each, level)
-    return Interval(mean, mean - half, mean + half)
+def word_of_gone(found: Interval, there: Interval) -> str:
+    """The verdict on an effect that is claimed to have gone, where another one is there.
+
+    Reproduced if its whole interval lies below half of what is there, opposite if above.
+    """
+    if there.low <= 0:
+        return UNDECIDED
+    if found.high < there.mean / 2:
+        return REPRODUCED
+    return OPPOSITE if found.low >= there.mean / 2 else UNDECIDED
 
 
-def seeds_needed(effect: Effect, size: float, distance: float, level: float) -> int | None:
-    """With how many seeds the interval of the next look decides; None: unknown.
+def judge(look: int, size: float, effect: Effect, there: Effect | None = None) -> Verdict:
+    """The verdict on an effect at the k-th look.
 
     Args:
-      size: what was claimed; distance: of the mean from where it would be decided.
-      level: of the next look.
+      size: what was claimed, in the unit of `Effect.values`; 0 where only the sign was.
+      there: of a claim that the effect has gone, one that has not.
     """
-    values = np.sort(effect.each)
-    if effect.censored:  # if all further ones are as these
+    for own in (effect, there or effect):
+        seeds = len(own.values)
+        if own.instead or seeds < LEAST_SEEDS:
+            word, why = own.instead or (NOT_RUN, f"{seeds} of {LEAST_SEEDS} seeds")
+            return Verdict(word, why, seeds=seeds)
+    found, note = effect.interval(level(look)), ""
+    if there:
+        known = there.interval(level(look))
+        word_at, least = functools.partial(word_of_gone, there=known), known.mean
+        if known.low <= 0:
+            note = "no gain to lose"
+        elif word_at(found) == OPPOSITE:
+            note = "a gain is left"
+    else:
+        least = size or MATTERS[effect.kind].size
+        word_at = functools.partial(word_of, size=size, least=least)
+        also = [label for label, control in effect.controls.items() if control >= found.mean / 2]
+        if also and found.low > 0:
+            note = f"{', '.join(also)} as well"
+    word, seeds = word_at(found), len(effect.values)
+    needed = seeds_needed(effect, word_at, look + 1) if word == UNDECIDED else None
+    return Verdict(word, note, effect.text(found), found, least, seeds, needed)
 
-        def decides(seeds):
-            alike = values[np.arange(seeds) * len(values) // seeds]
-            _, low, high = statistics.median_interval(alike, level)
-            return word_of(low, high, size) != UNDECIDED
 
-        return _least(decides, len(values), MOST_FOR_MEDIAN)
-    if len(values) < 2 or not distance > 0:
-        return None
-    deviation = float(np.std(values, ddof=1))
-    return _least(lambda n: statistics.half_width(deviation, n, level) < distance, 1, MOST_SEEDS)
+def seeds_needed(effect: Effect, word_at: Callable[[Interval], str], look: int) -> int | None:
+    """With how many seeds, if further ones are like these, the k-th look decides; None: unknown."""
 
+    def decides(seeds):
+        return word_at(effect.interval(level(look), seeds)) != UNDECIDED
 
-def _least(enough: Callable[[int], bool], known: int, most: int) -> int | None:
-    """The least number above `known` that is enough, by bisection; None: none is known."""
-    low, high = known, known + 1
-    while not enough(high):
+    low = len(effect.values)
+    high = low + 1
+    while not decides(high):
         low, high = high, 2 * high
-        if low >= most:
+        if low >= MOST_SEEDS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        low, high = (low, middle) if decides(middle) else (middle, high)
     return high
-
-
-class Gain(NamedTuple):
-    """Claims an effect.
-
-    Fields:
-      measure: `comparisons -> Effect`.
-      size: what was published, in the unit of `Effect.values`; 0 where only the sign was.
-    """
-
-    measure: Callable[..., Effect]
-    size: float = 0.0
-
-    def __call__(self, look: int, *compared) -> Verdict:
-        effect = self.measure(*compared)
-        if short := _too_little(effect):
-            return short
-        found, size = bounds(effect, level(look)), self.size or MATTERS[effect.kind].size
-        word = word_of(found.low, found.high, size, published=self.size > 0)
-        needed, note = None, ""
-        if word == UNDECIDED:
-            distance = max(found.mean, size / 2 - found.mean)
-            needed = seeds_needed(effect, size, distance, level(look + 1))
-        elif found.low > 0:
-            middles = {k: _middle(values) for k, values in effect.controls.items()}
-            as_well = [k for k, middle in middles.items() if middle >= found.mean / 2]
-            note = f"{', '.join(as_well)} as well" if as_well else ""
-        return _verdict(word, effect, found, size, effect.runs, needed=needed, note=note)
-
-
-class NoGain(NamedTuple):
-    """Claims that an effect has gone in the first run which is there in the last.
-
-    Reproduced if its whole interval lies below half of what is there, opposite if above.
-
-    Fields:
-      measure, than: `comparison -> Effect`, of the first run and of the last.
-    """
-
-    measure: Callable[..., Effect]
-    than: Callable[..., Effect]
-
-    size = 0.0  # none was published
-
-    def __call__(self, look: int, *compared) -> Verdict:
-        effect, there = self.measure(compared[0]), self.than(compared[-1])
-        runs = effect.runs + there.runs * (len(compared) > 1)
-        if short := _too_little(effect) or _too_little(there):
-            return short._replace(runs=runs)
-        found, known = bounds(effect, level(look)), bounds(there, level(look))
-        half, needed, note = known.mean / 2, None, ""
-        if known.low <= 0:
-            word, note = UNDECIDED, "no gain to lose"
-        elif found.high < half:
-            word = REPRODUCED
-        elif found.low >= half:
-            word, note = OPPOSITE, "a gain is left"
-        else:
-            word, distance = UNDECIDED, abs(found.mean - half)
-            if not effect.censored:
-                needed = seeds_needed(effect, known.mean, distance, level(look + 1))
-        return _verdict(word, effect, found, known.mean, runs, needed=needed, note=note)
-
-
-def _verdict(word, effect, found, size, runs, **fields) -> Verdict:
-    mean, low, high = found
-    seeds = len(effect.values)
-    return Verdict(word, effect.text(found), low, high, mean, size, seeds, runs=runs, **fields)
-
-
-def _middle(values) -> float:
-    return statistics.median(values) if np.isinf(values).any() else float(np.mean(values))
-
-
-def _too_little(effect: Effect) -> Verdict | None:
-    seeds = len(effect.values)
-    if effect.instead:
-        word, why = effect.instead
-        return Verdict(word, seeds=seeds, note=why, runs=effect.runs)
-    if seeds < LEAST_SEEDS:
-        text = effect.text(bounds(effect, MISSES)) if seeds > 1 else "-"
-        note = f"{seeds} of {LEAST_SEEDS} seeds"
-        return Verdict(NOT_RUN, text, seeds=seeds, note=note, runs=effect.runs)
-    return None
 
 
 class Claim(NamedTuple):
     text: str  # of CD-GraB against D-RR, where it does not say more
     paper: str  # the published numbers; "-": no paper says it, it is ours
     runs: tuple[str, ...] = ()  # of `claims.RUNS`; the first one's command is shown
-    judge: Callable | None = None  # `(look, *comparisons) -> Verdict`; None: not testable here
-    scaled: str = ""  # what was scaled down, or is missing, where it is not what the run says
+    measure: Callable[..., Effect] | None = None  # of their comparisons; of the first, where `gone`
+    size: float = 0.0  # as of `judge`
+    gone: Callable[..., Effect] | None = None  # of the last, an effect that is still there
+    known: Verdict | None = None  # without any run
     setting: str = ""  # at which learning rate
     command: str = ""  # what shows it, where no recorded run does
+
+    def effects(self, *compared: Comparison) -> tuple[Effect, ...]:
+        """Of these comparisons, as `judge` takes them."""
+        if self.gone:
+            return self.measure(compared[0]), self.gone(compared[-1])
+        return (self.measure(*compared),)
 
 
 def history(claim: Claim, recorded: Mapping[str, Comparison]) -> list[Verdict]:
@@ -279,15 +218,17 @@ def history(claim: Claim, recorded: Mapping[str, Comparison]) -> list[Verdict]:
     Args:
       recorded: comparisons by the names of runs.
     """
-    if claim.judge is None:
-        return [Verdict(UNTESTABLE)]
+    if claim.known:
+        return [claim.known]
     if not set(claim.runs) <= set(recorded):
         return [Verdict(NOT_RUN)]
-    found, compared = [], [recorded[name] for name in claim.runs]
-    for seeds in archive.seeds_at_looks(compared):
-        then = [archive.first_seeds(one, count) for one, count in zip(compared, seeds, strict=True)]
-        if found and found[-1].word == NOT_RUN:
-            found.pop()
-        if not found or claim.judge(len(found), *then) != found[-1]:
-            found.append(claim.judge(len(found) + 1, *then))
+    found, before = [], None
+    for compared in archive.at_looks([recorded[name] for name in claim.runs]):
+        effects = claim.effects(*compared)
+        values = [(effect.values, effect.instead) for effect in effects]
+        if values != before:
+            if found and found[-1].word == NOT_RUN:
+                found.pop()
+            found.append(judge(len(found) + 1, claim.size, *effects))
+            before = values
     return found

@@ -9,7 +9,6 @@ A grid of rates widens by itself where that is asked for: while an arm's best ra
 smallest or the largest, the next one beyond it is tried too.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -113,38 +112,18 @@ def search(
             steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
             asked.append((arm, speed, rates))
 
-    def of_arm(arm, speed, rates, records):
-        own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
-        return lacking(
-            own, arm, speed, rates, seeds=seeds, criterion=study.criterion,
-            finalists=study.finalists, widen=widen,
-        )  # fmt: skip
-
-    asks = [functools.partial(of_arm, *group) for group in asked]
-    return _train_all(study, trainer, asks, steps, done, on_record)
-
-
-def carry_out(
-    study, trainer, runs: Sequence[Run], *, done: Sequence[dict] = (),
-    on_record: Callable[[dict], None] = lambda record: None,
-) -> tuple[list[dict], int]:  # fmt: skip
-    """Trains these runs, as `search` does: for more seeds of what was chosen before."""
-
-    def left(records):
-        ended = _by_run(records)
-        return [run for run in runs if run not in ended]
-
-    steps = sum(trainer.steps(run.arm, run.speed) for run in runs)
-    return _train_all(study, trainer, [left], steps, done, on_record)
-
-
-def _train_all(study, trainer, asks, steps, done, on_record) -> tuple[list[dict], int]:
-    """Trains until every ask, `records of whole runs -> runs still needed`, is content."""
     records, stopped = list(done), 0
     known = sum(r["step"] for r in done if r.get("ended") and r["arm"] in study.arms)
     with processes.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
-        for ask in asks:
-            while not stopped and (runs := ask(whole_runs(records))):
+        for arm, speed, rates in asked:
+            while not stopped:
+                own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
+                runs = lacking(
+                    whole_runs(own), arm, speed, rates, seeds=seeds, criterion=study.criterion,
+                    finalists=study.finalists, widen=widen,
+                )  # fmt: skip
+                if not runs:
+                    break
                 new, stopped = _train(study, trainer, runs[0], records, on_record, bar)
                 records += new
     return whole_runs(records), stopped
