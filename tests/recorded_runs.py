@@ -2,8 +2,6 @@
 
 import json
 
-import numpy as np
-
 from experiments.results.statistics import Criterion, compare
 
 LABELS = {
@@ -30,25 +28,16 @@ def order_records(losses, *, rates=(0.1,), seeds=3, epochs=6, accuracy=0.5):
     ]  # fmt: skip
 
 
-def apart_by_seed(losses, seeds=3, epochs=6):
-    """Orders whose losses differ by the seed more than by the order."""
-    rows = order_records(losses, seeds=seeds, epochs=epochs)
-    for row in rows:
-        sign = 1 if row["arm"] == "rr" else -1
-        row["train/loss"] *= np.exp(sign * 0.2 * (row["seed"] % 2))
-    return compared(rows)
-
-
 def compared(records, criterion=LOWEST):
     arms = {name: LABELS[name] for name in dict.fromkeys(r["arm"] for r in records)}
     return compare(records, arms, criterion)
 
 
-def finished(folder, rows):
+def finished(folder, rows, command="python -m x"):
     """An output folder as `cd_grab` leaves it."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "table.md").write_text("")
+    (folder / "command.txt").write_text(f"{command}\n")
     (folder / "settings.json").write_text("{}")
     described = {"criterion": LOWEST._asdict(), "plans": {}}
     described["arms"] = {k: LABELS[k] for k in dict.fromkeys(r["arm"] for r in rows)}

@@ -1,0 +1,191 @@
+"""Effects: what the rule of verdicts is applied to, from records of orders, rules and echoing."""
+
+import numpy as np
+import pytest
+
+from experiments import verdicts
+from experiments.results.claims import RUNS
+from experiments.results.effects import Measure
+from experiments.results.rule import history, judge, ratio
+from experiments.results.statistics import Criterion
+from tests.recorded_runs import LOWEST, compared, order_records
+
+
+def words(measure, records, size=0.0, criterion=LOWEST):
+    return judge(1, size, measure(compared(records, criterion))).words
+
+
+def seen(effect):
+    return effect.text(effect.interval(0.05))
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, "reproduced"),
+        ({"rr": 1.0, "cd_grab": 0.97, "unzip": 1.0}, "smaller"),
+        ({"rr": 1.0, "cd_grab": 0.9, "id_pair": 0.9}, "reproduced; independent pair as well"),
+        ({"rr": 1.0, "cd_grab": 1.0}, "none of that size"),
+        ({"rr": 1.0, "cd_grab": 1.1}, "opposite"),
+        ({"rr": 1.0}, "not run; 0 of 3 seeds"),
+    ],
+)
+@pytest.mark.parametrize("over_run", [False, True])
+def test_records_of_orders_drive_the_verdict(over_run, losses, expected):
+    size = ratio(0.96, 1.0) if over_run else ratio(0.9, 1.0)
+    measure = Measure("train/loss", over_run=over_run)
+    assert words(measure, order_records(losses), size) == expected
+
+
+def test_an_own_learning_rate_is_the_one_whose_loss_ends_lowest():
+    records = order_records({"rr": 1.0, "cd_grab": 0.9}, rates=(0.1, 0.2, 0.15))
+    for r in records:
+        r["test/accuracy"] += 0.1 * (r["learning_rate"] == 0.2)
+    own, same = (Measure("test/accuracy", rate=rate)(compared(records)) for rate in (None, 0.15))
+    assert seen(own).endswith("lr 0.1") and seen(same).endswith("lr 0.15")
+    np.testing.assert_allclose([*own.values.values()], np.full(3, 1.0))  # points, paired by seed
+
+
+def alike(losses):
+    """Three seeds that do not differ."""
+    return [r | {"seed": s} for r in order_records(losses, seeds=1) for s in range(3)]
+
+
+def test_epochs_to_the_best_of_the_baseline_are_counted():
+    records = compared(alike({"rr": 1.0, "cd_grab": 0.5}))
+    assert seen(Measure("epoch")(records)).startswith("4 against 6 epochs: 1.50 times less")
+    assert seen(Measure("seconds")(records)).startswith("8 against 12 s: 1.50 times less")
+
+
+def arriving(rr, cd_grab):
+    """Records of orders whose loss falls from 2 to 0 at an epoch of each seed, or never (0)."""
+    rows = []
+    for arm, at in {"rr": rr, "cd_grab": cd_grab}.items():
+        for seed, epoch in enumerate(at):
+            for r in order_records({arm: 1.0}, seeds=1):
+                fallen = epoch and r["epoch"] >= epoch
+                rows.append(r | {"seed": seed, "train/loss": 0.0 if fallen else 2.0})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rr", "cd_grab", "word", "text"),
+    [
+        ([6] + 7 * [0], 8 * [3], "reproduced",
+         "8 of 8 seeds arrive, of D-RR 1; median: ∞ times less (2.00 to ∞)"),
+        ([6, 0, 0, 0], 4 * [3], "undecided", "4 of 4 seeds arrive, of D-RR 1; lr 0.1"),
+        (8 * [6], 8 * [0], "opposite",
+         "0 of 8 seeds arrive, of D-RR 8; median: 0.00 times less (0.00 to 0.00)"),
+        (3 * [6], 3 * [0], "undecided", "0 of 3 seeds arrive, of D-RR 3; lr 0.1"),
+        # Neither arrives with seven of nine, and no arm is better for that.
+        ([6, 6] + 7 * [0], [1, 1] + 7 * [0], "undecided",
+         "2 of 9 seeds arrive, of D-RR 2; median: 1.00 times less (1.00 to 6.00)"),
+        ([6] + 7 * [0], [3] + 7 * [0], "none of that size",
+         "1 of 8 seeds arrive, of D-RR 1; median: 1.00 times less (1.00 to 2.00)"),
+    ],
+)  # fmt: skip
+def test_seeds_that_never_arrive_count_by_their_order(rr, cd_grab, word, text):
+    found = judge(1, ratio(1, 6), Measure("epoch")(compared(arriving(rr, cd_grab))))
+    assert (found.word, found.seeds) == (word, len(rr))
+    assert (found.needed is not None) == (word == "undecided")
+    assert found.text.startswith(text), found.text
+
+
+def test_an_order_that_diverges_is_undecided():
+    records = alike({"rr": 1.0, "cd_grab": 1.2})
+    records[-1] |= {"diverged": "loss is nan"}
+    for measure in (Measure("epoch"), Measure("train/loss"), Measure("train/loss", rate=0.1)):
+        assert words(measure, records) == "undecided; CD-GraB diverges"
+
+
+@pytest.mark.parametrize(
+    ("untimed", "expected"),
+    [
+        ((4,), "reproduced"),  # of which four are left
+        ((2, 3, 4), "not run; 2 of 3 seeds"),
+        ((0, 1, 2, 3, 4), "not run; 0 of 3 seeds"),
+    ],
+)
+def test_seconds_count_only_where_they_were_taken(untimed, expected):
+    rows = order_records({"rr": 1.0, "cd_grab": 0.5}, seeds=5)
+    for r in rows:  # the same loss with all seeds, so that all arrive
+        r["timed"] = not (r["arm"] == "rr" and r["seed"] in untimed)
+        r["train/loss"] = round(r["train/loss"] / (1 + r["seed"]), 2)
+    assert words(Measure("seconds"), rows) == expected
+    assert words(Measure("epoch"), rows) == "reproduced"
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ({"parallel": 0.6, "constant": 0.6, "qsr": 0.61}, "reproduced"),
+        ({"parallel": 0.6, "constant": 0.61, "qsr": 0.61}, "reproduced; constant H as well"),
+        ({"parallel": 0.6, "constant": 0.6, "qsr": 0.604}, "smaller"),
+        ({"parallel": 0.6, "constant": 0.6, "qsr": 0.59}, "opposite"),
+        ({"parallel": 0.6}, "not run; 0 of 3 seeds"),
+    ],
+)
+def test_records_of_rules_drive_the_verdict(accuracies, expected):
+    records = [
+        {"arm": rule, "speed": None, "learning_rate": rate, "seed": seed, "phase": "run",
+         "step": 12, "rounds": 3, "train/loss": 1.0, "valid/accuracy": accuracy - rate,
+         "test/accuracy": accuracy - rate + 0.05 * seed + 1e-4 * ((seed + len(rule)) % 2)}
+        for rule, accuracy in accuracies.items() for rate in (0.1, 0.2) for seed in range(3)
+    ]  # fmt: skip
+    measure = Measure("test/accuracy", "qsr", "parallel")
+    assert words(measure, records, 1.1, Criterion("valid/accuracy", False)) == expected
+
+
+def echo_records(steps, timed=3):
+    """Arms that arrive after so many steps, tuned and timed at one rate; None: never."""
+    return [
+        {"arm": arm, "speed": 2.0, "learning_rate": 0.1, "seed": seed, "phase": phase,
+         "step": (number := (count or 0) + seed + len(arm) % 2),
+         "loads": (loads := number / (1 + (arm == "diffusion"))), "seconds": 0.1 * loads,
+         "valid/accuracy": float(bool(count)), "test/accuracy": float(bool(count)),
+         "timed": seed < timed}
+        for arm, count in steps.items() for seed in range(3) for phase in ("tune", "report")
+    ]  # fmt: skip
+
+
+ECHOED = Criterion("valid/accuracy", False, "target", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ({"none": 100, "local": 100, "diffusion": 110}, "reproduced"),
+        ({"none": 100, "local": 100, "diffusion": 160}, "smaller"),
+        ({"none": 100, "local": 60, "diffusion": 110}, "reproduced; local steps, no echo as well"),
+        ({"none": 100, "local": None, "diffusion": 110}, "reproduced"),
+        ({"none": 100, "diffusion": 300}, "opposite"),
+        ({"none": 100, "diffusion": None}, "undecided"),
+        ({"none": 100}, "not run; 0 of 3 seeds"),
+    ],
+)
+@pytest.mark.parametrize("cost", ["loads", "seconds"])
+def test_records_of_echoing_drive_the_verdict(cost, steps, expected):
+    measure = Measure(cost, "diffusion", "none", speed=2)
+    assert words(measure, echo_records(steps), ratio(1, 2), ECHOED) == expected
+
+
+def test_a_difference_of_two_runs_is_paired_by_seed():
+    measure = Measure("loads", "diffusion", "none", speed=2, names=("one", "other"))
+    one, other, never = (
+        compared(echo_records({"none": 100, "diffusion": count})[skip:], ECHOED)
+        for count, skip in ((100, 0), (200, 2), (None, 0))
+    )
+    effect, apart = measure(one, other), (measure(one).values, measure(other).values)
+    assert effect.values == {seed: apart[0][seed] - apart[1][seed] for seed in (1, 2)}
+    assert seen(effect).startswith("1.98 times less with one against 1.00 times less with other")
+    assert judge(1, 0.0, measure(one, never)).words == "undecided; not all seeds arrive"
+
+
+def test_every_claim_names_known_runs_and_has_a_verdict_without_them():
+    for claim in verdicts.claims():
+        assert set(claim.runs) <= set(RUNS)
+        assert history(claim, {})[-1].word == (claim.known.word if claim.known else "not run")
+    known = [claim.known.word for claim in verdicts.claims() if claim.known]
+    assert known.count("reproduced") == 2  # plans need no run
+    texts = [(claim.text, claim.setting) for claim in verdicts.claims()]
+    assert len(set(texts)) == len(texts)
