@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from experiments.results import records, statistics
+from experiments.results import statistics
 from experiments.results.statistics import Criterion
 from experiments.study import search, trainer
 from experiments.study.search import Run
@@ -124,14 +124,9 @@ def test_a_grid_ends_where_a_rate_diverges():
     assert sorted({r.learning_rate for r in trained}) == [*RATES, 0.8]
 
 
-def test_given_runs_are_trained_alone_and_a_signal_stops():
+def test_a_signal_stops():
     stopping = trainer_of(lambda *_: signal.SIGTERM)
     assert search.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
-    runs = [Run("b", None, 0.2, seed, "run") for seed in (5, 6)]
-    ending = trainer_of(lambda run, kept, write: write({"step": 10, "ended": True}))
-    found, _ = search.carry_out(asked(), ending, runs)
-    assert [records.run_of(r) for r in found] == runs
-    assert search.carry_out(asked(), ending, runs, done=found)[0] == found
 
 
 def test_records_and_checkpoints_that_a_stopped_or_killed_search_leaves(tmp_path, monkeypatch):
