@@ -69,7 +69,7 @@ def bounds_over_rounds(vectors: jax.Array, order_name: str, rounds: int) -> list
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 1), num_workers)
     init = over(lambda key: order.init(key, jnp.zeros(dimension)), inputs="owned")
     run = jax.jit(over(one_round, inputs="owned owned"), donate_argnums=0)
-    bound = jax.jit(lambda v, o: ordering.parallel_herding_bound(v, o, norm=jnp.inf))
+    bound = jax.jit(lambda v, o: ordering.herding_bound(v, o, norm=jnp.inf))
     state = jax.jit(init)(keys)
     found = [float(bound(vectors, state.current))]
     for _ in range(rounds):

@@ -10,7 +10,7 @@ from ordering.dealing import dealt, dealt_reshuffling
 from ordering.exchange import all_reduce_mean, all_to_all_mean
 from ordering.grab import grab
 from ordering.gradients import grouped, microbatch, per_example
-from ordering.herding import greedy_herding, herding_bound, parallel_herding_bound
+from ordering.herding import greedy_herding, herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
 from ordering.rows import Rows
 from ordering.shuffles import (
@@ -44,7 +44,6 @@ __all__ = [
     "kernel_halving",
     "microbatch",
     "pair_balance",
-    "parallel_herding_bound",
     "per_example",
     "random_reshuffling",
     "self_balancing_walk",

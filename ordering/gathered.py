@@ -49,19 +49,12 @@ def gathered_pairs(
     axis_name: str,
     rule: signs.SignRule | None,
     when: str,
-    wire_dtype=None,
     specs=None,
 ) -> base.Ordering:
     """The coordinated order of `cd_grab(gathers=when)`."""
     base.check_units_per_step(num_units, units_per_step)
     if when not in WHEN:
         raise ValueError(f"gathers is {when!r}: choose one of {', '.join(WHEN)}, or None.")
-    dtype = jnp.dtype(jnp.float32 if wire_dtype is None else wire_dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"wire_dtype is {wire_dtype}: pairs are floating numbers; pass jnp.bfloat16, or "
-            "None for float32."
-        )
     if specs is not None and mesh.check_specs(specs, axis_name):
         raise ValueError(
             f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
@@ -82,7 +75,7 @@ def gathered_pairs(
             signed=jnp.zeros((), jnp.int32),
             running_sum=jnp.zeros(size),
             pending=jnp.zeros(size) if splits_pairs else (),
-            waiting=jnp.zeros((pairs, size), dtype) if waits else (),
+            waiting=jnp.zeros((pairs, size)) if waits else (),
             rule=coins,
         )
         return mesh.varying_as(state, key)
@@ -101,9 +94,9 @@ def gathered_pairs(
         known = (number < pairs) & (2 * number + 1 < end)
         if waits:  # out of range: dropped
             at = jnp.where(known, number, pairs)
-            waiting = state.waiting.at[at].set(found.astype(dtype), mode="drop")
+            waiting = state.waiting.at[at].set(found, mode="drop")
             return state._replace(waiting=waiting)
-        return place(state, found.astype(dtype), first, known)
+        return place(state, found, first, known)
 
     def complete_pairs(state, units):
         """What these units complete: (first pair, differences [n, k], end, pending)."""
@@ -121,7 +114,7 @@ def gathered_pairs(
         count = own.shape[0]
         everyone = jax.lax.all_gather(own, axis_name)  # [W, n, k]
         workers = everyone.shape[0]
-        stream = rows_lib.as_float32(everyone).swapaxes(0, 1).reshape(count * workers, -1)
+        stream = everyone.swapaxes(0, 1).reshape(count * workers, -1)
         equal = equal_once((state.rule, state.running_sum, known), axis_name)
         rule_state, running_sum, valid = equal
         rule_state, running_sum, sign, _ = balance_blocks(

@@ -11,12 +11,12 @@ from ordering.base import Ordering
 from syncopate import mesh
 
 
-def herding_bound(vectors: jax.Array, order: jax.Array, *, norm: float = jnp.inf) -> jax.Array:
-    """The herding bound of one order: max over k of |sum_{j <= k} (z_{order(j)} - mean z)|.
+def herding_bound(vectors: jax.Array, orders: jax.Array, *, norm: float = jnp.inf) -> jax.Array:
+    """How far partial sums stray: max over k of |sum_{j <= k} sum_w (z_{w, order_w(j)} - mean z)|.
 
     Args:
-      vectors: float[M, D].
-      order: int[M], a permutation.
+      vectors: float[W, M, D]; of one worker float[M, D].
+      orders: int[W, M], one permutation per worker; of one worker int[M].
       norm: `jnp.inf` or 2.
 
     Returns:
@@ -30,61 +30,27 @@ def herding_bound(vectors: jax.Array, order: jax.Array, *, norm: float = jnp.inf
       >>> z = jnp.array([[1.0], [1.0], [-1.0], [-1.0]])
       >>> float(ordering.herding_bound(z, jnp.arange(4)))
       2.0
-      >>> float(ordering.herding_bound(z, jnp.array([0, 2, 1, 3])))
-      1.0
-
-    References:
-      Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
-      2022, https://arxiv.org/abs/2205.10733
-    """
-    return parallel_herding_bound(vectors[None], order[None], norm=norm)
-
-
-def parallel_herding_bound(
-    vectors: jax.Array, orders: jax.Array, *, norm: float = jnp.inf
-) -> jax.Array:
-    """The bound over workers: max over k of |sum_{j <= k} sum_w (z_{w, order_w(j)} - mean z)|.
-
-    Args:
-      vectors: float[W, M, D].
-      orders: int[W, M], one permutation per worker.
-      norm: `jnp.inf` or 2.
-
-    Returns:
-      float32 scalar, >= 0.
-
-    Raises:
-      ValueError: if the shapes do not fit or the norm is another.
-
-    Example:
-      >>> import jax.numpy as jnp, ordering
-      >>> z = jnp.array([[[1.0], [-1.0]], [[1.0], [-1.0]]])
-      >>> float(ordering.parallel_herding_bound(z, jnp.array([[0, 1], [1, 0]])))
+      >>> float(ordering.herding_bound(jnp.stack([z, z]), jnp.array([[0, 2, 1, 3], [2, 0, 3, 1]])))
       0.0
 
     References:
-      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845
+      Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
+      2022, https://arxiv.org/abs/2205.10733; over workers: Cooper et al., Coordinating Distributed
+      Example Orders for Provably Accelerated Training, 2023, https://arxiv.org/abs/2302.00845
     """
-    if vectors.ndim != 3 or orders.shape != vectors.shape[:2] or not orders.size:
+    if vectors.ndim not in (2, 3) or orders.shape != vectors.shape[:-1] or not orders.size:
         raise ValueError(
             f"vectors have shape {vectors.shape} and orders {orders.shape}: the bound needs "
             "[W, M, D] and [W, M] (for one worker [M, D] and [M]), of at least one unit."
         )
-    vectors = vectors.astype(jnp.float32)
+    if norm not in (2, jnp.inf):
+        raise ValueError(f"norm is {norm}: bounds are stated in the norms 2 and jnp.inf.")
+    vectors = vectors.astype(jnp.float32).reshape(-1, *vectors.shape[-2:])
+    orders = orders.reshape(vectors.shape[:2])
     mean = jnp.mean(vectors, axis=(0, 1), keepdims=True)
     ordered = jnp.take_along_axis(vectors - mean, orders[:, :, None], axis=1)
     prefixes = jnp.cumsum(jnp.sum(ordered, axis=0), axis=0)
-    return jnp.max(row_norms(prefixes, norm))
-
-
-def row_norms(rows: jax.Array, norm: float) -> jax.Array:
-    """Norms float32[n] of rows [n, D], for the norms that bounds are stated in."""
-    if norm == jnp.inf:
-        return jnp.max(jnp.abs(rows), axis=1)
-    if norm == 2:
-        return jnp.sqrt(jnp.sum(jnp.square(rows), axis=1))
-    raise ValueError(f"norm is {norm}: bounds are stated in the norms 2 and jnp.inf.")
+    return jnp.max(jnp.linalg.norm(prefixes, norm, axis=1))
 
 
 class GreedyHerdingState(NamedTuple):

@@ -91,7 +91,6 @@ def cd_grab(
     axis_name: str = "worker",
     rule: signs.SignRule | None = None,
     gathers: str | None = None,
-    wire_dtype=None,
     specs=None,
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum over all workers.
@@ -119,7 +118,6 @@ def cd_grab(
       rule: the sign rule; greedy by default.
       gathers: None exchanges slices of gradients; "step" gathers whole rows in every step; "sync"
         where `Ordering.sync` is called, and at the epoch's end.
-      wire_dtype: of gathered and waiting pairs; None is float32, jnp.bfloat16 half of that.
       specs: for a worker that is several devices (docs/your_own_loop.md): how one gradient is split
         over them, a `jax.P` per leaf or one for all, without the workers' axis. Every device then
         observes its part, and all agree. With `gathers` the rows are whole on every device:
@@ -147,7 +145,7 @@ def cd_grab(
     if gathers is not None:
         return gathered_pairs(
             num_units, units_per_step=units_per_step, axis_name=axis_name, rule=rule, when=gathers,
-            wire_dtype=wire_dtype, specs=specs,
+            specs=specs,
         )  # fmt: skip
     return _pair_balance(num_units, units_per_step, rule, axis_name, specs)
 

@@ -139,4 +139,4 @@ def test_gradients_without_entries_and_no_workers_are_refused():
     with pytest.raises(ValueError, match=r"shape \(0, 3\): pass arrays .* at least one worker"):
         local_opt.consolidate({"w": jnp.zeros((0, 3))})
     with pytest.raises(ValueError, match="of at least one unit"):
-        ordering.parallel_herding_bound(jnp.zeros((0, 4, 2)), jnp.zeros((0, 4), int))
+        ordering.herding_bound(jnp.zeros((0, 4, 2)), jnp.zeros((0, 4), int))
