@@ -109,13 +109,9 @@ def sketched_parameters(loss: Callable, params, batch, key: jax.Array, *, size: 
       >>> leaf.how, leaf.why
       ('sketched', 'product')
     """
-    shapes = jax.eval_shape(lambda *a: a, params, _first(batch), key)
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    shapes = jax.eval_shape(lambda *a: a, params, example, key)
     return _analyse(loss_alone(loss, False), *shapes, size)[0]
-
-
-def _first(batch):
-    """The shapes of one unit."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
 
 def _analyse(of_one, params, example, key, size):
@@ -207,11 +203,8 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 def copied(value, s, of: Map):
     """A copy of a parameter for this unit."""
-    return _tap(functools.partial(_folded, s.size), value, s, (of.seed,))
-
-
-def _folded(size, dw, seed):
-    return fold(as_float32(dw), seed, size)
+    size = s.size
+    return _tap(lambda dw, seed: fold(as_float32(dw), seed, size), value, s, (of.seed,))
 
 
 def site_of(plan, maps, s, use: Use, w):

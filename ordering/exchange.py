@@ -167,10 +167,8 @@ def parts(tree, specs, axes, *, leading: int = 0):
 def sharded(order: Ordering, specs, axes, *, state_specs, coordinated) -> Ordering:
     """An order over parts: `pair_balance` or `cd_grab` whose products are summed over `axes`.
 
-    Args:
-      order: of parts; specs: of one gradient; axes: inside a worker.
-      state_specs: specs of the running sum -> specs of the state.
-      coordinated: whether the running sum is one vector, or a tree like the parts.
+    `state_specs` gives the state's specs from those of the running sum, which is one vector where
+    workers are coordinated, and a tree like the parts where they are not.
     """
 
     def where(tree):

@@ -43,12 +43,11 @@ def per_example(loss: Loss, *, has_aux: bool = False) -> Gradients:
       2023, https://arxiv.org/abs/2302.00845
     """
 
+    of_one = jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)
+
     def gradients(params, batch, key):
         def one(example, example_key):
-            alone = jax.tree.map(lambda x: x[None], example)
-            return jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)(
-                params, alone, example_key
-            )
+            return of_one(params, jax.tree.map(lambda x: x[None], example), example_key)
 
         size = jax.tree.leaves(batch)[0].shape[0]
         (losses, aux), tree = jax.vmap(one)(batch, jax.random.split(key, size))
@@ -64,7 +63,7 @@ def loss_alone(loss: Loss, has_aux: bool) -> Callable:
 
     def one(params, alone, key):
         losses, aux = loss(params, alone, key) if has_aux else (loss(params, alone, key), None)
-        return (losses if jnp.ndim(losses) == 0 else losses[0]), aux
+        return jnp.reshape(losses, ()), aux
 
     return one
 
@@ -94,12 +93,12 @@ def microbatch(loss: Loss, *, has_aux: bool = False) -> Gradients:
       2023, https://arxiv.org/abs/2302.00845
     """
 
-    def gradients(params, batch, key):
-        def mean(params):
-            losses, aux = loss(params, batch, key) if has_aux else (loss(params, batch, key), None)
-            return jnp.mean(losses), aux
+    def mean(params, batch, key):
+        losses, aux = loss(params, batch, key) if has_aux else (loss(params, batch, key), None)
+        return jnp.mean(losses), aux
 
-        (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params)
+    def gradients(params, batch, key):
+        (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
         return (losses, aux) if has_aux else losses, grad, rows_lib.Rows.of_one(grad)
 

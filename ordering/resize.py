@@ -87,8 +87,7 @@ def dealt_to(rows: np.ndarray, workers: int, units_per_step: int) -> np.ndarray:
 def begun(fresh, state, current: np.ndarray, visited: int):
     """A first state that visits int32[W', M'] of this epoch; a row for every type of state.
 
-    In the middle of an epoch the others count all of its units as observed: what is left of them
-    is then surplus, which they ignore.
+    In the middle of an epoch most count all of its units as observed: what is left is then surplus.
     """
     if visited:
         raise ValueError(
@@ -106,25 +105,18 @@ def _(fresh: ShuffleState, state, current, visited):
     return fresh._replace(current=current, next=current.copy(), epoch=epoch)
 
 
-@begun.register
-def _(fresh: PairBalanceState, state, current, visited):
-    return fresh._replace(
-        current=current, next=_once_more(current), position=_all_or_none(current, visited)
-    )
-
-
-@begun.register
-def _(fresh: GatheredState, state, current, visited):
-    position = _all_or_none(current, visited)
-    return fresh._replace(
-        current=current, next=_once_more(current), position=position, signed=position // 2
-    )
-
-
-@begun.register
-def _(fresh: GrabState, state, current, visited):
-    position = _all_or_none(current, visited)
-    return fresh._replace(current=current, next=current.copy(), position=position)
+@begun.register(PairBalanceState)
+@begun.register(GatheredState)
+@begun.register(GrabState)
+def _(fresh, state, current, visited):
+    following, half = current.copy(), current.shape[1] // 2
+    if not isinstance(fresh, GrabState):  # an odd unit, which pairs leave over, is in the middle
+        following[:, half:] = np.roll(current[:, half:], current.shape[1] % 2, axis=1)
+    position = np.full(len(current), current.shape[1] if visited else 0, np.int32)
+    fresh = fresh._replace(current=current, next=following, position=position)
+    if isinstance(fresh, GatheredState):
+        fresh = fresh._replace(signed=position // 2)
+    return fresh
 
 
 @begun.register
@@ -140,16 +132,4 @@ def _(fresh: DealtState, state, current, visited):
         pairs=begun(fresh.pairs, state.pairs, current, visited),
         everyone=everywhere(current),
         waiting=jax.tree.map(lambda x: everywhere(x[0]), state.waiting),
-    )
-
-
-def _all_or_none(current, visited):
-    return np.full(len(current), current.shape[1] if visited else 0, np.int32)
-
-
-def _once_more(current):
-    """As the next order: an odd unit, which pairs leave over, comes to lie in the middle."""
-    half = current.shape[1] // 2
-    return np.concatenate(
-        [current[:, :half], current[:, 2 * half :], current[:, half : 2 * half]], 1
     )

@@ -151,9 +151,6 @@ def fold(leaf: jax.Array, seed: jax.Array, size: int) -> jax.Array:
     Blocks of whole slices are added up first, then the block in sums of every k-th entry, with
     signs of its own. Entries that meet have products of signs that are uncorrelated from pair to
     pair.
-
-    Args:
-      leaf: any shape; seed: uint32[]; size: k.
     """
     block = max(BLOCK, size)  # else no sum would begin in some of the k places
     slices = leaf.reshape(-1, *_slice_shape(leaf.shape, block))
@@ -229,11 +226,7 @@ def _signs_at(seed, shape, block):
 
 
 def hash_signs(seed: jax.Array, places) -> jax.Array:
-    """float32 signs of these places: -1 or +1, by a hash that any backend computes while it reads.
-
-    Args:
-      seed: uint32; places: integers of any shape.
-    """
+    """float32 signs of these places, by a hash that any backend computes while it reads."""
     x = jnp.asarray(places).astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ seed
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)

@@ -53,13 +53,8 @@ class Use(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    """Fields:
-    site: `(use, w) -> y`, where y is function(w, *data) of the use.
-    unknown: `(param, name of the primitive) -> None`.
-    """
-
-    site: Callable
-    unknown: Callable
+    site: Callable  # (use, w) -> y, where y is function(w, *data) of the use
+    unknown: Callable  # (param, name of the primitive) -> None
 
 
 def bind(equation, values) -> list:
@@ -208,9 +203,6 @@ def look_up(equation, x, indices):
 
     A batch of one example is such an axis. Of the backward pass of a look-up of labels in logits
     a TPU's compiler makes a comparison, at no cost; with such an axis, a scatter of their size.
-
-    Args:
-      equation: of a gather; x, indices: its arrays.
     """
     how, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     used = {*how.collapsed_slice_dims, *how.start_index_map, *how.operand_batching_dims}

@@ -2,7 +2,7 @@
 
 from ordering.echo.input_simulator import echo_forecast
 from ordering.echo.plans import EchoPlan, bernoulli, error_diffusion, fixed, measured
-from ordering.echo.stream import echo_batches, observe_fresh, proximal_anchor
+from ordering.echo.stream import echo_batches, proximal_anchor
 
 __all__ = [
     "EchoPlan",
@@ -12,6 +12,5 @@ __all__ = [
     "error_diffusion",
     "fixed",
     "measured",
-    "observe_fresh",
     "proximal_anchor",
 ]

@@ -1,4 +1,4 @@
-"""Steps of a run with echoing: their batches, and what an order and an optimizer make of them."""
+"""Steps of a run with echoing: their batches, and an optimizer that is drawn back to the load."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ordering.base import Ordering, PyTree
+from ordering.base import PyTree
 from ordering.echo.plans import EchoPlan, Measured, check_policy
 from ordering.input.loader import LoadError, on_device
 from syncopate import plans
@@ -171,38 +171,6 @@ def _augmented(augment):
         return augment(batch, jax.random.fold_in(key, step)), step + 1
 
     return jax.jit(run, donate_argnames="step")
-
-
-def observe_fresh(order: Ordering) -> Ordering:
-    """An ordering whose `observe` takes `fresh` too, and lets echoed batches pass unobserved.
-
-    observe(state, rows, fresh): the state after the rows if fresh, else the state unchanged; so an
-    epoch visits every unit once, however often its batches are used.
-
-    A loop that knows `fresh` on the host does better with two jitted steps: an echoed one needs no
-    gradients of single units at all.
-
-    Args:
-      order: any.
-
-    Returns:
-      An `Ordering`; `fresh` is a bool or bool[], equal on all workers.
-
-    Example:
-      >>> import jax, ordering
-      >>> order = ordering.echo.observe_fresh(ordering.random_reshuffling(4))
-      >>> state = order.init(jax.random.key(0), params=None)
-      >>> int(order.observe(state, None, fresh=False).left) == int(state.left)
-      True
-    """
-
-    def observe(state, rows, fresh):
-        if isinstance(fresh, bool | np.bool_):
-            return order.observe(state, rows) if fresh else state
-        # Rows hold functions, so they are no operand.
-        return jax.lax.cond(fresh, lambda s: order.observe(s, rows), lambda s: s, state)
-
-    return order._replace(observe=observe)
 
 
 class ProximalState(NamedTuple):

@@ -95,34 +95,28 @@ class TorchSampler:
 
     def __init__(self, orders: Callable, sizes: dict):
         self._orders, self._sizes = orders, sizes
-        self._length = len(self._steps())  # what cannot be is refused here; all epochs are as long
+        self._length = len(iter(self)._steps)  # wrong sizes are refused now; all epochs are as long
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> "TorchSteps":
-        return TorchSteps(self._steps())
-
-    def _steps(self):
         indices, size = step_indices(self._orders(), **self._sizes)
-        return [indices[i : i + size] for i in range(0, indices.size, size)]
+        return TorchSteps(indices, size)
 
 
 class TorchSteps(Iterator):
-    """One epoch of a `TorchSampler`, whose position torchdata's loaders save and restore.
+    """One epoch of a `TorchSampler`, whose position torchdata's loaders save and restore."""
 
-    Example: see `torch_sampler`.
-    """
-
-    def __init__(self, steps: list[np.ndarray]):
-        self._hash = order_hash(np.concatenate(steps))
-        self._steps, self._step = steps, 0
+    def __init__(self, indices: np.ndarray, size: int):
+        self._hash, self._step = order_hash(indices), 0
+        self._steps = [indices[i : i + size].tolist() for i in range(0, indices.size, size)]
 
     def __next__(self) -> list[int]:
         if self._step >= len(self._steps):
             raise StopIteration
         self._step += 1
-        return self._steps[self._step - 1].tolist()
+        return self._steps[self._step - 1]
 
     def state_dict(self) -> dict:
         return {"step": self._step, "order": self._hash}

@@ -9,8 +9,7 @@ import numpy as np
 from ordering import base
 from ordering.base import State
 from ordering.input.loader import Loader, load_ahead
-from ordering.input.sources import Steps
-from syncopate import plans
+from ordering.input.sources import Steps, check_at_least
 
 Load = Callable[[np.ndarray, int, int], Loader]
 
@@ -20,13 +19,6 @@ class Front(NamedTuple):
 
     num_steps: int = 0
     loader: Loader | None = None
-
-
-class Early(NamedTuple):
-    """What is known of the next epoch: copies, for a step may donate the state itself."""
-
-    left: object  # int32[...]
-    next: object  # int32[.., M]
 
 
 class Epochs(Iterator):
@@ -60,8 +52,7 @@ class Epochs(Iterator):
         if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
         if self._order is None:
-            self._order = jnp.copy(self._live().current)  # a step may donate the state
-            self._order.copy_to_host_async()
+            (self._order,) = _copies(self._live().current)
         # With two steps in front, the order is waited for when the device has work: the first.
         if not self._opened and (self.step or self._front.num_steps < 2):
             self._open_rest(np.asarray(self._order))
@@ -114,27 +105,34 @@ class Epochs(Iterator):
         if self._early is None:
             if self.step >= self._steps - 1 - self._ahead:
                 state = self._live()
-                self._early = Early(jnp.copy(state.left), jnp.copy(state.next))
-                for array in self._early:
-                    array.copy_to_host_async()
+                self._early = _copies(state.left, state.next)
         elif self._next is None and not is_last:
             self._next = self._open_front()
 
     def _open_front(self):
         """Loads the steps of the next epoch that are already decided by all workers."""
-        left = int(np.min(self._early.left))
+        left, following = (np.asarray(array) for array in self._early)
+        left = int(left.min())
         known = self._num_units if left >= self._num_units else left - left % self._size
         if not known:
             return Front()
-        orders = np.asarray(self._early.next)[..., :known]
+        orders = following[..., :known]
         return Front(-(-known // self._size), self._load(orders, 0, self.epoch + 1))
+
+
+def _copies(*arrays):
+    """On their way to the host, for a step may donate the state itself."""
+    copies = [jnp.copy(array) for array in arrays]
+    for copy in copies:
+        copy.copy_to_host_async()
+    return copies
 
 
 def _check_new(epoch, last, early, order):
     """Refuses the order that has just been read, which a forgotten `next_epoch` leaves."""
-    known = 0 if early is None else int(np.min(early.left))
+    known = 0 if early is None else int(np.min(early[0]))
     if known:
-        new = np.array_equal(np.asarray(early.next)[..., :known], order[..., :known])
+        new = np.array_equal(np.asarray(early[1])[..., :known], order[..., :known])
     else:  # of less than eight units, an order may come again by chance
         new = order.shape[-1] < 8 or not np.array_equal(np.asarray(last), order)
     if not new:
@@ -203,10 +201,8 @@ def read_epochs(
       (4,)
       (2,)
     """
-    least = (("ahead", ahead, 1), ("num_epochs", num_epochs, 0), ("first_load", first_load, 0))
-    for name, value, low in least:
-        if value is not None and (not plans.is_whole(value) or value < low):
-            raise ValueError(f"{name} is {value!r}: pass a whole number of at least {low}.")
+    check_at_least(1, ahead=ahead)
+    check_at_least(0, num_epochs=num_epochs, first_load=first_load)
     num_units = live().current.shape[-1]
     base.check_units_per_step(num_units, units_per_step)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from syncopate import plans
+from ordering.input.sources import check_at_least
 
 
 class LoadError(RuntimeError):
@@ -20,15 +20,7 @@ class LoadError(RuntimeError):
 
 
 class Loader(Iterator):
-    """What `load_ahead` returns: an iterator of batches on the device.
-
-    Example:
-      >>> import numpy as np, ordering
-      >>> with ordering.input.load_ahead([np.ones(2)]) as loader:
-      ...     batch = next(loader)
-      >>> float(batch.sum())
-      2.0
-    """
+    """What `load_ahead` returns: an iterator of batches on the device."""
 
     def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout):
         self._shared, self._load, self._timeout = shared, first_load, timeout
@@ -100,12 +92,10 @@ def load_ahead(
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]
     """
-    if not plans.is_whole(depth) or depth < 1:
-        raise ValueError(f"depth is {depth!r}: the queue holds a whole number of batches, >= 1.")
+    check_at_least(1, depth=depth)
+    check_at_least(0, first_load=first_load)
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait for ever.")
-    if not plans.is_whole(first_load) or first_load < 0:
-        raise ValueError(f"first_load is {first_load!r}: loads are counted 0, 1, 2 ...")
     shared = _Shared(queue.SimpleQueue(), threading.Semaphore(depth + 1), threading.Event())
     thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
     thread.start()

@@ -191,8 +191,7 @@ def step_indices(
     workers, length = orders.shape
     num_units = length if num_units is None else num_units
     base.check_units_per_step(num_units, units_per_step)
-    if not plans.is_whole(unit_size) or unit_size < 1:
-        raise ValueError(f"unit_size is {unit_size!r}: pass a whole number of at least 1.")
+    check_at_least(1, unit_size=unit_size)
     ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
     most = num_units if total is None else total
     if not ((ranked >= 0) & (ranked < most)).all() or (np.diff(ranked, axis=1) == 0).any():
@@ -207,6 +206,12 @@ def step_indices(
     units = np.concatenate([steps.reshape(-1), units[:, whole:].reshape(-1)])
     indices = units[:, None] * unit_size + np.arange(unit_size)
     return indices.reshape(-1), workers * units_per_step * unit_size
+
+
+def check_at_least(least: int, **sizes) -> None:
+    for name, value in sizes.items():
+        if value is not None and (not plans.is_whole(value) or value < least):
+            raise ValueError(f"{name} is {value!r}: pass a whole number of at least {least}.")
 
 
 def whole_numbers(name, value, ndims):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ordering.base import PyTree
-from ordering.input.sources import reader, whole_numbers
+from ordering.input.sources import check_at_least, reader, whole_numbers
 
 
 def batches(
@@ -62,13 +62,18 @@ def batches(
       [4 0] [16  0]
       [3] [9]
     """
-    _check_at_least(0, first_batch=first_batch)
-    _check_at_least(
+    check_at_least(0, first_batch=first_batch)
+    check_at_least(
         1, batch_size=batch_size, num_parallel_calls=num_parallel_calls, prefetch=prefetch
     )
     num_examples, read = reader(source)
     indices = whole_numbers("indices", indices, ndims=(1,))
-    _check_in_range(indices, num_examples)
+    wrong = indices[(indices < 0) | (indices >= num_examples)]
+    if wrong.size:
+        raise ValueError(
+            f"index {wrong[0]} is out of range: the source has {num_examples} examples. Pass "
+            f"indices in [0, {num_examples - 1}]; see step_indices for workers and units."
+        )
     tf = _tensorflow()
     if not indices.size:
         return iter(())
@@ -160,18 +165,3 @@ def _tensorflow():
             "pip install 'syncopate[data]'."
         ) from error
     return tf
-
-
-def _check_at_least(least, **sizes):
-    for name, value in sizes.items():
-        if value is not None and (int(value) != value or value < least):
-            raise ValueError(f"{name} is {value}: pass a whole number of at least {least}.")
-
-
-def _check_in_range(indices, num_examples):
-    wrong = indices[(indices < 0) | (indices >= num_examples)]
-    if wrong.size:
-        raise ValueError(
-            f"index {wrong[0]} is out of range: the source has {num_examples} examples. Pass "
-            f"indices in [0, {num_examples - 1}]; see step_indices for workers and units."
-        )
