@@ -10,7 +10,7 @@ from ordering import base
 from ordering.exchange import shared_key
 from ordering.gathered import GatheredState
 from ordering.pair_balance import PairBalanceState
-from ordering.shuffles import ShuffleState
+from ordering.shuffles import shuffled
 from syncopate import mesh
 
 HOW = ("round_robin", "chunks")
@@ -181,23 +181,12 @@ def dealt_reshuffling(
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
-    base.check_num_units(num_units)
 
     def own(key, epoch):
         shared = shared_key(jax.random.fold_in(key, epoch), axis_name)
         return _shuffled(shared, num_units, axis_name, total)[jax.lax.axis_index(axis_name)]
 
-    def init(key, params):
-        del params
-        key = shared_key(key, axis_name)
-        epoch, left = jnp.zeros((), jnp.int32), jnp.full((), num_units, jnp.int32)
-        return ShuffleState(own(key, 0), own(key, 1), left, epoch, key)
-
-    def next_epoch(state):
-        following = own(state.key, state.epoch + 2)
-        return state._replace(current=state.next, next=following, epoch=state.epoch + 1)
-
-    return base.Ordering(init, lambda state, rows: state, next_epoch)
+    return shuffled(num_units, lambda key, epoch, _: own(key, epoch), lambda key: own(key, 0))
 
 
 def deal(placed: jax.Array, how: str) -> jax.Array:

@@ -31,32 +31,16 @@ def resize(
     observes what is left of this epoch already.
 
     Args:
-      state: of W workers, leaves [W, ...]; fresh: a first state of `order`, of W' workers with
-        M' = W M / W' units each, whose keys and shapes are taken.
+      state: leaves [W, ...]; fresh: a first state of `order`, of W' workers with M' = W M / W'
+        units each, whose keys and shapes are taken.
       units: int[W, M], what the workers' numbers name, rows increasing; None where numbers name
         units of all workers (`dealt`).
       units_per_step: B, of the W workers.
       visited: units of this epoch that every one of the W' workers has visited; 0 between two.
-      axis_name: of the workers.
 
     Returns:
-      (state, units) of W' workers, int32[W', M'].
-
-    Raises:
-      ValueError: for a state that is of no order of this package, in the middle of an epoch.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, numpy as np, ordering
-      >>> from ordering.resize import resize
-      >>> def started(order, workers):
-      ...     keys = jax.random.split(jax.random.key(0), workers)
-      ...     return jax.vmap(lambda key: order.init(key, jnp.zeros(3)), axis_name="worker")(keys)
-      >>> four, two = (ordering.cd_grab(m, units_per_step=m // 4) for m in (8, 16))
-      >>> state, units = resize(
-      ...     started(four, 4), started(two, 2), two, np.arange(32).reshape(4, 8),
-      ...     units_per_step=2, visited=4)
-      >>> state.current.shape, units[1, 0].item()
-      ((2, 16), 16)
+      (state, units) of W' workers, int32[W', M']. ValueError in the middle of an epoch for a state
+      that is of no order of this package.
     """
     current, owned = np.asarray(state.current), None
     if units is not None:

@@ -42,7 +42,7 @@ def random_reshuffling(num_units: int) -> Ordering:
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
-    return _shuffle(num_units, lambda key, epoch, _: _permutation(key, epoch, num_units))
+    return shuffled(num_units, lambda key, epoch, _: _permutation(key, epoch, num_units))
 
 
 def shuffle_once(num_units: int) -> Ordering:
@@ -66,7 +66,7 @@ def shuffle_once(num_units: int) -> Ordering:
       https://arxiv.org/abs/1908.00045
     """
     # A copy: a state may be donated, and then no buffer is in it twice.
-    return _shuffle(num_units, lambda key, epoch, current: jnp.copy(current))
+    return shuffled(num_units, lambda key, epoch, current: jnp.copy(current))
 
 
 def flip_flop(num_units: int) -> Ordering:
@@ -134,7 +134,7 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
         replay = (epoch % 2 == 1) & paired_reversal
         return jnp.where(replay, current[::-1], fresh)
 
-    return _shuffle(num_units, draw)
+    return shuffled(num_units, draw)
 
 
 def unzip(num_units: int) -> Ordering:
@@ -160,7 +160,7 @@ def unzip(num_units: int) -> Ordering:
       >>> order.next_epoch(state).current.tolist() == [p[0], p[2], p[4], p[3], p[1]]
       True
     """
-    return _shuffle(
+    return shuffled(
         num_units,
         lambda key, epoch, current: jnp.concatenate([current[0::2], current[1::2][::-1]]),
     )
@@ -170,12 +170,15 @@ def _permutation(key, epoch, size):
     return base.permutation(jax.random.fold_in(key, epoch), size)
 
 
-def _shuffle(num_units, draw) -> Ordering:
-    """An ordering from `draw(key, epoch, order of the epoch before) -> int32[M]`."""
+def shuffled(num_units: int, draw, first=None) -> Ordering:
+    """An ordering from `draw(key, epoch, order of the epoch before) -> int32[M]`.
+
+    And `first`, from the key alone; by default the first order of all.
+    """
     base.check_num_units(num_units)
 
     def init(key, params=None):
-        current = base.first_order(key, num_units)
+        current = first(key) if first else base.first_order(key, num_units)
         left = jnp.full((), num_units, jnp.int32)
         following = draw(key, jnp.ones((), jnp.int32), current)
         # A copy of the key: who donates the state keeps the key that it was made from.
