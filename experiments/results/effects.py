@@ -60,13 +60,13 @@ class Measure(NamedTuple):
         values = {arm: self._values(here, runs) for arm, (_, runs) in chosen.items()}
         one, base = (values.pop(arm) for arm in pair)
         pairs, label = statistics.paired(one, base), comparison.arms[self.against]
-        controls = {comparison.arms[k]: self._better(own, base) for k, own in values.items()}
+        controls = {comparison.arms[arm]: self._better(own, base) for arm, own in values.items()}
         end = self._end(comparison, *(chosen[arm] for arm in pair))
         return Effect(
-            dict(zip((s for s in one if s in base), self._better(one, base), strict=True)),
+            self._better(one, base),
             lambda interval: self._text(pairs, label, interval) + end,
             "cost" if self.what in COSTS else "points" if self._is_accuracy else "loss",
-            {label: _middle(better) for label, better in controls.items() if len(better)},
+            {label: _middle([*own.values()]) for label, own in controls.items() if own},
             bool(np.isinf(pairs).any()),
         )
 
@@ -80,8 +80,8 @@ class Measure(NamedTuple):
             parts = " against ".join(f"{mean:.2f} times less with {name}" for mean, name in means)
             return parts + ": ratio {:.2f} ({:.2f} to {:.2f})".format(*np.exp(of))
 
-        seeds = [seed for seed in one.values if seed in other.values]
-        values = dict(zip(seeds, -np.diff(pairs)[:, 0], strict=True))
+        shared = [seed for seed in one.values if seed in other.values]
+        values = {seed: one.values[seed] - other.values[seed] for seed in shared}
         return Effect(values, text, one.kind, instead=one.instead or other.instead)
 
     @property
@@ -111,12 +111,13 @@ class Measure(NamedTuple):
             return {seed: np.mean([r[self.what] for r in run[1:]]) for seed, run in runs.items()}
         return {seed: last(run, self.what) for seed, run in runs.items()}
 
-    def _better(self, own, base) -> np.ndarray:
-        """Of each seed that both have."""
+    def _better(self, own, base) -> dict[int, float]:
+        """How much, of each seed that both have."""
+        shared = [seed for seed in own if seed in base]
         if self._is_accuracy:
-            return 100 * -np.diff(statistics.paired(own, base))[:, 0]
+            return {seed: 100 * (own[seed] - base[seed]) for seed in shared}
         logs = statistics.log_ratios(base, own, floor=LEAST.get(self.what, 1e-12))
-        return -logs if self.more else logs
+        return dict(zip(shared, -logs if self.more else logs, strict=True))
 
     def _text(self, pairs, base, of) -> str:
         """What was seen, of values in pairs [seeds, 2] and the interval of their effect."""

@@ -156,7 +156,7 @@ def judge(look: int, size: float, effect: Effect, there: Effect | None = None) -
             word, why = own.instead or (NOT_RUN, f"{seeds} of {LEAST_SEEDS} seeds")
             return Verdict(word, why, seeds=seeds)
     found, note = effect.interval(level(look)), ""
-    if there:
+    if there is not None:
         known = there.interval(level(look))
         word_at, least = functools.partial(word_of_gone, there=known), known.mean
         if known.low <= 0:
@@ -203,12 +203,6 @@ class Claim(NamedTuple):
     setting: str = ""  # at which learning rate
     command: str = ""  # what shows it, where no recorded run does
 
-    def effects(self, *compared: Comparison) -> tuple[Effect, ...]:
-        """Of these comparisons, as `judge` takes them."""
-        if self.gone:
-            return self.measure(compared[0]), self.gone(compared[-1])
-        return (self.measure(*compared),)
-
 
 def history(claim: Claim, recorded: Mapping[str, Comparison]) -> list[Verdict]:
     """The verdicts of all looks, the latest last, each at its level and of the seeds that it had.
@@ -224,7 +218,10 @@ def history(claim: Claim, recorded: Mapping[str, Comparison]) -> list[Verdict]:
         return [Verdict(NOT_RUN)]
     found, before = [], None
     for compared in archive.at_looks([recorded[name] for name in claim.runs]):
-        effects = claim.effects(*compared)
+        if claim.gone:
+            effects = claim.measure(compared[0]), claim.gone(compared[-1])
+        else:
+            effects = (claim.measure(*compared),)
         values = [(effect.values, effect.instead) for effect in effects]
         if values != before:
             if found and found[-1].word == NOT_RUN:

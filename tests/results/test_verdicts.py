@@ -163,6 +163,7 @@ def test_the_command_that_is_printed_adds_seeds_to_a_run_and_recorded_again_it_i
     (results / "command.txt").unlink()
     second = run(command)
     assert list(second.records)[: len(first.records)] == list(first.records)
+    assert second.arms == first.arms  # of which two were trained again
     new = [r for r in second.records[len(first.records) :] if r["ended"]]
     assert {(r["arm"], r["seed"]) for r in new} == {
         (a, s) for a in ("rr", "cd_grab") for s in (3, 4)
