@@ -32,6 +32,7 @@ from tests.problems import (
     run_squares,
     vmap,
 )
+from tests.refused import refuses
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -61,13 +62,7 @@ def test_host_driven_rounds_equal_the_reference(run):
     history, state = run_rounds(rounds, PLAN, RUNS[run])
     assert distance(history, expected_squares()) < 1e-6  # as above
     assert state.since.tolist() == [0] * W
-
-
-def test_drift_is_the_distance_from_the_mean_before_the_last_sync():
-    rounds = local_opt.local_rounds(SGD, axis_name="worker")
-    _, state = run_rounds(rounds, PLAN)
-    without_the_last = local_opt.SyncPlan(PLAN.starts, 14)
-    before = expected_squares(without_the_last)[12]
+    before = expected_squares(local_opt.SyncPlan(PLAN.starts, 14))[12]  # without the last sync
     mean = before.mean(axis=0)
     drift = np.linalg.norm(before - mean, axis=1) / np.linalg.norm(mean)
     np.testing.assert_allclose(state.drift, drift, rtol=1e-4)  # a difference of float32 numbers
@@ -89,16 +84,11 @@ def test_narrow_gradients_do_not_narrow_the_sync():
     np.testing.assert_allclose(x[0], mean, rtol=1e-2)  # of what the optimizer did in bfloat16
 
 
-@pytest.mark.parametrize("run", ["vmap", "shard_map"])
-def test_a_skipped_step_is_counted(run):
+def test_a_skipped_step_is_counted():
     """A worker that skips a gradient which is not finite still meets the others in time."""
-    plan = local_opt.constant(3, total_steps=6)
     inner = optax.apply_if_finite(optax.sgd(RATE), max_consecutive_errors=5)
-    opt = local_opt.local_steps(inner, plan, axis_name="worker")
-    over = W if run == "vmap" else worker_mesh(W)
-    words = {"inputs": "owned owned owned", "outputs": "owned owned"}
-    step = jax.jit(local_opt.lift(opt.update, over, **words))
-    x = jnp.zeros(W)
+    opt = local_opt.local_steps(inner, local_opt.constant(3, total_steps=6), axis_name="worker")
+    step, x = jax.jit(vmap(opt.update)), jnp.zeros(W)
     state = jax.vmap(opt.init)(x)
     grads = jnp.array([1.0, jnp.nan, 1.0, 1.0])
     for _ in range(3):
@@ -116,13 +106,6 @@ def test_sgd_with_a_sync_after_every_step_is_data_parallel_training():
     # 100 steps, rounded in another order; about 3e-7 measured.
     assert distance(local, parallel) < 1e-6
     assert distance(parallel, copies(NET)) > 0.1
-
-
-def test_local_adamw_is_not_parallel_adamw():
-    every, adamw = local_opt.every_step(50), optax.adamw(0.01)
-    parallel = run_net(adamw, steps=50, mean=True)
-    local = run_net(local_opt.local_steps(adamw, every, axis_name="worker"), steps=50)
-    assert distance(local, parallel) > 1e-4
 
 
 @pytest.mark.parametrize("inner", [SGD, optax.adamw(0.01)], ids=["sgd", "adamw"])
@@ -156,17 +139,33 @@ def test_accumulating_on_workers_is_training_on_all_their_batches():
         assert distance(params, copies(expected)) < 1e-5
 
 
-def test_bad_input():
-    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
-    for bad in (opt, local_opt.accumulated_rounds(SGD, axis_name="worker")):
-        with pytest.raises(ValueError, match=r"parameter \['n'\] is int32: only floating"):
-            bad.init({"n": jnp.arange(3), "w": jnp.ones(3)})
-    with pytest.raises(ValueError, match="averages parameters: call update.grads, state, par"):
-        opt.update(jnp.ones(3), opt.init(jnp.ones(3)))
-    with pytest.raises(ValueError, match="plan is a int: make a SyncPlan"):
-        local_opt.local_steps(SGD, 4, axis_name="worker")
-    with pytest.raises(ValueError, match="at most 1,000,000,000. Plan a part of the run"):
-        local_opt.SyncPlan([0], 2**31)
+OPT = local_opt.local_steps(SGD, PLAN, axis_name="worker")
+ONE, WHOLE = jnp.ones(3), {"n": jnp.arange(3), "w": jnp.ones(3)}
+
+
+def rounds_of(make):
+    return make(SGD, axis_name="worker")
+
+
+test_bad_input = refuses({
+    "whole": (lambda: OPT.init(WHOLE), r"parameter \['n'\] is int32: only floating"),
+    "whole, accumulated": (
+        lambda: rounds_of(local_opt.accumulated_rounds).init(WHOLE), "is int32: only floating"
+    ),
+    "whole, parallel": (
+        lambda: rounds_of(local_opt.parallel_rounds).init(WHOLE), "is int32: only floating"
+    ),
+    "no params": (lambda: OPT.update(ONE, OPT.init(ONE)), "averages parameters: call update.grads"),
+    "two who decide": (
+        lambda: OPT.update(ONE, OPT.init(ONE), ONE, sync=True, step=0),
+        "sync and step are both given",
+    ),
+    "no plan": (
+        lambda: local_opt.local_steps(SGD, 4, axis_name="worker"),
+        "plan is a int: make a SyncPlan",
+    ),
+    "long": (lambda: local_opt.SyncPlan([0], 2**31), "at most 1,000,000,000. Plan a part of the"),
+})  # fmt: skip
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -181,23 +180,6 @@ def test_parallel_rounds_are_steps_with_the_mean_gradient(run):
     params = copies(START)
     found = rounds.sync(params, state, period=4)
     assert found[0] is params and found[1] is state
-
-
-def test_parallel_rounds_pass_extra_arguments_on_and_add_in_float32():
-    seen = []
-
-    def update(updates, state, params=None, **extra):
-        seen.append((params is not None, extra))
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(optax.identity().init, update)
-    rounds = local_opt.parallel_rounds(inner, axis_name="worker")
-    grads = jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16)  # their sum there: 256
-    step = vmap(lambda g: rounds.update(g, rounds.init(g), g, fresh=True)[0])
-    assert step(grads).tolist() == [65.0] * 4 and step(grads).dtype == jnp.bfloat16
-    assert seen[0] == (True, {"fresh": True})
-    with pytest.raises(ValueError, match="parameter .* is int32: only floating"):
-        rounds.init({"w": jnp.arange(3)})
 
 
 @pytest.mark.parametrize("workers", [4, "mesh"])
@@ -243,9 +225,3 @@ def test_under_vmap_a_shared_step_leaves_the_conditional():
 
     assert "cond[" in text(("owned", "owned", "shared"))
     assert "cond[" not in text(("owned", "owned")), "every step computes a sync, and selects"
-
-
-def test_a_sync_is_decided_by_one():
-    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
-    with pytest.raises(ValueError, match="sync and step are both given"):
-        opt.update(jnp.zeros(3), opt.init(jnp.zeros(3)), jnp.zeros(3), sync=True, step=0)

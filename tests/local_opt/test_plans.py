@@ -1,6 +1,5 @@
 """Plans: the published schedules to the digit, one table of rules, and what they refuse."""
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -23,57 +22,30 @@ VECTORS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A published run; the last four are facts about its rounds."""
-
-    total_steps: int
-    warmup_steps: int
-    peak_lr: float
-    alpha: float
-    h_base: int
-    rounds: int
-    percent: float
-    first_step_of: tuple  # (H, first step of the first round with that H)
-    last: tuple  # (H, first step of the last round)
-
-    @property
-    def schedule(self):
-        return optax.warmup_cosine_decay_schedule(
-            0.0, self.peak_lr, self.warmup_steps, self.total_steps, 1e-6
-        )
-
-    @property
-    def settings(self):
-        return dict(
-            total_steps=self.total_steps,
-            alpha=self.alpha,
-            h_base=self.h_base,
-            warmup_steps=self.warmup_steps,
-        )
-
-
+# Published runs: T, warmup, peak rate, alpha, H_base; and facts about their rounds.
 RECIPES = {
-    "vit_b": Recipe(
-        93600, 10000, 0.008, 0.0175, 4, 9711, 10.375, (30, 57213), (8142, 85458)
-    ),
-    "resnet152": Recipe(62400, 1560, 0.8, 0.2, 2, 24792, 39.731, (3, 47306), (829, 61571)),
+    "vit_b": (93600, 10000, 0.008, 0.0175, 4, {
+        "rounds": 9711, "percent": 10.375, "first": (30, 57213), "last": (8142, 85458)}),
+    "resnet152": (62400, 1560, 0.8, 0.2, 2, {
+        "rounds": 24792, "percent": 39.731, "first": (3, 47306), "last": (829, 61571)}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_published_schedules(name):
     """And the starts of another cosine, another loop and another order of the clamps."""
-    recipe = RECIPES[name]
-    plan = local_opt.qsr(recipe.schedule, **recipe.settings)
-    assert plan.rounds == recipe.rounds
-    assert round(100 * plan.volume, 3) == recipe.percent
-    h, step = recipe.first_step_of
+    total_steps, warmup, peak, alpha, h_base, facts = RECIPES[name]
+    rule = dict(total_steps=total_steps, alpha=alpha, h_base=h_base, warmup_steps=warmup)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, total_steps, 1e-6)
+    plan = local_opt.qsr(schedule, **rule)
+    assert plan.rounds == facts["rounds"]
+    assert round(100 * plan.volume, 3) == facts["percent"]
+    h, step = facts["first"]  # the first round with that H
     assert plan.starts[plan.periods == h][0] == step
-    assert (plan.periods[-1], plan.starts[-1]) == recipe.last
-    assert plan.period_at(recipe.last[1]) == recipe.last[0]
-    lr = reference.warmup_cosine(recipe.peak_lr, recipe.warmup_steps, recipe.total_steps, 1e-6)
-    np.testing.assert_array_equal(plan.starts, reference.qsr_rounds(lr, **recipe.settings))
+    h, step = facts["last"]
+    assert (plan.periods[-1], plan.starts[-1]) == (h, step) and plan.period_at(step) == h
+    lr = reference.warmup_cosine(peak, warmup, total_steps, 1e-6)
+    np.testing.assert_array_equal(plan.starts, reference.qsr_rounds(lr, **rule))
 
 
 def test_every_row_of_the_vectors():
@@ -177,15 +149,6 @@ def test_numbers_that_float32_would_round_to_the_other_side_of_a_whole_one():
         assert local_opt.qsr(lr, **rule).periods[0] == 8
 
 
-def test_h_max_bounds_every_round():
-    lr = optax.cosine_decay_schedule(0.1, 200)
-    rule = dict(total_steps=200, alpha=0.2, h_base=2)
-    free, bound = local_opt.qsr(lr, **rule), local_opt.qsr(lr, h_max=7, **rule)
-    assert free.periods.max() > 7 == bound.periods.max()
-    expected = reference.qsr_rounds(reference.warmup_cosine(0.1, 0, 200, 0.0), **rule, h_max=7)
-    assert bound.starts.tolist() == expected
-
-
 @pytest.mark.parametrize("power", [1, 2, 3])
 def test_a_rate_that_falls_to_zero_does_not_overflow(power):
     lr = optax.linear_schedule(0.1, 0.0, 30)  # 0 in all of the last steps
@@ -195,8 +158,8 @@ def test_a_rate_that_falls_to_zero_does_not_overflow(power):
     starts = reference.qsr_rounds(lambda t: 0.1 * max(0, 1 - t / 30), **rule)
     assert plan.starts.tolist() == starts and plan.ends[-1] == 50
     bound = local_opt.power_rule(lr, h_max=4, **rule)
-    zeros = bound.periods[bound.starts >= 30]
-    assert len(zeros) > 1 and (zeros[:-1] == 4).all() and zeros[-1] <= 4
+    starts = reference.qsr_rounds(lambda t: 0.1 * max(0, 1 - t / 30), **rule, h_max=4)
+    assert bound.starts.tolist() == starts and bound.periods.max() == 4 < plan.periods.max()
 
 
 def test_bernoulli_has_its_rate_and_its_key():
@@ -249,7 +212,6 @@ def qsr(lr=0.1, **changes):
 
 BAD = {
     "alpha 0": (lambda: qsr(alpha=0), r"alpha is 0: it must be a positive, finite"),
-    "alpha nan": (lambda: qsr(alpha=math.nan), r"alpha is nan: .*finite"),
     "h_base 0": (lambda: qsr(h_base=0), r"h_base is 0: it must be a whole number >= 1"),
     "h_base True": (lambda: qsr(h_base=True), r"h_base is True: it must be a whole number"),
     "power 0": (
@@ -270,7 +232,6 @@ BAD = {
         ),
         r"p\(3\) is 1.5: a probability lies in",
     ),
-    "period 0": (lambda: local_opt.constant(0, total_steps=5), r"period is 0: .*>= 1"),
     "period of a function": (lambda: local_opt.from_function(lambda t: 2 - t, total_steps=5),
         r"period\(2\) is 0: a round has a whole number of steps, >= 1"),
     "switch after the end": (lambda: local_opt.post_local(2, switch_step=6, total_steps=5),
@@ -282,12 +243,9 @@ BAD = {
     ),
     "starts empty": (lambda: local_opt.SyncPlan([], 10), r"starts is float64\[0\]: .*whole"),
     "step -1": (lambda: local_opt.every_step(5).round_at(-1), r"step -1 is outside .*0 \.\. 4"),
-    "step T": (lambda: local_opt.every_step(5).period_at(5), r"step 5 is outside .*0 \.\. 4"),
     "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step 6 is outside"),
     "every 0": (lambda: local_opt.aligned(local_opt.every_step(5), every=0),
         r"every is 0: it must be a number of loads >= 1"),
-    "every True": (lambda: local_opt.aligned(local_opt.every_step(5), every=True),
-        r"every is True: .*number of loads"),
     "fresh of another run": (
         lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),
         r"fresh is bool\[4\]: .*each of the plan's 5 steps"),

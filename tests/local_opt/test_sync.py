@@ -19,13 +19,10 @@ from tests.problems import (
     assert_bitwise_equal,
     copies,
     distance,
-    on_mesh,
-    run_rounds,
     run_squares,
     vmap,
 )
-
-# What becomes of every leaf.
+from tests.refused import refuses
 
 
 def adam_round(opt_state):
@@ -69,49 +66,31 @@ def test_optimizer_state_follows_the_policy(opt_state, mu, nu, count):
     assert after.count.tolist() == [count] * W and after.count.dtype == before.count.dtype
 
 
-@pytest.mark.parametrize("run", ["shard_map", "shard_map, no vma"])
-def test_policies_in_a_planned_step_on_a_mesh(run, optimised):
+def test_policies_in_a_planned_step_on_a_mesh(optimised):
     """Both branches of the conditional give every field one type, whatever the policy."""
     opt = local_opt.local_steps(
         optax.adam(RATE), PLAN, axis_name="worker", opt_state={"mu": "mean", "nu": "reset"}
     )
     expected, _ = run_squares(opt, steps=4)
-    found, _ = run_squares(opt, RUNS[run], steps=4)
+    found, _ = run_squares(opt, RUNS["shard_map"], steps=4)
     # The same float32 sums in another order; Adam divides by the small ones.
     assert distance(found, expected) < 1e-5
 
 
-def test_a_step_may_start_from_a_state_made_inside_the_mesh():
-    """There counters and zeros are known to be equal on all workers, and steps must keep types."""
-    opt = local_opt.local_steps(SGD, PLAN, axis_name="worker")
-    step = jax.jit(on_mesh(lambda x, g: opt.update(g, opt.init(x), x)[0]))
-    x, grads = jnp.ones((W, 3)), jnp.arange(3.0 * W).reshape(W, 3)
-    expected = jax.jit(vmap(lambda x, g: opt.update(g, opt.init(x), x)[0]))(x, grads)
-    np.testing.assert_allclose(step(x, grads), expected, rtol=1e-6)
+def init(opt_state):
+    rounds = local_opt.local_rounds(optax.adam(0.1), axis_name="worker", opt_state=opt_state)
+    return rounds.init({"w": jnp.ones(3)})
 
 
-def test_a_name_of_a_trace():
-    policy = {"0.trace": "reset"}
-    _, state = run_rounds(local_opt.local_rounds(SGD, axis_name="worker", opt_state=policy), PLAN)
-    assert all(not x.any() for x in jax.tree.leaves(state.inner[0].trace))
-
-
-def test_bad_policies():
-    params = {"w": jnp.ones(3)}
-
-    def init(opt_state):
-        return local_opt.local_rounds(
-            optax.adam(0.1), axis_name="worker", opt_state=opt_state
-        ).init(params)
-
-    with pytest.raises(ValueError, match="opt_state is 'average': it must be 'local', 'mean' or"):
-        init("average")
-    with pytest.raises(ValueError, match="opt_state is 'sum' for 'mu': it must be"):
-        init({"mu": "sum"})
-    with pytest.raises(ValueError, match=r"names \['trace'\].*one of \['count', 'mu', 'nu'\]"):
-        init({"trace": "mean", "mu": "mean"})
-    with pytest.raises(ValueError, match="averages '0.count', which is int32: only floating"):
-        init({"count": "mean"})
+test_bad_policies = refuses({
+    "policy": (lambda: init("average"), "opt_state is 'average': it must be 'local', 'mean' or"),
+    "of a field": (lambda: init({"mu": "sum"}), "opt_state is 'sum' for 'mu': it must be"),
+    "field": (
+        lambda: init({"trace": "mean", "mu": "mean"}),
+        r"names \['trace'\].*one of \['count', 'mu', 'nu'\]",
+    ),
+    "count": (lambda: init({"count": "mean"}), "averages '0.count', which is int32: only floating"),
+})  # fmt: skip
 
 
 def test_leaves_without_a_mean_stay_the_workers_own():

@@ -1,7 +1,5 @@
 """Narrow wires: what they send and lose, and that with feedback nothing is lost for good."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,30 +124,7 @@ def test_a_wire_keeps_to_its_message(name):
         assert not np.isfinite(bad[0]).all()
 
 
-@pytest.mark.parametrize("bits,half_step", [(8, 1 / 254), (4, 1 / 14)])
-def test_whole_numbers_are_the_nearest_ones(bits, half_step):
-    wire = wires.integer_wire(bits)
-    x = jnp.asarray(
-        RNG.normal(size=(64, 128)) * 10.0 ** RNG.integers(-20, 20, (64, 1)), jnp.float32
-    )
-    error = np.abs(wire.decode(wire.encode(x), 64) - x).max(axis=1)
-    top = np.abs(x).max(axis=1)
-    assert (error <= 1.01 * half_step * top).all() and (error > 0.5 * half_step * top).all()
-
-
-def test_what_came_over_a_narrow_wire_is_added_in_float32():
-    """256 + 1 is 256 in bfloat16: ones would be lost."""
-    x = jnp.array([256.0, 1.0, 1.0, 1.0])
-    send_all = functools.partial(
-        sync.synchronize_changes,
-        axis_name="worker",
-        anchor=jnp.zeros(()),
-        wire=WIRES["bfloat16"],
-    )
-    assert jax.jit(vmap(lambda x: send_all(x)[0]))(x).tolist() == [65.0] * 4
-
-
-@pytest.mark.parametrize("name,bound", [("bfloat16", 5 * 2**-8), ("int8", 0.02), ("int4", 0.3)])
+@pytest.mark.parametrize("name,bound", [("bfloat16", 5 * 2**-8), ("int8", 0.02)])
 def test_rounds_on_a_narrow_wire_stay_close(name, bound):
     rounds = local_opt.local_rounds(SGD, axis_name="worker", wire=WIRES[name])
     history, state = run_rounds(rounds, PLAN)  # asserts bitwise equal workers after every sync

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import local_opt
-from local_opt.workers import worker_mesh
 from ordering import echo
 from tests.two_processes import start_two
 
@@ -141,11 +140,9 @@ def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
         )
 
 
-@pytest.mark.parametrize("workers", [4, "mesh", "make_mesh"])
+@pytest.mark.parametrize("workers", [4, "make_mesh"])
 def test_workers_that_have_met_agree_and_others_do_not(workers):
-    if workers == "mesh":
-        workers = worker_mesh(4)
-    elif workers == "make_mesh":
+    if workers == "make_mesh":
         workers = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
     plan = local_opt.constant(2, total_steps=4)
     optimizer = local_opt.local_steps(optax.adam(0.1), plan, axis_name="worker")

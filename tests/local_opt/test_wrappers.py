@@ -21,32 +21,24 @@ from tests.wrapped import (
     PLAN,
     SGD,
     STEPS,
-    TARGETS,
     assert_equal,
     expected,
     found,
     last,
     local,
-    mean,
 )
 
 LABELS = {"b": "b", "w": "w"}
 OTHER = local_opt.SyncPlan([0, 3], STEPS)
 ADAM = optax.adam(0.1)
 
-# Optimizers, and what a row says beside: the policy of the optimizer state.
+# Inside local steps.
 OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "adam": lambda: optax.adam(0.1),
     "adamw": lambda: optax.adamw(0.1, mask=ONLY_W),
-    "lars": lambda: optax.lars(0.1),
     "lbfgs": lambda: optax.lbfgs(memory_size=2),
     "lion": lambda: optax.lion(0.1),
-    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=jax.random.key(1)),
-    "polyak_sgd": lambda: optax.polyak_sgd(0.1),  # takes the worker's own value
-    "sgd": lambda: SGD,
-    "sgd, nesterov": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 6), 0.9, nesterov=True),
-    "sm3": lambda: optax.sm3(0.1),
+    "sgd": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 6), 0.9, nesterov=True),
     "mechanize": lambda: contrib.mechanize(optax.sgd(0.1), s_init=0.1),
     "sam, opaque": lambda: contrib.sam(
         SGD, optax.chain(contrib.normalize(), optax.sgd(0.05)), opaque_mode=True
@@ -65,25 +57,19 @@ OPTIMIZERS = {
     "MultiSteps": lambda: optax.MultiSteps(SGD, 2),
     "selective_transform": lambda: optax.selective_transform(SGD, freeze_mask=ONLY_W),
 }
-
-# What a row's update is passed beside a gradient.
-EXTRA = {
-    "polyak_sgd": ("value",),
-    "momo": ("value",),
-    "reduce_on_plateau": ("value",),
-    "sam, opaque": ("grad_fn",),
-    "lbfgs": ("value", "grad", "value_fn"),
+# What transforms a worker's own gradient: inside or before, these are the same steps.
+LINKS = {
+    "add_noise": lambda: optax.add_noise(0.1, 0.5, key=jax.random.key(2)),
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
+    "conditionally_transform": lambda: optax.conditionally_transform(
+        optax.scale(0.5), lambda step: step % 2 == 0
+    ),
+    "masked": lambda: optax.masked(optax.clip(0.5), ONLY_W),
+    "named_chain": lambda: optax.named_chain(("one", optax.clip(1.0)), ("two", optax.trace(0.5))),
+    "reduce_on_plateau": lambda: contrib.reduce_on_plateau(0.5, patience=1),  # by its own value
+    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.trace(0.5)),
+    "zero_nans": lambda: optax.zero_nans(),
 }
-# Rows like others, for a machine that has time.
-SLOW = (
-    "adam", "sgd", "lion", "lbfgs", "noisy_sgd", "mechanize", "galore", "chain", "zero_nans",
-    "conditionally_transform", "split_real_and_imaginary", "lars", "sm3", "muon", "prodigy",
-    "flatten", "conditionally_mask", "freeze", "with_extra_args_support",
-)  # fmt: skip
-
-# Conditionals of optax whose branches are typed otherwise: JAX refuses them where it checks types.
-WITHOUT_VMA = ("lbfgs", "reduce_on_plateau")
-
 # What computes parameters from fields of its state is refused unless these meet, too.
 MET = {
     "schedule_free": (lambda: contrib.schedule_free_sgd(0.1), ("z",)),
@@ -97,26 +83,21 @@ MET = {
         ("cumulative_gradients", "scale", "subgradients", "reward"),
     ),
 }
-
+# What a row's update is passed beside a gradient.
+EXTRA = {
+    "reduce_on_plateau": ("value",),
+    "sam, opaque": ("grad_fn",),
+    "lbfgs": ("value", "grad", "value_fn"),
+}
+# Rows like others, for a machine that has time.
+SLOW = (
+    "lion", "lbfgs", "mechanize", "galore", "muon", "prodigy", "flatten", "conditionally_mask",
+    "conditionally_transform", "split_real_and_imaginary", "zero_nans", "named_chain",
+)  # fmt: skip
+# Conditionals of optax whose branches are typed otherwise: JAX refuses them where it checks types.
+WITHOUT_VMA = ("lbfgs", "reduce_on_plateau")
 # These look at where they are, and do not go back to where they were before a sync.
 LESS = ("keep_params_nonnegative", "lbfgs", "sam, opaque")
-
-# What transforms a worker's own gradient: inside or before, these are the same steps.
-LINKS = {
-    "add_noise": lambda: optax.add_noise(0.1, 0.5, key=jax.random.key(2)),
-    "apply_every": lambda: optax.apply_every(2),
-    "chain": lambda: optax.chain(optax.clip(1.0), optax.scale_by_sign()),
-    "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
-    "conditionally_transform": lambda: optax.conditionally_transform(
-        optax.scale(0.5), lambda step: step % 2 == 0
-    ),
-    "freeze": lambda: optax.freeze(ONLY_W),
-    "masked": lambda: optax.masked(optax.clip(0.5), ONLY_W),
-    "named_chain": lambda: optax.named_chain(("one", optax.clip(1.0)), ("two", optax.trace(0.5))),
-    "reduce_on_plateau": lambda: contrib.reduce_on_plateau(0.5, patience=1),  # by its own value
-    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.trace(0.5)),
-    "zero_nans": lambda: optax.zero_nans(),
-}
 
 
 def made(name):
@@ -149,28 +130,22 @@ MESHES = ["vmap", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS if r !
 
 @pytest.mark.parametrize("run", MESHES)
 @pytest.mark.parametrize("name", rows([*OPTIMIZERS, *LINKS, *MET]))
-def test_inside(name, run):
-    policy = dict.fromkeys(met(name), "mean") or "local"
+def test_inside_and_before(name, run):
+    policy, extra = dict.fromkeys(met(name), "mean") or "local", EXTRA.get(name, ())
     if name in WITHOUT_VMA and run == "shard_map":
         with pytest.raises(TypeError, match="cond branches must have equal output types"):
-            found(made(name), run, EXTRA[name])  # without anything of ours, too
+            found(made(name), run, extra)  # without anything of ours, too
         return
-    seen, state = found(local(made(name), opt_state=policy), run, EXTRA.get(name, ()))
+    seen, state = found(local(made(name), opt_state=policy), run, extra)
     history, kept = of_row(name)
     assert (kept < 0.95) == (name in MET or name in LESS), "would its next step undo a sync?"
     assert_equal(seen, history)
     local_opt.check_synced(last(seen))
     assert state.round.tolist() == [PLAN.rounds] * W and state.step.tolist() == [STEPS] * W
-
-
-@pytest.mark.parametrize("run", MESHES)
-@pytest.mark.parametrize("name", rows(LINKS))
-def test_before(name, run):
-    if name in WITHOUT_VMA and run == "shard_map":
-        pytest.skip("refused by JAX without anything of ours, see test_inside")
-    seen, _ = found(optax.chain(LINKS[name](), local(SGD)), run, EXTRA.get(name, ()))
-    assert_equal(seen, of_row(name)[0])
-    local_opt.check_synced(last(seen))
+    if name in LINKS:
+        before, _ = found(optax.chain(LINKS[name](), local(SGD)), run, extra)
+        assert_equal(before, history)
+        local_opt.check_synced(last(before))
 
 
 @pytest.mark.parametrize("name", MET)
@@ -188,22 +163,19 @@ def test_state_that_would_undo_a_sync_is_refused(name):
             stream.init(params)
         for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
             local(inner, opt_state=policy).init(params)
-        rounds = local_opt.accumulated_rounds(inner, axis_name="worker")
-        rounds.init(params)  # one state for all
+        local_opt.accumulated_rounds(inner, axis_name="worker").init(params)  # one state for all
 
 
 def test_the_state_of_every_row_may_be_donated_with_the_parameters():
     """Some begin with the parameters themselves: no buffer may be given away twice."""
-    names = [*OPTIMIZERS, *LINKS, *MET]
-    makers = {
-        "local_steps": lambda n: local(
-            made(n), opt_state=dict.fromkeys(met(n), "mean") or "local", outer=optax.sgd(1.0, 0.9)
-        ),
-        "accumulated": lambda n: local_opt.accumulated_rounds(made(n), axis_name="worker"),
-        "parallel": lambda n: local_opt.parallel_rounds(made(n), axis_name="worker"),
-    }
-    params = jax.tree.map(jnp.copy, PARAMS)
-    states = {how: {n: make(n).init(params) for n in names} for how, make in makers.items()}
+    params, states = jax.tree.map(jnp.copy, PARAMS), []
+    for name in (*OPTIMIZERS, *LINKS, *MET):
+        policy = dict.fromkeys(met(name), "mean") or "local"
+        states += [
+            local(made(name), opt_state=policy, outer=optax.sgd(1.0, 0.9)).init(params),
+            local_opt.accumulated_rounds(made(name), axis_name="worker").init(params),
+            local_opt.parallel_rounds(made(name), axis_name="worker").init(params),
+        ]
     keep = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)
     jax.block_until_ready(keep((params, states)))
 
@@ -214,12 +186,7 @@ AROUND = {
     "inject_hyperparams": lambda local: optax.inject_hyperparams(
         lambda rate: local(optax.sgd(rate, 0.9))
     )(rate=0.1),
-    "split_real_and_imaginary": lambda local: contrib.split_real_and_imaginary(local(SGD)),
-    "with_extra_args_support": lambda local: optax.with_extra_args_support(local(SGD)),
     "chain": lambda local: optax.chain(optax.clip(0.5), optax.chain(optax.trace(0.5), local(SGD))),
-    "named_chain": lambda local: optax.named_chain(
-        ("clip", optax.clip(0.5)), ("local", local(SGD))
-    ),
     "partition, two plans": lambda local: optax.partition(
         {"b": local(ADAM), "w": local(SGD, OTHER)}, LABELS
     ),
@@ -273,30 +240,6 @@ def test_what_is_wrong_around_a_sync_is_found_by_check_synced(name):
     history, _ = found(WRONG[name](local(SGD)))
     with pytest.raises(ValueError, match="where 1 roundings are allowed"):
         local_opt.check_synced(last(history))
-
-
-def test_inside_lookahead_both_sequences_meet():
-    pair = optax.LookaheadParams.init_synced
-    opt = optax.lookahead(SGD, 2, 0.5)
-
-    def step(opt, params, state, target):
-        grads = jax.grad(lambda x: 0.5 * jnp.sum((x - target) ** 2))(params.fast)
-        updates, state = opt.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    one = jax.jit(functools.partial(step, opt))
-    all_of = jax.jit(jax.vmap(functools.partial(step, local(opt)), axis_name="worker"))
-    params, states = [pair(PARAMS["b"])] * W, [opt.init(pair(PARAMS["b"]))] * W
-    own = jax.tree.map(lambda x: jnp.stack([x] * W), params[0])
-    state = jax.vmap(local(opt).init)(own)
-    for t in range(STEPS):
-        target = TARGETS["b"][:, t]
-        for w in range(W):
-            params[w], states[w] = one(params[w], states[w], target[w])
-        if PLAN.syncs_after(t):
-            params = mean(params, lambda path: True)
-        own, state = all_of(own, state, target)
-        assert_equal(own, jax.tree.map(lambda *x: np.stack(x), *params))
 
 
 def test_the_evaluation_point_of_schedule_free_is_that_of_the_mean():
