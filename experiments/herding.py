@@ -97,7 +97,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     title, labels = f"{values.num_vectors:,} unit vectors", {n: ORDERS[n].label for n in ARMS}
     report.write_tables(
         values.output_dir, title, found, {"herding": table(found, values.rounds)},
-        {"herding.png": lambda path: plots.herding(found, labels, path, title, "inf")},
+        {"herding.png": lambda path: plots.herding(found, labels, path, title)},
     )  # fmt: skip
 
 

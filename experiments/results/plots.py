@@ -233,7 +233,7 @@ def periods(shown: Mapping[str, tuple], path: str, title: str) -> None:
     save(figure, path, title)
 
 
-def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str) -> None:
+def herding(records, labels: Mapping[str, str], path: str, title: str) -> None:
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
     figure, ((left, right),) = panes(1, 2, (11, 4.4))
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
@@ -246,7 +246,7 @@ def herding(records, labels: Mapping[str, str], path: str, title: str, norm: str
             found = [[r["bound"] for r in own if r[along] == value] for value in x]
             _curve(axis, x, np.transpose(found), style, log=True)
     for axis in (left, right):
-        axis.set(yscale="log", ylabel=name_of(f"bound/l{norm}"))
+        axis.set(yscale="log", ylabel=name_of("bound/linf"))
         _plain(axis.yaxis)
         axis.grid(alpha=0.3)
     left.set_xlabel(f"rounds (W = {widths[-1]})")
