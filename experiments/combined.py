@@ -190,8 +190,7 @@ def fit(study, task, recipe, values):
     """The levels and the prices are those of the flags; a target ends the runs that are there."""
     criterion = study.criterion
     if recipe.target is not None:
-        scalar = statistics.LOSS if task.optimum is None else statistics.ABOVE
-        criterion = Criterion(scalar, when="target", target=recipe.target)
+        criterion = criterion._replace(when="target", target=recipe.target)
     first = (values.baseline, *FIRST[1:])
     second = tuple(tables.decisions(values).values())
     if same := set(first) & set(second):

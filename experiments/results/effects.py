@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.results import statistics
 from experiments.results.rule import UNDECIDED, Effect
-from experiments.results.statistics import Comparison, Criterion, compare, fastest, last, spent
+from experiments.results.statistics import Comparison, compare, fastest, last, spent
 
 COSTS = {"epoch": "epochs", "loads": "loads", "seconds": "s"}  # with their units
 LEAST = {"epoch": 1.0}  # in ratios, less counts as this
@@ -97,7 +97,8 @@ class Measure(NamedTuple):
             return own.rate, own.runs
         if self.what in COSTS:
             return fastest(comparison, arm)
-        best = statistics.best_rate(comparison.records, arm, None, Criterion())
+        at_end = comparison.criterion._replace(when="last")
+        best = statistics.best_rate(comparison.records, arm, None, at_end)
         return best, statistics.tuned(comparison.records, arm)[best]
 
     def _diverged(self, comparison, arm) -> bool:

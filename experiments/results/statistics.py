@@ -22,7 +22,7 @@ Run = Sequence[Mapping]
 class Criterion(NamedTuple):
     """What chooses a learning rate."""
 
-    scalar: str = LOSS  # on the tuning split; the loss above its minimum where that is known
+    scalar: str = LOSS  # on the tuning split
     lower: bool = True  # whether less of it is better
     when: str = "last"  # value, "lowest" point of the mean over seeds, or fewest steps to "target"
     target: float | None = None  # of the scalar, for when="target"
@@ -67,15 +67,7 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
             rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
             runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
             chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tuple(sorted(tried)), out)
-    known = of_records(criterion, records)
-    return Comparison(records, dict(arms), known, tuple(speeds), chosen, dict(plans or {}))
-
-
-def of_records(criterion: Criterion, records: Sequence[Mapping]) -> Criterion:
-    """The criterion with the train loss above its minimum in its place, where that is known."""
-    above = criterion.scalar == LOSS and criterion.target is None
-    known = above and any(ABOVE in r for r in records)
-    return criterion._replace(scalar=ABOVE) if known else criterion
+    return Comparison(records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}))
 
 
 def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, list]]:
@@ -103,14 +95,13 @@ def tuned(records, arm: str, speed: float | None = None) -> dict[float, dict[int
 
 def finalists(records, arm: str, speed, criterion: Criterion, count: int | None) -> list[float]:
     """The best learning rates of seed 0, at most `count` (None: all), best first."""
-    criterion = of_records(criterion, records)
     first = {rate: runs[0] for rate, runs in tuned(records, arm, speed).items() if 0 in runs}
     return sorted(first, key=lambda rate: score([first[rate]], criterion))[:count]
 
 
 def best_rate(records, arm: str, speed, criterion: Criterion) -> float | None:
     """The best learning rate of those that ran with most seeds; None where all diverged."""
-    criterion, runs = of_records(criterion, records), tuned(records, arm, speed)
+    runs = tuned(records, arm, speed)
     most = max(map(len, runs.values()), default=0)
     kept = {rate: list(own.values()) for rate, own in runs.items() if len(own) == most}
     return min(kept, key=lambda rate: score(kept[rate], criterion), default=None)

@@ -49,7 +49,7 @@ class Study(NamedTuple):
     name: str  # of its folders
     arms: Mapping[str, Arm]  # by name, the baseline first; --arms takes others by their words
     recipe: str  # what --task is if unset, a name of RECIPES or TASKS
-    criterion: Criterion  # what chooses an arm's learning rate
+    criterion: Criterion  # what chooses an arm's rate; a train loss less its minimum, if known
     columns: Sequence  # these three: as of `results.report.write`
     panels: Sequence
     sections: Sequence[Callable] = ()
@@ -111,6 +111,8 @@ def asked(study: Study, values: absl_flags.FlagValues) -> tuple[Study, Study, Ta
     """(the study that flags make of it, with the arms and speeds they ask for, task, recipe)."""
     task, recipe = flags.setting_from_flags(values)
     study = study.fit(study, task, recipe, values)
+    if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
+        study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     chosen = study._replace(arms=arms_of(study, values.arms or study.arms))
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(flags.numbers_of(values, "speeds")))
