@@ -60,18 +60,6 @@ def measured(mesh) -> dict:
     return {name: trained(mesh, *decisions) for name, decisions in DECISIONS.items()}
 
 
-class Asked:
-    """An array [W, ...] that notes which workers' rows somebody has read."""
-
-    def __init__(self, values):
-        self.values, self.shape, self.dtype = values, values.shape, values.dtype
-        self.rows = set()
-
-    def __getitem__(self, index):
-        self.rows.update(np.arange(len(self.values))[index[0]].tolist())
-        return self.values[index]
-
-
 def differences(number: int) -> list[str]:
     """What a process says of settings and data that are not the same in both."""
     task = small_task()
@@ -91,12 +79,12 @@ def main(argv) -> None:
         importlib.import_module(f"experiments.{name}")
     processes.start(absl_flags.FLAGS)
     mesh = worker_mesh(WORKERS)
-    asked = Asked(np.arange(6.0).reshape(WORKERS, 3))
+    values = np.arange(6.0).reshape(WORKERS, 3)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    placed = placement.place({"x": asked, "key": keys}, owned_sharding(mesh))
+    placed = placement.place({"x": values, "key": keys}, owned_sharding(mesh))
     found = {
         "own": placement.own_workers(mesh, WORKERS),
-        "asked": sorted(asked.rows),
+        "placed": [s.index[0].start or 0 for s in placed["x"].addressable_shards],
         "here": np.asarray(placement.own(placed["x"])).tolist(),
         "whole": jax.tree.map(np.ndarray.tolist, placement.on_host(placed)),
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),

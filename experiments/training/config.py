@@ -177,14 +177,7 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
         )
     if not recipe.growth > 0:
         raise ValueError(f"--growth is {recipe.growth}: alpha / peak rate of QSR must be positive.")
-    schedule = optimizers.schedule(
-        recipe.schedule,
-        total_steps=total,
-        warmup_steps=recipe.warmup_steps,
-        floor=recipe.floor,
-        decay_steps=max(1, round(recipe.decay_every * sizes.loads_per_epoch)),
-        decay_factor=recipe.decay_factor,
-    )
+    schedule = optimizers.schedule(recipe, total, sizes.loads_per_epoch)
     return RunConfig(
         rates=evaluate_schedule(schedule, total, "lr"),
         key=jax.random.fold_in(jax.random.key(seed), 3),

@@ -1,6 +1,8 @@
 """Where batches come from: orders of the host, data on the devices, or read ahead of the steps."""
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -10,7 +12,6 @@ import numpy as np
 import ordering.input
 from experiments.cluster import agree
 from experiments.training import placement
-from experiments.training.clock import Clock
 from experiments.training.config import Sizes
 
 LOOK_AHEAD = 3  # loads before an epoch's end at which the front of the next one is opened
@@ -104,7 +105,7 @@ def read_epochs(
     def place(batch):
         shape = (len(owned), -1, sizes.unit_size)
         batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
-        return placement.place_rows(batch, source.sharding, sizes.workers)
+        return placement.place_rows(batch, source.sharding)
 
     def by_thread(data, indices, size):
         read = ordering.input.reader(data)[1]
@@ -126,6 +127,36 @@ def read_epochs(
         # A load may wait for those of the next epoch's front, where all take their time.
         ahead=LOOK_AHEAD, depth=DEPTH, timeout=agree.patience + (DEPTH + 2) * delay,
     )  # fmt: skip
+
+
+class Clock:
+    """Seconds of training since the clock was made; input that is throttled by it stops with it.
+
+    Otherwise an evaluation would be a gift to the arm whose input is slow: it would find its queue
+    filled.
+    """
+
+    def __init__(self):
+        self._start, self._runs = time.perf_counter(), threading.Lock()
+
+    def now(self) -> float:
+        with self._runs:
+            return time.perf_counter() - self._start
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """While the body runs, the clock stands still, and who asks it or sleeps by it waits."""
+        with self._runs:
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._start += time.perf_counter() - begun
+
+    def sleep_until(self, moment: float) -> None:
+        """Returns when the clock shows `moment`, in seconds."""
+        while (left := moment - self.now()) > 0:
+            time.sleep(left)
 
 
 class Throttle:
@@ -155,4 +186,4 @@ def example_batch(source: Source, size: int):
         return np.broadcast_to(x, (workers, size, unit_size, *x.shape[1:]))
 
     batch = jax.tree.map(repeat, few)
-    return placement.place_rows(batch, source.sharding, source.sizes.workers)
+    return placement.place_rows(batch, source.sharding)

@@ -11,7 +11,6 @@ import numpy as np
 
 from experiments.cluster import agree, processes
 from experiments.training import input, placement, timeline
-from experiments.training.clock import Clock
 from experiments.training.config import Plans
 from experiments.training.program import Program
 from experiments.training.step import TrainState
@@ -62,7 +61,7 @@ def run(
     stops: Iterable[int] = (),
     delay: float = 0.0,
     sync_delay: float = 0.0,
-    clock: Clock | None = None,
+    clock: input.Clock | None = None,
 ) -> tuple[Progress, TrainState]:
     """Trains on from `at` to the end, or until the hook stops the run.
 
@@ -77,7 +76,7 @@ def run(
     Returns:
       Where the run stands, and its state.
     """
-    stops, clock = frozenset(stops), clock or Clock()
+    stops, clock = frozenset(stops), clock or input.Clock()
     pace = Pace(at.step, fixed=program.source is not None or processes.several())
     rates = _rates(program, plans)
     ahead = Ahead(program, state.orders)

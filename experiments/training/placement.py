@@ -3,85 +3,52 @@
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, Sharding
 
 from experiments.cluster import agree
 from local_opt.workers import AXIS
 
 
+def _is_key(x) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def place(tree, sharding: Sharding | None):
-    """Host arrays [W, ...] onto the devices; every process hands over its own workers' rows alone.
+    """Arrays [W, ...], the same on all processes, onto the devices; no process waits for another.
 
     Args:
-      tree: the same arrays on all processes, or anything with `shape`, `dtype` and slices, of
-        which only the rows of own workers are read; typed PRNG keys too.
-      sharding: as from `owned_sharding`; None is the default device.
-
-    Returns:
-      JAX arrays. No process waits for another.
-
-    Example:
-      >>> import numpy as np
-      >>> from experiments.training import placement
-      >>> placement.place({"x": np.ones((4, 2))}, None)["x"].shape
-      (4, 2)
+      tree: on the host; typed PRNG keys too.
+      sharding: as from `local_opt.workers.owned_sharding`; None is the default device.
     """
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
     def put(x):
-        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = put(np.asarray(jax.random.key_data(x)))
+        if _is_key(x):
             wrap = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
-            return wrap(data, impl=jax.random.key_impl(x))
-        x = x if hasattr(x, "shape") and not isinstance(x, jax.Array) else np.asarray(x)
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: np.asarray(x[index], dtype), dtype=dtype
-        )
+            return wrap(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        x = np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(x)))
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(put, tree)
 
 
-def place_rows(tree, sharding: Sharding | None, workers: int):
-    """Arrays [W, ...] of which every process has its own workers' rows alone.
-
-    Args:
-      tree: leaves [w, ...], the rows of `own_workers`, in their order.
-      sharding: of the whole [W, ...], by its first axis; None is the default device, for w = W.
-      workers: W.
-    """
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(tree, sharding)
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, x, (workers, *x.shape[1:])),
-        tree,
-    )
+def place_rows(tree, sharding: Sharding | None):
+    """Arrays [W, ...], of whose rows every process has its own workers' [w, ...] alone."""
+    if sharding is None:
+        return jax.device_put(tree)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
 
 
 def own(x: jax.Array) -> jax.Array:
     """The rows [w, ...] of this process's own workers, where they are; nothing is copied."""
     if x.is_fully_addressable:
         return x
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    shape = (sum(shard.data.shape[0] for shard in shards), *x.shape[1:])
-    mesh = Mesh(np.array([shard.device for shard in shards]), (AXIS,))
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    return jax.make_array_from_single_device_arrays(shape, sharding, [s.data for s in shards])
+    return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
 
 
 def own_workers(mesh: Mesh | None, workers: int) -> list[int]:
-    """The workers of this process's devices: their positions on the mesh's axis "worker".
-
-    Args:
-      mesh: None if all workers are on the one device.
-      workers: W.
-
-    Example:
-      >>> from experiments.training import placement
-      >>> placement.own_workers(None, 3)
-      [0, 1, 2]
-    """
+    """The workers of this process's devices: their positions on the mesh's axis "worker"."""
     if mesh is None:
         return list(range(workers))
     axis, own = mesh.axis_names.index(AXIS), jax.process_index()
@@ -90,32 +57,16 @@ def own_workers(mesh: Mesh | None, workers: int) -> list[int]:
 
 
 def on_host(tree):
-    """NumPy copies of all values, on every process.
+    """NumPy copies of all values, on every process; of typed PRNG keys their uint32 data.
 
     A collective where values are spread over processes: all processes must call it, in the same
-    place. What is here already, or equal everywhere, is copied without one.
-
-    Args:
-      tree: arrays; typed PRNG keys become their uint32 data, as of `jax.random.key_data`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from experiments.training import placement
-      >>> placement.on_host({"x": jnp.arange(3)})
-      {'x': array([0, 1, 2], dtype=int32)}
+    place.
     """
 
-    def data(x):
-        key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(x) if key else x
-
     def get(x):
-        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
-            return np.asarray(x)
-        return multihost_utils.process_allgather(x, tiled=True)
+        x = jax.random.key_data(x) if _is_key(x) else x
+        here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+        return np.asarray(x) if here else multihost_utils.process_allgather(x, tiled=True)
 
-    tree = jax.tree.map(data, tree)
-    if not agree.several():
-        return jax.tree.map(np.asarray, jax.device_get(tree))
     with agree.for_others("values that all of them hold"):
         return jax.tree.map(get, tree)

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from experiments.cluster import processes
-from experiments.training import checkpoint, loop, placement
+from experiments.training import checkpoint, input, loop, placement
 from experiments.training.checkpoint import Evaluation
-from experiments.training.clock import Clock
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.program import Program
@@ -109,7 +108,7 @@ def train(
         saver = _Saver(stack, saving, program, plans)
         at, state, seen = saver.restore(program.init(seed))
         recorder = Recorder(program, evaluate, on_record, traffic, ends, total, seen)
-        clock, passed, stopped = Clock(), seen.seconds, 0
+        clock, passed, stopped = input.Clock(), seen.seconds, 0
 
         def hook(at, state):
             nonlocal stopped

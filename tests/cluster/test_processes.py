@@ -63,7 +63,7 @@ def test_a_process_hands_over_its_own_workers_rows_alone(two):
     values = np.arange(6.0).reshape(2, 3)
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2)).tolist()
     for number, found in enumerate(two[0]):
-        assert found["own"] == found["asked"] == [number]
+        assert found["own"] == found["placed"] == [number]
         assert found["here"] == [values[number].tolist()]
         assert found["whole"] == {"x": values.tolist(), "key": keys}
         assert found["first"] == {"seconds": 0.1, "text": "x"}

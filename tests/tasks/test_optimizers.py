@@ -12,6 +12,12 @@ from experiments.training import optimizers
 STEPS = 40
 
 
+def schedule(name, **fields):
+    fields = {"floor": 0.1, "decay_every": 3, "decay_factor": 0.5} | fields
+    recipe = Recipe(1, 1, 1, (0.2,), schedule=name, **fields)
+    return optimizers.schedule(recipe, STEPS, loads_per_epoch=5)
+
+
 @pytest.mark.parametrize(
     "name,expected",
     [
@@ -22,16 +28,14 @@ STEPS = 40
     ],
 )
 def test_shapes_without_a_warmup(name, expected):
-    rate = optimizers.schedule(name, total_steps=STEPS, floor=0.1, decay_steps=15, decay_factor=0.5)
+    rate = schedule(name)
     for t in range(STEPS):
         assert float(rate(t)) == pytest.approx(expected(t), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULES)
 def test_a_warmup_is_linear_and_belongs_to_the_run(name):
-    rate = optimizers.schedule(
-        name, total_steps=STEPS, warmup_steps=8, floor=0.1, decay_steps=15, decay_factor=0.5
-    )
+    rate = schedule(name, warmup_steps=8)
     np.testing.assert_allclose([float(rate(t)) for t in range(9)], np.arange(9) / 8, rtol=1e-6)
     falls = [t for t in range(9, STEPS) if float(rate(t)) < 0.9 * float(rate(t - 1))]
     if name == "step":  # counted from the run's first step, not from the warmup's end
@@ -39,7 +43,7 @@ def test_a_warmup_is_linear_and_belongs_to_the_run(name):
 
 
 def test_the_cosine_with_a_warmup_is_optax_s():
-    rate = optimizers.schedule("cosine", total_steps=STEPS, warmup_steps=8, floor=1e-3)
+    rate = schedule("cosine", warmup_steps=8, floor=1e-3)
     theirs = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, STEPS, 1e-3)
     assert [float(rate(t)) for t in range(STEPS)] == [float(theirs(t)) for t in range(STEPS)]
 
