@@ -53,9 +53,9 @@ def sums(step, state):
 
 def trained(prepared, plans, **options):
     found = []
-    given = {"seed": 0, "evaluate": sums, "evaluate_at": range(12, STEPS, 12)} | options
-    outcome = run.train(prepared, plans, on_record=found.append, **given)
-    return outcome, found
+    given = {"seed": 0, "evaluate": sums, "evaluate_at": range(12, STEPS, 12)}
+    given |= {"on_record": found.append} | options
+    return run.train(prepared, plans, **given), found
 
 
 def assert_same(one, other):

@@ -114,36 +114,19 @@ def test_algorithm_2_over_a_mesh_equals_one_device():
     np.testing.assert_allclose(history, expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("factor", [1, 3])
-def test_one_sync_per_load_is_the_communication_of_data_parallel_training(factor):
-    plan = ordering.echo.fixed(factor, total_steps=30)
-    sync_plan = local_opt.sync_every_load(plan.fresh)
-    assert sync_plan.rounds == plan.loads == 30 // factor
-    np.testing.assert_array_equal(sync_plan.periods, plan.uses)
-    history, loads, syncs = train(plan, sync_plan)
-    assert len(syncs) / len(loads) == 1 == local_opt.every_step(10).rounds / 10
-    # A sync before every load but the first, and one at the end.
-    assert [t + 1 for t in syncs] == [*loads[1:], 30]
-    if factor == 1:  # data-parallel SGD: one step along the mean gradient
-        x = START.astype(np.float64)
-        for t in range(30):
-            x = x - RATE * np.mean([gradient(w, t, x) for w in range(W)], axis=0)
-            np.testing.assert_allclose(history[t], np.stack([x] * W), rtol=0, atol=1e-6)  # float32
-
-
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
 def test_one_sync_per_load_of_every_plan(name):
     plan = tables.ECHO_PLANS[name](41)
     sync_plan = local_opt.sync_every_load(plan.fresh)
     assert sync_plan.rounds == plan.loads and sync_plan.total_steps == 41
     np.testing.assert_array_equal(sync_plan.starts, plan.load_steps)
-    assert all(plan.fresh[end] for end in sync_plan.ends[:-1])
+    np.testing.assert_array_equal(sync_plan.periods, plan.uses)
 
 
-def test_a_plan_of_loads_without_a_first_one_has_no_rounds():
-    for fresh in ([], [False, True], [1, 0], [[True]]):
-        with pytest.raises(ValueError, match=r"fresh is .*one bool per step, the first True"):
-            local_opt.sync_every_load(fresh)
+@pytest.mark.parametrize("fresh", [[], [False, True], [1, 0], [[True]]])
+def test_a_plan_of_loads_without_a_first_one_has_no_rounds(fresh):
+    with pytest.raises(ValueError, match=r"fresh is .*one bool per step, the first True"):
+        local_opt.sync_every_load(fresh)
 
 
 # Orders: an echoed batch is not observed.
@@ -162,29 +145,17 @@ def rows_at(state, gradients, start, step):
     return ordering.Rows.of(turned * (1 + step % 3))
 
 
-def observe_always(state, gradients, start, step):
-    return PLAIN.observe(state, rows_at(state, gradients, start, step))
-
-
-def observe_traced(state, gradients, start, step, fresh):
+def observe(state, gradients, start, step, fresh):
     rows = rows_at(state, gradients, start, step)
     return jax.lax.cond(fresh, lambda s: PLAIN.observe(s, rows), lambda s: s, state)
 
 
-def observe_static(fresh):
-    def observe(state, gradients, start, step):
-        return observe_always(state, gradients, start, step) if fresh else state
-
-    return observe
-
-
 init = tables.vmap_workers(lambda key, g: PLAIN.init(key, g[0]))
 next_epoch = tables.vmap_workers(PLAIN.next_epoch)
-observe_on_request = tables.vmap_workers(observe_always)
 
 
-def echoed_orders(observe):
-    """[3, W, M]: the first order and those after two epochs; observe(state, start, step, fresh)."""
+def echoed_orders(observe, last_use=False):
+    """[3, W, M]: the first order and those after two epochs, of `observe(state, *at, fresh)`."""
     state = init(jax.random.split(jax.random.key(0), WORKERS), GRADIENTS)
     orders, load, visited = [np.asarray(state.current)], -1, []
     for step, fresh in enumerate(ECHOES.fresh.tolist()):
@@ -194,7 +165,7 @@ def echoed_orders(observe):
             orders.append(np.asarray(state.current))
         start = PER_STEP * (load % 4)
         before = np.asarray(state.position)
-        state = observe(state, start, step, fresh)
+        state = observe(state, GRADIENTS, start, step + last_use * (USES[load] - 1), fresh)
         seen = np.asarray(state.position) - before
         assert (seen == (PER_STEP if fresh else 0)).all()
         if fresh:
@@ -210,52 +181,27 @@ def each(value):
     return jnp.full(WORKERS, value)
 
 
-@functools.cache
-def chosen_on_the_host():
-    """Two jitted steps: an echoed one knows nothing of the order."""
-
-    def step(state, start, step, fresh):
-        return observe_on_request(state, GRADIENTS, each(start), each(step)) if fresh else state
-
-    return echoed_orders(step)
-
-
-def test_which_use_of_a_batch_is_observed_matters():
-    """So the equalities below would notice an echoed step that is observed instead."""
-
-    def last_use(state, start, step, fresh):
-        last = step + USES[int(ECHOES.loads_before(step + 1)) - 1] - 1
-        return observe_on_request(state, GRADIENTS, each(start), each(last)) if fresh else state
-
-    assert (echoed_orders(last_use) != chosen_on_the_host()).any()
+# Two jitted steps, and an echoed one knows nothing of the order; one step, of a `fresh` of every
+# worker, or of all: the condition then stays a branch under vmap.
+always = tables.vmap_workers(
+    lambda state, g, start, step: PLAIN.observe(state, rows_at(state, g, start, step))
+)
+traced = {run: jax.jit(over(observe)) for run, over in
+          (("vmap", vmap), ("shard_map", functools.partial(on_mesh, check_vma=False)))}  # fmt: skip
+shared = jax.jit(jax.vmap(observe, in_axes=(0, 0, None, None, None), axis_name="worker"))
+WAYS = {
+    "two steps": lambda state, g, start, step, fresh: (
+        always(state, g, each(start), each(step)) if fresh else state
+    ),
+    "vmap": lambda state, g, *at: traced["vmap"](state, g, *map(each, at)),
+    "shard_map": lambda state, g, *at: traced["shard_map"](state, g, *map(each, at)),
+    "shared": shared,
+}
 
 
-@pytest.mark.parametrize("run", ["vmap", "shard_map"])
-def test_a_traced_fresh_observes_every_unit_once(run):
-    over = {"vmap": vmap, "shard_map": functools.partial(on_mesh, check_vma=False)}[run]
-    observe = jax.jit(over(observe_traced))
-
-    def step(state, start, step, fresh):
-        return observe(state, GRADIENTS, each(start), each(step), each(fresh))
-
-    np.testing.assert_array_equal(echoed_orders(step), chosen_on_the_host())
-
-
-def test_a_fresh_that_all_workers_share_observes_every_unit_once():
-    """With one scalar, the condition stays a branch under vmap."""
-    observe = jax.jit(
-        jax.vmap(observe_traced, in_axes=(0, 0, None, None, None), axis_name="worker")
-    )
-    found = echoed_orders(lambda state, *at: observe(state, GRADIENTS, *at))
-    np.testing.assert_array_equal(found, chosen_on_the_host())
-
-
-@pytest.mark.parametrize("kind", [bool, np.bool_])
-def test_a_known_fresh_is_no_condition(kind):
-    fresh, echo = (observe_static(kind(f)) for f in (True, False))
-    state = init(jax.random.split(jax.random.key(0), WORKERS), GRADIENTS)
-    args = state, GRADIENTS, each(0), each(0)
-    traced = [jax.make_jaxpr(vmap(f))(*args) for f in (fresh, echo)]
-    assert all("cond[" not in str(jaxpr) for jaxpr in traced)
-    assert traced[1].jaxpr.outvars == traced[1].jaxpr.invars[: len(jax.tree.leaves(state))]
-    assert traced[0].jaxpr.outvars != traced[0].jaxpr.invars[: len(jax.tree.leaves(state))]
+def test_every_unit_is_observed_once_however_fresh_is_told():
+    expected = echoed_orders(WAYS["two steps"])
+    for name in ("vmap", "shard_map", "shared"):
+        np.testing.assert_array_equal(echoed_orders(WAYS[name]), expected, err_msg=name)
+    # An echoed step that is observed instead would be noticed.
+    assert (echoed_orders(WAYS["shared"], last_use=True) != expected).any()

@@ -1,6 +1,14 @@
-"""A run that was stopped, killed or measured ends as if it had not been."""
+"""A run that was stopped, killed or measured ends bitwise as if it had not been.
+
+pytest -m slow -n 0 tests/training/test_resume.py      # every row, every step
+
+Every row of the three tables is in at least one case, unlike paired with unlike. A run of 60 steps
+is saved after some or all of them; from each, `training.run.train` goes on to the end, and its
+records and last state are compared with those of a run that saved nothing.
+"""
 
 import contextlib
+import shutil
 
 import jax
 import numpy as np
@@ -8,6 +16,7 @@ import pytest
 
 import local_opt
 from experiments.cluster import processes
+from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.training import checkpoint, loop, run
 from ordering.echo import EchoPlan, measured
 from tests.little_run import (
@@ -17,17 +26,88 @@ from tests.little_run import (
     built,
     compiled,
     plans_of,
-    sums,
     timeless,
     trained,
 )
+from tests.words import each
+
+EVALUATED = range(5, STEPS, 5)
+
+
+def cases():
+    """(order, sync, echo): all rows, as often as the longest table asks for."""
+    tables = [each(rows) for rows in (ORDERS, SYNC_RULES, ECHO_POLICIES)]
+    count = max(map(len, tables))
+    # Neighbours of a table are alike: the others go on by another stride.
+    return [
+        tuple(rows[i * stride % len(rows)] for rows, stride in zip(tables, (1, 5, 3), strict=True))
+        for i in range(count)
+    ]
+
+
+def test_every_row_of_every_table_is_in_a_case():
+    for number, rows in enumerate(map(each, (ORDERS, SYNC_RULES, ECHO_POLICIES))):
+        assert {case[number] for case in cases()} == set(rows)
+
+
+def coins(patch):
+    """Input that is ready by coins of a seed, as in a machine whose loader is late now and then."""
+    drawn = iter(np.random.default_rng(2).random(100_000))
+    patch.setattr(loop, "ready_everywhere", lambda ready: next(drawn) < 0.4)
+
+
+def online(decided=()):
+    return measured(total_steps=STEPS, max_factor=12, decided=decided)
+
+
+MANY = [(case, {}, 1) for case in cases()] + [
+    (("cd_grab", "every_load", "measured"), STREAMED, 1),
+    (("cd_grab", "qsr", "diffusion+cosine"), {"mesh": True}, 1),
+]
+FEW = [
+    (("rr", "accumulate", "fixed"), {}, 13),
+    (("rr", "parallel", "diffusion+cosine"), STREAMED, 19),
+    (("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"), STREAMED, 23),
+    (("cd_grab", "qsr", "measured"), STREAMED, 17),
+]
+
+
+@pytest.mark.parametrize(
+    "case,options,every", [*FEW, *(pytest.param(*m, marks=pytest.mark.slow) for m in MANY)], ids=str
+)
+def test_a_run_goes_on_from_its_steps(case, options, every, tmp_path, monkeypatch):
+    order, sync, echo = case
+    if ECHO_POLICIES[echo].online:
+        options = STREAMED
+        coins(monkeypatch)
+    program, plans = built(order, sync, **options), plans_of(sync, echo)
+    whole, records = trained(program, plans, evaluate_at=EVALUATED)
+    assert whole.step == STEPS and whole.ended and len(records) == STEPS // 5
+    if ECHO_POLICIES[echo].online:
+        # In one that is stopped the input is as it was; nothing else is told.
+        plans = plans._replace(echo=online(whole.decided))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "KEPT", STEPS)
+        saving = run.Saving(tmp_path / "all", every=every)
+        trained(program, plans, evaluate_at=EVALUATED, saving=saving)
+    steps = range(every, STEPS, every)
+    assert checkpoint.steps_of(tmp_path / "all") == [*reversed(steps)]
+    for step in steps:
+        alone = tmp_path / f"from {step}"
+        shutil.copytree(tmp_path / "all" / str(step), alone / str(step))
+        saving = run.Saving(alone, every=0)
+        outcome, rest = trained(program, plans, evaluate_at=EVALUATED, saving=saving)
+        assert_same(outcome.state, whole.state)
+        assert outcome.decided == whole.decided
+        assert timeless(rest) == [r for r in timeless(records) if r["step"] > step]
+        shutil.rmtree(alone)
 
 
 class Killed(BaseException):
     pass
 
 
-def stopping(step, signal=0):
+def stopping(step, signal):
     """In place of signals: the host looks at every step, and one of them stops or kills the run."""
 
     @contextlib.contextmanager
@@ -46,112 +126,54 @@ def stopping(step, signal=0):
     return caught
 
 
-def stopped_at(monkeypatch, folder, prepared, plans, step, signal):
-    """The records of a run that was stopped after a step and went on, and how it ended."""
-    saving = run.Saving(str(folder), every=7, at_end=True)
-    options = {"evaluate_at": range(5, STEPS, 5), "saving": saving}
-    found = []
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "LEAST", 1)
-        patch.setattr(loop, "MOST", 1)
-        patch.setattr(processes, "interrupts", stopping(step, signal))
-        with contextlib.ExitStack() as stack:
-            if not signal:
-                stack.enter_context(pytest.raises(Killed))
-            outcome = run.train(
-                prepared, plans, seed=0, evaluate=sums, on_record=found.append, **options
-            )
-            assert (outcome.stopped, outcome.step) == (signal, step)
-    at = max(checkpoint.steps_of(saving.folder), default=0)
-    assert at == (step if signal else (step - 1) // 7 * 7)
-    kept = [r for r in found if r["step"] <= at]  # as the studies do
-    outcome, new = trained(prepared, plans, **options)
-    return outcome, timeless(kept + new)
-
-
 def test_a_run_killed_or_stopped_at_any_step_ends_bitwise_the_same(tmp_path, monkeypatch):
     plans = plans_of()
-    whole, records = trained(built(), plans, evaluate_at=range(5, STEPS, 5))
-    chosen = np.random.default_rng(6).choice(np.arange(1, STEPS), 4, replace=False)
+    whole, records = trained(built(), plans, evaluate_at=EVALUATED)
+    before = compiled(built())
+    chosen = np.random.default_rng(6).choice(np.arange(1, STEPS), 4, replace=False).tolist()
     assert any(not plans.sync.syncs_after(s - 1) for s in chosen), "inside a round"
     assert any(plans.echo.loads_before(s) % 4 for s in chosen), "inside an epoch"
     assert any(not plans.echo.fresh[s] for s in chosen), "before an echoed step"
-    before = compiled(built())
-    for number, step in enumerate(chosen.tolist()):
-        outcome, found = stopped_at(
-            monkeypatch, tmp_path / str(step), built(), plans, step, signal=number % 2 * 15
-        )
+    for step, signal in zip(chosen, (0, 15, 0, 15), strict=True):
+        folder, found = tmp_path / str(step), []
+        options = {"evaluate_at": EVALUATED, "saving": run.Saving(folder, every=7, at_end=True)}
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(loop, "LEAST", 1)
+            patch.setattr(loop, "MOST", 1)
+            patch.setattr(processes, "interrupts", stopping(step, signal))
+            outcome, _ = trained(built(), plans, on_record=found.append, **options)
+            assert (outcome.stopped, outcome.step) == (signal, step)
+        at = max(checkpoint.steps_of(folder), default=0)
+        assert at == (step if signal else (step - 1) // 7 * 7)
+        outcome, new = trained(built(), plans, **options)
         assert (outcome.step, outcome.stopped) == (STEPS, 0)
         assert_same(outcome.state, whole.state)
-        assert found == timeless(records)
+        kept = [r for r in found if r["step"] <= at]  # as the studies do
+        assert timeless(kept + new) == timeless(records)
     # A restored state is what the steps were compiled for.
     assert compiled(built()) == before
     # What has ended does nothing when it is called again.
-    again, nothing = trained(
-        built(), plans, saving=run.Saving(str(tmp_path / str(chosen[0])), at_end=True)
-    )
+    again, nothing = trained(built(), plans, saving=run.Saving(folder, at_end=True))
     assert again.step == STEPS and not nothing
     assert_same(again.state, whole.state)
 
 
-@pytest.mark.parametrize(
-    "order,sync",
-    [
-        ("rr", "parallel"),
-        ("cd_grab+sketch16+dealt", "qsr"),
-        pytest.param("rr+dealt", "qsr", marks=pytest.mark.slow),
-        pytest.param("cd_grab", "qsr", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_reads_goes_on_in_the_middle_of_an_epoch(tmp_path, monkeypatch, order, sync):
-    prepared, plans = built(order, sync, **STREAMED), plans_of(sync)
-    whole, records = trained(prepared, plans, evaluate_at=range(5, STEPS, 5))
-    for step, signal in ((23, 15), (38, 0)):
-        outcome, found = stopped_at(
-            monkeypatch, tmp_path / str(step), prepared, plans, step, signal
-        )
-        assert_same(outcome.state, whole.state)
-        assert found == timeless(records)
-
-
-@pytest.fixture
-def jittery(monkeypatch):
-    """Input that is ready by coins of a seed; the loads are then the same on every machine."""
-    coins = iter(np.random.default_rng(2).random(10_000))
-    monkeypatch.setattr(loop, "ready_everywhere", lambda ready: next(coins) < 0.4)
-
-
-def online(decided=()):
-    return measured(total_steps=STEPS, max_factor=12, decided=decided)
-
-
-def test_what_was_measured_is_recorded_resumed_and_replayed(tmp_path, monkeypatch, jittery):
-    prepared = built(**STREAMED)
-    plans = plans_of()._replace(echo=online())
-    options = {"evaluate_at": range(5, STEPS, 5)}
-    whole, records = trained(prepared, plans, **options)
-    decided = np.array(whole.decided)
-    plan = EchoPlan(decided, "measured")
-    assert len(decided) == STEPS and 10 < plan.loads < 40 and plan.loads % 4
-    assert records[-1]["load_steps"] == np.flatnonzero(decided).tolist()
-    assert not any("load_steps" in r for r in records[:-1])
-    # In one that is stopped the input is as it was; nothing else is told.
-    known = plans._replace(echo=online(decided))
-    for step, signal in ((17, 15), (44, 0)):
-        outcome, found = stopped_at(
-            monkeypatch, tmp_path / str(step), prepared, known, step, signal
-        )
-        assert outcome.decided == whole.decided
-        assert_same(outcome.state, whole.state)
-        assert found == timeless(records)
-    replayed, found = trained(prepared, plans._replace(echo=plan), **options)
+def test_what_was_measured_is_recorded_and_replayed(monkeypatch):
+    coins(monkeypatch)
+    prepared, plans = built(**STREAMED), plans_of()._replace(echo=online())
+    whole, records = trained(prepared, plans, evaluate_at=EVALUATED)
+    plan = EchoPlan(np.array(whole.decided), "measured")
+    assert len(whole.decided) == STEPS and 10 < plan.loads < 40 and plan.loads % 4
+    assert records[-1].pop("load_steps") == plan.load_steps.tolist()
+    assert not any("load_steps" in r for r in records)
+    replayed, found = trained(prepared, plans._replace(echo=plan), evaluate_at=EVALUATED)
     assert_same(replayed.state, whole.state)
-    records[-1].pop("load_steps")
     assert timeless(found) == timeless(records)
 
 
-def test_where_loads_are_not_known_workers_meet_before_each(jittery):
+def test_where_loads_are_not_known_workers_meet_before_each(monkeypatch):
     """Its rounds are those of one sync per load, each counted when the next load begins."""
+    coins(monkeypatch)
     prepared = built(**STREAMED)
     plans = plans_of("every_load", "measured")
     assert plans.sync is None

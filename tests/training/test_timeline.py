@@ -114,14 +114,6 @@ def test_syncs_loads_and_epochs_are_those_of_the_plans(case, most):
         assert (at.step, at.loads, at.rounds) == (s.stop, line.load[s.stop - 1] + 1, rounds)
 
 
-@given(cases(by_loads=True))
-def test_without_a_plan_workers_meet_before_every_load_but_the_first(case):
-    line, _ = segments(case)
-    after = np.flatnonzero(line.sync) + 1
-    loads = np.flatnonzero(line.fresh)[1:]
-    np.testing.assert_array_equal(after, [*loads, case.plans.total_steps])
-
-
 @given(cases(), st.data())
 def test_a_run_goes_on_from_any_step_with_the_same_cuts(case, data):
     step = data.draw(st.integers(0, case.plans.total_steps - 1))
