@@ -67,7 +67,7 @@ def training_calls(
 
         def train(state, program=program, plans=plans):
             start = loop.Progress()
-            return loop.run(program, plans, state, start, lambda at, state: state)[1]
+            return loop.run(program, plans, state, start, lambda at, state: (state, False))[1]
 
         calls[name], steps = carry_on(train, program.init(0)), plans.total_steps
     return calls, steps

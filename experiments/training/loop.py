@@ -31,15 +31,6 @@ class Progress(NamedTuple):
     decided: Sequence[bool] = ()  # by a policy that decides online
 
 
-class Stop(NamedTuple):
-    """What a hook returns to end the run, with the state there."""
-
-    state: TrainState
-
-
-Hook = Callable[[Progress, TrainState], TrainState | Stop]
-
-
 def resumed(plans: Plans, step: int, decided: Sequence[bool] = ()) -> Progress:
     """Where a run stands after `step` steps."""
     fresh = np.asarray(decided if plans.echo.online else plans.echo.fresh[:step], bool)
@@ -56,7 +47,7 @@ def run(
     plans: Plans,
     state: TrainState,
     at: Progress,
-    hook: Hook,
+    hook: Callable[[Progress, TrainState], tuple[TrainState, bool]],
     *,
     stops: Iterable[int] = (),
     delay: float = 0.0,
@@ -67,9 +58,9 @@ def run(
 
     Args:
       state: donated.
-      hook: `(progress, state) -> state` after every step of `stops`, and whenever the host looks
-        at the run; a `Stop` ends it. The next segment is given the state's memory, so that a hook
-        copies what it keeps.
+      hook: `(progress, state) -> (state, whether to stop)` after every step of `stops`, and
+        whenever the host looks at the run. The next segment is given the state's memory, so that a
+        hook copies what it keeps.
       delay: seconds of the clock that a load takes at least; for programs that read.
       sync_delay: that a sync takes more.
 
@@ -117,9 +108,9 @@ def run(
                 continue
             agree.came_to(at.step)  # before the wait, in which all are whose fellow hangs
             agree.finished(state, doing)
-            state = hook(at, state)
-            if isinstance(state, Stop):
-                return at, state.state
+            state, stop = hook(at, state)
+            if stop:
+                return at, state
             pace.looked(at.step)
     return at, state
 

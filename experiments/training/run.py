@@ -120,7 +120,7 @@ def train(
                 if save or (stopped and not recorder.ended):
                     _check_finite(state, recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
-            return loop.Stop(state) if stopped or recorder.ended else state
+            return state, bool(stopped or recorder.ended)
 
         try:
             if at.step in looks and not at.step:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import local_opt
+import models
 import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import optimizers
@@ -51,16 +52,19 @@ class Worker(NamedTuple):
     """What a worker of a run is, before any data are there.
 
     Fields:
-      row: of ORDERS; order: what it made.
-      steps: {fresh: `(state, batch, units, rate, t) -> state`}.
+      model: what is trained; row: of ORDERS; order: what it made.
+      inner: the optimizer of one worker; rounds: made of it.
+      exchanges: coordination and the mean gradient share one exchange of rows.
       sketch: k of what the order looks at; None: gradients.
     """
 
+    model: models.Model
     row: Any
     order: ordering.Ordering
+    inner: optax.GradientTransformation
     rounds: local_opt.Rounds
-    steps: dict[bool, Callable]
     sizes: Sizes
+    exchanges: bool
     sketch: int | None
 
     @property
@@ -95,20 +99,11 @@ def worker_of(
             gathers="step" if rounds.in_step else "sync",  # where the workers meet
         )
     )
-    exchange, fresh_rounds = None, rounds
     # Among simulated workers nothing travels: there the exchange is only more work.
-    exchanges = on_mesh and row.coordinated and row.sketch is None and sizes.units_per_step == 1
-    if exchanges and rounds.in_step:
-        exchange = functools.partial(ordering.all_to_all_mean, axis_name=AXIS)
-        fresh_rounds = rounds._replace(update=inner.update)
+    exact = row.coordinated and row.sketch is None and sizes.units_per_step == 1
+    exchanges = on_mesh and exact and rounds.in_step
     sketch = row.sketch and min(row.sketch, num_params(task.model))
-    steps = {
-        True: worker_step(
-            task.model, row, order, fresh_rounds, fresh=True, exchange=exchange, sketch=sketch
-        ),
-        False: worker_step(task.model, row, order, rounds, fresh=False),
-    }
-    return Worker(row, order, rounds, steps, sizes, sketch)
+    return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch)
 
 
 def zero_stats() -> StepStats:
@@ -126,67 +121,53 @@ def unit_gradients(
     unless they must be `separate`: the rows are then one, the mean. With `sketch` numbers that
     stand for a gradient, they cost a plain gradient too.
     """
-    if units_per_step == 1 or not separate:
+    if separate and units_per_step > 1:
+        if sketch:
+            return ordering.sketched(ordering.grouped(loss), SKETCH_KEY(), size=sketch)
+        return ordering.per_example(ordering.grouped(loss))
 
-        def merged(params, batch, key):
-            flat = jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), batch)
-            losses = loss(params, flat, key)
-            unit_losses = jnp.mean(losses.reshape(units_per_step, -1), axis=1)
-            return jnp.mean(losses), unit_losses
+    def merged(params, batch, key):
+        flat = jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), batch)
+        losses = loss(params, flat, key)
+        unit_losses = jnp.mean(losses.reshape(units_per_step, -1), axis=1)
+        return jnp.mean(losses), unit_losses
 
-        def gradients(params, batch, key):
-            (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-            rows = ordering.Rows.of_one(mean)
-            if sketch and separate:
-                rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
-            return losses, mean, rows
+    def gradients(params, batch, key):
+        (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
+        rows = ordering.Rows.of_one(mean)
+        if sketch and separate:
+            rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
+        return losses, mean, rows
 
-        return gradients
-
-    if sketch:
-        return ordering.sketched(ordering.grouped(loss), SKETCH_KEY(), size=sketch)
-    return ordering.per_example(ordering.grouped(loss))
+    return gradients
 
 
-def worker_step(
-    model,
-    row,
-    order: ordering.Ordering,
-    rounds: local_opt.Rounds,
-    *,
-    fresh: bool,
-    exchange: Callable | None = None,
-    sketch: int | None = None,
-) -> Callable:
-    """`(state, batch, units, rate, t) -> state`, a step of one worker.
-
-    Args:
-      row, order: of ORDERS, and what it made; only fresh steps observe.
-      exchange: from this worker's (mean, rows) to those of all, where coordination and the mean
-        gradient share one exchange; then `rounds` takes the mean as it is.
-      sketch: k of what the order looks at; None: gradients.
-    """
-    observes = fresh and row.observes
+def worker_step(worker: Worker, *, fresh: bool) -> Callable:
+    """`(state, batch, units, rate, t) -> state`, a step of one worker; only fresh ones observe."""
+    model, row, observes = worker.model, worker.row, fresh and worker.row.observes
     # A loss that mixes its batch has no gradient of single units: the unit is then the same for
     # every order, but for dealt examples, whose batch is the unit.
     separate = observes or (model.statistics is not None and row.deals != EXAMPLES)
+    sketch = worker.sketch if fresh else None
+    exchanges = fresh and worker.exchanges
+    update = (worker.inner if exchanges else worker.rounds).update
 
     def step(state, batch, units, rate, t):
         gradients = unit_gradients(
-            model.loss,
-            units_per_step=units.shape[0],
-            separate=separate,
-            sketch=sketch,
+            model.loss, units_per_step=units.shape[0], separate=separate, sketch=sketch
         )
         losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
-        if exchange is not None:
-            mean, rows = exchange(mean, rows)
-        updates, opt_state = rounds.update(mean, state.opt_state, state.params, rate=rate)
+        if exchanges:
+            mean, rows = ordering.all_to_all_mean(mean, rows, axis_name=AXIS)
+        # The proximal correction asks whether the batch is new.
+        updates, opt_state = update(
+            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
+        )
         return state._replace(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
-            orders=order.observe(state.orders, rows) if observes else state.orders,
+            orders=worker.order.observe(state.orders, rows) if observes else state.orders,
             stats=_add(state.stats, jnp.mean(losses), bad, units, t),
         )
 
@@ -216,7 +197,7 @@ def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callab
     `take(batch, units)` is the batch of these `size` units, out of what the segment was handed. A
     fresh step takes the next units of the order; echoed ones all take the same.
     """
-    step, units_per_step = worker.steps[fresh], worker.sizes.units_per_step
+    step, units_per_step = worker_step(worker, fresh=fresh), worker.sizes.units_per_step
 
     def steps(state, batch, start, stop, first, rates):
         def units_at(t):
