@@ -272,7 +272,7 @@ def draw(found: Sequence[Mapping], path: str) -> None:
         axis.grid(alpha=0.3)
         axis.label_outer()
     plots.legend(figure)
-    plots.save(figure, path, f"{TITLE}: mean and 95 % interval; lines: theory, its limit at 0")
+    plots.save(figure, path, f"{TITLE}\nmean and 95 % interval; lines: theory, its limit at 0")
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
