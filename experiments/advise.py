@@ -17,8 +17,8 @@ networks with two loaders. Writes map.png and table_*.md into --output_dir. Seco
 docs/machine_map.md holds them, and how good the advice is for tasks that it does not know.
 """
 
+import functools
 import itertools
-import os
 from collections.abc import Sequence
 
 import jax
@@ -29,8 +29,8 @@ from absl import flags as absl_flags
 
 import local_opt
 from experiments import timing
-from experiments.cluster import files, processes
-from experiments.results import tables
+from experiments.cluster import processes
+from experiments.results import report, tables
 from experiments.results.plots import COLOURS, panes, save
 from experiments.study import factorials, flags
 from experiments.study.cost import Machine
@@ -266,12 +266,8 @@ def write_map(known: Sequence[Factorial], folder: str) -> None:
         "choices": choices_table(known),
         "regret": regret_table(known),
     }
-    os.makedirs(folder, exist_ok=True)
-    for name, text in written.items():
-        print(f"\n{text}")
-        files.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
-    picture(known, os.path.join(folder, "map.png"))
-    print(f"\nWritten to {folder}: map.png, table_*.md")
+    pictures = {"map.png": functools.partial(picture, known)}
+    report.write_tables(folder, "Where the three decisions pay", [], written, pictures)
 
 
 def run(values: absl_flags.FlagValues) -> None:

@@ -13,7 +13,7 @@ from experiments.results.tables import name_of
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#999999")
 DASHES = ("-", (0, (3, 1.5)))
-LOGARITHMIC = ("train/above_optimum", "bound/linf", "bound/l2", "drift")
+LOGARITHMIC = ("train/above_optimum", "bound/linf", "drift")
 SPREAD = ("rounds", "loads", "allreduces")  # costs in which arms differ by factors
 
 
@@ -91,19 +91,16 @@ def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
     return list(dict.fromkeys(rows))
 
 
-def _draw(axis, runs, x: str, scalar: str, style) -> None:
+def _draw(axis, runs, cost: str, scalar: str, style) -> None:
     """A curve with its interval, as long as all seeds run."""
-    found, at = statistics.values(runs, scalar), statistics.values(runs, x).mean(axis=0)
+    found, at = statistics.values(runs, scalar), statistics.values(runs, cost).mean(axis=0)
     kept = ~(np.isnan(found).any(axis=0) | np.isnan(at))
-    if kept.any():
-        _curve(axis, at[kept], found[:, kept], style, log=scalar in LOGARITHMIC)
-
-
-def _curve(axis, x, found: np.ndarray, style, *, log: bool) -> None:
-    """The mean of float[seeds, points] with its interval; log: with a band that stays above 0."""
+    if not kept.any():
+        return
+    x, found = at[kept], found[:, kept]
     mean, half = np.array([interval(v) for v in found.T]).T
     low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
-    if log:
+    if scalar in LOGARITHMIC:  # where a band may not reach 0
         low = np.maximum(low, found.min(axis=0) / 2)
     axis.plot(x, mean, **style, marker="o" if len(x) < 20 else None, ms=3)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
@@ -237,14 +234,11 @@ def herding(records, labels: Mapping[str, str], path: str, title: str) -> None:
     """Writes a PNG: the bound over rounds at the most workers, and over workers at the end."""
     figure, ((left, right),) = panes(1, 2, (11, 4.4))
     widths, rounds = (sorted({r[name] for r in records}) for name in ("workers", "round"))
-    panels = (left, "round", rounds, "workers"), (right, "workers", widths, "round")
-    for i, name in enumerate(dict.fromkeys(r["order"] for r in records)):
-        style = look(i) | {"label": labels[name]}
-        for axis, along, x, fixed in panels:
-            most = max(r[fixed] for r in records)
-            own = [r for r in records if r["order"] == name and r[fixed] == most]
-            found = [[r["bound"] for r in own if r[along] == value] for value in x]
-            _curve(axis, x, np.transpose(found), style, log=True)
+    for i, (name, label) in enumerate(labels.items()):
+        bounds = {(r["workers"], r["round"]): r["bound"] for r in records if r["order"] == name}
+        style = look(i) | {"label": label, "marker": "o", "ms": 4}
+        left.plot(rounds, [bounds[widths[-1], k] for k in rounds], **style)
+        right.plot(widths, [bounds[width, rounds[-1]] for width in widths], **style)
     for axis in (left, right):
         axis.set(yscale="log", ylabel=name_of("bound/linf"))
         _plain(axis.yaxis)

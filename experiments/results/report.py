@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from experiments.cluster import files
 from experiments.results import archive, plots, records, statistics, tables
 from experiments.results.statistics import Comparison, last, spent
-from experiments.results.tables import Column, faster, form_of, markdown, name_of, rounded, show
+from experiments.results.tables import faster, form_of, markdown, name_of, rounded, show
 from experiments.tasks.metrics import METRICS
 
 TABLE = "table.md"
@@ -45,22 +45,12 @@ INTERVALS = (
 )
 
 
-def write(
-    comparison: Comparison,
-    folder: str,
-    *,
-    title: str,
-    columns: Sequence[Column],
-    panels: Sequence[plots.Panel],
-    sections: Sequence[Callable] = (),
-) -> str:
+def write(comparison: Comparison, study, folder: str, title: str) -> str:
     """Writes tables, pictures, comparison.json, command.txt and report.html into the folder.
 
     Args:
-      title: of the pictures and the page.
-      columns: of the main table, one table per speed.
-      panels: of comparison.png, one picture per speed.
-      sections: functions of the comparison that give a text below the main table, (file name,
+      study: a `Study`: its columns, a table per speed; its panels, a picture per speed; and its
+        sections, functions of the comparison that give a text below the main table, (file name,
         text), or for a picture (file name, function of a path and a title).
 
     Returns:
@@ -70,10 +60,10 @@ def write(
     for speed in comparison.speeds:
         end = "" if speed is None else f"_R{speed:g}"
         head = "" if speed is None else f"### R = {speed:g}\n\n"
-        texts[TABLE].append(head + tables.table(comparison, columns, speed))
+        texts[TABLE].append(head + tables.table(comparison, study.columns, speed))
         path = os.path.join(folder, f"comparison{end}.png")
-        plots.comparison(comparison, panels, path, title, speed)
-    for section in sections:
+        plots.comparison(comparison, study.panels, path, title, speed)
+    for section in study.sections:
         made = section(comparison)
         name, made = (TABLE, made) if isinstance(made, str) else made
         if callable(made):
@@ -141,8 +131,7 @@ def command_line() -> str:
     return shlex.join(start + sys.argv[1:])
 
 
-# A section is a function of the comparison that gives the text below the main table, (file name,
-# text), or for a picture (file name, function of a path and a title that draws it).
+# Sections.
 def late(comparison: Comparison) -> list[str]:
     """The arms that are not at the target with every seed."""
     arms = comparison.at(comparison.speeds[0])

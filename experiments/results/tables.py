@@ -14,7 +14,6 @@ NAMES = {
     "train/above_optimum": "train loss above the optimum",
     "train/batch_loss": "loss of the batch",
     "bound/linf": "parallel herding bound, L∞",
-    "bound/l2": "parallel herding bound, L2",
     "drift": "worker drift at syncs, |x_w - mean| / |mean|",
     "step": "steps",
     "epoch": "epochs",

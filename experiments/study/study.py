@@ -134,10 +134,7 @@ def _carry_out(study, chosen, task, recipe, folder, values):
             plan.save(os.path.join(folder, f"plan_{name}.json"))
         title = f"{values.task}, {recipe.workers} workers"
         compared = statistics.compare(found, labels, study.criterion, plans)
-        print(report.write(
-            compared, folder, title=title, columns=study.columns, panels=study.panels,
-            sections=study.sections,
-        ))  # fmt: skip
+        print(report.write(compared, study, folder, title))
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 
 
