@@ -71,7 +71,7 @@ def balance_blocks(
     total,
     tree,
     *,
-    derive=lambda element: element,
+    derive=None,
     valid=None,
     axes=(),
     block_size: int | None = None,
@@ -89,6 +89,7 @@ def balance_blocks(
             "all leaves of these gradients have size 0: there is nothing to balance. Pass "
             "parameters, or use random_reshuffling."
         )
+    derive = derive or (lambda element: element)
     size = jax.tree.leaves(tree)[0].shape[0]
     valid = jnp.ones(size, bool) if valid is None else valid
     block_size = min(block_size or block_size_of(axes), size)

@@ -217,13 +217,13 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
             # Differences are half as many as gradients; only split pairs need the gradients.
             if not splits_pairs:
                 sent = exchange(rows_lib.differences(rows), axis_name)
-                return (), sent.tree, take
+                return (), sent.tree, None
             rows = exchange(rows, axis_name)
         units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), rows.tree)
         pending = ()
         if units_per_step == 1:  # a pair is complete only if one waits; else its sign is not used
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[0]), units)
-            return pending, jax.tree.map(jnp.subtract, state.pending, pending), take
+            return pending, jax.tree.map(jnp.subtract, state.pending, pending), None
         if splits_pairs:
             waiting = state.position % 2
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[-1]), units)
@@ -238,7 +238,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
             ),
             units,
         )
-        return pending, vectors, take
+        return pending, vectors, None
 
     def next_epoch(state):
         placed = 2 * state.left  # the unit that waits for a partner is not placed
@@ -264,8 +264,3 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
 def subtract(pair):
     """The difference of a pair, leaves [2, ...]."""
     return jax.tree.map(rows_lib.subtract, pair)
-
-
-def take(vector):
-    """A difference that has been formed already."""
-    return vector

@@ -227,22 +227,13 @@ def whole_numbers(name, value, ndims):
 class Steps:
     """The steps of an epoch by number: element t is the batch of step t, for loaders of any kind.
 
-    Leaves are [W, B S, ...] for orders int[W, M], and [B S, ...] for an order int[M]. It can be
-    pickled where its source can, so that processes of a loader read it.
-
-    Args:
-      source: as `reader` takes it; arrays on a device are copied to the host, for a process that
-        reads must not ask JAX for a device.
-      orders and sizes: as of `step_indices`.
+    Leaves are [W, B S, ...] for orders int[W, M], and [B S, ...] for an order int[M]; a source and
+    sizes as of `reader` and `step_indices`. A process that reads them asks JAX for no device.
     """
 
     def __init__(self, source, orders, **sizes):
         self.indices, self.batch_size = step_indices(orders, **sizes)
         self.workers = np.shape(orders)[0] if np.ndim(orders) == 2 else None
-        if isinstance(source, np.ndarray | jax.Array | dict | tuple):
-            reader(source)  # what is no source is refused before it is copied
-            source = jax.tree.map(np.asarray, source)
-        self.source = source
         num_examples, self._read = reader(source)
         if self.indices.size and self.indices.max() >= num_examples:
             raise ValueError(
@@ -265,13 +256,6 @@ class Steps:
         if self.workers is None:
             return batch
         return jax.tree.map(lambda x: x.reshape(self.workers, -1, *x.shape[1:]), batch)
-
-    def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "_read"}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._read = reader(self.source)[1]
 
     def __repr__(self) -> str:
         """Names the order: Grain compares these where a state is restored."""
