@@ -56,15 +56,6 @@ def test_every_unit_is_visited_once_or_left_out_and_others_are_in_every_epoch(
             assert units == set(range(total)) - waiting
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_vmap_equals_shard_map(name):
-    gradients = tables.whole_numbers((80, 7))
-    order = ordering.dealt(PAIRS[name](10, 2), 10)
-    vmapped = run(order, gradients, 2, workers=8)
-    sharded = run(order, gradients, 2, workers=8, run=tables.shard_map_workers)
-    np.testing.assert_array_equal(vmapped, sharded)
-
-
 def test_round_robin_visits_what_fixed_shards_visit_where_all_meet_in_every_step():
     """The same sets of units in every step, so that the running sums and the signs are the same."""
     workers, num_units, units_per_step = 4, 8, 2

@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import jax
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,13 +60,6 @@ def test_measured_decides_as_the_reference(data):
     plan = echo.EchoPlan(fresh)
     assert plan.uses.max() <= max_factor and loader.asked == plan.loads
     assert_same(echo_batches(Source(99), plan), uses)  # replayed
-
-
-def test_a_floor_may_be_a_schedule():
-    floor = optax.piecewise_constant_schedule(0.5, {12: 0.5})
-    uses = Scripted([False] * 24).run(measured(total_steps=24, max_factor=9, floor=floor))
-    exact = [Fraction(1, 2) if t < 12 else Fraction(1, 4) for t in range(24)]
-    assert [use.fresh for use in uses] == reference.load_if_ready([False] * 24, 9, exact)[0]
 
 
 ANSWERS = [t % 5 in (1, 2) or t % 7 == 3 for t in range(24)]

@@ -172,22 +172,6 @@ def test_grab_leaves_surplus_units_out_of_its_mean():
     assert order.next_epoch(state).mean.tolist() == [2.0]
 
 
-@pytest.mark.parametrize("name", tables.ORDERS)
-def test_a_state_may_be_donated(name):
-    """After `init` and after `next_epoch`, outside jit: no buffer is in a state twice."""
-    order = tables.ORDERS[name].make(4, 1)
-    donate = jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)
-    key = jax.random.key(0)
-    if tables.ORDERS[name].coordinated:
-        state = jax.vmap(order.init, (0, None), axis_name="worker")(key[None], jnp.zeros(2))
-        order = order._replace(next_epoch=jax.vmap(order.next_epoch, axis_name="worker"))
-    else:
-        state = order.init(key, jnp.zeros(2))
-    for _ in range(3):
-        state = order.next_epoch(donate(state))
-    assert not key.is_deleted()
-
-
 @pytest.mark.parametrize("name", ["pair_balance", "grab", "cd_grab"])
 def test_non_finite_gradients_do_not_poison_the_state(name):
     order = tables.ORDERS[name].make(8, 2)
@@ -236,32 +220,24 @@ def test_matrix_free_rows_give_the_same_order():
         np.testing.assert_array_equal(order.next_epoch(state).current, expected.current)
 
 
-def test_flip_flop_and_block_reshuffling_replay_in_reverse():
-    for order in (ordering.flip_flop(7), ordering.block_reshuffling(7, block_size=3)):
-        state = order.init(jax.random.key(0), None)
-        seen = []
-        for _ in range(6):
-            seen.append(state.current)
+def test_blocks_stay_together_and_are_replayed_in_reverse():
+    """Flip-flop is the case of blocks of one."""
+
+    def epochs(order, count=6):
+        state, seen = order.init(jax.random.key(1), None), []
+        for _ in range(count):
+            seen.append(state.current.tolist())
             state = order.next_epoch(state)
-        for even in (0, 2, 4):
-            np.testing.assert_array_equal(seen[even + 1], seen[even][::-1])
-        assert any((seen[0] != seen[k]).any() for k in (2, 4))
+        return seen
 
-
-def test_block_reshuffling_keeps_blocks_together():
-    order = ordering.block_reshuffling(11, block_size=3, paired_reversal=False)
-    state = order.init(jax.random.key(1), None)
-    first = state.current.tolist()
-    blocks = [tuple(first[i : i + 3]) for i in range(0, 11, 3)]
-    for _ in range(4):
-        state = order.next_epoch(state)
-        flat, rest = state.current.tolist(), set(blocks)
-        while flat:
-            block = next(b for b in rest if b[0] == flat[0])
-            assert tuple(flat[: len(block)]) == block
-            rest.remove(block)
-            flat = flat[len(block) :]
-        assert not rest
+    for order in (ordering.flip_flop(11), ordering.block_reshuffling(11, block_size=3)):
+        seen = epochs(order)
+        assert seen[1::2] == [order[::-1] for order in seen[::2]] and seen[0] != seen[2]
+    seen = epochs(ordering.block_reshuffling(11, block_size=3, paired_reversal=False))
+    blocks = [seen[0][i : i + 3] for i in range(0, 11, 3)]
+    for order in seen:
+        of_units = sorted(blocks, key=lambda block: order.index(block[0]))
+        assert sum(of_units, []) == order
 
 
 Z = jnp.zeros((3, 2))

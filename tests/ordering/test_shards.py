@@ -137,19 +137,6 @@ def test_devices_that_could_disagree_are_refused(gathers):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_specs_that_are_wrong_let_devices_disagree_and_jax_sees_it():
-    """Of sixteen signs some differ; what JAX knows of values (vma) refuses the program."""
-    order = ordering.cd_grab(4, units_per_step=4, specs=P())
-    split = P("worker", None, "model")
-    with pytest.raises(ValueError, match="out_specs"):
-        observed(mesh_of(2), order, GRADIENTS, split)
-    found = observed(mesh_of(2), order, GRADIENTS, split, check_vma=False)
-    with pytest.raises(AssertionError):
-        assert_in_their_places(found, P("worker"))
-    found = observed(mesh_of(2), order, GRADIENTS, P("worker"), check_vma=False)
-    assert_in_their_places(found, P("worker"))
-
-
 def test_specs_that_say_something_else_are_refused():
     for make in (rounds_of, lambda s: ordering.cd_grab(2, specs=s)):
         with pytest.raises(ValueError, match=r"specs names \['worker'\], the workers' axis"):

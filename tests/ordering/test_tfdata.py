@@ -4,7 +4,6 @@ import functools
 import pathlib
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from ordering.input import batches
 from tests.refused import refuses
 from tests.sources import SOURCES, Examples, ManyExamples, assert_same, data, plain_loop
-from tests.waiting import PATIENCE, wait_for
+from tests.waiting import wait_for
 
 tf = pytest.importorskip("tensorflow")
 
@@ -31,14 +30,15 @@ def test_equals_the_plain_loop(name, transform):
         assert_same(found, plain_loop(arrays, order, batch_size))
 
 
-def test_the_sequence_does_not_depend_on_how_long_reading_takes():
-    class Uneven(Examples):
-        def __getitem__(self, index):
-            time.sleep(0.002 * (index % 5))
-            return super().__getitem__(index)
+class Slow(Examples):
+    def __getitem__(self, index):
+        time.sleep(0.002 * (index % 5))
+        return super().__getitem__(index)
 
+
+def test_the_sequence_does_not_depend_on_how_long_reading_takes():
     arrays, order = data(40), np.random.default_rng(2).permutation(40)
-    found = batches(Uneven(arrays), order, batch_size=3, num_parallel_calls=4)
+    found = batches(Slow(arrays), order, batch_size=3, num_parallel_calls=4)
     assert_same(found, plain_loop(arrays, order, 3))
 
 
@@ -52,20 +52,6 @@ def test_text_keeps_its_zeros(transform):
         arrays = np.array(["a", "bcd"], dtype)
         (found,) = batches(arrays, [1, 0], batch_size=2, transform=transform)
         assert found.astype("U3").tolist() == ["bcd", "a"]
-
-
-def test_tfds_source():
-    folder = ROOT.parent / "shared" / "data" / "tfds"
-    if not folder.is_dir():
-        pytest.skip("the prepared data sets are not on this machine")
-    tfds = pytest.importorskip("tensorflow_datasets")
-    source = tfds.data_source("mnist", split="test", data_dir=folder)
-    order = np.random.default_rng(0).permutation(len(source))[:50]
-    found = list(batches(source, order, batch_size=20))
-    assert [len(b["label"]) for b in found] == [20, 20, 10]
-    for key in ("image", "label"):
-        expected = np.stack([source[int(i)][key] for i in order])
-        np.testing.assert_array_equal(np.concatenate([b[key] for b in found]), expected)
 
 
 def augment(batch, seed):
@@ -106,18 +92,9 @@ def test_reading_starts_before_the_first_next_and_stops_when_it_is_given_up():
     wait_for(lambda: {10, 11, 12, 13, 14, 15} <= set(source.asked))
     assert 99 not in source.asked
     assert next(stream).tolist() == [10, 11]
-    started = threading.Event()
-
-    class Slow(Examples):
-        def __getitem__(self, index):
-            if self.asked:
-                started.set()
-                time.sleep(0.01)
-            return super().__getitem__(index)
-
     source = Slow(np.arange(1000))
     stream = batches(source, np.arange(1000), batch_size=1)
-    assert started.wait(PATIENCE)
+    wait_for(lambda: source.asked)
     del stream  # waits for the reading threads
     asked = len(source.asked)
     time.sleep(0.1)
