@@ -62,7 +62,7 @@ def run(values: absl_flags.FlagValues) -> None:
     check_recipe(recipe)
     decisions = tables.decisions(values)
     arm = Arm("run", **decisions)
-    rows = trainer.rows_of(arm)
+    rows = tables.rows_of(arm)
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, assumed(values)))

@@ -31,6 +31,7 @@ from experiments.study.compile import (
     slice_of,
 )
 from experiments.study.cost import Shapes, examples_of, lower_step, shapes_of, traffic, tree_bytes
+from experiments.study.tables import rows_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import num_params, size_of
 from local_opt.forecast import sync_seconds
@@ -82,7 +83,7 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
     rows, listed = [], {}
     for speed in study.speeds or (None,):
         for arm in study.arms.values():
-            order, rule, _ = trainer.rows_of(arm)
+            order, rule, _ = rows_of(arm)
             own = order, rule.rounds  # arms share programs
             shapes = shapes_by(*own)
             row = _row(task, recipe, arm, speed, step_seconds, shapes, given)
@@ -110,7 +111,7 @@ def _worker_bytes(task: Task, recipe: Recipe, order, rounds) -> int:
 
 
 def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed) -> dict:
-    (order, rule, _), sizes = trainer.rows_of(arm), shapes.sizes
+    (order, rule, _), sizes = rows_of(arm), shapes.sizes
     plans = trainer.plans_of(task, recipe, arm, speed=speed)
     uses, seconds = plans.echo, plans.total_steps * step_seconds
     if speed is not None or uses.online:

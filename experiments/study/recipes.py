@@ -174,9 +174,13 @@ def load(
 
 
 def choices_of(loader: Callable) -> dict[str, inspect.Parameter]:
-    """What a task lets its users choose: the parameters of its loader."""
-    found = inspect.signature(loader).parameters
-    return {name: parameter for name, parameter in found.items() if name not in NOT_CHOICES}
+    """What a task lets its users choose: its model, and its loader's keyword-only parameters."""
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(loader).parameters.items()
+        if name not in NOT_CHOICES
+        and (parameter.kind is inspect.Parameter.KEYWORD_ONLY or name == "model")
+    }
 
 
 def planned(name: str, **fields) -> tuple[Task, Recipe]:

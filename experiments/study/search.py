@@ -15,7 +15,6 @@ from typing import NamedTuple
 from experiments.cluster import processes
 from experiments.results import statistics
 from experiments.results.records import run_of, whole_runs
-from experiments.results.statistics import Criterion
 
 
 class Run(NamedTuple):
@@ -33,54 +32,43 @@ class Run(NamedTuple):
         return ",".join(f"{key}={value}" for key, value in self._asdict().items())
 
 
-def grid(
-    own: Sequence[dict], arm: str, speed: float | None, rates: Sequence[float], *,
-    criterion: Criterion, widen: int,
-) -> list[float]:  # fmt: skip
-    """The learning rates of an arm, ascending: those given, and what lies beyond a best one.
-
-    Args:
-      own: the records of the arm's whole runs at this speed.
-      widen: at most so many rates more at either end.
-    """
-    found, phase = sorted(rates), "run" if speed is None else "tune"
-    ended, left = _by_run(own), {0: widen, -1: widen}
-    while len(found) > 1 and all(Run(arm, speed, rate, 0, phase) in ended for rate in found):
-        ranked = statistics.finalists(own, arm, speed, criterion, None)
-        best = next((rate for rate in ranked if rate in found), found[0])  # all may diverge
-        end = {found[0]: 0, found[-1]: -1}.get(best)
-        if end is None or not left[end]:
-            break
-        left[end] -= 1
-        beyond = found[end] ** 2 / found[1 if end == 0 else -2]
-        found = sorted([*found, float(f"{beyond:.6g}")])
-    return found
-
-
 def lacking(
-    own: Sequence[dict], arm: str, speed: float | None, rates: Sequence[float], *,
-    seeds: int, criterion: Criterion, finalists: int | None, widen: int = 0,
+    study, arm: str, speed: float | None, rates: Sequence[float], records: Sequence[dict], *,
+    seeds: int, widen: int,
 ) -> list[Run]:  # fmt: skip
-    """The runs that an arm still needs at a speed, as far as its records tell; [] where it is done.
+    """The runs that an arm still needs at a speed; [] where it is done.
 
     Args:
-      own: the records of its whole runs; rates: tried with it.
-      seeds: 0 .. seeds - 1; finalists: rates that run with all of them, None for all.
-      widen: as of `grid`.
+      rates: tried with it, and at most `widen` more at either end; records: of whole runs.
+      seeds: 0 .. seeds - 1.
     """
-    rates = grid(own, arm, speed, rates, criterion=criterion, widen=widen)
+    own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
     ended, phase = _by_run(own), "run" if speed is None else "tune"
 
     def missing(rates, seeds, phase):
         runs = (Run(arm, speed, rate, seed, phase) for rate in rates for seed in seeds)
         return [run for run in runs if run not in ended]
 
-    if first := missing(rates, [0], phase):
+    def finalists(number):
+        return statistics.finalists(own, arm, speed, study.criterion, number)
+
+    rates, left = sorted(rates), {0: widen, -1: widen}
+    while not (first := missing(rates, [0], phase)) and len(rates) > 1:
+        best = next(
+            (rate for rate in finalists(None) if rate in rates), rates[0]
+        )  # all may diverge
+        end = {rates[0]: 0, rates[-1]: -1}.get(best)
+        if end is None or not left[end]:
+            break
+        left[end] -= 1
+        beyond = rates[end] ** 2 / rates[1 if end == 0 else -2]
+        rates = sorted([*rates, float(f"{beyond:.6g}")])
+    if first:
         return first
-    best = statistics.finalists(own, arm, speed, criterion, finalists)
-    if (others := missing(best, range(seeds), phase)) or speed is None:
+    others = missing(finalists(study.finalists), range(seeds), phase)
+    if others or speed is None:
         return others
-    best = statistics.best_rate(own, arm, speed, criterion)
+    best = statistics.best_rate(own, arm, speed, study.criterion)
     return [] if best is None else missing([best], range(seeds), "report")
 
 
@@ -98,32 +86,25 @@ def search(
 
     Args:
       study: a `Study`, its arms at its speeds; trainer: a `Trainer` of it.
-      widen: as of `grid`.
+      widen: rates tried at most beyond those given, at either end.
       done: records of an earlier call: whole runs are not repeated, others go on after theirs.
       on_record: called with every new record.
 
     Returns:
       The records of whole runs, and the signal that stopped the search, or 0.
     """
-    asked, steps = [], 0
+    asks, steps = [], 0
     for speed in study.speeds or (None,):
         for arm in study.arms:
             rates = trainer.rates(arm, speed)
+            ask = functools.partial(lacking, study, arm, speed, rates, seeds=seeds, widen=widen)
+            asks.append(ask)
             steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
-            asked.append((arm, speed, rates))
-
     records, stopped = list(done), 0
     known = sum(r["step"] for r in done if r.get("ended") and r["arm"] in study.arms)
     with processes.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
-        for arm, speed, rates in asked:
-            while not stopped:
-                own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
-                runs = lacking(
-                    whole_runs(own), arm, speed, rates, seeds=seeds, criterion=study.criterion,
-                    finalists=study.finalists, widen=widen,
-                )  # fmt: skip
-                if not runs:
-                    break
+        for ask in asks:
+            while not stopped and (runs := ask(whole_runs(records))):
                 new, stopped = _train(study, trainer, runs[0], records, on_record, bar)
                 records += new
     return whole_runs(records), stopped

@@ -1,7 +1,6 @@
 """The three tables of decisions: a new order, synchronisation rule or echo policy is one row.
 
-Which unit comes next, when workers meet, and when a batch is used again. Every study and `train`
-know them by these names alone. What else a row may do is said by further words, one row each too:
+What else a row may do is said by further words, one row each too:
 `ORDERS["cd_grab+sketch256+dealt"]`, which flags say as --order=cd_grab --sketch=256 --deal=dealt.
 """
 
@@ -18,8 +17,7 @@ import ordering.echo
 from experiments.study.words import Choice, EchoPolicy, Order, SyncRule, Table, Word
 from experiments.training.config import EXAMPLES, UNITS, OrderSetting, RunConfig
 
-POST_LOCAL_UNTIL = 0.5  # of T: where post-local training begins its local steps
-SWAP_UNTIL = 0.8  # of T: where SWAP begins its last round
+POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
 
 
 def _coordinated(s: OrderSetting, rule: ordering.SignRule | None = None, sketched=False):
@@ -295,3 +293,8 @@ def decisions_of(text: str) -> dict[str, str]:
     for flag, words in found.items():
         TABLES[flag][words]  # refuses what does not fit together
     return found
+
+
+def rows_of(arm) -> tuple[Order, SyncRule, EchoPolicy]:
+    """The rows that an arm names."""
+    return ORDERS[arm.order], SYNC_RULES[arm.sync], ECHO_POLICIES[arm.echo]

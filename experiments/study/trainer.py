@@ -13,16 +13,10 @@ from experiments.results.records import run_of
 from experiments.results.statistics import Criterion
 from experiments.study.cost import traffic
 from experiments.study.search import Run
-from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
-from experiments.study.words import EchoPolicy, Order, SyncRule
+from experiments.study.tables import ORDERS, rows_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, measure, program, run
 from experiments.training.config import num_params
-
-
-def rows_of(arm) -> tuple[Order, SyncRule, EchoPolicy]:
-    """The rows of the three tables that an arm names."""
-    return ORDERS[arm.order], SYNC_RULES[arm.sync], ECHO_POLICIES[arm.echo]
 
 
 def sizes_of(task: Task, recipe: Recipe, arm) -> config.Sizes:
