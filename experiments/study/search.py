@@ -93,18 +93,17 @@ def search(
     Returns:
       The records of whole runs, and the signal that stopped the search, or 0.
     """
-    asks, steps = [], 0
+    asked, steps, protocol = [], 0, {"seeds": seeds, "widen": widen}
     for speed in study.speeds or (None,):
         for arm in study.arms:
             rates = trainer.rates(arm, speed)
-            ask = functools.partial(lacking, study, arm, speed, rates, seeds=seeds, widen=widen)
-            asks.append(ask)
+            asked.append((arm, speed, rates))
             steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
     records, stopped = list(done), 0
     known = sum(r["step"] for r in done if r.get("ended") and r["arm"] in study.arms)
     with processes.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
-        for ask in asks:
-            while not stopped and (runs := ask(whole_runs(records))):
+        for group in asked:
+            while not stopped and (runs := lacking(study, *group, whole_runs(records), **protocol)):
                 new, stopped = _train(study, trainer, runs[0], records, on_record, bar)
                 records += new
     return whole_runs(records), stopped

@@ -25,7 +25,9 @@ def asked(**fields):
 
 
 def trainer_of(train):
-    return types.SimpleNamespace(train=train, rates=lambda *_: RATES, steps=lambda *_: 10)
+    return types.SimpleNamespace(
+        train=train, rates=lambda *_: RATES, steps=lambda *_: 10, examples=1
+    )
 
 
 def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
