@@ -146,7 +146,7 @@ def _details(listed, chip) -> list[str]:
     programs, sent, peaks, last = [], [], [], []
     for one in listed:
         if isinstance(one.found, Refused):
-            last.append(_lacking(one))
+            last.append(_lacking(one, chip))
             continue
         name, found = {"program": one.program, "arm": one.arm}, one.found
         shown = {what: show_bytes(count) for what, count in found.memory.items()}
@@ -159,12 +159,13 @@ def _details(listed, chip) -> list[str]:
     return [*(markdown(rows) for rows in (programs, sent) if rows), *last]
 
 
-def _lacking(one: Listed) -> str:
+def _lacking(one: Listed, chip) -> str:
     """What is missing of memory, and what may be changed."""
     needed, available = one.found
     fields = {"parameters": "params", "the optimizer": "opt_state", "the order": "orders"}
     state = [f"{who} {show_bytes(one.shapes.bytes_of(field))}" for who, field in fields.items()]
-    larger = [name for name, chip in CHIPS.items() if chip.memory > needed]
+    least = max(needed, chip.memory)
+    larger = [name for name, other in CHIPS.items() if other.memory > least]
     return (
         f"{one.program}, {one.arm}: does not fit. It needs {show_bytes(needed)} of "
         f"{show_bytes(available)}; {show_bytes(needed - available)} are missing. "
