@@ -5,15 +5,13 @@ import importlib.util
 import json
 import math
 import struct
-import sys
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.cluster import processes
-from experiments.results import records, rule, verdict_page
+from experiments.results import records, rule, trackers, verdict_page
 
 needs_tensorboardx = pytest.mark.skipif(
     importlib.util.find_spec("tensorboardX") is None, reason="tensorboardX is not installed"
@@ -27,8 +25,8 @@ RECORDS = [
 ]
 
 
-def write_all(folder, new, *, keep=(), trackers=()):
-    with records.writing(str(folder), trackers=trackers, keep=keep) as write:
+def write_all(folder, new, **options):
+    with records.writing(str(folder), **options) as write:
         for record in new:
             write(record)
 
@@ -107,54 +105,37 @@ def test_scalars_text_of_several_lines_and_numbers_that_are_not_finite_survive(t
     assert lines == ["step 3  loss 0.5  at 0.25", "step 4  loss inf  at 1e-300"]
 
 
-@pytest.mark.filterwarnings("ignore")  # of mlflow's own dependencies
-def test_mlflow_has_the_numbers_of_a_resumed_run(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
-    from mlflow.tracking import MlflowClient
+def test_a_tracker_is_given_every_number_once_and_has_one_run_open(tmp_path, monkeypatch):
+    given, events = [], []
 
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    write_all(tmp_path, RECORDS[:3], trackers=["mlflow"])
-    write_all(tmp_path, RECORDS[3:], keep=RECORDS[:3], trackers=["mlflow"])
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    found = client.get_experiment_by_name(tmp_path.name)
-    assert {
-        (run.info.run_name, name, point.step): float(np.float32(point.value))
-        for run in client.search_runs([found.experiment_id]) for name in run.data.metrics
-        for point in client.get_metric_history(run.info.run_id, name)
-    } == numbers(RECORDS)  # fmt: skip
+    def opens(folder, run, known, step):
+        events.append((run, known, step))
 
+        def log(step, found):
+            given.extend(((run, name, step), float(np.float32(v))) for name, v in found.items())
 
-def test_wandb_is_given_every_number_once(tmp_path, monkeypatch):
-    """As it is called; what it makes of that is its own, and its server's."""
-    given, opened = [], []
+        return known or len(events), log, lambda: events.append("closed")
 
-    class Run:
-        def __init__(self, **options):
-            opened.append(options)
-            self.name = options["name"]
-
-        def log(self, found, step):
-            given.extend(
-                ((self.name, name, step), float(np.float32(v))) for name, v in found.items()
-            )
-
-        def finish(self):
-            opened.append("finished")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
-    write_all(tmp_path, RECORDS[:2], trackers=["wandb"])
-    write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["wandb"])
+    monkeypatch.setitem(trackers.TRACKERS, "fake", opens)
+    write_all(tmp_path, RECORDS[:2], trackers=["fake"])
+    write_all(tmp_path, RECORDS[2:], keep=RECORDS[:2], trackers=["fake"])
     assert dict(given) == numbers(RECORDS) and len(given) == len(numbers(RECORDS))
-    ids = [options["id"] for options in opened if options != "finished"]
-    assert ids[0] == ids[1] != ids[2] and opened.count("finished") == 3
-    assert all(o["resume"] == "allow" and o["group"] == tmp_path.name for o in opened[::2])
+    first, other = (records.name_of(RECORDS[i]) for i in (0, 3))
+    assert events[:5:2] == [(first, None, 0), (first, 1, 20), (other, None, 0)]
+    assert events[1::2] == ["closed"] * 3
+    write_all(tmp_path, RECORDS[:1], trackers=["fake"])
+    assert events[6] == (first, None, 0), "a run that begins again is another"
 
 
-def test_wandb_itself_takes_what_it_is_given(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
+@pytest.mark.filterwarnings("ignore")  # of their own dependencies
+@pytest.mark.parametrize("name,left", [("wandb", "wandb/offline-run-*/*"), ("mlflow", "mlflow.db")])
+def test_packages_take_what_they_are_given(tmp_path, monkeypatch, name, left):
+    pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[{name}]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    write_all(tmp_path, RECORDS, trackers=["wandb"])
-    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 2
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_all(tmp_path, RECORDS[:3], trackers=[name])
+    write_all(tmp_path, RECORDS[3:], keep=RECORDS[:3], trackers=[name])
+    assert list(tmp_path.glob(left))
 
 
 def test_what_is_no_tracker_is_named(tmp_path):
