@@ -96,7 +96,11 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
       ValueError, absl.app.UsageError: for flags that do not fit.
     """
     processes.start(values)
-    study, chosen, task, recipe = asked(study, values)
+    task, recipe = flags.setting_from_flags(values)
+    study = study.fit(study, task, recipe, values)
+    chosen = study._replace(arms=arms_of(study, values.arms or study.arms))
+    if study.speeds and "speeds" in values:
+        chosen = chosen._replace(speeds=tuple(flags.numbers_of(values, "speeds")))
     if values.dry_run:
         return processes.say(dry_run(task, recipe, chosen, assumed(values)))
     agree.check_data(task)
@@ -105,18 +109,6 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):
         _carry_out(study, chosen, task, recipe, folder, values)
-
-
-def asked(study: Study, values: absl_flags.FlagValues) -> tuple[Study, Study, Task, Recipe]:
-    """(the study that flags make of it, with the arms and speeds they ask for, task, recipe)."""
-    task, recipe = flags.setting_from_flags(values)
-    study = study.fit(study, task, recipe, values)
-    if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
-        study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
-    chosen = study._replace(arms=arms_of(study, values.arms or study.arms))
-    if study.speeds and "speeds" in values:
-        chosen = chosen._replace(speeds=tuple(flags.numbers_of(values, "speeds")))
-    return study, chosen, task, recipe
 
 
 def _carry_out(study, chosen, task, recipe, folder, values):

@@ -49,13 +49,13 @@ class Trainer:
       folder: of the study, for checkpoints; None: without.
       reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
       step_seconds: t_step; with the delay, a load takes R of it. 0: nothing is delayed.
-      about: what all runs depend on, JSON values, for their checkpoints; None: not known.
+      about: what all runs depend on, JSON values, for their checkpoints.
     """
 
     def __init__(
         self, study, task: Task, recipe: Recipe, *, folder: str | None = None,
         reads: str | None = None, mesh=None, checkpoint_every: int | None = None,
-        step_seconds: float = 0.0, about: Mapping | None = None,
+        step_seconds: float = 0.0, about: Mapping = {},
     ):  # fmt: skip
         self.study, self.task, self.recipe = study, task, recipe
         self.examples = recipe.workers * recipe.units_per_step * recipe.unit_size  # of a step
@@ -93,7 +93,7 @@ class Trainer:
         folder, saving = None, None
         if self._folder is not None:
             folder = os.path.join(self._folder, "checkpoints", this.name)
-            about = {**(self._about or {}), **this._asdict()}
+            about = {**self._about, **this._asdict()}
             saving = run.Saving(folder, self._every, about=about, kept=len(kept))
         outcome = run.train(
             built, plans, seed=this.seed, saving=saving,
