@@ -25,17 +25,14 @@ class DealtState(NamedTuple):
 
     @property
     def current(self):
-        """int32[M], this worker's units of this epoch."""
         return self.pairs.current
 
     @property
     def next(self):
-        """int32[M]; where a front is known, it is the front of this worker's next order."""
         return _relieved(self.pairs.next, self)
 
     @property
     def left(self):
-        """int32[], known units of this worker's next order: none where chunks are dealt."""
         return self.pairs.left
 
 

@@ -77,31 +77,12 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     return rows_lib.Rows.of(parts)._replace(workers=workers)
 
 
-def all_reduce_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
-    """The mean gradient over all workers, by an all-reduce; the rows stay local.
-
-    Args:
-      mean: this worker's mean gradient; rows: its rows; axis_name: the workers' axis.
-
-    Returns:
-      (mean over the workers, rows).
-
-    Example:
-      >>> import jax, jax.numpy as jnp, ordering
-      >>> mean = lambda g: ordering.all_reduce_mean(g[0], ordering.Rows.of(g))[0]
-      >>> jax.vmap(mean, axis_name="worker")(jnp.array([[[1.0]], [[3.0]]])).tolist()
-      [[2.0], [2.0]]
-    """
-    return jax.lax.pmean(mean, axis_name), rows
-
-
 def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
     """The mean gradient over all workers and the rows of all workers, from one exchange.
 
-    An all-to-all and an all-gather in place of the all-reduce of `all_reduce_mean`: with one unit
-    per worker and step (`microbatch`) both move the same bytes, so coordination costs no volume.
-    With an even number of units `all_reduce_mean` is the cheaper one, for `cd_grab` then sends
-    differences.
+    An all-to-all and an all-gather in place of the all-reduce of `jax.lax.pmean`: with one unit per
+    worker and step (`microbatch`) both move the same bytes, so coordination costs no volume. With
+    an even number of units the all-reduce is cheaper, for `cd_grab` then sends differences.
 
     Args:
       mean: this worker's mean gradient, which gives structure, shapes and dtypes.
@@ -123,7 +104,7 @@ def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
-    check_alone(axis_name, what="all_to_all_mean sends", act="Use all_reduce_mean.")
+    check_alone(axis_name, what="all_to_all_mean sends", act="Use jax.lax.pmean.")
     rows = exchange(rows, axis_name)
     part = jnp.mean(rows_lib.as_float32(rows.tree), axis=0)
     flat = jax.lax.all_gather(part, axis_name, tiled=True)[: rows_lib.tree_size(mean)]
@@ -197,7 +178,7 @@ def sharded(order: Ordering, specs, axes, *, state_specs, coordinated) -> Orderi
         if rows.workers is not None:
             raise ValueError(
                 f"rows of {rows.workers} workers are exchanged already, and specs are given: "
-                "take the mean gradient by all_reduce_mean, which leaves rows where they are."
+                "take the mean gradient by jax.lax.pmean, which leaves rows where they are."
             )
 
         def run(state, tree):

@@ -38,7 +38,6 @@ class GatheredState(NamedTuple):
 
     @property
     def left(self):
-        """int32[], pairs placed so far: `next[:left]` never changes again."""
         return self.signed
 
 
@@ -86,7 +85,8 @@ def gathered_pairs(
         base.check_stacked(rows)
         base.check_rows(rows.size, num_units, units_per_step)
         units = rows_lib.as_float32(rows_lib.flat(rows))
-        first, found, end, pending = complete_pairs(state, units)
+        first = state.position // 2
+        found, end, pending = complete_pairs(state, units)
         state = state._replace(position=end, pending=pending)
         if not found.shape[0]:
             return state
@@ -99,15 +99,13 @@ def gathered_pairs(
         return place(state, found, first, known)
 
     def complete_pairs(state, units):
-        """What these units complete: (first pair, differences [n, k], end, pending)."""
+        """What these units complete: (differences [n, k], end, pending)."""
         size = units.shape[0]
-        first = state.position // 2
         if not splits_pairs:  # an odd unit of a short step gets no partner any more
             whole = size // 2 * 2
-            differences = units[0:whole:2] - units[1:whole:2]
-            return first, differences, state.position + whole, state.pending
+            return units[0:whole:2] - units[1:whole:2], state.position + whole, state.pending
         both = base.align_pairs(state.pending, units, state.position % 2, (size + 1) // 2)
-        return first, both[::2] - both[1::2], state.position + size, units[-1]
+        return both[::2] - both[1::2], state.position + size, units[-1]
 
     def place(state, own, first, known):
         """Signs pairs `first` and on, of all workers, and places this one's."""

@@ -171,10 +171,7 @@ def _permutation(key, epoch, size):
 
 
 def shuffled(num_units: int, draw, first=None) -> Ordering:
-    """An ordering from `draw(key, epoch, order of the epoch before) -> int32[M]`.
-
-    And `first`, from the key alone; by default the first order of all.
-    """
+    """An ordering from `draw(key, epoch, order before) -> int32[M]` and `first(key)`, if given."""
     base.check_num_units(num_units)
 
     def init(key, params=None):

@@ -88,10 +88,7 @@ def _epoch_dataset():
 
 
 class TorchSampler:
-    """What `torch_sampler` returns: an iterable of lists of indices, one per step.
-
-    Example: see `torch_sampler`.
-    """
+    """What `torch_sampler` returns: an iterable of lists of indices, one per step."""
 
     def __init__(self, orders: Callable, sizes: dict):
         self._orders, self._sizes = orders, sizes

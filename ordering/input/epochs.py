@@ -28,8 +28,6 @@ class Epochs(Iterator):
       epoch, step: where the next batch is, or, at an epoch's end, M / B rounded up.
       epoch_ended: whether the batch just given is the last of its epoch: after its step, call the
         order's `next_epoch`.
-
-    Example: see `read_epochs`.
     """
 
     def __init__(self, load: Load, live: Callable, units_per_step, num_epochs, ahead, first_load):
