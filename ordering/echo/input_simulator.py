@@ -17,9 +17,7 @@ class EchoForecast(NamedTuple):
     """The predicted pace of a run; see `echo_forecast`."""
 
     loads: int
-    free_factor: float
     total_seconds: float
-    seconds_per_step: float
     stall_seconds: float
     slowdown: float
     plan: EchoPlan
@@ -50,11 +48,10 @@ def echo_forecast(
       depth: >= 1, of the queue; `load_ahead`'s.
 
     Returns:
-      A record of `loads` (L), `free_factor` (R = t_load / t_step, or 1 if loads are faster: more
-      uses save no time), `total_seconds` (from the first step on, when load 0 is there),
-      `seconds_per_step`, `stall_seconds` (of the total, those in which a step waits for its batch),
-      `slowdown` (total / (T t_step); 1 is no stall), and `plan` (what was timed; of `measured`, its
-      decisions on the simulated clock).
+      A record of `loads` (L), `total_seconds` (from the first step on, when load 0 is there),
+      `stall_seconds` (of the total, those in which a step waits for its batch), `slowdown`
+      (total / (T t_step); 1 is no stall), and `plan` (what was timed; of `measured`, its decisions
+      on the simulated clock).
 
     Raises:
       ValueError: for values out of range, or too few of load_seconds.
@@ -77,27 +74,16 @@ def echo_forecast(
       load is the larger of t_load and uses t_step), https://arxiv.org/abs/1907.05550
     """
     check_policy(policy)
-    if not (_is_number(step_seconds) and math.isfinite(step_seconds) and step_seconds > 0):
+    number = isinstance(step_seconds, int | float | np.number)
+    if isinstance(step_seconds, bool) or not (number and 0 < step_seconds < math.inf):
         raise ValueError(f"step_seconds is {step_seconds!r}: pass a positive, finite number.")
     if not plans.is_whole(depth) or depth < 1:
         raise ValueError(f"depth is {depth!r}: the queue holds a whole number of batches, >= 1.")
     each = _each_load(load_seconds, policy)
     fresh, stall = _simulate(policy, (each / step_seconds).tolist(), int(depth))
     plan = EchoPlan(fresh, "measured, simulated") if policy.online else policy
-    total = (plan.total_steps + stall) * step_seconds
-    return EchoForecast(
-        plan.loads,
-        max(1.0, float(np.mean(load_seconds)) / step_seconds),
-        total,
-        total / plan.total_steps,
-        stall * step_seconds,
-        1 + stall / plan.total_steps,
-        plan,
-    )
-
-
-def _is_number(value):
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    total, steps = (plan.total_steps + stall) * step_seconds, plan.total_steps
+    return EchoForecast(plan.loads, total, stall * step_seconds, 1 + stall / steps, plan)
 
 
 def _each_load(load_seconds, policy):

@@ -46,7 +46,6 @@ def test_plans_keep_the_pace_of_the_queue(run, data):
     assert decisions == fresh and found.loads == sum(fresh)
     assert found.stall_seconds == pytest.approx(TICK * waited, abs=1e-9)
     assert found.total_seconds == pytest.approx(TICK * (steps * step + waited))
-    assert found.seconds_per_step * steps == pytest.approx(found.total_seconds)
     assert found.slowdown == pytest.approx(1 + waited / (steps * step))
 
 
@@ -88,7 +87,6 @@ def test_spread_loads_never_stall(factor):
     pace = {"load_seconds": 0.003 * factor, "step_seconds": 0.003, "depth": 1}
     spread = echo.echo_forecast(echo.error_diffusion(1 / factor, total_steps=steps), **pace)
     assert spread.slowdown == 1 and spread.stall_seconds == 0
-    assert spread.free_factor == pytest.approx(factor)
     policy = echo.measured(total_steps=steps, max_factor=math.ceil(4 * factor))
     ready = echo.echo_forecast(policy, **pace)
     assert ready.slowdown == 1
