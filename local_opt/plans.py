@@ -177,20 +177,14 @@ def sync_every_load(fresh: np.ndarray) -> SyncPlan:
       The plan.
 
     Raises:
-      ValueError: if there is no step, or the first is not fresh.
+      ValueError: if there is no step, the first is not fresh, or they are no bools.
 
     Example:
       >>> import local_opt
       >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
       [3, 2]
     """
-    fresh = np.asarray(fresh)
-    if fresh.dtype != bool or fresh.ndim != 1 or not len(fresh) or not fresh[0]:
-        raise ValueError(
-            f"fresh is {fresh.dtype}{list(fresh.shape)}: it must hold one bool per step, the first "
-            "True."
-        )
-    return SyncPlan(np.flatnonzero(fresh), len(fresh), "once per load")
+    return SyncPlan(_loads(fresh, len(fresh)), len(fresh), "once per load")
 
 
 def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) -> SyncPlan:

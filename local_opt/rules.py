@@ -230,20 +230,12 @@ def power_rule(
     )
 
 
-def qsr(
-    lr: Callable | float | np.ndarray,
-    *,
-    total_steps: int,
-    alpha: float,
-    h_base: int,
-    warmup_steps: int = 0,
-    h_max: int | None = None,
-    offset: int = 0,
-) -> SyncPlan:
+def qsr(lr: Callable | float | np.ndarray, **rule) -> SyncPlan:
     """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
 
     Args:
-      lr, total_steps, alpha, h_base, warmup_steps, h_max, offset: as of `power_rule`, whose power
+      lr: as of `power_rule`.
+      rule: total_steps, alpha, h_base, warmup_steps, h_max and offset of `power_rule`, whose power
         is 2.
 
     Returns:
@@ -265,16 +257,7 @@ def qsr(
       Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
       Learning, 2024, https://arxiv.org/abs/2310.14423
     """
-    return power_rule(
-        lr,
-        total_steps=total_steps,
-        alpha=alpha,
-        h_base=h_base,
-        power=2,
-        warmup_steps=warmup_steps,
-        h_max=h_max,
-        offset=offset,
-    )
+    return power_rule(lr, power=2, **rule)
 
 
 def _check_positive(name, value):

@@ -8,14 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def axes_of(specs) -> tuple[str, ...]:
-    """The names of the mesh axes in a tree of specs, each once, in their order.
-
-    Example:
-      >>> import jax
-      >>> from syncopate import mesh
-      >>> mesh.axes_of({"w": jax.P(None, "model"), "b": jax.P()})
-      ('model',)
-    """
+    """The names of the mesh axes in a tree of specs, each once, in their order."""
     leaves = jax.tree.leaves(specs)
     if wrong := [s for s in leaves if not isinstance(s, P)]:
         raise ValueError(
@@ -37,12 +30,7 @@ def check_specs(specs, axis_name) -> tuple[str, ...]:
 
 
 def beside(axis_name, *, manual_only: bool = False) -> list[str]:
-    """The axes of the mesh in scope that are not the workers'.
-
-    Args:
-      axis_name: of the workers, or a tuple of names.
-      manual_only: leave out those that a compiler looks after.
-    """
+    """The axes of the mesh in scope that are not the workers', or the manual ones of these."""
     mesh = jax.sharding.get_abstract_mesh()
     names = mesh.manual_axes if manual_only else mesh.axis_names
     return [a for a in names if mesh.shape[a] > 1 and a not in names_of(axis_name)]

@@ -46,12 +46,6 @@ def evaluate_schedule(
     A schedule of jax operations is called once, for all steps, in float64; one that Python alone
     can evaluate is called step by step. ValueError, with the `name` of the values, if one of them
     is negative, not finite or complex, or an array has another length.
-
-    Example:
-      >>> import optax
-      >>> from syncopate import plans
-      >>> plans.evaluate_schedule(optax.linear_schedule(1.0, 0.0, 4), 5, "lr").tolist()
-      [1.0, 0.75, 0.5, 0.25, 0.0]
     """
     check_total_steps(total_steps)
     if callable(schedule):
@@ -103,11 +97,10 @@ def describe_schedule(p) -> str:
 
 
 def _evaluated(schedule, total_steps):
-    # Without a CPU backend the default device must do; accelerators emulate float64.
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        device = None
+        device = None  # then the default one must do; accelerators emulate float64
     # Evaluated now, even where the plan is made while a function is traced.
     with jax.enable_x64(True), jax.default_device(device), jax.ensure_compile_time_eval():
         try:

@@ -8,7 +8,6 @@ import pytest
 
 import local_opt
 from ordering import echo
-from tests.two_processes import start_two
 
 
 def started(workers=4):
@@ -85,28 +84,6 @@ def test_processes_with_another_plan_are_named(plan, other, same):
     here = f"here: {plan.rule}, hash {plan.digest()[:12]}"
     with pytest.raises(ValueError, match=rf"processes \[1\] .*{here}"):
         local_opt.check_same_plan(plan, gather=gathered(1, 0))
-
-
-@pytest.mark.slow
-def test_two_processes_notice_that_their_plans_differ(tmp_path):
-    (tmp_path / "child.py").write_text("""
-import sys, jax
-address, count, rank = (argument.split("=")[1] for argument in sys.argv[1:])
-jax.distributed.initialize(address, num_processes=int(count), process_id=int(rank))
-import local_opt
-local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
-try:
-    local_opt.check_same_plan(local_opt.constant(4 + int(rank), total_steps=100))
-except ValueError as error:
-    with open(f"told{rank}", "w") as file:
-        file.write(str(error))
-jax.distributed.shutdown()
-""")
-    assert start_two("child", folder=tmp_path) == 0
-    for rank in range(2):
-        told = (tmp_path / f"told{rank}").read_text()
-        assert "processes [1] have another plan than process 0" in told
-        assert f"(here: constant, H = {4 + rank}," in told
 
 
 def test_consolidating_averages_in_float32_and_keeps_what_has_no_mean():
