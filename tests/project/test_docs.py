@@ -85,7 +85,10 @@ def test_no_example_needs_the_experiments():
     assert "experiments" not in "".join(SHORT + LONG)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+PAGES = [ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_linked_files_are_there(page):
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if not link.startswith(("http:", "https:")):

@@ -95,13 +95,10 @@ def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded_and_a_stale_pag
             pages()
 
 
-def test_the_pages_say_what_the_rule_does_and_link_to_what_is_there():
+def test_the_pages_say_what_the_rule_does_and_show_every_picture():
     readme, results = (path.read_text() for path in verdicts.PAGES)
     assert all(f"| **{word}** " in readme for word in VERDICTS)
     assert all(kind.words in readme and kind.words in results for kind in MATTERS.values())
-    for path in verdicts.PAGES:
-        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
-            assert (path.parent / link).exists(), link
     for anchor in re.findall(r"\]\(#([^)]+)\)", readme):
         assert f"\n### {anchor}\n" in readme
     shown = re.findall(r"orders_\w+\.png", readme)
@@ -162,12 +159,11 @@ def test_the_command_that_is_printed_adds_seeds_to_a_run_and_recorded_again_it_i
     )
     (results / "command.txt").unlink()
     second = run(command)
-    assert list(second.records)[: len(first.records)] == list(first.records)
-    assert second.arms == first.arms  # of which two were trained again
-    new = [r for r in second.records[len(first.records) :] if r["ended"]]
-    assert {(r["arm"], r["seed"]) for r in new} == {
-        (a, s) for a in ("rr", "cd_grab") for s in (3, 4)
-    }
+    kept, new = np.split(np.array(second.records), [len(first.records)])
+    assert kept.tolist() == first.records and second.arms == first.arms
+    assert {(r["arm"], r["seed"]) for r in new if r["ended"]} == {
+        ("rr", 3), ("rr", 4), ("cd_grab", 3), ("cd_grab", 4)
+    }  # fmt: skip
     assert [look["seeds"] for look in second.looks] == [3, 5]
     assert archive.commands(tmp_path / "runs" / "digits_w64") == [
         COMMAND, command.removesuffix(" --output_dir=results/digits_w64")
