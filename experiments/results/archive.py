@@ -54,24 +54,24 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
             " Give the run's command again, which goes on where it was stopped."
         )
     rows = records.whole_runs(records.read(str(results / records.METRICS)))
-    seeds, looks, known = _seeds_of(rows), [], []
+    seeds, looks, made = _seeds_of(rows), [], [_anywhere(line) for line in commands(results)]
+    lines = made
     if target.exists():
-        looks, known = records.read(str(target / LOOKS)), commands(target)
+        looks = records.read(str(target / LOOKS))
+        lines = dict.fromkeys([*commands(target), *made])
     if looks and seeds < (most := looks[-1]["seeds"]):
         raise ValueError(
             f"{target.name} is recorded with {most} seeds, and these are {seeds}: pass "
             f"--seeds={most} or more, so that no look at it is forgotten."
         )
+    look = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commands": made}
+    look["versions"] = files.read_json(str(results / VERSIONS))
     target.mkdir(parents=True, exist_ok=True)
     for part in COPIED:
         shutil.copyfile(results / part, target / part)
-    made = [_anywhere(line) for line in commands(results)]
-    lines = dict.fromkeys([*known, *made])
     (target / COMMAND).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (target / METRICS).write_bytes(pack(rows))
-    look = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commands": made}
-    look["versions"] = files.read_json(str(results / VERSIONS))
-    before = [known for known in looks if known["seeds"] < seeds]
+    before = [one for one in looks if one["seeds"] < seeds]
     records.write_lines(str(target / LOOKS), [*before, look])
 
 

@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
     speeds: tuple  # of the input, or (None,)
     chosen: Mapping[tuple, Chosen]  # {(arm, speed): Chosen} of those that have run, as the arms
     plans: Mapping[str, Any]  # {arm: SyncPlan}, where they are known before the run
-    looks: Sequence[Mapping] = ()  # at a recorded run, of `archive.looks`; (): one, with all seeds
+    looks: Sequence[Mapping] = ()  # at a recorded run, for `archive.at_looks`; (): one, with all
 
     def at(self, speed: float | None = None) -> list[Chosen]:
         return [own for (_, s), own in self.chosen.items() if s == speed]

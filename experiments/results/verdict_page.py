@@ -82,8 +82,7 @@ def rows(recorded: Mapping[str, Comparison], claims: Sequence[Claim]) -> list[Ro
     """One per claim; of one thing at several learning rates one, where all is equal."""
     found = {}
     for claim in claims:
-        past = history(claim, recorded)
-        row = Row(claim.text, claim, past)
+        row = Row(claim.text, claim, history(claim, recorded))
         found.setdefault((claim.text, claim.runs[:1], *row.cells.values()), []).append(row)
     joined = []
     for row, *others in found.values():

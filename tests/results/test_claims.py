@@ -1,48 +1,48 @@
 """README at full size: `pytest -m slow -n 0 tests/results/test_claims.py`, five minutes."""
 
-import numpy as np
+import math
+
 import pytest
 
 from experiments import cd_grab, echoing, herding, qsr
 from experiments.results import statistics
-from experiments.results.statistics import Criterion
-from experiments.study import recipes, search, trainer
-from experiments.study.study import sync_plans
+from experiments.results.effects import Measure
+from experiments.study import recipes, search, study, trainer
 
 pytestmark = pytest.mark.slow
 
 
-def compared(study, name, arms, *, seeds, speeds=(), criterion=None, **fields):
-    """(comparison of a study's arms, task, recipe), as its command makes it."""
+def compared(chosen, name, arms, *, speeds=(), **fields):
+    """The comparison of a study's arms over five seeds, as its command makes it."""
     task, recipe = recipes.load(name)
-    recipe = recipe._replace(**fields)
-    study = study._replace(
-        arms={arm: study.arms[arm] for arm in arms}, speeds=speeds,
-        criterion=criterion or study.criterion,
-    )  # fmt: skip
-    trains = trainer.Trainer(study, task, recipe, step_seconds=1e-4)
-    found, _ = search.search(study, trains, seeds=seeds)
-    labels = {arm: study.arms[arm].label for arm in arms}
-    return statistics.compare(found, labels, study.criterion), task, recipe
+    recipe, arms = recipe._replace(**fields), {arm: chosen.arms[arm] for arm in arms}
+    criterion = chosen.criterion._replace(target=recipe.target)
+    chosen = chosen._replace(arms=arms, speeds=speeds, criterion=criterion)
+    trains = trainer.Trainer(chosen, task, recipe, step_seconds=1e-4)
+    found, _ = search.search(chosen, trains, seeds=5)
+    labels = {name: arm.label for name, arm in arms.items()}
+    plans = {} if speeds else study.sync_plans(arms, task, recipe)
+    return statistics.compare(found, labels, criterion, plans)
+
+
+def gain(found, *words, **options):
+    """The 95 % interval of an effect; of costs and losses as a factor."""
+    effect = Measure(*words, **options)(found)
+    assert len(effect.values) == 5
+    return effect.interval(0.05)
 
 
 def test_coordination_needs_a_third_of_the_epochs_on_digits():
     arms = ("rr", "unzip", "id_mean", "id_pair", "cd_grab")
-    found, _, _ = compared(cd_grab.STUDY, "digits", arms, seeds=5, bound_every=0)
-    runs, best = {c.arm: c.runs for c in found.at()}, {}
-    epochs = {  # to the best of D-RR, each at the rate that gets there first
-        arm: np.mean(
-            list(statistics.spent(found, statistics.fastest(found, arm)[1], "epoch").values())
-        )
-        for arm in runs
-    }
-    assert epochs["rr"] >= 3 * epochs["cd_grab"]
-    assert epochs["cd_grab"] < epochs["id_pair"] < epochs["rr"]
-    for arm, own in runs.items():
-        best[arm] = statistics.interval(statistics.lowest(list(own.values()), found.criterion))
-    (unzip, unzip_half), (random, random_half) = best["unzip"], best["rr"]
+    found = compared(cd_grab.STUDY, "digits", arms, bound_every=0)
+    assert gain(found, "epoch").mean > math.log(3)
+    for pair in (("id_pair", "rr"), ("cd_grab", "id_pair")):
+        assert gain(found, "epoch", *pair).mean > 0
+    best = {own.arm: statistics.lowest([*own.runs.values()], found.criterion) for own in found.at()}
+    unzip, unzip_half = statistics.interval(best["unzip"])
+    random, random_half = statistics.interval(best["rr"])
     assert unzip > random - unzip_half - random_half  # the control is no better than D-RR
-    assert best["cd_grab"][0] < 0.2 * min(best["id_mean"][0], best["id_pair"][0])
+    assert best["cd_grab"].mean() < 0.2 * min(best["id_mean"].mean(), best["id_pair"].mean())
 
 
 @pytest.mark.parametrize("num_workers", [5, 10, 20, 50, 100])
@@ -59,35 +59,23 @@ def test_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
 
 
 def test_a_ninth_of_the_syncs_costs_digits_no_accuracy_beyond_noise():
-    arms = ("parallel", "qsr", "cubic")
-    found, task, recipe = compared(qsr.STUDY, "digits_mlp", arms, seeds=5)
-    plan = sync_plans({"qsr": qsr.STUDY.arms["qsr"]}, task, recipe)["qsr"]
-    assert (plan.rounds, plan.total_steps) == (219, 2000)
-    accuracy = {
-        c.arm: np.array([statistics.last(run, "test/accuracy") for run in c.runs.values()])
-        for c in found.at()
-    }
-    assert all(len(values) == 5 and values.min() > 0.96 for values in accuracy.values())
-    mean, half = statistics.interval(accuracy["qsr"] - accuracy["parallel"])
-    assert abs(mean) < half + 0.005
+    found = compared(qsr.STUDY, "digits_mlp", ("parallel", "qsr", "cubic"))
+    assert (found.plans["qsr"].rounds, found.plans["qsr"].total_steps) == (219, 2000)
+    for own in found.at():
+        ends = [statistics.last(run, "test/accuracy") for run in own.runs.values()]
+        assert len(ends) == 5 and min(ends) > 0.96
+    points = gain(found, "test/accuracy", "qsr", "parallel")
+    assert points.low < 0.5 and points.high > -0.5
 
 
 def test_an_echoed_run_needs_a_third_of_the_loads_on_digits_and_more_steps():
-    _, recipe = recipes.load("digits_wide", abstract=True)
-    criterion = Criterion(f"valid/{recipe.metric}", False, "target", recipe.target)
     arms = ("none", "larger_lr", "diffusion")
-    found, _, _ = compared(
-        echoing.STUDY, "digits_wide", arms, seeds=5, speeds=(8,), criterion=criterion
+    found = compared(echoing.STUDY, "digits_wide", arms, speeds=(8,))
+    for against in ("none", "larger_lr"):  # not a larger learning rate in disguise
+        assert gain(found, "loads", "diffusion", against, speed=8).mean > math.log(3)
+    runs = {own.arm: own.runs for own in found.at(8)}
+    steps, rounds, loads = (
+        {arm: sum(statistics.spent(found, runs[arm], cost).values()) for arm in runs}
+        for cost in ("step", "rounds", "loads")
     )
-    runs = {c.arm: c.runs for c in found.at(8)}
-    assert all(len(own) == 5 for own in runs.values())
-    tested = statistics.tested(criterion)
-
-    def mean(arm, cost):
-        return np.mean([statistics.reached(run, tested)[cost] for run in runs[arm].values()])
-
-    assert mean("none", "loads") >= 3 * mean("diffusion", "loads")
-    # Not a larger learning rate in disguise.
-    assert mean("larger_lr", "loads") >= 3 * mean("diffusion", "loads")
-    assert mean("diffusion", "step") > mean("none", "step")
-    assert mean("diffusion", "rounds") <= mean("diffusion", "loads")
+    assert steps["diffusion"] > steps["none"] and rounds["diffusion"] <= loads["diffusion"]
