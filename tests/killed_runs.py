@@ -18,7 +18,7 @@ import threading
 
 from tests.commands import ROOT, environment
 
-IMPORTED = ("cd_grab", "combined", "echoing", "qsr", "train")
+IMPORTED = ("echoing", "qsr", "train")
 # Where a kill is aimed at: phase -> (module, what is called then, seconds that this goes on for,
 # below which of its calls).
 AIMS = {

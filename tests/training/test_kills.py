@@ -30,15 +30,12 @@ TRAIN = [*SMALL, "--echo=diffusion+cosine", "--total_steps=240", "--evaluations=
          "--checkpoint_every=9"]  # fmt: skip
 STUDIES = {
     "train": [*TRAIN, "--workers=4", "--units_per_step=3"],
-    "cd_grab": [*TWO, *SEEDS, "--epochs=6", "--checkpoint_every=7", "--bound_every=2",
-                "--arms=rr,cd_grab"],
     "qsr": [*TWO, *SEEDS, *SHORT, "--width=8", "--arms=parallel,qsr"],
     "echoing": [*TWO, *SEEDS, "--width=8", "--arms=none,diffusion", "--speeds=2", "--horizon=20",
                 "--total_steps=40", "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001",
                 "--checkpoint_every=7"],
-    "combined": [*TWO, *SHORT, "--seeds=1", "--learning_rates=0.4", "--echo_factor=2"],
 }  # fmt: skip
-KILLS = dict.fromkeys(STUDIES, 16) | {"train": 24}
+KILLS = 24  # of each
 FOUR = 10  # kills of four processes
 
 
@@ -86,40 +83,29 @@ def test_a_run_that_is_killed_over_and_over_is_the_same_run(name, forks, tmp_pat
     assert not go(tmp_path / "whole")
     seconds, whole = time.monotonic() - begun, ended(tmp_path / "whole")
     assert ended(tmp_path / "compiles") == whole
-    while landed.total() < KILLS[name]:
+    while landed.total() < KILLS:
         folder, status, runs = tmp_path / f"killed {runs}", None, runs + 1
-        while landed.total() < KILLS[name] and status != 0:
+        while landed.total() < KILLS and status != 0:
             kill = moment(generator, seconds)
             if status := go(folder, **kill):
                 landed[kill.get("aimed", ("at any time",))[0]] += 1
         assert status == 0 or not go(folder)
         assert ended(folder) == whole
     print(f"\n{name}: {landed.total()} kills in {runs} runs of {seconds:.1f} s: {dict(landed)}")
-    assert landed.total() == KILLS[name] and len(landed) > 3
+    assert landed.total() == KILLS and len(landed) > 3
 
 
-LAUNCH = ["experiments.launch", "--processes=4"]
-MESH = ["--workers=4", "--run=mesh"]
-TOGETHER = {
-    "train": [*TRAIN, *MESH, "--units_per_step=3"],
-    "qsr": [*SMALL, *MESH, *SHORT, "--units_per_step=4", "--seeds=1", "--learning_rates=0.1,0.4",
-            "--width=8", "--arms=parallel,qsr"],
-}  # fmt: skip
+LAUNCH = ["experiments.launch", "--processes=4", "--", "experiments.train", *TRAIN,
+          "--workers=4", "--run=mesh", "--units_per_step=3"]  # fmt: skip
 
 
 def killed(process, folder, generator):
-    """Whether a launch had started all four when their time came: then they are killed.
-
-    Half of the times are any, of which a start takes most; the others come while they train.
-    """
-    until, metrics = time.monotonic() + generator.uniform(3, 25), folder / "metrics.jsonl"
-    if generator.random() < 0.5:
-        begun = metrics.exists() and metrics.stat().st_size
-        while process.poll() is None and (metrics.exists() and metrics.stat().st_size) == begun:
-            time.sleep(0.01)
-        until = time.monotonic() + generator.uniform(0, 2)
-    while time.monotonic() < until and process.poll() is None:
+    """Whether a launch that trains had all four when their time came: then they are killed."""
+    metrics = folder / "metrics.jsonl"
+    begun = metrics.exists() and metrics.stat().st_size
+    while process.poll() is None and (metrics.exists() and metrics.stat().st_size) == begun:
         time.sleep(0.01)
+    time.sleep(generator.uniform(0, 2))
     launches = children(process.pid)
     found = [number for launch in launches for number in children(launch)]
     if len(found) != 4 or process.poll() is not None:
@@ -131,17 +117,13 @@ def killed(process, folder, generator):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOGETHER)
-def test_of_four_processes_one_or_all_are_killed_over_and_over(name, tmp_path):
-    command, generator, landed = [f"experiments.{name}"], np.random.default_rng(8), 0
-    command += TOGETHER[name]
-    for folder in ("compiles", "whole"):
-        finish([*LAUNCH, "--", *command], tmp_path / folder)
+def test_of_four_processes_one_or_all_are_killed_over_and_over(tmp_path):
+    generator, landed = np.random.default_rng(8), 0
+    finish(LAUNCH, tmp_path / "whole")
     whole = ended(tmp_path / "whole")
-    assert ended(tmp_path / "compiles") == whole
     while landed < FOUR:
         folder = tmp_path / f"after {landed}"
-        process = start([*LAUNCH, "--", *command], folder, again=True)
+        process = start(LAUNCH, folder, again=True)
         while process.poll() is None and landed < FOUR:
             landed += killed(process, folder, generator)
         output, _ = process.communicate(timeout=280)

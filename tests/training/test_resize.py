@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from experiments.training import checkpoint, config, loop, resize
+from experiments.training import checkpoint, config, resize
 from ordering.echo import EchoPlan
 from tests.commands import RUN, finish, records, stop_in_the_middle, train_run
 from tests.little_run import assert_same
@@ -216,18 +216,6 @@ def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo, cha
     epochs = visited(folders, plan.load_steps, changes)
     for epoch in range(plan.loads // LOADS):  # those that are whole
         assert len(epochs[epoch]) == len(set(epochs[epoch])) == UNITS, epoch
-
-
-@pytest.mark.slow
-def test_what_was_decided_while_it_ran_stays_decided(tmp_path, monkeypatch):
-    """By coins, as the same input would not be ready twice."""
-    coins = iter(np.random.default_rng(2).random(10_000))
-    monkeypatch.setattr(loop, "ready_everywhere", lambda ready: next(coins) < 0.4)
-    folders = changed(tmp_path, "--echo=measured")
-    loads = [records(folder)[-1]["load_steps"] for folder in folders]
-    for one, other, (_, step) in zip(loads, loads[1:], CHANGES, strict=False):
-        assert [s for s in one if s < step] == [s for s in other if s < step]
-    assert len(loads[-1]) > 12
 
 
 FOUR, TWO = ["--workers=4", "--run=mesh"], ["--workers=2", "--run=mesh", "--units_per_step=6"]

@@ -175,7 +175,7 @@ def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
 def test_a_unit_that_is_not_finite_is_named():
     task = small_task()
     task.train["x"][4 * 0 + 11 * 2 + 5, 3] = np.nan  # worker 2, unit 5
-    for name, reads in (("rr", None), ("id_mean", None), ("cd_grab", "thread")):
+    for name, reads in (("id_mean", None), ("cd_grab", "thread")):
         outcome, records, _ = trained(built(task, RECIPE, name, reads=reads), RECIPE)
         assert outcome.diverged.startswith("the loss or gradient of unit 5 of worker 2 is not")
         step = int(outcome.diverged.split("in step ")[1].split(" ")[0])
