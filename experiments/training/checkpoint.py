@@ -197,12 +197,12 @@ def restore(
     )  # fmt: skip
 
 
-def read_state(path: str, start: TrainState) -> TrainState:
-    """The state of a checkpoint; `start`: its shapes, and where its arrays shall live."""
+def read_state(path: str, start: TrainState, sharding=None) -> TrainState:
+    """The state of a checkpoint, of the shapes of `start`; where that lives, or one sharding is."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), start
     )
     with agree.for_others("their parts of a checkpoint"), ocp.StandardCheckpointer() as reader:
         return reader.restore(os.path.join(os.path.abspath(path), STATE), like)

@@ -75,9 +75,7 @@ class Plans(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError where the lengths differ, or another process has other plans."""
-        for plan in (self.sync, self.echo):
-            if plan is None:
-                continue
+        for plan in [self.echo] if self.sync is None else [self.sync, self.echo]:
             if plan.total_steps != self.total_steps:
                 raise ValueError(
                     f"a plan has {plan.total_steps} steps and the run {self.total_steps}: make it "
@@ -89,12 +87,9 @@ class Plans(NamedTuple):
     def digests(self) -> dict[str, str]:
         """Hashes of all that is decided before the run."""
         rates = hashlib.sha256(np.asarray(self.rates, "<f4").tobytes()).hexdigest()
-        known = {"sync": self.sync, "echo": self.echo}
-        named = {
-            name: "by loads" if plan is None else "online" if plan.online else plan.digest()
-            for name, plan in known.items()
-        }
-        return named | {"learning rate": rates}
+        sync = "by loads" if self.sync is None else self.sync.digest()
+        echo = "online" if self.echo.online else self.echo.digest()
+        return {"sync": sync, "echo": echo, "learning rate": rates}
 
 
 def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:

@@ -97,11 +97,14 @@ def build(
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None
     if reads is None:
-        data = _place_data(task.train, sizes, units, row, mesh)
+        if row.deals:
+            data, where = input.pool(task.train, sizes), shared_sharding(mesh)
+        else:
+            data, where = input.partition(task.train, sizes, units), owned_sharding(mesh)
+        data = placement.place(data, where)
     else:
         owned = placement.own_workers(mesh, sizes.workers)
-        sharding = owned_sharding(mesh)
-        source = input.Source(task.train, sizes, total, owned, sharding, reads, units)
+        source = input.Source(task.train, sizes, total, owned, owned_sharding(mesh), reads, units)
     reset = lambda state: state._replace(stats=step.zero_stats())  # noqa: E731
     return Program(
         sizes=sizes,
@@ -205,12 +208,6 @@ def check_units(task: Task, observed: bool) -> None:
         few = jax.tree.map(jnp.asarray, ordering.input.reader(task.train)[1](np.arange(3)))
         params = task.model.init(jax.random.key(0))
         check_separable(task.model.loss, params, few, jax.random.key(0))
-
-
-def _place_data(train, sizes, units, row, mesh):
-    if row.deals:
-        return placement.place(input.pool(train, sizes), shared_sharding(mesh))
-    return placement.place(input.partition(train, sizes, units), owned_sharding(mesh))
 
 
 def keys_of(seed: int, workers: int):

@@ -5,7 +5,6 @@ the old checkpoint, of which the same command makes the same again. A checkpoint
 and settings it has, which is what counts.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 
@@ -56,8 +55,7 @@ def _path(folder, step):
 
 def _differing(before: Mapping, now: Mapping) -> set[str]:
     """Names of settings."""
-    now = json.loads(json.dumps(dict(now)))
-    return {name for name in before | now if before.get(name) != now.get(name)}
+    return {text.partition(":")[0] for text in files.differences(before, now)}
 
 
 def sizes_of(task: Task, recipe: Recipe, known: Mapping | None, *, deals: str | None) -> Sizes:
@@ -106,13 +104,10 @@ def begun(
         epochs = -(-plans.total_steps // sizes.loads_per_epoch)
         of = {"in_turn": recipe.run == "turns", "epochs": epochs}
         old, new = (worker_of(task, recipe, row, rounds, s, **of) for s in (before, sizes))
-        here = jax.sharding.SingleDeviceSharding(_host())
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-            program.state_shapes(old, task.model, before.workers),
-        )
         visited = visited_units(plans, sizes, at)
-        state = checkpoint.read_state(_path(folder, at.step), like)
+        shapes = program.state_shapes(old, task.model, before.workers)
+        here = jax.sharding.SingleDeviceSharding(_host())
+        state = checkpoint.read_state(_path(folder, at.step), shapes, here)
         state, units = _changed(state, new, before, visited, policy, units, seed)
         seen = checkpoint.Evaluation(**known["evaluation"])
         one, other = (traffic(s, new.rounds.in_step)(at.rounds, at.loads) for s in (before, sizes))

@@ -56,13 +56,6 @@ class Saving(NamedTuple):
     kept: int | None = None
     begun: tuple | None = None
 
-    def due(self, step: int, seconds_since: float, total: int) -> bool:
-        if step == total:
-            return self.at_end
-        if self.every is None:
-            return seconds_since >= SAVE_SECONDS
-        return bool(self.every) and step % self.every == 0
-
 
 def train(
     program: Program,
@@ -204,9 +197,11 @@ class _Saver:
         return at, state, seen
 
     def due(self, step: int, seconds: float) -> bool:
-        if self._saving is None:
-            return False
-        return self._saving.due(step, seconds - self._seconds, self._plans.total_steps)
+        if self._saving is None or step == self._plans.total_steps:
+            return self._saving is not None and self._saving.at_end
+        if self._saving.every is None:
+            return seconds - self._seconds >= SAVE_SECONDS
+        return bool(self._saving.every) and not step % self._saving.every
 
     def save(self, at: Progress, state: TrainState, seen: Evaluation) -> None:
         if self._saving is None:
