@@ -3,7 +3,7 @@ r"""Does a coordinated example order need fewer epochs than random reshuffling?
     python -m experiments.cd_grab                      # digits, embedded, about a minute
     python -m experiments.cd_grab --task=hmda --data_dir=DIR --seeds=5
     python -m experiments.cd_grab --task=mnist --model=lenet --data_dir=DIR --arms=rr,cd_grab
-    python -m experiments.cd_grab --arms=rr,cd_grab+cd_grab+sketch64,cd_grab+walk
+    python -m experiments.cd_grab --arms=rr,cd_grab,cd_grab+sketch64,cd_grab+walk
 
 Trains every order at every learning rate with every seed, from the same first orders, and writes
 metrics, table.md, comparison.png and report.html into --output_dir. The same command, given again,
