@@ -106,32 +106,27 @@ def test_slow_input_is_tuned_and_then_reported_with_all_seeds_at_the_best_rate()
 
 
 @pytest.mark.parametrize(
-    ("best", "widen", "tried"),
+    ("best", "widen", "most", "tried"),
     [
-        (0.2, 3, RATES),  # in the middle: nothing is tried beyond
-        (0.4, 0, RATES),
-        (0.8, 3, (*RATES, 0.8, 1.6)),
-        (99, 2, (*RATES, 0.8, 1.6)),  # as far as was allowed
-        (0.05, 1, (0.05, *RATES)),
+        (0.2, 3, 9, RATES),  # in the middle: nothing is tried beyond
+        (0.4, 0, 9, RATES),
+        (0.8, 3, 9, (*RATES, 0.8, 1.6)),
+        (99, 2, 9, (*RATES, 0.8, 1.6)),  # as far as was allowed
+        (99, 9, 0.5, (*RATES, 0.8)),  # where it diverges
+        (0.05, 1, 9, (0.05, *RATES)),
     ],
 )
-def test_a_grid_widens_while_the_best_rate_is_at_its_end(best, widen, tried):
-    trained, _, _ = searched(near(best), seeds=2, widen=widen)
+def test_a_grid_widens_while_the_best_rate_is_at_its_end(best, widen, most, tried):
+    trained, _, _ = searched(
+        near(best), diverges=lambda run: rate_of(run) > most, seeds=2, widen=widen
+    )
     for arm in ARMS:
         assert sorted({r.learning_rate for r in trained if r.arm == arm}) == list(tried)
 
 
-def test_a_grid_ends_where_a_rate_diverges():
-    trained, _, _ = searched(rate_of, diverges=lambda run: rate_of(run) > 0.5, seeds=1, widen=9)
-    assert sorted({r.learning_rate for r in trained}) == [*RATES, 0.8]
-
-
-def test_a_signal_stops():
+def test_a_signal_stops_a_search_and_what_a_kill_leaves_is_sorted_out(tmp_path, monkeypatch):
     stopping = trainer_of(lambda *_: signal.SIGTERM)
     assert search.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
-
-
-def test_records_and_checkpoints_that_a_stopped_or_killed_search_leaves(tmp_path, monkeypatch):
     ended, cut = Run("a", None, 0.1, 0, "run"), Run("a", None, 0.1, 1, "run")
     whole = [{**ended._asdict(), "step": 9, "ended": True}]
     rest = [{**cut._asdict(), "step": step, "ended": False} for step in (0, 4, 6)]
