@@ -4,7 +4,6 @@ A run is the list of its records by step. Over seeds, intervals are Student's t,
 level is named.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -137,13 +136,13 @@ def lowest(runs: Sequence[Run], criterion: Criterion) -> np.ndarray:
     return found[:, np.nanargmin(mean if criterion.lower else -mean)]
 
 
-def reached(run: Run, criterion: Criterion, target: float | None = None) -> Mapping | None:
-    """The first record of a run at the target, the criterion's if unset; None if there is none."""
-    scalar, goal = criterion.scalar, criterion.target if target is None else target
+def reached(run: Run, criterion: Criterion) -> Mapping | None:
+    """The first record of a run at the criterion's target; None if there is none."""
     for r in run:
-        value = r.get(scalar)
-        if value is not None and (value <= goal if criterion.lower else value >= goal):
-            return r
+        value = r.get(criterion.scalar)
+        if value is not None:
+            if value <= criterion.target if criterion.lower else value >= criterion.target:
+                return r
     return None
 
 
@@ -183,8 +182,8 @@ def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[in
       name: of the cost, such as "step", "epoch", "loads"; "seconds" are those of `timed` runs.
     """
     runs = timed(runs) if name == "seconds" else runs
-    criterion, target = tested(comparison.criterion), target_of(comparison)
-    found = {seed: reached(run, criterion, target) for seed, run in runs.items()}
+    criterion = tested(comparison.criterion)._replace(target=target_of(comparison))
+    found = {seed: reached(run, criterion) for seed, run in runs.items()}
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
 
 
@@ -247,20 +246,13 @@ def median_interval(found, level: float = 0.05) -> tuple[float, float, float]:
 
     Infinite bounds where there are too few values for the level: fewer than six for 95 %.
     """
-    ordered = np.sort(np.asarray(list(found), float))
-    count = len(ordered)
-    rank = _rank(count, level)
-    if not rank:
-        return median(ordered), -math.inf, math.inf
-    return median(ordered), float(ordered[rank - 1]), float(ordered[count - rank])
-
-
-@functools.cache
-def _rank(count: int, level: float) -> int:
-    """Of the order statistic that the median is seldom below; 0: there is none."""
     from scipy.special import bdtr
 
-    return int((bdtr(np.arange(count), count, 0.5) <= level / 2).sum())
+    ordered = np.sort(np.asarray(list(found), float))
+    count = len(ordered)
+    rank = int((bdtr(np.arange(count), count, 0.5) <= level / 2).sum())
+    low, high = (ordered[rank - 1], ordered[count - rank]) if rank else (-math.inf, math.inf)
+    return median(ordered), float(low), float(high)
 
 
 def metric_of(comparison: Comparison) -> str:

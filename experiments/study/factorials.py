@@ -104,10 +104,10 @@ def _recorded(kind, folder) -> Iterator[tuple[re.Match, Comparison]]:
 
 def _arrivals(comparison, uses) -> Iterator[tuple[Combination, list[dict]]]:
     """The records at the target, one per seed, of combinations that always arrive."""
-    target, speed = target_of(comparison), comparison.speeds[0]
+    speed, criterion = comparison.speeds[0], comparison.criterion
     plain = next(iter(comparison.baseline(speed).runs.values()))[-1]  # a record
     for own in comparison.at(speed):
-        ends = [reached(run, comparison.criterion, target) for run in own.runs.values()]
+        ends = [reached(run, criterion) for run in own.runs.values()]
         if ends and None not in ends:
             order, sync, echo = (ends[0][name] != plain[name] for name in FACTORS)
             yield Combination(order, sync, uses if echo else 1), ends
