@@ -87,10 +87,7 @@ def _argsort(numbers):
 
 
 def fill_middle(next_order, current, left, placed):
-    """Gives the units that were not placed, `current[placed:]`, the free slots of `next_order`.
-
-    Slots `[left, left + M - placed)` are free: signs fill the order from both ends.
-    """
+    """`next_order` with `current[placed:]` in its free slots, `[left, left + M - placed)`."""
     num_units = current.shape[0]
     slot = jnp.arange(num_units)
     free = (slot >= left) & (slot < left + num_units - placed)

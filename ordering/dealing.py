@@ -39,9 +39,7 @@ class DealtState(NamedTuple):
 class ChunksState(DealtState):
     """`DealtState` of chunks: whose next units are known, and when, differs between workers."""
 
-    @property
-    def left(self):
-        return jnp.zeros_like(self.pairs.left)
+    left = property(lambda self: jnp.zeros_like(self.pairs.left))
 
 
 def dealt(

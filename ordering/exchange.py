@@ -20,6 +20,10 @@ from ordering.base import Ordering
 from syncopate import mesh, plans
 
 LANES = 128  # of a TPU's vector unit
+GIVE_SPECS = (
+    "Pass specs=, how one gradient is split over them, or specs=jax.P() if it is whole on every "
+    "device; if they hold other workers, name them all in axis_name."
+)
 
 
 def slice_size(entries: int, workers: int) -> int:
@@ -112,11 +116,8 @@ def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
     return unravel(flat.astype(template.dtype)), rows
 
 
-def check_alone(axis_name, *, what: str, act: str, manual_only: bool = False) -> None:
-    """Raises where the mesh in scope has axes beside the workers', of which nothing was said.
-
-    With `manual_only`, axes that are left to the compiler do no harm.
-    """
+def check_alone(axis_name, *, what: str, act: str = GIVE_SPECS, manual_only: bool = False) -> None:
+    """Raises for mesh axes beside the workers'; if `manual_only`, not for the compiler's."""
     if others := mesh.beside(axis_name, manual_only=manual_only):
         raise ValueError(
             f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: devices of "

@@ -18,10 +18,6 @@ from syncopate import mesh
 
 WHEN = ("step", "sync")
 WINDOW = 16  # pairs of a worker in one gather of those that waited
-SAY_WHOLE = (
-    "If its rows are equal on all devices of a worker, as those of ordering.sketch(..., specs=), "
-    "pass specs=jax.P(); if these axes hold other workers, name them all in axis_name."
-)
 
 
 class GatheredState(NamedTuple):
@@ -41,15 +37,7 @@ class GatheredState(NamedTuple):
         return self.signed
 
 
-def gathered_pairs(
-    num_units: int,
-    *,
-    units_per_step: int,
-    axis_name: str,
-    rule: signs.SignRule | None,
-    when: str,
-    specs=None,
-) -> base.Ordering:
+def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> base.Ordering:
     """The coordinated order of `cd_grab(gathers=when)`."""
     base.check_units_per_step(num_units, units_per_step)
     if when not in WHEN:
@@ -81,7 +69,7 @@ def gathered_pairs(
 
     def observe(state, rows):
         if specs is None:
-            check_alone(axis_name, what="cd_grab observes", act=SAY_WHOLE, manual_only=True)
+            check_alone(axis_name, what="cd_grab observes", manual_only=True)
         base.check_stacked(rows)
         base.check_rows(rows.size, num_units, units_per_step)
         units = rows_lib.as_float32(rows_lib.flat(rows))

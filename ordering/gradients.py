@@ -13,11 +13,8 @@ import jax.numpy as jnp
 
 from ordering import rows as rows_lib
 
-Loss = Callable
-Gradients = Callable
 
-
-def per_example(loss: Loss, *, has_aux: bool = False) -> Gradients:
+def per_example(loss: Callable, *, has_aux: bool = False) -> Callable:
     """Every example is a unit: one gradient each, by vmap, in memory for B gradients.
 
     Args:
@@ -58,7 +55,7 @@ def per_example(loss: Loss, *, has_aux: bool = False) -> Gradients:
     return gradients
 
 
-def loss_alone(loss: Loss, has_aux: bool) -> Callable:
+def loss_alone(loss: Callable, has_aux: bool) -> Callable:
     """`(params, batch, key) -> (loss of the batch's only example, aux or None)`."""
 
     def one(params, alone, key):
@@ -68,7 +65,7 @@ def loss_alone(loss: Loss, has_aux: bool) -> Callable:
     return one
 
 
-def microbatch(loss: Loss, *, has_aux: bool = False) -> Gradients:
+def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
     """The worker's whole microbatch is one unit: B = 1, at the price of a plain gradient.
 
     Gradients that are there already need none of it: `Rows.of_one(grad)`.
@@ -105,7 +102,7 @@ def microbatch(loss: Loss, *, has_aux: bool = False) -> Gradients:
     return gradients
 
 
-def grouped(loss: Loss, *, has_aux: bool = False) -> Loss:
+def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
     """A loss of groups: each is one unit, the mean over its examples.
 
     Args:
@@ -133,7 +130,7 @@ def grouped(loss: Loss, *, has_aux: bool = False) -> Loss:
     return of_groups
 
 
-def check_separable(loss: Loss, params, batch, key) -> None:
+def check_separable(loss: Callable, params, batch, key) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
     Compares losses of a batch, of two or three examples, with those of its examples alone.

@@ -31,13 +31,12 @@ def block_size_of(axes=()) -> int:
     return BLOCK if over_devices or mesh.platform() != "cpu" else 1
 
 
-def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid=None, axes=()):
+def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid, axes=()):
     """Signs one block of vectors, exactly as one after the other.
 
     Args:
       total: the running sum r; rows: the vectors z_1 .. z_n.
-      valid: bool[n]; vectors that are not valid take +, are not added and are not counted by the
-        rule. All by default.
+      valid: bool[n]; the others take +, are not added and are not counted by the rule.
       axes: over which vectors are sharded; products are summed over them.
 
     Returns:
@@ -45,7 +44,6 @@ def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid=Non
       taken are those that are valid and finite.
     """
     products = _added(jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1), axes)
-    valid = jnp.ones(rows.size, bool) if valid is None else valid
     places = jnp.arange(rows.size)
 
     def step(carry, vector):

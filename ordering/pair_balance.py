@@ -14,11 +14,6 @@ from ordering.gathered import gathered_pairs
 from ordering.kernel import balance, balance_blocks
 from syncopate import mesh
 
-GIVE_SPECS = (
-    "Pass specs=, how one gradient is split over them, or specs=jax.P() if it is whole on every "
-    "device; if they hold other workers, name them all in axis_name."
-)
-
 
 class PairBalanceState(NamedTuple):
     """State of one worker. Under coordination every device holds one slice of r and of pending."""
@@ -143,10 +138,7 @@ def cd_grab(
       2023, https://arxiv.org/abs/2302.00845
     """
     if gathers is not None:
-        return gathered_pairs(
-            num_units, units_per_step=units_per_step, axis_name=axis_name, rule=rule, when=gathers,
-            specs=specs,
-        )  # fmt: skip
+        return gathered_pairs(num_units, units_per_step, rule, axis_name, specs, gathers)
     return _pair_balance(num_units, units_per_step, rule, axis_name, specs)
 
 
@@ -177,7 +169,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
 
     def observe(state, rows):
         if coordinated and specs is None:
-            check_alone(axis_name, what="cd_grab observes", act=GIVE_SPECS)
+            check_alone(axis_name, what="cd_grab observes")
         workers = jax.lax.axis_size(axis_name) if coordinated else 1
         size = rows.size // (rows.workers or 1)
         base.check_rows(size, num_units, units_per_step)

@@ -103,12 +103,10 @@ def load_ahead(
 
 
 def on_device(batch, sharding=None):
-    """The batch as JAX arrays; without a sharding, what is one stays where it is.
-
-    Arrays that span several processes could not be placed anew by one of them.
-    """
+    """The batch as JAX arrays; without a sharding, what is one stays where it is."""
     if sharding is not None:
         return jax.device_put(batch, sharding)
+    # Arrays that span several processes could not be placed anew by one of them.
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
 
 

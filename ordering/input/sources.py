@@ -88,10 +88,9 @@ def _read_examples(source, indices):
 
 
 def _is_column(value):
-    """Whether a list is data, numbers or texts, and no structure that holds arrays.
+    """Whether a list is data, numbers or texts, as tables in plain Python give arrays.
 
-    Tables in plain Python (Hugging Face datasets are) give an array as a list, which JAX would take
-    for a tree and cut into one array per place.
+    JAX would take it for a tree, and cut it into one array per place.
     """
     if not isinstance(value, list):
         return False

@@ -165,7 +165,6 @@ test_bad_input = refuses({
         r"first_step is 3: the decisions known before are those of 2 steps",
     ),
     "max_factor 0": (lambda: policy(0), r"max_factor is 0: a batch is used a whole"),
-    "max_factor 2.5": (lambda: policy(2.5), r"max_factor is 2.5"),
     "floor 0": (lambda: policy(floor=0.0), r"floor\(0\) is 0: a probability lies in"),
     "floor > 1": (lambda: policy(floor=lambda t: 1 + t), r"floor\(1\) is 2: a probability"),
     "decided too long": (lambda: policy(decided=[True] * 25), r"25 decisions for 24 steps: pass"),
