@@ -62,13 +62,9 @@ def like(specs, tree):
 
 
 def varying(tree, *others):
-    """The tree, typed as varying over all manual axes over which it or the others vary.
-
-    A loop's state keeps its type, and what is known to be equal at the start differs later.
-    """
+    """The tree, typed as varying over all manual axes over which it or the others vary."""
     over = [varying_axes(x) for x in jax.tree.leaves((tree, others))]
     every = frozenset().union(*over)
-
     return jax.tree.map(lambda x: varying_over(x, every), tree)
 
 

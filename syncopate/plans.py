@@ -86,9 +86,8 @@ def bernoulli_draws(probabilities: np.ndarray, key: jax.Array) -> np.ndarray:
     """
     check_key(key)
     with jax.ensure_compile_time_eval():  # now, even where the plan is made inside a trace
-        return (
-            np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32)) < probabilities
-        )
+        coins = np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32))
+        return coins < probabilities
 
 
 def describe_schedule(p) -> str:
