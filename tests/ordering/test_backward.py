@@ -33,18 +33,10 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 MODELS = {
     "mlp": (lambda: models.mlp(num_features=64, num_classes=10), images(64)),
-    "lenet": (models.lenet, images(28, 28, 1)),
-    "vit": (lambda: models.vit(image_shape=(8, 8, 3), width=32, depth=1, heads=2), images(8, 8, 3)),
     "gpt2": (
         lambda: models.gpt2(vocab_size=48, context=16, width=32, depth=1, heads=2), tokens(),
     ),
     "lstm": (lambda: models.lstm(vocab_size=48, width=32), tokens()),
-    "resnet": (
-        lambda: models.resnet(
-            depth=18, num_classes=10, norm="group", stem="cifar", image_shape=(8, 8, 3), width=32
-        ),
-        images(8, 8, 3),
-    ),
     # Depthwise convolutions, and losses that mix the examples of a unit.
     "mobilenet_v3": (
         lambda: models.mobilenet_v3(
