@@ -112,8 +112,12 @@ def _(fresh: GreedyHerdingState, state, current, visited):
 @begun.register
 def _(fresh: DealtState, state, current, visited):
     everywhere = lambda x: np.broadcast_to(x, (len(current), *np.shape(x))).copy()  # noqa: E731
+    paired = current.shape[1] // 2 * 2
+    front, back = current[:, :paired:2], current[:, 1:paired:2]
+    # Every pair is dealt as if its sign were +, and read ahead so.
+    following = np.concatenate([front, current[:, paired:], back[:, ::-1]], axis=1)
     return fresh._replace(
-        pairs=begun(fresh.pairs, state.pairs, current, visited),
+        pairs=begun(fresh.pairs, state.pairs, current, visited)._replace(next=following),
         everyone=everywhere(current),
         waiting=jax.tree.map(lambda x: everywhere(x[0]), state.waiting),
     )

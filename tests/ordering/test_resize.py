@@ -98,7 +98,10 @@ def test_each_unit_is_visited_once_and_the_next_order_begins_anew(name, before, 
         jax.tree.map(lambda x, y: np.testing.assert_equal(x.shape, y.shape), state, fresh)
         state = jax.tree.map(jnp.asarray, state)
         current = np.asarray(state.current)
-        state = following(visit(name, state, owned, range(place, STEPS), seen))
+        state = visit(name, state, owned, range(place, STEPS), seen)
+        known, ahead = int(state.left.min()), np.array(state.next)
+        state = following(state)
+        np.testing.assert_array_equal(state.current[:, :known], ahead[:, :known])  # is read ahead
         assert len(set(seen)) == len(seen) == 18
         if place and NAMED[name].observes and name not in (*DEALT, "greedy_herding"):
             once_more = current.copy()
