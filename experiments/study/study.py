@@ -98,6 +98,8 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
     study = study.fit(study, task, recipe, values)
+    if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
+        study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     chosen = study._replace(arms=arms_of(study, values.arms or study.arms))
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(flags.numbers_of(values, "speeds")))
