@@ -81,7 +81,13 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
             current, logs = run, []
             for name in names:
                 known = ids[name].get(run)
-                ids[name][run], log, close = TRACKERS[name](folder, run, known, step)
+                try:
+                    ids[name][run], log, close = TRACKERS[name](folder, run, known, step)
+                except ImportError as error:
+                    raise ValueError(
+                        f"--track={name} needs a package that is not installed: "
+                        f"pip install 'syncopate[{name}]', or leave it out."
+                    ) from error
                 stack.callback(close)
                 logs.append(log)
             files.write_json(path, ids)

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import struct
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -138,9 +139,12 @@ def test_packages_take_what_they_are_given(tmp_path, monkeypatch, name, left):
     assert list(tmp_path.glob(left))
 
 
-def test_what_is_no_tracker_is_named(tmp_path):
+def test_what_is_no_tracker_or_not_installed_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--track has comet: pass some of tensorboard, wandb"):
         write_all(tmp_path, RECORDS, trackers=["comet"])
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"--track=wandb needs .* pip install 'syncopate.wandb.'"):
+        write_all(tmp_path, RECORDS, trackers=["wandb"])
     assert not list(tmp_path.iterdir())
 
 
