@@ -5,6 +5,7 @@ known by the id of an earlier call or None; `log(step, numbers)` draws numbers.
 """
 
 import contextlib
+import importlib
 import os
 import time
 import uuid
@@ -60,6 +61,7 @@ def mlflow(folder, run, known, step):
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 @contextlib.contextmanager
@@ -71,6 +73,14 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
     """
     if others := [name for name in names if name not in TRACKERS]:
         raise ValueError(f"--track has {', '.join(others)}: pass some of {', '.join(TRACKERS)}.")
+    for name in {*names} & {*PACKAGES}:
+        try:
+            importlib.import_module(PACKAGES[name])
+        except ImportError as error:
+            raise ValueError(
+                f"--track={name} needs a package that is not installed: "
+                f"pip install 'syncopate[{name}]', or leave it out."
+            ) from error
     path, stack, current, logs = os.path.join(folder, IDS), contextlib.ExitStack(), None, []
     ids = {name: {} for name in names} | ({} if anew else files.read_json(path, {}))
 
@@ -81,13 +91,7 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
             current, logs = run, []
             for name in names:
                 known = ids[name].get(run)
-                try:
-                    ids[name][run], log, close = TRACKERS[name](folder, run, known, step)
-                except ImportError as error:
-                    raise ValueError(
-                        f"--track={name} needs a package that is not installed: "
-                        f"pip install 'syncopate[{name}]', or leave it out."
-                    ) from error
+                ids[name][run], log, close = TRACKERS[name](folder, run, known, step)
                 stack.callback(close)
                 logs.append(log)
             files.write_json(path, ids)
