@@ -69,7 +69,7 @@ def permutation(key: jax.Array, size: int) -> jax.Array:
 def _argsort(numbers):
     """The stable argsort of uint32[M].
 
-    A CPU sorts numbers that carry nothing five times faster than numbers with their places. So
+    A CPU sorts numbers that carry nothing four times faster than numbers with their places. So
     up to 2^16 of them carry their place in their low bits: they are sorted by their lower halves,
     then, in that order, by their upper halves.
     """
