@@ -18,7 +18,7 @@ def use(path: str | None, *, flag: str, address: str, holds: str) -> pathlib.Pat
     if not path or not (folder / holds).is_file():
         raise ValueError(
             f"{flag} is {path!r}, where there is no {holds}: `git clone {address} DIR` and pass "
-            f"{flag}=DIR; what to install beside it is in docs/outside.md."
+            f"{flag}=DIR; what to install beside it is in docs/results/outside.md."
         )
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -36,6 +36,6 @@ def files(path: str | None, names, *, flag: str) -> list[pathlib.Path]:
     if absent:
         raise ValueError(
             f"{flag} is {path!r}, where there is no {' and no '.join(absent)}: pass the folder "
-            "that holds it; how to get the data is in docs/outside.md."
+            "that holds it; how to get the data is in docs/results/outside.md."
         )
     return found

@@ -14,7 +14,7 @@ what cannot be told from it. Your own task is a file in experiments/tasks/.
 With --map nothing is measured: the same recorded factorials (each made by `experiments.combined`;
 its command is beside it) are priced on a grid of machines, for models of three sizes, and on four
 networks with two loaders. Writes map.png and table_*.md into --output_dir. Seconds.
-docs/machine_map.md holds them, and how good the advice is for tasks that it does not know.
+docs/results/machine_map.md holds them, and how good the advice is for tasks that it does not know.
 """
 
 import functools
@@ -258,7 +258,7 @@ def picture(known, path: str) -> None:
 
 
 def write_map(known: Sequence[Factorial], folder: str) -> None:
-    """Prints and writes the tables of docs/machine_map.md, and draws its picture."""
+    """Prints and writes the tables of docs/results/machine_map.md, and draws its picture."""
     written = {
         "slow": slow_table(known),
         "measured": measured_table(),

@@ -8,7 +8,7 @@ r"""What does it cost? Microseconds and ratios, every row printed as it is measu
 
 All rows of a table are measured in turns, in one process, after a warm-up: the median of
 --repeats. Ratios with an interval of 95 % are the median over the turns, of the same turn.
-Expected: docs/orders.md, docs/local_steps.md and docs/echoing.md hold the tables. The kernel and
+Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tables. The kernel and
 other packages' loaders are timed in benchmarks/.
 """
 

@@ -11,7 +11,7 @@ the same parameters. Writes metrics, table*.md, comparison.png, effects.png and 
 --output_dir; the same command goes on where it was stopped. --arms=rr+constant,cd_grab+constant
 compares any others, without effects.
 
-Expected: docs/combined.md holds the tables of two tasks, with their commands.
+Expected: docs/results/combined.md holds the tables of two tasks, with their commands.
 
 Simulated workers show no network, and resident data no slow input: seconds are those of the
 computation. --load_steps and --sync_steps price what they leave out, in steps of computation. With

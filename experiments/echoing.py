@@ -18,7 +18,7 @@ the delay and all seeds, and the other half is reported. Under one seed all arms
 batches in the same loads.
 
 Writes metrics, table.md and pictures into --output_dir; the same command goes on where it was
-stopped. docs/echoing.md holds the tables of these commands, and what to know about their numbers.
+stopped. The tables of these commands, and what to know about them, are in docs/results/echoing.md.
 """
 
 from absl import app

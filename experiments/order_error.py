@@ -4,7 +4,7 @@ r"""How do the error of an order and that of local steps add up? On losses where
     python -m experiments.order_error --questions=plans --seeds=2
 
 The losses (order_losses.py) tell the two errors apart, and x is followed by linear recursions:
-nothing is trained. Each question is a table of docs/orders_and_local_steps.md; what it asks of
+nothing is trained. Each is a table of docs/results/orders_and_local_steps.md; what it asks of
 trained models, `experiments.combined --arms=...` answers.
 """
 

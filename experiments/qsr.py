@@ -12,7 +12,7 @@ other half is reported. Under one seed all rules see the same examples in the sa
 examples, shuffled anew and dealt to the workers in every epoch. Writes metrics, plans, table.md,
 comparison.png and report.html into --output_dir; the same command goes on where it was stopped.
 
-docs/local_steps.md holds the tables of these commands, with --seeds=3 --evaluations=10 for all but
+docs/results/local_steps.md has the tables, with --seeds=3 --evaluations=10 for all but
 digits. Deviations from Gu et al. 2024: small models on small sets, no augmentation, growth = alpha
 / peak rate fixed per setting, and workers of one device: seconds show computation and no network.
 """

@@ -8,7 +8,7 @@ Slow SDEs of Gu et al. 2023 (https://arxiv.org/abs/2303.01215) and 2024
 (https://arxiv.org/abs/2310.14423) say how far K workers get in S / eta^2 steps. Every run is plain
 SGD at a constant rate under a plan of `local_opt`; what it ends at is compared with the theory at
 that rate and in the limit, and with how strong a drift must have been to get there. The formulas,
-tables and picture are in docs/slow_sde.md.
+tables and picture are in docs/results/slow_sde.md.
 """
 
 import functools
@@ -95,7 +95,7 @@ RULES = {
 }  # fmt: skip
 
 
-# The theory: l, S, V and psi are those of docs/slow_sde.md.
+# The theory: l, S, V and psi are those of docs/results/slow_sde.md.
 def in_the_limit(eigenvalues, workers, beta):
     """[P, P]: V / S of eta -> 0 at eta H = beta >= 0, which may be inf."""
     sums = eigenvalues[:, None] + eigenvalues[None, :]

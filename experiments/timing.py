@@ -214,7 +214,7 @@ def echo_rows(ratio: float, repeats: int, *, steps: int = 400, step=None) -> Ite
     each: gather, copy to the device, and sleep until the delay since the start is over. Right
     before every run goes the same run without a delay (for "measured", which would then never
     echo, that of error diffusion), whose seconds per step are t_step: what slows the machine for
-    longer than two runs slows both. The columns are those of docs/echoing.md.
+    longer than two runs slows both. The columns are those of docs/results/echoing.md.
     """
     step = step or slow_step()
     _run_policy(step, diffusion(2, 20), 1, 0.0)  # warms up the rest

@@ -1,8 +1,8 @@
-"""Which claims of the papers do our runs bear out? docs/results.md, and experiments/README.md.
+"""Which claims of the papers do our runs bear out? docs/results/index.md and papers.md.
 
     python -m experiments.verdicts                          # writes both anew, and their picture
     python -m experiments.verdicts --check                  # fails if they are not up to date
-    python -m experiments.verdicts --pictures               # and draws docs/orders_*.png
+    python -m experiments.verdicts --pictures               # and draws docs/results/orders_*.png
     python -m experiments.verdicts --record=results/hmda    # keeps a study's output as run hmda
 
 Nothing is trained: everything comes from the records in experiments/runs, in seconds. The claims
@@ -28,9 +28,8 @@ from experiments.study import factorials, recipes
 from experiments.study.tables import SYNC_RULES
 
 FLAGS = flags.FLAGS
-README = pathlib.Path(__file__).parent / "README.md"
-DOCS = README.parents[1] / "docs"
-PAGES = (README, DOCS / "results.md")
+DOCS = pathlib.Path(__file__).parents[1] / "docs" / "results"
+PAGES = (DOCS / "papers.md", DOCS / "index.md")
 BEGIN = "<!-- begin: written by python -m experiments.verdicts -->"
 END = "<!-- end: written by python -m experiments.verdicts -->"
 

@@ -27,7 +27,7 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
     those of all prefix sums v_t of an epoch, a herding bound of the sketches is one of the
     gradients: max |v_t|_2 <= max |S v_t|_2 / (1 - error)^(1/2), and |v_t|_inf <= |v_t|_2. The
     prefixes of an order that was made from sketches are not independent of them, so that this is
-    where to begin, not a guarantee; docs/orders.md has what was measured.
+    where to begin, not a guarantee; docs/results/orders.md has what was measured.
 
     Args:
       num_prefixes: N >= 2, prefix sums of all epochs: units x epochs.

@@ -31,7 +31,7 @@ _BATCHES = f"{_CIFAR}batches of 4 x 32 for 4,096"
 _WIDE = "; 64 workers of one example per step; only the first orders differ between arms"
 _FIT = "few images, fitted for 500 to 5,000 epochs; growth of alpha 4; batches of 8 x 4"
 _JERSEY, _TEXTS = "New Jersey for New York", "features of the text for frozen BERT's"
-_STEPS, _ECHOING = "../docs/local_steps.md", "../docs/echoing.md"
+_STEPS, _ECHOING = "local_steps.md", "echoing.md"
 RUNS = {
     "hmda": Run("HMDA, logistic regression, W = 4", _JERSEY),
     "hmda_cosine": Run("HMDA, cosine decay, W = 4", _JERSEY),
@@ -250,7 +250,8 @@ def _of_echoing() -> Iterator[Claim]:
 
 
 def _preset(*names):
-    return "presets " + ", ".join(f"[{name}](presets/{name}.flags)" for name in names)
+    folder = "../../experiments/presets"
+    return "presets " + ", ".join(f"[{name}]({folder}/{name}.flags)" for name in names)
 
 
 # What is claimed, published, missing here, and what would show it.

@@ -122,7 +122,7 @@ def page_of_results(found: Sequence[Row]) -> str:
     return "\n\n".join([
         "![Effects of the recorded runs in units of those published](results.png)",
         f"All {len(found)} claims: {count(found)}.\n[Every claim, what was published and what was "
-        "seen](../experiments/README.md#verdicts).",
+        "seen](papers.md#verdicts).",
         *(["## Verdicts that more seeds changed", again] if again else []),
         "## Undecided, the fewest further seeds first",
         "With so many seeds the next look would decide, if mean and variance stay, or further "
@@ -161,7 +161,7 @@ def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOL
     parts += [table(comparison, COLUMNS[study], speed) for speed in comparison.speeds]
     parts += [report.diverged_rates(comparison)]
     if study == "cd_grab":
-        parts += [f"![{run.title}](../docs/orders_{name}.png)"]
+        parts += [f"![{run.title}](orders_{name}.png)"]
     return "\n\n".join(filter(None, parts))
 
 

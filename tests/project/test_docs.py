@@ -59,9 +59,9 @@ def test_every_public_name_is_used_in_the_page_of_names():
     """Its blocks are one program, which runs."""
     pytest.importorskip("tensorflow")
     pytest.importorskip("grain")
-    page = (ROOT / "docs" / "names.md").read_text()
+    page = (ROOT / "docs" / "reference" / "names.md").read_text()
     code = "\n".join(blocks(page))
-    exec(compile(code, "docs/names.md", "exec"), {})
+    exec(compile(code, "docs/reference/names.md", "exec"), {})
     used = set(re.findall(r"\b(ordering|local_opt|echo|input)\.(\w+)", code))
     known = {
         (package.__name__.rpartition(".")[2], name)
@@ -85,7 +85,7 @@ def test_no_example_needs_the_experiments():
     assert "experiments" not in "".join(SHORT + LONG)
 
 
-PAGES = [ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -1,4 +1,4 @@
-"""What docs/house.md says of the code: sizes, floors and the way of imports."""
+"""What docs/contributing/house.md says of the code: sizes, floors and the way of imports."""
 
 import ast
 import functools
@@ -99,7 +99,7 @@ def test_test_files_do_not_import_each_other():
     assert not wrong, "\n".join(wrong)
 
 
-# What a stranger may want to change, and where: the rows of a table in docs/house.md.
+# What a stranger may want to change, and where: the rows of a table in docs/contributing/house.md.
 CHANGES = {
     "a new sign rule for pairs": "ordering/signs.py",
     "a new synchronisation rule": "local_opt/rules.py",
@@ -115,7 +115,7 @@ CHANGES = {
 
 
 def test_the_page_says_where_changes_go():
-    page = (ROOT / "docs" / "house.md").read_text()
+    page = (ROOT / "docs" / "contributing" / "house.md").read_text()
     rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", page, re.M))
     for change, file in CHANGES.items():
         assert f"`{file}`" in rows[change]

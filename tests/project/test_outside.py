@@ -1,6 +1,6 @@
 """What runs inside code bases of others keeps its promises where they are absent.
 
-Whole runs need checkouts: docs/outside.md has the commands.
+Whole runs need checkouts: docs/results/outside.md has the commands.
 """
 
 import functools

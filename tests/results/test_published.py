@@ -15,7 +15,7 @@ FACTORIALS = (
 
 
 def page(name):
-    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return (ROOT / "docs" / "results" / name).read_text(encoding="utf-8")
 
 
 def check(text, whole):
