@@ -17,10 +17,10 @@ from syncopate import plans
 
 
 class EchoStep(NamedTuple):
-    """One step's batch."""
+    """One step's batch; see `echo_batches`."""
 
     step: int
-    load: int  # the number of the load that brought it
+    load: int
     fresh: bool
     batch: PyTree
 
@@ -43,6 +43,7 @@ def echo_batches(
     key: jax.Array | None = None,
     agree: Callable[[bool], bool] = ready_everywhere,
     stop_with_loads: bool = False,
+    keep_copy: bool = False,
 ) -> Iterator[EchoStep]:
     """One batch per step: a fresh one from `loads` where the policy says so, else one used again.
 
@@ -65,12 +66,17 @@ def echo_batches(
       agree: from this process's answer to that of all; asked by `measured` where time decides.
       stop_with_loads: the end of `loads` ends the run, as at the end of an epoch, instead of being
         an error.
+      keep_copy: lets a step donate its batch: every use but the last of a load gets a copy, made on
+        the device. With augment every use has arrays of its own in any case.
 
     Returns:
-      An iterator of `EchoStep`.
+      An iterator of records: `step`, the number of the step; `load`, the number of the load that
+      brought the batch; `fresh`, True in the first step with this load and False where it is used
+      again; `batch`, its arrays on the device. Both numbers count from the start of the run.
 
     Raises:
-      ValueError: at the call, for an empty source, a missing key, or values out of range.
+      ValueError: at the call, for an empty source, a missing key, or values out of range; from
+        `next`, where a step donated a batch that is used again.
       LoadError: from `next`, naming the load, where one fails, hangs or is missing; after one that
         came late call `next` again.
 
@@ -101,7 +107,7 @@ def echo_batches(
         raise ValueError("an augmentation is random: pass key=jax.random.key(0).")
     if key is not None:
         plans.check_key(key)
-    stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads)
+    stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads, keep_copy)
     for first in stream:  # now, so that an empty source is an error of this call
         return itertools.chain([first], stream)
     return iter(())
@@ -110,9 +116,10 @@ def echo_batches(
 class _Stream(Iterator):
     """No generator, for those end with their first error: after a late batch this one goes on."""
 
-    def __init__(self, loads, policy, step, augment, key, agree, stop_with_loads):
+    def __init__(self, loads, policy, step, augment, key, agree, stop_with_loads, keep_copy):
         self._loads, self._source, self._policy = loads, iter(loads), policy
         self._step, self._agree, self._stop_with_loads = step, agree, stop_with_loads
+        self._keep_copy = keep_copy
         known = policy.known
         self._count = int(known.fresh[:step].sum())  # loads so far
         self._uses = step - known.load_steps[self._count - 1] if self._count else 0
@@ -133,11 +140,25 @@ class _Stream(Iterator):
         if fresh:
             self._batch = self._fetch(self._count, may_end=self._stop_with_loads)
             self._count, self._uses = self._count + 1, 0
+        elif any(leaf.is_deleted() for leaf in jax.tree.leaves(self._batch)):
+            raise ValueError(
+                f"step {step} uses load {self._count - 1} again, but step {step - 1} donated its "
+                "arrays: do not donate the batch (donate_argnums of jax.jit), or pass "
+                "echo_batches(..., keep_copy=True)."
+            )
         batch = self._batch
-        if self._augment:
+        if self._augment:  # gives new arrays, also of leaves that it leaves as they are
             batch, self._counter = self._augment(batch, step=self._counter)
+        elif self._keep_copy and self._may_echo(step + 1):
+            batch = jax.tree.map(jnp.copy, batch)
         self._step, self._uses = step + 1, self._uses + 1
         return EchoStep(step, self._count - 1, fresh, batch)
+
+    def _may_echo(self, step):
+        """Whether the next step may use the batch again, as it does where no other is ready."""
+        return step < self._policy.total_steps and not self._policy.decide(
+            step, loads=self._count, uses=self._uses + 1, ready=lambda: False
+        )
 
     def _fetch(self, load, *, may_end):
         if self._failed:  # a generator that has failed seems to have ended

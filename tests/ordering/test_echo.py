@@ -1,5 +1,7 @@
 """The stream of an echoed run: the right batch in every step, loaded once, and nothing lost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,52 @@ def test_an_epoch_compiles_nothing_that_the_one_before_has():
     assert count
     np.testing.assert_array_equal(epoch(), first)
     assert len(traced) == count
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def donating(params, batch):
+    """A step whose result takes the batch's memory."""
+    return params + batch["y"][0].sum(), jax.tree.map(lambda leaf: leaf + 1, batch)
+
+
+def test_a_step_that_donates_its_batch_is_named():
+    uses = echo_batches(Source(99), PLAN)
+    donating(0, next(uses).batch)
+    for _ in range(2):  # an error stays an error
+        with pytest.raises(ValueError, match="1 uses load 0 again, but step 0 .*keep_copy=True"):
+            next(uses)
+    uses = echo_batches(Source(99), echo.fixed(1, total_steps=3))
+    assert len([donating(0, use.batch) for use in uses]) == 3  # no batch is used again
+
+
+def shift_y(batch, key):
+    return {"x": batch["x"], "y": batch["y"] + jax.random.uniform(key)}
+
+
+@pytest.mark.parametrize(
+    "mode", [{"keep_copy": True}, {"augment": shift_y, "key": jax.random.key(0)}]
+)
+@pytest.mark.parametrize("policy", [PLAN, echo.measured(total_steps=9, max_factor=3)])
+def test_a_step_may_donate_copies_and_augmented_batches(mode, policy):
+    def run(step):
+        source = Source(99)
+        source.ready = lambda: False  # so that `measured` echoes whenever it may
+        uses = echo_batches(source, policy, **mode)
+        return [(use[:3], jax.device_get(step(0, use.batch))) for use in uses]
+
+    found, expected = run(donating), run(jax.jit(donating.__wrapped__))
+    assert len(found) == policy.total_steps
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    "policy", [PLAN, echo.fixed(1, total_steps=3), echo.measured(total_steps=5, max_factor=1)]
+)
+def test_the_last_use_of_a_load_is_no_copy(policy):
+    loads = [jax.tree.map(jnp.asarray, batch(load)) for load in range(5)]
+    uses = list(echo_batches(input.load_ahead(loads), policy, keep_copy=True))
+    last = [use.fresh for use in uses[1:]] + [True]
+    assert [use.batch["x"] is loads[use.load]["x"] for use in uses] == last
 
 
 def uses(policy=PLAN, **options):
