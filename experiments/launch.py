@@ -7,7 +7,7 @@ exchange. (Two CPU devices of one process can each wait for a collective that th
 begun.) The output is that of process 0; what the others print goes to stderr.
 Ctrl-C or SIGTERM asks all processes to end, a second one kills them. A process that fails is named,
 the others are ended, and its exit code is passed on; the same command then goes on from the last
-whole checkpoint. On a cluster its scheduler does this work: see docs/launching.md.
+whole checkpoint. On a cluster its scheduler does this work: see docs/use/clusters.md.
 """
 
 import math

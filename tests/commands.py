@@ -40,10 +40,10 @@ def environment(devices=1):
 
 
 def start(command, folder, devices=1, *, again=False):
-    """A process that runs a module of ours; again: in the loop of docs/launching.md."""
+    """A process that runs a module of ours; again: in the loop of docs/use/clusters.md."""
     command = [sys.executable, "-m", *command, f"--output_dir={folder}"]
     if again:
-        page = (ROOT / "docs" / "launching.md").read_text()
+        page = (ROOT / "docs" / "use" / "clusters.md").read_text()
         loop = re.search(r"^until COMMAND\n.*?^done\n", page, re.M | re.S)[0]
         command = ["bash", "-c", loop.replace("COMMAND", '"$@"').replace("10", "0.2"), *command[:1],
                    *command]  # fmt: skip

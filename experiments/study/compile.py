@@ -137,7 +137,8 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
         devices = topologies.get_topology_desc(platform=compiler.platform, **described).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ValueError(
-            f"--topology is {name}, and there is no such slice ({error}). See docs/topology.md."
+            f"--topology is {name}, and there is no such slice ({error}). "
+            "See docs/use/accelerators.md."
         ) from error
     if len(devices) != workers:
         raise ValueError(

@@ -9,7 +9,7 @@ it leaves out evaluation, balancing, and the launch of a step, which is most of 
 of a policy that decides online are those of a simulated clock.
 
 With --topology the programs are compiled for a slice of TPUs or GPUs instead, a device for each
-worker: see docs/topology.md.
+worker: see docs/use/accelerators.md.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The exit codes of docs/ends.md are those seen, and its messages those said."""
+"""The exit codes of docs/use/exit_codes.md are those seen, and its messages those said."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 from experiments.cluster import lock, processes
 from tests.commands import ROOT, SHORT, train_run
 
-PAGE = (ROOT / "docs" / "ends.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "exit_codes.md").read_text()
 CODES = {int(code) for code in re.findall(r"^\| (\d+) +\|", PAGE, re.M)}
 
 

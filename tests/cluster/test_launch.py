@@ -1,4 +1,4 @@
-"""A launch of several processes without JAX, and the files of docs/launching."""
+"""A launch of several processes without JAX, and the files of docs/use/launching."""
 
 import os
 import pathlib
@@ -16,8 +16,8 @@ from absl import flags
 from experiments import train
 from tests.commands import ROOT
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "launching.md").read_text()
+USE = pathlib.Path(__file__).parents[2] / "docs" / "use"
+PAGE = (USE / "clusters.md").read_text()
 HEAD = """
 import os, signal, sys, time
 number = int(sys.argv[-1].removeprefix("--process_id="))
@@ -94,7 +94,7 @@ def test_the_command_of_the_page_has_flags_that_exist():
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu_pod.sh", "jobset.yaml"])
 def test_a_file_starts_a_run_with_flags_that_exist(name):
-    path = DOCS / "launching" / name
+    path = USE / "launching" / name
     assert f"launching/{name}" in PAGE
     values = train_flags(path.read_text().replace("$JOB_COMPLETION_INDEX", "3"))
     assert (values.run, values.checkpoint_every) == ("mesh", 500)
@@ -104,7 +104,7 @@ def test_a_file_starts_a_run_with_flags_that_exist(name):
 
 
 def test_a_job_set_has_a_pod_for_every_process():
-    found = yaml.safe_load((DOCS / "launching" / "jobset.yaml").read_text())
+    found = yaml.safe_load((USE / "launching" / "jobset.yaml").read_text())
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     [job] = found["spec"]["replicatedJobs"]
     pods = job["template"]["spec"]
@@ -131,7 +131,7 @@ fi
 """)
         path.chmod(0o755)
     environment |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
-    script = DOCS / "launching" / name
+    script = USE / "launching" / name
     done = subprocess.run(["bash", script, *arguments], env=environment, capture_output=True)
     return done.returncode, log.read_text()
 

@@ -38,7 +38,7 @@ from ordering.exchange import slice_size
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "topology.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "use" / "accelerators.md"
 WORKERS, PARAMETERS = 4, 1024
 RECIPE = Recipe(WORKERS, 2, 4, (0.1,), total_steps=40, schedule="cosine", floor=1e-3, h_base=4)
 FOUR = {"v5e": "v5e:2x2", "h100": "h100:4"}  # a slice for each of both compilers

@@ -4,7 +4,7 @@ pytest -m slow -n 0 -s tests/training/test_kills.py      # half an hour; prints 
 
 SIGKILL comes at a random moment, or while a call goes on in which something is written, read or
 decided, the start again after another kill among them. Runs that end before enough kills have
-landed are compared and begun anew. Of four processes, in the loop of docs/launching.md, one is
+landed are compared and begun anew. Of four processes, in the loop of docs/use/clusters.md, one is
 killed, or the launch with all of them.
 """
 
