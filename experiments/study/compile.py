@@ -137,8 +137,7 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
         devices = topologies.get_topology_desc(platform=compiler.platform, **described).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ValueError(
-            f"--topology is {name}, and there is no such slice ({error}). "
-            "See docs/use/accelerators.md."
+            f"--topology is {name}: no such slice ({error}). See docs/use/accelerators.md."
         ) from error
     if len(devices) != workers:
         raise ValueError(
