@@ -100,7 +100,7 @@ def test_gpus_are_on_hosts_of_eight():
 @tpu
 def test_slices_of_tpus():
     for name in ("v5e:3x5", "v5e:4"):
-        with pytest.raises(ValueError, match=f"{name}, and there is no such slice"):
+        with pytest.raises(ValueError, match=f"{name}: no such slice"):
             slice_of(name, 4)
     with pytest.raises(ValueError, match="workers is 8 and v5e:2x2 has 4 .*Pass --workers=4"):
         slice_of("v5e:2x2", 8)
