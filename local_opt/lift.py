@@ -171,9 +171,9 @@ def owned(tree, workers: int | Mesh, *, axis_name: str = AXIS):
     x_w = x for w = 0 .. W - 1, each in memory of its own, so that a step may be given it to keep.
 
     Args:
-      tree: parameters, optimizer state, a whole training state; numbers become arrays, and other
-        leaves that are no arrays stay. On a mesh with further axes arrays that are split over these
-        stay split.
+      tree: parameters, optimizer state, a whole training state. Whole numbers, as a TrainState's
+        step, become arrays; other leaves that are no arrays, as the rate of an equinox dropout,
+        stay. On a mesh with further axes arrays that are split over these stay split.
       workers: as of `lift`; axis_name: of the workers.
 
     Returns:
@@ -190,7 +190,7 @@ def owned(tree, workers: int | Mesh, *, axis_name: str = AXIS):
     count = count_of(workers, axis_name)
 
     def number(x):
-        if isinstance(x, bool) or not isinstance(x, int | float):
+        if isinstance(x, bool) or not isinstance(x, int):
             return x
         return jnp.asarray(x, jnp.result_type(x))  # not a weak type, which the first step changes
 

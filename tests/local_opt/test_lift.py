@@ -128,6 +128,13 @@ def test_leaves_that_are_no_arrays_pass_through():
     np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
 
 
+def test_counts_are_counted_and_rates_are_not_trained():
+    """An equinox dropout holds its rate as a number, which no optimizer may take for a weight."""
+    found = local_opt.owned({"step": 0, "rate": 0.1, "train": True}, W)
+    assert found["step"].tolist() == [0] * W
+    assert found["rate"] == 0.1 and isinstance(found["rate"], float) and found["train"] is True
+
+
 @by_way
 def test_the_start_lies_where_its_workers_are_and_shares_no_memory(way):
     workers = WAYS[way]("worker")
