@@ -1,11 +1,11 @@
 """Orders for the loaders of others: a dataset of Grain's, a batch sampler for PyTorch's."""
 
-import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ordering.input.sources import Steps, order_hash, step_indices
+from ordering.input.grain_epoch import epoch_dataset
+from ordering.input.sources import Steps, check_epoch, epoch_mark, step_indices
 
 
 def map_dataset(
@@ -31,7 +31,8 @@ def map_dataset(
       A `grain.MapDataset` whose `repeat` and `shuffle` are refused, as elements past its end are.
 
     Raises:
-      ValueError: for a source, orders or sizes that do not fit.
+      ValueError: for a source, orders or sizes that do not fit; from an iterator's `set_state`, for
+        the state of another order.
       ImportError: if Grain is not installed.
 
     Example:
@@ -47,44 +48,7 @@ def map_dataset(
         source, orders, units_per_step=units_per_step, unit_size=unit_size, num_units=num_units,
         total=total,
     )  # fmt: skip
-    return _epoch_dataset()(steps)
-
-
-@functools.cache
-def _epoch_dataset():
-    """The class of an epoch's steps in Grain, which is imported here alone."""
-    try:
-        import grain
-    except ImportError as error:
-        raise ImportError("Grain cannot be imported: pip install grain.") from error
-
-    class EpochDataset(grain.MapDataset):
-        """The steps of one epoch, which has an end: what is repeated would be of another order."""
-
-        _MUTATES_ELEMENT_SPEC = True
-
-        def __init__(self, steps: Steps):
-            super().__init__()
-            self._steps = steps
-
-        def __len__(self) -> int:
-            return len(self._steps)
-
-        def __getitem__(self, index):
-            if isinstance(index, slice):
-                return self.slice(index)
-            return self._steps[index]
-
-        def repeat(self, *args, **kwargs):
-            raise ValueError("an order is of one epoch: make a map_dataset of every epoch's.")
-
-        def shuffle(self, *args, **kwargs):
-            raise ValueError("the order is the shuffle: leave shuffle out.")
-
-        def __repr__(self) -> str:
-            return f"EpochDataset({self._steps!r})"
-
-    return EpochDataset
+    return epoch_dataset()(steps, steps.epoch)
 
 
 class TorchSampler:
@@ -106,7 +70,7 @@ class TorchSteps(Iterator):
     """One epoch of a `TorchSampler`, whose position torchdata's loaders save and restore."""
 
     def __init__(self, indices: np.ndarray, size: int):
-        self._hash, self._step = order_hash(indices), 0
+        self._epoch, self._step = epoch_mark(indices, size), 0
         self._steps = [indices[i : i + size].tolist() for i in range(0, indices.size, size)]
 
     def __next__(self) -> list[int]:
@@ -116,14 +80,10 @@ class TorchSteps(Iterator):
         return self._steps[self._step - 1]
 
     def state_dict(self) -> dict:
-        return {"step": self._step, "order": self._hash}
+        return {**self._epoch, "step": self._step}
 
     def load_state_dict(self, state: dict) -> None:
-        if state["order"] != self._hash:
-            raise ValueError(
-                f"this state is of the order {state['order']}, and the current one is "
-                f"{self._hash}: restore the order's state of the same step first."
-            )
+        check_epoch(state, self._epoch)
         self._step = state["step"]
 
 

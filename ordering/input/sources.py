@@ -232,6 +232,7 @@ class Steps:
 
     def __init__(self, source, orders, **sizes):
         self.indices, self.batch_size = step_indices(orders, **sizes)
+        self.epoch = epoch_mark(self.indices, self.batch_size)
         self.workers = np.shape(orders)[0] if np.ndim(orders) == 2 else None
         num_examples, self._read = reader(source)
         if self.indices.size and self.indices.max() >= num_examples:
@@ -257,10 +258,21 @@ class Steps:
         return jax.tree.map(lambda x: x.reshape(self.workers, -1, *x.shape[1:]), batch)
 
     def __repr__(self) -> str:
-        """Names the order: Grain compares these where a state is restored."""
-        return f"Steps({len(self)} steps, {order_hash(self.indices)})"
+        """Names the order: `grain.DataLoader` compares these where a state is restored."""
+        return f"Steps({len(self)} steps, {self.epoch['order']})"
 
 
-def order_hash(indices: np.ndarray) -> str:
-    """Eight letters that tell orders apart, in states and messages."""
-    return f"{zlib.crc32(np.ascontiguousarray(indices, np.int64).tobytes()):08x}"
+def epoch_mark(indices: np.ndarray, batch_size: int) -> dict:
+    """What tells epochs apart in the states of their readers."""
+    checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64).tobytes())
+    return {"order": f"{checksum:08x}", "examples_per_step": batch_size}
+
+
+def check_epoch(state: dict, epoch: dict) -> None:
+    """Raises ValueError for a reader's state that is of another epoch."""
+    for name, value in epoch.items():
+        if state.get(name) != value:
+            raise ValueError(
+                f"the state's {name} is {state.get(name)!r}, and this epoch's is {value!r}: "
+                "restore the order's state of the same step first, and pass the same sizes."
+            )

@@ -54,12 +54,46 @@ def test_a_dataset_reads_a_dataset_with_maps_of_its_own_and_has_an_end():
     dataset = map_dataset(examples, [[3, 0, 5, 1, 2, 4], [0, 1, 2, 3, 4, 5]], units_per_step=4)
     steps = [np.array([[3, 0, 5, 1], [6, 7, 8, 9]]), np.array([[2, 4], [10, 11]])]
     assert_same(dataset, [{"i": step, "square": step**2} for step in steps])
-    with pytest.raises(ValueError, match="an order is of one epoch"):
-        dataset.repeat(2)
+    for epoch in (dataset, dataset.map(lambda x: x)):
+        with pytest.raises(ValueError, match="an order is of one epoch"):
+            epoch.repeat(2)
     with pytest.raises(ValueError, match="the order is the shuffle"):
         dataset.shuffle(seed=0)
     with pytest.raises(IndexError, match="step 2 of an epoch of 2 steps"):
-        list(dataset.map(lambda x: x).repeat(2))
+        dataset.map(lambda x: x)[2]
+
+
+SIX = np.arange(6)
+OTHERS = {
+    "order": ([5, 4, 3, 2, 1, 0], 2, "state's order is '.{8}', and this epoch's is '.{8}'"),
+    "sizes": (SIX, 3, "state's examples_per_step is 2, and this epoch's is 3"),
+}
+OTHER = pytest.mark.parametrize("order,units_per_step,message", OTHERS.values(), ids=OTHERS)
+READS = {
+    "plain": lambda dataset: dataset,
+    "with maps": lambda dataset: dataset[1:].seed(0).map(lambda x: x + 1).filter(lambda x: True),
+    "iter": lambda dataset: dataset.map(lambda x: x + 1).to_iter_dataset().map(lambda x: x),
+    "in processes": lambda dataset: dataset.to_iter_dataset().mp_prefetch(),
+}
+
+
+@OTHER
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+def test_a_state_of_another_epoch_is_refused_by_grain(order, units_per_step, message, reads):
+    state = iter(reads(map_dataset(SIX, SIX, units_per_step=2))).get_state()
+    other = iter(reads(map_dataset(SIX, order, units_per_step=units_per_step)))
+    with pytest.raises(ValueError, match=message):
+        other.set_state(json.loads(json.dumps(state)))
+    with pytest.raises(ValueError, match="state's order is None"):
+        other.set_state({"next_index": 1})
+
+
+@OTHER
+def test_a_state_of_another_epoch_is_refused_by_a_sampler(order, units_per_step, message):
+    state = iter(torch_sampler(SIX, units_per_step=2)).state_dict()
+    other = iter(torch_sampler(order, units_per_step=units_per_step))
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -91,7 +125,7 @@ def test_a_torch_sampler_asks_for_the_order_of_every_epoch():
     assert list(sampler) == [[0, 1], [2, 3]]
     current[0] = current[0][::-1]
     assert list(sampler) == [[3, 2], [1, 0]]
-    with pytest.raises(ValueError, match="restore the order's state of the same step"):
+    with pytest.raises(ValueError, match="restore the order's state of the same"):
         iter(sampler).load_state_dict(state)
 
 
@@ -118,7 +152,6 @@ def test_torchs_loaders_read_the_steps_and_are_restored_at_every_one(count):
         assert_same([b.numpy() for b in again], wanted[done:])
 
 
-SIX = np.arange(6)
 test_wrong_inputs_are_refused = refuses({
     "a long step": (lambda: map_dataset(SIX, SIX, units_per_step=7), "units_per_step is 7"),
     "a large unit": (
