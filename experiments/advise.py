@@ -1,20 +1,21 @@
-r"""Which of the three decisions pay on your machine, for your task? Measures, then recommends.
+r"""Recommends which of the three decisions to use on your machine, for your task.
 
     python -m experiments.advise --task=digits --workers=4 --units_per_step=16
     python -m experiments.advise --task=cifar10 --data_dir=DIR --gbps=10
-    python -m experiments.advise --map          # where they pay: tables and the map of all machines
+    python -m experiments.advise --map          # tables and a map over many machines
 
-Measures in about a minute, for one worker: a step, the same with an order, and a load of its batch
-from the task's own source. With --run=mesh the network is measured too, by an all-reduce of the
-parameters over its devices, of one or several processes; otherwise it is --gbps, one row for each.
-Then prices what every combination of decisions took in the recorded factorials (experiments/runs,
-those with the nearest number of units per worker and step), and prints the fastest, its price and
-what cannot be told from it. Your own task is a file in experiments/tasks/.
+It measures for about a minute, on one worker: a step, the same step with an order, and the time to
+load a batch from the task's own source. With --run=mesh it also measures the network, as an
+all-reduce of the parameters over the devices of one or several processes; otherwise each value of
+--gbps is one network. It then prices every combination of decisions in the recorded factorials
+(experiments/runs, those with the nearest number of units per worker and step). It prints the
+fastest combination, its price, and which others are statistically tied with it. To use your own
+task, add a file to experiments/tasks/.
 
-With --map nothing is measured: the same recorded factorials (each made by `experiments.combined`;
-its command is beside it) are priced on a grid of machines, for models of three sizes, and on four
-networks with two loaders. Writes map.png and table_*.md into --output_dir. Seconds.
-docs/results/machine_map.md holds them, and how good the advice is for tasks that it does not know.
+With --map nothing is measured. The recorded factorials (made by `experiments.combined`, with the
+command beside each) are priced on a grid of machines for three model sizes, and on four networks
+with two loaders. This takes seconds and writes map.png and table_*.md into --output_dir.
+docs/results/machine_map.md shows them, and how good the advice is for unseen tasks.
 """
 
 import functools
@@ -39,34 +40,35 @@ from experiments.training.config import num_params
 from local_opt.forecast import sync_seconds
 from local_opt.workers import AXIS, owned_sharding
 
-PERIOD, STEPS, REPEATS = 24, 64, 5  # of the recorded local steps; of what is timed
-FORM = "{:.2f} ({:.2f} to {:.2f})"  # of a factor with its interval
-GBPS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # of networks; seconds of a sync, besides its bytes
-# Of the map: operations per second, least seconds of a step, tokens of an example (6 D operations),
-# a fresh step with an order, in steps; models, and examples per second that a worker reads.
+PERIOD = 24  # H of the recorded local steps
+STEPS, REPEATS = 64, 5  # of each timing
+FORM = "{:.2f} ({:.2f} to {:.2f})"  # a factor and its interval
+GBPS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # networks; seconds of a sync besides its bytes
+# The map: FLOP/s, shortest step in seconds, tokens per example (6 D operations each), time of a
+# fresh step with an order in steps; parameters of the models, examples/s that a worker reads.
 FLOPS, FLOOR, TOKENS, ORDERED = 1e14, 1e-4, 256.0, 1.05
 PARAMETERS, LOADERS = (1e4, 1e6, 1e8), (1e6, 7400.0)
-SLOW = {"load": 8.0, "sync": 10.0}  # of the slow machine, in steps
-LOADS = np.geomspace(0.1, 30, 41)  # of a load, in steps
-SYNCS = np.geomspace(0.03, 300, 49)  # of a sync, in steps
+SLOW = {"load": 8.0, "sync": 10.0}  # the slow machine, in steps
+LOADS = np.geomspace(0.1, 30, 41)  # time of a load, in steps
+SYNCS = np.geomspace(0.03, 300, 49)  # time of a sync, in steps
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "run", task="digits")
     define, speeds = flags.definer(values), [f"{gbps:g}" for gbps in GBPS]
-    define(absl_flags.DEFINE_bool, "map", False, "write the map of machines, and measure nothing")
-    text = "of a worker's network, where it is not here"
+    define(absl_flags.DEFINE_bool, "map", False, "write the map of machines, without measuring")
+    text = "Gb/s of a worker's network, if it is not measured"
     define(absl_flags.DEFINE_list, "gbps", speeds, text)
 
 
 def link(parameters: float, workers: int, gbps: float) -> float:
-    """Seconds of a sync of float32 parameters, where a worker sends so many Gb/s."""
+    """Seconds of a sync of float32 parameters over links of `gbps` Gb/s."""
     speed = {"gigabits_per_second": gbps, "latency_seconds": LATENCY}
     return sync_seconds(int(parameters), num_workers=workers, **speed)
 
 
 def order_ratio(task, recipe, order: str) -> float:
-    """How many times longer a fresh step is with the order: side by side, at least 1."""
+    """Time of a fresh step with the order over one without, timed side by side; at least 1."""
     short = recipe._replace(total_steps=STEPS, warmup_steps=0, bound_every=0)
     calls, _ = timing.training_calls(
         task, short, {"plain": ("rr+dealt", "parallel"), "order": (order, "parallel")}
@@ -86,7 +88,7 @@ def measured_sync(mesh, parameters: int) -> float:
 
 
 def machines_of(task, recipe, order, values) -> list[Machine]:
-    """A machine for each network, from what was measured here."""
+    """One machine per network, from what was measured here."""
     size, workers = num_params(task.model), recipe.workers
     here = timing.measure(task, recipe)
     here = here._replace(ordered=order_ratio(task, recipe, order), parameters=size)
@@ -103,7 +105,7 @@ def machines_of(task, recipe, order, values) -> list[Machine]:
 
 
 def command_of(combination: Combination, order: str) -> str:
-    """Flags of `experiments.train` that take these decisions, as they were recorded."""
+    """Flags of `experiments.train` for these decisions, as they were recorded."""
     parts = [f"--order={order if combination.order else 'rr+dealt'}"]
     parts += [f"--sync=constant --h_base={PERIOD}" if combination.local else "--sync=parallel"]
     if combination.uses > 1:
@@ -112,15 +114,15 @@ def command_of(combination: Combination, order: str) -> str:
 
 
 def advice(machine: Machine, known: Sequence[Factorial]) -> str:
-    """What is recommended on a machine, in words, and a row per combination, the fastest first."""
+    """The recommendation for a machine, and a table of the combinations, fastest first."""
     logs = factorials.predict(machine, known)
     choice = factorials.best_of(logs)
     rivals, (mean, low, high) = ", ".join(c.label for c in choice.rivals), choice.times
-    doubt = f"Cannot be told from it: {rivals}." if rivals else "Nothing else comes near."
+    doubt = f"Statistically tied: {rivals}." if rivals else "No other combination is close."
     rows = [
         {
             "decisions": c.label,
-            "times as fast as none": FORM.format(*factorials.factor(-logs[c])),
+            "speed-up over none": FORM.format(*factorials.factor(-logs[c])),
             "per task": ", ".join(
                 f"{found.task} {np.exp(-x):.2f}" for found, x in zip(known, logs[c], strict=True)
             ),
@@ -128,8 +130,8 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
         for c in sorted(logs, key=lambda c: logs[c].mean())
     ]
     return (
-        f"{machine.label}: a load is {machine.ratio:.2f} steps, a sync "
-        f"{machine.sync / machine.step:.2f}. Take {choice.best.label}: {mean:.1f} times as fast as "
+        f"{machine.label}: a load takes {machine.ratio:.2f} steps, a sync "
+        f"{machine.sync / machine.step:.2f}. Use {choice.best.label}: {mean:.1f} times as fast as "
         f"none ({low:.1f} to {high:.1f}, 95 % over {len(known)} tasks). {doubt}\n"
         f"    {command_of(choice.best, known[0].order)}\n\n{tables.markdown(rows)}"
     )
@@ -143,16 +145,16 @@ def advise(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
     first, each = found[0], recipe.units_per_step * recipe.unit_size
     processes.say(
         f"{task.name}, {first.parameters:,} parameters, {recipe.workers} workers with {each} "
-        f"examples per step each. Measured: a step {1e3 * first.step:.3g} ms, with an order "
-        f"{first.ordered:.2f} times that, a load {1e3 * first.load:.3g} ms. Known: "
-        f"{', '.join(f.task for f in known)} at {known[0].size}."
+        f"examples per step each. Measured: {1e3 * first.step:.3g} ms for a step, "
+        f"{first.ordered:.2f} times that with an order, {1e3 * first.load:.3g} ms for a load. "
+        f"Recorded tasks: {', '.join(f.task for f in known)} at {known[0].size}."
     )
     for machine in found:
         processes.say(f"\n{advice(machine, known)}")
 
 
 def choices_table(known) -> str:
-    """The best combination for every model, network and loader, a column per factorial."""
+    """The best combination per model, network and loader, one column per factorial."""
     rows = []
     for d, gbps, speed in itertools.product(PARAMETERS, GBPS, LOADERS):
         row = {"parameters": f"{d:,.0f}", "Gb/s": f"{gbps:g}", "examples / s": f"{speed:g}"}
@@ -168,7 +170,7 @@ def choices_table(known) -> str:
 
 
 def regret_table(known) -> str:
-    """What the other tasks' factorials recommend, over the best of a task's own, on machines."""
+    """Loss from following the other tasks' factorials instead of a task's own, on six machines."""
     lines = []
     for load, sync in ((0, 0), (8, 0), (0, 10), (2, 2), (8, 10), (30, 100)):
         machine = Machine(load=load, sync=sync, ordered=ORDERED, parameters=PARAMETERS[-1])
@@ -179,7 +181,7 @@ def regret_table(known) -> str:
 
 
 def slow_table(known) -> str:
-    """All three decisions against the best of fewer, on a machine with slow input and network."""
+    """All three decisions against the best with fewer, on slow input and a slow network."""
     rows, columns = [], [f"against the {name} of fewer" for name in ("best", "second", "third")]
     machine = Machine(**SLOW, ordered=ORDERED, parameters=PARAMETERS[-1])
     for found in known:
@@ -197,7 +199,7 @@ def slow_table(known) -> str:
 
 
 def measured_table() -> str:
-    """Seconds where loads and syncs are slow, and how many times those of all three decisions."""
+    """Measured seconds with slow loads and syncs, and their ratio to all three decisions."""
     found, rows = factorials.measured(), []
     for combination in dict.fromkeys(c for of in found.values() for c in of):
         row = {"decisions": combination.label}
@@ -211,7 +213,7 @@ def measured_table() -> str:
 
 
 def gains_table(known) -> str:
-    """How many times fewer loads the order takes, where all meet in every step and where not."""
+    """How many times fewer loads the order needs, with a sync every step and with local steps."""
     rows, most = [], sorted({c.uses for found in known for c in found.taken})
     for found in known:
         row = {"task": found.task, "workers x units": found.size}
@@ -227,7 +229,7 @@ def gains_table(known) -> str:
 
 
 def picture(known, path: str) -> None:
-    """Writes a PNG: a row of maps per task; hatched where another choice may be best."""
+    """Writes a PNG: one row of maps per task, hatched where another choice may be best."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 

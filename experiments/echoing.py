@@ -1,4 +1,4 @@
-r"""When input is slow, is a batch worth using again? Arms x loading speeds x seeds on one task.
+r"""Compares data echoing policies when input is slow: arms x loading speeds x seeds on one task.
 
     python -m experiments.echoing                               # digits, embedded
     python -m experiments.echoing --task=mnist_lenet --data_dir=DIR
@@ -6,19 +6,19 @@ r"""When input is slow, is a batch worth using again? Arms x loading speeds x se
     python -m experiments.echoing --task=cifar10_mobilenet_race --data_dir=DIR
     python -m experiments.echoing --task=shakespeare_race --data_dir=DIR
 
-Asked is what it takes to reach a fixed value of the test metric: seconds, loads, steps, rounds. A
-load takes R times t_step, that of a step without echo, measured at the start or --step_seconds: a
-real loader thread waits it out. The echo factor is e = R, and 2 at R = 1, where no echo is free; p
+Measures the seconds, loads, steps and rounds until the test metric reaches a target. A load takes
+R times t_step, the time of a step without echo (measured at the start, or --step_seconds); a real
+loader thread waits that long. The echo factor e is R, and 2 at R = 1, where no echo is free; p
 falls from 1 to 1/e over the setting's horizon. Workers average once per load unless the arm says
 otherwise.
 
-Every arm is tuned at every R on the validation half of the test set: seed 0 at every learning rate,
-all seeds at the best two, without the delay where decisions do not ask for it. Then it runs with
-the delay and all seeds, and the other half is reported. Under one seed all arms see the same
-batches in the same loads.
+Every arm is tuned at every R on the validation half of the test set: seed 0 at every learning
+rate, all seeds at the best two, without the delay unless the arm's decisions depend on it. It is
+then run with the delay and all seeds, and the other half is reported. Under one seed all arms see
+the same batches in the same loads.
 
-Writes metrics, table.md and pictures into --output_dir; the same command goes on where it was
-stopped. The tables of these commands, and what to know about them, are in docs/results/echoing.md.
+Writes metrics, table.md and pictures into --output_dir; give the command again to resume.
+docs/results/echoing.md holds the tables of these commands and explains their numbers.
 """
 
 from absl import app
@@ -29,11 +29,11 @@ from experiments.study import study
 from experiments.study.study import Arm, Study, arm_of
 from experiments.tasks.metrics import METRICS
 
-USUAL = {"sync": "every_load"}  # of an arm that says nothing else
+USUAL = {"sync": "every_load"}  # unless an arm says otherwise
 
 
 def by_words(*names: str) -> dict[str, Arm]:
-    """Arms that are called as their words, and are usual else."""
+    """Arms named by their words, with the usual synchronisation."""
     return {name: arm_of(name, **USUAL) for name in names}
 
 
@@ -56,11 +56,11 @@ ARMS = {
 
 
 def fit(study, task, recipe, values):
-    """The metric and the target are the setting's."""
+    """Takes the metric and the target from the setting."""
     del task
     if recipe.target is None:
         raise app.UsageError(
-            f"--task={values.task} has no target: pass --target, a value of --metric."
+            f"--task={values.task} has no target: pass --target, a value of its --metric."
         )
     metric = METRICS[recipe.metric]
     criterion = Criterion(f"valid/{recipe.metric}", metric.lower, "target", recipe.target)

@@ -1,16 +1,16 @@
-r"""How often do the published recipes synchronise under each rule, and how long would they take?
+r"""Forecasts rounds, volume and hours of the published recipes under each rule, without training.
 
     python -m experiments.forecast                     # ViT-B and ResNet-152, 16 workers, seconds
     python -m experiments.forecast --task=imagenet_resnet152 --step_seconds=0.4 --gigabits=25,200
 
-Nothing is trained: a plan is known before the run. Writes table.md and periods.png.
+Plans are known before a run. Writes table.md and periods.png.
 Expected: QSR takes 9711 rounds (10.375 %) on ViT-B and 24792 (39.731 %) on ResNet-152.
 
-Assumptions: those of `local_opt.forecast` and no latency. ViT-B's seconds per step come from the
-published total times on 16 GPUs; ResNet-152's are an assumption. Pass --step_seconds.
+Assumes what `local_opt.forecast` assumes, and no latency. ViT-B's seconds per step come from the
+published total times on 16 GPUs; ResNet-152's are an assumption: pass --step_seconds.
 
-How often a batch can be used again at no cost is told by `experiments.advise`, which measures a
-load and a step; what echo policies lose, by `experiments.echoing --dry_run --speeds=R`.
+For the echo factor that costs nothing, see `experiments.advise`, which measures a load and a step;
+for what echo policies lose, `experiments.echoing --dry_run --speeds=R`.
 """
 
 import os
@@ -33,18 +33,18 @@ FLAGS = flags.FLAGS
 # Gradient accumulation communicates as constant H does.
 SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"]
 
-# Gu et al. 2024, abstract: ViT-B on 16 GPUs, hours of AdamW that synchronises every step, and of
-# Local AdamW with QSR. Its 300 epochs are 93,600 steps, its least H is 4.
+# Gu et al. 2024, abstract: hours of ViT-B on 16 GPUs with AdamW synchronised every step, and with
+# Local AdamW under QSR. 300 epochs are 93,600 steps; the smallest H is 4.
 HOURS = (26.7, 20.2)
 WORKERS, STEPS, QSR_ROUNDS, H_BASE, PARAMS = 16, 93_600, 9711, 4, 86_567_656
 
 
 def published_split(volume: float = QSR_ROUNDS / STEPS):
-    """Hours of computation and communication of the published ViT-B runs, QSR's of this volume."""
+    """Hours of computation and communication of the published ViT-B runs, given QSR's volume."""
     return local_opt.communication_time([1, volume], HOURS)
 
 
-# Of published runs: label, seconds of computation per step, and where these come from.
+# Published runs: label, seconds of computation per step, and the source of these seconds.
 KNOWN = {
     "imagenet_vit_b": (
         "ViT-B, AdamW, 300 epochs", 3600 * published_split().compute / STEPS,
@@ -56,16 +56,16 @@ KNOWN = {
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     dialect.define(values, "setting")
     define, names = dialect.definer(values), flags.DEFINE_list
-    define(flags.DEFINE_string, "task", "all", "a setting to plan, or all that are published")
-    define(names, "arms", SHOWN, f"rules, of {', '.join(SYNC_RULES)}")
-    text = "to compute a step on a worker; the published if unset"
+    define(flags.DEFINE_string, "task", "all", "a setting to plan, or all published ones")
+    define(names, "arms", SHOWN, f"rules to compare, of {', '.join(SYNC_RULES)}")
+    text = "seconds of computation per step; the published ones if unset"
     define(flags.DEFINE_float, "step_seconds", None, text)
     define(names, "gigabits", ["10", "25", "100", "400"], "Gb/s of a worker's link")
-    define(flags.DEFINE_string, "output_dir", "results/forecast", "where table and picture go")
+    define(flags.DEFINE_string, "output_dir", "results/forecast", "folder for the output")
 
 
 def config_of(recipe: Recipe) -> config.RunConfig:
-    """In the units of the learning rate itself: alpha is then the published one."""
+    """The run's configuration in absolute learning rates, so that alpha is the published one."""
     rate = recipe.learning_rates[0]
     found = config.config_of(recipe, config.Sizes(1, 1, 1, 1), seed=0)
     own = {"rates": rate * found.rates, "growth": rate * found.growth}
@@ -73,7 +73,7 @@ def config_of(recipe: Recipe) -> config.RunConfig:
 
 
 def row_of(rule: str, plan, speeds: Sequence[float], cost: Mapping) -> dict:
-    """What a rule's plan costs on links of these speeds, in Gb/s."""
+    """A table row: what a rule's plan costs on links of these speeds, in Gb/s."""
     found = [local_opt.forecast(plan, **cost, gigabits_per_second=speed) for speed in speeds]
     least, most = int(plan.periods.min()), int(plan.periods.max())
     hours = [f"{one.total_seconds / 3600:.2f}" for one in found]
@@ -88,7 +88,7 @@ def row_of(rule: str, plan, speeds: Sequence[float], cost: Mapping) -> dict:
 
 
 def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
-    """Of a setting: its label, its text, and what its picture shows."""
+    """A setting's label, its text, and (rates, plans) for the picture."""
     task, recipe = recipes.planned(name, **dialect.recipe_fields(values))
     label, seconds, source = KNOWN.get(name, (name, None, None))
     if values.step_seconds is not None:
@@ -106,14 +106,14 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
         f"{label}: {size:,} parameters, {recipe.total_steps} steps "
         f"({recipe.warmup_steps} of warmup), learning rate {rate:g} to "
         f"{rate * recipe.floor:g}, {recipe.workers} workers,\n{seconds:.4g} s of "
-        f"computation per step ({source}). GB are sent per worker; h are hours in all."
+        f"computation per step ({source}). GB are sent per worker; h are total hours."
         f"\n\n{markdown(rows)}\n\n{exact}\n"
     )
     return label, text, (made.rates, {SYNC_RULES[rule].label: plans[rule] for rule in rules})
 
 
 def published_text() -> str:
-    """What the published times of ViT-B say about communication."""
+    """How much communication the published times of ViT-B imply."""
     split, as_constant = published_split(), published_split(1 / H_BASE)
     sent, (every, qsr) = local_opt.sync_bytes(PARAMS, num_workers=WORKERS), HOURS
     speed = 8 * sent * STEPS / (3600 * split.communication) / 1e9
@@ -134,7 +134,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     folder = values.output_dir
     os.makedirs(folder, exist_ok=True)
     files.write_whole(os.path.join(folder, "table.md"), text)
-    title = "Steps between syncs, known before the run"
+    title = "Steps between syncs"
     shown = {label: plans for label, _, plans in found}
     plots.periods(shown, os.path.join(folder, "periods.png"), title)
     print(f"{text}\nWritten to {folder}: periods.png, table.md")

@@ -1,11 +1,11 @@
-r"""Herding of static vectors: how far partial sums stray under each order, round after round.
+r"""Measures herding bounds of static vectors under each order, round after round.
 
     python -m experiments.herding                             # 10^6 vectors, W = 5 .. 100
 
 Balances random vectors of norm 1 in 16 dimensions (Gaussian directions), centred per worker, and
 prints the L-infinity parallel herding bound of every order after --rounds rounds. Cooper et al.
-2023 published, for 10^6 vectors after 15 rounds, W = 5, 10, 20, 50, 100: CD-GraB about 2.3 to 2.6
-throughout, independent mean 4.3, 5.8, 8.5, 12.5, 17.7, independent pair 6, 8.5, 11.8, 17.5, 24,
+2023 report, for 10^6 vectors after 15 rounds and W = 5, 10, 20, 50, 100: CD-GraB about 2.3 to 2.6
+for all W; independent mean 4.3, 5.8, 8.5, 12.5, 17.7; independent pair 6, 8.5, 11.8, 17.5, 24;
 D-RR 350 to 400.
 """
 
@@ -32,10 +32,10 @@ DIMENSION = 16
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define, integer = definer(values), flags.DEFINE_integer
-    define(integer, "num_vectors", 1_000_000, "over all workers", lower_bound=1)
+    define(integer, "num_vectors", 1_000_000, "vectors over all workers", lower_bound=1)
     define(integer, "rounds", 15, "passes over the vectors", lower_bound=1)
     define(flags.DEFINE_list, "workers", ["5", "10", "20", "50", "100"], "numbers of workers")
-    define(flags.DEFINE_string, "output_dir", "results/herding", "gets what is written")
+    define(flags.DEFINE_string, "output_dir", "results/herding", "folder for the output")
 
 
 def unit_vectors(num_workers: int, num_units: int) -> jax.Array:
@@ -47,9 +47,9 @@ def unit_vectors(num_workers: int, num_units: int) -> jax.Array:
 
 
 def bounds_over_rounds(vectors: jax.Array, order_name: str, rounds: int) -> list[float]:
-    """Parallel herding bounds of the first order and of that after every round, of [W, M, D]."""
+    """Parallel herding bounds of [W, M, D] under the first order and after every round."""
     num_workers, num_units, dimension = vectors.shape
-    # Steps of about 16 units in all keep the loop short without large Gram matrices.
+    # About 16 units per step keep the loop short without large Gram matrices.
     units_per_step = min(max(2, 16 // num_workers * 2), num_units)
     order = ORDERS[order_name].make(OrderSetting(num_units, units_per_step, num_workers, rounds))
 
@@ -79,7 +79,7 @@ def bounds_over_rounds(vectors: jax.Array, order_name: str, rounds: int) -> list
 
 
 def table(found: Sequence[dict], rounds: int) -> str:
-    """Markdown: the bound after the last round, an order a row, a number of workers a column."""
+    """Markdown: the bound after the last round, one row per order, one column per W."""
     rows = {name: {"order": ORDERS[name].label} for name in ARMS}
     for r in found:
         if r["round"] == rounds:

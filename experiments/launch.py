@@ -1,13 +1,13 @@
-r"""Starts an experiment in several local processes on the CPU, for tests and for a look.
+r"""Starts an experiment in several local processes on the CPU, to test or try multi-process runs.
 
     python -m experiments.launch --processes=2 -- experiments.cd_grab --run=mesh --workers=2
 
-Each has one device, unless XLA_FLAGS says otherwise, and its workers' data; gloo carries what they
-exchange. (Two CPU devices of one process can each wait for a collective that the other has not
-begun.) The output is that of process 0; what the others print goes to stderr.
-Ctrl-C or SIGTERM asks all processes to end, a second one kills them. A process that fails is named,
-the others are ended, and its exit code is passed on; the same command then goes on from the last
-whole checkpoint. On a cluster its scheduler does this work: see docs/use/clusters.md.
+Each process has one device, unless XLA_FLAGS says otherwise, and its own workers' data; they
+communicate over gloo. (With two CPU devices per process, each can wait for a collective that the
+other has not started.) Process 0 prints to stdout, the others to stderr. Ctrl-C or SIGTERM asks all
+processes to stop; a second one kills them. If a process fails, launch names it, ends the others and
+returns its exit code; give the command again to resume from the last complete checkpoint. On a
+cluster the scheduler does this work: see docs/use/clusters.md.
 """
 
 import math
@@ -21,21 +21,21 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-GRACE = 5.0  # seconds that the others have once one has failed: gloo lets them wait for ever
+GRACE = 5.0  # seconds that the others get once one has failed; gloo has no timeout
 DEVICES = "--xla_force_host_platform_device_count"
 
 
 def launch(command: Sequence[str], processes: int) -> int:
-    """The exit code of the first process that failed, 128 + n where signal n ended it; else 0."""
+    """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none."""
     if not command:
-        raise app.UsageError("no experiment is named: --processes=2 -- experiments.NAME --run=mesh")
+        raise app.UsageError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     xla = os.environ.get("XLA_FLAGS", "")
     xla = xla if DEVICES in xla else f"{xla} {DEVICES}=1"
     environment = {"JAX_PLATFORMS": "cpu", **os.environ, "XLA_FLAGS": xla}
-    # A command that was not found by way of this folder does not look for modules in it either.
+    # Pass -P unless the current folder is on this process's own path.
     apart = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     command = [sys.executable, *apart, "-m", *command, f"--num_processes={processes}"]
     running, asked = [], []
@@ -55,7 +55,7 @@ def launch(command: Sequence[str], processes: int) -> int:
         for number in range(processes):
             own = [f"--coordinator_address=127.0.0.1:{port}", f"--process_id={number}"]
             out = sys.stderr if number else None
-            # In a session of its own: the terminal's Ctrl-C reaches it through us.
+            # In its own session, so that the terminal's Ctrl-C reaches it only through us.
             options = {"env": environment, "stdout": out, "start_new_session": True}
             running.append(subprocess.Popen([*command, *own], **options))
         return _first_failure(running, send)
@@ -64,7 +64,7 @@ def launch(command: Sequence[str], processes: int) -> int:
 
 
 def _first_failure(running, send) -> int:
-    """Waits for all; ends the rest once one has failed."""
+    """Waits for all processes, and ends the others once one has failed."""
     first, until = 0, math.inf
     while True:
         codes = [process.poll() for process in running]
@@ -80,5 +80,5 @@ def _first_failure(running, send) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("processes", 2, "to start", lower_bound=1)
+    flags.DEFINE_integer("processes", 2, "number of processes", lower_bound=1)
     app.run(lambda argv: sys.exit(launch(argv[1:], flags.FLAGS.processes)))

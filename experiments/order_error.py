@@ -1,11 +1,11 @@
-r"""How do the error of an order and that of local steps add up? On losses where both are exact.
+r"""Measures how the error of an order and that of local steps add up, where both are exact.
 
     python -m experiments.order_error                            # four minutes on two slow cores
     python -m experiments.order_error --questions=plans --seeds=2
 
-The losses (order_losses.py) tell the two errors apart, and x is followed by linear recursions:
-nothing is trained. Each is a table of docs/results/orders_and_local_steps.md; what it asks of
-trained models, `experiments.combined --arms=...` answers.
+The losses (order_losses.py) separate the two errors, and x follows linear recursions, so nothing
+is trained. Each question is a table of docs/results/orders_and_local_steps.md. For the same
+questions about trained models, use `experiments.combined --arms=...`.
 """
 
 import functools
@@ -28,7 +28,7 @@ from experiments.study.flags import definer, names_of
 from experiments.tasks import TASKS
 
 FLAGS = flags.FLAGS
-# Those of digits: 64 units in a step of all workers, 24 steps in an epoch.
+# As for digits: 64 units per step over all workers, 24 steps per epoch.
 SETTINGS = (Setting(64, 1, 24), Setting(32, 2, 48), Setting(16, 4, 96), Setting(4, 16, 384))
 ENDS = SETTINGS[1::2]
 PERIODS = (2, 4, 8, 12, 24, 48, 96)
@@ -37,7 +37,7 @@ Cell = tuple[str, str, float | str]  # row, column, value
 
 @functools.lru_cache(2)
 def _start(setting: Setting, order: str, seed: int):
-    """(family, orders, rates, the paths of parallel SGD)."""
+    """Returns (family, orders, rates, the paths of parallel SGD)."""
     family, total = losses.draw(setting, seed), setting.epochs * setting.steps
     made = losses.epochs_of(order, family.noise, setting.workers, setting.epochs, seed)
     factor = 0.5 + 0.5 * np.cos(np.pi * np.arange(total) / total) if setting.cosine else 1.0
@@ -46,7 +46,7 @@ def _start(setting: Setting, order: str, seed: int):
 
 
 def run(setting: Setting, order: str, plan, seed: int, drift: Drift = NEVER) -> losses.Errors:
-    """Both errors of an order; `plan` is H, or from n and T to a SyncPlan."""
+    """Both errors of an order; `plan` is H, or a function of n and T that returns a SyncPlan."""
     family, made, rates, plain = _start(setting, order, seed)
     total = len(rates)
     if not callable(plan):
@@ -60,7 +60,7 @@ def every(period: int) -> Callable:
     return lambda steps, total: local_opt.constant(period, total_steps=total)
 
 
-# Questions: the cells of a seed.
+# Each question yields the cells of one seed.
 def errors(seed: int) -> Iterator[Cell]:
     for setting, order in product(ENDS, ORDERS):
         row = f"{setting.label}, {ORDERS[order]}"
@@ -92,7 +92,7 @@ POWER = Setting(8, 2, 48, rate=0.03, spread=0.0, least=0.3, epochs=200)
 
 
 def powers(seed: int) -> Iterator[Cell]:
-    """Exponents: D-RR's error and the bias of local steps, where one thing is doubled."""
+    """Exponents of D-RR's error and of the bias of local steps, changing one quantity at a time."""
     before = run(POWER, "dealt", 6, seed)
     for row, (changed, period, factor, (of_order, of_bias)) in DOUBLED.items():
         after = run(POWER._replace(**changed), "dealt", period, seed)
@@ -118,7 +118,7 @@ def borders(seed: int) -> Iterator[Cell]:
 
 
 def plans(seed: int) -> Iterator[Cell]:
-    """Plans that know the order against plans that do not."""
+    """Plans aligned with the epochs of the order against plans that are not."""
     ten = every(10)
     made = {
         "H = 10": ten,
@@ -156,7 +156,7 @@ def corrections(seed: int) -> Iterator[Cell]:
 
 
 def signs(seed: int) -> Iterator[Cell]:
-    """Of which kind digits are: the family's correlation of g with z has the cosine's sign."""
+    """Where digits lie in the family: its correlation of g with z has the sign of the cosine."""
     task = TASKS["digits"]()
     found = sign(task.model, task.train, seed=seed)
     yield task.name, "cosine", found[0]
@@ -164,16 +164,18 @@ def signs(seed: int) -> Iterator[Cell]:
 
 
 def sign(model, train: dict, *, sample: int = 200, seed: int = 0) -> tuple[float, float]:
-    """How the two parts of the bias of local steps lie to each other, at a convex model's optimum.
+    """Angle between the two parts of the bias of local steps, at a convex model's optimum.
 
     Args:
-      model: a `models.Model`; train: its examples, arrays; sample: units of the third derivative.
+      model: a `models.Model`.
+      train: its examples, as arrays.
+      sample: number of units over which the third derivative is averaged.
 
     Returns:
-      The cosine of E[H_i z_i], which a worker feels of its own units' curvature, with E[f'''(z_i,
-      z_i)] / 2, in the metric of H^-1, in which a bias costs loss: below 0 the two cancel, and a
-      correction that takes one away lets the other be. And the trace of the covariance of z over
-      that of H; 1 in the family.
+      The cosine of E[H_i z_i], from the curvature of a worker's own units, with E[f'''(z_i,
+      z_i)] / 2, in the metric of H^-1, which measures what a bias costs in loss. Below 0 the two
+      cancel, and a correction that removes one of them leaves the other. Second, the trace of the
+      covariance of z over that of H, which is 1 in the family.
     """
     params, unravel = jax.flatten_util.ravel_pytree(model.init(jax.random.key(seed)))
     train = jax.tree.map(jnp.asarray, train)
@@ -192,7 +194,7 @@ def sign(model, train: dict, *, sample: int = 200, seed: int = 0) -> tuple[float
         along = lambda x: jax.jvp(mean, (x,), (v,))[1]  # noqa: E731
         return jax.jvp(along, (params,), (v,))[1]
 
-    # z has the mean 0, so the mean curvature adds nothing.
+    # z has mean 0, so the mean curvature adds nothing.
     spread = jax.jit(jax.grad(lambda x: jnp.sum(z * gradients(x)) / len(z)))(params)
     chosen = np.random.default_rng(seed).choice(len(z), min(sample, len(z)), replace=False)
     cubic = jnp.mean(jax.jit(lambda v: jax.lax.map(third, v))(z[chosen]), axis=0) / 2
@@ -204,10 +206,10 @@ def sign(model, train: dict, *, sample: int = 200, seed: int = 0) -> tuple[float
 
 
 class Question(NamedTuple):
-    cells: Callable[[int], Iterator[Cell]]  # of a seed
-    show: Callable[[Sequence[float]], str]  # of the values of all seeds
-    head: str = ""  # of the first column
-    left_out: tuple[str, ...] = ()  # columns that the picture alone shows
+    cells: Callable[[int], Iterator[Cell]]  # from a seed
+    show: Callable[[Sequence[float]], str]  # from the values of all seeds
+    head: str = ""  # name of the first column
+    left_out: tuple[str, ...] = ()  # columns shown only in the picture
 
 
 def means(form: str) -> Callable[[Sequence[float]], str]:
@@ -232,7 +234,7 @@ QUESTIONS = {
 
 
 def table(question: Question, found: Sequence[dict]) -> str:
-    """Markdown; words stand as they are."""
+    """Markdown; cells that are words are copied."""
     cells = {}
     for r in found:
         if r["column"] not in question.left_out:
@@ -245,7 +247,7 @@ def table(question: Question, found: Sequence[dict]) -> str:
 
 
 def picture(found: Sequence[dict], path: str) -> None:
-    """Writes a PNG: both errors against H, a panel per setting."""
+    """Writes a PNG: both errors against H, one panel per setting."""
     cells = {}
     for r in found:
         if r["question"] == "errors":
@@ -273,9 +275,9 @@ def picture(found: Sequence[dict], path: str) -> None:
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define = definer(values)
-    define(flags.DEFINE_list, "questions", [*QUESTIONS], f"of {', '.join(QUESTIONS)}")
-    define(flags.DEFINE_integer, "seeds", 5, "draws of the units", lower_bound=1)
-    define(flags.DEFINE_string, "output_dir", "results/order_error", "gets what is written")
+    define(flags.DEFINE_list, "questions", [*QUESTIONS], f"which tables, of {', '.join(QUESTIONS)}")
+    define(flags.DEFINE_integer, "seeds", 5, "number of draws of the units", lower_bound=1)
+    define(flags.DEFINE_string, "output_dir", "results/order_error", "folder for the output")
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:

@@ -1,43 +1,43 @@
-r"""Losses whose two errors, of the order and of local steps, are known exactly.
+r"""Losses for which the error of the order and that of local steps are known exactly.
 
 f_i(x) = sum_c l_c/2 x_c^2 - z_ic x_c + l_c (g_ic/2 x_c^2 + k/6 x_c^3),  sum_i z_i = sum_i g_i = 0:
-curvature l, noise z_i, and what makes a loss more than a shared quadratic: a curvature g_i of every
-unit's own, and a third derivative k, both in units of l. The minimum of the mean is 0.
+curvature l, noise z_i, and two terms beyond a shared quadratic, both in units of l: a curvature g_i
+of each unit, and a third derivative k. The minimum of the mean is at 0.
 
 To first order in (g, k) everything is a linear recursion. x_w = y_w + u_w with
   y_w <- (1 - eta l) y_w + eta z(batch of w),           linear: its mean over the workers, y, is
-                                                        parallel SGD's, whatever the plan;
+                                                        that of parallel SGD for every plan;
   u <- (1 - eta l) u - eta l mean_w (g(batch of w) y_w + k/2 y_w^2),    the mean of u_w.
-So the order's error is that of y, which no plan changes, and the error of local steps is what u
-gains where y_w is not y: mean_w cov(g, y_w) + k/2 var_w(y_w).
+So the order's error is that of y, which does not depend on the plan. The error of local steps is
+what u gains because y_w differs from y: mean_w cov(g, y_w) + k/2 var_w(y_w).
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-LONGEST = 4096  # period that `border` tries
+LONGEST = 4096  # longest period that `border` tries
 
 
 class Setting(NamedTuple):
-    """Sizes, rates, and of which kind the losses are."""
+    """Sizes, rates, and the kind of losses."""
 
     workers: int  # W
     units_per_step: int  # B, per worker
     num_units: int  # M, per worker
     rate: float = 0.25  # eta, the peak of a cosine
-    cosine: bool = False  # to 1e-3 of the peak, and measured at its end alone
-    epochs: int = 40  # K; the second half is measured, of a cosine the end
+    cosine: bool = False  # decay to 1e-3 of the peak, measured only at its end
+    epochs: int = 40  # K; the second half is measured, or the end of a cosine
     dimension: int = 16  # D
-    least: float = 0.02  # l is from here to 1, evenly in logarithms
+    least: float = 0.02  # l goes from here to 1, evenly spaced in logarithm
     spread: float = 1.0  # standard deviation of g
     cubic: float = 1.0  # k
-    between: float = 0.0  # a shift of each worker's own units, in standard deviations
-    correlation: float = 0.0  # of g with z
+    between: float = 0.0  # shift between workers' units, in standard deviations
+    correlation: float = 0.0  # between g and z
 
     @property
     def steps(self) -> int:
-        """n, of an epoch."""
+        """n, steps per epoch."""
         return self.num_units // self.units_per_step
 
     @property
@@ -53,7 +53,7 @@ class Family(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """A correction of local drift, as `local_opt.control_variates` and `local_opt.proximal`."""
+    """A correction of local drift: `local_opt.control_variates` or `local_opt.proximal`."""
 
     gain: float = 0.0  # of control variates; 0 for none
     pull: float = 0.0  # mu
@@ -63,16 +63,16 @@ NEVER = Drift()
 
 
 class Errors(NamedTuple):
-    """Expected losses above the minimum, at the ends of epochs: 1/2 sum_c l_c (.)^2."""
+    """Expected losses above the minimum at the ends of epochs, 1/2 sum_c l_c (.)^2."""
 
-    order: float  # of y: what parallel SGD has under this order
-    local: float  # of the mean of u, less parallel SGD's: what local steps add
-    bias: float  # of its mean over the epochs: what neither seeds nor epochs average out
+    order: float  # of y: the error of parallel SGD under this order
+    local: float  # of the mean of u minus that of parallel SGD: what local steps add
+    bias: float  # of its mean over epochs: the part that averaging does not remove
     total: float  # of y + u
 
 
 def draw(setting: Setting, seed: int = 0) -> Family:
-    """Gaussian units; the variance of z_c is l_c, as of a likelihood at its optimum."""
+    """Gaussian units; the variance of z_c is l_c, as for a likelihood at its optimum."""
     rng, workers, dimension = np.random.default_rng([seed, 1]), setting.workers, setting.dimension
     curvature = np.geomspace(setting.least, 1, dimension)
     noise, own = rng.normal(size=(2, workers * setting.num_units, dimension))
@@ -95,7 +95,7 @@ SHARDED = ("rr", "cd_grab", "id_pair")  # each worker keeps its units
 
 
 def epochs_of(name: str, vectors: np.ndarray, workers: int, epochs: int, seed: int) -> np.ndarray:
-    """int[K, W, M], after eight epochs in which the order has found itself."""
+    """int[K, W, M], after eight epochs in which the order settles."""
     rng, units = np.random.default_rng([seed, 2]), np.arange(len(vectors)).reshape(workers, -1)
 
     def shuffled():
@@ -111,7 +111,7 @@ def epochs_of(name: str, vectors: np.ndarray, workers: int, epochs: int, seed: i
 
 
 def balanced(name: str, vectors: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """int[W, M], by PairBalance's signs along one running sum, or of "id_pair" one per worker."""
+    """int[W, M] by PairBalance's signs along one running sum; "id_pair" has one per worker."""
     if name == "id_pair":
         return np.concatenate([balanced("cd_grab", vectors, own[None]) for own in order])
     workers = len(order)
@@ -123,7 +123,7 @@ def balanced(name: str, vectors: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def signed(vectors, pairs) -> np.ndarray:
-    """The pairs, each with the unit first that goes to the front; signs one after the other."""
+    """The pairs, each starting with the unit that goes to the front; signs are sequential."""
     differences = vectors[pairs[:, 0]] - vectors[pairs[:, 1]]
     total, minus = np.zeros(vectors.shape[1]), np.zeros(len(pairs), bool)
     for p, difference in enumerate(differences):
@@ -133,7 +133,7 @@ def signed(vectors, pairs) -> np.ndarray:
 
 
 def placed(pairs) -> np.ndarray:
-    """Firsts from the front, seconds from the back."""
+    """First units from the front, second units from the back."""
     return np.concatenate([pairs[:, 0], pairs[::-1, 1]])
 
 
@@ -141,20 +141,22 @@ def paths(
     family: Family, setting: Setting, orders: np.ndarray, syncs: np.ndarray, rates: np.ndarray,
     drift: Drift = NEVER,
 ) -> np.ndarray:  # fmt: skip
-    """The means (y, u) over the workers after every step of K epochs from the minimum: [2, K n, D].
+    """Means (y, u) over the workers after every step of K epochs, from the minimum: [2, K n, D].
 
     Args:
-      orders: int[K, W, M]; syncs: bool[K n], whether workers meet after a step; rates: float[K n].
+      orders: int[K, W, M].
+      syncs: bool[K n], whether workers synchronise after a step.
+      rates: float[K n].
     """
 
     def of_steps(units):
-        """[K n, W, D], the means over every worker's batches."""
+        """[K n, W, D], means over each worker's batches."""
         shape = len(orders), setting.workers, setting.steps, setting.units_per_step
         taken = units[orders.reshape(shape)].mean(axis=3)
         return taken.swapaxes(1, 2).reshape(-1, setting.workers, setting.dimension)
 
     noise, spread = of_steps(family.noise), of_steps(family.spread)
-    y, u = np.zeros(noise.shape[1:]), np.zeros(setting.dimension)  # y of every worker
+    y, u = np.zeros(noise.shape[1:]), np.zeros(setting.dimension)  # y per worker
     anchor, anchor_u, against, spent = y, u, y, 0.0
     found = np.empty((2, len(noise), setting.dimension))
     for t, (z, g, rate) in enumerate(zip(noise, spread, rates, strict=True)):
@@ -173,7 +175,7 @@ def paths(
 
 
 def errors(family: Family, setting: Setting, plain: np.ndarray, own: np.ndarray) -> Errors:
-    """Both errors, of `paths` with a sync after every step and with the plan's syncs."""
+    """Both errors, from `paths` with a sync after every step and with the plan's syncs."""
     epochs = 1 if setting.cosine else setting.epochs // 2
     late = slice(plain.shape[1] - (epochs - 1) * setting.steps - 1, None, setting.steps)
     (y0, u0), (y, u) = plain[:, late], own[:, late]
@@ -186,7 +188,7 @@ def errors(family: Family, setting: Setting, plain: np.ndarray, own: np.ndarray)
 
 
 def order_formula(family: Family, setting: Setting) -> float:
-    """The error of D-RR in closed form: a sum over steps whose batches add up to zero.
+    """The error of D-RR in closed form, a sum over steps whose batches add up to zero.
 
     E y^2 = eta^2 s^2 / (B W) (sum_t q_t^2 - (sum_t q_t)^2 / n) / (1 - (1 - eta l)^2n), with
     q_t = (1 - eta l)^(n - 1 - t) and s^2 the variance of z.
@@ -199,10 +201,10 @@ def order_formula(family: Family, setting: Setting) -> float:
 
 
 def local_formula(family: Family, setting: Setting, period: int) -> float:
-    """The bias of local steps at the end of a round in closed form, of batches drawn anew.
+    """The bias of local steps at the end of a round in closed form, for independent batches.
 
     bias = k/2 V, V = sum_{h < H} q_h V_h / sum_h q_h with q_h = (1 - eta l)^(H - 1 - h) and V_h,
-    what workers have walked apart in h steps,
+    the variance between workers after h steps,
     V_h = (1 - 1/W) eta^2 s^2 / B (1 - (1 - eta l)^2h) / (1 - (1 - eta l)^2).
     """
     keep, h = 1 - setting.rate * family.curvature, np.arange(period)[:, None]
@@ -214,7 +216,7 @@ def local_formula(family: Family, setting: Setting, period: int) -> float:
 
 
 def border(family: Family, setting: Setting) -> int:
-    """The longest period, to LONGEST, at which local steps err by less than D-RR's order does."""
+    """The longest period, at most LONGEST, at which local steps add less than D-RR's error."""
     most, low, high = order_formula(family, setting), 1, LONGEST + 1
     while high - low > 1:
         middle = (low + high) // 2

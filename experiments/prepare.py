@@ -1,13 +1,13 @@
-r"""Prepares a set for random access, as tensorflow-datasets does: downloads, verifies, writes.
+r"""Prepares a data set for random access with tensorflow-datasets: downloads, verifies, writes.
 
     python -m experiments.prepare --name=m4_weekly --data_dir=DIR
     python -m experiments.prepare --name=hmda/NY --data_dir=DIR --manual_dir=RAW
     python -m experiments.prepare --name=cifar100 --data_dir=DIR
     python -m experiments.prepare --name=imagenet2012 --data_dir=DIR --manual_dir=TARS
 
-A name is one of ours (hmda/STATE, m4_weekly, wikitext/wikitext2, wikitext/wikitext103) or of the
-library's own. What lies in --manual_dir under its published name is taken instead of a download;
-imagenet2012 has no other way: its two archives need a registration at image-net.org. Records are
+A name is one of ours (hmda/STATE, m4_weekly, wikitext/wikitext2, wikitext/wikitext103) or one of
+tensorflow-datasets' own. A file in --manual_dir under its published name replaces the download.
+imagenet2012 needs this: its two archives require a registration at image-net.org. Records are
 written as ArrayRecord, which the tasks read with --data_dir=DIR.
 """
 
@@ -19,12 +19,12 @@ FLAGS = flags.FLAGS
 
 
 def prepare(name: str, data_dir: str, manual_dir: str | None = None):
-    """Downloads and prepares a set unless it is there; its `tensorflow_datasets` builder.
+    """Downloads and prepares a set unless it exists, and returns its `tensorflow_datasets` builder.
 
     Args:
       name: "NAME" or "NAME/CONFIG".
-      data_dir: where the set goes, and downloads that it needs, in DIR/downloads.
-      manual_dir: folder of files that need no download.
+      data_dir: folder for the set, and for its downloads in DIR/downloads.
+      manual_dir: folder of files that were downloaded by hand.
     """
     import tensorflow_datasets as tfds
 
@@ -43,7 +43,7 @@ def main(_):
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("name", None, "the set, NAME or NAME/CONFIG", required=True)
-    flags.DEFINE_string("data_dir", None, "where it goes", required=True)
+    flags.DEFINE_string("name", None, "the data set, NAME or NAME/CONFIG", required=True)
+    flags.DEFINE_string("data_dir", None, "folder to write it to", required=True)
     flags.DEFINE_string("manual_dir", None, "folder of files that were downloaded by hand")
     app.run(main)

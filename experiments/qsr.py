@@ -1,4 +1,4 @@
-r"""When should workers talk? Synchronisation rules x seeds on one task.
+r"""Compares rules for when workers synchronise: rules x seeds on one task.
 
     python -m experiments.qsr                                   # digits, embedded, a minute
     python -m experiments.qsr --task=mnist_mlp --data_dir=DIR
@@ -6,15 +6,16 @@ r"""When should workers talk? Synchronisation rules x seeds on one task.
     python -m experiments.qsr --task=cifar10_vit --data_dir=DIR
     python -m experiments.qsr --arms=parallel,qsr,qsr+int8,qsr+control+epoch
 
-Every rule trains once at each peak learning rate and then, with the remaining seeds, at the best
-two; the mean over seeds on half of the test set chooses between them, for one seed cannot. The
-other half is reported. Under one seed all rules see the same examples in the same steps: all
-examples, shuffled anew and dealt to the workers in every epoch. Writes metrics, plans, table.md,
-comparison.png and report.html into --output_dir; the same command goes on where it was stopped.
+Every rule is trained once at each peak learning rate, then with the remaining seeds at the best
+two. The mean over seeds on half of the test set chooses between these two, because one seed is too
+noisy; the other half is reported. Under one seed all rules see the same examples in the same steps:
+all examples, reshuffled and dealt to the workers in every epoch. Writes metrics, plans, table.md,
+comparison.png and report.html into --output_dir; give the command again to resume.
 
-docs/results/local_steps.md has the tables, with --seeds=3 --evaluations=10 for all but
-digits. Deviations from Gu et al. 2024: small models on small sets, no augmentation, growth = alpha
-/ peak rate fixed per setting, and workers of one device: seconds show computation and no network.
+docs/results/local_steps.md holds the tables of these commands, with --seeds=3 --evaluations=10 for
+all but digits. Differences from Gu et al. 2024: small models on small sets, no augmentation, growth
+= alpha / peak rate fixed per setting, and all workers on one device, so that seconds contain no
+network time.
 """
 
 from experiments.results import plots, report, tables
@@ -27,7 +28,7 @@ RULES = ("parallel", "accumulate", "constant", "post_local", "swap", "inverse", 
 
 
 def fit(study, task, recipe, values):
-    """The metric is the task's own."""
+    """Takes the metric from the task."""
     criterion = Criterion(f"valid/{task.metric}", METRICS[task.metric].lower)
     return study._replace(criterion=criterion)
 

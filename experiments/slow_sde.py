@@ -1,13 +1,13 @@
-r"""The theory behind QSR, seen: how far SGD drifts along a manifold of minimisers under each rule.
+r"""Tests the theory behind QSR: how far SGD drifts along a manifold of minimisers under each rule.
 
     python -m experiments.slow_sde                            # two problems, K = 2 .. 16
     python -m experiments.slow_sde --workers=8 --rates=0.1,0.05
 
-SGD that has reached a manifold of minimisers drifts along it, slowly, to where it is flatter. The
+After SGD reaches a manifold of minimisers it drifts slowly along it, towards flatter regions. The
 Slow SDEs of Gu et al. 2023 (https://arxiv.org/abs/2303.01215) and 2024
-(https://arxiv.org/abs/2310.14423) say how far K workers get in S / eta^2 steps. Every run is plain
-SGD at a constant rate under a plan of `local_opt`; what it ends at is compared with the theory at
-that rate and in the limit, and with how strong a drift must have been to get there. The formulas,
+(https://arxiv.org/abs/2310.14423) predict how far K workers get in S / eta^2 steps. Every run is
+plain SGD at a constant rate under a plan of `local_opt`. Its end is compared with the theory at
+that rate and in the limit, and with the strength of drift that would have led there. The formulas,
 tables and picture are in docs/results/slow_sde.md.
 """
 
@@ -30,38 +30,38 @@ from experiments.study.flags import definer, numbers_of
 
 FLAGS = flags.FLAGS
 SLOW_TIME = 4.0  # S: runs have S / eta^2 steps
-TITLE = "Where SGD drifts in 4 / η² steps"
+TITLE = "Drift of SGD in 4 / η² steps"
 
 
 class Problem(NamedTuple):
-    """What is measured falls along the manifold; noises are N(0, 1), and linear in the loss."""
+    """The measure falls along the manifold; noises are N(0, 1) and enter the loss linearly."""
 
-    measured: str  # for people
-    loss: Callable[[jax.Array, jax.Array], jax.Array]  # of [P] parameters and [N] noises
-    measure: Callable[[jax.Array], jax.Array]  # of [P] parameters
+    measured: str  # name in the tables
+    loss: Callable[[jax.Array, jax.Array], jax.Array]  # [P] parameters, [N] noises -> []
+    measure: Callable[[jax.Array], jax.Array]  # [P] parameters -> []
     start: tuple[float, ...]  # P numbers, a minimiser
     num_noises: int  # N
 
 
 def _valley_loss(params, noises):
-    # The minimisers are the line y = 0, across which the curvature is 1 + x^2: flattest at x = 0.
+    # The minimisers are the line y = 0. The curvature across it is 1 + x^2, flattest at x = 0.
     x, y = params
     return (1 + x**2) * y**2 / 2 + noises[0] * y
 
 
-EXAMPLES = ((0.5, 0.4, -0.3, 0.2), (-0.2, 0.3, 0.4, 0.5))  # two, of four features
+EXAMPLES = ((0.5, 0.4, -0.3, 0.2), (-0.2, 0.3, 0.4, 0.5))  # two examples of four features
 NOISE = 0.5**0.5  # standard deviation of a label
 START = (1.2, 0.8, 1.0, 0.9, 0.5, 1.0, 0.7, 1.1)  # u, then v
 
 
 def predictions(params):
-    """[2]: of a diagonal linear network, whose weights are w = u * u - v * v."""
+    """[2]: predictions of a diagonal linear network with weights w = u * u - v * v."""
     w = params[:4] ** 2 - params[4:] ** 2
     return jnp.stack([sum(a * w[j] for j, a in enumerate(row)) for row in EXAMPLES])
 
 
 def _label_noise_loss(params, noises):
-    # What the start predicts are the labels; every step draws the noise on them anew.
+    # The labels are the predictions at the start, with fresh noise in every step.
     labels = predictions(jnp.array(START, params.dtype))
     return jnp.sum((predictions(params) - labels - NOISE * noises) ** 2) / 2
 
@@ -81,10 +81,10 @@ PROBLEMS = {
 class Rule(NamedTuple):
     label: str
     beta: float  # lim eta H
-    plan: Callable[[float, int], local_opt.SyncPlan]  # of a rate and steps
+    plan: Callable[[float, int], local_opt.SyncPlan]  # from a rate and a number of steps
 
 
-MARGIN = 1 + 1e-12  # keeps what should be a whole number from ending a float's width below it
+MARGIN = 1 + 1e-12  # against rounding below a whole number
 RULES = {
     "parallel": Rule("parallel", 0.0, lambda rate, steps: local_opt.every_step(steps)),
     "constant": Rule("H = 4", 0.0, lambda rate, steps: local_opt.constant(4, total_steps=steps)),
@@ -95,9 +95,9 @@ RULES = {
 }  # fmt: skip
 
 
-# The theory: l, S, V and psi are those of docs/results/slow_sde.md.
+# The theory, in the notation of docs/results/slow_sde.md: l, S, V and psi.
 def in_the_limit(eigenvalues, workers, beta):
-    """[P, P]: V / S of eta -> 0 at eta H = beta >= 0, which may be inf."""
+    """[P, P]: V / S for eta -> 0 at eta H = beta >= 0, possibly inf."""
     sums = eigenvalues[:, None] + eigenvalues[None, :]
     x = beta * sums
     share = jnp.where(x > 1e-3, 1 + jnp.expm1(-x) / x, x / 2)
@@ -105,7 +105,7 @@ def in_the_limit(eigenvalues, workers, beta):
 
 
 def at_a_rate(eigenvalues, workers, rate, period):
-    """[P, P]: V / S of a learning rate eta > 0 and rounds of H >= 1 steps."""
+    """[P, P]: V / S for a learning rate eta > 0 and rounds of H >= 1 steps."""
     kept = 1 - rate * eigenvalues
     kept = kept[:, None] * kept[None, :]
     share = 1 - (1 - kept**period) / (period * (1 - kept))
@@ -113,12 +113,12 @@ def at_a_rate(eigenvalues, workers, rate, period):
 
 
 def drift(problem: Problem, moments: Callable, params, numbers):
-    """float32[P]: d theta / ds at a minimiser; `numbers` are what `moments` takes behind l."""
+    """float32[P]: d theta / ds at a minimiser; `numbers` are the arguments of `moments` after l."""
     silent = jnp.zeros(problem.num_noises)
     hessian = jax.hessian(problem.loss)
     values, basis = jnp.linalg.eigh(hessian(params, silent))
-    normal = values > 1e-3  # those of both problems' normals exceed 0.1
-    # [P, N] of one worker's gradient in its noises, in the basis: S = M M^T.
+    normal = values > 1e-3  # along normals both problems exceed 0.1
+    # [P, N]: derivative of a worker's gradient by its noises, in the basis; S = M M^T.
     noise = basis.T @ jax.jacfwd(jax.grad(problem.loss), 1)(params, silent)
     both = normal[:, None] & normal[None, :]
     factors = jnp.where(both, moments(jnp.where(normal, values, 1.0), *numbers), 0.0)
@@ -130,13 +130,13 @@ def drift(problem: Problem, moments: Callable, params, numbers):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="points")
 def flow(problem: Problem, moments: Callable, *numbers, slow_time=SLOW_TIME, points=100):
-    """float32[points + 1]: what is measured at equal distances of slow time, 0 the first."""
+    """float32[points + 1]: the measure at equally spaced slow times, starting at 0."""
     h = slow_time / points
 
     def of(params):
         return drift(problem, moments, params, numbers)
 
-    def step(params, _):  # Runge and Kutta's, of fourth order
+    def step(params, _):  # fourth-order Runge-Kutta
         a = of(params)
         b = of(params + h / 2 * a)
         c = of(params + h / 2 * b)
@@ -150,19 +150,19 @@ def flow(problem: Problem, moments: Callable, *numbers, slow_time=SLOW_TIME, poi
 
 
 def strength(problem: Problem, found: jax.Array) -> jax.Array:
-    """How strong the drift must have been, in those of one worker alone, to end where it did.
+    """The strength of drift that explains an end, relative to one worker alone.
 
-    A drift of strength c arrives in slow time S where one of strength 1 arrives in c S. Runs
-    scatter around strength 1: the curve goes on beyond it.
+    In slow time S, a drift of strength c gets as far as one of strength 1 in c S. Runs scatter
+    around strength 1, so the curve extends to 2.
     """
     curve = flow(problem, in_the_limit, 1, 0.0, slow_time=2 * SLOW_TIME, points=2000)
     return jnp.interp(-found, -curve, jnp.linspace(0, 2, len(curve)))
 
 
-# Runs: parameters are [P, G, R, K], G rules by R repetitions by K workers, and the noises
-# [N, R, K], for all rules see the same.
+# Runs: parameters are [P, G, R, K] for G rules, R repetitions and K workers; all rules share the
+# noises [N, R, K].
 def worker_steps(problem: Problem, params, noises, rate, syncs):
-    """One step of every worker, and the mean of those who meet: bool[G], the rules' workers."""
+    """One step of every worker, averaged under the rules that synchronise; syncs is bool[G]."""
     gradient = jax.grad(problem.loss)
     for axis, over in ((-1, -1), (-1, -1), (1, None)):
         gradient = jax.vmap(gradient, in_axes=(axis, over), out_axes=axis)
@@ -173,8 +173,8 @@ def worker_steps(problem: Problem, params, noises, rate, syncs):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def ends_of(problem: Problem, workers: int, repetitions: int, periods, steps, rate):
-    """[G, R]: what is measured of the workers' mean, brought to the manifold without noise."""
-    # The generator is the fast one, on a CPU: noises are most of the work otherwise.
+    """[G, R]: the measure of the workers' mean, after noiseless steps onto the manifold."""
+    # A fast generator: noises would be most of the work on a CPU.
     key = jax.random.fold_in(jax.random.key(0, impl="unsafe_rbg"), steps)
     start = jnp.array(problem.start)[:, None, None, None]
     params = jnp.broadcast_to(start, (len(start), len(periods), repetitions, workers))
@@ -189,12 +189,12 @@ def ends_of(problem: Problem, workers: int, repetitions: int, periods, steps, ra
         return worker_steps(problem, params, silent, rate, periods < 0)
 
     mean = jnp.mean(jax.lax.fori_loop(0, steps, step, params), axis=3, keepdims=True)
-    # In 20 / rate steps a distance of curvature 0.5 shrinks to exp(-10).
+    # 20 / rate steps shrink a distance at curvature 0.5 to exp(-10).
     return problem.measure(jax.lax.fori_loop(0, jnp.int32(20 / rate), settle, mean)[..., 0])
 
 
 def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict]:
-    """A record per rule: where its runs end, how strong their drift was, and theory."""
+    """One record per rule: the ends of its runs, the strength of their drift, and the theory."""
     problem, steps = PROBLEMS[name], round(SLOW_TIME / rate**2)
     periods = [int(rule.plan(rate, steps).periods[0]) for rule in RULES.values()]
     ends = ends_of(problem, workers, repetitions, jnp.array(periods), steps, rate)
@@ -212,10 +212,10 @@ def measure(name: str, workers: int, rate: float, repetitions: int) -> list[dict
 
 
 def table(found: Sequence[Mapping], name: str) -> str:
-    """Markdown: a row per rule and number of workers, of one problem.
+    """Markdown for one problem, a row per rule and number of workers.
 
-    "off" is what the measured mean is above the limit, and "drift" the strength that explains where
-    runs ended, in those of parallel SGD, both at the smallest rate.
+    "off" is how far the measured mean lies above the limit. "drift" is the strength that explains
+    the ends, relative to parallel SGD. Both are at the smallest rate.
     """
     rows, least = {}, min(r["learning_rate"] for r in found)
     for r in found:
@@ -234,27 +234,27 @@ def table(found: Sequence[Mapping], name: str) -> str:
 
 
 def verdict(found: Sequence[Mapping]) -> str:
-    """How far from theory the farthest are; the limit is asked of parallel SGD and QSR alone."""
+    """The largest deviations from theory; only parallel SGD and QSR are compared with the limit."""
     lines, least = [], min(r["learning_rate"] for r in found)
     last = [r for r in found if r["learning_rate"] == least and r["rule"] in ("parallel", "qsr")]
     for text, judged, key, known in (
-        ("1. ends at the smallest rate, the limit's", last, "end", "limit"),
-        ("2. drifts at the smallest rate, the limit's", last, "drift", "limit_drift"),
-        ("3. ends at all rates, theory's at that rate", found, "end", "theory"),
+        ("1. ends at the smallest rate, against the limit", last, "end", "limit"),
+        ("2. drifts at the smallest rate, against the limit", last, "drift", "limit_drift"),
+        ("3. ends at all rates, against theory at that rate", found, "end", "theory"),
     ):
         off = [interval(np.array(r[key]) / r[known] - 1) for r in judged]
         within = sum(abs(mean) + half <= 0.05 for mean, half in off)
         (mean, half), r = max(zip(off, judged, strict=True), key=lambda each: abs(each[0][0]))
         where = f"{r['problem']}, K = {r['workers']}, {RULES[r['rule']].label}"
         lines.append(
-            f"{text}: {within} of {len(off)} within 5%, interval included; farthest "
+            f"{text}: {within} of {len(off)} within 5 % including the interval; farthest "
             f"{100 * mean:+.1f} ± {100 * half:.1f} % ({where}, η = {r['learning_rate']:g})"
         )
     return "\n".join(lines)
 
 
 def draw(found: Sequence[Mapping], path: str) -> None:
-    """Writes a PNG: a row per problem, a column per K, a colour per rule; theory as lines."""
+    """Writes a PNG: a row per problem, a column per K, a colour per rule; lines are theory."""
     names, widths = (list(dict.fromkeys(r[key] for r in found)) for key in ("problem", "workers"))
     size = 1 + 3.3 * len(widths), 1.3 + 3.4 * len(names)
     figure, axes = plots.panes(len(names), len(widths), size, sharex=True, sharey="row")
@@ -278,9 +278,9 @@ def draw(found: Sequence[Mapping], path: str) -> None:
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define, names = definer(values), flags.DEFINE_list
     define(names, "workers", ["2", "4", "8", "16"], "numbers of workers, K")
-    define(names, "rates", ["0.1", "0.05", "0.02", "0.01"], "eta, small ones")
-    define(flags.DEFINE_integer, "repetitions", 64, "of every run", lower_bound=2)
-    define(flags.DEFINE_string, "output_dir", "results/slow_sde", "gets what is written")
+    define(names, "rates", ["0.1", "0.05", "0.02", "0.01"], "small learning rates, eta")
+    define(flags.DEFINE_integer, "repetitions", 64, "repetitions of every run", lower_bound=2)
+    define(flags.DEFINE_string, "output_dir", "results/slow_sde", "folder for the output")
 
 
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:

@@ -1,14 +1,15 @@
-"""Which claims of the papers do our runs bear out? docs/results/index.md and papers.md.
+"""Compares the papers' claims with the recorded runs, and writes the verdicts into the pages.
 
-    python -m experiments.verdicts                          # writes both anew, and their picture
-    python -m experiments.verdicts --check                  # fails if they are not up to date
-    python -m experiments.verdicts --pictures               # and draws docs/results/orders_*.png
+    python -m experiments.verdicts                          # writes both pages and their picture
+    python -m experiments.verdicts --check                  # fails if they are out of date
+    python -m experiments.verdicts --pictures               # also draws the pictures of the orders
     python -m experiments.verdicts --record=results/hmda    # keeps a study's output as run hmda
 
-Nothing is trained: everything comes from the records in experiments/runs, in seconds. The claims
-are the rows of experiments/results/claims.py, and the verdicts what rule.py there makes of their
-effects. For every undecided claim the command is printed that would decide it, the run's own with
-more seeds; recorded again, the run is looked at again, at the level of that look.
+Nothing is trained: everything comes from the records in experiments/runs, in seconds. The pages are
+docs/results/index.md and papers.md. Claims are the rows of experiments/results/claims.py; rule.py
+there turns effects into verdicts. For every undecided claim it prints the command that would decide
+it: the run's own, with more seeds. A run that is recorded again gets another look, at that look's
+confidence level.
 """
 
 import functools
@@ -35,14 +36,14 @@ END = "<!-- end: written by python -m experiments.verdicts -->"
 
 
 def define_flags() -> None:
-    flags.DEFINE_bool("check", False, "write nothing; fail if a page is out of date")
-    flags.DEFINE_bool("pictures", False, "draw the pictures of the runs of orders too")
-    flags.DEFINE_string("record", None, "a study's output folder, to keep as the run of its name")
+    flags.DEFINE_bool("check", False, "write nothing, and fail if a page is out of date")
+    flags.DEFINE_bool("pictures", False, "also draw the pictures of the runs of orders")
+    flags.DEFINE_string("record", None, "output folder of a study, to keep as the run of that name")
 
 
 @functools.cache
 def claims() -> tuple:
-    """All of them, with QSR's plans of tens of thousands of rounds."""
+    """All claims; cached, because QSR's plans have tens of thousands of rounds."""
 
     def plan_of(name):
         return SYNC_RULES["qsr"].plan(forecast.config_of(recipes.planned(name)[1]))
@@ -51,22 +52,22 @@ def claims() -> tuple:
 
 
 def record(results: str, folder=archive.FOLDER) -> pathlib.Path:
-    """Keeps a finished output folder as the run of `RUNS` that it has the name of."""
+    """Keeps a finished output folder as the run of its name, one of `RUNS`."""
     name = pathlib.Path(results).name
     if name not in claimed.RUNS and not factorials.is_name(name):
         raise ValueError(
-            f"--record is {results!r}: the folder must be named {', '.join(claimed.RUNS)}, or as a "
-            "factorial, map_TASK_WxB_eUSES or slow_TASK_eUSES. Add a row to RUNS in "
-            "experiments/results/claims.py for a new run."
+            f"--record is {results!r}: the folder must be named {', '.join(claimed.RUNS)}, or "
+            "for a factorial map_TASK_WxB_eUSES or slow_TASK_eUSES. For a new run, "
+            "add a row to RUNS in experiments/results/claims.py."
         )
     archive.record(results, pathlib.Path(folder) / name)
     return pathlib.Path(folder) / name
 
 
 def commands(found: Sequence[written.Row], folder=archive.FOLDER) -> str:
-    """What would decide the undecided claims, the fewest further seeds first, and what never ran.
+    """Commands that would decide the undecided claims, fewest seeds first, and those never run.
 
-    A run's first command, for the arms and the speed that are compared alone.
+    Each is the run's first command, restricted to the arms and the speed that are compared.
     """
     lines = []
     for row in written.undecided(found):
@@ -88,28 +89,28 @@ def commands(found: Sequence[written.Row], folder=archive.FOLDER) -> str:
 
 
 def pages(rows, recorded, paths=PAGES, folder=archive.FOLDER) -> dict[pathlib.Path, str]:
-    """The pages as they should be, with what was recorded between their markers."""
+    """The up-to-date text of each page: what was recorded, between its markers."""
     bodies = written.page_of_claims(rows, recorded, folder), written.page_of_results(rows)
     found = {}
     for path, body in zip(paths, bodies, strict=True):
         text = path.read_text(encoding="utf-8")
         if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
-            raise ValueError(f"{path} needs the lines {BEGIN!r} and {END!r} once, in this order.")
+            raise ValueError(f"{path} must hold {BEGIN!r} and {END!r}, once each, in order.")
         found[path] = f"{text.split(BEGIN)[0]}{BEGIN}\n\n{body}\n\n{END}{text.split(END)[1]}"
     return found
 
 
 def check(found: Mapping[pathlib.Path, str]) -> None:
-    """Raises ValueError if a page is not as it should be."""
+    """Raises ValueError if a page is out of date."""
     if stale := [path.name for path, text in found.items() if path.read_text("utf-8") != text]:
         raise ValueError(
-            f"{' and '.join(stale)} are not those of the recorded runs: write them by "
-            "python -m experiments.verdicts."
+            f"out of date with the recorded runs: {' and '.join(stale)}. Run "
+            "python -m experiments.verdicts to write them."
         )
 
 
 def draw_orders(recorded: Mapping, folder: pathlib.Path) -> None:
-    """Every run of orders against epochs and against seconds."""
+    """Draws every run of orders against epochs and against seconds."""
     for name, compared in recorded.items():
         run = claimed.RUNS[name]
         if compared.records[0]["study"] == "cd_grab":

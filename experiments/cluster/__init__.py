@@ -1,1 +1,1 @@
-"""Several processes: how they find each other, agree, and are asked to stop."""
+"""Runs over several processes: connecting them, checking that they agree, stopping them."""

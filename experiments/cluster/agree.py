@@ -1,10 +1,11 @@
-"""Processes agree before they train, and no wait of one for the others is without end.
+"""Checks that processes agree before they train, and gives every wait between them a timeout.
 
-Processes whose settings differ would train together and write the settings of process 0, or wait
-for each other for ever. So each says what it has, in the store of JAX's coordinator, and compares.
+Processes with different settings would train together and record only those of process 0, or wait
+for each other for ever. So each process writes its own into the store of JAX's coordinator, and all
+compare them.
 
-Collectives know no deadline, and no exception reaches a thread that waits in one. So a timer writes
-what is known and ends the process; whoever has started the processes then ends the others.
+Collectives have no timeout, and a thread that waits in one receives no exception. So a timer prints
+what is known and ends the process; whatever started the processes then ends the others.
 """
 
 import contextlib
@@ -24,14 +25,14 @@ from absl import flags
 import ordering.input
 from experiments.cluster import digest
 
-# What differs by right: a process's number, its way to process 0, and where its data lie, which are
-# compared themselves.
+# Flags that may differ: a process's number, its address of process 0, and its data's folder (the
+# data themselves are compared).
 OWN = ("process_id", "coordinator_address", "data_dir")
 CONFIG = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision")
-SETTINGS_SECONDS, DATA_SECONDS = 60.0, 600.0  # in which all must have spoken
-PATIENCE = 1800.0  # seconds; a slow compilation elsewhere is waited for too
-ASKING = 5.0  # seconds for the coordinator to say where the others stand
-PLACES = "after"  # in the coordinator's store: how far each process has come
+SETTINGS_SECONDS, DATA_SECONDS = 60.0, 600.0  # timeouts of the comparisons
+PATIENCE = 1800.0  # seconds; must also cover a slow compilation in another process
+ASKING = 5.0  # seconds to ask the coordinator for the progress of the others
+PLACES = "after"  # key of each process's progress in the coordinator's store
 
 patience = PATIENCE  # of this process: see `processes.start`
 
@@ -42,16 +43,16 @@ def several() -> bool:
 
 
 def check_settings(values: flags.FlagValues) -> None:
-    """Compares flags, code and versions of all processes, right after they are connected.
+    """Compares flags, code and versions of all processes, right after they connect.
 
     Raises:
-      ValueError: on all of them, naming who differs in what, or who has said nothing.
+      ValueError: on all of them, naming the processes that differ or do not answer, and how.
     """
     check("settings", facts_of(values), SETTINGS_SECONDS)
 
 
 def check_data(task) -> None:
-    """Compares size and a hash of the task's training and test examples; raises the same."""
+    """Compares size and hash of the task's training and test sets; raises as `check_settings`."""
     if several():
         facts = {}
         for part, data in {"train": task.train, "test": task.test}.items():
@@ -62,31 +63,36 @@ def check_data(task) -> None:
 
 
 def check(what: str, facts: Mapping[str, str], seconds: float) -> None:
-    """Compares facts of all processes, {name: what is said of it}; raises as `check_settings`."""
+    """Compares facts of all processes, {name: description}; raises as `check_settings`."""
     found = exchanged(store(), jax.process_index(), jax.process_count(), what, facts, seconds)
     if found:
         raise ValueError(
-            f"the {what} of the processes differ: {'; '.join(found)}. They would train different "
-            "things together, or wait for each other without end: start all of them with the same "
-            "command, code and data."
+            f"the {what} of the processes differ: {'; '.join(found)}. Start all of them with the "
+            "same command, code and data."
         )
 
 
 def exchanged(
     store, number: int, count: int, what: str, facts: Mapping[str, str], seconds: float
 ) -> list[str]:
-    """How the facts of `count` processes differ from those of process 0, in sentences.
+    """Sentences on how the facts of `count` processes differ from those of process 0.
 
     Args:
-      store: of JAX's coordinator, for keys and values; number: of this process; what: the name of
-        the exchange; seconds: after which a process that has said nothing is named.
+      store: key-value store of JAX's coordinator.
+      number: of this process.
+      count: number of processes.
+      what: name of the exchange.
+      facts: of this process.
+      seconds: timeout, after which a process without an answer is named.
     """
     store.key_value_set(f"{what}/{number}", json.dumps(dict(facts)))
     until, first, found = time.monotonic() + seconds, None, []
     for process in range(count):
         text = _get(store, f"{what}/{process}", until - time.monotonic())
         if text is None:
-            found.append(f"process {process} said nothing for {seconds:g} s: look at its output")
+            found.append(
+                f"process {process} did not answer within {seconds:g} s: look at its output"
+            )
             continue
         its = json.loads(text)
         first = first or its
@@ -98,15 +104,15 @@ def exchanged(
 
 
 def store():
-    # No public function of JAX reaches the coordinator's store, and its collectives know no
-    # deadline: devices that run different programs would wait in them for ever.
+    # JAX has no public access to the coordinator's store. Its collectives have no timeout, so that
+    # devices that run different programs would wait for ever.
     from jax._src.distributed import global_state
 
     return global_state.client
 
 
 def _get(store, key, seconds) -> str | None:
-    """What the store holds; None if nobody has put it there in time."""
+    """The value of a key in the store; None after the timeout."""
     try:
         return store.blocking_key_value_get(key, max(1, round(1e3 * seconds)))
     except jax.errors.JaxRuntimeError as error:
@@ -116,7 +122,7 @@ def _get(store, key, seconds) -> str | None:
 
 
 def facts_of(values: flags.FlagValues) -> dict[str, str]:
-    """Flags as they would be given (but absl's own), code, versions, and JAX's settings."""
+    """All flags but absl's own, hash of the code, versions, and JAX's settings."""
     found = {"program": f"the program {os.path.basename(sys.argv[0])}"}
     for module, defined in values.flags_by_module_dict().items():
         for flag in defined:
@@ -130,7 +136,7 @@ def facts_of(values: flags.FlagValues) -> dict[str, str]:
 
 @contextlib.contextmanager
 def limited(seconds: float, told: Callable[[], str]) -> Iterator[None]:
-    """Ends this process with exit code 1, after what `told()` says, if the body takes longer."""
+    """If the body takes longer, prints `told()` and ends this process with exit code 1."""
 
     def leave():
         sys.stderr.write(f"{told()}\n")
@@ -148,7 +154,7 @@ def limited(seconds: float, told: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_others(what: str) -> Iterator[None]:
-    """The body waits for other processes, to have `what`; nothing for a process alone."""
+    """Puts a timeout on the body, which waits for `what` of other processes, if there are any."""
     if not several():
         yield
         return
@@ -157,37 +163,38 @@ def for_others(what: str) -> Iterator[None]:
 
 
 def came_to(step: int) -> None:
-    """Tells the others, by the coordinator, after which step this process is."""
+    """Records in the coordinator's store that this process has finished a step."""
     if several():
         place = f"{PLACES}/{jax.process_index()}"
-        with for_others("process 0 to note how far this one is"):
+        with for_others("process 0 to record the progress of this one"):
             store().key_value_set(place, str(step), allow_overwrite=True)
 
 
 def finished(tree, what: str):
-    """`jax.block_until_ready`, of arrays that other processes have a part in."""
+    """`jax.block_until_ready` with a timeout, for arrays that depend on other processes."""
     with for_others(what):
         return jax.block_until_ready(tree)
 
 
 def told(own: int, what: str, seconds: float, places: Mapping[int, int]) -> str:
-    """
+    """The message after a timeout, naming the processes that are behind.
+
     Example:
       >>> told(0, "the mean loss", 60, {0: 40, 1: 24, 2: 40})  # doctest: +NORMALIZE_WHITESPACE
       'process 0 has waited 60 s for the mean loss. Last seen: process 1 after step 24: look at its
-      output. Then give the command again, or a longer --patience.'
+      output. Then give the command again, or pass a longer --patience.'
     """
     behind = {n: step for n, step in places.items() if step < places.get(own, 0)} or places
     seen = [f"process {n} after step {behind[n]}" for n in sorted(behind) if n != own]
     return (
         f"process {own} has waited {seconds:g} s for {what}. Last seen: "
-        f"{', '.join(seen) or 'nobody, for process 0 does not answer'}: look at its output. Then "
-        "give the command again, or a longer --patience."
+        f"{', '.join(seen) or 'none, as process 0 does not answer'}: look at its output. Then "
+        "give the command again, or pass a longer --patience."
     )
 
 
 def _places() -> dict[int, int]:
-    """{process: the step after which it was}; nothing where the coordinator does not answer."""
+    """{process: last step}; empty if the coordinator does not answer."""
     if _get(store(), f"{PLACES}/0", ASKING) is None:
         return {}
     found = store().key_value_dir_get(PLACES)

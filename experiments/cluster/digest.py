@@ -1,4 +1,4 @@
-"""Hashes of a `Task`'s data and of the code: by these a run notices that they are others."""
+"""Hashes of a task's data and of the code, by which a resumed run notices changes."""
 
 import functools
 import hashlib
@@ -9,13 +9,13 @@ import numpy as np
 
 import ordering.input
 
-WHOLE = 2**28  # bytes of an array up to which every one is hashed: about a second
+WHOLE = 2**28  # bytes up to which a set is hashed as a whole: about a second
 PACKAGES = ("experiments", "local_opt", "models", "ordering", "syncopate")
 SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
 
 
 def data_hash(task) -> str:
-    """Of both sets: lengths, shapes, types and examples; of large ones and of sources some."""
+    """Hash of both sets: lengths, shapes, types and examples; a sample if large or a source."""
     total = hashlib.sha256()
     for data in (task.train, task.test):
         total.update(set_hash(data).encode())
@@ -23,7 +23,7 @@ def data_hash(task) -> str:
 
 
 def set_hash(data) -> str:
-    """Of one set: arrays by name, or a random-access source."""
+    """Hash of one set: arrays by name, or a random-access source."""
     size, read = ordering.input.reader(data)
     some = np.unique(np.linspace(0, size - 1, min(size, SAMPLED)).astype(int))
     small = isinstance(data, dict) and sum(x.nbytes for x in jax.tree.leaves(data)) <= WHOLE
@@ -37,7 +37,7 @@ def set_hash(data) -> str:
 
 @functools.cache
 def code_hash() -> str:
-    """Of all that is trained with: the sources of this repository's packages."""
+    """Hash of the source files of this repository's packages."""
     root, total = pathlib.Path(__file__).parents[2], hashlib.sha256()
     for package in PACKAGES:
         for path in sorted(root.glob(f"{package}/**/*.py")):

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and what differs between the settings in two of them."""
+"""Atomic writes of files, and differences between the settings in two of them."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from experiments.cluster import processes
 
 
 def write_whole(path: str, text: str) -> None:
-    """Writes a file under a temporary name, then renames it: never half a file."""
+    """Writes a file atomically: under a temporary name, which is then renamed."""
     if not processes.is_first():
         return
     temporary = f"{path}.tmp"
@@ -22,7 +22,7 @@ def write_json(path: str, value) -> None:
 
 
 def read_json(path: str, default=None):
-    """What is in a JSON file; the default where there is no file."""
+    """The content of a JSON file; `default` if it does not exist."""
     if not os.path.exists(path):
         return default
     with open(path, "rb") as file:
@@ -36,7 +36,7 @@ def read_json(path: str, default=None):
 
 
 def differences(before: Mapping, now: Mapping) -> list[str]:
-    """What differs between the settings of two runs, in words, by name."""
+    """One line per setting that differs between two runs."""
     lines, none = [], object()
     for name in sorted(before | now):
         one, other = before.get(name, none), json.loads(json.dumps(now.get(name)))

@@ -1,7 +1,7 @@
-"""One run at a time writes into an output folder: a file says which, and outlives it if it crashes.
+"""A lock file that lets only one run at a time write into an output folder.
 
-The kernel gives the file's lock back when its process ends, however that ends; what stands in the
-file tells people, and file systems without such locks, who has it. A free lock's file is empty.
+The operating system releases the lock when the process ends, even if it crashes. The file's content
+names the owner, for people and for file systems without locks. It is empty when the lock is free.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from typing import IO
 from experiments.cluster import processes
 
 NAME = "lock.json"
-BUSY = 75  # exit code of a run that found its folder taken: try again later
+BUSY = 75  # exit code of a run whose folder is taken: try again later
 
 
 @contextlib.contextmanager
 def held(folder: str) -> Iterator[None]:
-    """While the body runs, no other run has the folder; process 0 holds it for all of a run.
+    """Holds the folder while the body runs; process 0 does so for all processes of a run.
 
     Raises:
-      SystemExit: BUSY, after a message, if another run has it.
+      SystemExit: BUSY, after a message, if another run holds it.
     """
     with contextlib.ExitStack() as stack:
         problem = None
@@ -39,19 +39,19 @@ def held(folder: str) -> Iterator[None]:
                 print(problem, file=sys.stderr)
             sys.exit(BUSY)
         yield
-        processes.wait(f"leave {folder}")  # none writes once another run may
+        processes.wait(f"leave {folder}")  # so that none writes after the release
 
 
 def _take(file: IO, folder: str) -> str | None:
-    """Writes into the file whose folder it is now; or says who has it."""
+    """Takes the lock and writes the owner into the file; returns a message if it is taken."""
     here, free = socket.gethostname(), _lock(file)
     owner = _owner(file)
-    # Not every file system tells other machines of its locks.
+    # Some file systems do not share their locks with other machines.
     if free is False or (owner and (free is None or owner["host"] != here)):
         told = "process {pid} on {host}, since {since},".format(**owner) if owner else "one process"
         return (
-            f"{folder!r} is taken by another run ({told}): wait for its end, or choose another "
-            f"--output_dir. If that process is gone, delete {file.name!r}."
+            f"{folder!r} is taken by another run ({told}): wait until it ends, or choose another "
+            f"--output_dir. If that process no longer runs, delete {file.name!r}."
         )
     file.truncate(0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -61,20 +61,20 @@ def _take(file: IO, folder: str) -> str | None:
 
 
 def _lock(file: IO) -> bool | None:
-    """Whether the kernel's lock of a file is ours now; None where there are no such locks."""
+    """Whether we got the operating system's lock of a file; None where there are no locks."""
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except (ImportError, OSError):  # not on this system, or not on this file system
+    except (ImportError, OSError):  # no locks on this system or file system
         return None
     return True
 
 
 def _owner(file: IO) -> dict | None:
-    """Whom the file names; None for a file that is empty, or was cut in a crash."""
+    """The owner that the file names; None if it is empty or incomplete."""
     file.seek(0)
     try:
         found = json.load(file)

@@ -1,11 +1,11 @@
-"""Several processes, each with its own workers: how they find each other, and are asked to stop.
+"""Runs over several processes, each with its own workers: connects them, and stops them together.
 
     python -m experiments.qsr --run=mesh --workers=2 \
         --coordinator_address=HOST:PORT --num_processes=2 --process_id=0   # and 1, elsewhere
 
-Every process runs the same program. Workers are the devices of a mesh over all processes; a process
-places its own workers' data alone. Process 0 writes all files, so that the output folder must be
-one that all processes can read. `experiments.launch` starts several on one machine.
+Every process runs the same program. Workers are the devices of a mesh over all processes, and a
+process places only its own workers' data. Process 0 writes all files; all processes must be able to
+read the output folder. `experiments.launch` starts several processes on one machine.
 """
 
 import contextlib
@@ -30,34 +30,34 @@ from local_opt.workers import worker_mesh
 
 NAMES = ("coordinator_address", "num_processes", "process_id")
 AUTO = "auto"
-LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts that this machine alone reaches
-CONNECT = 120.0  # seconds in which all processes must have come
-GRACE = 5.0  # seconds that a process which fails alone waits for the others at its exit
-CALLS = itertools.count()  # of `of_first`, the same in all processes
+LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts that only this machine reaches
+CONNECT = 120.0  # seconds until all processes must be connected
+GRACE = 5.0  # seconds that a failing process waits for the others at its exit
+CALLS = itertools.count()  # number of calls of `of_first`, the same in all processes
 
 
 def start(values: flags.FlagValues = flags.FLAGS) -> None:
-    """Joins the other processes, where there are any; before any other call of JAX.
+    """Connects to the other processes, if there are any. Call it before anything else of JAX.
 
     Args:
-      values: parsed flags, those of NAMES among them; without these there is one process.
+      values: parsed flags, including those of NAMES; if these are unset there is one process.
 
     Raises:
-      ValueError: for flags that are half given or do not fit each other, or that differ between
-        the processes (see `agree`).
+      ValueError: for incomplete or inconsistent flags, or flags that differ between the processes
+        (see `agree`).
       RuntimeError: by JAX, if it was used before.
     """
     if "verbosity" in values and not values["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # a checkpoint alone is told in forty lines
+        logging.set_verbosity(logging.WARNING)  # each checkpoint logs forty lines
     agree.patience = values["patience"].value
     given = {name: values[name].value for name in NAMES}
-    # One process alone finds nobody; and over the wires between processes, two CPU devices of one
-    # can each wait for a collective that the other has not begun.
+    # A single process connects to nothing: with collectives between processes, two CPU devices of
+    # one process can each wait for a collective that the other has not started.
     if set(given.values()) == {None} or given["num_processes"] == 1:
         return
-    if jax.config.jax_cpu_collectives_implementation is None:  # "mpi" stays if somebody chose it
+    if jax.config.jax_cpu_collectives_implementation is None:  # keeps a chosen "mpi"
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's own service would take SIGTERM for a notice, and the process would go on.
+    # JAX's own service would intercept SIGTERM, and the process would continue.
     jax.config.update("jax_enable_preemption_service", False)
     _connect(*given.values())
     if several():
@@ -71,34 +71,34 @@ def _connect(address, count, number):
     fits = port.isdigit() and count is not None and number is not None and 0 <= number < count
     if not fits and (address, count, number) != (AUTO, None, None):
         raise ValueError(
-            f"--coordinator_address={address} --num_processes={count} --process_id={number} start "
-            "no process: give every one the same --coordinator_address=HOST:PORT, a free port of "
-            "process 0, the same --num_processes=N, and its own --process_id, 0 to N - 1; or none; "
-            f"or, under SLURM and on TPU pods, --coordinator_address={AUTO} alone."
+            f"--coordinator_address={address} --num_processes={count} --process_id={number} are "
+            "inconsistent: give every process the same --coordinator_address=HOST:PORT (a free "
+            "port of process 0), the same --num_processes=N and its own --process_id, 0 to N - 1; "
+            f"or, under SLURM and on TPU pods, only --coordinator_address={AUTO}; or none of them."
         )
     chosen = {}
     if fits:
-        # Where the coordinator listens; None is JAX's choice, all interfaces of the machine.
+        # Address to listen on; None is JAX's default, all interfaces.
         bound = address.replace("localhost", "127.0.0.1") if host in LOCAL else None
         chosen = dict(zip(NAMES, (address, count, number), strict=True))
         chosen["coordinator_bind_address"] = bound
 
-    def absent():  # JAX would abort, with a stack of C++; an exception cannot reach its wait
+    def absent():  # JAX would abort with a C++ stack trace
         return (
-            f"not all of the processes have come within {CONNECT:g} s to {address}: start every "
-            "one, each with its own --process_id, look at the output of those that have ended, "
-            "and see that no firewall closes the port, and that no other run has it."
+            f"not all processes connected to {address} within {CONNECT:g} s: start every one with "
+            "its own --process_id, look at the output of those that have ended, and check that no "
+            "firewall blocks the port and no other run uses it."
         )
 
-    with agree.limited(CONNECT, absent):  # at whose double JAX aborts, without advice
+    with agree.limited(CONNECT, absent):  # before JAX aborts, at twice that time
         jax.distributed.initialize(**chosen, initialization_timeout=int(2 * CONNECT))
 
 
 def _leave(*error):
-    """Tells of an error that the others do not have, and soon ends this process.
+    """Reports an error that only this process has, and ends the process after GRACE seconds.
 
-    At its exit a process waits for all others, and they for its part of their next collective. If
-    it leaves, whoever has started the processes sees that one has failed.
+    At exit a process waits for all others, which in turn wait for it in their next collective. By
+    ending it, whatever started the processes sees that one has failed.
     """
     sys.__excepthook__(*error)
     sys.stderr.flush()
@@ -108,15 +108,15 @@ def _leave(*error):
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone writes files and talks to people."""
+    """Whether this is process 0, the only one that writes files and prints."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def of_first(value):
-    """What process 0 has, on every process: what they decide by must be the same. A collective.
+    """A collective that returns the value of process 0 on every process.
 
     Args:
-      value: made of what JSON knows; floats survive exactly.
+      value: anything that JSON can hold; floats are exact.
 
     Example:
       >>> from experiments.cluster import processes
@@ -128,14 +128,14 @@ def of_first(value):
     store, key = agree.store(), f"of process 0/{next(CALLS)}"
     if is_first():
         store.key_value_set(key, json.dumps(value))
-    with agree.for_others("what process 0 has found"):
+    with agree.for_others("a value of process 0"):
         return json.loads(store.blocking_key_value_get(key, round(2e3 * agree.patience)))
 
 
 def wait(name: str) -> None:
-    """Waits until all processes have come here; `name` tells places apart."""
+    """Waits until all processes are here; `name` distinguishes such places."""
     if several():
-        with agree.for_others(f"all to come to this: {name}"):
+        with agree.for_others(f"all processes to reach: {name}"):
             multihost_utils.sync_global_devices(name)
 
 
@@ -143,35 +143,35 @@ def mesh_of(run: str, workers: int) -> Mesh | None:
     """The mesh of `--run=mesh`, or None.
 
     Raises:
-      ValueError: for another way to run in several processes; as of `worker_mesh`.
+      ValueError: for another `run` with several processes, and as `worker_mesh`.
     """
     if run == "mesh":
         return worker_mesh(workers)
     if several():
         raise ValueError(
-            f"--run is {run} in {jax.process_count()} processes: each would do the whole work. "
-            "Pass --run=mesh, or start one process."
+            f"--run is {run} in {jax.process_count()} processes, each of which would do the whole "
+            "work: pass --run=mesh, or start one process."
         )
     return None
 
 
 def say(text: str) -> None:
-    """Prints, by process 0."""
+    """Prints on process 0 only."""
     if is_first():
         print(text)
 
 
 def bar(**options) -> tqdm:
-    """A progress bar, where somebody looks: `tqdm(**options)` of process 0."""
+    """A progress bar on process 0, `tqdm(**options)`."""
     return tqdm(disable=not is_first(), **options)
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
-    """SIGTERM and SIGINT ask a run to save and leave; a second one ends it at once.
+    """Lets SIGTERM and SIGINT ask a run to save and stop; a second signal ends it at once.
 
-    Yields `wants to save -> (signal or 0, whether to save)`: the same answer in all processes,
-    which must ask after the same step; what one of them is asked or wants, all do.
+    Yields `wants to save -> (signal or 0, whether to save)`. All processes must call it after the
+    same step, and all get the same answer: to stop or save if any of them was asked to.
     """
     signals = []
 
@@ -184,7 +184,7 @@ def interrupts() -> Iterator[Callable[[bool], tuple[int, bool]]]:
         own = signals[0] if signals else 0, wants_to_save
         if not several():
             return own
-        with agree.for_others("whether one of them was asked to stop or save"):
+        with agree.for_others("whether any of them was asked to stop or save"):
             found = multihost_utils.process_allgather(np.array(own, np.uint8))
         number, save = np.max(found, axis=0)
         return int(number), bool(save)

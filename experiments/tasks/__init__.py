@@ -1,4 +1,4 @@
-"""The table of tasks: a new task is one file and one row."""
+"""The table of tasks: to add a task, add a file and a row."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What an experiment trains on: data, model and recipe in one record."""
+"""What an experiment trains on: data, model and recipe."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -11,44 +11,50 @@ from models import Model
 
 
 class Recipe(NamedTuple):
-    """A setting of a run, whatever the study; every field is a flag, with its text."""
+    """The setting of a run, in any study. Every field is a flag, with the text given here."""
 
-    workers: Annotated[int, "W"]
-    units_per_step: Annotated[int, "B, per worker"]
-    unit_size: Annotated[int, "examples per unit; 1 is per-example ordering"]
-    learning_rates: Annotated[tuple[float, ...], "peaks; every arm is compared at its own best"]
-    epochs: Annotated[int | None, "passes over the data without echoing, or total_steps"] = None
-    total_steps: Annotated[int | None, "T, or epochs"] = None
-    optimizer: Annotated[str, "of every worker"] = "momentum"
-    momentum: Annotated[float, "of SGD; first moment of AdamW"] = 0.9
-    weight_decay: Annotated[float, "of the optimizer"] = 0.0
-    schedule: Annotated[str, "of the learning rate, after the warmup"] = "constant"
-    warmup_steps: Annotated[int, "of the learning rate"] = 0
-    floor: Annotated[float, "last rate / peak rate of cosine and linear schedules"] = 0.0
-    decay_every: Annotated[float, "epochs, of a step schedule"] = 10.0
-    decay_factor: Annotated[float, "of a step schedule"] = 0.1
-    h_base: Annotated[int, "least steps per round"] = 4
-    growth: Annotated[float, "alpha / peak rate of QSR"] = 2.0
-    echo_factor: Annotated[int, "e, the uses of a batch, or those that a falling p ends at"] = 4
-    horizon: Annotated[int | None, "steps in which a falling p falls; T if None"] = None
-    evaluations: Annotated[int | None, "evenly over the run; None: at every epoch's end"] = None
-    evaluate_every: Annotated[int | None, "steps, instead of evaluations"] = None
-    bound_every: Annotated[int, "epochs between two herding bounds; 0: never"] = 0
-    metric: Annotated[str, "of the target"] = "accuracy"
-    target: Annotated[float | None, "of the metric, on both halves of the test set"] = None
-    run: Annotated[str, "workers on one device, vmap or in turns; mesh: a device each"] = "vmap"
+    workers: Annotated[int, "number of workers, W"]
+    units_per_step: Annotated[int, "units per worker and step, B"]
+    unit_size: Annotated[int, "examples per unit; 1 orders single examples"]
+    learning_rates: Annotated[
+        tuple[float, ...], "peak rates; every arm is compared at its own best"
+    ]
+    epochs: Annotated[int | None, "epochs without echoing; or total_steps"] = None
+    total_steps: Annotated[int | None, "number of steps, T; or epochs"] = None
+    optimizer: Annotated[str, "optimizer of every worker"] = "momentum"
+    momentum: Annotated[float, "momentum of SGD, b1 of AdamW"] = 0.9
+    weight_decay: Annotated[float, "weight decay of the optimizer"] = 0.0
+    schedule: Annotated[str, "learning rate schedule after the warmup"] = "constant"
+    warmup_steps: Annotated[int, "steps of learning rate warmup"] = 0
+    floor: Annotated[float, "last rate / peak rate, of cosine and linear schedules"] = 0.0
+    decay_every: Annotated[float, "epochs between the drops of a step schedule"] = 10.0
+    decay_factor: Annotated[float, "factor of a step schedule's drops"] = 0.1
+    h_base: Annotated[int, "smallest number of steps per round, H"] = 4
+    growth: Annotated[float, "alpha / peak rate, of QSR"] = 2.0
+    echo_factor: Annotated[int, "uses of a batch, e; a falling p ends at 1 / e"] = 4
+    horizon: Annotated[int | None, "steps over which p falls; T if None"] = None
+    evaluations: Annotated[int | None, "number over the run; every epoch if None"] = None
+    evaluate_every: Annotated[int | None, "steps between evaluations, instead of their number"] = (
+        None
+    )
+    bound_every: Annotated[int, "epochs between herding bounds; 0 for none"] = 0
+    metric: Annotated[str, "test metric of the target"] = "accuracy"
+    target: Annotated[
+        float | None, "value of the metric to reach, on both halves of the test set"
+    ] = None
+    run: Annotated[str, "vmap or turns: workers share a device; mesh: one device each"] = "vmap"
 
 
 class Task(NamedTuple):
     """Fields:
-    name: of the task, as in `TASKS`.
-    model: what is trained.
-    train, test: {"x": array[N, ...], "y": array[N] or [N, L]} in memory; or, where that is too
-      large, a random-access source of such examples. Of an abstract task the leaves are
-      `jax.ShapeDtypeStruct`: the shapes of the published data, which a dry run needs.
+    name: as in `TASKS`.
+    model: the model to train.
+    train, test: {"x": array[N, ...], "y": array[N] or [N, L]} in memory; or, if that is too
+      large, a random-access source of such examples. An abstract task has
+      `jax.ShapeDtypeStruct` leaves with the published shapes, for dry runs.
     recipe: the default setting.
-    optimum: `() -> float`, the minimum of the training loss, or None where it is not known.
-    metric: what the test set measures, a name of `tasks.metrics.METRICS`.
+    optimum: `() -> float`, the minimum of the training loss; None if unknown.
+    metric: test metric, a name of `tasks.metrics.METRICS`.
     """
 
     name: str
@@ -63,11 +69,11 @@ class Task(NamedTuple):
 def check_recipe(recipe: Recipe) -> None:
     """Raises ValueError for a recipe that cannot run, before anything is compiled."""
     if (recipe.epochs is None) == (recipe.total_steps is None) and not recipe.total_steps:
-        raise ValueError("a recipe has epochs or total_steps: pass --epochs or --total_steps.")
+        raise ValueError("a recipe needs epochs or total_steps: pass --epochs or --total_steps.")
     if recipe.epochs is not None and recipe.epochs < 1:
         raise ValueError(f"epochs is {recipe.epochs}: train for at least one.")
     for rate in recipe.learning_rates:
-        if not 0 < rate <= float(np.finfo(np.float32).max):  # of which steps are given it
+        if not 0 < rate <= float(np.finfo(np.float32).max):  # the dtype of the steps
             raise ValueError(f"a learning rate is {rate}: it must be positive and finite.")
     if not 0 <= recipe.momentum < 1:
         raise ValueError(f"momentum is {recipe.momentum}: it must lie in [0, 1).")
@@ -90,12 +96,12 @@ def check_recipe(recipe: Recipe) -> None:
             raise ValueError(f"--{name} is {value}: pass a whole number >= 1.")
     if recipe.bound_every < 0:
         raise ValueError(
-            f"bound_every is {recipe.bound_every}: 0 for never, or a number of epochs."
+            f"bound_every is {recipe.bound_every}: pass 0 for none, or a number of epochs."
         )
 
 
 def abstract_set(number: int, **fields) -> dict:
-    """The shapes of `number` examples; a field is (shape of one, dtype)."""
+    """Shapes of `number` examples; each field is (shape of one example, dtype)."""
     return {
         name: jax.ShapeDtypeStruct((number, *shape), dtype)
         for name, (shape, dtype) in fields.items()
@@ -103,7 +109,7 @@ def abstract_set(number: int, **fields) -> dict:
 
 
 def abstract_sets(numbers: Iterable[int], shape: tuple[int, ...]) -> list[dict]:
-    """The shapes of sets of so many examples x, float32, and their classes y, int32."""
+    """Shapes of sets of these sizes: examples x, float32, and classes y, int32."""
     return [abstract_set(n, x=(shape, np.float32), y=((), np.int32)) for n in numbers]
 
 
@@ -113,7 +119,7 @@ def check_model(task: str, model: str, known: Iterable[str]) -> None:
 
 
 def first_of(data: dict, number: int) -> dict:
-    """The first `number` examples of arrays, or of shapes."""
+    """The first `number` examples, of arrays or of their shapes."""
 
     def first(leaf):
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -125,37 +131,37 @@ def first_of(data: dict, number: int) -> dict:
 
 
 def with_first(task: Task, *, num_train: int | None = None, num_test: int | None = None) -> Task:
-    """The task with its first examples alone; None keeps all.
+    """The task restricted to its first examples; None keeps all.
 
     Raises:
-      ValueError: for less than one example, and of sets that are not held in memory.
+      ValueError: for less than one example, or if the sets are not in memory.
     """
     given = {"train": num_train, "test": num_test}
     given = {part: number for part, number in given.items() if number is not None}
     for part, number in given.items():
         if number < 1 or not isinstance(task.train, dict):
             raise ValueError(
-                f"num_{part} is {number}: take the first examples, at least one, of a task whose "
-                f"sets are held in memory; {task.name} has them "
+                f"num_{part} is {number}: pass at least 1, and only for a task whose sets are in "
+                f"memory; {task.name} has them "
                 f"{'in memory' if isinstance(task.train, dict) else 'on disk'}."
             )
     parts = {part: first_of(getattr(task, part), number) for part, number in given.items()}
-    # The optimum over all training examples is not that of the first ones.
+    # The optimum was that of all training examples.
     return task._replace(**parts, **({"optimum": None} if "train" in parts else {}))
 
 
 def with_label_noise(task: Task, share: float, *, seed: int = 0) -> Task:
-    """The task with this share of the training labels drawn anew, uniformly from all classes.
+    """The task with this share of the training labels redrawn uniformly from all classes.
 
     Raises:
-      ValueError: for a share outside [0, 1], and of tasks whose labels are not classes.
+      ValueError: for a share outside [0, 1], or if the labels are not classes in memory.
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"label_noise is {share}: it is a share of the labels, in [0, 1].")
+        raise ValueError(f"label_noise is {share}: pass a share of the labels, in [0, 1].")
     y = task.train["y"] if isinstance(task.train, dict) else None
     if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise ValueError(
-            f"label_noise needs classes in memory, and {task.name} has none: leave it."
+            f"label_noise needs class labels in memory, which {task.name} lacks: leave it out."
         )
     if isinstance(y, jax.ShapeDtypeStruct) or not share:
         return task
@@ -166,20 +172,22 @@ def with_label_noise(task: Task, share: float, *, seed: int = 0) -> Task:
 
 
 def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:
-    """Train and test set of a seeded shuffle: the first `num_train` examples train."""
+    """Train and test set: a seeded shuffle, whose first `num_train` examples are for training."""
     order = np.random.default_rng(seed).permutation(len(x))
     train, test = order[:num_train], order[num_train:]
     return {"x": x[train], "y": y[train]}, {"x": x[test], "y": y[test]}
 
 
 def need_file(task: str, data_dir: str | None, *names: str, how: str) -> str:
-    """The path of the first of these files or folders that is there; else an error that says how
-    to get the last.
+    """The path of the first of these files or folders that exists.
+
+    Raises:
+      ValueError: if none exists; it says how to get the last one.
     """
     if data_dir is None:
         raise ValueError(f"{task} reads {names[-1]} from --data_dir, which is not set. {how}")
     paths = [os.path.join(data_dir, name) for name in names]
     found = next(filter(os.path.exists, paths), None)
     if found is None:
-        raise ValueError(f"{paths[-1]!r} is not there. {how}")
+        raise ValueError(f"{paths[-1]!r} does not exist. {how}")
     return found

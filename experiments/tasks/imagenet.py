@@ -1,9 +1,9 @@
-"""ImageNet of 2012 as tensorflow-datasets prepared it, read while training: 1,000 classes.
+"""ImageNet 2012 (1,000 classes) as prepared by tensorflow-datasets, read while training.
 
-Recipes of Gu et al. 2023, https://arxiv.org/abs/2310.14423, in batches of 4096, 312 steps an epoch:
-those of ResNet-152 and ViT-B are published, and the other ResNets and Vision Transformers take them
-over. Their label smoothing (ResNets, 0.1) and RandAugment and mixup (Vision Transformers)
-are left out, so expect lower accuracies than theirs.
+Recipes of Gu et al. 2023, https://arxiv.org/abs/2310.14423, with batches of 4096, 312 steps per
+epoch. Those of ResNet-152 and ViT-B are published; the other ResNets and Vision Transformers reuse
+them. Label smoothing (ResNets, 0.1) and RandAugment and mixup (Vision Transformers) are left out,
+so expect lower accuracies than theirs.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,18 @@ VIT = RESNET._replace(
     epochs=300, learning_rates=(8e-3,), optimizer="adamw", weight_decay=0.05, warmup_steps=10_000,
     floor=1e-6 / 8e-3, h_base=4, growth=0.0175 / 8e-3,
 )  # fmt: skip
-# In general use with SGD; they are not in that paper.
+# Values in general use with SGD, not from that paper.
 MOBILENET = RESNET._replace(epochs=150, weight_decay=4e-5)
 
 
 class Choice(NamedTuple):
-    """A network of published size: its builder and its recipe."""
+    """A network of published size, with its recipe."""
 
     build: Callable
     recipe: Recipe
 
 
-# Networks of published sizes take seconds to trace: each is built once.
+# Networks of published size take seconds to trace, so each is built once.
 
 
 def _resnet(depth, norm="batch"):
@@ -77,23 +77,23 @@ def load(
     augment: bool = True,
     crop_seed: int = 0,
 ) -> Task:
-    """1,281,167 training images, and the 50,000 of the validation split to test on.
+    """1,281,167 training images, and the 50,000 of the validation split for testing.
 
-    The images of the split called test have no labels. Neither set is held in memory: `train` and
-    `test` are random-access sources, see `sources.ImageSource`.
+    The split named test has no labels. Neither set is held in memory: `train` and `test` are
+    random-access sources, see `sources.ImageSource`.
 
     Args:
       data_dir: folder of the prepared set.
       model: a name of `CHOICES`.
-      abstract: the shapes only; nothing is read.
+      abstract: shapes only, without reading anything.
       size: side of the images in pixels.
-      dtype: "float32" or "bfloat16", what the model computes with; the images are float32.
-      augment: training crops that are drawn and mirrored; else central ones, which orders by
-        remembered gradients take for granted.
-      crop_seed: of the crops.
+      dtype: "float32" or "bfloat16", of the model's computation; the images are float32.
+      augment: train on random, mirrored crops; otherwise on central ones, as needed by orders that
+        remember gradients.
+      crop_seed: seed of the crops.
 
     Raises:
-      ValueError: for another model or a size it cannot take, and where the set is not there.
+      ValueError: for an unknown model, a size that it cannot take, or a missing set.
     """
     check_model("imagenet2012", model, CHOICES)
     choice, shape = CHOICES[model], (size, size, 3)

@@ -1,6 +1,6 @@
-"""Digits, MNIST and CIFAR: images that are held in memory, and the models that are trained on them.
+"""Digits, MNIST and CIFAR: image sets held in memory, and the models trained on them.
 
-Digits come with scikit-learn; the others are read as tensorflow-datasets prepared them.
+Digits come with scikit-learn; the others are read as prepared by tensorflow-datasets.
 """
 
 from collections.abc import Callable
@@ -30,26 +30,24 @@ def digits(
     depth: int = 1,
     abstract: bool = False,
 ) -> Task:
-    """1,797 images, the first `num_train` of a seeded shuffle to train on, the others to test.
-
-    Pixels in [0, 1].
+    """1,797 images with pixels in [0, 1], shuffled; the first `num_train` train, the others test.
 
     Args:
       data_dir: not read.
-      model: "softmax", regression whose optimum is computed, "mlp", or "resnet", of eight layers
-        with group normalisation.
+      model: "softmax" (regression, whose optimum is computed), "mlp", or "resnet" (eight layers
+        with group normalisation).
       num_train: 1 to 1,796.
-      width, depth: units of a hidden layer of "mlp", and how many of these.
-      abstract: the shapes of the same sets.
+      width, depth: units per hidden layer of "mlp", and number of these layers.
+      abstract: shapes only.
 
     Raises:
-      ValueError: for another model, or a number that leaves nothing to train or to test on.
+      ValueError: for an unknown model, or if one of the sets would be empty.
     """
     check_model("digits", model, ("softmax", "mlp", "resnet"))
     if not 1 <= num_train < DIGITS:
         raise ValueError(
-            f"num_train is {num_train}: take 1 to {DIGITS - 1} of the {DIGITS} images; the others "
-            "are tested on."
+            f"num_train is {num_train}: pass 1 to {DIGITS - 1} of the {DIGITS} images; the others "
+            "are the test set."
         )
     shape = (DIGITS_SIDE, DIGITS_SIDE, 1) if model == "resnet" else (DIGITS_FEATURES,)
     if model == "mlp":
@@ -91,16 +89,16 @@ def mnist(
     width: int = 128,
     abstract: bool = False,
 ) -> Task:
-    """60,000 training and 10,000 test images, pixels in [0, 1], kept in memory.
+    """60,000 training and 10,000 test images with pixels in [0, 1], held in memory.
 
     Args:
       data_dir: folder of the prepared set.
       model: "softmax" regression, "mlp" or "lenet" with ReLU.
       width: units of the hidden layer of "mlp".
-      abstract: the shapes only; nothing is read.
+      abstract: shapes only, without reading anything.
 
     Raises:
-      ValueError: for another model, and where the set is not there.
+      ValueError: for an unknown model, or if the set is missing.
     """
     check_model("mnist", model, MNIST_RECIPES)
     if abstract:
@@ -121,34 +119,34 @@ def mnist(
 
 SIDE = 32
 NUM_TRAIN, NUM_TEST = 50_000, 10_000
-CHUNK = 5000  # images that are float32 at full size at once
+CHUNK = 5000  # images held as float32 at full size at once
 
 SMALL = Recipe(workers=4, units_per_step=1, unit_size=32, epochs=10, learning_rates=(0.1,))
 SMALL_VIT = SMALL._replace(learning_rates=(1e-3,), optimizer="adamw")
-# Cooper et al., CD-GraB, 2023, https://arxiv.org/abs/2302.00845: batches of 64, without
-# augmentation, which would change the gradients that orders remember.
+# Cooper et al., CD-GraB, 2023, https://arxiv.org/abs/2302.00845: batches of 64. No augmentation,
+# because it would change the gradients that orders remember.
 LENET = Recipe(
     workers=4, units_per_step=1, unit_size=16, epochs=100, learning_rates=(1e-3,),
     bound_every=10, weight_decay=1e-2,
 )  # fmt: skip
-# The setting in general use for networks of full size: no paper on orders or syncs has one.
+# The usual setting for networks of full size; the papers on orders and syncs have none.
 FULL = SMALL._replace(epochs=200, weight_decay=5e-4, schedule="cosine")
-# The published network reduces 224 pixels 32 times; here the stem and the second stage keep the
-# size, so that 32 pixels are reduced 8 times.
+# The published network reduces 224 pixels 32 times. Here the stem and the second stage keep the
+# size, so that 32 pixels are reduced only 8 times.
 MOBILENET_STAGES = tuple(
     (t, c, n, 1 if stage == 1 else s) for stage, (t, c, n, s) in enumerate(IMAGENET_STAGES)
 )
 
 
 class Choice(NamedTuple):
-    """A model on these images: its builder, its recipe, and the side of the images it takes."""
+    """A model for these images, its recipe, and the image side that it takes."""
 
     build: Callable
     recipe: Recipe
     side: int = SIDE
 
 
-# Matrix products: these networks are also trained with parameters of their own on every worker.
+# Convolutions as matrix products, faster when every worker has its own parameters.
 _resnet18 = partial(models.resnet, depth=18, stem="cifar", products=True)
 _resnet8 = partial(models.resnet, depth=8, stem="cifar", products=True)
 _mobilenet_v2 = partial(
@@ -171,8 +169,8 @@ CHOICES = {
 
 
 class Images(NamedTuple):
-    """A set of 32 x 32 images: its name as it is prepared, its classes, and the moments per channel
-    of its training pixels in [0, 1]: the constants in general use.
+    """A set of 32 x 32 images: its prepared name, its number of classes, and the usual mean and
+    deviation per channel of training pixels in [0, 1].
     """
 
     name: str
@@ -185,7 +183,7 @@ CIFAR10 = Images(
     "cifar10", 10,
     np.array([0.4914, 0.4822, 0.4465], np.float32), np.array([0.2470, 0.2435, 0.2616], np.float32),
 )  # fmt: skip
-CIFAR100 = Images(  # the hundred fine classes
+CIFAR100 = Images(  # the 100 fine classes
     "cifar100", 100,
     np.array([0.5071, 0.4865, 0.4409], np.float32), np.array([0.2673, 0.2564, 0.2762], np.float32),
 )  # fmt: skip
@@ -201,18 +199,18 @@ def cifar(
     num_train: int = NUM_TRAIN,
     num_test: int = NUM_TEST,
 ) -> Task:
-    """Images normalised per channel by the training set's mean and deviation, kept in memory.
+    """Images normalised per channel with the training set's moments, held in memory.
 
     Args:
-      images: which set; data_dir: folder of the prepared set.
+      images: the set; data_dir: folder of the prepared set.
       model: a name of `CHOICES`.
-      abstract: the shapes only; nothing is read.
-      size: 32, or 16: the means of 2 x 2 pixels, four times cheaper to train on; normalised with
-        the constants of the full images. The model's own if None.
-      num_train, num_test: a seeded subset of so many training and test images; only they are read.
+      abstract: shapes only, without reading anything.
+      size: 32, or 16 for means of 2 x 2 pixels, four times cheaper to train on; normalised
+        with the moments of the full images. None takes the model's own.
+      num_train, num_test: sizes of seeded subsets; only these images are read.
 
     Raises:
-      ValueError: for another model or size, and where the set is not there or is too small.
+      ValueError: for an unknown model or size, or if the set is missing or too small.
     """
     check_model(images.name, model, CHOICES)
     choice = CHOICES[model]
@@ -242,7 +240,7 @@ def cifar10_small(
     num_train: int = 4_096,
     num_test: int = 2_000,
 ) -> Task:
-    """4,096 training images of CIFAR-10: orders are compared on them on a CPU in minutes."""
+    """4,096 training images of CIFAR-10, to compare orders on a CPU in minutes."""
     numbers = {"num_train": num_train, "num_test": num_test}
     task = cifar(CIFAR10, data_dir, model, abstract=abstract, size=size, **numbers)
     return task._replace(name="cifar10_small")

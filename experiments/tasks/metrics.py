@@ -1,4 +1,4 @@
-"""What a test set measures: a new metric is one row of METRICS. All are sums over chunks of it."""
+"""Test metrics; to add one, add a row to METRICS. All are sums over chunks of the test set."""
 
 import math
 from collections.abc import Callable
@@ -10,20 +10,20 @@ import optax
 
 from syncopate.mesh import platform
 
-CHUNK = 500  # examples, or tokens of examples, evaluated at once
-# Numbers of inputs that a CPU evaluates at once, for its caches: an evaluation of images by
-# convolutions takes a third of the time it takes with 500 of them.
+CHUNK = 500  # examples, or tokens, evaluated at once
+# Input numbers that a CPU evaluates at once, to fit its caches: evaluating convolutions this way
+# takes a third of the time of chunks of 500 images.
 CACHED, LEAST = 2**15, 16
 
 
 class Metric(NamedTuple):
     """Fields:
-    label: for people, with its unit.
-    lower: whether less of it is better.
+    label: name in tables, with its unit.
+    lower: whether lower is better.
     measure: `model -> (params, statistics, batch) -> float32[]`, a mean over the batch.
-    form: of its numbers in tables.
-    everywhere: measured of every task, and in the record, the tables and the pictures of every
-      study; otherwise only where it is a task's own.
+    form: format in tables.
+    everywhere: measured for every task, and shown in the records, tables and pictures of every
+      study; otherwise only for tasks whose metric it is.
     """
 
     label: str
@@ -47,7 +47,7 @@ def _perplexity(model):
 
 
 def _smape(model):
-    """100 mean |y - f| / ((|y| + |f|) / 2), forecasts f rolled out over all values of y."""
+    """100 mean |y - f| / ((|y| + |f|) / 2), with forecasts f rolled out over y."""
 
     def measure(params, statistics, batch):
         predict = predicting(model, params, statistics)
@@ -68,7 +68,7 @@ def _smape(model):
 
 
 def _loss(model):
-    """Cross-entropy of the predictions, without any penalty."""
+    """Cross-entropy of the predictions, without penalties."""
 
     def measure(params, statistics, batch):
         return sum_chunks(lambda part: _nats(model, params, statistics, part), batch)
@@ -90,23 +90,23 @@ METRICS = {
 
 
 def predicting(model, params, statistics) -> Callable:
-    """`x -> predictions`, with the given moments where the model has any (else None)."""
+    """`x -> predictions`; `statistics` are the model's moments, None if it has none."""
     given = () if model.statistics is None else (statistics,)
     return lambda x: model.predict(params, x, *given)
 
 
 def hits(logits, y):
-    """Right answers among logits [n, C], or of logits [n, L, V] the examples' shares, summed."""
+    """Number of correct logits [n, C]; for [n, L, V], the sum of the examples' correct shares."""
     return sum_examples((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))
 
 
 def sum_examples(values):
-    """The sum over examples of values [n], or of the means over tokens of values [n, L]."""
+    """The sum of values [n] over examples, or of values [n, L] averaged over tokens."""
     return jnp.sum(jnp.mean(values, axis=tuple(range(1, values.ndim))))
 
 
 def sum_chunks(function, batch):
-    """function summed over chunks of the batch, divided by its size."""
+    """The sum of `function` over chunks of the batch, divided by the batch's size."""
     size = jax.tree.leaves(batch)[0].shape[0]
     chunk = _chunk(batch)
     whole = size // chunk * chunk
@@ -120,7 +120,7 @@ def sum_chunks(function, batch):
 
 
 def _chunk(batch):
-    """Examples at once: the logits of a token take as much memory as those of an example."""
+    """Examples per chunk: the logits of a token take as much memory as those of an example."""
     x, y = batch["x"], batch["y"]
     if y.ndim > 1 and jnp.issubdtype(y.dtype, jnp.integer):
         return max(1, CHUNK // y.shape[1])

@@ -1,6 +1,6 @@
-"""Random access: sets that tensorflow-datasets prepared, and crops of images that fill no memory.
+"""Random access to sets prepared by tensorflow-datasets, and crops of images too many for memory.
 
-Neither is read by a TensorFlow pipeline.
+No TensorFlow pipeline is involved.
 """
 
 import dataclasses
@@ -10,20 +10,20 @@ import numpy as np
 
 from experiments.tasks.base import need_file
 
-# What else the command that prepares a set needs: what its owners let nobody download unasked.
+# Further flags of the command that prepares a set, for archives that need a registration.
 MANUAL = {"imagenet2012": " --manual_dir=DIR_WITH_ILSVRC2012_TARS"}
-# Of ImageNet's training pixels in [0, 1], per channel: the constants in general use.
+# Per channel, of ImageNet's training pixels in [0, 1]: the usual constants.
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
-AREAS = (0.08, 1.0)  # of a drawn crop, as a share of the image
-ASPECTS = (3 / 4, 4 / 3)  # of a drawn crop, its width over its height
-ATTEMPTS = 10  # crops drawn until one fits into the image
+AREAS = (0.08, 1.0)  # of a random crop, as a share of the image
+ASPECTS = (3 / 4, 4 / 3)  # width over height of a random crop
+ATTEMPTS = 10  # random crops tried until one fits into the image
 SHORT = 256 / 224  # short side of a resized image over the side of its central crop
-CHUNK = 16  # images that are decoded at full size at once
+CHUNK = 16  # images decoded at full size at once
 
 
 def source(name: str, data_dir: str | None, split: str):
-    """The random-access source of a prepared set; an error that says how to prepare it."""
+    """The random-access source of a prepared set; if missing, the error says how to prepare it."""
     manual = MANUAL.get(name, "")
     how = (
         f"Prepare it with `python -m experiments.prepare --name={name} --data_dir=DIR{manual}` "
@@ -41,20 +41,22 @@ def read_all(examples) -> list[dict]:
 
 
 def subset(examples, size: int, *, name: str, seed: int = 0) -> np.ndarray:
-    """Indices of `size` examples drawn without replacement, in the order of the source.
+    """Sorted indices of `size` examples drawn without replacement.
 
     Args:
-      examples: the source; size: from 1 to its length; name: what `size` is called in the error.
-      seed: of the draw.
+      examples: the source; size: from 1 to its length; name: of `size` in the error.
+      seed: seed of the draw.
     """
     check_number(size, len(examples), name=name)
     return np.sort(np.random.default_rng(seed).permutation(len(examples))[:size])
 
 
 def check_number(number: int, held: int, *, name: str) -> None:
-    """Raises unless `number`, called `name` in the error, is from 1 to what a set holds."""
+    """Raises ValueError unless `number`, called `name` in the error, is in [1, held]."""
     if not 1 <= number <= held:
-        raise ValueError(f"{name} is {number}: the set holds {held} examples; take 1 to it.")
+        raise ValueError(
+            f"{name} is {number}: the set holds {held} examples; pass a number from 1 to that."
+        )
 
 
 def as_arrays(rows: list[dict]) -> dict:
@@ -67,30 +69,30 @@ def as_arrays(rows: list[dict]) -> dict:
 class ImageSource:
     """A random-access source of normalised square crops of images of any size.
 
-    In training an image is cropped at random, to 8 to 100 % of its area with a width of 3/4 to 4/3
-    of its height, resized to the size and mirrored every second time. The crop of an image is
-    a function of (seed, epoch, index) alone: it does not depend on what was read before it, on
-    threads, or on a restart. In evaluation the short side is resized to 256/224 of the size, and
-    the centre is cropped out. Resizing is bilinear with antialiasing.
+    For training, an image is cropped at random to 8 to 100 % of its area with a width of 3/4 to 4/3
+    of its height, resized to `size`, and mirrored with probability 1/2. The crop depends only on
+    (seed, epoch, index), not on earlier reads, threads or restarts. For evaluation, the short side
+    is resized to 256/224 of `size` and the centre is cropped. Resizing is bilinear with
+    antialiasing.
 
-    A source is never changed: `at_epoch` gives that of another epoch. An order that compares the
-    gradients of an example between epochs sees those of different crops: for such orders take
+    A source is immutable: `at_epoch` returns that of another epoch. An order that compares an
+    example's gradients between epochs would compare different crops: for such orders use
     `training=False` on the training images too.
 
     Args:
       examples: a random-access source with `__getitem__`, `__getitems__` and `len`, such as
         `tfds.data_source`, of {"image": uint8[H, W, 3], "label": int}.
       size: side of the crops in pixels, >= 1.
-      training: crops that are drawn, or central ones.
-      seed, epoch: >= 0, of the draws.
+      training: random crops; otherwise central ones.
+      seed, epoch: >= 0, of the random crops.
 
     Returns:
       `source[i]` is {"x": float32[size, size, 3], "y": int32}, and `source.__getitems__(indices)`
       a list of them.
 
     Raises:
-      ValueError: for a size, seed or epoch out of range; from reading, for a negative label.
-      IndexError: from reading, for an index out of range.
+      ValueError: for a size, seed or epoch out of range; when reading, for a negative label.
+      IndexError: when reading, for an index out of range.
 
     Example:
       >>> import numpy as np
@@ -114,8 +116,8 @@ class ImageSource:
     def __post_init__(self):
         if self.size < 1 or self.seed < 0 or self.epoch < 0:
             raise ValueError(
-                f"size is {self.size}, seed {self.seed} and epoch {self.epoch}: take crops of at "
-                "least one pixel, and seeds and epochs from 0."
+                f"size is {self.size}, seed {self.seed} and epoch {self.epoch}: size must be at "
+                "least 1, seed and epoch at least 0."
             )
 
     def __len__(self) -> int:
@@ -137,7 +139,7 @@ class ImageSource:
         return views
 
     def at_epoch(self, epoch: int) -> "ImageSource":
-        """The source of another epoch: other crops of the same images."""
+        """The source of another epoch, with other crops of the same images."""
         return dataclasses.replace(self, epoch=epoch)
 
     def _check(self, index):
@@ -148,8 +150,8 @@ class ImageSource:
         image, label = row["image"], row["label"]
         if label < 0:
             raise ValueError(
-                f"example {index} has the label {label}: the images have no labels. Read a split "
-                "that has, such as 'validation' of imagenet2012."
+                f"example {index} has the label {label}: this split has no labels. Read one that "
+                "has, such as 'validation' of imagenet2012."
             )
         if self.training:
             draws = np.random.default_rng((self.seed, self.epoch, int(index)))
@@ -161,10 +163,10 @@ class ImageSource:
 
 
 def random_box(draws: np.random.Generator, height: int, width: int) -> tuple:
-    """(left, top, right, bottom) in pixels of a crop of an area and aspect drawn from the ranges.
+    """(left, top, right, bottom) in pixels of a random crop, with area and aspect in their ranges.
 
-    The logarithm of the aspect is uniform. Where no attempt fits, the image is long and thin: then
-    it is the largest central crop whose aspect is allowed.
+    The logarithm of the aspect is uniform. If no attempt fits, because the image is long and thin,
+    the crop is the largest central one with an allowed aspect.
     """
     area = height * width * draws.uniform(*AREAS, ATTEMPTS)
     aspect = np.exp(draws.uniform(*np.log(ASPECTS), ATTEMPTS))
@@ -180,23 +182,23 @@ def random_box(draws: np.random.Generator, height: int, width: int) -> tuple:
 
 
 def central_box(height: int, width: int, size: int) -> tuple:
-    """The box that a central crop of `size` pixels has in an image before it is resized.
+    """(left, top, right, bottom) of a central crop of `size` pixels, before the image is resized.
 
-    The short side is resized to 256/224 size; box coordinates are (left, top, right, bottom).
+    The short side is resized to 256/224 of `size`.
     """
     short = round(SHORT * size)
     edges = []
     for side in (width, height):
         whole = round(side * short / min(height, width))
         first = (whole - size) // 2
-        # Whole numbers until the division, which so cannot leave the image.
+        # Integers until the division, so that the box cannot leave the image.
         edges.append((first * side / whole, (first + size) * side / whole))
     (left, right), (top, bottom) = edges
     return left, top, right, bottom
 
 
 def resized(image: np.ndarray, box: tuple, size: int) -> np.ndarray:
-    """What an image [H, W, 3] holds in the box, as uint8[size, size, 3]; bilinear."""
+    """The box of an image [H, W, 3], resized to uint8[size, size, 3]; bilinear."""
     from PIL import Image
 
     resize = Image.fromarray(image).resize

@@ -1,11 +1,14 @@
-"""Numbers in tables: HMDA's mortgage applications, and the weekly series of M4.
+"""Tabular data: HMDA's mortgage applications, and the weekly series of M4.
 
-Recipes of Cooper et al. 2023, https://arxiv.org/abs/2302.00845. HMDA 2017, applications of one
-state, logistic regression (was it denied?): four workers, four examples per worker and step, lr
-5e-3, momentum 0.9, 50 epochs; they train on New York, and any state's files work. M4 Weekly, the
-next six weeks of 359 series out of the last twenty, a small perceptron: four workers, four windows
-per worker and step whose mean gradient is ordered, lr 1e-3 times 0.25 every ten epochs, momentum
-0.9, 30 epochs.
+Recipes of Cooper et al. 2023, https://arxiv.org/abs/2302.00845.
+
+HMDA 2017: logistic regression on one state's applications, to predict a denial. Four workers, four
+examples per worker and step, lr 5e-3, momentum 0.9, 50 epochs. They train on New York; the files of
+any state work.
+
+M4 Weekly: a small perceptron predicts the next six weeks of 359 series from the last twenty. Four
+workers, four windows per worker and step whose mean gradient is ordered, lr 1e-3 times 0.25 every
+ten epochs, momentum 0.9, 30 epochs.
 """
 
 import csv
@@ -29,13 +32,13 @@ from experiments.tasks.base import (
 
 HMDA = "github.com/pasta41/hmda-data-2017"
 DENIED = 3  # action_taken of a denied application
-NUM_TRAIN, NUM_FEATURES = 195_285, 20  # published, of New York; ours
+NUM_TRAIN, NUM_FEATURES = 195_285, 20  # published for New York; ours
 HMDA_RECIPE = Recipe(
     workers=4, units_per_step=4, unit_size=1, epochs=50, learning_rates=(5e-3,), bound_every=10
 )
 M4 = "https://github.com/Mcompetitions/M4-methods/tree/master/Dataset"
 LAGS, HORIZON = 20, 6  # inputs and targets of a window
-FUTURE = 13  # weeks that a series' test part holds
+FUTURE = 13  # weeks in a series' test part
 NUM_SERIES, NUM_WINDOWS = 359, 357_937
 M4_RECIPE = Recipe(
     workers=4, units_per_step=1, unit_size=4, epochs=30, learning_rates=(1e-3,),
@@ -50,19 +53,19 @@ def hmda(
     state: str = "NJ",
     abstract: bool = False,
 ) -> Task:
-    """Four fifths train, one fifth tests; features standardised, missing ones at the mean.
+    """Four fifths train, one fifth test. Features are standardised, missing ones set to the mean.
 
     Args:
       data_dir: folder of 2017-STATE-features.zip and 2017-STATE-target.zip, or of the prepared set
         hmda/STATE.
       model: "logistic" only.
       state: two letters.
-      abstract: shapes only, of the published set: New York's 195,285 applications to train on,
-        with the 20 features that we keep of New Jersey's, the bias among them (they report 19),
-        and a fourth as many to test on; reads nothing.
+      abstract: shapes only, without reading anything: New York's published 195,285 training
+        applications and a fourth as many for testing, with the 20 features that we keep of New
+        Jersey's, including the bias (they report 19).
 
     Raises:
-      ValueError: for another model, and where a file is not there or is damaged.
+      ValueError: for an unknown model, or if a file is missing or damaged.
     """
     check_model("hmda", model, ("logistic",))
     if abstract:
@@ -79,11 +82,12 @@ def hmda(
 
 
 def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]:
-    """The columns that are numbers, float64[N, d] with nan where one is missing, and action_taken,
-    int32[N]; prepared or from the files.
+    """Numeric columns, float64[N, d] with nan for missing entries, and action_taken, int32[N].
+
+    They are read from the prepared set, or else from the files.
 
     Raises:
-      ValueError: where a file is not there or is damaged.
+      ValueError: if a file is missing or damaged.
     """
     name = f"hmda/{state}"
     if builders.is_prepared(name, data_dir):
@@ -104,36 +108,36 @@ def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]
 def parse_hmda(
     features: os.PathLike, target: os.PathLike, state: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `read_hmda` gives, out of the two zip files of a state.
+    """As `read_hmda`, from the two zip files of a state.
 
     Raises:
-      ValueError: if a zip file does not hold its table.
+      ValueError: if a zip file does not contain its table.
     """
     columns = np.array(_table(features, f"2017-{state}-features.csv")[1:]).T
     numbers = []
     for column in columns:
         try:
             numbers.append(np.where(column == "", "nan", column).astype(np.float64))
-        except ValueError:  # the state's letters
+        except ValueError:  # the column of the state's name
             continue
     actions = [int(row[0]) for row in _table(target, f"2017-{state}-target.csv")[1:]]
     return np.stack(numbers, axis=1), np.array(actions, np.int32)
 
 
 def _table(path, name):
-    """Rows of a table in a zip file, the header first."""
+    """Rows of a table in a zip file, starting with the header."""
     with zipfile.ZipFile(path) as archive:
         member = next((m for m in archive.namelist() if m.endswith(name)), None)
         if member is None:
             raise ValueError(
-                f"{path!r} holds no {name}: the download is damaged. Take that of {HMDA}."
+                f"{path!r} holds no {name}: the download is damaged. Get it again from {HMDA}."
             )
         with archive.open(member) as file:
             return list(csv.reader(io.TextIOWrapper(file, encoding="utf-8")))
 
 
 def _varying(columns):
-    """The columns that hold two numbers at least."""
+    """The columns with at least two different numbers."""
     some = ~np.all(np.isnan(columns), axis=0)
     columns = columns[:, some]
     return columns[:, np.nanmin(columns, axis=0) < np.nanmax(columns, axis=0)]
@@ -144,7 +148,7 @@ def _regression(train):
 
 
 def _standardise(train, test):
-    """Mean 0 and deviation 1 on the training set, missing entries at the mean, and a bias."""
+    """Scales to mean 0 and deviation 1 on the training set, fills in the mean, adds a bias."""
     mean, deviation = np.nanmean(train["x"], axis=0), np.nanstd(train["x"], axis=0)
 
     def apply(part):
@@ -156,21 +160,20 @@ def _standardise(train, test):
 
 
 def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool = False) -> Task:
-    """Windows of 20 weeks and the next 6 over all training parts; tests on the 13 weeks after.
+    """Windows of 20 weeks and the next 6 of the training parts; tests on the 13 weeks after them.
 
-    Every window of every series trains, one for each first week: 357,937 of them. An example is
-    divided by its scale, the mean absolute value of its 20 inputs:
-    {"x": float32[N, 20], "y": float32[N, 6]}. The test set has one example per series: the last
-    20 weeks of the training part and the 13 weeks that follow, {"x": float32[359, 20],
-    "y": float32[359, 13]}, divided in the same way. The metric rolls the model out over them.
+    All 357,937 windows are for training, {"x": float32[N, 20], "y": float32[N, 6]}. An example is
+    divided by the mean absolute value of its 20 inputs. The test set has one example per series,
+    scaled in the same way: the last 20 weeks of the training part and the 13 weeks that follow,
+    {"x": float32[359, 20], "y": float32[359, 13]}. The metric rolls the model out over them.
 
     Args:
       data_dir: folder of Weekly-train.csv and Weekly-test.csv, or of the prepared set m4_weekly.
-      model: "mlp" only, the published one: three hidden layers of 64 units.
-      abstract: shapes only, of the full set; reads nothing.
+      model: "mlp" only, the published one with three hidden layers of 64 units.
+      abstract: shapes only, of the full set, without reading anything.
 
     Raises:
-      ValueError: for another model, and where a file is not there or is damaged.
+      ValueError: for an unknown model, or if a file is missing or damaged.
     """
     check_model("m4_weekly", model, ("mlp",))
     if abstract:
@@ -186,10 +189,10 @@ def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool
 
 
 def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Training and test parts of all series, float64[length] each, prepared or from the files.
+    """Training and test parts of all series, float64[length] each, prepared or from files.
 
     Raises:
-      ValueError: where a file is not there, or the two do not hold the same series.
+      ValueError: if a file is missing, or if the two files hold different series.
     """
     if builders.is_prepared("m4_weekly", data_dir):
         rows = builders.examples("m4_weekly", data_dir, "train")
@@ -199,14 +202,14 @@ def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
     )
     if names != others:
         raise ValueError(
-            f"Weekly-train.csv has {len(names)} series and Weekly-test.csv {len(others)}, not the "
-            f"same in the same order: take both files of {M4}."
+            f"Weekly-train.csv ({len(names)} series) and Weekly-test.csv ({len(others)}) do not "
+            f"hold the same series in the same order: get both files from {M4}."
         )
     return past, future
 
 
 def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
-    """Names and values, float64[length], of the series of a file; rows end with a last value.
+    """Names and values, float64[length], of the series in a file.
 
     Raises:
       ValueError: for a row with a gap or a word among its values.
@@ -214,7 +217,7 @@ def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
     with open(path, encoding="utf-8") as file:
         lines = file.read().replace('"', "").splitlines()
     names, series = [], []
-    for line in lines[1:]:  # the first one names the columns
+    for line in lines[1:]:  # after the header
         name, *values = line.rstrip(", ").split(",")
         if not name:  # an empty line
             continue
@@ -222,8 +225,8 @@ def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
             series.append(np.array(values, np.float64))
         except ValueError as error:
             raise ValueError(
-                f"{path!r} has a gap or a word among the values of series {name}: {error}. Take "
-                f"the file of {M4}."
+                f"{path!r} has a gap or a word among the values of series {name}: {error}. Get "
+                f"the file again from {M4}."
             ) from error
         names.append(name)
     return names, series
@@ -245,9 +248,9 @@ def test_windows(past: list[np.ndarray], future: list[np.ndarray]) -> dict:
 
 
 def _scaled(windows):
-    """Windows [N, 20 + ahead] over the mean absolute value of their inputs, as x and y."""
+    """Windows [N, 20 + ahead] divided by the mean absolute value of their inputs, as x and y."""
     scale = np.abs(windows[:, :LAGS]).mean(axis=1, keepdims=True)
-    scale[scale == 0] = 1.0  # a series that stands still at zero
+    scale[scale == 0] = 1.0  # a series that is zero throughout
     windows = (windows / scale).astype(np.float32)
     return {"x": windows[:, :LAGS].copy(), "y": windows[:, LAGS:].copy()}
 
@@ -257,7 +260,7 @@ def _check_lengths(series, least, part):
     if short:
         raise ValueError(
             f"the {part} of series {short[0] + 1} has {len(series[short[0]])} weeks: it needs "
-            f"{least}. Take the whole files of {M4}."
+            f"{least}. Get the whole files from {M4}."
         )
 
 

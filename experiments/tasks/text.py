@@ -1,13 +1,13 @@
-"""Texts: windows of tokens, the next character of Tiny Shakespeare, and the sentences of SST-2.
+"""Text tasks: the next character of Tiny Shakespeare, and sentiment of SST-2's sentences.
 
 Tiny Shakespeare is 1.1 MB of plays, for a small GPT-2.
 
-SST-2: is a sentence out of a film review positive? A linear head on frozen sentence features.
-The first version of Cooper et al. 2023 trains heads on frozen BERT embeddings: 16 workers, lr 1e-4,
-momentum 0.9; by the defaults of its program, eight sentences per worker and step and 30 epochs.
-Give such embeddings in a file, or take the features made here out of the text alone: TF-IDF of
-words and pairs of words, reduced to 256 dimensions. THEY STAND IN FOR BERT: training runs the same
-way, on a problem of the same kind, but accuracies compare with nothing published.
+SST-2 asks whether a sentence of a film review is positive, with a linear head on frozen sentence
+features. The first version of Cooper et al. 2023 trains heads on frozen BERT embeddings with 16
+workers, lr 1e-4 and momentum 0.9; its program's defaults are eight sentences per worker and step
+and 30 epochs. Provide such embeddings in a file, or use the features made here from the text:
+TF-IDF of words and pairs of words, reduced to 256 dimensions. THEY REPLACE BERT: training runs the
+same way on a problem of the same kind, but accuracies are not comparable with published ones.
 """
 
 import collections
@@ -20,26 +20,25 @@ import numpy as np
 import models
 from experiments.tasks.base import Recipe, Task, abstract_set, abstract_sets, check_model, need_file
 
-END, UNKNOWN = "<eos>", "<unk>"  # of a line; for a word that is not in the vocabulary
+END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
 
 
 def words(lines: Iterable[str]) -> Iterator[str]:
-    """The words of all lines, split at spaces, and `END` after every line, empty ones too."""
+    """The words of all lines, split at spaces, with `END` after every line, even an empty one."""
     return itertools.chain.from_iterable((*line.split(), END) for line in lines)
 
 
 def vocabulary(found: Iterable[str], max_words: int | None = None) -> list[str]:
-    """The words of a text, the most frequent first, at most `max_words` of them; None keeps all.
+    """The `max_words` most frequent words of a text, most frequent first; None keeps all.
 
-    `END` and `UNKNOWN` are always among them and count. Equally frequent words are in the order of
-    the alphabet.
+    `END` and `UNKNOWN` are always included and counted. Ties are in alphabetical order.
 
     Raises:
-      ValueError: if `max_words` leaves no room for a word beside those two.
+      ValueError: if `max_words` is less than 3.
     """
     if max_words is not None and max_words < 3:
         raise ValueError(
-            f"max_words is {max_words}: {END}, {UNKNOWN} and one more word are the least."
+            f"max_words is {max_words}: pass at least 3, for {END}, {UNKNOWN} and one word."
         )
     counts = collections.Counter(found)
     special = [(word, counts.pop(word, 0)) for word in (END, UNKNOWN)]
@@ -53,7 +52,7 @@ def _rank(item):
 
 
 def encode(found: Iterable[str], known: list[str]) -> np.ndarray:
-    """Words as int32[T], their places in the vocabulary `known`; others are `UNKNOWN`."""
+    """Words as int32[T] places in the vocabulary `known`; others become `UNKNOWN`."""
     places = {word: place for place, word in enumerate(known)}
     unknown = places[UNKNOWN]
     return np.fromiter((places.get(word, unknown) for word in found), np.int32)
@@ -62,8 +61,8 @@ def encode(found: Iterable[str], known: list[str]) -> np.ndarray:
 def windows(tokens: np.ndarray, length: int) -> dict:
     """Tokens [T] as {"x": int32[N, L], "y": int32[N, L]} with N = (T - 1) // L.
 
-    An example is a window of x and the same window one token further on, y. Windows do not
-    overlap; what does not fill one at the end is left out.
+    x is a window of the text, and y the window one token later. Windows do not overlap; an
+    incomplete last one is dropped.
 
     Raises:
       ValueError: for a length below 1, or if the tokens do not fill one window and its last target.
@@ -72,8 +71,8 @@ def windows(tokens: np.ndarray, length: int) -> dict:
     number = (len(tokens) - 1) // length
     if number < 1:
         raise ValueError(
-            f"length is {length}: a part of the text has {len(tokens)} tokens and needs one more "
-            "than length. Take shorter windows or a longer text."
+            f"length is {length}: a part of the text has {len(tokens)} tokens and needs at least "
+            "length + 1. Use shorter windows or a longer text."
         )
     used = number * length
     x, y = (tokens[k : k + used].reshape(number, length).astype(np.int32) for k in (0, 1))
@@ -81,7 +80,7 @@ def windows(tokens: np.ndarray, length: int) -> dict:
 
 
 def abstract_windows(num_tokens: int, length: int) -> dict:
-    """The shapes of `windows` of a text of so many tokens."""
+    """The shapes of `windows` for a text of `num_tokens` tokens."""
     check_length(length)
     window = ((length,), np.int32)
     return abstract_set((num_tokens - 1) // length, x=window, y=window)
@@ -108,16 +107,16 @@ def tinyshakespeare(
 
     The vocabulary is the sorted characters of the whole text, 65 of them. An example is a window
     of x and the same window one character further on, y: {"x": int32[N, L], "y": int32[N, L]}.
-    Windows do not overlap; what does not fill one at the end is left out.
+    Windows do not overlap; an incomplete last one is dropped.
 
     Args:
       data_dir: folder of input.txt.
       model: "gpt2" only.
       length: L >= 1, characters of a window, and the context of the model.
-      abstract: shapes only, of the whole text of 1,115,394 characters; reads nothing.
+      abstract: shapes only, of the whole text of 1,115,394 characters, without reading anything.
 
     Raises:
-      ValueError: for another model or length, and where the file is not there or is too short.
+      ValueError: for an unknown model, a length below 1, or a file that is missing or too short.
     """
     check_model("tinyshakespeare", model, ("gpt2",))
     check_length(length)
@@ -156,24 +155,24 @@ def sst2(
     num_features: int = 256,
     abstract: bool = False,
 ) -> Task:
-    """Features of 67,349 sentences and phrases to train on and of 872 sentences to test on.
+    """Features of 67,349 training sentences and phrases, and of 872 test sentences.
 
-    Where embeddings.npz lies in the folder, its arrays x_train and x_test, float[N, d], and
-    y_train and y_test, int[N], are taken as they are: the output of a frozen encoder.
+    If the folder has embeddings.npz, its arrays x_train and x_test, float[N, d], and y_train and
+    y_test, int[N], are used as they are: the output of a frozen encoder.
 
-    Otherwise TF-IDF, fitted on the training sentences: log-scaled counts of words and pairs of
-    neighbouring words that occur at least three times, times the logarithm of how rare they are,
-    projected on `num_features` singular vectors (seeded) and normalised: every sentence's features
-    have mean square 1, or are zero where none of its words is known.
+    Otherwise the features are TF-IDF, fitted on the training sentences: log-scaled counts of words
+    and pairs of neighbouring words that occur at least three times, times their log inverse
+    frequency, projected on `num_features` singular vectors (seeded). Every sentence's features are
+    normalised to mean square 1, or zero if it has no known word.
 
     Args:
       data_dir: folder of train_full.tsv (or train.tsv) and dev.tsv, or of embeddings.npz.
       model: "head" only, softmax regression.
-      num_features: d >= 1, of the features made here.
-      abstract: shapes only, of all sentences in BERT's 768 dimensions; reads nothing.
+      num_features: d >= 1, for TF-IDF.
+      abstract: shapes only, with BERT's 768 dimensions, without reading anything.
 
     Raises:
-      ValueError: for another model, and where a file is not there or is damaged.
+      ValueError: for an unknown model, or if a file is missing or damaged.
     """
     check_model("sst2", model, ("head",))
     if abstract:
@@ -204,8 +203,8 @@ def features(
     counts = counter.fit_transform(train)
     if not 1 <= num_features < counts.shape[1]:
         raise ValueError(
-            f"num_features is {num_features}: the sentences have {counts.shape[1]} words and pairs "
-            "that occur three times; take fewer, and at least 1."
+            f"num_features is {num_features}: pass at least 1 and less than {counts.shape[1]}, the "
+            "number of words and pairs that occur three times."
         )
     reduce = decomposition.TruncatedSVD(num_features, n_iter=2, random_state=0)
     x, x_test = reduce.fit_transform(counts), reduce.transform(counter.transform(test))
@@ -218,20 +217,20 @@ def _normalised(x):
 
 
 def _sentences(data_dir, part):
-    """Sentences and labels int32[N] of a part: lines of a sentence, a tab and 0 or 1."""
+    """Sentences and labels, int32[N], of a part; lines are a sentence, a tab and 0 or 1."""
     how = f"Download and unpack {SST2} and pass the folder of train.tsv and dev.tsv as --data_dir"
-    how += ", or of embeddings.npz."
+    how += ", or that of embeddings.npz."
     whole = {"train": "train_full.tsv", "dev": "dev.tsv"}[part]
     path = need_file("sst2", data_dir, f"{part}.tsv", whole, how=how)
     with open(path, encoding="utf-8") as file:
-        rows = [line.rstrip("\n").rsplit("\t", 1) for line in file][1:]  # the first names columns
+        rows = [line.rstrip("\n").rsplit("\t", 1) for line in file][1:]  # after the header
     if not rows or any(len(row) != 2 or row[1] not in ("0", "1") for row in rows):
         raise ValueError(f"{path!r} has a line without a sentence, a tab and 0 or 1. {how}")
     return [sentence.strip() for sentence, _ in rows], np.array([int(y) for _, y in rows], np.int32)
 
 
 def _embeddings(path):
-    """Train and test set out of an .npz file."""
+    """Train and test set from an .npz file."""
     with np.load(path) as saved:
         missing = {"x_train", "y_train", "x_test", "y_test"} - set(saved.files)
         if missing:

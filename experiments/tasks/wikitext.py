@@ -1,14 +1,14 @@
-"""WikiText-2 and WikiText-103: the next word of articles out of Wikipedia, an LSTM or GPT-2.
+"""WikiText-2 and WikiText-103: the next word of Wikipedia articles, with an LSTM or GPT-2.
 
-`wikitext2_small` IS NOT THE PUBLISHED TASK: it trains on the TEST text of WikiText-2 and tests on
-the validation text, for where the training text is not at hand; its perplexities compare with
-nothing published. It also keeps few words, and models that a CPU can train.
+`wikitext2_small` IS NOT THE PUBLISHED TASK. It trains on the TEST text of WikiText-2 and tests on
+the validation text, for machines without the training text; its perplexities are not comparable
+with published ones. It also has a smaller vocabulary, and models that a CPU can train.
 
 Recipes of Cooper et al. 2023. LSTM: four workers, four windows of 35 words per worker and step
 whose mean gradient is ordered, lr 5 times 0.1 every ten epochs, momentum 0.9, 50 epochs. GPT-2:
 64 workers, one window of 128 tokens per worker and step, AdamW at 5e-4 without decay, 30 epochs.
-Ours differ: they cut the text into parallel streams before the windows (LSTM), truncate every line
-to 128 tokens and evaluate on the validation text (GPT-2).
+Differences: they cut the text into parallel streams before the windows (LSTM), and truncate every
+line to 128 tokens and evaluate on the validation text (GPT-2).
 """
 
 import io
@@ -51,7 +51,7 @@ RECIPES["gpt2_small"] = RECIPES["gpt2"]._replace(
 
 
 class Size(NamedTuple):
-    """What is built: the window is also the context; `max_words` None keeps all words."""
+    """Size of a model; `length` is window and context, `max_words` None keeps all words."""
 
     length: int
     width: int
@@ -62,7 +62,7 @@ class Size(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """A text: which files train and test, how many tokens they hold, and how many words."""
+    """A text: its files for training and testing, their numbers of tokens, its vocabulary."""
 
     source: str  # of `SOURCES`
     files: tuple[str, str]
@@ -84,7 +84,7 @@ CORPORA = {
         "wikitext103", ("train", "test"), (103_227_021, 245_569), 267_735, PUBLISHED
     ),
 }
-BPE_WORDS = 50_257  # GPT-2's own tokens, which the paper takes for WikiText-103
+BPE_WORDS = 50_257  # GPT-2's own tokens, as in the paper for WikiText-103
 
 
 def load(
@@ -98,40 +98,39 @@ def load(
 ) -> Task:
     """Windows of words and the words after them: {"x": int32[N, L], "y": int32[N, L]}.
 
-    Every line gives its words, split at spaces, and then "<eos>", empty lines too: so 2,088,628
-    tokens of WikiText-2 train. The vocabulary is that of the training text; other words of the
-    test text are "<unk>". Windows do not overlap and each starts without a past.
+    Every line, even an empty one, is split at spaces and followed by "<eos>"; this gives 2,088,628
+    training tokens for WikiText-2. The vocabulary is that of the training text; other words of the
+    test text become "<unk>". Windows do not overlap, and the model keeps no state between them.
 
-    Where train.npy and test.npy lie in the folder, they are taken instead: int[T], the ids of a
-    text that was tokenised before, as for GPT-2's byte pairs (package tiktoken), for both files:
+    If the folder has train.npy and test.npy, these are used instead: int[T], the ids of a text that
+    is already tokenised. For GPT-2's byte pairs (package tiktoken), make both files like this:
 
       ids = tiktoken.get_encoding("gpt2").encode_ordinary_batch(list(open("wiki.train.raw")))
       np.save("train.npy", np.concatenate([np.array(line, np.int32) for line in ids]))
 
     Args:
-      data_dir: folder of train.txt, valid.txt and test.txt, or of the same files under the names
-        of the published archive, wiki.train.tokens and so on; or of the prepared set; or of
-        train.npy and test.npy.
-      model: "lstm", two layers of 32 units and windows of 35 words, or "gpt2", two blocks of width
-        128 with two heads, windows of 128; or, but for "wikitext2_small", "gpt2_small", the
-        published one of 124 million parameters, twelve blocks of width 768 with twelve heads and
-        windows of 1024, which computes in bfloat16.
-      corpus: "wikitext2", "wikitext103", or "wikitext2_small": trained on the test text, tested on
-        the validation text, with the 4096 most frequent words for "lstm" and 2048 for "gpt2",
-        which has width 64 and windows of 64. The ".npy" files do not count for it.
+      data_dir: folder of train.txt, valid.txt and test.txt; or of wiki.train.tokens and so on, as
+        in the published archive; or of the prepared set; or of train.npy and test.npy.
+      model: "lstm" (two layers of 32 units, windows of 35 words), "gpt2" (two blocks of width 128
+        with two heads, windows of 128), or, except for "wikitext2_small", "gpt2_small" (the
+        published one of 124 million parameters: twelve blocks of width 768 with twelve heads,
+        windows of 1024, computing in bfloat16).
+      corpus: "wikitext2", "wikitext103", or "wikitext2_small", which trains on the test text and
+        tests on the validation text, with the 4096 most frequent words for "lstm" and 2048 for
+        "gpt2" of width 64 with windows of 64; it ignores the ".npy" files.
       length: L >= 1, tokens of a window, instead of the model's.
-      max_words: keep so many words, the most frequent, instead of the corpus' own number: all, but
-        for "wikitext2_small". "<eos>" and "<unk>" are among them.
-      abstract: shapes only, of the whole published text; reads nothing. The vocabularies are then
-        of 33,278 and 267,735 words, and for GPT-2 on "wikitext103" of the 50,257 byte pairs of
-        the paper; the number of its windows is still that of words, an assumption.
+      max_words: size of the vocabulary, including "<eos>" and "<unk>". None keeps all words, or
+        those named above for "wikitext2_small".
+      abstract: shapes only, of the whole published text, without reading anything. Vocabularies
+        have 33,278 and 267,735 words, and GPT-2 on "wikitext103" the paper's 50,257 byte pairs;
+        its number of windows is still counted in words, an assumption.
 
     Raises:
-      ValueError: for another model or corpus, for lengths or numbers of words that are too small,
-        and where a file is not there or is too short.
+      ValueError: for an unknown model or corpus, a length or vocabulary that is too small, or a
+        file that is missing or too short.
     """
     if corpus not in CORPORA:
-        raise ValueError(f"corpus is {corpus!r}: there are {sorted(CORPORA)}.")
+        raise ValueError(f"corpus is {corpus!r}: pass one of {sorted(CORPORA)}.")
     chosen = CORPORA[corpus]
     check_model(corpus, model, chosen.sizes)
     size = chosen.sizes[model]
@@ -160,7 +159,7 @@ def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
     """The lines of one part ("train", "valid", "test") of a corpus, prepared or from the files.
 
     Raises:
-      ValueError: where neither is there.
+      ValueError: if neither exists.
     """
     source = CORPORA[corpus].source
     prepared = f"wikitext/{source}"
@@ -174,19 +173,19 @@ def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
         f"--data_dir. {builders.how_to_prepare(prepared)}"
     )
     if part == "train" and corpus == "wikitext2":
-        how += " Or take --task=wikitext2_small, which trains on the test text instead."
+        how += " Or pass --task=wikitext2_small, which trains on the test text instead."
     path = need_file(corpus, data_dir, *file_names(part), how=how)
     with open(path, encoding="utf-8", newline="\n") as file:
         yield from file
 
 
 def file_names(part: str) -> tuple[str, str]:
-    """What the file of a part is called: in the published archive, and in plain."""
+    """The file names of a part: in the published archive, and the plain one."""
     return f"wiki.{part}.tokens", f"{part}.txt"
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """The lines joined to articles: each begins with a line like " = Title = "."""
+    """The lines joined into articles; each starts with a line like " = Title = "."""
     article = []
     for line in lines:
         if _is_title(line.split()) and any(map(str.strip, article)):
@@ -202,13 +201,13 @@ def _is_title(words):
 
 
 def _read_corpus(data_dir, corpus, max_words):
-    """Tokens of the training and the test text, and the size of their vocabulary."""
+    """Tokens of the training and the test text, and their vocabulary size."""
     files = CORPORA[corpus].files
     saved = [os.path.join(data_dir or "", f"{part}.npy") for part in files]
     if files[0] == "train" and all(map(os.path.exists, saved)):
         if max_words is not None:
             raise ValueError(
-                f"max_words is {max_words}: {saved[0]!r} holds ids already, all of which are kept. "
+                f"max_words is {max_words}: {saved[0]!r} already holds ids, which are all kept. "
                 "Leave max_words out, or move the file away."
             )
         train, test = (np.load(path, mmap_mode="r") for path in saved)

@@ -52,7 +52,7 @@ def test_who_differs_or_says_nothing_is_named_on_all_processes():
         "process 1 has no order where process 0 has --order=rr", *found
     ]  # fmt: skip
     found = exchanged({}, {}, seconds=0.2, count=3)
-    assert found == [["process 2 said nothing for 0.2 s: look at its output"]] * 2
+    assert found == [["process 2 did not answer within 0.2 s: look at its output"]] * 2
 
 
 def facts_of(*arguments):
@@ -91,7 +91,7 @@ def test_code_is_that_of_all_packages():
     [
         ({0: 8, 1: 8, 2: 4}, "Last seen: process 2 after step 4: look at its output."),
         ({0: 8, 1: 8}, "Last seen: process 1 after step 8: look"),  # nobody is behind
-        ({}, "Last seen: nobody, for process 0 does not answer"),
+        ({}, "Last seen: none, as process 0 does not answer"),
     ],
 )
 def test_who_has_come_less_far_is_named(places, said):

@@ -64,7 +64,7 @@ def test_a_lock_is_stale_where_the_kernel_can_tell_and_else_is_respected(
     with pytest.raises(SystemExit):
         take(tmp_path)
     said = capsys.readouterr().err
-    assert "on elsewhere, since then" in said and "If that process is gone, delete" in said
+    assert "on elsewhere, since then" in said and "If that process no longer runs, delete" in said
     monkeypatch.setattr(lock, "_lock", lambda file: None)  # a file system without locks
     left(tmp_path)
     with pytest.raises(SystemExit):

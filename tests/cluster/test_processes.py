@@ -82,7 +82,9 @@ def test_what_differs_is_said_in_both_processes(two):
         settings, data = found["differs"]
         assert "of the processes differ: process 1 has --seed=1 where process 0 has" in settings
         assert "process 1 has train data of 80 examples, hash" in data
-        assert "--run is vmap in 2 processes: each would do the whole work" in found["alone"]
+        assert (
+            "--run is vmap in 2 processes, each of which would do the whole work" in found["alone"]
+        )
 
 
 PROCESS = """
@@ -104,7 +106,7 @@ def test_processes_that_never_come_are_waited_for_no_longer_than_a_limit(tmp_pat
             env=environment(), capture_output=True, text=True, timeout=120,
         )  # fmt: skip
     assert found.returncode == 1  # not 134, as of JAX's abort
-    said = f"not all of the processes have come within 1 s to {address.split('=')[1]}: start"
+    said = f"not all processes connected to {address.split('=')[1]} within 1 s: start"
     assert said in found.stderr
 
 
@@ -141,7 +143,7 @@ def test_processes_are_found_by_their_flags(given, chosen, monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda *setting: updates.append(setting))
     monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
     if chosen is ValueError:
-        with pytest.raises(ValueError, match=r"start no process: give .*--process_id, 0 to N - 1"):
+        with pytest.raises(ValueError, match=r"are inconsistent: give .*--process_id, 0 to N - 1"):
             processes.start(values)
         return
     processes.start(values)

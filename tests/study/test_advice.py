@@ -113,4 +113,4 @@ def test_advice_measures_and_recommends(capsys):
     advise.run(parsed("--task=digits", "--workers=4", "--units_per_step=16", "--gbps=1,100"))
     out = capsys.readouterr().out
     assert out.count("times as fast as none (") == 2 and "--order=" in out
-    assert "1 Gb/s: a load is" in out and "100 Gb/s: a load is" in out
+    assert "1 Gb/s: a load takes" in out and "100 Gb/s: a load takes" in out

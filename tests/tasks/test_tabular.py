@@ -50,7 +50,11 @@ def test_windows_of_series_are_all_of_them_divided_by_their_inputs_mean_size(ser
 
 @pytest.mark.parametrize(
     "old,new,word",
-    [("W2", "W3", "not the same"), ("17.0", "", "series W1"), (',"25.0"', "", "series 1 has 12")],
+    [
+        ("W2", "W3", "do not hold the same"),
+        ("17.0", "", "series W1"),
+        (',"25.0"', "", "series 1 has 12"),
+    ],
 )
 def test_damaged_series_are_refused(series, old, new, word):
     path = pathlib.Path(series[0]) / "Weekly-test.csv"

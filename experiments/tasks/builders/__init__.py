@@ -1,8 +1,8 @@
-"""Builders for sets that tensorflow-datasets does not have, and reading what they prepared.
+"""Builders for sets that tensorflow-datasets lacks, and access to what they prepared.
 
-A builder is <name>/<name>_dataset_builder.py, in that library's form; its records keep the order
-of the raw files. Beside it, checksums.tsv: address, bytes, sha256 and file name of what it reads. A
-file of that name in the manual folder is taken before the network, and either one is verified.
+A builder is <name>/<name>_dataset_builder.py, in that library's form; its records keep the order of
+the raw files. checksums.tsv beside it has the address, bytes, sha256 and name of each raw file.
+A file of that name in the manual folder replaces the download. Both are verified.
 """
 
 import glob
@@ -15,14 +15,14 @@ NAMES = ("hmda", "m4_weekly", "wikitext")
 
 
 def register(name: str) -> None:
-    """Makes `tensorflow_datasets.builder` know a set of ours, "NAME" or "NAME/CONFIG"."""
+    """Registers a set of ours, "NAME" or "NAME/CONFIG", with `tensorflow_datasets.builder`."""
     name = name.split("/")[0].split(":")[0]
     if name in NAMES:
         importlib.import_module(f"{__name__}.{name}.{name}_dataset_builder")
 
 
 def is_prepared(name: str, data_dir: str | None, split: str = "train") -> bool:
-    """Whether a split of "NAME" or "NAME/CONFIG" lies in the folder, in any version."""
+    """Whether the folder has a split of "NAME" or "NAME/CONFIG", in any version."""
     records = os.path.join(data_dir or "", *name.split("/"), "*", f"*-{split}.array_record*")
     return data_dir is not None and bool(glob.glob(records))
 
@@ -33,7 +33,7 @@ def examples(name: str, data_dir: str, split: str) -> list[dict]:
 
 
 def how_to_prepare(name: str) -> str:
-    """For errors: the command that prepares a set."""
+    """A sentence for errors, with the command that prepares a set."""
     return (
         f"Or prepare it with `python -m experiments.prepare --name={name} --data_dir=DIR "
         "[--manual_dir=RAW]` and pass --data_dir=DIR."
@@ -43,11 +43,13 @@ def how_to_prepare(name: str) -> str:
 def fetch(builder, dl_manager, address: str) -> os.PathLike:
     """The local path of a file, from the manual folder or else the network.
 
-    Where its checksum is known it is verified. The library looks into the manual folder for such
-    files alone; here the others are looked for there too.
+    It is verified if its checksum is known. tensorflow-datasets looks only for such files in the
+    manual folder; this function also looks for the others.
 
     Args:
-      builder: whose checksums.tsv is read; dl_manager: as it gets it; address: of the file.
+      builder: the builder whose checksums.tsv is read.
+      dl_manager: the download manager that the builder was given.
+      address: of the file.
     """
     manual = manual_file(dl_manager, os.path.basename(address))
     if manual is not None and address not in (builder.url_infos or {}):
@@ -56,9 +58,9 @@ def fetch(builder, dl_manager, address: str) -> os.PathLike:
 
 
 def manual_file(dl_manager, *names: str) -> os.PathLike | None:
-    """The first of the files that lies in the manual folder, or None."""
+    """The first of the files that is in the manual folder, or None."""
     try:
         folder = dl_manager.manual_dir
-    except AssertionError:  # how the library says that it is not there, or is empty
+    except AssertionError:  # tensorflow-datasets raises it for a missing or empty folder
         return None
     return next((folder / name for name in names if (folder / name).exists()), None)

@@ -13,17 +13,17 @@ STATES = (
     "NJ AK AL AR AZ CA CO CT DC DE FL GA HI IA ID IL IN KS KY LA MA MD ME MI MN MO MS MT NC ND NE "
     "NH NM NV NY OH OK OR PA RI SC SD TN TX UT VA VT WA WI WV WY"
 ).split()
-NUM_COLUMNS = 23  # that are numbers
+NUM_COLUMNS = 23  # numeric ones
 
 
 class Builder(tfds.core.GeneratorBasedBuilder):
-    """One example is one application. The checksums of New Jersey's files alone are known."""
+    """One example is one application. Only New Jersey's files have known checksums."""
 
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "First version."}
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=state) for state in STATES]
     MANUAL_DOWNLOAD_INSTRUCTIONS = (
-        "2017-STATE-features.zip and 2017-STATE-target.zip of the state, of "
+        "2017-STATE-features.zip and 2017-STATE-target.zip of the state, from "
         f"https://{tabular.HMDA}; only those of NJ are verified."
     )
 
@@ -31,8 +31,8 @@ class Builder(tfds.core.GeneratorBasedBuilder):
         return tfds.core.DatasetInfo(
             builder=self,
             description="Mortgage applications of one state in 2017 under the Home Mortgage "
-            "Disclosure Act: the 23 columns that are numbers, in the order of the file, nan where "
-            "an entry is missing, and action_taken, which is 3 for a denied application.",
+            "Disclosure Act: the 23 numeric columns in the order of the file, with nan for missing "
+            "entries, and action_taken, which is 3 for a denied application.",
             features=tfds.features.FeaturesDict(
                 {
                     "features": tfds.features.Tensor(

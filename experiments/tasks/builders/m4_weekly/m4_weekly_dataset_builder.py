@@ -14,14 +14,14 @@ class Builder(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "First version."}
-    MANUAL_DOWNLOAD_INSTRUCTIONS = f"Weekly-train.csv and Weekly-test.csv, of {SOURCE}."
+    MANUAL_DOWNLOAD_INSTRUCTIONS = f"Weekly-train.csv and Weekly-test.csv, from {SOURCE}."
 
     def _info(self):
         series = tfds.features.Tensor(shape=(None,), dtype=np.float64, encoding="bytes")
         return tfds.core.DatasetInfo(
             builder=self,
-            description="The 359 weekly series of the M4 competition: 80 to 2597 weeks to train "
-            "on, and the 13 weeks that follow. Both are in the split 'train'.",
+            description="The 359 weekly series of the M4 competition: 80 to 2597 training "
+            "weeks, and the 13 weeks that follow. Both are in the split 'train'.",
             features=tfds.features.FeaturesDict(
                 {"name": tfds.features.Text(), "past": series, "future": series}
             ),

@@ -10,26 +10,26 @@ SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 
 
 class Builder(tfds.core.GeneratorBasedBuilder):
-    """One example is one article; all articles of a split, joined, are its file again.
+    """One example is one article; the joined articles of a split are its file.
 
     The checksums of the two archives are those that huggingface/datasets recorded
-    (datasets/wikitext/dataset_infos.json) for the publisher's address, which is gone; the address
-    here is the first author's copy.
+    (datasets/wikitext/dataset_infos.json) for the publisher's address, which no longer exists. The
+    address here is the first author's copy.
     """
 
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "First version."}
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in wikitext.SOURCES]
     MANUAL_DOWNLOAD_INSTRUCTIONS = (
-        "The archive wikitext-2-v1.zip or wikitext-103-v1.zip, which is verified, or unpacked, "
-        "wiki.train.tokens and so on (or train.txt and so on), which are not: then the splits are "
-        "those whose files are there."
+        "The archive wikitext-2-v1.zip or wikitext-103-v1.zip, which is verified; or the unpacked "
+        "files wiki.train.tokens and so on (or train.txt and so on), which are not verified. Then "
+        "there is a split for every file present."
     )
 
     def _info(self):
         return tfds.core.DatasetInfo(
             builder=self,
-            description="Articles of Wikipedia as lines of words, rare words as <unk>.",
+            description="Articles of Wikipedia as lines of words, with rare words as <unk>.",
             features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
             homepage="https://arxiv.org/abs/1609.07843",
             license="CC BY-SA",
