@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ordering.rows import Rows
 from syncopate import mesh, plans
 
 PyTree = Any
 State = Any
+CALL_INIT = "Call init with params shaped like one gradient, or for sketches with jnp.zeros(size)."
 
 
 class Ordering(NamedTuple):
@@ -49,7 +51,7 @@ class Ordering(NamedTuple):
 
 def first_order(key: jax.Array, num_units: int) -> jax.Array:
     """Returns the random order, int32[M], that every ordering starts from under `key`."""
-    plans.check_key(key)
+    check_key(key)
     return permutation(jax.random.fold_in(key, 0), num_units)
 
 
@@ -135,18 +137,79 @@ def check_units_per_step(num_units: int, units_per_step: int) -> None:
         )
 
 
-def check_rows(size: int, num_units: int, units_per_step: int) -> None:
-    """Raises where a step brings a number of units that no step of this epoch can have."""
-    tail = num_units % units_per_step
+def check_key(key) -> None:
+    """Raises ValueError unless it is the typed key of one worker."""
+    plans.check_key(key)
+    if key.shape:
+        raise ValueError(
+            f"key has shape {key.shape}: init takes one worker's key. Call it under jax.vmap or "
+            "local_opt.lift, which give each worker its own."
+        )
+
+
+def check_is_rows(rows) -> None:
+    if not isinstance(rows, Rows):
+        raise ValueError(
+            f"got a {type(rows).__name__} where Rows are needed: wrap the gradients by "
+            "ordering.Rows.of(tree) for leaves [n, ...], one gradient per unit, or by "
+            "ordering.Rows.of_one(gradient) for a single one."
+        )
+
+
+def check_rows(
+    rows: Rows, num_units: int, units_per_step: int, *, workers: int | None = None
+) -> int:
+    """Returns how many of one worker's units the rows hold.
+
+    Raises ValueError where no step of the epoch has so many, and for rows of all `workers` where an
+    order does not take them (None).
+    """
+    check_is_rows(rows)
+    if rows.workers not in (None, workers):
+        raise ValueError(
+            f"observe got rows of all {rows.workers} workers, as exchange_rows returns them: this "
+            "order observes one worker's. Pass the rows that were exchanged, or use cd_grab "
+            "without gathers."
+        )
+    size, tail = rows.size // (rows.workers or 1), num_units % units_per_step
     if size not in (units_per_step, tail) or size == 0:
         raise ValueError(
             f"observe got rows of {size} units; this ordering was built for {units_per_step} "
             f"units per step and {tail} in the last step of an epoch ({num_units} units). "
             "Slice the order accordingly, or build the ordering with another units_per_step."
         )
+    return size
 
 
-def check_stacked(rows) -> None:
+def check_shapes(rows: Rows, like: PyTree) -> None:
+    """Raises ValueError unless the rows are gradients of the shapes of `like`, or have no tree."""
+    if rows.tree is None:
+        return
+    given, needed = _shapes(rows.tree), _shapes(like, (rows.size,))
+    for path in given | needed:
+        if given.get(path) != needed.get(path):
+            raise ValueError(
+                f"observe got rows whose rows.tree{path} has shape {given.get(path, 'none')}; the "
+                f"state was made for {needed.get(path, 'no such leaf')}. {CALL_INIT}"
+            )
+
+
+def _shapes(tree, leading=()):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leading + jnp.shape(leaf) for path, leaf in leaves}
+
+
+def check_width(entries: int, needed: int, held: int) -> None:
+    """Raises ValueError unless a state holds as many numbers as rows of D entries need."""
+    if held != needed:
+        raise ValueError(
+            f"observe got rows of {entries} numbers each, for which a state holds {needed} on each "
+            f"worker; this one holds {held}. {CALL_INIT}"
+        )
+
+
+def check_stacked(rows: Rows) -> None:
+    check_is_rows(rows)
     if rows.tree is None:
         raise ValueError(
             "these rows hold no stacked gradients, which this ordering must keep or send: use "

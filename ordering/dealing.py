@@ -134,6 +134,7 @@ def dealt(
         return state._replace(pairs=order.sync(state.pairs))
 
     def next_epoch(state):
+        mesh.axis_size(axis_name)  # raises outside of it
         before, after = state.pairs, order.next_epoch(state.pairs)
         count = num_units // 2
         told = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
@@ -229,7 +230,7 @@ def _begun(pairs, everyone, axis_name):
 
 
 def _all_units(num_units, total, axis_name) -> int:
-    workers = jax.lax.axis_size(axis_name)
+    workers = mesh.axis_size(axis_name)
     dealt = workers * num_units
     if total is not None and total < dealt:
         raise ValueError(
@@ -241,6 +242,6 @@ def _all_units(num_units, total, axis_name) -> int:
 
 def _shuffled(key, num_units, axis_name, total=None):
     """int32[W, M]: a random order of all units, which `key`, of all workers, draws."""
-    workers, total = jax.lax.axis_size(axis_name), _all_units(num_units, total, axis_name)
+    workers, total = mesh.axis_size(axis_name), _all_units(num_units, total, axis_name)
     drawn = base.permutation(key, total)[: workers * num_units]
     return drawn.reshape(workers, num_units)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ordering import base
 from ordering import rows as rows_lib
 from ordering.base import Ordering
-from syncopate import mesh, plans
+from syncopate import mesh
 
 LANES = 128  # of a TPU's vector unit
 GIVE_SPECS = (
@@ -37,7 +37,8 @@ def slice_size(entries: int, workers: int) -> int:
 
 def shared_key(key: jax.Array, axis_name: str) -> jax.Array:
     """Worker 0's key, on every worker: coins drawn from it are the same everywhere."""
-    plans.check_key(key)
+    mesh.axis_size(axis_name)  # raises outside of it
+    base.check_key(key)
     data = jax.random.key_data(key)
     mine = jnp.where(jax.lax.axis_index(axis_name) == 0, data, jnp.zeros_like(data))
     return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))
@@ -57,6 +58,14 @@ def equal_once(tree, axis_name: str):
     return jax.tree.map(once, tree)
 
 
+def check_slices(rows: rows_lib.Rows, workers: int, total) -> None:
+    """Raises ValueError unless a running sum is the slice that rows of this width need."""
+    base.check_stacked(rows)
+    entries = rows_lib.tree_size(rows.tree) // rows.size
+    needed = entries if rows.workers else slice_size(entries, workers)
+    base.check_width(entries, needed, rows_lib.tree_size(total))
+
+
 def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     """Rows of n units per worker become rows of n W units, [n W, `slice_size`] on every worker.
 
@@ -65,7 +74,7 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     them.
     """
     base.check_stacked(rows)
-    workers = jax.lax.axis_size(axis_name)
+    workers = mesh.axis_size(axis_name)
     leaves = [leaf.reshape(rows.size, -1) for leaf in jax.tree.leaves(rows.tree)]
     entries = sum(leaf.shape[1] for leaf in leaves)
     size = slice_size(entries, workers)

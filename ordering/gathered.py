@@ -70,9 +70,10 @@ def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> b
     def observe(state, rows):
         if specs is None:
             check_alone(axis_name, what="cd_grab observes", manual_only=True)
+        base.check_rows(rows, num_units, units_per_step)
         base.check_stacked(rows)
-        base.check_rows(rows.size, num_units, units_per_step)
         units = rows_lib.as_float32(rows_lib.flat(rows))
+        base.check_width(units.shape[1], units.shape[1], state.running_sum.size)
         first = state.position // 2
         found, end, pending = complete_pairs(state, units)
         state = state._replace(position=end, pending=pending)
@@ -98,8 +99,8 @@ def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> b
     def place(state, own, first, known):
         """Signs pairs `first` and on, of all workers, and places this one's."""
         count = own.shape[0]
+        workers = mesh.axis_size(axis_name)
         everyone = jax.lax.all_gather(own, axis_name)  # [W, n, k]
-        workers = everyone.shape[0]
         stream = everyone.swapaxes(0, 1).reshape(count * workers, -1)
         equal = equal_once((state.rule, state.running_sum, known), axis_name)
         rule_state, running_sum, valid = equal

@@ -82,7 +82,8 @@ def grab(
         return mesh.varying_as(state, key)
 
     def observe(state, rows):
-        base.check_rows(rows.size, num_units, units_per_step)
+        base.check_rows(rows, num_units, units_per_step)
+        base.check_shapes(rows, state.mean)
         valid = state.position + jnp.arange(rows.size) < num_units
         carry = (rule, state.rule, state.running_sum)
         if rows.tree is None:

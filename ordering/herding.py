@@ -103,9 +103,10 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
         return mesh.varying_as(state, key)
 
     def observe(state, rows):
-        base.check_rows(rows.size, num_units, units_per_step)
+        base.check_rows(rows, num_units, units_per_step)
         base.check_stacked(rows)
         flat = rows_lib.as_float32(rows_lib.flat(rows))
+        base.check_width(flat.shape[1], flat.shape[1], state.gradients.shape[1])
         flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
         place = state.position + jnp.arange(rows.size)
         unit = jnp.where(place < num_units, state.current[place], num_units)

@@ -9,7 +9,14 @@ from jax.sharding import PartitionSpec as P
 from ordering import base, signs
 from ordering import rows as rows_lib
 from ordering.base import Ordering
-from ordering.exchange import check_alone, exchange, sharded, shared_key, slice_size
+from ordering.exchange import (
+    check_alone,
+    check_slices,
+    exchange,
+    sharded,
+    shared_key,
+    slice_size,
+)
 from ordering.gathered import gathered_pairs
 from ordering.kernel import balance, balance_blocks
 from syncopate import mesh
@@ -154,7 +161,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
         current = base.first_order(key, num_units)
         like, workers = params, 1
         if coordinated:
-            workers = jax.lax.axis_size(axis_name)
+            workers = mesh.axis_size(axis_name)
             like = jnp.zeros(slice_size(rows_lib.tree_size(params), workers))
             key = shared_key(key, axis_name)
         state = PairBalanceState(
@@ -170,9 +177,14 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
     def observe(state, rows):
         if coordinated and specs is None:
             check_alone(axis_name, what="cd_grab observes")
-        workers = jax.lax.axis_size(axis_name) if coordinated else 1
-        size = rows.size // (rows.workers or 1)
-        base.check_rows(size, num_units, units_per_step)
+        workers = mesh.axis_size(axis_name) if coordinated else 1
+        size = base.check_rows(
+            rows, num_units, units_per_step, workers=workers if coordinated else None
+        )
+        if coordinated:
+            check_slices(rows, workers, state.running_sum)
+        else:
+            base.check_shapes(rows, state.running_sum)
         num_pairs = (size + splits_pairs) // 2
         # Where pairs are never split, the odd unit of a short step gets no partner any more. It is
         # not counted, or two such steps would count as a pair that nobody has placed.

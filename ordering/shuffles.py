@@ -189,4 +189,9 @@ def shuffled(num_units: int, draw, first=None) -> Ordering:
         following = draw(state.key, epoch + 1, state.next)
         return state._replace(current=state.next, next=following, epoch=epoch)
 
-    return Ordering(init, lambda state, rows: state, next_epoch)
+    def observe(state, rows):
+        if rows is not None:
+            base.check_is_rows(rows)
+        return state
+
+    return Ordering(init, observe, next_epoch)

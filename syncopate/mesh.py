@@ -29,6 +29,18 @@ def check_specs(specs, axis_name) -> tuple[str, ...]:
     return axes
 
 
+def axis_size(axis_name) -> int:
+    """The number of workers on this axis; raises ValueError outside of it."""
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis {axis_name!r} is not in scope: this function runs on every worker. Call it under "
+            f"jax.vmap(..., axis_name={axis_name!r}), jax.shard_map over a mesh with this axis, or "
+            "local_opt.lift; if your workers' axis has another name, pass it as axis_name=."
+        ) from None
+
+
 def beside(axis_name, *, manual_only: bool = False) -> list[str]:
     """The axes of the mesh in scope that are not the workers', or the manual ones of these."""
     mesh = jax.sharding.get_abstract_mesh()

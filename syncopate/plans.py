@@ -32,9 +32,13 @@ def check_total_steps(total_steps) -> None:
 
 def check_key(key) -> None:
     """Raises ValueError unless it is a typed key, or an array of them."""
-    if not jax.dtypes.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+    dtype = getattr(key, "dtype", None)
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        legacy = dtype == np.uint32 and key.shape[-1:] == (2,)
+        found = "a legacy key" if legacy else f"{key} ({type(key).__name__})"
         raise ValueError(
-            f"key is {key} ({type(key).__name__}): pass a typed key, as jax.random.key(0)."
+            f"key is {found}: pass a typed key, as jax.random.key(seed), or make one of a legacy "
+            "key by jax.random.wrap_key_data(key)."
         )
 
 

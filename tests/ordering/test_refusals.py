@@ -1,0 +1,128 @@
+"""Mistakes in calling an order: each is a ValueError that says what to pass instead."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ordering
+from tests import tables
+
+M, B, W, D = 6, 2, 2, 5
+ORDERS = {name: row.make(M, B) for name, row in tables.ORDERS.items()}
+DEALT = {
+    "dealt": ordering.dealt(ORDERS["cd_grab"], M),
+    "dealt at syncs": ordering.dealt(ORDERS["cd_grab, at syncs"], M),
+    "dealt_reshuffling": ordering.dealt_reshuffling(M),
+}
+NEED_AXIS = {n: o for n, o in ORDERS.items() if tables.ORDERS[n].coordinated} | DEALT
+OBSERVE = {n: o for n, o in ORDERS.items() if tables.ORDERS[n].observes}
+OBSERVE["cd_grab, odd steps"] = ordering.cd_grab(M, units_per_step=1)
+PARAMS = jnp.zeros(D)
+
+
+def over_workers(function, *args):
+    """Traces a function of one worker for all, on abstract values: nothing is compiled."""
+    return jax.eval_shape(jax.vmap(function, axis_name="worker"), *args)
+
+
+def states(order, params=PARAMS):
+    keys = jax.random.split(jax.random.key(0), W)
+    return over_workers(lambda key: order.init(key, params), keys)
+
+
+def observe(order, rows, params=PARAMS):
+    """The order observes what `rows` makes of a worker's number."""
+    return over_workers(
+        lambda state, worker: order.observe(state, rows(worker)), states(order, params),
+        jnp.arange(W),
+    )  # fmt: skip
+
+
+def zeros(units, width=D):
+    """Rows of zeros, of a worker's number: what all workers send must be batched."""
+    return lambda worker: ordering.Rows.of(jnp.zeros((units, width)) + worker)
+
+
+@pytest.mark.parametrize("name", NEED_AXIS)
+def test_outside_of_the_named_axis(name):
+    order = NEED_AXIS[name]
+    needed = "axis 'worker' is not .*axis_name='worker'.*shard_map.*lift.*axis_name="
+    with pytest.raises(ValueError, match=needed):
+        order.init(jax.random.key(0), PARAMS)
+    run = jax.vmap(lambda key: order.init(key, PARAMS), axis_name="worker")
+    state = jax.tree.map(lambda x: x[0], run(jax.random.split(jax.random.key(0), W)))
+    rows = ordering.Rows.of(jnp.zeros((B, D)))
+    if name != "dealt_reshuffling":
+        with pytest.raises(ValueError, match=needed):  # what is observed may wait for a sync
+            order.sync(order.observe(state, rows))
+    if name in DEALT:
+        with pytest.raises(ValueError, match=needed):
+            order.next_epoch(state)
+
+
+def test_a_mean_outside_of_the_named_axis():
+    rows = ordering.Rows.of(jnp.zeros((B, D)))
+    with pytest.raises(ValueError, match="axis 'data' is not .*axis_name='data'"):
+        ordering.all_to_all_mean(PARAMS, rows, axis_name="data")
+
+
+@pytest.mark.parametrize("name", ORDERS | DEALT)
+@pytest.mark.parametrize("given", [{"w": jnp.zeros((B, D))}, jnp.zeros((B, D))])
+def test_gradients_that_are_not_rows(name, given):
+    order = (ORDERS | DEALT)[name]
+    with pytest.raises(
+        ValueError, match=r"got a \w+ where Rows are needed.*Rows\.of\(.*Rows\.of_one\("
+    ):
+        observe(order, lambda worker: given)
+
+
+@pytest.mark.parametrize("name", OBSERVE)
+def test_rows_of_another_width(name):
+    size = 1 if "odd" in name else B
+    observe(OBSERVE[name], zeros(size, D))
+    with pytest.raises(ValueError, match=r"init .* params .*like one gradient"):
+        observe(OBSERVE[name], zeros(size, D + 2))
+
+
+@pytest.mark.parametrize("name", ["grab", "pair_balance"])
+@pytest.mark.parametrize(
+    "tree,message",
+    [
+        ({"a": (3,), "b": (2,)}, r"rows.tree\['a'\] has shape \(2, 3\).* \(2, 2\)"),
+        ({"a": (2,)}, r"rows.tree\['b'\] has shape none.* \(2, 3\)"),
+        ({"a": (2,), "b": (3,), "c": (1,)}, r"rows.tree\['c'\] has shape \(2, 1\).*no such"),
+    ],
+)
+def test_rows_with_other_leaves(name, tree, message):
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
+    rows = {leaf: jnp.zeros((B, *shape)) for leaf, shape in tree.items()}
+    with pytest.raises(ValueError, match=message):
+        observe(ORDERS[name], lambda w: ordering.Rows.of(rows), params)
+
+
+@pytest.mark.parametrize("name", OBSERVE)
+def test_rows_of_another_step(name):
+    with pytest.raises(ValueError, match="rows of 4 units; .* units_per_step"):
+        observe(OBSERVE[name], zeros(4, D))
+
+
+@pytest.mark.parametrize("name", [n for n in OBSERVE if not n.startswith("cd_grab")])
+def test_rows_of_all_workers_where_an_order_needs_its_own(name):
+    def exchanged(worker):
+        return ordering.all_to_all_mean(PARAMS, zeros(B)(worker))[1]
+
+    with pytest.raises(ValueError, match="rows of all 2 workers.*cd_grab"):
+        observe(OBSERVE[name], exchanged)
+
+
+@pytest.mark.parametrize("name", ORDERS | DEALT)
+def test_legacy_keys(name):
+    order = (ORDERS | DEALT)[name]
+    with pytest.raises(ValueError, match=r"legacy key.*jax\.random\.key\(seed\)"):
+        over_workers(lambda key: order.init(key, PARAMS), jnp.zeros((W, 2), jnp.uint32))
+
+
+@pytest.mark.parametrize("name", [n for n in ORDERS if n not in NEED_AXIS])
+def test_keys_of_all_workers_without_vmap(name):
+    with pytest.raises(ValueError, match=r"shape \(2,\).*one worker's key.*jax\.vmap"):
+        ORDERS[name].init(jax.random.split(jax.random.key(0), W), PARAMS)
