@@ -7,7 +7,7 @@ from ordering import echo, input
 from ordering.backward import sketched, sketched_parameters
 from ordering.base import Ordering
 from ordering.dealing import dealt, dealt_reshuffling
-from ordering.exchange import all_to_all_mean
+from ordering.exchange import exchange_rows
 from ordering.grab import grab
 from ordering.gradients import grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
@@ -27,12 +27,12 @@ __all__ = [
     "Ordering",
     "Rows",
     "SignRule",
-    "all_to_all_mean",
     "block_reshuffling",
     "cd_grab",
     "dealt",
     "dealt_reshuffling",
     "echo",
+    "exchange_rows",
     "flip_flop",
     "grab",
     "greedy",

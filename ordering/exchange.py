@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ordering import base
 from ordering import rows as rows_lib
-from ordering.base import Ordering
+from ordering.base import Ordering, PyTree
 from syncopate import mesh
 
 LANES = 128  # of a TPU's vector unit
@@ -90,26 +90,32 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     return rows_lib.Rows.of(parts)._replace(workers=workers)
 
 
-def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
-    """The mean gradient over all workers and the rows of all workers, from one exchange.
+def exchange_rows(
+    rows: rows_lib.Rows, *, axis_name: str = "worker"
+) -> tuple[PyTree, rows_lib.Rows]:
+    """Sends the rows of all workers to `cd_grab`, and returns the mean gradient with them.
 
-    An all-to-all and an all-gather in place of the all-reduce of `jax.lax.pmean`: with one unit per
-    worker and step (`microbatch`) both move the same bytes, so coordination costs no volume. With
-    an even number of units the all-reduce is cheaper, for `cd_grab` then sends differences.
+    mean = 1 / (n W) sum over workers w and units i of g_(w, i)
+
+    An all-to-all and an all-gather replace the all-reduce of `jax.lax.pmean` and move the same
+    bytes, so that with one unit per worker and step (`microbatch`) coordination sends nothing more.
+    With an even number of units per step `jax.lax.pmean` is cheaper: `cd_grab` then sends pair
+    differences, half as many as gradients.
 
     Args:
-      mean: this worker's mean gradient, which gives structure, shapes and dtypes.
-      rows: its rows, stacked; axis_name: the workers' axis.
+      rows: this worker's stacked rows of n units.
+      axis_name: the workers' axis.
 
     Returns:
-      (mean over all units of all workers, exchanged rows for `cd_grab`).
+      (mean, exchanged rows): the mean gradient over all units of all workers, a tree like one
+      gradient, equal on all workers; and what `cd_grab(...).observe` takes in place of `rows`.
 
     Raises:
-      ValueError: if the rows hold no gradients to send, or the mesh has other axes beside.
+      ValueError: if the rows hold no gradients, or the mesh has axes besides the workers'.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> mean = lambda g: ordering.all_to_all_mean(g[0], ordering.Rows.of(g))[0]
+      >>> mean = lambda g: ordering.exchange_rows(ordering.Rows.of(g))[0]
       >>> jax.vmap(mean, axis_name="worker")(jnp.array([[[1.0]], [[3.0]]])).tolist()
       [[2.0], [2.0]]
 
@@ -117,12 +123,12 @@ def all_to_all_mean(mean, rows: rows_lib.Rows, *, axis_name: str = "worker"):
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
-    check_alone(axis_name, what="all_to_all_mean sends", act="Use jax.lax.pmean.")
-    rows = exchange(rows, axis_name)
-    part = jnp.mean(rows_lib.as_float32(rows.tree), axis=0)
-    flat = jax.lax.all_gather(part, axis_name, tiled=True)[: rows_lib.tree_size(mean)]
-    template, unravel = ravel_pytree(mean)
-    return unravel(flat.astype(template.dtype)), rows
+    check_alone(axis_name, what="exchange_rows sends", act="Use jax.lax.pmean.")
+    sent = exchange(rows, axis_name)
+    part = jnp.mean(rows_lib.as_float32(sent.tree), axis=0)
+    template, unravel = ravel_pytree(jax.tree.map(lambda g: g[0], rows.tree))
+    flat = jax.lax.all_gather(part, axis_name, tiled=True)[: template.size]
+    return unravel(flat.astype(template.dtype)), sent
 
 
 def check_alone(axis_name, *, what: str, act: str = GIVE_SPECS, manual_only: bool = False) -> None:

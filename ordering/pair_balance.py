@@ -104,7 +104,7 @@ def cd_grab(
     Runs under a named axis (`jax.vmap` or `jax.shard_map`). Gradients are exchanged in slices of
     D / W, so that r and the pending gradients are sharded over the workers. An even B sends the
     pair differences; an odd B sends the gradients, and a loop that exchanges them itself
-    (`all_to_all_mean`) gets the mean gradient for the same volume.
+    (`exchange_rows`) gets the mean gradient for the same volume.
 
     Short rows, above all sketches (`ordering.sketched`), need none of this: with `gathers` workers
     send each other whole pairs, k numbers each, and all compute all signs. Gathered when they sync,

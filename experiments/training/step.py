@@ -159,7 +159,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
         losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
         if exchanges:
-            mean, rows = ordering.all_to_all_mean(mean, rows, axis_name=AXIS)
+            mean, rows = ordering.exchange_rows(rows, axis_name=AXIS)
         # The proximal correction asks whether the batch is new.
         updates, opt_state = update(
             mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)

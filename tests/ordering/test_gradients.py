@@ -74,7 +74,7 @@ def test_exchanged_mean_equals_averaged_mean():
     def both(g):
         rows = ordering.Rows.of({"a": g[:, :6].reshape(1, 2, 3), "b": g[:, 6:]})
         mean = jax.tree.map(lambda x: x[0], rows.tree)
-        return jax.lax.pmean(mean, "worker"), ordering.all_to_all_mean(mean, rows)[0]
+        return jax.lax.pmean(mean, "worker"), ordering.exchange_rows(rows)[0]
 
     for run in (tables.vmap_workers, tables.shard_map_workers):
         one, other = run(both)(gradients)

@@ -63,7 +63,7 @@ def test_outside_of_the_named_axis(name):
 def test_a_mean_outside_of_the_named_axis():
     rows = ordering.Rows.of(jnp.zeros((B, D)))
     with pytest.raises(ValueError, match="axis 'data' is not .*axis_name='data'"):
-        ordering.all_to_all_mean(PARAMS, rows, axis_name="data")
+        ordering.exchange_rows(rows, axis_name="data")
 
 
 @pytest.mark.parametrize("name", ORDERS | DEALT)
@@ -109,7 +109,7 @@ def test_rows_of_another_step(name):
 @pytest.mark.parametrize("name", [n for n in OBSERVE if not n.startswith("cd_grab")])
 def test_rows_of_all_workers_where_an_order_needs_its_own(name):
     def exchanged(worker):
-        return ordering.all_to_all_mean(PARAMS, zeros(B)(worker))[1]
+        return ordering.exchange_rows(zeros(B)(worker))[1]
 
     with pytest.raises(ValueError, match="rows of all 2 workers.*cd_grab"):
         observe(OBSERVE[name], exchanged)

@@ -18,7 +18,7 @@ PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
 CITED = (
     "random_reshuffling", "shuffle_once", "flip_flop", "block_reshuffling", "grab", "pair_balance",
     "cd_grab", "greedy_herding", "greedy", "self_balancing_walk", "kernel_halving", "herding_bound",
-    "per_example", "microbatch", "all_to_all_mean", "lenet",
+    "per_example", "microbatch", "exchange_rows", "lenet",
     "vit", "gpt2", "mobilenet_v2", "resnet", "mobilenet_v3",
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
