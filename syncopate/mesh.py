@@ -35,7 +35,7 @@ def axis_size(axis_name) -> int:
         return jax.lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
-            f"axis {axis_name!r} is not in scope: this function runs on every worker. Call it under "
+            f"axis {axis_name!r} is not in scope: this function runs on each worker. Call it under "
             f"jax.vmap(..., axis_name={axis_name!r}), jax.shard_map over a mesh with this axis, or "
             "local_opt.lift; if your workers' axis has another name, pass it as axis_name=."
         ) from None
