@@ -94,10 +94,11 @@ def test_the_reference_has_every_public_name_once():
     """On the site mkdocstrings puts its signature and its docstring there."""
     pages = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
     shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
-    public = {
+    public = [
         f"{package.__name__}.{name}"
         for package in (ordering, ordering.echo, ordering.input, local_opt, models)
         for name in package.__all__
-        if not inspect.ismodule(getattr(package, name)) or package is models
-    }
-    assert sorted(shown) == sorted(public)
+        if not inspect.ismodule(getattr(package, name))
+    ]
+    # A name that is a module's, too, is given with it: ordering.grab.grab.
+    assert sorted(re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in shown) == sorted(public)
