@@ -1,38 +1,45 @@
-"""The console command: `syncopate cd_grab --task=digits` is `python -m experiments.cd_grab ...`.
+"""The console command: `syncopate NAME ...` runs an experiment, whatever the current folder holds.
 
-It runs from any folder, whatever files lie there. --preset=NAME stands for the flags in the file of
-that name in experiments/presets/, as --preset=tiny/qsr_vit_b_4096.
+In the root of a clone it does the same as `python -m experiments.NAME ...`. `--preset=NAME` stands
+for the flags in the file experiments/presets/NAME.flags.
 """
 
 import ast
-import importlib.util
+import os
 import pathlib
 import runpy
 import sys
 
-EXTRA = "experiments"  # of setup.cfg: what they need beyond the core
+EXTRA = "experiments"  # the extra of setup.cfg that installs what the experiments need
 PRESET = "--preset="
-INCLUDED = "--flagfile=experiments/presets/"  # in a preset that begins as another one
+INCLUDED = "--flagfile=experiments/presets/"  # the first line of a preset that extends another
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the experiment that the first argument names.
 
+    Args:
+      argv: the name of an experiment and its flags; those of the process by default.
+
     Raises:
-      SystemExit: with the list of experiments, for none or another name; for a preset that is not
-        there; or if the experiments' dependencies are not installed.
+      SystemExit: if the name or a preset is unknown, with the known ones, or if the experiments'
+        dependencies are not installed.
     """
     argv = sys.argv[1:] if argv is None else argv
     known = experiments()
     if not argv or argv[0] not in known:
-        told = "\n".join(f"  {name:14}{said}" for name, said in known.items())
-        text = f"syncopate NAME [--preset=PRESET] [--flag=value ...]; --help after a name.\n{told}"
+        rows = "\n".join(f"  {name:14}{purpose}" for name, purpose in known.items())
+        usage = f"syncopate NAME [--preset=PRESET] [--flag=value ...]; --help after a name.\n{rows}"
         if not argv or argv[0] in ("-h", "--help"):
-            print(text)
+            print(usage)
             return
-        sys.exit(f"{argv[0]!r} is no experiment: pass one of these.\n{text}")
+        sys.exit(f"{argv[0]!r} is not an experiment: pass one of these.\n{usage}")
     name, *flags = argv
-    sys.argv = [name, *(given for flag in flags for given in with_preset(flag))]
+    sys.argv = [name, *(expanded for flag in flags for expanded in with_preset(flag))]
+    # In front of everything else, here and in the processes that an experiment starts.
+    sys.path.insert(0, str(sources()))
+    paths = [str(sources()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     try:
         runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
@@ -42,33 +49,33 @@ def main(argv: list[str] | None = None) -> None:
         )
 
 
-def folder() -> pathlib.Path:
-    """Where the experiments lie; found without importing them."""
-    spec = importlib.util.find_spec("experiments")
-    return pathlib.Path(spec.submodule_search_locations[0])
+def sources() -> pathlib.Path:
+    """The folder of `experiments` and `models`: in a wheel `_bundled`, in a clone its root."""
+    bundled = pathlib.Path(__file__).with_name("_bundled")
+    return bundled if bundled.is_dir() else bundled.parents[1]
 
 
 def experiments() -> dict[str, str]:
-    """{name: what it is for} of all that can be run."""
+    """The experiments, each with the first line of its docstring."""
     found = {}
-    for path in sorted(folder().glob("*.py")):
+    for path in sorted((sources() / "experiments").glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if '__name__ == "__main__"' in text:
-            found[path.stem] = ast.get_docstring(ast.parse(text)).partition("\n")[0]
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     return found
 
 
 def with_preset(flag: str) -> list[str]:
-    """The flag itself, or those of the preset that it names."""
+    """The flag itself in a list, or the flags of the preset that it names."""
     if not flag.startswith(PRESET):
         return [flag]
-    presets, name = folder() / "presets", flag.removeprefix(PRESET)
+    presets, name = sources() / "experiments" / "presets", flag.removeprefix(PRESET)
     path = presets / f"{name}.flags"
     if not path.is_file():
         known = sorted(
             str(p.relative_to(presets).with_suffix("")) for p in presets.rglob("*.flags")
         )
-        sys.exit(f"{name!r} is no preset: pass one of {', '.join(known)}.")
+        sys.exit(f"{name!r} is not a preset: pass one of {', '.join(known)}.")
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith(INCLUDED):

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib.util
 import pathlib
 
 import jax
@@ -37,9 +38,13 @@ def set_hash(data) -> str:
 
 @functools.cache
 def code_hash() -> str:
-    """Hash of the source files of this repository's packages."""
-    root, total = pathlib.Path(__file__).parents[2], hashlib.sha256()
+    """Hash of the repository's source files, the same in a clone and in a wheel."""
+    total = hashlib.sha256()
     for package in PACKAGES:
-        for path in sorted(root.glob(f"{package}/**/*.py")):
-            total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+        (folder,) = importlib.util.find_spec(package).submodule_search_locations
+        root = pathlib.Path(folder).parent
+        paths = sorted(path.relative_to(root) for path in root.glob(f"{package}/**/*.py"))
+        for path in paths:
+            if "_bundled" not in path.parts:  # in a wheel: experiments and models
+                total.update(str(path).encode() + b"\0" + (root / path).read_bytes())
     return total.hexdigest()
