@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ordering import trace
-from ordering.gradients import loss_alone, per_example
+from ordering.gradients import loss_alone, per_example, signed_as
 from ordering.rows import Rows, as_float32, tree_size
 from ordering.sketch import SIZE, check_size, fold, hash_signs, sketch, sketch_rows
 from ordering.trace import Leaf, numbers_of
@@ -64,17 +64,19 @@ def sketched(
       2023, https://arxiv.org/abs/2302.00845
     """
     check_size(size)
+    sketch_key = key
 
-    def gradients(params, batch, batch_key):
+    @signed_as(loss)
+    def gradients(params, batch, key):
         if tree_size(params) <= size:
-            found, mean, rows = per_example(loss, has_aux=has_aux)(params, batch, batch_key)
-            return found, mean, sketch_rows(rows, sketch(key, size=size))
+            found, mean, rows = per_example(loss, has_aux=has_aux)(params, batch, key)
+            return found, mean, sketch_rows(rows, sketch(sketch_key, size=size))
         units = jax.tree.leaves(batch)[0].shape[0]
-        keys = jax.random.split(batch_key, units)
+        keys = jax.random.split(key, units)
         example = jax.tree.map(lambda x: x[0], batch)
         of_one = loss_alone(loss, has_aux)
         plan, program = _analyse(of_one, varying(params, batch), example, keys[0], size)
-        maps = maps_of(plan, params, key, size)
+        maps = maps_of(plan, params, sketch_key, size)
 
         def total(params, zeros):
             params = varying(params, batch)  # what devices differ in is of the type of the data

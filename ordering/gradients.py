@@ -3,9 +3,12 @@
 A loss is a function `(params, batch, key) -> losses`, one loss per example of the batch, or one of
 the whole batch, its mean. Each maker here returns `(params, batch, key) -> (losses[B], mean
 gradient, rows)` for the B units of the batch; with `has_aux`, as in `jax.value_and_grad`, of a loss
-`-> (losses, aux)`, it returns `((losses[B], aux), mean gradient, rows)`.
+`-> (losses, aux)`, it returns `((losses[B], aux), mean gradient, rows)`. What it returns keeps the
+signature, name and docstring of the loss, so that arguments may be passed by name.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -42,6 +45,7 @@ def per_example(loss: Callable, *, has_aux: bool = False) -> Callable:
 
     of_one = jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)
 
+    @signed_as(loss)
     def gradients(params, batch, key):
         def one(example, example_key):
             return of_one(params, jax.tree.map(lambda x: x[None], example), example_key)
@@ -63,6 +67,30 @@ def loss_alone(loss: Callable, has_aux: bool) -> Callable:
         return jnp.reshape(losses, ()), aux
 
     return one
+
+
+def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
+    """Gives a function of (params, batch, key) the signature, name and docstring of a loss."""
+
+    def decorate(function):
+        ours = inspect.signature(function)
+        try:
+            named = list(inspect.signature(loss).parameters.values())[:3]
+        except (TypeError, ValueError):  # compiled code may have none
+            named = []
+        if len(named) == 3 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
+            ours = inspect.Signature([p.replace(default=p.empty) for p in named])
+
+        def signed(*args, **kwargs):
+            return function(*ours.bind(*args, **kwargs).args)
+
+        kept = ("__module__", "__name__", "__qualname__", "__doc__")
+        named_as = loss if hasattr(loss, "__name__") else function
+        functools.update_wrapper(signed, named_as, assigned=kept, updated=())
+        vars(signed)["__signature__"] = ours
+        return signed
+
+    return decorate
 
 
 def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
@@ -94,6 +122,7 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
         losses, aux = loss(params, batch, key) if has_aux else (loss(params, batch, key), None)
         return jnp.mean(losses), aux
 
+    @signed_as(loss)
     def gradients(params, batch, key):
         (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
@@ -120,6 +149,7 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
       [2.0, 2.0, 2.0, 2.0]
     """
 
+    @signed_as(loss)
     def of_groups(params, batch, key):
         def of_group(group):
             found = loss(params, group, key)

@@ -1,5 +1,8 @@
 """Losses, mean gradients and rows: equal to the plain batch gradient."""
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,3 +155,26 @@ def test_a_loss_may_return_something_beside_or_the_mean_of_its_batch(maker, key)
         np.testing.assert_allclose(twice, 2 * losses, rtol=1e-6)
     of_mean = compiled(make(whole_batch(model)), params, batch, jax.random.clone(key))
     close(of_mean, (losses, mean, rows))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_gradients_keep_the_signature_name_and_docstring_of_the_loss(maker, key):
+    def squares(weights, examples, key):
+        """Half the squares."""
+        return 0.5 * jnp.square(examples @ weights)
+
+    gradients = MAKERS[maker](squares)
+    assert list(inspect.signature(gradients).parameters) == ["weights", "examples", "key"]
+    assert (gradients.__name__, gradients.__doc__) == ("squares", "Half the squares.")
+    weights, examples = jnp.ones(128), jnp.ones((4, 2, 128) if "groups" in maker else (4, 128))
+    expected = compiled(gradients, weights, examples, key)[1]
+    mean = functools.wraps(gradients)(lambda *args, **named: gradients(*args, **named)[1])
+    donating = jax.jit(mean, donate_argnames="weights")
+    close(donating(weights=weights, examples=examples, key=jax.random.clone(key)), expected)
+    assert weights.is_deleted()
+
+
+def test_gradients_of_a_loss_without_three_names_take_params_batch_and_key(key):
+    gradients = ordering.per_example(lambda *args: args[1] @ args[0])
+    _, mean, _ = gradients(key=key, batch=jnp.eye(2), params=jnp.ones(2))
+    assert mean.tolist() == [0.5, 0.5]
