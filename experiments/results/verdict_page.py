@@ -1,4 +1,4 @@
-"""Verdicts as people read them: a row per claim, a page of all, a page of results, its picture."""
+"""Pages of verdicts: a row per claim, the page of all claims, the page of results, its picture."""
 
 import math
 import os
@@ -24,16 +24,17 @@ COLOURS = dict(zip(VERDICTS, ("#009E73", "#56B4E9", "#E69F00", "#D55E00", "#8C8C
 
 
 def load(folder: os.PathLike = archive.FOLDER) -> dict[str, Comparison]:
-    """{name: comparison} of the recorded runs of `RUNS`, in their order."""
+    """{name: comparison} of the recorded runs, in the order of `RUNS`."""
     found = {name: archive.load(name, folder) for name in RUNS}
     return {name: compared for name, compared in found.items() if compared}
 
 
 class Row(NamedTuple):
-    """A claim, at all learning rates at which the same was seen.
+    """A claim, at all learning rates with the same result.
 
     Fields:
-      text: the claim with its settings; claim: at the first of them.
+      text: the claim with its settings.
+      claim: the claim at the first of these settings.
       history: its verdicts, the latest last.
     """
 
@@ -47,7 +48,7 @@ class Row(NamedTuple):
 
     @property
     def paper(self) -> str:
-        """What was published; what no paper says, and a size that none says, are ours."""
+        """What was published; "ours" for claims and sizes that no paper gives."""
         claim, size = self.claim, self.verdict.size
         unsaid = claim.known is None and claim.paper == "-"
         said = "ours" if unsaid else claim.paper
@@ -58,12 +59,12 @@ class Row(NamedTuple):
 
     @property
     def needs(self) -> str:
-        """What would decide it: "" for what is decided, or where it is unknown."""
+        """The seeds that would decide it; "" if it is decided or they are unknown."""
         return f"; needs {self.verdict.needed:,}" if self.verdict.needed else ""
 
     @property
     def looks(self) -> str:
-        """The verdicts of all looks in a line; "" where there was one."""
+        """The verdicts of all looks in one line; "" if there was only one."""
         looks = [f"{verdict.seeds} seeds {verdict.word}" for verdict in self.history]
         return ", ".join(looks) if len(looks) > 1 else ""
 
@@ -79,7 +80,7 @@ class Row(NamedTuple):
 
 
 def rows(recorded: Mapping[str, Comparison], claims: Sequence[Claim]) -> list[Row]:
-    """One per claim; of one thing at several learning rates one, where all is equal."""
+    """One row per claim; claims that differ only in the learning rate share a row if equal."""
     found = {}
     for claim in claims:
         row = Row(claim.text, claim, history(claim, recorded))
@@ -92,13 +93,13 @@ def rows(recorded: Mapping[str, Comparison], claims: Sequence[Claim]) -> list[Ro
 
 
 def count(found: Sequence[Row]) -> str:
-    """How many rows have which verdict."""
+    """The number of rows per verdict."""
     words = [row.verdict.word for row in found]
     return ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
 
 
 def undecided(found: Sequence[Row]) -> list[Row]:
-    """Those that the fewest further seeds decide first."""
+    """The undecided rows, those that need the fewest further seeds first."""
 
     def further(row):
         return (row.verdict.needed or math.inf) - row.verdict.seeds
@@ -107,7 +108,7 @@ def undecided(found: Sequence[Row]) -> list[Row]:
 
 
 def page_of_results(found: Sequence[Row]) -> str:
-    """The picture, how many have which verdict, what is undecided."""
+    """The picture, the number of claims per verdict, and the undecided claims."""
     lines = [
         {
             "undecided": row.text,
@@ -121,20 +122,21 @@ def page_of_results(found: Sequence[Row]) -> str:
     again = "\n".join(f"- {row.text}: {row.looks}." for row in changed)
     return "\n\n".join([
         "![Effects of the recorded runs in units of those published](results.png)",
-        f"All {len(found)} claims: {count(found)}.\n[Every claim, what was published and what was "
-        "seen](papers.md#verdicts).",
+        f"All {len(found)} claims: {count(found)}.\n[Every claim, with the published number and "
+        "ours](papers.md#verdicts).",
         *(["## Verdicts that more seeds changed", again] if again else []),
-        "## Undecided, the fewest further seeds first",
-        "With so many seeds the next look would decide, if mean and variance stay, or further "
-        "seeds are like these\nwhere some never arrive. Claims of one run share its seeds.",
+        "## Undecided claims",
+        "Those that need the fewest further seeds come first. *Needs* is the number of seeds with "
+        "which the next look\nwould decide, if mean and variance stay the same. Claims of one "
+        "run share its seeds.",
         markdown(lines) if lines else "None.",
-        "## Sizes that are ours",
+        "## Effect sizes that we chose",
         markdown([{"of": kind.of, "size that matters": kind.words} for kind in MATTERS.values()]),
     ])  # fmt: skip
 
 
 def page_of_claims(found: Sequence[Row], recorded: Mapping[str, Comparison], folder) -> str:
-    """All that is known of every claim, and the recorded runs."""
+    """Every claim with its verdict, and the recorded runs."""
     lines = []
     for row in found:
         command = row.claim.command or "-"
@@ -146,7 +148,7 @@ def page_of_claims(found: Sequence[Row], recorded: Mapping[str, Comparison], fol
 
 
 def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOLDER) -> str:
-    """A recorded run: its command, versions, table and picture, or where these are."""
+    """A recorded run: command, versions, and its table and picture or a link to them."""
     run, path = RUNS[name], pathlib.Path(folder) / name
     versions = files.read_json(path / archive.VERSIONS)
     command = (path / archive.COMMAND).read_text(encoding="utf-8").rstrip()
@@ -166,7 +168,7 @@ def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOL
 
 
 def picture(found: Sequence[Row], path: str) -> None:
-    """Writes a PNG: a row per published size, its interval in units of it, and its verdict."""
+    """Writes a PNG: per published effect, its interval in units of that effect, and its verdict."""
     known = [row for row in found if row.claim.size and not math.isnan(row.verdict.found.low)]
     figure, ((axis,),) = plots.panes(1, 1, (11.5, 2.5 + 0.24 * max(len(known), 3)))
     axis.axvspan(0.5, 1, color="#009E73", alpha=0.07, linewidth=0)
@@ -189,7 +191,7 @@ def picture(found: Sequence[Row], path: str) -> None:
     axis.spines[["top", "right", "left"]].set_visible(False)
     plots.legend(figure)
     title = (
-        "What the recorded runs say of published effects\ndot: estimate, line: interval over seeds "
-        "at the level of the look; triangle: further on; open: a control does as well"
+        "Published effects in the recorded runs\ndot: estimate, line: interval over seeds at the "
+        "level of the look; triangle: beyond the axis; open: a control does as well"
     )
     plots.save(figure, path, title, fontsize=11)
