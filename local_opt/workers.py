@@ -176,6 +176,8 @@ def first(x):
     """Worker 0's part of an array [W, ...], also where the workers' is an explicit mesh axis."""
     if AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types:
         return x[0]
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis is never cut
     if x.dtype == bool:
         return jnp.any(x & own, axis=0)

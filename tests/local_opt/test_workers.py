@@ -104,6 +104,17 @@ def test_consolidating_averages_in_float32_and_keeps_what_has_no_mean():
     assert local_opt.consolidate(np.ones((2, 3), np.float32)).shape == (3,)
 
 
+def test_a_key_of_workers_on_an_explicit_mesh_is_the_first_workers():
+    workers = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(3), 4), jax.NamedSharding(workers, jax.P("worker"))
+    )
+    assert (
+        local_opt.consolidate({"dropout": keys})["dropout"]
+        == jax.random.split(jax.random.key(3), 4)[0]
+    )
+
+
 def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
     def statistics(params, x):
         return {"mean": jnp.mean(params * x), "of squares": jnp.mean(jnp.square(params * x))}
