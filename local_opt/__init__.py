@@ -2,8 +2,9 @@
 
 from local_opt.drift import Correction, control_variates, proximal
 from local_opt.forecast import communication_time, forecast, sync_bytes
-from local_opt.lift import lift, owned
+from local_opt.lift import lift
 from local_opt.outer import normalize_by_period
+from local_opt.owned import owned
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, parallel_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap

@@ -1,16 +1,20 @@
-"""One lift for the worker axis: a step of one worker becomes a step of all, wherever they are."""
+"""A step of one worker as a step of all of them, simulated or on a mesh."""
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
+from inspect import Parameter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from local_opt.workers import AXIS, check_synced, consolidate, count_of
+from local_opt.owned import folded, is_key, joined, parted, spec_of
+from local_opt.workers import AXIS, count_of
 
 INPUTS = ("owned", "shared", "split", "key")
-OUTPUTS = ("owned", "shared", "split", "mean")
+OUTPUTS = ("owned", "shared", "split", "mean", "sum")
+BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def lift(
@@ -33,10 +37,17 @@ def lift(
         split   leaves [n, ...], a batch of all: worker w has the w-th n / W rows
         key     one key, from which every worker derives its own
 
-    and of a result: owned; shared, where it is equal on all workers; split, leaves [n, ...] put
-    together; mean, of floating leaves over the workers, worker 0's of others. On a mesh a mean is
-    an all-reduce in every call: where workers seldom talk, return losses owned. Leaves that are no
-    arrays (an equinox model's functions) pass through.
+    and of a result:
+
+        owned   leaves [W, ...], of each worker
+        shared  one worker's, where all have the same
+        split   leaves [n, ...], the workers' rows put together
+        mean    over the workers, as of losses
+        sum     over the workers, as of counts
+
+    A mean and a sum are those of `jnp`: the mean of whole numbers and of booleans is float32. On a
+    mesh they are an all-reduce in every call: where workers seldom talk, return losses as owned.
+    Leaves that are not arrays (an equinox model's functions) pass through.
 
     Args:
       function: of one worker; its collectives name `axis_name`. Where it differentiates by a shared
@@ -44,7 +55,9 @@ def lift(
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh with that axis, one worker
         per place on it, by `jax.shard_map`. Other axes of the mesh are left to the compiler: a
         worker that is several devices.
-      inputs: a word for every positional argument: "owned split", or ("owned", "split").
+      inputs: a word for every parameter, in the order of the signature and however it is given:
+        "owned split", or ("owned", "split"). Keyword-only parameters without a word are shared, and
+        a default that is not overridden needs none.
       outputs: a word for every result of a tuple; "owned" alone is of a single result, ("owned",)
         of a tuple of one.
       axis_name: of the workers.
@@ -52,11 +65,13 @@ def lift(
         for functions without collectives.
 
     Returns:
-      A function of the same arguments, to be jitted.
+      A function with the name, signature and docstring of `function`, to be jitted: with
+        `donate_argnames` and `static_argnames`, if wanted.
 
     Raises:
-      ValueError: for another word, or a mesh without the axis, at construction; from the function,
-        for other numbers of arguments or results, or leaves whose leading axis does not fit.
+      ValueError: at construction for an unknown word, more words than parameters, or a mesh without
+        the axis; from a call for a parameter without a word, another number of results, or leaves
+        whose leading axis does not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -85,44 +100,82 @@ def lift(
         raise ValueError("in_turn is of simulated workers: pass their number, not a mesh.")
     if in_turn and "shared" in results:
         raise ValueError(f"outputs are {results}: workers in turn share no result.")
+    bind = _binding(function, inputs)
 
-    def lifted(*args):
-        if len(args) != len(inputs):
-            raise ValueError(
-                f"{len(args)} arguments came and inputs are {inputs}: give one word for every "
-                "positional argument."
-            )
-        given, fixed = _parted(args, inputs)
+    @functools.wraps(function, updated=())
+    def lifted(*args, **kwargs):
+        values, words, call = bind(args, kwargs)
+        given, fixed = parted(values, words)
         said = []
 
         def one(*arrays):
-            found = function(*map(_joined, arrays, fixed))
+            found = call(map(joined, arrays, fixed))
             found = (found,) if single else tuple(found)
             if len(found) != len(results):
                 raise ValueError(
                     f"the function has {len(found)} results and outputs are {results}: give one "
                     "word for each, or one word, not in a tuple, for a single result."
                 )
-            arrays, said[:] = _parted(found, results)
+            arrays, said[:] = parted(found, results)
             return arrays
 
         if isinstance(workers, Mesh):
-            run = _on_mesh(one, workers, axis_name, inputs, results)
+            run = _on_mesh(one, workers, axis_name, words, results)
         elif in_turn:
-            run = _in_turn(one, inputs)
+            run = _in_turn(one, words)
         else:
-            run = jax.vmap(one, _sides(inputs, None, 0), _sides(results, None, 0), axis_name)
+            run = jax.vmap(one, _sides(words, None, 0), _sides(results, None, 0), axis_name)
         entered = [
             _entered(arrays, word, workers, count, axis_name)
-            for arrays, word in zip(given, inputs, strict=True)
+            for arrays, word in zip(given, words, strict=True)
         ]
         left = [
-            _joined(_left(arrays, word, isinstance(workers, Mesh)), rest)
+            joined(_left(arrays, word, isinstance(workers, Mesh)), rest)
             for arrays, word, rest in zip(run(*entered), results, said, strict=True)
         ]
         return left[0] if single else tuple(left)
 
     return lifted
+
+
+def _binding(function, inputs) -> Callable:
+    """(args, kwargs) -> the values given, a word for each, and the function of such values."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: its arguments have no names
+        signature = inspect.Signature([Parameter("arguments", Parameter.VAR_POSITIONAL)])
+    kinds = {name: p.kind for name, p in signature.parameters.items()}
+    named = [name for name, kind in kinds.items() if kind in BY_POSITION]
+    if Parameter.VAR_POSITIONAL not in kinds.values():
+        named += [name for name, kind in kinds.items() if kind == Parameter.KEYWORD_ONLY]
+        if len(inputs) > len(named):
+            raise ValueError(
+                f"inputs has {len(inputs)} words and the function takes {signature}: give one word "
+                "for each of its parameters, in their order."
+            )
+    words_of = dict(zip(named, inputs, strict=False))
+
+    def bind(args, kwargs):
+        bound = signature.bind(*args, **kwargs)
+        values, count = [*bound.args, *bound.kwargs.values()], len(bound.args)
+        words = list(inputs[:count]) + [None] * (count - len(inputs))
+        for name in bound.kwargs:
+            words.append(words_of.get(name, None if kinds.get(name) in BY_POSITION else "shared"))
+        if None in words:
+            raise ValueError(
+                f"{len(values)} arguments came for {signature} and inputs are {inputs}: give one "
+                "word for every parameter that may be given by position."
+            )
+
+        def call(arguments):
+            arguments = list(arguments)
+            return function(
+                *arguments[:count], **dict(zip(bound.kwargs, arguments[count:], strict=True))
+            )
+
+        return values, words, call
+
+    return bind
 
 
 def _sides(words, shared, owned) -> tuple:
@@ -154,7 +207,7 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
 
     def per_device(*args):
         found = function(*each(args, inputs, lambda x: x[0]))
-        return each(found, results, lambda x: x[None])
+        return each(found, results, lambda x: jnp.expand_dims(x, 0))
 
     whole, rows = PartitionSpec(), PartitionSpec(axis_name)
     # check_vma=True would make jax.grad of shared parameters insert a psum, and the rows would no
@@ -163,80 +216,6 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
         per_device, mesh=mesh, axis_names={axis_name}, check_vma=False,
         in_specs=_sides(inputs, whole, rows), out_specs=_sides(results, whole, rows),
     )  # fmt: skip
-
-
-def owned(tree, workers: int | Mesh, *, axis_name: str = AXIS):
-    """The same start for every worker: leaves [W, ...], on the devices of their workers.
-
-    x_w = x for w = 0 .. W - 1, each in memory of its own, so that a step may be given it to keep.
-
-    Args:
-      tree: parameters, optimizer state, a whole training state. Whole numbers, as a TrainState's
-        step, become arrays; other leaves that are no arrays, as the rate of an equinox dropout,
-        stay. On a mesh with further axes arrays that are split over these stay split.
-      workers: as of `lift`; axis_name: of the workers.
-
-    Returns:
-      A tree of the same structure.
-
-    Raises:
-      ValueError: where processes bring different numbers: initialise all of them from one key.
-
-    Example:
-      >>> import jax.numpy as jnp, local_opt
-      >>> local_opt.owned({"w": jnp.arange(2), "step": 0}, 3)["w"].tolist()
-      [[0, 1], [0, 1], [0, 1]]
-    """
-    count = count_of(workers, axis_name)
-
-    def number(x):
-        if isinstance(x, bool) or not isinstance(x, int):
-            return x
-        return jnp.asarray(x, jnp.result_type(x))  # not a weak type, which the first step changes
-
-    def repeated(arrays):
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), arrays)
-
-    (arrays,), (rest,) = _parted([jax.tree.map(number, tree)], ["owned"])
-    if not isinstance(workers, Mesh):
-        return _joined(jax.jit(repeated)(arrays), rest)
-    explicit = AxisType.Explicit in workers.axis_types
-
-    def place(x, *first):
-        spec = _spec(x)
-        # As long as the shape, as a step's results are there: else its second call would compile.
-        spec += (None,) * (jnp.ndim(x) - len(spec)) if explicit else ()
-        return NamedSharding(workers, PartitionSpec(*first, *spec))
-
-    if jax.process_count() == 1:  # one copy on each device, and never all of them on one
-        given = jax.device_put(arrays, jax.tree.map(place, arrays))
-    else:
-        given = jax.tree.map(np.asarray, arrays)  # each process's own, and they may differ
-    places = jax.tree.map(lambda x: place(x, axis_name), arrays)
-    found = jax.jit(repeated, out_shardings=places)(given)
-    if jax.process_count() > 1:
-        check_synced(found, what="state", ulps=0)
-    return _joined(found, rest)
-
-
-def _parted(trees, words):
-    """Trees in two like them: their arrays, and other leaves; None where the other has a leaf."""
-    kinds = jax.Array | np.ndarray | np.generic
-    numbers = int | float | complex  # these have no axis of workers: shared ones need none
-
-    def is_array(x, word):
-        return isinstance(x, kinds) or (word == "shared" and isinstance(x, numbers))
-
-    pairs = list(zip(trees, words, strict=True))
-    arrays = [jax.tree.map(lambda x, w=w: x if is_array(x, w) else None, t) for t, w in pairs]
-    rest = [jax.tree.map(lambda x, w=w: None if is_array(x, w) else x, t) for t, w in pairs]
-    return tuple(arrays), tuple(rest)
-
-
-def _joined(arrays, rest):
-    return jax.tree.map(
-        lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
-    )
 
 
 def _entered(arrays, word, workers, count, axis_name):
@@ -262,7 +241,7 @@ def _entered(arrays, word, workers, count, axis_name):
         if not on_mesh or AxisType.Explicit not in workers.axis_types:
             return x
         first = () if word == "shared" else (axis_name,)
-        spec = PartitionSpec(*first, *_spec(x)[len(first) :])
+        spec = PartitionSpec(*first, *spec_of(x)[len(first) :])
         return jax.sharding.reshard(x, NamedSharding(workers, spec))
 
     return jax.tree_util.tree_map_with_path(enter, arrays)
@@ -270,26 +249,31 @@ def _entered(arrays, word, workers, count, axis_name):
 
 def _left(arrays, word, on_mesh):
     """The arrays of a result, as its word says."""
-    if word == "mean":
-        return consolidate(arrays)
+    if word in ("mean", "sum"):
+        over = functools.partial(_over_workers, jnp.mean if word == "mean" else jnp.sum, word)
+        return jax.tree_util.tree_map_with_path(over, arrays)
     if word == "split" and not on_mesh:
         return jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), arrays)
     return arrays
 
 
+def _over_workers(reduce, word, path, x):
+    """Floating leaves keep their type, and are added up in float32; others do as in `jnp`."""
+    if is_key(x):
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"a key has no {word}, as the result {name} should: take 'owned'.")
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return reduce(x, axis=0)
+    return reduce(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+
+
 def _keys(x, count, name):
-    if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) or jnp.ndim(x):
+    if not is_key(x) or jnp.ndim(x):
         raise ValueError(
             f"the key {name} is {jnp.result_type(x)}{list(jnp.shape(x))}: "
             "pass one typed key, as of jax.random.key(0), or keys of all workers as owned."
         )
-    return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(count))
-
-
-def _spec(x) -> tuple:
-    """How an array is split over a mesh already; () if it is whole."""
-    sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
-    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+    return folded(jnp.broadcast_to(x, (count,)))
 
 
 def _checked_words(words, known, name) -> tuple[str, ...]:

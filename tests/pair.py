@@ -11,6 +11,7 @@ import pytest
 from absl import app
 from absl import flags as absl_flags
 
+import local_opt
 from experiments.cluster import agree, processes
 from experiments.results import records
 from experiments.study import flags
@@ -89,6 +90,8 @@ def main(argv) -> None:
         "whole": jax.tree.map(np.ndarray.tolist, placement.on_host(placed)),
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }
+    own = local_opt.owned(jax.random.key(3), mesh, keys="fold")
+    found["folded"] = [jax.random.key_data(s.data).tolist() for s in own.addressable_shards]
     with pytest.raises(ValueError) as alone:
         processes.mesh_of("vmap", WORKERS)
     found |= {"differs": differences(number), "alone": str(alone.value)}

@@ -66,6 +66,8 @@ def test_a_process_hands_over_its_own_workers_rows_alone(two):
         assert found["own"] == found["placed"] == [number]
         assert found["here"] == [values[number].tolist()]
         assert found["whole"] == {"x": values.tolist(), "key": keys}
+        own = jax.random.fold_in(jax.random.key(3), number)
+        assert found["folded"] == [[jax.random.key_data(own).tolist()]]
         assert found["first"] == {"seconds": 0.1, "text": "x"}
 
 
