@@ -19,6 +19,21 @@ def is_whole(value) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def is_number(value) -> bool:
+    """Whether a value is a real number (and no bool)."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def as_array(value) -> tuple[np.ndarray, str]:
+    """A value as an array, and its name in messages: "int64[3]", or "a list" of what is none."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):  # keys, and lists of unequal lengths
+        array = np.empty((), object)
+    is_array = array.dtype.kind in "biufc"
+    return array, f"{array.dtype}{list(array.shape)}" if is_array else f"a {type(value).__name__}"
+
+
 def check_total_steps(total_steps) -> None:
     """Raises ValueError unless T is a whole number from 1 to a billion: plans are arrays."""
     if not is_whole(total_steps) or total_steps < 1:

@@ -74,8 +74,7 @@ def echo_forecast(
       load is the larger of t_load and uses t_step), https://arxiv.org/abs/1907.05550
     """
     check_policy(policy)
-    number = isinstance(step_seconds, int | float | np.number)
-    if isinstance(step_seconds, bool) or not (number and 0 < step_seconds < math.inf):
+    if not (plans.is_number(step_seconds) and 0 < step_seconds < math.inf):
         raise ValueError(f"step_seconds is {step_seconds!r}: pass a positive, finite number.")
     if not plans.is_whole(depth) or depth < 1:
         raise ValueError(f"depth is {depth!r}: the queue holds a whole number of batches, >= 1.")
@@ -89,8 +88,9 @@ def echo_forecast(
 def _each_load(load_seconds, policy):
     """float64[n], the seconds of every load that the policy may ask for."""
     most = policy.total_steps if policy.online else policy.loads
-    each = np.asarray(load_seconds, np.float64)
-    if each.ndim > 1 or not (np.isfinite(each) & (each > 0)).all():
+    each, _ = plans.as_array(load_seconds)
+    real = each.dtype.kind in "iuf"
+    if each.ndim > 1 or not (real and (np.isfinite(each) & (each > 0)).all()):
         raise ValueError(
             f"load_seconds is {load_seconds!r}: pass a positive, finite number, or a list of them."
         )

@@ -40,14 +40,12 @@ class EchoPlan(plans.Plan):
     rule: str = "given steps"
 
     def __post_init__(self):
-        fresh = np.array(self.fresh)
+        fresh, kind = plans.as_array(self.fresh)
         if fresh.ndim != 1 or fresh.dtype != bool or not len(fresh):
-            raise ValueError(
-                f"fresh is {fresh.dtype}{list(fresh.shape)}: it must be a list of one bool per "
-                "step, True where a fresh batch is loaded."
-            )
+            raise ValueError(f"fresh is {kind}: pass one bool per step, True where it loads.")
         if not fresh[0]:
             raise ValueError("fresh[0] is False: the first step has no batch to use again.")
+        fresh = np.array(fresh)
         fresh.setflags(write=False)
         object.__setattr__(self, "fresh", fresh)
 
@@ -277,13 +275,14 @@ def measured(
     _check_uses(max_factor, "max_factor")
     floor = 1 / max_factor if floor is None else plans.probabilities(floor, total_steps, "floor")
     at_least = np.cumsum(error_diffusion(floor, total_steps=total_steps).fresh)
-    decided = np.array(list(decided), bool)
-    if len(decided) > total_steps or (len(decided) and not decided[0]):
+    known, kind = plans.as_array(decided)
+    is_list = known.ndim == 1 and (not len(known) or (known.dtype == bool and known[0]))
+    if not is_list or len(known) > total_steps:
         raise ValueError(
-            f"decided has {len(decided)} decisions for {total_steps} steps"
-            f"{'' if decided[0] else ', and the first is not fresh'}: pass those of this run."
+            f"decided is {kind}, and the run has {total_steps} steps: pass [use.fresh for use in "
+            "...] of the run's first steps, a list of bools that begins with True."
         )
-    return Measured(int(total_steps), at_least, int(max_factor), decided)
+    return Measured(int(total_steps), at_least, int(max_factor), known.astype(bool))
 
 
 def _check_uses(factor, name):
@@ -293,7 +292,7 @@ def _check_uses(factor, name):
 
 def check_policy(policy) -> None:
     """Raises ValueError for what decides no loads."""
-    if not hasattr(policy, "decide"):
+    if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise ValueError(
             f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
             "total_steps=T), or ordering.echo.measured(...)."

@@ -12,7 +12,7 @@ import optax
 
 from ordering.base import PyTree
 from ordering.echo.plans import EchoPlan, Measured, check_policy
-from ordering.input.loader import LoadError, on_device
+from ordering.input.loader import LoadError, check_batches, on_device
 from syncopate import plans
 
 
@@ -96,6 +96,7 @@ def echo_batches(
       https://arxiv.org/abs/1907.05550
     """
     check_policy(policy)
+    check_batches("loads", loads)
     if policy.online and not hasattr(loads, "ready"):
         raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")
     known = len(policy.known.fresh)
@@ -217,7 +218,8 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
       bool or bool[], True in the first use of a batch.
 
     Raises:
-      ValueError: for a negative or infinite strength; from `update` without params.
+      ValueError: for a negative or infinite strength; from `update` without params or
+        `fresh`.
 
     Example:
       >>> import jax.numpy as jnp, optax, ordering
@@ -234,15 +236,20 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
       Agarwal, Anil, Koren, Talwar, Zhang, Stochastic Optimization with Laggard Data Pipelines,
       2020, https://arxiv.org/abs/2010.13639
     """
-    if not (np.isfinite(strength) and strength >= 0):
-        raise ValueError(f"strength is {strength!r}: lambda must be finite and >= 0.")
+    if not (plans.is_number(strength) and 0 <= strength < np.inf):
+        raise ValueError(f"strength is {strength!r}: pass a finite number >= 0.")
 
     def init(params):
         # A copy: parameters and state are often donated together.
         return ProximalState(jax.tree.map(jnp.copy, params))
 
-    def update(updates, state, params=None, *, fresh, **extra):
+    def update(updates, state, params=None, *, fresh=None, **extra):
         del extra
+        if fresh is None:
+            raise ValueError(
+                "the anchor moves with the first use of a batch: call update(grads, state, params, "
+                "fresh=use.fresh)."
+            )
         if params is None:
             raise ValueError("the anchor pulls on parameters: call update(grads, state, params).")
         anchor = jax.tree.map(lambda p, a: jnp.where(fresh, p, a), params, state.anchor)

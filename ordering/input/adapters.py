@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ordering.input.grain_epoch import epoch_dataset
-from ordering.input.sources import Steps, check_epoch, epoch_mark, step_indices
+from ordering.input.sources import Steps, check_epoch, epoch_mark, step_indices, whole_numbers
 
 
 def map_dataset(
@@ -119,7 +119,7 @@ def torch_sampler(
       https://docs.pytorch.org/docs/stable/data.html
       https://docs.pytorch.org/data/main/stateful_dataloader_tutorial.html
     """
-    given = None if callable(orders) else np.array(orders)
+    given = None if callable(orders) else whole_numbers("orders", orders)
     asked = orders if given is None else lambda: given
     sizes = {"units_per_step": units_per_step, "unit_size": unit_size, "total": total}
     return TorchSampler(asked, sizes)

@@ -8,8 +8,8 @@ import numpy as np
 
 from ordering import base
 from ordering.base import State
-from ordering.input.loader import Loader, load_ahead
-from ordering.input.sources import Steps, check_at_least
+from ordering.input.loader import Loader, LoadError, load_ahead
+from ordering.input.sources import Steps, check_at_least, reader
 
 Load = Callable[[np.ndarray, int, int], Loader]
 
@@ -55,7 +55,14 @@ class Epochs(Iterator):
         if not self._opened and (self.step or self._front.num_steps < 2):
             self._open_rest(np.asarray(self._order))
         self._look_ahead()
-        batch = next(self._loader())
+        try:
+            batch = next(self._loader())
+        except StopIteration:
+            raise LoadError(
+                self.load,
+                f"is missing: the source ended in an epoch of {self._steps} steps, or was closed. "
+                "Give one batch for each of them.",
+            ) from None
         self.step += 1
         self.epoch_ended = self.step == self._steps
         return batch
@@ -140,6 +147,17 @@ def _check_new(epoch, last, early, order):
         )
 
 
+def _state(live):
+    """What `live` gives; ValueError unless it is an orders' state."""
+    if not callable(live):
+        wrong = f"live is a {type(live).__name__}"
+    elif not hasattr(state := live(), "current"):
+        wrong = f"live() is a {type(state).__name__}"
+    else:
+        return state
+    raise ValueError(f"{wrong}: pass a function that gives the orders' state, as lambda: state.")
+
+
 def read_epochs(
     source,
     live: Callable[[], State],
@@ -201,8 +219,10 @@ def read_epochs(
     """
     check_at_least(1, ahead=ahead)
     check_at_least(0, num_epochs=num_epochs, first_load=first_load)
-    num_units = live().current.shape[-1]
+    num_units = _state(live).current.shape[-1]
     base.check_units_per_step(num_units, units_per_step)
+    if not callable(source):
+        reader(source)  # refuses what is no source now
 
     def load(orders, first_step, epoch):
         if callable(source):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ordering.input.sources import check_at_least
+from syncopate import plans
 
 
 class LoadError(RuntimeError):
@@ -83,7 +84,7 @@ def load_ahead(
       A `Loader`: an iterator with `ready()` and `close()`, also a context manager.
 
     Raises:
-      ValueError: for a depth, timeout or first_load out of range.
+      ValueError: for batches that are no iterable, or a depth, timeout or first_load out of range.
       LoadError: from `next`, with the number of the load that failed or hangs.
 
     Example:
@@ -92,14 +93,24 @@ def load_ahead(
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]
     """
+    check_batches("batches", batches)
     check_at_least(1, depth=depth)
     check_at_least(0, first_load=first_load)
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not (plans.is_number(timeout) and timeout > 0):
         raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait for ever.")
     shared = _Shared(queue.SimpleQueue(), threading.Semaphore(depth + 1), threading.Event())
     thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
     thread.start()
     return Loader(shared, thread, first_load, timeout)
+
+
+def check_batches(name: str, batches) -> None:
+    """Raises ValueError for what is no iterable of batches, one batch among others."""
+    if not isinstance(batches, Iterable) or isinstance(batches, dict | str | type):
+        raise ValueError(
+            f"{name} is a {type(batches).__name__}: pass an iterable of batches, as a list, a "
+            "loader, or what a generator function returns."
+        )
 
 
 def on_device(batch, sharding=None):

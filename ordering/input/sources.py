@@ -33,6 +33,7 @@ def reader(source):
       >>> size, read(np.array([3, 1]))["x"].tolist()
       (5, [[3, 3], [1, 1]])
     """
+    is_list = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if isinstance(source, np.ndarray | jax.Array | dict | tuple):
         # A data set of Hugging Face has a shape as well, and is no array.
         leaves = jax.tree.leaves(source)
@@ -44,7 +45,7 @@ def reader(source):
             )
         source = jax.tree.map(np.asarray, source)
         num_examples, read = shapes[0][0], lambda i: jax.tree.map(lambda x: x[i], source)
-    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    elif is_list and not isinstance(source, str | bytes | type):
         _check_rows(source)
         num_examples, read = len(source), lambda i: _read_examples(source, i.tolist())
     else:
@@ -84,7 +85,20 @@ def _read_examples(source, indices):
     rows = list(many(indices)) if many else [source[i] for i in indices]
     if len(rows) != len(indices):
         raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
-    return jax.tree.map(_stack, *rows, is_leaf=lambda value: value is None or _is_column(value))
+    try:
+        return jax.tree.map(_stack, *rows, is_leaf=_is_leaf)
+    except ValueError:
+        found = sorted({str(jax.tree.structure(row, is_leaf=_is_leaf))[10:-1] for row in rows})
+        if len(found) == 1:
+            raise
+        raise ValueError(
+            f"examples of a batch are the trees {' and '.join(found)[:400]}: give all examples "
+            "of the source the same keys."
+        ) from None
+
+
+def _is_leaf(value):
+    return value is None or _is_column(value)
 
 
 def _is_column(value):
@@ -108,18 +122,20 @@ def _stack(*leaves):
         )
     if isinstance(leaves[0], list):
         leaves = [_array(leaf) for leaf in leaves]
-        shapes = sorted({leaf.shape for leaf in leaves})
-        if len(shapes) > 1:
-            raise ValueError(
-                f"a column of the source holds lists of the shapes {shapes}: examples of a batch "
-                "need lists of one length. Pad or cut them in the source."
-            )
     # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
     is_text = np.asarray(leaves[0]).dtype.kind in "SU"
     if isinstance(leaves[0], np.ndarray) and leaves[0].dtype == object and leaves[0].ndim:
         leaves = [_array(_lists(leaf)) for leaf in leaves]
         is_text = False
-    return np.array(leaves, dtype=object) if is_text else np.stack(leaves)
+    if is_text:
+        return np.array(leaves, dtype=object)
+    shapes = sorted({np.shape(leaf) for leaf in leaves})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"values of a batch have the shapes {shapes}: they need one shape. Pad or cut them in "
+            "the source."
+        )
+    return np.stack(leaves)
 
 
 def _array(column):
@@ -186,11 +202,11 @@ def step_indices(
       >>> indices.tolist(), batch_size
       ([2, 0, 4, 3, 1, 5], 4)
     """
-    orders = np.atleast_2d(whole_numbers("orders", orders, ndims=(1, 2)))
+    orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
     num_units = length if num_units is None else num_units
     base.check_units_per_step(num_units, units_per_step)
-    check_at_least(1, unit_size=unit_size)
+    check_at_least(1, unit_size=unit_size, total=total)
     ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
     most = num_units if total is None else total
     if not ((ranked >= 0) & (ranked < most)).all() or (np.diff(ranked, axis=1) == 0).any():
@@ -213,14 +229,13 @@ def check_at_least(least: int, **sizes) -> None:
             raise ValueError(f"{name} is {value!r}: pass a whole number of at least {least}.")
 
 
-def whole_numbers(name, value, ndims):
-    value = np.asarray(value)
-    if value.ndim not in ndims or (value.size and not np.issubdtype(value.dtype, np.integer)):
-        raise ValueError(
-            f"{name} is {value.dtype}{list(value.shape)}: pass whole numbers with "
-            f"{' or '.join(map(str, ndims))} axes."
-        )
-    return value.astype(np.int64)
+def whole_numbers(name: str, value, ndims=(1, 2), example="state.current is") -> np.ndarray:
+    """int64 of so many axes; ValueError for anything else, as a state in place of its order."""
+    array, kind = plans.as_array(value)
+    if array.ndim not in ndims or (array.size and array.dtype.kind not in "iu"):
+        axes = " or ".join(map(str, ndims))
+        raise ValueError(f"{name} is {kind}: pass whole numbers with {axes} axes, as {example}.")
+    return array.astype(np.int64)
 
 
 class Steps:

@@ -62,12 +62,12 @@ def batches(
       [4 0] [16  0]
       [3] [9]
     """
-    check_at_least(0, first_batch=first_batch)
+    check_at_least(0, first_batch=first_batch, seed=seed)
     check_at_least(
         1, batch_size=batch_size, num_parallel_calls=num_parallel_calls, prefetch=prefetch
     )
     num_examples, read = reader(source)
-    indices = whole_numbers("indices", indices, ndims=(1,))
+    indices = whole_numbers("indices", indices, (1,), "step_indices gives them first")
     wrong = indices[(indices < 0) | (indices >= num_examples)]
     if wrong.size:
         raise ValueError(

@@ -153,6 +153,9 @@ def uses(policy=PLAN, **options):
 
 test_bad_input = refuses({
     "no policy": (uses(4), r"policy is a int: make an EchoPlan"),
+    "the class of policies": (uses(echo.EchoPlan), "policy is a type: make an EchoPlan"),
+    "no loads": (lambda: echo_batches(None, PLAN), "loads is a NoneType: pass an iterable"),
+    "one batch": (lambda: echo_batches(batch(0), PLAN), "loads is a dict: pass an iterable"),
     "first_step -1": (uses(first_step=-1), r"first_step is -1"),
     "first_step T + 1": (uses(first_step=12), r"is 12: .*11 steps"),
     "first_step 1.5": (uses(first_step=1.5), r"first_step is 1.5"),

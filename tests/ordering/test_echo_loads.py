@@ -142,9 +142,12 @@ def test_batches_are_placed_once_where_they_belong():
 
 
 test_bad_input = refuses({
+    "a generator's function": (lambda: load_ahead(Source), "batches is a type: pass an iterable"),
+    "one batch": (lambda: load_ahead(batch(0)), "batches is a dict: pass an iterable"),
     "depth 0": (lambda: load_ahead([], depth=0), r"depth is 0: pass a whole number of at least 1"),
     "depth 1.5": (lambda: load_ahead([], depth=1.5), r"depth is 1.5"),
     "timeout 0": (lambda: load_ahead([], timeout=0), r"timeout is 0: pass seconds > 0"),
+    "timeout as text": (lambda: load_ahead([], timeout="5"), r"timeout is '5'"),
     "timeout nan": (lambda: load_ahead([], timeout=float("nan")), r"timeout is nan"),
     "first_load -1": (lambda: load_ahead([], first_load=-1), r"first_load is -1: pass a whole"),
 })  # fmt: skip

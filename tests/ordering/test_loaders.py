@@ -2,10 +2,12 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from absl import flags
 
+import ordering
 from ordering.input import map_dataset, torch_sampler
 from tests.refused import refuses
 from tests.sources import SIZES, assert_same, epoch_of
@@ -152,6 +154,7 @@ def test_torchs_loaders_read_the_steps_and_are_restored_at_every_one(count):
         assert_same([b.numpy() for b in again], wanted[done:])
 
 
+STATE = ordering.random_reshuffling(6).init(jax.random.key(0), None)
 test_wrong_inputs_are_refused = refuses({
     "a long step": (lambda: map_dataset(SIX, SIX, units_per_step=7), "units_per_step is 7"),
     "a large unit": (
@@ -159,5 +162,8 @@ test_wrong_inputs_are_refused = refuses({
         "the order names example 11, and the source has 6",
     ),
     "no source": (lambda: map_dataset(iter([1]), SIX, units_per_step=2), "is a list_iterator"),
+    "a state": (lambda: map_dataset(SIX, STATE, units_per_step=2), "orders is a ShuffleState"),
+    "a sampler of a state": (lambda: torch_sampler(STATE, units_per_step=2), "is a ShuffleState"),
+    "a function of a state": (lambda: torch_sampler(lambda: STATE, units_per_step=2), "is a"),
     "no order": (lambda: torch_sampler([0.5], units_per_step=1), "orders is float64"),
 })  # fmt: skip

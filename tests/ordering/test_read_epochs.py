@@ -232,6 +232,19 @@ def test_whether_the_next_batch_is_there_is_known_over_the_boundary():
     assert threading.active_count() == begun, "no thread is left"
 
 
+def test_a_source_that_ends_within_an_epoch_is_an_error():
+    state = order_of("random_reshuffling")[0]
+    reads = read_epochs(lambda *_: [np.zeros(2)], lambda: state, units_per_step=3)
+    next(reads)
+    for _ in range(2):
+        with pytest.raises(LoadError, match="load 1 is missing: .* one batch for each"):
+            next(reads)
+
+
+def reads_of(live):
+    return lambda: read_epochs(source_of(), live, units_per_step=3)
+
+
 def reads_with(**options):
     start = order_of("random_reshuffling")[0]
     return read_epochs(source_of(), lambda: start, **{"units_per_step": 3} | options)
@@ -241,5 +254,9 @@ test_wrong_inputs_are_refused = refuses({
     "a step longer than the epoch": (lambda: reads_with(units_per_step=14), "per_step is 14"),
     "ahead": (lambda: reads_with(ahead=0), "ahead is 0"),
     "num_epochs": (lambda: reads_with(num_epochs=-1), "num_epochs is -1"),
+    "a state": (reads_of(order_of("grab")[0]), "live is a GrabState: .* as lambda: state"),
+    "an order": (reads_of(lambda: np.arange(3)), r"live\(\) is a ndarray: pass a function"),
+    "no source": (lambda: read_epochs(None, lambda: order_of("grab")[0], units_per_step=3),
+                  "source is a NoneType"),
     "first_load": (lambda: reads_with(first_load=-1), "first_load is -1"),
 })  # fmt: skip

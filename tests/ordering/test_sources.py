@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ordering
 from ordering.input import reader, step_indices
 from ordering.input.sources import Steps
 from tests import tables
@@ -135,7 +136,7 @@ def test_tables_that_cannot_be_read_say_what_to_do(table):
     assert read(missing, 2, 0)["x"].tolist() == [3, 1]
     with pytest.raises(ValueError, match="1 of 2 examples of a batch have None"):
         read(missing, 0, 1)
-    with pytest.raises(ValueError, match="lists of one length"):
+    with pytest.raises(ValueError, match="need one shape"):
         read(table({"x": [[1], [1, 2]]}), 0, 1)
 
 
@@ -181,8 +182,10 @@ def rows(*columns):
     return lambda: read([{"x": column} for column in columns], *range(len(columns)))
 
 
-test_lists_that_are_no_array = refuses({
-    "lengths": (rows([1, 2], [1, 2, 3]), r"shapes \[\(2,\), \(3,\)\]: .* one length"),
+test_examples_that_are_no_batch = refuses({
+    "shapes": (rows(np.zeros(2), np.zeros(3)), r"shapes \[\(2,\), \(3,\)\].* Pad or cut"),
+    "keys": (lambda: read([{"x": 1}, {"y": 1}], 0, 1), r"\{'x': \*\} and \{'y': \*\}: .* same"),
+    "lengths": (rows([1, 2], [1, 2, 3]), r"shapes \[\(2,\), \(3,\)\]: .* one shape"),
     "inner lengths": (rows([[1], [1, 2]]), r"the list \[\[1\], \[1, 2\]\]: a list is read as one"),
     "missing": (rows([1, None]), "none missing"),
     "mixed": (rows([1, "a"]), "numbers or texts"),
@@ -199,7 +202,12 @@ test_no_source = refuses({
     "no rows": (lambda: reader(np.zeros((0, 2))), "source is empty"),
     "no examples": (lambda: reader([]), "source is empty"),
     "an iterator": (lambda: reader(iter([1])), "source is a list_iterator"),
+    "a path": (lambda: reader("images/train"), "source is a str"),
+    "a class": (lambda: reader(Examples), "source is a type"),
 })  # fmt: skip
+
+
+STATE = ordering.random_reshuffling(4).init(jax.random.key(0), None)
 
 
 def indices(orders, **sizes):
@@ -213,6 +221,12 @@ test_bad_orders = refuses({
     "a slice too large": (indices([0, 1, 2], num_units=2), "each unit of 0 .. 1 at most once"),
     "a slice twice": (indices([3, 3], num_units=5), "at most once"),
     "floats": (indices([0.0, 1.0]), r"orders is float64\[2\]"),
+    "a state": (indices(STATE), "orders is a ShuffleState: .* as state.current is"),
+    "an order": (indices(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),
+    "a generator": (indices(i for i in range(3)), "orders is a generator: "),
+    "text": (indices("012"), "orders is a str: "),
+    "unequal lengths": (indices([[0, 1], [0]]), "orders is a list: "),
+    "total as text": (indices([0, 1], total="2"), "total is '2'"),
     "axes": (indices([[[0]]]), r"orders is int64\[1, 1, 1\]"),
     "empty": (indices([]), "num_units is 0"),
     "a long step": (indices([0, 1], units_per_step=3), "units_per_step is 3"),

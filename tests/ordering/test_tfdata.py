@@ -146,8 +146,8 @@ def at_most_three(batch, seed):
 
 RAGGED, KEPT = [np.zeros(2), np.zeros(2), np.zeros(3)], lambda batch, seed: batch
 FAILING = {  # the second batch of two examples
-    "shapes in a batch": (RAGGED, None, r"examples \[2 0\]: ValueError.*same shape"),
-    "shapes in a tensor": (RAGGED, KEPT, r"examples \[2 0\]: ValueError.*same shape"),
+    "shapes in a batch": (RAGGED, None, r"examples \[2 0\]: ValueError.*one shape"),
+    "shapes in a tensor": (RAGGED, KEPT, r"examples \[2 0\]: ValueError.*one shape"),
     "types": ([1, 2, 2.5], KEPT, r"examples \[2 0\]: .* differ from the first"),
     "structures": ([(1, 2), (1, 2), {"a": 1}], KEPT, r"examples \[2 0\]: ValueError"),
     "a transform": (
@@ -181,11 +181,13 @@ test_bad_input = refuses({
     "a part": (of([0], batch_size=1.5), "batch_size is 1.5"),
     "prefetch": (of([0], prefetch=0), "prefetch is 0"),
     "first_batch": (of([0], first_batch=-1), "first_batch is -1"),
+    "seed": (of([0], seed="a"), "seed is 'a'"),
     "calls": (of([0], num_parallel_calls=0), "num_parallel_calls is 0"),
     "too large": (of([0, 3]), "index 3 is out of range: the source has 3"),
     "negative": (of([-1], Examples(np.arange(3))), "index -1 is out of range"),
     "floats": (of([0.0, 1.0]), r"indices is float64\[2\]"),
     "bools": (of([True]), r"indices is bool\[1\]"),
+    "a pair": (of((np.zeros(1, int), 2)), "indices is a tuple: .* step_indices"),
     "axes": (of([[0]]), r"indices is int64\[1, 1\]"),
 })  # fmt: skip
 
