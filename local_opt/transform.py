@@ -20,11 +20,23 @@ from syncopate import mesh
 
 
 class PlannedState(NamedTuple):
-    """State of one worker; the counters are equal on all workers."""
+    """State of one worker; the counters are equal on all workers.
 
-    step: jax.Array  # int32[], steps taken, skipped or not
-    round: jax.Array  # int32[], syncs so far
+    Fields of the inner optimizer's state are attributes of it, too: `state.hyperparams` of
+    `optax.inject_hyperparams`, or `state.gradient_step` of `optax.MultiSteps`.
+    """
+
+    num_steps: jax.Array  # int32[], skipped or not
+    num_syncs: jax.Array  # int32[]
     rounds: Any  # of the `Rounds`
+
+    def __getattr__(self, name: str) -> Any:
+        if name in getattr(self.rounds.inner, "_fields", ()):
+            return getattr(self.rounds.inner, name)
+        raise AttributeError(
+            f"the state of local steps has no field {name!r}, nor has the inner optimizer's "
+            f"{type(self.rounds.inner).__name__}: optax.tree_utils.tree_get finds nested fields."
+        )
 
 
 def local_steps(
@@ -65,15 +77,15 @@ def local_steps(
     Returns:
       A GradientTransformationExtraArgs. Its `update` needs `params` and takes `sync`: None (the
       plan decides, by a conditional that holds the only collective), or a static bool (the host
-      has decided; no conditional). The plan counts the steps of the state, or is asked at `step`,
-      int32[], the steps of the loop so far: one number for all workers, so that none of them can
-      count otherwise, and the conditional stays one under `jax.vmap`. Other extra arguments go to
-      `inner`.
+      has decided; no conditional). The plan counts the steps of the state, unless `step`, int32[],
+      gives the loop's: one number for all workers, which keeps the conditional under `jax.vmap`.
+      Other extra arguments go to `inner`, whose state is read as without local steps, by
+      `optax.tree_utils.tree_get(state, "nu")` or as `state.hyperparams`; it is
+      `state.rounds.inner`, where an outer optimizer has fields of the same names.
 
     Raises:
-      ValueError: for what is no plan, an unknown policy; from `init` for
-        parameters that are not floating, or optimizer state that would undo a sync; from `update`
-        without params.
+      ValueError: for anything but a plan, or an unknown policy; from `init` for parameters that are
+        not floating, or optimizer state that would undo a sync; from `update` without params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -85,7 +97,7 @@ def local_steps(
       >>> for _ in range(2):
       ...     update, state = step(x, state, target)
       ...     x = x + update
-      >>> x.tolist(), state.round.tolist()
+      >>> x.tolist(), state.num_syncs.tolist()
       ([1.5, 1.5], [1, 1])
 
     References:
@@ -134,8 +146,8 @@ def _planned(rounds, plan, axis_name, *, overwrites):
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, own
 
-        done = state.step + 1 if step is None else jnp.asarray(step, jnp.int32) + 1
-        met = state.round  # how often, so far
+        done = state.num_steps + 1 if step is None else jnp.asarray(step, jnp.int32) + 1
+        met = state.num_syncs  # how often, so far
         if step is not None:
             met = jnp.searchsorted(ends, done, side="left").astype(jnp.int32)
         # Steps beyond the plan synchronise: rather too often than never again.
@@ -143,7 +155,7 @@ def _planned(rounds, plan, axis_name, *, overwrites):
         now = now if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
         met = met + jnp.asarray(now, jnp.int32)
-        counts = mesh.varying((done, met), state.step)  # typed as they were
+        counts = mesh.varying((done, met), state.num_steps)  # typed as they were
         return updates, PlannedState(*counts, own)
 
     return optax.GradientTransformationExtraArgs(init, update)

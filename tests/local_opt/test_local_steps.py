@@ -53,7 +53,7 @@ def test_planned_steps_equal_the_reference(run):
         # x + (mean - x) rounds as x does, so a small mean of large x is one ulp of the large ones.
         assert np.abs(met - met[:1]).max() <= np.spacing(np.abs(met).max())
     planned = state[1]
-    assert planned.step.tolist() == [13] * W and planned.round.tolist() == [5] * W
+    assert planned.num_steps.tolist() == [13] * W and planned.num_syncs.tolist() == [5] * W
 
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
@@ -94,7 +94,7 @@ def test_a_skipped_step_is_counted():
     for _ in range(3):
         updates, state = step(grads, state, x)
         x = x + updates
-    assert state.step.tolist() == [3] * W and state.round.tolist() == [1] * W
+    assert state.num_steps.tolist() == [3] * W and state.num_syncs.tolist() == [1] * W
     np.testing.assert_allclose(x, -3 * RATE * 3 / 4, rtol=1e-6)
     assert state.rounds.inner.total_notfinite.tolist() == [0, 3, 0, 0]
 
@@ -202,13 +202,13 @@ def test_a_step_that_all_share_decides_when_they_meet(workers):
     for miscounted in (0, 1):
         x, state = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), workers)
         y, other = local_opt.owned((jnp.zeros(()), opt.init(jnp.zeros(()))), W)
-        state = state._replace(step=state.step.at[1].add(miscounted))
+        state = state._replace(num_steps=state.num_steps.at[1].add(miscounted))
         for t in range(8):  # one beyond the plan
             x, state = run(x, state, grads[t], t)
             y, other = own(y, other, grads[t])
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
-        assert state.step.tolist() == other.step.tolist() == [8] * W
-        assert state.round.tolist() == other.round.tolist() == [4] * W
+        assert state.num_steps.tolist() == other.num_steps.tolist() == [8] * W
+        assert state.num_syncs.tolist() == other.num_syncs.tolist() == [4] * W
 
 
 def test_under_vmap_a_shared_step_leaves_the_conditional():

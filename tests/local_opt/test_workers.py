@@ -148,7 +148,7 @@ def test_workers_that_have_met_agree_and_others_do_not(workers):
     for t in range(4):
         x, state = run(x, state, grads[t])
         if plan.syncs_after(t):
-            local_opt.check_synced({"x": x, "round": state.round})
+            local_opt.check_synced({"x": x, "round": state.num_syncs})
         else:
             with pytest.raises(ValueError, match=r"workers' x are .* in \['w'\].*syncs_after"):
                 local_opt.check_synced({"w": x}, what="x")

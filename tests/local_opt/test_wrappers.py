@@ -141,7 +141,7 @@ def test_inside_and_before(name, run):
     assert (kept < 0.95) == (name in MET or name in LESS), "would its next step undo a sync?"
     assert_equal(seen, history)
     local_opt.check_synced(last(seen))
-    assert state.round.tolist() == [PLAN.rounds] * W and state.step.tolist() == [STEPS] * W
+    assert state.num_syncs.tolist() == [PLAN.rounds] * W and state.num_steps.tolist() == [STEPS] * W
     if name in LINKS:
         before, _ = found(optax.chain(LINKS[name](), local(SGD)), run, extra)
         assert_equal(before, history)

@@ -116,7 +116,7 @@ def test_the_only_collective_of_a_planned_step_is_in_a_branch():
     for _ in range(3):  # over a sync
         params, state = step(params, state, SCALES)
     assert step._cache_size() == 1
-    assert state.round.tolist() == [1] * 8 and state.step.tolist() == [3] * 8
+    assert state.num_syncs.tolist() == [1] * 8 and state.num_steps.tolist() == [3] * 8
 
 
 @pytest.mark.parametrize("fragment,size", [(0, 9), (1, 15)])
