@@ -134,8 +134,8 @@ def effects_table(comparison: Comparison) -> tuple[str, str]:
         for name in found[0].effects
     ]
     text = (
-        "Effects from the first level to the second, 95 % intervals over seeds, × for factors; "
-        "bold: no effect lies outside."
+        "Effects from the first level to the second, with 95 % intervals; × marks factors, and "
+        "bold excludes no effect."
     )
     return "table_effects.md", f"{text}\n\n{markdown(rows)}"
 
@@ -170,7 +170,7 @@ def priced_table(machines: Sequence[cost.Machine]) -> Callable:
             {"arm": own.label} | {m.label: faster(comparison, arms[0], own, m) for m in machines}
             for own in arms
         ]
-        text = "Times faster to the target than the first arm, priced."
+        text = "Priced speed-up to the target over the first arm."
         return "table_priced.md", f"{text}\n\n{markdown(rows)}"
 
     return section
