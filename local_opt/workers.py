@@ -17,20 +17,28 @@ def consolidate(tree):
 
     x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's.
 
+    Averaged weights need no sync of their own. Let each worker keep an average of its parameters,
+    updated in every step, and consolidate the averages: they are linear, so their mean is the
+    average of the mean parameters, whatever a sync does.
+
     Args:
-      tree: arrays with a leading worker axis [W, ...].
+      tree: arrays with a leading worker axis [W, ...]: parameters, or a whole training state.
 
     Returns:
       The same tree without the worker axis. Training goes on with its argument, so a model can be
-      looked at in the middle of a round.
+      evaluated in the middle of a round.
 
     Raises:
       ValueError: for a leaf without workers.
 
     Example:
-      >>> import jax.numpy as jnp, local_opt
+      >>> import jax.numpy as jnp, local_opt, optax
       >>> local_opt.consolidate({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
       {'count': Array(7, dtype=int32), 'w': Array([2.], dtype=float32)}
+      >>> params, averages = jnp.array([1.0, 3.0]), jnp.zeros(2)  # two workers
+      >>> averages = optax.incremental_update(params, averages, step_size=0.1)
+      >>> float(local_opt.consolidate(averages))
+      0.20000000298023224
     """
 
     def mean(x):
