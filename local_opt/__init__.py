@@ -8,7 +8,8 @@ from local_opt.owned import owned
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, parallel_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
-from local_opt.streaming import Streaming, stream_events, streaming_rounds
+from local_opt.segments import stream_segments
+from local_opt.streaming import Streaming, streaming_rounds
 from local_opt.sync import synchronize
 from local_opt.transform import diloco, local_steps, slowmo
 from local_opt.wires import WIRES, Wire
@@ -51,7 +52,7 @@ __all__ = [
     "qsr",
     "reestimate",
     "slowmo",
-    "stream_events",
+    "stream_segments",
     "streaming_rounds",
     "swap",
     "sync_bytes",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from local_opt.plans import SyncPlan, check_whole
-from local_opt.streaming import stream_events
+from local_opt.segments import stream_segments
 from local_opt.wires import LANES, Wire, check_wire, rows_of
 
 
@@ -158,7 +158,7 @@ def forecast(
             f"num_params are of {sorted(num_params)} and the plans of {sorted(plan)}: name the "
             "same parts."
         )
-    events = stream_events(plan, delay=delay)
+    segments = stream_segments(plan, delay=delay)
     steps = next(iter(plan.values())).total_steps
     wires = dict.fromkeys(plan, wire) if isinstance(wire, Wire | None) else wire
     link = dict(gigabits_per_second=gigabits_per_second, latency_seconds=latency_seconds)
@@ -168,7 +168,7 @@ def forecast(
         sent[part], seconds[part] = sync_bytes(size, **own), sync_seconds(size, **own, **link)
     rounds = {part: each.rounds for part, each in plan.items()}
     busy = sum(rounds[part] * seconds[part] for part in plan)
-    waited = _waited(events, seconds, float(step_seconds)) if delay else busy
+    waited = _waited(segments, seconds, float(step_seconds)) if delay else busy
     compute = steps * float(step_seconds)
     numbers = sum(rounds[part] * int(size) for part, size in num_params.items())
     return Forecast(
@@ -183,10 +183,10 @@ def forecast(
     )
 
 
-def _waited(events, seconds, step_seconds):
+def _waited(segments, seconds, step_seconds):
     """Seconds that steps wait: event by event, one transfer on the link at a time."""
     waited, free, arrives = 0.0, 0.0, {}
-    for step, (action, part, _) in events:
+    for step, action, part in ((s.begin, e.action, e.fragment) for s in segments for e in s.due):
         now = step * step_seconds + waited
         if action == "start":
             free = max(free, now) + seconds[part]

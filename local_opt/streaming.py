@@ -1,6 +1,6 @@
 """Streaming: the parameters are synchronised in fragments, while the next steps are computed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import optax
 
 from local_opt.outer import outer_step
-from local_opt.plans import SyncPlan
+from local_opt.segments import Event
 from local_opt.state import LOCAL, apart, check_floating, check_survives, floating_as
 from local_opt.sync import nothing_lost, synchronize_changes
 from local_opt.wires import Wire, check_wire
-from syncopate import mesh, plans
+from syncopate import mesh
 
 NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
 
 
 class Streaming(NamedTuple):
-    """The steps and the syncs of fragments, four pure functions for one worker.
+    """The steps and the syncs of fragments: pure functions for one worker.
 
     Fields:
       init: `params -> state`.
@@ -28,12 +28,15 @@ class Streaming(NamedTuple):
         What arrives touches nothing until `finish`, so steps may be computed meanwhile.
       finish: `(params, state, *, fragment, last=False) -> (params, state)`: puts what has arrived
         in its place; with `last` whatever the mixing, so that workers end bitwise equal.
+      communicate: `(params, state, due) -> (params, state)`: the starts and finishes that are due
+        before a segment of `stream_segments`; `due` is static.
     """
 
     init: Callable
     update: Callable
     start: Callable
     finish: Callable
+    communicate: Callable
 
 
 class StreamingState(NamedTuple):
@@ -61,10 +64,10 @@ def streaming_rounds(
     At a fragment's start a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
     a <- 1/W sum_w x_w; at its finish, some steps later, x_w <- m x_w + (1 - m) a.
 
-    Every fragment has a plan of its own; `stream_events` says when it starts and finishes. With one
-    fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps overlap only
-    inside one compiled program: put a start and the steps of the delay, one after the other or in
-    a loop, under one `jax.jit`.
+    Every fragment has a plan of its own; `stream_segments` says when it starts and finishes. With
+    one fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps overlap
+    only inside one compiled program: put a start and the steps of the delay, one after the other or
+    in a loop, under one `jax.jit`.
 
     Args:
       inner: the workers' optimizer; its state stays each worker's own.
@@ -152,64 +155,15 @@ def streaming_rounds(
             new = jax.tree.map(lambda x, a: _mixed(mixing, x, a), _pick(params, part), new)
         return _placed(params, part, jax.tree.map(jnp.copy, new)), state
 
-    return Streaming(init, update, start, finish)
+    def communicate(params, state, due: Iterable[Event]):
+        for action, fragment, last in due:
+            if action == "start":
+                state = start(params, state, fragment=fragment)
+            else:
+                params, state = finish(params, state, fragment=fragment, last=last)
+        return params, state
 
-
-def stream_events(plans_of: Mapping[str, SyncPlan], *, delay: int = 0) -> list[tuple]:
-    """What a loop does between two steps, where fragments have plans of their own.
-
-    A fragment whose round ends after step e is started there and finished `delay` steps later, at
-    the latest where it starts again; the run's last rounds are finished at once.
-
-    Args:
-      plans_of: {fragment: its plan}, all for the same run.
-      delay: tau >= 0, steps that pass while a mean travels; 0 for syncs that are waited for.
-
-    Returns:
-      (step, (action, fragment, last)) of every event in its order: the steps taken before, "start"
-      or "finish", and whether it is the run's last sync of the fragment. A run that resumes after
-      n steps goes on with those of more than n.
-
-    Raises:
-      ValueError: for no plan, plans for other runs, or a round shorter than the delay (but the
-        first and the last of a fragment).
-
-    Example:
-      >>> import local_opt
-      >>> turns = {f: local_opt.constant(4, total_steps=9, offset=2 * f) for f in range(2)}
-      >>> [(step, due[:2]) for step, due in local_opt.stream_events(turns, delay=1)][:3]
-      [(2, ('start', 1)), (3, ('finish', 1)), (4, ('start', 0))]
-
-    References:
-      Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
-      Free Lunch, 2025, https://arxiv.org/abs/2501.18512
-    """
-    _check_turns(plans_of, delay)
-    found = []
-    for place, (name, plan) in enumerate(plans_of.items()):
-        ends, total = plan.ends.tolist(), plan.total_steps
-        for end, following in zip(ends, [*ends[1:], total], strict=True):
-            arrives, last = min(end + delay, following), end == total
-            # What was on its way arrives before anything starts, and at once what need not.
-            found.append((end, 1, place, ("start", name, last)))
-            found.append((arrives, 2 if arrives == end else 0, place, ("finish", name, last)))
-    return [(step, due) for step, _, _, due in sorted(found, key=lambda event: event[:3])]
-
-
-def _check_turns(plans_of, delay) -> None:
-    if not plans_of or any(not isinstance(plan, SyncPlan) for plan in plans_of.values()):
-        raise ValueError(f"the plans are {plans_of!r}: pass one SyncPlan for each fragment.")
-    if not plans.is_whole(delay) or delay < 0:
-        raise ValueError(f"delay is {delay!r}: it must be a whole number of steps >= 0.")
-    total_steps = next(iter(plans_of.values())).total_steps
-    for name, plan in plans_of.items():
-        plan.check_run(total_steps)
-        between = plan.periods[1:-1]
-        if len(between) and between.min() < delay:
-            raise ValueError(
-                f"delay is {delay} and fragment {name!r} has a round of {between.min()} steps: a "
-                "mean must arrive before the next one starts. Lower the delay, or raise the period."
-            )
+    return Streaming(init, update, start, finish, communicate)
 
 
 def _labels(params, fragments):

@@ -42,24 +42,12 @@ def train_step(state, batch):
     return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
-def train_segment(state, batches, due):
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="due")
+@functools.partial(local_opt.lift, workers=WORKERS, inputs="owned owned", outputs="owned owned")
+def train_segment(state, batches, *, due):
     """What is due, and the steps up to the next event: one program, in which they overlap."""
-
-    def one(state, batches):
-        stream, (action, part, last) = state.tx, due
-        if action == "start":
-            state = state.replace(
-                opt_state=stream.start(state.params, state.opt_state, fragment=part)
-            )
-        elif action == "finish":
-            params, opt_state = stream.finish(
-                state.params, state.opt_state, fragment=part, last=last
-            )
-            state = state.replace(params=params, opt_state=opt_state)
-        return jax.lax.scan(train_step, state, batches)
-
-    return local_opt.lift(one, WORKERS, inputs="owned owned", outputs="owned owned")(state, batches)
+    params, opt_state = state.tx.communicate(state.params, state.opt_state, due)
+    return jax.lax.scan(train_step, state.replace(params=params, opt_state=opt_state), batches)
 
 
 @jax.jit
@@ -78,13 +66,12 @@ def train_and_evaluate(c: Config) -> dict:
         f: local_opt.constant(PERIOD, total_steps=c.steps, offset=f * PERIOD // FRAGMENTS)
         for f in range(FRAGMENTS)
     }
-    events = [(0, ("none", 0, False)), *local_opt.stream_events(turns, delay=DELAY)]
     losses = []
-    for (step, due), (until, _) in zip(events, [*events[1:], events[-1]], strict=True):
-        chosen = rng.integers(len(train), size=(until - step, c.batch_size))
+    for begin, end, due in local_opt.stream_segments(turns, delay=DELAY):
+        chosen = rng.integers(len(train), size=(end - begin, c.batch_size))
         own = (len(chosen), WORKERS, c.batch_size // WORKERS, c.length + 1)
         batches = train[chosen].reshape(own).swapaxes(0, 1)
-        state, metrics = train_segment(state, batches, due)
+        state, metrics = train_segment(state, batches, due=due)
         losses.append(metrics["loss"].mean(0))
     losses = np.concatenate(losses)[49::50].tolist()
     valid = jnp.asarray(valid)

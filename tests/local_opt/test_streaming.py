@@ -36,6 +36,12 @@ from tests.refused import refuses
 PLACES = [0, 1], [2, 3, 4, 5]  # of b and of w, in the order of the reference
 
 
+def events_of(plans, delay=0):
+    """(steps taken before, event) of every event."""
+    segments = local_opt.stream_segments(plans, delay=delay)
+    return [(segment.begin, event) for segment in segments for event in segment.due]
+
+
 @functools.cache
 def compiled(stream, run):
     """(step, init, start, finish), one compiled program for each fragment."""
@@ -63,7 +69,7 @@ def run_streaming(stream, plans, run="vmap", begin=(0, None, None), stop=None):
         params = copies(START)
         state = init(params)
     turns, delay = plans
-    events = [event for event in local_opt.stream_events(turns, delay=delay) if event[0] > at]
+    events = [(step, event) for step, event in events_of(turns, delay) if step > at]
     history = []
     for t in range(at, stop or 13):
         params, state = step(params, state, MATRICES, TARGETS[t])
@@ -134,7 +140,7 @@ def test_any_plans_equal_the_reference(data):
             at += data.draw(st.integers(max(delay, 1), 6))
         ends.append(chosen)
     turns = {f: local_opt.SyncPlan(starts, 13) for f, starts in enumerate(ends)}
-    events = local_opt.stream_events(turns, delay=delay)
+    events = events_of(turns, delay)
     for name, plan in turns.items():
         own = [(step, action) for step, (action, f, _) in events if f == name]
         assert [a for _, a in own] == plan.rounds * ["start", "finish"]  # never two on the way
@@ -188,6 +194,42 @@ def test_a_run_that_stops_with_a_mean_on_its_way_resumes_bitwise():
         assert_bitwise_equal(tuple(after), (params, state))
 
 
+# At step 5 of the constant plans a mean is on its way.
+@pytest.mark.parametrize("name,start", [("constant", 0), ("constant", 5), ("other plans", 0)])
+def test_a_loop_over_segments_takes_the_steps_and_the_syncs_of_the_plans(name, start):
+    stream = averaging(0.5)
+    _, params, state = run_streaming(stream, TWO[name], stop=start or None)
+    if not start:
+        params, state = copies(START), jax.vmap(stream.init)(copies(START))
+
+    @functools.partial(jax.jit, static_argnames="due")
+    @functools.partial(jax.vmap, axis_name="worker", in_axes=(0, 0, 0, 1, None))
+    def run(params, state, matrix, targets, due):
+        params, state = stream.communicate(params, state, due)
+        step = lambda carry, target: (square_step(stream)(*carry, matrix, target), None)  # noqa: E731
+        return jax.lax.scan(step, (params, state), targets)[0]
+
+    turns, delay = TWO[name]
+    for begin, end, due in local_opt.stream_segments(turns, delay=delay, start=start):
+        params, state = run(params, state, MATRICES, TARGETS[begin:end], due)
+    assert distance(params, run_streaming(stream, TWO[name])[1]) < 1e-6
+    assert_workers_bitwise_equal(params)
+
+
+@given(st.data())
+def test_segments_from_any_step_are_the_rest_of_all_segments(data):
+    turns, delay = TWO[data.draw(st.sampled_from(list(TWO)))]
+    start = data.draw(st.integers(0, 13))
+    whole = local_opt.stream_segments(turns, delay=delay)
+    rest = local_opt.stream_segments(turns, delay=delay, start=start)
+    assert [(s.begin, s.due) for s in rest if s.due] == [
+        (s.begin, s.due) for s in whole if s.due and s.begin >= start
+    ]
+    for begin, segments in ((0, whole), (start, rest)):
+        assert [s.begin for s in segments] == [begin, *(s.end for s in segments[:-1])]
+        assert segments[-1].end == segments[-1].begin == 13, "the last syncs follow the last step"
+
+
 def test_labels_are_even_and_whole():
     params = {name: jnp.zeros(n) for name, n in zip("abcdef", (5, 5, 1, 9, 1, 3), strict=True)}
     assert list(streaming._labels(params, 2).values()) == [0, 0, 0, 1, 1, 1]
@@ -207,7 +249,7 @@ FOUR = local_opt.constant(4, total_steps=13)
 
 
 def turns(*plans, delay=0):
-    return local_opt.stream_events(dict(enumerate(plans)), delay=delay)
+    return local_opt.stream_segments(dict(enumerate(plans)), delay=delay)
 
 
 test_refused = refuses({
@@ -218,6 +260,9 @@ test_refused = refuses({
     "tree": (lambda: stream(fragments=[0, 1]).init(START), "fragments is .* a tree like the param"),
     "gap": (lambda: stream(fragments={"w": 0, "b": 2}).init(START), r"numbered \[0, 2\]: number"),
     "whole": (lambda: stream().init({"w": jnp.arange(3), "b": 1.0}), "'w'. is int32: only float"),
+    "start": (
+        lambda: local_opt.stream_segments({0: FOUR}, start=14), "start is 14: .* in 0 .. 13"
+    ),
     "no plan": (lambda: turns(), "pass one SyncPlan for each fragment"),
     "delay": (lambda: turns(FOUR, delay=-1), "delay is -1: it must be a whole number"),
     "long": (

@@ -1,0 +1,100 @@
+"""Segments of a streamed run: which fragments are sent and merged between which steps."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from local_opt.plans import SyncPlan, check_whole
+from syncopate import plans
+
+
+class Event(NamedTuple):
+    """What is due between two steps.
+
+    Fields:
+      action: "start" or "finish".
+      fragment: as in the plans.
+      last: whether it is the run's last sync of the fragment.
+    """
+
+    action: str
+    fragment: Any
+    last: bool
+
+
+class Segment(NamedTuple):
+    """Steps begin .. end - 1, and the events that are due before them; hashable."""
+
+    begin: int
+    end: int
+    due: tuple[Event, ...]
+
+
+def stream_segments(
+    plans_of: Mapping[Any, SyncPlan], *, delay: int = 0, start: int = 0
+) -> list[Segment]:
+    """The segments of a run whose fragments have plans of their own: what is due, then some steps.
+
+    A fragment whose round ends after step e is started there and finished `delay` steps later, at
+    the latest where it starts again; the run's last rounds are finished at once.
+
+    Args:
+      plans_of: {fragment: its plan}, all for the same run.
+      delay: tau >= 0, steps that pass while a mean travels; 0 for syncs that are waited for.
+      start: in 0 .. T, the steps taken before, where a run resumes; what is due after that many
+        steps is taken as not yet done.
+
+    Returns:
+      (begin, end, due) of each segment, in order: first `communicate(params, state, due)`, then the
+      steps begin .. end - 1. The last segment has no steps.
+
+    Raises:
+      ValueError: for no plan, plans for other runs, a round shorter than the delay (but the first
+        and the last of a fragment), or a start out of range.
+
+    Example:
+      >>> import local_opt
+      >>> turns = {f: local_opt.constant(4, total_steps=9, offset=2 * f) for f in range(2)}
+      >>> for begin, end, due in local_opt.stream_segments(turns, delay=1)[:4]:
+      ...     print(begin, end, [event[:2] for event in due])
+      0 2 []
+      2 3 [('start', 1)]
+      3 4 [('finish', 1)]
+      4 5 [('start', 0)]
+
+    References:
+      Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
+      Free Lunch, 2025, https://arxiv.org/abs/2501.18512
+    """
+    total = _check_turns(plans_of, delay)
+    check_whole("start", start, 0, total)
+    found = []
+    for place, (name, plan) in enumerate(plans_of.items()):
+        ends = plan.ends.tolist()
+        for end, following in zip(ends, [*ends[1:], total], strict=True):
+            arrives, last = min(end + delay, following), end == total
+            # What was on its way arrives before anything starts, and at once what need not.
+            found.append((end, 1, place, Event("start", name, last)))
+            found.append((arrives, 2 if arrives == end else 0, place, Event("finish", name, last)))
+    due_at = {start: []}
+    for step, _, _, event in sorted(found, key=lambda event: event[:3]):
+        if step >= start:
+            due_at.setdefault(step, []).append(event)
+    ends = [*due_at, total][1:]
+    return [Segment(at, end, tuple(due_at[at])) for at, end in zip(due_at, ends, strict=True)]
+
+
+def _check_turns(plans_of, delay) -> int:
+    if not plans_of or any(not isinstance(plan, SyncPlan) for plan in plans_of.values()):
+        raise ValueError(f"the plans are {plans_of!r}: pass one SyncPlan for each fragment.")
+    if not plans.is_whole(delay) or delay < 0:
+        raise ValueError(f"delay is {delay!r}: it must be a whole number of steps >= 0.")
+    total_steps = next(iter(plans_of.values())).total_steps
+    for name, plan in plans_of.items():
+        plan.check_run(total_steps)
+        between = plan.periods[1:-1]
+        if len(between) and between.min() < delay:
+            raise ValueError(
+                f"delay is {delay} and fragment {name!r} has a round of {between.min()} steps: a "
+                "mean must arrive before the next one starts. Lower the delay, or raise the period."
+            )
+    return total_steps
