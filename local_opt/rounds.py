@@ -95,7 +95,7 @@ def local_rounds(
       specs: for a worker that is several devices: how its parameters are split over them, a
         `jax.P` per leaf or one for all, without the workers' axis. Optimizer state is then split
         as they are. Needed by a wire, and for the drift where all axes are manual. See
-        docs/your_own_loop.md.
+        docs/use/devices.md.
 
     Returns:
       A `Rounds`.

@@ -56,7 +56,7 @@ def local_steps(
 
     Put it last in an `optax.chain`, for what follows would change the mean, and inside of nothing
     that skips or changes a step (a table of what of optax stands where is in
-    docs/your_own_loop.md): it cannot see what is around it, but `check_synced` after a step that
+    docs/use/optax.md): it cannot see what is around it, but `check_synced` after a step that
     ends a round does. Its update is x_bar - x_w, and x_w + (x_bar - x_w) may miss x_bar by the
     rounding of x_w, so workers agree to that rounding and no better; it does not accumulate. Loops
     that want bitwise equal workers and no conditional in the step use `local_rounds`, whose `sync`

@@ -205,7 +205,7 @@ def step_indices(
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
     num_units = length if num_units is None else num_units
-    base.check_units(num_units, units_per_step)
+    base.check_units_per_step(num_units, units_per_step)
     check_at_least(1, unit_size=unit_size, total=total)
     ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
     most = num_units if total is None else total

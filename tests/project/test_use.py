@@ -1,0 +1,119 @@
+"""The pages of docs/use hold what they say: every program runs, and a loss that it prints falls."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import ordering
+
+PAGES = sorted((pathlib.Path(__file__).parents[2] / "docs" / "use").glob("*.md"))
+PROGRAMS = {
+    f"{page.stem}-{number}": code
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+}
+# Whole loops, with a model, an optimizer and input of their own.
+LOOPS = {
+    "checkpoints-0", "devices-0", "echoing-0", "equinox-0", "linen-0", "linen-1", "nnx-0", "nnx-2",
+    "optax-0", "orders-0", "orders-3",
+}  # fmt: skip
+
+
+def run(code, capsys):
+    """(what a program leaves, the losses that it prints: the lines of a step and a number)."""
+    if "equinox" in code:
+        pytest.importorskip("equinox")
+    if "import grain" in code:
+        pytest.importorskip("grain")
+    if re.search(r"import .*tensorflow|input\.batches", code):
+        pytest.importorskip("tensorflow")
+    names = {}
+    exec(compile(code, "docs/use", "exec"), names)
+    return names, [
+        float(x) for x in re.findall(r"^\d+ ([\d.e+-]+)$", capsys.readouterr().out, re.M)
+    ]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_and_the_loss_that_it_prints_falls(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = PROGRAMS[name]
+    _, losses = run(code, capsys)
+    if re.search(r"print\(.*(loss|value)", code):
+        assert len(losses) > 2
+        assert losses[-1] < 0.75 * losses[0]
+
+
+def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkeypatch):
+    """In the middle of an epoch, of a round, and behind its last checkpoint."""
+    code, read = PROGRAMS["checkpoints-0"], ordering.input.read_epochs
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole, _ = run(code, capsys)
+
+    class Stop(Exception):
+        pass
+
+    def stopped(*args, **kwargs):
+        with read(*args, **kwargs) as reads:
+            stopped.reads = reads
+            for number, batch in enumerate(reads):
+                if number == 93:
+                    raise Stop
+                yield batch
+
+    class Stopped:
+        """`read_epochs` until batch 93."""
+
+        def __init__(self, *args, **kwargs):
+            self.batches = stopped(*args, **kwargs)
+
+        def __iter__(self):
+            return self.batches
+
+        def __getattr__(self, name):
+            return getattr(stopped.reads, name)
+
+    (tmp_path / "stopped").mkdir()
+    monkeypatch.chdir(tmp_path / "stopped")
+    monkeypatch.setattr(ordering.input, "read_epochs", Stopped)
+    with pytest.raises(Stop):
+        run(code, capsys)
+    monkeypatch.setattr(ordering.input, "read_epochs", read)
+    again, losses = run(code, capsys)
+    assert again["first"] == 80 and losses
+    np.testing.assert_array_equal(again["run"]["w"], whole["run"]["w"])
+
+
+@pytest.mark.slow
+def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
+    code = PROGRAMS["orders-3"].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
+    assert "gathers" not in code
+    _, losses = run(code, capsys)
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_short(name):
+    lines = [line for line in PROGRAMS[name].split("\n") if line.strip()]
+    assert len(lines) <= (35 if name in LOOPS else 20), len(lines)
+    assert max(map(len, lines)) <= 100, max(lines, key=len)
+    assert "experiments" not in PROGRAMS[name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_are_short(page):
+    """At most 80 lines of prose, without programs, commands, tables and what is printed."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    counted = (line for line in text.split("\n") if line.strip())
+    prose = [line for line in counted if not line.startswith(("|", ">", "    "))]
+    assert len(prose) <= 80
+    assert max(map(len, prose)) <= 130
+
+
+def test_every_page_is_in_the_table_of_the_first():
+    first = next(page for page in PAGES if page.stem == "index").read_text()
+    links = set(re.findall(r"\]\((\w+)\.md\)", first))
+    assert links == {page.stem for page in PAGES} - {"index"}
