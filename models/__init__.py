@@ -1,4 +1,4 @@
-"""What is trained: models as records of pure functions."""
+"""The models that the experiments train, as records of pure functions."""
 
 from models.base import Model
 from models.convolutions import lenet

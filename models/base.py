@@ -1,35 +1,35 @@
-"""The contract of a model: pure functions; the model library stays behind them."""
+"""What a model is: a record of pure functions, independent of the library that built it."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jaxtyping import Array, Float, PyTree
 
 from syncopate.mesh import platform
 
 
 class Model(NamedTuple):
-    """What is trained.
+    """A model as pure functions.
 
     Fields:
       init: `key -> params`, a pytree of float arrays.
       loss: `(params, batch, key) -> float32[n]`, one loss per example of the batch.
-      predict: `(params, inputs) -> logits`, without randomness; with `statistics` it is
-        `(params, inputs, statistics) -> logits`.
-      statistics: `(params, inputs) -> tree`, the mean and variance of one batch at every batch
-        normalisation, or None for a model that has none.
+      predict: `(params, inputs) -> logits`, deterministic; `(params, inputs, statistics) -> logits`
+        for a model with `statistics`.
+      statistics: `(params, inputs) -> tree`, mean and variance of one batch at every batch
+        normalisation; None for a model without batch normalisation.
 
-    A model with statistics carries none of them through training: `loss` normalises with the
-    moments of its own batch, so its losses depend on the whole batch, and `predict` with the
-    moments it is given. Estimate those on training inputs, at the parameters that are evaluated,
-    before every evaluation; the average of `statistics` over several batches serves.
+    There are no running statistics. `loss` normalises with the moments of its own batch, so each
+    loss depends on the whole batch; `predict` normalises with the moments it is given. Before an
+    evaluation, average `statistics` over several batches of training inputs at the parameters to
+    be evaluated.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import models
+      >>> import jax, jax.numpy as jnp, models
       >>> model = models.softmax_regression(num_features=4, num_classes=3)
       >>> params = model.init(jax.random.key(0))
       >>> batch = {"x": jnp.ones((2, 4)), "y": jnp.array([0, 2])}
@@ -39,17 +39,14 @@ class Model(NamedTuple):
       True
     """
 
-    init: Callable
-    loss: Callable
-    predict: Callable
-    statistics: Callable | None = None
+    init: Callable[[Array], PyTree]
+    loss: Callable[[PyTree, PyTree, Any], Array]
+    predict: Callable[..., Array]
+    statistics: Callable[[PyTree, Array], PyTree] | None = None
 
 
 def softmax_loss(predict: Callable, l2: float) -> Callable:
-    """Per-example cross-entropy, plus l2 / 2 |params|^2 in every example's loss.
-
-    An example that is a sequence has the mean over its tokens.
-    """
+    """Cross-entropy per example, the mean over tokens for sequences, plus l2 / 2 |params|^2."""
     check_l2(l2)
 
     def loss(params, batch, key):
@@ -63,25 +60,26 @@ def softmax_loss(predict: Callable, l2: float) -> Callable:
 
 
 def model_of(make: Callable, l2: float, *, keys: Callable = nnx.Rngs) -> Model:
-    """The record of a network; with batch normalisation in it, one with `statistics`.
+    """The `Model` of a network, with `statistics` if it contains batch normalisation.
 
     Args:
-      make: `keys(key) -> net`, where `net(x, given)` gives logits, normalised with the moments in
-        the state where `given` is true, and otherwise with those of `x`, left in the state.
+      make: `keys(key) -> net`. `net(x, given)` returns logits. It normalises with the moments in
+        its state if `given` is true, and otherwise with those of `x`, which it writes there.
       l2: weight of l2/2 |params|^2.
+      keys: makes the source of keys for `make`.
     """
 
     def build(key):
         return nnx.split(make(keys(key)), nnx.Param, nnx.BatchStat)
 
     graph, _, moments = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    # Shapes only: making a model must not start JAX's devices, for tables of recipes make some at
-    # import, before `jax.distributed.initialize`.
+    # Shapes only: recipes make models at import, before `jax.distributed.initialize`, when JAX must
+    # not have started its devices.
     moments = jax.tree.map(
         lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), nnx.to_pure_dict(moments)
     )
 
-    def zeros():  # overwritten before anything reads them
+    def zeros():  # overwritten before they are read
         return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moments)
 
     def init(key):
@@ -107,25 +105,35 @@ def model_of(make: Callable, l2: float, *, keys: Callable = nnx.Rngs) -> Model:
     return Model(init, softmax_loss(in_training, l2), predict, statistics)
 
 
-def penalty(params, l2: float) -> jax.Array:
-    """l2 / 2 |params|^2, a scalar."""
-    if not l2:  # nothing that would use every parameter
+def penalty(params: PyTree[Array], l2: float) -> Float[Array, ""] | float:
+    """l2 / 2 |params|^2."""
+    if not l2:  # reads no parameter
         return 0.0
     return 0.5 * l2 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
 
 
 def check_l2(l2: float) -> None:
+    """Raises ValueError for a negative weight or NaN."""
     if not l2 >= 0:
         raise ValueError(f"l2 is {l2}: the weight of the penalty must be 0 or positive.")
 
 
 def check_at_least(least: int, **values: int) -> None:
+    """Raises ValueError with the name of a value below `least`."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} is {value}: it must be at least {least}.")
 
 
+def check_choice(known: Collection, **values: Any) -> None:
+    """Raises ValueError with the name of a value that is not among the known ones."""
+    for name, value in values.items():
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(repr, known))}.")
+
+
 def check_heads(width: int, heads: int) -> None:
+    """Raises ValueError unless the width is a multiple of the number of heads."""
     check_at_least(1, width=width, heads=heads)
     if width % heads:
         raise ValueError(
@@ -135,26 +143,24 @@ def check_heads(width: int, heads: int) -> None:
 
 
 def check_dtype(dtype: str) -> jnp.dtype:
-    """The type that a model computes with; its parameters are float32 all the same."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(
-            f"dtype is {dtype!r}: choose 'float32' or 'bfloat16' to compute with; parameters are "
-            "float32 under both."
-        )
+    """The type that a model computes with; parameters are float32 with both."""
+    check_choice(("float32", "bfloat16"), dtype=dtype)
     return jnp.dtype(dtype)
 
 
-def product(x: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x weights, of factors rounded to `dtype`, summed up and returned in float32."""
+def product(
+    x: Float[Array, "*n K"], weights: Float[Array, "K N"], dtype: jnp.dtype
+) -> Float[Array, "*n N"]:
+    """The matrix product of factors rounded to `dtype`, accumulated in float32."""
     x, weights = x.astype(dtype), weights.astype(dtype)
     contracted = ((x.ndim - 1,), (0,)), ((), ())
     return flat_dot_general(x, weights, contracted, preferred_element_type=jnp.float32)
 
 
-def flat_dot_general(x: jax.Array, weights: jax.Array, dimension_numbers, **options) -> jax.Array:
-    """`lax.dot_general` of x [..., K] and weights [K, N], on a CPU with one axis for all rows.
+def flat_dot_general(x: Array, weights: Array, dimension_numbers: tuple, **options: Any) -> Array:
+    """`lax.dot_general` of x [..., K] and weights [K, N]; on CPUs x is reshaped to [rows, K].
 
-    A CPU is faster at it; a TPU's compiler joins less to such a product.
+    That is faster on CPUs, but gives a TPU's compiler fewer operations to fuse.
     """
     last_and_first = dimension_numbers == (((x.ndim - 1,), (0,)), ((), ()))
     if not last_and_first or weights.ndim != 2 or platform() != "cpu":

@@ -1,8 +1,11 @@
-"""What the convolutional networks share: convolutions and normalisations; and LeNet."""
+"""LeNet, and the convolutions and normalisations of the convolutional networks."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Key
 
 from models.base import Model, check_at_least, model_of
 from syncopate.mesh import platform
@@ -11,18 +14,18 @@ EPSILON = 1e-5  # of the normalisations
 
 
 def groups(channels: int) -> int:
-    """Of the group normalisations: 32, or one for each channel where there are fewer."""
+    """The number of groups of a group normalisation: 32, or one per channel if there are fewer."""
     return min(32, channels)
 
 
 def _padded(x, size):
-    """The images [n, H, W, C] with size // 2 zeros around each."""
+    """The images [n, H, W, C], padded with size // 2 zeros on each side."""
     edge = (size // 2, size // 2)
     return jnp.pad(x, ((0, 0), edge, edge, (0, 0)))
 
 
 def _views(x, size, stride=1):
-    """The size^2 views of images that a kernel sees."""
+    """The size^2 shifted images that a kernel's entries are multiplied with."""
     height, width = (side - size + 1 for side in x.shape[1:3])
     return [
         x[:, i : i + height : stride, j : j + width : stride]
@@ -31,35 +34,34 @@ def _views(x, size, stride=1):
     ]
 
 
+def _kernel(rngs, *shape):
+    return nnx.Param(nnx.initializers.he_normal()(rngs.params(), shape, jnp.float32))
+
+
 class Convolution(nnx.Module):
     """Convolution with an odd square kernel, without bias, padded by size // 2 pixels.
 
-    As all layers here it answers in the type of its input; the parameters stay float32.
+    Like all layers here it returns the type of its input; its parameters are float32.
     """
 
     def __init__(self, fan_in, fan_out, stride, rngs, *, size=3):
-        init = nnx.initializers.he_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (size, size, fan_in, fan_out), jnp.float32))
+        self.kernel = _kernel(rngs, size, size, fan_in, fan_out)
         self.stride = stride
 
     def __call__(self, x):
         kernel = self.kernel[...].astype(x.dtype)
         edge = kernel.shape[0] // 2
-        return jax.lax.conv_general_dilated(
-            x,
-            kernel,
-            (self.stride, self.stride),
-            ((edge, edge), (edge, edge)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        strides, edges = (self.stride, self.stride), ((edge, edge), (edge, edge))
+        names = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, strides, edges, dimension_numbers=names)
 
 
 class Conv(Convolution):
-    """The same function as one matrix product.
+    """`Convolution` as one matrix product.
 
-    On a CPU, XLA runs a convolution inside a loop (scan, map) about ten times slower than this
-    product, and vmap over kernels leaves a batched product instead of a grouped convolution. The
-    price is memory: size^2 copies of the input.
+    On a CPU this is about ten times faster than XLA's convolution inside a loop (scan, map), and
+    vmap over kernels gives a batched product, not a grouped convolution. It needs memory for
+    size^2 copies of the input.
     """
 
     def __call__(self, x):
@@ -73,8 +75,7 @@ class Pointwise(nnx.Module):
     """1x1 convolution without bias, a matrix product over the channels."""
 
     def __init__(self, fan_in, fan_out, rngs, *, stride=1):
-        init = nnx.initializers.he_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (fan_in, fan_out), jnp.float32))
+        self.kernel = _kernel(rngs, fan_in, fan_out)
         self.stride = stride
 
     def __call__(self, x):
@@ -82,23 +83,23 @@ class Pointwise(nnx.Module):
 
 
 class DepthwiseConv(nnx.Module):
-    """Convolution of every channel by itself, without bias, as size^2 scaled, shifted images."""
+    """Convolution of each channel, without bias, as a sum of size^2 shifted, scaled images."""
 
     def __init__(self, channels, stride, rngs, *, size=3):
-        init = nnx.initializers.he_normal()
-        self.kernel = nnx.Param(init(rngs.params(), (size, size, 1, channels), jnp.float32))
+        self.kernel = _kernel(rngs, size, size, 1, channels)
         self.stride = stride
 
     def __call__(self, x):
         size, _, _, channels = self.kernel.shape
         kernel = self.kernel[...].reshape(-1, 1, 1, 1, channels)
         views = _views(_padded(x, size), size, self.stride)
-        # The float32 kernel makes the terms float32: no rounding of every partial sum.
-        return sum(kernel[k] * view for k, view in enumerate(views)).astype(x.dtype)
+        # The float32 kernel makes the terms float32, so that only the sum is rounded.
+        terms = [kernel[k] * view for k, view in enumerate(views)]
+        return sum(terms[1:], start=terms[0]).astype(x.dtype)
 
 
 def _in_float32(norm, x):
-    """norm(x) with moments and arithmetic in float32, of the type of x."""
+    """norm(x), computed in float32 and returned in the type of x."""
     return norm(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
 
 
@@ -110,52 +111,58 @@ class _BatchNorm(nnx.BatchNorm):
 
 class _GroupNorm(nnx.GroupNorm):
     def __call__(self, x, use_running_average):
-        """Called as a batch normalisation is; there are no running moments."""
+        """The second argument is that of a batch normalisation, and is not used."""
         return _in_float32(super().__call__, x)
 
 
 def batch_norm(width: int, rngs: nnx.Rngs, *, epsilon: float = EPSILON) -> nnx.BatchNorm:
-    # Without momentum a forward pass leaves exactly the moments of its batch in the state.
+    """Batch normalisation without momentum: the state holds the moments of the last batch."""
     return _BatchNorm(width, momentum=0.0, epsilon=epsilon, rngs=rngs)
 
 
-def group_norm(width: int, rngs: nnx.Rngs, *, groups_of=groups) -> nnx.GroupNorm:
+def group_norm(
+    width: int, rngs: nnx.Rngs, *, groups_of: Callable[[int], int] = groups
+) -> nnx.GroupNorm:
+    """Group normalisation with `groups_of(width)` groups."""
     return _GroupNorm(width, groups_of(width), epsilon=EPSILON, rngs=rngs)
 
 
 class Keys:
-    """The keys of nnx.Rngs, whose traced counter costs seconds where a network is deep."""
+    """The keys of nnx.Rngs without its traced counter, which takes seconds for deep networks."""
 
-    def __init__(self, key):
+    def __init__(self, key: Key[Array, ""]):
         self.key, self.drawn = key, 0
 
-    def params(self):
+    def params(self) -> Key[Array, ""]:
+        """The next key."""
         self.drawn += 1
         return jax.random.fold_in(self.key, self.drawn - 1)
 
 
 def check_images(image_shape: tuple[int, int, int], num_classes: int, reduction: int) -> None:
+    """Raises ValueError for images smaller than the product of all strides, and for bad sizes."""
     height, width, channels = image_shape
     check_at_least(2, num_classes=num_classes)
     check_at_least(1, channels=channels)
     if min(height, width) < reduction:
         raise ValueError(
             f"image_shape is {image_shape}: the strides shrink the image {reduction} times, so it "
-            f"needs at least {reduction} x {reduction} pixels. Resize the images or take smaller "
+            f"needs at least {reduction} x {reduction} pixels. Resize the images or use smaller "
             "strides."
         )
 
 
 class _BiasedConv(nnx.Conv):
-    """The same convolution as one matrix product, which CPUs run ten times faster in a loop."""
+    """On a CPU a matrix product, as in `Conv`."""
 
     def __call__(self, x):
         if platform() != "cpu":
             return super().__call__(x)
-        size, kernel = self.kernel_size[0], self.kernel[...]
+        kernel = self.kernel[...]
+        size, bias = kernel.shape[0], 0.0 if self.bias is None else self.bias[...]
         views = _views(_padded(x, size) if self.padding == "SAME" else x, size)
         product = jnp.concatenate(views, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
-        return product + self.bias[...][None, None, None]
+        return product + jnp.reshape(bias, (1, 1, 1, -1))
 
 
 class _LeNet(nnx.Module):
@@ -194,8 +201,7 @@ def lenet(
       ValueError: for another image size.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> params = models.lenet().init(jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       61706
@@ -209,7 +215,7 @@ def lenet(
     check_at_least(1, channels=channels)
     if (height, width) not in ((28, 28), (32, 32)):
         raise ValueError(
-            f"image_shape is {image_shape}: LeNet takes 28 x 28 or 32 x 32 images. Resize them."
+            f"image_shape is {image_shape}: LeNet takes 28 x 28 or 32 x 32 images. Resize yours."
         )
 
     return model_of(lambda rngs: _LeNet(height, channels, num_classes, rngs), l2)

@@ -21,8 +21,8 @@ MLP_RATIO = 4
 EPSILON = 1e-5  # of the layer normalisations
 
 SIZES = {
-    "tiny": {"width": 128, "depth": 2, "heads": 2},  # that of CD-GraB's experiments
-    "small": {"width": 768, "depth": 12, "heads": 12},  # the published one of 124 million
+    "tiny": {"width": 128, "depth": 2, "heads": 2},  # in CD-GraB's experiments
+    "small": {"width": 768, "depth": 12, "heads": 12},  # as published: 124 million parameters
 }
 
 
@@ -75,7 +75,7 @@ class _GPT2(nnx.Module):
         self.positions = nnx.Param(draw(rngs.params(), (context, width), jnp.float32))
         self.names = [f"block{i}" for i in range(depth)]
         for name in self.names:
-            # Two branches per block are added up: the sum keeps its size whatever the depth.
+            # The scale keeps the variance of the sum of all branches independent of the depth.
             setattr(self, name, _Block(width, heads, 1 / math.sqrt(2 * depth), dtype, rngs))
         self.norm = _norm(width, rngs)
 
@@ -83,8 +83,8 @@ class _GPT2(nnx.Module):
         tokens, (length, context) = self.tokens[...], (x.shape[1], len(self.positions[...]))
         if length > context:
             raise ValueError(
-                f"the sequences have {length} tokens and context is {context}: cut them into "
-                "windows, or build the model with a longer context."
+                f"the sequences have {length} tokens and context is {context}: split them, or "
+                "build the model with a longer context."
             )
         y = tokens[x] + self.positions[...][None, :length]
         for name in self.names:
@@ -102,36 +102,35 @@ def gpt2(
     dtype: str = "float32",
     l2: float = 0.0,
 ) -> Model:
-    """GPT-2: a causal transformer decoder, logits of every next token; without dropout.
+    """GPT-2: a causal transformer decoder that predicts every next token; without dropout.
 
     h = tokens[x] + positions; then in every block h += attention(norm(h)) and
     h += W_2 gelu(W_1 norm(h)) with 4 * width hidden units; logits = norm(h) tokens^T.
 
-    The tanh form of gelu, layer normalisations with epsilon 1e-5, biases everywhere. Weights and
-    embeddings start normal with deviation 0.02, the last matrix of each residual branch with
-    0.02 / sqrt(2 depth), biases at zero.
+    It uses the tanh approximation of gelu, layer normalisations with epsilon 1e-5, and biases in
+    all layers. Weights and embeddings are initialised from a normal distribution with standard
+    deviation 0.02, the last matrix of each residual branch with 0.02 / sqrt(2 depth); biases are 0.
 
     Args:
       vocab_size: V >= 2; tokens are 0 .. V - 1.
       context: longest sequence, >= 1.
       width: features of a token, a multiple of `heads`; depth: transformer blocks, >= 1.
       heads: attention heads, >= 1.
-      dtype: "float32" or "bfloat16", of the factors of matrix products and the hidden units;
+      dtype: "float32" or "bfloat16", for the factors of matrix products and the hidden units;
         residuals, layer normalisations, softmax, logits and parameters are float32.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
       A `Model` without `statistics`, for batches {"x": int[n, L], "y": int[n, L]} with
       L <= context, where y holds the token after each of x. A sequence is one example: its loss
-      is the mean cross-entropy of its tokens, in nats; `predict` gives logits float32[n, L, V].
+      is the mean cross-entropy of its tokens, in nats; `predict` returns logits float32[n, L, V].
 
     Raises:
-      ValueError: for sizes out of range, or that do not divide, or another dtype; from `loss` and
-        `predict` for a sequence longer than `context`.
+      ValueError: if a size is out of range, `heads` does not divide `width`, or the dtype is
+        unknown; from `loss` and `predict` if a sequence is longer than `context`.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> from models.gpt2 import SIZES
       >>> model = models.gpt2(vocab_size=50257, context=1024, **SIZES["small"])
       >>> params = jax.eval_shape(model.init, jax.random.key(0))
@@ -144,12 +143,12 @@ def gpt2(
       Press, Wolf, Using the Output Embedding to Improve Language Models, 2017,
       https://arxiv.org/abs/1608.05859
     """
-    dtype = check_dtype(dtype)
+    compute = check_dtype(dtype)
     check_at_least(2, vocab_size=vocab_size)
     check_at_least(1, context=context, depth=depth)
     check_heads(width, heads)
 
     def make(rngs):
-        return _GPT2(vocab_size, context, width, depth, heads, dtype, rngs)
+        return _GPT2(vocab_size, context, width, depth, heads, compute, rngs)
 
     return model_of(make, l2)

@@ -1,8 +1,9 @@
-"""Linear models and perceptrons; of the convex ones the optimum can be computed."""
+"""Linear models and perceptrons, and the optimum of the convex ones."""
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, PyTree
 
 from models.base import Model, check_at_least, check_l2, penalty, softmax_loss
 
@@ -15,10 +16,10 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
 
     Returns:
       A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]};
-      it starts at zero.
+      its parameters are initialised to 0.
 
     Raises:
-      ValueError: for sizes out of range.
+      ValueError: if a size is out of range.
 
     Example:
       >>> import models
@@ -40,13 +41,14 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     """Linear logit and log loss: f(w) = log(1 + exp(-(2y - 1) w^T x)) + l2/2 |w|^2.
 
     Args:
-      num_features: D >= 1, a constant feature for the bias included; l2: >= 0.
+      num_features: D >= 1, including a constant feature for the bias; l2: >= 0.
 
     Returns:
-      A `Model` for batches {"x": float[n, D], "y": int[n] in {0, 1}}; it starts at zero.
+      A `Model` for batches {"x": float[n, D], "y": int[n] in {0, 1}}; its parameters are
+      initialised to 0.
 
     Raises:
-      ValueError: for sizes out of range.
+      ValueError: if a size is out of range.
 
     Example:
       >>> import models
@@ -72,22 +74,18 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     return Model(init, loss, predict)
 
 
-def optimum(model: Model, batch, *, tolerance: float = 1e-10) -> float:
+def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> float:
     """The minimum of a convex model's mean loss, by L-BFGS in float64.
 
     Args:
       model: softmax or logistic regression; batch: the whole training set.
-      tolerance: largest entry of the gradient at the end.
-
-    Returns:
-      The minimum, a float.
+      tolerance: largest absolute entry of the gradient at the minimum.
 
     Raises:
-      RuntimeError: if the tolerance was not reached.
+      RuntimeError: if the tolerance is not reached.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import models
+      >>> import jax.numpy as jnp, models
       >>> model = models.logistic_regression(num_features=1, l2=1.0)
       >>> batch = {"x": jnp.array([[1.0], [1.0]]), "y": jnp.array([0, 1])}
       >>> round(models.optimum(model, batch), 4)
@@ -112,11 +110,11 @@ def optimum(model: Model, batch, *, tolerance: float = 1e-10) -> float:
         options = {"ftol": 0.0, "gtol": tolerance, **limits}
         found = minimize(fun, np.asarray(flat), jac=True, method="L-BFGS-B", options=options)
         slope = float(np.max(np.abs(fun(found.x)[1])))
-    # The error of the value is quadratic in the slope: a slope of 1e-6 is still far below float32.
+    # The error is quadratic in the slope: with 1e-6 it is far below the precision of float32.
     if slope > max(tolerance, 1e-6):
         raise RuntimeError(
-            f"L-BFGS stopped with a gradient of {slope:.2e} ({found.message}): the problem may "
-            "have no finite optimum; give it an l2 penalty."
+            f"L-BFGS stopped with a gradient of {slope:.2e} ({found.message}): the loss may have "
+            "no finite minimum. Add an l2 penalty."
         )
     return float(found.fun)
 
@@ -131,22 +129,22 @@ def mlp(
 ) -> Model:
     """Multilayer perceptron with ReLU: x_k+1 = max(0, W_k^T x_k + b_k), linear logits.
 
-    Weights start normal with variance 2 / fan-in (the last layer 1 / fan-in), biases at zero.
+    Weights are initialised from a normal distribution with variance 2 / fan-in (1 / fan-in in the
+    last layer), biases to 0.
 
     Args:
       num_features: D_in >= 1; num_classes: C >= 2.
-      hidden: widths of the hidden layers, each >= 1; () is a linear head, started at random.
+      hidden: widths of the hidden layers, each >= 1; () is a linear model with random weights.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
       A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]}.
 
     Raises:
-      ValueError: for sizes out of range.
+      ValueError: if a size is out of range.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> model = models.mlp(num_features=784, hidden=(128,), num_classes=10)
       >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
       101770
@@ -160,10 +158,10 @@ def mlp(
 
 
 def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 0.0) -> Model:
-    """Multilayer perceptron with ReLU from the last `lags` values of a series to the next ones.
+    """Multilayer perceptron that predicts the next `horizon` values of a series from `lags` ones.
 
-    The layers are those of `models.mlp`, the last one linear, all `horizon` values at once; the
-    loss of an example is the mean over them of (prediction - y)^2.
+    The layers are those of `models.mlp`. The loss of an example is the mean over the horizon of
+    (prediction - y)^2.
 
     Args:
       lags: D_in >= 1, values before the forecast, the latest last.
@@ -171,15 +169,14 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
-      A `Model` for batches {"x": float[n, lags], "y": float[n, horizon]}; `predict` gives
-      float[n, horizon], in the units of the series: scale these before.
+      A `Model` for batches {"x": float[n, lags], "y": float[n, horizon]}; `predict` returns
+      float[n, horizon]. Scale the series before.
 
     Raises:
-      ValueError: for sizes out of range; from `loss` for a y of another shape than the forecast.
+      ValueError: if a size is out of range; from `loss` if y has another shape than the forecast.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> model = models.forecaster(lags=20, horizon=6, hidden=(64, 64, 64))
       >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
       10054
@@ -195,8 +192,8 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
         forecast = predict(params, batch["x"])
         if batch["y"].shape != forecast.shape:
             raise ValueError(
-                f"y has shape {batch['y'].shape} and the forecast {forecast.shape}: y holds the "
-                f"next {horizon} values of every example."
+                f"y has shape {batch['y'].shape} and the forecast {forecast.shape}: y must hold "
+                f"the next {horizon} values of every example."
             )
         return jnp.mean(jnp.square(forecast - batch["y"]), axis=-1) + penalty(params, l2)
 
@@ -204,7 +201,7 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
 
 
 def _layers(inputs: int, hidden: tuple[int, ...], outputs: int) -> tuple:
-    """(init, predict) of dense layers with ReLU in between."""
+    """(init, predict) of dense layers with ReLU between them."""
     check_at_least(1, inputs=inputs, outputs=outputs, hidden=min(hidden, default=1))
     sizes, last = (inputs, *hidden, outputs), len(hidden)
 

@@ -7,42 +7,41 @@ import jax.numpy as jnp
 
 from models.base import Model, check_at_least, check_dtype, product, softmax_loss
 
-RANGE = 0.1  # of the embeddings at the start
+RANGE = 0.1  # of the initial embeddings
 
 
 def lstm(
     *, vocab_size: int, width: int, depth: int = 2, dtype: str = "float32", l2: float = 0.0
 ) -> Model:
-    """Long short-term memory: logits of every next token; tied embeddings, without dropout.
+    """Long short-term memory that predicts every next token; tied embeddings, without dropout.
 
-    In every layer, with x_t the layer below (the embeddings for the first) and h_0 = c_0 = 0,
+    In each layer, with x_t the output of the layer below (embeddings for the first), h_0 = c_0 = 0,
 
       i, f, g, o = W x_t + b + U h_(t-1) + b'
       c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g)
       h_t = sigmoid(o) tanh(c_t)
 
-    and logits = h tokens^T of the last layer, without a bias. The two biases of a layer are
-    only ever added up; both are kept, as in the usual counts of parameters. Embeddings start
-    uniform in [-0.1, 0.1], everything else uniform in [-1, 1] / sqrt(width).
+    and logits = h tokens^T of the last layer, without a bias. Both biases of a layer are kept, as
+    in the usual counts of parameters. Embeddings are initialised uniformly in [-0.1, 0.1], all
+    other parameters uniformly in [-1, 1] / sqrt(width).
 
     Args:
       vocab_size: V >= 2; tokens are 0 .. V - 1.
       width: features of a token and units of a layer, >= 1; depth: layers, >= 1.
-      dtype: "float32" or "bfloat16", of the factors of matrix products; sums, states, logits and
-        parameters are float32.
+      dtype: "float32" or "bfloat16", for the factors of matrix products; sums, states, logits
+        and parameters are float32.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
       A `Model` without `statistics`, for batches {"x": int[n, L], "y": int[n, L]}, where y holds
       the token after each of x. A sequence is one example and starts from zero states: its loss is
-      the mean cross-entropy of its tokens, in nats; `predict` gives logits float32[n, L, V].
+      the mean cross-entropy of its tokens, in nats; `predict` returns logits float32[n, L, V].
 
     Raises:
-      ValueError: for sizes out of range, or another dtype.
+      ValueError: if a size is out of range or the dtype is unknown.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> model = models.lstm(vocab_size=33278, width=32)
       >>> params = jax.eval_shape(model.init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
@@ -54,7 +53,7 @@ def lstm(
       Press, Wolf, Using the Output Embedding to Improve Language Models, 2017,
       https://arxiv.org/abs/1608.05859
     """
-    dtype = check_dtype(dtype)
+    compute = check_dtype(dtype)
     check_at_least(2, vocab_size=vocab_size)
     check_at_least(1, width=width, depth=depth)
     names = [f"layer{k}" for k in range(depth)]
@@ -62,28 +61,29 @@ def lstm(
     shapes |= {"bias_input": (4 * width,), "bias_recurrent": (4 * width,)}
 
     def init(key):
-        params = {"tokens": _uniform(jax.random.fold_in(key, 0), (vocab_size, width), RANGE)}
+        layers = {}
         for k, name in enumerate(names, start=1):
             keys = jax.random.split(jax.random.fold_in(key, k), len(shapes))
-            params[name] = {
+            layers[name] = {
                 weight: _uniform(draw, shape, 1 / math.sqrt(width))
                 for draw, (weight, shape) in zip(keys, shapes.items(), strict=True)
             }
-        return params
+        tokens = _uniform(jax.random.fold_in(key, 0), (vocab_size, width), RANGE)
+        return {"tokens": tokens, **layers}
 
     def predict(params, x):
-        h = params["tokens"][x.T]  # [L, n, width]: time comes first in a scan
+        h = params["tokens"][x.T]  # [L, n, width]: a scan goes along the first axis
         for name in names:
-            h = _layer(params[name], h, dtype)
-        return product(h.swapaxes(0, 1), params["tokens"].T, dtype)
+            h = _layer(params[name], h, compute)
+        return product(h.swapaxes(0, 1), params["tokens"].T, compute)
 
     return Model(init, softmax_loss(predict, l2), predict)
 
 
 def _layer(params, x, dtype):
-    """The states h [L, n, width] of one layer, out of those below."""
+    """The states h [L, n, width] of one layer; x are those of the layer below."""
     bias = params["bias_input"] + params["bias_recurrent"]
-    # All steps at once: only what depends on the step before is left to the scan.
+    # For all steps at once; the scan computes only what depends on the previous step.
     inputs = product(x, params["input"], dtype) + bias[None, None]
     zero = jnp.zeros(x.shape[1:], inputs.dtype)
 

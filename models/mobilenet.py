@@ -1,4 +1,4 @@
-"""MobileNetV2 and V3: the published networks, and a small one for images of the size of CIFAR's."""
+"""MobileNetV2 and V3: the published networks, and a small one for images of CIFAR's size."""
 
 import functools
 import math
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_at_least, check_dtype, model_of
+from models.base import Model, check_at_least, check_choice, check_dtype, model_of
 from models.convolutions import Conv, DepthwiseConv, Keys, Pointwise, batch_norm, check_images
 
-# V2: (expansion t, channels c, blocks n, stride s of the first block) of every stage.
+# V2: (expansion t, channels c, blocks n, stride s of the first block) for each stage.
 IMAGENET_STAGES = (
     (1, 16, 1, 1),
     (6, 24, 2, 2),
@@ -22,11 +22,11 @@ IMAGENET_STAGES = (
 )
 SMALL_STAGES = ((1, 8, 1, 1), (4, 16, 2, 2), (4, 24, 2, 2), (4, 32, 2, 1))
 
-EPSILON, STEM = 1e-3, 16  # of V3: of the normalisations; channels after the first convolution
+EPSILON, STEM = 1e-3, 16  # V3: of the normalisations; channels after the first convolution
 RELU, SWISH = nnx.relu, nnx.hard_swish
 
-# V3, of every block: (kernel size, expanded channels, output channels, units of the squeeze,
-# activation, stride). A squeeze has a quarter of the expanded channels, a multiple of 8; 0 is none.
+# V3: (kernel size, expanded channels, output channels, squeezed channels, activation, stride) for
+# each block. Squeezed are a quarter of the expanded channels, a multiple of 8; 0 means no squeeze.
 LARGE = (
     (3, 16, 16, 0, RELU, 1),
     (3, 64, 24, 0, RELU, 2),
@@ -59,11 +59,11 @@ SMALL = (
 )
 # (blocks, channels of the last 1x1 convolution, units of the classifier's hidden layer)
 VARIANTS = {"large": (LARGE, 960, 1280), "small": (SMALL, 576, 1024)}
-BLOCK_STRIDES = 16  # the product over the blocks, of both variants
+BLOCK_STRIDES = 16  # the product of the blocks' strides, in both variants
 
 
 class _Excitation(nnx.Module):
-    """x times a gate per channel, from the mean over the pixels: squeeze and excitation."""
+    """Squeeze and excitation: x times a gate per channel, computed from the mean over pixels."""
 
     def __init__(self, channels, squeezed, rngs):
         self.squeeze = nnx.Linear(channels, squeezed, rngs=rngs)
@@ -97,13 +97,13 @@ class _Block(nnx.Module):
         y = self.activation(self.norm2(self.depthwise(y), given))
         if self.excites:
             y = self.excitation(y)
-        # The bottleneck is linear: a rectifier would lose what few channels hold.
+        # The bottleneck is linear: a rectifier would lose information in few channels.
         y = self.norm3(self.project(y), given)
         return x + y if self.residual else y
 
 
 class _MobileNet(nnx.Module):
-    """Named blocks, each as in `LARGE`, between a stem and a head; `hidden` units may follow."""
+    """A stem, blocks {name: row as in `LARGE`}, a head, and optionally a hidden layer."""
 
     def __init__(
         self, blocks, channels, num_classes, stem, stride, head, rngs,
@@ -113,7 +113,7 @@ class _MobileNet(nnx.Module):
         self.norm1 = norm(stem, rngs)
         self.names, fan_in = list(blocks), stem
         for name, block in blocks.items():
-            setattr(self, name, _Block(norm, fan_in, *block, rngs))
+            setattr(self, name, _Block(norm, fan_in, *block, rngs=rngs))
             fan_in = block[2]
         self.head = Pointwise(fan_in, head, rngs)
         self.norm2 = norm(head, rngs)
@@ -148,24 +148,24 @@ def mobilenet_v2(
 ) -> Model:
     """MobileNetV2: inverted residuals with linear bottlenecks, ReLU6 and batch normalisation.
 
-    A block of expansion t takes c channels by a 1x1 convolution to t c, filters each with a 3x3
-    kernel, and projects them by a 1x1 convolution without a rectifier; it adds its input where
-    the shapes agree. For t = 1 there is no first convolution. A 3x3 stem stands before the
-    blocks, a 1x1 head, the mean over pixels and a dense layer after them; there is no dropout.
+    A block with expansion t expands c channels to t c by a 1x1 convolution (left out for t = 1),
+    filters each with a 3x3 kernel, and projects them by a 1x1 convolution without a rectifier. It
+    adds its input if the shapes agree. A 3x3 stem precedes the blocks; a 1x1 head, the mean over
+    pixels and a dense layer follow. There is no dropout.
 
-    The defaults make a small network for images of the size of CIFAR's. The published one has
-    images of (224, 224, 3), 1000 classes, `models.mobilenet.IMAGENET_STAGES`, stem_channels 32,
-    stem_stride 2 and head_channels 1280.
+    The defaults give a small network for images of CIFAR's size. The published one has images of
+    (224, 224, 3), 1000 classes, `models.mobilenet.IMAGENET_STAGES`, stem_channels 32, stem_stride
+    2 and head_channels 1280.
 
     Args:
       image_shape: (height, width, channels); height and width at least the product of all strides.
       num_classes: C >= 2.
-      stages: (expansion, channels, blocks, stride) of each, all >= 1, strides 1 or 2; the stride is
-        that of a stage's first block.
+      stages: (expansion, channels, blocks, stride of the first block) for each, all >= 1, the
+        stride 1 or 2.
       stem_channels, stem_stride: of the first convolution; the stride is 1 or 2.
       head_channels: of the last 1x1 convolution, >= 1.
-      dtype: "float32" or "bfloat16", of activations and products; parameters, moments and logits
-        are float32 all the same.
+      dtype: "float32" or "bfloat16", for activations and products; parameters, moments and logits
+        are float32.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
@@ -173,11 +173,10 @@ def mobilenet_v2(
       n >= 2 examples.
 
     Raises:
-      ValueError: for sizes out of range, or another dtype.
+      ValueError: if a size is out of range or the dtype is unknown.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> params = jax.eval_shape(models.mobilenet_v2().init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       36122
@@ -188,11 +187,11 @@ def mobilenet_v2(
     """
     if not stages or any(len(s) != 4 or min(s) < 1 or s[3] > 2 for s in stages):
         raise ValueError(
-            f"stages is {stages}: give at least one (expansion, channels, blocks, stride), all at "
-            "least 1 and the stride 1 or 2, as in ((6, 24, 2, 2),)."
+            f"stages is {stages}: pass at least one (expansion, channels, blocks, stride), all at "
+            "least 1 and the stride 1 or 2, for example ((6, 24, 2, 2),)."
         )
-    dtype = check_dtype(dtype)
-    _check_stem(stem_stride)
+    compute = check_dtype(dtype)
+    check_choice((1, 2), stem_stride=stem_stride)
     check_at_least(1, stem_channels=stem_channels, head_channels=head_channels)
     check_images(image_shape, num_classes, stem_stride * math.prod(s for *_, s in stages))
     blocks, fan_in = {}, stem_channels
@@ -204,15 +203,10 @@ def mobilenet_v2(
     def make(rngs):
         return _MobileNet(
             blocks, image_shape[2], num_classes, stem_channels, stem_stride, head_channels, rngs,
-            hidden=None, activation=nnx.relu6, norm=batch_norm, dtype=dtype,
+            hidden=None, activation=nnx.relu6, norm=batch_norm, dtype=compute,
         )  # fmt: skip
 
     return model_of(make, l2, keys=Keys)
-
-
-def _check_stem(stride):
-    if stride not in (1, 2):
-        raise ValueError(f"stem_stride is {stride}: take a stride of 1 or 2.")
 
 
 def mobilenet_v3(
@@ -226,25 +220,24 @@ def mobilenet_v3(
 ) -> Model:
     """MobileNetV3: inverted residuals with squeeze and excitation, and hard-swish.
 
-    The blocks of `mobilenet_v2` with kernels of 3x3 or 5x5, in some of them a gate for every
-    channel from the means of all, and the activation x relu6(x + 3) / 6 or a rectifier. A
-    perceptron with one hidden layer stands at the end; there is no dropout.
+    The blocks are those of `mobilenet_v2` with 3x3 or 5x5 kernels, the activation
+    x relu6(x + 3) / 6 or a rectifier, and in some blocks squeeze and excitation. A perceptron with
+    one hidden layer computes the logits. There is no dropout.
 
     Args:
-      variant: "large" or "small", the published two.
+      variant: "large" or "small", as published.
       image_shape: (height, width, channels); height and width at least 16 * stem_stride.
-      num_classes, stem_stride, dtype, l2: as of `mobilenet_v2`; the published stride is 2.
+      num_classes, stem_stride, dtype, l2: see `mobilenet_v2`; the published stride is 2.
 
     Returns:
       A `Model` with `statistics`, for batches {"x": float[n, H, W, channels], "y": int[n]} of
       n >= 2 examples.
 
     Raises:
-      ValueError: for sizes out of range, or an unknown variant or dtype.
+      ValueError: if a size is out of range, or the variant or dtype is unknown.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> model = models.mobilenet_v3(variant="small")
       >>> params = jax.eval_shape(model.init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
@@ -253,10 +246,9 @@ def mobilenet_v3(
     References:
       Howard et al., Searching for MobileNetV3, 2019, https://arxiv.org/abs/1905.02244
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant is {variant!r}: take one of 'large' and 'small'.")
-    dtype = check_dtype(dtype)
-    _check_stem(stem_stride)
+    check_choice(VARIANTS, variant=variant)
+    compute = check_dtype(dtype)
+    check_choice((1, 2), stem_stride=stem_stride)
     check_images(image_shape, num_classes, stem_stride * BLOCK_STRIDES)
     blocks, head, hidden = VARIANTS[variant]
     rows = {f"block{k}": block for k, block in enumerate(blocks)}
@@ -265,7 +257,7 @@ def mobilenet_v3(
     def make(rngs):
         return _MobileNet(
             rows, image_shape[2], num_classes, STEM, stem_stride, head, rngs,
-            hidden=hidden, activation=nnx.hard_swish, norm=norm, dtype=dtype,
+            hidden=hidden, activation=nnx.hard_swish, norm=norm, dtype=compute,
         )  # fmt: skip
 
     return model_of(make, l2, keys=Keys)

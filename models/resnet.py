@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_at_least, check_dtype, model_of
+from models.base import Model, check_at_least, check_choice, check_dtype, model_of
 from models.convolutions import (
     Conv,
     Convolution,
@@ -24,7 +24,7 @@ NORMS = ("batch", "group")
 
 
 class _Layers(NamedTuple):
-    """What the blocks are built of."""
+    """The layers that blocks consist of."""
 
     conv: type
     norm: Callable
@@ -32,7 +32,7 @@ class _Layers(NamedTuple):
 
 
 class _Padding(nnx.Module):
-    """Every second pixel where there is a stride, and zeros as the new channels."""
+    """The shortcut without parameters: subsamples pixels and pads new channels with zeros."""
 
     def __init__(self, layers, fan_in, fan_out, stride, rngs):
         self.stride, self.widened = stride, fan_out - fan_in
@@ -43,7 +43,7 @@ class _Padding(nnx.Module):
 
 
 class _Projection(nnx.Module):
-    """The input itself where the shapes agree, and elsewhere a projection of it."""
+    """The shortcut that is the identity if shapes agree, and a 1x1 projection otherwise."""
 
     def __init__(self, layers, fan_in, fan_out, stride, rngs):
         self.projects = stride > 1 or fan_in != fan_out
@@ -91,7 +91,7 @@ class _Bottleneck(nnx.Module):
         return nnx.relu(y + self.shortcut(x, given))
 
 
-# The block, and how many of them in every stage: of ImageNet's networks four, of CIFAR's three.
+# The block and the blocks per stage. Networks for ImageNet have four stages, for CIFAR three.
 DEPTHS = {
     18: (_Basic, (2, 2, 2, 2)),
     34: (_Basic, (3, 4, 6, 3)),
@@ -103,7 +103,7 @@ DEPTHS |= {6 * n + 2: (_Basic, (n, n, n)) for n in (1, 2, 3, 5, 7, 9, 18)}
 
 
 class _ResNet(nnx.Module):
-    """Stages of (channels, blocks), after a stem with the channels of the first."""
+    """A stem, then the stages, given as (channels, blocks)."""
 
     def __init__(self, layers, block, stages, channels, num_classes, stem, dtype, rngs):
         self.pools, self.dtype = stem == "imagenet", dtype
@@ -123,7 +123,8 @@ class _ResNet(nnx.Module):
     def __call__(self, x, given):
         x = nnx.relu(self.norm(self.stem(x.astype(self.dtype)), given))
         if self.pools:
-            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+            edges = ((1, 1), (1, 1))  # which are accepted, too
+            x = nnx.max_pool(x, (3, 3), (2, 2), edges)  # pyright: ignore[reportArgumentType]
         for name in self.names:
             x = getattr(self, name)(x, given)
         return self.dense(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
@@ -141,32 +142,32 @@ def resnet(
     dtype: str = "float32",
     l2: float = 0.0,
 ) -> Model:
-    """Residual network of the published layers.
+    """Residual network, as published for ImageNet or for CIFAR.
 
-    Four stages of basic blocks (two 3x3 convolutions; 18 and 34 layers) or bottlenecks (1x1, 3x3,
-    and 1x1 to four times the channels; 50, 101 and 152); a stage after the first has twice the
-    channels and half the image. In a bottleneck its 3x3 convolution has the stride, as in Goyal et
-    al., not the first 1x1. Shortcuts are 1x1 projections where the shapes differ.
+    The networks for ImageNet have four stages of basic blocks (two 3x3 convolutions; 18 and 34
+    layers) or bottlenecks (1x1, 3x3, and 1x1 to four times the channels; 50, 101 and 152 layers).
+    Each stage after the first doubles the channels and halves the image; in a bottleneck the 3x3
+    convolution has the stride, as in Goyal et al. Shortcuts are 1x1 projections if shapes differ.
 
-    The networks for CIFAR, of 8, 14, 20, 32, 44, 56 or 110 layers, have three stages of basic
-    blocks and shortcuts without parameters (option A of the paper): where a stage begins they take
-    every second pixel and fill the new channels with zeros. Their stem is "cifar", their width 16.
+    The networks for CIFAR, with 8, 14, 20, 32, 44, 56 or 110 layers, have three stages of basic
+    blocks. Their shortcuts have no parameters (option A of the paper): they take every second
+    pixel and pad the new channels with zeros. Use stem "cifar" and width 16.
 
     Args:
-      depth: one of those.
+      depth: number of layers, one of these.
       image_shape: (height, width, channels), at least 2 x 2 where the last stage begins.
       num_classes: C >= 2.
-      norm: "batch", or "group": 32 groups of channels, or one per channel where there are fewer; in
-        the networks for CIFAR groups of four channels. With groups no example depends on another,
+      norm: "batch", or "group": 32 groups of channels, or one per channel if there are fewer;
+        groups of four channels in the networks for CIFAR. With "group" examples are independent,
         and the model has no `statistics`.
-      stem: "imagenet", a 7x7 convolution of stride 2 and a 3x3 maximum of stride 2, or "cifar", a
-        3x3 convolution of stride 1.
+      stem: "imagenet", a 7x7 convolution of stride 2 and 3x3 max pooling of stride 2, or "cifar",
+        a 3x3 convolution of stride 1.
       width: channels of the stem and of the 3x3 convolutions of the first stage, >= 1; for 32
         groups at most 32 and a power of two, or a multiple of 32.
-      products: whether convolutions are done as matrix products, the same function: faster inside
-        loops on a CPU, and batched over workers, for nine times the memory.
-      dtype: "float32" or "bfloat16", of activations and products; parameters, moments and logits
-        are float32 all the same.
+      products: compute convolutions as matrix products. This is faster inside loops on a CPU, and
+        batches over workers, but takes nine times the memory.
+      dtype: "float32" or "bfloat16", for activations and products; parameters, moments and logits
+        are float32.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
@@ -174,11 +175,10 @@ def resnet(
       {"x": float[n, H, W, channels], "y": int[n]}; n >= 2 with batch normalisation.
 
     Raises:
-      ValueError: for sizes out of range, or an unknown depth, norm, stem or dtype.
+      ValueError: if a size is out of range, or the depth, norm, stem or dtype is unknown.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> params = jax.eval_shape(models.resnet(depth=18).init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
       11689512
@@ -190,10 +190,9 @@ def resnet(
       https://arxiv.org/abs/1706.02677
       Wu, He, Group Normalization, 2018, https://arxiv.org/abs/1803.08494
     """
-    tables = (("depth", depth, DEPTHS), ("norm", norm, NORMS), ("stem", stem, STEMS))
-    for name, value, known in tables:
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}: take one of {', '.join(map(repr, known))}.")
+    check_choice(DEPTHS, depth=depth)
+    check_choice(NORMS, norm=norm)
+    check_choice(STEMS, stem=stem)
     check_at_least(1, width=width)
     block, numbers = DEPTHS[depth]
     for_cifar = len(numbers) == 3
@@ -209,11 +208,10 @@ def resnet(
         norm=batch_norm if norm == "batch" else partial(group_norm, groups_of=groups_of),
         shortcut=_Padding if for_cifar else _Projection,
     )
-
-    dtype = check_dtype(dtype)
+    compute = check_dtype(dtype)
 
     def make(rngs):
-        return _ResNet(layers, block, stages, image_shape[2], num_classes, stem, dtype, rngs)
+        return _ResNet(layers, block, stages, image_shape[2], num_classes, stem, compute, rngs)
 
     return model_of(make, l2, keys=Keys)
 
@@ -221,11 +219,11 @@ def resnet(
 def _check_groups(widths, groups_of, last_pixels):
     if any(channels % groups_of(channels) for channels in widths):
         raise ValueError(
-            f"width is {widths[0]}: groups must share the channels of every stage equally. Take a "
-            "power of two, or norm 'batch'."
+            f"width is {widths[0]}: groups must divide the channels of every stage. Use a power of "
+            "two, or norm 'batch'."
         )
     if last_pixels * (widths[-1] // groups_of(widths[-1])) < 2:
         raise ValueError(
             f"width is {widths[0]} and the last stage has one pixel: a group of a single value is "
-            "normalised to nothing. Take a larger width or larger images."
+            "normalised to 0. Use a larger width or larger images."
         )

@@ -1,9 +1,16 @@
-"""Vision Transformers: a small one for images of the size of CIFAR's, and the published ones."""
+"""Vision Transformers: the published ones, and a small one for images of CIFAR's size."""
 
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_at_least, check_dtype, check_heads, model_of
+from models.base import (
+    Model,
+    check_at_least,
+    check_choice,
+    check_dtype,
+    check_heads,
+    model_of,
+)
 
 EPSILON = 1e-6  # of the layer normalisations
 POOLS, GELUS = ("mean", "class"), ("tanh", "exact")
@@ -82,21 +89,20 @@ def vit(
 ) -> Model:
     """Vision Transformer: layer normalisation before each branch, learned position embeddings.
 
-    The tokens after the last layer normalisation are averaged, as in Beyer et al., or a class
-    token stands before them, with a position embedding of its own, and alone gives the logits, as
-    in Dosovitskiy et al.; there is no dropout.
+    The logits are computed from the mean of the tokens after the last layer normalisation, as in
+    Beyer et al., or from a class token, as in Dosovitskiy et al. There is no dropout.
 
-    The defaults make a small network for images of the size of CIFAR's. The published ones have
-    pool "class", gelu "exact", and the `SIZES` of this file, which are ViT-Ti/16, -S/16 and -B/16.
+    The defaults give a small network for images of CIFAR's size. The published ones have pool
+    "class", gelu "exact" and the sizes in `models.vit.SIZES`: ViT-Ti/16, -S/16 and -B/16.
 
     Args:
       image_shape: (height, width, channels); height and width multiples of `patch`.
-      num_classes: C >= 2; patch: side of the square patches, one token each.
+      num_classes: C >= 2; patch: side of the square patches, in pixels.
       width: features of a token, a multiple of `heads`; depth: transformer blocks, >= 1.
-      heads: attention heads; mlp_ratio: hidden units of a block's perceptron over `width`, >= 1.
-      pool: "mean" of all tokens or "class", a token of its own.
+      heads: attention heads; mlp_ratio: hidden units of a block's perceptron / `width`, >= 1.
+      pool: "mean", of all tokens, or "class", for a class token.
       gelu: "tanh", the approximation, or "exact", with the error function.
-      dtype: "float32" or "bfloat16", of the factors of matrix products and the hidden units;
+      dtype: "float32" or "bfloat16", for the factors of matrix products and the hidden units;
         residuals, layer normalisations, softmax, logits and parameters are float32.
       l2: weight of l2/2 |params|^2, >= 0.
 
@@ -104,11 +110,10 @@ def vit(
       A `Model` without `statistics`, for batches {"x": float[n, H, W, channels], "y": int[n]}.
 
     Raises:
-      ValueError: for sizes out of range, or that do not divide, or an option that is not listed.
+      ValueError: if a size is out of range or does not divide, or an option is unknown.
 
     Example:
-      >>> import jax
-      >>> import models
+      >>> import jax, models
       >>> from models.vit import SIZES
       >>> published = {"image_shape": (224, 224, 3), "pool": "class", "gelu": "exact"}
       >>> model = models.vit(num_classes=1000, **published, **SIZES["base"])
@@ -124,7 +129,7 @@ def vit(
       Beyer, Zhai, Kolesnikov, Better plain ViT baselines for ImageNet-1k, 2022,
       https://arxiv.org/abs/2205.01580
     """
-    dtype = check_dtype(dtype)
+    compute = check_dtype(dtype)
     height, wide, channels = image_shape
     check_at_least(2, num_classes=num_classes)
     check_at_least(1, channels=channels, patch=patch, depth=depth, mlp_ratio=mlp_ratio)
@@ -132,12 +137,11 @@ def vit(
     if min(height, wide) < patch or height % patch or wide % patch:
         raise ValueError(
             f"patch is {patch} for images of {height} x {wide}: it must divide both sides. Resize "
-            "the images or choose another patch."
+            "the images or use another patch size."
         )
-    for name, value, known in (("pool", pool, POOLS), ("gelu", gelu, GELUS)):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}: choose {known[0]!r} or {known[1]!r}.")
-    block = {"heads": heads, "hidden": mlp_ratio * width, "tanh": gelu == "tanh", "dtype": dtype}
+    check_choice(POOLS, pool=pool)
+    check_choice(GELUS, gelu=gelu)
+    block = {"heads": heads, "hidden": mlp_ratio * width, "tanh": gelu == "tanh", "dtype": compute}
 
     def make(rngs):
         return _ViT(image_shape, num_classes, patch, width, depth, pool=pool, rngs=rngs, **block)

@@ -1,4 +1,4 @@
-"""What a model refuses, with its message."""
+"""Settings that models refuse, and the messages."""
 
 import pytest
 
@@ -9,7 +9,7 @@ DECODER = {"vocab_size": 13, "context": 5, "width": 16, "depth": 1, "heads": 2}
 VIT = {"image_shape": (4, 4, 3), "num_classes": 3, "patch": 2, "width": 16, "heads": 2}
 FORECASTER = {"lags": 1, "horizon": 1, "hidden": ()}
 SMALL = {"depth": 8, "stem": "cifar", "norm": "group"}
-# Of every model: settings, and what is said of them.
+# For each model: settings, and part of the message.
 REFUSED = {
     "vit": [
         ({"num_classes": 1}, "num_classes is 1: it must be at least 2"),
@@ -18,7 +18,7 @@ REFUSED = {
         ({"width": 30}, "width is 30 with 4 heads"),
         ({"depth": 0}, "depth is 0: it must be at least 1"),
         (VIT | {"dtype": "float64"}, "dtype is 'float64'"),
-        (VIT | {"pool": "max"}, "pool is 'max': choose 'mean' or 'class'"),
+        (VIT | {"pool": "max"}, "pool is 'max': choose one of 'mean', 'class'"),
         (VIT | {"gelu": "erf"}, "gelu is 'erf'"),
     ],
     "gpt2": [
@@ -37,14 +37,14 @@ REFUSED = {
         ({"head_channels": 0}, "head_channels is 0"),
     ],
     "resnet": [
-        ({"depth": 19}, "depth is 19: take one of 18, 34"),
+        ({"depth": 19}, "depth is 19: choose one of 18, 34"),
         ({"norm": "layer"}, "norm is 'layer'"),
         ({"stem": "large"}, "stem is 'large'"),
         ({"image_shape": (31, 64, 3)}, "32 x 32"),
         ({"image_shape": (7, 7, 3), "depth": 18, "stem": "cifar"}, "8 x 8"),
         (SMALL | {"image_shape": (2, 8, 3)}, "4 x 4"),
-        (SMALL | {"width": 9}, "width is 9: groups must share"),
-        ({"width": 20, "norm": "group"}, "width is 20: groups must share"),
+        (SMALL | {"width": 9}, "width is 9: groups must divide"),
+        ({"width": 20, "norm": "group"}, "width is 20: groups must divide"),
         ({"width": 4, "norm": "group", "image_shape": (32, 32, 3)}, "single value"),
     ],
     "mobilenet_v3": [
@@ -66,7 +66,7 @@ WHOLE = {
     "forecaster": FORECASTER,
     "gpt2": DECODER,
     "lstm": LSTM,
-}  # the others can be built without any
+}  # the other models have defaults
 
 
 @pytest.mark.parametrize("name", REFUSED)
