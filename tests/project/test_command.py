@@ -104,7 +104,7 @@ def test_a_file_that_hides_the_package_is_named(monkeypatch):
     hiding = types.ModuleType("ordering")
     hiding.__file__ = "/somebody/ordering.py"
     monkeypatch.setitem(sys.modules, "ordering", hiding)
-    with pytest.raises(ImportError, match="'/somebody/ordering.py', which hides the package"):
+    with pytest.raises(ImportError, match="'/somebody/ordering.py', which hides Syncopate's"):
         _ = syncopate.ordering
 
 
