@@ -7,6 +7,13 @@ import optax
 from syncopate import plans
 
 
+def checked(optimizer, name: str = "inner") -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which takes extra arguments; raises ValueError for anything else."""
+    if not all(callable(getattr(optimizer, part, None)) for part in ("init", "update")):
+        raise ValueError(f"{name} is {optimizer!r}: pass an optimizer, as optax.sgd(0.1).")
+    return optax.with_extra_args_support(optimizer)
+
+
 def outer_step(outer, state, anchor, mean, period):
     """(parameters, state) after a round of so many steps: a + outer(a - x_bar), or the mean."""
     if outer is None:
@@ -51,7 +58,7 @@ def normalize_by_period(
     """
     if not plans.is_whole(h_base) or h_base < 1:
         raise ValueError(f"h_base is {h_base!r}: it must be a whole number >= 1.")
-    outer = optax.with_extra_args_support(outer)
+    outer = checked(outer, "outer")
 
     def update(changes, state, params=None, *, period, **extra):
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from local_opt.drift import Correction, check_correction
-from local_opt.outer import outer_step
+from local_opt.outer import checked, outer_step
 from local_opt.state import (
     LOCAL,
     MEAN,
@@ -122,8 +122,8 @@ def local_rounds(
       Models, 2025, https://arxiv.org/abs/2505.22549
     """
     policies = checked_policies(opt_state)
-    inner = optax.with_extra_args_support(inner)
-    outer = outer and optax.with_extra_args_support(outer)
+    inner = checked(inner)
+    outer = None if outer is None else checked(outer, "outer")
     anchored = outer is not None or wire is not None
     if wire is not None:
         check_wire(wire)
@@ -221,7 +221,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds
       Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
       https://arxiv.org/abs/1706.02677
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = checked(inner)
 
     def init(params):
         check_floating(params)
@@ -272,7 +272,7 @@ def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rou
       Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
       https://arxiv.org/abs/1808.07217
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = checked(inner)
 
     def init(params):
         check_floating(params)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from local_opt.outer import outer_step
+from local_opt.outer import checked, outer_step
 from local_opt.segments import Event
 from local_opt.state import LOCAL, apart, check_floating, check_survives, floating_as
 from local_opt.sync import nothing_lost, synchronize_changes
@@ -105,8 +105,8 @@ def streaming_rounds(
         raise ValueError(f"mixing is {mixing!r}: a worker keeps a share in [0, 1) of its own.")
     if wire is not None:
         check_wire(wire)
-    inner = optax.with_extra_args_support(inner)
-    outer = outer and optax.with_extra_args_support(outer)
+    inner = checked(inner)
+    outer = None if outer is None else checked(outer, "outer")
 
     def parts_of(params):
         return _parts(_labels(params, fragments))

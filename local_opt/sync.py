@@ -33,6 +33,7 @@ def synchronize(tree, *, axis_name):
       >>> jax.vmap(mean, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
     """
+    mesh.axis_size(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -69,6 +70,7 @@ def synchronize_changes(tree, *, axis_name, anchor, wire: Wire | None, lost=(), 
     """
     if wire is None:
         return synchronize(tree, axis_name=axis_name), lost
+    mesh.axis_size(axis_name)
     check_real(tree, wire)
     leaves, treedef = jax.tree.flatten(tree)
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
