@@ -1,34 +1,41 @@
-"""Orders for the loaders of others: a dataset of Grain's, a batch sampler for PyTorch's."""
+"""Orders for other libraries' loaders: a Grain dataset, and a batch sampler for PyTorch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Int, PyTree
 
 from ordering.input.grain_epoch import epoch_dataset
 from ordering.input.sources import Steps, check_epoch, epoch_mark, step_indices, whole_numbers
 
+if TYPE_CHECKING:
+    import grain
+
 
 def map_dataset(
-    source,
-    orders,
+    source: PyTree[ArrayLike] | Sequence,
+    orders: Int[ArrayLike, "*W M"] | Sequence,
     *,
     units_per_step: int,
     unit_size: int = 1,
     num_units: int | None = None,
     total: int | None = None,
-):
-    """A Grain `MapDataset` of one epoch, in the sequence of its orders.
+) -> "grain.MapDataset":
+    """One epoch in the sequence of its orders, as a Grain `MapDataset`.
 
-    Element t is the batch of step t. Grain's processes (`to_iter_dataset().mp_prefetch`) take turns
-    in whole elements, so that any number of them reads the same batches, and `get_state` is right
-    at every one. Maps of single examples belong to the source, which may be a `MapDataset` too.
+    Element t is the batch of step t. Grain's processes (`to_iter_dataset().mp_prefetch`) read whole
+    steps, so the batches do not depend on the number of processes, and `get_state` is exact after
+    every step. Apply maps of single examples to the source, which may be a `MapDataset` too.
 
     Args:
-      source, orders, units_per_step, unit_size, num_units, total: as in `read_epochs` and
+      source, orders, units_per_step, unit_size, num_units, total: as in `reader` and
         `step_indices`.
 
     Returns:
-      A `grain.MapDataset` whose `repeat` and `shuffle` are refused, as elements past its end are.
+      A `grain.MapDataset`. Every epoch has another order, so it refuses `repeat`, `shuffle` and
+      indices past its end.
 
     Raises:
       ValueError: for a source, orders or sizes that do not fit; from an iterator's `set_state`, for
@@ -56,7 +63,7 @@ class TorchSampler:
 
     def __init__(self, orders: Callable, sizes: dict):
         self._orders, self._sizes = orders, sizes
-        self._length = len(iter(self)._steps)  # wrong sizes are refused now; all epochs are as long
+        self._length = len(iter(self)._steps)  # of all epochs; refuses wrong sizes at once
 
     def __len__(self) -> int:
         return self._length
@@ -67,7 +74,7 @@ class TorchSampler:
 
 
 class TorchSteps(Iterator):
-    """One epoch of a `TorchSampler`, whose position torchdata's loaders save and restore."""
+    """One epoch of a `TorchSampler`; torchdata's loaders save and restore its position."""
 
     def __init__(self, indices: np.ndarray, size: int):
         self._epoch, self._step = epoch_mark(indices, size), 0
@@ -88,22 +95,26 @@ class TorchSteps(Iterator):
 
 
 def torch_sampler(
-    orders, *, units_per_step: int, unit_size: int = 1, total: int | None = None
+    orders: Int[ArrayLike, "*W M"] | Sequence | Callable[[], ArrayLike],
+    *,
+    units_per_step: int,
+    unit_size: int = 1,
+    total: int | None = None,
 ) -> TorchSampler:
     """A batch sampler for PyTorch's `DataLoader`, in the sequence of its orders.
 
-    It gives the indices of a step at once, which one process of the loader reads: with any number
-    of processes the batches are the steps. PyTorch is not needed to make it.
+    Each of its lists holds the indices of one step, which one process of the loader reads. The
+    batches therefore do not depend on the number of processes. It does not import PyTorch.
 
     Args:
-      orders: as in `ordering.input.step_indices`; or a function without arguments that gives them,
-        asked when an epoch begins, so that one loader serves all epochs. A loader must be asked
-        for an epoch's iterator after `next_epoch`.
+      orders: as in `ordering.input.step_indices`; or a function without arguments that returns
+        them, so that one loader serves all epochs. It is called when an iterator is made, so make
+        an epoch's iterator after `next_epoch`.
       units_per_step, unit_size, total: as in `ordering.input.step_indices`.
 
     Returns:
-      A `TorchSampler`, for `DataLoader(batch_sampler=...)`: len is steps; its iterators have
-      `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader` asks.
+      A `TorchSampler` for `DataLoader(batch_sampler=...)`. Its length is the number of steps; its
+      iterators have `state_dict` and `load_state_dict`, for torchdata's `StatefulDataLoader`.
 
     Raises:
       ValueError: for orders or sizes that do not fit; from `load_state_dict`, for a state of
@@ -119,7 +130,8 @@ def torch_sampler(
       https://docs.pytorch.org/docs/stable/data.html
       https://docs.pytorch.org/data/main/stateful_dataloader_tutorial.html
     """
-    given = None if callable(orders) else whole_numbers("orders", orders)
-    asked = orders if given is None else lambda: given
     sizes = {"units_per_step": units_per_step, "unit_size": unit_size, "total": total}
-    return TorchSampler(asked, sizes)
+    if callable(orders):
+        return TorchSampler(orders, sizes)
+    given = whole_numbers("orders", orders)
+    return TorchSampler(lambda: given, sizes)

@@ -1,16 +1,16 @@
-"""The classes behind `map_dataset`; Grain is imported here alone, and only where it is used."""
+"""The Grain classes behind `map_dataset`. Grain is imported only when it is used."""
 
 import functools
 
 from ordering.input.sources import check_epoch
 
-# What a MapDataset's users may do to its elements before they iterate.
+# Methods of a MapDataset whose results are still steps of the same epoch.
 TRANSFORMS = ("batch", "filter", "map", "map_with_index", "random_map", "seed", "slice")
 
 
 @functools.cache
-def epoch_dataset():
-    """The class of an epoch's steps."""
+def epoch_dataset() -> type:
+    """The `grain.MapDataset` of one epoch's steps."""
     try:
         import grain
     except ImportError as error:
@@ -18,13 +18,7 @@ def epoch_dataset():
     iter_dataset = _iter_dataset(grain)
 
     class EpochDataset(grain.MapDataset):
-        """The steps of one epoch, or what transforms make of them.
-
-        Iterators of it, in threads and processes, save `epoch` with their states, and refuse those
-        of others.
-        """
-
-        _MUTATES_ELEMENT_SPEC = True
+        """Steps of one epoch, also after transforms; `epoch` is part of its iterators' states."""
 
         def __init__(self, elements, epoch: dict, parents=()):
             super().__init__(parents)
@@ -40,7 +34,7 @@ def epoch_dataset():
             return iter_dataset(super().to_iter_dataset(*args, **kwargs), self._epoch)
 
         def repeat(self, *args, **kwargs):
-            raise ValueError("an order is of one epoch: make a map_dataset of every epoch's.")
+            raise ValueError("an order is of one epoch: make a map_dataset for every epoch.")
 
         def shuffle(self, *args, **kwargs):
             raise ValueError("the order is the shuffle: leave shuffle out.")
@@ -61,22 +55,8 @@ def epoch_dataset():
 
 
 def _iter_dataset(grain):
-    class EpochIterDataset(grain.IterDataset):
-        """An IterDataset whose iterators save the epoch with their states."""
-
-        def __init__(self, parent, epoch: dict):
-            super().__init__(parent)
-            self._epoch = epoch
-
-        def __iter__(self):
-            return EpochIterator(iter(self._parent), self._epoch)
-
-        def mp_prefetch(self, *args, **kwargs):
-            # A second check, at the call of `set_state`: the processes' own comes with `next`.
-            return EpochIterDataset(super().mp_prefetch(*args, **kwargs), self._epoch)
-
     class EpochIterator(grain.DatasetIterator):
-        _MUTATES_ELEMENT_SPEC = False
+        """Adds the epoch to the states of an iterator, and refuses states of other epochs."""
 
         def __init__(self, parent, epoch: dict):
             super().__init__(parent)
@@ -91,5 +71,17 @@ def _iter_dataset(grain):
         def set_state(self, state: dict) -> None:
             check_epoch(state, self._epoch)
             self._parent.set_state(state["parent"])
+
+    class EpochIterDataset(grain.IterDataset):
+        def __init__(self, parent, epoch: dict):
+            super().__init__(parent)
+            self._epoch = epoch
+
+        def __iter__(self):
+            return EpochIterator(iter(self._parent), self._epoch)
+
+        def mp_prefetch(self, *args, **kwargs):
+            # The iterators in the processes raise at `next`; one around them raises at `set_state`.
+            return EpochIterDataset(super().mp_prefetch(*args, **kwargs), self._epoch)
 
     return EpochIterDataset

@@ -1,31 +1,36 @@
-"""What a data source is, which examples an order names in it, and the steps of an epoch."""
+"""Data sources, the examples that an order names in them, and the steps of an epoch."""
 
 import zlib
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Int, PyTree
 
 from ordering import base
 from syncopate import plans
 
 
-def reader(source):
-    """How to read a source: its length, and a function that reads a batch of it.
+def reader(
+    source: PyTree[ArrayLike] | Sequence,
+) -> tuple[int, Callable[[np.ndarray], PyTree[np.ndarray]]]:
+    """The number of examples in a source, and a function that reads a batch of them.
 
     Args:
-      source: arrays that share a leading axis, or anything with `len(source)` and `source[i]`, or
-        `source.__getitems__(list)` where it exists (`tfds.data_source`, Grain). Of Hugging Face
-        data sets one split, plain or in the formats "numpy", "torch" and "jax". These formats give
-        floats 32 bits and cut zeros off the ends of bytes: read encoded images without a format.
+      source: arrays [N, ...], alone or in tuples and dicts; or an object with `len(source)` and
+        `source[i]`, or `source.__getitems__(list)` if it exists (Grain, `tfds.data_source`). Of a
+        Hugging Face data set pass one split, without a format or in "numpy", "torch" or "jax".
+        These formats cut floats to 32 bits and trailing zeros off bytes, as of encoded images.
 
     Returns:
-      `(N, read)`, where `read(indices)` gives those examples as one tree of arrays [n, ...]. A list
-      of numbers or texts in an example, as in a table in plain Python, is one array; other lists,
-      tuples and dicts are structure.
+      `(N, read)`: `read(indices)` returns the examples as one tree of arrays [n, ...]. A list of
+      numbers or texts in an example becomes one array; other lists, tuples and dicts are trees.
 
     Raises:
-      ValueError: for what is no source, for an empty one, for tables of columns, and for arrays of
-        unequal lengths; from `read`, for lists that are no array, and for missing values.
+      ValueError: for an object that is no source, an empty source, a table of columns, or arrays
+        of unequal lengths; from `read`, for lists of unequal lengths, missing values, and examples
+        with other shapes or keys.
 
     Example:
       >>> import numpy as np, ordering
@@ -35,12 +40,12 @@ def reader(source):
     """
     is_list = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if isinstance(source, np.ndarray | jax.Array | dict | tuple):
-        # A data set of Hugging Face has a shape as well, and is no array.
+        # A Hugging Face data set has a shape, too, but is no array.
         leaves = jax.tree.leaves(source)
         shapes = [leaf.shape if hasattr(leaf, "dtype") else () for leaf in leaves]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
             raise ValueError(
-                f"the source's leaves have shapes {shapes}: pass arrays that share one leading "
+                f"the source's arrays have the shapes {shapes}: pass arrays with the same leading "
                 "axis, the examples (of a dict of splits, pass one split)."
             )
         source = jax.tree.map(np.asarray, source)
@@ -60,7 +65,7 @@ def reader(source):
 
 
 def _check_rows(source):
-    """Raises for tables whose `source[i]` is a column, or no example."""
+    """Raises ValueError for tables whose `source[i]` is a column or another table."""
     form = getattr(source, "format", None)
     if isinstance(form, dict) and form.get("type") in ("arrow", "pandas", "polars"):
         raise ValueError(
@@ -76,7 +81,7 @@ def _check_rows(source):
         )
 
 
-# What a list of a table holds; None, for a value that is missing, becomes an error of its own.
+# The elements of lists that become arrays. None, a missing value, has an error of its own.
 PLAIN = bool | int | float | complex | str | bytes | np.generic | None
 
 
@@ -102,10 +107,7 @@ def _is_leaf(value):
 
 
 def _is_column(value):
-    """Whether a list is data, numbers or texts, as tables in plain Python give arrays.
-
-    JAX would take it for a tree, and cut it into one array per place.
-    """
+    """Whether a list is to become one array; JAX would treat it as a tree of many."""
     if not isinstance(value, list):
         return False
     return all(_is_column(v) or isinstance(v, PLAIN) for v in value)
@@ -114,7 +116,7 @@ def _is_column(value):
 def _stack(*leaves):
     missing = sum(leaf is None for leaf in leaves)
     if missing == len(leaves):
-        return None  # structure, as JAX has it
+        return None  # an empty tree, as in JAX
     if missing:
         raise ValueError(
             f"{missing} of {len(leaves)} examples of a batch have None for a value: a batch needs "
@@ -129,13 +131,13 @@ def _stack(*leaves):
         is_text = False
     if is_text:
         return np.array(leaves, dtype=object)
-    shapes = sorted({np.shape(leaf) for leaf in leaves})
-    if len(shapes) > 1:
+    try:
+        return np.stack(leaves)
+    except ValueError:
         raise ValueError(
-            f"values of a batch have the shapes {shapes}: they need one shape. Pad or cut them in "
-            "the source."
-        )
-    return np.stack(leaves)
+            f"values of a batch have the shapes {sorted(set(map(np.shape, leaves)))}: they need "
+            "one shape. Pad or cut them in the source."
+        ) from None
 
 
 def _array(column):
@@ -147,16 +149,16 @@ def _array(column):
     texts = {isinstance(value, str | bytes) for value in _flat(column)}
     if array.dtype == object or len(texts) > 1:
         raise ValueError(
-            f"a column of the source holds the list {str(column)[:60]}: a list is read as one "
-            "array, so it needs numbers or texts, of one length on every level and none missing. "
-            "Pad it in the source, or drop the column."
+            f"a column of the source holds the list {str(column)[:60]}: lists become arrays, so "
+            "they need numbers or texts, equal lengths on every level and no missing values. Pad "
+            "it in the source, or drop the column."
         )
     # NumPy's text types drop trailing zero bytes.
     return np.asarray(column, object) if texts == {True} else array
 
 
 def _lists(array):
-    """A column of objects, as of text or of rows of unequal lengths, in plain lists."""
+    """Nested lists from an array of objects, such as texts or rows of unequal lengths."""
     return [_lists(v) if isinstance(v, np.ndarray) else v for v in array.tolist()]
 
 
@@ -166,33 +168,33 @@ def _flat(column):
 
 
 def step_indices(
-    orders,
+    orders: Int[ArrayLike, "*W M"] | Sequence,
     *,
     units_per_step: int,
     unit_size: int = 1,
     num_units: int | None = None,
     total: int | None = None,
-) -> tuple[np.ndarray, int]:
-    """The examples that orders name: by step, then worker, then unit, then example of the unit.
+) -> tuple[Int[np.ndarray, "n"], int]:
+    """Indices of the examples that orders name, by step, worker, unit and example of the unit.
 
-    Worker w owns the units w M .. w M + M - 1 of the source; unit u is the examples
-    u S .. u S + S - 1. The last step of an epoch has the M mod B units left over.
+    Worker w owns the units w M to w M + M - 1 of the source, and unit u has the examples u S to
+    u S + S - 1. If B does not divide M, the last step has the M mod B units that are left.
 
     Args:
-      orders: int[M] or int[W, M], one permutation of 0 .. M - 1 per worker; or, with
-        `num_units`, a slice [.., m] of such orders that starts at a step.
+      orders: int[M] or int[W, M], a permutation of 0 .. M - 1 for every worker; with `num_units`,
+        a slice [.., m] of such orders that starts at a step.
       units_per_step: B in [1, M], units per worker and step.
-      unit_size: S >= 1, neighbouring examples in one unit.
-      num_units: M, where `orders` is a slice.
-      total: where units of the whole source are dealt to the workers (`ordering.dealt`), how many
-        these are; orders then name units in [0, total), and none twice among these workers.
+      unit_size: S >= 1, consecutive examples per unit.
+      num_units: M, if `orders` is a slice.
+      total: number of units in the source, if they are dealt to the workers (`ordering.dealt`);
+        orders then name units in [0, total), each at most once.
 
     Returns:
-      `(indices, batch_size)`: int64[W m S], and W B S, the examples of a whole step: `batches`
-      of that size are the steps.
+      `(indices, batch_size)`: int64[W m S], and W B S, the number of examples in a whole step.
+      `batches(source, indices, batch_size=batch_size)` reads the steps.
 
     Raises:
-      ValueError: if a worker's units are out of range or named twice, or a size does not fit.
+      ValueError: if units are out of range or named twice, or a size does not fit.
 
     Example:
       >>> import ordering
@@ -204,18 +206,18 @@ def step_indices(
     """
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
-    num_units = length if num_units is None else num_units
-    base.check_units_per_step(num_units, units_per_step)
+    owned = length if num_units is None else num_units
+    base.check_units_per_step(owned, units_per_step)
     check_at_least(1, unit_size=unit_size, total=total)
     ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
-    most = num_units if total is None else total
+    most = owned if total is None else total
     if not ((ranked >= 0) & (ranked < most)).all() or (np.diff(ranked, axis=1) == 0).any():
         whose = "each worker's order of its own units; for a slice of an order also num_units"
         raise ValueError(
-            f"orders of shape {orders.shape} do not name each unit of 0 .. {most - 1} at most "
-            f"once. Pass {whose if total is None else 'the orders of one epoch, and their total'}."
+            f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}: pass "
+            f"{whose if total is None else 'the orders of one epoch, and their total'}."
         )
-    units = orders if total is not None else orders + num_units * np.arange(workers)[:, None]
+    units = orders if total is not None else orders + owned * np.arange(workers)[:, None]
     whole = length - length % units_per_step
     steps = units[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
     units = np.concatenate([steps.reshape(-1), units[:, whole:].reshape(-1)])
@@ -223,14 +225,17 @@ def step_indices(
     return indices.reshape(-1), workers * units_per_step * unit_size
 
 
-def check_at_least(least: int, **sizes) -> None:
+def check_at_least(least: int, **sizes: int | None) -> None:
+    """Raises ValueError for a size, unless it is None, that is no whole number or too small."""
     for name, value in sizes.items():
         if value is not None and (not plans.is_whole(value) or value < least):
             raise ValueError(f"{name} is {value!r}: pass a whole number of at least {least}.")
 
 
-def whole_numbers(name: str, value, ndims=(1, 2), example="state.current is") -> np.ndarray:
-    """int64 of so many axes; ValueError for anything else, as a state in place of its order."""
+def whole_numbers(
+    name: str, value: object, ndims: Sequence[int] = (1, 2), example: str = "state.current is"
+) -> Int[np.ndarray, "..."]:
+    """int64 with so many axes; ValueError for anything else, such as an order's whole state."""
     array, kind = plans.as_array(value)
     if array.ndim not in ndims or (array.size and array.dtype.kind not in "iu"):
         axes = " or ".join(map(str, ndims))
@@ -239,13 +244,13 @@ def whole_numbers(name: str, value, ndims=(1, 2), example="state.current is") ->
 
 
 class Steps:
-    """The steps of an epoch by number: element t is the batch of step t, for loaders of any kind.
+    """The batches of an epoch by step, from the arguments of `reader` and `step_indices`.
 
-    Leaves are [W, B S, ...] for orders int[W, M], and [B S, ...] for an order int[M]; a source and
-    sizes as of `reader` and `step_indices`. A process that reads them asks JAX for no device.
+    Leaves are [W, B S, ...] for orders int[W, M], and [B S, ...] for an order int[M]. Reading uses
+    no JAX device, so that any process can read.
     """
 
-    def __init__(self, source, orders, **sizes):
+    def __init__(self, source: PyTree | Sequence, orders: ArrayLike | Sequence, **sizes):
         self.indices, self.batch_size = step_indices(orders, **sizes)
         self.epoch = epoch_mark(self.indices, self.batch_size)
         self.workers = np.shape(orders)[0] if np.ndim(orders) == 2 else None
@@ -253,19 +258,19 @@ class Steps:
         if self.indices.size and self.indices.max() >= num_examples:
             raise ValueError(
                 f"the order names example {self.indices.max()}, and the source has {num_examples}: "
-                "all workers' examples lie in one source, worker w's from w M unit_size on. Pass a "
-                "source of them all, or another unit_size."
+                "worker w reads from example w M unit_size on. Pass a source of all workers' "
+                "examples, or another unit_size."
             )
 
     def __len__(self) -> int:
         return -(-self.indices.size // self.batch_size)
 
-    def __getitem__(self, step: int):
+    def __getitem__(self, step: int) -> PyTree[np.ndarray]:
         step = int(step)
         if not 0 <= step < len(self):
             raise IndexError(
-                f"step {step} of an epoch of {len(self)} steps: the next epoch has another order. "
-                "Call next_epoch, and read what it gives."
+                f"there is no step {step} in an epoch of {len(self)} steps: the next epoch has "
+                "another order. Call next_epoch, and read the order that it returns."
             )
         batch = self._read(self.indices[step * self.batch_size :][: self.batch_size])
         if self.workers is None:
@@ -273,18 +278,18 @@ class Steps:
         return jax.tree.map(lambda x: x.reshape(self.workers, -1, *x.shape[1:]), batch)
 
     def __repr__(self) -> str:
-        """Names the order: `grain.DataLoader` compares these where a state is restored."""
+        """Names the order, as `grain.DataLoader` compares these texts when it restores a state."""
         return f"Steps({len(self)} steps, {self.epoch['order']})"
 
 
 def epoch_mark(indices: np.ndarray, batch_size: int) -> dict:
-    """What tells epochs apart in the states of their readers."""
+    """The part of a reader's state that tells which epoch it belongs to."""
     checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64).tobytes())
     return {"order": f"{checksum:08x}", "examples_per_step": batch_size}
 
 
 def check_epoch(state: dict, epoch: dict) -> None:
-    """Raises ValueError for a reader's state that is of another epoch."""
+    """Raises ValueError if a reader's state belongs to another epoch."""
     for name, value in epoch.items():
         if state.get(name) != value:
             raise ValueError(

@@ -61,7 +61,7 @@ def test_a_dataset_reads_a_dataset_with_maps_of_its_own_and_has_an_end():
             epoch.repeat(2)
     with pytest.raises(ValueError, match="the order is the shuffle"):
         dataset.shuffle(seed=0)
-    with pytest.raises(IndexError, match="step 2 of an epoch of 2 steps"):
+    with pytest.raises(IndexError, match="no step 2 in an epoch of 2 steps"):
         dataset.map(lambda x: x)[2]
 
 

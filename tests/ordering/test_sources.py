@@ -148,7 +148,7 @@ def test_lists_of_lists_in_the_numpy_format():
     source = real({"x": [[[1], [1, 2]], [[1], [2]]], "t": [["a", "b"], ["c", "d\0"]]})
     found = read(source.select([1]).with_format("numpy"), 0)
     assert found["x"].tolist() == [[[1], [2]]] and found["t"].tolist() == [["c", "d\0"]]
-    with pytest.raises(ValueError, match="of one length on every level"):
+    with pytest.raises(ValueError, match="equal lengths on every level"):
         read(source.with_format("numpy"), 0)
     with pytest.raises(ValueError, match="load_dataset without streaming"):
         reader(source.to_iterable_dataset())
@@ -186,8 +186,8 @@ test_examples_that_are_no_batch = refuses({
     "shapes": (rows(np.zeros(2), np.zeros(3)), r"shapes \[\(2,\), \(3,\)\].* Pad or cut"),
     "keys": (lambda: read([{"x": 1}, {"y": 1}], 0, 1), r"\{'x': \*\} and \{'y': \*\}: .* same"),
     "lengths": (rows([1, 2], [1, 2, 3]), r"shapes \[\(2,\), \(3,\)\]: .* one shape"),
-    "inner lengths": (rows([[1], [1, 2]]), r"the list \[\[1\], \[1, 2\]\]: a list is read as one"),
-    "missing": (rows([1, None]), "none missing"),
+    "inner lengths": (rows([[1], [1, 2]]), r"the list \[\[1\], \[1, 2\]\]: lists become arrays"),
+    "missing": (rows([1, None]), "no missing values"),
     "mixed": (rows([1, "a"]), "numbers or texts"),
 })  # fmt: skip
 
@@ -215,11 +215,11 @@ def indices(orders, **sizes):
 
 
 test_bad_orders = refuses({
-    "twice": (indices([0, 2, 2]), r"shape \(1, 3\) do not name each unit of 0 .. 2 at most"),
-    "too large": (indices([1, 2, 3]), "at most once"),
-    "negative": (indices([[0, 1], [0, -1]]), "at most once"),
-    "a slice too large": (indices([0, 1, 2], num_units=2), "each unit of 0 .. 1 at most once"),
-    "a slice twice": (indices([3, 3], num_units=5), "at most once"),
+    "twice": (indices([0, 2, 2]), r"shape \(1, 3\) name a unit twice, or outside 0 .. 2"),
+    "too large": (indices([1, 2, 3]), "name a unit twice, or outside"),
+    "negative": (indices([[0, 1], [0, -1]]), "name a unit twice, or outside"),
+    "a slice too large": (indices([0, 1, 2], num_units=2), "outside 0 .. 1: .* also num_units"),
+    "a slice twice": (indices([3, 3], num_units=5), "name a unit twice, or outside"),
     "floats": (indices([0.0, 1.0]), r"orders is float64\[2\]"),
     "a state": (indices(STATE), "orders is a ShuffleState: .* as state.current is"),
     "an order": (indices(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),
