@@ -1,4 +1,4 @@
-"""Batches in the sequence of an order, read ahead of the steps."""
+"""Reading batches in the sequence of an order, ahead of the steps."""
 
 from ordering.input.adapters import map_dataset, torch_sampler
 from ordering.input.epochs import read_epochs

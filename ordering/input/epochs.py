@@ -1,10 +1,13 @@
-"""One iterator over all epochs, which reads ahead across their boundaries."""
+"""An iterator over all epochs, which reads ahead across their boundaries."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from ordering import base
 from ordering.base import State
@@ -15,48 +18,55 @@ Load = Callable[[np.ndarray, int, int], Loader]
 
 
 class Front(NamedTuple):
-    """The first steps of the next epoch, loaded while this one ends."""
+    """The first steps of the next epoch, which are loaded while this one ends."""
 
     num_steps: int = 0
     loader: Loader | None = None
 
 
 class Epochs(Iterator):
-    """What `read_epochs` returns; also a context manager, which closes its threads.
+    """Batches of all epochs; see `read_epochs`. As a context manager it closes its threads.
 
     Fields:
-      epoch, step: where the next batch is, or, at an epoch's end, M / B rounded up.
-      epoch_ended: whether the batch just given is the last of its epoch: after its step, call the
+      epoch, step: position of the next batch; at an epoch's end `step` is the number of its steps.
+      epoch_ended: whether the last batch was the last of its epoch: after its step, call the
         order's `next_epoch`.
     """
 
-    def __init__(self, load: Load, live: Callable, units_per_step, num_epochs, ahead, first_load):
+    def __init__(
+        self, load: Load, live: Callable[[], State], units_per_step: int, num_epochs: int | None,
+        ahead: int, first_load: int,
+    ):  # fmt: skip
         self._load, self._live, self._size = load, live, units_per_step
         self._num_epochs, self._ahead = num_epochs, ahead
         self._num_units = live().current.shape[-1]
         self._steps = -(-self._num_units // units_per_step)
         self.epoch, self.step = divmod(first_load, self._steps)
         self.epoch_ended, self._opened, self._front = False, False, Front()
-        self._order = self._early = self._next = self._rest = self._before = None
+        self._next: Front | None = None
+        self._rest: Loader | None = None
+        self._order: Any = None
+        self._early: Any = None
+        self._before: Any = None
 
     @property
     def load(self) -> int:
-        """The number over all epochs of the next batch: `first_load` of a run that goes on."""
+        """Number of the next batch over all epochs; `first_load` of a run that resumes here."""
         return self.epoch * self._steps + self.step
 
-    def __next__(self):
+    def __next__(self) -> PyTree[jax.Array]:
         if self.epoch_ended:
             self._end_epoch()
         if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
         if self._order is None:
             (self._order,) = _copies(self._live().current)
-        # With two steps in front, the order is waited for when the device has work: the first.
+        # With two steps in front, wait for the order only when the device has the first to do.
         if not self._opened and (self.step or self._front.num_steps < 2):
             self._open_rest(np.asarray(self._order))
         self._look_ahead()
         try:
-            batch = next(self._loader())
+            batch = next(cast(Loader, self._loader()))
         except StopIteration:
             raise LoadError(
                 self.load,
@@ -68,21 +78,21 @@ class Epochs(Iterator):
         return batch
 
     def ready(self) -> bool:
-        """Whether `next` waits for no load: its batch is there, or none has begun to load."""
+        """Whether the next batch is on the device, or its loading has not begun."""
         front = self._next or Front()
         loader = front.loader if self.epoch_ended else self._loader()
         return loader is None or loader.ready()
 
     def close(self) -> None:
-        """Ends the threads that load; nothing is read any more."""
+        """Ends the threads that load."""
         for reads in (self._front.loader, self._rest, self._next and self._next.loader):
             if reads is not None:
                 reads.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "Epochs":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end_epoch(self):
@@ -92,7 +102,7 @@ class Epochs(Iterator):
         self.epoch, self.step, self.epoch_ended, self._opened = self.epoch + 1, 0, False, False
 
     def _open_rest(self, order):
-        """Loads what follows the front, if this is the order of a new epoch."""
+        """Loads the steps after the front; ValueError if the order is still that of before."""
         if self._before is not None:
             _check_new(*self._before, order)
         first = self._front.num_steps or self.step
@@ -105,7 +115,7 @@ class Epochs(Iterator):
         return self._front.loader if self.step < self._front.num_steps else self._rest
 
     def _look_ahead(self):
-        """Copies what is known at one step, and opens it at the next: the host does not wait."""
+        """Copies what is known of the next epoch, and loads it a step later: no wait for either."""
         is_last = self._num_epochs is not None and self.epoch + 1 >= self._num_epochs
         if self._early is None:
             if self.step >= self._steps - 1 - self._ahead:
@@ -115,7 +125,7 @@ class Epochs(Iterator):
             self._next = self._open_front()
 
     def _open_front(self):
-        """Loads the steps of the next epoch that are already decided by all workers."""
+        """Loads the steps of the next epoch that all workers have already decided."""
         left, following = (np.asarray(array) for array in self._early)
         left = int(left.min())
         known = self._num_units if left >= self._num_units else left - left % self._size
@@ -126,7 +136,7 @@ class Epochs(Iterator):
 
 
 def _copies(*arrays):
-    """On their way to the host, for a step may donate the state itself."""
+    """Copies on their way to the host, as a step may donate the state itself."""
     copies = [jnp.copy(array) for array in arrays]
     for copy in copies:
         copy.copy_to_host_async()
@@ -134,32 +144,32 @@ def _copies(*arrays):
 
 
 def _check_new(epoch, last, early, order):
-    """Refuses the order that has just been read, which a forgotten `next_epoch` leaves."""
-    known = 0 if early is None else int(np.min(early[0]))
-    if known:
+    """Raises ValueError for the order that has just been read, as `next_epoch` was forgotten."""
+    known = int(np.min(early[0])) if early else 0
+    if early and known:
         new = np.array_equal(np.asarray(early[1])[..., :known], order[..., :known])
-    else:  # of less than eight units, an order may come again by chance
+    else:  # an order of fewer than eight units may occur twice by chance
         new = order.shape[-1] < 8 or not np.array_equal(np.asarray(last), order)
     if not new:
         raise ValueError(
-            f"epoch {epoch} has been read, and the state's order is not that of the next: call "
-            "the order's next_epoch after the step for which epoch_ended is True."
+            f"epoch {epoch} has been read, and the state still has its order: call the order's "
+            "next_epoch after the step for which epoch_ended is True."
         )
 
 
-def _state(live):
-    """What `live` gives; ValueError unless it is an orders' state."""
+def _state(live) -> State:
+    """The state that `live` returns; ValueError if it is none."""
     if not callable(live):
         wrong = f"live is a {type(live).__name__}"
     elif not hasattr(state := live(), "current"):
         wrong = f"live() is a {type(state).__name__}"
     else:
-        return state
-    raise ValueError(f"{wrong}: pass a function that gives the orders' state, as lambda: state.")
+        return cast(State, state)
+    raise ValueError(f"{wrong}: pass a function that returns the orders' state: lambda: state.")
 
 
 def read_epochs(
-    source,
+    source: PyTree[ArrayLike] | Sequence | Callable[[np.ndarray, int, int], Iterable],
     live: Callable[[], State],
     *,
     units_per_step: int,
@@ -170,36 +180,35 @@ def read_epochs(
     ahead: int = 2,
     depth: int = 2,
     timeout: float | None = None,
-    sharding=None,
+    sharding: jax.sharding.Sharding | PyTree | None = None,
 ) -> Epochs:
-    """The batches of epoch after epoch, read ahead across their boundaries.
+    """Batches of one epoch after the other, read ahead across the boundaries.
 
-    `ahead` steps before an epoch's end, those steps of the next one that are already decided are
-    asked for, and are loaded while this one ends. The rest follows when its order is known: no
-    order is read before it is made.
+    `ahead` steps before an epoch ends, the steps of the next epoch that are already decided begin
+    to load. The others follow when `next_epoch` has made their order.
 
     Args:
-      source: as `reader` takes it; or a function `(orders, first_step, epoch) -> batches`, an
-        iterable: the slice orders, int[.., m], of that epoch starts at `first_step`. Either is read
-        and copied to the device by a thread (`load_ahead`).
-      live: gives the orders' newest state, of one worker or all, as the loop has it.
+      source: as in `reader`; or a function `(orders, first_step, epoch) -> batches` that returns an
+        iterable of the batches of a slice of that epoch's orders, int[.., m], which starts at
+        `first_step`. A thread reads it and copies to the device (`load_ahead`).
+      live: returns the newest state of the orders, of one worker or of all, from the loop.
       units_per_step: B in [1, M], units per worker and step.
-      unit_size, total: as in `step_indices`, for a source that is no function.
-      num_epochs: after which the iterator ends; None for no end.
-      first_load: >= 0, for a run that goes on from an orders' state: the `load` that was saved
-        beside it, after `next_epoch` at an epoch's end.
-      ahead: >= 1 steps, of an epoch's last, before whose end the next one is looked at.
+      unit_size, total: as in `step_indices`, unless the source is a function.
+      num_epochs: number of epochs; None for no end.
+      first_load: >= 0, for a run that resumes from an orders' state: the `load` that was saved with
+        it. At an epoch's end, save both after `next_epoch`.
+      ahead: >= 1, steps before an epoch's end at which the next one begins to load.
       depth, timeout, sharding: as in `load_ahead`.
 
     Returns:
-      `Epochs`, an iterator: `epoch_ended` is True with an epoch's last batch, after whose step the
-      loop calls `next_epoch`. `load` is the number over all epochs of the next batch, `ready()`
-      says whether it is there, and `close()` ends the reading.
+      An `Epochs` iterator. `epoch_ended` is True with the last batch of an epoch: after its step,
+      call `next_epoch`. `load` is the number of the next batch over all epochs, `ready()` tells
+      whether it is on the device, and `close()` ends the threads.
 
     Raises:
-      ValueError: for a source or size that cannot be; from `next`, where `next_epoch` was not
+      ValueError: for a source or size that does not fit; from `next`, if `next_epoch` was not
         called.
-      LoadError: from `next`, with the number over all epochs of the load that failed or hangs.
+      LoadError: from `next`, with the number of the load that failed, hangs or is missing.
 
     Example:
       >>> import jax, numpy as np, ordering
@@ -222,11 +231,11 @@ def read_epochs(
     num_units = _state(live).current.shape[-1]
     base.check_units_per_step(num_units, units_per_step)
     if not callable(source):
-        reader(source)  # refuses what is no source now
+        reader(source)  # raises now for an object that is no source
 
     def load(orders, first_step, epoch):
         if callable(source):
-            batches = source(orders, first_step, epoch)
+            batches: Any = source(orders, first_step, epoch)
         else:
             steps = Steps(
                 source, orders, units_per_step=units_per_step, unit_size=unit_size,

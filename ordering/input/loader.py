@@ -1,4 +1,4 @@
-"""Batches loaded ahead by a thread, which can say whether the next one is ready."""
+"""Batches that a thread loads ahead of the steps."""
 
 import queue
 import threading
@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from ordering.input.sources import check_at_least
 from syncopate import plans
 
 
 class LoadError(RuntimeError):
-    """A load that failed or did not come in time; `load` is its number, to go on from there."""
+    """A load that failed or came too late; `load` is its number, from which a run can resume."""
 
     def __init__(self, load: int, why: str):
         super().__init__(f"load {load} {why}")
@@ -21,18 +22,18 @@ class LoadError(RuntimeError):
 
 
 class Loader(Iterator):
-    """What `load_ahead` returns: an iterator of batches on the device."""
+    """An iterator of batches on the device; see `load_ahead`."""
 
-    def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout):
+    def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout: Any):
         self._shared, self._load, self._timeout = shared, first_load, timeout
-        # Also at exit: a thread that copies to a device while Python ends would crash it.
+        # Also runs at exit, where a thread that still copies to a device would crash Python.
         self.close = weakref.finalize(self, _stop, shared, thread)
 
     def ready(self) -> bool:
-        """Whether `next` returns at once: with a batch, the end, or the error of a failed load."""
+        """Whether `next` returns, ends or raises without waiting."""
         return not self._shared.items.empty()
 
-    def __next__(self):
+    def __next__(self) -> PyTree[jax.Array]:
         try:
             item = self._shared.items.get(timeout=self._timeout)
         except queue.Empty:
@@ -52,10 +53,10 @@ class Loader(Iterator):
             self._load, f"failed: {type(item).__name__}: {item}. Resume the run from this load."
         ) from item
 
-    def __enter__(self):
+    def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -64,24 +65,25 @@ def load_ahead(
     *,
     depth: int = 2,
     timeout: float | None = None,
-    sharding=None,
+    sharding: jax.sharding.Sharding | PyTree | None = None,
     first_load: int = 0,
 ) -> Loader:
-    """Reads batches and copies them to the device on a thread, while those before are worked on.
+    """Loads batches and copies them to the device on a thread, during the steps before them.
 
-    The queue holds `depth` finished batches, and the thread one more: finished and waiting for a
-    place, or being loaded. Loading starts at the call. A batch is ready when its transfer is over.
+    The queue holds `depth` finished batches. The thread holds one more, which it loads or for
+    which it awaits a place. Loading starts at the call.
 
     Args:
-      batches: any iterable of trees of arrays, as `ordering.input.batches` or a Grain loader; used
-        on the thread alone.
-      depth: >= 1, of the queue.
-      timeout: seconds > 0 after which a load that does not come is an error; None waits for ever.
-      sharding: a device or `jax.sharding.Sharding`, or a tree of them; the default device if None.
-      first_load: number of the first batch, for a resumed run's messages.
+      batches: an iterable of trees of arrays, such as `ordering.input.batches` or a Grain loader;
+        only the thread uses it.
+      depth: >= 1, length of the queue.
+      timeout: seconds > 0 after which waiting for a load is an error; None waits forever.
+      sharding: a device, a `jax.sharding.Sharding`, or a tree of them; the default device if None.
+      first_load: number of the first batch in messages, for a resumed run.
 
     Returns:
-      A `Loader`: an iterator with `ready()` and `close()`, also a context manager.
+      A `Loader`: an iterator and context manager. `ready()` tells whether the next batch is on the
+      device; `close()` ends the thread.
 
     Raises:
       ValueError: for batches that are no iterable, or a depth, timeout or first_load out of range.
@@ -97,15 +99,15 @@ def load_ahead(
     check_at_least(1, depth=depth)
     check_at_least(0, first_load=first_load)
     if timeout is not None and not (plans.is_number(timeout) and timeout > 0):
-        raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait for ever.")
+        raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait forever.")
     shared = _Shared(queue.SimpleQueue(), threading.Semaphore(depth + 1), threading.Event())
     thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
     thread.start()
     return Loader(shared, thread, first_load, timeout)
 
 
-def check_batches(name: str, batches) -> None:
-    """Raises ValueError for what is no iterable of batches, one batch among others."""
+def check_batches(name: str, batches: object) -> None:
+    """Raises ValueError unless it is an iterable of batches; a dict is one batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, dict | str | type):
         raise ValueError(
             f"{name} is a {type(batches).__name__}: pass an iterable of batches, as a list, a "
@@ -113,16 +115,16 @@ def check_batches(name: str, batches) -> None:
         )
 
 
-def on_device(batch, sharding=None):
-    """The batch as JAX arrays; without a sharding, what is one stays where it is."""
+def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
+    """The batch as JAX arrays; without a sharding, JAX arrays stay where they are."""
     if sharding is not None:
         return jax.device_put(batch, sharding)
-    # Arrays that span several processes could not be placed anew by one of them.
+    # One process could not move arrays that span several.
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
 
 
 class _Shared(NamedTuple):
-    """Between the loader and its thread, which must not keep the loader alive."""
+    """What the loader shares with its thread, which must not keep the loader alive."""
 
     items: queue.SimpleQueue  # batches, then None (the end) or an exception
     slots: threading.Semaphore
@@ -145,7 +147,7 @@ def _work(batches, sharding, shared):
         except BaseException as error:  # raised where the batch is asked for
             item = error
         if shared.closed.is_set():
-            return  # the consumer has been told that there is no more
+            return  # the consumer has been given the end
         shared.items.put(item)
         if not isinstance(item, _Batch):
             return
@@ -155,4 +157,4 @@ def _stop(shared, thread):
     shared.closed.set()
     shared.slots.release()
     thread.join(timeout=1)
-    shared.items.put(None)  # who still asks is told that there is no more
+    shared.items.put(None)  # the end, for a consumer that still waits

@@ -1,22 +1,23 @@
-"""An order in, batches out: tf.data reads the examples that an order names, ahead of the training.
+"""Batches of the examples that an order names, read ahead by tf.data.
 
-TensorFlow is imported only where it is used. If it sees a GPU it takes the memory that JAX needs:
+TensorFlow is imported only when it is used. If it sees a GPU it takes the memory that JAX needs:
 install tensorflow-cpu, or call `tf.config.set_visible_devices([], "GPU")` first.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
+from jaxtyping import Int, PyTree
 
-from ordering.base import PyTree
 from ordering.input.sources import check_at_least, reader, whole_numbers
 
 
 def batches(
-    source,
-    indices,
+    source: PyTree[ArrayLike] | Sequence,
+    indices: Int[ArrayLike, "n"] | Sequence[int],
     *,
     batch_size: int,
     transform: Callable[[PyTree, Any], PyTree] | None = None,
@@ -25,31 +26,29 @@ def batches(
     num_parallel_calls: int | None = None,
     prefetch: int = 2,
 ) -> Iterator[PyTree]:
-    """Batch i is `source[indices[i B : (i + 1) B]]`, read ahead on tf.data's threads.
+    """Batches of the indexed examples, read ahead on tf.data's threads.
 
-    Reading starts at the call, not at the first `next`. Several threads read the source: two
-    open iterators do so in any case.
+    Batch i is `source[indices[i B : (i + 1) B]]`. Reading starts at the call. The source must
+    allow reads from several threads, as two open iterators use several in any case.
 
     Args:
-      source: NumPy arrays [N, ...], alone or in tuples and dicts; or examples to be read by
-        `source[i]`, or `source.__getitems__(list)` where it exists, with `len(source)` (Grain,
-        tfds.data_source): arrays, numbers, text, or trees of them, all of the same shapes.
+      source: as in `reader`; all examples have the same shapes.
       indices: int[n] in [0, N), as from `step_indices`.
-      batch_size: B >= 1; the last batch has what is left over.
+      batch_size: B >= 1; the last batch has the indices that are left.
       transform: `(batch, seed) -> batch` in TensorFlow, to decode and augment a whole batch.
-        `seed` is int64[2], (seed, number of the batch), for tf.random.stateless_*. One example
-        is read at the call, to learn the structure.
-      seed: for the transform; give every epoch another one.
+        `seed` is int64[2], the seed and the number of the batch, for tf.random.stateless_*. One
+        example is read at the call, to learn the structure.
+      seed: >= 0, for the transform; pass another one in every epoch.
       first_batch: number of the first batch, so that chained iterators augment as one.
-      num_parallel_calls: batches read at once. tf.data decides if None, at most one per core:
-        pass more where reading waits for a disk or a network.
+      num_parallel_calls: batches read at once. If None, tf.data chooses, at most one per core:
+        pass more if reading waits for a disk or a network.
       prefetch: >= 1, finished batches that wait for the consumer.
 
     Returns:
       An iterator of trees of NumPy arrays; those from a transform are read-only.
 
     Raises:
-      ValueError: at the call, for a source, index or size that cannot be.
+      ValueError: at the call, for a source, index or size that does not fit.
       ImportError: if TensorFlow is not installed.
       RuntimeError: from `next`, naming the examples, if a batch cannot be read or transformed.
 
@@ -72,7 +71,7 @@ def batches(
     if wrong.size:
         raise ValueError(
             f"index {wrong[0]} is out of range: the source has {num_examples} examples. Pass "
-            f"indices in [0, {num_examples - 1}]; see step_indices for workers and units."
+            f"indices in [0, {num_examples - 1}], as step_indices makes them for an order."
         )
     tf = _tensorflow()
     if not indices.size:
@@ -83,7 +82,7 @@ def batches(
     def load(i):
         try:
             return read(parts[i])
-        except Exception as error:  # TensorFlow keeps its text only, and ends on StopIteration
+        except Exception as error:  # TensorFlow keeps only its text, and ends on StopIteration
             failures[i] = error
             raise RuntimeError(repr(error)) from error
 
@@ -95,7 +94,7 @@ def batches(
     calls = tf.data.AUTOTUNE if num_parallel_calls is None else num_parallel_calls
     dataset = tf.data.Dataset.range(len(parts)).map(make, calls, deterministic=True)
     options = tf.data.Options()
-    options.experimental_warm_start = True  # read now, not at the first next
+    options.experimental_warm_start = True  # pyright: ignore - made at run time
     running = [dataset.prefetch(prefetch).with_options(options).as_numpy_iterator()]
 
     def run():
@@ -110,13 +109,13 @@ def batches(
             yield finish(i, leaves)
 
     stream = run()
-    # Threads that still read while the interpreter exits would hang it: finalize stops them.
+    # Threads that still read at exit would hang the interpreter.
     weakref.finalize(stream, running.clear)
     return stream
 
 
 def _kept(tf, load):
-    """`(make, finish)`: batches stay in Python, for each way into a tensor costs a copy."""
+    """`(make, finish)`: batches stay in Python, as tensors would cost copies."""
     made = {}
 
     def keep(i):
@@ -130,7 +129,7 @@ def _kept(tf, load):
 
 
 def _transformed(tf, load, one, transform, seed, first_batch):
-    """`(make, finish)`: tensors like those of the example `one` go through the transform."""
+    """`(make, finish)`: tensors like those of the example `one` pass through the transform."""
     ones, structure = jax.tree.flatten(one)
     shapes = [leaf.shape[1:] for leaf in ones]
     types = [tf.as_dtype(leaf.dtype) for leaf in ones]
@@ -141,7 +140,10 @@ def _transformed(tf, load, one, transform, seed, first_batch):
         leaves, found = jax.tree.flatten(load(int(i)))
         kinds = [(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
         if found != structure or kinds != list(zip(shapes, types, strict=True)):
-            raise ValueError("the examples differ from the first in structure, shapes or types.")
+            raise ValueError(
+                "the examples differ from the first one in structure, shapes or types: give all "
+                "examples of the source the same."
+            )
         return leaves
 
     def make(i):
@@ -150,7 +152,7 @@ def _transformed(tf, load, one, transform, seed, first_batch):
             leaf.set_shape((None, *shape))
         number = tf.stack([tf.constant(seed, tf.int64), first_batch + i])
         leaves, found = jax.tree.flatten(transform(jax.tree.unflatten(structure, leaves), number))
-        structures.append(found)  # not carried by tf.data, which would stack lists
+        structures.append(found)  # tf.data would stack lists
         return tuple(leaves)
 
     return make, lambda i, leaves: jax.tree.unflatten(structures[0], leaves)

@@ -254,7 +254,7 @@ test_wrong_inputs_are_refused = refuses({
     "a step longer than the epoch": (lambda: reads_with(units_per_step=14), "per_step is 14"),
     "ahead": (lambda: reads_with(ahead=0), "ahead is 0"),
     "num_epochs": (lambda: reads_with(num_epochs=-1), "num_epochs is -1"),
-    "a state": (reads_of(order_of("grab")[0]), "live is a GrabState: .* as lambda: state"),
+    "a state": (reads_of(order_of("grab")[0]), "live is a GrabState: .* lambda: state"),
     "an order": (reads_of(lambda: np.arange(3)), r"live\(\) is a ndarray: pass a function"),
     "no source": (lambda: read_epochs(None, lambda: order_of("grab")[0], units_per_step=3),
                   "source is a NoneType"),
