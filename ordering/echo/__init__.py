@@ -1,4 +1,4 @@
-"""When a batch is used again: echo plans, a policy that follows the input, and the stream."""
+"""Data echoing: plans and policies of when to load a batch, and the batches of every step."""
 
 from ordering.echo.input_simulator import echo_forecast
 from ordering.echo.plans import EchoPlan, bernoulli, error_diffusion, fixed, measured

@@ -1,15 +1,18 @@
-"""What echoing will cost in time, before it runs: the input's pace against that of the steps."""
+"""The time of a run with echoing, predicted from the pace of its input and its steps."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 from ordering.echo.plans import EchoPlan, Measured, check_policy
 from syncopate import plans
 
-# Steps; a batch that is late by less is on time. R uses of t_load / R seconds end, but for
-# rounding, when the next load does.
+# A batch that is late by fewer steps than this is on time: R steps of t_load / R seconds take as
+# long as a load only up to rounding.
 ROUNDING = 1e-6
 
 
@@ -26,32 +29,31 @@ class EchoForecast(NamedTuple):
 def echo_forecast(
     policy: EchoPlan | Measured,
     *,
-    load_seconds: float | np.ndarray,
+    load_seconds: Float[ArrayLike, "*n"] | Sequence[float],
     step_seconds: float,
     depth: int = 2,
 ) -> EchoForecast:
-    """Seconds of a run that loads by a policy through `load_ahead`, without running it.
+    """Predicts the seconds that a run takes if it loads by a policy through `load_ahead`.
 
-    F_j = max(F_j-1, S_j-depth-1) + L_j;  S_j = max(F_j, S_j-1 + uses_j-1 t_step), where load j is
-    finished at F_j and first used at S_j: the thread goes on while the queue has a place, with one
-    batch more in its hand. `measured` finds a batch ready at a step that starts at F_j or later.
+    F_j = max(F_j-1, S_j-depth-1) + L_j;  S_j = max(F_j, S_j-1 + uses_j-1 t_step), where load j ends
+    at F_j and is first used at S_j. The thread loads while the queue has a place, and holds one
+    batch more. `measured` finds a batch ready in a step that starts at F_j or later.
 
-    Assumed: a step takes the same time whether fresh or echoed, and whatever the thread does
-    meanwhile; one thread loads one batch after the other. For W workers that agree on every step,
-    pass the loads of the slowest.
+    Assumptions: fresh and echoed steps take the same time, whatever the thread does meanwhile, and
+    the thread loads one batch at a time. For W workers that agree on every step, pass the loads of
+    the slowest one.
 
     Args:
-      policy: of the run; a `Measured` decides by the simulated clock.
-      load_seconds: L > 0, seconds to read one batch and move it to the device: a number, or
-        float[n] of single loads, as measured, with n >= loads (n >= T for `measured`).
-      step_seconds: t_step > 0, seconds of one step whose batch is there.
-      depth: >= 1, of the queue; `load_ahead`'s.
+      policy: of the run; `measured` decides by the simulated times.
+      load_seconds: L > 0, seconds to read a batch and move it to the device: a number, or float[n],
+        seconds of each load, with n >= loads (n >= T for `measured`).
+      step_seconds: t_step > 0, seconds of a step whose batch is on the device.
+      depth: >= 1, as in `load_ahead`.
 
     Returns:
-      A record of `loads` (L), `total_seconds` (from the first step on, when load 0 is there),
-      `stall_seconds` (of the total, those in which a step waits for its batch), `slowdown`
-      (total / (T t_step); 1 is no stall), and `plan` (what was timed; of `measured`, its decisions
-      on the simulated clock).
+      A record of `loads`, their number; `total_seconds`, from the first step, when load 0 is
+      ready; `stall_seconds`, those in which steps wait for batches; `slowdown`,
+      total / (T t_step), 1 without stalls; and `plan`, the simulated `EchoPlan`.
 
     Raises:
       ValueError: for values out of range, or too few of load_seconds.
@@ -80,14 +82,14 @@ def echo_forecast(
         raise ValueError(f"depth is {depth!r}: the queue holds a whole number of batches, >= 1.")
     each = _each_load(load_seconds, policy)
     fresh, stall = _simulate(policy, (each / step_seconds).tolist(), int(depth))
-    plan = EchoPlan(fresh, "measured, simulated") if policy.online else policy
+    plan = policy if isinstance(policy, EchoPlan) else EchoPlan(fresh, "measured, simulated")
     total, steps = (plan.total_steps + stall) * step_seconds, plan.total_steps
     return EchoForecast(plan.loads, total, stall * step_seconds, 1 + stall / steps, plan)
 
 
 def _each_load(load_seconds, policy):
-    """float64[n], the seconds of every load that the policy may ask for."""
-    most = policy.total_steps if policy.online else policy.loads
+    """float64[n], the seconds of every load that the policy may need."""
+    most = policy.loads if isinstance(policy, EchoPlan) else policy.total_steps
     each, _ = plans.as_array(load_seconds)
     real = each.dtype.kind in "iuf"
     if each.ndim > 1 or not (real and (np.isfinite(each) & (each > 0)).all()):
@@ -96,19 +98,16 @@ def _each_load(load_seconds, policy):
         )
     if each.ndim and len(each) < most:
         raise ValueError(
-            f"load_seconds has {len(each)} values and the run up to {most} loads: pass one number, "
-            f"or draw as many, as np.random.default_rng(0).choice(load_seconds, {most})."
+            f"load_seconds has {len(each)} values and the run up to {most} loads: pass a number, "
+            f"or draw enough, as by np.random.default_rng(0).choice(load_seconds, {most})."
         )
     return each if each.ndim else np.full(most, each)
 
 
 def _simulate(policy, each, depth):
-    """Step by step: the decisions, bool[T], and the stall. The unit of time is a step.
-
-    Whole R are exact in this unit, so that a load of R steps ends with the R-th use.
-    """
+    """The decisions, bool[T], and the stall. All times are in steps, in which whole R are exact."""
     fresh = np.empty(policy.total_steps, bool)
-    each.append(math.inf)  # nobody asks for the load after the last
+    each.append(math.inf)  # the load after the last, which is never used
     starts = []  # S_j
     finished = stall = 0.0  # F of the next load; F_0 = 0 starts the clock
     uses = 0

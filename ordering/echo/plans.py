@@ -1,26 +1,29 @@
-"""Which steps load a fresh batch: plans, known before the run, and a policy that follows the input.
+"""Which steps load a fresh batch: plans made before the run, and a policy that follows the input.
 
-T steps, L loads. An echoed step uses a batch that is already on the device.
+A run has T steps and L loads. An echoed step uses a batch that is already on the device.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int, Key
 
 from syncopate import plans
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class EchoPlan(plans.Plan):
-    """The loads of a run: step t loads a fresh batch where fresh[t], and else uses the last again.
+    """The loads of a run: step t loads a fresh batch if fresh[t], and else uses the last one again.
 
     Two plans are equal if they load in the same steps.
 
     Args:
-      fresh: bool[T]; fresh[0] is True, for there is nothing to use again.
+      fresh: bool[T]; fresh[0] is True, as the first step has no batch to use again.
       rule: how the plan was made, for people.
 
     Raises:
@@ -35,40 +38,39 @@ class EchoPlan(plans.Plan):
 
     marks = "load_steps"
     stretches = "loads"
-
     fresh: np.ndarray
     rule: str = "given steps"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         fresh, kind = plans.as_array(self.fresh)
         if fresh.ndim != 1 or fresh.dtype != bool or not len(fresh):
             raise ValueError(f"fresh is {kind}: pass one bool per step, True where it loads.")
         if not fresh[0]:
-            raise ValueError("fresh[0] is False: the first step has no batch to use again.")
+            raise ValueError("fresh[0] is False: the first step must load, pass True for it.")
         fresh = np.array(fresh)
         fresh.setflags(write=False)
         object.__setattr__(self, "fresh", fresh)
 
     @classmethod
-    def of_marks(cls, marked, total_steps, rule):
+    def of_marks(cls, marked: np.ndarray, total_steps: int, rule: str) -> "EchoPlan":
         plans.check_total_steps(total_steps)
         fresh = np.zeros(total_steps, bool)
         fresh[marked] = True
         return cls(fresh, rule)
 
     @property
-    def total_steps(self) -> int:
+    def total_steps(self) -> int:  # pyright: ignore - the base's attribute, here from `fresh`
         """T."""
         return len(self.fresh)
 
     @property
     def load_steps(self) -> np.ndarray:
-        """int64[L], the steps that load: the first use of every batch."""
+        """int64[L], the steps that load."""
         return np.flatnonzero(self.fresh)
 
     @property
     def loads(self) -> int:
-        """L, the number of loads of the run."""
+        """L, the number of loads."""
         return int(self.fresh.sum())
 
     @property
@@ -78,30 +80,30 @@ class EchoPlan(plans.Plan):
 
     @property
     def uses(self) -> np.ndarray:
-        """int64[L], the steps from each load to the next: the echo factor of every batch."""
+        """int64[L], how many steps use each batch: its echo factor."""
         return self.lengths
 
-    def loads_before(self, step):
-        """The loads in the steps 0 .. step - 1, for a step (or an array of steps) of 0 .. T."""
+    def loads_before(self, step: Int[ArrayLike, "..."]) -> Int[np.ndarray, "..."]:
+        """The number of loads before a step, or before every one of an array, in [0, T]."""
         step = np.asarray(step)
         if step.dtype.kind not in "iu":
-            raise ValueError(f"step is {step} ({step.dtype}): steps are whole numbers.")
+            raise ValueError(f"step is {step} ({step.dtype}): pass a whole number.")
         if (step < 0).any() or (step > self.total_steps).any():
-            raise ValueError(f"step {step} is outside the plan's 0 .. {self.total_steps}.")
+            raise ValueError(f"step {step} is outside 0 .. {self.total_steps}: pass a plan's step.")
         return np.append(0, np.cumsum(self.fresh))[step]
 
     def first_load(self, step: int) -> int:
-        """The first load that steps from `step` on need, an echoed one the load before it."""
+        """The number of the first load that a run needs if it resumes at a step."""
         before = int(self.loads_before(step))
         return before - (step == self.total_steps or not self.fresh[step])
 
-    def decide(self, step: int, **_) -> bool:
-        """Whether a step loads, as of `measured`; a plan needs only the step."""
+    def decide(self, step: int, **_: object) -> bool:
+        """Whether a step loads; only `measured` uses the other arguments."""
         return bool(self.fresh[step])
 
     @property
     def known(self) -> "EchoPlan":
-        """The decisions that are known before the run."""
+        """The decisions that are known before the run: all of them."""
         return self
 
     def _summary(self):
@@ -115,12 +117,12 @@ class EchoPlan(plans.Plan):
 
 
 def fixed(factor: int, *, total_steps: int) -> EchoPlan:
-    """Every batch is used the same number of times, as in data echoing.
+    """Uses every batch the same number of times, as in data echoing.
 
     fresh_t = (t mod e = 0).
 
     Args:
-      factor: e >= 1, the uses of a batch; 1 is no echo.
+      factor: e >= 1, the uses of a batch; 1 for no echoing.
       total_steps: T >= 1.
 
     Returns:
@@ -143,13 +145,15 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
     return EchoPlan(np.arange(total_steps) % factor == 0, f"fixed, e = {factor}")
 
 
-def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Array) -> EchoPlan:
-    """Stochastic data echoing: step t loads with probability p(t); the first always does.
+def bernoulli(
+    p: optax.Schedule | float | np.ndarray, *, total_steps: int, key: Key[jax.Array, ""]
+) -> EchoPlan:
+    """Stochastic data echoing: step t loads with probability p(t), and the first step always.
 
     Args:
-      p: a probability in (0, 1], any schedule of them (optax's are), or float[T].
+      p: a probability in (0, 1], a schedule of them, or float[T].
       total_steps: T >= 1.
-      key: shared by all workers, so that all take the same decisions.
+      key: the same for all workers, so that they make the same decisions.
 
     Returns:
       The plan.
@@ -174,23 +178,23 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     return EchoPlan(heads, f"bernoulli, p = {plans.describe_schedule(p)}")
 
 
-def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> EchoPlan:
-    """The loads of `bernoulli` in the mean, spread evenly: no coin, and no stall where p <= 1 / R.
+def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int) -> EchoPlan:
+    """Loads as often as `bernoulli` does on average, but at even distances instead of at random.
 
     a <- a + p(t); fresh_t = (a >= 1); a <- a - fresh_t; a starts so that the first step loads.
 
-    The loads in any stretch of steps differ from the sum of p over it by less than 1, where coins
-    would let the input fall behind.
+    The number of loads in any stretch of steps differs from the sum of p by less than 1. If a load
+    takes R steps and p <= 1 / R, no step waits, whereas random loads can follow too closely.
 
     Args:
-      p: a probability in (0, 1], any schedule of them (optax's are), or float[T].
+      p: a rate in (0, 1], loads per step; a schedule of rates; or float[T].
       total_steps: T >= 1.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: if a probability is outside (0, 1].
+      ValueError: if a rate is outside (0, 1].
 
     Example:
       >>> import ordering
@@ -209,25 +213,22 @@ def error_diffusion(p: Callable | float | np.ndarray, *, total_steps: int) -> Ec
 
 
 class Measured(NamedTuple):
-    """The policy of `measured`: what it decides depends on time, so its decisions are recorded."""
+    """A policy whose decisions depend on time; see `measured`."""
 
     total_steps: int
     at_least: np.ndarray  # int64[T], loads that the floor demands up to and including each step
     max_factor: int
     decided: np.ndarray  # bool[k], the decisions of an earlier part of the run
 
-    online = True  # no field: of every measured policy
+    online = True  # no field
 
     @property
     def known(self) -> EchoPlan:
-        """The decisions that were given, or that the first step loads."""
+        """The decisions that were given; without any, that the first step loads."""
         return EchoPlan(self.decided if len(self.decided) else np.ones(1, bool), "measured")
 
     def decide(self, step: int, *, loads: int, uses: int, ready: Callable[[], bool]) -> bool:
-        """Whether a step loads, after so many loads and uses of the last one.
-
-        `ready` is asked only where time decides.
-        """
+        """Whether a step loads, after so many loads and uses of the last; may call `ready`."""
         if step < len(self.decided):
             return bool(self.decided[step])
         forced = step == 0 or uses >= self.max_factor or loads < self.at_least[step]
@@ -238,29 +239,29 @@ def measured(
     *,
     total_steps: int,
     max_factor: int,
-    floor: Callable | float | np.ndarray | None = None,
-    decided: Iterable[bool] = (),
+    floor: optax.Schedule | float | np.ndarray | None = None,
+    decided: Bool[ArrayLike, "k"] | Sequence[bool] = (),
 ) -> Measured:
-    """Loads when a batch is ready, and uses the last one again while none is.
+    """Loads when a batch is ready, and uses the last one again otherwise.
 
     fresh_t = ready_t, or uses of the batch = e_max, or loads < sum of floor over the steps 0 .. t
     (as `error_diffusion` counts it); in the last two cases the step waits for its batch.
 
-    No stall even where loading times jitter, and no p to choose. Keep what it decided,
-    `[use.fresh for use in ...]`: an `EchoPlan` of it replays the run exactly.
+    It needs no p, and does not stall if loading times vary. Record its decisions,
+    `[use.fresh for use in ...]`: an `EchoPlan` of them replays the run exactly.
 
     Args:
       total_steps: T >= 1.
       max_factor: e_max >= 1, the most uses of a batch.
-      floor: the least loads per step, in (0, 1]: a number, a schedule, or float[T]; None for
+      floor: the fewest loads per step, in (0, 1]: a number, a schedule, or float[T]; None for
         1 / e_max, which the cap implies.
-      decided: decisions of the steps before the run was stopped.
+      decided: bool[k], the decisions of the first k steps, of a run that resumes.
 
     Returns:
       A `Measured` for `echo_batches`.
 
     Raises:
-      ValueError: for values out of range, or decisions that are no plan.
+      ValueError: for values out of range, or decisions that are not those of a run's first steps.
 
     Example:
       >>> import numpy as np, ordering
@@ -290,8 +291,8 @@ def _check_uses(factor, name):
         raise ValueError(f"{name} is {factor!r}: a batch is used a whole number of times, >= 1.")
 
 
-def check_policy(policy) -> None:
-    """Raises ValueError for what decides no loads."""
+def check_policy(policy: object) -> None:
+    """Raises ValueError unless it is an echo plan or policy."""
     if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise ValueError(
             f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "

@@ -1,16 +1,16 @@
-"""Steps of a run with echoing: their batches, and an optimizer that is drawn back to the load."""
+"""The batches of a run with echoing, and an optimizer that is pulled back to the last load."""
 
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Key, PyTree
 
-from ordering.base import PyTree
 from ordering.echo.plans import EchoPlan, Measured, check_policy
 from ordering.input.loader import LoadError, check_batches, on_device
 from syncopate import plans
@@ -26,7 +26,7 @@ class EchoStep(NamedTuple):
 
 
 def ready_everywhere(ready: bool) -> bool:
-    """Whether the next batch of every process is ready: one small exchange, one answer for all."""
+    """Whether the next batch of every process is ready, found by a small exchange."""
     if jax.process_count() == 1:
         return bool(ready)
     from jax.experimental.multihost_utils import process_allgather
@@ -35,39 +35,37 @@ def ready_everywhere(ready: bool) -> bool:
 
 
 def echo_batches(
-    loads: Iterable,
+    loads: Iterable[PyTree],
     policy: EchoPlan | Measured,
     *,
     first_step: int = 0,
-    augment: Callable | None = None,
-    key: jax.Array | None = None,
+    augment: Callable[[PyTree, jax.Array], PyTree] | None = None,
+    key: Key[jax.Array, ""] | None = None,
     agree: Callable[[bool], bool] = ready_everywhere,
     stop_with_loads: bool = False,
     keep_copy: bool = False,
 ) -> Iterator[EchoStep]:
-    """One batch per step: a fresh one from `loads` where the policy says so, else one used again.
+    """One batch per step: a fresh one from `loads` if the policy loads, else the last one again.
 
-    A batch is placed on the device once, when it is loaded; an echoed step moves nothing from the
-    host and does not touch `loads`. Loads are counted here, where they are consumed, whatever has
-    been read ahead. The first batch is taken at the call.
+    A batch is placed on the device once, when it is loaded. An echoed step moves nothing from the
+    host and does not read `loads`. The first batch is taken at the call.
 
-    `measured` asks whether a batch is ready at the time of the call of `next`: wait for the step
-    before (`jax.block_until_ready`), or the host runs ahead of the device and sees input late.
+    `measured` asks whether a batch is ready when `next` is called. Wait for the step before
+    (`jax.block_until_ready`), as a host that runs ahead of the device finds fewer batches ready.
 
     Args:
-      loads: an iterable of batches, trees of arrays; a `load_ahead` for `measured`. Of a run
-        resumed at a step it starts at load `policy.first_load(first_step)`, for `measured` that
-        of the `EchoPlan` of its decisions.
+      loads: an iterable of batches, trees of arrays; for `measured`, `load_ahead` or `read_epochs`.
+        In a run that resumes it starts at load `policy.first_load(first_step)`; for `measured`, at
+        that of the `EchoPlan` of its decisions.
       policy: an `EchoPlan`, or `measured`.
-      first_step: where to go on; with `measured` at most the decisions it was given.
-      augment: `(batch, key) -> batch`, applied on the device to fresh and echoed batches alike,
-        with randomness of the step; what is kept for echoing is the batch before it.
-      key: for augment; the step is folded in.
-      agree: from this process's answer to that of all; asked by `measured` where time decides.
-      stop_with_loads: the end of `loads` ends the run, as at the end of an epoch, instead of being
-        an error.
-      keep_copy: lets a step donate its batch: every use but the last of a load gets a copy, made on
-        the device. With augment every use has arrays of its own in any case.
+      first_step: the step at which to resume; `measured` must know the decisions before it.
+      augment: `(batch, key) -> batch`, run on the device in every step, fresh or echoed, with a key
+        of the step. Echoed steps augment the loaded batch anew.
+      key: for augment, folded with the step.
+      agree: makes one answer for all processes of this one's, for `measured`.
+      stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
+      keep_copy: lets steps donate their batches. Each use of a load but the last gets a copy, made
+        on the device; augment makes new arrays in any case.
 
     Returns:
       An iterator of records: `step`, the number of the step; `load`, the number of the load that
@@ -76,9 +74,9 @@ def echo_batches(
 
     Raises:
       ValueError: at the call, for an empty source, a missing key, or values out of range; from
-        `next`, where a step donated a batch that is used again.
-      LoadError: from `next`, naming the load, where one fails, hangs or is missing; after one that
-        came late call `next` again.
+        `next`, if a step donated a batch that is used again.
+      LoadError: from `next`, with the number of a load that fails, is late or is missing; after a
+        late one `next` may be called again.
 
     Example:
       >>> import numpy as np, ordering
@@ -102,20 +100,21 @@ def echo_batches(
     known = len(policy.known.fresh)
     if not plans.is_whole(first_step) or not 0 <= first_step <= known:
         raise ValueError(
-            f"first_step is {first_step!r}: the decisions known before are those of {known} steps."
+            f"first_step is {first_step!r}, and the decisions of {known} steps are known: pass a "
+            "whole number up to that."
         )
     if augment is not None and key is None:
-        raise ValueError("an augmentation is random: pass key=jax.random.key(0).")
+        raise ValueError("augment needs a key: pass key=jax.random.key(0).")
     if key is not None:
         plans.check_key(key)
     stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads, keep_copy)
-    for first in stream:  # now, so that an empty source is an error of this call
+    for first in stream:  # now, so that this call raises for an empty source
         return itertools.chain([first], stream)
     return iter(())
 
 
 class _Stream(Iterator):
-    """No generator, for those end with their first error: after a late batch this one goes on."""
+    """The iterator; unlike a generator it goes on after an error, as of a late batch."""
 
     def __init__(self, loads, policy, step, augment, key, agree, stop_with_loads, keep_copy):
         self._loads, self._source, self._policy = loads, iter(loads), policy
@@ -127,7 +126,7 @@ class _Stream(Iterator):
         self._augment = augment and functools.partial(_augmented(augment), key=key)
         self._counter = augment and jnp.int32(step)  # the step, on the device
         self._failed = self._batch = None
-        if known.first_load(step) < self._count:  # a run goes on with a batch that it had loaded
+        if known.first_load(step) < self._count:  # the run resumes at an echoed step
             self._batch = self._fetch(self._count - 1, may_end=False)
 
     def __next__(self):
@@ -148,7 +147,7 @@ class _Stream(Iterator):
                 "echo_batches(..., keep_copy=True)."
             )
         batch = self._batch
-        if self._augment:  # gives new arrays, also of leaves that it leaves as they are
+        if self._augment:  # makes new arrays, also of leaves that it returns unchanged
             batch, self._counter = self._augment(batch, step=self._counter)
         elif self._keep_copy and self._may_echo(step + 1):
             batch = jax.tree.map(jnp.copy, batch)
@@ -156,13 +155,13 @@ class _Stream(Iterator):
         return EchoStep(step, self._count - 1, fresh, batch)
 
     def _may_echo(self, step):
-        """Whether the next step may use the batch again, as it does where no other is ready."""
+        """Whether the next step may use the batch again: it does if no other is ready."""
         return step < self._policy.total_steps and not self._policy.decide(
             step, loads=self._count, uses=self._uses + 1, ready=lambda: False
         )
 
     def _fetch(self, load, *, may_end):
-        if self._failed:  # a generator that has failed seems to have ended
+        if self._failed:  # a generator that failed would now end
             raise self._failed
         try:
             return on_device(next(self._source))
@@ -184,10 +183,10 @@ class _Stream(Iterator):
             raise self._failed from error
 
 
-# The compiled function outlives a call of `echo_batches`: there may be one per epoch.
+# Calls of `echo_batches`, as for every epoch, share the compiled function.
 @functools.lru_cache(maxsize=32)
 def _augmented(augment):
-    """`(batch, key=, step=) -> (batch, step + 1)`, jitted; the counter stays on the device."""
+    """`(batch, key=, step=) -> (batch, step + 1)`, jitted; the step stays on the device."""
 
     def run(batch, key, step):
         return augment(batch, jax.random.fold_in(key, step)), step + 1
@@ -196,22 +195,22 @@ def _augmented(augment):
 
 
 class ProximalState(NamedTuple):
-    """State of the anchor."""
+    """State of `proximal_anchor`."""
 
-    anchor: Any  # the parameters at the last load
+    anchor: PyTree[jax.Array]  # the parameters at the last load
 
 
 def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
-    """Adds the pull of the parameters at the last load to the gradient.
+    """Pulls the parameters towards their value at the last load.
 
-    g <- g + lambda (x - a), a = x at the steps that load a fresh batch.
+    g <- g + lambda (x - a), where a is x at the last step that loaded a batch.
 
-    The K uses of a batch then minimise f_batch(x) + lambda/2 |x - a|^2, however many they are: a
-    batch cannot pull the parameters further than its proximal point, and the learning rate need
-    not fall with K. Put it first in a chain, before momentum.
+    The K uses of a batch then minimise f_batch(x) + lambda/2 |x - a|^2. They cannot move the
+    parameters past this function's minimum, so the learning rate need not fall with K. Put it first
+    in a chain, before momentum.
 
     Args:
-      strength: lambda >= 0, in units of the gradient over the parameter; 0 changes nothing.
+      strength: lambda >= 0, in units of the gradient over the parameter; 0 for no pull.
 
     Returns:
       A GradientTransformationExtraArgs; `update` needs `params` and the extra argument `fresh`,
@@ -247,11 +246,11 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
         del extra
         if fresh is None:
             raise ValueError(
-                "the anchor moves with the first use of a batch: call update(grads, state, params, "
-                "fresh=use.fresh)."
+                "fresh is missing, which tells the first use of a batch: call update(grads, state, "
+                "params, fresh=use.fresh)."
             )
         if params is None:
-            raise ValueError("the anchor pulls on parameters: call update(grads, state, params).")
+            raise ValueError("params is missing: call update(grads, state, params, fresh=...).")
         anchor = jax.tree.map(lambda p, a: jnp.where(fresh, p, a), params, state.anchor)
         updates = jax.tree.map(
             lambda u, p, a: u + (strength * (p - a)).astype(u.dtype), updates, params, anchor

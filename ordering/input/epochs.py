@@ -1,5 +1,6 @@
 """An iterator over all epochs, which reads ahead across their boundaries."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +25,7 @@ class Front(NamedTuple):
     loader: Loader | None = None
 
 
-class Epochs(Iterator):
+class Epochs(Iterator, contextlib.AbstractContextManager):
     """Batches of all epochs; see `read_epochs`. As a context manager it closes its threads.
 
     Fields:
@@ -33,10 +34,7 @@ class Epochs(Iterator):
         order's `next_epoch`.
     """
 
-    def __init__(
-        self, load: Load, live: Callable[[], State], units_per_step: int, num_epochs: int | None,
-        ahead: int, first_load: int,
-    ):  # fmt: skip
+    def __init__(self, load: Load, live: Callable, units_per_step, num_epochs, ahead, first_load):
         self._load, self._live, self._size = load, live, units_per_step
         self._num_epochs, self._ahead = num_epochs, ahead
         self._num_units = live().current.shape[-1]
@@ -89,9 +87,6 @@ class Epochs(Iterator):
             if reads is not None:
                 reads.close()
 
-    def __enter__(self) -> "Epochs":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -103,8 +98,8 @@ class Epochs(Iterator):
 
     def _open_rest(self, order):
         """Loads the steps after the front; ValueError if the order is still that of before."""
-        if self._before is not None:
-            _check_new(*self._before, order)
+        if self._before:
+            _check_new(self._before, order)
         first = self._front.num_steps or self.step
         rest = order[..., first * self._size :]
         if rest.size:
@@ -143,8 +138,9 @@ def _copies(*arrays):
     return copies
 
 
-def _check_new(epoch, last, early, order):
+def _check_new(before, order):
     """Raises ValueError for the order that has just been read, as `next_epoch` was forgotten."""
+    epoch, last, early = before
     known = int(np.min(early[0])) if early else 0
     if early and known:
         new = np.array_equal(np.asarray(early[1])[..., :known], order[..., :known])
@@ -159,13 +155,13 @@ def _check_new(epoch, last, early, order):
 
 def _state(live) -> State:
     """The state that `live` returns; ValueError if it is none."""
-    if not callable(live):
-        wrong = f"live is a {type(live).__name__}"
-    elif not hasattr(state := live(), "current"):
-        wrong = f"live() is a {type(state).__name__}"
-    else:
-        return cast(State, state)
-    raise ValueError(f"{wrong}: pass a function that returns the orders' state: lambda: state.")
+    state = live() if callable(live) else live
+    if not (callable(live) and hasattr(state, "current")):
+        kind = type(state).__name__
+        raise ValueError(
+            f"live gives a {kind}: pass a function of the orders' state, lambda: state."
+        )
+    return cast(State, state)
 
 
 def read_epochs(

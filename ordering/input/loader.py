@@ -1,5 +1,6 @@
 """Batches that a thread loads ahead of the steps."""
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -21,7 +22,7 @@ class LoadError(RuntimeError):
         self.load = load
 
 
-class Loader(Iterator):
+class Loader(Iterator, contextlib.AbstractContextManager):
     """An iterator of batches on the device; see `load_ahead`."""
 
     def __init__(self, shared: "_Shared", thread: threading.Thread, first_load: int, timeout: Any):
@@ -42,19 +43,16 @@ class Loader(Iterator):
                 f"did not come within {self._timeout:g} s: the input hangs. Call next again to "
                 "wait longer, or resume the run from this load.",
             ) from None
-        if isinstance(item, _Batch):
+        if isinstance(item, tuple):
             self._load += 1
             self._shared.slots.release()
-            return item.value
+            return item[0]
         self._shared.items.put(item)  # the end stays the end
         if item is None:
             raise StopIteration
         raise LoadError(
             self._load, f"failed: {type(item).__name__}: {item}. Resume the run from this load."
         ) from item
-
-    def __enter__(self) -> "Loader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -126,13 +124,9 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
 class _Shared(NamedTuple):
     """What the loader shares with its thread, which must not keep the loader alive."""
 
-    items: queue.SimpleQueue  # batches, then None (the end) or an exception
+    items: queue.SimpleQueue  # (batch,) of each batch, then None (the end) or an exception
     slots: threading.Semaphore
     closed: threading.Event
-
-
-class _Batch(NamedTuple):
-    value: Any
 
 
 def _work(batches, sharding, shared):
@@ -141,7 +135,7 @@ def _work(batches, sharding, shared):
         if shared.closed.is_set():
             return
         try:
-            item = _Batch(jax.block_until_ready(on_device(next(batches), sharding)))
+            item = (jax.block_until_ready(on_device(next(batches), sharding)),)
         except StopIteration:
             item = None
         except BaseException as error:  # raised where the batch is asked for
@@ -149,7 +143,7 @@ def _work(batches, sharding, shared):
         if shared.closed.is_set():
             return  # the consumer has been given the end
         shared.items.put(item)
-        if not isinstance(item, _Batch):
+        if not isinstance(item, tuple):
             return
 
 
