@@ -1,7 +1,7 @@
-"""The contract of an order: three pure functions over one typed state.
+"""The interface of an order: pure functions over one state, and what all orders share.
 
-Shape letters of this package: W workers, M units per worker, B units per worker and step,
-P pairs, D parameters. A unit is what is ordered: an example or a fixed microbatch.
+Shape letters of this package: W workers, M units per worker, B units per worker and step, P pairs,
+D entries of a gradient. A unit is what is ordered: an example or a fixed microbatch.
 """
 
 import math
@@ -10,30 +10,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
 from ordering.rows import Rows
 from syncopate import mesh, plans
 
-PyTree = Any
-State = Any
-CALL_INIT = "Call init with params shaped like one gradient, or for sketches with jnp.zeros(size)."
+State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
 
 
 class Ordering(NamedTuple):
-    """Which unit comes next, for one worker: a record of pure functions.
+    """The order in which one worker visits its units, as a set of pure functions.
 
     Fields:
-      init: `(key, params) -> state`. `key` is this worker's own typed key; `params` gives the
-        structure and shapes of one gradient and is not read.
-      observe: `(state, rows) -> state`. Runs inside the jitted step, after the gradients of the
-        next `rows.size` units of the current order are known. See `ordering.rows`.
-      next_epoch: `state -> state`. Makes the next order current.
-      sync: `state -> state`. Where workers meet: what coordinated orders have to tell each other
-        may wait for it. Nothing for the others, and never needed: `next_epoch` does what is left.
+      init: `(key, params) -> state`. `key` is this worker's own typed key. Of `params` only the
+        structure and the shapes are used: those of one gradient.
+      observe: `(state, rows) -> state`. Called in the jitted step with the gradients of the next
+        units of the current order, as `ordering.Rows`.
+      next_epoch: `state -> state`. Makes the next order the current one.
+      sync: `state -> state`. Optional: call it where workers communicate anyway, and coordinated
+        orders exchange then what they have put off. `next_epoch` exchanges the rest.
 
-    Every state has `current`, int32[M], the order of this epoch; `next`, int32[M], the order
-    being filled; and `left`, int32[]: the entries `next[:left]` are known and never change again,
-    so that input may run ahead of the epoch's end.
+    Every state has `current`, int32[M], the order of this epoch; `next`, int32[M], the order of the
+    next epoch as far as it is known; and `left`, int32[]: the entries `next[:left]` are final, so
+    that input can be read ahead across the end of the epoch.
 
     Example:
       >>> import jax, ordering
@@ -43,23 +42,22 @@ class Ordering(NamedTuple):
       [0, 1, 2, 3]
     """
 
-    init: Callable[[jax.Array, PyTree], State]
-    observe: Callable[[State, Any], State]
+    init: Callable[[Key[Array, ""], PyTree], State]
+    observe: Callable[[State, Rows], State]
     next_epoch: Callable[[State], State]
     sync: Callable[[State], State] = lambda state: state
 
 
-def first_order(key: jax.Array, num_units: int) -> jax.Array:
-    """Returns the random order, int32[M], that every ordering starts from under `key`."""
+def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
+    """The random order that every ordering starts from under `key`."""
     check_key(key)
     return permutation(jax.random.fold_in(key, 0), num_units)
 
 
-def permutation(key: jax.Array, size: int) -> jax.Array:
-    """int32[size], a random order that is typed as what draws it: one worker's, or equal on all.
+def permutation(key: Key[Array, ""], size: int) -> Int[Array, "M"]:
+    """`jax.random.permutation(key, size)` with a faster sort; varies over the axes of `key`.
 
-    That of `jax.random.permutation(key, size)`: random numbers are sorted, again and again until
-    equal ones do not matter. The sort is another one.
+    Random numbers are sorted, in as many rounds as make ties between them negligible.
     """
     order = jnp.arange(size, dtype=jnp.int32)
     for _ in range(math.ceil(3 * math.log(size) / math.log(2**32 - 1))):
@@ -68,27 +66,34 @@ def permutation(key: jax.Array, size: int) -> jax.Array:
     return mesh.varying(order, key)
 
 
-def _argsort(numbers):
-    """The stable argsort of uint32[M].
+def _argsort(numbers: UInt32[Array, "M"]) -> UInt32[Array, "M"]:
+    """The stable argsort.
 
-    A CPU sorts numbers that carry nothing four times faster than numbers with their places. So
-    up to 2^16 of them carry their place in their low bits: they are sorted by their lower halves,
-    then, in that order, by their upper halves.
+    A CPU sorts plain numbers four times faster than (number, index) pairs. So up to 2^16 numbers
+    are sorted in two passes, first by their lower and then by their upper halves, each with the
+    index packed into the low bits.
     """
     size = numbers.shape[0]
-    places = max(1, (size - 1).bit_length())
-    if places > 16:
+    bits = max(1, (size - 1).bit_length())
+    if bits > 16:
         return jnp.argsort(numbers)
 
     def by(half):
-        places_of = jax.lax.sort((half << places) | jnp.arange(size, dtype=jnp.uint32))
-        return places_of & (2**places - 1)
+        packed = jax.lax.sort((half << bits) | jnp.arange(size, dtype=jnp.uint32))
+        return packed & (2**bits - 1)
 
     lower = by(numbers & 0xFFFF)
     return lower[by(numbers[lower] >> 16)]
 
 
-def fill_middle(next_order, current, left, placed):
+def begin_epoch(state: State, order: Int[Array, "M"], *cleared: str) -> State:
+    """The state with `order` as the current one and the fields named in `cleared` set to zero."""
+    zeros = {name: jax.tree.map(jnp.zeros_like, getattr(state, name)) for name in cleared}
+    # A copy, because a donated state must not hold a buffer twice.
+    return state._replace(current=order, next=jnp.copy(order), **zeros)
+
+
+def fill_middle(next_order, current, left, placed) -> Int[Array, "M"]:
     """`next_order` with `current[placed:]` in its free slots, `[left, left + M - placed)`."""
     num_units = current.shape[0]
     slot = jnp.arange(num_units)
@@ -96,14 +101,16 @@ def fill_middle(next_order, current, left, placed):
     return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
 
 
-def align_pairs(pending, units, waiting, num_pairs):
-    """The 2 P units that pair up: from the pending one on if it waits, else without it."""
+def align_pairs(pending, units, waiting, num_pairs: int) -> Array:
+    """The 2 P vectors to pair up: `pending`, if one is `waiting`, followed by `units`."""
     around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
     return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)
 
 
-def place_pairs(state, pair, valid, plus):
-    """The next order, filled from both ends with the pairs int32[P] of these signs, bool[P]."""
+def place_pairs(
+    state, pair: Int[Array, "P"], valid: Bool[Array, "P"], plus: Bool[Array, "P"]
+) -> Int[Array, "M"]:
+    """The next order with the `valid` pairs placed at both ends, as their signs say."""
     num_units = state.current.shape[0]
     first, second = state.current[2 * pair], state.current[2 * pair + 1]
     front = jnp.where(valid, pair, num_units)  # out of range: dropped
@@ -112,33 +119,29 @@ def place_pairs(state, pair, valid, plus):
     return filled.at[back].set(jnp.where(plus, second, first), mode="drop")
 
 
-def signs_of(state, following):
-    """bool[M // 2]: by which sign `place_pairs` placed each pair; of pairs not placed, either."""
+def signs_of(state, following: Int[Array, "M"]) -> Bool[Array, "P"]:
+    """Whether `place_pairs` gave each pair a plus; arbitrary for pairs that it did not place."""
     count = state.current.shape[0] // 2
     return following[:count] == state.current[: 2 * count : 2]
 
 
-def check_num_units(num_units: int) -> None:
+def check_units(num_units: int, units_per_step: int = 1) -> None:
+    """Raises ValueError unless a step of B units fits in an epoch of M."""
     if not plans.is_whole(num_units) or num_units < 1:
         raise ValueError(
             f"num_units is {num_units!r}: an order needs at least one unit per worker. "
             "Pass the number of examples (or microbatches) that one worker owns, a whole number."
         )
-
-
-def check_units_per_step(num_units: int, units_per_step: int) -> None:
-    """Raises ValueError unless a step of B units fits in an epoch of M."""
-    check_num_units(num_units)
     if not plans.is_whole(units_per_step) or not 1 <= units_per_step <= num_units:
         raise ValueError(
-            f"units_per_step is {units_per_step!r} with {num_units} units per worker: it must lie "
-            f"in [1, {num_units}], a whole number. Lower units_per_step or give each worker more "
+            f"units_per_step is {units_per_step!r} with {num_units} units per worker: it must be "
+            f"a whole number in [1, {num_units}]. Lower units_per_step or give each worker more "
             "units."
         )
 
 
 def check_key(key) -> None:
-    """Raises ValueError unless it is the typed key of one worker."""
+    """Raises ValueError unless `key` is the typed key of one worker."""
     plans.check_key(key)
     if key.shape:
         raise ValueError(
@@ -147,30 +150,14 @@ def check_key(key) -> None:
         )
 
 
-def check_is_rows(rows) -> None:
-    if not isinstance(rows, Rows):
-        raise ValueError(
-            f"got a {type(rows).__name__} where Rows are needed: wrap the gradients by "
-            "ordering.Rows.of(tree) for leaves [n, ...], one gradient per unit, or by "
-            "ordering.Rows.of_one(gradient) for a single one."
-        )
-
-
 def check_rows(
     rows: Rows, num_units: int, units_per_step: int, *, workers: int | None = None
 ) -> int:
-    """Returns how many of one worker's units the rows hold.
+    """The number of this worker's units in `rows`; raises ValueError if no step can have so many.
 
-    Raises ValueError where no step of the epoch has so many, and for rows of all `workers` where an
-    order does not take them (None).
+    `workers` is W for orders that accept rows from `exchange_rows`, which hold those of all.
     """
-    check_is_rows(rows)
-    if rows.workers not in (None, workers):
-        raise ValueError(
-            f"observe got rows of all {rows.workers} workers, as exchange_rows returns them: this "
-            "order observes one worker's. Pass the rows that were exchanged, or use cd_grab "
-            "without gathers."
-        )
+    check_is_rows(rows, workers)
     size, tail = rows.size // (rows.workers or 1), num_units % units_per_step
     if size not in (units_per_step, tail) or size == 0:
         raise ValueError(
@@ -181,38 +168,43 @@ def check_rows(
     return size
 
 
-def check_shapes(rows: Rows, like: PyTree) -> None:
-    """Raises ValueError unless the rows are gradients of the shapes of `like`, or have no tree."""
-    if rows.tree is None:
-        return
-    given, needed = _shapes(rows.tree), _shapes(like, (rows.size,))
+def check_shapes(tree: PyTree, like: PyTree, what: str = "rows.tree") -> None:
+    """Raises ValueError unless leaves [n, ...] have the shapes of `like` after the leading axis."""
+
+    def shapes(tree, first_axis):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): leaf.shape[first_axis:] for path, leaf in leaves}
+
+    given, needed = shapes(tree, 1), shapes(like, 0)
     for path in given | needed:
         if given.get(path) != needed.get(path):
             raise ValueError(
-                f"observe got rows whose rows.tree{path} has shape {given.get(path, 'none')}; the "
-                f"state was made for {needed.get(path, 'no such leaf')}. {CALL_INIT}"
+                f"shape of one unit in {what}{path}: observe got {given.get(path, 'none')}, the "
+                f"state was made for {needed.get(path, 'none')}. Call init with params shaped like "
+                "one gradient, or for sketches with jnp.zeros(size)."
             )
 
 
-def _shapes(tree, leading=()):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): leading + jnp.shape(leaf) for path, leaf in leaves}
-
-
-def check_width(entries: int, needed: int, held: int) -> None:
-    """Raises ValueError unless a state holds as many numbers as rows of D entries need."""
-    if held != needed:
+def check_stacked(rows: Rows, workers: int | None = None) -> None:
+    """Raises ValueError unless the rows hold their gradients."""
+    check_is_rows(rows, workers)
+    if rows.tree is None:
         raise ValueError(
-            f"observe got rows of {entries} numbers each, for which a state holds {needed} on each "
-            f"worker; this one holds {held}. {CALL_INIT}"
+            "these rows hold no stacked gradients, which this ordering must keep or send. Make "
+            "them with per_example or microbatch, or use pair_balance with an even units_per_step."
         )
 
 
-def check_stacked(rows: Rows) -> None:
-    check_is_rows(rows)
-    if rows.tree is None:
+def check_is_rows(rows: Any, workers: int | None = None) -> None:
+    if not isinstance(rows, Rows):
         raise ValueError(
-            "these rows hold no stacked gradients, which this ordering must keep or send: use "
-            "gradients.per_example or gradients.microbatch, or pair_balance with an even "
-            "units_per_step."
+            f"got a {type(rows).__name__} where Rows are needed: wrap the gradients by "
+            "ordering.Rows.of(tree) for leaves [n, ...], one gradient per unit, or by "
+            "ordering.Rows.of_one(gradient) for a single one."
+        )
+    if rows.workers not in (None, workers):
+        raise ValueError(
+            f"these are the rows of all {rows.workers} workers, as exchange_rows returns them; "
+            "here those of one worker are needed. Pass the rows from before the exchange, or use "
+            "cd_grab without gathers and specs."
         )

@@ -1,10 +1,11 @@
-"""Orders over the units of all workers, dealt anew in every epoch: units move between workers."""
+"""Orders over the units of all workers, which are dealt to the workers anew in every epoch."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
 
 from ordering import base
 from ordering.exchange import shared_key
@@ -17,29 +18,31 @@ HOW = ("round_robin", "chunks")
 
 
 class DealtState(NamedTuple):
-    """State of one worker; `everyone` is equal on all."""
+    """State of one worker; `everyone` and `waiting` are equal on all workers."""
 
-    pairs: Any  # of the pair order; its units are numbers in [0, total)
-    everyone: jax.Array  # int32[W, M], the current orders of all workers
-    waiting: Any  # int32[total - W M], neighbours, which this epoch leaves out; () where none are
+    pairs: PyTree  # state of the pair order, whose units are numbers in [0, total)
+    everyone: Int[Array, "W M"]  # the current orders of all workers
+    waiting: PyTree  # int32[total - W M], the units that this epoch leaves out; () for none
 
     @property
-    def current(self):
+    def current(self) -> Int[Array, "M"]:
         return self.pairs.current
 
     @property
-    def next(self):
-        return _relieved(self.pairs.next, self)
+    def next(self) -> Int[Array, "M"]:
+        return _swapped(self.pairs.next, self)
 
     @property
-    def left(self):
+    def left(self) -> Int[Array, ""]:
         return self.pairs.left
 
 
 class ChunksState(DealtState):
-    """`DealtState` of chunks: whose next units are known, and when, differs between workers."""
+    """`DealtState` for chunks, where no unit of a worker's next epoch is known ahead."""
 
-    left = property(lambda self: jnp.zeros_like(self.pairs.left))
+    @property
+    def left(self) -> Int[Array, ""]:
+        return jnp.zeros_like(self.pairs.left)
 
 
 def dealt(
@@ -48,42 +51,44 @@ def dealt(
     *,
     how: str = "round_robin",
     total: int | None = None,
-    axis_name="worker",
+    axis_name: str = "worker",
 ) -> base.Ordering:
-    """An order over all units, from the pairs that workers balance, dealt anew each epoch.
+    """A balanced order over the units of all workers, dealt to the workers anew in every epoch.
 
-    All pairs are placed in one order, from both ends, in the sequence in which they are signed:
-    the k-th pair (a, b) of worker w takes the places p = k W + w and W M - 1 - p, a in front if
-    its sign is +. Place q then goes to
+    All pairs are placed in one common order, from both ends, in the sequence in which they were
+    signed: the k-th pair (a, b) of worker w takes the places p = k W + w and W M - 1 - p, with a at
+    the front if its sign is +. The unit in place q is then dealt by
 
-        round_robin:  worker q mod W, as its unit q // W;      chunks:  worker q // M, as q mod M.
+        round_robin:  to worker q mod W, as its unit q // W
+        chunks:       to worker q // M, as its unit q mod M
 
-    Where all workers meet in every step, round robin visits what fixed shards visit, for every step
-    takes the next W B places of the one order. Under local steps the workers' data are the same in
-    distribution, which takes away the error of fixed shards.
+    If workers average gradients in every step, round robin visits the same units in each step as
+    with fixed shards: the next W B of the common order. With local steps it lets all workers draw
+    from the same distribution, which removes the error that fixed shards cause.
 
-    Units that are left over take the places of as many others from epoch to epoch: first the last
+    If there are more than W M units, those left over change from epoch to epoch: first the last
     ones wait, then the first ones, and so on.
 
-    Every worker knows the orders of all, 4 bytes for a unit, and at the epoch's end they tell each
-    other their signs: a bit for every pair, and nothing else. Data must be readable by all workers.
+    Every worker keeps the orders of all, 4 bytes per unit. At the end of an epoch the workers
+    exchange their signs, one bit per pair, and nothing else. All workers must be able to read all
+    data.
 
     Args:
-      order: `cd_grab` or `pair_balance` of `num_units`; with the latter every worker balances its
+      order: `cd_grab` or `pair_balance` for `num_units`; with the latter each worker balances its
         own pairs.
       num_units: M >= 1, units per worker and epoch.
-      how: "round_robin" or "chunks". With chunks no unit of the next epoch is known before its
-        beginning, so input cannot read ahead.
-      total: units of the data, from W M to 2 W M. None: W M.
+      how: "round_robin" or "chunks". With chunks no unit of the next epoch is known before it
+        begins, so input cannot be read ahead.
+      total: number of units of the data, from W M to 2 W M; W M by default.
       axis_name: the workers' axis.
 
     Returns:
-      An `Ordering` whose `current` names units in [0, total), with `DealtState`. The first order is
-      a random one of the first W M units, from worker 0's key.
+      An `Ordering` with `DealtState`, whose `current` holds units in [0, total). The first order is
+      a random order of the first W M units, from worker 0's key.
 
     Raises:
-      ValueError: for sizes or a `how` that do not fit, at construction; from `init`, for an order
-        that places no pairs, or a total that is out of range.
+      ValueError: at construction for num_units or `how` out of range; from `init`, outside of the
+        axis, for an order that does not sign pairs, or if total is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -97,9 +102,9 @@ def dealt(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
     """
-    base.check_num_units(num_units)
+    base.check_units(num_units)
     if how not in HOW:
-        raise ValueError(f"how is {how!r}: units are dealt by one of {', '.join(HOW)}.")
+        raise ValueError(f"how is {how!r}: pass one of {', '.join(HOW)}.")
     state_of = DealtState if how == "round_robin" else ChunksState
 
     def init(key, params):
@@ -108,24 +113,25 @@ def dealt(
         all_units = _all_units(num_units, total, axis_name)
         if all_units > 2 * everyone.size:
             raise ValueError(
-                f"total is {total}: at most as many units wait as are visited, {everyone.size}. "
-                "Raise num_units."
+                f"total is {total}: at most as many units can wait as are visited, "
+                f"{everyone.size}. Raise num_units."
             )
         waiting = jnp.arange(everyone.size, all_units, dtype=jnp.int32)
         pairs = order.init(key, params)
         if not isinstance(pairs, PairBalanceState | GatheredState):
             raise ValueError(
-                f"the order's state is {type(pairs).__name__}: what is dealt are the signs of "
-                "pairs; pass cd_grab or pair_balance, or use dealt_reshuffling."
+                f"the order's state is {type(pairs).__name__}: dealt needs an order that signs "
+                "pairs. Pass cd_grab or pair_balance, or use dealt_reshuffling."
             )
         if pairs.current.shape != (num_units,):
             raise ValueError(
                 f"num_units is {num_units} and the order has {pairs.current.shape[0]} units: "
                 "make both for the same number."
             )
-        everyone = mesh.varying(everyone, key)  # as what is gathered at an epoch's end
+        everyone = mesh.varying(everyone, key)  # typed as what the end of an epoch gathers
         waiting = mesh.varying(waiting, key) if waiting.size else ()
-        return state_of(_begun(pairs, everyone, axis_name), everyone, waiting)
+        pairs = base.begin_epoch(pairs, everyone[jax.lax.axis_index(axis_name)])
+        return state_of(pairs, everyone, waiting)
 
     def observe(state, rows):
         return state._replace(pairs=order.observe(state.pairs, rows))
@@ -134,36 +140,38 @@ def dealt(
         return state._replace(pairs=order.sync(state.pairs))
 
     def next_epoch(state):
-        mesh.axis_size(axis_name)  # raises outside of it
+        mesh.axis_size(axis_name)  # raises outside of the axis
         before, after = state.pairs, order.next_epoch(state.pairs)
         count = num_units // 2
-        told = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
-        signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(told)
+        bits = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
+        signs = jax.vmap(lambda bits: jnp.unpackbits(bits, count=count) > 0)(bits)
         placed = jnp.minimum(before.position, num_units) // 2
         everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed), how)
-        everyone = jax.vmap(_relieved, (0, None))(everyone, state)
-        return state_of(_begun(after, everyone, axis_name), everyone, _following(state))
+        everyone = jax.vmap(_swapped, (0, None))(everyone, state)
+        pairs = base.begin_epoch(after, everyone[jax.lax.axis_index(axis_name)])
+        return state_of(pairs, everyone, _following(state))
 
     return base.Ordering(init, observe, next_epoch, sync)
 
 
 def dealt_reshuffling(
-    num_units: int, *, total: int | None = None, axis_name="worker"
+    num_units: int, *, total: int | None = None, axis_name: str = "worker"
 ) -> base.Ordering:
-    """Random reshuffling over the units of all workers: a fresh shuffle, dealt to them, each epoch.
+    """Random reshuffling over the units of all workers, dealt to the workers in every epoch.
 
     Args:
       num_units: M >= 1, units per worker and epoch.
-      total: units of the data, at least W M; those left over are others in every epoch. None: W M.
+      total: number of units of the data, at least W M, which is the default; each epoch leaves
+        random ones out.
       axis_name: the workers' axis.
 
     Returns:
-      An `Ordering` whose `current` names units in [0, total); `observe` ignores the rows. All
-      workers draw the same shuffle, from worker 0's key, which is sent once an epoch: so simulated
-      workers draw it once.
+      An `Ordering` whose `current` holds units in [0, total); `observe` ignores the rows. All
+      workers draw the same permutation, from worker 0's key, which is sent once per epoch.
 
     Raises:
-      ValueError: if num_units is below 1; from `init`, if total is below W M.
+      ValueError: if num_units is below 1; from `init`, outside of the axis or if total is below
+        W M.
 
     Example:
       >>> import jax, ordering
@@ -185,48 +193,42 @@ def dealt_reshuffling(
     return shuffled(num_units, lambda key, epoch, _: own(key, epoch), lambda key: own(key, 0))
 
 
-def deal(placed: jax.Array, how: str) -> jax.Array:
-    """int32[W, M], the units of every worker, after the pairs of every worker have been placed.
+def deal(placed: Int[Array, "W M"], how: str) -> Int[Array, "W M"]:
+    """The units dealt to every worker, from the orders in which each worker placed its pairs.
 
-    Row w of `placed` are the pairs of worker w from both ends; so worker w's place m is place
-    m W + w of the order of all units in its first half, and m W + (W - 1 - w) in the second.
+    Place m of row w of `placed` is place m W + w of the common order in the first half of the row,
+    and m W + (W - 1 - w) in the second.
     """
     half = (placed.shape[1] + 1) // 2
     in_turn = jnp.concatenate([placed[:, :half], placed[::-1, half:]], axis=1)
     return in_turn if how == "round_robin" else in_turn.T.reshape(placed.shape)
 
 
-def _following(state):
-    """The units that the next epoch leaves out: the neighbours of those that wait now."""
+def _following(state: DealtState) -> PyTree:
+    """The units that the next epoch leaves out: those after the ones that wait now, cyclically."""
     if isinstance(state.waiting, tuple):
         return state.waiting
     total = math.prod(state.everyone.shape[-2:]) + state.waiting.shape[-1]
     return (state.waiting + state.waiting.shape[-1]) % total
 
 
-def _relieved(units, state):
-    """Units of the next epoch: those that wait now are in the places of those that wait then."""
+def _swapped(units, state: DealtState):
+    """`units` with those that wait now in place of those that the next epoch leaves out."""
     if isinstance(state.waiting, tuple):
         return units
     count = state.waiting.shape[-1]
     total = math.prod(state.everyone.shape[-2:]) + count
-    leaves = (units - _following(state)[..., :1]) % total < count
-    return jnp.where(leaves, (units - count) % total, units)
+    left_out = (units - _following(state)[..., :1]) % total < count
+    return jnp.where(left_out, (units - count) % total, units)
 
 
 def _placed(current, plus, count):
-    """int32[M], a worker's next order, from the signs of its first `count` pairs."""
+    """A worker's next order, from the signs of its first `count` pairs."""
     paired = 2 * plus.shape[0]
     first, second = current[:paired:2], current[1:paired:2]
     front, back = jnp.where(plus, first, second), jnp.where(plus, second, first)
     following = jnp.concatenate([front, current[paired:], back[::-1]])
     return base.fill_middle(following, current, count, 2 * count)
-
-
-def _begun(pairs, everyone, axis_name):
-    """The state of a pair order at the beginning of its epoch, with the units dealt to it."""
-    own = everyone[jax.lax.axis_index(axis_name)]
-    return pairs._replace(current=own, next=jnp.copy(own))
 
 
 def _all_units(num_units, total, axis_name) -> int:
@@ -235,13 +237,13 @@ def _all_units(num_units, total, axis_name) -> int:
     if total is not None and total < dealt:
         raise ValueError(
             f"total is {total}, and {workers} workers with {num_units} units each take {dealt}: "
-            "lower num_units, or pass the number of units that there are."
+            "lower num_units, or pass the number of units in the data as total."
         )
     return dealt if total is None else total
 
 
 def _shuffled(key, num_units, axis_name, total=None):
-    """int32[W, M]: a random order of all units, which `key`, of all workers, draws."""
+    """int32[W, M], a random order of all units, from a key that is equal on all workers."""
     workers, total = mesh.axis_size(axis_name), _all_units(num_units, total, axis_name)
     drawn = base.permutation(key, total)[: workers * num_units]
     return drawn.reshape(workers, num_units)

@@ -1,56 +1,59 @@
-"""Gradients over devices: inner products of parts, added up by a psum, are those of the whole.
+"""Gradients split over devices. A psum over inner products of the parts gives those of the whole.
 
-Between workers: one all-to-all moves n gradients of D entries from each of W workers so that every
-device holds all n W gradients, D / W entries each: the bytes of the first half of an all-reduce.
-Inside a worker that is several devices: each observes its part of every gradient, and all agree.
-These parts make up one gradient and do not overlap, and none ever leaves its device but to the
-same place of another worker.
+Between workers, one all-to-all moves n gradients of D entries from each of W workers, so that every
+device holds D / W entries of all n W gradients. It sends as much as the first half of an
+all-reduce. Inside a worker of several devices, each device observes its part of every gradient, and
+all get the same signs. The parts do not overlap, and each is sent only to the device in the same
+place of another worker.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Key, PyTree
 
 from ordering import base
 from ordering import rows as rows_lib
-from ordering.base import Ordering, PyTree
+from ordering.base import Ordering
+from ordering.rows import Rows
 from syncopate import mesh
 
 LANES = 128  # of a TPU's vector unit
 GIVE_SPECS = (
-    "Pass specs=, how one gradient is split over them, or specs=jax.P() if it is whole on every "
-    "device; if they hold other workers, name them all in axis_name."
+    "Pass specs=, how one gradient is split over these axes, or specs=jax.P() if every device has "
+    "all of it; if these axes hold workers, too, name all of them in axis_name."
 )
 
 
 def slice_size(entries: int, workers: int) -> int:
-    """Entries of a gradient of D that one of W devices holds after an exchange: D / W, rounded up.
+    """How many of a gradient's D entries one of W devices holds after an exchange: D / W, or more.
 
-    From 128 on to a multiple of that: a TPU turns the gather of other slices into an all-reduce.
+    Rounded up, from 128 on to a multiple of 128: a TPU compiles other gathers to an all-reduce.
     """
     size = -(-entries // workers)
     return size if size < LANES else -(-size // LANES) * LANES
 
 
-def shared_key(key: jax.Array, axis_name: str) -> jax.Array:
-    """Worker 0's key, on every worker: coins drawn from it are the same everywhere."""
-    mesh.axis_size(axis_name)  # raises outside of it
+def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:
+    """Worker 0's key, on every worker, for random numbers that are equal on all workers."""
+    mesh.axis_size(axis_name)  # raises outside of the axis
     base.check_key(key)
     data = jax.random.key_data(key)
     mine = jnp.where(jax.lax.axis_index(axis_name) == 0, data, jnp.zeros_like(data))
     return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))
 
 
-def equal_once(tree, axis_name: str):
-    """What is equal on all workers; those that vmap simulates keep, and compute with, one copy."""
+def equal_once(tree: PyTree, axis_name: str) -> PyTree:
+    """A tree that is equal on all workers; under `jax.vmap` one copy of it, so not batched."""
     if {*mesh.names_of(axis_name)} & {*jax.sharding.get_abstract_mesh().manual_axes}:
         return tree
 
     def once(x):
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return shared_key(x, axis_name)
         first = jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
         return jax.lax.psum(first, axis_name).astype(x.dtype)
@@ -58,20 +61,11 @@ def equal_once(tree, axis_name: str):
     return jax.tree.map(once, tree)
 
 
-def check_slices(rows: rows_lib.Rows, workers: int, total) -> None:
-    """Raises ValueError unless a running sum is the slice that rows of this width need."""
-    base.check_stacked(rows)
-    entries = rows_lib.tree_size(rows.tree) // rows.size
-    needed = entries if rows.workers else slice_size(entries, workers)
-    base.check_width(entries, needed, rows_lib.tree_size(total))
+def exchange(rows: Rows, axis_name: str) -> Array:
+    """From rows of n units on each worker, this device's slice of all n W: [n W, `slice_size`].
 
-
-def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
-    """Rows of n units per worker become rows of n W units, [n W, `slice_size`] on every worker.
-
-    In the interleaved order of the coordinated stream: unit 1 of every worker, then unit 2 of
-    every worker, and so on. Inner products with them are partial: a psum over the axis completes
-    them.
+    Unit 1 of every worker comes first, then unit 2 of every worker, and so on, as `cd_grab` signs
+    them. Inner products with these rows are partial: a psum over the axis completes them.
     """
     base.check_stacked(rows)
     workers = mesh.axis_size(axis_name)
@@ -79,7 +73,7 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     entries = sum(leaf.shape[1] for leaf in leaves)
     size = slice_size(entries, workers)
     zeros = jnp.zeros((rows.size, size * workers - entries), jnp.result_type(*leaves))
-    if rows.size == 1:  # a matrix of one row would be laid out with seven empty ones
+    if rows.size == 1:  # no matrix of one row, which a TPU would pad to eight
         parts = jnp.concatenate([leaf[0] for leaf in (*leaves, zeros)]).reshape(workers, size)
     else:
         parts = jnp.concatenate([*leaves, zeros], axis=1)
@@ -87,12 +81,10 @@ def exchange(rows: rows_lib.Rows, axis_name: str) -> rows_lib.Rows:
     parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
     if rows.size > 1:
         parts = parts.swapaxes(0, 1).reshape(rows.size * workers, size)
-    return rows_lib.Rows.of(parts)._replace(workers=workers)
+    return parts
 
 
-def exchange_rows(
-    rows: rows_lib.Rows, *, axis_name: str = "worker"
-) -> tuple[PyTree, rows_lib.Rows]:
+def exchange_rows(rows: Rows, *, axis_name: str = "worker") -> tuple[PyTree, Rows]:
     """Sends the rows of all workers to `cd_grab`, and returns the mean gradient with them.
 
     mean = 1 / (n W) sum over workers w and units i of g_(w, i)
@@ -125,26 +117,28 @@ def exchange_rows(
     """
     check_alone(axis_name, what="exchange_rows sends", act="Use jax.lax.pmean.")
     sent = exchange(rows, axis_name)
-    part = jnp.mean(rows_lib.as_float32(sent.tree), axis=0)
+    part = jnp.mean(rows_lib.as_float32(sent), axis=0)
     template, unravel = ravel_pytree(jax.tree.map(lambda g: g[0], rows.tree))
     flat = jax.lax.all_gather(part, axis_name, tiled=True)[: template.size]
-    return unravel(flat.astype(template.dtype)), sent
+    exchanged = Rows.of(sent)._replace(workers=len(sent) // rows.size)
+    return unravel(flat.astype(template.dtype)), exchanged
 
 
 def check_alone(axis_name, *, what: str, act: str = GIVE_SPECS, manual_only: bool = False) -> None:
-    """Raises for mesh axes beside the workers'; if `manual_only`, not for the compiler's."""
+    """Raises ValueError if the mesh has other (manual) axes beside the workers'."""
     if others := mesh.beside(axis_name, manual_only=manual_only):
         raise ValueError(
-            f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: devices of "
-            f"one worker must see the same numbers, and no gradient is gathered for it. {act}"
+            f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: all devices "
+            "of one worker must compute with the same numbers, and gradients are not gathered for "
+            f"this. {act}"
         )
 
 
-def parts(tree, specs, axes, *, leading: int = 0):
-    """This device's parts: shards as they are, and a share of each leaf that others hold too.
+def parts(tree: PyTree, specs: PyTree, axes: tuple[str, ...], *, leading: int = 0) -> PyTree:
+    """This device's parts of a worker's arrays, so that no entry is on two devices.
 
-    Leaves are [..., *shard] with `leading` axes in front; one that is whole over some of a worker's
-    `axes` becomes flat, with ceil(size / devices) entries.
+    Leaves are [..., *shard] with `leading` axes in front. A shard is kept as it is; a leaf that is
+    replicated over some of the worker's `axes` becomes a flat share, ceil(size / devices) entries.
     """
 
     def part(leaf, spec):
@@ -161,18 +155,21 @@ def parts(tree, specs, axes, *, leading: int = 0):
     return jax.tree.map(part, tree, mesh.like(specs, tree))
 
 
-def sharded(order: Ordering, specs, axes, *, state_specs, coordinated) -> Ordering:
-    """An order over parts: `pair_balance` or `cd_grab` whose products are summed over `axes`.
+def sharded(
+    order: Ordering, specs: PyTree, axes: tuple[str, ...], *, state_specs: Callable,
+    coordinated: bool,
+) -> Ordering:  # fmt: skip
+    """`pair_balance` or `cd_grab` on the `parts` of gradients, with products summed over `axes`.
 
-    `state_specs` gives the state's specs from those of the running sum, which is one vector where
-    workers are coordinated, and a tree like the parts where they are not.
+    `state_specs` gives the state's specs from those of the running sum. This is one vector where
+    workers are coordinated, and a tree like the parts otherwise.
     """
 
     def where(tree):
-        """Where the state lives: parts of gradients in their places, all else on every device."""
+        """The state's specs: it is split as the gradients are, and else the same on all devices."""
         if coordinated:
             return state_specs(P(axes))
-        # A share of a leaf that is whole over some axis is flat.
+        # The share of a leaf that is replicated over some axis is flat.
         flat = lambda spec: spec if len(mesh.axes_in(spec)) == len(axes) else P(axes)  # noqa: E731
         return state_specs(jax.tree.map(flat, mesh.like(specs, tree)))
 
@@ -191,14 +188,9 @@ def sharded(order: Ordering, specs, axes, *, state_specs, coordinated) -> Orderi
 
     def observe(state, rows):
         base.check_stacked(rows)
-        if rows.workers is not None:
-            raise ValueError(
-                f"rows of {rows.workers} workers are exchanged already, and specs are given: "
-                "take the mean gradient by jax.lax.pmean, which leaves rows where they are."
-            )
 
         def run(state, tree):
-            return order.observe(state, rows_lib.Rows.of(parts(tree, specs, axes, leading=1)))
+            return order.observe(state, Rows.of(parts(tree, specs, axes, leading=1)))
 
         of_rows = jax.tree.map(lambda spec: P(None, *spec), mesh.like(specs, rows.tree))
         of_state = where(rows.tree)
@@ -212,14 +204,14 @@ def sharded(order: Ordering, specs, axes, *, state_specs, coordinated) -> Orderi
 
 
 def _shard(shape, spec, over):
-    """The shape of a shard, where these axes are not manual yet; else it is one already."""
+    """The shape of a shard of an array; an array is its own shard over axes that are manual."""
     found = list(shape)
     for i, names in enumerate(spec):
         count = math.prod(over.shape[a] for a in mesh.names_of(names) if a not in over.manual_axes)
         if found[i] % count:
             raise ValueError(
-                f"a leaf of shape {tuple(shape)} cannot be split as {spec}: {found[i]} is no "
-                f"multiple of {count}. Use jax.P() for leaves that are whole."
+                f"a leaf of shape {tuple(shape)} cannot be split as {spec}: {found[i]} is not a "
+                f"multiple of {count}. Use jax.P() for leaves that are whole on every device."
             )
         found[i] //= count
     return found

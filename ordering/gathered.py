@@ -1,14 +1,14 @@
-"""Coordinated pair balance on short rows: workers gather them, and all compute all signs.
+"""Coordinated pair balance for short rows: each worker gathers all rows and computes all signs.
 
-Rows of k numbers, such as sketches, are sent whole, k numbers for a pair. All workers then know all
-pairs and the running sum, so that nothing else is sent; and since no sign is needed before the
-epoch ends, pairs may wait until the workers meet anyway.
+Rows of k numbers, such as sketches, are sent whole: k numbers for a pair, and nothing else. No sign
+is needed before the epoch ends, so pairs can wait until the workers communicate anyway.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, PyTree
 
 from ordering import base, signs
 from ordering import rows as rows_lib
@@ -17,35 +17,38 @@ from ordering.kernel import balance_blocks
 from syncopate import mesh
 
 WHEN = ("step", "sync")
-WINDOW = 16  # pairs of a worker in one gather of those that waited
+WINDOW = 16  # pairs per worker in one gather of those that waited
 
 
 class GatheredState(NamedTuple):
-    """State of one worker; running sum, position, signed and rule are equal on all."""
+    """State of one worker; position, signed, running_sum and rule are equal on all workers."""
 
-    current: jax.Array  # int32[M]
-    next: jax.Array  # int32[M]
-    position: jax.Array  # int32[], units of the current order observed so far
-    signed: jax.Array  # int32[], pairs signed and placed
-    running_sum: jax.Array  # float32[k]
-    pending: Any  # float32[k], the first half of a pair split over two steps; () where B is even
-    waiting: Any  # [M // 2, k], the pairs of this epoch; () where none wait
-    rule: Any  # state of the sign rule
+    current: Int[Array, "M"]
+    next: Int[Array, "M"]
+    position: Int[Array, ""]  # units of the current order observed so far
+    signed: Int[Array, ""]  # pairs signed and placed
+    running_sum: Float32[Array, "k"]
+    pending: PyTree  # float32[k], the first half of a pair that two steps share; () where B is even
+    waiting: PyTree  # [M // 2, k], the pairs of this epoch; () without gathers="sync"
+    rule: PyTree  # state of the sign rule
 
     @property
-    def left(self):
+    def left(self) -> Int[Array, ""]:
         return self.signed
 
 
-def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> base.Ordering:
-    """The coordinated order of `cd_grab(gathers=when)`."""
-    base.check_units_per_step(num_units, units_per_step)
+def gathered_pairs(
+    num_units: int, units_per_step: int, rule: signs.SignRule | None, axis_name: str,
+    specs: PyTree | None, when: str,
+) -> base.Ordering:  # fmt: skip
+    """The order of `cd_grab(gathers=when)`."""
+    base.check_units(num_units, units_per_step)
     if when not in WHEN:
-        raise ValueError(f"gathers is {when!r}: choose one of {', '.join(WHEN)}, or None.")
+        raise ValueError(f"gathers is {when!r}: pass one of {', '.join(WHEN)}, or None.")
     if specs is not None and mesh.check_specs(specs, axis_name):
         raise ValueError(
             f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
-            "device of a worker. Give sketch these specs, and cd_grab specs=jax.P()."
+            "device of a worker. Pass these specs to sketch, and specs=jax.P() to cd_grab."
         )
     rule = signs.greedy() if rule is None else rule
     pairs = num_units // 2
@@ -57,7 +60,7 @@ def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> b
         coins = rule.init(jax.random.fold_in(shared_key(key, axis_name), 1))
         state = GatheredState(
             current=current,
-            next=jnp.copy(current),  # a state may be donated: no buffer is in it twice
+            next=jnp.copy(current),  # a donated state must not hold a buffer twice
             position=jnp.zeros((), jnp.int32),
             signed=jnp.zeros((), jnp.int32),
             running_sum=jnp.zeros(size),
@@ -73,7 +76,7 @@ def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> b
         base.check_rows(rows, num_units, units_per_step)
         base.check_stacked(rows)
         units = rows_lib.as_float32(rows_lib.flat(rows))
-        base.check_width(units.shape[1], units.shape[1], state.running_sum.size)
+        base.check_shapes(units, state.running_sum, "flattened rows")
         first = state.position // 2
         found, end, pending = complete_pairs(state, units)
         state = state._replace(position=end, pending=pending)
@@ -88,16 +91,16 @@ def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> b
         return place(state, found, first, known)
 
     def complete_pairs(state, units):
-        """What these units complete: (differences [n, k], end, pending)."""
+        """(differences [n, k] of the pairs that are complete now, new position, pending)."""
         size = units.shape[0]
-        if not splits_pairs:  # an odd unit of a short step gets no partner any more
+        if not splits_pairs:  # the odd unit of a short step has no partner and is not counted
             whole = size // 2 * 2
             return units[0:whole:2] - units[1:whole:2], state.position + whole, state.pending
         both = base.align_pairs(state.pending, units, state.position % 2, (size + 1) // 2)
         return both[::2] - both[1::2], state.position + size, units[-1]
 
     def place(state, own, first, known):
-        """Signs pairs `first` and on, of all workers, and places this one's."""
+        """Signs the pairs of all workers, from number `first` on, and places this worker's."""
         count = own.shape[0]
         workers = mesh.axis_size(axis_name)
         everyone = jax.lax.all_gather(own, axis_name)  # [W, n, k]
@@ -117,14 +120,14 @@ def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> b
         )
 
     def sync(state):
-        """Signs all pairs that wait, a window at a time."""
+        """Signs all pairs that wait, in windows of a fixed size."""
         if not waits:
             return state
         observed = jnp.minimum(state.position // 2, pairs)
         size = min(WINDOW, pairs)
 
         def window(state):
-            # Near the end a window begins with pairs that are signed already.
+            # The last window may begin with pairs that are signed already.
             first = jnp.minimum(state.signed, pairs - size)
             number = first + jnp.arange(size)
             known = (number >= state.signed) & (number < observed)
@@ -137,13 +140,7 @@ def gathered_pairs(num_units, units_per_step, rule, axis_name, specs, when) -> b
     def next_epoch(state):
         state = sync(state)
         filled = base.fill_middle(state.next, state.current, state.signed, 2 * state.signed)
-        return state._replace(
-            current=filled,
-            next=jnp.copy(filled),
-            position=jnp.zeros_like(state.position),
-            signed=jnp.zeros_like(state.signed),
-            running_sum=jnp.zeros_like(state.running_sum),
-            rule=rule.next_epoch(state.rule),
-        )
+        state = base.begin_epoch(state, filled, "position", "signed", "running_sum")
+        return state._replace(rule=rule.next_epoch(state.rule))
 
     return base.Ordering(init, observe, next_epoch, sync)

@@ -1,9 +1,10 @@
-"""Herding: how far the partial sums along an order stray, and the greedy order against it."""
+"""Herding: how large the partial sums along an order become, and the greedy order against it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from ordering import base
 from ordering import rows as rows_lib
@@ -11,19 +12,23 @@ from ordering.base import Ordering
 from syncopate import mesh
 
 
-def herding_bound(vectors: jax.Array, orders: jax.Array, *, norm: float = jnp.inf) -> jax.Array:
-    """How far partial sums stray: max over k of |sum_{j <= k} sum_w (z_{w, order_w(j)} - mean z)|.
+def herding_bound(
+    vectors: Float[Array, "*W M D"], orders: Int[Array, "*W M"], *, norm: float = jnp.inf
+) -> Float[Array, ""]:
+    """The herding bound of an order, a measure of its quality: lower is better.
+
+    max over k of |sum_{j <= k} sum_w (z_{w, order_w(j)} - mean z)|
 
     Args:
-      vectors: float[W, M, D]; of one worker float[M, D].
-      orders: int[W, M], one permutation per worker; of one worker int[M].
+      vectors: z, float[W, M, D]; for one worker float[M, D].
+      orders: int[W, M], one permutation per worker; for one worker int[M].
       norm: `jnp.inf` or 2.
 
     Returns:
       float32 scalar, >= 0.
 
     Raises:
-      ValueError: if the shapes do not fit or the norm is another.
+      ValueError: if the shapes do not match or for another norm.
 
     Example:
       >>> import jax.numpy as jnp, ordering
@@ -44,7 +49,7 @@ def herding_bound(vectors: jax.Array, orders: jax.Array, *, norm: float = jnp.in
             "[W, M, D] and [W, M] (for one worker [M, D] and [M]), of at least one unit."
         )
     if norm not in (2, jnp.inf):
-        raise ValueError(f"norm is {norm}: bounds are stated in the norms 2 and jnp.inf.")
+        raise ValueError(f"norm is {norm}: pass 2 or jnp.inf.")
     vectors = vectors.astype(jnp.float32).reshape(-1, *vectors.shape[-2:])
     orders = orders.reshape(vectors.shape[:2])
     mean = jnp.mean(vectors, axis=(0, 1), keepdims=True)
@@ -54,21 +59,21 @@ def herding_bound(vectors: jax.Array, orders: jax.Array, *, norm: float = jnp.in
 
 
 class GreedyHerdingState(NamedTuple):
-    """State of one worker: the last gradient of every unit."""
+    """State of one worker. The next order is known only at the end of the epoch."""
 
-    current: jax.Array  # int32[M]
-    next: jax.Array  # int32[M]; known only when the epoch has ended
-    position: jax.Array  # int32[]
-    left: jax.Array  # int32[], always 0
-    gradients: Any  # float32[M, D], the last gradient of every unit
+    current: Int[Array, "M"]
+    next: Int[Array, "M"]
+    position: Int[Array, ""]  # units observed in this epoch
+    left: Int[Array, ""]  # always 0
+    gradients: Float[Array, "M D"]  # the last gradient of every unit
 
 
 def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
-    """Greedy herding: always the unit that keeps the partial sum smallest. For small M.
+    """Greedy herding, for small M: always takes the unit that keeps the partial sum smallest.
 
-    With z the centred gradients of the epoch and s = 0: repeatedly append the unit left that
-    minimises |s + z_u|, and add it to s. O(M D) memory and O(M^2 D) time per epoch: the reference
-    that balanced orders replace. Gradients that are not finite count as 0.
+    With z the centred gradients of the epoch and s = 0: repeatedly append the remaining unit u that
+    minimises |s + z_u|, and add z_u to s. This takes O(M D) memory and O(M^2 D) time per epoch,
+    which balanced orders avoid. Gradients that are not finite count as 0.
 
     Args:
       num_units: M >= 1.
@@ -78,7 +83,8 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
       An `Ordering` with `GreedyHerdingState`.
 
     Raises:
-      ValueError: if sizes do not fit, at construction; if rows have another size, at tracing.
+      ValueError: at construction if sizes are out of range; while tracing if the rows have another
+        size or other shapes.
 
     Example:
       >>> import ordering
@@ -88,14 +94,13 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
       Lu, Meng, De Sa, A General Analysis of Example-Selection for Stochastic Gradient Descent,
       2022, https://openreview.net/forum?id=7gWSJrP3opB
     """
-    base.check_units_per_step(num_units, units_per_step)
+    base.check_units(num_units, units_per_step)
 
     def init(key, params):
         current = base.first_order(key, num_units)
-        # A state may be donated: no buffer is in it twice.
         state = GreedyHerdingState(
             current=current,
-            next=jnp.copy(current),
+            next=jnp.copy(current),  # a donated state must not hold a buffer twice
             position=jnp.zeros((), jnp.int32),
             left=jnp.zeros((), jnp.int32),
             gradients=jnp.zeros((num_units, rows_lib.tree_size(params))),
@@ -106,7 +111,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
         base.check_rows(rows, num_units, units_per_step)
         base.check_stacked(rows)
         flat = rows_lib.as_float32(rows_lib.flat(rows))
-        base.check_width(flat.shape[1], flat.shape[1], state.gradients.shape[1])
+        base.check_shapes(flat, state.gradients[0], "flattened rows")
         flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
         place = state.position + jnp.arange(rows.size)
         unit = jnp.where(place < num_units, state.current[place], num_units)
@@ -114,18 +119,15 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
         return state._replace(position=state.position + rows.size, gradients=gradients)
 
     def next_epoch(state):
-        order = greedy_order(state.gradients)
-        return state._replace(
-            current=order, next=jnp.copy(order), position=jnp.zeros_like(state.position)
-        )
+        return base.begin_epoch(state, greedy_order(state.gradients), "position")
 
     return Ordering(init, observe, next_epoch)
 
 
-def greedy_order(vectors: jax.Array) -> jax.Array:
-    """int32[M], the greedy herding order of float[M, D]; ties go to the smaller index."""
+def greedy_order(vectors: Float[Array, "M D"]) -> Int[Array, "M"]:
+    """The greedy herding order of these vectors; ties go to the smaller index."""
     vectors = jnp.where(jnp.isfinite(vectors), vectors, 0.0)
-    # By a power of two, which rounds nothing: squares of large vectors are not finite.
+    # Scaled, so that squares of large vectors stay finite, by a power of two, which is exact.
     exponent = jnp.frexp(jnp.max(jnp.abs(vectors), initial=0.0))[1]
     vectors = jnp.ldexp(vectors, -exponent)
     centred = vectors - jnp.mean(vectors, axis=0, keepdims=True)

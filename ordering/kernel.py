@@ -1,47 +1,53 @@
-"""Exact sequential signs: the kernel behind every balanced order.
+"""Signs of vectors, one after the other: the computation behind every balanced order.
 
     for i in 1..n:  s_i = sign(<r, z_i>);  r += s_i z_i
 
-On a CPU this is a plain scan, which reads every vector about as often as NumPy's loop does. Else,
-and where every product is a sum over devices, vectors go in blocks Z, float32[n, D]: the signs need
-only b = Z r and G = Z Z^T (sign b_i, then b += s_i G_i), and at the end r += s^T Z. Two passes over
-Z replace n dependent passes over r. A vector whose product with r is not finite takes + and is not
-added, so the running sum stays finite.
+On a CPU this is a plain scan. On accelerators, and where every product is a sum over devices, the
+vectors are processed in blocks Z, float32[n, D]: the signs need only b = Z r and G = Z Z^T (sign
+b_i, then b += s_i G_i), and at the end r += s^T Z. Two passes over Z replace n dependent passes,
+with the same signs. A vector whose product with r is not finite gets a plus and is not added, so
+that the running sum stays finite.
 """
 
 import functools
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, PyTree
 
 from ordering import rows as rows_lib
-from ordering.signs import SignRule
+from ordering.signs import SignRule, State
 from syncopate import mesh
 
-BLOCK = 64  # vectors: wide enough for a matrix unit, and one sum over devices for all of them
+BLOCK = 64  # vectors: enough for a matrix unit, and for few sums over devices
+Signed = tuple[State, PyTree, Float32[Array, "n"], Bool[Array, "n"]]
 
 
-def block_size_of(axes=()) -> int:
-    """Vectors per block: 1, the plain scan, on a CPU, but `BLOCK` where products are summed.
+def block_size_of(axes: tuple[str, ...] = ()) -> int:
+    """Vectors per block: 1 on a CPU, but `BLOCK` where products are summed over devices.
 
-    A sum over axes of `jax.vmap` costs nothing.
+    Axes of `jax.vmap` do not count, since a sum over them sends nothing.
     """
     over_devices = set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes)
     return BLOCK if over_devices or mesh.platform() != "cpu" else 1
 
 
-def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid, axes=()):
-    """Signs one block of vectors, exactly as one after the other.
+def balance(
+    rule: SignRule, rule_state: State, total: PyTree, rows: rows_lib.Rows, *,
+    valid: Bool[Array, "n"], axes: tuple[str, ...] = (),
+) -> Signed:  # fmt: skip
+    """Signs one block of vectors, with the signs that they get one after the other.
 
     Args:
       total: the running sum r; rows: the vectors z_1 .. z_n.
-      valid: bool[n]; the others take +, are not added and are not counted by the rule.
-      axes: over which vectors are sharded; products are summed over them.
+      valid: which vectors count; the others get a plus, are not added, and the rule ignores them.
+      axes: mesh axes over which the vectors are sharded; products are summed over them.
 
     Returns:
-      (rule_state, r + sum of s_i z_i, signs float32[n] in {-1, +1}, taken bool[n]): the vectors
-      taken are those that are valid and finite.
+      (rule_state, r + sum of s_i z_i, signs in {-1, +1}, taken): the vectors that were taken are
+      those that are valid and finite.
     """
     products = _added(jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1), axes)
     places = jnp.arange(rows.size)
@@ -49,13 +55,13 @@ def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid, ax
     def step(carry, vector):
         rule_state, dots, signs = carry
         index, gram_row, is_valid = vector
-        here = places == index  # a masked sum: an accelerator would take a kernel for one entry
+        here = places == index  # a masked sum, since an index would be a GPU kernel of its own
         dot, norm2 = (jnp.sum(jnp.where(here, x, 0.0)) for x in (dots, gram_row))
         rule_state, sign, is_taken = _sign(rule, rule_state, dot, norm2, is_valid)
         dots = dots + jnp.where(is_taken, sign * gram_row, 0.0)
         return (rule_state, dots, jnp.where(here & is_taken, sign, signs)), None
 
-    carry = rule_state, products[:, 0], jnp.zeros(rows.size)  # 0 stays where it is not taken
+    carry = rule_state, products[:, 0], jnp.zeros(rows.size)  # stays 0 for vectors not taken
     carry = mesh.varying(carry, products, valid)
     (rule_state, _, signs), _ = jax.lax.scan(step, carry, (places, products[:, 1:], valid))
     taken = signs != 0
@@ -64,22 +70,17 @@ def balance(rule: SignRule, rule_state, total, rows: rows_lib.Rows, *, valid, ax
 
 
 def balance_blocks(
-    rule: SignRule,
-    rule_state,
-    total,
-    tree,
-    *,
-    derive=None,
-    valid=None,
-    axes=(),
+    rule: SignRule, rule_state: State, total: PyTree, tree: PyTree, *,
+    derive: Callable[[PyTree], PyTree] = lambda element: element,
+    valid: Bool[Array, "n"] | None = None, axes: tuple[str, ...] = (),
     block_size: int | None = None,
-):
-    """Signs vectors that are there, block by block: the same signs for every block size.
+) -> Signed:  # fmt: skip
+    """Signs stacked vectors block by block, with the same signs for every block size.
 
     Args:
-      tree: leaves [n, ...]; the rest as in `balance`, which says what is returned.
-      derive: `element -> z_i`. It runs inside the loop, so that pair differences and centred
-        gradients need not be written to memory. By default the elements are the vectors.
+      tree: leaves [n, ...]; the other arguments and the results are those of `balance`.
+      derive: `element -> z_i`, by default the element itself. It runs inside the loop, so that pair
+        differences and centred gradients are not written to memory.
       block_size: vectors per block; 1 is the plain scan. By default `block_size_of(axes)`.
     """
     if not rows_lib.tree_size(total):
@@ -87,32 +88,32 @@ def balance_blocks(
             "all leaves of these gradients have size 0: there is nothing to balance. Pass "
             "parameters, or use random_reshuffling."
         )
-    derive = derive or (lambda element: element)
     size = jax.tree.leaves(tree)[0].shape[0]
     valid = jnp.ones(size, bool) if valid is None else valid
     block_size = min(block_size or block_size_of(axes), size)
     whole = size // block_size * block_size
 
     def of_block(carry, block):
-        elements, block_valid = block
+        (rule_state, total), (elements, block_valid) = carry, block
         rows = rows_lib.Rows.of(jax.vmap(derive)(elements))
-        *found, signs, taken = balance(rule, *carry, rows, valid=block_valid, axes=axes)
+        *found, signs, taken = balance(rule, rule_state, total, rows, valid=block_valid, axes=axes)
         return mesh.alike(tuple(found), carry), (signs, taken)
 
     def of_one(carry, vector):
-        element, is_valid = vector
-        found, out = _balance_one(rule, *carry, derive(element), is_valid, axes)
+        (rule_state, total), (element, is_valid) = carry, vector
+        found, out = _balance_one(rule, rule_state, total, derive(element), is_valid, axes)
         return mesh.alike(found, carry), out
 
     def cut(leaf):
         return leaf[:whole].reshape((whole // block_size, block_size, *leaf.shape[1:]))
 
-    carry = mesh.varying(rule_state, valid), mesh.varying(total, tree, valid)
-    if size == 1:  # no loop: the vector, or the block, fuses with what computes it
+    out: tuple[Array, Array]  # the vectors' signs, and which were taken
+    carry: tuple[State, PyTree] = mesh.varying(rule_state, valid), mesh.varying(total, tree, valid)
+    if size == 1:  # without a loop the compiler can fuse the vector with what computes it
         carry, out = of_one(carry, jax.tree.map(lambda leaf: leaf[0], (tree, valid)))
-        return *carry, *(x[None] for x in out)
+        return *carry, out[0][None], out[1][None]
     if block_size == 1:
-        # Inside of a shard_map that does not check types sums lose theirs, and a carry must not.
+        # In a shard_map with check_vma=False the sum loses its type, and a carry must keep it.
         carry = carry[0], jax.tree.map(lambda x: jnp.where(True, x, x), carry[1])
         carry, out = jax.lax.scan(of_one, carry, (tree, valid))
         return *carry, *out
@@ -127,9 +128,9 @@ def balance_blocks(
     return *carry, *out
 
 
-def _balance_one(rule, rule_state, total, vector, valid, axes):
-    """((rule_state, running sum), (sign, taken)) of one vector."""
-    # The norm is left out by the compiler where the rule does not look at it.
+def _balance_one(rule: SignRule, rule_state, total, vector, valid, axes):
+    """Signs one vector: ((rule_state, running sum), (sign, taken))."""
+    # The compiler removes the norm if the rule does not use it.
     dot, norm2 = (_added(_product(vector, other), axes) for other in (total, vector))
     rule_state, sign, taken = _sign(rule, rule_state, dot, norm2, valid)
     total = jax.tree.map(lambda r, z: r + jnp.where(taken, sign * z, 0.0), total, vector)
@@ -137,23 +138,23 @@ def _balance_one(rule, rule_state, total, vector, valid, axes):
 
 
 def _product(vector, other):
-    """Their inner product, of one worker."""
+    """This device's part of an inner product."""
     if mesh.platform() == "cpu":
-        # A CPU sums in order, one entry after the other, but multiplies matrices by many at once.
-        # The barrier keeps the sum over simulated workers from becoming a part of this one.
+        # On a CPU a matrix product is vectorised and a sum is not. The barrier keeps the compiler
+        # from merging the sum over simulated workers into the product.
         products = jax.tree.map(functools.partial(jnp.vdot, precision="highest"), vector, other)
         return jax.lax.optimization_barrier(jax.tree.reduce(operator.add, products))
-    # A product of matrices would want the vector written down first.
+    # A matrix product would need the vector in memory.
     products = jax.tree.map(lambda z, x: jnp.sum(z * x), vector, other)
     return jax.tree.reduce(operator.add, products)
 
 
-def _sign(rule, rule_state, dot, norm2, valid):
-    """(rule_state, sign, taken); a rule does not see a vector that is not taken."""
+def _sign(rule: SignRule, rule_state, dot, norm2, valid):
+    """(rule_state, sign, taken); a vector that is not taken leaves the rule's state as it was."""
     taken = valid & jnp.isfinite(dot)
     new_state, sign = rule.sign(rule_state, dot, norm2)
-    # Rules keep their key and count instead.
-    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    # Keys cannot be selected by jnp.where; rules never change theirs.
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
     rule_state = jax.tree.map(
         lambda new, old: new if is_key(new) else jnp.where(taken, new, old), new_state, rule_state
     )
@@ -164,12 +165,14 @@ def _added(products, axes):
     return jax.lax.psum(products, axes) if axes else products
 
 
-def add_weighted(total, rows: rows_lib.Rows, weights, taken):
-    """total + sum of w_i z_i over the vectors that are taken; 0 * nan never enters the sum."""
+def add_weighted(
+    total: PyTree, rows: rows_lib.Rows, weights: Float32[Array, "n"], taken: Bool[Array, "n"]
+) -> PyTree:
+    """total + sum of w_i z_i over the vectors taken, also where others are not finite."""
     weights = jnp.where(taken, weights, 0.0)
     if rows.tree is None:
         new_total = jax.tree.map(jnp.add, total, rows.combine(weights))
-        # A row that is not finite cannot be left out of a product: leave out the whole block.
+        # One row cannot be left out of a product: if one is not finite, leave out the whole block.
         finite = jnp.isfinite(rows_lib.tree_dot(new_total, new_total))
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new_total, total)
 

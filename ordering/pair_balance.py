@@ -1,40 +1,34 @@
-"""PairBalance: signs of pair differences, alone (one worker) or coordinated (CD-GraB)."""
+"""PairBalance, for one worker or coordinated over all (CD-GraB): signs of pair differences."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int, PyTree
 
 from ordering import base, signs
 from ordering import rows as rows_lib
 from ordering.base import Ordering
-from ordering.exchange import (
-    check_alone,
-    check_slices,
-    exchange,
-    sharded,
-    shared_key,
-    slice_size,
-)
+from ordering.exchange import check_alone, exchange, sharded, shared_key, slice_size
 from ordering.gathered import gathered_pairs
 from ordering.kernel import balance, balance_blocks
 from syncopate import mesh
 
 
 class PairBalanceState(NamedTuple):
-    """State of one worker. Under coordination every device holds one slice of r and of pending."""
+    """State of one worker. Coordinated, each device has one slice of running_sum and pending."""
 
-    current: jax.Array  # int32[M]
-    next: jax.Array  # int32[M]
-    position: jax.Array  # int32[], units of the current order observed so far (even B: in pairs)
-    running_sum: Any  # float32 tree like a gradient; coordinated: float32[slice_size(D, W)]
-    pending: Any  # first half of a pair split over two steps; () where B is even
-    rule: Any  # state of the sign rule
+    current: Int[Array, "M"]
+    next: Int[Array, "M"]
+    position: Int[Array, ""]  # units of the current order observed so far (even B: paired ones)
+    running_sum: PyTree  # float32, like a gradient; coordinated: float32[slice_size(D, W)]
+    pending: PyTree  # the first half of a pair that two steps share; () where B is even
+    rule: PyTree  # state of the sign rule
 
     @property
-    def left(self):
-        """int32[], pairs placed so far: `next[:left]` never changes again."""
+    def left(self) -> Int[Array, ""]:
+        """Pairs placed so far: `next[:left]` is final."""
         # Surplus units are counted in the position and never placed.
         return jnp.minimum(self.position, self.current.shape[-1]) // 2
 
@@ -44,30 +38,32 @@ def pair_balance(
     *,
     units_per_step: int = 1,
     rule: signs.SignRule | None = None,
-    specs=None,
+    specs: PyTree | None = None,
 ) -> Ordering:
-    """GraB with pair differences, for one worker: needs no mean, works from the first epoch.
+    """PairBalance for one worker: GraB on differences of gradients, which need no mean.
 
     For the k-th pair (a, b) of the current order, with r = 0 at the start of every epoch:
     s = sign(<r, g_a - g_b>);  r += s (g_a - g_b);  next[k], next[M - 1 - k] = a, b if s is +,
-    else b, a. Run on every worker by itself it is the control "independent pair balance".
+    else b, a. It works from the first epoch on. With several workers, each on its own, it is the
+    control "independent pair balance" of `cd_grab`.
 
-    The leftover unit of an odd M is never compared and lands in the middle of the next order.
-    A pair may be split over two steps. An epoch that is cut short keeps the units that were not
-    observed, in their order, in the middle. Surplus units are ignored.
+    If M is odd, the last unit is not compared and lands in the middle of the next order. A pair may
+    be split over two steps. If an epoch is cut short, the units that were not observed keep their
+    order in the middle. Units beyond M are ignored.
 
     Args:
       num_units: M >= 1, units of this worker.
       units_per_step: B in [1, M], units in the rows of one step; the last step of an epoch has
         the M mod B that remain.
-      rule: the sign rule; greedy by default.
-      specs: for a worker that is several devices, as in `cd_grab`.
+      rule: the sign rule; `greedy()` by default.
+      specs: for a worker of several devices, as in `cd_grab`.
 
     Returns:
       An `Ordering` with `PairBalanceState`.
 
     Raises:
-      ValueError: if sizes do not fit, at construction; if rows have another size, at tracing.
+      ValueError: at construction if sizes are out of range; while tracing if the rows have another
+        size or other shapes.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -93,44 +89,45 @@ def cd_grab(
     axis_name: str = "worker",
     rule: signs.SignRule | None = None,
     gathers: str | None = None,
-    specs=None,
+    specs: PyTree | None = None,
 ) -> Ordering:
-    """CD-GraB: PairBalance with one running sum over all workers.
+    """CD-GraB: PairBalance with one running sum for all workers.
 
-    For the k-th pair of every worker, worker after worker: s = sign(<r, g_a - g_b>) from the
-    shared r;  r += s (g_a - g_b);  the pair is placed in the worker's own next order. This equals
-    `pair_balance` on the worker-interleaved stream. Units never move between workers.
+    For the k-th pair (a, b) of every worker, one worker after the other: s = sign(<r, g_a - g_b>)
+    with the common r;  r += s (g_a - g_b);  the pair is placed in the worker's own next order. This
+    equals `pair_balance` on the interleaved units of all workers. Units stay with their workers.
 
-    Runs under a named axis (`jax.vmap` or `jax.shard_map`). Gradients are exchanged in slices of
-    D / W, so that r and the pending gradients are sharded over the workers. An even B sends the
-    pair differences; an odd B sends the gradients, and a loop that exchanges them itself
-    (`exchange_rows`) gets the mean gradient for the same volume.
+    Call it under a named axis (`jax.vmap`, `jax.shard_map` or `local_opt.lift`). Workers exchange
+    their gradients in slices of D / W entries, so that r and the pending gradients are sharded over
+    them. With an even B they send pair differences; with an odd B the gradients, and then
+    `exchange_rows` also gives the mean gradient without sending more.
 
-    Short rows, above all sketches (`ordering.sketched`), need none of this: with `gathers` workers
-    send each other whole pairs, k numbers each, and all compute all signs. Gathered when they sync,
-    the pairs of a round wait in the state, float32[M // 2, k]; the order is the same.
+    Short rows, such as those of `ordering.sketched`, are better gathered: with `gathers` workers
+    send each other their rows of k numbers, and each computes all signs. With "sync" the pairs wait
+    in the state, float32[M // 2, k], until workers communicate anyway; the orders are the same.
 
-    The leftover unit of an odd M lands in the middle of its worker's next order, as in
-    `pair_balance`. Randomised rules draw the same coins on all workers, from worker 0's key.
+    If M is odd, the last unit of each worker lands in the middle of its next order. Randomised
+    rules draw the same numbers on all workers, from worker 0's key.
 
     Args:
       num_units: M >= 1, units of each worker.
       units_per_step: B in [1, M], as in `pair_balance`.
       axis_name: the workers' axis.
-      rule: the sign rule; greedy by default.
-      gathers: None exchanges slices of gradients; "step" gathers whole rows in every step; "sync"
-        where `Ordering.sync` is called, and at the epoch's end.
-      specs: for a worker that is several devices (docs/use/devices.md): how one gradient is split
-        over them, a `jax.P` per leaf or one for all, without the workers' axis. Every device then
-        observes its part, and all agree. With `gathers` the rows are whole on every device:
-        jax.P(). None where a worker is one device.
+      rule: the sign rule; `greedy()` by default.
+      gathers: None to exchange slices of gradients; "step" to gather whole rows in every step;
+        "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
+      specs: for a worker of several devices (docs/use/devices.md): how one gradient is split over
+        them, a `jax.P` per leaf or one for all, without the workers' axis. Each device then
+        observes its part, and all get the same signs. With `gathers` pass jax.P(), since rows are
+        whole on every device. None where a worker is one device.
 
     Returns:
-      An `Ordering` with `PairBalanceState`; of `gathers`, with `gathered.GatheredState`.
+      An `Ordering` with `PairBalanceState`, or with `GatheredState` if `gathers` is given.
 
     Raises:
-      ValueError: if sizes do not fit, or specs name the workers' axis, at construction; at tracing
-        if rows have another size, or the mesh has other axes than the workers' and specs are None.
+      ValueError: at construction if sizes are out of range or specs name the workers' axis; while
+        tracing if the rows have another size or other shapes, if the axis is not in scope, or if
+        the mesh has other axes and specs is None.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -150,12 +147,13 @@ def cd_grab(
 
 
 def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering:
-    base.check_units_per_step(num_units, units_per_step)
+    base.check_units(num_units, units_per_step)
     rule = signs.greedy() if rule is None else rule
     splits_pairs = units_per_step % 2 == 1
     coordinated = axis_name is not None
     axes = () if specs is None else mesh.check_specs(specs, axis_name)  # inside a worker
     summed = (*mesh.names_of(axis_name), *axes)
+    derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
 
     def init(key, params):
         current = base.first_order(key, num_units)
@@ -166,7 +164,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
             key = shared_key(key, axis_name)
         state = PairBalanceState(
             current=current,
-            next=jnp.copy(current),  # a state may be donated: no buffer is in it twice
+            next=jnp.copy(current),  # a donated state must not hold a buffer twice
             position=jnp.zeros((), jnp.int32),
             running_sum=rows_lib.zeros_like(like),
             pending=rows_lib.zeros_like(like, (workers,)) if splits_pairs else (),
@@ -181,30 +179,26 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
         size = base.check_rows(
             rows, num_units, units_per_step, workers=workers if coordinated else None
         )
-        if coordinated:
-            check_slices(rows, workers, state.running_sum)
-        else:
-            base.check_shapes(rows, state.running_sum)
         num_pairs = (size + splits_pairs) // 2
-        # Where pairs are never split, the odd unit of a short step gets no partner any more. It is
-        # not counted, or two such steps would count as a pair that nobody has placed.
+        # With an even B the odd unit of a short step has no partner. It is not counted: two such
+        # steps would count as a pair that was never placed.
         end = state.position + (size if splits_pairs else 2 * num_pairs)
         if num_pairs == 0:
             return state._replace(position=end)
         pair = state.left + jnp.arange(num_pairs)
         valid = (pair < num_units // 2) & (2 * pair + 1 < end)
-        carry = (rule, state.rule, state.running_sum)
         if rows.tree is None and not coordinated and not splits_pairs:
             pending = ()
             rule_state, running_sum, sign, _ = balance(
-                *carry, rows_lib.differences(rows), valid=valid
+                rule, state.rule, state.running_sum, rows_lib.differences(rows), valid=valid
             )
         else:
-            base.check_stacked(rows)
-            pending, vectors, derive = complete_pairs(state, rows, num_pairs, workers)
+            base.check_stacked(rows, rows.workers)
+            pending, vectors = complete_pairs(state, rows, num_pairs, workers)
             rule_state, running_sum, sign, _ = balance_blocks(
-                *carry, vectors, derive=derive, valid=jnp.repeat(valid, workers), axes=summed
-            )
+                rule, state.rule, state.running_sum, vectors, derive=derive,
+                valid=jnp.repeat(valid, workers), axes=summed,
+            )  # fmt: skip
         if coordinated:
             sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
         state = state._replace(
@@ -213,21 +207,21 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
         return state._replace(next=base.place_pairs(state, pair, valid, sign > 0))
 
     def complete_pairs(state, rows, num_pairs, workers):
-        """(pending, vectors, derive): the pairs that these rows complete, worker after worker."""
+        """(pending, what `derive` takes of every complete pair, one worker after the other)."""
+        tree, sends = rows.tree, coordinated and rows.workers is None
+        if sends:  # differences are half as many, but pairs of two steps need the gradients
+            tree = exchange(rows if splits_pairs else rows_lib.differences(rows), axis_name)
+        what = "slices of rows" if coordinated else "rows.tree"
+        base.check_shapes(tree, state.running_sum, what)
+        if sends and not splits_pairs:
+            return (), tree
         if not coordinated and not splits_pairs:
-            pairs = jax.tree.map(lambda g: rows_lib.split_pairs(g, num_pairs), rows.tree)
-            return (), pairs, subtract
-        if coordinated and rows.workers is None:
-            # Differences are half as many as gradients; only split pairs need the gradients.
-            if not splits_pairs:
-                sent = exchange(rows_lib.differences(rows), axis_name)
-                return (), sent.tree, None
-            rows = exchange(rows, axis_name)
-        units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), rows.tree)
+            return (), jax.tree.map(lambda g: rows_lib.split_pairs(g, num_pairs), tree)
+        units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), tree)
         pending = ()
-        if units_per_step == 1:  # a pair is complete only if one waits; else its sign is not used
+        if units_per_step == 1:  # in every second step no pair is complete; its sign is not used
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[0]), units)
-            return pending, jax.tree.map(jnp.subtract, state.pending, pending), None
+            return pending, jax.tree.map(jnp.subtract, state.pending, pending)
         if splits_pairs:
             waiting = state.position % 2
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[-1]), units)
@@ -242,22 +236,18 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
             ),
             units,
         )
-        return pending, vectors, None
+        return pending, vectors
 
     def next_epoch(state):
         placed = 2 * state.left  # the unit that waits for a partner is not placed
         filled = base.fill_middle(state.next, state.current, state.left, placed)
-        return state._replace(
-            current=filled,
-            next=jnp.copy(filled),
-            position=jnp.zeros_like(state.position),
-            running_sum=jax.tree.map(jnp.zeros_like, state.running_sum),
-            rule=rule.next_epoch(state.rule),
-        )
+        state = base.begin_epoch(state, filled, "position", "running_sum")
+        return state._replace(rule=rule.next_epoch(state.rule))
 
     def state_specs(of):
         pending = jax.tree.map(lambda spec: P(None, *spec), of) if splits_pairs else ()
-        return PairBalanceState(P(), P(), P(), running_sum=of, pending=pending, rule=P())
+        everywhere: Any = P()
+        return PairBalanceState(everywhere, everywhere, everywhere, of, pending, everywhere)
 
     order = Ordering(init, observe, next_epoch)
     if not axes:
@@ -265,6 +255,6 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
     return sharded(order, specs, axes, state_specs=state_specs, coordinated=coordinated)
 
 
-def subtract(pair):
-    """The difference of a pair, leaves [2, ...]."""
+def subtract(pair: PyTree) -> PyTree:
+    """The difference of a pair of gradients, leaves [2, ...], in float32."""
     return jax.tree.map(rows_lib.subtract, pair)

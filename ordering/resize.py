@@ -1,15 +1,17 @@
-"""An order's state, from that of W workers to that of another number, in the middle of an epoch.
+"""Resizes the state of an order from W workers to another number, also in the middle of an epoch.
 
-On the host, in NumPy: leaves are [W, ...]. What is left of the epoch is visited in the current
-order. What the order has observed of it is forgotten: it makes its next order from the next epoch.
+Runs on the host, in NumPy, on states with leaves [W, ...]. The rest of the epoch is visited in the
+current order. What the order has observed in this epoch is dropped: it balances again from the next
+epoch on.
 """
 
 import functools
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
-from ordering.base import Ordering
+from ordering.base import Ordering, State
 from ordering.dealing import DealtState
 from ordering.gathered import GatheredState
 from ordering.grab import GrabState
@@ -19,28 +21,31 @@ from ordering.shuffles import ShuffleState
 
 
 def resize(
-    state, fresh, order: Ordering, units: np.ndarray | None = None, *,
+    state: State, fresh: State, order: Ordering, units: Int[np.ndarray, "W M"] | None = None, *,
     units_per_step: int, visited: int, axis_name: str = "worker",
-):  # fmt: skip
-    """The same order for another number of workers: every unit stays visited or to be visited.
+) -> tuple[State, Int[np.ndarray, "W2 M2"] | None]:  # fmt: skip
+    """The state of an order for W' workers, in which each unit is still visited once per epoch.
 
-    A step of all workers keeps its W B units: of these, worker after worker, the w-th of the W'
-    workers gets the next B' = W B / W'. Orders that look at no gradient are drawn on, for as many
-    workers. Those that do visit the current order once more in the next epoch, observe it, and go
-    on from there as they began; pairs of dealt units are dealt as they stand, and greedy herding
-    observes what is left of this epoch already.
+    Each step of all workers keeps its W B units: worker 0 of the W' gets the first B' = W B / W' of
+    them, worker 1 the next B', and so on. Orders that use no gradients draw their next order for W'
+    workers. Others repeat the current order in the next epoch and observe it from the start; there,
+    dealt pairs keep their order. Greedy herding already observes the rest of this epoch.
 
     Args:
-      state: leaves [W, ...]; fresh: a first state of `order`, of W' workers with M' = W M / W'
-        units each, whose keys and shapes are taken.
-      units: int[W, M], what the workers' numbers name, rows increasing; None where numbers name
-        units of all workers (`dealt`).
+      state: leaves [W, ...].
+      fresh: a first state of `order` for W' workers with M' = W M / W' units each, whose keys and
+        shapes are used.
+      order: the order for W' workers.
+      units: int[W, M] with increasing rows, the units that each worker owns, which `current`
+        indexes; None if `current` holds units of all workers (`dealt`).
       units_per_step: B, of the W workers.
-      visited: units of this epoch that every one of the W' workers has visited; 0 between two.
+      visited: how many units of this epoch each of the W' workers has visited; 0 between epochs.
 
     Returns:
-      (state, units) of W' workers, int32[W', M']. ValueError in the middle of an epoch for a state
-      that is of no order of this package.
+      (state, units) for W' workers, units int32[W', M'].
+
+    Raises:
+      ValueError: in the middle of an epoch, for the state of an order that `begun` does not know.
     """
     current, owned = np.asarray(state.current), None
     if units is not None:
@@ -50,13 +55,15 @@ def resize(
         owned = np.sort(current, axis=1).astype(np.int32)
         current = np.stack([np.searchsorted(*rows) for rows in zip(owned, current, strict=True)])
     new = begun(fresh, state, current.astype(np.int32), visited)
-    if isinstance(new, ShuffleState):  # drawn ahead
+    if isinstance(new, ShuffleState):  # its next order is drawn an epoch ahead
         new = jax.vmap(order.next_epoch, axis_name=axis_name)(new)
     return new, owned
 
 
-def dealt_to(rows: np.ndarray, workers: int, units_per_step: int) -> np.ndarray:
-    """[W', M'] of [W, M], along the workers' orders: every step keeps its units."""
+def dealt_to(
+    rows: Int[np.ndarray, "W M"], workers: int, units_per_step: int
+) -> Int[np.ndarray, "W2 M2"]:
+    """The orders of W' workers, from those of W; the units of each step stay in this step."""
     whole = rows.shape[1] // units_per_step * units_per_step
 
     def cut(x, steps):
@@ -68,23 +75,23 @@ def dealt_to(rows: np.ndarray, workers: int, units_per_step: int) -> np.ndarray:
 
 
 @functools.singledispatch
-def begun(fresh, state, current: np.ndarray, visited: int):
-    """A first state that visits int32[W', M'] of this epoch; a row for every type of state.
+def begun(fresh: State, state: State, current: Int[np.ndarray, "W2 M2"], visited: int) -> State:
+    """A first state with this `current` order; register one function per type of state.
 
-    In the middle of an epoch most count all of its units as observed: what is left is then surplus.
+    In the middle of an epoch most states count all units as observed, so that the rest is ignored.
     """
     if visited:
         raise ValueError(
-            f"{type(state).__name__} has no row in ordering.resize, so that its order cannot go "
-            "on with other workers in the middle of an epoch: save at the end of one "
-            "(--checkpoint_every=N with N loads of an epoch), or register one with `begun`."
+            f"{type(state).__name__} is not registered with ordering.resize.begun, so that its "
+            "order cannot continue with other workers in the middle of an epoch: save at the end "
+            "of one (--checkpoint_every=N with N loads of an epoch), or register the type."
         )
     return fresh._replace(current=current, next=current.copy())
 
 
 @begun.register
 def _(fresh: ShuffleState, state, current, visited):
-    """`next_epoch`, which is still to be called, makes these orders current and draws the next."""
+    """The caller's `next_epoch` makes these orders the current ones and draws the next."""
     epoch = np.full(len(current), state.epoch[0] - 1, np.int32)
     return fresh._replace(current=current, next=current.copy(), epoch=epoch)
 
@@ -94,7 +101,7 @@ def _(fresh: ShuffleState, state, current, visited):
 @begun.register(GrabState)
 def _(fresh, state, current, visited):
     following, half = current.copy(), current.shape[1] // 2
-    if not isinstance(fresh, GrabState):  # an odd unit, which pairs leave over, is in the middle
+    if not isinstance(fresh, GrabState):  # the unit without a partner goes to the middle
         following[:, half:] = np.roll(current[:, half:], current.shape[1] % 2, axis=1)
     position = np.full(len(current), current.shape[1] if visited else 0, np.int32)
     fresh = fresh._replace(current=current, next=following, position=position)
@@ -114,7 +121,7 @@ def _(fresh: DealtState, state, current, visited):
     everywhere = lambda x: np.broadcast_to(x, (len(current), *np.shape(x))).copy()  # noqa: E731
     paired = current.shape[1] // 2 * 2
     front, back = current[:, :paired:2], current[:, 1:paired:2]
-    # Every pair is dealt as if its sign were +, and read ahead so.
+    # Every pair is dealt as if its sign were +, so that input can be read ahead.
     following = np.concatenate([front, current[:, paired:], back[:, ::-1]], axis=1)
     return fresh._replace(
         pairs=begun(fresh.pairs, state.pairs, current, visited)._replace(next=following),

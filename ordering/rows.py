@@ -161,8 +161,11 @@ def finite_units(rows: Rows) -> jax.Array:
     """bool[n]: which units have a gradient without inf or nan; balanced orders skip the others."""
     if rows.tree is None:
         return jnp.isfinite(jnp.diagonal(rows.gram()))
-    each = jax.tree.map(lambda g: jnp.all(jnp.isfinite(g.reshape(rows.size, -1)), 1), rows.tree)
-    return jax.tree.reduce(jnp.logical_and, each)
+
+    def finite(leaf):  # one maximum, which nan passes through, is faster than `all` on a CPU
+        return jnp.isfinite(jnp.max(jnp.abs(leaf.reshape(rows.size, -1)), axis=1, initial=0))
+
+    return jax.tree.reduce(jnp.logical_and, jax.tree.map(finite, rows.tree))
 
 
 def _sum_leaves(function, *trees):

@@ -1,9 +1,11 @@
-"""Orders that look at no gradient: random reshuffling, its relatives, and the unzip control."""
+"""Orders that use no gradients: random reshuffling, its variants, and a control for balancing."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
 
 from ordering import base
 from ordering.base import Ordering
@@ -11,17 +13,17 @@ from syncopate import plans
 
 
 class ShuffleState(NamedTuple):
-    """State of an order that is known an epoch ahead, so that `left` is always M."""
+    """State of one worker. The next order is always known whole, so `left` is M."""
 
-    current: jax.Array  # int32[M]
-    next: jax.Array  # int32[M]
-    left: jax.Array  # int32[]
-    epoch: jax.Array  # int32[], epochs finished
-    key: jax.Array
+    current: Int[Array, "M"]
+    next: Int[Array, "M"]
+    left: Int[Array, ""]
+    epoch: Int[Array, ""]  # epochs finished
+    key: Key[Array, ""]
 
 
 def random_reshuffling(num_units: int) -> Ordering:
-    """A fresh random permutation every epoch (RR; with one key per worker, D-RR).
+    """Random reshuffling (RR; D-RR over several workers): a new random permutation every epoch.
 
     Args:
       num_units: M >= 1.
@@ -46,7 +48,7 @@ def random_reshuffling(num_units: int) -> Ordering:
 
 
 def shuffle_once(num_units: int) -> Ordering:
-    """One random permutation, used in every epoch.
+    """Shuffle once: one random permutation, used in every epoch.
 
     Args:
       num_units: M >= 1.
@@ -65,12 +67,12 @@ def shuffle_once(num_units: int) -> Ordering:
       Safran, Shamir, How Good is SGD with Random Shuffling?, 2020,
       https://arxiv.org/abs/1908.00045
     """
-    # A copy: a state may be donated, and then no buffer is in it twice.
+    # A copy, because a donated state must not hold a buffer twice.
     return shuffled(num_units, lambda key, epoch, current: jnp.copy(current))
 
 
 def flip_flop(num_units: int) -> Ordering:
-    """Epochs 0, 2, 4, ... are reshuffled, epochs 1, 3, 5, ... replay the one before in reverse.
+    """FlipFlop: epochs 0, 2, 4, ... are reshuffled; each odd epoch reverses the one before it.
 
     Args:
       num_units: M >= 1.
@@ -93,17 +95,17 @@ def flip_flop(num_units: int) -> Ordering:
 
 
 def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool = True) -> Ordering:
-    """Blocks of neighbours in the first order are reshuffled as wholes, and replayed reversed.
+    """Block reshuffling: shuffles blocks of units, and reverses the order in odd epochs.
 
-    The first order is cut into blocks of `block_size` units (the last may be shorter). Even
-    epochs draw a new order of the blocks; units stay in place inside their block. With
-    `paired_reversal`, odd epochs replay the epoch before in reverse. Only the abstract of the
-    paper could be read: that blocks keep their inner order is a reading of it.
+    The first order is a random one, cut into blocks of `block_size` units (the last may be
+    shorter). Even epochs draw a new order of the blocks and keep the order inside each block. With
+    `paired_reversal`, odd epochs reverse the epoch before. That blocks keep their inner order is
+    our reading of the paper's abstract; the full text was not available.
 
     Args:
       num_units: M >= 1.
-      block_size: units per block, in [1, M]; 1 with paired_reversal is flip-flop.
-      paired_reversal: whether odd epochs are reversed replays.
+      block_size: units per block, in [1, M]; 1 with paired_reversal is `flip_flop`.
+      paired_reversal: whether odd epochs reverse the epoch before.
 
     Returns:
       An `Ordering`; `observe` ignores the rows.
@@ -119,11 +121,11 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
       Nguyen, Phan, Kalagnanam, Learning to Shuffle: Block Reshuffling and Reversal Schemes for
       Stochastic Optimization, 2026, https://arxiv.org/abs/2604.00260
     """
-    base.check_num_units(num_units)
+    base.check_units(num_units)
     if not plans.is_whole(block_size) or not 1 <= block_size <= num_units:
         raise ValueError(
-            f"block_size is {block_size!r} with {num_units} units: it must lie in "
-            f"[1, {num_units}], a whole number."
+            f"block_size is {block_size!r} with {num_units} units: pass a whole number in "
+            f"[1, {num_units}]."
         )
     num_blocks = -(-num_units // block_size)
 
@@ -138,10 +140,10 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
 
 
 def unzip(num_units: int) -> Ordering:
-    """Odd places first, then even places backwards: pi_1, pi_3, ..., pi_4, pi_2.
+    """A control for pair balancing: odd places first, then even places backwards.
 
-    This is what pair balancing gives when every difference is zero. A balanced order that does no
-    better than this control has not used the gradients.
+    From pi_1 .. pi_M the next order is pi_1, pi_3, ..., pi_4, pi_2: what `pair_balance` gives when
+    all gradients are equal. A balanced order that does no better has gained nothing from them.
 
     Args:
       num_units: M >= 1. With M odd the last unit lands in the middle, as in `pair_balance`.
@@ -170,28 +172,25 @@ def _permutation(key, epoch, size):
     return base.permutation(jax.random.fold_in(key, epoch), size)
 
 
-def shuffled(num_units: int, draw, first=None) -> Ordering:
-    """An ordering from `draw(key, epoch, order before) -> int32[M]` and `first(key)`, if given."""
-    base.check_num_units(num_units)
+def shuffled(num_units: int, draw: Callable, first: Callable | None = None) -> Ordering:
+    """The ordering whose next order is `draw(key, epoch, current)`, from `first(key)` if given."""
+    base.check_units(num_units)
 
     def init(key, params=None):
         current = first(key) if first else base.first_order(key, num_units)
-        left = jnp.full((), num_units, jnp.int32)
         following = draw(key, jnp.ones((), jnp.int32), current)
-        # A copy of the key: who donates the state keeps the key that it was made from.
-        key = jax.random.wrap_key_data(
-            jnp.copy(jax.random.key_data(key)), impl=jax.random.key_impl(key)
-        )
-        return ShuffleState(current, following, left, jnp.zeros((), jnp.int32), key)
-
-    def next_epoch(state):
-        epoch = state.epoch + 1
-        following = draw(state.key, epoch + 1, state.next)
-        return state._replace(current=state.next, next=following, epoch=epoch)
+        left, epoch = jnp.full((), num_units, jnp.int32), jnp.zeros((), jnp.int32)
+        # A copy of the key, which the caller keeps when the state is donated.
+        return ShuffleState(current, following, left, epoch, jax.random.clone(key))
 
     def observe(state, rows):
         if rows is not None:
             base.check_is_rows(rows)
         return state
+
+    def next_epoch(state):
+        epoch = state.epoch + 1
+        following = draw(state.key, epoch + 1, state.next)
+        return state._replace(current=state.next, next=following, epoch=epoch)
 
     return Ordering(init, observe, next_epoch)

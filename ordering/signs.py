@@ -1,7 +1,7 @@
-"""Sign rules: which side of the next order a vector goes to.
+"""Sign rules: which end of the next order a vector goes to.
 
-Every rule sees two scalars, <r, c> and |c|^2, of the running sum r and the vector c at hand, so
-that a whole block of vectors can be signed from one Gram matrix.
+A rule sees two scalars, the products <r, c> and |c|^2 of the running sum r and the vector c. So a
+whole block of vectors can be signed from one Gram matrix.
 """
 
 import math
@@ -10,21 +10,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, Key
+
+State = Any
 
 
 class SignRule(NamedTuple):
-    """A record of pure functions.
+    """A rule that chooses the sign of each vector, as a set of pure functions.
 
     Fields:
-      init: `key -> state`; all workers that share a running sum are given the same key.
+      init: `key -> state`. Workers that share a running sum pass the same key.
       sign: `(state, dot, norm2) -> (state, sign)`, with dot = <r, c>, norm2 = |c|^2 and the sign
         +1 or -1, float32 scalars.
       next_epoch: `state -> state`.
     """
 
-    init: Callable[[jax.Array], Any]
-    sign: Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
-    next_epoch: Callable[[Any], Any]
+    init: Callable[[Key[Array, ""]], State]
+    sign: Callable[[State, Float32[Array, ""], Float32[Array, ""]], tuple[State, Array]]
+    next_epoch: Callable[[State], State]
 
 
 def greedy() -> SignRule:
@@ -50,19 +53,19 @@ def greedy() -> SignRule:
 
 
 class WalkState(NamedTuple):
-    key: jax.Array
-    count: jax.Array  # int32[], vectors signed so far, over all epochs
+    key: Key[Array, ""]
+    signed: Int[Array, ""]  # vectors signed so far, over all epochs
 
 
 def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
     """The self-balancing walk: P(s = +) = 1/2 - <r, c> / (2 C), clipped to [0, 1].
 
     Args:
-      bound: C > 0, the largest |<r, c>| for which the walk is random. The theory takes vectors
+      bound: C > 0, the largest |<r, c>| for which the sign is random. The theory assumes vectors
         of norm at most 1.
 
     Returns:
-      A randomised `SignRule`; its coins depend on the key and on how many came before.
+      A randomised `SignRule`. The i-th sign depends on the key, i and <r, c> alone.
 
     Raises:
       ValueError: if bound is not positive.
@@ -79,9 +82,9 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
         raise ValueError(f"bound is {bound}: the walk needs C > 0; the usual value is 30.")
 
     def sign(state, dot, norm2):
-        coin = jax.random.uniform(jax.random.fold_in(state.key, state.count))
+        coin = jax.random.uniform(jax.random.fold_in(state.key, state.signed))
         plus = jnp.clip(0.5 - dot / (2.0 * bound), 0.0, 1.0)
-        return state._replace(count=state.count + 1), _plus_iff(coin < plus)
+        return state._replace(signed=state.signed + 1), _plus_iff(coin < plus)
 
     return SignRule(
         init=lambda key: WalkState(key, jnp.zeros((), jnp.int32)),
@@ -91,10 +94,10 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
 
 
 class HalvingState(NamedTuple):
-    key: jax.Array
-    epoch: jax.Array  # int32[]
-    pair: jax.Array  # int32[], pairs signed in this epoch
-    scale: jax.Array  # float32[], S of the algorithm
+    key: Key[Array, ""]
+    epoch: Int[Array, ""]
+    pair: Int[Array, ""]  # pairs signed in this epoch
+    scale: Float32[Array, ""]  # S of the algorithm
 
 
 def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> SignRule:
@@ -106,8 +109,8 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
 
     Args:
       num_epochs: K >= 1, epochs of the run.
-      num_pairs: N >= 1, pairs per epoch under one running sum (all workers' pairs where they
-        share one).
+      num_pairs: N >= 1, pairs per epoch that enter one running sum: with `cd_grab` the pairs of all
+        workers.
       delta: failure probability in (0, 1).
 
     Returns:
@@ -128,18 +131,17 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
             f"kernel halving got num_epochs={num_epochs}, num_pairs={num_pairs}, delta={delta}: "
             "both counts must be at least 1 and delta must lie in (0, 1)."
         )
-    # On the host: a rule made inside a trace could not leave it with an array.
+    # A Python number: a rule made while tracing must not hold a traced array.
     penalty = (4 / delta) * (math.log(num_epochs) + 1) * (math.log(num_pairs) + 1)
 
     def init(key):
-        return HalvingState(
-            key, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-        )
+        zero = jnp.zeros((), jnp.int32)
+        return HalvingState(key, epoch=zero, pair=jnp.copy(zero), scale=jnp.zeros(()))
 
     def sign(state, dot, norm2):
         log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)
-        # A pair of equal gradients has norm 0: it leaves S alone and takes + (dot is 0 as well). So
-        # does S stay where a square is too large for float32.
+        # S is left alone by a pair of equal gradients, whose norm is 0 (dot is 0 as well: it gets a
+        # plus), and by a pair whose squared norm overflows float32.
         usual = (norm2 > 0) & (norm2 < jnp.inf)
         safe_norm2 = jnp.where(usual, norm2, 1.0)
         ratio = state.scale * log_penalty / safe_norm2

@@ -111,6 +111,14 @@ def _times_fewer(comparison, own):
     return pairs[:, 1] / np.maximum(pairs[:, 0], 1) if np.isfinite(pairs).all() else ()
 
 
+FIRST_ORDER_COLUMNS = (
+    arm("order"),
+    mean(lambda c: f"epochs to {c.baseline().label}'s best", "{:.0f}", _fastest_spent("epoch")),
+    Column("at lr", lambda c, own: f"{fastest(c, own.arm)[0]:g}"),
+    mean("times fewer", "{:.1f}", _times_fewer),
+    mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}",
+         lambda c, own: statistics.lowest([*own.runs.values()], c.criterion)),
+)  # fmt: skip
 ORDER_COLUMNS = (
     arm("order"),
     rate("best lr", edge=False),

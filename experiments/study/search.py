@@ -100,6 +100,7 @@ def search(
             asked.append((arm, speed, rates))
             steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
     records, stopped = list(done), 0
+    trainer.prepare(g[:2] for g in asked if lacking(study, *g, whole_runs(records), **protocol))
     known = sum(r["step"] for r in done if r.get("ended") and r["arm"] in study.arms)
     with processes.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
         for group in asked:

@@ -54,6 +54,7 @@ class Study(NamedTuple):
     panels: Sequence
     sections: Sequence[Callable] = ()
     define: Callable[[absl_flags.FlagValues], None] = lambda values: None  # flags of its own
+    default: Callable[[absl_flags.FlagValues], None] = lambda values: None  # sets unset flags
     fit: Callable = lambda study, task, recipe, values: study  # what of it depends on the flags
     speeds: tuple[float, ...] = ()  # R of slow input; () where it is not slow
     paced: bool = True  # batches are used as often as R says, and runs are longer by it
@@ -96,6 +97,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
       ValueError, absl.app.UsageError: for flags that do not fit.
     """
     processes.start(values)
+    study.default(values)
     task, recipe = flags.setting_from_flags(values)
     study = study.fit(study, task, recipe, values)
     if study.criterion.scalar == statistics.LOSS and task.optimum is not None:

@@ -1,9 +1,10 @@
 """How a run of a study is trained: its plans, its program, and what is measured of it."""
 
+import concurrent.futures
 import functools
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,8 +16,9 @@ from experiments.study.cost import traffic
 from experiments.study.search import Run
 from experiments.study.tables import ORDERS, rows_of
 from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, config, measure, program, run
+from experiments.training import checkpoint, config, loop, measure, program, run
 from experiments.training.config import num_params
+from syncopate.mesh import platform
 
 
 def sizes_of(task: Task, recipe: Recipe, arm) -> config.Sizes:
@@ -79,13 +81,9 @@ class Trainer:
 
     def train(self, this: Run, kept: Sequence[dict], on_record: Callable) -> int:
         """Trains a run after its records so far; returns the signal that stopped it, or 0."""
-        arm, plans = self.study.arms[this.arm], self._plans_of(*this[:4])
-        order, rule, policy = rows_of(arm)
-        # Of slow input, runs that are tuned read as those that are reported: one program for both.
-        waits = policy.online or (this.speed is not None and self._step_seconds)
-        reads = self._reads or ("thread" if waits else None)
-        epochs = -(-plans.total_steps // sizes_of(self.task, self.recipe, arm).loads_per_epoch)
-        built, scalars = self._program(order, rule.rounds, reads, epochs)
+        order, rule, policy = rows_of(self.study.arms[this.arm])
+        plans = self._plans_of(*this[:4])
+        built, scalars = self._program(*self._key(this.arm, this.speed))
         delayed = this.speed is not None and (policy.online or this.phase == "report")
         delay = self._step_seconds if delayed else 0.0
         # Of a run whose loads should have had a delay, seconds say nothing.
@@ -107,6 +105,37 @@ class Trainer:
         if folder and outcome.ended and processes.is_first():
             shutil.rmtree(folder, ignore_errors=True)
         return outcome.stopped
+
+    def prepare(self, wanted: Iterable[tuple[str, float | None]]) -> None:
+        """Compiles what runs of these arms, at these speeds, need: two programs at once.
+
+        Only in one process and on one device of a CPU. Elsewhere programs meet in collectives, and
+        the states of two of them may not fit into the memory.
+        """
+        first = {}
+        for arm, speed in wanted:
+            first.setdefault(self._key(arm, speed), self._plans_of(arm, speed, 1.0, 0))
+        if len(first) < 2 or self._mesh or processes.several() or platform() != "cpu":
+            return
+
+        def compiled(key, plans, evaluated):
+            built, scalars = self._program(*key)
+            loop.warm_up(built, plans, built.init(0))
+            if evaluated:
+                scalars(0, plans.total_steps, built.init(0))
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            looked = [True] + [False] * (len(first) - 1)  # evaluations are compiled once
+            list(pool.map(compiled, first, first.values(), looked))
+
+    def _key(self, arm, speed) -> tuple:
+        """What the program of an arm's runs depends on: the arguments of `_build`."""
+        order, rule, policy = rows_of(self.study.arms[arm])
+        # Of slow input, runs that are tuned read as those that are reported: one program for both.
+        waits = policy.online or (speed is not None and self._step_seconds)
+        reads = self._reads or ("thread" if waits else None)
+        loads = sizes_of(self.task, self.recipe, self.study.arms[arm]).loads_per_epoch
+        return order, rule.rounds, reads, -(-self.steps(arm, speed) // loads)
 
     def _pace(self, speed):
         return speed if self.study.paced else None

@@ -3,6 +3,8 @@
 Digits come with scikit-learn; the others are read as prepared by tensorflow-datasets.
 """
 
+import importlib.util
+import pathlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -60,13 +62,20 @@ def digits(
     if abstract:
         train, test = abstract_sets((num_train, DIGITS - num_train), shape)
         return Task("digits", net, train, test, DIGITS_RECIPE)
-    from sklearn import datasets
-
-    x, y = datasets.load_digits(return_X_y=True)
-    x = (x / 16).astype(np.float32).reshape(-1, *shape)
-    train, test = split(x, y.astype(np.int32), num_train=num_train)
+    table = _digits_table()
+    x = (table[:, :-1] / 16).astype(np.float32).reshape(-1, *shape)
+    train, test = split(x, table[:, -1].astype(np.int32), num_train=num_train)
     optimum = None if model != "softmax" else lambda: models.optimum(net, train)
     return Task("digits", net, train, test, DIGITS_RECIPE, optimum)
+
+
+def _digits_table() -> np.ndarray:
+    """float64[1797, 65], pixels and labels, without the second that scikit-learn's import takes."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None:
+        raise ValueError("digits come with scikit-learn: pip install scikit-learn.")
+    path = pathlib.Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    return np.loadtxt(path, delimiter=",")
 
 
 MNIST_RECIPES = {

@@ -112,7 +112,7 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
         batch = recipe.units_per_step * recipe.unit_size
         return Sizes(recipe.workers, size // per_step * batch, batch, 1)
     sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
-    ordering.base.check_units_per_step(sizes.num_units, sizes.units_per_step)
+    ordering.base.check_units(sizes.num_units, sizes.units_per_step)
     return sizes
 
 

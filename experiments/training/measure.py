@@ -1,5 +1,6 @@
 """When a run is looked at, and what is measured there: losses, metrics, and the orders' bound."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -41,17 +42,18 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     """
     examples = size_of(task.test) if halves else None
     measure = evaluator(task, recipe, halves=halves, train_examples=examples)
-    optimum = task.optimum() if task.optimum else None
+    optimum = functools.cache(task.optimum) if task.optimum else None  # when first asked for
+    compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
 
     def of(built, order):
-        bounds = bounds_of(task, recipe, built, order)
+        bounds = bounds_of(task, recipe, built, order, compiled)
         every = recipe.bound_every * built.sizes.loads_per_epoch
 
         def scalars(step, total, state):
             params = built.mean_params(state)
             found = measure(params)
             if optimum is not None:
-                found["train/above_optimum"] = found["train/loss"] - optimum
+                found["train/above_optimum"] = found["train/loss"] - optimum()
             if bounds and (step == total or not step % every):
                 found |= bounds(params, state.orders.current)
             return found
@@ -87,25 +89,29 @@ def evaluator(
     moments_at = moments(task.model, task.train, batch_size)
     asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
     names = [name for name, metric in METRICS.items() if name in asked or metric.everywhere]
-    measures = {name: jax.jit(METRICS[name].measure(task.model)) for name in names}
-    loss = mean_loss(task.model)
+    tested_by = _jointly({name: METRICS[name].measure(task.model) for name in names})
+    measured = {"train": (_jointly({"loss": mean_loss(task.model)}), train)}
+    measured |= {part: (tested_by, batches) for part, batches in parts.items()}
 
     def run(params) -> dict:
-        statistics = moments_at(params)
-        found = {"train/loss": mean_over(loss, params, statistics, train())}
-        for part, batches in parts.items():
-            for name, measure in measures.items():
-                found[f"{part}/{name}"] = mean_over(measure, params, statistics, batches())
+        statistics, found = moments_at(params), {}
+        for part, (measure, batches) in measured.items():
+            each = [
+                (size_of(batch), jax.device_get(measure(params, statistics, batch)))
+                for batch in batches()
+            ]
+            sizes, values = zip(*each, strict=True)
+            for name in values[0]:
+                mean = np.average([value[name] for value in values], weights=sizes)
+                found[f"{part}/{name}"] = float(mean)
         return found
 
     return run
 
 
-def mean_over(measure: Callable, params, statistics, batches) -> float:
-    """A measure of batches, averaged by their sizes."""
-    found = [(size_of(batch), float(measure(params, statistics, batch))) for batch in batches]
-    sizes, values = zip(*found, strict=True)
-    return float(np.average(values, weights=sizes))
+def _jointly(measures: dict[str, Callable]) -> Callable:
+    """`(params, statistics, batch) -> {name: float32[]}`, all measures in one compiled program."""
+    return jax.jit(lambda *given: {name: measure(*given) for name, measure in measures.items()})
 
 
 def part_of(data, start: int, stop: int) -> Callable:
@@ -151,9 +157,9 @@ def mean_loss(model) -> Callable:
     return jax.jit(loss)
 
 
-def bounds_of(task, recipe, built, order) -> Callable | None:
+def bounds_of(task, recipe, built, order, compiled: Callable) -> Callable | None:
     """`(params, orders) -> the parallel herding bound`; None where it is not asked for, or units
-    have no owner."""
+    have no owner. `compiled` is `order_bounds` of the task's model, or a cache of it."""
     if not recipe.bound_every or order.deals:
         return None
     sizes, data = built.sizes, built.data
@@ -161,9 +167,7 @@ def bounds_of(task, recipe, built, order) -> Callable | None:
     if data is None:
         owned = input.partition(task.train, sizes, built.source.units)
         data = placement.place(owned, built.sharding)
-    bound = order_bounds(
-        task.model, over, num_units=sizes.num_units, units_per_step=sizes.units_per_step
-    )
+    bound = compiled(over, num_units=sizes.num_units, units_per_step=sizes.units_per_step)
 
     def measure(params, orders):
         found = placement.on_host(bound(params, orders, data))

@@ -16,6 +16,7 @@ from experiments.training.config import Sizes
 from experiments.training.step import TrainState, Worker
 from local_opt.workers import owned_sharding, shared_sharding
 from ordering.gradients import check_separable
+from syncopate.mesh import platform
 
 
 class Program(NamedTuple):
@@ -170,7 +171,9 @@ def start_of(worker: Worker, over) -> Callable:
 
     words = (worker.sides.params, "owned", "owned")
     started = local_opt.lift(start, over, inputs=words, outputs=worker.sides)
-    return jax.jit(lambda *given: TrainState(*started(*given)))
+    # Called once in a run: on a CPU its optimisation takes half of its compilation.
+    options = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
+    return jax.jit(lambda *given: TrainState(*started(*given)), compiler_options=options)
 
 
 def state_shapes(worker: Worker, model, over) -> TrainState:

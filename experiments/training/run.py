@@ -13,7 +13,7 @@ from experiments.training.checkpoint import Evaluation
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.program import Program
-from experiments.training.step import TrainState
+from experiments.training.step import StepStats, TrainState
 
 SAVE_SECONDS = 60.0  # of training between two checkpoints, where no number of steps is given
 
@@ -111,7 +111,7 @@ def train(
                 if at.step in looks:
                     state = recorder.record(at, state, seconds)
                 if save or (stopped and not recorder.ended):
-                    _check_finite(state, recorder.seen.batch_loss)
+                    _check_finite(placement.on_host(state.stats), recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
             return state, bool(stopped or recorder.ended)
 
@@ -139,7 +139,8 @@ class Recorder:
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
         """Writes a record of the run where it stands; the state then has zero stats."""
-        _check_finite(state, self.seen.batch_loss)
+        stats = placement.on_host(state.stats)
+        _check_finite(stats, self.seen.batch_loss)
         found = {
             "step": at.step,
             "epoch": at.loads / self._program.sizes.loads_per_epoch,
@@ -148,7 +149,7 @@ class Recorder:
             "allreduces": self._traffic(at.rounds, at.loads) + self.seen.more_sent,
             "seconds": seconds,
         }
-        found |= _scalars(at, state, self.seen, self._program.drifts)
+        found |= _scalars(at, stats, self.seen, self._program.drifts)
         found |= self._evaluate(at.step, state)
         found = processes.of_first(found)  # all processes end, or none
         self.ended = at.step == self._total or self._ends(found)
@@ -213,10 +214,9 @@ class _Saver:
         self._seconds = seen.seconds
 
 
-def _scalars(at: Progress, state: TrainState, seen: Evaluation, drifts: bool) -> dict:
+def _scalars(at: Progress, stats: StepStats, seen: Evaluation, drifts: bool) -> dict:
     """What the steps since the last evaluation have seen."""
     found = {}
-    stats = placement.on_host(state.stats)
     steps = at.step - seen.step
     if steps > 0:
         found["train/batch_loss"] = float(stats.loss.mean()) / steps
@@ -225,9 +225,8 @@ def _scalars(at: Progress, state: TrainState, seen: Evaluation, drifts: bool) ->
     return found
 
 
-def _check_finite(state: TrainState, last_loss: float) -> None:
+def _check_finite(stats: StepStats, last_loss: float) -> None:
     """Raises FloatingPointError, on all processes, where a worker saw what is not finite."""
-    stats = placement.on_host(state.stats)
     step, unit = stats.bad_step, stats.bad_unit
     if (step < 0).all():
         return

@@ -225,7 +225,7 @@ def read_epochs(
     check_at_least(1, ahead=ahead)
     check_at_least(0, num_epochs=num_epochs, first_load=first_load)
     num_units = _state(live).current.shape[-1]
-    base.check_units_per_step(num_units, units_per_step)
+    base.check_units(num_units, units_per_step)
     if not callable(source):
         reader(source)  # raises now for an object that is no source
 

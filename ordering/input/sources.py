@@ -207,7 +207,7 @@ def step_indices(
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
     owned = length if num_units is None else num_units
-    base.check_units_per_step(owned, units_per_step)
+    base.check_units(owned, units_per_step)
     check_at_least(1, unit_size=unit_size, total=total)
     ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
     most = owned if total is None else total

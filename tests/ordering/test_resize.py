@@ -131,7 +131,7 @@ def test_an_unknown_order_changes_between_two_epochs_alone():
     state = Mine(current=np.array([[1, 0]] * 4))
     fresh = Mine(current=np.zeros((2, 4)), gradients="none")
     given = {"order": None, "units": np.arange(8).reshape(4, 2), "units_per_step": 1}
-    with pytest.raises(ValueError, match="Mine has no row in ordering.resize, .* at the end of"):
+    with pytest.raises(ValueError, match="Mine is not registered .* at the end of"):
         resize(state, fresh, visited=1, **given)
     new, owned = resize(state, fresh, visited=0, **given)
     assert owned.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and new.gradients == "none"

@@ -26,7 +26,7 @@ def asked(**fields):
 
 def trainer_of(train):
     return types.SimpleNamespace(
-        train=train, rates=lambda *_: RATES, steps=lambda *_: 10, examples=1
+        train=train, prepare=list, rates=lambda *_: RATES, steps=lambda *_: 10, examples=1
     )
 
 

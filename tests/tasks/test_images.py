@@ -159,3 +159,11 @@ def test_abstract_imagenet_has_the_published_shapes_and_batches(model, any_model
         assert part["y"] == jax.ShapeDtypeStruct((number,), np.int32)
     recipe = task.recipe
     assert recipe.workers * recipe.units_per_step * recipe.unit_size == 4096
+
+
+def test_digits_are_those_of_scikit_learn():
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = datasets.load_digits(return_X_y=True)
+    table = images._digits_table()
+    np.testing.assert_array_equal(table[:, :-1], x)
+    np.testing.assert_array_equal(table[:, -1], y)

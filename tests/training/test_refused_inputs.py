@@ -31,7 +31,7 @@ WRONG = {
     "units of a step": (NO_SIZES, [
         lambda n, order=order: order(4, units_per_step=n) for order in (
             ordering.greedy_herding, ordering.grab, ordering.pair_balance, ordering.cd_grab)
-    ], r"units_per_step is .* in \[1, 4\], .* Lower"),
+    ], r"units_per_step is .* in \[1, 4\]. Lower"),
     "keys": (NO_KEYS, [
         lambda key: ordering.shuffle_once(4).init(key),
         lambda key: ordering.greedy_herding(4).init(key, jnp.zeros(2)),
