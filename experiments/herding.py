@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from tqdm import tqdm
 
 import local_opt
 import ordering
+from experiments.cluster import progress
 from experiments.results import plots, report, tables
 from experiments.study.flags import definer, numbers_of
 from experiments.study.tables import ORDERS
@@ -90,7 +90,7 @@ def table(found: Sequence[dict], rounds: int) -> str:
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
     found, counts = [], numbers_of(values, "workers", int)
-    for workers, name in tqdm(list(itertools.product(counts, ARMS)), unit="run"):
+    for workers, name in progress.bar(list(itertools.product(counts, ARMS)), unit="run"):
         vectors = unit_vectors(workers, values.num_vectors // workers)
         for k, bound in enumerate(bounds_over_rounds(vectors, name, values.rounds)):
             found.append({"order": name, "workers": workers, "round": k, "bound": bound})

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from tqdm import tqdm
 
 import local_opt
 from experiments import order_losses as losses
+from experiments.cluster import progress
 from experiments.order_losses import LONGEST, NEVER, ORDERS, Drift, Setting
 from experiments.results import plots, report, tables
 from experiments.study.flags import definer, names_of
@@ -287,7 +287,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
         cells = ((s, *c) for s in range(values.seeds) for c in QUESTIONS[name].cells(s))
         own = [
             {"question": name, "seed": seed, "row": row, "column": column, "value": value}
-            for seed, row, column, value in tqdm(cells, desc=name, unit="cell")
+            for seed, row, column, value in progress.bar(cells, desc=name, unit="cell")
         ]
         made[name] = table(QUESTIONS[name], own)
         found += own

@@ -11,6 +11,8 @@ imagenet2012 needs this: its two archives require a registration at image-net.or
 written as ArrayRecord, which the tasks read with --data_dir=DIR.
 """
 
+import sys
+
 from absl import app, flags
 
 from experiments.tasks import builders
@@ -28,6 +30,9 @@ def prepare(name: str, data_dir: str, manual_dir: str | None = None):
     """
     import tensorflow_datasets as tfds
 
+    if not sys.stderr.isatty():  # its bars would fill a log
+        tfds.disable_progress_bar()
+        print(f"Preparing {name}: downloads, then writes to {data_dir}", flush=True)
     builders.register(name)
     builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
     config = tfds.download.DownloadConfig(manual_dir=manual_dir, try_download_gcs=False)

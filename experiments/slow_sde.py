@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from tqdm import tqdm
 
 import local_opt
+from experiments.cluster import progress
 from experiments.results import plots, report, tables
 from experiments.results.statistics import interval
 from experiments.study.flags import definer, numbers_of
@@ -287,7 +287,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
     rates = sorted(numbers_of(values, "rates"), reverse=True)
     cells = list(itertools.product(PROBLEMS, numbers_of(values, "workers", int), rates))
-    found = [r for cell in tqdm(cells) for r in measure(*cell, values.repetitions)]
+    found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
     made = {name: table(found, name) for name in PROBLEMS}
     report.write_tables(
         values.output_dir, TITLE, found, made, {"slow_sde.png": functools.partial(draw, found)}

@@ -22,7 +22,7 @@ import sys
 from absl import app
 from absl import flags as absl_flags
 
-from experiments.cluster import agree, lock, processes
+from experiments.cluster import agree, lock, processes, progress
 from experiments.cluster.digest import data_hash
 from experiments.results import records
 from experiments.study import flags, study, tables, trainer
@@ -54,6 +54,7 @@ def run(values: absl_flags.FlagValues) -> None:
         another run has the folder.
     """
     processes.start(values)
+    processes.say(f"Preparing {values.task}: data and programs", file=sys.stderr)
     task, recipe = flags.setting_from_flags(values)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
@@ -115,7 +116,7 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun):
     )  # fmt: skip
     scalars = measure.scalars_of(task, recipe)(built, rows[0])
     with (
-        processes.bar(total=plans.total_steps, initial=at, unit="step") as bar,
+        progress.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         records.writing(
             folder, trackers=values.track, keep=kept,
             console=None if bar.disable else bar.write,
@@ -124,10 +125,11 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun):
 
         def on_record(record):
             write(identity | record)
-            bar.update(record["step"] - bar.n)
+            progress.note(bar, record, examples=built.sizes.examples_per_step)
 
         return training_run.train(
             built, plans, seed=values.seed, saving=saving, on_record=on_record,
+            on_step=lambda step: bar.update(step - bar.n),
             evaluate=lambda step, state: scalars(step, plans.total_steps, state),
             evaluate_at=measure.evaluation_steps(recipe, built.sizes, plans.total_steps),
             traffic=trainer.traffic_of(task, *rows[:2], built.sizes, built.sync_in_step),

@@ -22,7 +22,6 @@ import numpy as np
 from absl import flags, logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from experiments.cluster import agree
 from experiments.cluster.agree import several as several
@@ -155,15 +154,10 @@ def mesh_of(run: str, workers: int) -> Mesh | None:
     return None
 
 
-def say(text: str) -> None:
+def say(text: str, **options) -> None:
     """Prints on process 0 only."""
     if is_first():
-        print(text)
-
-
-def bar(**options) -> tqdm:
-    """A progress bar on process 0, `tqdm(**options)`."""
-    return tqdm(disable=not is_first(), **options)
+        print(text, flush=True, **options)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ smallest or the largest, the next one beyond it is tried too.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from experiments.cluster import processes
+from experiments.cluster import progress
 from experiments.results import statistics
 from experiments.results.records import run_of, whole_runs
 
@@ -102,7 +102,7 @@ def search(
     records, stopped = list(done), 0
     trainer.prepare(g[:2] for g in asked if lacking(study, *g, whole_runs(records), **protocol))
     known = sum(r["step"] for r in done if r.get("ended") and r["arm"] in study.arms)
-    with processes.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
+    with progress.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
         for group in asked:
             while not stopped and (runs := lacking(study, *group, whole_runs(records), **protocol)):
                 new, stopped = _train(study, trainer, runs[0], records, on_record, bar)
@@ -121,14 +121,13 @@ def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict
     def write(record):
         new.append(known | record)
         on_record(new[-1])
-        loss, seconds = record.get("train/batch_loss"), record["seconds"]
-        if loss is not None and seconds:
-            speed = f"{record['step'] * trainer.examples / seconds:,.0f}"
-            bar.set_postfix(loss=f"{loss:.4f}", examples_per_s=speed, refresh=False)
-        bar.update(before + record["step"] - bar.n)
+        progress.note(bar, record, examples=trainer.examples)
 
-    stopped = trainer.train(run, _by_run(records).get(run, []), write)
-    bar.update(before + trainer.steps(run.arm, run.speed) - bar.n)  # one that ended early too
+    def came_to(step):
+        bar.update(before + step - bar.n)
+
+    stopped = trainer.train(run, _by_run(records).get(run, []), write, came_to)
+    came_to(trainer.steps(run.arm, run.speed))  # if it ended early too
     return new, stopped
 
 

@@ -79,7 +79,10 @@ class Trainer:
         """T of an arm's runs at a speed."""
         return self._plans_of(arm, speed, 1.0, 0).total_steps
 
-    def train(self, this: Run, kept: Sequence[dict], on_record: Callable) -> int:
+    def train(
+        self, this: Run, kept: Sequence[dict], on_record: Callable,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> int:  # fmt: skip
         """Trains a run after its records so far; returns the signal that stopped it, or 0."""
         order, rule, policy = rows_of(self.study.arms[this.arm])
         plans = self._plans_of(*this[:4])
@@ -97,7 +100,7 @@ class Trainer:
             built, plans, seed=this.seed, saving=saving,
             evaluate=lambda step, state: scalars(step, plans.total_steps, state),
             evaluate_at=measure.evaluation_steps(self.recipe, built.sizes, plans.total_steps),
-            on_record=lambda record: on_record(record | further),
+            on_record=lambda record: on_record(record | further), on_step=on_step,
             traffic=traffic_of(self.task, order, rule, built.sizes, built.sync_in_step),
             delay=(this.speed or 0) * delay, sync_delay=self.study.sync_steps * delay,
             ends=ends_at(self.study.criterion, kept),

@@ -28,6 +28,10 @@ class Sizes(NamedTuple):
     def loads_per_epoch(self) -> int:
         return -(-self.num_units // self.units_per_step)
 
+    @property
+    def examples_per_step(self) -> int:
+        return self.workers * self.units_per_step * self.unit_size
+
 
 class OrderSetting(NamedTuple):
     """What an order may need to know about a run."""

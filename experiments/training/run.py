@@ -65,6 +65,7 @@ def train(
     evaluate: Callable[[int, TrainState], dict],
     evaluate_at: Iterable[int],
     on_record: Callable[[dict], None],
+    on_step: Callable[[int], None] = lambda step: None,
     traffic: Callable[[int, int], float] = lambda rounds, loads: rounds,
     saving: Saving | None = None,
     delay: float = 0.0,
@@ -79,6 +80,7 @@ def train(
         start (0) among them if asked, the end always.
       on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
         ended, diverged. Seconds count training and waiting alone, and no compilation.
+      on_step: called with the step whenever the host looks at the run, about every half second.
       traffic: (rounds, loads) -> what was sent, in all-reduces.
       saving: None for a run that is not saved.
       delay: seconds that a load takes at least, for programs that read; sync_delay: that a sync
@@ -105,6 +107,7 @@ def train(
 
         def hook(at, state):
             nonlocal stopped
+            on_step(at.step)
             seconds = passed + clock.now()
             stopped, save = ask(saver.due(at.step, seconds))
             with clock.stopped():

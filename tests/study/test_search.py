@@ -34,7 +34,7 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
     """(runs that were trained, each at once and with `accuracy(run)`; records; those written)."""
     trained, written = [], []
 
-    def go(run, kept, on_record):
+    def go(run, kept, on_record, on_step):
         trained.append(run)
         for i in range(len(kept), 2):
             on_record({

@@ -1,0 +1,63 @@
+"""Progress where standard error is not a terminal: plain lines, ten seconds apart."""
+
+import sys
+
+import pytest
+from tqdm import tqdm
+
+from experiments.cluster import progress
+from experiments.results import records
+from tests.commands import SHORT, train_run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test sets, in seconds."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_is_written_every_ten_seconds(clock, capsys):
+    with progress.bar(total=2000, initial=800, unit="step") as bar:
+        bar.set_description("CD-GraB, seed 0")
+        for second in range(60):
+            clock[0] += 1
+            progress.note(bar, {"train/batch_loss": 0.5, "seconds": 2.0, "step": 10}, examples=64)
+            bar.update(10)
+            assert bar.n == 810 + 10 * second
+    text = capsys.readouterr().err
+    lines = text.splitlines()
+    assert len(lines) == 6 and "\r" not in text
+    assert lines[0] == (
+        "CD-GraB, seed 0: step 900 of 2,000, 01:50 left, loss=0.5000, examples/s=320"
+    )
+
+
+def test_a_loop_over_items_is_counted_too(clock, capsys):
+    seen = []
+    for item in progress.bar(["a", "b", "c"], unit="run"):
+        seen.append(item)
+        clock[0] += 7
+    assert seen == ["a", "b", "c"]
+    assert capsys.readouterr().err == "run 2 of 3, 00:07 left\n"
+
+
+def test_items_without_a_length_have_no_total(clock, capsys):
+    for _ in progress.bar(iter(range(2)), desc="cells", unit="cell"):
+        clock[0] += 11
+    assert capsys.readouterr().err == "cells: cell 1\ncells: cell 2\n"
+
+
+def test_a_terminal_has_a_bar(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress.bar(total=1) as bar:
+        assert isinstance(bar, tqdm)
+
+
+def test_a_run_is_noted_whenever_the_host_looks_at_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    train_run([*SHORT, "--evaluations=1"], tmp_path)
+    written = capsys.readouterr()
+    assert written.err.count("step ") > len(records.read(str(tmp_path / "metrics.jsonl")))
+    assert written.err.startswith("Preparing "), "before data and compilation"
