@@ -1,4 +1,4 @@
-"""Processes that differ, or that others wait for, are named, with what they differ in."""
+"""Errors name the processes that differ or that others wait for, and the difference."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ class Store:
 
 
 def exchanged(*facts, seconds=60.0, count=None):
-    """What each of several threads has found."""
+    """The differences that each of several threads finds."""
     store, count = Store(), count or len(facts)
 
     def one(number):
@@ -43,7 +43,7 @@ def exchanged(*facts, seconds=60.0, count=None):
         return list(pool.map(one, range(len(facts))))
 
 
-def test_who_differs_or_says_nothing_is_named_on_all_processes():
+def test_processes_that_differ_or_do_not_answer_are_named_on_all():
     same, other = {"seed": "--seed=0", "order": "--order=rr"}, {"seed": "--seed=1"}
     assert exchanged(same, same, same) == [[]] * 3
     found = ["process 1 has --seed=1 where process 0 has --seed=0"]
@@ -62,7 +62,7 @@ def facts_of(*arguments):
     return agree.facts_of(values)
 
 
-def test_flags_that_matter_are_compared_and_those_of_a_process_alone_are_not():
+def test_shared_flags_are_compared_and_per_process_flags_are_not():
     one = facts_of("--process_id=0", "--coordinator_address=a:1", "--data_dir=/a", "--num_train=8")
     two = facts_of("--process_id=1", "--coordinator_address=b:1", "--data_dir=/b", "--num_train=9")
     assert exchanged(one, two)[1] == [
@@ -73,7 +73,7 @@ def test_flags_that_matter_are_compared_and_those_of_a_process_alone_are_not():
     assert facts_of()["workers"] == "--workers unset"
 
 
-def test_of_large_data_a_sample_is_compared(monkeypatch):
+def test_large_data_are_compared_by_a_sample(monkeypatch):
     monkeypatch.setattr(digest, "WHOLE", 0)
     x = np.zeros((2000, 3), np.float32)
     last = x.copy()
@@ -82,7 +82,7 @@ def test_of_large_data_a_sample_is_compared(monkeypatch):
     assert digest.set_hash({"x": x}) == digest.set_hash({"x": x.copy(order="F")})
 
 
-def test_code_is_that_of_all_packages():
+def test_the_hash_of_the_code_covers_all_packages():
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*digest.PACKAGES, "tests"}
 
 
@@ -94,7 +94,7 @@ def test_code_is_that_of_all_packages():
         ({}, "Last seen: none, as process 0 does not answer"),
     ],
 )
-def test_who_has_come_less_far_is_named(places, said):
+def test_processes_that_are_behind_are_named(places, said):
     told = agree.told(0, "the mean loss", 60, places)
     assert said in told and told.startswith("process 0 has waited 60 s for the mean loss.")
     assert "a longer --patience" in told

@@ -1,4 +1,4 @@
-"""The exit codes of docs/use/exit_codes.md are those seen, and its messages those said."""
+"""Exit codes and messages equal those of docs/use/exit_codes.md."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ CODES = {int(code) for code in re.findall(r"^\| (\d+) +\|", PAGE, re.M)}
 
 
 def code_of(folder, *flags):
-    """As Python makes it out of how a call of `train` ends."""
+    """The exit code that Python gives to the end of a call of `train`."""
     try:
         train_run([*SHORT, *flags], folder)
     except SystemExit as ended:
@@ -50,7 +50,7 @@ def called(folder, *command):
 
 
 def broken(folder, monkeypatch):
-    """A flag that does not fit, and a run that diverges."""
+    """An invalid flag, and a run that diverges."""
     done = called(folder, "experiments.train", "--task=cats", f"--output_dir={folder}")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ValueError: --task is cats: choose one of")
@@ -74,11 +74,11 @@ ENDS = {
 
 
 @pytest.mark.parametrize("code", sorted(CODES | set(ENDS)))
-def test_runs_end_with_the_codes_of_the_page_and_no_other(code, tmp_path, monkeypatch):
+def test_runs_end_with_the_exit_codes_of_the_page(code, tmp_path, monkeypatch):
     assert code in CODES and ENDS[code](tmp_path, monkeypatch) == code
 
 
-def test_the_messages_of_the_page_are_in_the_code():
+def test_messages_on_the_page_are_in_the_code():
     rows = re.findall(r"^\| (.*?) +\|", PAGE.split("## Messages")[1].split("##")[0], re.M)[2:]
     assert len(rows) > 8
     sources = [path.read_text() for path in (ROOT / "experiments").glob("**/*.py")]

@@ -1,4 +1,4 @@
-"""A launch of several processes without JAX, and the files of docs/use/launching."""
+"""Launching several processes, here without JAX, and the files of docs/use/launching."""
 
 import os
 import pathlib
@@ -79,7 +79,7 @@ def test_the_first_signal_asks_all_processes_and_the_second_kills(tmp_path):
 
 
 def train_flags(text):
-    """The parsed flags of the `experiments.train` of a script."""
+    """The parsed flags of a script's call of `experiments.train`."""
     command = re.search(r"experiments\.train (.*?--output_dir=[^\s'\"]+)", text, re.S)[1]
     values = flags.FlagValues()
     train.define_flags(values)
@@ -87,13 +87,13 @@ def train_flags(text):
     return values
 
 
-def test_the_command_of_the_page_has_flags_that_exist():
+def test_the_command_on_the_page_uses_known_flags():
     [text] = re.findall(r"^\S.*experiments\.launch --processes=2 -- (.*?)\n```", PAGE, re.S | re.M)
     assert train_flags(text).run == "mesh"
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "tpu_pod.sh", "jobset.yaml"])
-def test_a_file_starts_a_run_with_flags_that_exist(name):
+def test_a_script_starts_a_run_with_known_flags(name):
     path = USE / "launching" / name
     assert f"launching/{name}" in PAGE
     values = train_flags(path.read_text().replace("$JOB_COMPLETION_INDEX", "3"))
@@ -103,7 +103,7 @@ def test_a_file_starts_a_run_with_flags_that_exist(name):
         subprocess.run(["bash", "-n", path], check=True)
 
 
-def test_a_job_set_has_a_pod_for_every_process():
+def test_a_job_set_has_one_pod_per_process():
     found = yaml.safe_load((USE / "launching" / "jobset.yaml").read_text())
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     [job] = found["spec"]["replicatedJobs"]
@@ -117,7 +117,7 @@ def test_a_job_set_has_a_pod_for_every_process():
 
 
 def scripted(tmp_path, name, *arguments, codes, **environment):
-    """(exit code, what was called) of a script whose cluster's commands end with these codes."""
+    """(exit code, what was called) of a script, if its cluster's commands end with these codes."""
     log, ends = tmp_path / "log", tmp_path / "ends"
     log.write_text("")
     ends.write_text("".join(f"{code}\n" for code in codes))
@@ -136,7 +136,7 @@ fi
     return done.returncode, log.read_text()
 
 
-def test_slurm_is_asked_for_a_restart_a_few_times(tmp_path):
+def test_slurm_restarts_a_job_a_limited_number_of_times(tmp_path):
     job = {"SLURM_JOB_ID": "7"}
     code, log = scripted(tmp_path, "train.sbatch", codes=[9], **job)
     assert code == 9 and log.startswith("srun --kill-on-bad-exit=1 python -m experiments.train")
@@ -146,7 +146,7 @@ def test_slurm_is_asked_for_a_restart_a_few_times(tmp_path):
     assert scripted(tmp_path, "train.sbatch", codes=[0], **job)[0] == 0
 
 
-def test_a_pod_starts_all_hosts_again_after_one_has_failed(tmp_path):
+def test_a_pod_restarts_all_hosts_after_a_failure(tmp_path):
     code, log = scripted(tmp_path, "tpu_pod.sh", "pod", "zone", codes=[1, 1, 0])
     assert code == 0 and log.count("experiments.train --run") == 3
     assert log.count("ssh pod --zone=zone --worker=all") == 5  # what is left is ended twice

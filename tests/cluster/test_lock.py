@@ -1,4 +1,4 @@
-"""One run at a time in an output folder: locks, who holds them, and what a crash leaves."""
+"""Locks of output folders: one run at a time, its owner, and crashes."""
 
 import json
 import os
@@ -25,8 +25,8 @@ def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def test_a_second_run_ends_and_says_why_and_the_lock_of_a_crash_is_taken_over(tmp_path, capsys):
-    """Another process has the folder, and is then killed."""
+def test_a_second_run_is_refused_and_the_lock_of_a_crash_is_taken_over(tmp_path, capsys):
+    """Another process holds the folder, and is then killed."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
@@ -55,9 +55,7 @@ def take(folder):
         return json.loads((folder / lock.NAME).read_text())
 
 
-def test_a_lock_is_stale_where_the_kernel_can_tell_and_else_is_respected(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_lock_is_respected_unless_the_kernel_shows_it_is_stale(tmp_path, monkeypatch, capsys):
     (tmp_path / lock.NAME).write_text('{"host": ')  # cut in the crash
     take(tmp_path)
     left(tmp_path, host="elsewhere")
@@ -73,8 +71,8 @@ def test_a_lock_is_stale_where_the_kernel_can_tell_and_else_is_respected(
     assert take(tmp_path)["pid"] == take(tmp_path)["pid"] == os.getpid()
 
 
-def test_of_many_that_ask_at_once_one_gets_the_folder(tmp_path, capsys):
-    """Over and over, so that leaving and taking meet: locks are of open files, not processes."""
+def test_one_of_many_concurrent_runs_gets_the_folder(tmp_path, capsys):
+    """Repeatedly, so that releases and takes overlap. Locks belong to open files, not processes."""
     busy = tmp_path / "busy"
 
     def ask(_):

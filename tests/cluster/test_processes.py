@@ -1,4 +1,4 @@
-"""Experiments in several processes: two equal one with two devices, and start and end together."""
+"""Two processes give the same results as one with two devices, and start and stop together."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ from tests.two_processes import start_two
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What both of two processes have found, and the folder that they share."""
+    """The results of two processes, and the folder that they share."""
     folder = tmp_path_factory.mktemp("two")
     with (folder / "out").open("w") as out:
         code = start_two("tests.pair", str(folder), stdout=out)
@@ -43,7 +43,7 @@ def assert_same_records(found, expected):
 
 @pytest.mark.parametrize("name", ["cd_grab", "qsr"])
 def test_two_processes_equal_one_with_two_devices(name, two, one):
-    """They also stop together, with one message."""
+    """They also stop together, with a single message."""
     expected = one[name]
     assert "is not finite in step" in expected["stopped"]
     for found in two[0]:
@@ -59,7 +59,7 @@ def test_two_processes_equal_one_with_two_devices(name, two, one):
         assert records[-1]["rounds"] < pair.STEPS and records[-1]["drift"] > 0
 
 
-def test_a_process_hands_over_its_own_workers_rows_alone(two):
+def test_a_process_contributes_only_its_own_workers_rows(two):
     values = np.arange(6.0).reshape(2, 3)
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2)).tolist()
     for number, found in enumerate(two[0]):
@@ -71,7 +71,7 @@ def test_a_process_hands_over_its_own_workers_rows_alone(two):
         assert found["first"] == {"seconds": 0.1, "text": "x"}
 
 
-def test_process_0_alone_writes(two):
+def test_only_process_0_writes(two):
     found, folder = two
     assert (folder / "run" / "metrics.jsonl").read_text() == '{"process": 0}\n'
     assert json.loads((folder / "run" / "settings.json").read_text()) == {"workers": 2}
@@ -79,7 +79,7 @@ def test_process_0_alone_writes(two):
     assert [f["done"] for f in found] == [[], []]
 
 
-def test_what_differs_is_said_in_both_processes(two):
+def test_differences_are_reported_in_both_processes(two):
     for found in two[0]:
         settings, data = found["differs"]
         assert "of the processes differ: process 1 has --seed=1 where process 0 has" in settings
@@ -99,7 +99,7 @@ app.run(lambda argv: processes.start(flags.FLAGS))
 """
 
 
-def test_processes_that_never_come_are_waited_for_no_longer_than_a_limit(tmp_path):
+def test_waiting_for_missing_processes_has_a_timeout(tmp_path):
     (tmp_path / "child.py").write_text(PROCESS)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"--coordinator_address=127.0.0.1:{deaf.getsockname()[1]}"
@@ -137,7 +137,7 @@ PART = {"num_processes": 2, "process_id": 1}
         ),
     ],
 )  # fmt: skip
-def test_processes_are_found_by_their_flags(given, chosen, monkeypatch):
+def test_processes_are_configured_by_their_flags(given, chosen, monkeypatch):
     values, calls, updates = flags.FlagValues(), [], []
     experiments.study.flags.define(values, "run")
     values(["test", *(f"--{name}={value}" for name, value in given.items())])
@@ -156,7 +156,7 @@ def test_processes_are_found_by_their_flags(given, chosen, monkeypatch):
     assert bool(updates) == (chosen is not None)
 
 
-def test_one_process_places_as_before_and_is_the_first():
+def test_a_single_process_is_the_first_and_places_all_data():
     values = {"x": np.arange(8.0, dtype=np.float32).reshape(4, 2)}
     sharding = owned_sharding(worker_mesh(4))
     for where in (None, sharding):

@@ -1,4 +1,4 @@
-"""Real signals to real processes, minutes: `pytest -m slow -n 0 tests/cluster/test_signals.py`."""
+"""Signals to running processes, in minutes: `pytest -m slow -n 0 tests/cluster/test_signals.py`."""
 
 import os
 import re
@@ -29,7 +29,7 @@ TOGETHER = [*LAUNCH_TWO, *RUN, *TWO_DEVICES]
     [([*RUN, "--workers=8"], signal.SIGINT, 130), (TOGETHER, signal.SIGTERM, 143)],
     ids=["alone", "two processes"],
 )
-def test_a_signal_changes_nothing_that_was_trained(tmp_path, command, number, status):
+def test_a_signal_does_not_change_the_result_of_training(tmp_path, command, number, status):
     found, output = stop_in_the_middle(command, tmp_path / "stopped", number)
     assert found == status and output.count("Stopped and saved at step") == 1, output
     assert "Goes on from the checkpoint of step" in finish(command, tmp_path / "stopped")
@@ -40,7 +40,7 @@ def test_a_signal_changes_nothing_that_was_trained(tmp_path, command, number, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_run_whose_process_hangs_ends_and_says_for_whom_it_has_waited(tmp_path, stopped):
+def test_a_run_with_a_hanging_process_ends_and_names_it(tmp_path, stopped):
     process = start([*TOGETHER, "--patience=15", "--total_steps=60000"], tmp_path)
     wait_for_checkpoint(process, tmp_path)
     os.kill(children(process.pid)[stopped], signal.SIGSTOP)

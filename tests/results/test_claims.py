@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def compared(chosen, name, arms, *, speeds=(), **fields):
-    """The comparison of a study's arms over five seeds, as its command makes it."""
+    """The comparison of a study's arms over five seeds, from its command."""
     task, recipe = recipes.load(name)
     recipe, arms = recipe._replace(**fields), {arm: chosen.arms[arm] for arm in arms}
     criterion = chosen.criterion._replace(target=recipe.target)
@@ -26,7 +26,7 @@ def compared(chosen, name, arms, *, speeds=(), **fields):
 
 
 def gain(found, *words, **options):
-    """The 95 % interval of an effect; of costs and losses as a factor."""
+    """The 95 % interval of an effect; a factor for costs and losses."""
     effect = Measure(*words, **options)(found)
     assert len(effect.values) == 5
     return effect.interval(0.05)
@@ -46,7 +46,7 @@ def test_coordination_needs_a_third_of_the_epochs_on_digits():
 
 
 @pytest.mark.parametrize("num_workers", [5, 10, 20, 50, 100])
-def test_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
+def test_the_coordinated_bound_is_flat_for_a_million_vectors(num_workers):
     vectors = herding.unit_vectors(num_workers, 10**6 // num_workers)
 
     def bound(name):

@@ -1,4 +1,4 @@
-"""Effects: what the rule of verdicts is applied to, from records of orders, rules and echoing."""
+"""Effects, to which the rule of verdicts applies, from records of orders, rules and echoing."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,13 @@ def seen(effect):
     ],
 )
 @pytest.mark.parametrize("over_run", [False, True])
-def test_records_of_orders_drive_the_verdict(over_run, losses, expected):
+def test_verdicts_follow_records_of_orders(over_run, losses, expected):
     size = ratio(0.96, 1.0) if over_run else ratio(0.9, 1.0)
     measure = Measure("train/loss", over_run=over_run)
     assert words(measure, order_records(losses), size) == expected
 
 
-def test_an_own_learning_rate_is_the_one_whose_loss_ends_lowest():
+def test_an_arm_s_own_learning_rate_has_the_lowest_last_loss():
     records = order_records({"rr": 1.0, "cd_grab": 0.9}, rates=(0.1, 0.2, 0.15))
     for r in records:
         r["test/accuracy"] += 0.1 * (r["learning_rate"] == 0.2)
@@ -58,7 +58,7 @@ def test_epochs_to_the_best_of_the_baseline_are_counted():
 
 
 def arriving(rr, cd_grab):
-    """Records of orders whose loss falls from 2 to 0 at an epoch of each seed, or never (0)."""
+    """Records of orders whose loss falls from 2 to 0 at an epoch per seed; 0 for never."""
     rows = []
     for arm, at in {"rr": rr, "cd_grab": cd_grab}.items():
         for seed, epoch in enumerate(at):
@@ -84,7 +84,7 @@ def arriving(rr, cd_grab):
          "1 of 8 seeds arrive, of D-RR 1; median: 1.00 times less (1.00 to 2.00)"),
     ],
 )  # fmt: skip
-def test_seeds_that_never_arrive_count_by_their_order(rr, cd_grab, word, text):
+def test_seeds_that_never_arrive_are_ranked(rr, cd_grab, word, text):
     found = judge(1, ratio(1, 6), Measure("epoch")(compared(arriving(rr, cd_grab))))
     assert (found.word, found.seeds) == (word, len(rr))
     assert (found.needed is not None) == (word == "undecided")
@@ -106,7 +106,7 @@ def test_an_order_that_diverges_is_undecided():
         ((0, 1, 2, 3, 4), "not run; 0 of 3 seeds"),
     ],
 )
-def test_seconds_count_only_where_they_were_taken(untimed, expected):
+def test_seconds_count_only_where_they_were_measured(untimed, expected):
     rows = order_records({"rr": 1.0, "cd_grab": 0.5}, seeds=5)
     for r in rows:  # the same loss with all seeds, so that all arrive
         r["timed"] = not (r["arm"] == "rr" and r["seed"] in untimed)
@@ -125,7 +125,7 @@ def test_seconds_count_only_where_they_were_taken(untimed, expected):
         ({"parallel": 0.6}, "not run; 0 of 3 seeds"),
     ],
 )
-def test_records_of_rules_drive_the_verdict(accuracies, expected):
+def test_verdicts_follow_records_of_rules(accuracies, expected):
     records = [
         {"arm": rule, "speed": None, "learning_rate": rate, "seed": seed, "phase": "run",
          "step": 12, "rounds": 3, "train/loss": 1.0, "valid/accuracy": accuracy - rate,
@@ -137,7 +137,7 @@ def test_records_of_rules_drive_the_verdict(accuracies, expected):
 
 
 def echo_records(steps, timed=3):
-    """Arms that arrive after so many steps, tuned and timed at one rate; None: never."""
+    """Arms that arrive after these steps, tuned and timed at one rate; None for never."""
     return [
         {"arm": arm, "speed": 2.0, "learning_rate": 0.1, "seed": seed, "phase": phase,
          "step": (number := (count or 0) + seed + len(arm) % 2),
@@ -164,7 +164,7 @@ ECHOED = Criterion("valid/accuracy", False, "target", 0.5)
     ],
 )
 @pytest.mark.parametrize("cost", ["loads", "seconds"])
-def test_records_of_echoing_drive_the_verdict(cost, steps, expected):
+def test_verdicts_follow_records_of_echoing(cost, steps, expected):
     measure = Measure(cost, "diffusion", "none", speed=2)
     assert words(measure, echo_records(steps), ratio(1, 2), ECHOED) == expected
 

@@ -1,4 +1,4 @@
-"""report.html: what is in it, and what is escaped."""
+"""The content of report.html, and its escaping."""
 
 import html
 import json
@@ -12,7 +12,7 @@ from experiments.results import report
 EVIL = "<script>alert(1)</script>&"
 
 
-def test_whatever_is_shown_is_escaped_and_inside(tmp_path, monkeypatch):
+def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
     (tmp_path / "table.md").write_text(f"{EVIL}\n\n| a | b |\n| - | - |\n| {EVIL} | `{EVIL}` |\n")
     (tmp_path / "settings.json").write_text(json.dumps({"x": EVIL}))
     Image.new("RGB", (3, 2)).save(tmp_path / "comparison R2.png")

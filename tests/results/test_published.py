@@ -1,4 +1,4 @@
-"""Every published table that came from recorded runs comes out of them, character by character."""
+"""Every published table equals that of its recorded runs, character by character."""
 
 import pathlib
 
@@ -25,7 +25,7 @@ def check(text, whole):
     assert text in whole
 
 
-def test_the_tables_of_the_readme_are_up_to_date():
+def test_the_pages_of_verdicts_are_up_to_date():
     recorded = verdict_page.load()
     rows = verdict_page.rows(recorded, verdicts.claims())
     verdicts.check(verdicts.pages(rows, recorded))

@@ -1,4 +1,4 @@
-"""The file of a run and its trackers hold the same records, whatever came in between."""
+"""The file of a run and its trackers hold the same records, also after interruptions."""
 
 import doctest
 import importlib.util
@@ -33,7 +33,7 @@ def write_all(folder, new, **options):
 
 
 def numbers(records_):
-    """{(run, name, step): value} of what trackers draw, float32 as TensorBoard has it."""
+    """{(run, name, step): value} that trackers draw, in float32 as in TensorBoard."""
     return {
         (records.name_of(r), name, r["step"]): float(np.float32(value))
         for r in records_ for name, value in records.numbers_of(r).items()
@@ -41,7 +41,7 @@ def numbers(records_):
 
 
 def in_tensorboard(folder):
-    """The same of event files, each a chain of framed messages; a start purges what is later."""
+    """The same from event files, chains of framed messages; a start purges later steps."""
     from tensorboardX.proto import event_pb2
 
     found = {}
@@ -95,7 +95,7 @@ def test_tensorboard_has_what_was_kept_and_what_is_new(tmp_path, kept, monkeypat
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_scalars_text_of_several_lines_and_numbers_that_are_not_finite_survive(tmp_path):
+def test_scalars_multiline_text_and_infinite_numbers_are_kept(tmp_path):
     found = {"step": np.int64(3), "loss": np.float32(0.5), "at": jnp.float32(0.25)}
     text, lines = {"step": 4, "text": 'a,"b"\nc', "loss": math.inf, "at": 1e-300}, []
     with records.writing(str(tmp_path), console=lines.append) as write:
@@ -106,7 +106,7 @@ def test_scalars_text_of_several_lines_and_numbers_that_are_not_finite_survive(t
     assert lines == ["step 3  loss 0.5  at 0.25", "step 4  loss inf  at 1e-300"]
 
 
-def test_a_tracker_is_given_every_number_once_and_has_one_run_open(tmp_path, monkeypatch):
+def test_a_tracker_gets_every_number_once_in_one_open_run(tmp_path, monkeypatch):
     given, events = [], []
 
     def opens(folder, run, known, step):
@@ -130,7 +130,7 @@ def test_a_tracker_is_given_every_number_once_and_has_one_run_open(tmp_path, mon
 
 @pytest.mark.filterwarnings("ignore")  # of their own dependencies
 @pytest.mark.parametrize("name,left", [("wandb", "wandb/offline-run-*/*"), ("mlflow", "mlflow.db")])
-def test_packages_take_what_they_are_given(tmp_path, monkeypatch, name, left):
+def test_tracker_packages_accept_the_records(tmp_path, monkeypatch, name, left):
     pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[{name}]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -139,7 +139,7 @@ def test_packages_take_what_they_are_given(tmp_path, monkeypatch, name, left):
     assert list(tmp_path.glob(left))
 
 
-def test_what_is_no_tracker_or_not_installed_is_named(tmp_path, monkeypatch):
+def test_unknown_and_missing_trackers_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--track has comet: pass some of tensorboard, wandb"):
         write_all(tmp_path, RECORDS, trackers=["comet"])
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -1,4 +1,4 @@
-"""The rule of verdicts: every word, its interval at every look, the seeds it would take."""
+"""The rule of verdicts: words, intervals at every look, and needed seeds."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ def word(low, high, size, least=None):
         (inf, inf, "reproduced"),
     ],
 )
-def test_an_interval_has_its_word_at_the_boundaries(low, high, expected):
+def test_intervals_at_the_boundaries_get_the_right_word(low, high, expected):
     assert word(low, high, 1.0) == expected
     assert word(low, high, 0.0, 1.0) == ("reproduced" if expected == "smaller" else expected)
 
@@ -51,7 +51,7 @@ BOUND = st.floats(allow_nan=False)
 
 
 @given(BOUND, BOUND, st.floats(1e-6, 1e6), BOUND, BOUND)
-def test_every_interval_has_exactly_one_word_and_a_narrower_one_decides_no_less(a, b, size, c, d):
+def test_every_interval_has_one_word_and_narrower_ones_decide_more(a, b, size, c, d):
     low, high = min(a, b), max(a, b)
     conditions = {
         "reproduced": low > 0 and (high >= size or low >= size / 2),
@@ -106,13 +106,13 @@ def test_an_effect_has_its_verdict(effect, size, words):
         (CLEAR / 5, [1.0], "not run; 1 of 3 seeds"),
     ],
 )
-def test_that_a_gain_has_gone_has_its_verdict(gone, there, words):
+def test_a_vanished_gain_has_its_verdict(gone, there, words):
     found = judge(1, 0.0, seen(gone), seen(there))
     assert found.words == words
     assert (found.needed is not None) == (words == "undecided")
 
 
-def test_intervals_are_at_the_level_of_their_look_and_levels_sum_to_what_all_may_miss():
+def test_intervals_have_the_level_of_their_look_and_errors_sum_to_5_percent():
     levels = [level(look) for look in range(1, 10_001)]
     assert levels == sorted(levels, reverse=True) and levels[0] == 0.025
     assert 0.0499 < math.fsum(levels) < 0.05
@@ -124,7 +124,7 @@ def test_intervals_are_at_the_level_of_their_look_and_levels_sum_to_what_all_may
 
 @pytest.mark.parametrize("level", [0.05, 0.05 / 6])
 @pytest.mark.parametrize("count", [1, 3, 6, 7, 12, 40])
-def test_the_interval_of_a_median_is_of_order_statistics(count, level):
+def test_the_interval_of_a_median_uses_order_statistics(count, level):
     values = np.random.default_rng(count).normal(size=count)
     median, low, high = statistics.median_interval(values, level)
     assert median == np.median(values)
@@ -135,7 +135,7 @@ def test_the_interval_of_a_median_is_of_order_statistics(count, level):
     assert (low, high) == known
 
 
-def test_a_median_knows_infinities():
+def test_a_median_accepts_infinities():
     known = (([inf, -inf], 0.0), ([inf, 1.0], inf), ([-inf, -inf, 2.0], -inf))
     assert all(statistics.median(values) == median for values, median in known)
 
@@ -151,7 +151,7 @@ def test_needed_seeds_are_the_fewest_that_decide_at_the_next_look(mean, deviatio
             assert (later != "undecided") == (seeds == found.needed)
 
 
-def test_seeds_that_a_median_needs_and_what_cannot_be_foreseen():
+def test_seeds_needed_by_a_median_and_unknown_numbers():
     word_at = functools.partial(word_of, size=0.1, least=0.1)
     for values, expected in (([inf, inf, 0.5], "reproduced"), ([-inf, -inf, -1.0], "opposite")):
         needed = rule.seeds_needed(seen(values, censored=True), word_at, 2)
@@ -167,8 +167,8 @@ def test_seeds_that_a_median_needs_and_what_cannot_be_foreseen():
 
 
 @pytest.mark.parametrize("draw", ["normal", "arrivals"])
-def test_looking_again_at_nothing_finds_something_seldom(draw):
-    """Of 2,000 sequences without an effect, those decided for or against at any of five looks."""
+def test_repeated_looks_at_no_effect_rarely_decide(draw):
+    """The share of 2,000 sequences without an effect that any of five looks decides."""
     random, counts, total = np.random.default_rng(0), (3, 6, 12, 24, 48), 2000
     if draw == "normal":
         drawn = random.normal(size=(total, counts[-1]))
@@ -213,7 +213,7 @@ def test_the_verdict_is_that_of_the_latest_look_at_its_level():
     assert once.found.mean == found[-1].found.mean and once.found.low > found[-1].found.low
 
 
-def test_a_look_without_new_data_of_a_claim_is_none():
+def test_a_look_without_new_data_does_not_count():
     known = {"one": looked(rows_of(GAINS[:6]) + rows_of(GAINS[:3], 0.2), [(3, "a"), (6, "b")])}
     same, more = (CLAIM._replace(measure=CLAIM.measure._replace(rate=rate)) for rate in (0.2, 0.1))
     assert [verdict.seeds for verdict in history(same, known)] == [3]
@@ -229,7 +229,7 @@ def test_a_look_without_new_data_of_a_claim_is_none():
         ([[(3, "a"), (4, "a")], [(5, "a")]], [(3, 5), (4, 5)]),
     ],
 )
-def test_a_look_at_any_run_of_a_claim_is_one_at_the_claim(looks, seeds):
+def test_a_look_at_one_run_of_a_claim_counts_for_the_claim(looks, seeds):
     runs = [looked(rows_of(GAINS), own) for own in looks]
     found = [tuple(len(c.records) // 2 for c in then) for then in archive.at_looks(runs)]
     assert found == seeds

@@ -1,4 +1,4 @@
-"""One protocol and one way to tabulate: what is chosen, reached and shown, by hand."""
+"""The protocol and its tables, compared with calculations by hand."""
 
 import math
 
@@ -49,14 +49,14 @@ def test_epochs_to_the_baselines_best_are_counted():
     assert unzip["epochs, own lr"] == "1 of 2" and unzip["times fewer"] == "-"
 
 
-def test_intervals_are_students():
+def test_intervals_are_student_s_t():
     mean, half = statistics.interval([1.0, 2.0, 3.0])
     assert mean == 2.0 and half == pytest.approx(4.302652729911275 / math.sqrt(3), rel=1e-9)
     assert statistics.interval([0.1, 0.1, 0.1]) == (0.1, 0.0)
     assert all(np.isnan(statistics.interval([])))
 
 
-def test_finalists_are_of_seed_0_and_the_mean_over_most_seeds_chooses():
+def test_seed_0_chooses_finalists_and_the_mean_over_most_seeds_decides():
     last = Criterion("valid/accuracy", lower=False)
     first = [r for rate, loss in ((0.1, 0.3), (0.2, 0.1), (0.4, 0.2)) for r in
              run("rr", rate, 0, [1, loss])]  # fmt: skip
@@ -68,7 +68,7 @@ def test_finalists_are_of_seed_0_and_the_mean_over_most_seeds_chooses():
     assert statistics.best_rate(first, "rr", 2.0, last) is None
 
 
-def test_a_rate_at_which_a_seed_diverges_is_out():
+def test_a_rate_with_a_diverging_seed_is_dropped():
     last = Criterion()
     kept = both("rr", 0.1, [3, 2]) + both("rr", 0.2, [3, 1]) + both("rr", 0.4, [3, 1.5])
     kept += run("rr", 0.2, 2, [3], diverged="loss is nan")
@@ -82,14 +82,14 @@ def test_a_rate_at_which_a_seed_diverges_is_out():
     assert report.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
 
 
-def test_the_first_record_at_a_target_counts():
+def test_the_first_record_that_reaches_a_target_counts():
     kept = run("rr", 0.1, 0, [3, 2, 1, 2])
     assert statistics.reached(kept, Criterion(target=2))["step"] == 2
     assert statistics.reached(kept, Criterion(target=0.5)) is None
     assert statistics.reached(kept, Criterion("valid/accuracy", False, "target", -0.5))["step"] == 4
 
 
-def test_who_arrives_with_most_seeds_and_fewest_steps_is_chosen():
+def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
     goal = Criterion("valid/accuracy", False, "target", 0.5)
     first = [
         *run("rr", 0.1, 0, [1, 1, 0.4], phase="tune", speed=2.0),
@@ -121,7 +121,7 @@ def eight(values):
     return kept, {f"arm{i}": f"arm {i}" for i in range(8)}
 
 
-def test_effects_are_those_that_were_put_in():
+def test_known_effects_are_recovered():
     a, b, c = np.meshgrid([-1, 1], [-1, 1], [-1, 1], indexing="ij")
     y = 3 + 0.5 * a - 2 * b + 0.25 * a * b - 0.125 * a * b * c
     found = {name: mean for name, (mean, _) in combined.effects(np.stack([y, y], -1)).items()}
@@ -140,7 +140,7 @@ def test_effects_are_those_that_were_put_in():
     assert combined.show_effect(np.log(2), float("nan"), relative=True) == "× 2.00"
 
 
-def test_what_has_no_effects_is_said():
+def test_a_study_without_effects_says_why():
     values = np.ones((2, 2, 2))
     values[1, 1, 1] = 8  # of a target of 2
     kept, arms = eight(values)

@@ -1,4 +1,4 @@
-"""Recorded runs: what is kept of them, more seeds, and the pages that come out of them."""
+"""Recorded runs, further seeds, and the pages made from them."""
 
 import gzip
 import importlib
@@ -18,7 +18,7 @@ from experiments.study import study
 from tests.recorded_runs import compared, finished, order_records
 
 
-def test_a_recorded_run_is_the_run_at_six_digits_and_more_seeds_are_another_look(tmp_path):
+def test_a_recorded_run_keeps_six_digits_and_more_seeds_add_a_look(tmp_path):
     for count in (3, 3, 5):
         rows = order_records({"rr": 1.0, "cd_grab": 0.9 / 7}, seeds=count)
         results = tmp_path / str(len([*tmp_path.iterdir()])) / "hmda"
@@ -59,7 +59,7 @@ def rows_of(text, start):
     return [line for line in text.splitlines() if line.startswith(f"| {start}")]
 
 
-def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded_and_a_stale_page_is_noticed(
+def test_recording_a_run_gives_a_verdict_and_makes_the_page_stale(
     tmp_path,
 ):
     paths = [tmp_path / "README.md", tmp_path / "results.md"]
@@ -95,7 +95,7 @@ def test_a_claim_gets_its_verdict_as_soon_as_its_run_is_recorded_and_a_stale_pag
             pages()
 
 
-def test_the_pages_say_what_the_rule_does_and_show_every_picture():
+def test_the_pages_explain_the_rule_and_show_every_picture():
     readme, results = (path.read_text() for path in verdicts.PAGES)
     assert all(f"| **{word}** " in readme for word in VERDICTS)
     assert all(kind.words in readme and kind.words in results for kind in MATTERS.values())
@@ -133,9 +133,7 @@ def parsed(command):
     return chosen, values
 
 
-def test_the_command_that_is_printed_adds_seeds_to_a_run_and_recorded_again_it_is_another_look(
-    tmp_path, monkeypatch
-):
+def test_a_printed_command_adds_seeds_and_recording_it_adds_a_look(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plots, "comparison", lambda *panels: None)
     (results := tmp_path / "results" / "digits_w64").mkdir(parents=True)
@@ -170,7 +168,7 @@ def test_the_command_that_is_printed_adds_seeds_to_a_run_and_recorded_again_it_i
     ]  # fmt: skip
 
 
-def test_every_command_that_is_printed_is_one_of_a_study():
+def test_every_printed_command_belongs_to_a_study():
     rows = verdict_page.rows(verdict_page.load(), verdicts.claims())
     lines = [line for line in verdicts.commands(rows).splitlines() if line.startswith("    ")]
     assert len(lines) > 50

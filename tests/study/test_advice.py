@@ -1,4 +1,4 @@
-"""The map and the advice: times by hand, choices that can be told, and the records behind them."""
+"""The map and the advice: times by hand, choices beyond the intervals, and their records."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def factorial(task="a", **changes):
     return Factorial(task, changes.get("sizes", SIZES), "cd_grab+sketch256+dealt", of)
 
 
-def test_times_are_those_of_a_hand_made_sum():
+def test_times_equal_a_sum_by_hand():
     found = factorial()
     machine = Machine(step=2.0, load=16.0, sync=20.0, parameters=10**6, latency=4.0, ordered=1.1)
     times = {c: np.exp(log) for c, log in factorials.logs_of(machine, found).items()}
@@ -45,7 +45,7 @@ def test_times_are_those_of_a_hand_made_sum():
         assert times[ALL][place] == pytest.approx(expected)
 
 
-def test_the_best_is_told_from_others_only_beyond_the_interval():
+def test_the_best_has_no_rivals_only_beyond_the_interval():
     same = np.log([1.0, 1.2, 0.9])
     logs = {PLAIN: same + 1, ORDER: same, LOCAL: same + np.array([0.1, -0.1, 0.05])}
     choice = factorials.best_of(logs)
@@ -58,7 +58,7 @@ def test_the_best_is_told_from_others_only_beyond_the_interval():
 @pytest.mark.parametrize(
     "load,sync,best", [(0.0, 0.0, ORDER), (8.0, 10.0, ALL), (0.0, 10.0, LOCAL)]
 )
-def test_the_map_is_what_each_machine_chooses(load, sync, best):
+def test_the_map_equals_the_choice_of_each_machine(load, sync, best):
     found = factorial(taken={ORDER: taken(990, 990, 990)} if best == LOCAL else {})
     machine = Machine(1.0, load, sync, parameters=10**8)
     assert factorials.best_of(factorials.logs_of(machine, found)).best == best
@@ -75,7 +75,7 @@ def test_the_map_is_what_each_machine_chooses(load, sync, best):
         assert sure[i, j] == told
 
 
-def test_what_is_advised_comes_from_other_tasks():
+def test_advice_comes_from_other_tasks():
     known = [factorial("a"), factorial("b"), factorial("c", taken={ALL: taken(5000, 1250, 250)})]
     rows = factorials.regrets(known, Machine(1.0, 8.0, 10.0, parameters=10**8))
     by_task = {row["task"]: row for row in rows}
@@ -85,7 +85,7 @@ def test_what_is_advised_comes_from_other_tasks():
     assert alone == []
 
 
-def test_a_combination_that_not_all_have_is_not_predicted():
+def test_only_combinations_of_all_tasks_are_predicted():
     few = Factorial(
         "b", SIZES, "cd_grab+sketch256+dealt", {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)}
     )

@@ -1,4 +1,4 @@
-"""Whatever flags: what was asked for, or an error that names one of them."""
+"""Any flags give the requested plans, or an error that names one of them."""
 
 import re
 
@@ -57,7 +57,7 @@ ALSO = dict.fromkeys(("num_train", "unit_size"), ("training_set", "each_worker_m
 
 
 def names(message, name):
-    """Whether a message is of a flag, or of the field or argument that it sets."""
+    """Whether a message names a flag, or the field or argument that it sets."""
     plain = re.sub(r"[\s-]+", "_", message.lower())
     return any(said in plain for said in (name, name.removesuffix("s"), *ALSO.get(name, ())))
 

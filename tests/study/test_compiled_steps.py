@@ -1,4 +1,4 @@
-"""What the compiled steps and syncs of the library hold: collectives, conditionals, copies, bytes.
+"""Collectives, conditionals, copies and bytes of the library's compiled steps and syncs.
 
 Eight workers; the parameters are 24 numbers of two types.
 """
@@ -47,7 +47,7 @@ SYNCS = {
 
 
 def linear_step(opt, **options):
-    """Parameters and state first: to be donated. The gradient belongs to this worker."""
+    """Parameters and state come first, to be donated; the gradient is this worker's."""
 
     def step(params, state, scale):
         grads = jax.tree.map(lambda p: (scale * jnp.cos(p)).astype(p.dtype), params)
@@ -64,19 +64,19 @@ def started(opt):
 
 
 def compiled(function, *args):
-    """Over eight devices; all but scales are donated."""
+    """Over eight devices; everything but the scales is donated."""
     return jax.jit(on_mesh(function, 8), donate_argnums=(0, 1)).lower(*args).compile()
 
 
 def check_donated(module, held):
-    """Nothing of what is held is copied; an eighth of it is on each device."""
+    """No copies of the state, of which each device holds an eighth."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
     assert module.memory_analysis().alias_size_in_bytes == size // 8
     assert donated(module.as_text()) == len(jax.tree.leaves(held))
 
 
 @pytest.mark.parametrize("name", HOT)
-def test_the_hot_step_talks_to_nobody_and_copies_nothing(name):
+def test_a_step_without_a_sync_has_no_collective_and_no_copy(name):
     opt, options = HOT[name]
     held = started(opt)
     module = compiled(linear_step(opt, **options), *held, SCALES)
@@ -86,7 +86,7 @@ def test_the_hot_step_talks_to_nobody_and_copies_nothing(name):
 
 @pytest.mark.parametrize("name", SYNCS)
 def test_a_sync_sends_the_bytes_of_the_forecast(name):
-    """To the byte; a correction of drift adds none, a wire sends whole rows."""
+    """To the byte. Drift corrections add none, and wires send whole rows."""
     rounds, wire = rounds_of(**SYNCS[name]), SYNCS[name].get("wire")
     found = collectives_of(compiled(rounds.sync, *started(rounds)).as_text())
     types = set.union(*map(types_of, found))
@@ -120,7 +120,7 @@ def test_the_only_collective_of_a_planned_step_is_in_a_branch():
 
 
 @pytest.mark.parametrize("fragment,size", [(0, 9), (1, 15)])
-def test_only_the_start_of_a_fragment_talks_and_of_nothing_but_it(fragment, size):
+def test_only_the_start_of_a_fragment_communicates_and_only_that_fragment(fragment, size):
     def start(params, state):
         return STREAM.start(params, state, fragment=fragment)
 

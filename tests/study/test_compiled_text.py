@@ -1,4 +1,4 @@
-"""What the text of a compiled program says, read off small samples."""
+"""Parsing the text of compiled programs, on small samples."""
 
 import pytest
 
@@ -88,8 +88,8 @@ def test_every_collective_counts_once(text, expected):
     assert [(one.where, one.kind, one.bytes, one.asynchronous) for one in found] == expected
 
 
-def test_cycles_are_those_of_what_runs_and_a_fusion_is_one():
-    """A turn of the loop, a gather's end, and what runs beside one."""
+def test_cycles_count_what_runs_and_a_fusion_counts_once():
+    """One turn of the loop, the end of a gather, and what runs during one."""
     assert cycles_of(TPU) == 100 + 3 + 5
     assert cycles_of(CUDA) is None
 
@@ -105,6 +105,6 @@ def test_bytes_of_a_type():
     ("Ran out of memory in memory space hbm. Used 22.50G of 15.75G hbm. Exceeded hbm capacity by "
      "6.75G.", 22.5, 15.75),
 ])  # fmt: skip
-def test_a_shortage_is_read_off_the_compilers_message(message, needed, available):
+def test_a_memory_shortage_is_parsed_from_the_compiler_s_message(message, needed, available):
     assert shortage(message) == (needed * 2**30, available * 2**30)
     assert shortage("INTERNAL: something else") is None

@@ -1,4 +1,4 @@
-"""What a run costs, known before it: what an order sends, prices and the dry run."""
+"""The predicted cost of a run: what an order sends, prices, and the dry run."""
 
 import collections
 import re
@@ -25,7 +25,7 @@ WORKERS = 4
 
 
 def collectives(jaxpr):
-    """{name of a collective: float32 numbers that one device hands over}, all steps added."""
+    """{name of a collective: float32 numbers that a device sends}, over all steps."""
     found = collections.Counter()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("all_to_all", "psum", "psum_invariant", "all_gather"):
@@ -40,13 +40,13 @@ def collectives(jaxpr):
 
 
 def over_mesh(function, inputs):
-    """A worker's function over devices; all it is given and gives is its own."""
+    """A worker's function over devices, with owned inputs and outputs."""
     mesh = worker_mesh(WORKERS)
     return local_opt.lift(function, mesh, inputs=inputs, outputs="owned")
 
 
 @pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
-def test_what_an_order_sends_is_what_its_step_does(per_step, size):
+def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size):
     units = 2 * per_step + size % per_step  # the last step of an epoch may be the shorter one
     order = ORDERS["cd_grab"].make(OrderSetting(units, per_step, WORKERS, 5))
     params = jnp.zeros(18)
@@ -69,7 +69,7 @@ def test_what_an_order_sends_is_what_its_step_does(per_step, size):
     assert cost.order_traffic(ORDERS["cd_grab"], sizes._replace(workers=1), 18)(7) == 0
 
 
-def test_what_is_dealt_costs_its_signs_at_an_epochs_end():
+def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     sizes, size = Sizes(WORKERS, 20, 4, 1), 18
     order = ORDERS["id_pair+dealt"].make(OrderSetting(20, 4, WORKERS, 5))
     keys = jax.random.split(jax.random.key(0), WORKERS)
@@ -96,7 +96,7 @@ def test_a_price_takes_the_slower_of_steps_and_loads():
 
 
 class Arms(collections.namedtuple("Arms", "arms speeds")):
-    """What a dry run needs of a study."""
+    """The part of a study that a dry run needs."""
 
 
 RECIPE = Recipe(
@@ -119,7 +119,7 @@ def rows_of(text):
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
-def test_a_dry_run_knows_every_arm():
+def test_a_dry_run_covers_every_arm():
     arms = {
         "rr": Arm("D-RR", "rr"),
         "cd_grab": Arm("CD-GraB", "cd_grab"),
@@ -159,8 +159,8 @@ def test_a_dry_run_has_a_row_per_speed():
 
 
 @pytest.mark.parametrize("sync,waiting", [("parallel", 0), ("qsr", 10 * 64)])
-def test_the_state_of_a_sketched_order_is_of_its_numbers(sync, waiting):
-    """Two orders of 20, three counters' worth at most, a sum; under local rounds pairs wait."""
+def test_the_state_of_a_sketched_order_has_the_size_of_its_numbers(sync, waiting):
+    """Two orders of 20, at most three counters, and a sum; under local rounds also pairs."""
     shapes = cost.shapes_of(task(400), RECIPE, ORDERS["cd_grab+sketch64"], SYNC_RULES[sync].rounds)
     found = shapes.bytes_of("orders")
     assert shapes.sizes == Sizes(4, 20, 2, 4) and shapes.sync_in_step == (sync == "parallel")
@@ -168,7 +168,7 @@ def test_the_state_of_a_sketched_order_is_of_its_numbers(sync, waiting):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_narrow_wire_sends_its_share_of_an_all_reduce(wire):
+def test_a_compressed_wire_sends_its_share_of_an_all_reduce(wire):
     sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
     sent = cost.traffic(ORDERS["rr"], SYNC_RULES[f"qsr+{wire}"], sizes, 10**6, sync_in_step=False)
     narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire])

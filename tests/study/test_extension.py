@@ -1,4 +1,4 @@
-"""A stranger's order, rule, echo policy and task: one new file and one row each. A study: one file.
+"""A new order, rule, echo policy or task is one file and one row. A study is one file.
 
 The tree is copied, the new files and rows are put into it, and the new study runs there. That a new
 scalar is in all records, tables and pictures after one edit is shown in test_studies.

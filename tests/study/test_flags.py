@@ -1,4 +1,4 @@
-"""The one dialect of flags: from a command line to a task, its recipe and a folder's settings."""
+"""Flags: from a command line to a task, its recipe, and a folder's settings."""
 
 import sys
 
@@ -24,7 +24,7 @@ def of_train():
     return values
 
 
-def test_every_field_of_a_recipe_is_a_flag_and_helped_with_all_others():
+def test_every_field_of_a_recipe_is_a_flag_with_help():
     values = of_train()
     for name in set(Recipe._fields) - {"evaluations"}:
         assert values[name].value is None and values[name].help.endswith("own if unset")
@@ -76,7 +76,7 @@ def test_the_first_examples_alone():
     assert few.optimum is None, "that of all examples is another"
 
 
-def test_settings_are_what_the_runs_of_a_folder_share():
+def test_settings_hold_what_the_runs_of_a_folder_share():
     values = parsed(echoing, "--task=digits_mlp", "--width=5", "--learning_rates=1", "--dry_run")
     shared = flags.settings(values, flags.setting_from_flags(values)[1])
     assert (shared["task"], shared["width"], shared["workers"]) == ("digits_mlp", 5, 4)

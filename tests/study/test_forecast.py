@@ -1,4 +1,4 @@
-"""The cost of plans before they run, and communication times out of measured totals."""
+"""The cost of plans before a run, and communication times from measured totals."""
 
 import math
 import pathlib
@@ -35,12 +35,12 @@ def test_forecast_by_hand():
         ("latency_seconds", -1), ("latency_seconds", math.inf),
     ],
 )  # fmt: skip
-def test_forecast_names_the_bad_value(name, value):
+def test_a_forecast_names_an_invalid_value(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         local_opt.forecast(local_opt.every_step(3), **COST | {name: value})
 
 
-def test_two_runs_give_the_papers_estimator():
+def test_two_runs_give_the_estimator_of_the_paper():
     """Appendix F: M = H / (H - 1) (T_para - T_H)."""
     h, parallel, local = 8, 26.7, 20.2
     found = local_opt.communication_time([1, 1 / h], [parallel, local])
@@ -71,7 +71,7 @@ def test_least_squares_recovers_known_parts():
         ([1, 0.5], [math.inf, 3], "positive and finite"),
     ],
 )  # fmt: skip
-def test_communication_time_says_what_is_wrong(volumes, times, message):
+def test_communication_time_refuses_invalid_arguments(volumes, times, message):
     with pytest.raises(ValueError, match=message):
         local_opt.communication_time(volumes, times)
 
@@ -98,7 +98,7 @@ def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
 
 
 def test_flags_replace_a_settings_values():
-    """Any setting can be planned; only a published one knows its seconds per step."""
+    """Any setting can be planned; only published ones have seconds per step."""
     with pytest.raises(app.UsageError, match="no published times: pass --step_seconds"):
         forecast.forecast_of("digits", parsed())
     values = parsed("--step_seconds=0.2", "--h_base=4", "--epochs=7", "--arms=parallel,qsr")
@@ -111,7 +111,7 @@ def test_flags_replace_a_settings_values():
     assert plans["QSR"].periods.min() == 4
 
 
-def test_corners_redraw_the_plan():
+def test_the_corners_of_a_plan_reproduce_it():
     plan = local_opt.qsr(
         optax.cosine_decay_schedule(0.1, 200), total_steps=200, alpha=0.1, h_base=2
     )
@@ -122,8 +122,8 @@ def test_corners_redraw_the_plan():
     assert len(steps) < plan.rounds
 
 
-def test_a_batch_is_measured_where_it_is_read(monkeypatch):
-    """Through tf.data, here a stand-in; without it by NumPy."""
+def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
+    """Through a stand-in for tf.data, or else NumPy."""
     task, read = TASKS["digits"](), []
 
     def batches(source, indices, *, batch_size):
@@ -152,6 +152,6 @@ def test_a_batch_is_measured_where_it_is_read(monkeypatch):
         (["--arms=qsr,often"], "--arms has .'often'"),
     ],
 )
-def test_command_says_what_is_wrong(given, message):
+def test_the_command_refuses_invalid_flags(given, message):
     with pytest.raises(app.UsageError, match=message):
         forecast.main(["forecast"], parsed(*given))

@@ -1,4 +1,4 @@
-"""Metrics of a test set equal NumPy."""
+"""Test metrics equal NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,7 @@ def test_perplexity_is_the_exponential_of_the_mean_nats_of_a_token():
 
 
 @pytest.mark.parametrize("horizon", [1, 2, 5])
-def test_smape_rolls_a_forecast_out_over_all_values(horizon):
+def test_smape_rolls_a_forecast_out(horizon):
     """Each forecast is the sum of the last two known values: Fibonacci."""
 
     def predict(params, x):
@@ -45,5 +45,5 @@ def test_smape_rolls_a_forecast_out_over_all_values(horizon):
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
-def test_every_metric_says_what_it_is():
+def test_every_metric_has_a_label():
     assert all(m.label and isinstance(m.lower, bool) for m in METRICS.values())

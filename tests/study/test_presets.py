@@ -1,4 +1,4 @@
-"""Presets: what their files say, what they would cost, and that the small ones run to the end."""
+"""Presets: their files, their cost, and that the tiny ones run."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ DATA_FOLDERS = {  # of tasks
 
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch):
-    """Where commands of presets are given: flagfiles name each other from there."""
+    """The folder of presets' commands, from which flagfiles name each other."""
     monkeypatch.chdir(ROOT)
 
 
@@ -62,7 +62,7 @@ def parsed(path, *more):
 
 @functools.cache
 def setting_of(path):
-    """The task of a preset, by its shapes, and its recipe."""
+    """The abstract task of a preset, and its recipe."""
     return flags.setting_from_flags(parsed(path))
 
 
@@ -81,7 +81,7 @@ def test_every_preset_has_a_tiny_variant_and_a_line_in_the_readme():
     "folder,heads",
     [(FOLDERS[0], ("Published", "Hardware", "Deviations")), (FOLDERS[1], ("Replaced",))],
 )
-def test_the_comments_say_the_commands_and_what_to_expect(folder, heads):
+def test_the_comments_have_commands_and_expected_results(folder, heads):
     for path in folder.glob("*.flags"):
         comment, body = (part.strip().split("\n") for part in path.read_text().split("\n\n"))
         assert all(line.startswith("#") for line in comment)
@@ -101,7 +101,7 @@ def test_the_comments_say_the_commands_and_what_to_expect(folder, heads):
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * any(net in n for net in SLOW)) for n in NAMES],
 )
-def test_a_preset_has_the_published_network_and_batch_and_its_tiny_variant_is_a_part(name):
+def test_a_preset_has_the_published_network_and_batch_and_a_smaller_tiny_variant(name):
     (task, recipe), (parameters, examples) = full(name), PUBLISHED[name]
     assert config.num_params(task.model) == parameters
     if examples:
@@ -136,7 +136,7 @@ def test_qsr_has_the_published_rounds(name, rounds, volume, last):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qsr")])
 def test_qsr_plans_of_other_batches_and_decays_are_near_the_published_ones(name):
-    """A quarter of the steps at four times the batch, and decays that reach the floor as well."""
+    """A quarter of the steps at four times the batch; all decays reach the floor."""
     (task, recipe), examples = full(name), PUBLISHED[name][1]
     sizes = config.sizes_of(task, recipe, deals="examples")
     assert sizes.loads_per_epoch == 1_281_167 // examples

@@ -1,4 +1,4 @@
-"""The one protocol of all studies against a fake trainer, and what a stopped run leaves."""
+"""The protocol of all studies with a fake trainer, and interrupted runs."""
 
 import signal
 import types
@@ -59,7 +59,7 @@ def near(rate):
     return lambda run: -abs(np.log(run.learning_rate / rate))
 
 
-def test_all_rates_run_once_and_two_finalists_with_all_seeds_and_it_goes_on():
+def test_all_rates_run_once_then_two_finalists_with_all_seeds_and_it_resumes():
     trained, found, written = searched(rate_of, seeds=3)
     assert found == written
     for arm in ARMS:
@@ -79,7 +79,7 @@ def test_all_rates_run_once_and_two_finalists_with_all_seeds_and_it_goes_on():
     assert len(every) == 2 * 3 * 4
 
 
-def test_a_rate_at_which_a_seed_diverges_makes_place_for_the_next():
+def test_a_diverging_rate_is_replaced_by_the_next_best():
     def later(run):
         return run.seed == 1 and run.learning_rate > 0.1
 
@@ -124,7 +124,7 @@ def test_a_grid_widens_while_the_best_rate_is_at_its_end(best, widen, most, trie
         assert sorted({r.learning_rate for r in trained if r.arm == arm}) == list(tried)
 
 
-def test_a_signal_stops_a_search_and_what_a_kill_leaves_is_sorted_out(tmp_path, monkeypatch):
+def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path, monkeypatch):
     stopping = trainer_of(lambda *_: signal.SIGTERM)
     assert search.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
     ended, cut = Run("a", None, 0.1, 0, "run"), Run("a", None, 0.1, 1, "run")
@@ -138,7 +138,7 @@ def test_a_signal_stops_a_search_and_what_a_kill_leaves_is_sorted_out(tmp_path, 
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [cut.name]
 
 
-def test_a_run_ends_where_both_halves_have_reached_the_target():
+def test_a_run_ends_once_both_halves_reach_the_target():
     criterion = Criterion("valid/accuracy", False, "target", 0.5)
     first = {"step": 1, "valid/accuracy": 0.6, "test/accuracy": 0.4}
     later = {"step": 2, "valid/accuracy": 0.4, "test/accuracy": 0.5}
@@ -148,7 +148,7 @@ def test_a_run_ends_where_both_halves_have_reached_the_target():
     assert not trainer.ends_at(Criterion())(later)
 
 
-def test_a_run_is_evaluated_where_the_recipe_says():
+def test_a_run_is_evaluated_as_the_recipe_says():
     recipe = TASKS["digits"](abstract=True).recipe
     sizes = types.SimpleNamespace(loads_per_epoch=4)
 

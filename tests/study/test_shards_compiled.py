@@ -1,4 +1,4 @@
-"""Workers that are several devices: what their programs send, keep on a device, and restore."""
+"""Workers of several devices: what their programs send, keep on a device, and restore."""
 
 import re
 
@@ -58,7 +58,7 @@ def abstract(tree, specs, mesh):
 
 
 def compiled(programs, mesh, hidden=HIDDEN):
-    """The step and the sync, out of shapes: no device need be there."""
+    """The step and the sync, compiled from shapes without devices."""
     workers = mesh.shape["worker"]
     params = abstract(copies(network(hidden), workers), SPECS, mesh)
     found = jax.eval_shape(programs.init, params, jax.eval_shape(lambda: keys_of(workers)))
@@ -74,8 +74,8 @@ def compiled(programs, mesh, hidden=HIDDEN):
     ("compiler", 2, None), ("compiler", 4, None), ("by hand", 2, None),
     pytest.param("compiler", 2, "v5e:2x4", marks=marks_of(LIBTPU)),
 ])  # fmt: skip
-def test_a_sync_sends_shards_and_a_hot_step_talks_inside_its_worker_alone(way, workers, chips):
-    """Nothing is gathered; over the workers go the shards, and k numbers of a pair."""
+def test_a_sync_sends_shards_and_a_step_communicates_only_within_its_worker(way, workers, chips):
+    """Nothing is gathered; workers exchange the shards, and k numbers per pair."""
     mesh, model = mesh_of(workers), 8 // workers
     if chips is None:
         programs = sketched(WAYS[way](workers), size=128)
@@ -112,7 +112,7 @@ def test_exact_orders_exchange_shards_between_the_same_places_of_workers():
 
 
 @pytest.mark.usefixtures("optimised")
-def test_a_planned_step_talks_to_other_workers_in_a_branch_alone():
+def test_a_planned_step_communicates_between_workers_only_in_a_branch():
     """Under vmap(spmd_axis_name=) the conditional would be a select, with a mean in every step."""
     plan = local_opt.constant(2, total_steps=8)
     opt = local_opt.local_steps(SGD, plan, axis_name="worker", specs=SPECS)
@@ -154,7 +154,7 @@ def test_a_device_of_four_keeps_a_quarter(kind):
 
 @pytest.mark.usefixtures("optimised")
 def test_sketches_gather_no_gradient():
-    """Out of the backward pass or, with specs, of gradients: the compiler only adds up."""
+    """From the backward pass or, with specs, from gradients: the compiler only adds up."""
     mesh = mesh_of(2)
     params = placed(copies(network(1024), 2), SPECS, mesh)
     data = placed(jax.tree.map(lambda x: x[:, :BATCH], data_of(2)), P(), mesh)
@@ -178,8 +178,8 @@ def test_sketches_gather_no_gradient():
 
 
 @pytest.mark.parametrize("workers,way", [(2, "compiler"), (4, "by hand")])
-def test_a_checkpoint_keeps_bits_and_places(way, workers, tmp_path):
-    """In the middle of a round and of a pair: what goes on from it is bitwise the run itself."""
+def test_a_checkpoint_keeps_values_and_sharding(way, workers, tmp_path):
+    """In the middle of a round and of a pair; the resumed run is bitwise the same."""
     programs, mesh = exact(WAYS[way](workers), units=3), mesh_of(workers)
     params = placed(copies(network(), workers), SPECS, mesh)
     data = placed(data_of(workers), P(), mesh)

@@ -1,4 +1,4 @@
-"""Every study from flags to its page, stopped in a run too; and one run of `train`."""
+"""Every study from flags to its page, also interrupted; and one run of `train`."""
 
 import json
 import os
@@ -37,7 +37,7 @@ STUDIES = {  # the study, its flags, its pictures
 
 
 def written(folder):
-    """The records of a folder, without what a clock says."""
+    """The records of a folder, without times."""
     lines = records.read(os.path.join(folder, "metrics.jsonl"))
     return sorted(
         json.dumps({k: v for k, v in r.items() if k != "seconds"}, sort_keys=True) for r in lines
@@ -45,7 +45,7 @@ def written(folder):
 
 
 def share_of_ones(model):
-    """A metric of a stranger: what it adds must be in every study by its one row."""
+    """A new metric, which its one row must add to every study."""
 
     def measure(params, statistics, batch):
         del statistics
@@ -61,9 +61,7 @@ def panels_of(picture):
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_is_written_and_goes_on_as_if_it_had_not_been_stopped(
-    name, tmp_path, monkeypatch, capsys
-):
+def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypatch, capsys):
     module, arguments, pictures = STUDIES[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     new = metrics.Metric("share of ones", False, share_of_ones, everywhere=True)
@@ -112,7 +110,7 @@ def test_a_study_is_written_and_goes_on_as_if_it_had_not_been_stopped(
     assert written(cut) == written(whole)
 
 
-def test_arms_and_speeds_that_are_not_there(tmp_path):
+def test_unknown_arms_and_speeds_are_refused(tmp_path):
     with pytest.raises(app.UsageError, match="--arms has 'qr'"):
         start(cd_grab, ["--arms=rr,qr"], tmp_path)
     with pytest.raises(app.UsageError, match="--speeds has .'0'"):
@@ -125,7 +123,7 @@ def test_arms_and_speeds_that_are_not_there(tmp_path):
         start(combined, ["--echo=measured"], tmp_path)
 
 
-def test_one_run_is_written_with_its_plans_and_its_model(tmp_path):
+def test_one_run_writes_its_plans_and_its_model(tmp_path):
     import orbax.checkpoint as ocp
 
     arguments = [*SHORT, "--echo=diffusion", "--p=cosine", "--echo_factor=2", "--sketch=16"]

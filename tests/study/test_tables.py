@@ -1,4 +1,4 @@
-"""The tables of decisions: their rows, the words that change them, and the plans they make."""
+"""The tables of decisions: their rows, the words that modify them, and their plans."""
 
 import optax
 import pytest
@@ -13,7 +13,7 @@ from local_opt import Rounds
 from tests.words import all_rows, further
 
 
-def test_every_word_is_of_one_table_alone():
+def test_every_word_belongs_to_one_table():
     words = [word for table in TABLES.values() for word in (*table, *further(table))]
     assert len(set(words)) == len(words)
 
@@ -56,7 +56,7 @@ def test_words_name_decisions(text, decisions, label):
         ("cd_grab+dealt+chunks", "cd_grab cannot be chunks .--deal, once.: choose one of id_pair"),
     ],
 )
-def test_words_that_say_nothing(text, message):
+def test_invalid_words_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         tables.decisions_of(text)
 
@@ -67,7 +67,7 @@ def own(total_steps=60, units=8, **fields):
     return config.config_of(recipe, config.Sizes(4, units, 2, 1), seed=0, speed=4)
 
 
-def test_every_row_makes_what_it_is_for():
+def test_every_row_builds_its_decision():
     setting = config.OrderSetting(num_units=8, units_per_step=2, workers=4, epochs=3)
     for name in all_rows(ORDERS):
         assert isinstance(ORDERS[name].make(setting), ordering.Ordering), name
@@ -93,7 +93,7 @@ def test_rules_of_other_powers_communicate_as_much_as_qsr():
     assert found["inverse"] == found["cubic"] == found["qsr"] < 2500 / 2
 
 
-def test_rules_that_know_the_order_end_rounds_with_its_epochs():
+def test_aligned_rules_end_rounds_with_epochs():
     given = own(60, 14, floor=1e-3, growth=1.0, h_base=4, warmup_steps=0)  # epochs of 7 loads
     halves = {*range(7, 120, 7), *range(4, 120, 7), 120}
     ends = SYNC_RULES["constant+half"].plan(given).ends.tolist()

@@ -1,4 +1,4 @@
-"""The programs of runs, compiled for CPUs, TPUs and GPUs: collectives, donation, what fits."""
+"""Programs of runs, compiled for CPUs, TPUs and GPUs: collectives, donation, memory."""
 
 import contextlib
 import functools
@@ -50,7 +50,7 @@ both = pytest.mark.parametrize("chip", ABSENT)
 
 
 def task(width=127, classes=8):
-    """D = 1,024 parameters, which four workers share in slices without any padding."""
+    """D = 1,024 parameters, which four workers share in slices without padding."""
     data = abstract_set(320, x=((width,), np.float32), y=((), np.int32))
     model = models.softmax_regression(num_features=width, num_classes=classes)
     return Task("shapes", model, data, data, RECIPE)
@@ -66,20 +66,20 @@ def programs_of(chip, order, sync, units_per_step=2):
 
 
 @pytest.mark.parametrize("name", ["v5e", "v9:2x2", "a100:8", "v5e:2x2x2x2", "4x4"])
-def test_a_name_of_no_slice_is_refused(name):
+def test_an_unknown_slice_is_refused(name):
     with pytest.raises(ValueError, match=rf"--topology is {name}: a slice is CHIP:SHAPE.* v5e:4x4"):
         slice_of(name, 4)
 
 
 @pytest.mark.parametrize("name,extra", [("v5e:2x2", "topology"), ("h100:4", "topology_gpu")])
-def test_without_its_compiler_the_error_says_what_to_install(name, extra, monkeypatch):
+def test_the_error_for_a_missing_compiler_says_what_to_install(name, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf'not installed: pip install -e "\.\[{extra}\]"'):
         slice_of(name, 4)
 
 
 @pytest.mark.parametrize("more", [(), ("--dry_run", "--nocompile")])
-def test_a_topology_is_of_dry_runs_alone(more):
+def test_a_topology_needs_a_dry_run(more):
     values = absl_flags.FlagValues()
     train.define_flags(values)
     values(["train", "--topology=v5e:2x2", "--task=digits", *more])
@@ -147,7 +147,7 @@ HELD = [  # order, rule, units per step, program: its collectives
 
 @pytest.mark.parametrize("chip", ["cpu", *ABSENT])
 @pytest.mark.parametrize("order,sync,units_per_step,program,collectives", HELD)
-def test_a_program_holds_what_the_plan_says(
+def test_a_program_contains_the_collectives_of_its_plan(
     chip, order, sync, units_per_step, program, collectives
 ):
     shapes = programs_of(chip, order, sync, units_per_step)
@@ -173,7 +173,7 @@ def test_a_program_holds_what_the_plan_says(
 
 
 @tpu
-def test_a_gather_that_is_spread_over_fusions_counts_once():
+def test_a_gather_spread_over_fusions_counts_once():
     """LeNet is large enough for libtpu to gather the mean gradient beside the inner products."""
     mesh, chip = slice_of("v5e:4x4", 16)
     model, recipe = models.lenet(), RECIPE._replace(workers=16, units_per_step=1)
@@ -190,7 +190,7 @@ def test_a_gather_that_is_spread_over_fusions_counts_once():
 
 
 @tpu
-def test_blocks_of_pairs_are_those_of_the_chip_that_is_traced_for():
+def test_blocks_of_pairs_are_those_of_the_target_chip():
     found = []
 
     def worker(x):
@@ -210,7 +210,7 @@ def printed(of_task, topology, **arms):
 
 
 @both
-def test_what_does_not_fit_says_how_much_is_missing(chip):
+def test_a_program_that_does_not_fit_reports_the_missing_memory(chip):
     width, classes = (2**21, 1024) if chip == "v5e" else (2**21, 2048)  # 9 or 17 GB of parameters
     text = printed(task(width, classes), FOUR[chip], run=Arm("CD-GraB", "cd_grab", "qsr"))
     start = r"fresh step, CD-GraB: does not fit. It needs [\d.]+ GB of [\d.]+ GB; [\d.]+ GB are mis"
@@ -218,7 +218,7 @@ def test_what_does_not_fit_says_how_much_is_missing(chip):
     assert "or another chip: " in text and "does not fit: " in text.split("\n\n")[1]
 
 
-def test_memory_is_compared_where_the_compiler_refuses_nothing():
+def test_memory_is_compared_if_the_compiler_accepts_any_size():
     lowered = programs_of("cpu", "cd_grab", "parallel").programs[FRESH]()
     found = compile_or_refuse(lowered, CPU).memory
     needed = found["arguments"] + found["outputs"] + found["temporaries"] - found["donated"]
@@ -229,7 +229,7 @@ def test_memory_is_compared_where_the_compiler_refuses_nothing():
 
 
 def cells(text):
-    """Tables of rows of cells; lines that are none are rows of one."""
+    """Tables as rows of cells; any other line is a row of one."""
     lines = [part.split("\n") for part in text.split("\n\n")]
     return [[[c.strip() for c in x.strip("|").split("|")] for x in part] for part in lines]
 
@@ -241,7 +241,7 @@ SHOWN = {
 
 
 @both
-def test_the_page_shows_what_its_command_prints(chip):
+def test_the_page_shows_the_output_of_its_command(chip):
     """But for what another compiler may find otherwise: bytes, operations, cycles, seconds.
 
     So it lists all programs of a run, their collectives, and whether they fit.

@@ -1,4 +1,4 @@
-"""Tasks without data: shapes alone, of the published sizes."""
+"""Abstract tasks: shapes of the published sizes, without data."""
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ def test_an_abstract_task_has_the_shapes_that_its_model_takes(name, model):
             assert jax.eval_shape(task.model.loss, params, few, key).shape == (2,)
 
 
-def test_abstract_tasks_are_of_the_published_size():
+def test_abstract_tasks_have_the_published_size():
     sizes = {name: TASKS[name](abstract=True).train["x"].shape for name in MODELS}
     assert sizes["hmda"] == (195285, 20) and sizes["sst2"] == (67349, 768)
     assert sizes["wikitext2"] == ((2088628 - 1) // 35, 35)

@@ -1,4 +1,4 @@
-"""Images: which models take them, and the sets as they are published."""
+"""Image tasks: their models, and the published sets."""
 
 import jax
 import numpy as np
@@ -78,7 +78,7 @@ def test_the_order_experiments_on_cifar_follow_the_published_setting():
         ("imagenet2012", {"model": "alexnet"}, "'alexnet'.*'resnet50'"),
     ],
 )
-def test_what_is_wrong_is_said(name, settings, word):
+def test_invalid_settings_are_refused(name, settings, word):
     with pytest.raises(ValueError, match=word):
         TASKS[name](**settings)
 
@@ -111,7 +111,7 @@ def test_sets_of_images_as_tensorflow_datasets_prepared_them():
 
 @pytest.fixture
 def any_model(monkeypatch):
-    """The networks are not built: that takes seconds, and only the images matter."""
+    """Replaces the networks, which take seconds to build; only the images matter here."""
     asked = {}
 
     def build(**settings):
@@ -123,7 +123,7 @@ def any_model(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cifar100", "imagenet2012"])
-def test_a_set_that_is_not_there_says_with_which_command_to_prepare_it(name, tmp_path, any_model):
+def test_the_error_for_a_missing_set_has_the_command_that_prepares_it(name, tmp_path, any_model):
     for folder in (None, str(tmp_path)):
         with pytest.raises(ValueError, match=f"experiments.prepare --name={name} ") as error:
             TASKS[name](folder)

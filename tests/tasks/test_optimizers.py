@@ -1,4 +1,4 @@
-"""Optimizers and learning rates by name equal what optax makes of the same words."""
+"""Optimizers and schedules by name equal those of optax."""
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,14 @@ def schedule(name, **fields):
         ("step", lambda t: 0.5 ** (t // 15)),
     ],
 )
-def test_shapes_without_a_warmup(name, expected):
+def test_schedules_without_a_warmup(name, expected):
     rate = schedule(name)
     for t in range(STEPS):
         assert float(rate(t)) == pytest.approx(expected(t), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULES)
-def test_a_warmup_is_linear_and_belongs_to_the_run(name):
+def test_a_warmup_is_linear_and_part_of_the_run(name):
     rate = schedule(name, warmup_steps=8)
     np.testing.assert_allclose([float(rate(t)) for t in range(9)], np.arange(9) / 8, rtol=1e-6)
     falls = [t for t in range(9, STEPS) if float(rate(t)) < 0.9 * float(rate(t - 1))]
@@ -42,7 +42,7 @@ def test_a_warmup_is_linear_and_belongs_to_the_run(name):
         assert falls == [15, 30]
 
 
-def test_the_cosine_with_a_warmup_is_optax_s():
+def test_the_cosine_with_a_warmup_equals_optax():
     rate = schedule("cosine", warmup_steps=8, floor=1e-3)
     theirs = optax.warmup_cosine_decay_schedule(0.0, 1.0, 8, STEPS, 1e-3)
     assert [float(rate(t)) for t in range(STEPS)] == [float(theirs(t)) for t in range(STEPS)]
@@ -58,7 +58,7 @@ def test_the_cosine_with_a_warmup_is_optax_s():
         ("adamw", 0.0, 0.9, optax.adam(0.2)),
     ],
 )
-def test_optimizers_are_optax_s(name, decay, momentum, theirs):
+def test_optimizers_equal_optax(name, decay, momentum, theirs):
     recipe = Recipe(1, 1, 1, (0.2,), optimizer=name, momentum=momentum, weight_decay=decay)
     ours, theirs = optimizers.inner(recipe), optax.with_extra_args_support(theirs)
     params = {"w": jnp.array([1.0, -2.0])}

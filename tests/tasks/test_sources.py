@@ -1,4 +1,4 @@
-"""Prepared sets that are read by index, and crops of images that can be read again."""
+"""Prepared sets that are read by index, and reproducible crops of images."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ SIDES = [(40, 60), (60, 40), (33, 33), (90, 31)]
 
 
 class Rows(list):
-    """Examples in memory that are read as those of a prepared set are."""
+    """Examples in memory, with the interface of a prepared set."""
 
     def __getitems__(self, indices):
         assert isinstance(indices, list)
@@ -19,7 +19,7 @@ class Rows(list):
 
 
 def picture(i):
-    """A smooth image that loses little as JPEG, of a size that depends on i."""
+    """A smooth image, which loses little as JPEG, with a size that depends on i."""
     height, width = SIDES[i % len(SIDES)]
     y, x = np.mgrid[:height, :width]
     planes = [np.sin(0.05 * x + i), np.cos(0.07 * y - i), np.sin(0.04 * (x + y))]
@@ -27,7 +27,7 @@ def picture(i):
 
 
 def prepare(folder, name, version, splits):
-    """A set of the features of a published one, prepared in the format that is read."""
+    """A prepared set with the features of a published one."""
     tfds = pytest.importorskip("tensorflow_datasets")
     builder = tfds.dataset_builders.AdhocBuilder(
         name=name,
@@ -75,7 +75,7 @@ def cifar100_folder(tmp_path_factory):
 
 @pytest.fixture
 def no_network(monkeypatch):
-    """The networks are not built: that takes seconds, and only the images matter."""
+    """Replaces the networks, which take seconds to build; only the images matter here."""
     for name, choice in imagenet.CHOICES.items():
         unbuilt = choice._replace(build=lambda **settings: None)
         monkeypatch.setitem(imagenet.CHOICES, name, unbuilt)
@@ -98,7 +98,7 @@ def test_cifar100_has_its_fine_labels_and_its_own_normalisation(cifar100_folder)
     assert not np.allclose(images.CIFAR100.mean, images.CIFAR10.mean, atol=1e-3)
 
 
-def test_imagenet_is_read_by_index_in_the_order_that_was_asked_for(imagenet_folder, no_network):
+def test_imagenet_is_read_by_index_in_the_requested_order(imagenet_folder, no_network):
     task = TASKS["imagenet2012"](imagenet_folder, size=32)
     assert (len(task.train), len(task.test)) == (12, 3)
     for i in (0, 3, 11):
@@ -126,7 +126,7 @@ def in_memory(n=6, **settings):
     return ImageSource(Rows({"image": picture(i), "label": i} for i in range(n)), 16, **settings)
 
 
-def test_a_crop_depends_on_seed_epoch_and_index_alone():
+def test_a_crop_depends_only_on_seed_epoch_and_index():
     source = in_memory(training=True, seed=1)
     there, back = source.__getitems__(range(6)), source.__getitems__(np.arange(6)[::-1])
     for i in range(6):
@@ -139,7 +139,7 @@ def test_a_crop_depends_on_seed_epoch_and_index_alone():
             assert not np.array_equal(one["x"], other["x"])
 
 
-def test_more_images_than_are_decoded_at_once_are_read_in_order(monkeypatch):
+def test_several_chunks_of_images_are_read_in_order(monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 4)
     labels = [int(row["y"]) for row in in_memory(10).__getitems__([9, 0, 8, 1, 7, 2, 6, 3, 5])]
     assert labels == [9, 0, 8, 1, 7, 2, 6, 3, 5]
@@ -157,7 +157,7 @@ def triangles(length, number):
 @pytest.mark.parametrize(
     "sides,size", [(SIDES[0], 16), (SIDES[1], 25), (SIDES[2], 16), ((170, 130), 25), ((20, 90), 16)]
 )
-def test_the_central_crop_is_that_of_the_whole_resized_image(sides, size):
+def test_the_central_crop_equals_that_of_the_resized_image(sides, size):
     noise = np.random.default_rng(0).integers(0, 256, (*sides, 3), dtype=np.uint8)
     height, width = (round(side * round(size * 256 / 224) / min(sides)) for side in sides)
     rows, columns = triangles(sides[0], height), triangles(sides[1], width)
@@ -169,7 +169,7 @@ def test_the_central_crop_is_that_of_the_whole_resized_image(sides, size):
     np.testing.assert_allclose(pixels, crop, atol=1.02 / 255)  # rounded by rows and by columns
 
 
-def test_drawn_crops_keep_to_their_areas_and_aspects():
+def test_random_crops_stay_within_their_areas_and_aspects():
     draws = np.random.default_rng(0)
     boxes = np.array([sources.random_box(draws, 400, 500) for _ in range(2000)])
     left, top, right, bottom = boxes.T
@@ -202,7 +202,7 @@ def test_half_of_the_training_crops_are_mirrored():
     assert central[4, 0, 0] < central[4, -1, 0]
 
 
-def test_a_source_says_what_is_wrong():
+def test_a_source_refuses_invalid_arguments():
     for settings in ({"size": 0}, {"seed": -1}, {"epoch": -1}):
         with pytest.raises(ValueError, match=f"{[*settings][0]} "):
             ImageSource(Rows(), **settings)

@@ -1,4 +1,4 @@
-"""Numbers in tables, from small files, prepared sets, and data beside the checkout."""
+"""Tabular tasks, from small files, prepared sets, and data beside the checkout."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ COLUMNS = 23
 
 @pytest.fixture
 def series(tmp_path):
-    """Two series of 28 and 30 weeks: the shorter one's row is filled up with empty fields."""
+    """Two series of 28 and 30 weeks: the row of the shorter one is padded with empty fields."""
     past = [np.arange(1, 29) * 0.5, np.arange(30) - 7.0]
     future = [np.arange(13) + 15.0, np.arange(13) * -1.0]
     for part, rows, quote in (("train", past, ""), ("test", future, '"')):
@@ -29,7 +29,7 @@ def series(tmp_path):
     return str(tmp_path), past, future
 
 
-def test_windows_of_series_are_all_of_them_divided_by_their_inputs_mean_size(series):
+def test_all_windows_of_series_are_scaled_by_their_inputs(series):
     folder, past, future = series
     task = TASKS["m4_weekly"](folder)
     expected = [s[k : k + 26] for s in past for k in range(len(s) - 25)]
@@ -63,7 +63,7 @@ def test_damaged_series_are_refused(series, old, new, word):
         TASKS["m4_weekly"](series[0])
 
 
-def test_the_weekly_series_of_m4_also_prepared(tmp_path):
+def test_the_prepared_weekly_series_of_m4_equal_the_files(tmp_path):
     raw = need("m4")
     past, future = tabular.read_m4(raw)
     assert (len(past), min(map(len, past)), max(map(len, past))) == (359, 80, 2597)
@@ -77,7 +77,7 @@ def test_the_weekly_series_of_m4_also_prepared(tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_damaged_file_is_not_prepared(series, tmp_path):
+def test_damaged_files_cannot_be_prepared(series, tmp_path):
     tfds = pytest.importorskip("tensorflow_datasets")
     error = tfds.core.download.download_manager.NonMatchingChecksumError
     with pytest.raises(error, match="Weekly-t"):
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_not_prepared(series, tmp_path):
 
 @pytest.fixture
 def applications(tmp_path):
-    """Ten applications of Wyoming, whose files have no checksum: one column is letters."""
+    """Ten applications of Wyoming, whose files have no checksum; one column has letters."""
     generator = np.random.default_rng(0)
     features = generator.normal(size=(10, COLUMNS)).round(6).astype(str).tolist()
     features[2][4] = ""
@@ -100,7 +100,7 @@ def applications(tmp_path):
     return str(tmp_path)
 
 
-def test_applications_are_standardised_and_missing_ones_are_at_the_mean(applications):
+def test_applications_are_standardised_and_missing_entries_set_to_the_mean(applications):
     columns, actions = tabular.read_hmda(applications, "WY")
     assert columns.shape == (10, COLUMNS) and np.argwhere(np.isnan(columns)).tolist() == [[2, 4]]
     task = tabular.hmda(applications, state="WY")

@@ -1,4 +1,4 @@
-"""Texts, from small files, prepared sets, and data beside the checkout."""
+"""Text tasks, from small files, prepared sets, and data beside the checkout."""
 
 import types
 
@@ -26,7 +26,7 @@ def characters(tmp_path):
     return str(tmp_path)
 
 
-def test_windows_of_characters_and_the_next_ones(characters):
+def test_targets_are_the_next_characters_of_a_window(characters):
     task = TASKS["tinyshakespeare"](characters, length=4)
     letters = np.array(sorted(set("to be\nor not")))
     assert "".join(letters[task.train["x"][:3].ravel()]) == "to be\nor not"
@@ -34,7 +34,7 @@ def test_windows_of_characters_and_the_next_ones(characters):
     assert task.train["x"].shape == (26, 4) and task.test["x"].shape == (2, 4)
 
 
-def test_sequences_are_evaluated_by_the_mean_of_their_tokens(characters, monkeypatch):
+def test_sequences_are_evaluated_by_their_mean_over_tokens(characters, monkeypatch):
     test = TASKS["tinyshakespeare"](characters, length=4).train
     table = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
     bigrams = models.Model(None, None, lambda table, x: table[x])
@@ -49,7 +49,7 @@ def test_sequences_are_evaluated_by_the_mean_of_their_tokens(characters, monkeyp
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_tinyshakespeare_says_what_is_wrong(characters, tmp_path):
+def test_tinyshakespeare_refuses_invalid_settings(characters, tmp_path):
     wrong = {"'gpt2'": {"model": "vit"}, "length is 0": {"length": 0}, "has 12": {"length": 12}}
     for word, settings in wrong.items():
         with pytest.raises(ValueError, match=word):
@@ -104,7 +104,7 @@ def test_the_small_task_trains_on_the_test_text_and_files_of_the_archive_are_rea
     assert_same(TASKS["wikitext2"](str(words), length=2).train, plain)
 
 
-def test_saved_tokens_are_taken_instead_of_a_text(words):
+def test_saved_tokens_replace_a_text(words):
     np.save(words / "train.npy", np.arange(9))
     np.save(words / "test.npy", np.array([11, 3, 5, 0, 7]))
     task = TASKS["wikitext103"](str(words), "gpt2", length=4)
@@ -125,12 +125,12 @@ def test_saved_tokens_are_taken_instead_of_a_text(words):
         ({"max_words": 1}, "max_words is 1"),
     ],
 )
-def test_wikitext_says_what_is_wrong(settings, word, words):
+def test_wikitext_refuses_invalid_settings(settings, word, words):
     with pytest.raises(ValueError, match=word):
         wikitext.load(str(words), **settings)
 
 
-def test_a_missing_training_text_says_where_it_is_and_what_else_there_is(words):
+def test_the_error_for_a_missing_training_text_names_its_source_and_an_alternative(words):
     (words / "train.txt").unlink()
     for folder in (None, str(words)):
         for word in (wikitext.SOURCES["wikitext2"], "--task=wikitext2_small", "--manual_dir"):
@@ -147,13 +147,13 @@ def test_wikitext2_has_the_published_number_of_tokens():
     assert numbers == [217646, 245569]
 
 
-def test_articles_begin_with_their_title_and_lose_no_line():
+def test_articles_start_with_their_title_and_keep_every_line():
     lines = [" \n", " = A B = \n", " x = 1 \n", " = = C = = \n", " = = \n", " = D = \n", "y"]
     found = list(wikitext.articles(lines))
     assert found == ["".join(lines[:5]), "".join(lines[5:])]
 
 
-def test_features_of_sentences_are_normalised_and_do_not_look_at_the_test_set(tmp_path):
+def test_features_of_sentences_are_normalised_and_independent_of_the_test_set(tmp_path):
     generator = np.random.default_rng(0)
     sentences = [" ".join(generator.choice(list("abcdefgh"), 6)) for _ in range(40)]
     rows = "".join(f"{s} \t{k % 2}\n" for k, s in enumerate(sentences))
@@ -169,7 +169,7 @@ def test_features_of_sentences_are_normalised_and_do_not_look_at_the_test_set(tm
         TASKS["sst2"](str(tmp_path), num_features=1000)
 
 
-def test_embeddings_are_taken_where_they_lie(tmp_path):
+def test_embeddings_in_the_folder_are_used(tmp_path):
     arrays = {"x_train": np.ones((3, 7)), "y_train": [0, 1, 1], "x_test": np.zeros((2, 7))}
     np.savez(tmp_path / "embeddings.npz", **arrays)
     with pytest.raises(ValueError, match="y_test"):
@@ -183,7 +183,7 @@ def test_embeddings_are_taken_where_they_lie(tmp_path):
         TASKS["sst2"](str(tmp_path))
 
 
-def test_sst2_says_what_is_wrong(tmp_path):
+def test_sst2_refuses_invalid_settings(tmp_path):
     for folder in (None, str(tmp_path)):
         with pytest.raises(ValueError, match=text.SST2):
             TASKS["sst2"](folder)
@@ -193,7 +193,7 @@ def test_sst2_says_what_is_wrong(tmp_path):
 
 
 @pytest.mark.slow
-def test_features_of_sst2_tell_good_reviews_from_bad_ones():
+def test_features_of_sst2_separate_good_reviews_from_bad_ones():
     task = TASKS["sst2"](need("sst2"))
     assert task.train["x"].shape == (67349, 256) and task.test["x"].shape == (872, 256)
     centres = [task.train["x"][task.train["y"] == y].mean(axis=0) for y in (0, 1)]
@@ -248,7 +248,7 @@ def test_without_files_the_archive_is_downloaded_and_unpacked(tmp_path):
 
 
 @pytest.mark.parametrize("name", builders.NAMES)
-def test_checksums_are_of_the_addresses_that_the_builder_reads(name):
+def test_checksums_belong_to_the_addresses_that_the_builder_reads(name):
     tfds = pytest.importorskip("tensorflow_datasets")
     builders.register(name)
     infos = tfds.builder_cls(name).url_infos

@@ -1,4 +1,4 @@
-"""Benchmarks count what they ran, pair the turns, and leave out what is not there."""
+"""Benchmarks count what they ran, pair the turns, and skip missing packages."""
 
 import importlib.util
 import pathlib
@@ -31,8 +31,8 @@ def beside(name):
     return module
 
 
-def test_every_timed_epoch_is_a_whole_one_and_ratios_are_of_the_same_turn(monkeypatch):
-    """Turns that are slow for all orders move no ratio: the medians' ratio would be 2 / 1."""
+def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
+    """Turns that are slow for all orders change no ratio. The ratio of medians would be 2 / 1."""
     whole, in_turns, seen = loop.run, timing.in_turns, []
     seconds = {"rr": [1, 4, 1], "so": [2, 2, 1], "cd_grab": [1.5, 6, 2]}
 
@@ -72,7 +72,7 @@ def test_a_step_of_balancing_and_of_the_loop_have_a_row_per_arm(monkeypatch):
     assert [(r["order"], r["rule"]) for r in rows] == [("D-RR", "parallel"), ("CD-GraB", "QSR")]
 
 
-def test_the_kernel_signs_as_the_loops_of_others():
+def test_the_kernel_and_the_host_loops_choose_the_same_signs():
     rng, loops = np.random.default_rng(0), beside("host_loops")
     gradients = rng.normal(size=(8, 5)).astype(np.float32)
     total, signs = loops.kernel(gradients, np.zeros(5, np.float32))
@@ -82,7 +82,7 @@ def test_the_kernel_signs_as_the_loops_of_others():
     assert ways[:4] == ["read once", "syncopate", "sketches", "host loop, NumPy"]
 
 
-def test_local_steps_stand_against_the_plain_step(monkeypatch):
+def test_local_steps_are_compared_with_the_plain_step(monkeypatch):
     small = {"mlp": (lambda: models.mlp(num_features=6, hidden=(4,), num_classes=10), (6,), 8, 2)}
     monkeypatch.setattr(bench, "MODELS", small)
     rows = list(bench.local_rows(6))
@@ -97,7 +97,7 @@ def test_echo_runs_every_policy():
     assert rows[0]["loads_per_step"] == 0.5 and rows[0]["simulated"] == 1
 
 
-def test_command_prints_a_table_and_says_what_is_wrong(monkeypatch, capsys):
+def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsys):
     with pytest.raises(app.UsageError, match="pass --data_root=DIR"):
         run("--part=epochs")
     with pytest.raises(app.UsageError, match="--rows has .'bert'"):

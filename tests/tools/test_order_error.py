@@ -1,4 +1,4 @@
-"""The family's two errors are those of local SGD on it, and what its formulas say."""
+"""The two errors of the family equal those of local SGD, and follow its formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def every(period, setting=SMALL):
 
 
 class Gradients:
-    """Of the family's losses themselves, not of their expansion."""
+    """Gradients of the family's exact losses, not of their expansion."""
 
     workers = W
 
@@ -41,8 +41,8 @@ CORRECTIONS = {"none": NEVER, "control": Drift(gain=1.0), "proximal": Drift(pull
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_the_expansion_is_local_sgd_to_first_order(name):
-    """Halve what is expanded in, and what is left of the difference is a quarter."""
+def test_the_expansion_equals_local_sgd_to_first_order(name):
+    """Halving the expansion's parameter leaves a quarter of the difference."""
     left, periods, drift = [], [4] * 36, CORRECTIONS[name]
     for small in (0.02, 0.01):
         setting = SMALL._replace(spread=small, cubic=small)
@@ -82,7 +82,7 @@ def test_formulas_are_the_means_of_runs():
     assert values[0] < expected[-1][0] <= values[1]
 
 
-def test_every_order_takes_every_unit_once_and_balanced_ones_are_the_papers():
+def test_every_order_visits_each_unit_once_and_balanced_ones_follow_the_papers():
     vectors = order_losses.draw(SMALL).noise
     own, start = vectors.reshape(W, M, 3), np.arange(W)[:, None] * M
     for name in order_losses.ORDERS:
@@ -99,7 +99,7 @@ def test_every_order_takes_every_unit_once_and_balanced_ones_are_the_papers():
                 np.testing.assert_array_equal(then, reference.pair_balance_epoch(o, g))
 
 
-def test_the_sign_is_that_of_whole_tensors():
+def test_the_sign_equals_that_of_full_tensors():
     model = models.softmax_regression(num_features=2, num_classes=2, l2=0.1)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(12, 2)).astype(np.float32)

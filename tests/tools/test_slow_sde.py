@@ -1,4 +1,4 @@
-"""The slow drift's theory equals what is known in closed form, and runs end where it says."""
+"""The theory of the slow drift equals closed forms, and runs end where it predicts."""
 
 import math
 
@@ -36,8 +36,8 @@ def test_the_limit_in_the_valley_equals_a_fine_integration(workers, beta):
 
 
 @pytest.mark.parametrize("period", [1, 4, 30])
-def test_moments_at_a_rate_equal_those_of_the_steps(period):
-    """Of the mean of K workers and of one's distance from it, step by step until they settle."""
+def test_moments_at_a_rate_equal_those_of_simulated_steps(period):
+    """Moments of the mean of K workers and of a distance from it, stepped until they settle."""
     rate, workers, curvatures = 0.1, 4, np.array([0.5, 3.0])
     kept = 1 - rate * (curvatures[:, None] + 0 * curvatures)
     kept = kept * kept.T
@@ -81,8 +81,8 @@ def gradient_in_numpy(name, params, noises):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_steps_equal_ones_written_out_in_numpy_and_runs_end_where_theory_says(name, optimised):
-    """Within 3 % of the theory of a coarse rate and the half of an interval, of 64 repetitions."""
+def test_steps_equal_numpy_and_runs_end_where_theory_predicts(name, optimised):
+    """Within 3 % of the theory at a large rate plus half an interval, over 64 repetitions."""
     problem, rng = PROBLEMS[name], np.random.default_rng(0)
     params = rng.normal(size=(len(problem.start), 3, 5, 4))
     noises, syncs = rng.normal(size=(problem.num_noises, 5, 4)), np.array([True, False, True])

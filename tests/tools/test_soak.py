@@ -1,4 +1,4 @@
-"""What grows while runs follow each other in one process: no thread, no open file, no list."""
+"""Consecutive runs in one process leak no threads, open files or lists."""
 
 import gc
 import os
@@ -16,21 +16,21 @@ pytestmark = pytest.mark.slow
 
 
 def lists_after_saves(folder, every):
-    """How many lists Python knows of: TensorStore keeps one of every metric it was asked for."""
+    """The number of lists: TensorStore keeps one per metric that it was asked for."""
     trained(built(), plans_of(), saving=run.Saving(str(folder), every=every))
     gc.collect()
     return sum(type(found) is list for found in gc.get_objects())
 
 
-def test_saves_leave_nothing_behind(tmp_path):
+def test_saves_leak_nothing(tmp_path):
     lists_after_saves(tmp_path / "first", 2)
     few = lists_after_saves(tmp_path / "few", 30)
     many = lists_after_saves(tmp_path / "many", 2)
     assert many - few < 28, "a list each of 28 more saves would be a leak"
 
 
-def test_threads_and_files_come_back_from_runs_that_are_stopped_and_go_on(tmp_path):
-    """SIGTERM while it trains, from a checkpoint on, and again: as after the first run."""
+def test_stopped_and_resumed_runs_leak_no_threads_or_files(tmp_path):
+    """Two runs are stopped by SIGTERM and resumed, and leave as much as the first one."""
     held = []
     for attempt in range(6):
         values = absl_flags.FlagValues()
