@@ -1,6 +1,6 @@
-"""Which unit comes next: orders as small pure functions for JAX.
+"""Example orders for JAX: which unit of the data a training loop visits next.
 
-`ordering.echo` says when a batch is used again, and `ordering.input` reads batches ahead.
+`ordering.echo` repeats batches when loading is slow, and `ordering.input` reads batches ahead.
 """
 
 from ordering import echo, input
@@ -13,13 +13,7 @@ from ordering.gradients import grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
 from ordering.rows import Rows
-from ordering.shuffles import (
-    block_reshuffling,
-    flip_flop,
-    random_reshuffling,
-    shuffle_once,
-    unzip,
-)
+from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
 from ordering.sketch import sketch, sketch_rows, sketch_size
 

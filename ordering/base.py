@@ -101,16 +101,15 @@ def fill_middle(next_order, current, left, placed) -> Int[Array, "M"]:
     return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
 
 
-def align_pairs(pending, units, waiting, num_pairs: int) -> Array:
+def align_pairs(pending, units, *, waiting, num_pairs: int) -> Array:
     """The 2 P vectors to pair up: `pending`, if one is `waiting`, followed by `units`."""
+    units = units.astype(pending.dtype)
     around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
     return jax.lax.dynamic_slice_in_dim(around, 1 - waiting, 2 * num_pairs)
 
 
-def place_pairs(
-    state, pair: Int[Array, "P"], valid: Bool[Array, "P"], plus: Bool[Array, "P"]
-) -> Int[Array, "M"]:
-    """The next order with the `valid` pairs placed at both ends, as their signs say."""
+def place_pairs(state: State, pair: Array, valid: Array, plus: Array) -> Int[Array, "M"]:
+    """The next order with the `valid` pairs, int32[P], placed at both ends, as their signs say."""
     num_units = state.current.shape[0]
     first, second = state.current[2 * pair], state.current[2 * pair + 1]
     front = jnp.where(valid, pair, num_units)  # out of range: dropped
@@ -119,7 +118,7 @@ def place_pairs(
     return filled.at[back].set(jnp.where(plus, second, first), mode="drop")
 
 
-def signs_of(state, following: Int[Array, "M"]) -> Bool[Array, "P"]:
+def signs_of(state: State, following: Int[Array, "M"]) -> Bool[Array, "P"]:
     """Whether `place_pairs` gave each pair a plus; arbitrary for pairs that it did not place."""
     count = state.current.shape[0] // 2
     return following[:count] == state.current[: 2 * count : 2]
@@ -150,9 +149,7 @@ def check_key(key) -> None:
         )
 
 
-def check_rows(
-    rows: Rows, num_units: int, units_per_step: int, *, workers: int | None = None
-) -> int:
+def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1) -> int:
     """The number of this worker's units in `rows`; raises ValueError if no step can have so many.
 
     `workers` is W for orders that accept rows from `exchange_rows`, which hold those of all.
@@ -185,7 +182,7 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "rows.tree") -> None:
             )
 
 
-def check_stacked(rows: Rows, workers: int | None = None) -> None:
+def check_stacked(rows: Rows, workers: int = 1) -> None:
     """Raises ValueError unless the rows hold their gradients."""
     check_is_rows(rows, workers)
     if rows.tree is None:
@@ -195,7 +192,7 @@ def check_stacked(rows: Rows, workers: int | None = None) -> None:
         )
 
 
-def check_is_rows(rows: Any, workers: int | None = None) -> None:
+def check_is_rows(rows: Any, workers: int = 1) -> None:
     if not isinstance(rows, Rows):
         raise ValueError(
             f"got a {type(rows).__name__} where Rows are needed: wrap the gradients by "

@@ -177,11 +177,8 @@ def sharded(
         found = jax.sharding.get_abstract_mesh()
 
         def run(key):
-            local = jax.tree.map(
-                lambda x, spec: jnp.zeros(_shard(jnp.shape(x), spec, found)),
-                params,
-                mesh.like(specs, params),
-            )
+            zeros = lambda x, spec: jnp.zeros(_shard(jnp.shape(x), spec, found))  # noqa: E731
+            local = jax.tree.map(zeros, params, mesh.like(specs, params))
             return order.init(key, parts(local, specs, axes))
 
         return mesh.over_shards(axes, run, P(), where(params))(key)

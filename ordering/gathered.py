@@ -21,25 +21,21 @@ WINDOW = 16  # pairs per worker in one gather of those that waited
 
 
 class GatheredState(NamedTuple):
-    """State of one worker; position, signed, running_sum and rule are equal on all workers."""
+    """State of one worker; position, left, running_sum and rule are equal on all workers."""
 
     current: Int[Array, "M"]
     next: Int[Array, "M"]
     position: Int[Array, ""]  # units of the current order observed so far
-    signed: Int[Array, ""]  # pairs signed and placed
+    left: Int[Array, ""]  # pairs signed and placed
     running_sum: Float32[Array, "k"]
     pending: PyTree  # float32[k], the first half of a pair that two steps share; () where B is even
     waiting: PyTree  # [M // 2, k], the pairs of this epoch; () without gathers="sync"
     rule: PyTree  # state of the sign rule
 
-    @property
-    def left(self) -> Int[Array, ""]:
-        return self.signed
-
 
 def gathered_pairs(
     num_units: int, units_per_step: int, rule: signs.SignRule | None, axis_name: str,
-    specs: PyTree | None, when: str,
+    specs: PyTree, when: str,
 ) -> base.Ordering:  # fmt: skip
     """The order of `cd_grab(gathers=when)`."""
     base.check_units(num_units, units_per_step)
@@ -62,7 +58,7 @@ def gathered_pairs(
             current=current,
             next=jnp.copy(current),  # a donated state must not hold a buffer twice
             position=jnp.zeros((), jnp.int32),
-            signed=jnp.zeros((), jnp.int32),
+            left=jnp.zeros((), jnp.int32),
             running_sum=jnp.zeros(size),
             pending=jnp.zeros(size) if splits_pairs else (),
             waiting=jnp.zeros((pairs, size)) if waits else (),
@@ -84,10 +80,9 @@ def gathered_pairs(
             return state
         number = first + jnp.arange(found.shape[0])
         known = (number < pairs) & (2 * number + 1 < end)
-        if waits:  # out of range: dropped
-            at = jnp.where(known, number, pairs)
-            waiting = state.waiting.at[at].set(found, mode="drop")
-            return state._replace(waiting=waiting)
+        if waits:
+            at = jnp.where(known, number, pairs)  # out of range: dropped
+            return state._replace(waiting=state.waiting.at[at].set(found, mode="drop"))
         return place(state, found, first, known)
 
     def complete_pairs(state, units):
@@ -96,7 +91,8 @@ def gathered_pairs(
         if not splits_pairs:  # the odd unit of a short step has no partner and is not counted
             whole = size // 2 * 2
             return units[0:whole:2] - units[1:whole:2], state.position + whole, state.pending
-        both = base.align_pairs(state.pending, units, state.position % 2, (size + 1) // 2)
+        waiting, num_pairs = state.position % 2, (size + 1) // 2
+        both = base.align_pairs(state.pending, units, waiting=waiting, num_pairs=num_pairs)
         return both[::2] - both[1::2], state.position + size, units[-1]
 
     def place(state, own, first, known):
@@ -105,8 +101,8 @@ def gathered_pairs(
         workers = mesh.axis_size(axis_name)
         everyone = jax.lax.all_gather(own, axis_name)  # [W, n, k]
         stream = everyone.swapaxes(0, 1).reshape(count * workers, -1)
-        equal = equal_once((state.rule, state.running_sum, known), axis_name)
-        rule_state, running_sum, valid = equal
+        shared = (state.rule, state.running_sum, known)
+        rule_state, running_sum, valid = equal_once(shared, axis_name)
         rule_state, running_sum, sign, _ = balance_blocks(
             rule, rule_state, running_sum, stream, valid=jnp.repeat(valid, workers)
         )
@@ -114,7 +110,7 @@ def gathered_pairs(
         number = first + jnp.arange(count)
         return state._replace(
             next=base.place_pairs(state, number, known, sign > 0),
-            signed=state.signed + jnp.sum(known, dtype=jnp.int32),
+            left=state.left + jnp.sum(known, dtype=jnp.int32),
             running_sum=running_sum,
             rule=rule_state,
         )
@@ -128,19 +124,19 @@ def gathered_pairs(
 
         def window(state):
             # The last window may begin with pairs that are signed already.
-            first = jnp.minimum(state.signed, pairs - size)
+            first = jnp.minimum(state.left, pairs - size)
             number = first + jnp.arange(size)
-            known = (number >= state.signed) & (number < observed)
+            known = (number >= state.left) & (number < observed)
             own = jax.lax.dynamic_slice_in_dim(state.waiting, first, size)
             return place(state, own, first, known)
 
         state = mesh.varying(state)
-        return jax.lax.while_loop(lambda state: state.signed < observed, window, state)
+        return jax.lax.while_loop(lambda state: state.left < observed, window, state)
 
     def next_epoch(state):
         state = sync(state)
-        filled = base.fill_middle(state.next, state.current, state.signed, 2 * state.signed)
-        state = base.begin_epoch(state, filled, "position", "signed", "running_sum")
+        filled = base.fill_middle(state.next, state.current, state.left, 2 * state.left)
+        state = base.begin_epoch(state, filled, "position", "left", "running_sum")
         return state._replace(rule=rule.next_epoch(state.rule))
 
     return base.Ordering(init, observe, next_epoch, sync)

@@ -27,10 +27,7 @@ class GrabState(NamedTuple):
 
 
 def grab(
-    num_units: int,
-    *,
-    units_per_step: int = 1,
-    rule: signs.SignRule | None = None,
+    num_units: int, *, units_per_step: int = 1, rule: signs.SignRule | None = None
 ) -> Ordering:
     """GraB: balances g - m, where m is the mean gradient of the epoch before.
 

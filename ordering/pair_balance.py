@@ -1,5 +1,6 @@
 """PairBalance, for one worker or coordinated over all (CD-GraB): signs of pair differences."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from ordering.base import Ordering
 from ordering.exchange import check_alone, exchange, sharded, shared_key, slice_size
 from ordering.gathered import gathered_pairs
 from ordering.kernel import balance, balance_blocks
+from ordering.signs import SignRule
 from syncopate import mesh
 
 
@@ -34,11 +36,7 @@ class PairBalanceState(NamedTuple):
 
 
 def pair_balance(
-    num_units: int,
-    *,
-    units_per_step: int = 1,
-    rule: signs.SignRule | None = None,
-    specs: PyTree | None = None,
+    num_units: int, *, units_per_step: int = 1, rule: SignRule | None = None, specs: PyTree = None
 ) -> Ordering:
     """PairBalance for one worker: GraB on differences of gradients, which need no mean.
 
@@ -87,9 +85,9 @@ def cd_grab(
     *,
     units_per_step: int = 1,
     axis_name: str = "worker",
-    rule: signs.SignRule | None = None,
+    rule: SignRule | None = None,
     gathers: str | None = None,
-    specs: PyTree | None = None,
+    specs: PyTree = None,
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum for all workers.
 
@@ -176,9 +174,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
         if coordinated and specs is None:
             check_alone(axis_name, what="cd_grab observes")
         workers = mesh.axis_size(axis_name) if coordinated else 1
-        size = base.check_rows(
-            rows, num_units, units_per_step, workers=workers if coordinated else None
-        )
+        size = base.check_rows(rows, num_units, units_per_step, workers)
         num_pairs = (size + splits_pairs) // 2
         # With an even B the odd unit of a short step has no partner. It is not counted: two such
         # steps would count as a pair that was never placed.
@@ -193,7 +189,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
                 rule, state.rule, state.running_sum, rows_lib.differences(rows), valid=valid
             )
         else:
-            base.check_stacked(rows, rows.workers)
+            base.check_stacked(rows, workers)
             pending, vectors = complete_pairs(state, rows, num_pairs, workers)
             rule_state, running_sum, sign, _ = balance_blocks(
                 rule, state.rule, state.running_sum, vectors, derive=derive,
@@ -223,20 +219,15 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[0]), units)
             return pending, jax.tree.map(jnp.subtract, state.pending, pending)
         if splits_pairs:
-            waiting = state.position % 2
             pending = jax.tree.map(lambda g: rows_lib.as_float32(g[-1]), units)
-            units = jax.tree.map(
-                lambda p, g: base.align_pairs(p, rows_lib.as_float32(g), waiting, num_pairs),
-                state.pending,
-                units,
-            )
-        vectors = jax.tree.map(
-            lambda g: rows_lib.subtract_pairs(rows_lib.split_pairs(g, num_pairs)).reshape(
-                (num_pairs * workers, *g.shape[2:])
-            ),
-            units,
-        )
-        return pending, vectors
+            align = partial(base.align_pairs, waiting=state.position % 2, num_pairs=num_pairs)
+            units = jax.tree.map(align, state.pending, units)
+
+        def differences(g):
+            found = rows_lib.subtract_pairs(rows_lib.split_pairs(g, num_pairs))
+            return found.reshape((num_pairs * workers, *g.shape[2:]))
+
+        return pending, jax.tree.map(differences, units)
 
     def next_epoch(state):
         placed = 2 * state.left  # the unit that waits for a partner is not placed

@@ -60,10 +60,8 @@ def resize(
     return new, owned
 
 
-def dealt_to(
-    rows: Int[np.ndarray, "W M"], workers: int, units_per_step: int
-) -> Int[np.ndarray, "W2 M2"]:
-    """The orders of W' workers, from those of W; the units of each step stay in this step."""
+def dealt_to(rows: np.ndarray, workers: int, units_per_step: int) -> np.ndarray:
+    """The orders of W' workers, [W', M'], from those of W, [W, M]: each step keeps its units."""
     whole = rows.shape[1] // units_per_step * units_per_step
 
     def cut(x, steps):
@@ -106,7 +104,7 @@ def _(fresh, state, current, visited):
     position = np.full(len(current), current.shape[1] if visited else 0, np.int32)
     fresh = fresh._replace(current=current, next=following, position=position)
     if isinstance(fresh, GatheredState):
-        fresh = fresh._replace(signed=position // 2)
+        fresh = fresh._replace(left=position // 2)
     return fresh
 
 

@@ -162,10 +162,7 @@ def unzip(num_units: int) -> Ordering:
       >>> order.next_epoch(state).current.tolist() == [p[0], p[2], p[4], p[3], p[1]]
       True
     """
-    return shuffled(
-        num_units,
-        lambda key, epoch, current: jnp.concatenate([current[0::2], current[1::2][::-1]]),
-    )
+    return shuffled(num_units, lambda key, epoch, p: jnp.concatenate([p[0::2], p[1::2][::-1]]))
 
 
 def _permutation(key, epoch, size):
