@@ -167,8 +167,7 @@ def sign(model, train: dict, *, sample: int = 200, seed: int = 0) -> tuple[float
     """Angle between the two parts of the bias of local steps, at a convex model's optimum.
 
     Args:
-      model: a `models.Model`.
-      train: its examples, as arrays.
+      model: a `models.Model`; train: its examples, as arrays.
       sample: number of units over which the third derivative is averaged.
 
     Returns:

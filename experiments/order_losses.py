@@ -144,9 +144,8 @@ def paths(
     """Means (y, u) over the workers after every step of K epochs, from the minimum: [2, K n, D].
 
     Args:
-      orders: int[K, W, M].
+      orders: int[K, W, M]; rates: float[K n].
       syncs: bool[K n], whether workers synchronise after a step.
-      rates: float[K n].
     """
 
     def of_steps(units):

@@ -79,10 +79,7 @@ def exchanged(
 
     Args:
       store: key-value store of JAX's coordinator.
-      number: of this process.
-      count: number of processes.
-      what: name of the exchange.
-      facts: of this process.
+      number, facts: of this process; what: name of the exchange.
       seconds: timeout, after which a process without an answer is named.
     """
     store.key_value_set(f"{what}/{number}", json.dumps(dict(facts)))

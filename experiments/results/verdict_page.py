@@ -33,8 +33,7 @@ class Row(NamedTuple):
     """A claim, at all learning rates with the same result.
 
     Fields:
-      text: the claim with its settings.
-      claim: the claim at the first of these settings.
+      text: the claim with its settings; claim: the claim at the first of these.
       history: its verdicts, the latest last.
     """
 

@@ -16,9 +16,7 @@ class Recipe(NamedTuple):
     workers: Annotated[int, "number of workers, W"]
     units_per_step: Annotated[int, "units per worker and step, B"]
     unit_size: Annotated[int, "examples per unit; 1 orders single examples"]
-    learning_rates: Annotated[
-        tuple[float, ...], "peak rates; every arm is compared at its own best"
-    ]
+    learning_rates: Annotated[tuple[float, ...], "peak rates; each arm takes its own best"]
     epochs: Annotated[int | None, "epochs without echoing; or total_steps"] = None
     total_steps: Annotated[int | None, "number of steps, T; or epochs"] = None
     optimizer: Annotated[str, "optimizer of every worker"] = "momentum"
@@ -33,15 +31,11 @@ class Recipe(NamedTuple):
     growth: Annotated[float, "alpha / peak rate, of QSR"] = 2.0
     echo_factor: Annotated[int, "uses of a batch, e; a falling p ends at 1 / e"] = 4
     horizon: Annotated[int | None, "steps over which p falls; T if None"] = None
-    evaluations: Annotated[int | None, "number over the run; every epoch if None"] = None
-    evaluate_every: Annotated[int | None, "steps between evaluations, instead of their number"] = (
-        None
-    )
+    evaluations: Annotated[int | None, "evaluations over the run; every epoch if None"] = None
+    evaluate_every: Annotated[int | None, "steps between evaluations; or evaluations"] = None
     bound_every: Annotated[int, "epochs between herding bounds; 0 for none"] = 0
     metric: Annotated[str, "test metric of the target"] = "accuracy"
-    target: Annotated[
-        float | None, "value of the metric to reach, on both halves of the test set"
-    ] = None
+    target: Annotated[float | None, "metric to reach on both halves of the test set"] = None
     run: Annotated[str, "vmap or turns: workers share a device; mesh: one device each"] = "vmap"
 
 

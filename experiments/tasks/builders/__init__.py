@@ -47,8 +47,7 @@ def fetch(builder, dl_manager, address: str) -> os.PathLike:
     manual folder; this function also looks for the others.
 
     Args:
-      builder: the builder whose checksums.tsv is read.
-      dl_manager: the download manager that the builder was given.
+      builder: the builder, whose checksums.tsv is read; dl_manager: its download manager.
       address: of the file.
     """
     manual = manual_file(dl_manager, os.path.basename(address))
