@@ -1,10 +1,10 @@
 """Sketches of the gradients of single units, out of the ordinary backward pass.
 
 The loss is walked (trace.py). Every unit gets a sketch of zeros s[k] that it does not depend on.
-Where a parameter w meets data, y = x w, the backward pass hands s the cotangent
-P^T (x^T dy) Q = (x P)^T (dy Q), with fixed random signs P and Q: the gradient with respect to s is
-then the sum over all parameters of the Kronecker sketches of this unit's gradient, and the
-gradients themselves are never formed.
+Where a parameter w meets data, y = x w, the backward pass hands s the cotangents
+P_f^T (x^T dy) Q_f = (x P_f)^T (dy Q_f), with fixed random signed sums P_f and Q_f: the gradient
+with respect to s is then the sum over all parameters of the sketches of this unit's gradient, and
+the gradients themselves are never formed.
 """
 
 import functools
@@ -18,9 +18,18 @@ import jax.numpy as jnp
 from ordering import trace
 from ordering.gradients import loss_alone, per_example, signed_as
 from ordering.rows import Rows, as_float32, tree_size
-from ordering.sketch import SIZE, check_size, fold, hash_signs, sketch, sketch_rows
+from ordering.sketch import (
+    SIZE,
+    check_size,
+    fold,
+    grouped_sums,
+    hash_signs,
+    sketch,
+    sketch_rows,
+    table_of_sums,
+)
 from ordering.trace import Leaf, numbers_of
-from ordering.uses import Hooks, Use, product
+from ordering.uses import Hooks, Use
 from syncopate.mesh import varying
 
 
@@ -29,10 +38,17 @@ def sketched(
 ) -> Callable:
     """Every unit has a gradient of its own, and none is formed: a sketch of each, by one backward.
 
-    s_i = sum over parameters of P^T G_i Q / (p q)^(1/2), for the gradient G_i of unit i: as good as
-    `sketch_rows(per_example(loss)(...))`, without its memory, in about the time of a plain step.
-    Any loss of any library will do: its products, convolutions and look-ups are found by
-    themselves. Where a parameter is used in another way, its gradient is formed for every unit;
+    s_i = sum over parameters of [P_f^T G_i Q_f / m^(1/2)] for f = 1 .. m
+
+    G_i is the gradient of unit i, P_f and Q_f are sums of its rows and columns with random signs.
+    It takes about the time of a plain step, and little memory. E[s_i . s_j] = G_i . G_j, about as
+    accurate as `sketch_rows(per_example(loss)(...))`: at k = 1,024, squared norms on MLPs, LeNet
+    and a small GPT-2 are off by 5 to 6 % (root mean square) and inner products by 0.035 to 0.05
+    |G_i| |G_j|. It is less accurate for gradients of low rank of very large matrices, with up to
+    six times the variance, and for sums over many positions that nearly have rank one.
+
+    Any loss of any library will do: products, convolutions and look-ups are found in its program.
+    Where a parameter is used in another way, its gradient is formed for every unit;
     `sketched_parameters` lists these.
 
     Args:
@@ -62,6 +78,8 @@ def sketched(
     References:
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
+      Pham, Pagh, Fast and Scalable Polynomial Kernels via Explicit Feature Maps, 2013,
+      https://doi.org/10.1145/2487575.2487591
     """
     check_size(size)
     sketch_key = key
@@ -150,7 +168,7 @@ def _analyse(of_one, params, example, key, size):
 
 
 class Map(NamedTuple):
-    """The random signs of one parameter: left [rows, p] and right [cols, q] of a sketch."""
+    """The random signs of one parameter: of the entries of its rows and of its columns."""
 
     seed: jax.Array
     left: Any = None
@@ -165,13 +183,11 @@ def maps_of(plan, params, key, size) -> list[Map]:
 def _map_of(leaf: Leaf, seed) -> Map:
     if leaf.how != "sketched":
         return Map(seed)
-    (p, q), shape = leaf.sizes, leaf.shape
-    sides = ((leaf.rows, p, 1), (leaf.cols, q, 2))
     left, right = (
-        hash_signs(seed + jnp.uint32(n), jnp.arange(math.prod(shape[i] for i in side) * width))
-        .reshape(*(shape[i] for i in side), width)
-        for side, width, n in sides
-    )  # fmt: skip
+        hash_signs(seed + jnp.uint32(n), jnp.arange(math.prod(shape))).reshape(shape)
+        for n, side in ((1, leaf.rows), (2, leaf.cols))
+        for shape in [[leaf.shape[i] for i in side]]
+    )
     return Map(seed, left, right)
 
 
@@ -180,8 +196,8 @@ def _of_slice(of: Map, index) -> Map:
     seed = of.seed ^ (jnp.uint32(0x85EBCA6B) * index)
     if of.left is None:
         return Map(seed)
-    signs = hash_signs(seed, jnp.arange(math.prod(of.left.shape[:-1])))
-    return Map(seed, of.left * signs.reshape(*of.left.shape[:-1], 1), of.right)
+    signs = hash_signs(seed, jnp.arange(of.left.size)).reshape(of.left.shape)
+    return Map(seed, of.left * signs, of.right)
 
 
 # What a site adds to the backward pass. `data` are arrays, for rules of differentiation may not
@@ -215,28 +231,37 @@ def site_of(plan, maps, s, use: Use, w):
         of = _of_slice(of, use.param.index)
     if leaf.how == "formed":
         return _formed(use._replace(param=None, data=None), w, s, of.seed, use.data)
-    sides = (of.left, of.right) if numbers_of(use.rows) == leaf.rows else (of.right, of.left)
-    first, second = (
-        _in_order(side, dims) for side, dims in zip(sides, (use.rows, use.cols), strict=True)
-    )
-    swapped = sides[0] is of.right
-    rule = functools.partial(_kronecker, use.function, swapped, leaf.sizes, s.size)
-    return _tap(rule, use.function(w, *use.data), s, (first, second, *use.data))
+    rule = functools.partial(_of_product, use._replace(param=None, data=None), leaf, s.size)
+    return _tap(rule, use.function(w, *use.data), s, (of.left, of.right, *use.data))
 
 
-def _in_order(signs, dims):
-    """[K, p] with the leaf's dimensions as a use has them."""
-    numbers = [number for number, _ in dims]
-    order = [sorted(numbers).index(number) for number in numbers]
-    return signs.transpose((*order, len(order))).reshape(-1, signs.shape[-1])
+def _of_product(use: Use, leaf: Leaf, size, dy, left, right, *data):
+    """The sketch of x^T dy, float32[k], without this product."""
+    groups, p, q = leaf.sizes
+    swapped = numbers_of(use.rows) != leaf.rows
+    if swapped:
+        left, right, p, q = right, left, q, p
+    if use.kind == "product":
+        of_x = grouped_sums(_natural(data[0], use.rows), left, p, groups)
+    else:  # the function finds x by itself
+        table = _as_used(table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
+        of_x = as_float32(use.function(table, *data)).reshape(-1, p, groups)
+    of_dy = grouped_sums(_natural(dy, use.cols), right, q, groups)
+    found = jnp.einsum("tpm,tqm->qpm" if swapped else "tpm,tqm->pqm", of_x, of_dy)
+    return jnp.pad(found.reshape(-1) / math.sqrt(groups), (0, size - found.size))
 
 
-def _kronecker(function, swapped, sizes, size, dy, first, second, *data):
-    """(x P)^T (dy Q)."""
-    across = function(first.astype(dy.dtype), *data).astype(jnp.float32)
-    along = product(None, jnp.float32)(dy, second.astype(dy.dtype))
-    found = (along.T @ across if swapped else across.T @ along) / math.sqrt(math.prod(sizes))
-    return jnp.pad(found.reshape(-1), (0, size - found.size))
+def _natural(x, dims):
+    """[T, K] with its columns in the order of the parameter; `dims` are in the order of the use."""
+    order = [1 + dims.index(dim) for dim in sorted(dims)]
+    return x.reshape(-1, *(n for _, n in dims)).transpose(0, *order).reshape(len(x), -1)
+
+
+def _as_used(table, dims):
+    """[K, N] with its rows in the order of the use, of one in the order of the parameter."""
+    order = [sorted(dims).index(dim) for dim in dims]
+    table = table.reshape(*(n for _, n in sorted(dims)), -1)
+    return table.transpose(*order, len(order)).reshape(-1, table.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

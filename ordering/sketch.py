@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ordering import rows as rows_lib
@@ -223,6 +224,36 @@ def _signs_at(seed, shape, block):
         n = n + place * jnp.uint32(math.prod(shape[axis + 1 :]))
     block = jnp.asarray(block, jnp.uint32)
     return hash_signs(seed, jax.vmap(lambda b: n + b)(block) if block.ndim else n + block)
+
+
+def grouped_sums(x: jax.Array, signs: jax.Array, sums: int, groups: int) -> jax.Array:
+    """float32[T, p, m] of x [T, K]: in each of m groups, p sums of its entries with random signs.
+
+    The products of what a group has of x_t and of y_t, added up over t, sketch x^T y (TensorSketch,
+    with Hadamard's transform in place of Fourier's): entries are added up with signs in p m sums,
+    and x_ta y_tb goes to place (a xor b) in the transform over m.
+    """
+    x = rows_lib.as_float32(x) * signs.reshape(1, -1)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (sums * groups))))
+    x = jnp.sum(x.reshape(len(x), -1, sums, groups), 1)
+    if groups <= 32:
+        return x @ hadamard(groups) if groups > 1 else x
+    inner = 1 << (groups.bit_length() - 1) // 2  # two small products cost less than a large one
+    parted = x.reshape(*x.shape[:2], -1, inner)
+    both = hadamard(groups // inner), hadamard(inner)
+    return jnp.einsum("tpab,ac,bd->tpcd", parted, *both).reshape(x.shape)
+
+
+def table_of_sums(signs: jax.Array, sums: int, groups: int) -> jax.Array:
+    """[K, p m]: `grouped_sums` of the unit vectors."""
+    places = jnp.arange(signs.size) % (sums * groups)
+    return signs.reshape(-1, 1) * jnp.kron(jnp.eye(sums), hadamard(groups))[places]
+
+
+def hadamard(size: int) -> np.ndarray:
+    """[n, n], n a power of two: -1 where i and j have an odd number of binary ones in common."""
+    i = np.arange(size)
+    return 1 - 2 * (np.bitwise_count(i[:, None] & i) % 2).astype(np.float32)
 
 
 def hash_signs(seed: jax.Array, places) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.extend import core
 from ordering import uses
 from ordering.uses import Hooks, Param, bind, raw
 
+LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
 EXACT = 4  # gradients of up to EXACT k numbers are formed: that costs less than two products
 
 
@@ -158,8 +159,8 @@ class Leaf(NamedTuple):
       how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone), or
         "copied" (the parameter has a copy for each unit): the two cost memory for each unit.
       why: what made it so: kinds of uses, or the names of primitives.
-      stack: leading dimensions that a scan goes through; rows, cols: the others, of a sketch of
-        `sizes` (p, q).
+      stack: leading dimensions that a scan goes through; rows, cols: the others.
+      sizes: (m, p, q) of a sketch by m groups of products of p sums of rows and q sums of columns.
     """
 
     name: str
@@ -169,10 +170,10 @@ class Leaf(NamedTuple):
     stack: int = 0
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
-    sizes: tuple[int, int] = (0, 0)
+    sizes: tuple[int, int, int] = (0, 0, 0)
 
 
-def leaf_of(name, shape, seen, unknown, size) -> Leaf:
+def leaf_of(name, shape, seen, unknown, rank, size) -> Leaf:
     kinds = ", ".join(dict.fromkeys(use.kind for use in seen))
     stacks = {use.param.stack for use in seen}
     if unknown or len(stacks) != 1:
@@ -184,19 +185,26 @@ def leaf_of(name, shape, seen, unknown, size) -> Leaf:
     if number <= EXACT * size or "linear" in kinds or len(sides) > 1:
         return Leaf(name, shape, "formed", kinds, stack)
     rows, cols = (numbers_of(side) for side in (seen[0].rows, seen[0].cols))
-    sizes = _sizes(math.prod(shape[i] for i in rows), math.prod(shape[i] for i in cols), size)
-    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes)
+    lengths = [math.prod(shape[i] for i in side) for side in (rows, cols)]
+    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, _sizes(*lengths, rank, size))
 
 
 def numbers_of(side) -> tuple[int, ...]:
     return tuple(sorted(number for number, _ in side))
 
 
-def _sizes(rows: int, cols: int, size: int) -> tuple[int, int]:
-    """(p, q): as square as the matrix allows, p q <= k."""
+def _sizes(rows: int, cols: int, rank: int, size: int) -> tuple[int, int, int]:
+    """(m, p, q), m p q <= k: groups in which no two entries share a sum, fewer for high ranks.
+
+    One group suffices for a high rank: its errors are independent from vector to vector.
+    """
+    most = max(1, size // (LEAST * rank))
+    wanted = math.ceil(rows * cols / size)
+    groups = 1 << min(most.bit_length() - 1, (wanted - 1).bit_length())
+    size, rows, cols = size // groups, math.ceil(rows / groups), math.ceil(cols / groups)
     p = min(max(1, math.isqrt(size)), rows)
     q = min(size // p, cols)
-    return min(size // q, rows), q
+    return groups, min(size // q, rows), q
 
 
 def plan_of(closed, params, args, size) -> list[Leaf]:
@@ -205,10 +213,13 @@ def plan_of(closed, params, args, size) -> list[Leaf]:
     shapes = [jnp.shape(leaf) for leaf in args[0]]
     seen = [[] for _ in shapes]
     unknown = [[] for _ in shapes]
+    ranks = [0] * len(shapes)  # at most, of the gradient of one unit
 
     def note(use, w):
+        y = use.function(w, *use.data)
         seen[use.param.leaf].append(use._replace(data=None, param=use.param._replace(value=None)))
-        return use.function(w, *use.data)
+        ranks[use.param.leaf] += y.shape[0] if y.ndim else 1
+        return y
 
     def run(leaves, rest, key):
         own = [entering(i, value) for i, value in enumerate(leaves)]
@@ -216,7 +227,8 @@ def plan_of(closed, params, args, size) -> list[Leaf]:
         return walk(closed.jaxpr, closed.consts, [*own, *rest, key], hooks)
 
     jax.eval_shape(run, *args)
-    return [leaf_of(*each, size) for each in zip(paths, shapes, seen, unknown, strict=True)]
+    each = zip(paths, shapes, seen, unknown, ranks, strict=True)
+    return [leaf_of(*of_leaf, size) for of_leaf in each]
 
 
 ALWAYS = ("gather", "jit", "pjit")  # these are looked into without a parameter too

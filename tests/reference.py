@@ -369,6 +369,26 @@ def fold(leaf, seed, size, block):
     return found
 
 
+def group_signs(length, sums, groups):
+    """[K, p, m] without random signs: the sum of entry n, and its sign in every group."""
+    found = np.zeros((length, sums, groups))
+    for n in range(length):
+        place, i = divmod(n % (sums * groups), groups)
+        for f in range(groups):
+            found[n, place, f] = (-1) ** bin(i & f).count("1")
+    return found
+
+
+def product_sketch(gradient, left, right, sizes):
+    """[p, q, m]: entries meet at the exclusive or of their places; then Hadamard's transform."""
+    groups, p, q = sizes
+    met = np.zeros((p, q, groups))
+    for a, b in np.ndindex(gradient.shape):
+        (row, i), (col, j) = divmod(a % (p * groups), groups), divmod(b % (q * groups), groups)
+        met[row, col, i ^ j] += left[a] * right[b] * gradient[a, b]
+    return met @ group_signs(groups, 1, groups)[:, 0] / np.sqrt(groups)
+
+
 def rounded(rows, wire):
     """What is left of rows [r, 128] after a wire, number by number."""
     rows = np.asarray(rows, np.float64)

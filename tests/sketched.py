@@ -10,6 +10,7 @@ from ordering.backward import _of_slice, maps_of
 from ordering.rows import as_float32
 from ordering.sketch import fold
 from ordering.trace import slice_index
+from tests import reference
 
 
 def sketch_of(loss, params, batch, key, *, size):
@@ -47,7 +48,11 @@ def _of_matrix(leaf, of, gradient, size):
         return fold(gradient, of.seed, size)
     axes = [i - leaf.stack for i in (*leaf.rows, *leaf.cols)]
     axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
-    left, right = (side.reshape(-1, side.shape[-1]) for side in (of.left, of.right))
-    matrix = gradient.transpose(axes).reshape(left.shape[0], right.shape[0])
-    found = (left.T @ matrix @ right / math.sqrt(math.prod(leaf.sizes))).reshape(-1)
+    matrix = gradient.transpose(axes).reshape(of.left.size, of.right.size)
+    groups, *sums = leaf.sizes
+    left, right = (
+        side.reshape(-1, 1, 1) * reference.group_signs(side.size, each, groups)
+        for side, each in zip((of.left, of.right), sums, strict=True)
+    )
+    found = jnp.einsum("apm,ab,bqm->pqm", left, matrix, right).reshape(-1) / math.sqrt(groups)
     return jnp.pad(found, (0, size - found.size))
