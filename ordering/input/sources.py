@@ -122,14 +122,11 @@ def _stack(*leaves):
             f"{missing} of {len(leaves)} examples of a batch have None for a value: a batch needs "
             "all values. Filter these examples out of the source, or fill the value in."
         )
-    if isinstance(leaves[0], list):
-        leaves = [_array(leaf) for leaf in leaves]
-    # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
-    is_text = np.asarray(leaves[0]).dtype.kind in "SU"
-    if isinstance(leaves[0], np.ndarray) and leaves[0].dtype == object and leaves[0].ndim:
+    first = leaves[0]
+    if isinstance(first, list) or np.ndim(first) and getattr(first, "dtype", 0) == "O":
         leaves = [_array(_lists(leaf)) for leaf in leaves]
-        is_text = False
-    if is_text:
+    elif np.asarray(first).dtype.kind in "SU":
+        # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
         return np.array(leaves, dtype=object)
     try:
         return np.stack(leaves)
@@ -142,29 +139,22 @@ def _stack(*leaves):
 
 def _array(column):
     """One array from a list of numbers or of texts."""
-    try:
-        array = np.asarray(column)
-    except ValueError:  # lists of unequal lengths
-        array = np.empty(0, object)
-    texts = {isinstance(value, str | bytes) for value in _flat(column)}
-    if array.dtype == object or len(texts) > 1:
+    objects = np.asarray(column, object)  # of lists, if their lengths differ
+    texts = {isinstance(value, str | bytes) for value in objects.flat}
+    if len(texts) > 1 or any(value is None or isinstance(value, list) for value in objects.flat):
         raise ValueError(
             f"a column of the source holds the list {str(column)[:60]}: lists become arrays, so "
             "they need numbers or texts, equal lengths on every level and no missing values. Pad "
             "it in the source, or drop the column."
         )
-    # NumPy's text types drop trailing zero bytes.
-    return np.asarray(column, object) if texts == {True} else array
+    return objects if texts == {True} else np.asarray(column)
 
 
-def _lists(array):
-    """Nested lists from an array of objects, such as texts or rows of unequal lengths."""
-    return [_lists(v) if isinstance(v, np.ndarray) else v for v in array.tolist()]
-
-
-def _flat(column):
-    for value in column:
-        yield from _flat(value) if isinstance(value, list) else (value,)
+def _lists(column):
+    """A list, or nested lists from an array of objects such as rows of unequal lengths."""
+    if isinstance(column, list):
+        return column
+    return [_lists(v) if isinstance(v, np.ndarray) else v for v in column.tolist()]
 
 
 def step_indices(

@@ -140,10 +140,7 @@ def _transformed(tf, load, one, transform, seed, first_batch):
         leaves, found = jax.tree.flatten(load(int(i)))
         kinds = [(leaf.shape[1:], tf.as_dtype(leaf.dtype)) for leaf in leaves]
         if found != structure or kinds != list(zip(shapes, types, strict=True)):
-            raise ValueError(
-                "the examples differ from the first one in structure, shapes or types: give all "
-                "examples of the source the same."
-            )
+            raise ValueError("the examples differ in structure, shapes or types: make them alike.")
         return leaves
 
     def make(i):

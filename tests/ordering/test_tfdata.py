@@ -148,7 +148,7 @@ RAGGED, KEPT = [np.zeros(2), np.zeros(2), np.zeros(3)], lambda batch, seed: batc
 FAILING = {  # the second batch of two examples
     "shapes in a batch": (RAGGED, None, r"examples \[2 0\]: ValueError.*one shape"),
     "shapes in a tensor": (RAGGED, KEPT, r"examples \[2 0\]: ValueError.*one shape"),
-    "types": ([1, 2, 2.5], KEPT, r"examples \[2 0\]: .* differ from the first"),
+    "types": ([1, 2, 2.5], KEPT, r"examples \[2 0\]: .* differ in structure"),
     "structures": ([(1, 2), (1, 2), {"a": 1}], KEPT, r"examples \[2 0\]: ValueError"),
     "a transform": (
         np.int32([0, 0, 3]),
