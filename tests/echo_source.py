@@ -1,4 +1,4 @@
-"""Batches that can be told apart, and a source that counts, fails or waits."""
+"""Batches that differ, and a source that counts, fails or waits."""
 
 import functools
 import threading
@@ -14,7 +14,7 @@ W, B = 2, 4
 
 
 def batch(load):
-    """Example i of load l is 1000 l + 10 i, the same for both workers but for a sign."""
+    """Example i of load l is 1000 l + 10 i; worker 1 has the negative values."""
     ids = np.int32(1000 * load + 10 * np.arange(B))
     return {"x": np.stack([ids, -ids]), "y": np.float32([ids, -ids])[..., None] / 2}
 
@@ -42,7 +42,7 @@ class Source:
 
 
 def add_noise(batch, key):
-    """Whole numbers below 5, so that an example can still be told."""
+    """Adds whole numbers below 5, so that examples still differ."""
     noise = (jax.random.bits(key, batch["x"].shape) % 5).astype(jnp.int32)
     return {"x": batch["x"] + noise, "y": batch["y"] - noise[..., None]}
 

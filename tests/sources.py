@@ -90,7 +90,7 @@ def epoch_of(size):
 
 
 class EpochSource:
-    """Random access to examples, with another view of every epoch."""
+    """Random access to examples, with a view for every epoch."""
 
     def __init__(self, data):
         self.data, self.epochs = data, []

@@ -1,4 +1,4 @@
-"""The stream of an echoed run: the right batch in every step, loaded once, and nothing lost."""
+"""echo_batches: the right batch in every step, each loaded once, resumed runs, and donation."""
 
 import functools
 
@@ -52,13 +52,13 @@ def test_an_echoed_step_moves_nothing_from_the_host(mode):
             params = train(params, use.batch)
         assert not use.fresh
     assert np.isfinite(params) and params != 1
-    # The guard does see the copy of a load.
+    # The guard does notice the transfer of a load.
     with jax.transfer_guard("disallow_explicit"):
         with pytest.raises(input.LoadError, match="load 3 .*host-to-device transfer"):
             next(steps)
 
 
-def test_augmenting_depends_on_key_and_step_and_is_never_kept():
+def test_augmentation_depends_on_key_and_step_and_starts_from_the_loaded_batch():
     augmented, uses = jax.jit(add_noise), whole_run("augment")
     for use in uses:
         step_key = jax.random.fold_in(jax.random.key(0), use.step)
@@ -81,7 +81,7 @@ def test_a_run_resumes_at_any_step_bitwise(mode):
         assert source.next == PLAN.loads  # and not one load more
 
 
-def test_an_epoch_compiles_nothing_that_the_one_before_has():
+def test_the_second_epoch_compiles_nothing():
     traced = []
 
     def augment(batch, key):
@@ -107,10 +107,10 @@ def donating(params, batch):
     return params + batch["y"][0].sum(), jax.tree.map(lambda leaf: leaf + 1, batch)
 
 
-def test_a_step_that_donates_its_batch_is_named():
+def test_a_donated_batch_that_is_used_again_is_an_error():
     uses = echo_batches(Source(99), PLAN)
     donating(0, next(uses).batch)
-    for _ in range(2):  # an error stays an error
+    for _ in range(2):  # the error is repeated
         with pytest.raises(ValueError, match="1 uses load 0 again, but step 0 .*keep_copy=True"):
             next(uses)
     uses = echo_batches(Source(99), echo.fixed(1, total_steps=3))
@@ -125,7 +125,7 @@ def shift_y(batch, key):
     "mode", [{"keep_copy": True}, {"augment": shift_y, "key": jax.random.key(0)}]
 )
 @pytest.mark.parametrize("policy", [PLAN, echo.measured(total_steps=9, max_factor=3)])
-def test_a_step_may_donate_copies_and_augmented_batches(mode, policy):
+def test_steps_may_donate_copied_and_augmented_batches(mode, policy):
     def run(step):
         source = Source(99)
         source.ready = lambda: False  # so that `measured` echoes whenever it may
@@ -140,7 +140,7 @@ def test_a_step_may_donate_copies_and_augmented_batches(mode, policy):
 @pytest.mark.parametrize(
     "policy", [PLAN, echo.fixed(1, total_steps=3), echo.measured(total_steps=5, max_factor=1)]
 )
-def test_the_last_use_of_a_load_is_no_copy(policy):
+def test_the_last_use_of_a_load_is_not_copied(policy):
     loads = [jax.tree.map(jnp.asarray, batch(load)) for load in range(5)]
     uses = list(echo_batches(input.load_ahead(loads), policy, keep_copy=True))
     last = [use.fresh for use in uses[1:]] + [True]

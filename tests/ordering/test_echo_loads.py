@@ -1,4 +1,4 @@
-"""Loads that end, fail, hang or come too late; and the thread that reads them ahead."""
+"""Loads that end, fail, hang or come late, and the thread that reads them ahead."""
 
 import gc
 import threading
@@ -20,10 +20,10 @@ AHEAD = pytest.mark.parametrize("given", [lambda loads, **_: loads, load_ahead])
 
 
 @AHEAD
-def test_loads_that_end_too_early(given):
+def test_loads_that_end_before_the_run(given):
     steps = echo_batches(given(Source(2)), PLAN)
     assert [next(steps).load for _ in range(5)] == [0, 0, 0, 1, 1]
-    for _ in range(2):  # the end stays the end
+    for _ in range(2):  # the end is repeated
         with pytest.raises(LoadError, match="load 2 is missing.* step 5 of 11 ") as error:
             next(steps)
         assert error.value.load == 2
@@ -35,13 +35,13 @@ def test_loads_that_end_too_early(given):
 
 
 @AHEAD
-def test_a_failed_load_is_named_and_the_run_resumes_from_it(given):
-    def generator():  # generators end with their first error
+def test_a_run_resumes_from_the_load_that_an_error_names(given):
+    def generator():  # generators end after their first error
         yield from Source(99, fail_at=2)
 
     steps = echo_batches(given(generator()), PLAN, stop_with_loads=True)
     uses = [next(steps) for _ in range(5)]
-    for _ in range(2):  # a failure does not become an end
+    for _ in range(2):  # the error is repeated
         with pytest.raises(LoadError, match="load 2 failed.*OSError: disk on fire") as error:
             next(steps)
         assert error.value.load == 2 and isinstance(error.value.__cause__, OSError)
@@ -51,7 +51,7 @@ def test_a_failed_load_is_named_and_the_run_resumes_from_it(given):
     assert_same([*uses, *echo_batches(rest, PLAN, first_step=5)], whole_run("plain"))
 
 
-def test_a_load_that_hangs_is_named_and_nothing_is_lost():
+def test_no_batch_is_lost_after_a_timeout():
     source = Source(99, wait_at=2)
     with load_ahead(source, timeout=0.02) as loader:
         wait_for(loader.ready)  # any load may take longer than this timeout
@@ -61,31 +61,31 @@ def test_a_load_that_hangs_is_named_and_nothing_is_lost():
                 uses.append(next(steps))
             except LoadError as error:
                 assert "did not come within 0.02 s: the input hangs. Call next" in str(error)
-                if len(uses) == 5:  # where the step needs the load that waits
+                if len(uses) == 5:  # the step that needs the late load
                     assert error.load == 2 and str(error).startswith("load 2 ")
                     late += 1
-                if late == 2:  # so waiting again is an error again
+                if late == 2:  # after a second timeout
                     source.go_on.set()
         assert late >= 2
         assert_same(uses, whole_run("plain"))
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_loader_reads_so_many_batches_ahead(depth):
+def test_a_loader_reads_depth_plus_one_batches_ahead(depth):
     source = Source(10**6)
     loader = load_ahead(source, depth=depth)
     for consumed in range(1, 5):
         np.testing.assert_array_equal(next(loader)["x"], batch(consumed - 1)["x"])
         wait_for(lambda c=consumed: source.asked == c + depth + 1)
-    loader.close()  # the thread is over, so this is all that it has read
+    loader.close()  # ends the thread, so the count is final
     assert source.asked == 4 + depth + 1
-    # What was loaded before the end is still there; then the end stays the end.
+    # Batches loaded before the close are still returned; then the end is repeated.
     left = [b["x"][0, 0] // 1000 for b in loader]
     assert left == list(range(4, 4 + len(left))) and len(left) <= depth + 1
     assert loader.ready() and next(loader, None) is None and next(loader, None) is None
 
 
-def test_ends_and_errors_of_a_loader_stay():
+def test_a_loader_repeats_its_end_or_error():
     loader = load_ahead(Source(2), first_load=5)
     assert len(list(loader)) == 2 and list(loader) == [] and loader.ready()
     loader = load_ahead(Source(99, fail_at=1), first_load=5)
@@ -100,7 +100,7 @@ def loading_threads():
     return {thread for thread in threading.enumerate() if "_work" in thread.name}
 
 
-def test_a_batch_that_comes_after_closing_does_not_follow_the_end():
+def test_a_batch_that_arrives_after_closing_is_dropped():
     source, before = Source(99, wait_at=0), loading_threads()
     loader = load_ahead(source)
     (thread,) = loading_threads() - before
@@ -114,7 +114,7 @@ def test_a_batch_that_comes_after_closing_does_not_follow_the_end():
     assert list(loader) == []
 
 
-def test_an_abandoned_loader_is_let_go_and_its_thread_ends():
+def test_an_abandoned_loader_is_freed_and_its_thread_ends():
     before = loading_threads()
     loader = load_ahead(Source(10**6))
     (thread,) = loading_threads() - before
@@ -128,7 +128,7 @@ def test_an_abandoned_loader_is_let_go_and_its_thread_ends():
     assert not thread.is_alive()
 
 
-def test_batches_are_placed_once_where_they_belong():
+def test_batches_are_placed_once_with_the_given_sharding():
     mesh = jax.make_mesh((8,), ("worker",), (AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("worker"))
     loads = [np.arange(16.0).reshape(8, 2) + i for i in range(3)]

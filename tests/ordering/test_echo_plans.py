@@ -1,4 +1,4 @@
-"""Plans of echoing: the papers' loops to the step, and what they refuse."""
+"""Echo plans against plain loops over the steps, and the values that they refuse."""
 
 import json
 import math
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("name", tables.ECHO_PLANS)
 @pytest.mark.parametrize("total_steps", [1, 41])  # jax compiles for each
-def test_every_plan_is_loads_of_the_run(name, total_steps):
+def test_properties_of_a_plan_agree_with_a_loop_over_the_steps(name, total_steps):
     plan = tables.ECHO_PLANS[name](total_steps)
     assert plan.total_steps == total_steps == len(plan.fresh)
     assert plan.loads == plan.fresh.sum() and plan.share == plan.loads / total_steps
@@ -37,7 +37,7 @@ def test_every_plan_is_loads_of_the_run(name, total_steps):
 
 
 @given(st.integers(1, 12), st.integers(1, 60))
-def test_fixed_loads_every_so_many_steps(factor, total_steps):
+def test_fixed_loads_every_factor_steps(factor, total_steps):
     plan = echo.fixed(factor, total_steps=total_steps)
     assert plan.fresh.tolist() == [t % factor == 0 for t in range(total_steps)]
 
@@ -86,7 +86,7 @@ def test_error_diffusion_is_within_one_load_of_its_share_in_every_stretch(p):
     plan = echo.error_diffusion(np.array(p), total_steps=len(p))
     loads, shares = np.append(0, np.cumsum(plan.fresh)), np.append(0, np.cumsum(p))
     surplus = loads - shares
-    # Within one of each other in exact numbers; these are sums of 40 floats.
+    # Less than one in exact arithmetic; these are sums of 40 floats.
     assert np.abs(surplus[:, None] - surplus[None]).max() < 1 + 1e-12
 
 
@@ -103,7 +103,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_the_key_alone_decides_whatever_the_process_the_devices_and_the_precision():
+def test_draws_do_not_depend_on_process_devices_or_precision():
     expected = {name: make(400).digest() for name, make in tables.ECHO_PLANS.items()}
     assert len(set(expected.values())) == len(expected)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The pace of echoing: the recurrence against a queue simulated tick by tick."""
+"""echo_forecast: the recurrence against a queue simulated in small ticks of time."""
 
 import math
 
@@ -12,7 +12,7 @@ from ordering import echo
 from tests import reference
 from tests.cases import times
 
-# By R, as found by another simulation of loads that take R steps: coins with p = 1/R at queue
+# By R, from a separate simulation of loads that take R steps: bernoulli with p = 1/R at queue
 # depth 1, 4 and 16, and with p = 0.9/R at depth 8.
 TABLE = {
     2: (1.127, 1.052, 1.017, 1.003),
@@ -36,7 +36,7 @@ def forecast_of(policy, loads, step, depth):
 
 @settings(max_examples=times(60))
 @given(runs(), st.data())
-def test_plans_keep_the_pace_of_the_queue(run, data):
+def test_plans_take_the_time_of_the_simulated_queue(run, data):
     steps, loads, step, depth = run
     fresh = [True, *data.draw(st.lists(st.booleans(), min_size=steps - 1, max_size=steps - 1))]
     found = forecast_of(echo.EchoPlan(fresh), loads, step, depth)
@@ -51,7 +51,7 @@ def test_plans_keep_the_pace_of_the_queue(run, data):
 
 @settings(max_examples=times(60))
 @given(runs(), st.integers(1, 6), st.sampled_from([None, 0.3, 0.9]))
-def test_measured_decides_as_at_the_queue(run, cap, floor):
+def test_measured_decides_as_with_the_simulated_queue(run, cap, floor):
     steps, loads, step, depth = run
     policy = echo.measured(total_steps=steps, max_factor=cap, floor=floor)
     found = forecast_of(policy, loads, step, depth)
@@ -68,8 +68,8 @@ def test_measured_decides_as_at_the_queue(run, cap, floor):
 
 
 @pytest.mark.parametrize("factor", TABLE)
-def test_coins_lose_what_the_reference_table_says(factor):
-    """Over 200,000 steps the standard deviation over 12 keys is at most 0.0036; both sides vary."""
+def test_the_slowdown_of_bernoulli_is_that_of_the_reference_table(factor):
+    """Both sides vary: the standard deviation over 12 keys is at most 0.0036 in 200,000 steps."""
     pace = {"load_seconds": 0.002 * factor, "step_seconds": 0.002}
     plans = [
         echo.bernoulli(share / factor, total_steps=200_000, key=jax.random.key(0))
@@ -81,7 +81,7 @@ def test_coins_lose_what_the_reference_table_says(factor):
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4, 8, 10 / 3, 1.7])
-def test_spread_loads_never_stall(factor):
+def test_even_loads_never_stall(factor):
     """At p = 1/R exactly: error diffusion, and loads when ready."""
     steps = 50_000
     pace = {"load_seconds": 0.003 * factor, "step_seconds": 0.003, "depth": 1}
@@ -95,7 +95,7 @@ def test_spread_loads_never_stall(factor):
     assert every.slowdown == pytest.approx(factor, rel=2e-5 * factor)
 
 
-def test_measured_bears_jitter():
+def test_measured_does_not_stall_when_loading_times_vary():
     loads = np.random.default_rng(0).exponential(0.008, 5000)
     policy = echo.measured(total_steps=5000, max_factor=200)
     pace = {"load_seconds": loads, "step_seconds": 0.002, "depth": 1}
@@ -104,7 +104,7 @@ def test_measured_bears_jitter():
     assert echo.echo_forecast(spread, **pace).slowdown > 1.1
 
 
-def test_measured_goes_on_after_its_decisions():
+def test_measured_continues_after_recorded_decisions():
     pace = {"load_seconds": 3.0, "step_seconds": 1.0}
     whole = echo.echo_forecast(echo.measured(total_steps=30, max_factor=9), **pace).plan
     policy = echo.measured(total_steps=30, max_factor=9, decided=whole.fresh[:11])
@@ -128,7 +128,7 @@ def test_measured_goes_on_after_its_decisions():
         ({"policy": 4}, "policy is a int"),
     ],
 )  # fmt: skip
-def test_forecast_names_the_bad_value(change, message):
+def test_bad_values_are_named(change, message):
     policy = echo.fixed(2, total_steps=6)
     values = {"policy": policy, "load_seconds": 1.0, "step_seconds": 1.0} | change
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The loaders of others read the steps that orders name, however many processes read."""
+"""Loaders of other libraries read the same steps with any number of processes."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.sources import SIZES, assert_same, epoch_of
 grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
 
 MIDDLE = SIZES[2]
-# Every process imports JAX: seconds each.
+# Every process imports JAX, which takes seconds.
 IN_PROCESSES = [
     pytest.param(size, count, marks=pytest.mark.slow)
     for size, count in [(SIZES[0], 1), (MIDDLE, 4), (SIZES[3], 4)]
@@ -33,7 +33,7 @@ def parsed_flags():
 
 
 @pytest.mark.parametrize("size,count", [(size, 0) for size in SIZES] + IN_PROCESSES)
-def test_a_dataset_in_several_processes_is_restored_at_every_element(size, count):
+def test_a_grain_dataset_is_restored_at_every_element(size, count):
     source, orders, sizes, wanted = epoch_of(size)
     dataset = map_dataset(source, orders, **sizes)
     assert_same([dataset[t] for t in range(len(dataset))], wanted)
@@ -51,7 +51,7 @@ def test_a_dataset_in_several_processes_is_restored_at_every_element(size, count
         assert_same(again, wanted[done:])
 
 
-def test_a_dataset_reads_a_dataset_with_maps_of_its_own_and_has_an_end():
+def test_a_grain_source_with_maps_and_the_end_of_an_epoch():
     examples = grain.MapDataset.source(np.arange(12)).map(lambda i: {"i": i, "square": i * i})
     dataset = map_dataset(examples, [[3, 0, 5, 1, 2, 4], [0, 1, 2, 3, 4, 5]], units_per_step=4)
     steps = [np.array([[3, 0, 5, 1], [6, 7, 8, 9]]), np.array([[2, 4], [10, 11]])]
@@ -99,7 +99,7 @@ def test_a_state_of_another_epoch_is_refused_by_a_sampler(order, units_per_step,
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_torch_sampler_is_a_list_per_step(size):
+def test_a_torch_sampler_gives_a_list_per_step(size):
     source, orders, sizes, wanted = epoch_of(size)
     sampler = torch_sampler(orders, **sizes)
     assert len(sampler) == len(wanted)
@@ -122,7 +122,7 @@ def test_a_torch_sampler_asks_for_the_order_of_every_epoch():
         return current[0]
 
     sampler = torch_sampler(orders, units_per_step=2)
-    assert len(sampler) == 2 and len(asked) == 1  # what a loader asks often makes no epoch anew
+    assert len(sampler) == 2 and len(asked) == 1  # asking for the length makes no new epoch
     state = iter(sampler).state_dict()
     assert list(sampler) == [[0, 1], [2, 3]]
     current[0] = current[0][::-1]

@@ -1,4 +1,4 @@
-"""The measured policy: decisions that depend on time, and what makes them again."""
+"""The measured policy: decisions that depend on time, and runs that repeat them."""
 
 from fractions import Fraction
 
@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 
 
 class Scripted(Source):
-    """A loader whose `ready` gives the answer that is written for the step."""
+    """A loader whose `ready` returns a given answer for each step."""
 
     def __init__(self, answers, first=0):
         super().__init__(10**6, first)
@@ -29,7 +29,7 @@ class Scripted(Source):
         return self.answers[self.step]
 
     def run(self, policy, first_step=0, **options):
-        """The uses of all steps, `step` being the one that is decided."""
+        """The uses of all steps."""
         self.step = first_step
         steps, uses = echo_batches(self, policy, first_step=first_step, **options), []
         for use in steps:
@@ -39,7 +39,7 @@ class Scripted(Source):
 
 
 @given(st.data())
-def test_measured_decides_as_the_reference(data):
+def test_measured_decides_like_the_reference(data):
     total_steps, max_factor = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 5))
     answers = data.draw(st.lists(st.booleans(), min_size=total_steps, max_size=total_steps))
     kind = data.draw(st.sampled_from(["none", "number", "array"]))
@@ -56,7 +56,7 @@ def test_measured_decides_as_the_reference(data):
     loader = Scripted(answers)
     uses = loader.run(measured(total_steps=total_steps, max_factor=max_factor, floor=floor))
     assert [use.fresh for use in uses] == fresh
-    assert loader.asked_in == asked  # only where time decides
+    assert loader.asked_in == asked  # only if the decision depends on it
     plan = echo.EchoPlan(fresh)
     assert plan.uses.max() <= max_factor and loader.asked == plan.loads
     assert_same(echo_batches(Source(99), plan), uses)  # replayed
@@ -79,12 +79,12 @@ def test_measured_resumes_at_any_step(mode):
         loader = Scripted(ANSWERS, first)
         found = loader.run(policy(decided=record[:step]), first_step=step, **options(mode))
         assert_same(found, expected[step:])
-    again = Scripted([True] * 24)  # other times, the same record
+    again = Scripted([True] * 24)  # other answers, but recorded decisions
     assert_same(again.run(policy(decided=record), **options(mode)), expected)
     assert again.asked_in == []
 
 
-def test_all_processes_are_asked_and_obeyed(monkeypatch):
+def test_a_step_loads_only_if_all_processes_are_ready(monkeypatch):
     other = [t % 3 != 0 for t in range(24)]
     both = [a and b for a, b in zip(ANSWERS, other, strict=True)]
     fresh, asked = reference.load_if_ready(both, 4, [Fraction(1, 4)] * 24)
@@ -113,7 +113,7 @@ def test_measured_echoes_while_a_real_loader_waits():
         steps = echo_batches(loader, measured(total_steps=8, max_factor=3))
         assert [next(steps)[:3] for _ in range(3)] == [(0, 0, True), (1, 0, False), (2, 0, False)]
         source.go_on.set()
-        assert next(steps)[:3] == (3, 1, True)  # the cap: it waits, whenever the batch comes
+        assert next(steps)[:3] == (3, 1, True)  # max_factor is reached, so it waits for the batch
         wait_for(loader.ready)
         assert next(steps)[:3] == (4, 2, True)
 

@@ -1,4 +1,4 @@
-"""The proximal anchor: echoed steps that are drawn back to where the batch was loaded."""
+"""proximal_anchor: echoed steps are pulled back to the parameters at the load."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from tests import reference
 RNG = np.random.default_rng(0)
 START = RNG.normal(size=3).astype(np.float32)
 ECHOES = EchoPlan(np.concatenate([np.arange(u) == 0 for u in (3, 1, 2, 3, 2, 1, 3, 2)]))
-# Batch l pulls on C[l] with the curvatures H.
+# The loss of batch l has its minimum at C[l] and the curvatures H.
 H = np.array([0.5, 2.0, 4.0], np.float32)
 CENTRES = RNG.normal(size=(8, 3)).astype(np.float32)
 LOADS = np.array(reference.loads_used(ECHOES.fresh))
@@ -41,7 +41,7 @@ def run(x, fresh, centres, momentum=None):
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_the_anchor_equals_the_reference(momentum):
-    """Of every worker, which is drawn back to its own anchor."""
+    """Every worker has an anchor of its own."""
     x = np.stack([START, -START])
     found = run({"w": x}, ECHOES.fresh, CENTRES[LOADS], momentum)["w"]
     gradient = lambda t, x: H * (x - CENTRES[LOADS[t]])  # noqa: E731
@@ -58,7 +58,7 @@ def test_a_known_and_a_traced_fresh_agree(kind):
     opt = proximal_anchor(STRENGTH)
     traced = jax.jit(lambda g, s, x, fresh: opt.update(g, s, x, fresh=fresh))
     x, state = jnp.asarray(START), opt.init(jnp.asarray(START))
-    assert state.anchor.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()  # both are donated
+    assert state.anchor.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()  # to donate both
     for t, fresh in enumerate(ECHOES.fresh[:6].tolist()):
         known = opt.update(H, state, x, fresh=kind(fresh))
         update, state = traced(H, state, x, fresh)
@@ -68,17 +68,17 @@ def test_a_known_and_a_traced_fresh_agree(kind):
         x = x + np.float32(0.1 * (t + 1))
 
 
-def test_many_uses_lead_to_the_proximal_point_and_no_further():
+def test_many_uses_converge_to_the_proximal_point():
     uses = 200
     last = run(START[None], np.arange(uses) == 0, np.stack([CENTRES[0]] * uses), None)[0, -1]
     point = (H * CENTRES[0] + STRENGTH * START) / (H + STRENGTH)
     # The slowest direction shrinks by 1 - 0.1 * 2 in a step: what is left is rounding.
     np.testing.assert_allclose(last, point, rtol=0, atol=1e-6)
-    # Without the anchor, the batch's own minimum.
+    # Without the anchor, the minimum of the batch's loss.
     assert np.abs(point - CENTRES[0]).max() > 0.1
 
 
-def test_narrow_gradients_keep_their_type():
+def test_gradients_keep_their_type():
     opt = proximal_anchor(STRENGTH)
     x = jnp.asarray(START)
     update, _ = opt.update(jnp.ones(3, jnp.bfloat16), opt.init(x + 1), x, fresh=False)

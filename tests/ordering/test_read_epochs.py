@@ -1,4 +1,4 @@
-"""One iterator over epochs: ahead of the boundary, never across it, going on from every step."""
+"""read_epochs: batches of every epoch's order, reading ahead, resuming, and errors."""
 
 import functools
 import threading
@@ -47,7 +47,7 @@ def source_of(num_units=13):
 
 
 def train(name, num_units, size, *, epochs=3, state=None, first_load=0):
-    """`(batches, the orders' states before each)`, as a user's loop goes."""
+    """`(batches, the orders' states before each)` of a user's loop."""
     start, observe, next_epoch = order_of(name, num_units, size)
     state = start if state is None else state
     reads = read_epochs(
@@ -79,7 +79,7 @@ def by_hand(name, num_units=13, size=3, epochs=3):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_units,size", [(13, 3), (1, 1), (4, 4)])
-def test_the_batches_are_those_of_every_epochs_order_from_every_step(name, num_units, size):
+def test_batches_follow_every_epochs_order_and_resume_at_every_step(name, num_units, size):
     expected = by_hand(name, num_units, size)
     whole, states = train(name, num_units, size)
     for done, state in enumerate(states):
@@ -88,7 +88,7 @@ def test_the_batches_are_those_of_every_epochs_order_from_every_step(name, num_u
     jax.tree.map(np.testing.assert_array_equal, whole, expected)
 
 
-def test_the_next_epoch_is_asked_for_before_this_one_ends_and_never_before_it_is_known():
+def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
     state, observe, next_epoch = order_of("pair_balance", 20, 2)
     asked = []
 
@@ -112,7 +112,7 @@ def test_the_next_epoch_is_asked_for_before_this_one_ends_and_never_before_it_is
 
 
 class Counting:
-    """A source that keeps what it was asked for."""
+    """A source that records what it was asked for."""
 
     def __init__(self, size):
         self.size, self.asked = size, []
@@ -126,7 +126,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("reader", ["thread", "tf.data"])
-def test_a_source_is_read_across_the_boundary(reader):
+def test_a_source_is_read_ahead_of_the_next_epoch(reader):
     state, observe, next_epoch = order_of("cd_grab")
     source = Counting(26)
 
@@ -140,7 +140,7 @@ def test_a_source_is_read_across_the_boundary(reader):
     found = []
     with read_epochs(given, lambda: state, units_per_step=3, num_epochs=2) as reads:
         for t in range(10):
-            if t == 3:  # the call that opens the next epoch, beside which nothing else is loading
+            if t == 3:  # this call opens the next epoch; nothing else is loading
                 wait_for(lambda: len(source.asked) >= 26)
                 source.asked.clear()
             found.append(np.asarray(next(reads)).reshape(2, -1))
@@ -155,7 +155,7 @@ def test_a_source_is_read_across_the_boundary(reader):
 
 
 @pytest.mark.parametrize("name", ["cd_grab", "random_reshuffling"])
-def test_a_loop_that_does_not_call_next_epoch_is_refused(name):
+def test_a_forgotten_next_epoch_is_an_error(name):
     state, observe, _ = order_of(name)
     reads = read_epochs(source_of(), lambda: state, units_per_step=3)
     for _ in range(5):
@@ -165,7 +165,7 @@ def test_a_loop_that_does_not_call_next_epoch_is_refused(name):
         list(next(reads) for _ in range(2))
 
 
-def test_one_worker_a_donated_state_and_no_front():
+def test_one_worker_with_a_donated_state_and_no_known_units():
     order = ordering.random_reshuffling(20)
     state = order.init(jax.random.key(0), None)
     state = state._replace(left=jnp.zeros((), jnp.int32))  # as of dealt chunks: nothing is known
@@ -200,7 +200,7 @@ def test_an_error_names_its_load():
         next(reads)
 
 
-def test_whether_the_next_batch_is_there_is_known_over_the_boundary():
+def test_ready_is_right_at_the_end_of_an_epoch():
     state, _, next_epoch = order_of("random_reshuffling")
     gates = [threading.Semaphore(0) for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""Which examples an order names, the steps of an epoch, and sources in the formats of others."""
+"""The examples that an order names, the steps of an epoch, and sources of other libraries."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_step_indices_are_the_units_of_every_worker(workers, num_units, unit_siz
         for part in (orders[:, :cut], orders[:, cut:])
     ]
     np.testing.assert_array_equal(np.concatenate(parts), indices)
-    own = (orders + num_units * np.arange(workers)[:, None]).tolist()  # named as dealt units are
+    own = (orders + num_units * np.arange(workers)[:, None]).tolist()  # named like dealt units
     dealt, _ = step_indices(own, total=workers * num_units, **sizes)
     np.testing.assert_array_equal(dealt, indices)
 
@@ -64,7 +64,7 @@ COLUMNS = {
 
 
 class Table:
-    """A stand-in with the interface of `datasets.Dataset`: rows of lists or of a format's arrays.
+    """A stand-in for `datasets.Dataset`: its rows hold lists, or arrays of a format.
 
     As there, floats of a format are 32 bits wide, and texts stay what they are.
     """
@@ -124,7 +124,7 @@ def test_formats_of_tables_are_read_right(table, kind):
 
 
 @TABLES
-def test_tables_that_cannot_be_read_say_what_to_do(table):
+def test_tables_that_cannot_be_read_are_refused(table):
     assert read(table({"file": [b"a\0\0", b"\0"]}), 1, 0)["file"].tolist() == [b"\0", b"a\0\0"]
     for kind in ("arrow", "pandas"):
         with pytest.raises(ValueError, match=rf"format '{kind}'.*with_format\(None\)"):
@@ -155,7 +155,7 @@ def test_lists_of_lists_in_the_numpy_format():
 
 
 @pytest.mark.parametrize("make", ["pandas", "arrow", "series"])
-def test_tables_of_columns(make):
+def test_tables_of_columns_are_refused(make):
     if make == "arrow":
         table = pytest.importorskip("pyarrow").table({"x": [1, 2, 3]})
     else:
@@ -166,7 +166,7 @@ def test_tables_of_columns(make):
 
 
 def test_a_list_in_an_example_is_one_array():
-    """A table in plain Python, as a Hugging Face dataset gives it."""
+    """As in the plain Python rows of a Hugging Face dataset."""
     table = [
         {"x": [i, 2, 3], "y": [[i, 1.5]], "words": ["a", str(i)], "label": i, "files": [b"a\0"]}
         for i in range(4)

@@ -1,4 +1,4 @@
-"""tf.data gives the batches of the plain NumPy loop, and gives them ahead of time."""
+"""`batches` equals the plain NumPy loop, and reads ahead."""
 
 import functools
 import pathlib
@@ -86,7 +86,7 @@ def test_transform_decodes_text():
     assert_same(found, [images[[4, 2]], images[[0]]])
 
 
-def test_reading_starts_before_the_first_next_and_stops_when_it_is_given_up():
+def test_reading_starts_at_the_call_and_stops_with_the_iterator():
     source = Examples(np.arange(100))
     stream = batches(source, np.arange(10, 100), batch_size=2, prefetch=3)
     wait_for(lambda: {10, 11, 12, 13, 14, 15} <= set(source.asked))
@@ -102,8 +102,8 @@ def test_reading_starts_before_the_first_next_and_stops_when_it_is_given_up():
 
 
 @pytest.mark.slow
-def test_the_interpreter_ends_while_an_iterator_reads():
-    """And TensorFlow is imported only where it is used."""
+def test_the_interpreter_exits_while_an_iterator_reads():
+    """Also, TensorFlow is imported only when it is used."""
     code = """
 import sys, time, numpy as np, ordering
 print("tensorflow" in sys.modules)
@@ -166,7 +166,7 @@ def test_examples_that_do_not_fit_together(source, transform, message):
         next(stream)
 
 
-def test_a_source_that_reads_too_few():
+def test_a_source_that_returns_too_few_examples():
     with pytest.raises(RuntimeError, match="gave 1 examples for 2"):
         next(batches(Short(np.arange(4)), [0, 1], batch_size=2))
 
