@@ -38,8 +38,8 @@ class Lines:
     def __init__(self, items=None, *, total=None, initial=0, desc="", unit="item", **_):
         self._items, self._unit, self._about = items, unit, desc
         self._total = len(items) if total is None and hasattr(items, "__len__") else total
-        self.n, self._first, self._postfix = initial, initial, {}
-        self._begun = self._told = time.monotonic()
+        self.n, self._postfix, self._told = initial, {}, time.monotonic()
+        self._first = None  # (items, time) of the first update: what was prepared is not counted
 
     def __enter__(self):
         return self
@@ -62,13 +62,15 @@ class Lines:
         """Counts on, and writes a line if the last one is ten seconds old."""
         self.n += count
         now = time.monotonic()
+        self._first = self._first or (self.n, now)
         if now - self._told < SECONDS:
             return
         self._told, words = now, [f"{self._unit} {self.n:,}"]
         if self._total:
             words[0] += f" of {self._total:,}"
-        if self._total and self.n > self._first:
-            left = (self._total - self.n) * (now - self._begun) / (self.n - self._first)
+        first, begun = self._first
+        if self._total and self.n > first:
+            left = (self._total - self.n) * (now - begun) / (self.n - first)
             words.append(f"{tqdm.format_interval(left)} left")
         words += [f"{name}={value}" for name, value in self._postfix.items()]
         start = f"{self._about}: " if self._about else ""
