@@ -1,6 +1,7 @@
 r"""What does it cost? Microseconds and ratios, every row printed as it is measured.
 
-    python -m experiments.bench --part=balance                  # minutes: a step with an order
+    python -m experiments.bench --part=balance                  # five minutes: a step with an order
+    python -m experiments.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
@@ -41,46 +42,53 @@ WORKERS = 4
 LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]
 
 
-def step_tasks() -> Iterator[tuple[str, Task, Recipe]]:
-    """Tasks of the published shapes with random data, and units from one example to a batch."""
+# {task: {unit: (workers, units per step, unit size, epochs of a timed call)}}
+DEEP = {"microbatch": (1, 1, 16, 1), "groups, 4 per step": (1, 4, 4, 1),
+        "examples, 16 per step": (1, 16, 1, 1)}  # fmt: skip
+UNITS = {
+    "digits": {"microbatch": (4, 1, 16, 4), "examples, 2 per step": (32, 2, 1, 4)},
+    "hmda": {"microbatch": (4, 1, 64, 4), "examples, 4 per step": (4, 4, 1, 4)},
+    **dict.fromkeys(("lenet", "gpt", "vit", "lstm"), DEEP),
+}
+
+
+def step_task(name: str) -> Task:
+    """A task of the published shapes, with random data."""
     rng = np.random.default_rng(0)
 
-    def task(name, model, shape, classes):
+    def task(model, shape, classes):
         x, y = rng.normal(size=shape).astype(np.float32), rng.integers(0, classes, shape[:1])
         return Task(name, model, {"x": x, "y": y.astype(np.int32)}, {}, None)
 
-    def text(name, make, **sizes):
+    def text(make, **sizes):
         words = rng.integers(0, 1024, (2, 64, 64), np.int32)
         model = make(vocab_size=1024, width=192, **sizes)
         return Task(name, model, {"x": words[0], "y": words[1]}, {}, None)
 
-    softmax = models.softmax_regression(num_features=64, num_classes=10)
-    logistic = models.logistic_regression(num_features=20)
-    vit = models.vit(image_shape=(32, 32, 3), width=192, depth=3, heads=3)
-    digits = task("digits", softmax, (1536, 64), 10)
-    hmda = task("hmda", logistic, (65536, 20), 2)
-    microbatch, epochs = "microbatch", 4  # of a timed call: what surrounds a run is little of it
-    yield microbatch, digits, Recipe(4, 1, 16, (1e-3,), epochs=epochs)
-    yield "examples, 2 per step", digits, Recipe(32, 2, 1, (1e-3,), epochs=epochs)
-    yield microbatch, hmda, Recipe(4, 1, 64, (1e-3,), epochs=epochs)
-    yield "examples, 4 per step", hmda, Recipe(4, 4, 1, (1e-3,), epochs=epochs)
-    for of in (
-        task("lenet", models.lenet(), (512, 28, 28, 1), 10),
-        text("gpt", models.gpt2, context=64, depth=3, heads=3),
-        task("vit", vit, (64, 32, 32, 3), 10),
-        text("lstm", models.lstm),
-    ):
-        yield microbatch, of, Recipe(1, 1, 16, (1e-3,), epochs=1)
-        yield "groups, 4 per step", of, Recipe(1, 4, 4, (1e-3,), epochs=1)
-        yield "examples, 16 per step", of, Recipe(1, 16, 1, (1e-3,), epochs=1)
+    image = (32, 32, 3)
+    make = {
+        "digits": lambda: task(
+            models.softmax_regression(num_features=64, num_classes=10), (1536, 64), 10
+        ),
+        "hmda": lambda: task(models.logistic_regression(num_features=20), (65536, 20), 2),
+        "lenet": lambda: task(models.lenet(), (512, 28, 28, 1), 10),
+        "gpt": lambda: text(models.gpt2, context=64, depth=3, heads=3),
+        "vit": lambda: task(
+            models.vit(image_shape=image, width=192, depth=3, heads=3), (64, *image), 10
+        ),
+        "lstm": lambda: text(models.lstm),
+    }
+    return make[name]()
 
 
 ARMS = ("so", "rr", "id_pair", "cd_grab", "cd_grab+sketch1024")
 
 
-def step_rows(repeats: int) -> Iterator[dict]:
+def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
     """A training step with an order against the same in one fixed order, which draws nothing."""
-    for unit, task, recipe in step_tasks():
+    task = step_task(task_name)
+    for unit, (*sizes, epochs) in UNITS[task_name].items():
+        recipe = Recipe(*sizes, (1e-3,), epochs=epochs)
         calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in ARMS})
         found = medians(calls, repeats)
         sizes, parameters = sizes_of(task, recipe), num_params(task.model)
@@ -238,18 +246,22 @@ def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
 
 
 PARTS = {  # the names of their rows, and the repeats
-    "balance": ({"step": step_rows}, 9),
+    "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
     "local_steps": ({"step": local_rows, "sync": sync_rows}, 41),
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
     "echo": ({f"{r}": functools.partial(timing.echo_rows, r) for r in timing.RATIOS}, 3),
 }
+FIRST = {"balance": ["digits", "hmda", "lenet"]}  # rows by default, where these are not all
 
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define = definer(values)
     define(flags.DEFINE_enum, "part", "balance", "what to measure", list(PARTS))
-    define(flags.DEFINE_list, "rows", None, "some rows of a part's table; of echo some R")
+    text = (
+        "some rows of a part's table, or all; of echo some R; of balance digits,hmda,lenet if unset"
+    )
+    define(flags.DEFINE_list, "rows", None, text)
     text = "timed calls of every row; the part's own if unset"
     define(flags.DEFINE_integer, "repeats", None, text, lower_bound=1)
     text = "epochs: has the folders hmda, m4, wikitext2 and tfds (the prepared cifar10), or some"
@@ -259,7 +271,9 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
     tables, repeats = PARTS[values.part]
-    names = names_of(values, "rows", tables) if values.rows else tables
+    names = FIRST.get(values.part, tables)
+    if values.rows:
+        names = tables if values.rows == ["all"] else names_of(values, "rows", tables)
     given = [values.data_root] if values.part == "epochs" else []
     if given == [None]:
         raise app.UsageError("pass --data_root=DIR, where the folders of the sets' data are.")

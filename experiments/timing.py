@@ -13,6 +13,7 @@ import optax
 
 import models
 import ordering.input
+from experiments.cluster import progress
 from experiments.study.cost import Machine
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
@@ -26,12 +27,12 @@ from ordering import echo
 def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
     """Seconds of every call, `repeats` of each, measured in turns after one warm-up each."""
     times = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            if turn:
-                times[name].append(time.perf_counter() - start)
+    turns = [(turn, name) for turn in range(repeats + 1) for name in calls]
+    for turn, name in progress.bar(turns, unit="call", leave=False):
+        start = time.perf_counter()
+        jax.block_until_ready(calls[name]())
+        if turn:
+            times[name].append(time.perf_counter() - start)
     return times
 
 

@@ -1,7 +1,9 @@
 """Benchmarks count what they ran, pair the turns, and skip missing packages."""
 
 import importlib.util
+import os
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -59,10 +61,10 @@ def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
 
 def test_a_step_of_balancing_and_of_the_loop_have_a_row_per_arm(monkeypatch):
     task = TASKS["digits"](None, num_train=44)
-    recipe = task.recipe._replace(**SMALL, epochs=1, total_steps=None)
     monkeypatch.setattr(bench, "ARMS", ("so", "cd_grab"))
-    monkeypatch.setattr(bench, "step_tasks", lambda: [("example", task, recipe)])
-    rows = list(bench.step_rows(1))
+    monkeypatch.setattr(bench, "step_task", lambda name: task)
+    monkeypatch.setattr(bench, "UNITS", {"digits": {"example": (4, 2, 1, 1)}})
+    rows = list(bench.step_rows("digits", 1))
     assert [r["order"] for r in rows] == [ORDERS[name].label for name in bench.ARMS]
     assert rows[0]["times_plain"] == 1
     assert all(r["us_per_step"] > 0 and r["megabytes"] > 0 for r in rows)
@@ -108,6 +110,46 @@ def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsy
     monkeypatch.setitem(bench.PARTS, "echo", (rows, 7))
     run("--part=echo")
     assert capsys.readouterr().out == "| a | b |\n| --- | --- |\n| 7 | 2 |\n| 3 | 4 |\n"
+
+
+def test_rows_are_printed_before_the_next_ones_are_measured(monkeypatch, capsys):
+    """With calls that cost nothing: how much was printed when a group was measured."""
+    printed, rows = [], []
+
+    def in_turns(calls, repeats):
+        rows.extend(capsys.readouterr().out.splitlines())
+        printed.append(len(rows))
+        return {name: [1.0] * 6 for name in calls}
+
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # --part=local_steps adds one
+    memory = types.SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
+    compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
+    monkeypatch.setattr(
+        bench, "lower_step", lambda *_: types.SimpleNamespace(compile=lambda: compiled)
+    )
+    monkeypatch.setattr(timing, "in_turns", in_turns)
+    monkeypatch.setattr(
+        bench, "training_calls", lambda task, recipe, arms: (dict.fromkeys(arms), 1)
+    )
+    monkeypatch.setattr(bench, "_stepper", lambda *_: None)
+    run("--part=balance", "--rows=digits,hmda")
+    head, arms = 2, len(bench.ARMS)
+    assert printed == [0, head + arms, head + 2 * arms, head + 3 * arms]
+    printed.clear(), rows.clear(), capsys.readouterr()
+    run("--part=local_steps", "--rows=step")
+    assert printed == [0, *range(head + 5, head + 8 * 5, 5)]
+
+
+def test_balance_measures_small_tasks_unless_asked_for_all(monkeypatch):
+    seen = []
+    tables = {
+        name: lambda repeats, name=name: seen.append(name) or iter([]) for name in bench.UNITS
+    }
+    monkeypatch.setitem(bench.PARTS, "balance", (tables, 1))
+    run("--part=balance")
+    assert seen == bench.FIRST["balance"] and len(seen) < len(bench.UNITS)
+    run("--part=balance", "--rows=all")
+    assert seen[len(bench.FIRST["balance"]) :] == list(bench.UNITS)
 
 
 def test_loaders_are_timed_over_every_step_of_an_epoch(monkeypatch):
