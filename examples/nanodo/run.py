@@ -1,6 +1,8 @@
-"""nanodo's own training loop and evaluation, plain or with local steps, on text that is at hand.
+"""nanodo's own training loop and evaluation, plain or changed by a diff of this folder.
 
     python examples/nanodo/run.py --nanodo=DIR --data_dir=DIR --learning_rates=1e-2,3e-2 --seeds=3
+
+An arm is `plain` or the name of a diff, which is applied to a copy of nanodo's train.py.
 
 Replaced from outside are: where its text comes from (`tfds.data_source` gives lines of two files,
 and sentencepiece makes a small vocabulary of the first); the seed of its shuffle, which is fixed;
@@ -11,8 +13,11 @@ Packing, shuffling, model, optimizer, schedule, loop and evaluation are nanodo's
 
 import contextlib
 import functools
+import importlib.util
 import pathlib
+import subprocess
 import sys
+import tempfile
 from unittest import mock
 
 from absl import app, flags
@@ -21,6 +26,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).parents[k]) for k in (1, 2)]
 import checkouts  # noqa: E402
 import measure  # noqa: E402
 
+import local_opt  # noqa: E402
 from experiments.results.statistics import interval  # noqa: E402
 
 FLAGS = flags.FLAGS
@@ -28,7 +34,7 @@ flags.DEFINE_string("nanodo", None, "checkout of github.com/google-deepmind/nano
 flags.DEFINE_string("data_dir", None, "where the two text files are")
 flags.DEFINE_list("text", ["train.txt", "valid.txt"], "to train on and to evaluate on")
 flags.DEFINE_string("workdir", "results/nanodo", "for nanodo's logs and the vocabulary")
-flags.DEFINE_list("arm", ["plain", "constant", "qsr"], "what to run")
+flags.DEFINE_list("arm", ["plain", "constant", "qsr"], "plain, or the names of diffs")
 flags.DEFINE_integer("steps", 300, "of every run", lower_bound=2)
 flags.DEFINE_integer("vocabulary", 512, "pieces of the tokenizer", lower_bound=300)
 
@@ -67,22 +73,43 @@ def records(path: pathlib.Path) -> list[dict]:
     return [{"text": line.strip()} for line in path.read_text().splitlines() if line.strip()]
 
 
-def evaluated(texts, c, *, arm) -> dict:
-    """nanodo's `train_and_evaluate`: its last evaluation, and the syncs of the run."""
-    import local_steps
-    from nanodo import data, evaluate, metrics, optimizer, train
+def trainer(checkout: pathlib.Path, arm: str):
+    """nanodo's module `train`, changed by the arm's diff."""
+    diffs = {path.stem: path for path in sorted(pathlib.Path(__file__).parent.glob("*.diff"))}
+    if arm not in ("plain", *diffs):
+        raise ValueError(f"--arm has {arm!r}: pass some of {','.join(['plain', *diffs])}.")
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "nanodo" / "train.py"
+        path.parent.mkdir()
+        path.write_text((checkout / "nanodo" / "train.py").read_text())
+        if arm != "plain":
+            apply = ["git", "apply", "--unidiff-zero", str(diffs[arm])]
+            subprocess.run(apply, cwd=folder, check=True)
+        spec = importlib.util.spec_from_file_location(f"nanodo_train_{arm}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
 
-    found = []
+
+def evaluated(texts, c, train) -> dict:
+    """nanodo's `train_and_evaluate`: its last evaluation, and the syncs of the run."""
+    from nanodo import data, evaluate, metrics
+
+    found, rounds = [], [c.opt.num_train_steps]
 
     class Heard(evaluate.Evaluator):
         def eval(self, params):
             found.append(super().eval(params))
             return found[-1]
 
+    def planned(inner, plan, **options):
+        rounds.append(plan.rounds)
+        return of_plan(inner, plan, **options)
+
     def from_array(x, mask):
         return of_array(x, mask=mask.astype(bool))
 
-    of_array = metrics.Average.from_array
+    of_array, of_plan = metrics.Average.from_array, local_opt.local_steps
     sources = dict(zip(("train", c.eval_split), texts, strict=True))
     shims = [
         mock.patch.object(data.tfds, "data_source", lambda name, split: sources[split]),
@@ -92,20 +119,17 @@ def evaluated(texts, c, *, arm) -> dict:
         mock.patch.object(metrics.Average, "from_array", from_array),
         mock.patch.object(train.periodic_actions, "Profile", lambda **_: lambda step: None),
         mock.patch.object(evaluate, "Evaluator", Heard),
+        mock.patch.object(local_opt, "local_steps", planned),
     ]
     with contextlib.ExitStack() as stack:
         for shim in shims:
             stack.enter_context(shim)
-        plan = local_steps.plan_of(arm, optimizer.get_learning_rate_schedule(c.opt), c.opt)
-        for target, name, new in local_steps.adopted(train, evaluate, plan) if plan else ():
-            stack.enter_context(mock.patch.object(target, name, new))
         train.train_and_evaluate(c)
-    syncs = plan.rounds if plan else c.opt.num_train_steps
-    return {"valid": float(found[-1]["eval_loss"]), "syncs": syncs}
+    return {"valid": float(found[-1]["eval_loss"]), "syncs": rounds[-1]}
 
 
 def main(_) -> None:
-    checkouts.use(FLAGS.nanodo, flag="--nanodo", address=ADDRESS, holds="nanodo/train.py")
+    nanodo = checkouts.use(FLAGS.nanodo, flag="--nanodo", address=ADDRESS, holds="nanodo/train.py")
     paths = checkouts.files(FLAGS.data_dir, FLAGS.text, flag="--data_dir")
     folder = pathlib.Path(FLAGS.workdir)
     texts = [records(path) for path in paths]
@@ -116,7 +140,7 @@ def main(_) -> None:
         chosen = dict(learning_rate=learning_rate, steps=FLAGS.steps, seed=seed)
         workdir = folder / arm / f"{learning_rate:g}" / str(seed)
         c = sized(default.get_config(), vocabulary=vocabulary, workdir=workdir, **chosen)
-        return evaluated(texts, c, arm=arm)
+        return evaluated(texts, c, trainer(nanodo, arm))
 
     chosen = measure.report({arm: functools.partial(run, arm) for arm in FLAGS.arm})
     first, *others = chosen
