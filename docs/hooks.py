@@ -11,7 +11,7 @@ from mkdocs.structure.files import File
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing/index.md", "CHANGELOG.md": "contributing/changelog.md"}
 FOLDERS = ("examples", "notebooks", "experiments/presets")
-SHOWN = {".py", ".md", ".ipynb", ".flags", ".json"}
+SHOWN = {".py", ".md", ".ipynb", ".flags", ".json", ".diff"}
 
 
 def copied() -> dict[str, str]:
