@@ -1,4 +1,4 @@
-"""When workers talk: local steps around any optax optimizer, synchronised by a plan."""
+"""Local steps with any optax optimizer: workers synchronise where a plan says, not every step."""
 
 from local_opt.drift import Correction, control_variates, proximal
 from local_opt.forecast import communication_time, forecast, sync_bytes
@@ -13,12 +13,7 @@ from local_opt.streaming import Streaming, streaming_rounds
 from local_opt.sync import synchronize
 from local_opt.transform import diloco, local_steps, slowmo
 from local_opt.wires import WIRES, Wire
-from local_opt.workers import (
-    check_same_plan,
-    check_synced,
-    consolidate,
-    reestimate,
-)
+from local_opt.workers import check_same_plan, check_synced, consolidate, reestimate
 
 __all__ = [
     "WIRES",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from local_opt.state import wide_zeros
+from local_opt.wires import Wire
 
 
 class Correction(NamedTuple):
@@ -159,7 +160,7 @@ def proximal(strength: float) -> Correction:
     return Correction(lambda params: jax.tree.map(jnp.copy, params), gradient=gradient, sync=sync)
 
 
-def check_correction(correction, wire) -> None:
+def check_correction(correction: Correction, wire: Wire | None) -> None:
     """Raises ValueError for what is no correction, or one whose sync would round."""
     if not isinstance(correction, Correction):
         raise ValueError(

@@ -151,35 +151,38 @@ def forecast(
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
     _check_positive("step_seconds", step_seconds)
-    if isinstance(plan, SyncPlan):
-        plan, num_params, wire = {"": plan}, {"": num_params}, {"": wire}
-    if set(num_params) != set(plan):
+    plans = {"": plan} if isinstance(plan, SyncPlan) else plan
+    sizes = num_params if isinstance(num_params, Mapping) else {"": num_params}
+    wires = wire if isinstance(wire, Mapping) else dict.fromkeys(plans, wire)
+    if set(sizes) != set(plans):
         raise ValueError(
-            f"num_params are of {sorted(num_params)} and the plans of {sorted(plan)}: name the "
-            "same parts."
+            f"num_params are of {sorted(sizes)} and the plans of {sorted(plans)}: name the same "
+            "parts."
         )
-    segments = stream_segments(plan, delay=delay)
-    steps = next(iter(plan.values())).total_steps
-    wires = dict.fromkeys(plan, wire) if isinstance(wire, Wire | None) else wire
-    link = dict(gigabits_per_second=gigabits_per_second, latency_seconds=latency_seconds)
+    segments = stream_segments(plans, delay=delay)
+    steps = next(iter(plans.values())).total_steps
     sent, seconds = {}, {}
-    for part, size in num_params.items():
-        own = {"num_workers": num_workers, "wire": wires.get(part)}
-        sent[part], seconds[part] = sync_bytes(size, **own), sync_seconds(size, **own, **link)
-    rounds = {part: each.rounds for part, each in plan.items()}
-    busy = sum(rounds[part] * seconds[part] for part in plan)
+    for part, size in sizes.items():
+        own = wires.get(part)
+        sent[part] = sync_bytes(size, num_workers=num_workers, wire=own)
+        seconds[part] = sync_seconds(
+            size, num_workers=num_workers, wire=own,
+            gigabits_per_second=gigabits_per_second, latency_seconds=latency_seconds,
+        )  # fmt: skip
+    rounds = {part: each.rounds for part, each in plans.items()}
+    busy = sum(rounds[part] * seconds[part] for part in plans)
     waited = _waited(segments, seconds, float(step_seconds)) if delay else busy
     compute = steps * float(step_seconds)
-    numbers = sum(rounds[part] * int(size) for part, size in num_params.items())
+    numbers = sum(rounds[part] * int(size) for part, size in sizes.items())
     return Forecast(
         sum(rounds.values()),
-        numbers / (steps * sum(map(int, num_params.values()))),
-        float(sum(rounds[part] * sent[part] for part in plan)),
+        numbers / (steps * sum(map(int, sizes.values()))),
+        float(sum(rounds[part] * sent[part] for part in plans)),
         compute,
         busy,
         busy - waited,
         compute + waited,
-        _peak(plan, delay, sent) / step_seconds,
+        _peak(plans, delay, sent) / step_seconds,
     )
 
 

@@ -3,18 +3,27 @@
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from syncopate import plans
 
 
-def checked(optimizer, name: str = "inner") -> optax.GradientTransformationExtraArgs:
+def checked(
+    optimizer: optax.GradientTransformation, name: str = "inner"
+) -> optax.GradientTransformationExtraArgs:
     """The optimizer, which takes extra arguments; raises ValueError for anything else."""
     if not all(callable(getattr(optimizer, part, None)) for part in ("init", "update")):
         raise ValueError(f"{name} is {optimizer!r}: pass an optimizer, as optax.sgd(0.1).")
     return optax.with_extra_args_support(optimizer)
 
 
-def outer_step(outer, state, anchor, mean, period):
+def outer_step(
+    outer: optax.GradientTransformationExtraArgs | None,
+    state: optax.OptState,
+    anchor: optax.Params,
+    mean: optax.Params,
+    period: ArrayLike,
+) -> tuple[optax.Params, optax.OptState]:
     """(parameters, state) after a round of so many steps: a + outer(a - x_bar), or the mean."""
     if outer is None:
         return mean, state
@@ -60,9 +69,11 @@ def normalize_by_period(
         raise ValueError(f"h_base is {h_base!r}: it must be a whole number >= 1.")
     outer = checked(outer, "outer")
 
-    def update(changes, state, params=None, *, period, **extra):
+    def update(updates, state, params=None, *, period: ArrayLike | None = None, **extra):
+        if period is None:
+            raise ValueError("pass period=, the round's number of steps, as local_steps does.")
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
-        scaled = jax.tree.map(lambda d: (d / length).astype(d.dtype), changes)
+        scaled = jax.tree.map(lambda d: (d / length).astype(d.dtype), updates)
         updates, state = outer.update(scaled, state, params, period=period, **extra)
         return jax.tree.map(lambda u: (u * length).astype(u.dtype), updates), state
 

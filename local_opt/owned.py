@@ -1,12 +1,15 @@
 """The same start for every worker, and which leaves of a tree have a worker axis at all."""
 
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, Key, PyTree
 
 from local_opt.workers import AXIS, check_synced, count_of
 
@@ -106,7 +109,7 @@ def _spread(function, arrays, workers, axis_name):
     return jax.jit(function, out_shardings=places)(given)
 
 
-def parted(trees, words):
+def parted(trees: Iterable[PyTree], words: Iterable[str]) -> tuple[tuple, tuple]:
     """Trees in two like them: their arrays, and other leaves; None where the other has a leaf."""
     kinds = jax.Array | np.ndarray | np.generic
 
@@ -119,19 +122,19 @@ def parted(trees, words):
     return tuple(arrays), tuple(rest)
 
 
-def joined(arrays, rest):
+def joined(arrays: PyTree, rest: PyTree) -> PyTree:
     """The tree that `parted` has parted."""
     return jax.tree.map(
         lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
     )
 
 
-def is_key(x) -> bool:
+def is_key(x: Any) -> bool:
     """Whether a leaf holds typed PRNG keys; a legacy key is an array like others."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def folded(keys):
+def folded(keys: Key[Array, "W ..."]) -> Key[Array, "W ..."]:
     """Keys [W, ...] of one worker each: fold_in(key_w, w)."""
 
     def of_worker(keys, worker):
@@ -141,7 +144,7 @@ def folded(keys):
     return jax.vmap(of_worker)(keys, jnp.arange(len(keys)))
 
 
-def spec_of(x) -> tuple:
+def spec_of(x: Any) -> tuple:
     """How an array is split over a mesh already; () if it is whole."""
-    sharding = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
+    sharding = getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()

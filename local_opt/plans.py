@@ -5,6 +5,7 @@ R rounds, T steps. A round is the steps between two syncs; the sync follows its 
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class SyncPlan(plans.Plan):
         object.__setattr__(self, "total_steps", int(self.total_steps))
 
     @classmethod
-    def of_marks(cls, marked, total_steps, rule):
+    def of_marks(cls, marked: np.ndarray, total_steps: int, rule: str) -> "SyncPlan":
         return cls(marked, total_steps, rule)
 
     @property
@@ -82,7 +83,7 @@ class SyncPlan(plans.Plan):
         """int64[R], H of each round."""
         return self.lengths
 
-    def round_at(self, step):
+    def round_at(self, step: int | np.ndarray) -> np.ndarray:
         """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
         step = np.asarray(step)
         if step.dtype.kind not in "iu":
@@ -94,11 +95,11 @@ class SyncPlan(plans.Plan):
             )
         return np.searchsorted(self.starts, step, side="right") - 1
 
-    def period_at(self, step):
+    def period_at(self, step: int | np.ndarray) -> np.ndarray:
         """H of the round that a step belongs to."""
         return self.periods[self.round_at(step)]
 
-    def syncs_after(self, step):
+    def syncs_after(self, step: int | np.ndarray) -> np.ndarray:
         """Whether workers synchronise after a step."""
         return self.ends[self.round_at(step)] == np.asarray(step) + 1
 
@@ -247,7 +248,8 @@ def _loads(fresh, total_steps) -> np.ndarray:
     return np.flatnonzero(fresh)
 
 
-def check_whole(name, value, least, most=None):
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless the value is a whole number in the range."""
     if not plans.is_whole(value) or value < least or (most is not None and value > most):
         bounds = f">= {least}" if most is None else f"in {least} .. {most}"
         raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")

@@ -5,10 +5,12 @@ middle of a round, whose steps go on from the mean.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from local_opt.rounds import AccumulateState, LocalState
 
@@ -16,7 +18,7 @@ MEAN, RESET, FIRST = "mean", "reset", "first"
 POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states
 
 
-def mean_of(tree, workers: int):
+def mean_of(tree: PyTree, workers: int) -> PyTree:
     """x <- 1/W sum_v x_v, for all of W' workers; of whole numbers those of the first.
 
     Args:
@@ -42,7 +44,9 @@ def mean_of(tree, workers: int):
     return jax.tree.map(mean, tree)
 
 
-def resize(state, fresh, workers: int, policy: str):
+def resize(
+    state: LocalState | AccumulateState, fresh: Any, workers: int, policy: str
+) -> LocalState | AccumulateState:
     """The state of rounds of W' workers.
 
     What is equal on all workers stays: the steps since the last sync, an outer optimizer and the

@@ -1,4 +1,4 @@
-"""Rounds: what a step does and a sync, of local steps and of those that average gradients."""
+"""The step and the sync of a round: with local steps, mean gradients or accumulated gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -6,26 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
 
+from local_opt import state as state_lib
 from local_opt.drift import Correction, check_correction
 from local_opt.outer import checked, outer_step
-from local_opt.state import (
-    LOCAL,
-    MEAN,
-    PARAMS,
-    apart,
-    check_floating,
-    check_survives,
-    checked_policies,
-    distance,
-    floating_as,
-    in_place,
-    placed,
-    policy_of_leaves,
-    wide_zeros,
-)
 from local_opt.sync import nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire, check_wire
+from local_opt.workers import AXIS
 from syncopate import mesh
 
 
@@ -34,12 +23,12 @@ class Rounds(NamedTuple):
 
     Fields:
       init: `params -> state`.
-      update: `(grads, state, params, **extra) -> (updates, state)`, as optax's: one step of the
-        worker's own, without any collective unless `in_step`.
-      sync: `(params, state, **extra) -> (params, state)`, after the round's last step; overwrites,
-        so that the parameters of all workers are bitwise equal after it.
-      in_step: whether workers meet in every step, by their gradients, and a sync has nothing to do.
-        Parameters and state are then equal on all workers, so one copy of them does.
+      update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
+        worker, without any collective unless `in_step`.
+      sync: `(params, state, **extra) -> (params, state)`, after the round's last step. It
+        overwrites the parameters, which are then bitwise equal on all workers.
+      in_step: whether every step averages gradients, and the sync does nothing. Parameters and
+        state are then equal on all workers, and one copy of them is enough.
       drift: `state -> float32[]`, how far the worker was from the mean at the last sync, or None.
     """
 
@@ -51,63 +40,61 @@ class Rounds(NamedTuple):
 
 
 class LocalState(NamedTuple):
-    """State of local steps of one worker."""
+    """The state of one worker in `local_rounds`."""
 
-    since: jax.Array  # int32[], steps since the last sync
+    since: Int[Array, ""]  # steps since the last sync
     inner: Any
-    anchor: Any  # the parameters after the last sync; () where nothing needs them
-    outer: Any  # of the outer optimizer; equal on all workers
-    lost: Any  # what the wire has lost of this worker's changes; () for a wire without feedback
-    drift: jax.Array  # float32[], |x_w - x_bar| / |x_bar| at the last sync
-    correction: Any = ()  # of the correction; () without one
+    anchor: Any  # the parameters after the last sync; () if nothing needs them
+    outer: Any  # state of the outer optimizer, equal on all workers
+    lost: Any  # what the wire has rounded off this worker's changes; () without feedback
+    drift: Float[Array, ""]  # |x_w - x_bar| / |x_bar| at the last sync
+    correction: Any = ()  # state of the correction; () without one
 
 
 def local_rounds(
     inner: optax.GradientTransformation,
     *,
-    axis_name,
-    opt_state: str | Mapping[str, str] = LOCAL,
+    axis_name: str | tuple[str, ...] = AXIS,
+    opt_state: str | Mapping[str, str] = state_lib.LOCAL,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
     correction: Correction | None = None,
-    specs=None,
+    specs: PyTree[PartitionSpec] | None = None,
 ) -> Rounds:
-    """Steps of each worker's own, then the mean over the workers.
+    """Local steps: each worker steps alone, and a sync averages the parameters.
 
-    x_w <- x_w + inner(g_w) in a step; x <- x_bar = 1/W sum_w x_w in the sync, or with an outer
-    optimizer x <- a + outer(a - x_bar), where a are the parameters after the last sync.
+    Step: x_w <- x_w + inner(g_w). Sync: x_w <- x_bar = 1/W sum_v x_v, or with an outer optimizer
+    x_w <- a + outer(a - x_bar), where a are the parameters after the last sync.
 
     Args:
       inner: the workers' optimizer.
-      axis_name: of the workers, bound by `jax.vmap` or `jax.shard_map`.
-      opt_state: what becomes of the optimizer state at a sync: "local" (each worker keeps its own,
-        as in the papers), "mean" or "reset" (to its first value), for all floating leaves, or by
-        name of a field, as {"mu": "mean", "0.nu": "reset"}, where the longest name counts; fields
-        without one stay local. Whole numbers, as counts, are only reset by name.
-        `sync(..., parts=("params", "nu"))`, static, does what is due of these alone, by plans of
-        their own, as in DES-LOC; a state under one policy is the part "opt_state".
-      outer: any optax transformation, of the change a - x_bar as a gradient; None is plain
-        averaging. It is passed the round's steps as the extra argument `period`.
-      wire: the format in which the parameters' changes since the last sync travel, as
-        `WIRES["int8"]`; None for no rounding. Fields of the optimizer state are never rounded.
-      correction: of the drift between two syncs, `control_variates` or `proximal`; not with a
-        wire.
-      specs: for a worker that is several devices: how its parameters are split over them, a
-        `jax.P` per leaf or one for all, without the workers' axis. Optimizer state is then split
-        as they are. Needed by a wire, and for the drift where all axes are manual. See
-        docs/use/devices.md.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
+      opt_state: what a sync does with the optimizer state: "local" (each worker keeps its own, as
+        in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by field
+        name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields
+        without one stay local. Integers, as counts, are only reset by name.
+        `sync(..., parts=("params", "nu"))`, static, syncs these parts alone, so that each can have
+        its own plan, as in DES-LOC; a state under one policy is the part "opt_state".
+      outer: an optax optimizer that takes a - x_bar as its gradient; None is plain averaging. It
+        gets the number of steps of the round as the extra argument `period`.
+      wire: the format in which the parameters' changes since the last sync are sent, as
+        `WIRES["int8"]`; None for no rounding. The optimizer state is never rounded.
+      correction: `control_variates` or `proximal`, against drift between syncs; not with a wire.
+      specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
+        per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
+        wire needs it, and so does the drift if all axes are manual; see docs/use/devices.md.
 
     Returns:
       A `Rounds`.
 
     Raises:
-      ValueError: for an option that is not known, or two that exclude each other; from `init`, for
-        fields that the optimizer state lacks, fields that would undo a sync and stay local, or
-        parameters that are not floating; from `sync`, for what the wire cannot carry.
+      ValueError: for unknown or conflicting options; from `init`, for fields that the optimizer
+        state lacks, local fields that would undo a sync, or parameters that are not floating; from
+        `sync`, for leaves that the wire cannot carry.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> rounds = local_opt.local_rounds(optax.sgd(0.5), axis_name="worker")
+      >>> rounds = local_opt.local_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers
       >>> state = jax.vmap(rounds.init)(x)
       >>> updates, state = jax.vmap(rounds.update)(jnp.array([2.0, -4.0]), state, x)
@@ -121,7 +108,7 @@ def local_rounds(
       Iacob et al., DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
       Models, 2025, https://arxiv.org/abs/2505.22549
     """
-    policies = checked_policies(opt_state)
+    policies = state_lib.checked_policies(opt_state)
     inner = checked(inner)
     outer = None if outer is None else checked(outer, "outer")
     anchored = outer is not None or wire is not None
@@ -134,20 +121,20 @@ def local_rounds(
     mesh.check_specs(specs, axis_name)
 
     def init(params):
-        check_floating(params)
-        state = apart(inner.init(params), params)
-        check_survives(state, policy_of_leaves(state, policies))
+        state_lib.check_floating(params)
+        state = state_lib.apart(inner.init(params), params)
+        state_lib.check_survives(state, state_lib.policy_of_leaves(state, policies))
         state = LocalState(
             since=jnp.zeros((), jnp.int32),
-            inner=floating_as(state, params, axis_name),
+            inner=state_lib.floating_as(state, params, axis_name),
             # A copy: one buffer cannot be given away twice.
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
-            outer=apart(outer.init(params), params) if outer else (),
-            lost=floating_as(nothing_lost(params, wire), params, axis_name),
-            drift=floating_as(jnp.zeros((), jnp.float32), params, axis_name),
-            correction=floating_as(correction.init(params), params, axis_name),
+            outer=state_lib.apart(outer.init(params), params) if outer else (),
+            lost=state_lib.floating_as(nothing_lost(params, wire), params, axis_name),
+            drift=state_lib.floating_as(jnp.zeros((), jnp.float32), params, axis_name),
+            correction=state_lib.floating_as(correction.init(params), params, axis_name),
         )
-        return in_place(state, params, specs)
+        return state_lib.in_place(state, params, specs)
 
     def update(grads, state, params=None, **extra):
         grads = correction.gradient(grads, state.correction, params)
@@ -158,9 +145,10 @@ def local_rounds(
     def sync(params, state, *, parts=None, **extra):
         del extra
         given = params, state
-        moves = parts is None or PARAMS in parts
-        chosen = policy_of_leaves(state.inner, policies, parts)
-        fields = [x for x, p in zip(jax.tree.leaves(state.inner), chosen, strict=True) if p == MEAN]
+        moves = parts is None or state_lib.PARAMS in parts
+        chosen = state_lib.policy_of_leaves(state.inner, policies, parts)
+        pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
+        fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
         exact = params if moves and wire is None else ()
         mean, fields = synchronize((exact, fields), axis_name=axis_name)
         if not moves:
@@ -171,46 +159,48 @@ def local_rounds(
                 specs=specs,
             )  # fmt: skip
             state = state._replace(lost=lost)
-        first = lambda: apart(inner.init(mean), mean)  # noqa: E731
-        state = state._replace(inner=placed(state.inner, chosen, fields, first))
+        first = lambda: state_lib.apart(inner.init(mean), mean)  # noqa: E731
+        state = state._replace(inner=state_lib.placed(state.inner, chosen, fields, first))
         new = renewed(params, mean, state) if moves else (params, state)
-        return mesh.alike(in_place(new, params, specs), given)
+        return mesh.alike(state_lib.in_place(new, params, specs), given)
 
     def renewed(params, mean, state):
-        """The state of a round that has not begun, after what the outer optimizer makes of it."""
+        """Parameters and state at the start of the next round, after the outer optimizer."""
         new, outer_state = outer_step(outer, state.outer, state.anchor, mean, state.since)
         return new, state._replace(
             since=jnp.zeros_like(state.since),
             anchor=jax.tree.map(jnp.copy, new) if anchored else (),
             outer=outer_state,
-            drift=distance(params, mean, specs),
+            drift=state_lib.distance(params, mean, specs),
             correction=correction.sync(state.correction, own=params, mean=mean, new=new),
         )
 
     return Rounds(init, update, sync, drift=lambda state: state.drift)
 
 
-def parallel_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds:
-    """Steps with the mean gradient of all workers.
+def parallel_rounds(
+    inner: optax.GradientTransformation, *, axis_name: str | tuple[str, ...] = AXIS
+) -> Rounds:
+    """Data-parallel training: every step takes the mean gradient of all workers.
 
-    x <- x + inner(1/W sum_w g_w) in a step; nothing in a sync.
+    x <- x + inner(1/W sum_w g_w) in a step; a sync does nothing.
 
     Workers that start equal stay bitwise equal, so a loop may keep one copy of parameters and
-    state for all of them, where other rounds need one per worker.
+    state for all of them.
 
     Args:
       inner: any optax optimizer; it sees the mean gradient, taken in float32.
-      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
+      axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`.
 
     Returns:
-      A `Rounds` whose state is the inner optimizer's and whose `sync` returns what it is given.
+      A `Rounds` whose state is the inner optimizer's and whose `sync` returns its arguments.
 
     Raises:
       ValueError: from `init`, for parameters that are not floating.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> rounds = local_opt.parallel_rounds(optax.sgd(0.5), axis_name="worker")
+      >>> rounds = local_opt.parallel_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers
       >>> step = jax.vmap(rounds.update, axis_name="worker")
       >>> updates, state = step(jnp.array([2.0, -4.0]), jax.vmap(rounds.init)(x), x)
@@ -224,8 +214,8 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds
     inner = checked(inner)
 
     def init(params):
-        check_floating(params)
-        return apart(inner.init(params), params)
+        state_lib.check_floating(params)
+        return state_lib.apart(inner.init(params), params)
 
     def update(grads, state, params=None, **extra):
         return inner.update(synchronize(grads, axis_name=axis_name), state, params, **extra)
@@ -234,23 +224,24 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds
 
 
 class AccumulateState(NamedTuple):
-    """State of one worker; all but `mean` is equal on all workers."""
+    """The state of one worker in `accumulated_rounds`; all but `mean` is equal on all workers."""
 
-    since: jax.Array  # int32[], steps since the last sync
+    since: Int[Array, ""]  # steps since the last sync
     inner: Any
     mean: Any  # float32, this worker's mean gradient since the last sync
 
 
-def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rounds:
-    """One step of the inner optimizer per round, with the mean gradient of all its batches.
+def accumulated_rounds(
+    inner: optax.GradientTransformation, *, axis_name: str | tuple[str, ...] = AXIS
+) -> Rounds:
+    """Gradient accumulation: one inner step per round, with the mean gradient of its batches.
 
-    x <- x + inner(1/W sum_w 1/H sum_h g_wh), all gradients at the round's first parameters.
-    With a plan that synchronises after every step this is data-parallel training; one worker with
-    constant H is `optax.MultiSteps`.
+    x <- x + inner(1/W sum_w 1/H sum_h g_wh), all gradients at the round's first parameters. With
+    H = 1 this is data-parallel training; with one worker and constant H it is `optax.MultiSteps`.
 
     Args:
-      inner: any optax optimizer; its extra arguments are those of `sync`.
-      axis_name: of the workers, bound by `jax.vmap` or `jax.shard_map`.
+      inner: any optax optimizer; it gets the extra arguments of `sync`.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
 
     Returns:
       A `Rounds` whose `update` returns zeros.
@@ -260,8 +251,8 @@ def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rou
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> rounds = local_opt.accumulated_rounds(optax.sgd(0.5), axis_name="worker")
-      >>> x = jnp.array([1.0, 1.0])  # two workers, of which each takes two batches
+      >>> rounds = local_opt.accumulated_rounds(optax.sgd(0.5))
+      >>> x = jnp.array([1.0, 1.0])  # two workers, with two batches each
       >>> state = jax.vmap(rounds.init)(x)
       >>> for grads in jnp.array([[2.0, -4.0], [3.0, -5.0]]):
       ...     _, state = jax.vmap(rounds.update)(grads, state)
@@ -275,10 +266,10 @@ def accumulated_rounds(inner: optax.GradientTransformation, *, axis_name) -> Rou
     inner = checked(inner)
 
     def init(params):
-        check_floating(params)
-        own = apart(inner.init(params), params)
-        state = AccumulateState(jnp.zeros((), jnp.int32), own, wide_zeros(params))
-        return floating_as(state, params, axis_name)
+        state_lib.check_floating(params)
+        own = state_lib.apart(inner.init(params), params)
+        state = AccumulateState(jnp.zeros((), jnp.int32), own, state_lib.wide_zeros(params))
+        return state_lib.floating_as(state, params, axis_name)
 
     def update(grads, state, params=None, **extra):
         del params, extra

@@ -5,6 +5,7 @@ t is the first step of a round, T the number of steps, eta_t the learning rate a
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -230,7 +231,7 @@ def power_rule(
     )
 
 
-def qsr(lr: Callable | float | np.ndarray, **rule) -> SyncPlan:
+def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:
     """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
 
     Args:

@@ -1,8 +1,12 @@
 """The state of a worker's optimizer: what a sync does with it, its memory and its types."""
 
+from collections.abc import Callable, Iterable, Mapping
+
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
 from syncopate import mesh
@@ -21,7 +25,9 @@ UNDOES = {
 }
 
 
-def placed(opt_state, chosen, means, initial):
+def placed(
+    opt_state: optax.OptState, chosen: list[str], means: Iterable, initial: Callable
+) -> optax.OptState:
     """The optimizer state with averaged and reset leaves in their places."""
     leaves, treedef = jax.tree.flatten(opt_state)
     first = jax.tree.leaves(initial()) if RESET in chosen else leaves
@@ -31,7 +37,7 @@ def placed(opt_state, chosen, means, initial):
     return jax.tree.unflatten(treedef, leaves)
 
 
-def checked_policies(opt_state):
+def checked_policies(opt_state: str | Mapping[str, str]) -> dict[str, str]:
     """{name of a field: policy}, where the empty name stands for all floating leaves."""
     policies = {"": opt_state} if isinstance(opt_state, str) else dict(opt_state)
     for name, policy in policies.items():
@@ -43,7 +49,9 @@ def checked_policies(opt_state):
     return policies
 
 
-def policy_of_leaves(opt_state, policies, parts=None):
+def policy_of_leaves(
+    opt_state: optax.OptState, policies: Mapping[str, str], parts: Iterable[str] | None = None
+) -> list[str]:
     """One policy per leaf of the optimizer state, in order; of parts, "local" for all others."""
     if parts is not None:
         policies = _policies_of_parts(policies, parts)
@@ -87,7 +95,9 @@ def _policies_of_parts(policies, parts):
     return {n: policy if (n or OPT_STATE) in parts else LOCAL for n, policy in policies.items()}
 
 
-def check_survives(state, chosen, *, act: str = "Pass opt_state={fields}.") -> None:
+def check_survives(
+    state: optax.OptState, chosen: list[str], *, act: str = "Pass opt_state={fields}."
+) -> None:
     """Raises ValueError for optimizer state that would undo a sync at the next step.
 
     Args:
@@ -119,7 +129,7 @@ def _undoing(tree):
                 yield from _undoing(field)
 
 
-def apart(tree, *others):
+def apart(tree: PyTree, *others: PyTree) -> PyTree:
     """The tree, with a copy in place of every array that is in it twice, or in the others.
 
     Optimizers start some fields as the parameters themselves; given away with these, one buffer
@@ -136,7 +146,7 @@ def apart(tree, *others):
     return jax.tree.map(own, tree)
 
 
-def wide_zeros(params):
+def wide_zeros(params: optax.Params) -> optax.Params:
     """Zeros like the parameters, in float32 or wider."""
 
     def zeros(p):
@@ -145,7 +155,7 @@ def wide_zeros(params):
     return jax.tree.map(zeros, params)
 
 
-def floating_as(state, params, axis_name):
+def floating_as(state: PyTree, params: optax.Params, axis_name: str | tuple[str, ...]) -> PyTree:
     """The state, its floating leaves typed as the workers' own where parameters are: for loops.
 
     Over the workers' axes alone: what all devices of a worker agree in is known to be equal there.
@@ -160,7 +170,7 @@ def floating_as(state, params, axis_name):
     return jax.tree.map(cast, state)
 
 
-def in_place(tree, params, specs):
+def in_place(tree: PyTree, params: optax.Params, specs: PyTree[P] | None) -> PyTree:
     """The tree, with whatever is like the parameters split as they are.
 
     Zeros that are made of parameters do not tell a compiler where to keep them, and it would keep
@@ -187,7 +197,7 @@ def _shapes(tree):
     return [jax.numpy.shape(x) for x in jax.tree.leaves(tree)]
 
 
-def distance(params, mean, specs) -> jax.Array:
+def distance(params: optax.Params, mean: optax.Params, specs: PyTree[P] | None) -> Float[Array, ""]:
     """How far a worker has drifted: |x_w - x_bar| / |x_bar| over all leaves."""
 
     def norm(leaves):
@@ -209,7 +219,7 @@ def _added_up(values, specs):
     return sum(jax.lax.psum(value, axes) if axes else value for axes, value in sums.items())
 
 
-def check_floating(params) -> None:
+def check_floating(params: optax.Params) -> None:
     """Raises ValueError for parameters that cannot be trained and averaged."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):

@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, PyTree
 
 from local_opt.outer import checked, outer_step
 from local_opt.segments import Event
 from local_opt.state import LOCAL, apart, check_floating, check_survives, floating_as
 from local_opt.sync import nothing_lost, synchronize_changes
 from local_opt.wires import Wire, check_wire
+from local_opt.workers import AXIS
 from syncopate import mesh
 
 NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
@@ -42,7 +45,7 @@ class Streaming(NamedTuple):
 class StreamingState(NamedTuple):
     """State of one worker. F fragments; their tuples hold leaves in the order of the parameters."""
 
-    since: jax.Array  # int32[F], steps since the fragment's last start
+    since: Int[Array, "F"]  # steps since the fragment's last start
     inner: Any
     anchor: Any  # the common parameters, from a fragment's start on those that it will get
     outer: Any  # F states of the outer optimizer, each () without one
@@ -52,12 +55,12 @@ class StreamingState(NamedTuple):
 def streaming_rounds(
     inner: optax.GradientTransformation,
     *,
-    axis_name,
-    fragments,
+    axis_name: str | tuple[str, ...] = AXIS,
+    fragments: int | PyTree[int],
     mixing: float = 0.5,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
-    specs=None,
+    specs: PyTree[PartitionSpec] | None = None,
 ) -> Streaming:
     """Local steps whose sync is spread over the fragments and hidden behind later steps.
 

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from local_opt.wires import LANES, Wire, rows_of
+from local_opt.workers import AXIS
 from syncopate import mesh
 
 
-def synchronize(tree, *, axis_name):
+def synchronize(tree: PyTree, *, axis_name: str | tuple[str, ...] = AXIS) -> PyTree:
     """Overwrites every floating leaf with its mean over the workers.
 
     x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64) and cast back. The
@@ -43,7 +45,15 @@ def synchronize(tree, *, axis_name):
     return jax.tree.unflatten(treedef, leaves)
 
 
-def synchronize_changes(tree, *, axis_name, anchor, wire: Wire | None, lost=(), specs=None):
+def synchronize_changes(
+    tree: PyTree,
+    *,
+    axis_name: str | tuple[str, ...] = AXIS,
+    anchor: PyTree,
+    wire: Wire | None,
+    lost: PyTree = (),
+    specs: PyTree[P] | None = None,
+) -> tuple[PyTree, PyTree]:
     """Adds the mean change of all workers to an anchor; the changes travel in a narrow format.
 
     c_w = x_w - a + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
@@ -122,7 +132,7 @@ def _sent(wire, axis_name, leaves, anchors, losses):
     return new, _leaves(lax.optimization_barrier(lost_rows), leaves) if wire.feedback else []
 
 
-def nothing_lost(tree, wire: Wire | None):
+def nothing_lost(tree: PyTree, wire: Wire | None) -> PyTree:
     """The `lost` of `synchronize_changes` before the first sync: zeros, or () without feedback."""
     if wire is None or not wire.feedback:
         return ()
@@ -181,7 +191,7 @@ def _float32(x):
     return jnp.asarray(x).astype(jnp.float32)
 
 
-def check_real(tree, wire) -> None:
+def check_real(tree: PyTree, wire: Wire) -> None:
     """Raises ValueError for leaves that no wire can carry."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -192,7 +202,7 @@ def check_real(tree, wire) -> None:
             )
 
 
-def check_alone(axis_name, wire) -> None:
+def check_alone(axis_name: str | tuple[str, ...], wire: Wire) -> None:
     """Raises where the mesh in scope has axes beside the workers', of which nothing was said."""
     if others := mesh.beside(axis_name):
         raise ValueError(

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, PyTree
 
 from local_opt.drift import Correction
 from local_opt.plans import SyncPlan
 from local_opt.rounds import local_rounds
 from local_opt.state import LOCAL
 from local_opt.wires import Wire
+from local_opt.workers import AXIS
 from syncopate import mesh
 
 
@@ -26,8 +29,8 @@ class PlannedState(NamedTuple):
     `optax.inject_hyperparams`, or `state.gradient_step` of `optax.MultiSteps`.
     """
 
-    num_steps: jax.Array  # int32[], skipped or not
-    num_syncs: jax.Array  # int32[]
+    num_steps: Int[Array, ""]  # skipped or not
+    num_syncs: Int[Array, ""]
     rounds: Any  # of the `Rounds`
 
     def __getattr__(self, name: str) -> Any:
@@ -43,12 +46,12 @@ def local_steps(
     inner: optax.GradientTransformation,
     plan: SyncPlan,
     *,
-    axis_name,
+    axis_name: str | tuple[str, ...] = AXIS,
     opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
     correction: Correction | None = None,
-    specs=None,
+    specs: PyTree[PartitionSpec] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Steps of each worker's own, and the mean over workers where the plan ends a round.
 
@@ -130,12 +133,12 @@ def _planned(rounds, plan, axis_name, *, overwrites):
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
 
-    def update(grads, state, params=None, *, sync: bool | None = None, step=None, **extra):
+    def update(updates, state, params=None, *, sync: bool | None = None, step=None, **extra):
         if params is None:
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
         if sync is not None and step is not None:
             raise ValueError("sync and step are both given: the plan decides at a step, or you do.")
-        updates, own = rounds.update(grads, state.rounds, params, **extra)
+        updates, own = rounds.update(updates, state.rounds, params, **extra)
         # A sync's update needs the digits of the parameters, whatever the gradients have.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
@@ -155,8 +158,8 @@ def _planned(rounds, plan, axis_name, *, overwrites):
         now = now if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
         met = met + jnp.asarray(now, jnp.int32)
-        counts = mesh.varying((done, met), state.num_steps)  # typed as they were
-        return updates, PlannedState(*counts, own)
+        done, met = mesh.varying((done, met), state.num_steps)  # typed as they were
+        return updates, PlannedState(done, met, own)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -182,10 +185,10 @@ def diloco(
     inner: optax.GradientTransformation,
     plan: SyncPlan,
     *,
-    axis_name,
+    axis_name: str | tuple[str, ...] = AXIS,
     learning_rate: float = 0.7,
     momentum: float = 0.9,
-    **options,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: local steps of AdamW, and Nesterov momentum on the mean change of a round.
 
@@ -229,10 +232,10 @@ def slowmo(
     inner: optax.GradientTransformation,
     plan: SyncPlan,
     *,
-    axis_name,
+    axis_name: str | tuple[str, ...] = AXIS,
     learning_rate: float = 1.0,
     momentum: float = 0.5,
-    **options,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """SlowMo: local steps, and heavy-ball momentum on the mean change of a round.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 LANES = 128
 
@@ -40,7 +41,7 @@ class Wire(NamedTuple):
     gathers: bool
 
 
-def float_wire(dtype, *, feedback: float = 0.0) -> Wire:
+def float_wire(dtype: DTypeLike, *, feedback: float = 0.0) -> Wire:
     """Changes rounded to 16 bits: Q(x) = the nearest number of the format."""
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -192,7 +193,7 @@ def _check_share(name, value, least=None):
         raise ValueError(f"{name} is {value!r}: it must lie in {bound}.")
 
 
-def check_wire(wire) -> None:
+def check_wire(wire: Wire) -> None:
     """Raises ValueError for what is no wire."""
     if not isinstance(wire, Wire):
         raise ValueError(

@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from syncopate import plans
+from syncopate.plans import Plan
 
 AXIS = "worker"
 
 
-def consolidate(tree):
+def consolidate(tree: PyTree) -> PyTree:
     """One model out of W: the mean over the workers, for evaluation and export.
 
     x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's.
@@ -50,7 +52,7 @@ def consolidate(tree):
     return jax.tree.map(mean, tree)
 
 
-def reestimate(statistics: Callable, params, batches):
+def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     """The moments of normalisation layers, measured anew on averaged parameters.
 
     s = 1/K sum_k statistics(x_bar, batch_k). The moments that each worker has seen belong to its
@@ -80,7 +82,7 @@ def reestimate(statistics: Callable, params, batches):
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
 
 
-def check_synced(tree, *, what: str = "parameters", ulps: float = 1.0) -> None:
+def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -> None:
     """Raises unless workers agree, after a sync to the rounding that `local_steps` leaves.
 
     max_w |x_w - x_0| <= ulps * ulp(max_w |x_w|), for every leaf. With `ulps=0` they must be equal,
@@ -139,7 +141,7 @@ def _apart(tree):
     return jax.tree.map(distance, tree)
 
 
-def check_axis(x) -> None:
+def check_axis(x: jax.Array) -> None:
     """Raises ValueError for an array without a worker."""
     if not jnp.ndim(x) or not x.shape[0]:
         raise ValueError(
@@ -148,7 +150,7 @@ def check_axis(x) -> None:
         )
 
 
-def check_same_plan(plan, *, gather: Callable | None = None) -> None:
+def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
     """Raises unless all processes have made the same plan.
 
     A worker that waits for a sync that another does not know of waits for ever; and workers that
@@ -180,7 +182,7 @@ def check_same_plan(plan, *, gather: Callable | None = None) -> None:
         )
 
 
-def first(x):
+def first(x: jax.Array) -> jax.Array:
     """Worker 0's part of an array [W, ...], also where the workers' is an explicit mesh axis."""
     if AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types:
         return x[0]
@@ -228,11 +230,11 @@ def worker_mesh(workers: int) -> Mesh:
     return jax.make_mesh((workers,), (AXIS,), (AxisType.Auto,), devices=devices[:workers])
 
 
-def owned_sharding(mesh: Mesh | None):
+def owned_sharding(mesh: Mesh | None) -> NamedSharding | None:
     """Where arrays with a leading worker axis live: one slice per device, or the one device."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
 
 
-def shared_sharding(mesh: Mesh | None):
+def shared_sharding(mesh: Mesh | None) -> NamedSharding | None:
     """Where arrays live that are the same for all workers: whole on every device."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
