@@ -1,4 +1,4 @@
-"""Orders over all units: always a permutation of W M, equal to the reference, on every machine."""
+"""Dealt orders: epochs are permutations of all units, equal to the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def test_equals_the_reference(name, how, workers, num_units, units_per_step):
 
 @pytest.mark.parametrize("workers,num_units,left", [(1, 1, 0), (8, 4, 5), (3, 4, 12)])
 @pytest.mark.parametrize("name", ["cd_grab", "reshuffling"])
-def test_every_unit_is_visited_once_or_left_out_and_others_are_in_every_epoch(
+def test_units_are_visited_at_most_once_and_each_epoch_leaves_out_others(
     name, workers, num_units, left
 ):
     total = workers * num_units + left
@@ -50,14 +50,14 @@ def test_every_unit_is_visited_once_or_left_out_and_others_are_in_every_epoch(
     assert all(len(units) == workers * num_units for units in seen)
     assert set().union(*seen) <= set(range(total))
     assert not left or len({frozenset(units) for units in seen[:3]}) > 1
-    if name == "cd_grab" and left:  # neighbours, in turn
+    if name == "cd_grab" and left:  # consecutive units, in turn
         for epoch, units in enumerate(seen):
             waiting = {(total - left + epoch * left + i) % total for i in range(left)}
             assert units == set(range(total)) - waiting
 
 
-def test_round_robin_visits_what_fixed_shards_visit_where_all_meet_in_every_step():
-    """The same sets of units in every step, so that the running sums and the signs are the same."""
+def test_round_robin_keeps_the_units_of_each_step_of_all_workers():
+    """As with fixed shards, so that data-parallel training has the same batches."""
     workers, num_units, units_per_step = 4, 8, 2
     gradients = tables.whole_numbers((workers * num_units, 6), high=50)
     dealt = ordering.dealt(PAIRS["cd_grab"](num_units, units_per_step), num_units)
@@ -72,7 +72,7 @@ def test_round_robin_visits_what_fixed_shards_visit_where_all_meet_in_every_step
 
 
 @pytest.mark.parametrize("how", ordering.dealing.HOW)
-def test_the_known_front_of_the_next_epoch_stays(how):
+def test_front_of_the_next_order_is_final(how):
     order = ordering.dealt(PAIRS["cd_grab"](8, 2), 8, how=how, total=27)
     gradients = jnp.asarray(tables.whole_numbers((27, 4)))
 
@@ -90,8 +90,8 @@ def test_the_known_front_of_the_next_epoch_stays(how):
         np.testing.assert_array_equal(known[worker, :count], current[worker, :count])
 
 
-def test_signs_are_all_that_is_sent():
-    """One gather in an epoch's end: a bit for every pair of every worker."""
+def test_the_end_of_an_epoch_sends_only_signs():
+    """One gather, of one bit per pair."""
     order = ordering.dealt(PAIRS["gathered"](32, 2), 32)
     state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(4)))(
         jax.random.split(jax.random.key(0), 8)

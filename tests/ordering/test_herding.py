@@ -1,4 +1,4 @@
-"""Bounds equal the reference, and orders do to static vectors what was published."""
+"""Herding bounds equal the reference, and orders of fixed vectors behave as published."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ def test_bounds_equal_the_reference(workers, units, norm):
         assert ordering.herding_bound(*alone, norm=norm) == found
 
 
-def test_coordination_keeps_the_bound_flat_in_the_number_of_workers():
-    """The published picture, small: 20,000 vectors of dimension 16, 10 rounds."""
+def test_the_bound_of_coordinated_orders_does_not_grow_with_the_workers():
+    """The published experiment, smaller: 20,000 vectors of dimension 16, 10 rounds."""
     bounds = {}
     for workers in (4, 20):
         vectors = herding.unit_vectors(workers, 20_000 // workers)
@@ -38,7 +38,7 @@ def test_coordination_keeps_the_bound_flat_in_the_number_of_workers():
 
 
 def test_bound_of_the_training_metric_equals_the_function():
-    """The two passes over data in training/measure.py equal the bound of stacked gradients."""
+    """training/measure.py, which reads the data twice, against the bound of stacked gradients."""
     import models
     from experiments.training.measure import order_bounds
 

@@ -15,7 +15,7 @@ from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
 from tests import reference, tables
 
-BLOCKS = (1, 4, 5, 64)  # a scan, whole blocks, a rest, one block
+BLOCKS = (1, 4, 5, 64)  # a scan, whole blocks, a shorter last block, one block
 
 
 def signs_of(vectors, block_size, rule=None, state=(), **options):
@@ -25,7 +25,7 @@ def signs_of(vectors, block_size, rule=None, state=(), **options):
 
 @pytest.mark.parametrize("block_size", BLOCKS)
 def test_blocks_equal_the_reference_exactly(block_size):
-    """Of whole numbers, with vectors among them that are not valid or not finite."""
+    """Whole numbers; some vectors are not valid or not finite."""
     vectors = tables.whole_numbers((12, 1001), seed=1, high=6)
     vectors[[3, 5, 7], [0, 100, 1000]] = np.nan, np.inf, -np.inf
     valid = np.arange(12) != 9
@@ -71,7 +71,7 @@ def compiled(block_size):
 
 
 @given(st.sampled_from([(1, 1), (5, 3), (12, 9)]), st.sampled_from([1, 4]), st.integers(0, 99))
-def test_property_blocks_equal_the_reference(shape, block_size, seed):
+def test_blocks_equal_the_reference_also_with_ties(shape, block_size, seed):
     vectors = tables.whole_numbers(shape, seed, high=2)  # many ties and zeros
     expected, _ = reference.balance(vectors, np.zeros(shape[1]))
     np.testing.assert_array_equal(compiled(block_size)(vectors), expected)
@@ -89,7 +89,7 @@ def test_random_rules_equal_the_reference(block_size, rule, key):
     state = made.init(key)
     run = jax.jit(lambda state: signs_of(vectors, block_size, made, state))
     for epoch in range(3):
-        if rule == "walk":  # coins go on, they are not drawn twice
+        if rule == "walk":  # each coin is used once, also across epochs
             keys, low = [jax.random.fold_in(key, 30 * epoch + i) for i in range(30)], 0.0
         else:
             keys, low = [], -1.0
@@ -106,8 +106,8 @@ def test_random_rules_equal_the_reference(block_size, rule, key):
     assert run._cache_size() == 1, "rules keep the structure and types of their state"
 
 
-def test_a_square_too_large_for_float32_does_not_spoil_the_rest(key):
-    """A rule that keeps a scale forgets such a vector; its successors are signed as without it."""
+def test_a_norm_that_overflows_does_not_affect_later_vectors(key):
+    """Kernel halving leaves its scale as it was."""
     rule = ordering.kernel_halving(num_epochs=2, num_pairs=8)
     vectors = tables.whole_numbers((8, 3), high=3) * np.float32(1e-3)
     vectors[0] = 1e25, 0, 0
@@ -116,8 +116,8 @@ def test_a_square_too_large_for_float32_does_not_spoil_the_rest(key):
     assert np.isfinite(state.scale) and state.scale > 0 and np.isfinite(signs).all()
 
 
-def test_seam_without_gradients_equals_the_blocks():
-    """Derived rows by linear algebra (no tree) equal derived rows from the gradients."""
+def test_rows_without_gradients_equal_rows_with_them():
+    """Differences and centred rows, computed from products alone or from the gradients."""
     stacked = ordering.Rows.of({"a": jnp.asarray(tables.whole_numbers((7, 3)))})
     bare = stacked._replace(tree=None)
     vector, weights = {"a": jnp.array([1.0, -2.0, 3.0])}, jnp.arange(7.0)
@@ -132,8 +132,8 @@ def test_seam_without_gradients_equals_the_blocks():
         )
 
 
-def test_blocks_are_where_products_are_summed_over_devices():
-    """Simulated workers on a CPU take the plain scan; a mesh takes one sum for a whole block."""
+def test_vectors_are_signed_in_blocks_if_products_are_summed_over_devices():
+    """Simulated workers on a CPU use the plain scan; a mesh uses one sum for a whole block."""
     found = []
 
     def worker(x):

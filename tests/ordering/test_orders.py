@@ -1,4 +1,4 @@
-"""Every order of the table: always a permutation, equal to its reference, stable under jit."""
+"""Every order in the table: epochs are permutations, equal to the reference, compiled once."""
 
 import functools
 
@@ -18,7 +18,7 @@ from tests.refused import refuses
 EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs", "grab")
 
 
-# A unit a step, split pairs, and an even step, which differs in what coordinated orders send.
+# One unit per step, pairs that two steps share, and even steps, in which workers send differences.
 SHAPES = [(name, shape) for name in tables.ORDERS for shape in ((1, 1), (7, 3))]
 SHAPES += [(name, (5, 1)) for name, row in tables.ORDERS.items() if row.observes]
 SHAPES += [(name, (9, 4)) for name, row in tables.ORDERS.items() if row.coordinated]
@@ -40,7 +40,7 @@ def test_every_epoch_is_a_permutation_and_equals_the_reference(name, shape):
         np.testing.assert_array_equal(orders, expected)
 
 
-OTHERS = [n for n in tables.ORDERS if n not in EXACT]  # of whom the reference says nothing
+OTHERS = [n for n in tables.ORDERS if n not in EXACT]  # without a reference
 
 
 @pytest.mark.parametrize("name", [n for n in OTHERS if tables.ORDERS[n].observes])
@@ -52,7 +52,7 @@ def test_units_per_step_does_not_change_the_order(name):
     np.testing.assert_array_equal(one, other)
 
 
-# Split pairs are the harder case; an even step differs in what coordinated orders send.
+# Odd steps split pairs, which is the harder case; in even steps workers send differences.
 STEPS = [(3, name) for name in ("random_reshuffling", "pair_balance_walk", "greedy_herding")]
 STEPS += [(size, n) for size in (2, 3) for n, row in tables.ORDERS.items() if row.coordinated]
 
@@ -66,7 +66,7 @@ def test_vmap_equals_shard_map(name, units_per_step):
     np.testing.assert_array_equal(vmapped, sharded)
 
 
-def test_same_key_same_first_order_for_all_orders():
+def test_all_orders_begin_with_the_same_order_under_one_key():
     firsts = [
         row.make(11, 2).init(jax.random.key(3), jnp.zeros(2)).current
         for row in tables.ORDERS.values()
@@ -85,7 +85,7 @@ def one_balancing(num_units, units_per_step):
 
 @settings(max_examples=times(12))
 @given(st.sampled_from([(1, 1), (12, 5), (39, 16)]), st.integers(0, 1000))
-def test_pair_balance_property(shape, seed):
+def test_pair_balance_equals_the_reference_from_any_current_order(shape, seed):
     state, epoch = one_balancing(*shape)
     moved = np.random.default_rng(seed).permutation(shape[0])
     state = state._replace(current=jnp.asarray(moved, jnp.int32))
@@ -121,7 +121,7 @@ def test_front_of_the_next_order_is_final(name):
 
 @pytest.mark.parametrize("units_per_step", [1, 2, 3])
 def test_when_workers_sync_does_not_change_the_order(units_per_step):
-    """Windows of pairs that waited, also longer than a window, against a gather in every step."""
+    """Gathers at syncs, of more and fewer pairs than a window has, equal gathers in every step."""
     num_units = 75
     gradients = tables.whole_numbers((2, num_units, 3))
     make = functools.partial(ordering.cd_grab, num_units, units_per_step=units_per_step)
@@ -140,7 +140,7 @@ def test_when_workers_sync_does_not_change_the_order(units_per_step):
 
 @functools.cache
 def compiled(name, num_units, units_per_step):
-    """The first state of two workers, and both jitted functions: compiled once for all examples."""
+    """First states, observe and next_epoch of two workers, compiled once for all examples."""
     order = tables.ORDERS[name].make(num_units, units_per_step)
     keys = jax.random.split(jax.random.key(0), 2)
     init = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(2)))
@@ -151,7 +151,7 @@ def compiled(name, num_units, units_per_step):
 @pytest.mark.parametrize("name", tables.ORDERS)
 @settings(max_examples=times(5))
 @given(st.data())
-def test_too_many_and_too_few_steps_lose_no_unit(name, data):
+def test_epochs_with_too_many_or_too_few_steps_lose_no_unit(name, data):
     num_units, units_per_step = 7, 3
     tail = num_units % units_per_step
     state, observe, next_epoch = compiled(name, num_units, units_per_step)
@@ -163,7 +163,7 @@ def test_too_many_and_too_few_steps_lose_no_unit(name, data):
         assert (np.sort(state.current, axis=-1) == np.arange(num_units)).all()
 
 
-def test_grab_leaves_surplus_units_out_of_its_mean():
+def test_units_beyond_an_epoch_do_not_enter_the_mean_of_grab():
     order = ordering.grab(3, units_per_step=2)
     state = order.init(jax.random.key(0), jnp.zeros(1))
     observe = jax.jit(lambda state, g: order.observe(state, ordering.Rows.of(g)))
@@ -198,7 +198,7 @@ def test_non_finite_gradients_do_not_poison_the_state(name):
 
 
 def test_matrix_free_rows_give_the_same_order():
-    """Rows that exist only as products with a Jacobian (jvp and vjp)."""
+    """Rows given only as products with a Jacobian (jvp and vjp)."""
     matrix = jnp.asarray(tables.whole_numbers((6, 4)))
 
     def matrix_free(unit):
@@ -220,8 +220,8 @@ def test_matrix_free_rows_give_the_same_order():
         np.testing.assert_array_equal(order.next_epoch(state).current, expected.current)
 
 
-def test_blocks_stay_together_and_are_replayed_in_reverse():
-    """Flip-flop is the case of blocks of one."""
+def test_blocks_stay_together_and_odd_epochs_are_reversed():
+    """FlipFlop has blocks of one unit."""
 
     def epochs(order, count=6):
         state, seen = order.init(jax.random.key(1), None), []
@@ -266,10 +266,10 @@ def test_rows_of_the_wrong_size(name):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 48, 1625, 1626, 65_536, 65_537])
 def test_a_random_order_is_the_permutation_that_jax_draws(size, key):
-    """One round of sorting and two, and places that leave half a number free or do not."""
+    """One and two rounds of sorting, with indices of at most 16 bits and of more."""
     assert jnp.array_equal(base.permutation(key, size), jax.random.permutation(key, size))
 
 
-def test_numbers_that_are_equal_keep_their_places():
+def test_the_argsort_is_stable():
     numbers = np.random.default_rng(0).integers(0, 5, 1000).astype(np.uint32) << 15
     assert np.array_equal(base._argsort(jnp.asarray(numbers)), np.argsort(numbers, kind="stable"))

@@ -1,4 +1,4 @@
-"""Mistakes in calling an order: each is a ValueError that says what to pass instead."""
+"""Mistakes in calling an order raise a ValueError that says what to pass instead."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ PARAMS = jnp.zeros(D)
 
 
 def over_workers(function, *args):
-    """Traces a function of one worker for all, on abstract values: nothing is compiled."""
+    """Traces a function of one worker for all workers, without compiling it."""
     return jax.eval_shape(jax.vmap(function, axis_name="worker"), *args)
 
 
@@ -31,7 +31,7 @@ def states(order, params=PARAMS):
 
 
 def observe(order, rows, params=PARAMS):
-    """The order observes what `rows` makes of a worker's number."""
+    """Every worker observes the rows `rows(worker)`."""
     return over_workers(
         lambda state, worker: order.observe(state, rows(worker)), states(order, params),
         jnp.arange(W),
@@ -39,12 +39,12 @@ def observe(order, rows, params=PARAMS):
 
 
 def zeros(units, width=D):
-    """Rows of zeros, of a worker's number: what all workers send must be batched."""
+    """`worker -> Rows` of zeros, which depend on the worker, since vmap must batch what is sent."""
     return lambda worker: ordering.Rows.of(jnp.zeros((units, width)) + worker)
 
 
 @pytest.mark.parametrize("name", NEED_AXIS)
-def test_outside_of_the_named_axis(name):
+def test_calls_outside_of_the_axis_name_it(name):
     order = NEED_AXIS[name]
     needed = "axis 'worker' is not .*axis_name='worker'.*shard_map.*lift.*axis_name="
     with pytest.raises(ValueError, match=needed):
@@ -53,14 +53,14 @@ def test_outside_of_the_named_axis(name):
     state = jax.tree.map(lambda x: x[0], run(jax.random.split(jax.random.key(0), W)))
     rows = ordering.Rows.of(jnp.zeros((B, D)))
     if name != "dealt_reshuffling":
-        with pytest.raises(ValueError, match=needed):  # what is observed may wait for a sync
+        with pytest.raises(ValueError, match=needed):  # gathered rows may wait for a sync
             order.sync(order.observe(state, rows))
     if name in DEALT:
         with pytest.raises(ValueError, match=needed):
             order.next_epoch(state)
 
 
-def test_a_mean_outside_of_the_named_axis():
+def test_exchange_rows_outside_of_the_axis_names_it():
     rows = ordering.Rows.of(jnp.zeros((B, D)))
     with pytest.raises(ValueError, match="axis 'data' is not .*axis_name='data'"):
         ordering.exchange_rows(rows, axis_name="data")
@@ -68,7 +68,7 @@ def test_a_mean_outside_of_the_named_axis():
 
 @pytest.mark.parametrize("name", ORDERS | DEALT)
 @pytest.mark.parametrize("given", [{"w": jnp.zeros((B, D))}, jnp.zeros((B, D))])
-def test_gradients_that_are_not_rows(name, given):
+def test_gradients_must_be_wrapped_as_rows(name, given):
     order = (ORDERS | DEALT)[name]
     with pytest.raises(
         ValueError, match=r"got a \w+ where Rows are needed.*Rows\.of\(.*Rows\.of_one\("
@@ -77,7 +77,7 @@ def test_gradients_that_are_not_rows(name, given):
 
 
 @pytest.mark.parametrize("name", OBSERVE)
-def test_rows_of_another_width(name):
+def test_rows_must_have_the_width_of_the_state(name):
     size = 1 if "odd" in name else B
     observe(OBSERVE[name], zeros(size, D))
     with pytest.raises(ValueError, match=r"init .* params .*like one gradient"):
@@ -93,7 +93,7 @@ def test_rows_of_another_width(name):
         ({"a": (2,), "b": (3,), "c": (1,)}, r"rows.tree\['c'\]: observe got \(1,\), .* none"),
     ],
 )
-def test_rows_with_other_leaves(name, tree, message):
+def test_rows_must_have_the_leaves_of_the_state(name, tree, message):
     params = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
     rows = {leaf: jnp.zeros((B, *shape)) for leaf, shape in tree.items()}
     with pytest.raises(ValueError, match=message):
@@ -101,13 +101,13 @@ def test_rows_with_other_leaves(name, tree, message):
 
 
 @pytest.mark.parametrize("name", OBSERVE)
-def test_rows_of_another_step(name):
+def test_rows_must_have_the_units_of_a_step(name):
     with pytest.raises(ValueError, match="rows of 4 units; .* units_per_step"):
         observe(OBSERVE[name], zeros(4, D))
 
 
 @pytest.mark.parametrize("name", [n for n in OBSERVE if not n.startswith("cd_grab")])
-def test_rows_of_all_workers_where_an_order_needs_its_own(name):
+def test_only_cd_grab_accepts_exchanged_rows(name):
     def exchanged(worker):
         return ordering.exchange_rows(zeros(B)(worker))[1]
 
@@ -116,13 +116,13 @@ def test_rows_of_all_workers_where_an_order_needs_its_own(name):
 
 
 @pytest.mark.parametrize("name", ORDERS | DEALT)
-def test_legacy_keys(name):
+def test_legacy_keys_are_refused(name):
     order = (ORDERS | DEALT)[name]
     with pytest.raises(ValueError, match=r"legacy key.*jax\.random\.key\(seed\)"):
         over_workers(lambda key: order.init(key, PARAMS), jnp.zeros((W, 2), jnp.uint32))
 
 
 @pytest.mark.parametrize("name", [n for n in ORDERS if n not in NEED_AXIS])
-def test_keys_of_all_workers_without_vmap(name):
+def test_keys_of_all_workers_need_vmap(name):
     with pytest.raises(ValueError, match=r"shape \(2,\).*one worker's key.*jax\.vmap"):
         ORDERS[name].init(jax.random.split(jax.random.key(0), W), PARAMS)

@@ -1,4 +1,4 @@
-"""Orders that go on with another number of workers, in the middle of an epoch."""
+"""Orders that continue with another number of workers, in the middle of an epoch."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ ENTRIES = 5
     st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3)
 )
 def test_every_step_keeps_its_units_and_every_unit_has_one_worker(before, after, step, loads, tail):
-    """At any position: what was visited stays visited, and the rest is to be visited."""
+    """So at any step the same units have been visited as before."""
     lcm = math.lcm(before, after)
     together = loads * step * lcm + min(tail, step - 1) * lcm  # units
     size, new_size = step * lcm // before, step * lcm // after
@@ -35,7 +35,7 @@ def test_every_step_keeps_its_units_and_every_unit_has_one_worker(before, after,
         np.testing.assert_array_equal(np.sort(rows[:, a:b], None), np.sort(new[:, c:d], None))
 
 
-DEALT = {  # of 20 units: two wait
+DEALT = {  # 20 units, of which each epoch leaves out two
     "dealt": lambda m, b: ordering.dealt(
         ordering.cd_grab(m, units_per_step=b, gathers="step"), m, total=20
     ),
@@ -47,7 +47,7 @@ DEALT = {  # of 20 units: two wait
 FIXED = ("flip_flop", "grab", "greedy_herding", "cd_grab_walk", "cd_grab, at syncs")
 NAMED = {name: ORDERS[name] for name in FIXED}
 NAMED |= {name: Order(make, name != "dealt_reshuffling") for name, make in DEALT.items()}
-# 18 units, 6 in a step: of 3 workers with 6 and of 2 with 9, whose pairs leave a unit over.
+# 18 units, 6 in a step: 3 workers with 6 each, or 2 with 9 each, where one has no partner.
 SIZES, STEPS = {3: (6, 2), 2: (9, 3)}, 3
 
 
@@ -82,13 +82,13 @@ def visit(name, state, owned, places, seen):
 
 @pytest.mark.parametrize("before,after", [(3, 2), (2, 3)])
 @pytest.mark.parametrize("name", NAMED)
-def test_each_unit_is_visited_once_and_the_next_order_begins_anew(name, before, after):
+def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after):
     _, first, _, next_epoch = compiled(name, before)
     order, fresh, _, following = compiled(name, after)
     units, size = SIZES[after]
     for place in range(STEPS + 1):
         owned = None if name in DEALT else np.arange(18).reshape(before, -1)
-        # The second epoch is broken, so that the current order has been made of gradients.
+        # The second epoch is interrupted, whose order was made from gradients.
         state = next_epoch(visit(name, first, owned, range(STEPS), []))
         seen = []
         state = visit(name, state, owned, range(place), seen)
@@ -101,11 +101,11 @@ def test_each_unit_is_visited_once_and_the_next_order_begins_anew(name, before, 
         state = visit(name, state, owned, range(place, STEPS), seen)
         known, ahead = int(state.left.min()), np.array(state.next)
         state = following(state)
-        np.testing.assert_array_equal(state.current[:, :known], ahead[:, :known])  # is read ahead
+        np.testing.assert_array_equal(state.current[:, :known], ahead[:, :known])  # read ahead
         assert len(set(seen)) == len(seen) == 18
         if place and NAMED[name].observes and name not in (*DEALT, "greedy_herding"):
             once_more = current.copy()
-            if units % 2 and name != "grab":  # the unit that pairs leave over
+            if units % 2 and name != "grab":  # the unit without a partner
                 half = units // 2
                 once_more = np.insert(current[:, :-1], half, current[:, -1], axis=1)
             expected = fresh._replace(current=once_more, next=once_more)
@@ -116,12 +116,12 @@ def test_each_unit_is_visited_once_and_the_next_order_begins_anew(name, before, 
             seen = []
             state = following(visit(name, state, owned, range(STEPS), seen))
             assert len(set(seen)) == len(seen) == 18
-        assert name not in DEALT or set(range(20)) - set(seen) != left  # others wait
+        assert name not in DEALT or set(range(20)) - set(seen) != left  # others wait now
 
 
-def test_an_unknown_order_changes_between_two_epochs_alone():
+def test_an_unknown_order_can_be_resized_only_between_epochs():
     class Mine(dict):
-        """A state that nobody knows of."""
+        """A state of an order that is not registered."""
 
         __getattr__ = dict.__getitem__
 

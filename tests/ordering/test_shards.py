@@ -1,4 +1,4 @@
-"""Workers that are several devices: what they compute, send and keep is that of one device each."""
+"""Workers of several devices train as workers of one device, and keep their arrays sharded."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ from tests.shards import (
     sketched,
 )
 
-# Every kind, way and mesh in some case; all of them by `pytest -m slow`.
+# Each kind, way and mesh in at least one case; all combinations by `pytest -m slow`.
 SOME = [
     (exact, "compiler", 2), (exact, "by hand", 4), (sketched, "compiler, no vma", 4),
     (sketched, "by hand", 2),
@@ -41,7 +41,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind,way,workers", CASES)
-def test_workers_of_many_devices_train_as_those_of_one(kind, way, workers):
+def test_workers_of_several_devices_train_as_workers_of_one(kind, way, workers):
     found = sharded(kind(WAYS[way](workers)), workers)
     expected = on_one(kind, workers)
     assert_same_run(found, expected)
@@ -55,16 +55,16 @@ def test_workers_of_many_devices_train_as_those_of_one(kind, way, workers):
     assert state.drift.min() > 0
 
 
-def test_workers_of_many_devices_may_balance_alone():
+def test_workers_of_several_devices_can_balance_independently():
     found = sharded(alone(WAYS["compiler"](2)), 2)
     assert_same_run(found, on_one(alone, 2))
-    places = SPECS | {"b2": P("model")}  # a share of what is whole
+    places = SPECS | {"b2": P("model")}  # a share of a replicated leaf
     assert_in_their_places(found[4].running_sum, owned(places))
 
 
 @pytest.mark.parametrize("workers", MESHES)
 def test_all_devices_of_a_worker_agree_on_sketches_of_many_entries(workers):
-    """A gradient of 259 entries in 128 numbers: other maps for other splits, but one per worker."""
+    """259 entries in 128 numbers: the map depends on the split, but not on the device."""
     programs = sketched(by_hand(workers, check_vma=False), size=128)
     losses, orders, _, _, last = sharded(programs, workers)
     assert_in_their_places(last.current, P("worker"))
@@ -74,7 +74,7 @@ def test_all_devices_of_a_worker_agree_on_sketches_of_many_entries(workers):
 
 @pytest.mark.parametrize("size", [64, 512])
 def test_sketches_of_shards_keep_inner_products(size):
-    """Over many keys, whatever the leaves' split; 512 numbers keep the 259 entries as they are."""
+    """Over many keys and any split; sketches of 512 numbers keep the 259 entries as they are."""
     mesh = mesh_of(2)
     rng = np.random.default_rng(0)
     trees = [jax.tree.map(lambda x: rng.normal(size=x.shape), network()) for _ in range(2)]
@@ -116,14 +116,14 @@ GRADIENTS = np.random.default_rng(2).normal(size=(2, 4, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("gathers", [None, "step"])
-def test_devices_that_could_disagree_are_refused(gathers):
+def test_meshes_where_devices_of_a_worker_could_disagree_are_refused(gathers):
     mesh = mesh_of(2)
     split = P("worker", None, "model")
     order = ordering.cd_grab(4, units_per_step=4, gathers=gathers)
     beside = r"mesh axes \['model'\] beside the workers' 'worker'.*specs=jax.P"
     with pytest.raises(ValueError, match=beside):
         observed(mesh, order, GRADIENTS, split, check_vma=False)
-    if gathers is None:  # else there is one array for the compiler, whatever the rows
+    if gathers is None:  # gathered rows are one array, which the compiler may split
         with pytest.raises(ValueError, match=r"mesh axes \['model'\].*specs="):
             observed(mesh, order, GRADIENTS, P("worker"), axis_names={"worker"})
         order = ordering.cd_grab(4, units_per_step=4, specs=P("model"))
@@ -137,7 +137,7 @@ def test_devices_that_could_disagree_are_refused(gathers):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_specs_that_say_something_else_are_refused():
+def test_specs_that_do_not_fit_are_refused():
     for make in (rounds_of, lambda s: ordering.cd_grab(2, specs=s)):
         with pytest.raises(ValueError, match=r"specs names \['worker'\], the workers' axis"):
             make(P("worker", "model"))
