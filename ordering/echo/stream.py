@@ -62,7 +62,7 @@ def echo_batches(
       augment: `(batch, key) -> batch`, run on the device in every step, fresh or echoed, with a key
         of the step. Echoed steps augment the loaded batch anew.
       key: for augment, folded with the step.
-      agree: makes one answer for all processes of this one's, for `measured`.
+      agree: `ready -> ready`, from this process's answer to that of all; for `measured`.
       stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
       keep_copy: lets steps donate their batches. Each use of a load but the last gets a copy, made
         on the device; augment makes new arrays in any case.
@@ -150,7 +150,7 @@ class _Stream(Iterator):
         if self._augment:  # makes new arrays, also of leaves that it returns unchanged
             batch, self._counter = self._augment(batch, step=self._counter)
         elif self._keep_copy and self._may_echo(step + 1):
-            batch = jax.tree.map(jnp.copy, batch)
+            batch = jax.tree.map(_copy, batch)
         self._step, self._uses = step + 1, self._uses + 1
         return EchoStep(step, self._count - 1, fresh, batch)
 
@@ -183,6 +183,16 @@ class _Stream(Iterator):
             raise self._failed from error
 
 
+def _copy(array):
+    """A copy with the same sharding, so that a step is not compiled again for it."""
+    return _copier(array.sharding if array.committed else None)(array)
+
+
+@functools.lru_cache(maxsize=32)
+def _copier(sharding):
+    return jax.jit(jnp.copy, out_shardings=sharding)
+
+
 # Calls of `echo_batches`, as for every epoch, share the compiled function.
 @functools.lru_cache(maxsize=32)
 def _augmented(augment):
@@ -205,9 +215,9 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
 
     g <- g + lambda (x - a), where a is x at the last step that loaded a batch.
 
-    The K uses of a batch then minimise f_batch(x) + lambda/2 |x - a|^2. They cannot move the
-    parameters past this function's minimum, so the learning rate need not fall with K. Put it first
-    in a chain, before momentum.
+    The K uses of a batch then minimise f_batch(x) + lambda/2 |x - a|^2. Its minimum limits how far
+    they move the parameters, so the learning rate need not fall with K. Put it first in a chain,
+    before momentum.
 
     Args:
       strength: lambda >= 0, in units of the gradient over the parameter; 0 for no pull.
@@ -217,8 +227,7 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
       bool or bool[], True in the first use of a batch.
 
     Raises:
-      ValueError: for a negative or infinite strength; from `update` without params or
-        `fresh`.
+      ValueError: for a negative or infinite strength; from `update` without params or `fresh`.
 
     Example:
       >>> import jax.numpy as jnp, optax, ordering
@@ -244,13 +253,11 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
 
     def update(updates, state, params=None, *, fresh=None, **extra):
         del extra
-        if fresh is None:
+        if params is None or fresh is None:
+            missing = "params" if params is None else "fresh"
             raise ValueError(
-                "fresh is missing, which tells the first use of a batch: call update(grads, state, "
-                "params, fresh=use.fresh)."
+                f"{missing} is missing: call update(g, state, params, fresh=use.fresh)."
             )
-        if params is None:
-            raise ValueError("params is missing: call update(grads, state, params, fresh=...).")
         anchor = jax.tree.map(lambda p, a: jnp.where(fresh, p, a), params, state.anchor)
         updates = jax.tree.map(
             lambda u, p, a: u + (strength * (p - a)).astype(u.dtype), updates, params, anchor

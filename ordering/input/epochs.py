@@ -158,9 +158,7 @@ def _state(live) -> State:
     state = live() if callable(live) else live
     if not (callable(live) and hasattr(state, "current")):
         kind = type(state).__name__
-        raise ValueError(
-            f"live gives a {kind}: pass a function of the orders' state, lambda: state."
-        )
+        raise ValueError(f"live gives a {kind}: pass a function of the state, lambda: state.")
     return cast(State, state)
 
 

@@ -141,6 +141,16 @@ def test_batches_are_placed_once_with_the_given_sharding():
     assert placed.devices() == {jax.devices()[3]}
 
 
+def test_a_step_compiles_once_for_batches_and_their_copies():
+    mesh = jax.make_mesh((8,), ("worker",), (AxisType.Explicit,))
+    for sharding in (None, jax.devices()[3], NamedSharding(mesh, PartitionSpec("worker"))):
+        step = jax.jit(lambda batch: batch + 1, donate_argnums=0)
+        with load_ahead([np.ones((8, 2))] * 2, sharding=sharding) as loader:
+            for use in echo_batches(loader, echo.fixed(2, total_steps=4), keep_copy=True):
+                step(use.batch)
+        assert step._cache_size() == 1
+
+
 test_bad_input = refuses({
     "a generator's function": (lambda: load_ahead(Source), "batches is a type: pass an iterable"),
     "one batch": (lambda: load_ahead(batch(0)), "batches is a dict: pass an iterable"),
