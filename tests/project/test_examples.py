@@ -20,6 +20,7 @@ ADOPTED = [
     ("equinox_echoing", "echoing", 10),
     ("optax_only", "local_steps", 10),
     ("nnx_grain", "orders", 10),
+    ("nnx_grain", "local_steps", 16),
 ]
 NAMES = [f"{folder}/{name}" for folder, name, _ in ADOPTED]
 
@@ -115,6 +116,22 @@ def test_an_nnx_loop_with_grain_trains_and_every_epoch_reads_all_examples(load, 
     assert len(found["losses"]) == 3 and found["losses"][-1] < 0.5 * found["losses"][0]
     assert found["train"]["loss"] < 1 and found["valid"]["accuracy"] > 0.75
     assert [sorted(order) for order in epochs] == 3 * [list(range(orders.TRAIN))]
+
+
+def test_an_nnx_loop_with_local_steps_trains_and_ends_with_one_model(load, monkeypatch):
+    pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
+    example, ended = load("nnx_grain", "local_steps"), []
+    consolidate = example.local_opt.consolidate
+
+    def noted(state):
+        example.local_opt.check_synced(state[0], ulps=4)
+        ended.append(state)
+        return consolidate(state)
+
+    monkeypatch.setattr(example.local_opt, "consolidate", noted)
+    found = example.main(seed=0, learning_rate=0.2, epochs=3)
+    assert len(ended) == 1 and found["losses"][-1] < 0.5 * found["losses"][0]
+    assert found["train"]["loss"] < 1 and found["valid"]["accuracy"] > 0.75
 
 
 @pytest.mark.slow
