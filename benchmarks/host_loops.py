@@ -1,11 +1,11 @@
-"""What does signing pairs of gradients cost that are in memory, and what did it before?
+"""Measures the cost of signing pairs of gradients in memory, against loops on the host.
 
     python benchmarks/host_loops.py
 
-Microseconds per example for D parameters, all ways in turns. "read once" is the time to sum the
-gradients, the fastest of three ways: what the memory allows. "syncopate" is the library's kernel,
-"sketches" reads every gradient once and signs 1,024 numbers. The published way is a Python loop
-with one sync per pair: on NumPy arrays, on JAX arrays, and with PyTorch where it is installed.
+Prints microseconds per example for D parameters; all ways take turns. "read once" is the time to
+sum the gradients, the fastest of three ways, which is the limit of the memory. "syncopate" is the
+library's kernel, and "sketches" reads every gradient once and signs 1,024 numbers. The published
+way is a Python loop with one sync per pair, on NumPy arrays, JAX arrays and, if installed, PyTorch.
 """
 
 import functools
@@ -22,7 +22,7 @@ from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
 from ordering.sketch import SIZE
 
-# Units per call: enough to leave the caches at every D, at most 1.3 GB.
+# Units per call: enough to exceed the caches at every D, at most 1.3 GB.
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
 READS = (
     jax.jit(lambda g: jnp.sum(g.reshape(2, -1), axis=1)),
@@ -40,7 +40,7 @@ def kernel(gradients, total):
 
 @jax.jit
 def sign_sketches(gradients, total):
-    """The same on sketches: every gradient is read once."""
+    """The same on sketches, which read every gradient once."""
     made = ordering.sketch(jax.random.key(0), size=total.size)
     return kernel(ordering.sketch_rows(ordering.Rows.of(gradients), made).tree, total)
 

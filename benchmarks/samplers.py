@@ -1,11 +1,11 @@
-"""How fast do loaders read an order? Indices per second, for each way in, by reader processes.
+"""Measures how fast loaders read an order: indices per second, per loader and reader processes.
 
     python benchmarks/samplers.py --repeats=3
 
-The source is an array in memory, 64 numbers per example; 4 workers have 64 units per step each. So
-the way of an index is measured, not a disk. The clock runs from a quarter of the epoch, when all
-processes have started, to the last batch, before they end. A row has the median epoch and the
-slowest. Aim: 50,000 indices per second.
+The source is an array in memory with 64 numbers per example, so the result is the cost of an index
+rather than of a disk; 4 workers have 64 units per step each. The clock runs from a quarter of the
+epoch, when all processes have started, to the last batch. A row has the median and the slowest
+epoch. Aim: 50,000 indices per second.
 """
 
 import statistics
@@ -35,7 +35,7 @@ def _in_processes(dataset, count):
 
 
 def grain_shuffle(source, orders, count):
-    """What Grain does without us."""
+    """Grain's own shuffle."""
     import grain
 
     dataset = grain.MapDataset.source(source).shuffle(seed=0).batch(WORKERS * PER_STEP)
@@ -43,7 +43,7 @@ def grain_shuffle(source, orders, count):
 
 
 def read_epochs(source, orders, count):
-    """Onto the device, by a thread."""
+    """Reads onto the device, by a thread."""
     orders = jnp.asarray(orders)
     state = ordering.shuffle_once(UNITS).init(jax.random.key(0), None)
     state = state._replace(current=orders, next=orders)
@@ -58,11 +58,11 @@ ROWS = {  # (source, orders, reader processes) -> batches, and the numbers of pr
 
 
 def indices_per_second(reads: Iterable) -> float:
-    """Of the steps behind the first quarter."""
+    """The rate of the steps after the first quarter."""
     clock = [time.perf_counter() for _ in reads]
     steps = UNITS // PER_STEP
     if len(clock) != steps:
-        raise RuntimeError(f"{len(clock)} batches came, of {steps}.")
+        raise RuntimeError(f"{len(clock)} batches arrived, of {steps}.")
     return (steps - 1 - steps // 4) * WORKERS * PER_STEP / (clock[-1] - clock[steps // 4])
 
 
@@ -82,5 +82,5 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_integer("repeats", 5, "epochs of every row", lower_bound=1)
+    flags.DEFINE_integer("repeats", 5, "number of epochs per row", lower_bound=1)
     app.run(main)
