@@ -47,3 +47,14 @@ def test_the_study_has_arms_a_recipe_and_a_criterion():
     study = names["STUDY"]
     assert list(study.arms) == list(names["RULES"])
     assert study.criterion.scalar == "valid/accuracy" and study.recipe == "digits_mlp"
+
+
+def test_the_workflow_runs_the_checks_on_every_python_and_the_oldest_jax_of_the_metadata():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    setup = (ROOT / "setup.cfg").read_text()
+    for command in ("pre-commit run --all-files", "mkdocs build --strict", "pytest"):
+        assert f"- run: {command}\n" in workflow
+    known = re.findall(r"Python :: (3\.\d+)$", setup, re.M)
+    assert re.search(r"python: (\[.*\])", workflow)[1] == str(known).replace("'", '"')
+    oldest = re.search(r"jax: jax==(\d+\.\d+)\.0", workflow)[1]
+    assert f"jax>={oldest}\n" in setup
