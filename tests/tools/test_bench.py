@@ -158,5 +158,5 @@ def test_loaders_are_timed_over_every_step_of_an_epoch(monkeypatch):
     monkeypatch.setattr(samplers, "UNITS", 256)
     orders = np.tile(np.arange(256), (samplers.WORKERS, 1))
     assert samplers.indices_per_second(samplers.read_epochs(source, orders, 0)) > 0
-    with pytest.raises(RuntimeError, match="3 batches came, of 4"):
+    with pytest.raises(RuntimeError, match="3 batches arrived, of 4"):
         samplers.indices_per_second(range(3))
