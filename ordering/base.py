@@ -93,7 +93,7 @@ def begin_epoch(state: State, order: Int[Array, "M"], *cleared: str) -> State:
     return state._replace(current=order, next=jnp.copy(order), **zeros)
 
 
-def fill_middle(next_order, current, left, placed) -> Int[Array, "M"]:
+def fill_middle(next_order: Array, current: Array, left: Array, placed: Array) -> Array:
     """`next_order` with `current[placed:]` in its free slots, `[left, left + M - placed)`."""
     num_units = current.shape[0]
     slot = jnp.arange(num_units)
@@ -101,7 +101,7 @@ def fill_middle(next_order, current, left, placed) -> Int[Array, "M"]:
     return jnp.where(free, current[jnp.clip(slot - left + placed, 0, num_units - 1)], next_order)
 
 
-def align_pairs(pending, units, *, waiting, num_pairs: int) -> Array:
+def align_pairs(pending: Array, units: Array, *, waiting: Array, num_pairs: int) -> Array:
     """The 2 P vectors to pair up: `pending`, if one is `waiting`, followed by `units`."""
     units = units.astype(pending.dtype)
     around = jnp.concatenate([pending[None], units, jnp.zeros_like(pending)[None]])
@@ -139,7 +139,7 @@ def check_units(num_units: int, units_per_step: int = 1) -> None:
         )
 
 
-def check_key(key) -> None:
+def check_key(key: Any) -> None:
     """Raises ValueError unless `key` is the typed key of one worker."""
     plans.check_key(key)
     if key.shape:
@@ -178,7 +178,8 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "rows.tree") -> None:
             raise ValueError(
                 f"shape of one unit in {what}{path}: observe got {given.get(path, 'none')}, the "
                 f"state was made for {needed.get(path, 'none')}. Call init with params shaped like "
-                "one gradient, or for sketches with jnp.zeros(size)."
+                "one gradient (for sketches jnp.zeros(size)), and both under jax.vmap for several "
+                "workers."
             )
 
 

@@ -85,7 +85,7 @@ def exchange(rows: Rows, axis_name: str) -> Array:
 
 
 def exchange_rows(rows: Rows, *, axis_name: str = "worker") -> tuple[PyTree, Rows]:
-    """Sends the rows of all workers to `cd_grab`, and returns the mean gradient with them.
+    """Exchanges the workers' rows for `cd_grab`, and averages the gradients at no further cost.
 
     mean = 1 / (n W) sum over workers w and units i of g_(w, i)
 
@@ -124,8 +124,10 @@ def exchange_rows(rows: Rows, *, axis_name: str = "worker") -> tuple[PyTree, Row
     return unravel(flat.astype(template.dtype)), exchanged
 
 
-def check_alone(axis_name, *, what: str, act: str = GIVE_SPECS, manual_only: bool = False) -> None:
-    """Raises ValueError if the mesh has other (manual) axes beside the workers'."""
+def check_alone(
+    axis_name: str, *, what: str, act: str = GIVE_SPECS, manual_only: bool = False
+) -> None:
+    """Raises ValueError if the mesh has axes (`manual_only`: manual axes) beside the workers'."""
     if others := mesh.beside(axis_name, manual_only=manual_only):
         raise ValueError(
             f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: all devices "

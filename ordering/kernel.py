@@ -43,7 +43,7 @@ def balance(
     Args:
       total: the running sum r; rows: the vectors z_1 .. z_n.
       valid: which vectors count; the others get a plus, are not added, and the rule ignores them.
-      axes: mesh axes over which the vectors are sharded; products are summed over them.
+      axes: names of the axes over which the vectors are sharded; products are summed over them.
 
     Returns:
       (rule_state, r + sum of s_i z_i, signs in {-1, +1}, taken): the vectors that were taken are
@@ -55,7 +55,7 @@ def balance(
     def step(carry, vector):
         rule_state, dots, signs = carry
         index, gram_row, is_valid = vector
-        here = places == index  # a masked sum, since an index would be a GPU kernel of its own
+        here = places == index  # a masked sum: indexing would be a GPU kernel of its own
         dot, norm2 = (jnp.sum(jnp.where(here, x, 0.0)) for x in (dots, gram_row))
         rule_state, sign, is_taken = _sign(rule, rule_state, dot, norm2, is_valid)
         dots = dots + jnp.where(is_taken, sign * gram_row, 0.0)
