@@ -89,7 +89,7 @@ class EchoPlan(plans.Plan):
         if step.dtype.kind not in "iu":
             raise ValueError(f"step is {step} ({step.dtype}): pass a whole number.")
         if (step < 0).any() or (step > self.total_steps).any():
-            raise ValueError(f"step {step} is outside 0 .. {self.total_steps}: pass a plan's step.")
+            raise ValueError(f"step {step} is outside [0, {self.total_steps}]: pass a step in it.")
         return np.append(0, np.cumsum(self.fresh))[step]
 
     def first_load(self, step: int) -> int:
@@ -295,6 +295,6 @@ def check_policy(policy: object) -> None:
     """Raises ValueError unless it is an echo plan or policy."""
     if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise ValueError(
-            f"policy is a {type(policy).__name__}: make an EchoPlan, as ordering.echo.fixed(4, "
-            "total_steps=T), or ordering.echo.measured(...)."
+            f"policy is a {type(policy).__name__}: make an EchoPlan, such as "
+            "ordering.echo.fixed(4, total_steps=T), or ordering.echo.measured(...)."
         )

@@ -100,8 +100,8 @@ def echo_batches(
     known = len(policy.known.fresh)
     if not plans.is_whole(first_step) or not 0 <= first_step <= known:
         raise ValueError(
-            f"first_step is {first_step!r}, and the decisions of {known} steps are known: pass a "
-            "whole number up to that."
+            f"first_step is {first_step!r}: pass a whole number in [0, {known}], the steps whose "
+            "decisions are known."
         )
     if augment is not None and key is None:
         raise ValueError("augment needs a key: pass key=jax.random.key(0).")

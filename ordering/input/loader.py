@@ -108,17 +108,20 @@ def check_batches(name: str, batches: object) -> None:
     """Raises ValueError unless it is an iterable of batches; a dict is one batch."""
     if not isinstance(batches, Iterable) or isinstance(batches, dict | str | type):
         raise ValueError(
-            f"{name} is a {type(batches).__name__}: pass an iterable of batches, as a list, a "
-            "loader, or what a generator function returns."
+            f"{name} is a {type(batches).__name__}: pass an iterable of batches, such as a list, a "
+            "loader, or a generator (call the generator function)."
         )
 
 
 def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
     """The batch as JAX arrays; without a sharding, JAX arrays stay where they are."""
-    if sharding is not None:
-        return jax.device_put(batch, sharding)
-    # One process could not move arrays that span several.
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
+    try:
+        if sharding is not None:
+            return jax.device_put(batch, sharding)
+        # One process could not move arrays that span several.
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
+    except TypeError as error:
+        raise ValueError(f"{error} Leave texts and other objects out of the batches.") from error
 
 
 class _Shared(NamedTuple):

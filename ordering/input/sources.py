@@ -97,8 +97,8 @@ def _read_examples(source, indices):
         if len(found) == 1:
             raise
         raise ValueError(
-            f"examples of a batch are the trees {' and '.join(found)[:400]}: give all examples "
-            "of the source the same keys."
+            f"examples of a batch have the structures {' and '.join(found)[:400]}: give all "
+            "examples of the source the same keys."
         ) from None
 
 
@@ -223,13 +223,15 @@ def check_at_least(least: int, **sizes: int | None) -> None:
 
 
 def whole_numbers(
-    name: str, value: object, ndims: Sequence[int] = (1, 2), example: str = "state.current is"
+    name: str, value: object, ndims: Sequence[int] = (1, 2), example: str = "state.current"
 ) -> Int[np.ndarray, "..."]:
     """int64 with so many axes; ValueError for anything else, such as an order's whole state."""
     array, kind = plans.as_array(value)
     if array.ndim not in ndims or (array.size and array.dtype.kind not in "iu"):
         axes = " or ".join(map(str, ndims))
-        raise ValueError(f"{name} is {kind}: pass whole numbers with {axes} axes, as {example}.")
+        raise ValueError(
+            f"{name} is {kind}: pass whole numbers with {axes} axes, such as {example}."
+        )
     return array.astype(np.int64)
 
 

@@ -66,7 +66,7 @@ def batches(
         1, batch_size=batch_size, num_parallel_calls=num_parallel_calls, prefetch=prefetch
     )
     num_examples, read = reader(source)
-    indices = whole_numbers("indices", indices, (1,), "step_indices gives them first")
+    indices = whole_numbers("indices", indices, (1,), "step_indices(...)[0]")
     wrong = indices[(indices < 0) | (indices >= num_examples)]
     if wrong.size:
         raise ValueError(

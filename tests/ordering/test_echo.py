@@ -157,7 +157,7 @@ test_bad_input = refuses({
     "no loads": (lambda: echo_batches(None, PLAN), "loads is a NoneType: pass an iterable"),
     "one batch": (lambda: echo_batches(batch(0), PLAN), "loads is a dict: pass an iterable"),
     "first_step -1": (uses(first_step=-1), r"first_step is -1"),
-    "first_step T + 1": (uses(first_step=12), r"is 12, .*11 steps"),
+    "first_step T + 1": (uses(first_step=12), r"is 12: .*0, 11"),
     "first_step 1.5": (uses(first_step=1.5), r"first_step is 1.5"),
     "augment without a key": (uses(augment=add_noise), r"needs a key: pass key=jax.random"),
 })  # fmt: skip

@@ -141,6 +141,12 @@ def test_batches_are_placed_once_with_the_given_sharding():
     assert placed.devices() == {jax.devices()[3]}
 
 
+@AHEAD
+def test_a_batch_with_text_is_an_error(given):
+    with pytest.raises(LoadError, match="load 0 failed.*'a'.*Leave texts and other objects out"):
+        next(echo_batches(given([{"text": "a"}]), PLAN))
+
+
 def test_a_step_compiles_once_for_batches_and_their_copies():
     mesh = jax.make_mesh((8,), ("worker",), (AxisType.Explicit,))
     for sharding in (None, jax.devices()[3], NamedSharding(mesh, PartitionSpec("worker"))):

@@ -162,7 +162,7 @@ test_bad_input = refuses({
     ),
     "first_step undecided": (
         lambda: echo_batches(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
-        r"first_step is 3, and the decisions of 2 steps are known",
+        r"first_step is 3: .* in .0, 2.",
     ),
     "max_factor 0": (lambda: policy(0), r"max_factor is 0: a batch is used a whole"),
     "floor 0": (lambda: policy(floor=0.0), r"floor\(0\) is 0: a probability lies in"),

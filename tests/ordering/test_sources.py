@@ -221,7 +221,7 @@ test_bad_orders = refuses({
     "a slice too large": (indices([0, 1, 2], num_units=2), "outside 0 .. 1: .* also num_units"),
     "a slice twice": (indices([3, 3], num_units=5), "name a unit twice, or outside"),
     "floats": (indices([0.0, 1.0]), r"orders is float64\[2\]"),
-    "a state": (indices(STATE), "orders is a ShuffleState: .* as state.current is"),
+    "a state": (indices(STATE), "orders is a ShuffleState: .* such as state.current"),
     "an order": (indices(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),
     "a generator": (indices(i for i in range(3)), "orders is a generator: "),
     "text": (indices("012"), "orders is a str: "),
