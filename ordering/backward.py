@@ -25,7 +25,6 @@ from ordering.sketch import (
     grouped_sums,
     hash_signs,
     sketch,
-    sketch_rows,
     table_of_sums,
 )
 from ordering.trace import Leaf, numbers_of
@@ -87,8 +86,8 @@ def sketched(
     @signed_as(loss)
     def gradients(params, batch, key):
         if tree_size(params) <= size:
-            found, mean, rows = per_example(loss, has_aux=has_aux)(params, batch, key)
-            return found, mean, sketch_rows(rows, sketch(sketch_key, size=size))
+            to_sketch = sketch(sketch_key, size=size)
+            return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units = jax.tree.leaves(batch)[0].shape[0]
         keys = jax.random.split(key, units)
         example = jax.tree.map(lambda x: x[0], batch)

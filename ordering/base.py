@@ -198,7 +198,7 @@ def check_is_rows(rows: Any, workers: int = 1) -> None:
         raise ValueError(
             f"got a {type(rows).__name__} where Rows are needed: wrap the gradients by "
             "ordering.Rows.of(tree) for leaves [n, ...], one gradient per unit, or by "
-            "ordering.Rows.of_one(gradient) for a single one."
+            "ordering.Rows.of_gradient(gradient) for a single one."
         )
     if rows.workers not in (None, workers):
         raise ValueError(

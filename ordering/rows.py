@@ -17,6 +17,8 @@ PyTree = Any
 class Rows(NamedTuple):
     """The gradients of n units, g_1 .. g_n, in the order in which they were visited.
 
+    A unit is what an order puts in a place: one example, or a group that is visited together.
+
     Fields:
       size: n, a Python int.
       dot: `tree -> float32[n]`, the inner products <g_i, tree>.
@@ -68,8 +70,10 @@ class Rows(NamedTuple):
         )
 
     @classmethod
-    def of_one(cls, gradient: PyTree) -> "Rows":
-        """Rows of a single unit, a gradient that is there: a worker's whole microbatch.
+    def of_gradient(cls, gradient: PyTree) -> "Rows":
+        """The only row of a step whose unit is the worker's whole microbatch: its gradient.
+
+        For loops that compute a gradient anyway: the order sees it as one unit per step.
 
         Args:
           gradient: pytree of floating leaves.
@@ -82,7 +86,7 @@ class Rows(NamedTuple):
 
         Example:
           >>> import jax.numpy as jnp, ordering
-          >>> ordering.Rows.of_one({"w": jnp.ones(3)}).tree["w"].shape
+          >>> ordering.Rows.of_gradient({"w": jnp.ones(3)}).tree["w"].shape
           (1, 3)
         """
         return cls.of(jax.tree.map(lambda g: jnp.asarray(g)[None], gradient))

@@ -45,7 +45,7 @@ def submission(order_of):
             grads, model_state = jax.grad(plain.mean_loss, has_aux=True)(
                 params, workload, model_state, batch, rng
             )
-            grads, rows = ordering.exchange_rows(ordering.Rows.of_one(grads))
+            grads, rows = ordering.exchange_rows(ordering.Rows.of_gradient(grads))
             return grads, order_of(units).observe(orders, rows), model_state
 
         lifted = local_opt.lift(

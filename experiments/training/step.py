@@ -134,7 +134,7 @@ def unit_gradients(
 
     def gradients(params, batch, key):
         (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-        rows = ordering.Rows.of_one(mean)
+        rows = ordering.Rows.of_gradient(mean)
         if sketch and separate:
             rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
         return losses, mean, rows

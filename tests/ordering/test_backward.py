@@ -203,13 +203,18 @@ def test_under_vmap_over_workers_and_with_a_large_sketch():
     assert_sketched(layered, params, first[0], size=1024)
 
 
-def test_under_shard_map_with_and_without_checked_types():
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_under_shard_map_with_and_without_checked_types(in_turn):
     model, batch = MODELS["mlp"][0](), MODELS["mlp"][1]
     params, found, own = model.init(jax.random.key(0)), [], jax.P("worker")
     mesh = jax.make_mesh(
         (N,), ("worker",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:N]
     )
-    of_one = parts_of(ordering.sketched(model.loss, SKETCH_KEY, size=64))
+    maker = ordering.sketched(model.loss, SKETCH_KEY, size=64)
+    if in_turn:
+        to_sketch = ordering.sketch(SKETCH_KEY, size=64)
+        maker = ordering.per_example(model.loss, to_sketch=to_sketch, in_turn=True)
+    of_one = parts_of(maker)
     for checked in (False, True):
 
         def run(params, batch, checked=checked):

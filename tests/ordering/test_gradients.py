@@ -20,6 +20,9 @@ MODELS = {
 }
 
 
+SMALL = ordering.sketch(jax.random.key(1), size=64)
+
+
 def problem(name, size=6):
     make, shape = MODELS[name]
     model = make()
@@ -69,6 +72,37 @@ def test_means_and_rows_are_gradients_of_the_batch_and_of_its_units(name, key):
     np.testing.assert_allclose(losses, [loss], rtol=1e-6)
     close(mean, expected)
     close(rows, jax.tree.map(lambda g: g[None], mean))
+
+
+@pytest.mark.parametrize("to_sketch", [None, SMALL], ids=["gradients", "sketches"])
+def test_examples_in_turn_give_what_they_give_side_by_side(to_sketch, key):
+    model, params, batch = problem("mlp")
+    side_by_side, in_turn = (
+        compiled(
+            ordering.per_example(model.loss, to_sketch=to_sketch, in_turn=in_turn),
+            params, batch, jax.random.clone(key),
+        )
+        for in_turn in (False, True)
+    )  # fmt: skip
+    close(in_turn, side_by_side)
+    if to_sketch is not None:
+        exact = compiled(ordering.per_example(model.loss), params, batch, key)[2]
+        np.testing.assert_allclose(in_turn[2], jax.vmap(to_sketch)(exact), rtol=1e-4, atol=1e-5)
+
+
+def test_sketches_in_turn_take_the_memory_of_one_gradient(optimised, key):
+    model = models.mlp(num_features=64, hidden=(512, 64), num_classes=3)
+    params, batch = model.init(jax.random.key(0)), problem("mlp", size=32)[2]
+    gradient = 4 * ordering.rows.tree_size(params)
+
+    def temporary(in_turn):
+        gradients = ordering.per_example(model.loss, to_sketch=SMALL, in_turn=in_turn)
+        run = jax.jit(lambda *args: (gradients(*args)[1], gradients(*args)[2].tree))
+        program = run.lower(params, batch, key).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary(False) > 32 * gradient
+    assert temporary(True) < 3 * gradient
 
 
 def test_exchanged_mean_equals_averaged_mean():
@@ -123,6 +157,10 @@ def whole_batch(model):
 
 GROUP = 2
 MAKERS = {
+    "in turn": lambda loss, **aux: ordering.per_example(loss, in_turn=True, **aux),
+    "in turn, to sketches": lambda loss, **aux: ordering.per_example(
+        loss, to_sketch=SMALL, in_turn=True, **aux
+    ),
     "per_example": lambda loss, **aux: ordering.per_example(loss, **aux),
     "microbatch": lambda loss, **aux: ordering.microbatch(loss, **aux),
     "sketched": lambda loss, **aux: ordering.sketched(loss, jax.random.key(1), size=64, **aux),

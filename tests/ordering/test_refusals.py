@@ -71,7 +71,7 @@ def test_exchange_rows_outside_of_the_axis_names_it():
 def test_gradients_must_be_wrapped_as_rows(name, given):
     order = (ORDERS | DEALT)[name]
     with pytest.raises(
-        ValueError, match=r"got a \w+ where Rows are needed.*Rows\.of\(.*Rows\.of_one\("
+        ValueError, match=r"got a \w+ where Rows are needed.*Rows\.of\(.*Rows\.of_gradient\("
     ):
         observe(order, lambda worker: given)
 
