@@ -45,6 +45,11 @@ def on_page_markdown(markdown, page, config, files):
     return re.sub(r"(\]\()((?!\w+:|#)[^)#\s]+)((?:#[^)\s]*)?\))", moved, markdown)
 
 
+def on_page_content(html, page, config, files):
+    """Keeps a number and its interval on one line of a table."""
+    return re.sub(r"<td>(?=[^<]{,24}</td>)(?=[^<]*±)", '<td style="white-space: nowrap">', html)
+
+
 def resolved(path: pathlib.PurePosixPath) -> str:
     """The path without its "..": both are of the repository."""
     parts: list[str] = []
