@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import ordering
+from syncopate import command
 
 PAGES = sorted((pathlib.Path(__file__).parents[2] / "docs" / "use").glob("*.md"))
 PROGRAMS = {
@@ -44,6 +45,18 @@ def test_a_program_runs_and_the_loss_that_it_prints_falls(name, capsys, tmp_path
     if re.search(r"print\(.*(loss|value)", code):
         assert len(losses) > 2
         assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["optax-0", "linen-0", "nnx-0", "equinox-0"])
+def test_workers_may_be_devices(name, capsys):
+    """By the line in the comment, and by that alone."""
+    line = re.search(
+        r"^WORKERS, STEPS = 4, 300  # on devices: WORKERS = (.*)$", PROGRAMS[name], re.M
+    )
+    code = PROGRAMS[name].replace(line[0], f"WORKERS, STEPS = {line[1]}, 24")
+    left, (first,) = run(code, capsys)
+    assert left["WORKERS"].shape["worker"] > 1 and first > 2
+    assert float(left["loss"]) < 0.75 * first
 
 
 def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkeypatch):
@@ -111,6 +124,12 @@ def test_pages_are_short(page):
     prose = [line for line in counted if not line.startswith(("|", ">", "    "))]
     assert len(prose) <= 80
     assert max(map(len, prose)) <= 130
+
+
+def test_the_page_of_commands_has_them_all():
+    page = next(page for page in PAGES if page.stem == "command_line").read_text()
+    cells = re.findall(r"^\| (`.*?) \|", page.split("## Flags")[0], re.M)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(command.experiments())
 
 
 def test_every_page_is_in_the_table_of_the_first():
