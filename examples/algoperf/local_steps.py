@@ -26,7 +26,7 @@ def train_step(workload, params, model_state, adam, batch, rate, rng):
 @jax.jit
 @functools.partial(local_opt.lift, workers=WORKERS, inputs="owned", outputs="owned")
 def sync(params):
-    return local_opt.synchronize(params, axis_name="worker")
+    return local_opt.synchronize(params)
 
 
 def init_optimizer_state(workload, model_params, model_state, hyperparameters, rng):

@@ -29,7 +29,7 @@ def optimizer_of(c: Config):
     rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup, c.steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     plan = local_opt.qsr(rate, total_steps=c.steps, alpha=0.01, h_base=4, warmup_steps=c.warmup)
-    return local_opt.local_steps(inner, plan, axis_name="worker")
+    return local_opt.local_steps(inner, plan)
 
 
 def loss_fn(params, apply_fn, batch):

@@ -29,7 +29,7 @@ def optimizer_of(c: Config):
     rate = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup, c.steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
-    return local_opt.streaming_rounds(inner, axis_name="worker", fragments=FRAGMENTS, outer=outer)
+    return local_opt.streaming_rounds(inner, fragments=FRAGMENTS, outer=outer)
 
 
 def loss_fn(params, apply_fn, batch):

@@ -67,7 +67,7 @@ def main(seed: int = 0, learning_rate: float = 0.05, epochs: int = EPOCHS) -> di
     steps, alpha = epochs * (TRAIN // BATCH), 2 * learning_rate
     rate = optax.cosine_decay_schedule(learning_rate, steps)
     plan = local_opt.qsr(rate, total_steps=steps, alpha=alpha, h_base=4)
-    tx = local_opt.local_steps(optax.sgd(rate, 0.9), plan, axis_name="worker")
+    tx = local_opt.local_steps(optax.sgd(rate, 0.9), plan)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
     state, metrics = local_opt.owned(state, 4), nnx.metrics.Average("loss")

@@ -22,7 +22,7 @@ def main(seed: int = 0, learning_rate: float = 0.1) -> dict:
     x, rng = preprocessing.scale(x).astype(np.float32), np.random.default_rng(seed)
     plan = local_opt.constant(8, total_steps=STEPS)
     optimizer = optax.sgd(optax.cosine_decay_schedule(learning_rate, STEPS), momentum=0.9)
-    optimizer = local_opt.local_steps(optimizer, plan, axis_name="worker")
+    optimizer = local_opt.local_steps(optimizer, plan)
     words = {"inputs": "owned owned split split", "outputs": "owned owned mean"}
 
     @jax.jit
