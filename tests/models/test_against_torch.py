@@ -1,8 +1,7 @@
-"""The published networks give the logits of PyTorch's at the same parameters and moments.
+"""The published networks give PyTorch's logits for the same parameters and moments.
 
-Needs torch, torchvision and transformers (5 or later), which the library itself does not. Nothing
-is downloaded: the parameters are drawn at random, biases, normalisations and moments included.
-Images have 65 x 48 pixels, whose odd side shows how a stride of 2 is padded.
+Needs torch, torchvision and transformers (5 or later). Nothing is downloaded: parameters and
+moments are random. Images have 65 x 48 pixels; the odd side tests the padding of strides of 2.
 """
 
 import math
@@ -24,7 +23,7 @@ torchvision = pytest.importorskip("torchvision")
 transformers = pytest.importorskip("transformers", minversion="5")
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order
+TOLERANCE = 1e-4  # relative to the largest logit: float32 sums in another order
 SHAPE, CLASSES = (65, 48, 3), 1000
 RNG = np.random.default_rng(0)
 
@@ -270,7 +269,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_torch(name):
+def test_logits_equal_torch(name):
     model, variables, x, expected = CASES[name]()
     shapes = jax.tree.map(lambda p: p.shape, jax.eval_shape(model.init, jax.random.key(0)))
     assert jax.tree.map(np.shape, variables[0]) == shapes
@@ -280,7 +279,7 @@ def test_logits_are_those_of_torch(name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * size)
 
 
-def test_resnet_in_training_is_that_of_transformers(key):
+def test_resnet_in_training_equals_transformers(key):
     model, net, (params, _) = resnet(18)
     x, targets = images(n=16), np.arange(16)
     expected = logits_of(net.train(), first(x))

@@ -1,6 +1,6 @@
-"""Convolutional models: published sizes, layers against XLA's, moments, types.
+"""Convolutional models: published sizes, layers compared with XLA's, statistics, types.
 
-Parameters and images are drawn by NumPy: to compile draws would take longer than the tests.
+NumPy draws parameters and images: compiling the draws would take longer than the tests.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ CLASSES, SHAPE = 7, (16, 16, 3)
 
 @pytest.fixture
 def build(monkeypatch):
-    """The models, cut to two blocks, which compile in a second: `build[name](**settings)`."""
+    """`build[name](**settings)` makes a model with two blocks, which compiles in a second."""
     monkeypatch.setitem(DEPTHS, 18, (DEPTHS[18][0], (1, 1)))
     monkeypatch.setitem(DEPTHS, 50, (DEPTHS[50][0], (1, 1)))
     blocks = ((5, 24, 8, 8, nnx.hard_swish, 2), (3, 24, 8, 0, nnx.relu, 1))
@@ -61,7 +61,7 @@ def params_of(model, key):
 
 
 def layer_of(make):
-    """What `make(rngs)` builds, with parameters drawn."""
+    """The layer `make(rngs)` with random parameters."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return nnx.merge(graph, drawn(shapes))
 
@@ -79,7 +79,7 @@ def xla(x, kernel, stride, groups=1):
 
 
 @pytest.mark.parametrize("size,stride", [(3, 1), (5, 2), (7, 2)])
-def test_convolutions_are_those_of_xla(size, stride):
+def test_convolutions_equal_xla(size, stride):
     one = layer_of(lambda rngs: Pointwise(4, 3, rngs, stride=stride))
     full = layer_of(lambda rngs: Convolution(4, 3, stride, rngs, size=size))
     product = layer_of(lambda rngs: Conv(4, 3, stride, rngs, size=size))
@@ -97,7 +97,7 @@ def test_convolutions_are_those_of_xla(size, stride):
 
 
 @pytest.mark.parametrize("channels,number", [(8, 8), (64, 32)])
-def test_group_norm_is_that_of_the_paper(channels, number):
+def test_group_norm_follows_the_paper(channels, number):
     norm = layer_of(lambda rngs: group_norm(channels, rngs))
     x = 2 + 3 * images((4, 5, channels))
     groups = x.astype(np.float64).reshape(5, 20, number, -1)
@@ -108,7 +108,7 @@ def test_group_norm_is_that_of_the_paper(channels, number):
     np.testing.assert_allclose(jax.jit(norm)(x, None), expected, atol=1e-4)
 
 
-def test_excitation_multiplies_every_channel_by_its_gate():
+def test_excitation_multiplies_each_channel_by_its_gate():
     layer, x = layer_of(lambda rngs: _Excitation(4, 2, rngs)), images((2, 2, 4))
     weights = [np.asarray(p[...]) for p in (layer.squeeze.kernel, layer.squeeze.bias)]
     squeezed = np.maximum(0, x.mean(axis=(1, 2)) @ weights[0] + weights[1])
@@ -126,7 +126,7 @@ def test_networks_for_cifar_have_the_published_sizes(key):
 
 
 @pytest.mark.parametrize("norm,apart", [("group", True), ("batch", False)])
-def test_only_with_groups_does_no_example_depend_on_another(norm, apart, build, key):
+def test_examples_are_independent_only_with_group_norm(norm, apart, build, key):
     x, other = images(), images(seed=1)
     batch, mixed = batch_of(x), batch_of(np.concatenate([x[:1], other[1:]]))
     model = build["resnet"](norm=norm)
@@ -137,7 +137,7 @@ def test_only_with_groups_does_no_example_depend_on_another(norm, apart, build, 
     assert change[0] < 1e-5 if apart else change[0] > 1e-3
 
 
-def test_products_are_the_same_function(build, key):
+def test_products_compute_the_same_function(build, key):
     settings = {"depth": 50, "stem": "imagenet", "image_shape": (40, 37, 3), "width": 4}
     model = build["resnet"](**settings)
     params, batch = params_of(model, key), batch_of(images(settings["image_shape"]))
@@ -150,7 +150,7 @@ def test_products_are_the_same_function(build, key):
 
 
 def primitives(model, params, x):
-    """{name: types of its four-dimensional results} of a forward pass."""
+    """{primitive: types of its four-dimensional results} in a forward pass."""
     forward = model.statistics or model.predict
     found = {}
     for equation in jax.make_jaxpr(forward)(params, x).eqns:
@@ -161,7 +161,7 @@ def primitives(model, params, x):
 
 
 @pytest.mark.parametrize("family", ["resnet", "mobilenet_v3"])
-def test_statistics_of_a_batch_give_its_losses_in_training(family, build, key):
+def test_statistics_of_a_batch_reproduce_its_training_losses(family, build, key):
     model = build[family]()
     params, batch = params_of(model, key), batch_of(images())
 
@@ -185,7 +185,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize("family,settings", TYPED)
-def test_in_bfloat16_products_are_rounded_and_parameters_are_not(family, settings, build, key):
+def test_bfloat16_rounds_products_but_not_parameters(family, settings, build, key):
     model = build[family](**settings, dtype="bfloat16")
     batch = batch_of(images())
     params = jax.eval_shape(model.init, key)

@@ -70,7 +70,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_settings(name):
+def test_bad_settings_are_refused(name):
     for settings, word in REFUSED[name]:
         with pytest.raises(ValueError, match=word):
             getattr(models, name)(**settings)

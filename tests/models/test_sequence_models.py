@@ -1,6 +1,6 @@
-"""Models of sequences and perceptrons: slow references in NumPy, first values, precision.
+"""Sequence models and perceptrons: slow references in NumPy, initial values, precision.
 
-Parameters are drawn by NumPy: to compile the draws of `init` takes seconds.
+NumPy draws the parameters: compiling the draws of `init` takes seconds.
 """
 
 import math
@@ -174,7 +174,7 @@ GELU = {
 
 
 @pytest.mark.parametrize("gelu", GELU)
-def test_logits_of_a_vit_are_those_of_its_class_token(gelu):
+def test_a_vit_computes_logits_from_its_class_token(gelu):
     """Where attention brings it nothing from the patches, by hand; else it sees the image."""
     epsilon = 1e-6
     model = models.vit(**VIT | {"gelu": gelu})
@@ -195,7 +195,7 @@ def test_logits_of_a_vit_are_those_of_its_class_token(gelu):
     np.testing.assert_allclose(predict(params, images), [expected] * 2, rtol=2e-5, atol=2e-5)
 
 
-def test_a_vit_reads_the_patches_in_place():
+def test_patches_of_a_vit_are_cut_row_by_row():
     x = normal(5, 8, 8, 3)
     np.testing.assert_array_equal(_patches(x, 4)[:, 1], x[:, :4, 4:].reshape(5, -1))
 
@@ -208,7 +208,7 @@ def perceptron_by_hand(params, x):
 
 
 @pytest.mark.parametrize("hidden", [(), (5, 6)])
-def test_losses_of_perceptrons_are_those_of_their_outputs(hidden):
+def test_losses_of_perceptrons_follow_from_their_outputs(hidden):
     batch = {"x": normal(7, 4), "y": np.arange(7) % 3}
     targets = normal(7, 3, seed=2)
     classes = models.mlp(num_features=4, num_classes=3, hidden=hidden, l2=0.2)
@@ -237,7 +237,7 @@ FORMS = {  # what the program for a CPU lacks
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_only_for_a_cpu_are_products_and_convolutions_rearranged(name, monkeypatch, key):
+def test_products_and_convolutions_are_rearranged_only_for_cpus(name, monkeypatch, key):
     build, batch, form = FORMS[name]
     model = build()
     params, batch = jax.tree.map(jnp.asarray, (params_of(model), batch))

@@ -27,7 +27,7 @@ from syncopate import ordering, local_opt
 import ordering as same
 assert same is ordering
 
-import plans, models, experiments, ordering_utils  # their own
+import plans, models, experiments, ordering_utils  # the user's files
 assert {m.MINE for m in (plans, models, experiments, ordering_utils)} == {1}
 
 order = ordering.cd_grab(4, units_per_step=2)
@@ -44,7 +44,7 @@ print(states.current.shape, plan.rounds)
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A folder of a user's, with files of our names."""
+    """A user's folder, with files that have the project's names."""
     for name in NAMES:
         (tmp_path / name).write_text("MINE = 1\n")
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -60,30 +60,30 @@ def ran(arguments, folder, **environment):
     return done.stdout
 
 
-def test_a_script_beside_files_of_any_name(elsewhere):
+def test_a_script_imports_the_library_beside_files_with_its_names(elsewhere):
     printed = ran([sys.executable, "script.py"], elsewhere, PYTHONPATH=str(ROOT))
     assert printed.startswith("(2, 4) ")
 
 
-def test_the_command_beside_files_of_any_name(elsewhere):
-    """The console script is this module, without the folder in which it is called."""
+def test_the_command_runs_beside_files_with_its_names(elsewhere):
+    """As the console script, which does not put the current folder on the path."""
     call = [sys.executable, "-P", "-m", "syncopate.command"]
     listed = ran(call, elsewhere, PYTHONPATH=str(ROOT))
     for name in ("cd_grab", "train", "qsr", "bench", "launch"):
         assert f"  {name} " in listed
-    # A preset that begins as another one, which lies in the repository too.
+    # A preset that extends another one.
     flags = ["--preset=tiny/cd_grab_hmda", "--dry_run", "--nocompile"]
     told = ran([*call, "cd_grab", *flags], elsewhere, PYTHONPATH=str(ROOT))
     assert "CD-GraB" in told and "16,384" in told
 
 
-def test_every_experiment_has_a_line():
+def test_every_experiment_is_listed_with_its_purpose():
     found = command.experiments()
     assert {"cd_grab", "qsr", "echoing", "train", "bench"} <= found.keys()
     assert "flags" not in found and all(found.values())
 
 
-def test_what_is_not_there_is_said():
+def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
     with pytest.raises(SystemExit, match="'cd_crab' is not an experiment: pass one of these"):
         command.main(["cd_crab"])
     with pytest.raises(SystemExit, match="'tiny/none' is not a preset: pass one of cd_grab_hmda, "):
@@ -93,14 +93,14 @@ def test_what_is_not_there_is_said():
     assert command.with_preset("--seeds=3") == ["--seeds=3"]
 
 
-def test_one_package_and_two_are_the_same():
+def test_syncopate_exports_ordering_and_local_opt():
     assert syncopate.ordering is ordering and syncopate.local_opt is local_opt
     assert {"ordering", "local_opt"} <= set(dir(syncopate))
     with pytest.raises(AttributeError, match="no attribute 'orders'"):
         _ = syncopate.orders
 
 
-def test_a_file_that_hides_the_package_is_named(monkeypatch):
+def test_a_file_that_hides_a_package_is_named_in_the_error(monkeypatch):
     hiding = types.ModuleType("ordering")
     hiding.__file__ = "/somebody/ordering.py"
     monkeypatch.setitem(sys.modules, "ordering", hiding)
@@ -150,7 +150,7 @@ def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):
 
 
 def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked, elsewhere):
-    """With the current folder's own models.py; the code is known to be that of the clone."""
+    """The hash of its code is that of the clone."""
     from experiments.cluster import digest
 
     listed = ran([sys.executable, "-P", "-m", "syncopate.command"], elsewhere, PYTHONPATH=unpacked)
@@ -177,7 +177,7 @@ print(models.__file__, digest.code_hash())
 
 @pytest.fixture(scope="module")
 def core(wheel):
-    """The folder of programs of an environment with the library alone, from a wheel."""
+    """The `bin` folder of an environment in which only the wheel is installed."""
     subprocess.run([sys.executable, "-m", "venv", wheel.parent / "venv"], check=True)
     programs = wheel.parent / "venv" / "bin"
     subprocess.run([programs / "pip", "install", "--quiet", wheel], check=True)

@@ -1,4 +1,4 @@
-"""What rounds and loads share as plans: their hash, their files, one screen, one way to decide."""
+"""Plans of both kinds: hashes, saved files, descriptions and decisions."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ MAKERS = {f"{kind}: {name}": make
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_plans_survive_saving_and_notice_changes(name, tmp_path):
+def test_a_saved_plan_is_read_back_and_a_changed_file_is_refused(name, tmp_path):
     plan, path = MAKERS[name](41), tmp_path / "plan.json"
     assert isinstance(plan, plans.Plan) and plan.online is False
     assert plan.marked[0] == 0 and plan.lengths.sum() == plan.total_steps == 41
@@ -57,7 +57,7 @@ CHANGED = [
 
 
 @pytest.mark.parametrize("kind", [SyncPlan, EchoPlan])
-def test_a_file_without_a_plan(kind, tmp_path):
+def test_a_file_without_a_plan_is_refused(kind, tmp_path):
     path = tmp_path / "plan.json"
     for content in OTHER_FILES:
         path.write_text(content)
@@ -73,7 +73,7 @@ def test_a_file_without_a_plan(kind, tmp_path):
         kind.read(path)
 
 
-def test_no_half_file_stays_under_the_name(tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     plan, path = local_opt.every_step(5), tmp_path / "plan.json"
     plan.save(path)
     monkeypatch.setattr(json, "dump", lambda content, file: file.write("{") and 1 / 0)
@@ -119,7 +119,7 @@ EQUAL = {
         *(echo.bernoulli(1.0, total_steps=9, key=key) for key in KEYS), EchoPlan([True] * 9),
     ],
 }  # fmt: skip
-OTHERS = {  # the last: the same loads, and one more step
+OTHERS = {  # the last has the same loads and one more step
     SyncPlan: [local_opt.every_step(8), local_opt.every_step(10),
                local_opt.constant(2, total_steps=9)],
     EchoPlan: [echo.fixed(e, total_steps=t) for e, t in ((1, 8), (1, 10), (2, 9), (2, 10))],
@@ -127,23 +127,23 @@ OTHERS = {  # the last: the same loads, and one more step
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_equal_marks_are_equal_plans_however_they_were_made(kind):
+def test_plans_with_equal_marks_are_equal(kind):
     first, others = EQUAL[kind][0], OTHERS[kind]
     assert len({plan.digest() for plan in EQUAL[kind]}) == 1 and len(set(EQUAL[kind])) == 1
-    # The same on every machine: int64, least byte first.
+    # The same on every machine: little-endian int64.
     assert first.digest() == hashlib.sha256(struct.pack("<10q", *range(9), 9)).hexdigest()
     assert len({plan.digest() for plan in (*others, first)}) == len(others) + 1
     assert first != others[0] and first != first.rule
 
 
-def test_rounds_with_the_marks_of_loads_are_not_those_loads():
+def test_plans_of_different_kinds_are_never_equal():
     loads = echo.fixed(3, total_steps=41)
     rounds = SyncPlan(loads.load_steps, 41)
     assert rounds.digest() == loads.digest() and rounds != loads and loads != rounds
 
 
 @pytest.mark.parametrize("kind,given", [(SyncPlan, [0, 4]), (EchoPlan, [True, False, False])])
-def test_a_plan_cannot_be_changed_by_accident(kind, given):
+def test_a_plan_is_immutable(kind, given):
     marks = np.array(given)
     plan = kind(marks, 10) if kind is SyncPlan else kind(marks)
     name = "starts" if kind is SyncPlan else "fresh"
@@ -164,7 +164,7 @@ def test_plans_and_the_measured_policy_decide_through_one_method(data):
     policy = echo.measured(total_steps=total_steps, max_factor=99, floor=1e-3, decided=fresh)
     assert (plan.online, policy.online) == (False, True)
     assert plan.total_steps == policy.total_steps and plan.known == policy.known == plan
-    for step in range(total_steps):  # decided before: nobody is asked what is ready
+    for step in range(total_steps):  # decided already: `ready` is not needed
         asked = dict(loads=sum(fresh[:step]), uses=1, ready=None)
         assert plan.decide(step, **asked) is policy.decide(step, **asked) is fresh[step]
     with pytest.raises(ValueError, match="policy is a SyncPlan: make an EchoPlan"):
