@@ -1,7 +1,7 @@
-"""Corrections of local drift: what keeps workers together between two syncs, and sends nothing.
+"""Corrections that keep workers together between syncs, without further communication.
 
-A worker that steps alone walks towards the optimum of its own units. What it needs to know of the
-others to walk less far, the sync has told it.
+A worker that steps alone drifts towards the optimum of its own data. A correction reduces that
+drift by what the worker learned of the others at the last sync.
 """
 
 import math
@@ -16,15 +16,15 @@ from local_opt.wires import Wire
 
 
 class Correction(NamedTuple):
-    """Pure functions of one worker, for `correction` of `local_rounds`; none holds a collective.
+    """Pure functions of one worker, for `local_rounds(correction=...)`, without collectives.
 
     Fields:
       init: `params -> state`.
       gradient: `(grads, state, params) -> grads`, before the inner optimizer.
-      update: `(updates, state, **extra) -> (updates, state)`, after it; the extra arguments of the
-        step.
-      sync: `(state, *, own, mean, new) -> state`: the worker's parameters before the sync, the
-        mean of all, and what the round begins with: the mean, or what an outer optimizer makes.
+      update: `(updates, state, **extra) -> (updates, state)`, after it, with the step's extra
+        arguments.
+      sync: `(state, *, own, mean, new) -> state`, from the worker's parameters before the sync, the
+        mean of all workers', and the new parameters: the mean, or the outer optimizer's.
     """
 
     init: Callable
@@ -34,47 +34,42 @@ class Correction(NamedTuple):
 
 
 class ControlState(NamedTuple):
-    """State of control variates of one worker."""
+    """The state of one worker in `control_variates`."""
 
-    against: Any  # c - c_w, float32 or wider: added up over the workers it is zero
+    against: Any  # c - c_w, float32 or wider; its sum over the workers is zero
     rates: jax.Array  # float32[], the sum of the rates of the round's steps
 
 
 def control_variates() -> Correction:
-    """SCAFFOLD's control variates: every worker steps as if its gradient's mean were all workers'.
+    """SCAFFOLD's control variates: each worker corrects its steps towards the mean gradient.
 
     x_w <- x_w + u - eta (c - c_w) in a step, where u is the inner optimizer's update; after a round
     of H steps, with x_bar the mean that the sync has found, c - c_w <- c - c_w + (x_w - x_bar) /
     (H eta). eta is the extra argument `rate` of the step: `update(grads, state, params, rate=lr)`;
     without it c is in units of updates, the same for a constant rate.
 
-    With SGD these are the steps of SCAFFOLD, option II, where all workers take part:
-    c_w <- c_w - c + (a - x_w) / (H eta) with a the round's first parameters, and as the c_w have
-    the mean c, c <- (a - x_bar) / (H eta). So no mean of the c_w is ever asked for, and only their
-    difference is kept: it is ProxSkip's, too. The mean over the workers moves as without.
+    With SGD this is SCAFFOLD, option II, with full participation: c_w <- c_w - c + (a - x_w) /
+    (H eta), where a are the round's first parameters, and c <- (a - x_bar) / (H eta), the mean of
+    the c_w. Only c - c_w is kept, as in ProxSkip, so nothing more is sent. The mean of the workers
+    moves as without a correction.
 
-    The update is corrected and not the gradient, so that the units are right for every inner
-    optimizer: with SGD the two are the same, with momentum the correction does not pass through
-    the buffer (which would apply it 1 / (1 - m) times), and Adam does not divide it. c_w is then
-    the mean of a worker's own updates per rate, not of its gradients; workers of Adam go where
-    they go with a sync after every step. The state of the optimizer is to stay local: momentum that
-    is averaged or reset at a sync builds up anew in every round, which a constant correction cannot
-    follow, and a part of the bias stays.
+    The update is corrected, not the gradient, which gives the right units for every inner
+    optimizer: momentum does not apply the correction 1 / (1 - m) times, and Adam does not rescale
+    it. c_w is then the mean of a worker's updates per rate, not of its gradients. Keep the
+    optimizer state local: momentum that is averaged or reset at a sync builds up again in every
+    round, which a constant correction cannot follow, and part of the bias stays.
 
-    c_w is the mean gradient of the last round's batches. It is the worker's own where the round
-    took all its units; over fewer of them it is noisy, and the noise is put into the next round.
-    Every sync adds the mean's rounding to c, about 6e-8 |x| / (H eta) in float32, and nothing takes
-    it away: rounds of one step at small rates, which need no correction, drift by it.
+    c_w is noisy if a round covers few of the worker's units, and the next round inherits the noise.
+    Each sync adds the rounding of the mean to c, about 6e-8 |x| / (H eta) in float32, for good:
+    rounds of one step at small rates, which need no correction, drift by it.
 
     Returns:
-      A `Correction`, for `local_rounds` and `local_steps`. It holds as many numbers as the
-      parameters.
+      A `Correction`, for `local_rounds` and `local_steps`, with as many numbers as the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> rounds = local_opt.local_rounds(
-      ...     optax.sgd(0.1), axis_name="worker", correction=local_opt.control_variates()
-      ... )
+      >>> correction = local_opt.control_variates()
+      >>> rounds = local_opt.local_rounds(optax.sgd(0.1), correction=correction)
       >>> x, curvature, own = jnp.zeros(2), jnp.array([1.0, 3.0]), jnp.array([3.0, -1.0])
       >>> state = jax.vmap(rounds.init)(x)
       >>> for step in range(400):  # the minimum of the mean loss is 0
@@ -103,7 +98,7 @@ def control_variates() -> Correction:
 
     def sync(state, *, own, mean, new):
         del new
-        # A round without a step, or with a rate of 0, has moved nobody.
+        # A round without steps, or with a rate of 0, has moved no worker.
         scale = jnp.where(state.rates > 0, 1 / jnp.where(state.rates > 0, state.rates, 1), 0)
         against = jax.tree.map(
             lambda c, x, m: c + scale * (x.astype(c.dtype) - m.astype(c.dtype)),
@@ -115,19 +110,17 @@ def control_variates() -> Correction:
 
 
 def proximal(strength: float) -> Correction:
-    """FedProx's pull back to the parameters that the round began with.
+    """FedProx's pull back to the parameters at the start of the round.
 
-    g <- g + mu (x_w - a), where a are the parameters after the last sync: before the inner
-    optimizer, as part of the loss. Its workers end nearer to each other and to where they were; the
-    fixed point of the mean lies between that of local steps and of parallel training, and rounds
-    move by less.
+    g <- g + mu (x_w - a), before the inner optimizer, where a are the parameters after the last
+    sync. Workers stay closer together and rounds move less; the fixed point of the mean lies
+    between those of local steps and of data-parallel training.
 
     Args:
       strength: mu, finite and >= 0; 0 changes nothing. Keep rate * (curvature + mu) below 1.
 
     Returns:
-      A `Correction`, for `local_rounds` and `local_steps`. It holds as many numbers as the
-      parameters.
+      A `Correction`, for `local_rounds` and `local_steps`, with as many numbers as the parameters.
 
     Raises:
       ValueError: for a strength out of range; from a step without params.
@@ -148,7 +141,7 @@ def proximal(strength: float) -> Correction:
 
     def gradient(grads, state, params):
         if params is None:
-            raise ValueError("the pull is on parameters: call update(grads, state, params).")
+            raise ValueError("proximal needs the parameters: call update(grads, state, params).")
         return jax.tree.map(
             lambda g, x, a: (g + strength * (x - a)).astype(g.dtype), grads, params, state
         )
@@ -161,13 +154,11 @@ def proximal(strength: float) -> Correction:
 
 
 def check_correction(correction: Correction, wire: Wire | None) -> None:
-    """Raises ValueError for what is no correction, or one whose sync would round."""
+    """Raises ValueError for anything but a correction, or next to a wire."""
     if not isinstance(correction, Correction):
-        raise ValueError(
-            f"correction is {correction!r}: pass what control_variates() or proximal(0.1) return."
-        )
+        raise ValueError(f"correction is {correction!r}: pass control_variates() or proximal(0.1).")
     if wire is not None:
         raise ValueError(
-            f"the wire ({wire.rule}) rounds what workers send, and a correction would take that "
-            "for drift: leave out correction= or wire=."
+            f"the wire ({wire.rule}) rounds what workers send, and a correction would take the "
+            "rounding for drift: leave out correction= or wire=."
         )

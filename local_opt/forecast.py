@@ -1,4 +1,4 @@
-"""What a plan will cost before it runs, and what communication did cost after runs were timed."""
+"""The cost of a plan: predicted before a run, and split from the times of measured runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,16 @@ class CommunicationTime(NamedTuple):
 def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -> float:
     """Bytes that each worker sends in one sync of the parameters.
 
-    8 (W - 1) / W D as a ring all-reduce in float32: W - 1 messages of D / W parameters to add up,
-    and as many to hand round. A narrow wire sends 2 (W - 1) messages of whole rows of 128 numbers,
-    or W - 1 of all D if it gathers.
+    8 (W - 1) / W D for a ring all-reduce in float32. A narrow wire sends 2 (W - 1) messages of
+    whole rows of 128 numbers, or W - 1 messages of all D if it gathers.
 
     Args:
-      num_params: D >= 1, parameters (and whatever else is averaged).
+      num_params: D >= 1, numbers that are averaged.
       num_workers: W >= 1, members of the ring.
-      wire: of the sync, as `WIRES["int8"]`; None for none.
+      wire: as `WIRES["int8"]`; None for float32.
 
     Returns:
-      Bytes; 0 for one worker. With a wire exactly those of the compiled collectives.
+      Bytes; 0 for one worker. With a wire, exactly those of the compiled collectives.
 
     Raises:
       ValueError: for values out of range.
@@ -99,39 +98,37 @@ def forecast(
     latency_seconds: float = 0.0,
     delay: int = 0,
 ) -> Forecast:
-    """Bytes and seconds of a run that synchronises by a plan, or its parts by several.
+    """Bytes and seconds of a run that synchronises by a plan, or its parts by several plans.
 
-    total = T s + sum over syncs of (l + 8 B / (10^9 g)), less what steps hide. B = `sync_bytes`.
-    With a delay the mean of a part takes the link from its start on, or from when the link is free,
-    and the step at its finish, `delay` steps later, waits for what is left. The peak is the largest
-    sum of B / (max(delay, 1) s) over the parts that are on their way in one step.
+    total = T s + sum over syncs of (l + 8 B / (10^9 g)), less what steps hide; B = `sync_bytes`.
+    With a delay, transfers take turns on the link, and the step at a part's finish, `delay` steps
+    after its start, waits for the rest. The peak is the largest sum of B / (max(delay, 1) s) over
+    the parts in transit in one step.
 
-    Assumed: workers compute, then communicate, and without a delay never both; all take equally
-    long for a step; a ring moves as fast as the link of one worker, whatever else uses the network.
-    Data parallel training can hide part of its communication behind the backward pass, so for H = 1
-    this is an upper bound. On machines with several GPUs, a ring that visits one machine after
-    another sends the same bytes over each machine's link: W counts the GPUs and g is the machine's.
-    If GPUs first average within their machine, W counts machines. Rings over several network cards
-    share the bytes: g is the sum of the cards'.
+    Workers are assumed equally fast, computing or communicating but, without a delay, never both,
+    and a ring as fast as one worker's link. Data-parallel training can hide communication behind
+    the backward pass, so for H = 1 this is an upper bound. With several GPUs per machine in one
+    ring, W counts GPUs and g is the machine's link; if they average within the machine first, W
+    counts machines. With several network cards, g is their sum.
 
     Args:
-      plan: of the run; or {part: its plan}, for fragments or fields of the state.
-      num_params: D >= 1, parameters that are averaged; or {part: numbers in it}.
-      num_workers: W >= 1; one worker sends nothing and waits for nobody.
+      plan: the plan; or {part: its plan}, for fragments or fields of the state.
+      num_params: D >= 1, numbers that are averaged; or {part: numbers in it}.
+      num_workers: W >= 1; one worker sends nothing.
       step_seconds: s > 0, seconds to compute one step on one worker, without communication.
       gigabits_per_second: g > 0, speed of a link in 10^9 bits per second.
-      wire: of the syncs; see `sync_bytes`. Or {part: its wire}, parts without one in float32.
-      latency_seconds: l >= 0, seconds that a sync takes beside the transfer.
-      delay: >= 0, steps that pass while a mean travels; 0 for syncs that are waited for.
+      wire: see `sync_bytes`; or {part: its wire}, other parts in float32.
+      latency_seconds: l >= 0, of a sync.
+      delay: >= 0, steps from start to finish of a sync; 0 if workers wait for it.
 
     Returns:
-      A record, of one worker: `rounds` (of all parts), `volume` (numbers sent, as a share of all of
-      them after every step), `sent_bytes`, `compute_seconds`, `communication_seconds` (that the
-      link is busy), `hidden_seconds` (of these, behind steps), `total_seconds`, and
-      `peak_bytes_per_second` (that a link must carry for steps to hide everything).
+      A record for one worker: `rounds` (of all parts), `volume` (numbers sent, as a share of all
+      numbers after every step), `sent_bytes`, `compute_seconds`, `communication_seconds` (of the
+      link), `hidden_seconds` (of these, behind steps), `total_seconds`, and `peak_bytes_per_second`
+      (that a link must carry to hide everything).
 
     Raises:
-      ValueError: for values out of range, or numbers of other parts than the plans'.
+      ValueError: for values out of range, or `num_params` of other parts than the plans'.
 
     Example:
       >>> import local_opt
@@ -187,7 +184,7 @@ def forecast(
 
 
 def _waited(segments, seconds, step_seconds):
-    """Seconds that steps wait: event by event, one transfer on the link at a time."""
+    """Seconds that steps wait, with one transfer on the link at a time."""
     waited, free, arrives = 0.0, 0.0, {}
     for step, action, part in ((s.begin, e.action, e.fragment) for s in segments for e in s.due):
         now = step * step_seconds + waited
@@ -200,7 +197,7 @@ def _waited(segments, seconds, step_seconds):
 
 
 def _peak(plans, delay, sent):
-    """Bytes per step, of all parts that are on their way in the busiest one."""
+    """Bytes per step of all parts in transit in the busiest step."""
     length = max(delay, 1)
     change = np.zeros(next(iter(plans.values())).total_steps + length + 1)
     for part, plan in plans.items():
@@ -215,8 +212,8 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
     time = C + M volume, by least squares; with two runs of volumes 1 and 1 / H this is
     M = H / (H - 1) (T_para - T_H).
 
-    The runs must differ in nothing but when they synchronise. M is not forced to be positive: a
-    negative one says that these times show no cost of communication.
+    The runs may only differ in when they synchronise. M may be negative: then these times show no
+    cost of communication.
 
     Args:
       volumes: syncs per step of each run, in (0, 1] (`SyncPlan.volume`); at least two different.
@@ -252,8 +249,8 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
         raise ValueError(f"times are {y.tolist()}: each must be positive and finite.")
     if len(set(x.tolist())) < 2:
         raise ValueError(
-            f"volumes are {x.tolist()}: computation and communication only come apart between "
-            "runs that synchronise differently often; time another plan."
+            f"volumes are {x.tolist()}: computation and communication can only be told apart from "
+            "runs with different volumes. Time another plan, too."
         )
     slope = np.sum((x - x.mean()) * (y - y.mean())) / np.sum((x - x.mean()) ** 2)
     return CommunicationTime(float(y.mean() - slope * x.mean()), float(slope))

@@ -26,15 +26,15 @@ def lift(
     axis_name: str = AXIS,
     in_turn: bool = False,
 ) -> Callable:
-    """A function of one worker, for all of them at once.
+    """Makes a function of one worker, as a training step, one of all workers at once.
 
     y_w = f(x_w) for w = 0 .. W - 1, under the named axis that `local_steps` and orders need.
 
-    What becomes of an argument, all of its leaves alike, is one word:
+    One word per argument says what its leaves are:
 
-        owned   leaves [W, ...]; each worker has its own (`owned` makes them)
-        shared  the same for all of them
-        split   leaves [n, ...], a batch of all: worker w has the w-th n / W rows
+        owned   leaves [W, ...], each worker's own, as `local_opt.owned` makes them
+        shared  the same for all workers
+        split   leaves [n, ...], a batch of all: worker w gets the w-th n / W rows
         key     one key, from which every worker derives its own
 
     and of a result:
@@ -50,19 +50,19 @@ def lift(
     Leaves that are not arrays (an equinox model's functions) pass through.
 
     Args:
-      function: of one worker; its collectives name `axis_name`. Where it differentiates by a shared
-        argument, the gradient is the worker's own.
+      function: of one worker; its collectives name `axis_name`. Gradients by a shared argument are
+        the worker's own.
       workers: W >= 1, simulated on one device by `jax.vmap`; or a mesh with that axis, one worker
-        per place on it, by `jax.shard_map`. Other axes of the mesh are left to the compiler: a
-        worker that is several devices.
+        per position on it, by `jax.shard_map`. Other axes of the mesh are left to the compiler: a
+        worker may span several devices.
       inputs: a word for every parameter, in the order of the signature and however it is given:
         "owned split", or ("owned", "split"). Keyword-only parameters without a word are shared, and
         a default that is not overridden needs none.
-      outputs: a word for every result of a tuple; "owned" alone is of a single result, ("owned",)
-        of a tuple of one.
-      axis_name: of the workers.
-      in_turn: whether simulated workers run one after another, which suits convolutions on CPUs;
-        for functions without collectives.
+      outputs: a word for every result of a tuple; "owned" alone is for a single result, ("owned",)
+        for a tuple of one.
+      axis_name: the workers' axis.
+      in_turn: whether simulated workers run one after another, which is faster for convolutions on
+        CPUs; for functions without collectives.
 
     Returns:
       A function with the name, signature and docstring of `function`, to be jitted: with
@@ -76,7 +76,7 @@ def lift(
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> plan = local_opt.constant(2, total_steps=4)
-      >>> optimizer = local_opt.local_steps(optax.sgd(0.5), plan, axis_name="worker")
+      >>> optimizer = local_opt.local_steps(optax.sgd(0.5), plan)
       >>> def step(x, state, target):
       ...     loss, grad = jax.value_and_grad(lambda x: (x - target[0]) ** 2)(x)
       ...     update, state = optimizer.update(grad, state, x)
@@ -97,9 +97,9 @@ def lift(
     inputs = _checked_words(inputs, INPUTS, "inputs")
     results = _checked_words(outputs, OUTPUTS, "outputs")
     if in_turn and isinstance(workers, Mesh):
-        raise ValueError("in_turn is of simulated workers: pass their number, not a mesh.")
+        raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "shared" in results:
-        raise ValueError(f"outputs are {results}: workers in turn share no result.")
+        raise ValueError(f"outputs are {results}: with in_turn no result is shared; take owned.")
     bind = _binding(function, inputs)
 
     @functools.wraps(function, updated=())
@@ -183,10 +183,7 @@ def _sides(words, shared, owned) -> tuple:
 
 
 def _in_turn(function, inputs):
-    """Workers one after another: as fast as training each alone.
-
-    Each worker's own parameters make a batched convolution a grouped one, which CPUs do badly.
-    """
+    """Workers one after another: vmap makes grouped convolutions, which are slow on CPUs."""
 
     def run(*args):
         def one(owned):
@@ -198,11 +195,11 @@ def _in_turn(function, inputs):
 
 
 def _on_mesh(function, mesh, axis_name, inputs, results):
-    """One worker per place on an axis of a mesh; its other axes are left to the compiler."""
+    """One worker per position on an axis of a mesh; other axes are left to the compiler."""
 
     def each(trees, words, change):
         pairs = zip(trees, words, strict=True)
-        alone = ("shared", "split")  # without an axis of workers; of split rows a worker has some
+        alone = ("shared", "split")  # without a worker axis
         return tuple(x if word in alone else jax.tree.map(change, x) for x, word in pairs)
 
     def per_device(*args):
@@ -210,8 +207,7 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
         return each(found, results, lambda x: jnp.expand_dims(x, 0))
 
     whole, rows = PartitionSpec(), PartitionSpec(axis_name)
-    # check_vma=True would make jax.grad of shared parameters insert a psum, and the rows would no
-    # longer be this worker's own.
+    # With check_vma=True jax.grad of shared parameters would insert a psum.
     return jax.shard_map(
         per_device, mesh=mesh, axis_names={axis_name}, check_vma=False,
         in_specs=_sides(inputs, whole, rows), out_specs=_sides(results, whole, rows),
@@ -219,7 +215,7 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
 
 
 def _entered(arrays, word, workers, count, axis_name):
-    """The arrays of an argument as they are mapped over, on the devices of a mesh."""
+    """The arrays of an argument, as they are mapped over."""
     on_mesh = isinstance(workers, Mesh)
 
     def enter(path, x):
@@ -248,7 +244,7 @@ def _entered(arrays, word, workers, count, axis_name):
 
 
 def _left(arrays, word, on_mesh):
-    """The arrays of a result, as its word says."""
+    """The arrays of a result."""
     if word in ("mean", "sum"):
         over = functools.partial(_over_workers, jnp.mean if word == "mean" else jnp.sum, word)
         return jax.tree_util.tree_map_with_path(over, arrays)
@@ -258,7 +254,7 @@ def _left(arrays, word, on_mesh):
 
 
 def _over_workers(reduce, word, path, x):
-    """Floating leaves keep their type, and are added up in float32; others do as in `jnp`."""
+    """Floating leaves are added up in float32 and keep their type; others are as in `jnp`."""
     if is_key(x):
         name = jax.tree_util.keystr(path)
         raise ValueError(f"a key has no {word}, as the result {name} should: take 'owned'.")

@@ -1,4 +1,4 @@
-"""Outer optimizers: what is done with the mean change of a round, as if it were a gradient."""
+"""Outer optimizers, which take the mean change of a round as a gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -37,24 +37,22 @@ def normalize_by_period(
 ) -> optax.GradientTransformationExtraArgs:
     """Corrects an outer optimizer for rounds of different lengths.
 
-    The change of a round of H steps enters as d H_base / H and the update leaves as u H / H_base:
-    the state of the outer optimizer holds changes per H_base steps, so a long round neither
-    floods the momentum that the next short ones inherit, nor is moved by the momentum of short
-    rounds as if it were one. Nothing changes for H = H_base, nor for plain averaging.
+    The change of a round of H steps is scaled by H_base / H, and the update by H / H_base. The
+    outer optimizer's state then holds changes per H_base steps, whatever the round's length.
+    Nothing changes for H = H_base, or for plain averaging.
 
-    The momentum of an outer optimizer multiplies a steady change by lr / (1 - m) whatever the
-    round's length; long last rounds of a growing plan leave no time to come back from it. Bound
-    them by `h_max`.
+    Outer momentum multiplies a steady change by lr / (1 - m). The long last rounds of a growing
+    plan leave no time to recover from the overshoot: bound them by `h_max`.
 
     Args:
-      outer: any optax transformation of changes.
-      h_base: >= 1, the round length that the outer optimizer's rate was chosen for.
+      outer: the outer optimizer.
+      h_base: >= 1, the round length for which its rate was chosen.
 
     Returns:
-      An optax transformation that needs the extra argument `period`, which `local_steps` passes.
+      An optimizer that needs the extra argument `period`, which `local_steps` passes.
 
     Raises:
-      ValueError: for h_base below 1.
+      ValueError: for h_base below 1; from `update`, without a period.
 
     Example:
       >>> import jax.numpy as jnp, optax, local_opt

@@ -1,4 +1,4 @@
-"""The same start for every worker, and which leaves of a tree have a worker axis at all."""
+"""The same start for every worker, and which leaves of a tree get a worker axis."""
 
 import warnings
 from collections.abc import Iterable
@@ -21,30 +21,28 @@ def owned(
 ) -> PyTree:
     """The same start for every worker: leaves [W, ...], on the devices of their workers.
 
-    x_w = x for w = 0 .. W - 1, each in memory of its own, so that a step may be given it to keep.
+    x_w = x for w = 0 .. W - 1, in new memory, so that a step may donate it.
 
-    A random key in the tree, as of dropout in the state of a `flax.nnx` model, is copied like other
-    leaves, and all workers would drop the same units. `keys="fold"` gives each worker a key of its
-    own, fold_in(key, w). Only typed keys are known as keys, as of `jax.random.key`: fold a legacy
-    one, two numbers of uint32 as of `jax.random.PRNGKey`, yourself.
+    A random key in the tree, as for dropout in the state of a `flax.nnx` model, is copied like
+    other leaves, so that all workers drop the same units. `keys="fold"` gives each worker its own
+    key, fold_in(key, w). Only typed keys are recognised: a legacy key of `jax.random.PRNGKey` looks
+    like any other array.
 
     Args:
       tree: parameters, optimizer state, a whole training state. Whole numbers, as a TrainState's
         step, become arrays; other leaves that are not arrays, as the rate of an equinox dropout,
-        stay. On a mesh with further axes arrays that are split over these stay split.
-      workers: as of `lift`; axis_name: of the workers.
-      keys: "fold" for a key of each worker's own, "copy" for the same on all; None copies, too,
-        and warns.
+        stay. Arrays that are split over other axes of a mesh stay split.
+      workers, axis_name: as in `lift`.
+      keys: "fold" for each worker's own, "copy" for the same on all; None copies and warns.
 
     Returns:
       A tree of the same structure.
 
     Raises:
-      ValueError: for another word, or where processes bring different numbers: initialise all of
-        them from one key.
+      ValueError: for unknown `keys`, or if processes have different values.
 
     Warns:
-      UserWarning: where a key is copied and `keys` does not say so.
+      UserWarning: if a key is copied and `keys` is None.
 
     Example:
       >>> import jax, jax.numpy as jnp, local_opt
@@ -90,7 +88,7 @@ def _warn_of_copies(of_keys):
 
 
 def _spread(function, arrays, workers, axis_name):
-    """What a function makes of arrays that all workers have, on the devices of its workers."""
+    """The result of a function that adds a worker axis, on the devices of the workers."""
     if not isinstance(workers, Mesh):
         return jax.jit(function)(arrays)
     explicit = AxisType.Explicit in workers.axis_types
@@ -101,16 +99,16 @@ def _spread(function, arrays, workers, axis_name):
         spec += (None,) * (jnp.ndim(x) - len(spec)) if explicit else ()
         return NamedSharding(workers, PartitionSpec(*first, *spec))
 
-    if jax.process_count() == 1:  # one copy on each device, and never all of them on one
+    if jax.process_count() == 1:  # one copy per device, never all on one
         given = jax.device_put(arrays, jax.tree.map(place, arrays))
-    else:  # each process's own, and they may differ
+    else:  # each process's own, which may differ
         given = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), arrays)
     places = jax.tree.map(lambda x: place(x, axis_name), arrays)
     return jax.jit(function, out_shardings=places)(given)
 
 
 def parted(trees: Iterable[PyTree], words: Iterable[str]) -> tuple[tuple, tuple]:
-    """Trees in two like them: their arrays, and other leaves; None where the other has a leaf."""
+    """The trees' arrays, and their other leaves; None in place of those of the other kind."""
     kinds = jax.Array | np.ndarray | np.generic
 
     def is_array(x, word):
@@ -123,19 +121,19 @@ def parted(trees: Iterable[PyTree], words: Iterable[str]) -> tuple[tuple, tuple]
 
 
 def joined(arrays: PyTree, rest: PyTree) -> PyTree:
-    """The tree that `parted` has parted."""
+    """The inverse of `parted`, for one tree."""
     return jax.tree.map(
         lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
     )
 
 
 def is_key(x: Any) -> bool:
-    """Whether a leaf holds typed PRNG keys; a legacy key is an array like others."""
+    """Whether a leaf holds typed PRNG keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def folded(keys: Key[Array, "W ..."]) -> Key[Array, "W ..."]:
-    """Keys [W, ...] of one worker each: fold_in(key_w, w)."""
+    """fold_in(key_w, w), the keys of worker w."""
 
     def of_worker(keys, worker):
         flat = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), worker)
@@ -145,6 +143,6 @@ def folded(keys: Key[Array, "W ..."]) -> Key[Array, "W ..."]:
 
 
 def spec_of(x: Any) -> tuple:
-    """How an array is split over a mesh already; () if it is whole."""
+    """How an array is split over a mesh; () if it is whole."""
     sharding = getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()

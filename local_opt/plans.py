@@ -1,4 +1,4 @@
-"""When workers talk, known before the run: the starts of all rounds, and rounds that follow loads.
+"""Plans of when workers synchronise, made before the run.
 
 R rounds, T steps. A round is the steps between two syncs; the sync follows its last step.
 """
@@ -14,18 +14,18 @@ from syncopate import plans
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SyncPlan(plans.Plan):
-    """The rounds of a run: a decision that never depends on gradients.
+    """The rounds of a run, fixed before it starts.
 
-    Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends in a sync; the last round ends
+    Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends with a sync; the last round ends
     with the run. Two plans are equal if they synchronise after the same steps.
 
     Args:
       starts: int64[R], first steps of the rounds; starts[0] = 0, strictly increasing, below T.
       total_steps: T >= 1.
-      rule: how the plan was made, for people.
+      rule: a description.
 
     Raises:
-      ValueError: if the starts are no rounds of T steps.
+      ValueError: for starts that are not as above.
 
     Example:
       >>> import numpy as np, local_opt
@@ -104,7 +104,7 @@ class SyncPlan(plans.Plan):
         return self.ends[self.round_at(step)] == np.asarray(step) + 1
 
     def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
-        """(first step, steps) of what is left of each round, from any step: how a run resumes."""
+        """(first step, number of steps) of the rounds that are left at a step, for resuming."""
         if step == self.total_steps:
             return
         for end in self.ends[self.round_at(step) :]:
@@ -132,12 +132,11 @@ def from_function(
     H(t) = period(t), cut at the end of the run.
 
     Args:
-      period: from the first step of a round, in 0 .. T - 1, to the steps in it, a whole number
-        >= 1.
+      period: from the first step of a round, in 0 .. T - 1, to its number of steps >= 1.
       total_steps: T >= 1.
-      rule: a name for people.
-      offset: in 0 .. T - 1, the steps of a round before the first of the function, so that
-        parts with plans of their own take turns; 0 for none.
+      rule: a description.
+      offset: in 0 .. T - 1, the length of an additional first round, so that parts with their own
+        plans take turns; 0 for none.
 
     Returns:
       The plan.
@@ -167,18 +166,18 @@ def from_function(
 def sync_every_load(fresh: np.ndarray) -> SyncPlan:
     """One sync per load of an echoed run, before the next batch is loaded.
 
-    Round r takes all uses of batch r. Workers step on their own while a batch is used again, so
-    echoing adds no communication: the volume per load is that of data-parallel training.
+    Round r consists of all uses of batch r, so echoing adds no communication: there are as many
+    syncs per load as in data-parallel training.
 
     Args:
-      fresh: bool[T], the steps that load a fresh batch, as `ordering.echo.EchoPlan.fresh`; the
-        first is one of them.
+      fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; the first is
+        one of them.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: if there is no step, the first is not fresh, or they are no bools.
+      ValueError: without steps, if the first is not fresh, or for anything but booleans.
 
     Example:
       >>> import local_opt
@@ -189,25 +188,23 @@ def sync_every_load(fresh: np.ndarray) -> SyncPlan:
 
 
 def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) -> SyncPlan:
-    """The same rounds, each ending at the next whole multiple of so many loads.
+    """A plan whose rounds end at whole multiples of a number of loads, as of an epoch.
 
-    Marks lie after floor(k every + 1/2) loads, k = 1, 2, ..; a round that ends between two of them
-    ends at the later one, or with the run where none is left. Rounds that would end together are
-    one. An epoch of n loads is `every=n`, half of it `every=n / 2`, and pairs of single units
-    `every=2`.
+    Marks lie after floor(k every + 1/2) loads, k = 1, 2, ..; a round that ends between two marks is
+    extended to the later one, or to the end of the run. Rounds that would end together are merged.
+    For epochs of n loads take `every=n`, for half epochs n / 2, for pairs of single units 2.
 
-    No round ends earlier, and none `every` loads later than it did (but for the rounding); so
-    there are never more rounds, and not one less where all of them, the last too, take at least
-    `every` loads and the run ends at a mark.
+    Rounds are extended by less than `every` loads (but for the rounding). None is lost if all take
+    at least `every` loads and the run ends at a mark.
 
     Args:
       plan: any plan of T steps.
-      every: >= 1, loads between two marks; need not be whole.
-      fresh: bool[T], the steps that load a fresh batch, as `ordering.echo.EchoPlan.fresh`; a mark
-        then lies before a load, after the last use of the one before. None: every step loads.
+      every: >= 1, loads between two marks; may be fractional.
+      fresh: bool[T], the steps that load a batch, as `ordering.echo.EchoPlan.fresh`; a mark is then
+        after the last use of a batch. None: every step loads.
 
     Returns:
-      A plan of T steps; `plan` itself where every round ends at a mark.
+      A plan of T steps; `plan` itself if every round ends at a mark.
 
     Raises:
       ValueError: for `every` below 1 or not finite, or a `fresh` of another length.
@@ -222,8 +219,7 @@ def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) ->
     """
     if isinstance(every, bool) or not (np.isreal(every) and 1 <= every < np.inf):
         raise ValueError(
-            f"every is {every!r}: it must be a number of loads >= 1, as those of an epoch or of "
-            "half of one."
+            f"every is {every!r}: it must be a number of loads >= 1, as those of an epoch."
         )
     loads = _loads(fresh, plan.total_steps)
     marks = np.floor(every * np.arange(1, int(len(loads) / every) + 2) + 0.5).astype(np.int64)

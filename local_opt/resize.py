@@ -1,7 +1,7 @@
-"""Parameters and the states of rounds, from those of W workers to those of another number.
+"""Parameters and states of W workers as those of another number, to resume a run with.
 
-On the host, in NumPy: all leaves are [W, ...]. It is a sync that no plan has asked for, in the
-middle of a round, whose steps go on from the mean.
+On the host, in NumPy; all leaves are [W, ...]. It is an additional sync, also in the middle of a
+round, whose steps then continue from the mean.
 """
 
 import functools
@@ -19,10 +19,10 @@ POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states
 
 
 def mean_of(tree: PyTree, workers: int) -> PyTree:
-    """x <- 1/W sum_v x_v, for all of W' workers; of whole numbers those of the first.
+    """The mean over W workers, for each of W' workers; integers are those of worker 0.
 
     Args:
-      tree: of W workers, leaves [W, ...]; workers: W' >= 1.
+      tree: leaves [W, ...]; workers: W' >= 1.
 
     Returns:
       NumPy arrays [W', ...], added up in float64.
@@ -47,22 +47,22 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
 def resize(
     state: LocalState | AccumulateState, fresh: Any, workers: int, policy: str
 ) -> LocalState | AccumulateState:
-    """The state of rounds of W' workers.
+    """The state of rounds of W workers as one of W' workers.
 
-    What is equal on all workers stays: the steps since the last sync, an outer optimizer and the
-    anchor of the changes that it is told. What a wire has lost is averaged, so that the mean that
-    it returns to is. Corrections of drift begin anew, as the units of workers are others.
+    Fields that are equal on all workers stay: the steps since the last sync, the outer optimizer
+    and the anchor. The wire's losses are averaged. Corrections of drift start anew, as the workers'
+    data change.
 
     Args:
       state: of `local_rounds` or `accumulated_rounds` of W workers, leaves [W, ...].
-      fresh: a first state of the same rounds at the new parameters, leaves [W', ...].
+      fresh: an initial state of the same rounds at the new parameters, leaves [W', ...].
       workers: W' >= 1.
-      policy: what becomes of the inner optimizers' states: their "mean", with whole numbers of the
-        first; their first values ("reset"); or those of the "first" worker. Accumulated gradients
-        have one optimizer, which stays.
+      policy: of the inner optimizers' states: "mean", with the integers of worker 0; "reset", to
+        initial values; or "first", those of worker 0. Accumulated gradients have one optimizer,
+        which stays.
 
     Raises:
-      ValueError: for a state of other rounds, or a policy that is none.
+      ValueError: for a state of other rounds, or an unknown policy.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -79,8 +79,8 @@ def resize(
         return AccumulateState(first(state.since), first(state.inner), mean_of(state.mean, workers))
     if not isinstance(state, LocalState):
         raise ValueError(
-            f"{type(state).__name__} is not a state of local or accumulated rounds, so that they "
-            "cannot go on with other workers: go on with as many."
+            f"{type(state).__name__} is not a state of local or accumulated rounds, which alone "
+            "can be resized: resume with as many workers as before."
         )
     inner = fresh.inner
     if policy != RESET:

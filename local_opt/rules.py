@@ -1,4 +1,4 @@
-"""The rules that make plans, each one function; all numbers are float64 on the host.
+"""Rules of when to synchronise; each makes a plan, on the host and in float64.
 
 t is the first step of a round, T the number of steps, eta_t the learning rate at step t.
 """
@@ -44,13 +44,13 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
     Args:
       period: H >= 1.
       total_steps: T >= 1.
-      offset: in 0 .. T - 1, the steps of a first round of its own; 0 for none.
+      offset: in 0 .. T - 1, the length of an additional first round; 0 for none.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: for a period below 1 or that is not whole, or an offset out of range.
+      ValueError: for values out of range.
 
     Example:
       >>> import local_opt
@@ -101,7 +101,7 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
 
 
 def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
-    """Modified SWAP: rounds of H steps until t0, then one single round to the end.
+    """Modified SWAP: rounds of H steps until t0, then a single round to the end.
 
     The first round that starts at or after t0 is the last.
 
@@ -136,12 +136,12 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
 
 
 def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Array) -> SyncPlan:
-    """Synchronises after step t with probability p(t); the last step always does.
+    """Synchronises after step t with probability p(t), and after the last step.
 
     Args:
       p: a probability in (0, 1], a schedule of them, or float[T].
       total_steps: T >= 1.
-      key: shared by all workers, so that all take the same decisions.
+      key: the same on all workers.
 
     Returns:
       The plan.
@@ -170,27 +170,27 @@ def power_rule(
     h_max: int | None = None,
     offset: int = 0,
 ) -> SyncPlan:
-    """Rounds grow as a power of the inverse learning rate at their first step.
+    """Rounds that grow as a power of the inverse learning rate.
 
     H(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max, T - t), and H_base in rounds that
-    start before the end of the warmup. Power 2 is the Quadratic Synchronization Rule.
+    start during the warmup. Power 2 is the Quadratic Synchronization Rule.
 
     Args:
-      lr: eta, any schedule from step to rate (optax's are), a number, or float[T]; >= 0, finite.
+      lr: eta, an optax schedule, a number, or float[T]; >= 0, finite.
       total_steps: T >= 1.
       alpha: growth coefficient > 0, in units of the learning rate.
-      h_base: H_base >= 1, the least number of steps per round.
+      h_base: H_base >= 1, the minimal number of steps per round.
       power: > 0.
-      warmup_steps: in 0 .. T; the steps in which the rate still rises.
-      h_max: >= H_base, the most steps per round; None for no limit.
-      offset: in 0 .. T - 1, the steps of a first round of its own; 0 for none.
+      warmup_steps: in 0 .. T.
+      h_max: >= H_base, the maximal number of steps per round; None for no limit.
+      offset: in 0 .. T - 1, the length of an additional first round; 0 for none.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: for values out of range, or a rate that is negative, not finite, or 0 already
-        in the first step after the warmup (the rule would never synchronise).
+      ValueError: for values out of range, or a rate that is negative, not finite, or 0 in the
+        first step after the warmup (the rule would never synchronise).
 
     Example:
       >>> import optax, local_opt
@@ -235,9 +235,8 @@ def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:
     """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
 
     Args:
-      lr: as of `power_rule`.
-      rule: total_steps, alpha, h_base, warmup_steps, h_max and offset of `power_rule`, whose power
-        is 2.
+      lr: as in `power_rule`.
+      rule: total_steps, alpha, h_base, warmup_steps, h_max and offset of `power_rule`.
 
     Returns:
       The plan.

@@ -8,21 +8,15 @@ from syncopate import plans
 
 
 class Event(NamedTuple):
-    """What is due between two steps.
+    """A communication that is due between two steps."""
 
-    Fields:
-      action: "start" or "finish".
-      fragment: as in the plans.
-      last: whether it is the run's last sync of the fragment.
-    """
-
-    action: str
-    fragment: Any
-    last: bool
+    action: str  # "start" or "finish"
+    fragment: Any  # as in the plans
+    last: bool  # whether it is the run's last sync of the fragment
 
 
 class Segment(NamedTuple):
-    """Steps begin .. end - 1, and the events that are due before them; hashable."""
+    """Steps begin .. end - 1, and the events that are due before them."""
 
     begin: int
     end: int
@@ -32,24 +26,23 @@ class Segment(NamedTuple):
 def stream_segments(
     plans_of: Mapping[Any, SyncPlan], *, delay: int = 0, start: int = 0
 ) -> list[Segment]:
-    """The segments of a run whose fragments have plans of their own: what is due, then some steps.
+    """The segments of a run in which each fragment has its own plan: what is due, then some steps.
 
-    A fragment whose round ends after step e is started there and finished `delay` steps later, at
-    the latest where it starts again; the run's last rounds are finished at once.
+    A fragment is started at the end of its round and finished `delay` steps later, or where it
+    starts again if that is earlier. The last rounds of the run are finished at once.
 
     Args:
       plans_of: {fragment: its plan}, all for the same run.
-      delay: tau >= 0, steps that pass while a mean travels; 0 for syncs that are waited for.
-      start: in 0 .. T, the steps taken before, where a run resumes; what is due after that many
-        steps is taken as not yet done.
+      delay: >= 0, steps from start to finish; 0 if workers wait for each sync.
+      start: in 0 .. T, the steps taken so far, to resume there; events at that step are still due.
 
     Returns:
       (begin, end, due) of each segment, in order: first `communicate(params, state, due)`, then the
       steps begin .. end - 1. The last segment has no steps.
 
     Raises:
-      ValueError: for no plan, plans for other runs, a round shorter than the delay (but the first
-        and the last of a fragment), or a start out of range.
+      ValueError: for no plan, plans of different lengths, a round shorter than the delay (other
+        than a fragment's first and last), or a start out of range.
 
     Example:
       >>> import local_opt
@@ -72,7 +65,7 @@ def stream_segments(
         ends = plan.ends.tolist()
         for end, following in zip(ends, [*ends[1:], total], strict=True):
             arrives, last = min(end + delay, following), end == total
-            # What was on its way arrives before anything starts, and at once what need not.
+            # Finish what was in transit before anything starts, and what has no delay at once.
             found.append((end, 1, place, Event("start", name, last)))
             found.append((arrives, 2 if arrives == end else 0, place, Event("finish", name, last)))
     due_at = {start: []}

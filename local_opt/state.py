@@ -1,4 +1,4 @@
-"""The state of a worker's optimizer: what a sync does with it, its memory and its types."""
+"""The optimizer state of a worker: what a sync does with it, its memory and its types."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,12 +11,12 @@ from optax import contrib
 
 from syncopate import mesh
 
-# What a sync can do with a field of the optimizer state.
+# What a sync does with a field of the optimizer state.
 LOCAL, MEAN, RESET = "local", "mean", "reset"
 PARAMS, OPT_STATE = "params", "opt_state"  # names of parts, the second of a state without names
 
-# {state of optax: (its factory, fields from which the next parameters are computed)}: what is each
-# worker's own there takes it back to where it was before the sync.
+# {state of optax: (its factory, fields from which the next parameters are computed)}. If these stay
+# local, the next step takes each worker back to where it was before the sync.
 UNDOES = {
     contrib.SAMState: ("sam", ("cache",)),
     contrib.ScheduleFreeState: ("schedule_free", ("z",)),
@@ -52,7 +52,7 @@ def checked_policies(opt_state: str | Mapping[str, str]) -> dict[str, str]:
 def policy_of_leaves(
     opt_state: optax.OptState, policies: Mapping[str, str], parts: Iterable[str] | None = None
 ) -> list[str]:
-    """One policy per leaf of the optimizer state, in order; of parts, "local" for all others."""
+    """One policy per leaf of the optimizer state, in order; "local" for leaves of other parts."""
     if parts is not None:
         policies = _policies_of_parts(policies, parts)
     paths = jax.tree_util.tree_flatten_with_path(opt_state)[0]
@@ -66,7 +66,7 @@ def policy_of_leaves(
         if policy == MEAN and names[0] and not floating:
             raise ValueError(
                 f"opt_state averages {text.strip('.')!r}, which is {jnp.result_type(leaf)}: only "
-                "floating leaves have a mean. Name a floating field, or reset this one."
+                "floating leaves are averaged. Name a floating field, or reset this one."
             )
         used.update(names)
         chosen.append(policy if floating or (names and names[0]) else LOCAL)
@@ -89,7 +89,7 @@ def _policies_of_parts(policies, parts):
     unknown = [part for part in parts if part not in known]
     if unknown:
         raise ValueError(
-            f"parts has {unknown}, which no sync is told of: use some of {known}, or name the "
+            f"parts has {unknown}, which opt_state does not name: use some of {known}, or name the "
             "field in opt_state."
         )
     return {n: policy if (n or OPT_STATE) in parts else LOCAL for n, policy in policies.items()}
@@ -98,12 +98,7 @@ def _policies_of_parts(policies, parts):
 def check_survives(
     state: optax.OptState, chosen: list[str], *, act: str = "Pass opt_state={fields}."
 ) -> None:
-    """Raises ValueError for optimizer state that would undo a sync at the next step.
-
-    Args:
-      state: of the workers' optimizer; chosen: a policy per leaf, in order.
-      act: what to do, for the message.
-    """
+    """Raises ValueError for optimizer state that would undo a sync; `act` ends the message."""
     policies = jax.tree.unflatten(jax.tree.structure(state), chosen)
     for node in _undoing(policies):
         factory, fields = UNDOES[type(node)]
@@ -117,7 +112,7 @@ def check_survives(
 
 
 def _undoing(tree):
-    """Every node of UNDOES in a tree, also inside another one."""
+    """Every node of UNDOES in a tree, nested ones too."""
 
     def known(node):
         return type(node) in UNDOES
@@ -130,10 +125,10 @@ def _undoing(tree):
 
 
 def apart(tree: PyTree, *others: PyTree) -> PyTree:
-    """The tree, with a copy in place of every array that is in it twice, or in the others.
+    """The tree, with copies of arrays that occur in it twice or in the others.
 
-    Optimizers start some fields as the parameters themselves; given away with these, one buffer
-    would be given away twice.
+    Optimizers start some fields as the parameters themselves; donating both would donate one buffer
+    twice.
     """
     seen = {id(x) for x in jax.tree.leaves(others)}
 
@@ -156,10 +151,7 @@ def wide_zeros(params: optax.Params) -> optax.Params:
 
 
 def floating_as(state: PyTree, params: optax.Params, axis_name: str | tuple[str, ...]) -> PyTree:
-    """The state, its floating leaves typed as the workers' own where parameters are: for loops.
-
-    Over the workers' axes alone: what all devices of a worker agree in is known to be equal there.
-    """
+    """The state, its floating leaves typed as varying over the workers' axes if parameters are."""
     over = [mesh.varying_axes(x) for x in jax.tree.leaves(params)]
     axes = frozenset(mesh.names_of(axis_name)) & frozenset().union(*over)
 
@@ -171,10 +163,9 @@ def floating_as(state: PyTree, params: optax.Params, axis_name: str | tuple[str,
 
 
 def in_place(tree: PyTree, params: optax.Params, specs: PyTree[P] | None) -> PyTree:
-    """The tree, with whatever is like the parameters split as they are.
+    """The tree, with subtrees like the parameters split as the parameters are.
 
-    Zeros that are made of parameters do not tell a compiler where to keep them, and it would keep
-    all of them on every device.
+    Without it a compiler may keep zeros of the parameters' shapes whole on every device.
     """
     if not mesh.axes_of(specs):
         return tree
@@ -198,7 +189,7 @@ def _shapes(tree):
 
 
 def distance(params: optax.Params, mean: optax.Params, specs: PyTree[P] | None) -> Float[Array, ""]:
-    """How far a worker has drifted: |x_w - x_bar| / |x_bar| over all leaves."""
+    """A worker's relative distance from the mean: |x_w - x_bar| / |x_bar| over all leaves."""
 
     def norm(leaves):
         squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
@@ -211,7 +202,7 @@ def distance(params: optax.Params, mean: optax.Params, specs: PyTree[P] | None) 
 
 
 def _added_up(values, specs):
-    """The sum of one number per leaf, those of shards over all devices that hold the others."""
+    """The sum of one number per leaf; those of shards are summed over a worker's devices."""
     manual, sums = jax.sharding.get_abstract_mesh().manual_axes, {}
     for value, spec in zip(values, specs, strict=True):
         axes = tuple(axis for axis in mesh.axes_in(spec) if axis in manual)

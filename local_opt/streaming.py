@@ -1,4 +1,4 @@
-"""Streaming: the parameters are synchronised in fragments, while the next steps are computed."""
+"""Streaming: fragments of the parameters are synchronised while the next steps are computed."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ class Streaming(NamedTuple):
 
     Fields:
       init: `params -> state`.
-      update: `(grads, state, params, **extra) -> (updates, state)`, as optax's: one step of the
-        worker's own, without any collective.
-      start: `(params, state, *, fragment) -> state`: sends a fragment and holds all collectives.
-        What arrives touches nothing until `finish`, so steps may be computed meanwhile.
-      finish: `(params, state, *, fragment, last=False) -> (params, state)`: puts what has arrived
-        in its place; with `last` whatever the mixing, so that workers end bitwise equal.
+      update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
+        worker, without any collective.
+      start: `(params, state, *, fragment) -> state`: sends a fragment; it holds all collectives.
+        The result is not used before `finish`, so steps can be computed meanwhile.
+      finish: `(params, state, *, fragment, last=False) -> (params, state)`: merges the fragment
+        into the parameters; with `last` without mixing, so that workers end bitwise equal.
       communicate: `(params, state, due) -> (params, state)`: the starts and finishes that are due
         before a segment of `stream_segments`; `due` is static.
     """
@@ -43,13 +43,13 @@ class Streaming(NamedTuple):
 
 
 class StreamingState(NamedTuple):
-    """State of one worker. F fragments; their tuples hold leaves in the order of the parameters."""
+    """The state of one worker, with F fragments."""
 
-    since: Int[Array, "F"]  # steps since the fragment's last start
+    since: Int[Array, "F"]  # steps since each fragment's last start
     inner: Any
-    anchor: Any  # the common parameters, from a fragment's start on those that it will get
+    anchor: Any  # the common parameters; from a fragment's start on, those that `finish` merges
     outer: Any  # F states of the outer optimizer, each () without one
-    lost: Any  # F times what the wire has lost, each () without feedback
+    lost: Any  # of F fragments, what the wire has rounded off; each () without feedback
 
 
 def streaming_rounds(
@@ -62,37 +62,35 @@ def streaming_rounds(
     wire: Wire | None = None,
     specs: PyTree[PartitionSpec] | None = None,
 ) -> Streaming:
-    """Local steps whose sync is spread over the fragments and hidden behind later steps.
+    """Streaming DiLoCo: syncs are spread over fragments and hidden behind the next steps.
 
     At a fragment's start a <- a + outer(a - 1/W sum_w x_w), or without an outer optimizer
     a <- 1/W sum_w x_w; at its finish, some steps later, x_w <- m x_w + (1 - m) a.
 
-    Every fragment has a plan of its own; `stream_segments` says when it starts and finishes. With
-    one fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps overlap
-    only inside one compiled program: put a start and the steps of the delay, one after the other or
-    in a loop, under one `jax.jit`.
+    Every fragment has its own plan; `stream_segments` lists when it starts and finishes. With one
+    fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps only overlap
+    inside one compiled program: put `communicate` and the steps of a segment under one `jax.jit`.
 
     Args:
-      inner: the workers' optimizer; its state stays each worker's own.
-      axis_name: of the workers, bound by `jax.vmap` or `jax.shard_map`.
-      fragments: F, for neighbouring leaves in fragments of about one size; or a tree like the
-        parameters of the fragment of each leaf, as the paper's, which takes every F-th layer.
-      mixing: m in [0, 1), what a worker keeps of its own; 0.5 in the paper.
-      outer: any optax transformation of a - x_bar as a gradient, with a state per fragment and the
-        steps since its last start as the extra argument `period`; None is plain averaging.
-      wire, specs: the format of the changes, and workers of many devices: as in `local_rounds`.
+      inner: the workers' optimizer; its state stays local.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
+      fragments: F, for neighbouring leaves in fragments of similar size; or a tree like the
+        parameters with the fragment of each leaf. The paper takes every F-th layer.
+      mixing: m in [0, 1), the share of its own parameters that a worker keeps; 0.5 in the paper.
+      outer: an optax optimizer that takes a - x_bar as its gradient, with a state per fragment and
+        the steps since its last start as the extra argument `period`; None is plain averaging.
+      wire, specs: as in `local_rounds`.
 
     Returns:
       A `Streaming`.
 
     Raises:
-      ValueError: for a mixing out of range or a wire that is none; from `init`, for fragments
-        that do not fit the parameters, optimizer state that would undo a sync, or parameters that
-        are not floating.
+      ValueError: for values out of range; from `init`, for fragments that do not fit the
+        parameters, optimizer state that would undo a sync, or parameters that are not floating.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> stream = local_opt.streaming_rounds(optax.sgd(1.0), axis_name="worker", fragments=2)
+      >>> stream = local_opt.streaming_rounds(optax.sgd(1.0), fragments=2)
       >>> x = {"a": jnp.array([0.0, 4.0]), "b": jnp.array([0.0, 4.0])}  # two workers
       >>> state = jax.vmap(stream.init)(x)
       >>> start = jax.vmap(lambda x, s: stream.start(x, s, fragment=0), axis_name="worker")
@@ -105,7 +103,7 @@ def streaming_rounds(
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
     if not (isinstance(mixing, int | float) and 0 <= mixing < 1):
-        raise ValueError(f"mixing is {mixing!r}: a worker keeps a share in [0, 1) of its own.")
+        raise ValueError(f"mixing is {mixing!r}: it must lie in [0, 1).")
     if wire is not None:
         check_wire(wire)
     inner = checked(inner)
@@ -170,7 +168,7 @@ def streaming_rounds(
 
 
 def _labels(params, fragments):
-    """The fragment of every leaf: a leaf is in that of F equal shares in which its middle lies."""
+    """The fragment of every leaf: that of F equal shares in which the leaf's middle lies."""
     leaves, treedef = jax.tree.flatten(params)
     if isinstance(fragments, int) and not isinstance(fragments, bool):
         if not 1 <= fragments <= len(leaves):
@@ -200,7 +198,7 @@ def _labels(params, fragments):
 
 
 def _parts(labels):
-    """The places of every fragment's leaves."""
+    """The leaves of every fragment, by number."""
     labels = jax.tree.leaves(labels)
     return [[i for i, f in enumerate(labels) if f == n] for n in range(max(labels) + 1)]
 

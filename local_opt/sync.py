@@ -1,4 +1,4 @@
-"""The mean over workers of a tree, or of how it changed. Runs inside vmap or shard_map."""
+"""The mean over the workers of a tree, or of its changes, inside vmap or shard_map."""
 
 import functools
 
@@ -16,26 +16,22 @@ from syncopate import mesh
 def synchronize(tree: PyTree, *, axis_name: str | tuple[str, ...] = AXIS) -> PyTree:
     """Overwrites every floating leaf with its mean over the workers.
 
-    x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64) and cast back. The
-    leaves stay apart, as compilers join their collectives without a copy of them all.
-
-    Leaves that are whole numbers, booleans or PRNG keys have no mean and stay this worker's own.
-    The results are bitwise equal on all workers.
+    x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64), cast back, and bitwise
+    equal on all workers. Integers, booleans and PRNG keys stay this worker's own.
 
     Args:
       tree: this worker's arrays.
-      axis_name: of the workers, or a tuple of names; bound by `jax.vmap` or `jax.shard_map`.
+      axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`.
 
     Returns:
       A tree of the same shapes and dtypes.
 
     Example:
       >>> import jax, jax.numpy as jnp, local_opt
-      >>> mean = lambda x: local_opt.synchronize(x, axis_name="worker")
-      >>> jax.vmap(mean, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
+      >>> jax.vmap(local_opt.synchronize, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
     """
-    mesh.axis_size(axis_name)
+    mesh.axis_size(axis_name)  # raises outside of it
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -54,25 +50,24 @@ def synchronize_changes(
     lost: PyTree = (),
     specs: PyTree[P] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Adds the mean change of all workers to an anchor; the changes travel in a narrow format.
+    """Adds the workers' mean change to an anchor; the changes are sent in a narrow format.
 
     c_w = x_w - a + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
 
-    With feedback f = 1 nothing is lost for good: W x + sum_w e_w is what it would be without any
-    rounding. Every worker averages one slice of the blocks, adds there its own changes as they are
-    and keeps what the second rounding loses, W times; with a wire that `gathers` every worker
-    averages everything, and there is no second rounding. Sums are taken in float32.
+    With feedback f = 1 nothing is lost for good: W x + sum_w e_w is as without rounding. Each
+    worker averages one slice of the blocks, with its own changes unrounded, and keeps W times what
+    the second rounding loses. With a wire that `gathers`, every worker averages everything, and
+    there is no second rounding. Sums are taken in float32.
 
     Args:
-      tree: x_w, this worker's arrays, all of them real floating numbers.
+      tree: x_w, this worker's arrays, real and floating.
       anchor: a, a tree like it and equal on all workers: `tree` after the last sync.
       wire: the format Q, with its feedback f; None is `synchronize`.
-      lost: e_w, of the last call; `nothing_lost` at first.
-      specs: as of `local_rounds`; devices then send their shards to their like on the other
-        workers, and no leaf is gathered.
+      lost: e_w of the last call; `nothing_lost` at first.
+      specs: as in `local_rounds`; each device then exchanges its shards alone.
 
     Returns:
-      (tree, lost): x of the shapes and dtypes of `tree`, bitwise equal on all workers, and e_w.
+      (tree, lost): x, bitwise equal on all workers, and e_w.
 
     References:
       Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
@@ -80,20 +75,10 @@ def synchronize_changes(
     """
     if wire is None:
         return synchronize(tree, axis_name=axis_name), lost
-    mesh.axis_size(axis_name)
     check_real(tree, wire)
+    mesh.axis_size(axis_name)  # raises outside of it
     leaves, treedef = jax.tree.flatten(tree)
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
-    if len(anchors) != len(leaves):
-        raise ValueError(
-            f"the anchor has {len(anchors)} leaves and the tree {len(leaves)}: pass the same tree "
-            "as it was after the last sync."
-        )
-    if len(losses) != (len(leaves) if wire.feedback else 0):
-        raise ValueError(
-            f"lost has {len(losses)} leaves, the tree {len(leaves)} and the wire feedback "
-            f"{wire.feedback:g}: start with nothing_lost(tree, wire) and pass what came back."
-        )
     if not leaves:
         return tree, lost
     if specs is None:
@@ -101,7 +86,7 @@ def synchronize_changes(
     of = jax.tree.leaves(mesh.like(P() if specs is None else specs, tree))
 
     def send(leaves, anchors, losses):
-        # Apart from shards, what is whole on all devices of a worker is rounded alike on all.
+        # Leaves that are whole on all devices of a worker go apart, to be rounded alike on all.
         new, lost = list(leaves), list(losses)
         for group in _by_axes(of):
             args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
@@ -122,7 +107,7 @@ def _sent(wire, axis_name, leaves, anchors, losses):
     if wire.feedback:
         changes = [c + wire.feedback * e for c, e in zip(changes, losses, strict=True)]
     exchange = _gathered if wire.gathers else _in_halves
-    # Barriers: else a compiler may work all of it out anew for every leaf.
+    # Without the barriers a compiler may compute all of it again for every leaf.
     rows = lax.optimization_barrier(_rows(changes, wire, axis_name))
     mean, lost_rows = exchange(wire, rows, axis_name)
     means = _leaves(lax.optimization_barrier(mean), leaves)
@@ -140,7 +125,7 @@ def nothing_lost(tree: PyTree, wire: Wire | None) -> PyTree:
 
 
 def _in_halves(wire, rows, axis_name):
-    """Every worker averages its slice of the rows; then all get all slices."""
+    """The mean of the rows, and what is lost: each worker averages a slice and sends it to all."""
     num_workers, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
     each = len(rows) // num_workers
     decode = functools.partial(wire.decode, r=each)
@@ -158,7 +143,7 @@ def _in_halves(wire, rows, axis_name):
 
 
 def _gathered(wire, rows, axis_name):
-    """Every worker gets the rows of all and adds them up."""
+    """The mean of the rows, and what is lost: each worker receives the rows of all workers."""
     num_workers = lax.axis_size(axis_name)
     message = wire.encode(rows)
     found = lax.all_gather(message, axis_name, tiled=True).reshape(num_workers, *message.shape)
@@ -167,12 +152,12 @@ def _gathered(wire, rows, axis_name):
         return total + wire.decode(found[w], len(rows))
 
     lost = rows - wire.decode(message, len(rows))
-    # Of one worker after the other: all at once would be W copies of the parameters.
+    # One worker after another: all at once would take W copies of the parameters.
     return lax.fori_loop(1, num_workers, add, wire.decode(found[0], len(rows))) / num_workers, lost
 
 
 def _rows(arrays, wire, axis_name):
-    """[r, 128], all arrays one after the other, filled up with zeros to equal slices."""
+    """[r, 128], the arrays concatenated and padded with zeros to equal slices."""
     flat, size = [x.reshape(-1) for x in arrays], sum(x.size for x in arrays)
     parts = 1 if wire.gathers else lax.axis_size(axis_name)
     total = rows_of(wire, size, parts) * LANES
@@ -196,25 +181,25 @@ def check_real(tree: PyTree, wire: Wire) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} and the wire "
-                f"({wire.rule}) rounds: only real floating numbers can be sent so. Keep the leaf "
-                "outside the parameters, or pass wire=None."
+                f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}, and the wire "
+                f"({wire.rule}) only sends real floating numbers: keep the leaf outside the "
+                "parameters, or pass wire=None."
             )
 
 
 def check_alone(axis_name: str | tuple[str, ...], wire: Wire) -> None:
-    """Raises where the mesh in scope has axes beside the workers', of which nothing was said."""
+    """Raises ValueError if the mesh in scope has axes beside the workers' and no specs came."""
     if others := mesh.beside(axis_name):
         raise ValueError(
-            f"the wire ({wire.rule}) puts leaves in one vector, under the mesh axes {others} "
-            f"beside the workers' {axis_name!r}: a compiler would gather shards for it, and what "
-            "devices of a worker both hold would be rounded apart. Pass specs=, how one worker's "
-            "parameters are split over these axes, or specs=jax.P() if they are not."
+            f"the wire ({wire.rule}) sends leaves as one vector, for which a compiler would gather "
+            f"shards over the mesh axes {others} beside the workers' {axis_name!r}. Pass specs=, "
+            "how one worker's parameters are split over these axes, or specs=jax.P() if they are "
+            "not."
         )
 
 
 def _by_axes(specs) -> list[list[int]]:
-    """The places of the specs that name the same axes."""
+    """The numbers of the specs, grouped by the axes that they name."""
     groups = {}
     for i, spec in enumerate(specs):
         groups.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)

@@ -1,4 +1,4 @@
-"""Rounds and a plan as one optax transformation that really communicates; methods by name."""
+"""Local steps as one optax transformation, whose update synchronises where a plan says."""
 
 import math
 import warnings
@@ -23,13 +23,13 @@ from syncopate import mesh
 
 
 class PlannedState(NamedTuple):
-    """State of one worker; the counters are equal on all workers.
+    """The state of one worker; the counters are equal on all workers.
 
-    Fields of the inner optimizer's state are attributes of it, too: `state.hyperparams` of
-    `optax.inject_hyperparams`, or `state.gradient_step` of `optax.MultiSteps`.
+    The fields of the inner optimizer's state are attributes, too, as `state.hyperparams` of
+    `optax.inject_hyperparams` or `state.gradient_step` of `optax.MultiSteps`.
     """
 
-    num_steps: Int[Array, ""]  # skipped or not
+    num_steps: Int[Array, ""]
     num_syncs: Int[Array, ""]
     rounds: Any  # of the `Rounds`
 
@@ -53,38 +53,36 @@ def local_steps(
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps of each worker's own, and the mean over workers where the plan ends a round.
+    """Local steps with any optax optimizer: workers average their parameters after each round.
 
     x_w <- x_w + inner(g_w); after the last step of a round, x_w <- 1/W sum_v x_v.
 
-    Put it last in an `optax.chain`, for what follows would change the mean, and inside of nothing
-    that skips or changes a step (a table of what of optax stands where is in
-    docs/use/optax.md): it cannot see what is around it, but `check_synced` after a step that
-    ends a round does. Its update is x_bar - x_w, and x_w + (x_bar - x_w) may miss x_bar by the
-    rounding of x_w, so workers agree to that rounding and no better; it does not accumulate. Loops
-    that want bitwise equal workers and no conditional in the step use `local_rounds`, whose `sync`
-    overwrites, in a second jitted function, called where `plan.syncs_after(step)`.
+    Put it last in an `optax.chain`, as what follows would change the mean, and inside nothing that
+    skips or changes a step (docs/use/optax.md has a table). It cannot see what is around it; use
+    `check_synced` after a step that ends a round to test a loop.
 
-    With H = 1 and SGD (with or without momentum) this is data-parallel training: the mean of equal
-    linear steps is the step of the mean gradient. Adam is not linear in the gradient: each worker
-    divides by the second moment of its own gradients, which is larger than that of their mean, so
-    local AdamW with H = 1 takes other steps than AdamW on mean gradients.
+    The update is x_bar - x_w, so workers agree up to the rounding of x_w + (x_bar - x_w), which
+    does not accumulate. For bitwise equal workers, and no conditional in the step, use
+    `local_rounds` and call its `sync` where `plan.syncs_after(step)`.
+
+    With H = 1 and SGD, with or without momentum, this is data-parallel training. With Adam it is
+    not, as each worker divides by the second moment of its own gradients.
 
     Args:
-      inner: any optax optimizer, which sees this worker's gradient.
-      plan: when to synchronise; equal on all workers (see `check_same_plan`). Steps beyond its
-        end all synchronise.
-      axis_name: of the workers; bound by `jax.vmap` or `jax.shard_map`.
-      opt_state, outer, wire, correction, specs: what a step and a sync do; see `local_rounds`.
+      inner: any optax optimizer; it gets this worker's gradient.
+      plan: when to synchronise; equal on all workers (see `check_same_plan`). Every step beyond its
+        end synchronises.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
+      opt_state, outer, wire, correction, specs: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs. Its `update` needs `params` and takes `sync`: None (the
       plan decides, by a conditional that holds the only collective), or a static bool (the host
-      has decided; no conditional). The plan counts the steps of the state, unless `step`, int32[],
-      gives the loop's: one number for all workers, which keeps the conditional under `jax.vmap`.
-      Other extra arguments go to `inner`, whose state is read as without local steps, by
-      `optax.tree_utils.tree_get(state, "nu")` or as `state.hyperparams`; it is
-      `state.rounds.inner`, where an outer optimizer has fields of the same names.
+      has decided, without a conditional). The plan counts the steps of the state, or follows
+      `step`, int32[], the loop's: one number for all workers, which keeps the conditional under
+      `jax.vmap`. Other extra arguments go to `inner`, whose state is read as in optax, by
+      `optax.tree_utils.tree_get(state, "nu")` or as `state.hyperparams`. It is
+      `state.rounds.inner`, if an outer optimizer has fields of the same names.
 
     Raises:
       ValueError: for anything but a plan, or an unknown policy; from `init` for parameters that are
@@ -93,7 +91,7 @@ def local_steps(
     Example:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> plan = local_opt.constant(2, total_steps=4)
-      >>> opt = local_opt.local_steps(optax.sgd(1.0), plan, axis_name="worker")
+      >>> opt = local_opt.local_steps(optax.sgd(1.0), plan)
       >>> x, target = jnp.zeros(2), jnp.array([1.0, 3.0])  # two workers
       >>> state = jax.vmap(opt.init)(x)
       >>> step = jax.vmap(lambda x, s, t: opt.update(0.5 * (x - t), s, x), axis_name="worker")
@@ -127,8 +125,8 @@ def local_steps(
 
 
 def _planned(rounds, plan, axis_name, *, overwrites):
-    """Rounds that end where the plan says; `overwrites`: whether a sync moves even one worker."""
-    ends = plan.ends.astype(np.int32)  # on the host: made inside a trace it could not leave it
+    """Rounds that end where the plan says; `overwrites`: whether a sync moves a single worker."""
+    ends = plan.ends.astype(np.int32)  # on the host, as a traced array could not leave its trace
 
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
@@ -139,21 +137,21 @@ def _planned(rounds, plan, axis_name, *, overwrites):
         if sync is not None and step is not None:
             raise ValueError("sync and step are both given: the plan decides at a step, or you do.")
         updates, own = rounds.update(updates, state.rounds, params, **extra)
-        # A sync's update needs the digits of the parameters, whatever the gradients have.
+        # A sync's update needs the precision of the parameters, whatever that of the gradients.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
         def synced(updates, own):
             mean, own = rounds.sync(optax.apply_updates(params, updates), own, **extra)
             if lax.axis_size(axis_name) == 1 and not overwrites:
-                return updates, own  # what the inner optimizer said, without any rounding
+                return updates, own  # the inner update, without rounding
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, own
 
         done = state.num_steps + 1 if step is None else jnp.asarray(step, jnp.int32) + 1
-        met = state.num_syncs  # how often, so far
+        met = state.num_syncs
         if step is not None:
             met = jnp.searchsorted(ends, done, side="left").astype(jnp.int32)
-        # Steps beyond the plan synchronise: rather too often than never again.
+        # Steps beyond the plan synchronise.
         now = jnp.asarray(ends)[jnp.minimum(met, plan.rounds - 1)] <= done
         now = now if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
@@ -165,11 +163,11 @@ def _planned(rounds, plan, axis_name, *, overwrites):
 
 
 def _decide(sync, synced, *operands):
-    """`synced` if there is a sync, else the operands; a conditional only if the host knows not."""
+    """`synced` if there is a sync, else the operands; a conditional unless the host decides."""
     if isinstance(sync, bool | np.bool_):
         return synced(*operands) if sync else operands
-    # Under shard_map a mean is known to be equal on all workers and a worker's own value is not;
-    # both branches of a conditional must say the same. Under vmap there is nothing to say.
+    # Under shard_map a mean is typed as equal on all workers, and a worker's own value as varying:
+    # cast both branches to one type.
     after = jax.eval_shape(synced, *operands)
 
     def branch(function, others):
@@ -195,29 +193,29 @@ def diloco(
     x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d,
     a <- a - lr (d + m v), x_w <- a.
 
-    An outer momentum needs rounds: what it overshoots comes back as an oscillation that falls as
-    m^(R / 2) in R rounds, at worst. Where a tenth is left of it there is a warning.
+    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. There
+    is a warning if more than a tenth may be left at the end.
 
     Args:
       inner: the workers' optimizer; `optax.adamw` in the paper.
       plan: `constant(500, total_steps=T)` in the paper; a run of at least 44 rounds for m = 0.9.
-      axis_name: of the workers.
+      axis_name: the workers' axis.
       learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1).
-      options: of `local_steps`.
+      options: other arguments of `local_steps`.
 
     Returns:
-      A GradientTransformationExtraArgs, as of `local_steps`.
+      A GradientTransformationExtraArgs, as `local_steps`.
 
     Raises:
-      ValueError: for values out of range, and as of `local_steps`.
+      ValueError: for values out of range, and as `local_steps`.
 
     Warns:
-      UserWarning: where the plan has few rounds for the momentum.
+      UserWarning: if the plan has few rounds for the momentum.
 
     Example:
       >>> import optax, local_opt
       >>> plan = local_opt.constant(50, total_steps=5000)
-      >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan, axis_name="worker")
+      >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan)
 
     References:
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
@@ -245,24 +243,24 @@ def slowmo(
     Args:
       inner: the workers' optimizer; SGD with Nesterov momentum in the paper.
       plan: `constant(12, total_steps=T)` in the paper.
-      axis_name: of the workers.
-      learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1),
-        0.4 to 0.8 there.
-      options: of `local_steps`; the paper resets the inner momentum: `opt_state="reset"`.
+      axis_name: the workers' axis.
+      learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1), 0.4
+        to 0.8 there.
+      options: other arguments of `local_steps`; the paper has `opt_state="reset"`.
 
     Returns:
-      A GradientTransformationExtraArgs, as of `local_steps`.
+      A GradientTransformationExtraArgs, as `local_steps`.
 
     Raises:
-      ValueError: for values out of range, and as of `local_steps`.
+      ValueError: for values out of range, and as `local_steps`.
 
     Warns:
-      UserWarning: where the plan has few rounds for the momentum.
+      UserWarning: if the plan has few rounds for the momentum.
 
     Example:
       >>> import optax, local_opt
       >>> plan = local_opt.constant(12, total_steps=1200)
-      >>> optimizer = local_opt.slowmo(optax.sgd(0.1), plan, axis_name="worker", opt_state="reset")
+      >>> optimizer = local_opt.slowmo(optax.sgd(0.1), plan, opt_state="reset")
 
     References:
       Wang, Tantia, Ballas, Rabbat, SlowMo: Improving Communication-Efficient Distributed SGD with
@@ -274,7 +272,7 @@ def slowmo(
 
 
 def rounds_needed(momentum: float) -> int:
-    """The least R with m^(R / 2) <= 0.1, what is left of an oscillation."""
+    """The least R with m^(R / 2) <= 0.1, the rest of an oscillation."""
     return math.ceil(2 * math.log(0.1) / math.log(momentum)) if momentum else 1
 
 
@@ -283,7 +281,7 @@ def _check_momentum(name, plan, learning_rate, momentum) -> None:
         raise ValueError(f"learning_rate is {learning_rate}: it must be positive.")
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum}: it must lie in [0, 1).")
-    rounds = getattr(plan, "rounds", math.inf)  # what is no plan is refused where it is used
+    rounds = getattr(plan, "rounds", math.inf)  # anything but a plan is refused later
     if rounds < (needed := rounds_needed(momentum)):
         warnings.warn(
             f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "

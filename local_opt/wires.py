@@ -1,7 +1,7 @@
-"""How changes travel at a sync: as narrow whole numbers, row by row, and what gets lost.
+"""Wires: the formats in which changes are sent at a sync, and the feedback of what they round off.
 
-Rows are 128 numbers, the lanes of a TPU: a gather of other slices becomes an all-reduce there.
-r rows of numbers become q rows of a message.
+A wire encodes r rows of numbers as q rows of a message. Rows are 128 numbers, the lanes of a TPU,
+where a gather of other slices becomes an all-reduce.
 """
 
 import math
@@ -19,16 +19,16 @@ class Wire(NamedTuple):
     """A format in which workers send the changes of their parameters.
 
     Fields:
-      rule: for people.
+      rule: a description.
       encode: `float32[r, 128] -> unsigned[q, 128]`.
       decode: `(unsigned[q, 128], r) -> float32[r, 128]`.
       dtype: of a message.
       multiple: r is a multiple of it.
       message_rows: `r -> q`.
-      feedback: in [0, 1], the share of what was lost that the next sync sends again; with 0 no
-        state is kept.
-      gathers: whether the changes of every worker go to all, because their mean cannot be sent in
-        the format of one of them; else it is taken in two halves, as in a ring all-reduce.
+      feedback: in [0, 1], the share of what was lost that the next sync sends again; 0 keeps no
+        state.
+      gathers: whether every worker's changes go to all workers, as their mean does not fit the
+        format; else the mean is taken in two halves, as in a ring all-reduce.
     """
 
     rule: str
@@ -64,9 +64,8 @@ def float_wire(dtype: DTypeLike, *, feedback: float = 0.0) -> Wire:
 def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
     """Changes as whole numbers of 8 or 4 bits, a scale per 128 of them, and error feedback.
 
-    Q(x) = s round(x / s), s = max |x| / (2^(bits-1) - 1) over a row, rounded to bfloat16. To the
-    nearest and not by chance: feedback returns what was lost, for which a small error counts and
-    an unbiased one does not, and the same state then always gives the same bits.
+    Q(x) = s round(x / s), s = max |x| / (2^(bits-1) - 1) over a row, rounded to bfloat16. Rounding
+    is to the nearest and deterministic; feedback corrects its bias.
 
     References:
       Thérien et al., MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo, 2025,
@@ -81,9 +80,9 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
 
     def encode(rows):
         top = jnp.max(jnp.abs(rows), axis=1)
-        # Not every backend's maximum keeps what is not a number; training must not hide it.
+        # Not every backend's maximum keeps NaN, which training must not hide.
         top = jnp.where(jnp.all(jnp.isfinite(rows), axis=1), top, jnp.nan)
-        # Larger, so that the largest number is not cut where bfloat16 rounds down.
+        # Larger, so that the largest number is not clipped if bfloat16 rounds down.
         scale = (top * (1.00390625 / most)).astype(jnp.bfloat16)
         step = scale.astype(jnp.float32)[:, None]
         codes = jnp.clip(jnp.round(rows / jnp.where(step == 0, 1, step)), -most, most)
@@ -105,18 +104,17 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
 
 
 def top_k_wire(density: float, *, block: int = 4096, feedback: float = 0.95) -> Wire:
-    """The largest changes of every block, and error feedback for all others.
+    """The largest changes of every block, and error feedback for the others.
 
-    Q(x) = x in bfloat16 where |x| is among the k = density b largest of its block, else 0. Every
-    worker sends other places, so their changes are gathered, and a sync sends (W - 1) k 4 bytes
-    per block.
+    Q(x) = x in bfloat16 if |x| is among the k = density b largest of its block, else 0. Workers
+    send different entries, so their changes are gathered: 4 (W - 1) k bytes per block and sync.
 
     Args:
-      density: in (0, 1], of the numbers that are sent; density b is a whole number. 1/128 to 1/32
-        in the paper.
-      block: b, a positive multiple of 128 of at most 65536.
-      feedback: in (0, 1], share of what was not sent that the next sync may send; 0.95 in the
-        paper, where it takes the place of an outer momentum.
+      density: in (0, 1], the share of the numbers that is sent; density b is a whole number. 1/128
+        to 1/32 in the paper.
+      block: b, a positive multiple of 128, at most 65536.
+      feedback: in (0, 1], the share of what was not sent that stays for the next sync; 0.95 in the
+        paper, where it replaces outer momentum.
 
     References:
       Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
@@ -155,12 +153,12 @@ def top_k_wire(density: float, *, block: int = 4096, feedback: float = 0.95) -> 
 
 
 def _rows(vector):
-    """[n] as rows of 128, the last filled up with zeros."""
+    """[n] as rows of 128, padded with zeros."""
     return jnp.pad(vector, (0, -len(vector) % LANES)).reshape(-1, LANES)
 
 
 def _pack_halves(codes):
-    """Two numbers of 4 bits in a byte, out of the upper and the lower half of the rows."""
+    """Two 4-bit numbers per byte, from the upper and the lower half of the rows."""
     high, low = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2)
     return (high << 4) | (low & 15)
 
@@ -175,7 +173,7 @@ UNPACK = {8: lambda raw: lax.bitcast_convert_type(raw, jnp.int8), 4: _unpack_hal
 
 
 def rows_of(wire: Wire, size: int, parts: int = 1) -> int:
-    """r of `size` numbers that are split into so many parts of whole blocks."""
+    """r for `size` numbers in so many parts of whole blocks."""
     multiple = parts * wire.multiple
     return -(-size // (LANES * multiple)) * multiple
 
@@ -194,7 +192,7 @@ def _check_share(name, value, least=None):
 
 
 def check_wire(wire: Wire) -> None:
-    """Raises ValueError for what is no wire."""
+    """Raises ValueError for anything but a wire."""
     if not isinstance(wire, Wire):
         raise ValueError(
             f"wire is {wire!r}: pass one of local_opt.WIRES, as WIRES['int8'], or None for means "
@@ -202,7 +200,7 @@ def check_wire(wire: Wire) -> None:
         )
 
 
-# Every wire by name, with the values of its papers.
+# Wires by name, with the values of their papers.
 WIRES = {
     "bfloat16": float_wire(jnp.bfloat16),
     "float16": float_wire(jnp.float16),

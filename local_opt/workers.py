@@ -1,4 +1,4 @@
-"""Where workers are, what they must agree in, and one model out of many."""
+"""Where workers are, what must be equal on all of them, and one model from those of all."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ AXIS = "worker"
 
 
 def consolidate(tree: PyTree) -> PyTree:
-    """One model out of W: the mean over the workers, for evaluation and export.
+    """One model from W workers: their mean, for evaluation and export.
 
     x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's.
 
@@ -53,20 +53,18 @@ def consolidate(tree: PyTree) -> PyTree:
 
 
 def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
-    """The moments of normalisation layers, measured anew on averaged parameters.
+    """The statistics of normalisation layers, measured again with averaged parameters.
 
-    s = 1/K sum_k statistics(x_bar, batch_k). The moments that each worker has seen belong to its
-    own parameters, not to their mean; so they are never synchronised in training, and measured
-    before every evaluation.
+    s = 1/K sum_k statistics(x_bar, batch_k). Each worker's running statistics belong to its own
+    parameters and not to the mean, so measure them before an evaluation instead of averaging them.
 
     Args:
-      statistics: `(params, batch) -> tree of moments`.
+      statistics: `(params, batch) -> tree of statistics`.
       params: averaged parameters.
       batches: leaves [K, ...], K batches.
 
     Returns:
-      The mean tree of moments. Under a named axis, follow it by `synchronize` to use the batches
-      of all workers.
+      The mean of the statistics. Under a named axis, `synchronize` averages them over all workers.
 
     Example:
       >>> import jax.numpy as jnp, local_opt
@@ -83,23 +81,21 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
 
 
 def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -> None:
-    """Raises unless workers agree, after a sync to the rounding that `local_steps` leaves.
+    """Raises ValueError unless all workers agree, as after a sync or at the start of training.
 
-    max_w |x_w - x_0| <= ulps * ulp(max_w |x_w|), for every leaf. With `ulps=0` they must be equal,
-    as after a sync of `local_rounds`, and at the start of training: workers that start from
-    different points average to one that none of them has trained.
+    max_w |x_w - x_0| <= ulps * ulp(max_w |x_w|), for every leaf. The default allows the rounding of
+    `local_steps`. Pass `ulps=0` after a sync of `local_rounds`, or at the start: workers that start
+    from different points average to one that none of them has trained.
 
     Args:
-      tree: arrays with a leading worker axis [W, ...], at the start or after a step that ends a
-        round; they may be spread over devices and processes.
+      tree: arrays with a leading worker axis [W, ...], also over several devices and processes.
       what: the name of the tree, for the message.
-      ulps: >= 0, roundings of the largest number of a leaf. Whole numbers and keys must be equal;
-        where two workers have the same number that is not finite, they agree.
+      ulps: >= 0, roundings of the largest number of a leaf. Integers and keys must be equal, and so
+        must numbers that are not finite.
 
     Raises:
-      ValueError: with the leaf, how far the workers are apart, and who is furthest from worker 0. A
-        worker that skipped a sync, or was never in one, is seldom within a rounding. Also for a
-        leaf without workers.
+      ValueError: with the leaf, the distance, and the worker furthest from worker 0; or for a leaf
+        without workers.
 
     Example:
       >>> import jax.numpy as jnp, local_opt
@@ -115,14 +111,14 @@ def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -
             raise ValueError(
                 f"workers' {what} are {float(apart):.3g} apart in {jax.tree_util.keystr(path)} "
                 f"(worker {worker} from worker 0), of numbers up to {float(largest):.3g}, where "
-                f"{ulps:g} roundings are allowed: start all of them from one key, and look after a "
-                "step that ends a round (plan.syncs_after(step)); no worker may skip it."
+                f"{ulps:g} roundings are allowed: start all from one key, and check after a step "
+                "that ends a round (plan.syncs_after(step)), which no worker may skip."
             )
 
 
 @jax.jit
 def _apart(tree):
-    """(how far workers are apart, who is, the largest number, its last place) of every leaf."""
+    """(distance of the workers, the furthest one, the largest number, its ulp) of every leaf."""
 
     def distance(x):
         check_axis(x)
@@ -130,7 +126,7 @@ def _apart(tree):
             x = jax.random.key_data(x)
         own, floating = first(x)[None], jnp.issubdtype(x.dtype, jnp.inexact)
         same = x == own
-        if floating:  # workers that are equally lost agree
+        if floating:  # NaN on both is agreement
             same |= jnp.isnan(x) & jnp.isnan(own)
         apart = jnp.where(same, 0, jnp.abs(x - own) if floating else 1)
         apart = jnp.max(apart, axis=tuple(range(1, x.ndim)), initial=0)
@@ -142,7 +138,7 @@ def _apart(tree):
 
 
 def check_axis(x: jax.Array) -> None:
-    """Raises ValueError for an array without a worker."""
+    """Raises ValueError for an array without a worker axis."""
     if not jnp.ndim(x) or not x.shape[0]:
         raise ValueError(
             f"a leaf has the shape {jnp.shape(x)}: pass arrays with a leading axis of at least "
@@ -151,19 +147,17 @@ def check_axis(x: jax.Array) -> None:
 
 
 def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
-    """Raises unless all processes have made the same plan.
+    """Raises ValueError unless all processes have made the same plan.
 
-    A worker that waits for a sync that another does not know of waits for ever; and workers that
-    load in other steps see other numbers of batches.
+    Processes with different plans would wait for each other for ever.
 
     Args:
-      plan: of this process: a `SyncPlan`, an `ordering.echo.EchoPlan`, or anything else with `rule`
-        and `digest()`.
+      plan: this process's `SyncPlan` or `ordering.echo.EchoPlan`.
       gather: from uint8[32] of this process to uint8[processes, 32] of all; None is
         `jax.experimental.multihost_utils.process_allgather`.
 
     Raises:
-      ValueError: with the processes whose plan differs from the plan of process 0.
+      ValueError: with the processes whose plan differs from that of process 0.
 
     Example:
       >>> import local_opt
@@ -183,19 +177,19 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
 
 
 def first(x: jax.Array) -> jax.Array:
-    """Worker 0's part of an array [W, ...], also where the workers' is an explicit mesh axis."""
+    """Worker 0's part of an array [W, ...], also if the workers' is an explicit mesh axis."""
     if AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types:
         return x[0]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis is never cut
+    own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis cannot be sliced
     if x.dtype == bool:
         return jnp.any(x & own, axis=0)
     return jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype)
 
 
 def count_of(workers: int | Mesh, axis_name: str) -> int:
-    """W, of a number or a mesh."""
+    """W, from a number or a mesh."""
     if isinstance(workers, Mesh):
         if axis_name not in workers.shape:
             raise ValueError(
@@ -209,7 +203,7 @@ def count_of(workers: int | Mesh, axis_name: str) -> int:
 
 
 def worker_mesh(workers: int) -> Mesh:
-    """A mesh of the first `workers` devices, of all processes.
+    """A mesh of the first `workers` devices of all processes.
 
     Raises:
       ValueError: if there are fewer devices, or a process has none of them.
@@ -231,10 +225,10 @@ def worker_mesh(workers: int) -> Mesh:
 
 
 def owned_sharding(mesh: Mesh | None) -> NamedSharding | None:
-    """Where arrays with a leading worker axis live: one slice per device, or the one device."""
+    """The sharding of arrays with a leading worker axis; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(AXIS))
 
 
 def shared_sharding(mesh: Mesh | None) -> NamedSharding | None:
-    """Where arrays live that are the same for all workers: whole on every device."""
+    """The sharding of arrays that are the same for all workers; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())

@@ -167,9 +167,9 @@ BAD = {
         lambda: corrected(local_opt.proximal(1.0)).update(
             jnp.ones(2), corrected(local_opt.proximal(1.0)).init(jnp.ones(2))
         ),
-        "the pull is on parameters: call update",
+        "proximal needs the parameters: call update",
     ),
-    "a number": (lambda: corrected(0.1), "correction is 0.1: pass what control_variates"),
+    "a number": (lambda: corrected(0.1), "correction is 0.1: pass control_variates"),
     "a wire": (
         lambda: corrected(local_opt.proximal(1.0), wire=local_opt.WIRES["int8"]),
         "leave out correction= or wire=",

@@ -191,10 +191,10 @@ test_what_does_not_fit_is_refused = refuses({
         lambda: local_opt.lift(
             len, mesh_of(AxisType.Auto), inputs="owned", outputs="owned", in_turn=True
         ),
-        "in_turn is of simulated workers",
+        "in_turn is for simulated workers",
     ),
     "turns, shared": (
         lambda: local_opt.lift(len, W, inputs="owned", outputs="shared", in_turn=True),
-        "workers in turn share no result",
+        "with in_turn no result is shared",
     ),
 })  # fmt: skip

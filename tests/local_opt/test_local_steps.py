@@ -164,7 +164,7 @@ test_bad_input = refuses({
         lambda: local_opt.local_steps(SGD, 4, axis_name="worker"),
         "plan is a int: make a SyncPlan",
     ),
-    "long": (lambda: local_opt.SyncPlan([0], 2**31), "at most 1,000,000,000. Plan a part of the"),
+    "long": (lambda: local_opt.SyncPlan([0], 2**31), "at most 1,000,000,000 steps. Plan one part"),
 })  # fmt: skip
 
 

@@ -253,7 +253,7 @@ def turns(*plans, delay=0):
 
 
 test_refused = refuses({
-    "mixing": (lambda: stream(mixing=1.0), r"mixing is 1.0: a worker keeps a share in \[0, 1\)"),
+    "mixing": (lambda: stream(mixing=1.0), r"mixing is 1.0: it must lie in \[0, 1\)"),
     "wire": (lambda: stream(wire="int8"), "wire is 'int8': pass one of local_opt.WIRES"),
     "many": (lambda: stream(fragments=3).init(START), "fragments is 3 and .* have 2 leaves"),
     "none": (lambda: stream(fragments=0).init(START), "fragments is 0 and .* have 2 leaves"),
