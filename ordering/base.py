@@ -145,7 +145,7 @@ def check_key(key: Any) -> None:
     if key.shape:
         raise ValueError(
             f"key has shape {key.shape}: init takes one worker's key. Call it under jax.vmap or "
-            "local_opt.lift, which give each worker its own."
+            "local_opt.lift, which give each worker its own; in jax.shard_map pass key[0]."
         )
 
 
