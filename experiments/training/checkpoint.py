@@ -1,8 +1,8 @@
-"""Checkpoints of whole runs: orbax writes them asynchronously, atomically, from all processes.
+"""Checkpoints of whole runs, which orbax writes asynchronously and atomically on all processes.
 
-A checkpoint is a folder STEP with the state, what is known of its run, and a digest of every file.
-Process 0 writes the digest once all processes are done, before the folder gets its name, so that
-there is no checkpoint without one.
+A checkpoint is a folder STEP with the state, facts about its run, and a digest of every file.
+Process 0 writes the digest when all processes are done, before the folder is renamed to STEP.
+Every checkpoint therefore has a digest.
 """
 
 import contextlib
@@ -30,23 +30,23 @@ WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pas
 
 
 class Evaluation(NamedTuple):
-    """What is carried from evaluation to evaluation, besides the state."""
+    """Values carried from evaluation to evaluation, in addition to the state."""
 
     step: int = 0
     rounds: int = 0
     seconds: float = 0.0  # of training, without evaluations, checkpoints and compilation
     batch_loss: float = float("nan")
-    records: int = 0  # that the run has written
-    more_sent: float = 0.0  # than as many workers as now would have, in all-reduces
+    records: int = 0  # written so far
+    more_sent: float = 0.0  # in all-reduces, than the present number of workers would have sent
 
 
 @contextlib.contextmanager
 def opened(folder: str) -> Iterator:
-    """Orbax's manager of a folder's checkpoints; at the end, those being written are waited for."""
+    """Opens orbax's manager of a folder; on exit, waits until all checkpoints are written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    # TensorStore (0.1.86) never frees what orbax asks it at every save: how many bytes it wrote.
+    # TensorStore (0.1.86) leaks memory when orbax asks, at every save, how many bytes it wrote.
     tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **options: 0
     folder = os.path.abspath(folder)
     written = ocp.AsyncOptions(post_finalization_callback=lambda: _write_digest(folder))
@@ -64,12 +64,12 @@ def save(
     manager, program: Program, plans: Plans, at: Progress, state: TrainState, seen: Evaluation,
     about: Mapping,
 ) -> None:  # fmt: skip
-    """Starts to write the state and where it stands; returns when it has been copied.
+    """Starts to write the state and its step, and returns once the state has been copied.
 
-    A checkpoint that is there already is left as it is.
+    An existing checkpoint of the same step is kept.
 
     Args:
-      about: what the run depends on besides its plans, JSON values.
+      about: the settings of the run besides its plans, as JSON values.
     """
     import orbax.checkpoint as ocp
 
@@ -91,13 +91,13 @@ def save(
 
 
 def _write_digest(folder: str) -> None:
-    """Called by process 0, where all files are written and the folder has not got its name."""
+    """Called on process 0 when all files are written and the folder is not yet renamed."""
     for path in pathlib.Path(folder).glob("*.orbax-checkpoint-tmp*"):
         (path / DIGEST).write_text(_digest_of(path))
 
 
 def _digest_of(path: pathlib.Path) -> str:
-    """A line for each file that is read again, as those of sha256sum."""
+    """One line per file that `restore` reads, in the format of sha256sum."""
     lines = []
     for file in sorted([*path.glob(f"{STATE}/**/*"), *path.glob(f"{KNOWN}/**/*")]):
         if file.is_file():
@@ -108,7 +108,7 @@ def _digest_of(path: pathlib.Path) -> str:
 
 
 def damage(path: str) -> str | None:
-    """What is wrong with a checkpoint, in words; None if it is whole. Reads all of its files."""
+    """Describes what is wrong with a checkpoint, or None if it is whole. Reads all of its files."""
     try:
         said = pathlib.Path(path, DIGEST).read_bytes().decode(errors="replace")
         found = _digest_of(pathlib.Path(path))
@@ -123,24 +123,24 @@ def damage(path: str) -> str | None:
 
 
 def read_known(path: str) -> dict:
-    """What is known of the run of a checkpoint, which is whole: as written by `save`."""
+    """The facts about its run that `save` wrote into a whole checkpoint."""
     return json.loads(pathlib.Path(path, KNOWN, "metadata").read_bytes())
 
 
 def steps_of(folder: str) -> list[int]:
-    """The steps of the checkpoints of a folder, the newest first."""
+    """The steps of a folder's checkpoints, newest first."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
 def settled(folder: str) -> int:
-    """The step of the newest whole checkpoint of a folder; 0 where there is none.
+    """The step of the newest whole checkpoint of a folder, or 0 if there is none.
 
-    Damaged ones that are newer are set aside, as STEP.damaged. Process 0 alone reads them. A
+    Newer, damaged checkpoints are renamed to STEP.damaged. Only process 0 reads the files. A
     collective.
 
     Raises:
-      ValueError: where none of them is whole.
+      ValueError: if there are checkpoints and none of them is whole.
     """
     step, damaged = processes.of_first(_judged(folder) if processes.is_first() else None)
     if damaged and not step:
@@ -160,7 +160,7 @@ def settled(folder: str) -> int:
 
 
 def _judged(folder: str) -> tuple[int, dict[str, str]]:
-    """(the newest step that is whole, or 0; {step: what is wrong with it} of the newer ones)."""
+    """(the newest whole step or 0, {step: what is wrong} of the newer ones)."""
     damaged = {}
     for step in steps_of(folder):
         wrong = damage(os.path.join(folder, str(step)))
@@ -173,11 +173,11 @@ def _judged(folder: str) -> tuple[int, dict[str, str]]:
 def restore(
     folder: str, plans: Plans, start: TrainState, about: Mapping
 ) -> tuple[Progress, TrainState, Evaluation]:
-    """The newest checkpoint of a folder, which is whole (see `settled`).
+    """Reads the newest checkpoint of a folder, which must be whole (see `settled`).
 
     Args:
-      plans: of this run, which must be those of the checkpoint; about: so too.
-      start: the state of a run that begins: its shapes, and where its arrays live.
+      plans, about: of this run; they must equal those of the checkpoint.
+      start: the initial state, for its shapes and shardings.
 
     Raises:
       ValueError: for a checkpoint of a run with other plans, settings or data.
@@ -198,7 +198,7 @@ def restore(
 
 
 def read_state(path: str, start: TrainState, sharding=None) -> TrainState:
-    """The state of a checkpoint, of the shapes of `start`; where that lives, or one sharding is."""
+    """The state of a checkpoint, with the shapes and shardings of `start`, or with one sharding."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(
@@ -209,7 +209,7 @@ def read_state(path: str, start: TrainState, sharding=None) -> TrainState:
 
 
 def progress_of(known: Mapping, plans: Plans) -> Progress:
-    """Where the run of a checkpoint stands; ValueError unless it is of these plans."""
+    """The progress stored in a checkpoint. Raises ValueError if its run had other plans."""
     for name, own in plans.digests().items():
         if known["plans"].get(name) != own:
             raise ValueError(
@@ -221,7 +221,7 @@ def progress_of(known: Mapping, plans: Plans) -> Progress:
 
 
 def export(folder: str, model) -> None:
-    """Writes a model as FOLDER/model: a tree that orbax restores by itself.
+    """Writes a model to FOLDER/model, from which orbax alone restores it:
 
     orbax.checkpoint.StandardCheckpointer().restore(os.path.abspath("FOLDER/model"))
     """

@@ -1,4 +1,4 @@
-"""Where batches come from: orders of the host, data on the devices, or read ahead of the steps."""
+"""Batches: from data on the devices, or read ahead of the steps."""
 
 import contextlib
 import threading
@@ -14,15 +14,15 @@ from experiments.cluster import agree
 from experiments.training import placement
 from experiments.training.config import Sizes
 
-LOOK_AHEAD = 3  # loads before an epoch's end at which the front of the next one is opened
-DEPTH = 2  # finished batches that wait
+LOOK_AHEAD = 3  # loads before an epoch's end, when the first loads of the next one begin
+DEPTH = 2  # batches waiting in the queue
 
 
 def partition(train: dict, sizes: Sizes, units: np.ndarray | None = None):
-    """Arrays [W, M, S, ...]: worker w owns the w-th run of M S examples for the whole training.
+    """Arrays [W, M, S, ...]: worker w owns the w-th block of M S examples during the whole run.
 
     Args:
-      units: int[W, M], those that it owns in place of a run.
+      units: int[W, M], the units of each worker instead of a block.
     """
     shape = (sizes.workers, sizes.num_units, sizes.unit_size)
     if units is not None:
@@ -38,17 +38,17 @@ def pool(train: dict, sizes: Sizes):
 
 
 def take_units(data, units):
-    """A worker's batch [b, S, ...], out of its own units [M, S, ...] or those of all."""
+    """A worker's batch [b, S, ...] from its own units [M, S, ...] or from all units."""
     return jax.tree.map(lambda x: x[units], data)
 
 
 class Source(NamedTuple):
-    """What is read, by whom, and how.
+    """Data that are read, which of them, and how.
 
     Fields:
-      train: arrays, or a random-access source; one with `at_epoch` is asked for every epoch's own
-        view of its examples.
-      sizes: of the run; total: units of the whole set, where orders name these; None: own units.
+      train: arrays, or a random-access source. If it has `at_epoch`, that gives the view of its
+        examples for every epoch.
+      sizes: of the run; total: units of the whole set if orders index these; None: own units.
       owned: neighbouring workers, of this process; sharding: of arrays with a worker axis.
       reads: "thread", a loader thread, or "tfdata".
       units: int[W, M], own units by their numbers in the whole set; None: neighbours.
@@ -64,7 +64,7 @@ class Source(NamedTuple):
 
 
 def examples_of(orders: np.ndarray, source: Source) -> tuple[np.ndarray, int]:
-    """(the examples that a slice of own workers' orders names, step by step, W B S of one step)."""
+    """(indices of the examples in a slice of own workers' orders, step by step, W B S per step)."""
     sizes, total = source.sizes, source.total
     if source.units is not None:
         orders, total = np.take_along_axis(source.units[source.owned], orders, 1), source.units.size
@@ -80,7 +80,7 @@ def examples_of(orders: np.ndarray, source: Source) -> tuple[np.ndarray, int]:
 
 
 class Known(NamedTuple):
-    """What the input sees of the orders, of this process's own workers."""
+    """The fields of the orders of this process's workers that the input needs."""
 
     current: jax.Array  # int32[w, M]
     next: jax.Array  # int32[w, M]
@@ -93,8 +93,8 @@ def read_epochs(
     """Batches [w, b, S, ...] on the devices, one per load, read ahead across the epochs of a run.
 
     Args:
-      orders: gives the newest state of all workers' orders, of the epoch of the next batch.
-      first_load: where the run goes on; delay: seconds of the clock that a load takes at least.
+      orders: returns the newest state of all workers' orders, in the epoch of the next batch.
+      first_load: where the run continues; delay: least seconds of the clock per load.
     """
     sizes, owned = source.sizes, source.owned
     at_epoch = getattr(source.train, "at_epoch", lambda epoch: source.train)
@@ -124,16 +124,15 @@ def read_epochs(
 
     return ordering.input.read_epochs(
         read, live, units_per_step=sizes.units_per_step, first_load=first_load,
-        # A load may wait for those of the next epoch's front, where all take their time.
+        # A load may wait for the first loads of the next epoch, each of which may be delayed.
         ahead=LOOK_AHEAD, depth=DEPTH, timeout=agree.patience + (DEPTH + 2) * delay,
     )  # fmt: skip
 
 
 class Clock:
-    """Seconds of training since the clock was made; input that is throttled by it stops with it.
+    """Seconds of training since the clock was made. It stops during evaluations.
 
-    Otherwise an evaluation would be a gift to the arm whose input is slow: it would find its queue
-    filled.
+    Throttled input stops with it: otherwise slow input would fill its queue during an evaluation.
     """
 
     def __init__(self):
@@ -145,7 +144,7 @@ class Clock:
 
     @contextlib.contextmanager
     def stopped(self):
-        """While the body runs, the clock stands still, and who asks it or sleeps by it waits."""
+        """Stops the clock while the body runs; threads that read it or sleep by it wait."""
         with self._runs:
             begun = time.perf_counter()
             try:
@@ -154,13 +153,13 @@ class Clock:
                 self._start += time.perf_counter() - begun
 
     def sleep_until(self, moment: float) -> None:
-        """Returns when the clock shows `moment`, in seconds."""
+        """Sleeps until the clock shows `moment`, in seconds."""
         while (left := moment - self.now()) > 0:
             time.sleep(left)
 
 
 class Throttle:
-    """Batches of one input that take `delay` seconds of the clock each, whoever reads them."""
+    """Delays batches so that each takes `delay` seconds of the clock, in whichever thread."""
 
     def __init__(self, delay: float, clock: Clock):
         self._delay, self._clock, self._one = delay, clock, threading.Lock()
@@ -178,7 +177,7 @@ class Throttle:
 
 
 def example_batch(source: Source, size: int):
-    """A batch of the right shapes, on the devices: to compile with."""
+    """A batch of the right shapes on the devices, for compilation."""
     workers, unit_size = len(source.owned), source.sizes.unit_size
     few = ordering.input.reader(source.train)[1](np.zeros(1, int))
 

@@ -1,4 +1,4 @@
-"""The one loop: from event to event of the host, one compiled segment runs between them."""
+"""The training loop: between two events on the host, one compiled segment runs."""
 
 import contextlib
 import time
@@ -18,26 +18,26 @@ from experiments.training.timeline import Kind, Segment
 from local_opt.workers import shared_sharding
 from ordering.echo.stream import ready_everywhere
 
-LEAST, MOST = 16, 512  # steps between two looks of the host at the run
-PACE = 0.5  # seconds between two looks, where steps are fast
+LEAST, MOST = 16, 512  # steps after which the host waits for the device
+PACE = 0.5  # seconds between two such waits, if steps are fast
 
 
 class Progress(NamedTuple):
-    """Where a run stands, between two steps."""
+    """The position of a run between two steps."""
 
     step: int = 0
     loads: int = 0
     rounds: int = 0
-    decided: Sequence[bool] = ()  # by a policy that decides online
+    decided: Sequence[bool] = ()  # which steps loaded, for policies that decide online
 
 
 def resumed(plans: Plans, step: int, decided: Sequence[bool] = ()) -> Progress:
-    """Where a run stands after `step` steps."""
+    """The progress of a run after `step` steps."""
     fresh = np.asarray(decided if plans.echo.online else plans.echo.fresh[:step], bool)
     loads = int(fresh.sum())
     if plans.sync is not None:
         rounds = int((plans.sync.ends <= step).sum())
-    else:  # the sync after the last load waits for the next one
+    else:  # the sync after a load happens before the next load
         rounds = max(0, loads - 1)
     return Progress(step, loads, rounds, tuple(decided))
 
@@ -54,18 +54,18 @@ def run(
     sync_delay: float = 0.0,
     clock: input.Clock | None = None,
 ) -> tuple[Progress, TrainState]:
-    """Trains on from `at` to the end, or until the hook stops the run.
+    """Trains from `at` to the end, or until the hook stops the run.
 
     Args:
       state: donated.
-      hook: `(progress, state) -> (state, whether to stop)` after every step of `stops`, and
-        whenever the host looks at the run. The next segment is given the state's memory, so that a
-        hook copies what it keeps.
-      delay: seconds of the clock that a load takes at least; for programs that read.
-      sync_delay: that a sync takes more.
+      hook: `(progress, state) -> (state, whether to stop)`, called after every step of `stops` and
+        about every half second. The next segment reuses the state's memory, so a hook must copy
+        what it keeps.
+      delay: least seconds of the clock per load, for programs that read.
+      sync_delay: seconds added to every sync.
 
     Returns:
-      Where the run stands, and its state.
+      The progress of the run, and its state.
     """
     stops, clock = frozenset(stops), clock or input.Clock()
     pace = Pace(at.step, fixed=program.source is not None or processes.several())
@@ -84,7 +84,7 @@ def run(
         segments = _online if plans.echo.online else _planned
         for segment in segments(program, plans, at, stops, pace, ready):
             if program.source is not None and segment.load != loaded:
-                if reads is None:  # which load is the first is known by its segment
+                if reads is None:  # the first load is known from its segment
                     options = {"first_load": segment.load, "delay": delay, "clock": clock}
                     reads = input.read_epochs(program.source, orders, **options)
                     stack.enter_context(reads)
@@ -102,11 +102,11 @@ def run(
             at = _after(at, segment, plans.echo.online)
             if plans.echo.online:  # decides by the time that a step takes
                 agree.finished(state, doing)
-            if segment.stop == segment.start:  # the host has looked at this step
+            if segment.stop == segment.start:  # the hook has been called after this step
                 continue
             if at.step not in stops and not pace.due(at.step):
                 continue
-            agree.came_to(at.step)  # before the wait, in which all are whose fellow hangs
+            agree.came_to(at.step)  # before the wait: if one process hangs, all others wait
             agree.finished(state, doing)
             state, stop = hook(at, state)
             if stop:
@@ -116,7 +116,7 @@ def run(
 
 
 def carry_out(program: Program, state, segment: Segment, batch, following, first, rates):
-    """A segment: its steps, then the sync and the epoch's end if it has them."""
+    """Runs a segment: its steps, then its sync and the end of the epoch, if any."""
     fresh, size, sync, epoch_end = segment.kind
     if segment.stop > segment.start:
         steps = program.steps(fresh, size)
@@ -143,7 +143,7 @@ def _after(at: Progress, segment: Segment, online: bool) -> Progress:
 
 
 def _planned(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
-    """The segments of a run whose decisions are known."""
+    """The segments of a run whose decisions are all known in advance."""
     del ready
     sizes, sync_in_step = program.sizes, program.sync_in_step
     line = timeline.timeline(plans, sizes)
@@ -159,7 +159,7 @@ def _planned(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
 
 
 def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
-    """Segments of one step each: whether it loads is decided when it begins."""
+    """Segments of one step each; whether a step loads is decided when it begins."""
     del stops, pace
     sizes, in_step = program.sizes, program.sync_in_step
     rates = np.asarray(plans.rates, np.float32)
@@ -176,7 +176,7 @@ def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
         fresh = plans.echo.decide(
             step, loads=loads, uses=uses, ready=lambda: ready_everywhere(ready())
         )
-        if fresh and loads:  # what follows the batch before, whose end is known only now
+        if fresh and loads:  # the sync and epoch end after the previous batch, which ends now
             by_loads, ended = plans.sync is None, loads % sizes.loads_per_epoch == 0
             if by_loads or ended:
                 yield segment(step, 0, False, by_loads, ended, rates[last_load])
@@ -190,11 +190,11 @@ def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
 
 
 class Pace:
-    """How many steps the devices run ahead before the host looks up: about half a second's."""
+    """How many steps are dispatched before the host waits: about half a second's worth."""
 
     def __init__(self, step: int, *, fixed: bool):
-        # Batches that are read lie on the devices until they are used; and processes must look up
-        # after the same steps.
+        # Batches that are read occupy device memory until they are used, and several processes
+        # must wait after the same steps.
         self._fixed, self._most = fixed, LEAST
         self._step, self._time = step, time.perf_counter()
 
@@ -214,9 +214,10 @@ class Pace:
 
 
 class Ahead:
-    """The next orders of a run whose orders look at nothing, made beside the steps.
+    """Draws the next orders while the steps run, for orders that do not observe gradients.
 
-    From orders of its own: those of the state are donated to the steps, which would be waited for.
+    It keeps a copy of the orders. Those in the state are donated to the steps, so that reading
+    them would wait for the steps.
     """
 
     def __init__(self, program: Program, orders):
@@ -229,14 +230,14 @@ class Ahead:
             self._own, self._next = self._following(self._own)
 
     def take(self):
-        """The orders of the next epoch; None where the steps make them."""
+        """The orders of the next epoch, or None if the steps make them."""
         self.make()
         given, self._next = self._next, None
         return given
 
 
 def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
-    """Compiles what a run needs, by a call of no steps of each kind; uses the state up."""
+    """Compiles all programs of a run by calling each with no steps. Consumes the state."""
     rates, zero = _rates(program, plans), np.int32(0)
     kinds = _kinds(program, plans)
     for fresh, size in {(kind.fresh, kind.size) for kind in kinds}:
@@ -253,7 +254,7 @@ def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
 
 
 def _kinds(program, plans) -> set[Kind]:
-    """All kinds of segments that a run can have."""
+    """All kinds of segments in a run."""
     pace = Pace(plans.total_steps, fixed=True)
     if not plans.echo.online:
         segments = _planned(program, plans, Progress(), (), pace, None)

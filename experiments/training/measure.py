@@ -1,4 +1,4 @@
-"""When a run is looked at, and what is measured there: losses, metrics, and the orders' bound."""
+"""Evaluations: at which steps, and their losses, metrics and herding bounds."""
 
 import functools
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from experiments.training.step import unit_gradients
 from local_opt.workers import AXIS
 from ordering.rows import flat, tree_size
 
-BATCHES = 16  # of training data, behind the moments of a normalisation layer
+BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
 
 
 def evaluation_steps(recipe: Recipe, sizes: Sizes, total: int) -> list[int]:
-    """The steps after which a run is evaluated; the last one always is."""
+    """The steps after which a run is evaluated, always including the last one."""
     if recipe.evaluate_every is not None:
         steps = range(recipe.evaluate_every, total, recipe.evaluate_every)
     elif recipe.evaluations is not None:
@@ -37,8 +37,8 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     """`(program, row of ORDERS) -> (step, T, state) -> scalars`.
 
     Args:
-      halves: the first half of the test set is "valid", which tunes, the other one "test"; and the
-        training loss is that of as many examples.
+      halves: split the test set into "valid", the first half, for tuning, and "test", the second.
+        The training loss is then taken over as many examples.
     """
     examples = size_of(task.test) if halves else None
     measure = evaluator(task, recipe, halves=halves, train_examples=examples)
@@ -68,14 +68,13 @@ def evaluator(
 ) -> Callable:
     """`params -> {"train/loss": float, "test/METRIC": float, ...}`, equal on all processes.
 
-    METRIC is the task's own, and every one that is measured everywhere. The moments of
-    normalisation layers are measured first, on training inputs at these parameters.
+    METRIC is the task's own and every metric marked `everywhere`. The moments of normalisation
+    layers are estimated first, on training inputs at these parameters.
 
     Args:
-      task, recipe: what is trained, in which setting.
-      halves: the first half of the test set is "valid", which tunes, the other one "test".
-      train_examples: the first ones, for the training loss; None is all of arrays, and as many of
-        a source as there are to test.
+      halves: split the test set into "valid", the first half, for tuning, and "test", the second.
+      train_examples: number of examples, the first ones, for the training loss; None: all of them
+        for arrays, and as many as there are test examples for a source.
     """
     size, tested = size_of(task.train), size_of(task.test)
     if train_examples is None:
@@ -117,7 +116,7 @@ def _jointly(measures: dict[str, Callable]) -> Callable:
 def part_of(data, start: int, stop: int) -> Callable:
     """`() -> iterator of batches`, the examples from `start` to `stop`.
 
-    Arrays are placed on the device once, as one batch; a source is read anew, in pieces.
+    Arrays are placed on the device once, as one batch. A source is read every time, in pieces.
     """
     if isinstance(data, dict):
         part = jax.device_put(jax.tree.map(lambda x: x[start:stop], data))
@@ -141,8 +140,8 @@ def moments(model, train, batch_size: int) -> Callable:
 def mean_loss(model) -> Callable:
     """`(params, statistics, batch) -> float32[]`, jitted: the mean loss over a whole set.
 
-    With the penalty on the parameters, which is trained on too; a model with statistics is
-    measured as it is used, by the cross-entropy of its predictions.
+    It includes the penalty on the parameters. For a model with statistics it is the cross-entropy
+    of the model's predictions.
     """
 
     def loss(params, statistics, batch):
@@ -158,8 +157,8 @@ def mean_loss(model) -> Callable:
 
 
 def bounds_of(task, recipe, built, order, compiled: Callable) -> Callable | None:
-    """`(params, orders) -> the parallel herding bound`; None where it is not asked for, or units
-    have no owner. `compiled` is `order_bounds` of the task's model, or a cache of it."""
+    """`(params, orders) -> the parallel herding bound`, or None if it is not asked for or
+    units have no owner. `compiled` is a cache of `order_bounds` for the task's model."""
     if not recipe.bound_every or order.deals:
         return None
     sizes, data = built.sizes, built.data
@@ -182,8 +181,8 @@ def order_bounds(model, over, *, num_units: int, units_per_step: int) -> Callabl
     """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
 
     max over k of |sum_{j <= k} sum_w (g_{w, order_w(j)} - mean g)| in the norms L-infinity and
-    L2, over all units of all workers. Two passes over the data, memory for one step's gradients.
-    `over` is W, or the workers' mesh; the data has leaves [W, M, unit_size, ...].
+    L2, over all units of all workers. It passes over the data twice and holds the gradients of one
+    step. `over` is W or the workers' mesh; the data have leaves [W, M, unit_size, ...].
     """
     whole = num_units // units_per_step * units_per_step
 

@@ -1,4 +1,4 @@
-"""Arrays of all workers, between the host and the devices: a process places its own rows alone."""
+"""Moves arrays of all workers between host and devices; a process places only its own rows."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ def _is_key(x) -> bool:
 
 
 def place(tree, sharding: Sharding | None):
-    """Arrays [W, ...], the same on all processes, onto the devices; no process waits for another.
+    """Places arrays [W, ...], equal on all processes, on the devices, without a collective.
 
     Args:
       tree: on the host; typed PRNG keys too.
@@ -34,14 +34,14 @@ def place(tree, sharding: Sharding | None):
 
 
 def place_rows(tree, sharding: Sharding | None):
-    """Arrays [W, ...], of whose rows every process has its own workers' [w, ...] alone."""
+    """Places arrays [W, ...] of which each process has the rows [w, ...] of its own workers."""
     if sharding is None:
         return jax.device_put(tree)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
 
 
 def own(x: jax.Array) -> jax.Array:
-    """The rows [w, ...] of this process's own workers, where they are; nothing is copied."""
+    """The rows [w, ...] of this process's own workers, without a copy."""
     if x.is_fully_addressable:
         return x
     return multihost_utils.global_array_to_host_local_array(x, x.sharding.mesh, x.sharding.spec)
@@ -59,8 +59,7 @@ def own_workers(mesh: Mesh | None, workers: int) -> list[int]:
 def on_host(tree):
     """NumPy copies of all values, on every process; of typed PRNG keys their uint32 data.
 
-    A collective where values are spread over processes: all processes must call it, in the same
-    place.
+    If values are spread over processes this is a collective, which all processes must call.
     """
 
     def get(x):

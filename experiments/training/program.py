@@ -1,4 +1,4 @@
-"""What is compiled of a run: it depends on neither plans, seed nor learning rate."""
+"""The compiled parts of a run. They do not depend on its plans, seed or learning rate."""
 
 import functools
 from collections.abc import Callable
@@ -20,19 +20,21 @@ from syncopate.mesh import platform
 
 
 class Program(NamedTuple):
-    """Everything of a run that depends on neither plans, seed nor learning rate.
+    """The part of a run that does not depend on its plans, seed or learning rate.
 
     Fields:
       sizes: of the run; sharding: of arrays with a worker axis.
       init: seed -> TrainState.
-      steps: (fresh, units) -> `(state, batch, start, stop, first unit, rates) -> state`, steps
-        without an event of the host between them; compiled when first called.
-      ends: (sync, epoch_end) -> `(state, rate) -> state`, what follows them.
-      data: what stays on the devices, in place of batches; None if batches are read.
+      steps: (fresh, units) -> `(state, batch, start, stop, first unit, rates) -> state`: steps
+        without an event on the host between them; compiled when first called.
+      ends: (sync, epoch_end) -> `(state, rate) -> state`: what follows a segment's last step.
+      data: the data on the devices, instead of batches; None if batches are read.
       source: what is read; None if the data stay on the devices.
-      units: int32[W, M] that workers own; None: neighbours, or all are dealt.
-      following: `orders -> the next epoch's, twice`, of orders that look at nothing; else None.
-      sync_in_step: workers meet in every step, within it; drifts: they are apart between two syncs.
+      units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
+      following: `orders -> the next epoch's, twice`, for orders that observe no gradients; else
+        None.
+      sync_in_step: workers synchronise within every step; drifts: parameters of the workers differ
+        between two syncs.
       reset: state -> state with zero stats.
       mean_params: state -> the model, on the host of every process.
     """
@@ -67,18 +69,18 @@ def build(
     """Places the data and prepares the segments.
 
     Args:
-      task, recipe: what to train, in which setting; `recipe.run` says how workers run.
+      task, recipe: the task and its hyper-parameters; `recipe.run` says how workers run.
       row: of ORDERS; rounds: `(inner optimizer, axis_name=) -> local_opt.Rounds`.
-      reads: None keeps the data on the devices; "thread" or "tfdata" reads batches while the
-        workers work, as sources that fit nowhere always are (by a thread).
-      mesh: one device per worker, of one or several processes; None runs all on one device.
-      epochs: that the run takes, which some orders need to know; the recipe's if unset.
-      sizes: of a run that began with other workers; None: the recipe's.
-      units: int32[W, M], the units that each worker owns; None: neighbours, or all are dealt.
+      reads: None keeps arrays on the devices; "thread" or "tfdata" reads batches in the background.
+        Sources are always read, by a thread unless "tfdata" is given.
+      mesh: one device per worker, in one or several processes; None runs all on one device.
+      epochs: length of the run, which some orders need; the recipe's if unset.
+      sizes: of a run that began with another number of workers; None: the recipe's.
+      units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
 
     Raises:
-      ValueError: if the data are too few, the loss mixes examples that are to be units, or workers
-        in turn would need each other in a step.
+      ValueError: if there are too few data, the loss mixes the examples of different units, or a
+        coordinated order is asked for with workers that run in turn.
     """
     sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
     if sizes.unit_size == 1 and row.deals != config.EXAMPLES:
@@ -125,11 +127,11 @@ def build(
 
 
 def lifted(worker: Worker, over, function: Callable, *more: str, in_turn=False) -> Callable:
-    """`(state, ...) -> state` of all workers, compiled, from that of one.
+    """Compiles `(state, ...) -> state` of all workers from that of one worker.
 
     Args:
-      over: a number of workers, or their mesh; more: words of `local_opt.lift`, for what comes
-        beside the state.
+      over: a number of workers, or their mesh; more: words of `local_opt.lift` for the arguments
+        after the state.
     """
     fields = len(TrainState._fields)
     mapped = local_opt.lift(
@@ -153,7 +155,7 @@ def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
 
 
 def ends_of(worker: Worker, over) -> Callable:
-    """(sync, epoch_end) -> what is compiled of what follows a segment's last step."""
+    """(sync, epoch_end) -> the compiled function that follows a segment's last step."""
 
     def compiled(sync: bool, epoch_end: bool):
         return lifted(worker, over, step.end_of(worker, sync=sync, epoch_end=epoch_end), "shared")
@@ -188,7 +190,7 @@ def state_shapes(worker: Worker, model, over) -> TrainState:
 
 
 def following_of(worker: Worker, over) -> Callable | None:
-    """`orders -> the next epoch's, twice`, of orders that look at nothing: see `loop.Ahead`."""
+    """`orders -> the next epoch's, twice` for orders that observe nothing: see `loop.Ahead`."""
     if worker.row.observes:
         return None
     following = local_opt.lift(worker.order.next_epoch, over, inputs="owned", outputs="owned")
@@ -201,7 +203,7 @@ def following_of(worker: Worker, over) -> Callable | None:
 
 
 def check_units(task: Task, observed: bool) -> None:
-    """Units of one example need losses of single examples."""
+    """Raises ValueError if units are single examples and the loss mixes examples."""
     if task.model.statistics is not None:
         raise ValueError(
             f"the model of {task.name} normalises over batches, so one example is no unit: pass "
@@ -227,7 +229,7 @@ def _initial(model, worker: Worker, mesh) -> Callable:
     own_places = owned_sharding(mesh)
 
     def init(seed: int) -> TrainState:
-        """One seed gives all orders the same parameters and first orders."""
+        """A seed determines the parameters and first permutations, the same for all orders."""
         params_key, order_keys, keys = keys_of(seed, workers)
         params = jax.device_get(model_init(params_key))
         if own:
@@ -235,7 +237,7 @@ def _initial(model, worker: Worker, mesh) -> Callable:
         shared = shared_sharding(mesh)
         params = placement.place(params, own_places if own else shared)
         state = started(params, *placement.place((order_keys, keys), own_places))
-        # Committed, as a restored state is: what the steps are compiled for depends on it.
+        # Committed to the device, as a restored state is: otherwise the steps compile twice.
         return jax.device_put(state, jax.devices()[0]) if mesh is None else state
 
     return init

@@ -113,7 +113,7 @@ def begun(
         one, other = (traffic(s, new.rounds.in_step)(at.rounds, at.loads) for s in (before, sizes))
         found = at, state, seen._replace(more_sent=seen.more_sent + one - other)
         processes.say(
-            f"Goes on from step {at.step} with {sizes.workers} workers instead of "
+            f"Continues from step {at.step} with {sizes.workers} workers instead of "
             f"{before.workers}: {sizes.num_units - visited} of {sizes.num_units} units of each are "
             f"left of this epoch; their optimizers' state: {policy}."
         )

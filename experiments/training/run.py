@@ -1,4 +1,4 @@
-"""One run: from its start or its last checkpoint to its end, with records on the way."""
+"""Trains one run, from its start or its last checkpoint to its end, and writes its records."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
@@ -15,15 +15,16 @@ from experiments.training.loop import Progress
 from experiments.training.program import Program
 from experiments.training.step import StepStats, TrainState
 
-SAVE_SECONDS = 60.0  # of training between two checkpoints, where no number of steps is given
+SAVE_SECONDS = 60.0  # of training between two checkpoints, if no number of steps is given
 
 
 class Outcome(NamedTuple):
     """How a call ended.
 
     Fields:
-      step: after which; state: there, None if it is lost; decided: by a policy that decides online.
-      stopped: the signal that came, or 0; ended: whether the run has its last record.
+      step: the last step; state: after it, None if it is lost.
+      decided: which steps loaded a batch, if an online policy decided that.
+      stopped: the signal that stopped the run, or 0; ended: whether its last record is written.
       diverged: what was not finite, in which step and worker, or None.
     """
 
@@ -39,14 +40,14 @@ class Saving(NamedTuple):
     """When and where a run is saved.
 
     Fields:
-      folder: of this run's checkpoints; the run goes on from the newest.
-      every: steps; 0: only where a signal asks; None: about every minute of training.
+      folder: of this run's checkpoints; the run continues from the newest one.
+      every: steps between checkpoints; 0: only when a signal asks; None: about one a minute.
       at_end: whether the end is saved too.
-      about: what the run depends on besides its plans, JSON values: a checkpoint of a run with
-        other ones is refused.
-      kept: how many records of the run there are, up to its newest checkpoint; None: not known.
-      begun: where the run goes on, as of `checkpoint.restore`, whose arrays need not be placed;
-        None: at the newest checkpoint.
+      about: the settings of the run besides its plans, as JSON values; a checkpoint of a run with
+        other settings is refused.
+      kept: number of records up to the newest checkpoint; None: unknown.
+      begun: where the run continues, as returned by `checkpoint.restore`, with arrays that may
+        still be on the host; None: the newest checkpoint.
     """
 
     folder: str
@@ -75,23 +76,22 @@ def train(
     """Trains to the end of the plans, or until it is stopped.
 
     Args:
-      program, plans: what is compiled, and what is decided; seed: of parameters and orders.
-      evaluate: `(step, state) -> scalars` by name; evaluate_at: steps after which it is called, the
-        start (0) among them if asked, the end always.
+      program, plans: the compiled parts and the decisions; seed: of parameters and orders.
+      evaluate: `(step, state) -> scalars` by name; evaluate_at: steps after which it is called; 0
+        is the start, and the end is always included.
       on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
-        ended, diverged. Seconds count training and waiting alone, and no compilation.
+        ended, diverged. Seconds include training and waiting, without evaluation or compilation.
       on_step: called with the step whenever the host looks at the run, about every half second.
-      traffic: (rounds, loads) -> what was sent, in all-reduces.
+      traffic: (rounds, loads) -> the amount sent, in all-reduces.
       saving: None for a run that is not saved.
-      delay: seconds that a load takes at least, for programs that read; sync_delay: that a sync
-        takes more.
+      delay: least seconds per load, for programs that read; sync_delay: seconds added to a sync.
       ends: whether a record ends the run.
 
     Returns:
       An `Outcome`. A loss or gradient that is not finite ends the run with a record that says so.
 
     Raises:
-      ValueError: where plans do not fit the run, or differ between processes.
+      ValueError: if the plans do not fit the run, or differ between processes.
     """
     plans.check()
     loop.warm_up(program, plans, program.init(seed))
@@ -133,7 +133,7 @@ def train(
 
 
 class Recorder:
-    """Writes a record at every evaluation, and knows whether one has ended the run."""
+    """Writes a record at every evaluation, and tells whether a record has ended the run."""
 
     def __init__(self, program, evaluate, on_record, traffic, ends, total, seen):
         self._program, self._evaluate, self._on_record = program, evaluate, on_record
@@ -141,7 +141,7 @@ class Recorder:
         self.seen, self.ended = seen, False
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
-        """Writes a record of the run where it stands; the state then has zero stats."""
+        """Writes a record at this step, and returns the state with its stats set to zero."""
         stats = placement.on_host(state.stats)
         _check_finite(stats, self.seen.batch_loss)
         found = {
@@ -167,7 +167,7 @@ class Recorder:
         return self._program.reset(state)
 
     def diverged(self, message: str) -> None:
-        """The last record of a run whose parameters are lost."""
+        """Writes the last record of a run whose parameters are no longer finite."""
         nothing = {"step": self._total, "epoch": 0.0, "loads": 0, "rounds": 0, "allreduces": 0.0}
         ending = {"seconds": self.seen.seconds, "ended": True, "diverged": message}
         self.ended = True
@@ -175,7 +175,7 @@ class Recorder:
 
 
 class _Saver:
-    """The checkpoints of a run, opened when the first is written."""
+    """Reads and writes the checkpoints of a run. Orbax is opened for the first one written."""
 
     def __init__(self, stack, saving: Saving | None, program: Program, plans: Plans):
         self._stack, self._saving, self._program, self._plans = stack, saving, program, plans
@@ -197,7 +197,7 @@ class _Saver:
                 "back, choose another --output_dir, or pass --overwrite to begin again."
             )
         self._seconds = seen.seconds
-        processes.say(f"Goes on from the checkpoint of step {at.step}.")
+        processes.say(f"Continues from the checkpoint of step {at.step}.")
         return at, state, seen
 
     def due(self, step: int, seconds: float) -> bool:
@@ -218,7 +218,7 @@ class _Saver:
 
 
 def _scalars(at: Progress, stats: StepStats, seen: Evaluation, drifts: bool) -> dict:
-    """What the steps since the last evaluation have seen."""
+    """The batch loss and drift of the steps since the last evaluation."""
     found = {}
     steps = at.step - seen.step
     if steps > 0:
@@ -229,7 +229,7 @@ def _scalars(at: Progress, stats: StepStats, seen: Evaluation, drifts: bool) -> 
 
 
 def _check_finite(stats: StepStats, last_loss: float) -> None:
-    """Raises FloatingPointError, on all processes, where a worker saw what is not finite."""
+    """Raises FloatingPointError, on all processes, if a worker saw a value that is not finite."""
     step, unit = stats.bad_step, stats.bad_unit
     if (step < 0).all():
         return

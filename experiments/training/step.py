@@ -1,6 +1,6 @@
-"""What one worker does in a step, between two events of the host, and at its sync.
+"""The steps and syncs of one worker.
 
-Everything is written for one worker under the named axis "worker"; all there is of a run, of all
+Everything is written for one worker under the named axis "worker". The state of a run, of all its
 workers, is one tree: `TrainState`.
 """
 
@@ -21,24 +21,24 @@ from experiments.training.config import EXAMPLES, OrderSetting, Sizes, num_param
 from local_opt.workers import AXIS
 from ordering.rows import finite_units
 
-# One map for all workers and runs.
+# The same projection for all workers and runs.
 SKETCH_KEY = functools.partial(jax.random.key, 1907)
 
 
 class StepStats(NamedTuple):
-    """What a worker has seen since the last evaluation."""
+    """Statistics of a worker since the last evaluation."""
 
     loss: jax.Array  # float32[], summed over steps
-    bad_step: jax.Array  # int32[], the first step whose loss or gradient is not finite; -1: none
-    bad_unit: jax.Array  # int32[], which unit it was; -2: one of them
-    drift: jax.Array  # float32[], summed over syncs: how far it was from the workers' mean
+    bad_step: jax.Array  # int32[], first step with a loss or gradient not finite; -1: none
+    bad_unit: jax.Array  # int32[], the unit of that step; -2: unknown
+    drift: jax.Array  # float32[], distance from the workers' mean, summed over syncs
 
 
 class TrainState(NamedTuple):
-    """All there is of a run: a checkpoint is this tree.
+    """The whole state of a run, which a checkpoint holds.
 
-    Parameters and the optimizer's state are shared by all workers where these meet in every step,
-    and have a leading worker axis where rounds are local; the other fields always have one.
+    Parameters and the optimizer's state are shared if workers synchronise in every step, and have
+    a leading worker axis if rounds are local. The other fields always have a worker axis.
     """
 
     params: Any
@@ -49,13 +49,13 @@ class TrainState(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """What a worker of a run is, before any data are there.
+    """A worker of a run, without data.
 
     Fields:
-      model: what is trained; row: of ORDERS; order: what it made.
+      model: what is trained; row: of ORDERS; order: made by it.
       inner: the optimizer of one worker; rounds: made of it.
-      exchanges: coordination and the mean gradient share one exchange of rows.
-      sketch: k of what the order looks at; None: gradients.
+      exchanges: whether coordination and the mean gradient share one exchange of rows.
+      sketch: size of the sketches that the order observes; None: it observes gradients.
     """
 
     model: models.Model
@@ -69,7 +69,7 @@ class Worker(NamedTuple):
 
     @property
     def sides(self) -> TrainState:
-        """Whose the fields of the state are, in the words of `local_opt.lift`."""
+        """Which fields of the state are shared or owned, in the words of `local_opt.lift`."""
         own = "shared" if self.rounds.in_step else "owned"
         return TrainState(own, own, "owned", "owned", "owned")
 
@@ -81,8 +81,8 @@ def worker_of(
     """A worker of a training of `task`, whose data may be shapes only.
 
     Args:
-      rounds_of: `(inner optimizer, axis_name=) -> Rounds`. Workers in turn cannot meet in a step:
-        where it does, they take the same steps with the mean gradient at a sync.
+      rounds_of: `(inner optimizer, axis_name=) -> Rounds`. If it synchronises within steps, which
+        workers in turn cannot, they accumulate gradients and take the same step at a sync.
       on_mesh: workers have devices of their own; epochs: the recipe's if unset.
     """
     inner = optimizers.inner(recipe)
@@ -96,10 +96,10 @@ def worker_of(
             sizes.workers,
             epochs=epochs or recipe.epochs or 1,
             total=size_of(task.train) // sizes.unit_size,
-            gathers="step" if rounds.in_step else "sync",  # where the workers meet
+            gathers="step" if rounds.in_step else "sync",
         )
     )
-    # Among simulated workers nothing travels: there the exchange is only more work.
+    # Simulated workers send nothing, so that the exchange would only add work.
     exact = row.coordinated and row.sketch is None and sizes.units_per_step == 1
     exchanges = on_mesh and exact and rounds.in_step
     sketch = row.sketch and min(row.sketch, num_params(task.model))
@@ -117,9 +117,9 @@ def unit_gradients(
 ) -> Callable:
     """Gradients of B units from batches with leaves [B, unit_size, ...].
 
-    One unit per step costs a plain gradient; more of them cost one gradient each, which is spared
-    unless they must be `separate`: the rows are then one, the mean. With `sketch` numbers that
-    stand for a gradient, they cost a plain gradient too.
+    With one unit per step this is a plain gradient. More units cost one gradient each if they must
+    be `separate`; otherwise the only row is their mean. With sketches of `sketch` numbers they
+    cost a plain gradient too.
     """
     if separate and units_per_step > 1:
         if sketch:
@@ -145,8 +145,8 @@ def unit_gradients(
 def worker_step(worker: Worker, *, fresh: bool) -> Callable:
     """`(state, batch, units, rate, t) -> state`, a step of one worker; only fresh ones observe."""
     model, row, observes = worker.model, worker.row, fresh and worker.row.observes
-    # A loss that mixes its batch has no gradient of single units: the unit is then the same for
-    # every order, but for dealt examples, whose batch is the unit.
+    # If the loss mixes the examples of a batch, every order computes units separately, so that all
+    # train on the same loss. With dealt examples the whole batch is the unit.
     separate = observes or (model.statistics is not None and row.deals != EXAMPLES)
     sketch = worker.sketch if fresh else None
     exchanges = fresh and worker.exchanges
@@ -160,7 +160,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
         if exchanges:
             mean, rows = ordering.exchange_rows(rows, axis_name=AXIS)
-        # The proximal correction asks whether the batch is new.
+        # The proximal correction depends on whether the batch is new.
         updates, opt_state = update(
             mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
         )
@@ -175,7 +175,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
 
 
 def bad_unit(finite_losses, finite_rows):
-    """Place of the first unit that is not finite; -1 if all are, -2 if only their sum shows it."""
+    """Index of the first unit that is not finite; -1: all are finite, -2: the unit is unknown."""
     named = finite_rows.size == finite_losses.size
     by_row = jnp.where(jnp.all(finite_rows), -1, jnp.argmin(finite_rows) if named else -2)
     by_loss = jnp.argmin(finite_losses)
@@ -194,8 +194,8 @@ def _add(stats, loss, bad, units, t):
 def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callable:
     """`(state, batch, start, stop, first, rates) -> state`, the steps of a segment of one worker.
 
-    `take(batch, units)` is the batch of these `size` units, out of what the segment was handed. A
-    fresh step takes the next units of the order; echoed ones all take the same.
+    `take(batch, units)` selects these `size` units from what the segment was given. A fresh step
+    takes the next units of the order; echoed steps all take the same units.
     """
     step, units_per_step = worker_step(worker, fresh=fresh), worker.sizes.units_per_step
 

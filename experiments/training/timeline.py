@@ -1,7 +1,7 @@
-"""The run as arrays over its steps, and how it is cut where the host must stand.
+"""The run as arrays over its T steps, and its segments.
 
-What is decided is known before the run, so what lies between two events of the host is one call of
-one compiled program: a segment. T steps.
+Decisions are known before the run. The steps between two events on the host are therefore one call
+of one compiled program: a segment.
 """
 
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from experiments.training.config import Plans, Sizes
 
 
 class Timeline(NamedTuple):
-    """What happens in and after every step: arrays of length T."""
+    """Events in and after every step, as arrays of length T."""
 
-    fresh: np.ndarray  # bool: the step takes a new batch
-    sync: np.ndarray  # bool: workers meet after it
+    fresh: np.ndarray  # bool: the step loads a new batch
+    sync: np.ndarray  # bool: workers synchronise after it
     epoch_end: np.ndarray  # bool: the next order becomes current after it
     load: np.ndarray  # int: of the batch that the step uses, counted from 0
     round_rate: np.ndarray  # float32: learning rate at the start of its round
 
 
 class Kind(NamedTuple):
-    """What a segment is compiled for."""
+    """The properties of a segment that its program depends on."""
 
     fresh: bool
     size: int  # units per worker and step
@@ -31,10 +31,10 @@ class Kind(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Equal steps, `start` to `stop` - 1, without an event of the host between them."""
+    """Equal steps, `start` to `stop` - 1, without an event on the host between them."""
 
     start: int
-    stop: int  # of none, where only the sync or the epoch's end is wanted: `start`
+    stop: int  # equal to `start` if there is only a sync or the end of an epoch
     load: int  # of its first step, counted from 0
     kind: Kind
     rounds: int  # that it ends
@@ -45,7 +45,7 @@ def timeline(plans: Plans, sizes: Sizes, fresh=None) -> Timeline:
     """The timeline of plans.
 
     Args:
-      fresh: bool[T], what was decided, in place of a policy that decides online.
+      fresh: bool[T], the decisions of a policy that decided online.
     """
     fresh = np.asarray(plans.echo.fresh if fresh is None else fresh)
     load = np.cumsum(fresh) - 1
@@ -67,9 +67,9 @@ def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, sto
     """int[n], the steps (one past) at which a segment must end, increasing, the last is T.
 
     Args:
-      streams: batches are handed over, so that every load begins a segment.
-      sync_in_step: workers meet in every step, within it: the host need not stand there.
-      stops: steps after which the host looks at the run.
+      streams: batches are passed in, so that every load begins a segment.
+      sync_in_step: workers synchronise within every step, which needs no event on the host.
+      stops: further steps after which a segment must end.
     """
     cut = line.epoch_end.copy()
     if not sync_in_step:

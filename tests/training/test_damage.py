@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_passed_over(copied, capsys, how):
     outcome, again = trained(program, plans_of(), saving=run.Saving(folder, at_end=True))
     said = capsys.readouterr().out
     assert re.search(rf"The checkpoint of step 60 is damaged and passed over: .*{told}", said)
-    assert "Goes on from the checkpoint of step 56" in said
+    assert "Continues from the checkpoint of step 56" in said
     assert_same(outcome.state, state)
     assert timeless(again) == timeless(r for r in found if r["step"] > 56)
     assert sorted(p.name for p in folder.iterdir()) == ["56", "60", "60.damaged"]
@@ -129,7 +129,7 @@ def test_older_damage_does_not_matter_and_where_none_is_whole_nothing_begins(cop
     for path in files_of(folder / "56"):
         cut(path)
     outcome, found = trained(program, plans_of(), saving=run.Saving(folder))
-    assert "Goes on from the checkpoint of step 60" in capsys.readouterr().out
+    assert "Continues from the checkpoint of step 60" in capsys.readouterr().out
     assert_same(outcome.state, state)
     assert not found
     cut(largest(folder))

@@ -146,8 +146,8 @@ def test_workers_become_their_mean_and_what_they_sent_is_kept(whole, tmp_path, c
     )
     assert seen.more_sent == eight - four != 0
     assert (
-        "Goes on from step 12 with 4 workers instead of 8: 6 of 10 units of each are left of this "
-        "epoch; their optimizers' state: mean.\n" in capsys.readouterr().out
+        "Continues from step 12 with 4 workers instead of 8: 6 of 10 units of each are left of "
+        "this epoch; their optimizers' state: mean.\n" in capsys.readouterr().out
     )
 
 
@@ -227,7 +227,7 @@ def test_two_processes_go_on_where_four_workers_were_killed(tmp_path):
     assert code == -9, output
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     said = finish([*RUN, *TWO, MEAN], tmp_path / "a", devices=2)
-    assert re.search(r"Goes on from step \d+ with 2 workers instead of 4: \d+ of 768", said)
+    assert re.search(r"Continues from step \d+ with 2 workers instead of 4: \d+ of 768", said)
     together = ["experiments.launch", "--processes=2", "--", *RUN, *TWO, MEAN]
     assert said.splitlines()[0] in finish(together, tmp_path / "b")
     one, two = records(tmp_path / "a"), records(tmp_path / "b")
