@@ -145,7 +145,7 @@ def _finish(outcome, built, plans, folder, values):
             plan.save(os.path.join(folder, f"{name}.json"))
     if not outcome.ended:
         place = f"at step {outcome.step} of {plans.total_steps}"
-        processes.say(f"Stopped and saved {place}: {study.go_on(values)} goes on.")
+        processes.say(f"Stopped and saved {place}: {study.go_on(values)} continues.")
         sys.exit(128 + outcome.stopped)
     if outcome.diverged:
         sys.exit(outcome.diverged)

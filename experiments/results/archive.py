@@ -1,8 +1,8 @@
-"""Runs that are kept: what records are compared by, and records, rounded and compressed.
+"""Recorded runs: their records, rounded and compressed, and how these are compared.
 
-comparison.json says what a folder's metrics are compared by: the criterion, the arms with their
-labels, the baseline first, and their sync plans as [first step, H] wherever H changes. looks.jsonl
-says how often the run was looked at, with how many seeds each time, and by what they were made.
+comparison.json holds the criterion, the arms with their labels, the baseline first, and their sync
+plans as [first step, H] wherever H changes. looks.jsonl has a line per look at the run: the number
+of seeds and the versions of code and packages.
 """
 
 import datetime
@@ -31,7 +31,7 @@ DIGITS = 6  # significant ones
 
 
 def note_command(folder: str, command: str) -> None:
-    """Adds what was run to an output folder's command.txt, if it is not there yet."""
+    """Appends the command to an output folder's command.txt, if it is not there yet."""
     path = pathlib.Path(folder, COMMAND)
     known = path.read_text(encoding="utf-8") if path.exists() else ""
     if command not in known.splitlines():
@@ -39,12 +39,12 @@ def note_command(folder: str, command: str) -> None:
 
 
 def record(results: os.PathLike, target: os.PathLike) -> None:
-    """Keeps a finished output folder as a recorded run, with a look at it as it is today.
+    """Stores a finished output folder as a recorded run, and adds a look at it.
 
-    With as many seeds as at the look before it is the same look, taken again.
+    With as many seeds as at the previous look, it replaces that look.
 
     Raises:
-      ValueError: for a folder that has not ended, or has fewer seeds than are recorded.
+      ValueError: if the folder has unfinished runs, or fewer seeds than are recorded.
     """
     results, target = pathlib.Path(results), pathlib.Path(target)
     needed = (records.METRICS, COMMAND, *COPIED)
@@ -76,7 +76,7 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
 
 
 def _anywhere(command: str) -> str:
-    """Without the folders of this machine: DIR stands for the data."""
+    """The command with DIR instead of the folder of the data."""
     words = [word for word in shlex.split(command) if not word.startswith("--output_dir=")]
     at = (re.sub("^--data_dir=.*", "--data_dir=DIR", word) for word in words)
     return shlex.join(at)
@@ -118,7 +118,7 @@ def _seeds_of(rows: Iterable[Mapping]) -> int:
 
 
 def at_looks(comparisons: Sequence[Comparison]) -> Iterator[list[Comparison]]:
-    """These runs as they were known at every look at any of them; those on one day are one."""
+    """The runs as known at every look at any of them; looks on one day are one."""
     looks = [c.looks or [{"seeds": _seeds_of(c.records), "date": ""}] for c in comparisons]
     known = {}
     for date in sorted({look["date"] for run in looks for look in run}):
@@ -130,7 +130,7 @@ def at_looks(comparisons: Sequence[Comparison]) -> Iterator[list[Comparison]]:
 
 
 def first_seeds(comparison: Comparison, seeds: int) -> Comparison:
-    """What was known with these seeds."""
+    """The comparison restricted to these seeds."""
     first = sorted({r["seed"] for r in comparison.records})[:seeds]
     kept = [r for r in comparison.records if r["seed"] in first]
     return compare(kept, comparison.arms, comparison.criterion, comparison.plans)

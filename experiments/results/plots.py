@@ -1,4 +1,4 @@
-"""One way to draw: curves of panels against what they cost, effects, time to a target, herding."""
+"""Pictures: curves over their costs, effects, time to a target, and herding bounds."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ def comparison(
 ) -> None:
     """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
 
-    What every task measures gets a row too; what was not recorded is left out.
+    Metrics that every task measures get a row too. Scalars that were not recorded are left out.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
     shown = [own for own in compared.at(speed) if own.runs]
@@ -75,7 +75,7 @@ def comparison(
 
 
 def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
-    """(scalar, costs) for which there is something to draw."""
+    """The (scalar, costs) that were recorded."""
     names = {
         "objective": tested(compared.criterion).scalar,
         "metric": f"test/{statistics.metric_of(compared)}",
@@ -92,7 +92,7 @@ def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
 
 
 def _draw(axis, runs, cost: str, scalar: str, style) -> None:
-    """A curve with its interval, as long as all seeds run."""
+    """A curve with its interval, up to the end of the shortest run."""
     found, at = statistics.values(runs, scalar), statistics.values(runs, cost).mean(axis=0)
     kept = ~(np.isnan(found).any(axis=0) | np.isnan(at))
     if not kept.any():
@@ -119,7 +119,7 @@ def _label(axis, x):
 
 
 def _plain(axis):
-    """Of a logarithmic axis: numbers without powers."""
+    """Labels a logarithmic axis with plain numbers instead of powers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -131,7 +131,7 @@ def _plain(axis):
 
 
 def _zoom(axis, found: Sequence[np.ndarray]):
-    """Leaves out the first fifth's bad values, which would flatten the rest."""
+    """Limits the axis to the values after the first fifth, which would flatten the rest."""
     late = np.concatenate([v[:, v.shape[1] // 5 :].ravel() for v in found])
     late = late[np.isfinite(late)]
     if len(late):
@@ -252,7 +252,7 @@ def herding(records, labels: Mapping[str, str], path: str, title: str) -> None:
 
 
 def panes(rows: int, columns: int, size: tuple[float, float], **options):
-    """(figure, axes [rows, columns]); matplotlib is imported here, for it takes a second."""
+    """(figure, axes [rows, columns]). Imports matplotlib, which takes a second."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -260,7 +260,7 @@ def panes(rows: int, columns: int, size: tuple[float, float], **options):
 
 
 def legend(figure) -> None:
-    """One for all, below."""
+    """One legend for all axes, below them."""
     found = {}
     for axis in figure.axes:
         handles, labels = axis.get_legend_handles_labels()

@@ -1,4 +1,4 @@
-"""What is written down of a run, the folder it lies in, and who else is given it.
+"""The records of a run, the folder they are written to, and the trackers that receive them.
 
 A record is one evaluation, flat JSON: study, arm, order, sync, echo, speed (R, null where input is
 not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step, epoch, loads,
@@ -32,7 +32,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorfl
 
 
 def run_of(record: Mapping) -> tuple:
-    """What tells a record's run apart from others: its `RUN_FIELDS`."""
+    """The identity of a record's run: its `RUN_FIELDS`."""
     return tuple(record.get(name) for name in RUN_FIELDS)
 
 
@@ -47,12 +47,12 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
 
     Args:
       folder: created if absent; gets settings.json (the flags) and versions.json.
-      settings: what the run depends on, JSON values.
-      overwrite: forget what an earlier run has left, its checkpoints too.
+      settings: of the run, JSON values.
+      overwrite: delete the records and checkpoints of an earlier run.
 
     Raises:
-      ValueError: if the folder holds a run with other settings or without any, or not the same
-        records for all processes; for a broken file.
+      ValueError: if the folder holds a run with other settings or without settings, if processes
+        see different records, or for a broken file.
     """
     settings = json.loads(json.dumps(dict(settings), sort_keys=True))
     path, metrics = os.path.join(folder, "settings.json"), os.path.join(folder, METRICS)
@@ -88,7 +88,7 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
 
 
 def commit() -> str | None:
-    """The commit of the sources, with a + where files differ from it; None where git knows none."""
+    """The commit of the sources, with a + if files differ from it; None without a repository."""
     root = pathlib.Path(__file__).parents[2]
     ask = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--match="]
     try:
@@ -99,7 +99,7 @@ def commit() -> str | None:
 
 
 def versions() -> dict:
-    """The code, packages, Python and the device, for whoever runs it again."""
+    """Versions of the code, packages and Python, and the device, to reproduce a run."""
     import jax
 
     packages = {}
@@ -118,10 +118,10 @@ def versions() -> dict:
 
 
 def read(path: str) -> list[dict]:
-    """The records of a JSON-lines file; a last line that was cut off is left out, and said.
+    """The records of a JSON-lines file. A last line that was cut off is reported and left out.
 
     Raises:
-      ValueError: for another line that is no record.
+      ValueError: for any other line that is not a record.
     """
     found = []
     with open(path, "rb") as file:
@@ -153,14 +153,14 @@ def writing(
 ) -> Iterator[Callable[[Mapping], None]]:
     """Yields `write(record)`, after which a record is in metrics.jsonl and with the trackers.
 
-    The file is written anew from `keep` first, without what came after in an earlier call; trackers
-    go on with their runs. Of several processes, the first alone writes.
+    The file is first rewritten from `keep`, without later records of an earlier call. Trackers
+    continue their runs. Only process 0 writes.
 
     Args:
       folder: created if absent.
-      trackers: names of TRACKERS, which are given the numbers of every new record by step.
+      trackers: names of TRACKERS, which receive the numbers of every new record by step.
       keep: records of an earlier call.
-      console: takes every new record as one readable line, such as `print`.
+      console: receives every new record as one readable line, such as `print`.
 
     Example:
       >>> import tempfile
@@ -188,24 +188,24 @@ def writing(
 
 
 def _plain(record: Mapping) -> dict:
-    """The record without NumPy's and JAX's scalars and arrays, which JSON does not know."""
+    """The record with NumPy's and JAX's scalars and arrays as Python values, for JSON."""
     return {name: v.tolist() if hasattr(v, "tolist") else v for name, v in record.items()}
 
 
 def name_of(record: Mapping) -> str:
-    """Of the run of a record, for people and files."""
+    """The name of a record's run, also used for files."""
     parts = [f"{k}={record[k]}" for k in RUN_FIELDS if record.get(k) is not None]
     return re.sub(r"[^\w=.,+-]", "_", ",".join(parts))
 
 
 def numbers_of(record: Mapping) -> dict[str, float]:
-    """What trackers draw over steps."""
+    """The numbers that trackers plot over steps."""
     known = {name: v for name, v in record.items() if name not in ("step", *RUN_FIELDS)}
     return {name: v for name, v in known.items() if type(v) in (int, float)}
 
 
 def console_line(record: Mapping) -> str:
-    """The numbers of a record; which run they are of stands elsewhere."""
+    """The numbers of a record in one line."""
     numbers = {"step": record["step"]} | numbers_of(record)
     return "  ".join(
         f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"

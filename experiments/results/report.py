@@ -1,7 +1,7 @@
-"""All that is written of a comparison: tables, pictures, and one page that holds both.
+"""The report of a comparison: tables, pictures, and one page that contains both.
 
-report.html opens in any browser, pictures inside: nothing is loaded from elsewhere and no script
-runs, so it can be mailed, archived and printed.
+report.html contains its pictures, loads nothing from elsewhere and runs no script, so that it can
+be mailed, archived and printed.
 """
 
 import base64
@@ -22,7 +22,7 @@ from experiments.tasks.metrics import METRICS
 TABLE = "table.md"
 SHOWN = ("settings.json", "versions.json")
 STYLE = pathlib.Path(__file__).with_name("style.css")
-# The browser itself refuses whatever is not in the file.
+# The browser refuses everything that is not in the file.
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -86,7 +86,7 @@ def write_tables(
     made: Mapping[str, str],
     pictures: Mapping[str, Callable[[str], None]],
 ) -> None:
-    """Writes and prints what an experiment without a comparison has: tables, pictures, one page.
+    """Writes and prints the tables, pictures and page of an experiment without a comparison.
 
     Args:
       found: its records; made: tables by name; pictures: functions of a path by file name.
@@ -125,7 +125,7 @@ def _picture(path: pathlib.Path) -> str:
 
 
 def command_line() -> str:
-    """The command of this process, as it would be typed: python -m MODULE --flags."""
+    """The command of this process: python -m MODULE --flags."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
     return shlex.join(start + sys.argv[1:])
@@ -133,7 +133,7 @@ def command_line() -> str:
 
 # Sections.
 def late(comparison: Comparison) -> list[str]:
-    """The arms that are not at the target with every seed."""
+    """The arms that miss the target with some seed."""
     arms = comparison.at(comparison.speeds[0])
     return [own.label for own in arms if math.inf in spent(comparison, own.runs, "step").values()]
 

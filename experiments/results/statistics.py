@@ -1,7 +1,7 @@
-"""One comparison: arms at their own best rates, chosen by one protocol, and what they take there.
+"""Comparisons: arms at their own best learning rates, and their costs up to a target.
 
-A run is the list of its records by step. Over seeds, intervals are Student's t, at 95 % where no
-level is named.
+A run is the list of its records by step. Intervals over seeds are Student's t, at 95 % unless
+another level is given.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Run = Sequence[Mapping]
 
 
 class Criterion(NamedTuple):
-    """What chooses a learning rate."""
+    """The criterion that chooses a learning rate."""
 
     scalar: str = LOSS  # on the tuning split
     lower: bool = True  # whether less of it is better
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All that tables and pictures need."""
+    """The data of tables and pictures."""
 
     records: Sequence[Mapping]  # of whole runs
     arms: Mapping[str, str]  # {name: label}, the baseline first
@@ -87,7 +87,7 @@ def diverged(records, arm: str, speed: float | None = None) -> tuple[float, ...]
 
 
 def tuned(records, arm: str, speed: float | None = None) -> dict[float, dict[int, Run]]:
-    """As `runs_of`, without rates at which a seed diverged: these are out."""
+    """As `runs_of`, without the rates at which a seed diverged."""
     out = diverged(records, arm, speed)
     return {rate: runs for rate, runs in runs_of(records, arm, speed).items() if rate not in out}
 
@@ -107,7 +107,7 @@ def best_rate(records, arm: str, speed, criterion: Criterion) -> float | None:
 
 
 def score(runs: Sequence[Run], criterion: Criterion) -> tuple[float, float]:
-    """Less is better: (runs that never arrive, mean over seeds)."""
+    """(number of runs that miss the target, mean over seeds); less is better."""
     sign = 1 if criterion.lower else -1
     if criterion.when == "target":
         steps = [at["step"] for at in (reached(run, criterion) for run in runs) if at]
@@ -123,7 +123,7 @@ def last(run: Run, name: str) -> float:
 
 
 def values(runs: Sequence[Run], name: str) -> np.ndarray:
-    """float64[seeds, evaluations], as long as all seeds run; gaps are nan."""
+    """float64[seeds, evaluations], up to the end of the shortest run; missing values are nan."""
     steps = sorted(set.intersection(*({r["step"] for r in run} for run in runs)))
     found = [{r["step"]: r.get(name) for r in run} for run in runs]
     return np.array([[of.get(step) for step in steps] for of in found], float)
@@ -152,7 +152,7 @@ def tested(criterion: Criterion) -> Criterion:
 
 
 def target_of(comparison: Comparison) -> float:
-    """What every arm is to reach.
+    """The target that every arm must reach.
 
     The criterion's target; of when="lowest" the baseline's best; of "last" the worst of all last
     values, so that every arm gets there with every seed.
@@ -171,7 +171,7 @@ def target_of(comparison: Comparison) -> float:
 
 
 def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
-    """Those whose seconds compare."""
+    """The runs whose seconds are comparable."""
     return {seed: run for seed, run in runs.items() if all(r.get("timed", True) for r in run)}
 
 
@@ -195,15 +195,15 @@ def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
 
 
 def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
-    """float64[seeds, 2]: what both have, in the first one's order."""
+    """float64[seeds, 2]: the values of seeds that both have, in the first one's order."""
     return np.array([(own[seed], base[seed]) for seed in own if seed in base], float).reshape(-1, 2)
 
 
 def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-12) -> np.ndarray:
-    """log(base / own), paired by seed: positive where it takes less than the base.
+    """log(base / own), paired by seed: positive if `own` takes less than the base.
 
-    Values below the floor count as that: a target may be there at once. inf is never: the ratio is
-    infinite, or 0 where both are, of which neither is better.
+    Values below the floor are raised to it, since a target may be reached at once. inf means never
+    reached: the ratio is then infinite, or 0 if both are inf.
     """
     after, before = np.log(np.maximum(paired(own, base), floor)).T
     with np.errstate(invalid="ignore"):
@@ -211,7 +211,7 @@ def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-
 
 
 def half_width(deviation, count: int, level: float = 0.05):
-    """Of the interval of a mean of two or more values, which misses as often as the level says."""
+    """Half width of the interval of a mean of two or more values; `level` is its error rate."""
     from scipy.special import stdtrit
 
     return stdtrit(count - 1, 1 - level / 2) * deviation / math.sqrt(count)
@@ -224,7 +224,7 @@ def intervals(found: np.ndarray, level: float = 0.05) -> tuple[np.ndarray, np.nd
 
 
 def interval(found, level: float = 0.05) -> tuple[float, float]:
-    """Mean and half width of the interval over seeds, of 95 % as it is; nan for one seed."""
+    """Mean and half width of the interval over seeds, 95 % by default; nan for one seed."""
     found = np.asarray(list(found), float)
     if len(found) < 2:
         return (float(found[0]) if len(found) else math.nan), math.nan
@@ -235,16 +235,16 @@ def interval(found, level: float = 0.05) -> tuple[float, float]:
 
 
 def median(found) -> float:
-    """Where infinite values are allowed; 0 between opposite ones, of which neither is more."""
+    """The median of values that may be infinite; 0 between opposite infinities."""
     ordered = sorted(found)
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return 0.0 if low == -math.inf and high == math.inf else float(low + high) / 2
 
 
 def median_interval(found, level: float = 0.05) -> tuple[float, float, float]:
-    """Median, and the order statistics that hold it but as often as the level says.
+    """Median, and the order statistics that enclose it with error rate `level`.
 
-    Infinite bounds where there are too few values for the level: fewer than six for 95 %.
+    The bounds are infinite with too few values for the level: fewer than six for 95 %.
     """
     from scipy.special import bdtr
 
@@ -258,7 +258,7 @@ def median_interval(found, level: float = 0.05) -> tuple[float, float, float]:
 def metric_of(comparison: Comparison) -> str:
     """The name of the metric that is reported: the criterion's, or what the task's test measures.
 
-    The loss, and what every task measures, only where there is nothing else.
+    The loss and metrics that every task measures are used only if there is no other.
     """
     part, _, name = comparison.criterion.scalar.partition("/")
     known = set().union(*comparison.records)
@@ -268,6 +268,6 @@ def metric_of(comparison: Comparison) -> str:
 
 
 def everywhere(comparison: Comparison) -> list[str]:
-    """The metrics that are measured of every task and were: a column and a panel each."""
+    """The recorded metrics that are measured for every task: a column and a panel each."""
     known = set().union(*comparison.records)
     return [name for name, m in METRICS.items() if m.everywhere and f"test/{name}" in known]

@@ -1,4 +1,4 @@
-"""One way to tabulate: columns as data, and how numbers with intervals are written."""
+"""Tables: columns as data, and the format of numbers with intervals."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 
 def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:
-    """The main table: an arm a row, at its own best rate; what every task measures comes last."""
+    """The main table: one row per arm at its best rate; metrics of every task come last."""
     rows = []
     for own in comparison.at(speed):
         row = {}
@@ -51,7 +51,7 @@ def arm(head: str) -> Column:
 
 
 def rate(head: str, *, edge: bool = True) -> Column:
-    """The arm's own learning rate; edge: say where it is at the border of those tried."""
+    """The arm's own learning rate; edge: mark the smallest and largest of those tried."""
 
     def cell(comparison, own):
         if own.rate is None:
@@ -82,7 +82,7 @@ def metric(form: str) -> Column:
 
 
 def to_target(head: str, name: str, form: str, word: str = "") -> Column:
-    """What it takes to the target, or how many seeds get there."""
+    """The cost up to the target, or how many seeds reach it."""
     return mean(head, form, lambda c, own: spent(c, own.runs, name).values(), word)
 
 
@@ -100,7 +100,7 @@ def _fastest_spent(name):
 
 
 def _same_rate(comparison, own):
-    """At the baseline's rate, or at the arm's own if it did not train with that."""
+    """Epochs at the baseline's rate, or at the arm's own if it did not train with that."""
     runs = statistics.tuned(comparison.records, own.arm).get(comparison.baseline().rate, own.runs)
     return spent(comparison, runs, "epoch").values()
 
@@ -154,7 +154,7 @@ def _per_step(own, name) -> list[float]:
 
 
 def _each(found, form: str) -> str:
-    """What seeds have, each number once: they seldom differ."""
+    """The distinct values over seeds, which seldom differ."""
     return ", ".join(form.format(v) for v in sorted(set(found))) or "-"
 
 
@@ -210,9 +210,9 @@ def times(logs, *, exact: bool = False) -> str:
 
 
 def show(found: Iterable[float], form: str, word: str = "") -> str:
-    """Mean and half width of the 95 % interval over seeds; "-" where there is nothing.
+    """Mean and half width of the 95 % interval over seeds; "-" without values.
 
-    Of what a target takes, where inf is a seed that never arrives: how many do, and the word.
+    If a value is inf, a target that was never reached: how many seeds reach it, and the word.
     """
     found = [*found]
     if late := sum(map(math.isinf, found)):
@@ -225,12 +225,12 @@ def show(found: Iterable[float], form: str, word: str = "") -> str:
 
 
 def rounded(mean: float, form: str) -> str:
-    """Ties go up: records have six digits, and their binary tails shall decide nothing."""
+    """Rounds ties up, since records have six decimal digits and binary tails would decide ties."""
     return form.format(mean + 1e-12 * abs(mean))
 
 
 def name_of(scalar: str) -> str:
-    """A scalar of the records, for people."""
+    """The name of a scalar in tables and pictures."""
     if scalar in NAMES:
         return NAMES[scalar]
     part, _, name = scalar.partition("/")

@@ -1,7 +1,7 @@
-"""Programs that people watch runs with: a row of TRACKERS each, and one hook that feeds them.
+"""Experiment trackers: a row of TRACKERS each, and one hook that sends records to them.
 
-A row is `(folder, run, known, step) -> (id, log, close)`, which opens a run from this step on,
-known by the id of an earlier call or None; `log(step, numbers)` draws numbers.
+A row is `(folder, run, known, step) -> (id, log, close)`. It opens a run from this step on; `known`
+is its id from an earlier call, or None. `log(step, numbers)` sends numbers.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ IDS = "trackers.json"  # of a folder: {tracker: {run: id}}
 
 
 def tensorboard(folder, run, known, step):
-    """Event files under FOLDER/tensorboard; what an earlier call wrote of later steps is purged."""
+    """Event files in FOLDER/tensorboard; later steps of an earlier call are purged."""
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.summary import scalar
 
     place = os.path.join(folder, "tensorboard", run)
     os.makedirs(place, exist_ok=True)
-    # Not SummaryWriter, from whose queue a killed run loses the last events. The number tells files
-    # apart that are opened in one second.
+    # SummaryWriter has a queue, whose last events are lost when a run is killed. The number makes
+    # names of files unique that are opened within one second.
     file = EventsWriter(os.path.join(place, "events"), f".{time.time_ns()}")
     file.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
@@ -69,7 +69,7 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
     """`track(run, step, numbers)` for all of these trackers; one run is open at a time.
 
     Args:
-      anew: forget the runs of an earlier call, which otherwise go on.
+      anew: start new runs instead of continuing those of an earlier call.
     """
     if others := [name for name in names if name not in TRACKERS]:
         raise ValueError(f"--track has {', '.join(others)}: pass some of {', '.join(TRACKERS)}.")

@@ -1,4 +1,4 @@
-"""What a run costs, known before it: what is sent, its time on a machine, and its programs."""
+"""The cost of a run, computed before it: traffic, time on a machine, and programs."""
 
 import functools
 import math
@@ -102,7 +102,7 @@ def _step_traffic(sizes: Sizes, num_params: int, sync_in_step: bool, size: int) 
 
 
 class Machine(NamedTuple):
-    """What the parts of a run take on a machine, in seconds or any other unit.
+    """The times of a run's parts on a machine, in seconds or any other unit.
 
     Numbers, or arrays that broadcast.
 
@@ -124,7 +124,7 @@ class Machine(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """R, steps that a load takes."""
+        """R, the time of a load in steps."""
         return self.load / self.step
 
 
@@ -155,14 +155,14 @@ def time(machine: Machine, *, steps, loads, rounds=0, sent=0, ordered: bool = Fa
 
 
 def price(run: Sequence[dict], machine: Machine) -> float:
-    """Time up to the last of a run's records; from each to the next the slower part counts."""
+    """Time up to the last of a run's records; between two records the slower part counts."""
     names = ("step", "loads", "allreduces")
     steps, loads, sent = (np.diff([r[name] for r in run], prepend=0) for name in names)
     return float(time(machine, steps=steps, loads=loads, sent=sent).sum())
 
 
 class Shapes(NamedTuple):
-    """A run as a compiler sees it: nothing is read, placed or allocated.
+    """The shapes and programs of a run, without reading, placing or allocating anything.
 
     Fields:
       state: all there is of it, as `jax.ShapeDtypeStruct`s that say where they live.

@@ -1,4 +1,4 @@
-"""What a study would cost at its full size: shapes, plans and the compiled step, nothing allocated.
+"""Forecasts the cost of a study at full size, from shapes, plans and the compiled step.
 
 `--dry_run` on an experiment builds the model's and the data's shapes and all plans, lowers the step
 of one worker, compiles it unless told not to, and prints what is known before the run. Memory is
@@ -41,7 +41,7 @@ TERA, HOUR = 1e12, 3600.0
 
 
 class Assumed(NamedTuple):
-    """What a forecast takes for granted."""
+    """The assumptions of a forecast."""
 
     compiles: bool = True
     device_flops: float = 50 * TERA  # per second
@@ -51,13 +51,13 @@ class Assumed(NamedTuple):
 
 
 def assumed(values) -> Assumed:
-    """What flags, parsed ones, say of it."""
+    """The assumptions given by parsed flags."""
     flops, reads = values.device_teraflops * TERA, values.input != "device"
     return Assumed(values.compile, flops, values.gigabits, values.topology, reads)
 
 
 class Listed(NamedTuple):
-    """A program, the first arm that runs it, and what its compiler said."""
+    """A program, the first arm that runs it, and the compiler's analysis."""
 
     program: str
     arm: str
@@ -160,7 +160,7 @@ def _details(listed, chip) -> list[str]:
 
 
 def _lacking(one: Listed, chip) -> str:
-    """What is missing of memory, and what may be changed."""
+    """How much memory is missing, and which flags reduce it."""
     needed, available = one.found
     fields = {"parameters": "params", "the optimizer": "opt_state", "the order": "orders"}
     state = [f"{who} {show_bytes(one.shapes.bytes_of(field))}" for who, field in fields.items()]

@@ -1,6 +1,6 @@
-"""What every combination of the three decisions took to one loss, in the recorded factorials.
+"""Cost of every combination of the three decisions up to one loss, in the recorded factorials.
 
-And what it takes on a machine: which combination is best there, and how sure that is.
+From it follows which combination is best on a machine, and how certain that is.
 """
 
 import functools
@@ -43,7 +43,7 @@ NONE = Combination()
 
 
 class Taken(NamedTuple):
-    """What a combination took to the target, at its own best rate: float64[seeds] each."""
+    """The costs of a combination up to the target, at its best rate: float64[seeds] each."""
 
     steps: np.ndarray
     loads: np.ndarray
@@ -142,7 +142,7 @@ def near(known: Sequence[Factorial], units_per_step: int) -> list[Factorial]:
 
 
 class Choice(NamedTuple):
-    """The best combination on a machine, and how sure that is.
+    """The best combination on a machine, and those it cannot be told apart from.
 
     Fields:
       best: the combination; times: how many times as fast as none of the decisions, as (mean, low,

@@ -1,11 +1,11 @@
-"""The flags of all experiments: one dialect, in groups, defined into any `FlagValues`.
+"""The flags of all experiments, in groups that can be defined in any `FlagValues`.
 
 task      what is trained on: --task, --data_dir, and the choices of every task's loader
-setting   how: the fields of a `Recipe`, each the setting's own where its flag is unset
+setting   hyper-parameters: the fields of a `Recipe`; the setting's own if a flag is unset
 run       how a run is carried out and where it is written
-forecast  --dry_run and what it assumes
+forecast  --dry_run and its assumptions
 
-Those of the decisions are defined by `tables.define_flags`.
+The flags of the three decisions are defined by `tables.define_flags`.
 """
 
 import math
@@ -42,22 +42,22 @@ EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
 
 
 def definer(values: flags.FlagValues, **defaults) -> Callable:
-    """`define(kind, name, default, text, *more, **options)`, a flag of `absl.flags` in one line.
+    """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
 
     Args:
-      defaults: in place of those that `define` is given, by the names of flags.
+      defaults: by name of the flag, used instead of the default given to `define`.
     """
 
     def define(kind, name, default, text, *more, **options):
         kind(name, defaults.get(name, default), *more, text, flag_values=values, **options)
-        # --help shows what belongs to the program, wherever it is defined.
+        # --help shows the flags of the program, wherever they are defined.
         values.register_key_flag_for_module(sys.argv[0], values[name])
 
     return define
 
 
 def define(values: flags.FlagValues, *groups: str, **defaults) -> None:
-    """Defines groups of flags, with other defaults for some, such as `task="digits_mlp"`."""
+    """Defines groups of flags; `defaults` replaces some defaults, as `task="digits_mlp"`."""
     for group in groups:
         GROUPS[group](definer(values, **defaults))
 
@@ -130,9 +130,9 @@ def _kind(hint) -> type:
 
 
 def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
-    """The task of --task and its recipe, with the flags that are set in place of its fields.
+    """The task of --task and its recipe, whose fields are replaced by the flags that are set.
 
-    Of a dry run, the task is one of shapes alone.
+    In a dry run the task has shapes only.
 
     Raises:
       ValueError: for a choice that the task does not have, a recipe that cannot run, or a topology
@@ -156,7 +156,7 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
 
 
 def recipe_fields(values: flags.FlagValues) -> dict:
-    """The fields of a recipe whose flags are set; of two that exclude each other, both."""
+    """The fields of a recipe whose flags are set. A field that excludes one of them is None."""
     found = given(values, Recipe._fields)
     if "learning_rates" in found:
         found["learning_rates"] = tuple(map(float, found["learning_rates"]))
@@ -167,7 +167,7 @@ def recipe_fields(values: flags.FlagValues) -> dict:
 
 
 def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
-    """A flag that lists keys of a mapping, such as a table; UsageError where one is not known."""
+    """The value of a flag that lists keys of a mapping; UsageError if a key is unknown."""
     for text in values[name].value:
         try:
             known[text]
@@ -179,7 +179,7 @@ def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
 
 
 def numbers_of(values: flags.FlagValues, name: str, kind: type = float) -> list:
-    """A flag that lists numbers > 0, of int whole ones; UsageError where one is another."""
+    """The value of a flag that lists positive numbers of a kind; UsageError for any other."""
     found = []
     for text in values[name].value:
         try:
@@ -198,7 +198,7 @@ def given(values: flags.FlagValues, names: Iterable[str]) -> dict:
 
 
 def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
-    """What the runs of a folder share: other arms, rates and seeds go on there."""
+    """The settings that all runs in a folder share; arms, rates and seeds may differ."""
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
     return {"task": values.task, **given(values, choices()), **shared, **further}

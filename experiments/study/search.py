@@ -1,12 +1,12 @@
-"""One protocol for all studies: which runs a comparison needs.
+"""The protocol of all studies: which runs a comparison needs.
 
-Every arm runs at all its learning rates with seed 0, and at the finalists with all seeds; a rate at
-which any seed diverges is out, and the next best takes its place. Where input is slow that is phase
-"tune", without the delay unless the arm decides by it, and all seeds run with the delay at the best
-rate: phase "report".
+Every arm runs at all its learning rates with seed 0, and at the best of these, the finalists, with
+all seeds. A rate at which a seed diverges is replaced by the next best. With slow input this is
+phase "tune", without the delay unless the arm's policy depends on it. In phase "report" all seeds
+run with the delay at the best rate.
 
-A grid of rates widens by itself where that is asked for: while an arm's best rate of seed 0 is the
-smallest or the largest, the next one beyond it is tried too.
+With `widen`, the grid of rates grows: while an arm's best rate of seed 0 is the smallest or the
+largest, the next rate beyond it is tried too.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from experiments.results.records import run_of, whole_runs
 
 
 class Run(NamedTuple):
-    """What tells a run apart: the `RUN_FIELDS` of its records."""
+    """The identity of a run: the `RUN_FIELDS` of its records."""
 
     arm: str
     speed: float | None  # R of slow input
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return ",".join(f"{key}={value}" for key, value in self._asdict().items())
 
 
@@ -36,10 +36,10 @@ def lacking(
     study, arm: str, speed: float | None, rates: Sequence[float], records: Sequence[dict], *,
     seeds: int, widen: int,
 ) -> list[Run]:  # fmt: skip
-    """The runs that an arm still needs at a speed; [] where it is done.
+    """The runs that an arm still needs at a speed; [] if it is done.
 
     Args:
-      rates: tried with it, and at most `widen` more at either end; records: of whole runs.
+      rates: learning rates, with at most `widen` more at either end; records: of whole runs.
       seeds: 0 .. seeds - 1.
     """
     own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
@@ -73,7 +73,7 @@ def lacking(
 
 
 def planned(rates: int, seeds: int, finalists: int | None, speed: float | None) -> int:
-    """How many runs an arm takes at a speed, if none diverges."""
+    """The number of runs of an arm at a speed, if none diverges."""
     last = rates if finalists is None else min(finalists, rates)
     return rates + last * (seeds - 1) + (seeds if speed is not None else 0)
 
@@ -82,12 +82,12 @@ def search(
     study, trainer, *, seeds: int, widen: int = 0, done: Sequence[dict] = (),
     on_record: Callable[[dict], None] = lambda record: None,
 ) -> tuple[list[dict], int]:  # fmt: skip
-    """Trains what the protocol asks for.
+    """Trains the runs that the protocol needs.
 
     Args:
       study: a `Study`, its arms at its speeds; trainer: a `Trainer` of it.
-      widen: rates tried at most beyond those given, at either end.
-      done: records of an earlier call: whole runs are not repeated, others go on after theirs.
+      widen: number of rates that may be added at either end.
+      done: records of an earlier call. Whole runs are not repeated; others continue.
       on_record: called with every new record.
 
     Returns:
@@ -111,7 +111,7 @@ def search(
 
 
 def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict], int]:
-    """The new records of a run, and the signal that stopped it."""
+    """Trains a run; returns its new records, and the signal that stopped it or 0."""
     arm, new, before = study.arms[run.arm], [], bar.n
     known = {"study": study.name, **run._asdict()}
     known |= {"order": arm.order, "sync": arm.sync, "echo": arm.echo}

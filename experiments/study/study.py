@@ -1,4 +1,4 @@
-"""What a study is, and how it is run: its arms, its question, and one `main` for all of them.
+"""Studies: comparisons of arms, and the `main` that runs any of them.
 
 A study is one file: a table of arms, a `Study`, and `study.main(STUDY)`.
 """
@@ -22,7 +22,7 @@ from experiments.training.config import RunConfig
 
 
 class Arm(NamedTuple):
-    """What is compared: words of ORDERS, SYNC_RULES and ECHO_POLICIES."""
+    """One side of a comparison: words of ORDERS, SYNC_RULES and ECHO_POLICIES."""
 
     label: str  # for people
     order: str = "rr+dealt"
@@ -32,7 +32,7 @@ class Arm(NamedTuple):
 
 
 def arm_of(words: str, **usual: str) -> Arm:
-    """The arm of a string of words; `usual` are its other decisions, where not an arm's own.
+    """Makes an arm from a string of words; `usual` are the decisions that the words leave open.
 
     Example:
       >>> arm_of("cd_grab+sketch64+qsr").label
@@ -44,7 +44,7 @@ def arm_of(words: str, **usual: str) -> Arm:
 
 
 class Study(NamedTuple):
-    """A comparison: what of, in which setting, and what is asked."""
+    """A comparison: its arms, its setting and its question."""
 
     name: str  # of its folders
     arms: Mapping[str, Arm]  # by name, the baseline first; --arms takes others by their words
@@ -53,15 +53,15 @@ class Study(NamedTuple):
     columns: Sequence  # these three: as of `results.report.write`
     panels: Sequence
     sections: Sequence[Callable] = ()
-    define: Callable[[absl_flags.FlagValues], None] = lambda values: None  # flags of its own
+    define: Callable[[absl_flags.FlagValues], None] = lambda values: None  # its own flags
     default: Callable[[absl_flags.FlagValues], None] = lambda values: None  # sets unset flags
-    fit: Callable = lambda study, task, recipe, values: study  # what of it depends on the flags
-    speeds: tuple[float, ...] = ()  # R of slow input; () where it is not slow
+    fit: Callable = lambda study, task, recipe, values: study  # adapts it to the flags
+    speeds: tuple[float, ...] = ()  # R of slow input; () if input is not slow
     paced: bool = True  # batches are used as often as R says, and runs are longer by it
-    sync_steps: float = 0.0  # of slow input: what a sync takes besides, in steps
+    sync_steps: float = 0.0  # with slow input: the delay of a sync, in steps
     finalists: int | None = 2  # learning rates that run with all seeds; None: all
     seeds: int = 5  # what --seeds is if unset
-    usual: Mapping[str, str] = {}  # of arms by words, the decisions that these do not name
+    usual: Mapping[str, str] = {}  # decisions that the words of an arm leave open
 
 
 def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
@@ -121,7 +121,7 @@ def _carry_out(study, chosen, task, recipe, folder, values):
     done = records.open_folder(folder, settings, overwrite=values.overwrite)
     found, stopped = _search(chosen, task, recipe, folder, done, settings, values)
     if stopped:
-        processes.say(f"Stopped and saved: {go_on(values)} goes on.")
+        processes.say(f"Stopped and saved: {go_on(values)} continues.")
         sys.exit(128 + stopped)
     if processes.is_first():
         arms = arms_of(study, [r["arm"] for r in found])
@@ -156,7 +156,7 @@ def _search(study, task, recipe, folder, done, settings, values):
 
 
 def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
-    """The arms of these names, those of the study first and in its order, others by their words."""
+    """The arms of these names: the study's own first, in its order, then others by their words."""
     names, others = dict.fromkeys(names), {}
     for name in names:
         if name not in study.arms:
@@ -169,7 +169,7 @@ def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
 
 
 def sync_plans(arms: Mapping[str, Arm], task: Task, recipe: Recipe) -> dict:
-    """{arm: SyncPlan} of seed 0, where it is known before the run."""
+    """{arm: SyncPlan} for seed 0, of arms whose plan is known before the run."""
     found = {name: trainer.plans_of(task, recipe, arm).sync for name, arm in arms.items()}
     return {name: plan for name, plan in found.items() if plan is not None}
 

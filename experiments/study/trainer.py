@@ -1,4 +1,4 @@
-"""How a run of a study is trained: its plans, its program, and what is measured of it."""
+"""Trains the runs of a study: their plans, programs and evaluations."""
 
 import concurrent.futures
 import functools
@@ -36,7 +36,7 @@ def plans_of(
 
 
 def left_out(study, task: Task, recipe: Recipe) -> list[str]:
-    """What the arms do not visit in an epoch, in words, each once."""
+    """Sentences on the examples that the arms leave out of an epoch, without repetition."""
     kinds = dict.fromkeys(ORDERS[arm.order].deals for arm in study.arms.values())
     sizes = {kind: config.sizes_of(task, recipe, deals=kind) for kind in kinds}
     texts = (config.left_out(task, sizes[kind], deals=kind) for kind in kinds)
@@ -44,14 +44,14 @@ def left_out(study, task: Task, recipe: Recipe) -> list[str]:
 
 
 class Trainer:
-    """Trains the runs of a study, as `search` asks for them; equal programs are compiled once.
+    """Trains the runs of a study that `search` asks for. Equal programs are compiled once.
 
     Args:
-      study: a `Study`; task, recipe: in which setting.
-      folder: of the study, for checkpoints; None: without.
+      study: a `Study`; task, recipe: its setting.
+      folder: of the study, for checkpoints; None: no checkpoints.
       reads, mesh: as of `training.program.build`; checkpoint_every: as of `training.run.Saving`.
-      step_seconds: t_step; with the delay, a load takes R of it. 0: nothing is delayed.
-      about: what all runs depend on, JSON values, for their checkpoints.
+      step_seconds: t_step; a delayed load takes R times this. 0: no delay.
+      about: settings of all runs, JSON values, for their checkpoints.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Trainer:
         self, this: Run, kept: Sequence[dict], on_record: Callable,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> int:  # fmt: skip
-        """Trains a run after its records so far; returns the signal that stopped it, or 0."""
+        """Trains a run, after its records so far. Returns the signal that stopped it, or 0."""
         order, rule, policy = rows_of(self.study.arms[this.arm])
         plans = self._plans_of(*this[:4])
         built, scalars = self._program(*self._key(this.arm, this.speed))
         delayed = this.speed is not None and (policy.online or this.phase == "report")
         delay = self._step_seconds if delayed else 0.0
-        # Of a run whose loads should have had a delay, seconds say nothing.
+        # Without the delay that its loads should have had, a run's seconds mean nothing.
         further = {"timed": False} if this.phase == "report" and not delay else {}
         folder, saving = None, None
         if self._folder is not None:
@@ -112,8 +112,8 @@ class Trainer:
     def prepare(self, wanted: Iterable[tuple[str, float | None]]) -> None:
         """Compiles what runs of these arms, at these speeds, need: two programs at once.
 
-        Only in one process and on one device of a CPU. Elsewhere programs meet in collectives, and
-        the states of two of them may not fit into the memory.
+        Only in one process and on one CPU device. Elsewhere collectives of two programs could wait
+        for each other, and the states of both may not fit into memory.
         """
         first = {}
         for arm, speed in wanted:
@@ -134,7 +134,7 @@ class Trainer:
     def _key(self, arm, speed) -> tuple:
         """What the program of an arm's runs depends on: the arguments of `_build`."""
         order, rule, policy = rows_of(self.study.arms[arm])
-        # Of slow input, runs that are tuned read as those that are reported: one program for both.
+        # With slow input, runs for tuning read batches too, so that both phases share a program.
         waits = policy.online or (speed is not None and self._step_seconds)
         reads = self._reads or ("thread" if waits else None)
         loads = sizes_of(self.task, self.recipe, self.study.arms[arm]).loads_per_epoch
@@ -156,7 +156,7 @@ class Trainer:
 
 
 def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
-    """The records of whole runs, and of others those that their checkpoints have seen.
+    """The records of whole runs, and of other runs those up to their newest checkpoint.
 
     Checkpoints of whole runs, which a crash may have left behind, are removed.
     """
@@ -198,7 +198,7 @@ def step_seconds(
 ) -> float:
     """t_step of a folder's runs: the median time of a step of the first arm, without a delay.
 
-    It is measured once, so that all of them have the same delays.
+    It is measured once, so that all runs have the same delays.
     """
     path = os.path.join(folder, "step.json")
     known = processes.of_first(files.read_json(path) if done else None)
