@@ -56,6 +56,18 @@ def test_hyper_parameters_are_keyword_only(function):
         assert parameter.name not in ("rng", "seed_key", "prng"), "keys are called key"
 
 
+@pytest.mark.parametrize("function", functions())
+def test_every_parameter_is_annotated_and_described(function):
+    signature = inspect.signature(function)
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not inspect.Parameter.empty, parameter.name
+    assert signature.return_annotation is not inspect.Signature.empty
+    section = re.search(r"^Args:\n((?:  .*\n|\n)*)", inspect.getdoc(function) + "\n", re.M)
+    lines = re.findall(r"^  ([a-z]\w*(?:, \w+)*): ", section[1] if section else "", re.M)
+    described = [name for line in lines for name in line.split(", ")]
+    assert sorted(described) == sorted(signature.parameters)
+
+
 # (a state that is usually there, a second argument of an accessor)
 ALLOWED = ("front", "backend")
 
