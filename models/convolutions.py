@@ -191,7 +191,8 @@ def lenet(
 
     Args:
       image_shape: (height, width, channels); height and width both 28 or both 32.
-      num_classes: C >= 2; l2: weight of l2/2 |params|^2, >= 0.
+      num_classes: C >= 2.
+      l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:
       A `Model` for batches {"x": float[n, H, W, channels], "y": int[n]}; 61,706 parameters for

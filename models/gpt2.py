@@ -114,7 +114,8 @@ def gpt2(
     Args:
       vocab_size: V >= 2; tokens are 0 .. V - 1.
       context: longest sequence, >= 1.
-      width: features of a token, a multiple of `heads`; depth: transformer blocks, >= 1.
+      width: features of a token, a multiple of `heads`.
+      depth: transformer blocks, >= 1.
       heads: attention heads, >= 1.
       dtype: "float32" or "bfloat16", for the factors of matrix products and the hidden units;
         residuals, layer normalisations, softmax, logits and parameters are float32.

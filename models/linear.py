@@ -12,7 +12,9 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
     """Linear logits and cross-entropy: f(W, b) = -log softmax(W^T x + b)_y + l2/2 |W, b|^2.
 
     Args:
-      num_features: D_in >= 1; num_classes: C >= 2; l2: >= 0.
+      num_features: D_in >= 1.
+      num_classes: C >= 2.
+      l2: >= 0.
 
     Returns:
       A `Model` for batches {"x": float[n, D_in] (or images, which are flattened), "y": int[n]};
@@ -41,7 +43,8 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     """Linear logit and log loss: f(w) = log(1 + exp(-(2y - 1) w^T x)) + l2/2 |w|^2.
 
     Args:
-      num_features: D >= 1, including a constant feature for the bias; l2: >= 0.
+      num_features: D >= 1, including a constant feature for the bias.
+      l2: >= 0.
 
     Returns:
       A `Model` for batches {"x": float[n, D], "y": int[n] in {0, 1}}; its parameters are
@@ -78,7 +81,8 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
     """The minimum of a convex model's mean loss, by L-BFGS in float64.
 
     Args:
-      model: softmax or logistic regression; batch: the whole training set.
+      model: softmax or logistic regression.
+      batch: the whole training set.
       tolerance: largest absolute entry of the gradient at the minimum.
 
     Raises:
@@ -133,7 +137,8 @@ def mlp(
     last layer), biases to 0.
 
     Args:
-      num_features: D_in >= 1; num_classes: C >= 2.
+      num_features: D_in >= 1.
+      num_classes: C >= 2.
       hidden: widths of the hidden layers, each >= 1; () is a linear model with random weights.
       l2: weight of l2/2 |params|^2, >= 0.
 
@@ -165,7 +170,8 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
 
     Args:
       lags: D_in >= 1, values before the forecast, the latest last.
-      horizon: values to forecast, >= 1; hidden: widths of the hidden layers, each >= 1.
+      horizon: values to forecast, >= 1.
+      hidden: widths of the hidden layers, each >= 1.
       l2: weight of l2/2 |params|^2, >= 0.
 
     Returns:

@@ -27,7 +27,8 @@ def lstm(
 
     Args:
       vocab_size: V >= 2; tokens are 0 .. V - 1.
-      width: features of a token and units of a layer, >= 1; depth: layers, >= 1.
+      width: features of a token and units of a layer, >= 1.
+      depth: layers, >= 1.
       dtype: "float32" or "bfloat16", for the factors of matrix products; sums, states, logits
         and parameters are float32.
       l2: weight of l2/2 |params|^2, >= 0.

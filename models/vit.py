@@ -97,9 +97,12 @@ def vit(
 
     Args:
       image_shape: (height, width, channels); height and width multiples of `patch`.
-      num_classes: C >= 2; patch: side of the square patches, in pixels.
-      width: features of a token, a multiple of `heads`; depth: transformer blocks, >= 1.
-      heads: attention heads; mlp_ratio: hidden units of a block's perceptron / `width`, >= 1.
+      num_classes: C >= 2.
+      patch: side of the square patches, in pixels.
+      width: features of a token, a multiple of `heads`.
+      depth: transformer blocks, >= 1.
+      heads: attention heads.
+      mlp_ratio: hidden units of a block's perceptron / `width`, >= 1.
       pool: "mean", of all tokens, or "class", for a class token.
       gelu: "tanh", the approximation, or "exact", with the error function.
       dtype: "float32" or "bfloat16", for the factors of matrix products and the hidden units;
