@@ -181,8 +181,8 @@ def shuffled(num_units: int, draw: Callable, first: Callable | None = None) -> O
         return ShuffleState(current, following, left, epoch, jax.random.clone(key))
 
     def observe(state, rows):
-        if rows is not None:  # rows of one worker or of all: none are read
-            base.check_is_rows(rows, getattr(rows, "workers", None))
+        if rows is not None:  # also rows of all workers, since none are read
+            base.check_is_rows(rows, getattr(rows, "workers", None) or 1)
         return state
 
     def next_epoch(state):
