@@ -5,6 +5,7 @@ Whole runs need checkouts: docs/results/outside.md has the commands.
 
 import importlib
 import itertools
+import operator
 import pathlib
 import re
 import subprocess
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import local_opt
-import ordering
+import syncopate
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 ALGOPERF = ("plain", "echo", "pooled", "reshuffled", "cd_grab", "local_steps")
@@ -126,11 +126,10 @@ def test_few_lines_of_nanodo_change_by_public_names(name, most):
     assert row in (EXAMPLES / "README.md").read_text()
     sizes = np.array(re.findall(r"^@@ -\d+(?:,(\d))? \+\d+(?:,(\d))? @@$", text, re.M))
     assert [len(old), len(new)] == np.where(sizes == "", "1", sizes).astype(int).sum(0).tolist()
-    used = re.findall(r"\b(local_opt|ordering)\.(input\.)?(\w+)", "\n".join(new))
+    used = re.findall(r"\b((?:local_opt|ordering)(?:\.\w+)+)", "\n".join(new))
     assert used and max(map(len, new)) <= 100
-    for package, inner, public in used:
-        module = {"local_opt": local_opt, "ordering": ordering}[package]
-        assert public in (module.input if inner else module).__all__, public
+    for name in used:
+        operator.attrgetter(name)(syncopate)
 
 
 @pytest.mark.parametrize(
