@@ -18,7 +18,7 @@ from local_opt.wires import Wire
 class Correction(NamedTuple):
     """Pure functions of one worker, for `local_rounds(correction=...)`, without collectives.
 
-    Fields:
+    Attributes:
       init: `params -> state`.
       gradient: `(grads, state, params) -> grads`, before the inner optimizer.
       update: `(updates, state, **extra) -> (updates, state)`, after it, with the step's extra
@@ -66,7 +66,7 @@ def control_variates() -> Correction:
     Returns:
       A `Correction`, for `local_rounds` and `local_steps`, with as many numbers as the parameters.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> correction = local_opt.control_variates()
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1), correction=correction)
@@ -125,7 +125,7 @@ def proximal(strength: float) -> Correction:
     Raises:
       ValueError: for a strength out of range; from a step without params.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, local_opt
       >>> pull = local_opt.proximal(0.5)
       >>> state = pull.init(jnp.array(1.0))

@@ -48,7 +48,7 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
     Raises:
       ValueError: for values out of range.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.sync_bytes(1000, num_workers=4)
       6000.0
@@ -130,7 +130,7 @@ def forecast(
     Raises:
       ValueError: for values out of range, or `num_params` of other parts than the plans'.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> cost = dict(num_workers=2, step_seconds=0.5, gigabits_per_second=32)  # 1 s per sync
       >>> plan = local_opt.constant(4, total_steps=100)
@@ -227,7 +227,7 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
       ValueError: for fewer than two runs, equal volumes, volumes outside (0, 1], or times that
         are not positive and finite.
 
-    Example:
+    Examples:
       >>> import local_opt  # hours of a run that synchronises every step, and of one with H = 4
       >>> found = local_opt.communication_time([1, 0.25], [10.0, 7.0])
       >>> round(found.communication, 6), round(found.compute, 6)

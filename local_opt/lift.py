@@ -73,7 +73,7 @@ def lift(
         the axis; from a call for a parameter without a word, another number of results, or leaves
         whose leading axis does not fit.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> plan = local_opt.constant(2, total_steps=4)
       >>> optimizer = local_opt.local_steps(optax.sgd(0.5), plan)

@@ -54,7 +54,7 @@ def normalize_by_period(
     Raises:
       ValueError: for h_base below 1; from `update`, without a period.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, local_opt
       >>> outer = local_opt.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=2)
       >>> state = outer.init(jnp.zeros(()))

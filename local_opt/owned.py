@@ -44,7 +44,7 @@ def owned(
     Warns:
       UserWarning: if a key is copied and `keys` is None.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, local_opt
       >>> local_opt.owned({"w": jnp.arange(2), "step": 0}, 3)["w"].tolist()
       [[0, 1], [0, 1], [0, 1]]

@@ -27,7 +27,7 @@ class SyncPlan(plans.Plan):
     Raises:
       ValueError: for starts that are not as above.
 
-    Example:
+    Examples:
       >>> import numpy as np, local_opt
       >>> plan = local_opt.SyncPlan(np.array([0, 4, 8]), total_steps=10)
       >>> plan.rounds, plan.volume, plan.periods.tolist()
@@ -144,7 +144,7 @@ def from_function(
     Raises:
       ValueError: if a period is not a whole number >= 1, or the offset is out of range.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.from_function(lambda t: 1 + t, total_steps=10).periods.tolist()
       [1, 2, 4, 3]
@@ -179,7 +179,7 @@ def sync_every_load(fresh: np.ndarray) -> SyncPlan:
     Raises:
       ValueError: without steps, if the first is not fresh, or for anything but booleans.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
       [3, 2]
@@ -209,7 +209,7 @@ def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) ->
     Raises:
       ValueError: for `every` below 1 or not finite, or a `fresh` of another length.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> plan = local_opt.constant(5, total_steps=24)
       >>> local_opt.aligned(plan, every=6).ends.tolist()

@@ -27,7 +27,7 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
     Returns:
       NumPy arrays [W', ...], added up in float64.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from local_opt.resize import mean_of
       >>> mean_of({"w": np.array([[1.0], [4.0]])}, 3)["w"].tolist()
@@ -64,7 +64,7 @@ def resize(
     Raises:
       ValueError: for a state of other rounds, or an unknown policy.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> from local_opt.resize import resize
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1, momentum=0.9), axis_name="worker")

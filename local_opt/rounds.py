@@ -21,7 +21,7 @@ from syncopate import mesh
 class Rounds(NamedTuple):
     """The steps and the sync of a round: pure functions for one worker.
 
-    Fields:
+    Attributes:
       init: `params -> state`.
       update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
         worker, without any collective unless `in_step`.
@@ -92,7 +92,7 @@ def local_rounds(
         state lacks, local fields that would undo a sync, or parameters that are not floating; from
         `sync`, for leaves that the wire cannot carry.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> rounds = local_opt.local_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers
@@ -198,7 +198,7 @@ def parallel_rounds(
     Raises:
       ValueError: from `init`, for parameters that are not floating.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> rounds = local_opt.parallel_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers
@@ -249,7 +249,7 @@ def accumulated_rounds(
     Raises:
       ValueError: from `init`, for parameters that are not floating.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> rounds = local_opt.accumulated_rounds(optax.sgd(0.5))
       >>> x = jnp.array([1.0, 1.0])  # two workers, with two batches each

@@ -29,7 +29,7 @@ def every_step(total_steps: int) -> SyncPlan:
     Returns:
       The plan.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.every_step(10).volume
       1.0
@@ -52,7 +52,7 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
     Raises:
       ValueError: for values out of range.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.constant(4, total_steps=10).periods.tolist()
       [4, 4, 2]
@@ -81,7 +81,7 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     Raises:
       ValueError: for values out of range.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.post_local(4, switch_step=3, total_steps=10).periods.tolist()
       [1, 1, 1, 4, 3]
@@ -116,7 +116,7 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     Raises:
       ValueError: for values out of range.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.swap(2, switch_step=4, total_steps=10).periods.tolist()
       [2, 2, 6]
@@ -149,7 +149,7 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
     Raises:
       ValueError: if a probability is outside (0, 1].
 
-    Example:
+    Examples:
       >>> import jax, local_opt
       >>> local_opt.bernoulli(1.0, total_steps=5, key=jax.random.key(0)).rounds
       5
@@ -192,7 +192,7 @@ def power_rule(
       ValueError: for values out of range, or a rate that is negative, not finite, or 0 in the
         first step after the warmup (the rule would never synchronise).
 
-    Example:
+    Examples:
       >>> import optax, local_opt
       >>> lr = optax.cosine_decay_schedule(0.1, 100)
       >>> plan = local_opt.power_rule(lr, total_steps=100, alpha=0.2, h_base=1, power=1)
@@ -244,7 +244,7 @@ def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:
     Raises:
       ValueError: as `power_rule`.
 
-    Example:
+    Examples:
       >>> import optax, local_opt  # ViT-B, 300 epochs of ImageNet
       >>> lr = optax.warmup_cosine_decay_schedule(0.0, 0.008, 10000, 93600, 1e-6)
       >>> plan = local_opt.qsr(

@@ -44,7 +44,7 @@ def stream_segments(
       ValueError: for no plan, plans of different lengths, a round shorter than the delay (other
         than a fragment's first and last), or a start out of range.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> turns = {f: local_opt.constant(4, total_steps=9, offset=2 * f) for f in range(2)}
       >>> for begin, end, due in local_opt.stream_segments(turns, delay=1)[:4]:

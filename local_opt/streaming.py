@@ -23,7 +23,7 @@ NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or a
 class Streaming(NamedTuple):
     """The steps and the syncs of fragments: pure functions for one worker.
 
-    Fields:
+    Attributes:
       init: `params -> state`.
       update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
         worker, without any collective.
@@ -88,7 +88,7 @@ def streaming_rounds(
       ValueError: for values out of range; from `init`, for fragments that do not fit the
         parameters, optimizer state that would undo a sync, or parameters that are not floating.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> stream = local_opt.streaming_rounds(optax.sgd(1.0), fragments=2)
       >>> x = {"a": jnp.array([0.0, 4.0]), "b": jnp.array([0.0, 4.0])}  # two workers

@@ -26,7 +26,7 @@ def synchronize(tree: PyTree, *, axis_name: str | tuple[str, ...] = AXIS) -> PyT
     Returns:
       A tree of the same shapes and dtypes.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, local_opt
       >>> jax.vmap(local_opt.synchronize, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]

@@ -88,7 +88,7 @@ def local_steps(
       ValueError: for anything but a plan, or an unknown policy; from `init` for parameters that are
         not floating, or optimizer state that would undo a sync; from `update` without params.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
       >>> plan = local_opt.constant(2, total_steps=4)
       >>> opt = local_opt.local_steps(optax.sgd(1.0), plan)
@@ -212,7 +212,7 @@ def diloco(
     Warns:
       UserWarning: if the plan has few rounds for the momentum.
 
-    Example:
+    Examples:
       >>> import optax, local_opt
       >>> plan = local_opt.constant(50, total_steps=5000)
       >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan)
@@ -257,7 +257,7 @@ def slowmo(
     Warns:
       UserWarning: if the plan has few rounds for the momentum.
 
-    Example:
+    Examples:
       >>> import optax, local_opt
       >>> plan = local_opt.constant(12, total_steps=1200)
       >>> optimizer = local_opt.slowmo(optax.sgd(0.1), plan, opt_state="reset")

@@ -18,7 +18,7 @@ LANES = 128
 class Wire(NamedTuple):
     """A format in which workers send the changes of their parameters.
 
-    Fields:
+    Attributes:
       rule: a description.
       encode: `float32[r, 128] -> unsigned[q, 128]`.
       decode: `(unsigned[q, 128], r) -> float32[r, 128]`.

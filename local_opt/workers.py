@@ -33,7 +33,7 @@ def consolidate(tree: PyTree) -> PyTree:
     Raises:
       ValueError: for a leaf without workers.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, local_opt, optax
       >>> local_opt.consolidate({"w": jnp.array([[1.0], [3.0]]), "count": jnp.array([7, 7])})
       {'count': Array(7, dtype=int32), 'w': Array([2.], dtype=float32)}
@@ -66,7 +66,7 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     Returns:
       The mean of the statistics. Under a named axis, `synchronize` averages them over all workers.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, local_opt
       >>> moments = lambda scale, x: {"mean": jnp.mean(scale * x), "var": jnp.var(scale * x)}
       >>> batches = jnp.array([[0.0, 2.0], [4.0, 6.0]])
@@ -97,7 +97,7 @@ def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -
       ValueError: with the leaf, the distance, and the worker furthest from worker 0; or for a leaf
         without workers.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, local_opt
       >>> local_opt.check_synced({"w": jnp.array([[1.0], [1.0 + 1e-7]])})
       >>> local_opt.check_synced({"w": jnp.array([[1.0], [1.1]])})
@@ -159,7 +159,7 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
     Raises:
       ValueError: with the processes whose plan differs from that of process 0.
 
-    Example:
+    Examples:
       >>> import local_opt
       >>> local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
     """

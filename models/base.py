@@ -15,7 +15,7 @@ from syncopate.mesh import platform
 class Model(NamedTuple):
     """A model as pure functions.
 
-    Fields:
+    Attributes:
       init: `key -> params`, a pytree of float arrays.
       loss: `(params, batch, key) -> float32[n]`, one loss per example of the batch.
       predict: `(params, inputs) -> logits`, deterministic; `(params, inputs, statistics) -> logits`
@@ -28,7 +28,7 @@ class Model(NamedTuple):
     evaluation, average `statistics` over several batches of training inputs at the parameters to
     be evaluated.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, models
       >>> model = models.softmax_regression(num_features=4, num_classes=3)
       >>> params = model.init(jax.random.key(0))

@@ -201,7 +201,7 @@ def lenet(
     Raises:
       ValueError: for another image size.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> params = models.lenet().init(jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))

@@ -130,7 +130,7 @@ def gpt2(
       ValueError: if a size is out of range, `heads` does not divide `width`, or the dtype is
         unknown; from `loss` and `predict` if a sequence is longer than `context`.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> from models.gpt2 import SIZES
       >>> model = models.gpt2(vocab_size=50257, context=1024, **SIZES["small"])

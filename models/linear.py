@@ -23,7 +23,7 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
     Raises:
       ValueError: if a size is out of range.
 
-    Example:
+    Examples:
       >>> import models
       >>> model = models.softmax_regression(num_features=64, num_classes=10, l2=1e-3)
     """
@@ -53,7 +53,7 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     Raises:
       ValueError: if a size is out of range.
 
-    Example:
+    Examples:
       >>> import models
       >>> model = models.logistic_regression(num_features=20)
     """
@@ -88,7 +88,7 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
     Raises:
       RuntimeError: if the tolerance is not reached.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, models
       >>> model = models.logistic_regression(num_features=1, l2=1.0)
       >>> batch = {"x": jnp.array([[1.0], [1.0]]), "y": jnp.array([0, 1])}
@@ -148,7 +148,7 @@ def mlp(
     Raises:
       ValueError: if a size is out of range.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> model = models.mlp(num_features=784, hidden=(128,), num_classes=10)
       >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))
@@ -181,7 +181,7 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
     Raises:
       ValueError: if a size is out of range; from `loss` if y has another shape than the forecast.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> model = models.forecaster(lags=20, horizon=6, hidden=(64, 64, 64))
       >>> sum(p.size for p in jax.tree.leaves(model.init(jax.random.key(0))))

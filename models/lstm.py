@@ -41,7 +41,7 @@ def lstm(
     Raises:
       ValueError: if a size is out of range or the dtype is unknown.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> model = models.lstm(vocab_size=33278, width=32)
       >>> params = jax.eval_shape(model.init, jax.random.key(0))

@@ -175,7 +175,7 @@ def mobilenet_v2(
     Raises:
       ValueError: if a size is out of range or the dtype is unknown.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> params = jax.eval_shape(models.mobilenet_v2().init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))
@@ -236,7 +236,7 @@ def mobilenet_v3(
     Raises:
       ValueError: if a size is out of range, or the variant or dtype is unknown.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> model = models.mobilenet_v3(variant="small")
       >>> params = jax.eval_shape(model.init, jax.random.key(0))

@@ -177,7 +177,7 @@ def resnet(
     Raises:
       ValueError: if a size is out of range, or the depth, norm, stem or dtype is unknown.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> params = jax.eval_shape(models.resnet(depth=18).init, jax.random.key(0))
       >>> sum(p.size for p in jax.tree.leaves(params))

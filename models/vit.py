@@ -115,7 +115,7 @@ def vit(
     Raises:
       ValueError: if a size is out of range or does not divide, or an option is unknown.
 
-    Example:
+    Examples:
       >>> import jax, models
       >>> from models.vit import SIZES
       >>> published = {"image_shape": (224, 224, 3), "pool": "class", "gelu": "exact"}

@@ -21,7 +21,7 @@ State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` 
 class Ordering(NamedTuple):
     """The order in which one worker visits its units, as a set of pure functions.
 
-    Fields:
+    Attributes:
       init: `(key, params) -> state`. `key` is this worker's own typed key. Of `params` only the
         structure and the shapes are used: those of one gradient.
       observe: `(state, rows) -> state`. Called in the jitted step with the gradients of the next
@@ -34,7 +34,7 @@ class Ordering(NamedTuple):
     next epoch as far as it is known; and `left`, int32[]: the entries `next[:left]` are final, so
     that input can be read ahead across the end of the epoch.
 
-    Example:
+    Examples:
       >>> import jax, ordering
       >>> order = ordering.random_reshuffling(4)
       >>> state = order.init(jax.random.key(0), params=None)

@@ -90,7 +90,7 @@ def dealt(
       ValueError: at construction for num_units or `how` out of range; from `init`, outside of the
         axis, for an order that does not sign pairs, or if total is out of range.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> order = ordering.dealt(ordering.cd_grab(4, units_per_step=2), 4)
       >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device
@@ -173,7 +173,7 @@ def dealt_reshuffling(
       ValueError: if num_units is below 1; from `init`, outside of the axis or if total is below
         W M.
 
-    Example:
+    Examples:
       >>> import jax, ordering
       >>> order = ordering.dealt_reshuffling(4)
       >>> keys = jax.random.split(jax.random.key(0), 2)

@@ -105,7 +105,7 @@ def exchange_rows(rows: Rows, *, axis_name: str = "worker") -> tuple[PyTree, Row
     Raises:
       ValueError: if the rows hold no gradients, or the mesh has axes besides the workers'.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> mean = lambda g: ordering.exchange_rows(ordering.Rows.of(g))[0]
       >>> jax.vmap(mean, axis_name="worker")(jnp.array([[[1.0]], [[3.0]]])).tolist()

@@ -50,7 +50,7 @@ def grab(
       ValueError: at construction if sizes are out of range; while tracing if the rows have another
         size or other shapes.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> order = ordering.grab(3)
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(2))

@@ -30,7 +30,7 @@ def herding_bound(
     Raises:
       ValueError: if the shapes do not match or for another norm.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, ordering
       >>> z = jnp.array([[1.0], [1.0], [-1.0], [-1.0]])
       >>> float(ordering.herding_bound(z, jnp.arange(4)))
@@ -86,7 +86,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
       ValueError: at construction if sizes are out of range; while tracing if the rows have another
         size or other shapes.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> order = ordering.greedy_herding(16, units_per_step=4)
 

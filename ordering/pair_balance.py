@@ -63,7 +63,7 @@ def pair_balance(
       ValueError: at construction if sizes are out of range; while tracing if the rows have another
         size or other shapes.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> order = ordering.pair_balance(4, units_per_step=2)
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(3))
@@ -127,7 +127,7 @@ def cd_grab(
         tracing if the rows have another size or other shapes, if the axis is not in scope, or if
         the mesh has other axes and specs is None.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> order = ordering.cd_grab(4, units_per_step=2)
       >>> keys = jax.random.split(jax.random.key(0), 8)  # 8 workers on one device

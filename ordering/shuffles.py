@@ -34,7 +34,7 @@ def random_reshuffling(num_units: int) -> Ordering:
     Raises:
       ValueError: if num_units is below 1.
 
-    Example:
+    Examples:
       >>> import jax, ordering
       >>> state = ordering.random_reshuffling(8).init(jax.random.key(0), params=None)
       >>> sorted(state.current.tolist())
@@ -59,7 +59,7 @@ def shuffle_once(num_units: int) -> Ordering:
     Raises:
       ValueError: if num_units is below 1.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> order = ordering.shuffle_once(8)
 
@@ -83,7 +83,7 @@ def flip_flop(num_units: int) -> Ordering:
     Raises:
       ValueError: if num_units is below 1.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> order = ordering.flip_flop(8)
 
@@ -113,7 +113,7 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
     Raises:
       ValueError: if a size is out of range.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> order = ordering.block_reshuffling(100, block_size=10)
 
@@ -154,7 +154,7 @@ def unzip(num_units: int) -> Ordering:
     Raises:
       ValueError: if num_units is below 1.
 
-    Example:
+    Examples:
       >>> import jax, ordering
       >>> order = ordering.unzip(5)
       >>> state = order.init(jax.random.key(0), params=None)

@@ -18,7 +18,7 @@ State = Any
 class SignRule(NamedTuple):
     """A rule that chooses the sign of each vector, as a set of pure functions.
 
-    Fields:
+    Attributes:
       init: `key -> state`. Workers that share a running sum pass the same key.
       sign: `(state, dot, norm2) -> (state, sign)`, with dot = <r, c>, norm2 = |c|^2 and the sign
         +1 or -1, float32 scalars.
@@ -36,7 +36,7 @@ def greedy() -> SignRule:
     Returns:
       A deterministic `SignRule` without state.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> float(ordering.greedy().sign((), 0.5, 1.0)[1])
       -1.0
@@ -70,7 +70,7 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
     Raises:
       ValueError: if bound is not positive.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> rule = ordering.self_balancing_walk(bound=30.0)
 
@@ -119,7 +119,7 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
     Raises:
       ValueError: for arguments out of range.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> rule = ordering.kernel_halving(num_epochs=10, num_pairs=500)
 

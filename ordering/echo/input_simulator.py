@@ -58,7 +58,7 @@ def echo_forecast(
     Raises:
       ValueError: for values out of range, or too few of load_seconds.
 
-    Example:
+    Examples:
       >>> import jax, ordering  # loads of four steps' time: R = 4
       >>> pace = dict(load_seconds=0.008, step_seconds=0.002, depth=1)
       >>> every = ordering.echo.fixed(1, total_steps=1000)

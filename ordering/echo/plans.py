@@ -29,7 +29,7 @@ class EchoPlan(plans.Plan):
     Raises:
       ValueError: if there is no step, or the first is not fresh.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> plan = ordering.echo.EchoPlan([True, False, True, False, False])
       >>> plan.loads, plan.share, plan.uses.tolist()
@@ -131,7 +131,7 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
     Raises:
       ValueError: for a factor that is not whole or below 1.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> ordering.echo.fixed(4, total_steps=10).uses.tolist()
       [4, 4, 2]
@@ -161,7 +161,7 @@ def bernoulli(
     Raises:
       ValueError: if a probability is outside (0, 1].
 
-    Example:
+    Examples:
       >>> import jax, optax, ordering
       >>> p = optax.cosine_decay_schedule(1.0, 1000, alpha=0.25)  # from 1 to 1/4
       >>> plan = ordering.echo.bernoulli(p, total_steps=1000, key=jax.random.key(0))
@@ -196,7 +196,7 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
     Raises:
       ValueError: if a rate is outside (0, 1].
 
-    Example:
+    Examples:
       >>> import ordering
       >>> ordering.echo.error_diffusion(0.4, total_steps=10).uses.tolist()
       [3, 2, 3, 2]
@@ -263,7 +263,7 @@ def measured(
     Raises:
       ValueError: for values out of range, or decisions that are not those of a run's first steps.
 
-    Example:
+    Examples:
       >>> import numpy as np, ordering
       >>> policy = ordering.echo.measured(total_steps=6, max_factor=3)
       >>> with ordering.input.load_ahead(np.ones(2) for _ in range(6)) as loader:

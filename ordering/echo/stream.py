@@ -78,7 +78,7 @@ def echo_batches(
       LoadError: from `next`, with the number of a load that fails, is late or is missing; after a
         late one `next` may be called again.
 
-    Example:
+    Examples:
       >>> import numpy as np, ordering
       >>> plan = ordering.echo.fixed(2, total_steps=4)
       >>> loads = (np.full(3, i) for i in range(2))
@@ -229,7 +229,7 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
     Raises:
       ValueError: for a negative or infinite strength; from `update` without params or `fresh`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, ordering
       >>> opt = optax.chain(ordering.echo.proximal_anchor(2.0), optax.sgd(0.5))
       >>> x, g = jnp.array(1.0), jnp.array(1.0)

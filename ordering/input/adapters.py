@@ -42,7 +42,7 @@ def map_dataset(
         the state of another order.
       ImportError: if Grain is not installed.
 
-    Example:
+    Examples:
       >>> import numpy as np, ordering
       >>> dataset = ordering.input.map_dataset(np.arange(4) * 10, [2, 0, 3, 1], units_per_step=2)
       >>> [batch.tolist() for batch in dataset]
@@ -120,7 +120,7 @@ def torch_sampler(
       ValueError: for orders or sizes that do not fit; from `load_state_dict`, for a state of
         another order.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> sampler = ordering.input.torch_sampler([2, 0, 1], units_per_step=2)
       >>> len(sampler), list(sampler)

@@ -28,7 +28,7 @@ class Front(NamedTuple):
 class Epochs(Iterator, contextlib.AbstractContextManager):
     """Batches of all epochs; see `read_epochs`. As a context manager it closes its threads.
 
-    Fields:
+    Attributes:
       epoch, step: position of the next batch; at an epoch's end `step` is the number of its steps.
       epoch_ended: whether the last batch was the last of its epoch: after its step, call the
         order's `next_epoch`.
@@ -204,7 +204,7 @@ def read_epochs(
         called.
       LoadError: from `next`, with the number of the load that failed, hangs or is missing.
 
-    Example:
+    Examples:
       >>> import jax, numpy as np, ordering
       >>> order = ordering.random_reshuffling(6)
       >>> state = order.init(jax.random.key(0), None)

@@ -87,7 +87,7 @@ def load_ahead(
       ValueError: for batches that are no iterable, or a depth, timeout or first_load out of range.
       LoadError: from `next`, with the number of the load that failed or hangs.
 
-    Example:
+    Examples:
       >>> import numpy as np, ordering
       >>> loader = ordering.input.load_ahead(np.full(2, i) for i in range(3))
       >>> [int(batch.sum()) for batch in loader]

@@ -32,7 +32,7 @@ def reader(
         of unequal lengths; from `read`, for lists of unequal lengths, missing values, and examples
         with other shapes or keys.
 
-    Example:
+    Examples:
       >>> import numpy as np, ordering
       >>> size, read = ordering.input.reader([{"x": np.full(2, i)} for i in range(5)])
       >>> size, read(np.array([3, 1]))["x"].tolist()
@@ -186,7 +186,7 @@ def step_indices(
     Raises:
       ValueError: if units are out of range or named twice, or a size does not fit.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> indices, batch_size = ordering.input.step_indices(
       ...     [[2, 0, 1], [1, 0, 2]], units_per_step=2

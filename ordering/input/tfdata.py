@@ -52,7 +52,7 @@ def batches(
       ImportError: if TensorFlow is not installed.
       RuntimeError: from `next`, naming the examples, if a batch cannot be read or transformed.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> import ordering
       >>> source = {"x": np.arange(5), "y": np.arange(5) ** 2}
