@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Key, PyTree, UInt32
 
 from ordering import trace
 from ordering.gradients import loss_alone, per_example, signed_as
@@ -33,7 +34,7 @@ from syncopate.mesh import varying
 
 
 def sketched(
-    loss: Callable, key: jax.Array, *, size: int = SIZE, has_aux: bool = False
+    loss: Callable, key: Key[Array, ""], *, size: int = SIZE, has_aux: bool = False
 ) -> Callable:
     """Every unit has a gradient of its own, and none is formed: a sketch of each, by one backward.
 
@@ -93,7 +94,7 @@ def sketched(
         example = jax.tree.map(lambda x: x[0], batch)
         of_one = loss_alone(loss, has_aux)
         plan, program = _analyse(of_one, varying(params, batch), example, keys[0], size)
-        maps = maps_of(plan, params, sketch_key, size)
+        maps = maps_of(plan, sketch_key)
 
         def total(params, zeros):
             params = varying(params, batch)  # what devices differ in is of the type of the data
@@ -110,7 +111,9 @@ def sketched(
     return gradients
 
 
-def sketched_parameters(loss: Callable, params, batch, key: jax.Array, *, size: int = SIZE):
+def sketched_parameters(
+    loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""], *, size: int = SIZE
+) -> list[Leaf]:
     """How `sketched` treats every parameter; nothing is computed.
 
     Args:
@@ -129,8 +132,8 @@ def sketched_parameters(loss: Callable, params, batch, key: jax.Array, *, size: 
       ('sketched', 'product')
     """
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    shapes = jax.eval_shape(lambda *a: a, params, example, key)
-    return _analyse(loss_alone(loss, False), *shapes, size)[0]
+    params, example, key = jax.eval_shape(lambda *a: a, params, example, key)
+    return _analyse(loss_alone(loss, False), params, example, key, size)[0]
 
 
 def _analyse(of_one, params, example, key, size):
@@ -169,12 +172,12 @@ def _analyse(of_one, params, example, key, size):
 class Map(NamedTuple):
     """The random signs of one parameter: of the entries of its rows and of its columns."""
 
-    seed: jax.Array
+    seed: UInt32[Array, ""]
     left: Any = None
     right: Any = None
 
 
-def maps_of(plan, params, key, size) -> list[Map]:
+def maps_of(plan: list[Leaf], key: Key[Array, ""]) -> list[Map]:
     seeds = jax.random.bits(jax.random.clone(key), (len(plan),), jnp.uint32)
     return [_map_of(leaf, seed) for leaf, seed in zip(plan, seeds, strict=True)]
 
@@ -218,13 +221,13 @@ def _tap_backward(sketch_of_cotangent, data, dy):
 _tap.defvjp(_tap_forward, _tap_backward)
 
 
-def copied(value, s, of: Map):
+def copied(value: Array, s: Float32[Array, "k"], of: Map) -> Array:
     """A copy of a parameter for this unit."""
     size = s.size
     return _tap(lambda dw, seed: fold(as_float32(dw), seed, size), value, s, (of.seed,))
 
 
-def site_of(plan, maps, s, use: Use, w):
+def site_of(plan: list[Leaf], maps: list[Map], s: Float32[Array, "k"], use: Use, w: Array) -> Array:
     leaf, of = plan[use.param.leaf], maps[use.param.leaf]
     if use.param.stack:
         of = _of_slice(of, use.param.index)

@@ -13,23 +13,21 @@ signature, name and docstring of the loss, so that arguments may be passed by na
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Key, PyTree
 
 from ordering import rows as rows_lib
 from ordering.sketch import sketch_rows
 from syncopate.mesh import alike
-
-PyTree = Any
 
 
 def per_example(
     loss: Callable,
     *,
     has_aux: bool = False,
-    to_sketch: Callable[[PyTree], jax.Array] | None = None,
+    to_sketch: Callable[[PyTree], Array] | None = None,
     in_turn: bool = False,
 ) -> Callable:
     """Every example is a unit: one gradient each.
@@ -198,7 +196,7 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
     return of_groups
 
 
-def check_separable(loss: Callable, params, batch, key) -> None:
+def check_separable(loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""]) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
     Compares losses of a batch, of two or three examples, with those of its examples alone.

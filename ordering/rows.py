@@ -6,12 +6,11 @@ interchangeable behind them. All arithmetic is float32, whatever the gradients a
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-PyTree = Any
+from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 
 class Rows(NamedTuple):
@@ -30,9 +29,9 @@ class Rows(NamedTuple):
     """
 
     size: int
-    dot: Callable[[PyTree], jax.Array]
-    combine: Callable[[jax.Array], PyTree]
-    gram: Callable[[], jax.Array]
+    dot: Callable[[PyTree], Float32[Array, "n"]]
+    combine: Callable[[Float32[Array, "n"]], PyTree]
+    gram: Callable[[], Float32[Array, "n n"]]
     tree: PyTree | None = None
     workers: int | None = None
 
@@ -56,13 +55,14 @@ class Rows(NamedTuple):
           [1.0, 2.0, 3.0]
         """
         sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
-        if len(sizes) != 1 or None in sizes:
+        size = next(iter(sizes), None)
+        if len(sizes) != 1 or size is None:
             raise ValueError(
                 f"rows need leaves with one common leading axis, got leading sizes {sizes}: "
                 "stack one gradient per unit, for instance with jax.vmap(jax.grad(loss))."
             )
         return cls(
-            size=sizes.pop(),
+            size=size,
             dot=lambda vector: _sum_leaves(_dot_leaf, tree, vector),
             combine=lambda weights: jax.tree.map(lambda leaf: _combine_leaf(weights, leaf), tree),
             gram=lambda: _sum_leaves(_gram_leaf, tree),
@@ -123,12 +123,12 @@ def differences(rows: Rows) -> Rows:
     )
 
 
-def split_pairs(leaf: jax.Array, pairs: int) -> jax.Array:
+def split_pairs(leaf: Float[Array, "n ..."], pairs: int) -> Float[Array, "P 2 ..."]:
     """Reshapes [n, ...] to [pairs, 2, ...]; without a copy when n is 2 * pairs."""
     return leaf[: 2 * pairs].reshape((pairs, 2, *leaf.shape[1:]))
 
 
-def subtract(pair: jax.Array) -> jax.Array:
+def subtract(pair: Float[Array, "2 ..."]) -> Float32[Array, "..."]:
     """The float32 difference [...] of a leaf [2, ...]."""
     return as_float32(pair[0]) - as_float32(pair[1])
 
@@ -136,11 +136,11 @@ def subtract(pair: jax.Array) -> jax.Array:
 subtract_pairs = jax.vmap(subtract)
 
 
-def as_float32(leaf: jax.Array) -> jax.Array:
+def as_float32(leaf: Array) -> Float32[Array, "..."]:
     return leaf.astype(jnp.float32)
 
 
-def tree_dot(left: PyTree, right: PyTree) -> jax.Array:
+def tree_dot(left: PyTree, right: PyTree) -> Float32[Array, ""]:
     """The float32 inner product of two trees."""
     return _sum_leaves(lambda a, b: jnp.vdot(as_float32(a), as_float32(b)), left, right)
 
@@ -155,13 +155,13 @@ def tree_size(tree: PyTree) -> int:
     return sum(jnp.size(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def flat(rows: Rows) -> jax.Array:
+def flat(rows: Rows) -> Float[Array, "n D"]:
     """Stacked rows as one matrix [n, D], leaf after leaf."""
     leaves = jax.tree.leaves(rows.tree)
     return jnp.concatenate([leaf.reshape(rows.size, -1) for leaf in leaves], axis=1)
 
 
-def finite_units(rows: Rows) -> jax.Array:
+def finite_units(rows: Rows) -> Bool[Array, "n"]:
     """bool[n]: which units have a gradient without inf or nan; balanced orders skip the others."""
     if rows.tree is None:
         return jnp.isfinite(jnp.diagonal(rows.gram()))

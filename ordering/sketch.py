@@ -1,19 +1,21 @@
 """Sketches: k numbers that stand for a gradient wherever only inner products are asked for."""
 
+import functools
 import math
+import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Float32, Key, PyTree, UInt32
 
 from ordering import rows as rows_lib
 from ordering.exchange import LANES, parts
 from syncopate import mesh, plans
 
-PyTree = Any
 SIZE = 1024  # sketch_size(10**4)
 BLOCK = 8192  # entries of a leaf that are added up at once: they stay in a cache
 TILE = 8  # rows of numbers that a TPU keeps together
@@ -58,7 +60,9 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
     return LANES * math.ceil(least / LANES)
 
 
-def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree], jax.Array]:
+def sketch(
+    key: Key[Array, ""], *, size: int = SIZE, specs: PyTree[P] | None = None
+) -> Callable[[PyTree], Float32[Array, "k"]]:
     """A random linear map from gradients to k numbers that keeps inner products.
 
     E[S g . S h] = g . h, with a variance of about 2 |g|^2 |h|^2 / k.
@@ -120,12 +124,15 @@ def sketch(key: jax.Array, *, size: int = SIZE, specs=None) -> Callable[[PyTree]
         small = [leaf.reshape(-1) for leaf in leaves if leaf.size <= SMALL]
         arrays = large + ([jnp.concatenate(small)] if small else [])
         seeds = jax.random.bits(key, (len(arrays),), jnp.uint32)
-        return sum(fold(array, seed, size) for array, seed in zip(arrays, seeds, strict=True))
+        sums = [fold(array, seed, size) for array, seed in zip(arrays, seeds, strict=True)]
+        return functools.reduce(operator.add, sums)
 
     return apply
 
 
-def sketch_rows(rows: rows_lib.Rows, to_sketch: Callable[[PyTree], jax.Array]) -> rows_lib.Rows:
+def sketch_rows(
+    rows: rows_lib.Rows, to_sketch: Callable[[PyTree], Float32[Array, "k"]]
+) -> rows_lib.Rows:
     """The rows of the sketches: any order runs on them, with a state of k numbers.
 
     Args:
@@ -146,7 +153,7 @@ def sketch_rows(rows: rows_lib.Rows, to_sketch: Callable[[PyTree], jax.Array]) -
     return rows_lib.Rows.of(jax.vmap(to_sketch)(rows.tree))
 
 
-def fold(leaf: jax.Array, seed: jax.Array, size: int) -> jax.Array:
+def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]:
     """float32[k] of one array: entry (b, n), the n-th of block b, has the sign t_b r_(n + b).
 
     Blocks of whole slices are added up first, then the block in sums of every k-th entry, with
@@ -226,7 +233,9 @@ def _signs_at(seed, shape, block):
     return hash_signs(seed, jax.vmap(lambda b: n + b)(block) if block.ndim else n + block)
 
 
-def grouped_sums(x: jax.Array, signs: jax.Array, sums: int, groups: int) -> jax.Array:
+def grouped_sums(
+    x: Float[Array, "T K"], signs: Float32[Array, "..."], sums: int, groups: int
+) -> Float32[Array, "T p m"]:
     """float32[T, p, m] of x [T, K]: in each of m groups, p sums of its entries with random signs.
 
     The products of what a group has of x_t and of y_t, added up over t, sketch x^T y (TensorSketch,
@@ -244,19 +253,19 @@ def grouped_sums(x: jax.Array, signs: jax.Array, sums: int, groups: int) -> jax.
     return jnp.einsum("tpab,ac,bd->tpcd", parted, *both).reshape(x.shape)
 
 
-def table_of_sums(signs: jax.Array, sums: int, groups: int) -> jax.Array:
+def table_of_sums(signs: Float32[Array, "..."], sums: int, groups: int) -> Float32[Array, "K pm"]:
     """[K, p m]: `grouped_sums` of the unit vectors."""
     places = jnp.arange(signs.size) % (sums * groups)
     return signs.reshape(-1, 1) * jnp.kron(jnp.eye(sums), hadamard(groups))[places]
 
 
-def hadamard(size: int) -> np.ndarray:
+def hadamard(size: int) -> Float32[np.ndarray, "n n"]:
     """[n, n], n a power of two: -1 where i and j have an odd number of binary ones in common."""
     i = np.arange(size)
     return 1 - 2 * (np.bitwise_count(i[:, None] & i) % 2).astype(np.float32)
 
 
-def hash_signs(seed: jax.Array, places) -> jax.Array:
+def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, "..."]:
     """float32 signs of these places, by a hash that any backend computes while it reads."""
     x = jnp.asarray(places).astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ seed
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):

@@ -8,20 +8,23 @@ parameter.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree, UInt32
 
 from ordering import uses
-from ordering.uses import Hooks, Param, bind, raw
+from ordering.uses import Hooks, Param, Use, bind, raw
 
 LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
 EXACT = 4  # gradients of up to EXACT k numbers are formed: that costs less than two products
 
 
-def walk(jaxpr: core.Jaxpr, consts, args, hooks: Hooks) -> list:
+def walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence, hooks: Hooks) -> list:
     """The results of a jaxpr on values of which some are `Param`."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
@@ -41,13 +44,13 @@ def walk(jaxpr: core.Jaxpr, consts, args, hooks: Hooks) -> list:
     return [_plain(read(v), "the result", hooks) for v in jaxpr.outvars]
 
 
-def entering(leaf: int, value) -> Param:
+def entering(leaf: int, value: Array) -> Param:
     """A whole leaf."""
     dims = tuple(((i, n),) if n > 1 else () for i, n in enumerate(value.shape))
     return Param(value, leaf, dims, 0, jnp.uint32(0))
 
 
-def slice_index(index, place) -> jax.Array:
+def slice_index(index: ArrayLike, place: ArrayLike) -> UInt32[Array, ""]:
     """uint32: the slice at this place of the slice that was at `index`."""
     return jnp.asarray(index, jnp.uint32) * jnp.uint32(65599) + jnp.asarray(place, jnp.uint32) + 1
 
@@ -173,7 +176,15 @@ class Leaf(NamedTuple):
     sizes: tuple[int, int, int] = (0, 0, 0)
 
 
-def leaf_of(name, shape, seen, unknown, rank, size) -> Leaf:
+def leaf_of(
+    name: str,
+    shape: tuple[int, ...],
+    seen: Sequence[Use],
+    unknown: Sequence[str],
+    rank: int,
+    size: int,
+) -> Leaf:
+    """The plan for a parameter with these uses, whose gradients have at most this rank."""
     kinds = ", ".join(dict.fromkeys(use.kind for use in seen))
     stacks = {use.param.stack for use in seen}
     if unknown or len(stacks) != 1:
@@ -185,19 +196,20 @@ def leaf_of(name, shape, seen, unknown, rank, size) -> Leaf:
     if number <= EXACT * size or "linear" in kinds or len(sides) > 1:
         return Leaf(name, shape, "formed", kinds, stack)
     rows, cols = (numbers_of(side) for side in (seen[0].rows, seen[0].cols))
-    lengths = [math.prod(shape[i] for i in side) for side in (rows, cols)]
-    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, _sizes(*lengths, rank, size))
+    lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
+    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, _sizes(lengths, rank, size))
 
 
-def numbers_of(side) -> tuple[int, ...]:
+def numbers_of(side: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(sorted(number for number, _ in side))
 
 
-def _sizes(rows: int, cols: int, rank: int, size: int) -> tuple[int, int, int]:
+def _sizes(lengths: Iterable[int], rank: int, size: int) -> tuple[int, int, int]:
     """(m, p, q), m p q <= k: groups in which no two entries share a sum, fewer for high ranks.
 
     One group suffices for a high rank: its errors are independent from vector to vector.
     """
+    rows, cols = lengths
     most = max(1, size // (LEAST * rank))
     wanted = math.ceil(rows * cols / size)
     groups = 1 << min(most.bit_length() - 1, (wanted - 1).bit_length())
@@ -207,7 +219,7 @@ def _sizes(rows: int, cols: int, rank: int, size: int) -> tuple[int, int, int]:
     return groups, min(size // q, rows), q
 
 
-def plan_of(closed, params, args, size) -> list[Leaf]:
+def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) -> list[Leaf]:
     """What becomes of every parameter, from a walk that notes all uses."""
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     shapes = [jnp.shape(leaf) for leaf in args[0]]

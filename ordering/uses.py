@@ -5,12 +5,14 @@ Products and look-ups are taken in the form that the machine compiled for is goo
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.extend import core
+from jaxtyping import Array, Int
 
 
 class Param(NamedTuple):
@@ -53,18 +55,18 @@ class Use(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    site: Callable  # (use, w) -> y, where y is function(w, *data) of the use
-    unknown: Callable  # (param, name of the primitive) -> None
+    site: Callable[[Use, Array], Array]  # (use, w) -> y = use.function(w, *use.data)
+    unknown: Callable[[Param, str], None]  # (param, name of the primitive)
 
 
-def bind(equation, values) -> list:
+def bind(equation: core.JaxprEqn, values: Sequence) -> list:
     params = equation.primitive.get_bind_params(equation.params)
     with equation.ctx.manager:
         found = equation.primitive.bind(*values, **params)
     return list(found) if equation.primitive.multiple_results else [found]
 
 
-def raw(value):
+def raw(value: Any) -> Any:
     return value.value if isinstance(value, Param) else value
 
 
@@ -170,7 +172,7 @@ RULES = {
 
 
 @functools.cache
-def product(precision=None, preferred_element_type=None) -> Callable:
+def product(precision: Any = None, preferred_element_type: Any = None) -> Callable:
     """`(x [T, K], w [K, N]) -> [T, N]`: on a CPU, under vmap of x, batch and rows are one axis.
 
     A CPU is slower at a product of three axes; a TPU's compiler does not join the
@@ -198,7 +200,7 @@ def product(precision=None, preferred_element_type=None) -> Callable:
     return merged
 
 
-def look_up(equation, x, indices):
+def look_up(equation: core.JaxprEqn, x: Array, indices: Int[Array, "..."]) -> Array | None:
     """A gather without the axes of size 1 that its slices go along; None where there are none.
 
     A batch of one example is such an axis. Of the backward pass of a look-up of labels in logits

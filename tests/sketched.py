@@ -17,7 +17,7 @@ def sketch_of(loss, params, batch, key, *, size):
     """`tree -> float32[k]`, by the map of `ordering.sketched(loss, key)`; params may be shapes."""
     of_batch = jax.eval_shape(lambda: jax.random.key(0))
     plan = ordering.sketched_parameters(loss, params, batch, of_batch, size=size)
-    maps = maps_of(plan, params, key, size)
+    maps = maps_of(plan, key)
 
     def apply(tree):
         leaves = jax.tree.leaves(tree)
