@@ -36,28 +36,28 @@ from syncopate.mesh import varying
 def sketched(
     loss: Callable, key: Key[Array, ""], *, size: int = SIZE, has_aux: bool = False
 ) -> Callable:
-    """Every unit has a gradient of its own, and none is formed: a sketch of each, by one backward.
+    """A sketch of every unit's gradient, out of one ordinary backward pass.
 
     s_i = sum over parameters of [P_f^T G_i Q_f / m^(1/2)] for f = 1 .. m
 
     G_i is the gradient of unit i, P_f and Q_f are sums of its rows and columns with random signs.
-    It takes about the time of a plain step, and little memory. E[s_i . s_j] = G_i . G_j, about as
+    A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j, about as
     accurate as `sketch_rows(per_example(loss)(...))`: at k = 1,024, squared norms on MLPs, LeNet
     and a small GPT-2 are off by 5 to 6 % (root mean square) and inner products by 0.035 to 0.05
     |G_i| |G_j|. It is less accurate for gradients of low rank of very large matrices, with up to
     six times the variance, and for sums over many positions that nearly have rank one.
 
-    Any loss of any library will do: products, convolutions and look-ups are found in its program.
-    Where a parameter is used in another way, its gradient is formed for every unit;
-    `sketched_parameters` lists these.
+    The loss may come from any library: products, convolutions and look-ups are found in its
+    program. The gradients of parameters that are used in another way are formed for every unit;
+    `sketched_parameters` lists them.
 
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
-      key: of the sketches, typed; one key gives all workers the same map.
-      size: k; see `sketch_size`. Models of at most k parameters are not sketched: their rows are
-        the gradients, padded.
-      has_aux: whether the loss returns something beside, as in `jax.value_and_grad`; of every unit,
-        leaves [B, ...].
+      key: typed, for the random signs; give all workers the same key.
+      size: k; see `sketch_size`. For models of at most k parameters, rows are the gradients
+        themselves, padded with zeros.
+      has_aux: whether the loss returns auxiliary data too, as in `jax.value_and_grad`. That of all
+        units is stacked, leaves [B, ...].
 
     Returns:
       `(params, batch, key) -> (losses float32[B], mean gradient, Rows of size B)` for batches with
@@ -97,7 +97,7 @@ def sketched(
         maps = maps_of(plan, sketch_key)
 
         def total(params, zeros):
-            params = varying(params, batch)  # what devices differ in is of the type of the data
+            params = varying(params, batch)  # typed as varying over devices, like the batch
             losses, aux = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
             return jnp.mean(losses), (losses, aux)
 
@@ -114,10 +114,10 @@ def sketched(
 def sketched_parameters(
     loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""], *, size: int = SIZE
 ) -> list[Leaf]:
-    """How `sketched` treats every parameter; nothing is computed.
+    """How `sketched` treats every parameter. Nothing is computed.
 
     Args:
-      loss, params, batch, key: as of `sketched` and what it returns; shapes will do.
+      loss, params, batch, key: as for `sketched` and the function it returns; shapes are enough.
       size: k.
 
     Returns:
@@ -137,7 +137,7 @@ def sketched_parameters(
 
 
 def _analyse(of_one, params, example, key, size):
-    """(plan, `(params, maps, s, example, key) -> (loss, aux)`), of a loss of one example."""
+    """(plan, `(params, maps, s, example, key) -> (loss, aux)`) for a loss of one example."""
 
     def one(params, example, key):
         return of_one(params, jax.tree.map(lambda x: x[None], example), key)
@@ -170,7 +170,7 @@ def _analyse(of_one, params, example, key, size):
 
 
 class Map(NamedTuple):
-    """The random signs of one parameter: of the entries of its rows and of its columns."""
+    """The random signs of one parameter: one for each row, and one for each column."""
 
     seed: UInt32[Array, ""]
     left: Any = None
@@ -194,7 +194,7 @@ def _map_of(leaf: Leaf, seed) -> Map:
 
 
 def _of_slice(of: Map, index) -> Map:
-    """The map of a slice that a scan is at: all have signs of their own."""
+    """The map for one slice of a scanned parameter: every slice has its own signs."""
     seed = of.seed ^ (jnp.uint32(0x85EBCA6B) * index)
     if of.left is None:
         return Map(seed)
@@ -202,8 +202,8 @@ def _of_slice(of: Map, index) -> Map:
     return Map(seed, of.left * signs, of.right)
 
 
-# What a site adds to the backward pass. `data` are arrays, for rules of differentiation may not
-# close over what is traced.
+# What is added to the backward pass where a parameter is used. Arrays are passed as `data` because
+# differentiation rules must not close over traced values.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tap(sketch_of_cotangent: Callable, y, s, data):
     # s is zero; y must not be shared by units whose cotangents differ.
@@ -222,7 +222,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 
 def copied(value: Array, s: Float32[Array, "k"], of: Map) -> Array:
-    """A copy of a parameter for this unit."""
+    """A parameter as seen by this unit alone, so that its gradient can be sketched."""
     size = s.size
     return _tap(lambda dw, seed: fold(as_float32(dw), seed, size), value, s, (of.seed,))
 
@@ -245,7 +245,7 @@ def _of_product(use: Use, leaf: Leaf, size, dy, left, right, *data):
         left, right, p, q = right, left, q, p
     if use.kind == "product":
         of_x = grouped_sums(_natural(data[0], use.rows), left, p, groups)
-    else:  # the function finds x by itself
+    else:  # convolutions and look-ups have no matrix x
         table = _as_used(table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
         of_x = as_float32(use.function(table, *data)).reshape(-1, p, groups)
     of_dy = grouped_sums(_natural(dy, use.cols), right, q, groups)
@@ -268,7 +268,7 @@ def _as_used(table, dims):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _formed(use: Use, w, s, seed, data):
-    """y, whose backward pass forms the gradient of this unit: the mean gradient is made of it."""
+    """y; its backward pass forms the gradient of this unit, which the mean gradient also uses."""
     y = use.function(w, *data)
     return y + s[0].astype(y.dtype)
 

@@ -1,13 +1,13 @@
-"""From a loss to what a step needs: losses, the mean gradient, and the rows an order looks at.
+"""What a training step needs of a loss: losses, the mean gradient, and the rows for an order.
 
-A unit is what an order puts in a place: one example, or a group of examples that is always visited
-together. Each has one gradient per visit, which is a row.
+A unit is what an order permutes: one example, or a group of examples that is visited together. The
+gradient of each visited unit is a row.
 
-A loss is a function `(params, batch, key) -> losses`, one loss per example of the batch, or one of
-the whole batch, its mean. Each maker here returns `(params, batch, key) -> (losses[B], mean
-gradient, rows)` for the B units of the batch; with `has_aux`, as in `jax.value_and_grad`, of a loss
-`-> (losses, aux)`, it returns `((losses[B], aux), mean gradient, rows)`. What it returns keeps the
-signature, name and docstring of the loss, so that arguments may be passed by name.
+A loss is a function `(params, batch, key) -> losses` with one loss per example, or the mean loss of
+the batch. The functions here turn it into `(params, batch, key) -> (losses[B], mean
+gradient, rows)` for the B units of the batch. With `has_aux`, as in `jax.value_and_grad`, the loss
+returns `(losses, aux)`, and the result is `((losses[B], aux), mean gradient, rows)`. The signature,
+name and docstring are those of the loss, so that arguments can be passed by name.
 """
 
 import functools
@@ -30,7 +30,7 @@ def per_example(
     to_sketch: Callable[[PyTree], Array] | None = None,
     in_turn: bool = False,
 ) -> Callable:
-    """Every example is a unit: one gradient each.
+    """One unit and one gradient per example.
 
     Gradients are computed side by side, by vmap, in memory for B gradients and the activations of
     B examples; or in turn, with the activations of one example. In turn and with `to_sketch`, only
@@ -40,9 +40,9 @@ def per_example(
 
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
-        `check_separable` finds out).
-      has_aux: whether the loss returns something beside; what it returns of a batch of one example
-        is stacked, leaves [B, ...].
+        `check_separable` checks this).
+      has_aux: whether the loss returns auxiliary data too. That of the batches of one example is
+        stacked, leaves [B, ...].
       to_sketch: from `sketch`; rows are then sketches, float32[B, k], as by `sketch_rows`.
       in_turn: whether to compute one gradient after another, by `jax.lax.scan`.
 
@@ -112,7 +112,7 @@ def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
         ours = inspect.signature(function)
         try:
             named = list(inspect.signature(loss).parameters.values())[:3]
-        except (TypeError, ValueError):  # compiled code may have none
+        except (TypeError, ValueError):  # some callables have no signature
             named = []
         if len(named) == 3 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
             ours = inspect.Signature([p.replace(default=p.empty) for p in named])
@@ -130,13 +130,13 @@ def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
 
 
 def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
-    """The worker's whole microbatch is one unit: B = 1, at the price of a plain gradient.
+    """One unit for the worker's whole microbatch: B = 1, at the cost of a plain gradient.
 
-    Where the gradient exists already, this is not needed: `Rows.of_gradient(grad)`.
+    If the loop computes the gradient anyway, use `Rows.of_gradient(grad)`.
 
     Args:
       loss: `(params, batch, key) -> losses[n]`, or their mean.
-      has_aux: whether the loss returns something beside.
+      has_aux: whether the loss returns auxiliary data too.
 
     Returns:
       A function of params, a batch with leaves [n, ...] and a key, that returns the mean loss as
@@ -168,15 +168,15 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
 
 
 def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
-    """A loss of groups: each is one unit, the mean over its examples.
+    """A loss of groups, the mean over the examples of each: every group is a unit.
 
     Args:
       loss: `(params, batch, key) -> losses[n]`, or their mean; it may mix the examples of a group.
-      has_aux: whether the loss returns something beside; so does what this returns, of every group.
+      has_aux: whether the loss returns auxiliary data too; the result then does, for every group.
 
     Returns:
-      `(params, batch, key) -> losses[B]` for batches with leaves [B, n, ...]: B microbatches in a
-      step, for `per_example` and `sketched`.
+      `(params, batch, key) -> losses[B]` for batches with leaves [B, n, ...]: B groups per step,
+      for `per_example` and `sketched`.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -199,7 +199,7 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
 def check_separable(loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""]) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
-    Compares losses of a batch, of two or three examples, with those of its examples alone.
+    Compares the losses of a batch of two or three examples with those of its examples alone.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     together = jax.jit(loss)(params, batch, key)
@@ -211,6 +211,6 @@ def check_separable(loss: Callable, params: PyTree, batch: PyTree, key: Key[Arra
         raise ValueError(
             f"the loss of an example is {float(together[0]):.6g} in a batch of {size} and "
             f"{float(first):.6g} alone: the model mixes the examples of a batch (BatchNorm does), "
-            "so per-example units have no gradient of their own. Take microbatches as units "
-            "(gradients.microbatch), or another normalisation."
+            "so a single example has no gradient of its own. Use ordering.microbatch, "
+            "ordering.grouped, or a normalisation that treats examples separately."
         )

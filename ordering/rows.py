@@ -1,7 +1,7 @@
-"""The seam between gradients and orders: rows, seen only through inner products.
+"""Rows: the gradients of a step's units, which orders use only through inner products.
 
-Stacked per-example gradients, microbatch gradients, sketches and matrix-free products are
-interchangeable behind them. All arithmetic is float32, whatever the gradients are.
+Stacked per-example gradients, microbatch gradients, sketches and matrix-free products all have this
+interface. All arithmetic is float32, whatever the gradients are.
 """
 
 import operator
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, PyTree
 class Rows(NamedTuple):
     """The gradients of n units, g_1 .. g_n, in the order in which they were visited.
 
-    A unit is what an order puts in a place: one example, or a group that is visited together.
+    A unit is what an order permutes: one example, or a group that is visited together.
 
     Fields:
       size: n, a Python int.
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
       combine: `float32[n] -> tree`, the sum of w_i g_i, in float32.
       gram: `() -> float32[n, n]`, the inner products <g_i, g_j>.
       tree: the gradients themselves, leaves [n, ...], or None where they do not exist.
-      workers: None for the rows of one worker; W where the rows of all workers are here, sliced
+      workers: None for the rows of one worker; W for the rows of all workers, sliced
         over them (see `ordering.exchange.exchange`).
     """
 
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, tree: PyTree) -> "Rows":
-        """Rows of gradients that are there, stacked along a leading axis.
+        """Rows of gradients that are stacked along a leading axis.
 
         Args:
           tree: pytree of floating leaves [n, ...], n >= 1.
@@ -71,9 +71,9 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_gradient(cls, gradient: PyTree) -> "Rows":
-        """The only row of a step whose unit is the worker's whole microbatch: its gradient.
+        """Rows of a single unit: the worker's whole microbatch, whose gradient this is.
 
-        For loops that compute a gradient anyway: the order sees it as one unit per step.
+        For loops that already compute a gradient. The order then has one unit per step.
 
         Args:
           gradient: pytree of floating leaves.
@@ -151,7 +151,7 @@ def zeros_like(params: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
 
 
 def tree_size(tree: PyTree) -> int:
-    """D, the entries of one gradient."""
+    """D, the number of entries of one gradient."""
     return sum(jnp.size(leaf) for leaf in jax.tree.leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""Sketches: k numbers that stand for a gradient wherever only inner products are asked for."""
+"""Sketches: k numbers that replace a gradient where only inner products are needed."""
 
 import functools
 import math
@@ -29,8 +29,8 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
     high probability, the norms of N given vectors up to a factor of (1 +- error)^(1/2). If it keeps
     those of all prefix sums v_t of an epoch, a herding bound of the sketches is one of the
     gradients: max |v_t|_2 <= max |S v_t|_2 / (1 - error)^(1/2), and |v_t|_inf <= |v_t|_2. The
-    prefixes of an order that was made from sketches are not independent of them, so that this is
-    where to begin, not a guarantee; docs/results/orders.md has what was measured.
+    prefixes of an order that was made from sketches are not independent of them, so this is a
+    starting point, not a guarantee; docs/results/orders.md has measurements.
 
     Args:
       num_prefixes: N >= 2, prefix sums of all epochs: units x epochs.
@@ -68,21 +68,21 @@ def sketch(
     E[S g . S h] = g . h, with a variance of about 2 |g|^2 |h|^2 / k.
 
     Entries get random signs and are added up in k sums; a gradient of at most k entries is kept as
-    it is. The gradient is read once, and nothing of its size is written.
+    it is. The gradient is read once, and nothing as large as it is written.
 
     Args:
       key: typed; one key gives all workers the same map.
       size: k >= 1; see `sketch_size`.
       specs: for a worker that is several devices, as in `cd_grab`: each sketches its part, with
-        signs of its own, and k numbers are added up over them. A map of another split is another
-        map, but for gradients that are kept as they are.
+        signs of its own, and the k numbers are summed over them. Another split gives another map,
+        except for gradients that are kept as they are.
 
     Returns:
       `tree -> float32[k]`, for trees of floating leaves. The signs depend on the places of the
       entries in the tree alone, and on the split.
 
     Raises:
-      ValueError: if size is below 1, or specs are none.
+      ValueError: if size is below 1, or specs are not PartitionSpecs.
 
     Example:
       >>> import jax, jax.numpy as jnp, ordering
@@ -133,7 +133,7 @@ def sketch(
 def sketch_rows(
     rows: rows_lib.Rows, to_sketch: Callable[[PyTree], Float32[Array, "k"]]
 ) -> rows_lib.Rows:
-    """The rows of the sketches: any order runs on them, with a state of k numbers.
+    """Rows of the sketches of gradients: any order runs on them, with a state of k numbers.
 
     Args:
       rows: stacked rows of n units; to_sketch: from `sketch`.
@@ -148,7 +148,7 @@ def sketch_rows(
       >>> ordering.sketch_rows(rows, ordering.sketch(jax.random.key(0), size=64)).tree.shape
       (2, 64)
     """
-    if rows.size == 1:  # read in blocks of whole rows, as it lies
+    if rows.size == 1:  # without vmap, read in blocks in the layout it has
         return rows_lib.Rows.of(to_sketch(jax.tree.map(lambda g: g[0], rows.tree))[None])
     return rows_lib.Rows.of(jax.vmap(to_sketch)(rows.tree))
 
@@ -209,7 +209,7 @@ def _add_blocks(slices, seed, in_block):
         return jax.lax.fori_loop(0, blocks, add, start).reshape(shape)
 
     def at_once(slices):
-        """An accelerator makes the signs while it reads."""
+        """An accelerator computes the signs while it reads."""
         b = jnp.arange(blocks)
         cut = slices[: blocks * in_block].reshape(blocks, *shape)
         of_blocks = hash_signs(~seed, b).reshape(-1, *[1] * len(shape))

@@ -1,10 +1,10 @@
-"""A loss evaluated equation by equation, so that every product of a parameter with data is seen.
+"""Evaluates a loss equation by equation, to find every product of a parameter with data.
 
 The jaxpr of a loss is walked through nested jit, remat and scan. Parameters travel as `Param`,
 through casts, transposes and reshapes that keep their dimensions apart. Where one meets data in a
-matrix product, a convolution or a look-up, `site` says what becomes of the result; any other use
-is reported to `unknown`, and computed as it stands. So it is planned what becomes of every
-parameter.
+matrix product, a convolution or a look-up, the hook `site` computes the result; any other use is
+reported to the hook `unknown` and computed unchanged. `plan_of` decides how the gradient of each
+parameter is sketched.
 """
 
 import math
@@ -21,11 +21,11 @@ from ordering import uses
 from ordering.uses import Hooks, Param, Use, bind, raw
 
 LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
-EXACT = 4  # gradients of up to EXACT k numbers are formed: that costs less than two products
+EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less than projecting
 
 
 def walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence, hooks: Hooks) -> list:
-    """The results of a jaxpr on values of which some are `Param`."""
+    """Evaluates a jaxpr on values, some of which are `Param`."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom):
@@ -45,13 +45,13 @@ def walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence, hooks: Hooks) -> l
 
 
 def entering(leaf: int, value: Array) -> Param:
-    """A whole leaf."""
+    """The `Param` of a whole leaf."""
     dims = tuple(((i, n),) if n > 1 else () for i, n in enumerate(value.shape))
     return Param(value, leaf, dims, 0, jnp.uint32(0))
 
 
 def slice_index(index: ArrayLike, place: ArrayLike) -> UInt32[Array, ""]:
-    """uint32: the slice at this place of the slice that was at `index`."""
+    """The number of the slice at `place` within the slice that has the number `index`."""
     return jnp.asarray(index, jnp.uint32) * jnp.uint32(65599) + jnp.asarray(place, jnp.uint32) + 1
 
 
@@ -75,7 +75,7 @@ def _transpose(equation, values, hooks):
 
 
 def _reshape(equation, values, hooks):
-    """Dimensions may be merged and split again, and some of size 1 come and go."""
+    """Dimensions may be merged and split again; those of size 1 may be added and removed."""
     param, *sizes = values
     dims = None if sizes else _regrouped(param, equation.outvars[0].aval.shape)
     if dims is None:
@@ -85,7 +85,7 @@ def _reshape(equation, values, hooks):
 
 
 def _regrouped(param: Param, shape):
-    """The leaf's dimensions in those of a new shape; None where one would be cut or repeated."""
+    """The leaf's dimensions in those of a new shape; None if one would be split."""
     left, found = [dim for group in param.dims for dim in group], []
     for size in shape:
         group = []
@@ -117,7 +117,7 @@ def _remat(equation, values, hooks):
 
 
 def _scan(equation, values, hooks):
-    """Parameters may be constants of the loop, or stacked along its axis; not carried."""
+    """Parameters may be constants of the loop or stacked along its axis, but not carried."""
     params, inner = equation.params, equation.params["jaxpr"]
     first = params["num_consts"] + params["num_carry"]
     consts, carry, stacked = (
@@ -158,11 +158,11 @@ class Leaf(NamedTuple):
     """How the gradient of a parameter is sketched.
 
     Fields:
-      name: its path; shape: of it.
+      name, shape: its path and shape.
       how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone), or
-        "copied" (the parameter has a copy for each unit): the two cost memory for each unit.
-      why: what made it so: kinds of uses, or the names of primitives.
-      stack: leading dimensions that a scan goes through; rows, cols: the others.
+        "copied" (the parameter is copied for each unit). The latter two cost memory for each unit.
+      why: the reason: kinds of uses, or the names of primitives.
+      stack: the number of leading dimensions that scans loop over; rows, cols: the others.
       sizes: (m, p, q) of a sketch by m groups of products of p sums of rows and q sums of columns.
     """
 
@@ -207,7 +207,7 @@ def numbers_of(side: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 def _sizes(lengths: Iterable[int], rank: int, size: int) -> tuple[int, int, int]:
     """(m, p, q), m p q <= k: groups in which no two entries share a sum, fewer for high ranks.
 
-    One group suffices for a high rank: its errors are independent from vector to vector.
+    For a high rank one group is enough, since the errors of its many terms average out.
     """
     rows, cols = lengths
     most = max(1, size // (LEAST * rank))
@@ -220,7 +220,7 @@ def _sizes(lengths: Iterable[int], rank: int, size: int) -> tuple[int, int, int]
 
 
 def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) -> list[Leaf]:
-    """What becomes of every parameter, from a walk that notes all uses."""
+    """How every parameter is treated, from a walk that records all uses."""
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     shapes = [jnp.shape(leaf) for leaf in args[0]]
     seen = [[] for _ in shapes]
@@ -243,7 +243,7 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) ->
     return [leaf_of(*of_leaf, size) for of_leaf in each]
 
 
-ALWAYS = ("gather", "jit", "pjit")  # these are looked into without a parameter too
+ALWAYS = ("gather", "jit", "pjit")  # rules that also apply without a parameter
 RULES = {
     "convert_element_type": _cast,
     "copy": _cast,

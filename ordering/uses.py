@@ -1,6 +1,6 @@
 """Where a parameter meets data: products, look-ups, convolutions and other functions linear in it.
 
-Products and look-ups are taken in the form that the machine compiled for is good at.
+Products and look-ups are rewritten in the form that is fastest on the target platform.
 """
 
 import functools
@@ -19,11 +19,11 @@ class Param(NamedTuple):
     """A parameter, or the slice of it that a scan is at.
 
     Fields:
-      value: as it is used; leaf: its number among the leaves.
+      value: its current value; leaf: its index among the leaves.
       dims: for every dimension of `value` the leaf's dimensions in it, as (number, size); those of
         size 1 are in none.
       stack: how many leading dimensions of the leaf scans have gone into.
-      index: which slice of them, uint32[].
+      index: the number of the current slice, uint32[].
     """
 
     value: Any
@@ -38,7 +38,7 @@ class Use(NamedTuple):
 
     Fields:
       kind: "product", "convolution", "look-up", or "linear" for another such function.
-      param: which.
+      param: the parameter.
       rows: (number, size) of the leaf's dimensions that are summed over or looked up; cols: of
         those that are in the result. Of "linear", rows are all.
       function: `(w [K, N], *data) -> y [T, N]`, K and N in the order of rows and cols; of "linear",
@@ -70,7 +70,7 @@ def raw(value: Any) -> Any:
     return value.value if isinstance(value, Param) else value
 
 
-# A rule is `(equation, values, hooks) -> results`, or None for a use that it does not know.
+# A rule is `(equation, values, hooks) -> results`, or None for a use it does not support.
 def _dot_general(equation, values, hooks):
     if all(isinstance(v, Param) for v in values):
         return None
@@ -95,7 +95,7 @@ def _dot_general(equation, values, hooks):
 
 
 def _met(kind, param, rows, cols, function, data, hooks):
-    """What becomes of a use of which `rows` and `cols` are the axes of the parameter's value."""
+    """Hands a use to `site`; `rows` and `cols` are axes of the parameter's value."""
     row_dims, col_dims = (tuple(d for i in axes for d in param.dims[i]) for axes in (rows, cols))
     w = param.value.transpose((*rows, *cols))
     w = w.reshape(math.prod(w.shape[: len(rows)]), -1)
@@ -203,8 +203,8 @@ def product(precision: Any = None, preferred_element_type: Any = None) -> Callab
 def look_up(equation: core.JaxprEqn, x: Array, indices: Int[Array, "..."]) -> Array | None:
     """A gather without the axes of size 1 that its slices go along; None where there are none.
 
-    A batch of one example is such an axis. Of the backward pass of a look-up of labels in logits
-    a TPU's compiler makes a comparison, at no cost; with such an axis, a scatter of their size.
+    A batch of one example is such an axis. In the backward pass of a look-up of labels in logits, a
+    TPU's compiler uses a comparison, which is free; with such an axis, it uses a large scatter.
     """
     how, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     used = {*how.collapsed_slice_dims, *how.start_index_map, *how.operand_batching_dims}

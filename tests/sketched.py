@@ -1,4 +1,4 @@
-"""The sketches that a backward pass makes, of gradients that have been formed: the slow way."""
+"""The sketches that a backward pass computes, from formed gradients: slow, but simple."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests import reference
 
 
 def sketch_of(loss, params, batch, key, *, size):
-    """`tree -> float32[k]`, by the map of `ordering.sketched(loss, key)`; params may be shapes."""
+    """`tree -> float32[k]`, the map of `ordering.sketched(loss, key)`; params may be shapes."""
     of_batch = jax.eval_shape(lambda: jax.random.key(0))
     plan = ordering.sketched_parameters(loss, params, batch, of_batch, size=size)
     maps = maps_of(plan, key)
@@ -30,7 +30,7 @@ def sketch_of(loss, params, batch, key, *, size):
 
 
 def _of_leaf(leaf, of, gradient, size):
-    """Of a stack, the slices that a scan goes through are added up one by one."""
+    """The sum over all slices of a parameter that a scan loops over."""
     slices = [((), gradient)]
     for _ in range(leaf.stack):
         slices = [((*at, i), g[i]) for at, g in slices for i in range(len(g))]

@@ -1,4 +1,4 @@
-"""Sketches out of the backward pass: those of gradients that are formed, for any library's loss."""
+"""Sketches from the backward pass equal those of formed gradients, for any library's loss."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -47,12 +47,12 @@ MODELS = {
         {"x": images(4, 32, 32, 3)["x"], "y": RNG.integers(0, 4, (N, 4)).astype(np.int32)},
     ),
 }  # fmt: skip
-# The others take seconds to compile; what they are made of is in the tests below.
+# The others take seconds to compile; the tests below have their parts.
 QUICK = ("mlp",)
 
 
 def assert_sketched(loss, params, batch, size=64):
-    """As if all gradients had been formed, and sketched by the same map."""
+    """The results equal gradients that were formed, and sketched by the same map."""
 
     makers = (ordering.sketched(loss, SKETCH_KEY, size=size), ordering.per_example(loss))
     found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
@@ -72,7 +72,7 @@ def close(found, expected):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in MODELS]
 )
-def test_every_model(name):
+def test_sketches_of_every_model_equal_those_of_formed_gradients(name):
     make, batch = MODELS[name]
     model = make()
     loss = grouped(model.loss) if batch["x"].ndim == 5 else model.loss
@@ -141,7 +141,7 @@ def test_equinox():
 
 
 def layered(params, batch, key):
-    """What libraries do with parameters, and a little of what they do not."""
+    """What libraries do with parameters, and some uses that are not supported."""
     x = batch["x"] @ params["first"] + params["table"][batch["i"]]
     x = jnp.einsum("nd,dhk->nhk", x, params["heads"])
     x = jnp.einsum("nhk,hkd->nd", x, params["project"])
@@ -172,7 +172,7 @@ def layered_batch(*shape):
     return {"x": RNG.normal(size=(*shape, 20)).astype(np.float32), "i": RNG.integers(0, 30, shape)}
 
 
-def test_uses_that_are_not_known_are_formed_and_listed():
+def test_gradients_of_unsupported_uses_are_formed_and_listed():
     params, batch = layered_params(), layered_batch(N)
     plan = ordering.sketched_parameters(layered, params, batch, KEY, size=64)
     how = {leaf.name[2:-2]: (leaf.how, leaf.why) for leaf in plan}
@@ -257,7 +257,7 @@ LOOK_UPS = {
 
 
 @pytest.mark.parametrize("name", LOOK_UPS)
-def test_look_ups_in_data_go_along_no_axis_of_size_one(name):
+def test_look_ups_in_data_have_no_axis_of_size_one(name):
     """With one, a TPU scatters in the backward pass of a loss of labels, and keeps all of it."""
     x, i = jnp.arange(20.0).reshape(1, 4, 5), jnp.array([[[3], [0], [2], [1]]])
     closed = jax.make_jaxpr(LOOK_UPS[name])(x, i)
@@ -277,7 +277,7 @@ def equations(jaxpr):
             yield from equations(equation.params["jaxpr"].jaxpr)
 
 
-def test_small_models_are_not_sketched():
+def test_rows_of_small_models_are_their_gradients():
     model = models.softmax_regression(num_features=6, num_classes=3)
     params, batch = model.init(jax.random.key(0)), images(6)
     _, _, rows = ordering.sketched(model.loss, SKETCH_KEY)(params, batch, jax.random.clone(KEY))
@@ -313,7 +313,7 @@ def test_inner_products_are_unbiased_whatever_the_rank_and_nearly_as_accurate(ra
 
 @pytest.mark.parametrize("length, sums, groups", [(7, 1, 4), (50, 3, 8), (300, 2, 64), (90, 5, 1)])
 def test_sums_of_groups_equal_the_reference(length, sums, groups):
-    """And products of them sketch outer products as count sketches whose places combine."""
+    """And their products equal a TensorSketch of the outer product."""
     x, y = RNG.normal(size=(2, 3, length)).astype(np.float32)
     left, right = (hash_signs(jnp.uint32(n), jnp.arange(length)) for n in (1, 2))
     of_x = grouped_sums(x, left, sums, groups)

@@ -1,4 +1,4 @@
-"""Losses, mean gradients and rows: equal to the plain batch gradient."""
+"""Losses, mean gradients and rows equal those of a plain gradient."""
 
 import functools
 import inspect
@@ -75,7 +75,7 @@ def test_means_and_rows_are_gradients_of_the_batch_and_of_its_units(name, key):
 
 
 @pytest.mark.parametrize("to_sketch", [None, SMALL], ids=["gradients", "sketches"])
-def test_examples_in_turn_give_what_they_give_side_by_side(to_sketch, key):
+def test_gradients_in_turn_equal_those_side_by_side(to_sketch, key):
     model, params, batch = problem("mlp")
     side_by_side, in_turn = (
         compiled(
@@ -142,7 +142,7 @@ def test_batch_norm_has_no_per_example_units(key):
 
 
 def with_aux(model):
-    """A loss that returns something beside: as correct answers, or moments of a layer."""
+    """A loss that returns auxiliary data, such as correct answers or a layer's moments."""
 
     def loss(params, batch, key):
         losses = model.loss(params, batch, key)
@@ -173,7 +173,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_loss_may_return_something_beside_or_the_mean_of_its_batch(maker, key):
+def test_a_loss_may_return_auxiliary_data_or_the_mean_of_its_batch(maker, key):
     model, params, batch = problem("mlp")
     if "groups" in maker:
         batch = jax.tree.map(lambda x: x.reshape(-1, GROUP, *x.shape[1:]), batch)

@@ -38,7 +38,7 @@ def test_fold_equals_the_reference(shape, size):
     np.testing.assert_allclose(fold(leaf, SEED, size), expected, atol=2e-5 * np.sqrt(leaf.size))
 
 
-def test_what_an_accelerator_does_is_what_a_cpu_does(monkeypatch):
+def test_accelerators_and_cpus_compute_the_same_sketch(monkeypatch):
     def first_default(*args, cpu, default):
         return default(*args)
 
@@ -84,8 +84,7 @@ def test_prefix_sums_keep_their_norms():
     assert np.abs(prefixes).max() <= np.linalg.norm(prefixes, axis=1).max() <= bound
 
 
-def test_orders_run_on_sketches_as_on_gradients_of_few_numbers():
-    """Which are kept as they are, up to the padding."""
+def test_gradients_smaller_than_a_sketch_are_kept_and_give_the_same_orders():
     g = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2)}
     found = ordering.sketch(jax.random.key(0), size=10)(g)
     assert found.tolist() == [1, 1, 0, 1, 2, 3, 4, 5, 0, 0]
