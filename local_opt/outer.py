@@ -1,9 +1,12 @@
 """Outer optimizers, which take the mean change of a round as a gradient."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from syncopate import plans
 
@@ -17,13 +20,7 @@ def checked(
     return optax.with_extra_args_support(optimizer)
 
 
-def outer_step(
-    outer: optax.GradientTransformationExtraArgs | None,
-    state: optax.OptState,
-    anchor: optax.Params,
-    mean: optax.Params,
-    period: ArrayLike,
-) -> tuple[optax.Params, optax.OptState]:
+def outer_step(outer: Any, state: Any, anchor: PyTree, mean: PyTree, period: Any) -> tuple:
     """(parameters, state) after a round of so many steps: a + outer(a - x_bar), or the mean."""
     if outer is None:
         return mean, state

@@ -14,7 +14,7 @@ from local_opt.drift import Correction, check_correction
 from local_opt.outer import checked, outer_step
 from local_opt.sync import nothing_lost, synchronize, synchronize_changes
 from local_opt.wires import Wire, check_wire
-from local_opt.workers import AXIS
+from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 
 
@@ -54,7 +54,7 @@ class LocalState(NamedTuple):
 def local_rounds(
     inner: optax.GradientTransformation,
     *,
-    axis_name: str | tuple[str, ...] = AXIS,
+    axis_name: AxisName = AXIS,
     opt_state: str | Mapping[str, str] = state_lib.LOCAL,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
@@ -178,9 +178,7 @@ def local_rounds(
     return Rounds(init, update, sync, drift=lambda state: state.drift)
 
 
-def parallel_rounds(
-    inner: optax.GradientTransformation, *, axis_name: str | tuple[str, ...] = AXIS
-) -> Rounds:
+def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName = AXIS) -> Rounds:
     """Data-parallel training: every step takes the mean gradient of all workers.
 
     x <- x + inner(1/W sum_w g_w) in a step; a sync does nothing.
@@ -232,7 +230,7 @@ class AccumulateState(NamedTuple):
 
 
 def accumulated_rounds(
-    inner: optax.GradientTransformation, *, axis_name: str | tuple[str, ...] = AXIS
+    inner: optax.GradientTransformation, *, axis_name: AxisName = AXIS
 ) -> Rounds:
     """Gradient accumulation: one inner step per round, with the mean gradient of its batches.
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
+from local_opt.workers import AxisName
 from syncopate import mesh
 
 # What a sync does with a field of the optimizer state.
@@ -72,16 +73,12 @@ def policy_of_leaves(
         chosen.append(policy if floating or (names and names[0]) else LOCAL)
     missing = [name for name in policies if name and name not in used]
     if missing:
-        known = sorted({p for path, _ in paths for p in _names(path)})
+        known = sorted({str(k.name) for path, _ in paths for k in path if hasattr(k, "name")})
         raise ValueError(
             f"opt_state names {missing}, which the optimizer state does not have: use one of "
             f"{known}."
         )
     return chosen
-
-
-def _names(path):
-    return [str(part.name) for part in path if hasattr(part, "name")]
 
 
 def _policies_of_parts(policies, parts):
@@ -150,7 +147,7 @@ def wide_zeros(params: optax.Params) -> optax.Params:
     return jax.tree.map(zeros, params)
 
 
-def floating_as(state: PyTree, params: optax.Params, axis_name: str | tuple[str, ...]) -> PyTree:
+def floating_as(state: PyTree, params: optax.Params, axis_name: AxisName) -> PyTree:
     """The state, its floating leaves typed as varying over the workers' axes if parameters are."""
     over = [mesh.varying_axes(x) for x in jax.tree.leaves(params)]
     axes = frozenset(mesh.names_of(axis_name)) & frozenset().union(*over)

@@ -14,7 +14,7 @@ from local_opt.segments import Event
 from local_opt.state import LOCAL, apart, check_floating, check_survives, floating_as
 from local_opt.sync import nothing_lost, synchronize_changes
 from local_opt.wires import Wire, check_wire
-from local_opt.workers import AXIS
+from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 
 NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
@@ -55,7 +55,7 @@ class StreamingState(NamedTuple):
 def streaming_rounds(
     inner: optax.GradientTransformation,
     *,
-    axis_name: str | tuple[str, ...] = AXIS,
+    axis_name: AxisName = AXIS,
     fragments: int | PyTree[int],
     mixing: float = 0.5,
     outer: optax.GradientTransformation | None = None,

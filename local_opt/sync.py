@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from local_opt.wires import LANES, Wire, rows_of
-from local_opt.workers import AXIS
+from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 
 
-def synchronize(tree: PyTree, *, axis_name: str | tuple[str, ...] = AXIS) -> PyTree:
+def synchronize(tree: PyTree, *, axis_name: AxisName = AXIS) -> PyTree:
     """Overwrites every floating leaf with its mean over the workers.
 
     x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64), cast back, and bitwise
@@ -44,7 +44,7 @@ def synchronize(tree: PyTree, *, axis_name: str | tuple[str, ...] = AXIS) -> PyT
 def synchronize_changes(
     tree: PyTree,
     *,
-    axis_name: str | tuple[str, ...] = AXIS,
+    axis_name: AxisName = AXIS,
     anchor: PyTree,
     wire: Wire | None,
     lost: PyTree = (),
@@ -187,7 +187,7 @@ def check_real(tree: PyTree, wire: Wire) -> None:
             )
 
 
-def check_alone(axis_name: str | tuple[str, ...], wire: Wire) -> None:
+def check_alone(axis_name: AxisName, wire: Wire) -> None:
     """Raises ValueError if the mesh in scope has axes beside the workers' and no specs came."""
     if others := mesh.beside(axis_name):
         raise ValueError(

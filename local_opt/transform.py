@@ -18,7 +18,7 @@ from local_opt.plans import SyncPlan
 from local_opt.rounds import local_rounds
 from local_opt.state import LOCAL
 from local_opt.wires import Wire
-from local_opt.workers import AXIS
+from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 
 
@@ -46,7 +46,7 @@ def local_steps(
     inner: optax.GradientTransformation,
     plan: SyncPlan,
     *,
-    axis_name: str | tuple[str, ...] = AXIS,
+    axis_name: AxisName = AXIS,
     opt_state: str | Mapping[str, str] = LOCAL,
     outer: optax.GradientTransformation | None = None,
     wire: Wire | None = None,
@@ -183,7 +183,7 @@ def diloco(
     inner: optax.GradientTransformation,
     plan: SyncPlan,
     *,
-    axis_name: str | tuple[str, ...] = AXIS,
+    axis_name: AxisName = AXIS,
     learning_rate: float = 0.7,
     momentum: float = 0.9,
     **options: Any,
@@ -230,7 +230,7 @@ def slowmo(
     inner: optax.GradientTransformation,
     plan: SyncPlan,
     *,
-    axis_name: str | tuple[str, ...] = AXIS,
+    axis_name: AxisName = AXIS,
     learning_rate: float = 1.0,
     momentum: float = 0.5,
     **options: Any,

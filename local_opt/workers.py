@@ -12,6 +12,7 @@ from syncopate import plans
 from syncopate.plans import Plan
 
 AXIS = "worker"
+AxisName = str | tuple[str, ...]
 
 
 def consolidate(tree: PyTree) -> PyTree:

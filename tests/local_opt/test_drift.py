@@ -65,7 +65,7 @@ def test_control_variates_equal_the_paper_line_by_line(run):
     assert own.rates.tolist() == [0] * W
 
 
-def test_without_a_rate_the_units_are_those_of_updates():
+def test_without_a_rate_the_correction_is_in_units_of_updates():
     """The same for a constant rate."""
     rounds = corrected(local_opt.control_variates())
     alone, _ = run_rounds(rounds, PLAN)
@@ -176,4 +176,4 @@ BAD = {
     ),
 }
 
-test_bad_input = refuses(BAD)
+test_bad_corrections_are_refused = refuses(BAD)

@@ -78,7 +78,7 @@ def test_inner_fields_are_attributes_of_the_state_of_local_steps(name):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_fields_that_there_are_not_are_an_attribute_error():
+def test_unknown_fields_are_an_attribute_error():
     steps, *_ = states(optax.adam(0.1))
     with pytest.raises(AttributeError, match="'gradient_step', nor .* tuple"):
         steps.gradient_step  # noqa: B018

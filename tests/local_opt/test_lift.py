@@ -102,7 +102,7 @@ def test_words_of_arguments_and_results(way):
     assert found[4].tolist() == 1.5
 
 
-def test_workers_in_turn_are_workers_side_by_side():
+def test_workers_in_turn_equal_workers_side_by_side():
     def one(x, rows):
         return x * rows.sum(), rows.mean()
 
@@ -113,7 +113,7 @@ def test_workers_in_turn_are_workers_side_by_side():
     jax.tree.map(np.testing.assert_allclose, side_by_side, in_turn)
 
 
-def test_leaves_that_are_no_arrays_pass_through():
+def test_leaves_that_are_not_arrays_pass_through():
     """An equinox module is a tree with functions in it."""
     model = {"w": jnp.ones(2), "act": jnp.tanh, "name": "net", "flag": True}
     own = local_opt.owned(model, W)
@@ -128,7 +128,7 @@ def test_leaves_that_are_no_arrays_pass_through():
     np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
 
 
-def test_counts_are_counted_and_rates_are_not_trained():
+def test_integers_become_arrays_and_fractions_stay_numbers():
     """An equinox dropout holds its rate as a number, which no optimizer may take for a weight."""
     found = local_opt.owned({"step": 0, "rate": 0.1, "train": True}, W)
     assert found["step"].tolist() == [0] * W
@@ -136,7 +136,7 @@ def test_counts_are_counted_and_rates_are_not_trained():
 
 
 @by_way
-def test_the_start_lies_where_its_workers_are_and_shares_no_memory(way):
+def test_owned_arrays_lie_on_their_workers_and_share_no_memory(way):
     workers = WAYS[way]("worker")
     x = jnp.arange(4.0)
     own = local_opt.owned({"a": x, "b": x, "n": 3}, workers)
@@ -149,7 +149,7 @@ def test_the_start_lies_where_its_workers_are_and_shares_no_memory(way):
 
 
 @pytest.mark.parametrize("way", ["Auto 2", "Explicit 2"])
-def test_what_is_split_inside_a_worker_stays_split(way):
+def test_arrays_that_are_split_inside_a_worker_stay_split(way):
     mesh = WAYS[way]("worker")
     x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("model")))
     assert local_opt.owned(x, mesh).sharding.spec == jax.P("worker", "model")
@@ -172,7 +172,7 @@ def lifted(*args, workers=W, inputs="owned", outputs="owned"):
 
 
 ROWS, SIX = np.ones((W, 3)), np.ones(6)
-test_what_does_not_fit_is_refused = refuses({
+test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     "none": (lambda: lifted(workers=0), "workers is 0: pass a whole number >= 1, or a mesh"),
     "half": (lambda: lifted(workers=2.0), "workers is 2.0"),
     "axis": (

@@ -44,7 +44,7 @@ def dropped(workers, **options):
 
 
 @everywhere
-def test_workers_of_nnx_drop_numbers_of_their_own_if_told(workers):
+def test_workers_of_nnx_have_their_own_dropout_with_folded_keys(workers):
     own = dropped(workers, keys="fold")
     masks = {mask.tobytes() for worker in own for mask in worker}
     assert len(masks) == 2 * W, "every worker's, and every step's"
@@ -73,7 +73,7 @@ def test_a_warning_names_the_key_and_what_to_pass():
     local_opt.owned({"params": jnp.zeros(2)}, W)  # no key, no warning
 
 
-test_another_word_is_refused = refuses({
+test_unknown_keys_are_refused = refuses({
     "word": (
         lambda: local_opt.owned(jax.random.key(0), W, keys="split"),
         "keys is 'split': pass 'fold', .* or 'copy'",

@@ -147,7 +147,7 @@ def rounds_of(make):
     return make(SGD, axis_name="worker")
 
 
-test_bad_input = refuses({
+test_bad_arguments_are_refused = refuses({
     "whole": (lambda: OPT.init(WHOLE), r"parameter \['n'\] is int32: only floating"),
     "whole, accumulated": (
         lambda: rounds_of(local_opt.accumulated_rounds).init(WHOLE), "is int32: only floating"
@@ -183,7 +183,7 @@ def test_parallel_rounds_are_steps_with_the_mean_gradient(run):
 
 
 @pytest.mark.parametrize("workers", [4, "mesh"])
-def test_a_step_that_all_share_decides_when_they_meet(workers):
+def test_a_shared_step_decides_when_workers_synchronise(workers):
     """The same run as by each worker's own count; and a count that differs parts nobody."""
     workers = worker_mesh(W) if workers == "mesh" else workers
     plan = local_opt.constant(3, total_steps=7)

@@ -19,7 +19,7 @@ MAKERS = {
     "accumulated": lambda inner: local_opt.accumulated_rounds(inner, **ON),
 }
 OUTER = ("local_steps", "local_rounds", "streaming")
-test_what_is_no_optimizer_is_refused = refuses({
+test_anything_but_an_optimizer_is_refused = refuses({
     **{name: (lambda make=make: make(0.1), "inner is 0.1: pass an optimizer, as optax.sgd")
        for name, make in MAKERS.items()},
     **{f"{name}, outer": (
@@ -34,7 +34,7 @@ test_what_is_no_optimizer_is_refused = refuses({
 })  # fmt: skip
 
 
-def test_multi_steps_is_an_optimizer_as_it_is():
+def test_multi_steps_is_taken_without_gradient_transformation():
     opt = MAKERS["local_steps"](optax.MultiSteps(SGD, 2))
     assert opt.init(X).gradient_step == 0
 

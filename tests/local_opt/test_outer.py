@@ -92,7 +92,7 @@ def test_outer_optimizers_equal_their_papers(run, outer, settings):
     assert distance(found, np.broadcast_to(expected, found.shape)) < 2e-6
 
 
-def test_normalizing_changes_nothing_for_rounds_of_one_length_and_else_the_velocity_alone():
+def test_normalizing_only_changes_the_velocity_of_rounds_of_other_lengths():
     same = local_opt.normalize_by_period(NESTEROV, h_base=4)
     plain_state, state = NESTEROV.init(jnp.zeros(3)), same.init(jnp.zeros(3))
     for change in jnp.asarray(CHANGES[:4, 0]):
@@ -138,7 +138,7 @@ def left_after(rounds, share, rate=0.7, momentum=0.9):
 
 
 @pytest.mark.parametrize("rounds", [17, 44, 100])
-def test_what_momentum_leaves_is_what_the_warning_says(rounds):
+def test_the_warning_says_what_momentum_leaves(rounds):
     """Over all shares of the way to the optimum that a round may take; averaging leaves less."""
     share = np.linspace(0.01, 1, 100)
     worst = left_after(rounds, share).max()
@@ -146,7 +146,7 @@ def test_what_momentum_leaves_is_what_the_warning_says(rounds):
     assert (left_after(rounds, share) > (1 - share) ** rounds).mean() > 0.8
 
 
-def test_few_rounds_are_told():
+def test_few_rounds_are_warned_of():
     plan = local_opt.constant(30, total_steps=17 * 30)
     with pytest.warns(UserWarning, match="diloco has 17 rounds for .* momentum of 0.9: .* 41% "):
         local_opt.diloco(SGD, plan, axis_name="worker")
@@ -163,7 +163,7 @@ def diloco(plan=LONG, **options):
     return local_opt.diloco(SGD, plan, axis_name="worker", **options)
 
 
-test_refused = refuses({
+test_bad_outer_optimizers_are_refused = refuses({
     "rate": (lambda: diloco(learning_rate=0), "learning_rate is 0: it must be positive"),
     "momentum": (lambda: diloco(momentum=1.0), r"momentum is 1.0: it must lie in \[0, 1\)"),
     "plan": (lambda: diloco(500), "plan is a int"),

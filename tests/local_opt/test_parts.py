@@ -152,7 +152,7 @@ def sync_parts(parts):
     return ROUNDS.sync(START, state, parts=parts)
 
 
-test_refused = refuses({
+test_bad_parts_are_refused = refuses({
     "parts": (lambda: sync_parts(("nus",)), r"parts has \['nus'\].* use some of \['params', 'mu'"),
     "sizes": (lambda: price(sizes={"x": 3}), r"num_params are of \['x'\] and .* of \['mu', 'nu'"),
     "size": (lambda: price(sizes={"params": 0, "mu": 1, "nu": 1}), "num_params is 0"),

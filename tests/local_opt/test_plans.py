@@ -96,7 +96,7 @@ def test_every_plan_is_rounds_of_the_run(name, total_steps):
         assert [s for s, _ in left] == [step, *(s for s in plan.starts if s > step)][: len(left)]
 
 
-def test_one_round_to_the_end():
+def test_swap_ends_with_one_round():
     expected = local_opt.SyncPlan([0], 9)
     assert local_opt.constant(100, total_steps=9) == expected
     assert local_opt.swap(2, switch_step=0, total_steps=9) == expected
@@ -253,4 +253,4 @@ BAD = {
         r"constant, H = 2\) has 5 steps and the run 6: make the plan with the run's"),
 }  # fmt: skip
 
-test_bad_input = refuses(BAD)
+test_bad_plans_are_refused = refuses(BAD)

@@ -29,7 +29,7 @@ def state_of(workers, inner):
 
 @pytest.mark.parametrize("before,after", [(6, 4), (2, 5), (1, 3)])
 @pytest.mark.parametrize("policy", ["mean", "reset", "first"])
-def test_what_workers_share_stays_and_the_rest_is_asked_for(before, after, policy):
+def test_shared_fields_stay_and_the_policy_decides_about_others(before, after, policy):
     inner = {"mu": ROWS[:before], "count": np.arange(before, dtype=np.int32) + 7}
     first = {"mu": equal(ROWS[5], after), "count": np.zeros(after, np.int32)}
     fresh = state_of(after, first)._replace(correction="begun anew")
@@ -56,7 +56,7 @@ def test_accumulated_gradients_keep_their_mean_and_one_optimizer():
     assert new.since.tolist() == [2] * 4
 
 
-def test_means_are_taken_wide_and_keep_their_type():
+def test_means_are_taken_in_float64_and_keep_their_type():
     rows = ROWS.astype(ml_dtypes.bfloat16)
     found = mean_of({"w": rows, "n": np.arange(6)}, 2)
     wide = rows.astype(np.float64).mean(axis=0).astype(ml_dtypes.bfloat16)

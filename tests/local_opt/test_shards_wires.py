@@ -61,7 +61,7 @@ def part_of(tree, specs, device, model):
     "name,workers,way",
     [("int4", 2, "compiler"), ("int4", 4, "by hand"), ("top_k", 4, "by hand")],
 )
-def test_a_wire_sends_shards_as_if_there_were_nothing_else(name, workers, way):
+def test_a_wire_sends_shards_as_it_sends_whole_arrays(name, workers, way):
     """Every device's sync is bitwise that of its shards alone, and of the whole leaves alone."""
     wire, mesh = local_opt.WIRES[name], mesh_of(workers)
     init, twice = a_sync(WAYS[way](workers), wire)
@@ -95,7 +95,7 @@ def test_a_wire_gathers_over_the_workers_alone(optimised):
     assert {axes for name, _, axes in found if name == "all-reduce"} == {"model"}  # the drift
 
 
-def test_a_wire_must_know_what_is_whole():
+def test_a_wire_refuses_other_mesh_axes_without_specs():
     init, twice = a_sync(WAYS["compiler"](2), local_opt.WIRES["int8"], specs=None)
     params = placed(copies(network(), 2), SPECS, mesh_of(2))
     with pytest.raises(ValueError, match=r"the wire \(8 bits.*axes \['model'\].*Pass specs="):

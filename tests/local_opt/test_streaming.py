@@ -165,7 +165,7 @@ def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer, monkeypatc
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-def test_fragments_travel_on_every_wire_and_keep_what_it_loses(wire):
+def test_fragments_use_every_wire_with_its_feedback(wire):
     stream = local_opt.streaming_rounds(
         SGD, axis_name="worker", fragments=2, mixing=0.0, wire=WIRES[wire]
     )
@@ -177,7 +177,7 @@ def test_fragments_travel_on_every_wire_and_keep_what_it_loses(wire):
     assert len(jax.tree.leaves(state.lost)) == (2 if WIRES[wire].feedback else 0)
 
 
-def test_a_run_that_stops_with_a_mean_on_its_way_resumes_bitwise():
+def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
     stream = local_opt.streaming_rounds(
         SGD,
         axis_name="worker",
@@ -252,7 +252,7 @@ def turns(*plans, delay=0):
     return local_opt.stream_segments(dict(enumerate(plans)), delay=delay)
 
 
-test_refused = refuses({
+test_bad_fragments_and_plans_are_refused = refuses({
     "mixing": (lambda: stream(mixing=1.0), r"mixing is 1.0: it must lie in \[0, 1\)"),
     "wire": (lambda: stream(wire="int8"), "wire is 'int8': pass one of local_opt.WIRES"),
     "many": (lambda: stream(fragments=3).init(START), "fragments is 3 and .* have 2 leaves"),

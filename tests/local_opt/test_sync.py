@@ -82,7 +82,7 @@ def init(opt_state):
     return rounds.init({"w": jnp.ones(3)})
 
 
-test_bad_policies = refuses({
+test_bad_policies_are_refused = refuses({
     "policy": (lambda: init("average"), "opt_state is 'average': it must be 'local', 'mean' or"),
     "of a field": (lambda: init({"mu": "sum"}), "opt_state is 'sum' for 'mu': it must be"),
     "field": (
@@ -93,7 +93,7 @@ test_bad_policies = refuses({
 })  # fmt: skip
 
 
-def test_leaves_without_a_mean_stay_the_workers_own():
+def test_integers_and_keys_stay_the_workers_own():
     tree = {
         "float": jnp.arange(4.0),
         "int": jnp.arange(4),

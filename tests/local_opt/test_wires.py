@@ -104,7 +104,7 @@ def test_with_full_feedback_the_sum_of_all_that_was_sent_and_lost_is_what_worker
 
 
 @pytest.mark.parametrize("name", WIRES)
-def test_a_wire_keeps_to_its_message(name):
+def test_a_message_has_the_size_and_type_that_its_wire_says(name):
     """As many rows as it says, nothing for zeros, and numbers that are lost are seen."""
     wire = WIRES[name]
     encode, decode = jax.jit(wire.encode), jax.jit(wire.decode, static_argnums=1)
@@ -147,7 +147,7 @@ def one(tree):
     return sync.synchronize_changes(tree, anchor=tree, wire=WIRES["int8"])
 
 
-test_refused = refuses({
+test_bad_wires_and_leaves_are_refused = refuses({
     "whole": (lambda: one({"n": jnp.arange(3)}), r"leaf \['n'\] is int32, and the wire \(8 bits"),
     "complex": (lambda: one(jnp.ones(3, complex)), "complex64, .* sends real .* wire=None"),
     "rounds": (

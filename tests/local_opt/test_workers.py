@@ -129,7 +129,7 @@ def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
 
 
 @pytest.mark.parametrize("workers", [4, "make_mesh"])
-def test_workers_that_have_met_agree_and_others_do_not(workers):
+def test_workers_agree_after_a_sync_and_not_before(workers):
     if workers == "make_mesh":
         workers = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
     plan = local_opt.constant(2, total_steps=4)

@@ -130,7 +130,7 @@ MESHES = ["vmap", *(pytest.param(r, marks=pytest.mark.slow) for r in RUNS if r !
 
 @pytest.mark.parametrize("run", MESHES)
 @pytest.mark.parametrize("name", rows([*OPTIMIZERS, *LINKS, *MET]))
-def test_inside_and_before(name, run):
+def test_optax_inside_and_before_local_steps(name, run):
     policy, extra = dict.fromkeys(met(name), "mean") or "local", EXTRA.get(name, ())
     if name in WITHOUT_VMA and run == "shard_map":
         with pytest.raises(TypeError, match="cond branches must have equal output types"):
@@ -203,7 +203,7 @@ AROUND = {
 
 @pytest.mark.parametrize("run", MESHES)
 @pytest.mark.parametrize("name", rows(AROUND))
-def test_around(name, run):
+def test_optax_around_local_steps(name, run):
     plans = {"b": PLAN, "w": OTHER} if "two" in name else {"b": PLAN, "w": PLAN}
     if "never" in name:
         del plans["b"]
@@ -235,7 +235,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_around_a_sync_is_found_by_check_synced(name):
+def test_check_synced_finds_what_is_wrong_around_local_steps(name):
     """No step can see what stands around it, but what that does is seen."""
     history, _ = found(WRONG[name](local(SGD)))
     with pytest.raises(ValueError, match="where 1 roundings are allowed"):
