@@ -7,10 +7,14 @@ SYNCOPATE_CASES=20 pytest -m "slow or not slow" -n 0 tests/study/test_any_flags.
 The sum over all properties is the last line of a session.
 """
 
+import importlib.metadata
 import os
 
 # They generate a program in a quarter of the time that XLA's default takes.
-FAST_XLA = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+FAST_XLA = "--xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # Known to these alone: XLA ends the process at a flag that it does not know.
+    FAST_XLA += " --xla_cpu_use_fusion_emitters=false"
 
 
 def times(examples: int) -> int:
