@@ -1,14 +1,14 @@
-r"""What does it cost? Microseconds and ratios, every row printed as it is measured.
+r"""Measures costs: microseconds and ratios. Every row is printed as it is measured.
 
     python -m experiments.bench --part=balance                  # five minutes: a step with an order
     python -m experiments.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
-    python -m experiments.bench --part=echo                     # nothing else may run beside it
+    python -m experiments.bench --part=echo                     # run nothing else meanwhile
 
-All rows of a table are measured in turns, in one process, after a warm-up: the median of
---repeats. Ratios with an interval of 95 % are the median over the turns, of the same turn.
+The calls of a table take turns in one process, after a warm-up; times are the median of --repeats.
+Ratios with a 95 % interval are computed within each turn; the median over turns is shown.
 Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tables. The kernel and
 other packages' loaders are timed in benchmarks/.
 """

@@ -1,21 +1,21 @@
 r"""Do the three decisions help each other? The factorial of order x sync x echo on one task.
 
-    python -m experiments.combined                        # digits, embedded, a minute
+    python -m experiments.combined                        # digits, which are bundled: a minute
     python -m experiments.combined --task=shakespeare_cosine --data_dir=DIR --seeds=3
 
 Eight arms: --order against --baseline (D-RR), --sync against parallel, --echo against none. Every
-arm trains once at each learning rate and then, with the remaining seeds, at its best two; the mean
-over seeds of the last train loss chooses, or with --target=LOSS (above the optimum, where that is
-known) of the steps until it is there. All arms take the same number of steps, under one seed from
-the same parameters. Writes metrics, table*.md, comparison.png, effects.png and report.html into
---output_dir; the same command goes on where it was stopped. --arms=rr+constant,cd_grab+constant
-compares any others, without effects.
+arm trains once at each learning rate, and with the remaining seeds at its best two. The best rate
+has the lowest mean of the last train loss over seeds, or with --target=LOSS (above the optimum, if
+that is known) the fewest mean steps to it. All arms take the same number of steps; with equal seeds
+they start from the same parameters. Metrics, table*.md, comparison.png, effects.png and report.html
+are written to --output_dir. The same command, given again, continues where it was stopped.
+--arms=rr+constant,cd_grab+constant compares any other arms, without effects.
 
 Expected: docs/results/combined.md holds the tables of two tasks, with their commands.
 
-Simulated workers show no network, and resident data no slow input: seconds are those of the
-computation. --load_steps and --sync_steps price what they leave out, in steps of computation. With
---step_seconds the best runs are repeated with loads and syncs that take so long.
+Seconds are those of the computation: simulated workers have no network, and data in memory no slow
+input. --load_steps and --sync_steps set a price for loads and syncs, in steps of computation. With
+--step_seconds the best runs are repeated with loads and syncs of that duration.
 """
 
 import functools
@@ -38,7 +38,7 @@ from experiments.study.tables import ECHO_POLICIES
 from experiments.tasks.metrics import METRICS
 
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
-# The first level of every factor is what data-parallel training usually does.
+# The first level of every factor is that of usual data-parallel training.
 FIRST = ("rr", "parallel", "none")
 
 
@@ -49,7 +49,7 @@ def arms_of(first: Sequence[str], second: Sequence[str]) -> dict[str, Arm]:
 
 
 class Response(NamedTuple):
-    """What effects are on: factors of it, or differences."""
+    """A quantity with its effects, as factors or as differences."""
 
     label: str
     relative: bool
@@ -102,7 +102,7 @@ def effects_of(comparison: Comparison) -> list[Response]:
 
 
 def no_effects(comparison: Comparison) -> str:
-    """Why there are none; "" where all arms of the factorial arrive with the same seeds."""
+    """Why there are no effects; "" if all arms reach the target with the same seeds."""
     arms = comparison.at(comparison.speeds[0])
     ends = [run[-1] for own in arms for run in [*own.runs.values()][:1]]
     levels = [tuple(end[factor] for factor in FACTORS) for end in ends]
@@ -115,7 +115,7 @@ def no_effects(comparison: Comparison) -> str:
 
 
 def show_effect(mean: float, half: float, relative: bool) -> str:
-    """As "× 0.88 (0.86 to 0.90)", or a difference; bold where the interval leaves no effect out."""
+    """As "× 0.88 (0.86 to 0.90)", or a difference; bold if the interval excludes no effect."""
     low, high = mean - half, mean + half
     form = (lambda v: f"{math.exp(v):.2f}") if relative else (lambda v: f"{v:+.2f}")
     text = ("× " if relative else "") + form(mean)
@@ -148,7 +148,7 @@ def effects_picture(comparison: Comparison) -> tuple[str, Callable | str]:
 
 
 def priced_table(machines: Sequence[cost.Machine]) -> Callable:
-    """Section: priced time to the target as times faster than the first arm, paired by seed."""
+    """Section: priced speed-up to the target over the first arm, paired by seed."""
 
     def priced(comparison, own, machine):
         steps = spent(comparison, own.runs, "step")
@@ -183,11 +183,16 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define(absl_flags.DEFINE_string, "baseline", "rr", text)
     define(number, "load_steps", 4.0, "priced: a load, in steps of computation")
     define(number, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
-    define(number, "step_seconds", 0.0, "if not 0: loads and syncs are delayed by so many of these")
+    define(
+        number,
+        "step_seconds",
+        0.0,
+        "if not 0: loads and syncs are delayed, by their prices times this",
+    )
 
 
 def fit(study, task, recipe, values):
-    """The levels and the prices are those of the flags; a target ends the runs that are there."""
+    """Takes the levels, prices and target from the flags."""
     criterion = study.criterion
     if recipe.target is not None:
         criterion = criterion._replace(when="target", target=recipe.target)

@@ -1,4 +1,4 @@
-"""Fair times: calls take turns in one process, so that what disturbs one disturbs all."""
+"""Timings of calls that take turns in one process, so that a disturbance affects all of them."""
 
 import math
 import statistics
@@ -42,7 +42,7 @@ def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
 
 
 def carry_on(step: Callable, state) -> Callable:
-    """`(*inputs) -> state`, from the state that the call before left: for steps that donate it."""
+    """`(*inputs) -> state`, which keeps the state between calls: for steps that donate it."""
     held = [state]
 
     def call(*inputs):
@@ -55,9 +55,9 @@ def carry_on(step: Callable, state) -> Callable:
 def training_calls(
     task: Task, recipe: Recipe, arms: dict[str, tuple[str, str]]
 ) -> tuple[dict[str, Callable], int]:
-    """Calls that train on, as long as the recipe says, without evaluation; and their steps.
+    """Calls that train for the length of the recipe, without evaluation, and their steps.
 
-    Arms are {name: (order, sync rule)}; all have the recipe's first learning rate.
+    Arms are {name: (order, sync rule)}. All use the recipe's first learning rate.
     """
     calls, steps = {}, 0
     for name, (order, sync) in arms.items():
@@ -88,7 +88,7 @@ def gradient_step(model: Model, update: Callable) -> Callable:
 
 
 def momentum_step(model: Model, times: int = 1, **options) -> Callable:
-    """`batch -> state`: so many updates of SGD with momentum on one batch, in one program."""
+    """`batch -> state`: `times` updates of SGD with momentum on one batch, in one program."""
     optimizer = optax.sgd(1e-3, momentum=0.9)
     one = gradient_step(model, optimizer.update)
 
@@ -107,8 +107,8 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     t_step: a step of SGD with momentum, waited for, its batch on the device. t_load: reading a
     batch in a random order through `ordering.input.batches`, or by a NumPy gather without
     TensorFlow, and moving it to the device. Each is the median of `rounds` means over `per_round`,
-    for batches that are read in parallel arrive in bursts; a first round warms up. In a run loads
-    and steps share the cores, and data may not be in memory, which this leaves out.
+    because batches read in parallel arrive in bursts; a first round warms up. In a run, loads and
+    steps share the cores and data may not be in memory, which is not measured here.
     """
     count, size = len(task.train["y"]), recipe.units_per_step * recipe.unit_size
     if not 1 <= size <= count:
@@ -135,7 +135,7 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
     return Machine(step, load, label=f"{task.name}, batch {size}, measured here, {source}")
 
 
-# What slow input leaves of echoing.
+# Echoing under slow input.
 class Echo(NamedTuple):
     label: str
     policy: Callable  # of R and the steps
@@ -170,7 +170,7 @@ FEATURES, BATCH, EXAMPLES = 784, 64, 4096
 
 def slow_step() -> Callable:
     """`batch -> state`: a step of some milliseconds on one batch, which is waited for."""
-    # One thread: a core stays with the loader, as if the step ran on an accelerator.
+    # One thread leaves a core to the loader, as if the step ran on an accelerator.
     options = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else None
     model = models.mlp(num_features=FEATURES, hidden=(128,), num_classes=10)
     call = momentum_step(model, 20, compiler_options=options)
@@ -178,7 +178,7 @@ def slow_step() -> Callable:
 
 
 def _slow_batches(delay: float) -> Iterator[dict]:
-    """Random batches on the device, without end, each `delay` seconds after it was asked for."""
+    """Endless random batches on the device, each `delay` seconds after its request."""
     generator = np.random.default_rng(1)
     x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
     y, generator = generator.integers(0, 10, EXAMPLES, np.int32), np.random.default_rng(0)

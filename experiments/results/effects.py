@@ -1,4 +1,4 @@
-"""What is compared between two arms of a recorded run, paired by seed: an `Effect` for rule.py."""
+"""Comparisons of two arms of a recorded run, paired by seed, as an `Effect` for rule.py."""
 
 from typing import NamedTuple
 

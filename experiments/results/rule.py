@@ -1,4 +1,4 @@
-"""The rule of verdicts: from the interval of an effect over seeds to what the data rule out."""
+"""The rule of verdicts: what the interval of an effect over seeds rules out."""
 
 import functools
 import math
@@ -80,7 +80,7 @@ class Effect(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the data say of a claim.
+    """The verdict on a claim.
 
     Fields:
       word: of `VERDICTS`; note: what stands behind it; text: what was seen.
