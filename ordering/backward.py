@@ -67,7 +67,7 @@ def sketched(
     Raises:
       ValueError: if size is below 1.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = lambda w, batch, key: jnp.tanh(jnp.square(batch @ w).sum(-1))
       >>> gradients = ordering.sketched(loss, jax.random.key(0), size=64)
@@ -123,7 +123,7 @@ def sketched_parameters(
     Returns:
       A `Leaf` for every parameter, in the order of `jax.tree.leaves`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = lambda w, batch, key: jnp.square(batch @ w).sum(-1)
       >>> (leaf,) = ordering.sketched_parameters(

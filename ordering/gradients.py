@@ -50,7 +50,7 @@ def per_example(
       A function of params, a batch with leaves [B, ...] and a key, that returns losses
       float32[B], the mean gradient (a tree like params) and `Rows` of size B.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
       >>> gradients = ordering.per_example(loss)
@@ -142,7 +142,7 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
       A function of params, a batch with leaves [n, ...] and a key, that returns the mean loss as
       float32[1], the gradient of the mean loss and `Rows` of size 1.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
       >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2), jax.random.key(0))
@@ -178,7 +178,7 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
       `(params, batch, key) -> losses[B]` for batches with leaves [B, n, ...]: B groups per step,
       for `per_example` and `sketched`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = ordering.grouped(lambda w, batch, key: batch @ w)
       >>> loss(jnp.ones(2), jnp.ones((4, 8, 2)), jax.random.key(0)).tolist()

@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
     A unit is what an order permutes: one example, or a group that is visited together.
 
-    Fields:
+    Attributes:
       size: n, a Python int.
       dot: `tree -> float32[n]`, the inner products <g_i, tree>.
       combine: `float32[n] -> tree`, the sum of w_i g_i, in float32.
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         Raises:
           ValueError: if the tree is empty or its leaves disagree about n.
 
-        Example:
+        Examples:
           >>> import jax.numpy as jnp, ordering
           >>> rows = ordering.Rows.of({"w": jnp.eye(3)})
           >>> rows.dot({"w": jnp.array([1., 2., 3.])}).tolist()
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
         Raises:
           ValueError: if the tree is empty.
 
-        Example:
+        Examples:
           >>> import jax.numpy as jnp, ordering
           >>> ordering.Rows.of_gradient({"w": jnp.ones(3)}).tree["w"].shape
           (1, 3)

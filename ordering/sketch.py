@@ -42,7 +42,7 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
     Raises:
       ValueError: for other values.
 
-    Example:
+    Examples:
       >>> import ordering
       >>> ordering.sketch_size(10**4), ordering.sketch_size(10**6)
       (1024, 1536)
@@ -84,7 +84,7 @@ def sketch(
     Raises:
       ValueError: if size is below 1, or specs are not PartitionSpecs.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> to_sketch = ordering.sketch(jax.random.key(0), size=256)
       >>> g = {"w": jnp.ones((100, 30)), "b": jnp.ones(30)}
@@ -136,13 +136,14 @@ def sketch_rows(
     """Rows of the sketches of gradients: any order runs on them, with a state of k numbers.
 
     Args:
-      rows: stacked rows of n units; to_sketch: from `sketch`.
+      rows: stacked rows of n units.
+      to_sketch: the function that `sketch` returns.
 
     Returns:
       `Rows` of size n whose tree is float32[n, k]. Build the order's state with
       `order.init(key, jnp.zeros(k))`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> rows = ordering.Rows.of(jnp.ones((2, 5000)))
       >>> ordering.sketch_rows(rows, ordering.sketch(jax.random.key(0), size=64)).tree.shape

@@ -157,7 +157,7 @@ def _is_stacked(param: Param) -> bool:
 class Leaf(NamedTuple):
     """How the gradient of a parameter is sketched.
 
-    Fields:
+    Attributes:
       name, shape: its path and shape.
       how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone), or
         "copied" (the parameter is copied for each unit). The latter two cost memory for each unit.

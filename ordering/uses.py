@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 class Param(NamedTuple):
     """A parameter, or the slice of it that a scan is at.
 
-    Fields:
+    Attributes:
       value: its current value; leaf: its index among the leaves.
       dims: for every dimension of `value` the leaf's dimensions in it, as (number, size); those of
         size 1 are in none.
@@ -36,7 +36,7 @@ class Param(NamedTuple):
 class Use(NamedTuple):
     """Where a parameter meets data: y = function(w, *data), linear in w.
 
-    Fields:
+    Attributes:
       kind: "product", "convolution", "look-up", or "linear" for another such function.
       param: the parameter.
       rows: (number, size) of the leaf's dimensions that are summed over or looked up; cols: of

@@ -41,7 +41,7 @@ def functions():
 def test_docstrings(function):
     doc = inspect.getdoc(function)
     assert doc and doc.split("\n")[0].endswith((".", ":")), "one line first"
-    assert "Example" in doc
+    assert "Examples:" in doc
     if inspect.signature(function).parameters:
         assert "Args:" in doc
     if "raise ValueError" in inspect.getsource(function):
