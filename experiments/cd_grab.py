@@ -11,10 +11,10 @@ parameters and the same first permutations. Metrics, table.md, comparison.png an
 written to --output_dir. The same command, given again, continues where it was stopped.
 
 The target is the lowest point of D-RR's mean training loss over seeds, at D-RR's best learning
-rate. The table shows how many epochs each order takes to reach it, at the learning rate at which
-that order is fastest. --long adds the controls (independent mean and the unzip order), two
-learning rates, two seeds, and the columns for D-RR's learning rate, seconds, test accuracy and
-herding bound. Its runs include those of the short table, so that both can use one --output_dir.
+rate. Without --arms, --learning_rates and --seeds digits are compared briefly: three orders, three
+learning rates and three seeds, and how many epochs each order takes to the target at the learning
+rate at which it is fastest. --long is the whole comparison, with the columns for D-RR's learning
+rate, seconds, test accuracy and herding bound. It continues in the --output_dir of the short one.
 
 Deviations from Cooper et al. 2023: the optimum is computed, every order is also shown at its own
 best learning rate, and independent balance and the unzip order are added as controls.
@@ -27,27 +27,32 @@ from experiments.results.statistics import Criterion
 from experiments.study import flags, study
 from experiments.study.study import Study, arm_of
 
-SHORT = {"arms": ["rr", "id_pair", "cd_grab"], "seeds": 3}
-RATES = {"digits": ["0.125", "0.25", "1"]}  # among them every order's best of the long table
+# The short comparison of digits: among its rates is every order's best of the long one.
+SHORT = {"arms": ["rr", "id_pair", "cd_grab"], "learning_rates": ["0.125", "0.25", "1"], "seeds": 3}
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
-    text = "all orders, learning rates and columns, and five seeds"
+    text = "digits under all orders, learning rates and columns, and five seeds"
     flags.definer(values)(absl_flags.DEFINE_bool, "long", False, text)
 
 
+def is_short(values: absl_flags.FlagValues) -> bool:
+    """Whether nothing says what is compared."""
+    return values.task == "digits" and not values.long and not any(values[n].present for n in SHORT)
+
+
 def default(values: absl_flags.FlagValues) -> None:
-    """Without --long, the flags that are unset ask for fewer runs."""
-    rates = {"learning_rates": RATES[values.task]} if values.task in RATES else {}
-    for name, value in (SHORT | rates).items():
-        if not (values.long or values[name].present):
+    if is_short(values):
+        for name, value in SHORT.items():
             setattr(values, name, value)
 
 
 def fit(study, task, recipe, values):
-    """The columns are those of the table that is asked for."""
+    """The columns and panels are those of the comparison that is asked for."""
     del task, recipe
-    return study if values.long else study._replace(columns=tables.FIRST_ORDER_COLUMNS)
+    if not is_short(values):
+        return study
+    return study._replace(columns=tables.FIRST_ORDER_COLUMNS, panels=study.panels[:1])
 
 
 STUDY = Study(
