@@ -1,0 +1,87 @@
+"""Measures how well sketches keep inner products of gradients: made in the backward pass or after.
+
+    python benchmarks/sketch_errors.py --size=1024 --keys=24
+
+Every row is of the gradients of 16 random examples under one model, at its initial parameters. The
+error of a squared norm is relative to it, that of an inner product to the product of the norms;
+both are root mean squares over all examples or pairs, and over keys. sqrt(2 / size) is what a
+Gaussian projection has for squared norms, sqrt(1 / size) for orthogonal vectors.
+"""
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import models
+import ordering
+
+EXAMPLES = 16
+
+
+def images(*shape):
+    key, labels = jax.random.split(jax.random.key(1))
+    return {
+        "x": jax.random.normal(key, (EXAMPLES, *shape)),
+        "y": jax.random.randint(labels, (EXAMPLES,), 0, 10),
+    }
+
+
+def tokens(length):
+    text = jax.random.randint(jax.random.key(1), (EXAMPLES, length + 1), 0, 256)
+    return {"x": text[:, :-1], "y": text[:, 1:]}
+
+
+CASES = {
+    "MLP 64-512-512-10": (
+        models.mlp(num_features=64, hidden=(512, 512), num_classes=10),
+        images(64),
+    ),
+    "MLP 784-1024-10": (models.mlp(num_features=784, hidden=(1024,), num_classes=10), images(784)),
+    "LeNet": (models.lenet(image_shape=(32, 32, 3)), images(32, 32, 3)),
+    "GPT-2, 2 layers of 128": (
+        models.gpt2(vocab_size=256, context=64, width=128, depth=2, heads=4),
+        tokens(64),
+    ),
+}
+
+
+def errors(rows, exact):
+    """The relative errors of squared norms and of inner products of different examples."""
+    lengths = np.sqrt(np.diag(exact))
+    relative = (rows @ rows.T - exact) / np.outer(lengths, lengths)
+    return np.diag(relative), relative[~np.eye(EXAMPLES, dtype=bool)]
+
+
+def main(argv):
+    del argv
+    values = flags.FLAGS
+    for name, (model, batch) in CASES.items():
+        params = model.init(jax.random.key(0))
+
+        def both(key, model=model, batch=batch, params=params):
+            sketched = ordering.sketched(model.loss, key, size=values.size)(params, batch, key)[2]
+            rows = ordering.per_example(model.loss)(params, batch, key)[2]
+            after = ordering.sketch_rows(rows, ordering.sketch(key, size=values.size))
+            flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows.tree)
+            with jax.default_matmul_precision("highest"):
+                return {"sketched": sketched.tree, "sketch_rows": after.tree}, flat @ flat.T
+
+        run, found = jax.jit(both), {}
+        for seed in range(values.keys):
+            sketches, exact = run(jax.random.key(100 + seed))
+            for how, rows in sketches.items():
+                found.setdefault(how, []).append(errors(np.asarray(rows), np.asarray(exact)))
+        for how, pairs in found.items():
+            norm, inner = (float(jnp.sqrt(np.mean(np.square(x)))) for x in zip(*pairs, strict=True))
+            print(
+                f"{name:24} {how:12} squared norms {norm:.3f}  inner products {inner:.3f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("size", 1024, "numbers of a sketch")
+    flags.DEFINE_integer("keys", 24, "projections")
+    app.run(main)
