@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from local_opt.plans import SyncPlan, check_whole
-from local_opt.segments import stream_segments
+from local_opt.segments import check_turns, stream_segments
 from local_opt.wires import LANES, Wire, check_wire, rows_of
 
 
@@ -156,8 +156,7 @@ def forecast(
             f"num_params are of {sorted(sizes)} and the plans of {sorted(plans)}: name the same "
             "parts."
         )
-    segments = stream_segments(plans, delay=delay)
-    steps = next(iter(plans.values())).total_steps
+    steps = check_turns(plans, delay)
     sent, seconds = {}, {}
     for part, size in sizes.items():
         own = wires.get(part)
@@ -168,7 +167,7 @@ def forecast(
         )  # fmt: skip
     rounds = {part: each.rounds for part, each in plans.items()}
     busy = sum(rounds[part] * seconds[part] for part in plans)
-    waited = _waited(segments, seconds, float(step_seconds)) if delay else busy
+    waited = _waited(plans, delay, seconds, float(step_seconds)) if delay else busy
     compute = steps * float(step_seconds)
     numbers = sum(rounds[part] * int(size) for part, size in sizes.items())
     return Forecast(
@@ -183,9 +182,10 @@ def forecast(
     )
 
 
-def _waited(segments, seconds, step_seconds):
+def _waited(plans, delay, seconds, step_seconds):
     """Seconds that steps wait, with one transfer on the link at a time."""
     waited, free, arrives = 0.0, 0.0, {}
+    segments = stream_segments(plans, delay=delay)
     for step, action, part in ((s.begin, e.action, e.fragment) for s in segments for e in s.due):
         now = step * step_seconds + waited
         if action == "start":

@@ -58,7 +58,7 @@ def stream_segments(
       Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
-    total = _check_turns(plans_of, delay)
+    total = check_turns(plans_of, delay)
     check_whole("start", start, 0, total)
     found = []
     for place, (name, plan) in enumerate(plans_of.items()):
@@ -76,7 +76,8 @@ def stream_segments(
     return [Segment(at, end, tuple(due_at[at])) for at, end in zip(due_at, ends, strict=True)]
 
 
-def _check_turns(plans_of, delay) -> int:
+def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
+    """The number of steps of all plans."""
     if not plans_of or any(not isinstance(plan, SyncPlan) for plan in plans_of.values()):
         raise ValueError(f"the plans are {plans_of!r}: pass one SyncPlan for each fragment.")
     if not plans.is_whole(delay) or delay < 0:

@@ -314,8 +314,8 @@ def test_inner_products_are_unbiased_whatever_the_rank_and_nearly_as_accurate(ra
 @pytest.mark.parametrize("length, sums, groups", [(7, 1, 4), (50, 3, 8), (300, 2, 64), (90, 5, 1)])
 def test_sums_of_groups_equal_the_reference(length, sums, groups):
     """And their products equal a TensorSketch of the outer product."""
-    x, y = RNG.normal(size=(2, 3, length)).astype(np.float32)
-    left, right = (hash_signs(jnp.uint32(n), jnp.arange(length)) for n in (1, 2))
+    x, y = (RNG.normal(size=(3, n)).astype(np.float32) for n in (length, 20))
+    left, right = (hash_signs(jnp.uint32(n.shape[1]), jnp.arange(n.shape[1])) for n in (x, y))
     of_x = grouped_sums(x, left, sums, groups)
     expected = np.einsum(
         "tk,kpm->tpm", x * np.asarray(left), reference.group_signs(length, sums, groups)

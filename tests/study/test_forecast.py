@@ -64,8 +64,8 @@ def test_least_squares_recovers_known_parts():
 @pytest.mark.parametrize(
     "volumes, times, message",
     [
-        ([1], [3], "only come apart"), ([1, 0.5], [3], "equal length"),
-        ([0.5, 0.5], [3, 4], "only come apart"), ([1, 0], [3, 4], "in .0, 1."),
+        ([1], [3], "can only be told apart"), ([1, 0.5], [3], "equal length"),
+        ([0.5, 0.5], [3, 4], "can only be told apart"), ([1, 0], [3, 4], "in .0, 1."),
         ([1, 4], [3, 4], "in .0, 1."), ([1, math.nan], [3, 4], "in .0, 1."),
         ([1, 0.5], [3, 0], "positive and finite"), ([1, 0.5], [math.nan, 3], "positive and finite"),
         ([1, 0.5], [math.inf, 3], "positive and finite"),

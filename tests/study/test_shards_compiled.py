@@ -154,8 +154,11 @@ def test_a_device_of_four_keeps_a_quarter(kind):
 
 @pytest.mark.usefixtures("optimised")
 def test_sketches_gather_no_gradient():
-    """From the backward pass or, with specs, from gradients: the compiler only adds up."""
-    mesh = mesh_of(2)
+    """From the backward pass or, with specs, from gradients: the compiler only adds sums up.
+
+    In bytes these are fewer than what the hidden layer passes on, let alone than its gradients.
+    """
+    mesh, activations = mesh_of(2), BATCH * 1024 * 4
     params = placed(copies(network(1024), 2), SPECS, mesh)
     data = placed(jax.tree.map(lambda x: x[:, :BATCH], data_of(2)), P(), mesh)
     made = ordering.sketched(loss, SKETCH, size=128)
@@ -172,9 +175,10 @@ def test_sketches_gather_no_gradient():
     for rows_of in (backward, of_gradients):
         found = lines_of(over(rows_of).lower(params, data).compile(), mesh)
         assert {(name, axes) for name, _, axes in found} == {("all-reduce", "model")}
-        assert sum(size for _, size, _ in found) < 4 * 1024
+        assert sum(size for _, size, _ in found) < activations / 2
     expected = jax.vmap(backward)(copies(network(1024), 2), jax.tree.map(np.asarray, data))
-    np.testing.assert_allclose(over(backward)(params, data), expected, rtol=1e-4, atol=1e-4)
+    rounding = 1e-5 * np.abs(expected).max()  # of sums that cancel
+    np.testing.assert_allclose(over(backward)(params, data), expected, rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize("workers,way", [(2, "compiler"), (4, "by hand")])

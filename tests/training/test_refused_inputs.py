@@ -48,7 +48,7 @@ WRONG = {
         lambda n: local_opt.constant(4, total_steps=n),
         lambda n: local_opt.qsr(0.1, total_steps=n, alpha=0.1, h_base=2),
         lambda n: local_opt.SyncPlan(np.array([0]), n),
-    ], "total_steps is {}: (a run has|plans)"),
+    ], "total_steps is {}: (pass an integer|a plan holds)"),
 }  # fmt: skip
 
 
