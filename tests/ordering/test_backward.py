@@ -13,9 +13,7 @@ import models
 import ordering
 from ordering import trace
 from ordering.gradients import grouped
-from ordering.sketch import grouped_sums, hash_signs, table_of_sums
 from ordering.uses import Hooks
-from tests import reference
 from tests.sketched import sketch_of
 
 KEY, SKETCH_KEY, N = jax.random.key(3), jax.random.key(7), 3
@@ -285,47 +283,3 @@ def test_rows_of_small_models_are_their_gradients():
     np.testing.assert_allclose(rows.gram(), formed.gram(), rtol=1e-5)
     with pytest.raises(ValueError, match="size is 0"):
         ordering.sketched(model.loss, SKETCH_KEY, size=0)
-
-
-def outer_products(w, batch, key):
-    """A loss whose gradients are x y^T, summed over the rows of x and y."""
-    return jnp.sum((batch["x"] @ w) * batch["y"], (1, 2))
-
-
-RANKS = {"one example of an MLP": 1, "a few words": 8, "a text": 256}
-
-
-@pytest.mark.parametrize("rank", RANKS.values(), ids=RANKS)
-def test_inner_products_are_unbiased_whatever_the_rank_and_nearly_as_accurate(rank):
-    """E s_i . s_j = G_i . G_j over keys, with at most six times the variance of `sketch`."""
-    rng, size, keys = np.random.default_rng(3), 256, 200
-    x, y = (rng.normal(size=(2, rank, n)).astype(np.float32) for n in (300, 200))
-    w, batch = jnp.zeros((300, 200)), {"x": x, "y": y}
-    rows = lambda key: parts_of(ordering.sketched(outer_products, key, size=size))(w, batch)[2]  # noqa: E731
-    found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
-    formed = np.einsum("nta,ntb->nab", batch["x"], y).reshape(2, -1)
-    norms = np.linalg.norm(formed, axis=1)
-    error = np.einsum("kia,kja->kij", found, found) - formed @ formed.T
-    error = (error / np.outer(norms, norms)).reshape(keys, -1)
-    assert np.all(np.abs(error.mean(0)) < 4 * error.std(0) / np.sqrt(keys))
-    assert np.all(error.var(0) < 6 * 2 / size)
-
-
-@pytest.mark.parametrize("length, sums, groups", [(7, 1, 4), (50, 3, 8), (300, 2, 64), (90, 5, 1)])
-def test_sums_of_groups_equal_the_reference(length, sums, groups):
-    """And their products equal a TensorSketch of the outer product."""
-    x, y = (RNG.normal(size=(3, n)).astype(np.float32) for n in (length, 20))
-    left, right = (hash_signs(jnp.uint32(n.shape[1]), jnp.arange(n.shape[1])) for n in (x, y))
-    of_x = grouped_sums(x, left, sums, groups)
-    expected = np.einsum(
-        "tk,kpm->tpm", x * np.asarray(left), reference.group_signs(length, sums, groups)
-    )
-    np.testing.assert_allclose(of_x, expected, atol=1e-4)
-    np.testing.assert_allclose(
-        table_of_sums(left, sums, groups).reshape(length, sums, groups),
-        grouped_sums(jnp.eye(length), left, sums, groups),
-    )
-    of_y = grouped_sums(y, right, sums, groups)
-    found = np.einsum("tpm,tqm->pqm", of_x, of_y) / np.sqrt(groups)
-    met = reference.product_sketch(x.T @ y, left, right, (groups, sums, sums))
-    np.testing.assert_allclose(found, met, atol=1e-3)
