@@ -120,9 +120,9 @@ def test_measured_echoes_while_a_real_loader_waits():
 
 PROCESS = """
 import sys, time, jax
-address, count, rank = (argument.split("=")[1] for argument in sys.argv[1:])
-rank = int(rank)
-jax.distributed.initialize(address, num_processes=int(count), process_id=rank)
+given = dict(argument.removeprefix("--").split("=") for argument in sys.argv[1:])
+rank, count = int(given["process_id"]), int(given["num_processes"])
+jax.distributed.initialize(given["coordinator_address"], num_processes=count, process_id=rank)
 import numpy as np
 import local_opt, ordering
 
