@@ -43,9 +43,10 @@ def sketched(
     G_i is the gradient of unit i, P_f and Q_f are sums of its rows and columns with random signs.
     A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j, about as
     accurate as `sketch_rows(per_example(loss)(...))`: at k = 1,024, squared norms on MLPs, LeNet
-    and a small GPT-2 are off by 5 to 6 % (root mean square) and inner products by 0.035 to 0.05
-    |G_i| |G_j|. It is less accurate for gradients of low rank of very large matrices, with up to
-    six times the variance, and for sums over many positions that nearly have rank one.
+    and a small GPT-2 are off by 4.5 to 5.7 % (root mean square) and inner products by 0.031 to
+    0.041 |G_i| |G_j| (`python benchmarks/sketch_errors.py`). It is less accurate for gradients of
+    low rank of very large matrices, with up to six times the variance, and for sums over many
+    positions that nearly have rank one.
 
     The loss may come from any library: products, convolutions and look-ups are found in its
     program. The gradients of parameters that are used in another way are formed for every unit;

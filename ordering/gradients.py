@@ -35,8 +35,7 @@ def per_example(
     Gradients are computed side by side, by vmap, in memory for B gradients and the activations of
     B examples; or in turn, with the activations of one example. In turn and with `to_sketch`, only
     two gradients exist at a time. Choose this where memory is short, or where a single example
-    keeps the device busy: on a CPU it took as long as `sketched` for a small GPT-2, in a tenth of
-    the memory, and a fifth longer for LeNet, but eight times as long for an MLP.
+    keeps the device busy, as a text does in a transformer; for small models it is much slower.
 
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
