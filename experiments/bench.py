@@ -1,6 +1,6 @@
 r"""Measures costs: microseconds and ratios. Every row is printed as it is measured.
 
-    python -m experiments.bench --part=balance                  # three minutes: a step with an order
+    python -m experiments.bench --part=balance                  # 3 minutes: a step with an order
     python -m experiments.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
