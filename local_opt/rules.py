@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from local_opt.plans import SyncPlan, check_whole, from_function
-from syncopate.plans import (
+from syncopate.plans import check_total_steps
+from syncopate.schedules import (
     bernoulli_draws,
-    check_total_steps,
     describe_schedule,
     evaluate_schedule,
     probabilities,

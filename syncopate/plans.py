@@ -1,30 +1,50 @@
-"""The base of all plans, and schedules evaluated on the host."""
+"""The base of all plans, and checks of numbers and keys."""
 
+import contextlib
 import hashlib
 import json
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Key
 
 __all__ = ["Plan"]
 
-MOST_STEPS = 10**9
+MOST_STEPS = 10**7  # the slowest plan of so many takes 7 s and 1 GB
 
 
 def is_whole(value: Any) -> bool:
     """Whether a value is an integer other than a bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    try:
+        return operator.index(value) is not None and not isinstance(value, bool)
+    except TypeError:
+        return False
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number other than a bool."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    """Whether a value is a real number other than a bool; NaN and infinity are."""
+    array, _ = as_array(value)
+    return not array.ndim and array.dtype.kind in "iuf"
+
+
+def check_at_least(least: int, **values: Any) -> None:
+    """Raises ValueError for a value that is no whole number or too small."""
+    for name, value in values.items():
+        if not is_whole(value) or value < least:
+            raise ValueError(f"{name} is {value!r}: pass a whole number of at least {least}.")
+
+
+def check_finite(*, above: bool = False, **values: Any) -> None:
+    """Raises ValueError for a value that is no finite number >= 0, or > 0 if `above`."""
+    for name, value in values.items():
+        if not (is_number(value) and np.isfinite(value) and (value > 0 if above else value >= 0)):
+            raise ValueError(
+                f"{name} is {value!r}: pass a finite number {'>' if above else '>='} 0."
+            )
 
 
 def as_array(value: Any) -> tuple[np.ndarray, str]:
@@ -38,13 +58,13 @@ def as_array(value: Any) -> tuple[np.ndarray, str]:
 
 
 def check_total_steps(total_steps: Any) -> None:
-    """Raises ValueError unless T is an integer from 1 to 10^9, the longest array of steps."""
+    """Raises ValueError unless T is an integer from 1 to 10^7."""
     if not is_whole(total_steps) or total_steps < 1:
         raise ValueError(f"total_steps is {total_steps!r}: pass an integer of at least 1.")
     if total_steps > MOST_STEPS:
         raise ValueError(
-            f"total_steps is {total_steps}: a plan holds arrays of at most {MOST_STEPS:,} steps. "
-            "Plan one part of the run at a time."
+            f"total_steps is {total_steps}: a plan holds at most {MOST_STEPS:,} steps. Plan "
+            "one part of the run at a time."
         )
 
 
@@ -58,84 +78,6 @@ def check_key(key: Any) -> None:
             f"key is {found}: pass a typed key, as jax.random.key(seed), or convert a legacy key "
             "with jax.random.wrap_key_data(key)."
         )
-
-
-def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
-    """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
-
-    A schedule of JAX operations is called once for all steps, in float64; any other is called
-    step by step. Raises ValueError, with the `name` of the values, if one is negative, not finite
-    or complex, or if an array has another length than T.
-    """
-    check_total_steps(total_steps)
-    if callable(schedule):
-        values = _real(_evaluated(schedule, total_steps), name).reshape(total_steps)
-    else:
-        values = _real(np.asarray(schedule), name)
-        if values.shape not in ((), (total_steps,)):
-            raise ValueError(
-                f"{name} has the shape {values.shape}: an array holds one value for each of the "
-                f"{total_steps} steps."
-            )
-        values = np.broadcast_to(values, (total_steps,))
-    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-    if len(bad):
-        raise ValueError(
-            f"{name}({bad[0]}) is {values[bad[0]]:g}: the schedule must be finite and not "
-            f"negative at all {total_steps} steps ({len(bad)} of them violate this)."
-        )
-    return values
-
-
-def probabilities(p: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
-    """float64[T], the values of `evaluate_schedule`; raises ValueError unless all are in (0, 1]."""
-    values = evaluate_schedule(p, total_steps, name)
-    bad = np.flatnonzero((values <= 0) | (values > 1))
-    if len(bad):
-        raise ValueError(
-            f"{name}({bad[0]}) is {values[bad[0]]:g}: a probability lies in (0, 1]. Keep the "
-            "schedule above 0."
-        )
-    return values
-
-
-def bernoulli_draws(probabilities: np.ndarray, key: Key[Array, ""]) -> np.ndarray:
-    """bool[T], true with each step's probability; with JAX's default keys the same everywhere."""
-    check_key(key)
-    with jax.ensure_compile_time_eval():  # now, even if the plan is made inside a trace
-        coins = np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32))
-        return coins < probabilities
-
-
-def describe_schedule(p: Any) -> str:
-    """A number as it appears in a rule's name, or "p(t)" for a schedule."""
-    return f"{p:g}" if isinstance(p, int | float) else "p(t)"
-
-
-def _evaluated(schedule, total_steps):
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        device = None  # the default one; accelerators emulate float64
-    # Evaluated now, even if the plan is made while a function is traced.
-    with jax.enable_x64(True), jax.default_device(device), jax.ensure_compile_time_eval():
-        try:
-            # Not jitted: a compiler may rewrite t / 10 as t * 0.1, and the hash of a plan must not
-            # depend on the machine.
-            values = jax.vmap(schedule)(np.arange(total_steps))
-        except (TypeError, jax.errors.JAXTypeError):
-            values = [schedule(t) for t in range(total_steps)]
-        return np.asarray(values)
-
-
-def _real(values, name) -> np.ndarray:
-    """The values in float64; raises ValueError unless they are real numbers."""
-    try:
-        if not np.iscomplexobj(values):
-            return values.astype(np.float64)
-    except (TypeError, ValueError):  # not numbers
-        pass
-    raise ValueError(f"{name} is {values.dtype}: the values of a schedule must be real numbers.")
 
 
 class Plan:
@@ -205,38 +147,63 @@ class Plan:
         """For `describe`: the sizes in words, and the lines of a table with a header."""
         raise NotImplementedError
 
-    def save(self, path: str) -> None:
-        """Writes plan and hash as JSON, by way of a temporary file, so that no file is partial."""
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes plan and hash as JSON, by way of a temporary file, so that no file is partial.
+
+        Raises:
+          OSError: if the file cannot be written.
+        """
         content = {
             "rule": self.rule,
             "total_steps": self.total_steps,
             self.marks: self.marked.tolist(),
             "digest": self.digest(),
         }
-        temporary = f"{path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(temporary, path)
+        with _file(path, "pass a file in a folder that can be written") as name:
+            temporary = f"{name}.tmp"
+            try:
+                with open(temporary, "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+                os.replace(temporary, name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.remove(temporary)
+                raise
 
     @classmethod
-    def read(cls, path: str) -> Self:
+    def read(cls, path: str | os.PathLike) -> Self:
         """The plan that `save` wrote.
 
         Raises:
           ValueError: if the file holds no plan of this class, or does not match its hash.
+          OSError: if the file cannot be read.
         """
+        with _file(path, "pass a file that save wrote") as name, open(name, "rb") as file:
+            text = file.read()
         try:
-            with open(path, encoding="utf-8") as file:
-                content = json.load(file)
-            marked = np.asarray(content[cls.marks], np.int64)
-            rule, digest = content["rule"], content["digest"]
-            if not isinstance(rule, str):
-                raise TypeError(f"its rule is {rule!r}, not a string")
-            plan = cls.of_marks(marked, content["total_steps"], rule)
+            content = json.loads(text.decode("utf-8"))
+            marks, rule, digest = content[cls.marks], content["rule"], content["digest"]
+            if not isinstance(rule, str) or not isinstance(marks, list):
+                raise TypeError(f"its rule must be a text, its {cls.marks} a list")
+            plan = cls.of_marks(np.asarray(marks, np.int64), content["total_steps"], rule)
+            if set(map(type, marks)) != {int} or plan.marked.tolist() != marks:
+                raise ValueError(f"its {cls.marks} must be whole numbers that increase")
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path!r} holds no saved plan ({error!r}): save it again.") from error
+            why = f"{type(error).__name__}: {error}"[:200]
+            raise ValueError(f"{name!r} holds no saved plan ({why}): save it again.") from error
         if plan.digest() != digest:
             raise ValueError(
-                f"{path!r} does not match its hash: it was changed. Save the plan again."
+                f"{name!r} does not match its hash: it was changed. Save the plan again."
             )
         return plan
+
+
+@contextlib.contextmanager
+def _file(path: Any, advice: str) -> Iterator[str]:
+    """The name of a file; what the system says of it gets an advice."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise ValueError(f"path is {path!r}: pass the name of a file.")
+    try:
+        yield os.fsdecode(path)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} ({advice})", str(path)) from error

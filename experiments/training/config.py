@@ -13,7 +13,7 @@ import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import optimizers
-from syncopate.plans import evaluate_schedule
+from syncopate.schedules import evaluate_schedule
 
 EXAMPLES, UNITS = "examples", "units"  # of the whole training set
 

@@ -13,7 +13,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Key
 
-from syncopate import plans
+from syncopate import plans, schedules
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -141,7 +141,7 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
       https://arxiv.org/abs/1907.05550
     """
     plans.check_total_steps(total_steps)
-    _check_uses(factor, "factor")
+    plans.check_at_least(1, factor=factor)
     return EchoPlan(np.arange(total_steps) % factor == 0, f"fixed, e = {factor}")
 
 
@@ -173,9 +173,9 @@ def bernoulli(
       Data Parallelism, Algorithm 1, submitted to ICLR 2025 (read here from its abstract, reviews
       and replies), https://openreview.net/group?id=ICLR.cc/2025/Conference
     """
-    heads = plans.bernoulli_draws(plans.probabilities(p, total_steps, "p"), key)
+    heads = schedules.bernoulli_draws(schedules.probabilities(p, total_steps, "p"), key)
     heads[0] = True
-    return EchoPlan(heads, f"bernoulli, p = {plans.describe_schedule(p)}")
+    return EchoPlan(heads, f"bernoulli, p = {schedules.describe_schedule(p)}")
 
 
 def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int) -> EchoPlan:
@@ -201,7 +201,7 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
       >>> ordering.echo.error_diffusion(0.4, total_steps=10).uses.tolist()
       [3, 2, 3, 2]
     """
-    shares = plans.probabilities(p, total_steps, "p")
+    shares = schedules.probabilities(p, total_steps, "p")
     fresh = np.empty(total_steps, bool)
     acc = 1.0 - shares[0]
     for t, share in enumerate(shares.tolist()):
@@ -209,7 +209,7 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
         # Ten tenths add up to a little less than one.
         fresh[t] = acc >= 1 - 1e-9
         acc -= fresh[t]
-    return EchoPlan(fresh, f"error diffusion, p = {plans.describe_schedule(p)}")
+    return EchoPlan(fresh, f"error diffusion, p = {schedules.describe_schedule(p)}")
 
 
 class Measured(NamedTuple):
@@ -273,8 +273,10 @@ def measured(
       (6, True)
     """
     plans.check_total_steps(total_steps)
-    _check_uses(max_factor, "max_factor")
-    floor = 1 / max_factor if floor is None else plans.probabilities(floor, total_steps, "floor")
+    plans.check_at_least(1, max_factor=max_factor)
+    floor = (
+        1 / max_factor if floor is None else schedules.probabilities(floor, total_steps, "floor")
+    )
     at_least = np.cumsum(error_diffusion(floor, total_steps=total_steps).fresh)
     known, kind = plans.as_array(decided)
     is_list = known.ndim == 1 and (not len(known) or (known.dtype == bool and known[0]))
@@ -284,11 +286,6 @@ def measured(
             "...] of the run's first steps, a list of bools that begins with True."
         )
     return Measured(int(total_steps), at_least, int(max_factor), known.astype(bool))
-
-
-def _check_uses(factor, name):
-    if not plans.is_whole(factor) or factor < 1:
-        raise ValueError(f"{name} is {factor!r}: a batch is used a whole number of times, >= 1.")
 
 
 def check_policy(policy: object) -> None:

@@ -133,7 +133,7 @@ test_bad_input = refuses({
     "p nan": (bernoulli(math.nan), r"p\(0\) is nan: .*finite"),
     "p of 4 steps": (bernoulli(np.ones(4)), r"p has the shape \(4,\): .*5"),
     "p falls": (bernoulli(optax.linear_schedule(1.0, 0.0, 3)), r"p\(3\) is 0: .* schedule above 0"),
-    "factor 0": (fixed(0), r"factor is 0: a batch is used a whole"),
+    "factor 0": (fixed(0), "factor is 0: pass a whole number of at least 1"),
     "fresh of numbers": (plan([1, 0]), r"fresh is int64\[2\]: .*one bool per"),
     "fresh of two axes": (plan([[True]]), r"fresh is bool\[1, 1\]: .*one bool per"),
     "fresh a generator": (plan(fresh for fresh in [1, 0]), "fresh is a generator: "),

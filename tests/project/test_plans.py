@@ -49,28 +49,56 @@ OTHER_FILES = [
     json.dumps({"rule": None, "total_steps": 1, "starts": [0], "load_steps": [0],
                 "digest": local_opt.every_step(1).digest()}),
     *(json.dumps(LOADS | {"starts": [0], "total_steps": n}) for n in (10**12, 4.0, None)),
+    "\ufeff{}", "\ud800",
 ]  # fmt: skip
-CHANGED = [
-    *({"total_steps": n} for n in (3, -1)),
-    *({"starts": x, "load_steps": x} for x in ([1, 2], [0.5], "0")),
-]
+DEEP = [left * n + "1" + right * n for n in (100, 900, 990, 9000)
+        for left, right in (("[", "]"), ('{"a": ', "}"))]  # fmt: skip
+VALUES = [*DEEP, "NaN", "Infinity", "1e400", "1" + "0" * 30, "1" * 5000, "-1", "3", "true", "{}",
+          "null", "10.0", "[]", "[true]", "[[0, 4, 8]]", "[[0], [4, 8]]"]  # fmt: skip
+# The first are equal to the marks, or become equal when a cast or an index is careless.
+MARKS = ["[0.0, 4.0, 8.0]", "[0, 4.5, 8]", "[false, 4, 8]", '["0", "4", "8"]', "[0, 8, 4]",
+         "[0, 4, 4, 8]", "[0, 4, -2]", "[0, 4, 8, null]", "[0, NaN]", "[0, 99]", "[-10]", "[1, 2]",
+         f"[0, {10**30}]", '"0"']  # fmt: skip
+NO_PLAN = r"holds no saved plan \(.*\): save it again"
+OTHER_PLAN = "does not match its hash: it was changed. Save the plan again"
 
 
 @pytest.mark.parametrize("kind", [SyncPlan, EchoPlan])
 def test_a_file_without_a_plan_is_refused(kind, tmp_path):
     path = tmp_path / "plan.json"
-    for content in OTHER_FILES:
-        path.write_text(content)
-        with pytest.raises(ValueError, match=r"json' holds no saved plan \(.*\): save it again"):
-            kind.read(str(path))
-    for change in CHANGED:
-        TEN[kind].save(path)
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-        with pytest.raises(ValueError, match="plan.json' (holds no saved plan|does not match its)"):
-            kind.read(str(path))
-    TEN[EchoPlan if kind is SyncPlan else SyncPlan].save(path)
+    TEN[kind].save(path)
+    saved = {name: json.dumps(value) for name, value in json.loads(path.read_text()).items()}
+    whole = path.read_text()
+    other = TEN[EchoPlan if kind is SyncPlan else SyncPlan]
+    fields = [(name, value) for name in saved for value in VALUES]
+    changed = [saved | {name: value} for name, value in fields]
+    changed += [saved | {kind.marks: value} for value in MARKS]
+    changed += [{n: v for n, v in saved.items() if n != name} for name in saved]
+    contents = ["{" + ", ".join(f'"{n}": {v}' for n, v in c.items()) + "}" for c in changed]
+    contents += [*OTHER_FILES, whole * 2, *(whole[:cut] for cut in range(len(whole)))]
+    for content in contents:
+        path.write_text(content, errors="surrogatepass")
+        with pytest.raises(ValueError, match=f"plan.json' ({NO_PLAN}|{OTHER_PLAN})") as found:
+            kind.read(path)
+        assert len(str(found.value)) < 300 + len(str(path))
+    other.save(path)
     with pytest.raises(ValueError, match="holds no saved plan"):
         kind.read(path)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
+    loop, plan = tmp_path / "loop", TEN[EchoPlan]
+    loop.symlink_to(loop)
+    for path in (tmp_path, tmp_path / "none" / "plan.json", loop / "plan.json", ""):
+        with pytest.raises(OSError, match=f"pass a file that save wrote.*: '{path}'"):
+            EchoPlan.read(path)
+        with pytest.raises(OSError, match=f"pass a file in a folder that can .*: '{path}'"):
+            plan.save(path)
+    for path in (None, 5, 0.5, ["plan.json"]):
+        for call in (EchoPlan.read, plan.save):
+            with pytest.raises(ValueError, match=r"path is .*: pass the name of a file"):
+                call(path)
+    assert [*tmp_path.iterdir()] == [loop]
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):

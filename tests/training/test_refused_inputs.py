@@ -1,11 +1,13 @@
 """What the library refuses by name, and extremes that it bears."""
 
+import math
 import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +16,12 @@ from hypothesis.extra import numpy as arrays
 import local_opt
 import ordering
 from ordering import echo, herding
-from syncopate import plans
+from syncopate import schedules
 from tests.refused import refuses
 
 KEY, NO_KEYS = jax.random.key(0), (0, np.uint32(7), np.zeros(2, np.uint32), None)
 NO_SIZES = (2.0, np.float32(4), "4", None, True, np.nan, np.inf, 0, -1)
-NO_STEPS = (10**12, 10.0, 2.5, np.nan, "10", 0, -3)
+NO_STEPS = (10**12, 10**7 + 1, 10.0, 2.5, np.nan, "10", 0, -3)
 # {what: (values, calls of one, message)}
 WRONG = {
     "units": (NO_SIZES, [
@@ -39,7 +41,7 @@ WRONG = {
         lambda key: echo.bernoulli(0.5, total_steps=4, key=key),
     ], r"key is .*: pass a typed key, as jax.random"),
     "steps": (NO_STEPS, [
-        lambda n: plans.evaluate_schedule(0.1, n, "lr"),
+        lambda n: schedules.evaluate_schedule(0.1, n, "lr"),
         lambda n: echo.fixed(2, total_steps=n),
         lambda n: echo.error_diffusion(0.5, total_steps=n),
         lambda n: echo.measured(total_steps=n, max_factor=4),
@@ -75,17 +77,48 @@ test_what_does_not_fit_is_named = refuses({
     "no units": (
         lambda: ordering.herding_bound(jnp.zeros((0, 4, 2)), jnp.zeros((0, 4), int)),
         "of at least one unit"),
-    "words": (lambda: plans.evaluate_schedule("fast", 4, "lr"),
-              "lr is .*: the values of a schedule must be real"),
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", [1j, np.ones(4) * 1j, lambda t: 1j * t, lambda t: 1 + 0j])
-def test_schedules_are_real(schedule):
+NO_SCHEDULES = {
+    "lr is complex128.*: .* must be real numbers": [
+        1j, np.ones(4) * 1j, lambda t: 1j * t, lambda t: 1 + 0j
+    ],
+    "lr is a? ?.*: .* must be real numbers": [
+        "fast", "0.1", ["0.1"] * 4, True, [True] * 4, None, [0.1, None, 1, 1], 10**400, KEY, {},
+        (0.1 for _ in range(4)), lambda t: None, lambda t: "0.1", lambda t: t > 0, lambda t: KEY,
+        lambda t: [1.0] * int(t),
+    ],
+    r"lr has the shape \(.*: pass one value for each of the 4 steps": [
+        [], [0.1], np.ones((4, 1)), lambda t: [t, t], lambda t: np.ones((2, 3)),
+    ],
+    r"lr\(0\) raises TypeError\(.*: pass a schedule, which is a function of the step": [
+        optax.cosine_decay_schedule, lambda: 0.1, sum,
+    ],
+    r"lr\(\d\) is (nan|inf|-inf|-1): the schedule must be finite and not negative": [
+        math.nan, math.inf, -1, [0, -math.inf, 0, 0], lambda t: 2.0 - t,
+        lambda t: jnp.where(t > 2, jnp.nan, 1.0), lambda t: math.nan if t else 1,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", NO_SCHEDULES)
+def test_what_is_no_schedule_is_refused(message):
+    for schedule in NO_SCHEDULES[message]:
+        with pytest.raises(ValueError, match=message):
+            schedules.evaluate_schedule(schedule, 4, "lr")
+
+
+def test_a_schedule_that_would_take_long_is_warned_of(monkeypatch):
+    asked = []
+    slow = lambda t: asked.append(t) or 0.1 / (1 + int(t))  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ValueError, match="lr is complex128: .* must be real numbers"):
-            plans.evaluate_schedule(schedule, 4, "lr")
+        values = schedules.evaluate_schedule(slow, 120, "lr")
+    assert [t for t in asked if isinstance(t, int)] == list(range(120))
+    monkeypatch.setattr(schedules, "SLOW", 0.0)
+    with pytest.warns(UserWarning, match="lr is evaluated step by step, .* write it with jax.nu"):
+        np.testing.assert_array_equal(schedules.evaluate_schedule(slow, 120, "lr"), values)
 
 
 @given(

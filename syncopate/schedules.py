@@ -1,0 +1,118 @@
+"""Schedules evaluated on the host, for plans."""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Key
+
+from syncopate import plans
+
+SLOW = 10.0  # seconds: a schedule that takes longer is warned of
+
+
+def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
+    """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
+
+    A schedule of JAX operations is called once for all steps, in float64; any other is called
+    step by step. Raises ValueError, with the `name` of the values, if one is negative, not finite
+    or complex, or if an array has another length than T.
+    """
+    plans.check_total_steps(total_steps)
+    if callable(schedule):
+        values = _real(_evaluated(schedule, total_steps, name), name)
+        values = values.reshape(-1) if values.size == total_steps else values
+    else:
+        values = _real(schedule, name)
+    if values.shape not in ((), (total_steps,)):
+        raise ValueError(
+            f"{name} has the shape {values.shape}: pass one value for each of the {total_steps} "
+            "steps, or a schedule that returns a single number."
+        )
+    values = np.broadcast_to(values, (total_steps,))
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(bad):
+        raise ValueError(
+            f"{name}({bad[0]}) is {values[bad[0]]:g}: the schedule must be finite and not "
+            f"negative at all {total_steps} steps ({len(bad)} of them violate this)."
+        )
+    return values
+
+
+def probabilities(p: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
+    """float64[T], the values of `evaluate_schedule`; raises ValueError unless all are in (0, 1]."""
+    values = evaluate_schedule(p, total_steps, name)
+    bad = np.flatnonzero((values <= 0) | (values > 1))
+    if len(bad):
+        raise ValueError(
+            f"{name}({bad[0]}) is {values[bad[0]]:g}: a probability lies in (0, 1]. Keep the "
+            "schedule above 0."
+        )
+    return values
+
+
+def bernoulli_draws(probabilities: np.ndarray, key: Key[Array, ""]) -> np.ndarray:
+    """bool[T], true with each step's probability; with JAX's default keys the same everywhere."""
+    plans.check_key(key)
+    with jax.ensure_compile_time_eval():  # now, even if the plan is made inside a trace
+        coins = np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32))
+        return coins < probabilities
+
+
+def describe_schedule(p: Any) -> str:
+    """A number as it appears in a rule's name, or "p(t)" for a schedule."""
+    return f"{p:g}" if isinstance(p, int | float) else "p(t)"
+
+
+def _evaluated(schedule, total_steps, name):
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = None  # the default one; accelerators emulate float64
+    # Evaluated now, even if the plan is made while a function is traced.
+    with jax.enable_x64(True), jax.default_device(device), jax.ensure_compile_time_eval():
+        try:
+            # Not jitted: a compiler may rewrite t / 10 as t * 0.1, and the hash of a plan must not
+            # depend on the machine.
+            return jax.vmap(schedule)(np.arange(total_steps))
+        except (TypeError, jax.errors.JAXTypeError):
+            return _step_by_step(schedule, total_steps, name)
+
+
+def _step_by_step(schedule, total_steps, name):
+    """The values of a schedule that is no function of arrays; warns if this takes long."""
+    try:
+        values = [schedule(0)]
+    except TypeError as error:
+        raise ValueError(
+            f"{name}(0) raises {error!r}: pass a schedule, which is a function of the step, a "
+            "number or an array of the values of all steps."
+        ) from error
+    begin = time.monotonic()
+    for step in range(1, total_steps):
+        if step == 10:  # the first calls compile
+            begin = time.monotonic()
+        elif step == 110 and (left := (time.monotonic() - begin) * total_steps / 100) > SLOW:
+            warnings.warn(
+                f"{name} is evaluated step by step, in about {left:.0f} s: write it with jax.numpy "
+                "and without float() and if, to evaluate all steps at once, or pass their values.",
+                stacklevel=2,
+            )
+        values.append(schedule(step))
+    return values
+
+
+def _real(values, name) -> np.ndarray:
+    """The values in float64; raises ValueError unless they are real numbers."""
+    array, kind = plans.as_array(values)
+    try:
+        missing = array.dtype == object and None in array.ravel().tolist()
+        if array.dtype.kind not in "bcmMSU" and not missing:
+            return array.astype(np.float64)
+    except (TypeError, ValueError, OverflowError):  # not numbers, or too large
+        pass
+    raise ValueError(f"{name} is {kind}: the values of a schedule must be real numbers.")
