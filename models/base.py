@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from syncopate.mesh import platform
+from syncopate.plans import check_at_least, check_finite
 
 
 class Model(NamedTuple):
@@ -47,7 +48,7 @@ class Model(NamedTuple):
 
 def softmax_loss(predict: Callable, l2: float) -> Callable:
     """Cross-entropy per example, the mean over tokens for sequences, plus l2 / 2 |params|^2."""
-    check_l2(l2)
+    check_finite(l2=l2)
 
     def loss(params, batch, key):
         logits = predict(params, batch["x"])
@@ -110,19 +111,6 @@ def penalty(params: PyTree[Array], l2: float) -> Float[Array, ""] | float:
     if not l2:  # reads no parameter
         return 0.0
     return 0.5 * l2 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
-
-
-def check_l2(l2: float) -> None:
-    """Raises ValueError for a negative weight or NaN."""
-    if not l2 >= 0:
-        raise ValueError(f"l2 is {l2}: the weight of the penalty must be 0 or positive.")
-
-
-def check_at_least(least: int, **values: int) -> None:
-    """Raises ValueError with the name of a value below `least`."""
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} is {value}: it must be at least {least}.")
 
 
 def check_choice(known: Collection, **values: Any) -> None:

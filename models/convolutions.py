@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Key
 
-from models.base import Model, check_at_least, model_of
+from models.base import Model, model_of
 from syncopate.mesh import platform
+from syncopate.plans import check_at_least
 
 EPSILON = 1e-5  # of the normalisations
 

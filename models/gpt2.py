@@ -8,13 +8,13 @@ from flax import nnx
 
 from models.base import (
     Model,
-    check_at_least,
     check_dtype,
     check_heads,
     flat_dot_general,
     model_of,
     product,
 )
+from syncopate.plans import check_at_least
 
 DEVIATION = 0.02  # of all weights and embeddings at the start
 MLP_RATIO = 4

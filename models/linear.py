@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from models.base import Model, check_at_least, check_l2, penalty, softmax_loss
+from models.base import Model, penalty, softmax_loss
+from syncopate.plans import check_at_least, check_finite
 
 
 def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) -> Model:
@@ -57,7 +58,7 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
       >>> import models
       >>> model = models.logistic_regression(num_features=20)
     """
-    check_l2(l2)
+    check_finite(l2=l2)
     check_at_least(1, num_features=num_features)
 
     def init(key):
@@ -191,7 +192,7 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
       Makridakis, Spiliotis, Assimakopoulos, The M4 Competition: 100,000 time series and 61
       forecasting methods, 2020, https://doi.org/10.1016/j.ijforecast.2019.04.014
     """
-    check_l2(l2)
+    check_finite(l2=l2)
     init, predict = _layers(lags, hidden, horizon)
 
     def loss(params, batch, key):

@@ -5,7 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models.base import Model, check_at_least, check_dtype, product, softmax_loss
+from models.base import Model, check_dtype, product, softmax_loss
+from syncopate.plans import check_at_least
 
 RANGE = 0.1  # of the initial embeddings
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_at_least, check_choice, check_dtype, model_of
+from models.base import Model, check_choice, check_dtype, model_of
 from models.convolutions import Conv, DepthwiseConv, Keys, Pointwise, batch_norm, check_images
+from syncopate.plans import check_at_least
 
 # V2: (expansion t, channels c, blocks n, stride s of the first block) for each stage.
 IMAGENET_STAGES = (

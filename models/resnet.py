@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_at_least, check_choice, check_dtype, model_of
+from models.base import Model, check_choice, check_dtype, model_of
 from models.convolutions import (
     Conv,
     Convolution,
@@ -18,6 +18,7 @@ from models.convolutions import (
     group_norm,
     groups,
 )
+from syncopate.plans import check_at_least
 
 STEMS = ("imagenet", "cifar")
 NORMS = ("batch", "group")

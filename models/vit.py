@@ -5,12 +5,12 @@ from flax import nnx
 
 from models.base import (
     Model,
-    check_at_least,
     check_choice,
     check_dtype,
     check_heads,
     model_of,
 )
+from syncopate.plans import check_at_least
 
 EPSILON = 1e-6  # of the layer normalisations
 POOLS, GELUS = ("mean", "class"), ("tanh", "exact")

@@ -76,10 +76,8 @@ def echo_forecast(
       load is the larger of t_load and uses t_step), https://arxiv.org/abs/1907.05550
     """
     check_policy(policy)
-    if not (plans.is_number(step_seconds) and 0 < step_seconds < math.inf):
-        raise ValueError(f"step_seconds is {step_seconds!r}: pass a positive, finite number.")
-    if not plans.is_whole(depth) or depth < 1:
-        raise ValueError(f"depth is {depth!r}: the queue holds a whole number of batches, >= 1.")
+    plans.check_finite(above=True, step_seconds=step_seconds)
+    plans.check_at_least(1, depth=depth)
     each = _each_load(load_seconds, policy)
     fresh, stall = _simulate(policy, (each / step_seconds).tolist(), int(depth))
     plan = policy if isinstance(policy, EchoPlan) else EchoPlan(fresh, "measured, simulated")

@@ -244,8 +244,7 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
       Agarwal, Anil, Koren, Talwar, Zhang, Stochastic Optimization with Laggard Data Pipelines,
       2020, https://arxiv.org/abs/2010.13639
     """
-    if not (plans.is_number(strength) and 0 <= strength < np.inf):
-        raise ValueError(f"strength is {strength!r}: pass a finite number >= 0.")
+    plans.check_finite(strength=strength)
 
     def init(params):
         # A copy: parameters and state are often donated together.

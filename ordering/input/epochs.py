@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 from ordering import base
 from ordering.base import State
 from ordering.input.loader import Loader, LoadError, load_ahead
-from ordering.input.sources import Steps, check_at_least, reader
+from ordering.input.sources import Steps, reader
+from syncopate import plans
 
 Load = Callable[[np.ndarray, int, int], Loader]
 
@@ -220,8 +221,9 @@ def read_epochs(
       (4,)
       (2,)
     """
-    check_at_least(1, ahead=ahead)
-    check_at_least(0, num_epochs=num_epochs, first_load=first_load)
+    plans.check_at_least(1, ahead=ahead)
+    plans.check_at_least(0, first_load=first_load)
+    plans.check_at_least(0, num_epochs=0 if num_epochs is None else num_epochs)
     num_units = _state(live).current.shape[-1]
     base.check_units(num_units, units_per_step)
     if not callable(source):

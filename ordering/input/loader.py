@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from ordering.input.sources import check_at_least
 from syncopate import plans
 
 
@@ -94,8 +93,8 @@ def load_ahead(
       [0, 2, 4]
     """
     check_batches("batches", batches)
-    check_at_least(1, depth=depth)
-    check_at_least(0, first_load=first_load)
+    plans.check_at_least(1, depth=depth)
+    plans.check_at_least(0, first_load=first_load)
     if timeout is not None and not (plans.is_number(timeout) and timeout > 0):
         raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait forever.")
     shared = _Shared(queue.SimpleQueue(), threading.Semaphore(depth + 1), threading.Event())

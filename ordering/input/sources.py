@@ -198,7 +198,7 @@ def step_indices(
     workers, length = orders.shape
     owned = length if num_units is None else num_units
     base.check_units(owned, units_per_step)
-    check_at_least(1, unit_size=unit_size, total=total)
+    plans.check_at_least(1, unit_size=unit_size, total=1 if total is None else total)
     ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
     most = owned if total is None else total
     if not ((ranked >= 0) & (ranked < most)).all() or (np.diff(ranked, axis=1) == 0).any():
@@ -213,13 +213,6 @@ def step_indices(
     units = np.concatenate([steps.reshape(-1), units[:, whole:].reshape(-1)])
     indices = units[:, None] * unit_size + np.arange(unit_size)
     return indices.reshape(-1), workers * units_per_step * unit_size
-
-
-def check_at_least(least: int, **sizes: int | None) -> None:
-    """Raises ValueError for a size, unless it is None, that is no whole number or too small."""
-    for name, value in sizes.items():
-        if value is not None and (not plans.is_whole(value) or value < least):
-            raise ValueError(f"{name} is {value!r}: pass a whole number of at least {least}.")
 
 
 def whole_numbers(

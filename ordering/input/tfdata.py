@@ -12,7 +12,8 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.input.sources import check_at_least, reader, whole_numbers
+from ordering.input.sources import reader, whole_numbers
+from syncopate import plans
 
 
 def batches(
@@ -61,10 +62,10 @@ def batches(
       [4 0] [16  0]
       [3] [9]
     """
-    check_at_least(0, first_batch=first_batch, seed=seed)
-    check_at_least(
-        1, batch_size=batch_size, num_parallel_calls=num_parallel_calls, prefetch=prefetch
-    )
+    plans.check_at_least(0, first_batch=first_batch, seed=seed)
+    plans.check_at_least(1, batch_size=batch_size, prefetch=prefetch)
+    if num_parallel_calls is not None:
+        plans.check_at_least(1, num_parallel_calls=num_parallel_calls)
     num_examples, read = reader(source)
     indices = whole_numbers("indices", indices, (1,), "step_indices(...)[0]")
     wrong = indices[(indices < 0) | (indices >= num_examples)]

@@ -12,11 +12,11 @@ SMALL = {"depth": 8, "stem": "cifar", "norm": "group"}
 # For each model: settings, and part of the message.
 REFUSED = {
     "vit": [
-        ({"num_classes": 1}, "num_classes is 1: it must be at least 2"),
+        ({"num_classes": 1}, "num_classes is 1: pass a whole number of at least 2"),
         ({"patch": 5}, "patch is 5"),
         ({"image_shape": (0, 0, 3)}, "patch is 4"),
         ({"width": 30}, "width is 30 with 4 heads"),
-        ({"depth": 0}, "depth is 0: it must be at least 1"),
+        ({"depth": 0}, "depth is 0: pass a whole number of at least 1"),
         (VIT | {"dtype": "float64"}, "dtype is 'float64'"),
         (VIT | {"pool": "max"}, "pool is 'max': choose one of 'mean', 'class'"),
         (VIT | {"gelu": "erf"}, "gelu is 'erf'"),
