@@ -20,6 +20,7 @@ docs/results/machine_map.md shows them, and how good the advice is for unseen ta
 
 import functools
 import itertools
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -139,7 +140,9 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
 
 def advise(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
     processes.start(values)
+    processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     task, recipe = flags.setting_from_flags(values)
+    processes.say("Measuring a load, and steps with and without an order", file=sys.stderr)
     known = factorials.near(known, recipe.units_per_step)
     found = machines_of(task, recipe, known[0].order, values)
     first, each = found[0], recipe.units_per_step * recipe.unit_size
@@ -273,6 +276,7 @@ def write_map(known: Sequence[Factorial], folder: str) -> None:
 
 
 def run(values: absl_flags.FlagValues) -> None:
+    print("Reading the recorded runs", file=sys.stderr, flush=True)
     known = factorials.load()
     if values.map:
         write_map(known, values.output_dir or "results/machine_map")

@@ -16,6 +16,7 @@ other packages' loaders are timed in benchmarks/.
 import functools
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -282,6 +283,7 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     last = None
     for name in names:
+        print(f"Measuring {values.part}, {name}: compiles first", file=sys.stderr, flush=True)
         for row in tables[name](values.repeats or repeats, *given):
             if row.keys() != last:
                 print("| " + " | ".join(row) + " |\n|" + " --- |" * len(row))

@@ -14,6 +14,7 @@ for what echo policies lose, `experiments.echoing --dry_run --speeds=R`.
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from absl import app, flags
@@ -89,6 +90,7 @@ def row_of(rule: str, plan, speeds: Sequence[float], cost: Mapping) -> dict:
 
 def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     """A setting's label, its text, and (rates, plans) for the picture."""
+    print(f"Planning {name}", file=sys.stderr, flush=True)
     task, recipe = recipes.planned(name, **dialect.recipe_fields(values))
     label, seconds, source = KNOWN.get(name, (name, None, None))
     if values.step_seconds is not None:

@@ -54,7 +54,7 @@ def run(values: absl_flags.FlagValues) -> None:
         another run has the folder.
     """
     processes.start(values)
-    processes.say(f"Preparing {values.task}: data and programs", file=sys.stderr)
+    processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     task, recipe = flags.setting_from_flags(values)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
@@ -115,6 +115,9 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun):
         begun=begun,
     )  # fmt: skip
     scalars = measure.scalars_of(task, recipe)(built, rows[0])
+    labels = " + ".join(row.label for row in rows)
+    left = f"{plans.total_steps - at:,} steps of {recipe.workers} workers"
+    processes.say(f"Compiling {labels}: {left}", file=sys.stderr)
     with (
         progress.bar(total=plans.total_steps, initial=at, unit="step") as bar,
         records.writing(

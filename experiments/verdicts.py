@@ -124,6 +124,7 @@ def main(argv: Sequence[str]) -> None:
     del argv
     if FLAGS.record:
         print(f"Recorded in {record(FLAGS.record)}")
+    print("Reading the recorded runs", file=sys.stderr, flush=True)
     recorded = written.load()
     rows = written.rows(recorded, claims())
     found = pages(rows, recorded)

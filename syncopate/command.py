@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         sys.exit(f"{argv[0]!r} is not an experiment: pass one of these.\n{usage}")
     name, *flags = argv
-    sys.argv = [name, *(expanded for flag in flags for expanded in with_preset(flag))]
+    # As `python -m` does, so that the experiment says that it is being loaded.
+    sys.argv = ["-m", *(expanded for flag in flags for expanded in with_preset(flag))]
     # In front of everything else, here and in the processes that an experiment starts.
     sys.path.insert(0, str(sources()))
     paths = [str(sources()), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,5 +1,6 @@
 """Progress of a loop: a bar on a terminal, elsewhere a line every ten seconds."""
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,9 @@ class Lines:
         pass
 
     def __iter__(self) -> Iterator:
+        self._told = -math.inf
+        self.update(0)  # a line at once
+        self._first = None
         for item in self._items:
             yield item
             self.update()

@@ -98,7 +98,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     """
     processes.start(values)
     study.default(values)
-    processes.say(f"Preparing {values.task}: data and programs", file=sys.stderr)
+    processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     task, recipe = flags.setting_from_flags(values)
     study = study.fit(study, task, recipe, values)
     if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
@@ -141,6 +141,7 @@ def _search(study, task, recipe, folder, done, settings, values):
     if study.speeds:
         seconds = values.step_seconds
         if seconds is None:
+            processes.say("Measuring the time of a step", file=sys.stderr)
             seconds = trainer.step_seconds(study, task, recipe, mesh, folder, done)
         processes.say(f"a step takes {1e3 * seconds:.2f} ms; a load R times that")
     reads = None if values.input == "device" else values.input
@@ -149,6 +150,7 @@ def _search(study, task, recipe, folder, done, settings, values):
         checkpoint_every=values.checkpoint_every, about=settings,
     )  # fmt: skip
     kept = trainer.kept_records(folder, done)
+    processes.say(f"Compiling {len(study.arms)} arms", file=sys.stderr)
     with records.writing(folder, trackers=values.track, keep=kept) as write:
         return search.search(
             study, trains, seeds=values.seeds, widen=values.widen, done=kept, on_record=write,

@@ -1,5 +1,6 @@
 """Progress where standard error is not a terminal: plain lines, ten seconds apart."""
 
+import subprocess
 import sys
 
 import pytest
@@ -7,7 +8,7 @@ from tqdm import tqdm
 
 from experiments.cluster import progress
 from experiments.results import records
-from tests.commands import SHORT, train_run
+from tests.commands import ROOT, SHORT, train_run
 
 
 @pytest.fixture
@@ -40,13 +41,13 @@ def test_a_loop_over_items_is_counted_too(clock, capsys):
         seen.append(item)
         clock[0] += 7
     assert seen == ["a", "b", "c"]
-    assert capsys.readouterr().err == "run 2 of 3, 00:07 left\n"
+    assert capsys.readouterr().err == "run 0 of 3\nrun 2 of 3, 00:07 left\n"
 
 
 def test_items_without_a_length_have_no_total(clock, capsys):
     for _ in progress.bar(iter(range(2)), desc="cells", unit="cell"):
         clock[0] += 11
-    assert capsys.readouterr().err == "cells: cell 1\ncells: cell 2\n"
+    assert capsys.readouterr().err == "cells: cell 0\ncells: cell 1\ncells: cell 2\n"
 
 
 def test_a_terminal_has_a_bar(monkeypatch):
@@ -60,4 +61,13 @@ def test_a_run_is_noted_whenever_the_host_looks_at_it(tmp_path, monkeypatch, cap
     train_run([*SHORT, "--evaluations=1"], tmp_path)
     written = capsys.readouterr()
     assert written.err.count("step ") > len(records.read(str(tmp_path / "metrics.jsonl")))
-    assert written.err.startswith("Preparing "), "before data and compilation"
+    begins = [line.split()[0] for line in written.err.splitlines()[:3]]
+    assert begins == ["Preparing", "Compiling", "step"], "before data, compilation and steps"
+
+
+def test_a_command_says_that_it_loads_before_it_imports_jax():
+    code = "import sys; sys.argv = ['-m', *sys.argv[1:]]; import experiments; print(*sys.modules)"
+    for flags, said in ([], "Loading JAX and the experiment\n"), (["--process_id=1"], ""):
+        command = [sys.executable, "-c", code, *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stderr == said and not {"jax", "numpy"} & {*done.stdout.split()}
