@@ -141,12 +141,11 @@ def check_units(num_units: int, units_per_step: int = 1) -> None:
 
 def check_key(key: Any) -> None:
     """Raises ValueError unless `key` is the typed key of one worker."""
-    plans.check_key(key)
-    if key.shape:
-        raise ValueError(
-            f"key has shape {key.shape}: init takes one worker's key. Call it under jax.vmap or "
-            "local_opt.lift, which give each worker its own; in jax.shard_map pass key[0]."
-        )
+    plans.check_key(
+        key,
+        "init takes one worker's key. Call it under jax.vmap or local_opt.lift, which give each "
+        "worker its own; in jax.shard_map pass key[0].",
+    )
 
 
 def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1) -> int:

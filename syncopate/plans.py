@@ -68,8 +68,8 @@ def check_total_steps(total_steps: Any) -> None:
         )
 
 
-def check_key(key: Any) -> None:
-    """Raises ValueError unless it is a typed key or an array of typed keys."""
+def check_key(key: Any, advice: str = "pass one key, as key[0].") -> None:
+    """Raises ValueError unless it is one typed key; the advice is for an array of keys."""
     dtype = getattr(key, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         legacy = dtype == np.uint32 and key.shape[-1:] == (2,)
@@ -78,6 +78,8 @@ def check_key(key: Any) -> None:
             f"key is {found}: pass a typed key, as jax.random.key(seed), or convert a legacy key "
             "with jax.random.wrap_key_data(key)."
         )
+    if key.shape:
+        raise ValueError(f"key has shape {key.shape}: {advice}")
 
 
 class Plan:
