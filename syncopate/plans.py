@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import inspect
 import json
 import operator
 import os
@@ -27,6 +28,8 @@ def is_whole(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number other than a bool; NaN and infinity are."""
+    if not isinstance(value, int | float | np.number | np.ndarray | jax.Array):
+        return False
     array, _ = as_array(value)
     return not array.ndim and array.dtype.kind in "iuf"
 
@@ -66,6 +69,18 @@ def check_total_steps(total_steps: Any) -> None:
             f"total_steps is {total_steps}: a plan holds at most {MOST_STEPS:,} steps. Plan "
             "one part of the run at a time."
         )
+
+
+def check_function(name: str, value: Any, *arguments: str) -> None:
+    """Raises ValueError unless a value can be called with so many arguments."""
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError:
+        found = getattr(value, "__name__", f"a {type(value).__name__}")
+        wanted = f"({', '.join(arguments)})"
+        raise ValueError(f"{name} is {found}: pass a function of {wanted}.") from None
+    except ValueError:  # a built-in function does not tell
+        pass
 
 
 def check_key(key: Any, advice: str = "pass one key, as key[0].") -> None:
@@ -133,7 +148,7 @@ class Plan:
 
     def check_run(self, total_steps: int) -> None:
         """Raises ValueError unless the plan was made for a run of `total_steps`."""
-        if total_steps != self.total_steps:
+        if not is_whole(total_steps) or total_steps != self.total_steps:
             raise ValueError(
                 f"the plan ({self.rule}) has {self.total_steps} steps and the run {total_steps}: "
                 "make the plan with the run's total_steps."

@@ -24,6 +24,7 @@ def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: st
     """
     plans.check_total_steps(total_steps)
     if callable(schedule):
+        plans.check_function(name, schedule, "step")
         values = _real(_evaluated(schedule, total_steps, name), name)
         values = values.reshape(-1) if values.size == total_steps else values
     else:
@@ -85,15 +86,8 @@ def _evaluated(schedule, total_steps, name):
 
 def _step_by_step(schedule, total_steps, name):
     """The values of a schedule that is no function of arrays; warns if this takes long."""
-    try:
-        values = [schedule(0)]
-    except TypeError as error:
-        raise ValueError(
-            f"{name}(0) raises {error!r}: pass a schedule, which is a function of the step, a "
-            "number or an array of the values of all steps."
-        ) from error
-    begin = time.monotonic()
-    for step in range(1, total_steps):
+    values, begin = [], 0.0
+    for step in range(total_steps):
         if step == 10:  # the first calls compile
             begin = time.monotonic()
         elif step == 110 and (left := (time.monotonic() - begin) * total_steps / 100) > SLOW:

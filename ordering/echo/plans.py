@@ -94,6 +94,7 @@ class EchoPlan(plans.Plan):
 
     def first_load(self, step: int) -> int:
         """The number of the first load that a run needs if it resumes at a step."""
+        plans.check_at_least(0, step=step)
         before = int(self.loads_before(step))
         return before - (step == self.total_steps or not self.fresh[step])
 

@@ -1,4 +1,4 @@
-"""The batches of a run with echoing, and an optimizer that is pulled back to the last load."""
+"""The batches of a run with echoing."""
 
 import functools
 import itertools
@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Key, PyTree
 
 from ordering.echo.plans import EchoPlan, Measured, check_policy
@@ -103,9 +102,9 @@ def echo_batches(
             f"first_step is {first_step!r}: pass a whole number in [0, {known}], the steps whose "
             "decisions are known."
         )
-    if augment is not None and key is None:
-        raise ValueError("augment needs a key: pass key=jax.random.key(0).")
-    if key is not None:
+    if augment is not None:
+        plans.check_function("augment", augment, "batch", "key")
+    if augment is not None or key is not None:
         plans.check_key(key)
     stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads, keep_copy)
     for first in stream:  # now, so that this call raises for an empty source
@@ -202,65 +201,3 @@ def _augmented(augment):
         return augment(batch, jax.random.fold_in(key, step)), step + 1
 
     return jax.jit(run, donate_argnames="step")
-
-
-class ProximalState(NamedTuple):
-    """State of `proximal_anchor`."""
-
-    anchor: PyTree[jax.Array]  # the parameters at the last load
-
-
-def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
-    """Pulls the parameters towards their value at the last load.
-
-    g <- g + lambda (x - a), where a is x at the last step that loaded a batch.
-
-    The K uses of a batch then minimise f_batch(x) + lambda/2 |x - a|^2. Its minimum limits how far
-    they move the parameters, so the learning rate need not fall with K. Put it first in a chain,
-    before momentum.
-
-    Args:
-      strength: lambda >= 0, in units of the gradient over the parameter; 0 for no pull.
-
-    Returns:
-      A GradientTransformationExtraArgs; `update` needs `params` and the extra argument `fresh`,
-      bool or bool[], True in the first use of a batch.
-
-    Raises:
-      ValueError: for a negative or infinite strength; from `update` without params or `fresh`.
-
-    Examples:
-      >>> import jax.numpy as jnp, optax, ordering
-      >>> opt = optax.chain(ordering.echo.proximal_anchor(2.0), optax.sgd(0.5))
-      >>> x, g = jnp.array(1.0), jnp.array(1.0)
-      >>> state = opt.init(x)
-      >>> for fresh in (True, False, False):
-      ...     update, state = opt.update(g, state, x, fresh=fresh)
-      ...     x = x + update
-      >>> float(x)  # 1, then 0.5 = the proximal point 1 - g / lambda, where it stays
-      0.5
-
-    References:
-      Agarwal, Anil, Koren, Talwar, Zhang, Stochastic Optimization with Laggard Data Pipelines,
-      2020, https://arxiv.org/abs/2010.13639
-    """
-    plans.check_finite(strength=strength)
-
-    def init(params):
-        # A copy: parameters and state are often donated together.
-        return ProximalState(jax.tree.map(jnp.copy, params))
-
-    def update(updates, state, params=None, *, fresh=None, **extra):
-        del extra
-        if params is None or fresh is None:
-            missing = "params" if params is None else "fresh"
-            raise ValueError(
-                f"{missing} is missing: call update(g, state, params, fresh=use.fresh)."
-            )
-        anchor = jax.tree.map(lambda p, a: jnp.where(fresh, p, a), params, state.anchor)
-        updates = jax.tree.map(
-            lambda u, p, a: u + (strength * (p - a)).astype(u.dtype), updates, params, anchor
-        )
-        return updates, ProximalState(anchor)
-
-    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,14 +1,16 @@
 """Orders for other libraries' loaders: a Grain dataset, and a batch sampler for PyTorch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
 from ordering.input.grain_epoch import epoch_dataset
-from ordering.input.sources import Steps, check_epoch, epoch_mark, step_indices, whole_numbers
+from ordering.input.sources import whole_numbers
+from ordering.input.steps import Steps, check_epoch, epoch_mark, step_indices
+from syncopate import plans
 
 if TYPE_CHECKING:
     import grain
@@ -91,7 +93,13 @@ class TorchSteps(Iterator):
 
     def load_state_dict(self, state: dict) -> None:
         check_epoch(state, self._epoch)
-        self._step = state["step"]
+        step: Any = state.get("step")
+        if not plans.is_whole(step) or not 0 <= step <= len(self._steps):
+            raise ValueError(
+                f"the state's step is {step!r}: pass a state of this epoch of {len(self._steps)} "
+                "steps."
+            )
+        self._step = int(step)
 
 
 def torch_sampler(

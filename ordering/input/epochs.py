@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 from ordering import base
 from ordering.base import State
 from ordering.input.loader import Loader, LoadError, load_ahead
-from ordering.input.sources import Steps, reader
+from ordering.input.sources import reader
+from ordering.input.steps import Steps
 from syncopate import plans
 
 Load = Callable[[np.ndarray, int, int], Loader]
@@ -59,7 +60,13 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
         if self._order is None:
-            (self._order,) = _copies(self._live().current)
+            current = _state(self._live).current
+            if current.shape[-1] != self._num_units:
+                raise ValueError(
+                    f"live gives an order of {current.shape[-1]} units, after {self._num_units}: "
+                    "make another read_epochs for another order."
+                )
+            (self._order,) = _copies(current)
         # With two steps in front, wait for the order only when the device has the first to do.
         if not self._opened and (self.step or self._front.num_steps < 2):
             self._open_rest(np.asarray(self._order))
@@ -156,10 +163,10 @@ def _check_new(before, order):
 
 def _state(live) -> State:
     """The state that `live` returns; ValueError if it is none."""
-    state = live() if callable(live) else live
-    if not (callable(live) and hasattr(state, "current")):
-        kind = type(state).__name__
-        raise ValueError(f"live gives a {kind}: pass a function of the state, lambda: state.")
+    plans.check_function("live", live)
+    state = live()
+    if not hasattr(state, "current"):
+        raise ValueError(f"live gives a {type(state).__name__}: pass lambda: state.")
     return cast(State, state)
 
 
@@ -226,7 +233,9 @@ def read_epochs(
     plans.check_at_least(0, num_epochs=0 if num_epochs is None else num_epochs)
     num_units = _state(live).current.shape[-1]
     base.check_units(num_units, units_per_step)
-    if not callable(source):
+    if callable(source):
+        plans.check_function("source", source, "orders", "first_step", "epoch")
+    else:
         reader(source)  # raises now for an object that is no source
 
     def load(orders, first_step, epoch):

@@ -2,7 +2,7 @@
 
 import functools
 
-from ordering.input.sources import check_epoch
+from ordering.input.steps import check_epoch
 
 # Methods of a MapDataset whose results are still steps of the same epoch.
 TRANSFORMS = ("batch", "filter", "map", "map_with_index", "random_map", "seed", "slice")

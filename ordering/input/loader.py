@@ -8,9 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.layout import Format
 from jaxtyping import PyTree
 
 from syncopate import plans
+
+PLACES = jax.Device | jax.sharding.Sharding | Format | jax.memory.Space
 
 
 class LoadError(RuntimeError):
@@ -95,8 +98,16 @@ def load_ahead(
     check_batches("batches", batches)
     plans.check_at_least(1, depth=depth)
     plans.check_at_least(0, first_load=first_load)
-    if timeout is not None and not (plans.is_number(timeout) and timeout > 0):
-        raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait forever.")
+    if timeout is not None:
+        if not (plans.is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
+            raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait forever.")
+        timeout = float(timeout)
+    wrong = [s for s in jax.tree.leaves(sharding) if not isinstance(s, PLACES)]
+    if wrong:
+        raise ValueError(
+            f"sharding is {wrong[0]!r}: pass a device, as jax.devices()[0], a jax.sharding."
+            "Sharding, or a tree of them."
+        )
     shared = _Shared(queue.SimpleQueue(), threading.Semaphore(depth + 1), threading.Event())
     thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
     thread.start()
@@ -114,6 +125,8 @@ def check_batches(name: str, batches: object) -> None:
 
 def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
     """The batch as JAX arrays; without a sharding, JAX arrays stay where they are."""
+    if not jax.tree.leaves(batch):
+        raise ValueError(f"a batch is {batch!r}, without arrays: give arrays, or end the iterable.")
     try:
         if sharding is not None:
             return jax.device_put(batch, sharding)

@@ -1,6 +1,5 @@
-"""Data sources, the examples that an order names in them, and the steps of an epoch."""
+"""Data sources, and batches of their examples."""
 
-import zlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -8,7 +7,6 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering import base
 from syncopate import plans
 
 
@@ -49,10 +47,10 @@ def reader(
                 "axis, the examples (of a dict of splits, pass one split)."
             )
         source = jax.tree.map(np.asarray, source)
-        num_examples, read = shapes[0][0], lambda i: jax.tree.map(lambda x: x[i], source)
+        num_examples, take = shapes[0][0], lambda i: jax.tree.map(lambda x: x[i], source)
     elif is_list and not isinstance(source, str | bytes | type):
         _check_rows(source)
-        num_examples, read = len(source), lambda i: _read_examples(source, i.tolist())
+        num_examples, take = len(source), lambda i: _read_examples(source, i.tolist())
     else:
         raise ValueError(
             f"the source is a {type(source).__name__}: pass arrays, a tuple or dict of arrays, "
@@ -61,7 +59,19 @@ def reader(
         )
     if num_examples == 0:
         raise ValueError("the source is empty: pass at least one example.")
-    return num_examples, read
+    return num_examples, lambda indices: take(check_indices(indices, num_examples))
+
+
+def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.ndarray, "n"]:
+    """int64[n], indices of a source's examples; raises ValueError for anything else."""
+    indices = whole_numbers("indices", indices, (1,), "step_indices(...)[0]")
+    wrong = indices[(indices < 0) | (indices >= num_examples)]
+    if wrong.size:
+        raise ValueError(
+            f"index {wrong[0]} is out of range: the source has {num_examples} examples. Pass "
+            f"indices in [0, {num_examples - 1}], as step_indices makes them for an order."
+        )
+    return indices
 
 
 def _check_rows(source):
@@ -125,9 +135,16 @@ def _stack(*leaves):
     first = leaves[0]
     if isinstance(first, list) or np.ndim(first) and getattr(first, "dtype", 0) == "O":
         leaves = [_array(_lists(leaf)) for leaf in leaves]
-    elif np.asarray(first).dtype.kind in "SU":
+    else:
+        texts = {np.asarray(leaf).dtype.kind in "SU" for leaf in leaves}
+        if len(texts) > 1:
+            raise ValueError(
+                f"values of a batch are texts and numbers, as {str(leaves)[:60]}: give all "
+                "examples of the source the same types."
+            )
         # NumPy's text types drop trailing zero bytes, which belong to an encoded image.
-        return np.array(leaves, dtype=object)
+        if True in texts:
+            return np.array(leaves, dtype=object)
     try:
         return np.stack(leaves)
     except ValueError:
@@ -157,64 +174,6 @@ def _lists(column):
     return [_lists(v) if isinstance(v, np.ndarray) else v for v in column.tolist()]
 
 
-def step_indices(
-    orders: Int[ArrayLike, "*W M"] | Sequence,
-    *,
-    units_per_step: int,
-    unit_size: int = 1,
-    num_units: int | None = None,
-    total: int | None = None,
-) -> tuple[Int[np.ndarray, "n"], int]:
-    """Indices of the examples that orders name, by step, worker, unit and example of the unit.
-
-    Worker w owns the units w M to w M + M - 1 of the source, and unit u has the examples u S to
-    u S + S - 1. If B does not divide M, the last step has the M mod B units that are left.
-
-    Args:
-      orders: int[M] or int[W, M], a permutation of 0 .. M - 1 for every worker; with `num_units`,
-        a slice [.., m] of such orders that starts at a step.
-      units_per_step: B in [1, M], units per worker and step.
-      unit_size: S >= 1, consecutive examples per unit.
-      num_units: M, if `orders` is a slice.
-      total: number of units in the source, if they are dealt to the workers (`ordering.dealt`);
-        orders then name units in [0, total), each at most once.
-
-    Returns:
-      `(indices, batch_size)`: int64[W m S], and W B S, the number of examples in a whole step.
-      `batches(source, indices, batch_size=batch_size)` reads the steps.
-
-    Raises:
-      ValueError: if units are out of range or named twice, or a size does not fit.
-
-    Examples:
-      >>> import ordering
-      >>> indices, batch_size = ordering.input.step_indices(
-      ...     [[2, 0, 1], [1, 0, 2]], units_per_step=2
-      ... )
-      >>> indices.tolist(), batch_size
-      ([2, 0, 4, 3, 1, 5], 4)
-    """
-    orders = np.atleast_2d(whole_numbers("orders", orders))
-    workers, length = orders.shape
-    owned = length if num_units is None else num_units
-    base.check_units(owned, units_per_step)
-    plans.check_at_least(1, unit_size=unit_size, total=1 if total is None else total)
-    ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
-    most = owned if total is None else total
-    if not ((ranked >= 0) & (ranked < most)).all() or (np.diff(ranked, axis=1) == 0).any():
-        whose = "each worker's order of its own units; for a slice of an order also num_units"
-        raise ValueError(
-            f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}: pass "
-            f"{whose if total is None else 'the orders of one epoch, and their total'}."
-        )
-    units = orders if total is not None else orders + owned * np.arange(workers)[:, None]
-    whole = length - length % units_per_step
-    steps = units[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
-    units = np.concatenate([steps.reshape(-1), units[:, whole:].reshape(-1)])
-    indices = units[:, None] * unit_size + np.arange(unit_size)
-    return indices.reshape(-1), workers * units_per_step * unit_size
-
-
 def whole_numbers(
     name: str, value: object, ndims: Sequence[int] = (1, 2), example: str = "state.current"
 ) -> Int[np.ndarray, "..."]:
@@ -226,58 +185,3 @@ def whole_numbers(
             f"{name} is {kind}: pass whole numbers with {axes} axes, such as {example}."
         )
     return array.astype(np.int64)
-
-
-class Steps:
-    """The batches of an epoch by step, from the arguments of `reader` and `step_indices`.
-
-    Leaves are [W, B S, ...] for orders int[W, M], and [B S, ...] for an order int[M]. Reading uses
-    no JAX device, so that any process can read.
-    """
-
-    def __init__(self, source: PyTree | Sequence, orders: ArrayLike | Sequence, **sizes):
-        self.indices, self.batch_size = step_indices(orders, **sizes)
-        self.epoch = epoch_mark(self.indices, self.batch_size)
-        self.workers = np.shape(orders)[0] if np.ndim(orders) == 2 else None
-        num_examples, self._read = reader(source)
-        if self.indices.size and self.indices.max() >= num_examples:
-            raise ValueError(
-                f"the order names example {self.indices.max()}, and the source has {num_examples}: "
-                "worker w reads from example w M unit_size on. Pass a source of all workers' "
-                "examples, or another unit_size."
-            )
-
-    def __len__(self) -> int:
-        return -(-self.indices.size // self.batch_size)
-
-    def __getitem__(self, step: int) -> PyTree[np.ndarray]:
-        step = int(step)
-        if not 0 <= step < len(self):
-            raise IndexError(
-                f"there is no step {step} in an epoch of {len(self)} steps: the next epoch has "
-                "another order. Call next_epoch, and read the order that it returns."
-            )
-        batch = self._read(self.indices[step * self.batch_size :][: self.batch_size])
-        if self.workers is None:
-            return batch
-        return jax.tree.map(lambda x: x.reshape(self.workers, -1, *x.shape[1:]), batch)
-
-    def __repr__(self) -> str:
-        """Names the order, as `grain.DataLoader` compares these texts when it restores a state."""
-        return f"Steps({len(self)} steps, {self.epoch['order']})"
-
-
-def epoch_mark(indices: np.ndarray, batch_size: int) -> dict:
-    """The part of a reader's state that tells which epoch it belongs to."""
-    checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64).tobytes())
-    return {"order": f"{checksum:08x}", "examples_per_step": batch_size}
-
-
-def check_epoch(state: dict, epoch: dict) -> None:
-    """Raises ValueError if a reader's state belongs to another epoch."""
-    for name, value in epoch.items():
-        if state.get(name) != value:
-            raise ValueError(
-                f"the state's {name} is {state.get(name)!r}, and this epoch's is {value!r}: "
-                "restore the order's state of the same step first, and pass the same sizes."
-            )

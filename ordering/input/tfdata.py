@@ -12,7 +12,7 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.input.sources import reader, whole_numbers
+from ordering.input.sources import check_indices, reader
 from syncopate import plans
 
 
@@ -67,17 +67,13 @@ def batches(
     if num_parallel_calls is not None:
         plans.check_at_least(1, num_parallel_calls=num_parallel_calls)
     num_examples, read = reader(source)
-    indices = whole_numbers("indices", indices, (1,), "step_indices(...)[0]")
-    wrong = indices[(indices < 0) | (indices >= num_examples)]
-    if wrong.size:
-        raise ValueError(
-            f"index {wrong[0]} is out of range: the source has {num_examples} examples. Pass "
-            f"indices in [0, {num_examples - 1}], as step_indices makes them for an order."
-        )
+    indices = check_indices(indices, num_examples)
+    if transform is not None:
+        plans.check_function("transform", transform, "batch", "seed")
     tf = _tensorflow()
     if not indices.size:
         return iter(())
-    parts = [indices[i : i + batch_size] for i in range(0, indices.size, batch_size)]
+    parts = [indices[i : i + batch_size] for i in range(0, indices.size, int(batch_size))]
     failures = {}
 
     def load(i):
@@ -96,7 +92,7 @@ def batches(
     dataset = tf.data.Dataset.range(len(parts)).map(make, calls, deterministic=True)
     options = tf.data.Options()
     options.experimental_warm_start = True  # pyright: ignore - made at run time
-    running = [dataset.prefetch(prefetch).with_options(options).as_numpy_iterator()]
+    running = [dataset.prefetch(int(prefetch)).with_options(options).as_numpy_iterator()]
 
     def run():
         for i, part in enumerate(parts):
@@ -150,6 +146,8 @@ def _transformed(tf, load, one, transform, seed, first_batch):
             leaf.set_shape((None, *shape))
         number = tf.stack([tf.constant(seed, tf.int64), first_batch + i])
         leaves, found = jax.tree.flatten(transform(jax.tree.unflatten(structure, leaves), number))
+        if not leaves:
+            raise ValueError("transform returns no tensors: return the batch.")
         structures.append(found)  # tf.data would stack lists
         return tuple(leaves)
 

@@ -159,5 +159,8 @@ test_bad_input = refuses({
     "first_step -1": (uses(first_step=-1), r"first_step is -1"),
     "first_step T + 1": (uses(first_step=12), r"is 12: .*0, 11"),
     "first_step 1.5": (uses(first_step=1.5), r"first_step is 1.5"),
-    "augment without a key": (uses(augment=add_noise), r"needs a key: pass key=jax.random"),
+    "augment without a key": (uses(augment=add_noise), r"key is None .*: pass a typed key"),
+    "augment {}": (uses(augment={}), r"augment is a dict: pass a function of \(batch, key\)"),
+    "augment of a batch": (uses(augment=lambda b: b, key=jax.random.key(0)), "augment is <"),
+    "several keys": (uses(key=jax.random.split(jax.random.key(0))), r"key has shape \(2,\)"),
 })  # fmt: skip

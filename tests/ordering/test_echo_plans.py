@@ -142,6 +142,8 @@ test_bad_input = refuses({
     "first not fresh": (plan([False, True]), r"fresh\[0\] is False: .*must load"),
     "step -1": (fixed(2, lambda plan: plan.loads_before(-1)), r"step -1 is outside"),
     "step T + 1": (fixed(2, lambda plan: plan.first_load(6)), r"step 6 is outside .0, 5."),
+    "steps": (fixed(2, lambda plan: plan.first_load([2])), r"step is \[2\]: pass a whole"),
+    "a run of an array": (fixed(2, lambda plan: plan.check_run(np.ones(2))), "has 5 steps"),
     "run longer": (fixed(2, lambda plan: plan.check_run(6)),
                    r"fixed, e = 2\) has 5 steps and the run 6: make the plan with the run's"),
 })  # fmt: skip

@@ -92,10 +92,16 @@ def test_a_state_of_another_epoch_is_refused_by_grain(order, units_per_step, mes
 
 @OTHER
 def test_a_state_of_another_epoch_is_refused_by_a_sampler(order, units_per_step, message):
-    state = iter(torch_sampler(SIX, units_per_step=2)).state_dict()
-    other = iter(torch_sampler(order, units_per_step=units_per_step))
+    own = iter(torch_sampler(SIX, units_per_step=2))
+    state, other = own.state_dict(), iter(torch_sampler(order, units_per_step=units_per_step))
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
+    for step in (-1, 4, 1.0, True, "1", None):
+        with pytest.raises(ValueError, match=f"state's step is {step!r}: pass a state of this"):
+            own.load_state_dict(state | {"step": step})
+    for wrong in (None, 3, "text", []):
+        with pytest.raises(ValueError, match="state is a .*: pass the dict of a saved iterator"):
+            own.load_state_dict(wrong)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -11,6 +11,7 @@ import pytest
 
 from ordering.echo import EchoPlan, proximal_anchor
 from tests import reference
+from tests.refused import refuses
 
 RNG = np.random.default_rng(0)
 START = RNG.normal(size=3).astype(np.float32)
@@ -86,13 +87,39 @@ def test_gradients_keep_their_type():
     np.testing.assert_array_equal(update, jnp.full(3, 1 - STRENGTH, jnp.bfloat16))
 
 
-def test_bad_input():
-    for strength in (-0.1, math.nan, math.inf, "1", None):
-        with pytest.raises(ValueError, match=f"strength is {strength!r}: pass a finite number"):
-            proximal_anchor(strength)
-    opt = proximal_anchor(1.0)
-    state = opt.init(jnp.ones(2))
-    with pytest.raises(ValueError, match="params is missing: call update"):
-        opt.update(jnp.ones(2), state, fresh=True)
-    with pytest.raises(ValueError, match=r"fresh is missing: .*, fresh=use.fresh\)"):
-        opt.update(jnp.ones(2), state, jnp.ones(2))
+def updated(params=None, updates=None, state=None, fresh=True):
+    """An update of {"w": [3]}, with some argument another."""
+    given, opt = {"w": jnp.ones(3)}, proximal_anchor(1.0)
+    return lambda: opt.update(
+        given if updates is None else updates, opt.init(given) if state is None else state,
+        given if params is None else params, fresh=fresh,
+    )  # fmt: skip
+
+
+def strength(value):
+    return lambda: proximal_anchor(value)
+
+
+test_bad_input = refuses(
+    {f"strength {value}": (strength(value), f"strength is {value!r}: pass a finite number")
+     for value in (-0.1, math.nan, math.inf, "1", None, True)}
+    | {f"fresh {value}": (updated(fresh=value), f"fresh is {value!r}: pass a bool")
+       for value in (3, 0.5, math.nan, "text", {})}
+    | {f"state {i}": (updated(state=value), "state is a .*: pass that of this init")
+       for i, value in enumerate((3, (optax.EmptyState(),), {"anchor": 1}))}
+    | {f"{name} {i}": (updated(**{name: tree}), r"\w+\[.*\] is .* and params.*: pass trees")
+       for name in ("params", "updates") for i, tree in enumerate((
+           {"w": jnp.ones(())}, {"w": jnp.ones((3, 1))}, {"w": jnp.ones(3, complex)}, {"w": None},
+           {"w": "text"}, {"v": jnp.ones(3)}, {"w": jnp.ones(3), "b": jnp.ones(1)}, {},
+           [jnp.ones(3)],
+       ))}
+    | {
+        "state of others": (updated(state=proximal_anchor(1.0).init(())), "anchor.* is missing"),
+        "fresh of workers": (updated(fresh=jnp.ones(2, bool)), "fresh is Array.*: pass a bool"),
+        "fresh missing": (updated(fresh=None), r"fresh is missing: .*, fresh=use.fresh\)"),
+        "params missing": (
+            lambda: proximal_anchor(1.0).update(jnp.ones(2), None, fresh=True),
+            "params is missing: call update",
+        ),
+    }
+)  # fmt: skip

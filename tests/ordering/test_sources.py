@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering.input import reader, step_indices
-from ordering.input.sources import Steps
+from ordering.input.steps import Steps
 from tests import tables
 from tests.refused import refuses
 from tests.sources import SIZES, Examples, assert_same, epoch_of
@@ -189,7 +189,23 @@ test_examples_that_are_no_batch = refuses({
     "inner lengths": (rows([[1], [1, 2]]), r"the list \[\[1\], \[1, 2\]\]: lists become arrays"),
     "missing": (rows([1, None]), "no missing values"),
     "mixed": (rows([1, "a"]), "numbers or texts"),
+    "texts and numbers": (rows("a", 1), r"texts and numbers, as \('a', 1\): give all"),
+    "numbers and texts": (rows(1, "a"), r"texts and numbers, as \(1, 'a'\): give all"),
 })  # fmt: skip
+
+OTHER_INDICES = [None, 3, 1.0, "a", [0.5], [True, False], [[0]], ["a"], {}, [None], np.ones(2)]
+
+
+@pytest.mark.parametrize("source", [np.arange(4), [0, 1, 2, 3]])
+def test_only_indices_of_examples_are_read(source):
+    _, take = reader(source)
+    for wrong in OTHER_INDICES:
+        with pytest.raises(ValueError, match="indices is .*: pass whole numbers with 1 axes"):
+            take(wrong)
+    for wrong in ([4], [-1], [0, 10**12]):
+        with pytest.raises(ValueError, match="is out of range: the source has 4 examples"):
+            take(wrong)
+
 
 test_no_source = refuses({
     "other lengths": (
@@ -218,8 +234,9 @@ test_bad_orders = refuses({
     "twice": (indices([0, 2, 2]), r"shape \(1, 3\) name a unit twice, or outside 0 .. 2"),
     "too large": (indices([1, 2, 3]), "name a unit twice, or outside"),
     "negative": (indices([[0, 1], [0, -1]]), "name a unit twice, or outside"),
-    "a slice too large": (indices([0, 1, 2], num_units=2), "outside 0 .. 1: .* also num_units"),
+    "a slice too large": (indices([0, 1, 2], num_units=2), "or more .* also num_units"),
     "a slice twice": (indices([3, 3], num_units=5), "name a unit twice, or outside"),
+    "a long dealt slice": (indices([0, 1, 2], num_units=2, total=9), "or more than 2 units"),
     "floats": (indices([0.0, 1.0]), r"orders is float64\[2\]"),
     "a state": (indices(STATE), "orders is a ShuffleState: .* such as state.current"),
     "an order": (indices(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),
