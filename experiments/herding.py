@@ -32,8 +32,9 @@ DIMENSION = 16
 
 def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define, integer = definer(values), flags.DEFINE_integer
-    define(integer, "num_vectors", 1_000_000, "vectors over all workers", lower_bound=1)
-    define(integer, "rounds", 15, "passes over the vectors", lower_bound=1)
+    text, most = "vectors over all workers", {"lower_bound": 2, "upper_bound": 10**8}
+    define(integer, "num_vectors", 1_000_000, text, **most)
+    define(integer, "rounds", 15, "passes over the vectors", lower_bound=1, upper_bound=10**4)
     define(flags.DEFINE_list, "workers", ["5", "10", "20", "50", "100"], "numbers of workers")
     define(flags.DEFINE_string, "output_dir", "results/herding", "folder for the output")
 
@@ -90,6 +91,11 @@ def table(found: Sequence[dict], rounds: int) -> str:
 def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
     del argv
     found, counts = [], numbers_of(values, "workers", int)
+    if max(counts) > values.num_vectors // 2:
+        raise app.UsageError(
+            f"--workers has {max(counts)}, and --num_vectors is {values.num_vectors}: every worker "
+            "needs two vectors. Raise --num_vectors or lower --workers."
+        )
     for workers, name in progress.bar(list(itertools.product(counts, ARMS)), unit="run"):
         vectors = unit_vectors(workers, values.num_vectors // workers)
         for k, bound in enumerate(bounds_over_rounds(vectors, name, values.rounds)):

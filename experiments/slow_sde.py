@@ -279,20 +279,20 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     define, names = definer(values), flags.DEFINE_list
     define(names, "workers", ["2", "4", "8", "16"], "numbers of workers, K")
     define(names, "rates", ["0.1", "0.05", "0.02", "0.01"], "small learning rates, eta")
-    define(flags.DEFINE_integer, "repetitions", 64, "repetitions of every run", lower_bound=2)
+    define(flags.DEFINE_integer, "repetitions", 64, "of a run", lower_bound=2, upper_bound=10**4)
     define(flags.DEFINE_string, "output_dir", "results/slow_sde", "folder for the output")
 
 
-def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
-    del argv
+def main(_, values: flags.FlagValues = FLAGS) -> None:
     rates = sorted(numbers_of(values, "rates"), reverse=True)
-    cells = list(itertools.product(PROBLEMS, numbers_of(values, "workers", int), rates))
-    found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
+    if not 1e-3 <= rates[-1] <= rates[0] <= 1:
+        raise app.UsageError(f"--rates has {rates}: pass 0.001 to 1, for 4 / rate² steps.")
+    cells = progress.bar([*itertools.product(PROBLEMS, numbers_of(values, "workers", int), rates)])
+    found = [r for cell in cells for r in measure(*cell, values.repetitions)]
     made = {name: table(found, name) for name in PROBLEMS}
-    report.write_tables(
-        values.output_dir, TITLE, found, made, {"slow_sde.png": functools.partial(draw, found)}
-    )
-    print(f"\n{verdict(found)}")
+    pictures = {"slow_sde.png": functools.partial(draw, found)}
+    report.write_tables(values.output_dir, TITLE, found, made, pictures)
+    print("\n" + verdict(found))
 
 
 if __name__ == "__main__":

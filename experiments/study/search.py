@@ -32,11 +32,11 @@ class Run(NamedTuple):
         return ",".join(f"{key}={value}" for key, value in self._asdict().items())
 
 
-def lacking(
+def next_run(
     study, arm: str, speed: float | None, rates: Sequence[float], records: Sequence[dict], *,
     seeds: int, widen: int,
-) -> list[Run]:  # fmt: skip
-    """The runs that an arm still needs at a speed; [] if it is done.
+) -> Run | None:  # fmt: skip
+    """The next run that an arm needs at a speed; None if it is done.
 
     Args:
       rates: learning rates, with at most `widen` more at either end; records: of whole runs.
@@ -47,7 +47,7 @@ def lacking(
 
     def missing(rates, seeds, phase):
         runs = (Run(arm, speed, rate, seed, phase) for rate in rates for seed in seeds)
-        return [run for run in runs if run not in ended]
+        return next((run for run in runs if run not in ended), None)
 
     def finalists(number):
         return statistics.finalists(own, arm, speed, study.criterion, number)
@@ -69,7 +69,7 @@ def lacking(
     if others or speed is None:
         return others
     best = statistics.best_rate(own, arm, speed, study.criterion)
-    return [] if best is None else missing([best], range(seeds), "report")
+    return None if best is None else missing([best], range(seeds), "report")
 
 
 def planned(rates: int, seeds: int, finalists: int | None, speed: float | None) -> int:
@@ -100,12 +100,12 @@ def search(
             asked.append((arm, speed, rates))
             steps += planned(len(rates), seeds, study.finalists, speed) * trainer.steps(arm, speed)
     records, stopped = list(done), 0
-    trainer.prepare(g[:2] for g in asked if lacking(study, *g, whole_runs(records), **protocol))
+    trainer.prepare(g[:2] for g in asked if next_run(study, *g, whole_runs(records), **protocol))
     known = sum(r["step"] for r in done if r.get("ended") and r["arm"] in study.arms)
     with progress.bar(total=steps, initial=known, unit="step", smoothing=0) as bar:
         for group in asked:
-            while not stopped and (runs := lacking(study, *group, whole_runs(records), **protocol)):
-                new, stopped = _train(study, trainer, runs[0], records, on_record, bar)
+            while not stopped and (run := next_run(study, *group, whole_runs(records), **protocol)):
+                new, stopped = _train(study, trainer, run, records, on_record, bar)
                 records += new
     return whole_runs(records), stopped
 

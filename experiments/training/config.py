@@ -13,6 +13,7 @@ import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import optimizers
+from syncopate.plans import MOST_STEPS
 from syncopate.schedules import evaluate_schedule
 
 EXAMPLES, UNITS = "examples", "units"  # of the whole training set
@@ -165,6 +166,12 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
     if speed is not None:
         factor = max(2, round(speed))
         total = total * factor // 2
+    if total > MOST_STEPS:
+        most = MOST_STEPS * total_steps_of(recipe, sizes) // total
+        raise ValueError(
+            f"a run has {total:,} steps, and plans at most {MOST_STEPS:,}: pass at most "
+            f"--total_steps={most} or --epochs={most // sizes.loads_per_epoch}."
+        )
     if total < 1 or not 0 <= recipe.warmup_steps < total:
         raise ValueError(
             f"--warmup_steps is {recipe.warmup_steps} of {total} steps: a run has at least one "

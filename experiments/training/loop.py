@@ -145,17 +145,22 @@ def _after(at: Progress, segment: Segment, online: bool) -> Progress:
 def _planned(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
     """The segments of a run whose decisions are all known in advance."""
     del ready
-    sizes, sync_in_step = program.sizes, program.sync_in_step
-    line = timeline.timeline(plans, sizes)
-    streams = program.source is not None
-    ends = timeline.cuts(line, sizes, streams=streams, sync_in_step=sync_in_step, stops=stops)
-    step = at.step
+    line, ends = _cut(program, plans, stops)
+    step, sizes, sync_in_step = at.step, program.sizes, program.sync_in_step
     while step < plans.total_steps:
         segment = timeline.segment_from(
             line, ends, sizes, step, pace.limit, sync_in_step=sync_in_step
         )
         yield segment
         step = segment.stop
+
+
+def _cut(program, plans, stops=()) -> tuple[timeline.Timeline, np.ndarray]:
+    line, sync_in_step = timeline.timeline(plans, program.sizes), program.sync_in_step
+    streams = program.source is not None
+    return line, timeline.cuts(
+        line, program.sizes, streams=streams, sync_in_step=sync_in_step, stops=stops
+    )
 
 
 def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
@@ -255,11 +260,9 @@ def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
 
 def _kinds(program, plans) -> set[Kind]:
     """All kinds of segments in a run."""
-    pace = Pace(plans.total_steps, fixed=True)
-    if not plans.echo.online:
-        segments = _planned(program, plans, Progress(), (), pace, None)
-        return {segment.kind for segment in segments}
     sizes, in_step = program.sizes, program.sync_in_step
+    if not plans.echo.online:
+        return timeline.kinds(*_cut(program, plans), sizes, sync_in_step=in_step)
     units = {int(timeline.units_of(n, sizes)) for n in (0, sizes.loads_per_epoch - 1)}
     syncs = {False, not in_step}
     return {

@@ -84,6 +84,16 @@ def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, sto
     return np.flatnonzero(cut) + 1
 
 
+def kinds(line: Timeline, ends: np.ndarray, sizes: Sizes, *, sync_in_step: bool) -> set[Kind]:
+    """The kinds of all segments between two neighbours of `ends`, as of `cuts`."""
+    last = ends - 1
+    units, sync = units_of(line.load[last], sizes), line.sync[last] & (not sync_in_step)
+    codes = np.unique(units * 8 + line.fresh[last] * 4 + sync * 2 + line.epoch_end[last])
+    return {
+        Kind(bool(code & 4), code >> 3, bool(code & 2), bool(code & 1)) for code in codes.tolist()
+    }
+
+
 def units_of(load, sizes: Sizes):
     """Units per worker of a load (or of an array of them): the last of an epoch may be shorter."""
     first = load % sizes.loads_per_epoch * sizes.units_per_step

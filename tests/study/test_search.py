@@ -51,6 +51,13 @@ def searched(accuracy, *, diverges=lambda run: False, of=None, **options):
     return trained, found, written
 
 
+def test_the_next_run_of_many_seeds_is_found_without_a_list_of_all():
+    own = {"seeds": 10**9, "widen": 0}
+    assert search.next_run(asked(), "a", None, RATES, [], **own).learning_rate == RATES[0]
+    _, found, _ = searched(rate_of, seeds=2)
+    assert search.next_run(asked(), "a", None, RATES, found, **own).seed == 2
+
+
 def rate_of(run):
     return run.learning_rate
 

@@ -148,6 +148,7 @@ test_what_cannot_run_is_named = refuses({
     "growth": (lambda: plans_of(growth=0.0), r"--growth is 0.0: alpha / peak rate of QSR must be"),
     "steps": (lambda: plans_of(total_steps=0, warmup_steps=0), "0 of 0 steps: .* Raise --total_st"),
     "plans": (of_other_lengths, "60 steps and the run 59"),
+    "many": (lambda: plans_of(total_steps=10**9), "most --total_steps=10000000 or --epochs=2500"),
     "few": (lambda: sizes_of(workers=64), "64 workers with 3 units of 1 examples need at least 64"),
     "none": (lambda: sizes_of(workers=0), "--workers is 0: pass a whole number >= 1"),
     "units": (lambda: sizes_of(units_per_step=12), "units_per_step is 12"),

@@ -105,8 +105,11 @@ def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys, m
 
     for period, rule in zip((1, 4, 10, 50), RULES.values(), strict=True):
         assert rule.plan(0.1, 400) == local_opt.constant(period, total_steps=400)
-    with pytest.raises(app.UsageError, match=r"--rates has \['fast'\]: pass positive"):
-        run("--rates=0.1,fast")
+    for rates, message in {"fast": "'fast'.: pass positive", "1e-9": ".* 0.001 to 1"}.items():
+        with pytest.raises(app.UsageError, match=rf"--rates has .{message}"):
+            run(f"--rates=0.1,{rates}")
+    with pytest.raises(flags.IllegalFlagValueError, match=r"in the range \[2, 10000\]"):
+        run("--repetitions=1000000000")
     monkeypatch.setattr(slow_sde, "PROBLEMS", {"valley": VALLEY})
     run("--workers=2", "--rates=0.1,0.2")
     printed = capsys.readouterr().out

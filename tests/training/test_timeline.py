@@ -96,6 +96,14 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
         assert s.rate == line.round_rate[s.stop - 1]
 
 
+@given(st.one_of(cases(), cases(by_loads=True)))
+def test_the_kinds_are_those_of_all_segments(case):
+    line, found = segments(case)
+    options = {"sync_in_step": case.sync_in_step}
+    ends = timeline.cuts(line, case.sizes, streams=case.streams, stops=case.stops, **options)
+    assert timeline.kinds(line, ends, case.sizes, **options) == {s.kind for s in found}
+
+
 @given(cases(), st.integers(1, 9))
 def test_syncs_loads_and_epochs_are_those_of_the_plans(case, most):
     line, found = segments(case, most=most)
