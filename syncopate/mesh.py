@@ -33,7 +33,10 @@ def check_specs(specs: PyTree[P], axis_name: Any) -> tuple[str, ...]:
 
 def axis_size(axis_name) -> int:
     """The number of workers on this axis; raises ValueError outside of it."""
+    names = names_of(axis_name)
     try:
+        if not names or not all(isinstance(name, str) for name in names):
+            raise NameError(axis_name)
         return jax.lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
