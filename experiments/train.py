@@ -72,9 +72,12 @@ def run(values: absl_flags.FlagValues) -> None:
     settings = {**flags.settings(values, recipe), **decisions, "data": data_hash(task)}
     settings |= {"seed": values.seed, "learning_rate": rate}
     with lock.held(folder):
-        known = None if values.overwrite else resize.newest(folder, settings, values.elastic)
+        done, known = [], None
+        if not values.overwrite:
+            done = records.found(folder)
+            known = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
         built, plans, begun = _prepared(task, recipe, rows, values, folder, settings, known)
-        outcome = _train(task, recipe, rows, built, plans, values, folder, settings, begun)
+        outcome = _train(task, recipe, rows, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values)
 
 
@@ -103,16 +106,16 @@ def _prepared(task, recipe, rows, values, folder, settings, known):
     return built, plans, begun
 
 
-def _train(task, recipe, rows, built, plans, values, folder, settings, begun):
-    done = records.open_folder(folder, settings, overwrite=values.overwrite)
+def _train(task, recipe, rows, built, plans, values, folder, settings, begun, done):
+    records.open_folder(folder, settings, overwrite=values.overwrite)
     checkpoints = os.path.join(folder, "checkpoints")
     at = max(checkpoint.steps_of(checkpoints), default=0)
     kept = [r for r in done if r["step"] <= at] if at else []
     fixed = {name: settings[name] for name in ("order", "sync", "echo", "seed", "learning_rate")}
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
     saving = training_run.Saving(
-        checkpoints, values.checkpoint_every, at_end=True, about=settings, kept=len(kept),
-        begun=begun,
+        checkpoints, values.checkpoint_every, at_end=True, about=settings, begun=begun,
+        recorded=[r["step"] for r in kept],
     )  # fmt: skip
     scalars = measure.scalars_of(task, recipe)(built, rows[0])
     labels = " + ".join(row.label for row in rows)

@@ -45,7 +45,7 @@ def write(root: pathlib.Path, url: str) -> None:
         code["source"] = [
             re.sub(r'^(REPOSITORY = )"[^"]*"', rf'\1"git+{url}"', line) for line in code["source"]
         ]
-        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def with_badge(lines: list[str], place: str, name: str) -> list[str]:

@@ -180,7 +180,7 @@ class Plan:
             temporary = f"{name}.tmp"
             try:
                 with open(temporary, "w", encoding="utf-8") as file:
-                    json.dump(content, file)
+                    json.dump(content, file, allow_nan=False)
                 os.replace(temporary, name)
             except BaseException:
                 with contextlib.suppress(OSError):

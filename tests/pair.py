@@ -95,7 +95,8 @@ def main(argv) -> None:
     with pytest.raises(ValueError) as alone:
         processes.mesh_of("vmap", WORKERS)
     found |= {"differs": differences(number), "alone": str(alone.value)}
-    found["done"] = records.open_folder(str(folder / "run"), {"workers": WORKERS})
+    found["done"] = records.found(str(folder / "run"))
+    records.open_folder(str(folder / "run"), {"workers": WORKERS})
     records.write_lines(str(folder / "run" / "metrics.jsonl"), [{"process": number}])
     found |= measured(mesh)
     (folder / f"{number}.json").write_text(json.dumps(found))

@@ -9,7 +9,6 @@ what is known and ends the process; whatever started the processes then ends the
 """
 
 import contextlib
-import json
 import os
 import platform
 import sys
@@ -23,7 +22,7 @@ import numpy as np
 from absl import flags
 
 import ordering.input
-from experiments.cluster import digest
+from experiments.cluster import digest, strict
 
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
 # data themselves are compared).
@@ -82,7 +81,7 @@ def exchanged(
       number, facts: of this process; what: name of the exchange.
       seconds: timeout, after which a process without an answer is named.
     """
-    store.key_value_set(f"{what}/{number}", json.dumps(dict(facts)))
+    store.key_value_set(f"{what}/{number}", strict.dumps(facts))
     until, first, found = time.monotonic() + seconds, None, []
     for process in range(count):
         text = _get(store, f"{what}/{process}", until - time.monotonic())
@@ -91,7 +90,7 @@ def exchanged(
                 f"process {process} did not answer within {seconds:g} s: look at its output"
             )
             continue
-        its = json.loads(text)
+        its = strict.loads(text, f"what process {process} says")
         first = first or its
         for name in sorted(first.keys() | its):
             one, other = (said.get(name, f"no {name}") for said in (its, first))

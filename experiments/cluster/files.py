@@ -1,45 +1,87 @@
-"""Atomic writes of files, and differences between the settings in two of them."""
+"""Files of an output folder: atomic writes, and refusals that say what to do."""
 
-import json
+import contextlib
+import errno
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
-from experiments.cluster import processes
+from experiments.cluster import processes, strict
+
+ROOM = "make room there; then the same command continues"
+OPEN = "make it writable, or choose another --output_dir"
+AWAY = "move away what is there, or choose another --output_dir"
+LOOK = "look at that disk; then the same command continues"
+ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), OPEN),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), AWAY),
+    **dict.fromkeys((errno.ENOENT, errno.EIO, errno.ESTALE), LOOK),
+}
+TENSORSTORE = re.compile(r"local file \"(.*?)\".*\[os_error_code='(\d+)'", re.S)
 
 
-def write_whole(path: str, text: str) -> None:
+@contextlib.contextmanager
+def advised(path: str) -> Iterator[None]:
+    """Errors of the system with this path, or a file below it, also say what to do.
+
+    Raises:
+      OSError: for those of the body, and for the ValueErrors in which TensorStore reports them.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        number, at = getattr(error, "errno", None), getattr(error, "filename", None) or path
+        if told := TENSORSTORE.search(str(error)):
+            at, number = told[1], int(told[2])
+        inside = os.path.abspath(at).startswith(os.path.abspath(path))
+        if number not in ADVICE or not inside:
+            raise
+        text = f"{str(at)!r} cannot be used ({os.strerror(number)}): {ADVICE[number]}."
+        raise OSError(text) from error
+
+
+def write_whole(path: str, content: str | bytes) -> None:
     """Writes a file atomically: under a temporary name, which is then renamed."""
     if not processes.is_first():
         return
     temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    with advised(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content if isinstance(content, bytes) else content.encode())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
+
+
+def append(file, text: str) -> None:
+    """Writes text to the end of an unbuffered file."""
+    rest = text.encode()
+    with advised(file.name):
+        while rest:  # a disk that becomes full takes a part
+            rest = rest[file.write(rest) :]
 
 
 def write_json(path: str, value) -> None:
-    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_whole(path, strict.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str, default=None):
-    """The content of a JSON file; `default` if it does not exist."""
+    """The object in a JSON file; `default` if it does not exist."""
     if not os.path.exists(path):
         return default
-    with open(path, "rb") as file:
-        try:
-            return json.load(file)
-        except ValueError as error:
-            raise ValueError(
-                f"{path!r} is broken ({error}): restore it from a copy, choose another "
-                "--output_dir, or pass --overwrite to begin again."
-            ) from error
+    with advised(path), open(path, "rb") as file:
+        return strict.loads(file.read(), repr(str(path)))
 
 
 def differences(before: Mapping, now: Mapping) -> list[str]:
     """One line per setting that differs between two runs."""
     lines, none = [], object()
     for name in sorted(before | now):
-        one, other = before.get(name, none), json.loads(json.dumps(now.get(name)))
+        one, other = before.get(name, none), strict.plain(now.get(name))
         if one is not none and name in now and one != other:
             lines.append(f"{name}: {one!r} there, {other!r} here")
         elif one is none or name not in now:

@@ -5,7 +5,6 @@ names the owner, for people and for file systems without locks. It is empty when
 """
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -13,10 +12,11 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from experiments.cluster import processes
+from experiments.cluster import files, processes, strict
 
 NAME = "lock.json"
 BUSY = 75  # exit code of a run whose folder is taken: try again later
+_owned: dict[IO, dict] = {}  # open lock files of this process: what it wrote into them
 
 
 @contextlib.contextmanager
@@ -25,15 +25,17 @@ def held(folder: str) -> Iterator[None]:
 
     Raises:
       SystemExit: BUSY, after a message, if another run holds it.
+      OSError: with advice, for all that the system refuses to do in the folder.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(files.advised(folder))
         problem = None
         if processes.is_first():
             os.makedirs(folder, exist_ok=True)
-            file = stack.enter_context(open(os.path.join(folder, NAME), "a+", encoding="utf-8"))
+            file = stack.enter_context(open(os.path.join(folder, NAME), "ab", buffering=0))
             problem = _take(file, folder)
             if problem is None:
-                stack.callback(file.truncate, 0)
+                stack.callback(_release, file)
         if (problem := processes.of_first(problem)) is not None:
             if processes.is_first():
                 print(problem, file=sys.stderr)
@@ -42,10 +44,22 @@ def held(folder: str) -> Iterator[None]:
         processes.wait(f"leave {folder}")  # so that none writes after the release
 
 
+def check() -> None:
+    """Raises OSError where a lock that this process holds is gone, or is another run's by now."""
+    for file, own in _owned.items():
+        if (owner := _owner_at(file.name)) != own:
+            taken = "belongs to {pid} on {host} since {since}" if owner else "is gone"
+            raise OSError(
+                f"{file.name!r}, the lock of this run, {taken.format(**owner or {})}: this run "
+                "ends here, since two would write into one folder. The same command continues, "
+                "once no run has the folder."
+            )
+
+
 def _take(file: IO, folder: str) -> str | None:
     """Takes the lock and writes the owner into the file; returns a message if it is taken."""
     here, free = socket.gethostname(), _lock(file)
-    owner = _owner(file)
+    owner = _owner_at(file.name)
     # Some file systems do not share their locks with other machines.
     if free is False or (owner and (free is None or owner["host"] != here)):
         told = "process {pid} on {host}, since {since},".format(**owner) if owner else "one process"
@@ -53,11 +67,17 @@ def _take(file: IO, folder: str) -> str | None:
             f"{folder!r} is taken by another run ({told}): wait until it ends, or choose another "
             f"--output_dir. If that process no longer runs, delete {file.name!r}."
         )
-    file.truncate(0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    json.dump({"host": here, "pid": os.getpid(), "since": since}, file)
-    file.flush()
+    own = {"host": here, "pid": os.getpid(), "since": since}
+    file.truncate(0)
+    files.append(file, strict.dumps(own))
+    _owned[file] = own
     return None
+
+
+def _release(file: IO) -> None:
+    if _owner_at(file.name) == _owned.pop(file):
+        file.truncate(0)
 
 
 def _lock(file: IO) -> bool | None:
@@ -73,11 +93,10 @@ def _lock(file: IO) -> bool | None:
     return True
 
 
-def _owner(file: IO) -> dict | None:
-    """The owner that the file names; None if it is empty or incomplete."""
-    file.seek(0)
+def _owner_at(path: str) -> dict | None:
+    """The owner that a lock file names; None if there is no file, or it is empty or incomplete."""
     try:
-        found = json.load(file)
+        found = files.read_json(path, {})
         return found if {"host", "pid", "since"} <= found.keys() else None
-    except (ValueError, AttributeError):
+    except ValueError:
         return None

@@ -10,7 +10,6 @@ read the output folder. `experiments.launch` starts several processes on one mac
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import sys
@@ -23,7 +22,7 @@ from absl import flags, logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from experiments.cluster import agree
+from experiments.cluster import agree, strict
 from experiments.cluster.agree import several as several
 from local_opt.workers import worker_mesh
 
@@ -126,9 +125,10 @@ def of_first(value):
         return value
     store, key = agree.store(), f"of process 0/{next(CALLS)}"
     if is_first():
-        store.key_value_set(key, json.dumps(value))
+        store.key_value_set(key, strict.dumps(value))
     with agree.for_others("a value of process 0"):
-        return json.loads(store.blocking_key_value_get(key, round(2e3 * agree.patience)))
+        text = store.blocking_key_value_get(key, round(2e3 * agree.patience))
+    return strict.loads(text, "a value of process 0", object)
 
 
 def wait(name: str) -> None:

@@ -8,18 +8,17 @@ of seeds and the versions of code and packages.
 import datetime
 import gzip
 import itertools
-import json
 import os
 import pathlib
 import re
 import shlex
-import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 import local_opt
-from experiments.cluster import files
+from experiments.cluster import files, strict
 from experiments.results import records
 from experiments.results.statistics import Comparison, Criterion, compare
 
@@ -68,9 +67,9 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
     look["versions"] = files.read_json(str(results / VERSIONS))
     target.mkdir(parents=True, exist_ok=True)
     for part in COPIED:
-        shutil.copyfile(results / part, target / part)
-    (target / COMMAND).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    (target / METRICS).write_bytes(pack(rows))
+        files.write_whole(str(target / part), (results / part).read_bytes())
+    files.write_whole(str(target / COMMAND), "".join(f"{line}\n" for line in lines))
+    files.write_whole(str(target / METRICS), pack(rows))
     before = [one for one in looks if one["seeds"] < seeds]
     records.write_lines(str(target / LOOKS), [*before, look])
 
@@ -104,13 +103,17 @@ def pack(rows: Iterable[Mapping]) -> bytes:
     def rounded(value):
         return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
-    lines = [json.dumps({k: rounded(v) for k, v in row.items()}) + "\n" for row in rows]
+    lines = [strict.dumps({k: rounded(v) for k, v in row.items()}) + "\n" for row in rows]
     return gzip.compress("".join(lines).encode(), mtime=0)
 
 
 def _rows(path: pathlib.Path) -> list[dict]:
-    lines = gzip.decompress((path / METRICS).read_bytes()).decode().splitlines()
-    return [*map(json.loads, lines)]
+    path = path / METRICS
+    try:
+        lines = gzip.decompress(path.read_bytes()).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{str(path)!r} is broken ({error}): {strict.WHAT_TO_DO}") from error
+    return [strict.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
 
 
 def _seeds_of(rows: Iterable[Mapping]) -> int:

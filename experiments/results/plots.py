@@ -1,11 +1,13 @@
 """Pictures: curves over their costs, effects, time to a target, and herding bounds."""
 
 import functools
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from experiments.cluster import files
 from experiments.results import archive, statistics
 from experiments.results.statistics import Comparison, interval, spent, tested
 from experiments.results.tables import name_of
@@ -272,4 +274,5 @@ def legend(figure) -> None:
 
 def save(figure, path: str, title: str, **options) -> None:
     figure.suptitle(title, **options)
-    figure.savefig(path, dpi=110)
+    figure.savefig(content := io.BytesIO(), dpi=110)
+    files.write_whole(path, content.getvalue())

@@ -7,14 +7,15 @@ rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above
 last record of a run "ended": true, "diverged": null or the message, and "load_steps" where echoing
 was measured.
 Where seconds say nothing, for loads were not waited for or another run shared the device, there is
-"timed": false.
+"timed": false. A scalar that is null was measured and is not finite: NaN or infinite.
 
+metrics.sha256 holds a hash of every line of metrics.jsonl, so that a changed line is noticed.
 Of several processes all read, and process 0 alone writes.
 """
 
 import contextlib
+import hashlib
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
@@ -23,11 +24,11 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from experiments.cluster import files, processes
+from experiments.cluster import files, lock, processes, strict
 from experiments.results import trackers as tracking
 
 RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
-METRICS = "metrics.jsonl"
+METRICS, HASHES = "metrics.jsonl", "metrics.sha256"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
 
 
@@ -42,8 +43,29 @@ def whole_runs(records: Sequence[Mapping]) -> list[dict]:
     return [r for r in records if run_of(r) in ended]
 
 
-def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> list[dict]:
-    """Prepares an output folder and returns the records of an earlier, equal run in it.
+def found(folder: str) -> list[dict]:
+    """The records in an output folder.
+
+    Raises:
+      ValueError: for a broken file, or if processes see different records.
+    """
+    path = os.path.join(folder, METRICS)
+    kept = read(path) if os.path.exists(path) else []
+    processes.wait(f"read {folder}")  # before the first of them writes
+    first = processes.of_first(len(kept))
+    if first != len(kept):
+        raise ValueError(
+            f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
+            "--output_dir that all processes share."
+        )
+    for number, record in enumerate(kept, 1):
+        if type(record.get("step")) is not int:
+            raise ValueError(f"line {number} of {path!r} has no step: {strict.WHAT_TO_DO}")
+    return kept
+
+
+def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> None:
+    """Prepares an output folder.
 
     Args:
       folder: created if absent; gets settings.json (the flags) and versions.json.
@@ -51,11 +73,10 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
       overwrite: delete the records and checkpoints of an earlier run.
 
     Raises:
-      ValueError: if the folder holds a run with other settings or without settings, if processes
-        see different records, or for a broken file.
+      ValueError: if the folder holds a run with other settings or without settings.
+      OSError: with advice, if the folder cannot be written.
     """
-    settings = json.loads(json.dumps(dict(settings), sort_keys=True))
-    path, metrics = os.path.join(folder, "settings.json"), os.path.join(folder, METRICS)
+    settings, path = strict.plain(settings), os.path.join(folder, "settings.json")
     before = None if overwrite else files.read_json(path)
     left = [n for n in (METRICS, "checkpoints") if os.path.exists(os.path.join(folder, n))]
     if before is None and left and not overwrite:
@@ -69,22 +90,19 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> l
             f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
             "another --output_dir, or pass --overwrite to forget that run."
         )
-    kept = read(metrics) if before is not None and os.path.exists(metrics) else []
-    processes.wait(f"read {folder}")  # before the first of them writes
-    first = processes.of_first(len(kept))
-    if first != len(kept):
-        raise ValueError(
-            f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
-            "--output_dir that all processes share."
-        )
-    os.makedirs(folder, exist_ok=True)
-    if overwrite and processes.is_first():  # before the new settings are there
-        shutil.rmtree(os.path.join(folder, "checkpoints"), ignore_errors=True)
-        if os.path.exists(metrics):
-            os.remove(metrics)
+    processes.wait(f"settings of {folder}")  # before the first of them writes
+    with files.advised(folder):
+        os.makedirs(folder, exist_ok=True)
+        if overwrite and processes.is_first():  # before the new settings are there
+            shutil.rmtree(os.path.join(folder, "checkpoints"), ignore_errors=True)
+            _remove(folder, METRICS, HASHES)
     files.write_json(path, settings)
     files.write_json(os.path.join(folder, "versions.json"), versions())
-    return kept
+
+
+def _remove(folder, *names):
+    for name in names:
+        pathlib.Path(folder, name).unlink(missing_ok=True)
 
 
 def commit() -> str | None:
@@ -118,29 +136,39 @@ def versions() -> dict:
 
 
 def read(path: str) -> list[dict]:
-    """The records of a JSON-lines file. A last line that was cut off is reported and left out.
+    """The records of a JSON-lines file.
+
+    A last line that was cut off, or has no hash yet, is reported and left out.
 
     Raises:
-      ValueError: for any other line that is not a record.
+      ValueError: for any other line that is not a record, or not the one that was written.
     """
-    found = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                processes.say(f"Line {number} of {str(path)!r} was cut off, and is left out.")
-                break
-            try:
-                found.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(
-                    f"line {number} of {str(path)!r} is no record ({error}): restore the file from "
-                    "a copy, choose another --output_dir, or pass --overwrite to begin again."
-                ) from error
-    return found
+    path, hashes = pathlib.Path(path), None
+    with files.advised(path):
+        *lines, cut = path.read_bytes().split(b"\n")
+        if path.name == METRICS and path.with_name(HASHES).exists():
+            hashes = path.with_name(HASHES).read_text("utf-8", "replace").split("\n")[:-1]
+    if cut or (hashes is not None and len(lines) == len(hashes) + 1):
+        why = "was cut off" if cut else "has no hash"
+        processes.say(f"Line {len(lines) + bool(cut)} of {str(path)!r} {why}, and is left out.")
+        lines = lines if cut else lines[:-1]
+    for number, line in enumerate(lines):
+        if hashes is not None and _hash(line) != (hashes[number:] or [""])[0]:
+            raise ValueError(
+                f"line {number + 1} of {str(path)!r} was changed, as {HASHES} says: restore both "
+                f"from a copy, delete {HASHES} if the change is meant, choose another "
+                "--output_dir, or pass --overwrite to begin again."
+            )
+    return [strict.loads(x, f"line {n} of {str(path)!r}") for n, x in enumerate(lines, 1)]
+
+
+def _hash(line: bytes) -> str:
+    """Of a line, whatever ends it."""
+    return hashlib.sha256(line.strip()).hexdigest()[:16]
 
 
 def write_lines(path: str, records: Iterable[Mapping]) -> None:
-    files.write_whole(path, "".join(json.dumps(r) + "\n" for r in records))
+    files.write_whole(path, "".join(strict.dumps(r) + "\n" for r in records))
 
 
 @contextlib.contextmanager
@@ -172,24 +200,25 @@ def writing(
         yield lambda record: None
         return
     os.makedirs(folder, exist_ok=True)
-    path, keep = os.path.join(folder, METRICS), [*map(_plain, keep)]
-    with tracking.hook(trackers, folder, anew=not keep) as track:
-        write_lines(path, keep)
-        with open(path, "a", encoding="utf-8", buffering=1) as file:
+    paths = [os.path.join(folder, name) for name in (METRICS, HASHES)]
+    lines = [strict.dumps(record) for record in keep]
+    with tracking.hook(trackers, folder, anew=not lines) as track:
+        _remove(folder, HASHES)  # first: a kill in between leaves lines without hashes
+        for path, each in zip(paths, (lines, [_hash(x.encode()) for x in lines]), strict=True):
+            files.write_whole(path, "".join(f"{line}\n" for line in each))
+        with open(paths[0], "ab", buffering=0) as file, open(paths[1], "ab", buffering=0) as sums:
 
             def write(record: Mapping) -> None:
-                record = _plain(record)
-                file.write(json.dumps(record) + "\n")  # a line is flushed
+                lock.check()
+                record = strict.plain(record)
+                line = strict.dumps(record)
+                files.append(file, f"{line}\n")
+                files.append(sums, f"{_hash(line.encode())}\n")
                 track(name_of(record), record["step"], numbers_of(record))
                 if console:
                     console(console_line(record))
 
             yield write
-
-
-def _plain(record: Mapping) -> dict:
-    """The record with NumPy's and JAX's scalars and arrays as Python values, for JSON."""
-    return {name: v.tolist() if hasattr(v, "tolist") else v for name, v in record.items()}
 
 
 def name_of(record: Mapping) -> str:
@@ -205,9 +234,8 @@ def numbers_of(record: Mapping) -> dict[str, float]:
 
 
 def console_line(record: Mapping) -> str:
-    """The numbers of a record in one line."""
+    """The numbers of a record in one line, and which of its scalars are not finite."""
     numbers = {"step": record["step"]} | numbers_of(record)
-    return "  ".join(
-        f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
-        for name, value in numbers.items()
-    )
+    words = [f"{k} {v:,}" if isinstance(v, int) else f"{k} {v:.4g}" for k, v in numbers.items()]
+    words += [f"{k} not finite" for k, v in record.items() if v is None and "/" in k]
+    return "  ".join(words)

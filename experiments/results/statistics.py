@@ -118,8 +118,13 @@ def score(runs: Sequence[Run], criterion: Criterion) -> tuple[float, float]:
 
 
 def last(run: Run, name: str) -> float:
-    """The last value of a scalar; nan if it was never measured."""
-    return next((r[name] for r in reversed(run) if r.get(name) is not None), math.nan)
+    """The last value of a scalar; nan if it was never measured.
+
+    One that is not finite, null in the record, is worse than every number.
+    """
+    found = next((r[name] for r in reversed(run) if name in r), math.nan)
+    more = name.split("/")[-1] in METRICS and not METRICS[name.split("/")[-1]].lower
+    return found if found is not None else -math.inf if more else math.inf
 
 
 def values(runs: Sequence[Run], name: str) -> np.ndarray:
@@ -133,6 +138,8 @@ def lowest(runs: Sequence[Run], criterion: Criterion) -> np.ndarray:
     """float64[seeds], at the best point of the mean over seeds."""
     found = values(runs, criterion.scalar)
     mean = found.mean(axis=0)
+    if np.isnan(mean).all():
+        return np.full(len(found), math.inf if criterion.lower else -math.inf)
     return found[:, np.nanargmin(mean if criterion.lower else -mean)]
 
 
@@ -155,7 +162,7 @@ def target_of(comparison: Comparison) -> float:
     """The target that every arm must reach.
 
     The criterion's target; of when="lowest" the baseline's best; of "last" the worst of all last
-    values, so that every arm gets there with every seed.
+    finite values, so that every arm that ends with one gets there with every seed.
     """
     criterion = comparison.criterion
     if criterion.when == "target":
@@ -167,7 +174,8 @@ def target_of(comparison: Comparison) -> float:
         return float(lowest(list(base.runs.values()), criterion).mean())
     worst = max if criterion.lower else min
     runs = [run for own in comparison.chosen.values() for run in own.runs.values()]
-    return worst(last(run, criterion.scalar) for run in runs)
+    ends = [last(run, criterion.scalar) for run in runs]
+    return worst(filter(math.isfinite, ends), default=math.nan)
 
 
 def timed(runs: Mapping[int, Run]) -> dict[int, Run]:

@@ -95,7 +95,8 @@ class Trainer:
         if self._folder is not None:
             folder = os.path.join(self._folder, "checkpoints", this.name)
             about = {**self._about, **this._asdict()}
-            saving = run.Saving(folder, self._every, about=about, kept=len(kept))
+            steps = [r["step"] for r in kept]
+            saving = run.Saving(folder, self._every, about=about, recorded=steps)
         outcome = run.train(
             built, plans, seed=this.seed, saving=saving,
             evaluate=lambda step, state: scalars(step, plans.total_steps, state),
@@ -167,7 +168,10 @@ def kept_records(folder: str, done: Sequence[dict]) -> list[dict]:
 
     for ended in whole if processes.is_first() else ():
         shutil.rmtree(path(ended), ignore_errors=True)
-    saved = functools.cache(lambda cut: checkpoint.settled(path(cut)) or -1)
+    steps = {}
+    for r in done:
+        steps.setdefault(run_of(r), []).append(r["step"])
+    saved = functools.cache(lambda cut: checkpoint.settled(path(cut), steps[cut]) or -1)
     return [r for r in done if run_of(r) in whole or r["step"] <= saved(run_of(r))]
 
 

@@ -7,17 +7,16 @@ Every checkpoint therefore has a digest.
 
 import contextlib
 import hashlib
-import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from experiments.cluster import agree, digest, files, processes
+from experiments.cluster import agree, digest, files, lock, processes, strict
 from experiments.training import loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -35,7 +34,7 @@ class Evaluation(NamedTuple):
     step: int = 0
     rounds: int = 0
     seconds: float = 0.0  # of training, without evaluations, checkpoints and compilation
-    batch_loss: float = float("nan")
+    batch_loss: float | None = None
     records: int = 0  # written so far
     more_sent: float = 0.0  # in all-reduces, than the present number of workers would have sent
 
@@ -73,6 +72,7 @@ def save(
     """
     import orbax.checkpoint as ocp
 
+    lock.check()
     if manager.latest_step() == at.step:
         return
     known = {
@@ -85,6 +85,7 @@ def save(
         "step": at.step,
         "units": None if program.units is None else program.units.tolist(),
     }
+    known = strict.plain(known)
     items = {STATE: ocp.args.StandardSave(state), KNOWN: ocp.args.JsonSave(known)}
     with agree.for_others("their parts of a checkpoint"):
         manager.save(at.step, args=ocp.args.Composite(**items))
@@ -117,57 +118,66 @@ def damage(path: str) -> str | None:
     if said != found:
         differ = {line.split("  ")[-1] for line in {*said.split("\n")} ^ {*found.split("\n")}}
         return f"{', '.join(sorted(differ))} not as {DIGEST} says"
-    if (step := read_known(path)["step"]) != int(os.path.basename(path)):
+    if (step := read_known(path).get("step")) != int(os.path.basename(path)):
         return f"it is that of step {step}"
     return None
 
 
 def read_known(path: str) -> dict:
     """The facts about its run that `save` wrote into a whole checkpoint."""
-    return json.loads(pathlib.Path(path, KNOWN, "metadata").read_bytes())
+    return files.read_json(os.path.join(path, KNOWN, "metadata"), {})
 
 
 def steps_of(folder: str) -> list[int]:
     """The steps of a folder's checkpoints, newest first."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    names = os.listdir(folder) if os.path.exists(folder) else []
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def settled(folder: str) -> int:
-    """The step of the newest whole checkpoint of a folder, or 0 if there is none.
+def settled(folder: str, recorded: Sequence[int] | None = None) -> int:
+    """The step of the newest checkpoint that a run can continue from, or 0 if there is none.
 
-    Newer, damaged checkpoints are renamed to STEP.damaged. Only process 0 reads the files. A
-    collective.
+    Newer checkpoints, which are damaged or know records that are lost, are renamed to STEP.aside.
+    Only process 0 reads the files. A collective.
+
+    Args:
+      recorded: steps of the run's records, as far as they are there; None: all are.
 
     Raises:
-      ValueError: if there are checkpoints and none of them is whole.
+      ValueError: if there are checkpoints, and none to continue from.
     """
-    step, damaged = processes.of_first(_judged(folder) if processes.is_first() else None)
-    if damaged and not step:
-        told = "; ".join(f"step {step}: {wrong}" for step, wrong in damaged.items())
+    judged = _judged(folder, recorded) if processes.is_first() else None
+    step, passed_over = processes.of_first(judged)
+    if passed_over and not step:
+        told = "; ".join(f"step {step}: {wrong}" for step, wrong in passed_over.items())
         raise ValueError(
-            f"no checkpoint in {folder!r} is whole ({told}): restore that folder from a copy, "
+            f"no checkpoint in {folder!r} fits its run ({told}): restore the files from a copy, "
             "choose another --output_dir, or pass --overwrite to begin again."
         )
-    for passed, wrong in damaged.items():
-        processes.say(f"The checkpoint of step {passed} is damaged and passed over: {wrong}.")
+    for passed, wrong in passed_over.items():
+        processes.say(f"The checkpoint of step {passed} is passed over: {wrong}.")
         if processes.is_first():
-            aside = os.path.join(folder, f"{passed}.damaged")
+            aside = os.path.join(folder, f"{passed}.aside")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(os.path.join(folder, passed), aside)
     processes.wait(f"settled {folder}")
     return step
 
 
-def _judged(folder: str) -> tuple[int, dict[str, str]]:
-    """(the newest whole step or 0, {step: what is wrong} of the newer ones)."""
-    damaged = {}
+def _judged(folder, recorded) -> tuple[int, dict[str, str]]:
+    """(the newest step that fits or 0, {step: what is wrong} of the newer ones)."""
+    passed_over = {}
     for step in steps_of(folder):
-        wrong = damage(os.path.join(folder, str(step)))
+        path = os.path.join(folder, str(step))
+        wrong = damage(path)
+        if wrong is None and recorded is not None:
+            needed = read_known(path)["evaluation"]["records"]
+            if (found := sum(at <= step for at in recorded)) != needed:
+                wrong = f"it needs {needed} records, and metrics.jsonl holds {found} up to there"
         if wrong is None:
-            return step, damaged
-        damaged[str(step)] = wrong
-    return 0, damaged
+            return step, passed_over
+        passed_over[str(step)] = wrong
+    return 0, passed_over
 
 
 def restore(
@@ -227,5 +237,6 @@ def export(folder: str, model) -> None:
     """
     import orbax.checkpoint as ocp
 
+    lock.check()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(os.path.join(folder, "model")), model, force=True)

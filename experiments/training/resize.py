@@ -6,7 +6,7 @@ and settings it has, which is what counts.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -23,17 +23,20 @@ from experiments.training.step import TrainState, Worker, worker_of
 SPLIT = {"workers", "units_per_step"}  # settings that may differ
 
 
-def newest(folder: str, settings: Mapping, policy: str | None) -> dict | None:
+def newest(
+    folder: str, settings: Mapping, policy: str | None, recorded: Sequence[int] | None = None
+) -> dict | None:
     """What is known of the run of a folder's newest checkpoint. A collective; settles them.
 
     Args:
       policy: as of `local_opt.resize`, for another number of workers; None: there may be no other.
+      recorded: as of `checkpoint.settled`.
 
     Raises:
       ValueError: where the checkpoint has other settings, or other workers and no policy says that
         it may.
     """
-    step = checkpoint.settled(os.path.join(folder, "checkpoints"))
+    step = checkpoint.settled(os.path.join(folder, "checkpoints"), recorded)
     if not step:
         return None
     known = checkpoint.read_known(_path(folder, step))

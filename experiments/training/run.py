@@ -1,13 +1,13 @@
 """Trains one run, from its start or its last checkpoint to its end, and writes its records."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from experiments.cluster import processes
+from experiments.cluster import processes, strict
 from experiments.training import checkpoint, input, loop, placement
 from experiments.training.checkpoint import Evaluation
 from experiments.training.config import Plans
@@ -45,7 +45,7 @@ class Saving(NamedTuple):
       at_end: whether the end is saved too.
       about: the settings of the run besides its plans, as JSON values; a checkpoint of a run with
         other settings is refused.
-      kept: number of records up to the newest checkpoint; None: unknown.
+      recorded: steps of the run's records so far, as of `checkpoint.settled`.
       begun: where the run continues, as returned by `checkpoint.restore`, with arrays that may
         still be on the host; None: the newest checkpoint.
     """
@@ -54,7 +54,7 @@ class Saving(NamedTuple):
     every: int | None = None
     at_end: bool = False
     about: Mapping = {}
-    kept: int | None = None
+    recorded: Sequence[int] | None = None
     begun: tuple | None = None
 
 
@@ -154,7 +154,7 @@ class Recorder:
         }
         found |= _scalars(at, stats, self.seen, self._program.drifts)
         found |= self._evaluate(at.step, state)
-        found = processes.of_first(found)  # all processes end, or none
+        found = processes.of_first(strict.plain(found))  # all processes end, or none
         self.ended = at.step == self._total or self._ends(found)
         self.seen = self.seen._replace(
             step=at.step, rounds=at.rounds, seconds=found["seconds"],
@@ -182,20 +182,14 @@ class _Saver:
         self._manager, self._seconds = None, 0.0
 
     def restore(self, start: TrainState) -> tuple[Progress, TrainState, Evaluation]:
-        if self._saving is None or not checkpoint.settled(self._saving.folder):
+        saving = self._saving
+        if saving is None or not checkpoint.settled(saving.folder, saving.recorded):
             return Progress(), start, Evaluation()
-        folder, kept = self._saving.folder, self._saving.kept
-        if self._saving.begun is None:
-            at, state, seen = checkpoint.restore(folder, self._plans, start, self._saving.about)
+        if saving.begun is None:
+            at, state, seen = checkpoint.restore(saving.folder, self._plans, start, saving.about)
         else:
-            at, state, seen = self._saving.begun
+            at, state, seen = saving.begun
             state = jax.tree.map(lambda x, y: placement.place(x, y.sharding), state, start)
-        if kept is not None and kept != seen.records:
-            raise ValueError(
-                f"there are {kept} records of the run in {folder!r}, and its checkpoint of step "
-                f"{at.step} was saved after {seen.records}: bring the lost lines of metrics.jsonl "
-                "back, choose another --output_dir, or pass --overwrite to begin again."
-            )
         self._seconds = seen.seconds
         processes.say(f"Continues from the checkpoint of step {at.step}.")
         return at, state, seen
@@ -228,7 +222,7 @@ def _scalars(at: Progress, stats: StepStats, seen: Evaluation, drifts: bool) -> 
     return found
 
 
-def _check_finite(stats: StepStats, last_loss: float) -> None:
+def _check_finite(stats: StepStats, last_loss: float | None) -> None:
     """Raises FloatingPointError, on all processes, if a worker saw a value that is not finite."""
     step, unit = stats.bad_step, stats.bad_unit
     if (step < 0).all():
@@ -237,5 +231,6 @@ def _check_finite(stats: StepStats, last_loss: float) -> None:
     name = f"unit {unit[worker]}" if unit[worker] >= 0 else "one unit"
     raise FloatingPointError(
         f"the loss or gradient of {name} of worker {worker} is not finite in step {step[worker]} "
-        f"(last mean loss: {last_loss:.6g}). Lower the learning rate or look at that unit."
+        f"(last mean loss: {np.nan if last_loss is None else last_loss:.6g}). Lower the learning "
+        "rate or look at that unit."
     )

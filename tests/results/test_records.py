@@ -3,7 +3,6 @@
 import doctest
 import importlib.util
 import json
-import math
 import struct
 import sys
 
@@ -95,15 +94,15 @@ def test_tensorboard_has_what_was_kept_and_what_is_new(tmp_path, kept, monkeypat
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_scalars_multiline_text_and_infinite_numbers_are_kept(tmp_path):
+def test_scalars_and_multiline_text_are_kept_and_what_is_not_finite_is_null(tmp_path):
     found = {"step": np.int64(3), "loss": np.float32(0.5), "at": jnp.float32(0.25)}
-    text, lines = {"step": 4, "text": 'a,"b"\nc', "loss": math.inf, "at": 1e-300}, []
+    text, lines = {"step": 4, "text": 'a,"b"\nc', "test/loss": jnp.inf, "at": 1e-300}, []
     with records.writing(str(tmp_path), console=lines.append) as write:
         write(found)
         write(text)
     read = records.read(str(tmp_path / "metrics.jsonl"))
-    assert read == [{"step": 3, "loss": 0.5, "at": 0.25}, text]
-    assert lines == ["step 3  loss 0.5  at 0.25", "step 4  loss inf  at 1e-300"]
+    assert read == [{"step": 3, "loss": 0.5, "at": 0.25}, text | {"test/loss": None}]
+    assert lines == ["step 3  loss 0.5  at 0.25", "step 4  at 1e-300  test/loss not finite"]
 
 
 def test_a_tracker_gets_every_number_once_in_one_open_run(tmp_path, monkeypatch):

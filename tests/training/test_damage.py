@@ -117,11 +117,11 @@ def test_a_damaged_checkpoint_is_passed_over(copied, capsys, how):
     act(folder)
     outcome, again = trained(program, plans_of(), saving=run.Saving(folder, at_end=True))
     said = capsys.readouterr().out
-    assert re.search(rf"The checkpoint of step 60 is damaged and passed over: .*{told}", said)
+    assert re.search(rf"The checkpoint of step 60 is passed over: .*{told}", said)
     assert "Continues from the checkpoint of step 56" in said
     assert_same(outcome.state, state)
     assert timeless(again) == timeless(r for r in found if r["step"] > 56)
-    assert sorted(p.name for p in folder.iterdir()) == ["56", "60", "60.damaged"]
+    assert sorted(p.name for p in folder.iterdir()) == ["56", "60", "60.aside"]
 
 
 def test_older_damage_does_not_matter_and_where_none_is_whole_nothing_begins(copied, capsys):
@@ -133,7 +133,7 @@ def test_older_damage_does_not_matter_and_where_none_is_whole_nothing_begins(cop
     assert_same(outcome.state, state)
     assert not found
     cut(largest(folder))
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole \(step 60: .*--overwrite"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* fits its run \(step 60: .*--over"):
         trained(program, plans_of(), saving=run.Saving(folder))
     assert sorted(p.name for p in folder.iterdir()) == ["56", "60"], "nothing was touched"
 
@@ -161,14 +161,14 @@ OTHERS = [
     (plans_of(floor=0.02, growth=1.51), {}, "belongs to another learning rate plan: give"),
     (plans_of(), {"about": A | {"seed": 1}}, r"settings \(seed: 0 there, 1 here.* --o"),
     (plans_of(), {"about": A | {"data": "b"}}, r"settings \(data: 'a' there, .* pass --"),
-    (plans_of(), {"kept": 2}, "are 2 records .* saved after 5: bring"),
+    (plans_of(), {"recorded": [12, 24]}, "60: it needs 5 records, and metrics.jsonl holds 2 up"),
 ]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     saving = run.Saving(tmp_path, at_end=True, about=A)
     _, found = trained(built(), plans_of(), saving=saving)
-    trained(built(), plans_of(), saving=saving._replace(kept=len(found)))
+    trained(built(), plans_of(), saving=saving._replace(recorded=[r["step"] for r in found]))
     for plans, other, message in OTHERS:
         with pytest.raises(ValueError, match=message):
             trained(built(), plans, saving=saving._replace(**other))
@@ -193,9 +193,9 @@ def test_a_cut_last_line_is_left_out_and_another_that_is_broken_is_named(tmp_pat
     path.write_text(LINE + LINE[:-4])
     assert records.read(str(path)) == [{"step": 1}]
     assert f"Line 2 of {str(path)!r} was cut off" in capsys.readouterr().out
-    for line in ('{"step": 1', "[1, 2]", "7", "\xff\xfe", '{"step": 1}}', ""):
+    for line in ('{"step": 1', "[1, 2]", "7", "\xff\xfe", '{"step": 1}}', "", "[" * 10**5):
         path.write_text(f"{LINE}{line}\n{LINE}", encoding="latin-1")
-        with pytest.raises(ValueError, match=r"line 2 of .*l' is no record .* --overwrite"):
+        with pytest.raises(ValueError, match=r"line 2 of .*l' is broken .* --overwrite"):
             records.read(str(path))
 
 
@@ -216,7 +216,8 @@ def test_broken_or_missing_settings_are_named(tmp_path):
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds checkpoints and no settings.json .* --overwrite"):
         records.open_folder(str(tmp_path), settings)
-    assert records.open_folder(str(tmp_path), settings, overwrite=True) == []
+    records.open_folder(str(tmp_path), settings, overwrite=True)
+    assert records.found(str(tmp_path)) == []
     assert json.loads(path.read_text()) == settings
 
 
@@ -227,7 +228,8 @@ def test_records_of_other_settings_go_before_the_new_ones_come(tmp_path, monkeyp
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(records, "versions", interrupted)
         records.open_folder(str(tmp_path), {"seed": 1}, overwrite=True)
-    assert records.open_folder(str(tmp_path), {"seed": 1}) == []
+    records.open_folder(str(tmp_path), {"seed": 1})
+    assert records.found(str(tmp_path)) == []
 
 
 def interrupted():
@@ -256,7 +258,7 @@ def test_a_run_goes_on_with_its_own_data_settings_and_records_alone(tmp_path, mo
         train_run([*SHORT, "--seed=1"], tmp_path)
     settings.write_text(whole[settings])
     metrics.unlink()
-    with pytest.raises(ValueError, match="there are 0 records of the run .* saved after 4"):
+    with pytest.raises(ValueError, match="step 24: it needs 4 records, and metrics.jsonl holds 0"):
         train_run(SHORT, tmp_path)
     metrics.write_text(whole[metrics])
     train_run(SHORT, tmp_path)

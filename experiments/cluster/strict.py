@@ -1,0 +1,43 @@
+"""Strict JSON: everything that is written as JSON, or read from it, goes through this module."""
+
+import json
+import math
+from collections.abc import Mapping
+
+WHAT_TO_DO = (
+    "restore it from a copy, choose another --output_dir, or pass --overwrite to begin again."
+)
+
+
+def dumps(value, **options) -> str:
+    """The text of a value. Numbers that are not finite are null, since JSON has none.
+
+    Example:
+      >>> dumps({"train/loss": 0.5, "test/loss": float("inf")})
+      '{"train/loss": 0.5, "test/loss": null}'
+    """
+    return json.dumps(plain(value), allow_nan=False, **options)
+
+
+def loads(text: str | bytes, what: str, kind: type = dict):
+    """The value of a text; ValueError, which names `what`, unless it is JSON of this kind."""
+    try:
+        found, wrong = json.loads(text), None
+    except (ValueError, RecursionError) as error:
+        found, wrong = None, error
+    if wrong is None and not isinstance(found, kind):
+        wrong = f"it holds {type(found).__name__}, not {kind.__name__}"
+    if wrong is not None:
+        raise ValueError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")
+    return found
+
+
+def plain(value):
+    """The value as JSON gives it back: arrays and tuples are lists, not finite numbers None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(plain, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
