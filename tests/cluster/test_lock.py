@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from experiments.cluster import lock
-from tests.commands import ROOT, SHORT, train_run
+from experiments.cluster import lock, progress
+from experiments.training import checkpoint
+from tests.commands import ROOT, SHORT, finish, records, train_run
 
 HOLDER = """
 import sys, time
@@ -69,6 +70,65 @@ def test_a_lock_is_respected_unless_the_kernel_shows_it_is_stale(tmp_path, monke
         take(tmp_path)
     (tmp_path / lock.NAME).unlink()
     assert take(tmp_path)["pid"] == take(tmp_path)["pid"] == os.getpid()
+
+
+def deleted(path):
+    path.unlink()
+
+
+def taken(path):
+    """By a run elsewhere, on a file system that does not share its locks."""
+    path.unlink()
+    left(path.parent, host="elsewhere")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The records of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    train_run(SHORT, folder)
+    return records(folder)
+
+
+def noted(monkeypatch, act):
+    """Something happens after the second record."""
+    patched = lambda bar, record, *, examples: record["step"] == 12 and act()  # noqa: E731
+    monkeypatch.setattr(progress, "note", patched)
+
+
+@pytest.mark.parametrize(
+    "act,told,every", [(deleted, "is gone", 7), (taken, "belongs to .* on elsewhere", 0)]
+)
+def test_a_run_whose_lock_is_lost_writes_nothing_more(
+    tmp_path, monkeypatch, whole, act, told, every
+):
+    """No checkpoint where one comes first, and no record; the next run ends as any other."""
+    path, command = tmp_path / lock.NAME, [*SHORT, f"--checkpoint_every={every}"]
+    with monkeypatch.context() as patch:
+        noted(patch, lambda: act(path))
+        with pytest.raises(OSError, match=f"lock.json', the lock of this run, {told}.* ends here"):
+            train_run(command, tmp_path)
+    assert checkpoint.steps_of(tmp_path / "checkpoints") == [7] * bool(every)
+    assert records(tmp_path) == whole[:2]
+    assert path.exists() == (act is taken), "another run's lock stays"
+    path.unlink(missing_ok=True)
+    train_run(command, tmp_path)
+    assert records(tmp_path) == whole
+
+
+@pytest.mark.slow
+def test_a_run_that_was_overtaken_leaves_the_files_of_the_other(tmp_path, monkeypatch, whole):
+    """The lock is deleted, and a second process does the whole run before the first goes on."""
+
+    def overtake():
+        (tmp_path / lock.NAME).unlink()
+        finish(["experiments.train", *SHORT], tmp_path)
+
+    noted(monkeypatch, overtake)
+    with pytest.raises(OSError, match="the lock of this run, is gone"):
+        train_run(SHORT, tmp_path)
+    assert records(tmp_path) == whole and (tmp_path / "model").exists()
+    assert not (tmp_path / lock.NAME).read_bytes()
 
 
 def test_one_of_many_concurrent_runs_gets_the_folder(tmp_path, capsys):

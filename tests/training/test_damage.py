@@ -199,6 +199,64 @@ def test_a_cut_last_line_is_left_out_and_another_that_is_broken_is_named(tmp_pat
             records.read(str(path))
 
 
+LINES = {  # of a run with checkpoints of steps 21 and 24, after three and four records
+    "as it was": (lambda x: x, 24),
+    "ends of lines": (lambda x: [line.replace(b"\n", b"\r\n") for line in x], 24),
+    "a last line twice": (lambda x: [*x, x[-1]], 24),
+    "garbage": (lambda x: [*x, b"\x00\xff{"], 24),
+    "a last line gone": (lambda x: x[:-1], 21),
+    "a last line cut": (lambda x: [*x[:-1], x[-1][:40]], 21),
+    "a last end of a line gone": (lambda x: [*x[:-1], x[-1][:-1]], 21),
+    "two lines gone": (lambda x: x[:2], "24: it needs 4 records, and .* holds 2 .*21: it needs 3"),
+    "empty": (lambda x: [], "it needs 4 records, and metrics.jsonl holds 0 up to there"),
+    "swapped": (lambda x: [x[1], x[0], *x[2:]], "line 1 .* was changed, as .* delete metrics.sha"),
+    "a first line gone": (lambda x: x[1:], "line 1 of .* was changed"),
+    "a line twice": (lambda x: [*x[:2], *x[1:]], "line 3 of .* was changed"),
+    "a line of another": (lambda x: [x[0].replace(b'"seed": 0', b'"seed": 1'), *x[1:]], "line 1 "),
+    "a number": (lambda x: [x[0].replace(b"2.1", b"2.2"), *x[1:]], "line 1 of .* was changed"),
+    "a mark of bytes": (lambda x: [b"\xef\xbb\xbf" + x[0], *x[1:]], "line 1 of .* was changed"),
+    "binary": (lambda x: [bytes(range(256)) * 9], "line 1 of .* was changed"),
+    "more than a line": (lambda x: [*x, x[-1], x[-1]], "line 5 of .* was changed"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    train_run([*SHORT, "--checkpoint_every=7"], folder)
+    return folder
+
+
+@pytest.mark.parametrize("change,told", LINES.values(), ids=LINES)
+def test_a_run_goes_back_to_the_records_that_are_left(finished, tmp_path, change, told):
+    folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+
+    def newest():
+        steps = [r["step"] for r in records.found(str(folder))]
+        return checkpoint.settled(str(folder / "checkpoints"), steps)
+
+    if isinstance(told, int):
+        assert newest() == told
+    else:
+        with pytest.raises(ValueError, match=told):
+            newest()
+
+
+def test_lost_lines_are_written_again(finished, tmp_path, capsys):
+    folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    train_run([*SHORT, "--checkpoint_every=7"], folder)
+    said = capsys.readouterr().out
+    assert "step 24 is passed over: it needs 4 records, and metrics.jsonl holds 3 up to" in said
+    assert "Continues from the checkpoint of step 21" in said
+    assert timeless(records.found(str(folder))) == timeless(records.found(str(finished)))
+    hashes = (folder / "metrics.sha256").read_text().splitlines()
+    assert len(hashes) == 4 and hashes[:3] == (finished / "metrics.sha256").read_text().split()[:3]
+
+
 def test_broken_or_missing_settings_are_named(tmp_path):
     settings = {"seed": 0, "data": "a"}
     records.open_folder(str(tmp_path), settings)
@@ -206,9 +264,10 @@ def test_broken_or_missing_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"other settings \(data: 'a' there, 'b' here\): .* --o"):
         records.open_folder(str(tmp_path), {"seed": 0, "data": "b"})
     path = tmp_path / "settings.json"
-    path.write_text(path.read_text()[:-5])
-    with pytest.raises(ValueError, match=r"settings.json' is broken .* or pass --overwrite"):
-        records.open_folder(str(tmp_path), settings)
+    for text in (path.read_text()[:-5], "[]", "null", "7", '"text"', "[" * 10**5):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"settings.json' is broken .* or pass --overwrite"):
+            records.open_folder(str(tmp_path), settings)
     path.unlink()
     with pytest.raises(ValueError, match="holds metrics.jsonl and no settings.json .* --overwrite"):
         records.open_folder(str(tmp_path), settings)

@@ -1,0 +1,129 @@
+"""What a disk refuses is an error with the path and what to do, and the run goes on after it."""
+
+import errno
+import os
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from experiments.cluster import files, strict
+from experiments.training import checkpoint
+from tests.commands import ROOT, SHORT, records, train_run
+from tests.refused import refuses
+
+DEEP = "[" * 10**5
+test_only_objects_of_strict_json_are_read = refuses({
+    text[:9]: (lambda text=text: strict.loads(text, "'x.json'"), r"^'x.json' is broken \(.*--over")
+    for text in (DEEP, '{"a":' * 10**5, "[]", "null", "7", '"text"', "", "{", b"\xff", "9" * 5000)
+})  # fmt: skip
+
+
+def test_numbers_that_are_not_finite_are_null():
+    value = {"a": float("nan"), "b": [np.float32(np.inf), (1, np.arange(2))], 3: None}
+    assert strict.dumps(value) == '{"a": null, "b": [null, [1, [0, 1]]], "3": null}'
+
+
+def test_json_goes_through_one_module():
+    used = [
+        f"{path.relative_to(ROOT)}: {call}"
+        for folder in ("experiments", "syncopate", "ordering", "local_opt", "models", "notebooks")
+        for path in (ROOT / folder).rglob("*.py") if path.name != "strict.py"
+        for call in re.findall(r"json\.(?:dump|load)s?\(.*", path.read_text())
+        if "dump" in call and "allow_nan=False" not in call or folder == "experiments"
+    ]  # fmt: skip
+    assert not used
+
+
+def refusing(monkeypatch, owner, name, wanted, number):
+    """Calls with an argument that has `wanted` in it end in this error of the system."""
+    real = getattr(owner, name)
+
+    def call(*args, **options):
+        if any(wanted in str(arg) for arg in args):
+            raise OSError(number, os.strerror(number))
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+ADVICE = {
+    errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EROFS: "make it writable",
+    errno.EACCES: "make it writable", errno.EIO: "look at that disk",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", ADVICE, ids=errno.errorcode.get)
+def test_a_refused_write_leaves_the_file_as_it_was(tmp_path, monkeypatch, number):
+    path = tmp_path / "table.md"
+    files.write_whole(str(path), "before")
+    refusing(monkeypatch, os, "replace", "table.md", number)
+    with pytest.raises(OSError, match=rf"table.md' cannot be used .*: {ADVICE[number]}"):
+        files.write_whole(str(path), "after")
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "before"
+
+
+def test_what_tensorstore_reports_is_advised_and_what_is_elsewhere_is_not():
+    told = """Error writing local file "/d/checkpoints/7/d/1": full [os_error_code='28']"""
+    with pytest.raises(OSError, match="'/d/checkpoints/7/d/1' cannot be used .*: make room"):
+        with files.advised("/d"):
+            raise ValueError(told)
+    with pytest.raises(ValueError, match="Error writing"), files.advised("/e"):
+        raise ValueError(told)
+    with pytest.raises(ConnectionError), files.advised("/d"):
+        raise ConnectionError(errno.ECONNREFUSED, "no tracker")
+
+
+SETTINGS = [*SHORT, "--checkpoint_every=7"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The records of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    train_run(SETTINGS, folder)
+    return records(folder)
+
+
+WRITES = {
+    "a record": (files, "append", "metrics.jsonl"), "its hash": (files, "append", "metrics.sha256"),
+    "a checkpoint": (pathlib.Path, "write_text", "digest.txt"),
+    "the owner": (files, "append", "lock.json"), "settings": (os, "replace", "settings.json"),
+    "versions": (os, "replace", "versions.json"), "kept lines": (os, "replace", "metrics.jsonl"),
+    "a plan": (os, "replace", "sync_plan.json"), "the model": (checkpoint, "export", ""),
+}  # fmt: skip
+OFTEN = ("a record", "a checkpoint")
+slowly = [p if p in OFTEN else pytest.param(p, marks=pytest.mark.slow) for p in WRITES]
+
+
+@pytest.mark.parametrize("what", slowly)
+def test_a_run_continues_once_there_is_room(tmp_path, monkeypatch, whole, what):
+    with monkeypatch.context() as patch:
+        refusing(patch, *WRITES[what], errno.ENOSPC)
+        with pytest.raises(OSError, match=rf"'{tmp_path}.*' cannot be used .*: make room"):
+            train_run(SETTINGS, tmp_path)
+    train_run(SETTINGS, tmp_path)
+    assert records(tmp_path) == whole
+
+
+IN_PLACE = {  # what is there instead
+    "": "file", "lock.json": "folder", "settings.json": "folder", "metrics.jsonl": "folder",
+    "metrics.sha256": "folder", "checkpoints": "file", "versions.json": "folder",
+    "echo_plan.json": "folder", "trackers.json": "folder",
+}  # fmt: skip
+slowly = [p if p == "checkpoints" else pytest.param(p, marks=pytest.mark.slow) for p in IN_PLACE]
+
+
+@pytest.mark.parametrize("name", slowly)
+def test_what_is_in_the_place_of_a_file_is_named(tmp_path, whole, name):
+    folder = tmp_path / "run"
+    if name:
+        folder.mkdir()
+    path = folder / name
+    path.touch() if IN_PLACE[name] == "file" else path.mkdir()
+    with pytest.raises(OSError, match=rf"'{path}.*' cannot be used .*: move away"):
+        train_run([*SETTINGS, "--overwrite"], folder)
+    path.unlink() if IN_PLACE[name] == "file" else path.rmdir()
+    train_run(SETTINGS, folder)
+    assert records(folder) == whole
