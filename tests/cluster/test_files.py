@@ -1,6 +1,7 @@
 """What a disk refuses is an error with the path and what to do, and the run goes on after it."""
 
 import errno
+import json
 import os
 import pathlib
 import re
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.cluster import files, strict
-from experiments.training import checkpoint
+from experiments.training import checkpoint, measure
 from tests.commands import ROOT, SHORT, records, train_run
 from tests.refused import refuses
 
@@ -84,6 +85,28 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     train_run(SETTINGS, folder)
     return records(folder)
+
+
+def test_all_json_of_a_run_is_strict(tmp_path, monkeypatch):
+    """Though a metric is not finite, and a checkpoint comes before the first record."""
+    measured = measure.scalars_of
+
+    def infinite(*setting, **options):
+        of = measured(*setting, **options)
+        return lambda *b: lambda *at: of(*b)(*at) | {"test/accuracy": float("inf")}
+
+    monkeypatch.setattr(measure, "scalars_of", infinite)
+    train_run([*SHORT, "--checkpoint_every=2"], tmp_path)
+    assert [r["test/accuracy"] for r in records(tmp_path)] == [None] * 4
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    paths = [*tmp_path.glob("*.json*"), *tmp_path.glob("checkpoints/*/known/metadata")]
+    texts = [p.read_text() for p in paths if p.suffix == ".json" or p.name == "metadata"]
+    for text in [*filter(None, texts), *(tmp_path / "metrics.jsonl").read_text().splitlines()]:
+        json.loads(text, parse_constant=refuse)
+    assert len(texts) > 7
 
 
 WRITES = {

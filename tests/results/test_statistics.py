@@ -154,3 +154,14 @@ def test_a_study_without_effects_says_why():
     for rows, names in ((kept, [first, *others[:6]]), (kept[2:], arms), (kept, [*others, first])):
         found = compare(rows, {name: arms[name] for name in names}, Criterion())
         assert "of the eight arms" in combined.no_effects(found)
+
+
+def test_a_value_that_is_not_finite_is_worse_than_every_number():
+    for criterion in (Criterion(), Criterion("valid/accuracy", lower=False)):
+        kept = both("rr", 0.1, [0.8, 0.4]) + both("rr", 0.2, [0.8, 0.1])
+        kept[-1][criterion.scalar] = None
+        for when in ("last", "lowest"):
+            compared = compare(kept, ARMS, criterion._replace(when=when))
+            assert compared.chosen["rr", None].rate == 0.1
+        target = statistics.target_of(compare(kept[4:], ARMS, criterion))
+        assert target == (0.1 if criterion.lower else 0.9), "of the seed that ends with a number"
