@@ -11,12 +11,15 @@ from experiments.cluster import processes, strict
 ROOM = "make room there; then the same command continues"
 OPEN = "make it writable, or choose another --output_dir"
 AWAY = "move away what is there, or choose another --output_dir"
+BACK = "bring it back, or choose another --output_dir"
 LOOK = "look at that disk; then the same command continues"
 ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), OPEN),
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), AWAY),
-    **dict.fromkeys((errno.ENOENT, errno.EIO, errno.ESTALE), LOOK),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), LOOK),
+    errno.ENAMETOOLONG: "choose another --output_dir",
+    errno.ENOENT: BACK,
 }
 TENSORSTORE = re.compile(r"local file \"(.*?)\".*\[os_error_code='(\d+)'", re.S)
 

@@ -51,7 +51,8 @@ def refusing(monkeypatch, owner, name, wanted, number):
 
 ADVICE = {
     errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EROFS: "make it writable",
-    errno.EACCES: "make it writable", errno.EIO: "look at that disk",
+    errno.EACCES: "make it writable", errno.EIO: "look at that disk", errno.ENOENT: "bring it back",
+    errno.ENAMETOOLONG: "choose another",
 }  # fmt: skip
 
 
