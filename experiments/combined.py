@@ -110,8 +110,11 @@ def no_effects(comparison: Comparison) -> str:
     whole = [len(of) for of in factors] == [2, 2, 2] and [*itertools.product(*factors)] == levels
     if not whole or len({tuple(own.runs) for own in arms}) > 1:
         return "they are of the eight arms of two levels, with the same seeds at their best rates"
-    lost = report.late(comparison)
-    return f"{', '.join(lost)} never arrive with some seed" if lost else ""
+    if lost := report.late(comparison):
+        return f"{', '.join(lost)} never arrive with some seed"
+    names = comparison.criterion.scalar, f"test/{statistics.metric_of(comparison)}"
+    found = [last(run, name) for own in arms for run in own.runs.values() for name in names]
+    return "" if np.isfinite(found).all() else "some last losses or metrics are not finite"
 
 
 def show_effect(mean: float, half: float, relative: bool) -> str:
@@ -155,7 +158,7 @@ def priced_table(machines: Sequence[cost.Machine]) -> Callable:
         return {
             seed: cost.price([r for r in run if r["step"] <= steps[seed]], machine)
             if steps[seed] < math.inf else math.inf
-            for seed, run in own.runs.items()
+            for seed, run in own.runs.items() if seed in steps
         }  # fmt: skip
 
     def faster(comparison, base, own, machine):

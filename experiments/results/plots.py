@@ -45,8 +45,11 @@ def comparison(
     """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
 
     Metrics that every task measures get a row too. Scalars that were not recorded are left out.
+    Nothing is written if every run diverged.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
+    if not rows:
+        return
     shown = [own for own in compared.at(speed) if own.runs]
     width = max(len(x) for _, x in rows)
     size = 4.7 * width, 3.7 * len(rows) + 0.9
@@ -63,7 +66,7 @@ def comparison(
         for axis in row[len(names) :]:
             axis.set_visible(False)
         row[0].set_ylabel(name_of(scalar))
-        if scalar in LOGARITHMIC:
+        if scalar in LOGARITHMIC and row[0].dataLim.y1 > 0:
             row[0].set_yscale("log")
         else:
             _zoom(row[0], [statistics.values(own.runs.values(), scalar) for own in shown])
@@ -96,7 +99,7 @@ def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
 def _draw(axis, runs, cost: str, scalar: str, style) -> None:
     """A curve with its interval, up to the end of the shortest run."""
     found, at = statistics.values(runs, scalar), statistics.values(runs, cost).mean(axis=0)
-    kept = ~(np.isnan(found).any(axis=0) | np.isnan(at))
+    kept = np.isfinite(found).all(axis=0) & np.isfinite(at)
     if not kept.any():
         return
     x, found = at[kept], found[:, kept]
@@ -137,7 +140,7 @@ def _zoom(axis, found: Sequence[np.ndarray]):
     late = np.concatenate([v[:, v.shape[1] // 5 :].ravel() for v in found])
     late = late[np.isfinite(late)]
     if len(late):
-        margin = 0.08 * (late.max() - late.min()) + 1e-3 * abs(late.max())
+        margin = 0.08 * (late.max() - late.min()) + 1e-3 * (abs(late.max()) or 1)
         axis.set_ylim(late.min() - margin, late.max() + margin)
 
 
@@ -188,6 +191,7 @@ def effects(found: Sequence, path: str, title: str) -> None:
     figure, axes = panes(2, 3, (15, 7.2), sharey=True)
     for axis, response in zip(axes.flat, found, strict=True):
         names, (mean, half) = [*response.effects], np.transpose([*response.effects.values()])
+        half = np.nan_to_num(half)  # of one seed
         bounds, y = np.array([mean, mean - half, mean + half]), np.arange(len(names))
         mean, low, high = np.exp(bounds) if response.relative else bounds
         axis.axvline(1 if response.relative else 0, color="0.5", linewidth=1)
@@ -199,7 +203,7 @@ def effects(found: Sequence, path: str, title: str) -> None:
         axis.grid(alpha=0.3, axis="x")
         if response.relative:
             axis.set_xscale("log")
-            axis.set_xlim(min(np.nanmin(low), 0.8) / 1.05, max(np.nanmax(high), 1.25) * 1.05)
+            axis.set_xlim(min(low.min(), 0.8) / 1.05, max(high.max(), 1.25) * 1.05)
             _plain(axis.xaxis)
     axes[0][0].invert_yaxis()
     lines = "effects from the first level to the second, 95 % intervals over seeds"

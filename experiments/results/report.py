@@ -140,6 +140,8 @@ def late(comparison: Comparison) -> list[str]:
 
 def target_line(comparison: Comparison) -> str:
     """Section: the target of the main table."""
+    if not math.isfinite(statistics.target_of(comparison)):
+        return "No target: every run diverged. Pass lower --learning_rates."
     lost = late(comparison)
     who = f"{', '.join(lost)} do not reach" if lost else "every arm reaches"
     return f"Target: {statistics.target_of(comparison):.4g}, which {who} with every seed."

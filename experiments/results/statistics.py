@@ -159,7 +159,7 @@ def tested(criterion: Criterion) -> Criterion:
 
 
 def target_of(comparison: Comparison) -> float:
-    """The target that every arm must reach.
+    """The target that every arm must reach; not finite where there is none.
 
     The criterion's target; of when="lowest" the baseline's best; of "last" the worst of all last
     finite values, so that every arm that ends with one gets there with every seed.
@@ -168,10 +168,8 @@ def target_of(comparison: Comparison) -> float:
     if criterion.when == "target":
         return criterion.target
     if criterion.when == "lowest":
-        base = comparison.baseline()
-        if not base.runs:
-            raise ValueError(f"{base.label} diverged at every rate: pass lower --learning_rates.")
-        return float(lowest(list(base.runs.values()), criterion).mean())
+        base = [*comparison.baseline().runs.values()]
+        return float(lowest(base, criterion).mean()) if base else math.nan
     worst = max if criterion.lower else min
     runs = [run for own in comparison.chosen.values() for run in own.runs.values()]
     ends = [last(run, criterion.scalar) for run in runs]
@@ -186,11 +184,15 @@ def timed(runs: Mapping[int, Run]) -> dict[int, Run]:
 def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[int, float]:
     """{seed: what these runs take to the target}, on what is reported; inf: never.
 
+    {} where there is no target.
+
     Args:
       name: of the cost, such as "step", "epoch", "loads"; "seconds" are those of `timed` runs.
     """
     runs = timed(runs) if name == "seconds" else runs
     criterion = tested(comparison.criterion)._replace(target=target_of(comparison))
+    if not math.isfinite(criterion.target):
+        return {}
     found = {seed: reached(run, criterion) for seed, run in runs.items()}
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
 

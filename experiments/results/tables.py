@@ -87,7 +87,8 @@ def to_target(head: str, name: str, form: str, word: str = "") -> Column:
 
 
 def _lasts(own, scalar):
-    return [last(run, scalar) for run in _measured(own, scalar)]
+    ends = [last(run, scalar) for run in _measured(own, scalar)]
+    return ends if np.isfinite(ends).all() else ()  # inf means never reached
 
 
 def _measured(own, name):
@@ -111,10 +112,20 @@ def _times_fewer(comparison, own):
     return pairs[:, 1] / np.maximum(pairs[:, 0], 1) if np.isfinite(pairs).all() else ()
 
 
+def own_rate(head: str) -> Column:
+    """The learning rate with which the arm reaches the target first."""
+
+    def cell(comparison, own):
+        known = math.isfinite(statistics.target_of(comparison))
+        return f"{fastest(comparison, own.arm)[0]:g}" if known else "-"
+
+    return Column(head, cell)
+
+
 FIRST_ORDER_COLUMNS = (
     arm("order"),
     mean(lambda c: f"epochs to {c.baseline().label}'s best", "{:.0f}", _fastest_spent("epoch")),
-    Column("at lr", lambda c, own: f"{fastest(c, own.arm)[0]:g}"),
+    own_rate("at lr"),
     mean("times fewer", "{:.1f}", _times_fewer),
     mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}",
          lambda c, own: statistics.lowest([*own.runs.values()], c.criterion)),
@@ -125,7 +136,7 @@ ORDER_COLUMNS = (
     mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}",
          lambda c, own: statistics.lowest([*own.runs.values()], c.criterion)),
     mean(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "{:.0f}", _same_rate),
-    Column("own lr", lambda c, own: f"{fastest(c, own.arm)[0]:g}"),
+    own_rate("own lr"),
     mean("epochs, own lr", "{:.0f}", _fastest_spent("epoch")),
     mean("times fewer", "{:.1f}", _times_fewer),
     mean("seconds, own lr", "{:.2f}", _fastest_spent("seconds")),
