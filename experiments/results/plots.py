@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -72,10 +73,11 @@ def comparison(
             _zoom(row[0], [statistics.values(own.runs.values(), scalar) for own in shown])
     legend(figure)
     seeds = max((len(own.runs) for own in shown), default=0)
+    many = "one seed" if seeds == 1 else f"{seeds} seeds, mean and 95 % interval"
     at = "" if speed is None else f", R = {speed:g}"
     save(
         figure, path,
-        f"{title}{at}\neach at its own best learning rate, {seeds} seeds, mean and 95 % interval",
+        f"{title}{at}\neach at its own best learning rate, {many}",
     )  # fmt: skip
 
 
@@ -206,8 +208,9 @@ def effects(found: Sequence, path: str, title: str) -> None:
             axis.set_xlim(min(low.min(), 0.8) / 1.05, max(high.max(), 1.25) * 1.05)
             _plain(axis.xaxis)
     axes[0][0].invert_yaxis()
-    lines = "effects from the first level to the second, 95 % intervals over seeds"
-    save(figure, path, f"{title}\n{lines}")
+    one = all(math.isnan(width) for own in found for _, width in own.effects.values())
+    many = "one seed" if one else "95 % intervals over seeds"
+    save(figure, path, f"{title}\neffects from the first level to the second, {many}")
 
 
 def periods(shown: Mapping[str, tuple], path: str, title: str) -> None:

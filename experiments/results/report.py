@@ -164,7 +164,7 @@ def against(comparison: Comparison) -> str:
 
     for own in comparison.at():
         pairs = statistics.paired(ends(own), ends(base))
-        if own.arm != base.arm and len(pairs):
+        if own.arm != base.arm and len(pairs) and all(map(math.isfinite, pairs.flat)):
             less = show(scale * (pairs[:, 0] - pairs[:, 1]), "{:+.2f}")
             rows.append({f"{unit} against {base.label}": own.label, METRICS[metric].label: less})
     return markdown(rows) if rows else ""
@@ -213,6 +213,8 @@ def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm")
         late, mean = statistics.score([*runs.values()], criterion)
         if late:
             return f"{len(runs) - late:.0f} of {len(runs)} arrive"
+        if not math.isfinite(mean):
+            return "not finite"
         target = criterion.when == "target"
         mean = mean if target or criterion.lower else -mean
         text = rounded(mean, "{:.0f}" if target else form_of(criterion.scalar))

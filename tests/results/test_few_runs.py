@@ -1,0 +1,76 @@
+"""Reports of studies with one seed, rate, arm or evaluation, with equal values, or divergence."""
+
+import itertools
+import math
+import warnings
+
+import pytest
+
+from experiments import cd_grab, combined, echoing, qsr
+from experiments.results import report, statistics
+from experiments.results.statistics import Criterion
+from experiments.study import cost
+
+TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
+PRICED = combined.STUDY.sections + (combined.priced_table(cost.machines(4, 2)),)
+STUDIES = {  # and its pictures
+    "cd_grab": (cd_grab.STUDY, ["comparison.png"]),
+    "qsr": (qsr.STUDY, ["comparison.png"]),
+    "echoing": (echoing.STUDY._replace(criterion=TARGET), ["comparison_R2.png"]),
+    "combined": (combined.STUDY._replace(sections=PRICED), ["comparison.png", "effects.png"]),
+}
+LOWER = "train/loss", "train/above_optimum", "drift", "bound/linf"
+CASES = {
+    "one seed": {"seeds": [0]},
+    "one rate": {"rates": [0.1]},
+    "one evaluation": {"ends": [10]},
+    "one of everything": {"seeds": [0], "rates": [0.1], "ends": [10]},
+    "one arm": {"only": 1},
+    "equal values": {"value": 0.5},
+    "zero": {"value": 0.0},
+    "not finite": {"value": None},
+    "the first diverges": {"diverged": [0]},
+    "all diverge": {"diverged": range(99)},
+}
+
+
+def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=None, diverged=(),
+            value=math.nan):  # fmt: skip
+    """What the study would write; `value` of every scalar, one of its own if nan."""
+    phases = {"speed": 2, "phases": ("tune", "report")} if study.speeds else {"phases": ("run",)}
+    arms = [*study.arms.items()][:only]
+    for (i, (name, arm)), rate, seed, phase, step in itertools.product(
+        enumerate(arms), rates, seeds, phases["phases"], ends
+    ):
+        v = 0.9 - 0.02 * step - 0.01 * i - 1e-3 * seed if value != value else value
+        out = i in diverged and step == ends[-1]
+        found = dict.fromkeys(LOWER, v)
+        found |= {f"{part}/accuracy": v and 1 - v for part in ("valid", "test")}
+        yield {
+            "study": study.name, "arm": name, "speed": phases.get("speed"), "learning_rate": rate,
+            "seed": seed, "phase": phase, "order": arm.order, "sync": arm.sync, "echo": arm.echo,
+            "step": step, "epoch": step / 10, "loads": step, "rounds": step, "allreduces": step,
+            "seconds": step / 10 + i, "ended": step == ends[-1], "diverged": "x" if out else None,
+            **({} if out else found),
+        }  # fmt: skip
+
+
+OTHERS = ("one of everything", "not finite", "all diverge")  # what every study's report meets
+
+
+@pytest.mark.parametrize(
+    "name,case",
+    [(n, c) for n in STUDIES for c in CASES if n in ("cd_grab", "combined") or c in OTHERS],
+)
+def test_a_report_is_written_without_a_warning(name, case, tmp_path):
+    (study, pictures), fields = STUDIES[name], CASES[case]
+    labels = {arm: own.label for arm, own in [*study.arms.items()][: fields.get("only")]}
+    found = statistics.compare(records(study, **fields), labels, study.criterion)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = report.write(found, study, str(tmp_path), "title")
+    assert not {"nan", "inf"} & {*text.split()}
+    if case == "all diverge":
+        assert not [*tmp_path.glob("comparison*.png")] and "all diverge" in text
+    elif fields.keys() & {"seeds", "rates", "ends"}:
+        assert all((tmp_path / picture).exists() for picture in pictures)
