@@ -1,16 +1,19 @@
 """What a model is: a record of pure functions, independent of the library that built it."""
 
-from collections.abc import Callable, Collection
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from syncopate.mesh import platform
-from syncopate.plans import check_at_least, check_finite
+from syncopate.plans import check_at_least, check_finite, check_key, is_whole
 
 
 class Model(NamedTuple):
@@ -51,24 +54,35 @@ def softmax_loss(predict: Callable, l2: float) -> Callable:
     check_finite(l2=l2)
 
     def loss(params, batch, key):
-        logits = predict(params, batch["x"])
+        x, y = x_and_y(batch)
+        logits = predict(params, x)
+        check_array("y of this x", y, logits.shape[:-1], whole=True)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
         losses = losses if losses.ndim == 1 else jnp.mean(losses, axis=-1)
         return losses + penalty(params, l2)
 
     return loss
 
 
-def model_of(make: Callable, l2: float, *, keys: Callable = nnx.Rngs) -> Model:
+def model_of(
+    make: Callable,
+    l2: float,
+    *,
+    inputs: tuple[int | None, ...],
+    whole: bool = False,
+    keys: Callable = nnx.Rngs,
+) -> Model:
     """The `Model` of a network, with `statistics` if it contains batch normalisation.
 
     Args:
       make: `keys(key) -> net`. `net(x, given)` returns logits. It normalises with the moments in
         its state if `given` is true, and otherwise with those of `x`, which it writes there.
       l2: weight of l2/2 |params|^2.
+      inputs, whole: the shape of x, and whether it holds whole numbers, as in `check_array`.
       keys: makes the source of keys for `make`.
     """
+    check_finite(l2=l2)
 
     def build(key):
         return nnx.split(make(keys(key)), nnx.Param, nnx.BatchStat)
@@ -84,9 +98,12 @@ def model_of(make: Callable, l2: float, *, keys: Callable = nnx.Rngs) -> Model:
         return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moments)
 
     def init(key):
+        if keys is not nnx.Rngs or not is_whole(key):  # which takes a seed, too
+            check_one_key(key)
         return nnx.to_pure_dict(build(key)[1])
 
     def forward(params, x, statistics):
+        check_array("x", x, inputs, whole=whole)
         given = zeros() if statistics is None else statistics
         net = nnx.merge(graph, nnx.State(params), nnx.State(given))
         logits = net(x, statistics is not None)
@@ -113,10 +130,73 @@ def penalty(params: PyTree[Array], l2: float) -> Float[Array, ""] | float:
     return 0.5 * l2 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
 
 
+def whole_sizes(model: Callable) -> Callable:
+    """Makes integers of the whole numbers among a model's settings, as of an array's maximum."""
+
+    @functools.wraps(model)
+    def made(**settings):
+        sizes = {name: int(value) for name, value in settings.items() if is_whole(value)}
+        return model(**settings | sizes)
+
+    return made
+
+
+def check_one_key(key: Any) -> None:
+    """Raises ValueError unless it is one key, typed or legacy."""
+    if getattr(key, "dtype", None) != np.uint32 or key.shape != (2,):
+        check_key(key)
+
+
+def x_and_y(batch: Any) -> tuple[Array, Array]:
+    """Inputs and labels of a batch."""
+    if not isinstance(batch, Mapping) or not {"x", "y"} <= batch.keys():
+        found = list(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ValueError(f'batch is {found}: pass {{"x": inputs, "y": labels}}.')
+    return batch["x"], batch["y"]
+
+
+def check_array(
+    name: str, x: Any, shape: tuple[int | None, ...], *, whole: bool = False, flat: bool = False
+) -> None:
+    """Raises ValueError unless x holds real, or whole, numbers in this shape.
+
+    None stands for any length of at least 1; if `flat`, all axes after the first count as one.
+    """
+    dtype: Any = getattr(x, "dtype", None)
+    known = isinstance(dtype, np.dtype)
+    given = tuple(x.shape) if known else ()
+    sides = (given[0], math.prod(given[1:])) if flat and given else given
+    kinds = (jnp.integer,) if whole else (jnp.integer, jnp.floating, jnp.bool_)
+    fits = len(sides) == len(shape) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if not fits or any(
+        side < 1 if n is None else side != n for n, side in zip(shape, sides, strict=True)
+    ):
+        found = f"{dtype}{list(given)}" if known else f"a {type(x).__name__}"
+        wanted = ", ".join("n" if n is None else str(n) for n in shape)
+        kind = "whole" if whole else "real"
+        raise ValueError(f"{name} is {found}: pass an array of {kind} numbers in [{wanted}].")
+
+
+def are_sizes(value: Any, length: int | None = None) -> bool:
+    """Whether a value is a list of (so many) whole numbers of at least 1."""
+    is_list = isinstance(value, tuple | list | np.ndarray) and length in (None, len(value))
+    return is_list and all(is_whole(size) and size >= 1 for size in value)
+
+
+def check_image_shape(image_shape: Any, num_classes: int) -> None:
+    """Raises ValueError unless these are the sizes of images and of their classes."""
+    check_at_least(2, num_classes=num_classes)
+    if not are_sizes(image_shape, 3):
+        raise ValueError(
+            f"image_shape is {image_shape!r}: pass (height, width, channels), whole numbers of at "
+            "least 1."
+        )
+
+
 def check_choice(known: Collection, **values: Any) -> None:
     """Raises ValueError with the name of a value that is not among the known ones."""
     for name, value in values.items():
-        if value not in known:
+        if type(value) not in (str, int) or value not in known:
             raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(repr, known))}.")
 
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Key
 
-from models.base import Model, model_of
+from models.base import Model, check_image_shape, model_of, whole_sizes
 from syncopate.mesh import platform
-from syncopate.plans import check_at_least
 
 EPSILON = 1e-5  # of the normalisations
 
@@ -142,10 +141,8 @@ class Keys:
 
 def check_images(image_shape: tuple[int, int, int], num_classes: int, reduction: int) -> None:
     """Raises ValueError for images smaller than the product of all strides, and for bad sizes."""
-    height, width, channels = image_shape
-    check_at_least(2, num_classes=num_classes)
-    check_at_least(1, channels=channels)
-    if min(height, width) < reduction:
+    check_image_shape(image_shape, num_classes)
+    if min(image_shape[:2]) < reduction:
         raise ValueError(
             f"image_shape is {image_shape}: the strides shrink the image {reduction} times, so it "
             f"needs at least {reduction} x {reduction} pixels. Resize the images or use smaller "
@@ -185,6 +182,7 @@ class _LeNet(nnx.Module):
         return self.dense3(nnx.relu(self.dense2(nnx.relu(self.dense1(x)))))
 
 
+@whole_sizes
 def lenet(
     *, image_shape: tuple[int, int, int] = (28, 28, 1), num_classes: int = 10, l2: float = 0.0
 ) -> Model:
@@ -212,12 +210,13 @@ def lenet(
       LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998,
       https://doi.org/10.1109/5.726791
     """
+    check_image_shape(image_shape, num_classes)
     height, width, channels = image_shape
-    check_at_least(2, num_classes=num_classes)
-    check_at_least(1, channels=channels)
     if (height, width) not in ((28, 28), (32, 32)):
         raise ValueError(
             f"image_shape is {image_shape}: LeNet takes 28 x 28 or 32 x 32 images. Resize yours."
         )
 
-    return model_of(lambda rngs: _LeNet(height, channels, num_classes, rngs), l2)
+    return model_of(
+        lambda rngs: _LeNet(height, channels, num_classes, rngs), l2, inputs=(None, *image_shape)
+    )

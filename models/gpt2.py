@@ -13,6 +13,7 @@ from models.base import (
     flat_dot_general,
     model_of,
     product,
+    whole_sizes,
 )
 from syncopate.plans import check_at_least
 
@@ -92,6 +93,7 @@ class _GPT2(nnx.Module):
         return product(self.norm(y), tokens.T, self.dtype)
 
 
+@whole_sizes
 def gpt2(
     *,
     vocab_size: int,
@@ -152,4 +154,4 @@ def gpt2(
     def make(rngs):
         return _GPT2(vocab_size, context, width, depth, heads, compute, rngs)
 
-    return model_of(make, l2)
+    return model_of(make, l2, inputs=(None, None), whole=True)

@@ -5,10 +5,20 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from models.base import Model, penalty, softmax_loss
+from models.base import (
+    Model,
+    are_sizes,
+    check_array,
+    check_one_key,
+    penalty,
+    softmax_loss,
+    whole_sizes,
+    x_and_y,
+)
 from syncopate.plans import check_at_least, check_finite
 
 
+@whole_sizes
 def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) -> Model:
     """Linear logits and cross-entropy: f(W, b) = -log softmax(W^T x + b)_y + l2/2 |W, b|^2.
 
@@ -35,11 +45,13 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
         return {"w": jnp.zeros((num_features, num_classes)), "b": jnp.zeros(num_classes)}
 
     def predict(params, x):
+        check_array("x", x, (None, num_features), flat=True)
         return x.reshape(x.shape[0], -1) @ params["w"] + params["b"][None]
 
     return Model(init, softmax_loss(predict, l2), predict)
 
 
+@whole_sizes
 def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     """Linear logit and log loss: f(w) = log(1 + exp(-(2y - 1) w^T x)) + l2/2 |w|^2.
 
@@ -65,10 +77,14 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
         return {"w": jnp.zeros(num_features)}
 
     def logit(params, x):
+        check_array("x", x, (None, num_features))
         return x @ params["w"]
 
     def loss(params, batch, key):
-        losses = optax.sigmoid_binary_cross_entropy(logit(params, batch["x"]), batch["y"])
+        x, y = x_and_y(batch)
+        positive = logit(params, x)
+        check_array("y of this x", y, positive.shape)
+        losses = optax.sigmoid_binary_cross_entropy(positive, y)
         return losses + penalty(params, l2)
 
     def predict(params, x):
@@ -100,8 +116,13 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
     from jax.flatten_util import ravel_pytree
     from scipy.optimize import minimize
 
+    check_finite(above=True, tolerance=tolerance)
+    if not isinstance(model, Model):
+        raise ValueError(f"model is a {type(model).__name__}: pass a Model, with its sizes given.")
+    params = model.init(jax.random.key(0))
+    jax.eval_shape(lambda: model.loss(params, batch, None))  # checks the batch
     with jax.enable_x64(True):
-        batch, start = jax.tree.map(_widen, (batch, model.init(jax.random.key(0))))
+        batch, start = jax.tree.map(_widen, (batch, params))
         flat, unravel = ravel_pytree(start)
         of_vector = jax.jit(
             jax.value_and_grad(lambda v: jnp.mean(model.loss(unravel(v), batch, None)))
@@ -116,10 +137,10 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
         found = minimize(fun, np.asarray(flat), jac=True, method="L-BFGS-B", options=options)
         slope = float(np.max(np.abs(fun(found.x)[1])))
     # The error is quadratic in the slope: with 1e-6 it is far below the precision of float32.
-    if slope > max(tolerance, 1e-6):
+    if not slope <= max(tolerance, 1e-6):
         raise RuntimeError(
             f"L-BFGS stopped with a gradient of {slope:.2e} ({found.message}): the loss may have "
-            "no finite minimum. Add an l2 penalty."
+            "no finite minimum. Add an l2 penalty, or leave examples with NaN out."
         )
     return float(found.fun)
 
@@ -129,6 +150,7 @@ def _widen(x):
     return jnp.asarray(x, jnp.float64 if floating else x.dtype)
 
 
+@whole_sizes
 def mlp(
     *, num_features: int, hidden: tuple[int, ...] = (128,), num_classes: int, l2: float = 0.0
 ) -> Model:
@@ -158,11 +180,13 @@ def mlp(
     References:
       He, Zhang, Ren, Sun, Delving Deep into Rectifiers, 2015, https://arxiv.org/abs/1502.01852
     """
+    check_at_least(1, num_features=num_features)
     check_at_least(2, num_classes=num_classes)
     init, predict = _layers(num_features, hidden, num_classes)
     return Model(init, softmax_loss(predict, l2), predict)
 
 
+@whole_sizes
 def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 0.0) -> Model:
     """Multilayer perceptron that predicts the next `horizon` values of a series from `lags` ones.
 
@@ -193,26 +217,26 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
       forecasting methods, 2020, https://doi.org/10.1016/j.ijforecast.2019.04.014
     """
     check_finite(l2=l2)
+    check_at_least(1, lags=lags, horizon=horizon)
     init, predict = _layers(lags, hidden, horizon)
 
     def loss(params, batch, key):
-        forecast = predict(params, batch["x"])
-        if batch["y"].shape != forecast.shape:
-            raise ValueError(
-                f"y has shape {batch['y'].shape} and the forecast {forecast.shape}: y must hold "
-                f"the next {horizon} values of every example."
-            )
-        return jnp.mean(jnp.square(forecast - batch["y"]), axis=-1) + penalty(params, l2)
+        x, y = x_and_y(batch)
+        forecast = predict(params, x)
+        check_array("y of this x", y, forecast.shape)
+        return jnp.mean(jnp.square(forecast - y), axis=-1) + penalty(params, l2)
 
     return Model(init, loss, predict)
 
 
 def _layers(inputs: int, hidden: tuple[int, ...], outputs: int) -> tuple:
     """(init, predict) of dense layers with ReLU between them."""
-    check_at_least(1, inputs=inputs, outputs=outputs, hidden=min(hidden, default=1))
+    if not are_sizes(hidden):
+        raise ValueError(f"hidden is {hidden!r}: pass a tuple of whole numbers of at least 1.")
     sizes, last = (inputs, *hidden, outputs), len(hidden)
 
     def init(key):
+        check_one_key(key)
         params = []
         for k, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
             scale = jnp.sqrt((1 if k == last else 2) / fan_in)
@@ -221,6 +245,7 @@ def _layers(inputs: int, hidden: tuple[int, ...], outputs: int) -> tuple:
         return params
 
     def predict(params, x):
+        check_array("x", x, (None, inputs), flat=True)
         x = x.reshape(x.shape[0], -1)
         for k, layer in enumerate(params):
             x = x @ layer["w"] + layer["b"][None]

@@ -5,12 +5,21 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models.base import Model, check_dtype, product, softmax_loss
+from models.base import (
+    Model,
+    check_array,
+    check_dtype,
+    check_one_key,
+    product,
+    softmax_loss,
+    whole_sizes,
+)
 from syncopate.plans import check_at_least
 
 RANGE = 0.1  # of the initial embeddings
 
 
+@whole_sizes
 def lstm(
     *, vocab_size: int, width: int, depth: int = 2, dtype: str = "float32", l2: float = 0.0
 ) -> Model:
@@ -63,6 +72,7 @@ def lstm(
     shapes |= {"bias_input": (4 * width,), "bias_recurrent": (4 * width,)}
 
     def init(key):
+        check_one_key(key)
         layers = {}
         for k, name in enumerate(names, start=1):
             keys = jax.random.split(jax.random.fold_in(key, k), len(shapes))
@@ -74,6 +84,7 @@ def lstm(
         return {"tokens": tokens, **layers}
 
     def predict(params, x):
+        check_array("x", x, (None, None), whole=True)
         h = params["tokens"][x.T]  # [L, n, width]: a scan goes along the first axis
         for name in names:
             h = _layer(params[name], h, compute)

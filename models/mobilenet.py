@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_choice, check_dtype, model_of
+from models.base import Model, are_sizes, check_choice, check_dtype, model_of, whole_sizes
 from models.convolutions import Conv, DepthwiseConv, Keys, Pointwise, batch_norm, check_images
 from syncopate.plans import check_at_least
 
@@ -136,6 +136,7 @@ class _MobileNet(nnx.Module):
         return self.dense(x)
 
 
+@whole_sizes
 def mobilenet_v2(
     *,
     image_shape: tuple[int, int, int] = (32, 32, 3),
@@ -186,7 +187,8 @@ def mobilenet_v2(
       Sandler, Howard, Zhu, Zhmoginov, Chen, MobileNetV2: Inverted Residuals and Linear Bottlenecks,
       2018, https://arxiv.org/abs/1801.04381
     """
-    if not stages or any(len(s) != 4 or min(s) < 1 or s[3] > 2 for s in stages):
+    rows = stages if isinstance(stages, tuple | list) else ()
+    if not rows or not all(are_sizes(row, 4) and row[3] <= 2 for row in rows):
         raise ValueError(
             f"stages is {stages}: pass at least one (expansion, channels, blocks, stride), all at "
             "least 1 and the stride 1 or 2, for example ((6, 24, 2, 2),)."
@@ -207,9 +209,10 @@ def mobilenet_v2(
             hidden=None, activation=nnx.relu6, norm=batch_norm, dtype=compute,
         )  # fmt: skip
 
-    return model_of(make, l2, keys=Keys)
+    return model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)
 
 
+@whole_sizes
 def mobilenet_v3(
     *,
     variant: str = "large",
@@ -261,4 +264,4 @@ def mobilenet_v3(
             hidden=hidden, activation=nnx.hard_swish, norm=norm, dtype=compute,
         )  # fmt: skip
 
-    return model_of(make, l2, keys=Keys)
+    return model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_choice, check_dtype, model_of
+from models.base import Model, check_choice, check_dtype, model_of, whole_sizes
 from models.convolutions import (
     Conv,
     Convolution,
@@ -131,6 +131,7 @@ class _ResNet(nnx.Module):
         return self.dense(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
 
 
+@whole_sizes
 def resnet(
     *,
     depth: int = 50,
@@ -214,7 +215,7 @@ def resnet(
     def make(rngs):
         return _ResNet(layers, block, stages, image_shape[2], num_classes, stem, compute, rngs)
 
-    return model_of(make, l2, keys=Keys)
+    return model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)
 
 
 def _check_groups(widths, groups_of, last_pixels):

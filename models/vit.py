@@ -8,7 +8,9 @@ from models.base import (
     check_choice,
     check_dtype,
     check_heads,
+    check_image_shape,
     model_of,
+    whole_sizes,
 )
 from syncopate.plans import check_at_least
 
@@ -73,6 +75,7 @@ def _patches(x, patch):
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, -1, patch * patch * channels)
 
 
+@whole_sizes
 def vit(
     *,
     image_shape: tuple[int, int, int] = (32, 32, 3),
@@ -133,9 +136,9 @@ def vit(
       https://arxiv.org/abs/2205.01580
     """
     compute = check_dtype(dtype)
-    height, wide, channels = image_shape
-    check_at_least(2, num_classes=num_classes)
-    check_at_least(1, channels=channels, patch=patch, depth=depth, mlp_ratio=mlp_ratio)
+    check_image_shape(image_shape, num_classes)
+    height, wide, _ = image_shape
+    check_at_least(1, patch=patch, depth=depth, mlp_ratio=mlp_ratio)
     check_heads(width, heads)
     if min(height, wide) < patch or height % patch or wide % patch:
         raise ValueError(
@@ -149,4 +152,4 @@ def vit(
     def make(rngs):
         return _ViT(image_shape, num_classes, patch, width, depth, pool=pool, rngs=rngs, **block)
 
-    return model_of(make, l2)
+    return model_of(make, l2, inputs=(None, *image_shape))
