@@ -26,17 +26,17 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app
 from absl import flags as absl_flags
 
 import local_opt
 from experiments import timing
-from experiments.cluster import processes
+from experiments.cluster import entry, processes
 from experiments.results import report, tables
 from experiments.results.plots import COLOURS, panes, save
 from experiments.study import factorials, flags
 from experiments.study.cost import Machine
 from experiments.study.factorials import NONE, Combination, Factorial
+from experiments.tasks import Recipe, ranges
 from experiments.training.config import num_params
 from local_opt.forecast import sync_seconds
 from local_opt.workers import AXIS, owned_sharding
@@ -55,11 +55,12 @@ SYNCS = np.geomspace(0.03, 300, 49)  # time of a sync, in steps
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
-    flags.define(values, "task", "setting", "run", task="digits")
-    define, speeds = flags.definer(values), [f"{gbps:g}" for gbps in GBPS]
+    flags.define(values, "task", "setting", "processes", task="digits")
+    define = flags.definer(values)
     define(absl_flags.DEFINE_bool, "map", False, "write the map of machines, without measuring")
+    define(absl_flags.DEFINE_string, "output_dir", None, "of --map; results/machine_map if unset")
     text = "Gb/s of a worker's network, if it is not measured"
-    define(absl_flags.DEFINE_list, "gbps", speeds, text)
+    define([ranges.SPEED], "gbps", [*GBPS], text)
 
 
 def link(parameters: float, workers: int, gbps: float) -> float:
@@ -91,14 +92,15 @@ def measured_sync(mesh, parameters: int) -> float:
 def machines_of(task, recipe, order, values) -> list[Machine]:
     """One machine per network, from what was measured here."""
     size, workers = num_params(task.model), recipe.workers
+    mesh = processes.mesh_of(recipe.run, workers)
+    if mesh is not None and values["gbps"].present:
+        raise ValueError("--gbps is unused, as --run=mesh measures the network: leave one out.")
     here = timing.measure(task, recipe)
     here = here._replace(ordered=order_ratio(task, recipe, order), parameters=size)
-    mesh = processes.mesh_of(recipe.run, workers)
     if mesh is not None:
         syncs = {"measured": measured_sync(mesh, size)}
     else:
-        speeds = flags.numbers_of(values, "gbps")
-        syncs = {f"{gbps:g} Gb/s": link(size, workers, gbps) for gbps in speeds}
+        syncs = {f"{gbps:g} Gb/s": link(size, workers, gbps) for gbps in values.gbps}
     return [
         here._replace(label=name, sync=sync, latency=min(LATENCY, sync))
         for name, sync in syncs.items()
@@ -277,7 +279,12 @@ def write_map(known: Sequence[Factorial], folder: str) -> None:
 
 def run(values: absl_flags.FlagValues) -> None:
     print("Reading the recorded runs", file=sys.stderr, flush=True)
-    known = factorials.load()
+    known, measured = factorials.load(), ["task", "data_dir", "gbps", *flags.choices()]
+    given = [name for name in [*measured, *Recipe._fields] if values[name].present]
+    if values.map and given:
+        raise ValueError(f"--map measures nothing: leave --{', --'.join(given)} out.")
+    if values.output_dir and not values.map:
+        raise ValueError("--output_dir is of --map: leave it out, as the advice is printed.")
     if values.map:
         write_map(known, values.output_dir or "results/machine_map")
     else:
@@ -285,5 +292,4 @@ def run(values: absl_flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(absl_flags.FLAGS)
-    app.run(lambda argv: run(absl_flags.FLAGS))
+    entry.main(define_flags, run)

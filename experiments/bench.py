@@ -17,28 +17,28 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 
 import local_opt
 import models
 from experiments import timing
+from experiments.cluster import entry
 from experiments.results.statistics import median_interval
 from experiments.study import recipes
 from experiments.study.cost import lower_step, order_traffic
 from experiments.study.flags import definer, names_of
 from experiments.study.tables import ORDERS, SYNC_RULES
-from experiments.tasks import TASKS, Recipe, Task
+from experiments.tasks import TASKS, Recipe, Task, ranges
 from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
 from local_opt.workers import AXIS, owned_sharding, worker_mesh
 
-FLAGS = flags.FLAGS
 WORKERS = 4
 LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]
 
@@ -124,7 +124,7 @@ INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e
 
 def ways_of(inner) -> dict[str, tuple[Callable, Callable]]:
     """(init, update) of the plain optimizer and of what wraps it."""
-    plan = local_opt.constant(1000, total_steps=10**9)
+    plan = local_opt.constant(1000, total_steps=10**7)
     rounds = local_opt.local_rounds(inner, axis_name=AXIS)
     planned = local_opt.local_steps(inner, plan, axis_name=AXIS)
     return {
@@ -256,7 +256,7 @@ PARTS = {  # the names of their rows, and the repeats
 FIRST = {"balance": ["digits", "hmda", "lenet"]}  # rows by default, where these are not all
 
 
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
+def define_flags(values: flags.FlagValues) -> None:
     define = definer(values)
     define(flags.DEFINE_enum, "part", "balance", "what to measure", list(PARTS))
     text = (
@@ -264,20 +264,21 @@ def define_flags(values: flags.FlagValues = FLAGS) -> None:
     )
     define(flags.DEFINE_list, "rows", None, text)
     text = "timed calls of every row; the part's own if unset"
-    define(flags.DEFINE_integer, "repeats", None, text, lower_bound=1)
+    define(ranges.COUNT, "repeats", None, text)
     text = "epochs: has the folders hmda, m4, wikitext2 and tfds (the prepared cifar10), or some"
     define(flags.DEFINE_string, "data_root", None, text)
 
 
-def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
-    del argv
+def main(values: flags.FlagValues) -> None:
     tables, repeats = PARTS[values.part]
     names = FIRST.get(values.part, tables)
-    if values.rows:
+    if values.rows is not None:
         names = tables if values.rows == ["all"] else names_of(values, "rows", tables)
     given = [values.data_root] if values.part == "epochs" else []
     if given == [None]:
-        raise app.UsageError("pass --data_root=DIR, where the folders of the sets' data are.")
+        raise ValueError("pass --data_root=DIR, where the folders of the sets' data are.")
+    if values.data_root and not given:
+        raise ValueError(f"--data_root is of --part=epochs: leave it out of --part={values.part}.")
     if values.part == "local_steps":  # read when the first device is asked for, which is below
         flag = f"--xla_force_host_platform_device_count={WORKERS}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
@@ -292,5 +293,4 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    entry.main(define_flags, main)

@@ -28,7 +28,7 @@ from experiments.study import flags, study
 from experiments.study.study import Study, arm_of
 
 # The short comparison of digits: among its rates is every order's best of the long one.
-SHORT = {"arms": ["rr", "id_pair", "cd_grab"], "learning_rates": ["0.125", "0.25", "1"], "seeds": 3}
+SHORT = {"arms": ["rr", "id_pair", "cd_grab"], "learning_rates": [0.125, 0.25, 1.0], "seeds": 3}
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
@@ -42,6 +42,8 @@ def is_short(values: absl_flags.FlagValues) -> bool:
 
 
 def default(values: absl_flags.FlagValues) -> None:
+    if values.long and values.task != "digits":
+        raise ValueError("--long is for --task=digits: leave it out, as other tasks are not cut.")
     if is_short(values):
         for name, value in SHORT.items():
             setattr(values, name, value)

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from absl import app
 from absl import flags as absl_flags
 
 from experiments.results import plots, report, statistics
@@ -35,11 +34,13 @@ from experiments.study import cost, flags, study, tables
 from experiments.study.factorials import FACTORS
 from experiments.study.study import Arm, Study, arm_of
 from experiments.study.tables import ECHO_POLICIES
+from experiments.tasks import ranges
 from experiments.tasks.metrics import METRICS
 
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
 # The first level of every factor is that of usual data-parallel training.
 FIRST = ("rr", "parallel", "none")
+LEVELS = ("baseline", *tables.TABLES)  # flags
 
 
 def arms_of(first: Sequence[str], second: Sequence[str]) -> dict[str, Arm]:
@@ -180,18 +181,14 @@ def priced_table(machines: Sequence[cost.Machine]) -> Callable:
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
-    define, number = flags.definer(values), absl_flags.DEFINE_float
+    define = flags.definer(values)
     tables.define_flags(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
     text = "words of the first order; rr+dealt where --order is dealt"
     define(absl_flags.DEFINE_string, "baseline", "rr", text)
-    define(number, "load_steps", 4.0, "priced: a load, in steps of computation")
-    define(number, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
-    define(
-        number,
-        "step_seconds",
-        0.0,
-        "if not 0: loads and syncs are delayed, by their prices times this",
-    )
+    define(ranges.STEPS, "load_steps", 4.0, "priced: a load, in steps of computation")
+    define(ranges.STEPS, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
+    text = "if not 0: loads and syncs are delayed, by their prices times this"
+    define(ranges.SECONDS, "step_seconds", 0.0, text)
 
 
 def fit(study, task, recipe, values):
@@ -199,21 +196,31 @@ def fit(study, task, recipe, values):
     criterion = study.criterion
     if recipe.target is not None:
         criterion = criterion._replace(when="target", target=recipe.target)
+    try:
+        tables.ORDERS[values.baseline]
+    except ValueError as error:
+        raise ValueError(f"--baseline is no order: {error}") from error
     first = (values.baseline, *FIRST[1:])
     second = tuple(tables.decisions(values).values())
     if same := set(first) & set(second):
-        raise app.UsageError(f"--order, --sync, --echo name {same}: that is the first level.")
+        raise ValueError(f"--order, --sync, --echo name {same}: that is the first level.")
     if ECHO_POLICIES[second[2]].online:
         plans = [name for name, policy in ECHO_POLICIES.items() if not policy.online]
-        raise app.UsageError(
+        raise ValueError(
             f"--echo is {values.echo}, which follows slow input, and data on the devices are not "
             f"slow: choose one of {', '.join(plans[1:])}."
+        )
+    arms, given = arms_of(first, second), [name for name in LEVELS if values[name].present]
+    if values.arms and given and not {*arms} & {*values.arms}:
+        raise ValueError(
+            f"--{given[0]} is {values[given[0]].value} and is a level of no --arms: leave it out, "
+            "or leave --arms out for the eight arms of two levels."
         )
     machines = cost.machines(values.load_steps, values.sync_steps)
     sections = (*study.sections, priced_table(machines))
     slow = {"speeds": (values.load_steps,), "sync_steps": values.sync_steps}
     return study._replace(
-        arms=arms_of(first, second), criterion=criterion, sections=sections, paced=False,
+        arms=arms, criterion=criterion, sections=sections, paced=False,
         **(slow if values.step_seconds else {}),
     )  # fmt: skip
 

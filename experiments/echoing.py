@@ -21,8 +21,6 @@ Writes metrics, table.md and pictures into --output_dir; give the command again 
 docs/results/echoing.md holds the tables of these commands and explains their numbers.
 """
 
-from absl import app
-
 from experiments.results import plots, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import study
@@ -59,7 +57,7 @@ def fit(study, task, recipe, values):
     """Takes the metric and the target from the setting."""
     del task
     if recipe.target is None:
-        raise app.UsageError(
+        raise ValueError(
             f"--task={values.task} has no target: pass --target, a value of its --metric."
         )
     metric = METRICS[recipe.metric]

@@ -17,20 +17,19 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from absl import app, flags
+from absl import flags
 
 import local_opt
-from experiments.cluster import files
+from experiments.cluster import entry, files
 from experiments.results import plots
 from experiments.results.tables import markdown
 from experiments.study import flags as dialect
 from experiments.study import recipes
 from experiments.study.tables import SYNC_RULES
-from experiments.tasks import Recipe
+from experiments.tasks import Recipe, ranges
 from experiments.training import config
 from experiments.training.config import num_params
 
-FLAGS = flags.FLAGS
 # Gradient accumulation communicates as constant H does.
 SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"]
 
@@ -54,14 +53,14 @@ KNOWN = {
 }  # fmt: skip
 
 
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
+def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "setting")
-    define, names = dialect.definer(values), flags.DEFINE_list
+    define = dialect.definer(values)
     define(flags.DEFINE_string, "task", "all", "a setting to plan, or all published ones")
-    define(names, "arms", SHOWN, f"rules to compare, of {', '.join(SYNC_RULES)}")
+    define(flags.DEFINE_list, "arms", SHOWN, f"rules to compare, of {', '.join(SYNC_RULES)}")
     text = "seconds of computation per step; the published ones if unset"
-    define(flags.DEFINE_float, "step_seconds", None, text)
-    define(names, "gigabits", ["10", "25", "100", "400"], "Gb/s of a worker's link")
+    define(ranges.POSITIVE, "step_seconds", None, text)
+    define([ranges.SPEED], "gigabits", [10, 25, 100, 400], "Gb/s of a worker's link")
     define(flags.DEFINE_string, "output_dir", "results/forecast", "folder for the output")
 
 
@@ -96,13 +95,14 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     if values.step_seconds is not None:
         seconds, source = values.step_seconds, "given by --step_seconds"
     if seconds is None:
-        raise app.UsageError(f"--task={name} has no published times: pass --step_seconds.")
+        raise ValueError(f"--task={name} has no published times: pass --step_seconds.")
     made, size, rate = config_of(recipe), num_params(task.model), recipe.learning_rates[0]
     rules = dialect.names_of(values, "arms", SYNC_RULES)
     plans = {rule: SYNC_RULES[rule].plan(made) for rule in rules}
+    if unknown := [rule for rule, plan in plans.items() if plan is None]:
+        raise ValueError(f"--arms has {unknown[0]!r}, whose syncs follow the loads: leave it out.")
     cost = {"num_params": size, "num_workers": recipe.workers, "step_seconds": seconds}
-    speeds = dialect.numbers_of(values, "gigabits")
-    rows = [row_of(rule, plan, speeds, cost) for rule, plan in plans.items()]
+    rows = [row_of(rule, plan, values.gigabits, cost) for rule, plan in plans.items()]
     exact = "\n".join(f"- {SYNC_RULES[rule].label}: {plan.rule}" for rule, plan in plans.items())
     text = (
         f"{label}: {size:,} parameters, {recipe.total_steps} steps "
@@ -128,8 +128,7 @@ def published_text() -> str:
     )
 
 
-def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
-    del argv
+def main(values: flags.FlagValues) -> None:
     names = KNOWN if values.task == "all" else [values.task]
     found = [forecast_of(name, values) for name in names]
     text = "\n".join([*(text for _, text, _ in found), published_text()])
@@ -143,5 +142,4 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    entry.main(define_flags, main)

@@ -15,27 +15,26 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 import local_opt
 import ordering
-from experiments.cluster import progress
+from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
-from experiments.study.flags import definer, numbers_of
+from experiments.study.flags import definer
 from experiments.study.tables import ORDERS
+from experiments.tasks.ranges import COUNT, Range
 from experiments.training.config import OrderSetting
 
-FLAGS = flags.FLAGS
 ARMS = ("rr", "id_mean", "id_pair", "cd_grab")
 DIMENSION = 16
 
 
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    define, integer = definer(values), flags.DEFINE_integer
-    text, most = "vectors over all workers", {"lower_bound": 2, "upper_bound": 10**8}
-    define(integer, "num_vectors", 1_000_000, text, **most)
-    define(integer, "rounds", 15, "passes over the vectors", lower_bound=1, upper_bound=10**4)
-    define(flags.DEFINE_list, "workers", ["5", "10", "20", "50", "100"], "numbers of workers")
+def define_flags(values: flags.FlagValues) -> None:
+    define = definer(values)
+    define(Range(int, "[2, 100000000]"), "num_vectors", 1_000_000, "vectors over all workers")
+    define(Range(int, "[1, 10000]"), "rounds", 15, "passes over the vectors")
+    define([COUNT], "workers", [5, 10, 20, 50, 100], "numbers of workers")
     define(flags.DEFINE_string, "output_dir", "results/herding", "folder for the output")
 
 
@@ -88,15 +87,14 @@ def table(found: Sequence[dict], rounds: int) -> str:
     return tables.markdown([*rows.values()])
 
 
-def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
-    del argv
-    found, counts = [], numbers_of(values, "workers", int)
-    if max(counts) > values.num_vectors // 2:
-        raise app.UsageError(
-            f"--workers has {max(counts)}, and --num_vectors is {values.num_vectors}: every worker "
-            "needs two vectors. Raise --num_vectors or lower --workers."
+def main(values: flags.FlagValues) -> None:
+    if max(values.workers) > values.num_vectors // 2:
+        raise ValueError(
+            f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
+            "worker needs two vectors. Raise --num_vectors or lower --workers."
         )
-    for workers, name in progress.bar(list(itertools.product(counts, ARMS)), unit="run"):
+    found = []
+    for workers, name in progress.bar(list(itertools.product(values.workers, ARMS)), unit="run"):
         vectors = unit_vectors(workers, values.num_vectors // workers)
         for k, bound in enumerate(bounds_over_rounds(vectors, name, values.rounds)):
             found.append({"order": name, "workers": workers, "round": k, "bound": bound})
@@ -108,5 +106,4 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    entry.main(define_flags, main)

@@ -19,8 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
+from experiments.cluster import entry
+
+PER_CORE = 8
 GRACE = 5.0  # seconds that the others get once one has failed; gloo has no timeout
 DEVICES = "--xla_force_host_platform_device_count"
 
@@ -28,7 +31,13 @@ DEVICES = "--xla_force_host_platform_device_count"
 def launch(command: Sequence[str], processes: int) -> int:
     """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none."""
     if not command:
-        raise app.UsageError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")
+        raise ValueError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")
+    cores = os.cpu_count() or 1
+    if processes > PER_CORE * cores:
+        raise ValueError(
+            f"--processes is {processes}: each loads JAX, and {cores} cores run at most "
+            f"{PER_CORE * cores} of them. Pass fewer, or start them on several machines."
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -79,6 +88,10 @@ def _first_failure(running, send) -> int:
         time.sleep(0.05)
 
 
+def define_flags(values: flags.FlagValues) -> None:
+    own = {"lower_bound": 1, "upper_bound": 2**31 - 1, "flag_values": values}
+    flags.DEFINE_integer("processes", 2, "number of processes", **own)
+
+
 if __name__ == "__main__":
-    flags.DEFINE_integer("processes", 2, "number of processes", lower_bound=1)
-    app.run(lambda argv: sys.exit(launch(argv[1:], flags.FLAGS.processes)))
+    entry.main(define_flags, lambda values, rest: launch(rest, values.processes), rest=True)

@@ -17,17 +17,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import local_opt
 from experiments import order_losses as losses
-from experiments.cluster import progress
+from experiments.cluster import entry, progress
 from experiments.order_losses import LONGEST, NEVER, ORDERS, Drift, Setting
 from experiments.results import plots, report, tables
 from experiments.study.flags import definer, names_of
-from experiments.tasks import TASKS
+from experiments.tasks import TASKS, ranges
 
-FLAGS = flags.FLAGS
 # As for digits: 64 units per step over all workers, 24 steps per epoch.
 SETTINGS = (Setting(64, 1, 24), Setting(32, 2, 48), Setting(16, 4, 96), Setting(4, 16, 384))
 ENDS = SETTINGS[1::2]
@@ -272,15 +271,14 @@ def picture(found: Sequence[dict], path: str) -> None:
     )
 
 
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
+def define_flags(values: flags.FlagValues) -> None:
     define = definer(values)
     define(flags.DEFINE_list, "questions", [*QUESTIONS], f"which tables, of {', '.join(QUESTIONS)}")
-    define(flags.DEFINE_integer, "seeds", 5, "number of draws of the units", lower_bound=1)
+    define(ranges.COUNT, "seeds", 5, "number of draws of the units")
     define(flags.DEFINE_string, "output_dir", "results/order_error", "folder for the output")
 
 
-def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
-    del argv
+def main(values: flags.FlagValues) -> None:
     found, made, asked = [], {}, names_of(values, "questions", QUESTIONS)
     for name in asked:
         cells = ((s, *c) for s in range(values.seeds) for c in QUESTIONS[name].cells(s))
@@ -295,5 +293,4 @@ def main(argv: Sequence[str], values: flags.FlagValues = FLAGS) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    entry.main(define_flags, main)

@@ -13,11 +13,10 @@ written as ArrayRecord, which the tasks read with --data_dir=DIR.
 
 import sys
 
-from absl import app, flags
+from absl import flags
 
+from experiments.cluster import entry
 from experiments.tasks import builders
-
-FLAGS = flags.FLAGS
 
 
 def prepare(name: str, data_dir: str, manual_dir: str | None = None):
@@ -40,15 +39,19 @@ def prepare(name: str, data_dir: str, manual_dir: str | None = None):
     return builder
 
 
-def main(_):
-    builder = prepare(FLAGS.name, FLAGS.data_dir, FLAGS.manual_dir)
+def define_flags(values: flags.FlagValues) -> None:
+    own = {"flag_values": values}
+    flags.DEFINE_string("name", None, "the data set, NAME or NAME/CONFIG", required=True, **own)
+    flags.DEFINE_string("data_dir", None, "folder to write it to", required=True, **own)
+    flags.DEFINE_string("manual_dir", None, "folder of files that were downloaded by hand", **own)
+
+
+def main(values: flags.FlagValues) -> None:
+    builder = prepare(values.name, values.data_dir, values.manual_dir)
     for split, info in builder.info.splits.items():
         print(f"{builder.info.full_name}: {info.num_examples} examples in the split {split!r}")
-    print(f"Pass --data_dir={FLAGS.data_dir}")
+    print(f"Pass --data_dir={values.data_dir}")
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("name", None, "the data set, NAME or NAME/CONFIG", required=True)
-    flags.DEFINE_string("data_dir", None, "folder to write it to", required=True)
-    flags.DEFINE_string("manual_dir", None, "folder of files that were downloaded by hand")
-    app.run(main)
+    entry.main(define_flags, main)

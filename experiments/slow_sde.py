@@ -20,15 +20,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import local_opt
-from experiments.cluster import progress
+from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
 from experiments.results.statistics import interval
-from experiments.study.flags import definer, numbers_of
+from experiments.study.flags import definer
+from experiments.tasks.ranges import COUNT, Range
 
-FLAGS = flags.FLAGS
 SLOW_TIME = 4.0  # S: runs have S / eta^2 steps
 TITLE = "Drift of SGD in 4 / η² steps"
 
@@ -275,20 +275,18 @@ def draw(found: Sequence[Mapping], path: str) -> None:
     plots.save(figure, path, f"{TITLE}\nmean and 95 % interval; lines: theory, its limit at 0")
 
 
-def define_flags(values: flags.FlagValues = FLAGS) -> None:
-    define, names = definer(values), flags.DEFINE_list
-    define(names, "workers", ["2", "4", "8", "16"], "numbers of workers, K")
-    define(names, "rates", ["0.1", "0.05", "0.02", "0.01"], "small learning rates, eta")
-    define(flags.DEFINE_integer, "repetitions", 64, "of a run", lower_bound=2, upper_bound=10**4)
+def define_flags(values: flags.FlagValues) -> None:
+    define, rates = definer(values), Range(float, "[0.001, 1]")  # of S / eta^2 steps
+    define([COUNT], "workers", [2, 4, 8, 16], "numbers of workers, K")
+    define([rates], "rates", [0.1, 0.05, 0.02, 0.01], "small learning rates, eta")
+    define(Range(int, "[2, 10000]"), "repetitions", 64, "repetitions of every run")
     define(flags.DEFINE_string, "output_dir", "results/slow_sde", "folder for the output")
 
 
-def main(_, values: flags.FlagValues = FLAGS) -> None:
-    rates = sorted(numbers_of(values, "rates"), reverse=True)
-    if not 1e-3 <= rates[-1] <= rates[0] <= 1:
-        raise app.UsageError(f"--rates has {rates}: pass 0.001 to 1, for 4 / rate² steps.")
-    cells = progress.bar([*itertools.product(PROBLEMS, numbers_of(values, "workers", int), rates)])
-    found = [r for cell in cells for r in measure(*cell, values.repetitions)]
+def main(values: flags.FlagValues) -> None:
+    rates = sorted(values.rates, reverse=True)
+    cells = list(itertools.product(PROBLEMS, values.workers, rates))
+    found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
     made = {name: table(found, name) for name in PROBLEMS}
     pictures = {"slow_sde.png": functools.partial(draw, found)}
     report.write_tables(values.output_dir, TITLE, found, made, pictures)
@@ -296,5 +294,4 @@ def main(_, values: flags.FlagValues = FLAGS) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    entry.main(define_flags, main)

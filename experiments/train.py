@@ -19,16 +19,15 @@ import functools
 import os
 import sys
 
-from absl import app
 from absl import flags as absl_flags
 
-from experiments.cluster import agree, lock, processes, progress
+from experiments.cluster import agree, entry, lock, processes, progress
 from experiments.cluster.digest import data_hash
 from experiments.results import records
 from experiments.study import flags, study, tables, trainer
 from experiments.study.dry_run import assumed, dry_run
 from experiments.study.study import Arm, Study
-from experiments.tasks.base import check_recipe
+from experiments.tasks import ranges
 from experiments.training import checkpoint, config, measure, program, resize
 from experiments.training import run as training_run
 from local_opt.resize import POLICIES
@@ -40,8 +39,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define, enum = flags.definer(values), absl_flags.DEFINE_enum
     tables.define_flags(define, order="cd_grab", sync="qsr", echo="none")
     rate = "peak; the middle one of --learning_rates if unset"
-    define(absl_flags.DEFINE_float, "learning_rate", None, rate)
-    define(absl_flags.DEFINE_integer, "seed", 0, "of parameters, orders, coins", lower_bound=0)
+    define(ranges.RATE, "learning_rate", None, rate)
+    define(ranges.SEED, "seed", 0, "of parameters, orders, coins")
     text = "other --workers than the run has had: what becomes of their optimizers' states"
     define(enum, "elastic", None, text, list(POLICIES))
 
@@ -59,7 +58,6 @@ def run(values: absl_flags.FlagValues) -> None:
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
-    check_recipe(recipe)
     decisions = tables.decisions(values)
     arm = Arm("run", **decisions)
     rows = tables.rows_of(arm)
@@ -160,5 +158,4 @@ def _finish(outcome, built, plans, folder, values):
 
 
 if __name__ == "__main__":
-    define_flags(absl_flags.FLAGS)
-    app.run(lambda argv: run(absl_flags.FLAGS))
+    entry.main(define_flags, run)

@@ -18,27 +18,29 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from absl import app, flags
+from absl import flags
 
 from experiments import forecast
-from experiments.cluster import files
+from experiments.cluster import entry, files
 from experiments.results import archive, plots, statistics
 from experiments.results import claims as claimed
 from experiments.results import verdict_page as written
 from experiments.study import factorials, recipes
+from experiments.study.flags import definer
 from experiments.study.tables import SYNC_RULES
 
-FLAGS = flags.FLAGS
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 PAGES = (DOCS / "papers.md", DOCS / "index.md")
 BEGIN = "<!-- begin: written by python -m experiments.verdicts -->"
 END = "<!-- end: written by python -m experiments.verdicts -->"
 
 
-def define_flags() -> None:
-    flags.DEFINE_bool("check", False, "write nothing, and fail if a page is out of date")
-    flags.DEFINE_bool("pictures", False, "also draw the pictures of the runs of orders")
-    flags.DEFINE_string("record", None, "output folder of a study, to keep as the run of that name")
+def define_flags(values: flags.FlagValues) -> None:
+    define = definer(values)
+    define(flags.DEFINE_bool, "check", False, "write nothing, and fail if a page is out of date")
+    define(flags.DEFINE_bool, "pictures", False, "also draw the pictures of the runs of orders")
+    text = "output folder of a study, to keep as the run of that name"
+    define(flags.DEFINE_string, "record", None, text)
 
 
 @functools.cache
@@ -120,29 +122,26 @@ def draw_orders(recorded: Mapping, folder: pathlib.Path) -> None:
             plots.comparison(shown, plots.ORDER_PANELS, str(folder / f"orders_{name}.png"), title)
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv
-    if FLAGS.record:
-        print(f"Recorded in {record(FLAGS.record)}")
+def main(values: flags.FlagValues) -> None:
+    if values.check and (values.pictures or values.record):
+        raise ValueError("--check writes nothing: leave --pictures and --record out, or --check.")
+    if values.record is not None:
+        print(f"Recorded in {record(values.record)}")
     print("Reading the recorded runs", file=sys.stderr, flush=True)
     recorded = written.load()
     rows = written.rows(recorded, claims())
     found = pages(rows, recorded)
-    if FLAGS.check:
-        try:
-            check(found)
-        except ValueError as error:
-            sys.exit(str(error))
+    if values.check:
+        check(found)
         return print("The pages are up to date.")
     for path, text in found.items():
         files.write_whole(str(path), text)
         print(f"Written: {path.name}, {len(text.splitlines())} lines")
     written.picture(rows, str(DOCS / "results.png"))
-    if FLAGS.pictures:
+    if values.pictures:
         draw_orders(recorded, DOCS)
     print(commands(rows))
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    entry.main(define_flags, main)

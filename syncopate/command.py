@@ -9,9 +9,9 @@ import os
 import pathlib
 import runpy
 import sys
+from collections.abc import Sequence
 
 EXTRA = "experiments"  # the extra of setup.cfg that installs what the experiments need
-PRESET = "--preset="
 INCLUDED = "--flagfile=experiments/presets/"  # the first line of a preset that extends another
 
 
@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> None:
       argv: the name of an experiment and its flags; those of the process by default.
 
     Raises:
-      SystemExit: if the name or a preset is unknown, with the known ones, or if the experiments'
-        dependencies are not installed.
+      SystemExit: if the name is unknown, with the known ones, or if the experiments' dependencies
+        are not installed.
     """
     argv = sys.argv[1:] if argv is None else argv
     known = experiments()
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"{argv[0]!r} is not an experiment: pass one of these.\n{usage}")
     name, *flags = argv
     # As `python -m` does, so that the experiment says that it is being loaded.
-    sys.argv = ["-m", *(expanded for flag in flags for expanded in with_preset(flag))]
+    sys.argv = ["-m", *flags]
     # In front of everything else, here and in the processes that an experiment starts.
     sys.path.insert(0, str(sources()))
     paths = [str(sources()), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -66,11 +66,21 @@ def experiments() -> dict[str, str]:
     return found
 
 
-def with_preset(flag: str) -> list[str]:
-    """The flag itself in a list, or the flags of the preset that it names."""
-    if not flag.startswith(PRESET):
-        return [flag]
-    presets, name = sources() / "experiments" / "presets", flag.removeprefix(PRESET)
+def with_presets(argv: Sequence[str]) -> list[str]:
+    """The arguments, with the flags of a preset in place of --preset=NAME or --preset NAME."""
+    found, rest = [], iter(argv)
+    for argument in rest:
+        flag, given, name = argument.partition("=")
+        if flag in ("--preset", "-preset"):
+            found += preset(name if given else next(rest, ""))
+        else:
+            found.append(argument)
+    return found
+
+
+def preset(name: str) -> list[str]:
+    """The flags of a preset; SystemExit with the known ones if there is none of that name."""
+    presets = sources() / "experiments" / "presets"
     path = presets / f"{name}.flags"
     if not path.is_file():
         known = sorted(
@@ -80,8 +90,7 @@ def with_preset(flag: str) -> list[str]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith(INCLUDED):
-            other = line.removeprefix(INCLUDED).removesuffix(".flags")
-            found += with_preset(f"{PRESET}{other}")
+            found += preset(line.removeprefix(INCLUDED).removesuffix(".flags"))
         elif line.startswith("--"):
             found.append(line)
     return found

@@ -9,6 +9,7 @@ read the output folder. `experiments.launch` starts several processes on one mac
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
-from absl import flags, logging
+from absl import flags
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -45,8 +46,6 @@ def start(values: flags.FlagValues = flags.FLAGS) -> None:
         (see `agree`).
       RuntimeError: by JAX, if it was used before.
     """
-    if "verbosity" in values and not values["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # each checkpoint logs forty lines
     agree.patience = values["patience"].value
     given = {name: values[name].value for name in NAMES}
     # A single process connects to nothing: with collectives between processes, two CPU devices of
@@ -59,14 +58,15 @@ def start(values: flags.FlagValues = flags.FLAGS) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     _connect(*given.values())
     if several():
-        sys.excepthook = _leave
+        sys.excepthook = functools.partial(_leave, sys.excepthook)
         agree.came_to(0)
         agree.check_settings(values)
 
 
 def _connect(address, count, number):
     host, _, port = (address or "").rpartition(":")
-    fits = port.isdigit() and count is not None and number is not None and 0 <= number < count
+    fits = port.isdigit() and 0 < int(port) < 1 << 16 and None not in (count, number)
+    fits = fits and 0 <= number < count
     if not fits and (address, count, number) != (AUTO, None, None):
         raise ValueError(
             f"--coordinator_address={address} --num_processes={count} --process_id={number} are "
@@ -89,16 +89,19 @@ def _connect(address, count, number):
         )
 
     with agree.limited(CONNECT, absent):  # before JAX aborts, at twice that time
-        jax.distributed.initialize(**chosen, initialization_timeout=int(2 * CONNECT))
+        try:
+            jax.distributed.initialize(**chosen, initialization_timeout=int(2 * CONNECT))
+        except ValueError as error:
+            raise ValueError(f"--coordinator_address is {address}, but JAX: {error}") from error
 
 
-def _leave(*error):
-    """Reports an error that only this process has, and ends the process after GRACE seconds.
+def _leave(tell: Callable, *error):
+    """Tells an error that only this process has, and ends the process after GRACE seconds.
 
     At exit a process waits for all others, which in turn wait for it in their next collective. By
     ending it, whatever started the processes sees that one has failed.
     """
-    sys.__excepthook__(*error)
+    tell(*error)
     sys.stderr.flush()
     timer = threading.Timer(GRACE, os._exit, (1,))
     timer.daemon = True

@@ -81,6 +81,7 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
                 f"--track={name} needs a package that is not installed: "
                 f"pip install 'syncopate[{name}]', or leave it out."
             ) from error
+    names = [*dict.fromkeys(names)]
     path, stack, current, logs = os.path.join(folder, IDS), contextlib.ExitStack(), None, []
     ids = {name: {} for name in names} | ({} if anew else files.read_json(path, {}))
 

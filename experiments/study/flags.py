@@ -2,36 +2,29 @@
 
 task      what is trained on: --task, --data_dir, and the choices of every task's loader
 setting   hyper-parameters: the fields of a `Recipe`; the setting's own if a flag is unset
-run       how a run is carried out and where it is written
+run       how a run is carried out and where it is written, with those of its processes
+processes which processes it has
 forecast  --dry_run and its assumptions
 
 The flags of the three decisions are defined by `tables.define_flags`.
 """
 
-import math
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping
 
-from absl import app, flags
+from absl import flags
 
 from experiments.cluster import agree, processes
 from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
 from experiments.study.compile import stay_on_cpu
 from experiments.tasks import TASKS
-from experiments.tasks.base import Recipe, Task, check_recipe
+from experiments.tasks.base import FIELDS, Recipe, Task, check_recipe
 from experiments.tasks.metrics import METRICS
+from experiments.tasks.ranges import COUNT, FROM_ZERO, SPEED, WAIT, Range
 from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
 
-KINDS = {
-    int: flags.DEFINE_integer,
-    float: flags.DEFINE_float,
-    bool: flags.DEFINE_bool,
-    str: flags.DEFINE_string,
-    tuple: flags.DEFINE_list,
-}
+KINDS = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
 ENUMS = {
     "optimizer": list(OPTIMIZERS),
     "schedule": list(SCHEDULES),
@@ -41,15 +34,56 @@ ENUMS = {
 EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
 
 
+class _Number(flags.ArgumentParser):
+    """Parses the numbers of a range, and refuses all others."""
+
+    def __init__(self, allowed: Range):
+        self.allowed, self.syntactic_help = allowed, str(allowed)
+
+    def parse(self, argument):
+        try:
+            number = self.allowed.kind(argument)
+        except ValueError:
+            number = float("nan")
+        if number not in self.allowed:
+            raise ValueError(f"pass {self.allowed}")
+        return number
+
+    def flag_type(self):
+        return self.allowed.kind.__name__
+
+
+class _Numbers(flags.ListParser):
+    """Parses a list of at least one such number."""
+
+    def __init__(self, allowed: Range):
+        super().__init__()
+        self.each, self.syntactic_help = _Number(allowed), f"a list, each {allowed}"
+
+    def parse(self, argument):
+        return [self.each.parse(text) for text in super().parse(argument) or [""]]
+
+
 def definer(values: flags.FlagValues, **defaults) -> Callable:
     """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
+
+    A kind is a function of `absl.flags`, such as DEFINE_string; a `Range`, whose numbers the flag
+    takes; or a list of one, for lists of such numbers.
 
     Args:
       defaults: by name of the flag, used instead of the default given to `define`.
     """
 
     def define(kind, name, default, text, *more, **options):
-        kind(name, defaults.get(name, default), *more, text, flag_values=values, **options)
+        default = defaults.get(name, default)
+        if isinstance(kind, Range):
+            serializer = flags.ArgumentSerializer()
+            flags.DEFINE(_Number(kind), name, default, text, values, serializer)
+        elif isinstance(kind, list):
+            serializer = flags.CsvListSerializer(",")
+            flags.DEFINE(_Numbers(*kind), name, default, text, values, serializer)
+        else:
+            kind(name, default, *more, text, flag_values=values, **options)
         # --help shows the flags of the program, wherever they are defined.
         values.register_key_flag_for_module(sys.argv[0], values[name])
 
@@ -66,14 +100,14 @@ def _task(define):
     names = ", ".join([*recipes.RECIPES, *TASKS])
     define(flags.DEFINE_string, "task", "digits", f"what to train on and how: {names}")
     define(flags.DEFINE_string, "data_dir", None, "where the task's data lie")
-    for name, (kind, tasks) in choices().items():
-        _, text = recipes.EVERYWHERE.get(name, (kind, f"of {', '.join(tasks)}"))
-        define(KINDS[kind], name, None, text + "; its own if unset")
+    for name, (choice, tasks) in choices().items():
+        text = choice.text or f"of {', '.join(tasks)}"
+        define(choice.range or KINDS[choice.kind], name, None, text + "; its own if unset")
 
 
 def _setting(define):
-    for name, hint in typing.get_type_hints(Recipe, include_extras=True).items():
-        (text,), kind, more = hint.__metadata__, KINDS[_kind(hint.__origin__)], ()
+    for name, (kind, text, allowed) in FIELDS.items():
+        kind, more = [allowed] if recipes.kind_of(kind) is tuple else allowed, ()
         if name in ENUMS:
             kind, more = flags.DEFINE_enum, (ENUMS[name],)
         define(kind, name, None, f"{text}; the setting's own if unset", *more)
@@ -83,19 +117,23 @@ def _run(define):
     reads = ["device", "thread", "tfdata"]
     define(flags.DEFINE_enum, "input", "device", "data that stay there, or are read", reads)
     text = "steps; 0: where a signal asks; about every minute if unset"
-    define(flags.DEFINE_integer, "checkpoint_every", None, text, lower_bound=0)
+    define(FROM_ZERO, "checkpoint_every", None, text)
     define(flags.DEFINE_string, "output_dir", None, "results/NAME_TASK if unset")
     define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
     text = f"who is given records too, some of {', '.join(TRACKERS)} (extras of these names)"
     define(flags.DEFINE_list, "track", [], text)
+    _processes(define)
+
+
+def _processes(define):
     own = "; unset for one process"
     address, number, process = processes.NAMES
     text = f"host:port of process 0; {processes.AUTO}: what SLURM or a TPU pod tells{own}"
     define(flags.DEFINE_string, address, None, text)
-    define(flags.DEFINE_integer, number, None, "of the run" + own)
-    define(flags.DEFINE_integer, process, None, f"0 .. {number} - 1" + own)
+    define(COUNT, number, None, "of the run" + own)
+    define(FROM_ZERO, process, None, f"0 .. {number} - 1" + own)
     text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
-    define(flags.DEFINE_float, "patience", agree.PATIENCE, text, lower_bound=1.0)
+    define(WAIT, "patience", agree.PATIENCE, text)
 
 
 def _forecast(define):
@@ -104,29 +142,23 @@ def _forecast(define):
     text = "for which a dry run compiles, such as v5e:4x4 or h100:8; unset: the backend at hand"
     define(flags.DEFINE_string, "topology", None, text)
     assumed = "assumed by a dry run"
-    define(flags.DEFINE_float, "device_teraflops", 50.0, f"per second, {assumed}", lower_bound=1e-3)
-    define(flags.DEFINE_float, "gigabits", 25.0, f"of a worker's link, {assumed}", lower_bound=1e-3)
+    define(SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
+    define(SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
 
 
-GROUPS = {"task": _task, "setting": _setting, "run": _run, "forecast": _forecast}
+GROUPS = {
+    "task": _task, "setting": _setting, "run": _run, "processes": _processes,
+    "forecast": _forecast,
+}  # fmt: skip
 
 
-def choices() -> dict[str, tuple[type, list[str]]]:
-    """{choice: (its type, the tasks that have it)}, as the tasks' loaders say."""
-    found = {name: (kind, []) for name, (kind, _) in recipes.EVERYWHERE.items()}
+def choices() -> dict[str, tuple[recipes.Choice, list[str]]]:
+    """{choice: (what it is, the tasks that have it)}, as the tasks' loaders say."""
+    found = {name: (choice, []) for name, choice in recipes.EVERYWHERE.items()}
     for task, loader in TASKS.items():
-        for name, parameter in recipes.choices_of(loader).items():
-            kind = parameter.annotation
-            kind = type(parameter.default) if kind is parameter.empty else _kind(kind)
-            found.setdefault(name, (kind, []))[1].append(task)
+        for name, choice in recipes.choices_of(loader).items():
+            found.setdefault(name, (choice, []))[1].append(task)
     return found
-
-
-def _kind(hint) -> type:
-    """int of `int | None`, tuple of `tuple[float, ...]`."""
-    if isinstance(hint, types.UnionType):
-        hint = next(h for h in typing.get_args(hint) if h is not types.NoneType)
-    return typing.get_origin(hint) or hint
 
 
 def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
@@ -159,7 +191,7 @@ def recipe_fields(values: flags.FlagValues) -> dict:
     """The fields of a recipe whose flags are set. A field that excludes one of them is None."""
     found = given(values, Recipe._fields)
     if "learning_rates" in found:
-        found["learning_rates"] = tuple(map(float, found["learning_rates"]))
+        found["learning_rates"] = tuple(found["learning_rates"])
     for one, other in EITHER:
         if one in found or other in found:
             found = {one: None, other: None} | found
@@ -167,29 +199,15 @@ def recipe_fields(values: flags.FlagValues) -> dict:
 
 
 def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
-    """The value of a flag that lists keys of a mapping; UsageError if a key is unknown."""
-    for text in values[name].value:
+    """The value of a flag that lists keys of a mapping; ValueError if a key is unknown."""
+    for text in values[name].value or [""]:
         try:
             known[text]
         except (KeyError, ValueError) as error:
             names = f"names are {', '.join(known)}"
             told = names if isinstance(error, KeyError) else error
-            raise app.UsageError(f"--{name} has {[text]}: {told}") from error
+            raise ValueError(f"--{name} has {[text]}: {told}") from error
     return values[name].value
-
-
-def numbers_of(values: flags.FlagValues, name: str, kind: type = float) -> list:
-    """The value of a flag that lists positive numbers of a kind; UsageError for any other."""
-    found = []
-    for text in values[name].value:
-        try:
-            found.append(kind(text))
-        except ValueError:
-            found.append(0)
-        if not 0 < found[-1] < math.inf:
-            asked = "whole numbers >= 1" if kind is int else "positive, finite numbers"
-            raise app.UsageError(f"--{name} has {[text]}: pass {asked}.")
-    return found
 
 
 def given(values: flags.FlagValues, names: Iterable[str]) -> dict:

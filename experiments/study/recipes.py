@@ -4,20 +4,36 @@ A name of RECIPES or of TASKS is what --task takes; a task by itself brings the 
 """
 
 import inspect
+import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from experiments.tasks import TASKS
 from experiments.tasks.base import Recipe, Task, with_first, with_label_noise
+from experiments.tasks.ranges import COUNT, FINITE, SHARE, Range
 from experiments.training.config import sizes_of, total_steps_of
+
+NOT_CHOICES = ("data_dir", "abstract")
+
+
+class Choice(NamedTuple):
+    """What a task lets its users choose."""
+
+    kind: type
+    range: Range | None  # of a number
+    model: str | None = None  # which alone has it; None: all have
+    text: str | None = None  # for people, of EVERYWHERE
+
 
 # Choices of every task, which its loader need not have: its first examples alone, noisy labels.
 EVERYWHERE = {
-    "num_train": (int, "first examples alone, of every task"),
-    "num_test": (int, "first examples alone, of every task"),
-    "label_noise": (float, "share of training labels drawn anew, of every task with classes"),
+    "num_train": Choice(int, COUNT, text="first examples alone, of every task"),
+    "num_test": Choice(int, COUNT, text="first examples alone, of every task"),
+    "label_noise": Choice(
+        float, SHARE, text="share of training labels drawn anew, of every task with classes"
+    ),
 }
-NOT_CHOICES = ("data_dir", "abstract")
 
 
 class Setting(NamedTuple):
@@ -154,16 +170,25 @@ def load(
       choices: of the task or of EVERYWHERE, in place of the setting's.
 
     Raises:
-      ValueError: for a choice that the task does not have; as of its loader.
+      ValueError: for a choice that the task or its model does not have; as of its loader.
     """
     setting = setting_of(name)
     loader = TASKS[setting.task]
-    known, choices = choices_of(loader), {**setting.choices, **choices}
+    known, asked = choices_of(loader), choices
+    choices = {**setting.choices, **asked}
     for choice, value in choices.items():
-        if choice not in known and choice not in EVERYWHERE:
+        if (found := known.get(choice, EVERYWHERE.get(choice))) is None:
             raise ValueError(
                 f"--{choice} is {value}: {setting.task} has no such choice. It has "
                 f"{', '.join(dict.fromkeys([*known, *EVERYWHERE]))}."
+            )
+        if found.range is not None:
+            found.range.check(choice, value)
+        model = choices.get("model", inspect.signature(loader).parameters["model"].default)
+        if choice in asked and found.model not in (None, model):
+            raise ValueError(
+                f"--{choice} is {value}: of {setting.task} only --model={found.model} has it, and "
+                f"the model is {model}. Leave it out, or choose that model."
             )
     more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in known}
     noise = more.pop("label_noise", 0.0)
@@ -173,14 +198,32 @@ def load(
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
 
 
-def choices_of(loader: Callable) -> dict[str, inspect.Parameter]:
-    """What a task lets its users choose: its model, and its loader's keyword-only parameters."""
+def choices_of(loader: Callable) -> dict[str, Choice]:
+    """A task's choices: its model, and its loader's keyword-only parameters.
+
+    A parameter may be annotated by the range of its numbers and by the model that alone has it, as
+    `width: Annotated[int, COUNT, "mlp"] = 64`.
+    """
     return {
-        name: parameter
+        name: _choice(parameter)
         for name, parameter in inspect.signature(loader).parameters.items()
         if name not in NOT_CHOICES
         and (parameter.kind is inspect.Parameter.KEYWORD_ONLY or name == "model")
     }
+
+
+def _choice(parameter: inspect.Parameter) -> Choice:
+    hint = parameter.annotation
+    hint, *more = getattr(hint, "__origin__", hint), *getattr(hint, "__metadata__", ())
+    kind = type(parameter.default) if hint is parameter.empty else kind_of(hint)
+    return Choice(kind, *(more or [{int: COUNT, float: FINITE}.get(kind)]))
+
+
+def kind_of(hint) -> type:
+    """int of `int | None`, tuple of `tuple[float, ...]`."""
+    if isinstance(hint, types.UnionType):
+        hint = next(h for h in typing.get_args(hint) if h is not types.NoneType)
+    return typing.get_origin(hint) or hint
 
 
 def planned(name: str, **fields) -> tuple[Task, Recipe]:

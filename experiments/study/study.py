@@ -3,20 +3,21 @@
 A study is one file: a table of arms, a `Study`, and `study.main(STUDY)`.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from absl import app
 from absl import flags as absl_flags
 
-from experiments.cluster import agree, lock, processes
+from experiments.cluster import agree, entry, lock, processes
 from experiments.cluster.digest import data_hash
 from experiments.results import records, report, statistics
 from experiments.results.statistics import Criterion
 from experiments.study import flags, search, tables, trainer
 from experiments.study.dry_run import assumed, dry_run
+from experiments.tasks import ranges
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import RunConfig
 
@@ -71,21 +72,20 @@ def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
     text = f"of {', '.join(study.arms)}, or any words, as cd_grab+sketch64+qsr{own}"
     add(absl_flags.DEFINE_list, "arms", None, text)
     text = "runs per arm at its best rates"
-    add(absl_flags.DEFINE_integer, "seeds", study.seeds, text, lower_bound=1)
+    add(ranges.COUNT, "seeds", study.seeds, text)
     text = "rates tried beyond a best one at the end of those given, at most so many at either end"
-    add(absl_flags.DEFINE_integer, "widen", 0, text, lower_bound=0)
+    add(ranges.FROM_ZERO, "widen", 0, text)
     if study.speeds:
-        speeds = [*map(str, study.speeds)]
-        add(absl_flags.DEFINE_list, "speeds", speeds, "R, a load's time in steps")
+        add([ranges.SLOWNESS], "speeds", [*study.speeds], "R, a load's time in steps")
         text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"
-        add(absl_flags.DEFINE_float, "step_seconds", None, text, lower_bound=0.0)
+        add(ranges.SECONDS, "step_seconds", None, text)
     study.define(values)
 
 
 def main(study: Study) -> None:
     """Runs a study from the command line, as `python -m` does."""
-    define_flags(study, absl_flags.FLAGS)
-    app.run(lambda argv: run(study, absl_flags.FLAGS))
+    define = functools.partial(define_flags, study)
+    entry.main(define, functools.partial(run, study))
 
 
 def run(study: Study, values: absl_flags.FlagValues) -> None:
@@ -94,7 +94,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     Raises:
       SystemExit: 128 + n if signal n stopped it; the same flags go on. `lock.BUSY` if another run
         has the folder.
-      ValueError, absl.app.UsageError: for flags that do not fit.
+      ValueError: for flags that do not fit.
     """
     processes.start(values)
     study.default(values)
@@ -103,9 +103,10 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     study = study.fit(study, task, recipe, values)
     if study.criterion.scalar == statistics.LOSS and task.optimum is not None:
         study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
-    chosen = study._replace(arms=arms_of(study, values.arms or study.arms))
+    asked = study.arms if values.arms is None else values.arms or [""]
+    chosen = study._replace(arms=arms_of(study, asked))
     if study.speeds and "speeds" in values:
-        chosen = chosen._replace(speeds=tuple(flags.numbers_of(values, "speeds")))
+        chosen = chosen._replace(speeds=tuple(values.speeds))
     if values.dry_run:
         return processes.say(dry_run(task, recipe, chosen, assumed(values)))
     agree.check_data(task)
@@ -167,7 +168,7 @@ def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
                 others[name] = arm_of(name, **study.usual)
             except ValueError as error:
                 own = ", ".join(study.arms)
-                raise app.UsageError(f"--arms has {name!r}, none of {own}: {error}") from error
+                raise ValueError(f"--arms has {name!r}, none of {own}: {error}") from error
     return {name: arm for name, arm in study.arms.items() if name in names} | others
 
 

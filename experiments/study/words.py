@@ -9,6 +9,7 @@ from absl import flags
 
 import local_opt
 import ordering
+from experiments.tasks.ranges import COUNT
 from experiments.training.config import OrderSetting, RunConfig
 
 
@@ -79,17 +80,20 @@ class Table(dict):
                 if word in choice.words:
                     return flag, choice.words[word]
             elif number := re.fullmatch(rf"{flag}([1-9]\d*)", word):
+                COUNT.check(flag, int(number[1]))
                 return flag, choice.words(int(number[1]))
         return None
 
     def known(self) -> str:
         """All words, for people."""
-        further = [
-            word
+        return f"{', '.join(self)}, and of {self.further()}"
+
+    def further(self) -> str:
+        return ", ".join(
+            f"+{word}"
             for flag, choice in self.choices.items()
             for word in ([f"{flag}N"] if callable(choice.words) else choice.words)
-        ]
-        return f"{', '.join(self)}, and of +{', +'.join(further)}"
+        )
 
     def define_flags(self, define: Callable, default: str) -> None:
         """Its flag, and one for each kind of its further words; `define` as of `flags.definer`."""
@@ -97,7 +101,7 @@ class Table(dict):
         for flag, choice in self.choices.items():
             text, words = f"of --{self.flag}: {choice.text}", choice.words
             if callable(words):
-                define(flags.DEFINE_integer, flag, None, text, lower_bound=1)
+                define(COUNT, flag, None, text)
             else:
                 define(flags.DEFINE_enum, flag, None, text, [*words])
 
@@ -117,7 +121,7 @@ class Table(dict):
         row, taken = self[name], []
         for word in further:
             if (found := self.find(word)) is None:
-                raise ValueError(f"{begin}{word!r} is no further word: choose of {self.known()}.")
+                raise ValueError(f"{begin}{word!r} is no further word: choose of {self.further()}.")
             flag, (label, change) = found
             if flag in taken or not {flag, word} & {*row.takes}:
                 able = [n for n, other in self.items() if {flag, word} & {*other.takes}]

@@ -1,42 +1,53 @@
 """What an experiment trains on: data, model and recipe."""
 
 import os
+import typing
 from collections.abc import Callable, Iterable
 from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
 
+from experiments.tasks import ranges
+from experiments.tasks.ranges import COUNT, FROM_ZERO
 from models import Model
 
 
 class Recipe(NamedTuple):
-    """The setting of a run, in any study. Every field is a flag, with the text given here."""
+    """The setting of a run, in any study. Every field is a flag, with this text and range."""
 
-    workers: Annotated[int, "number of workers, W"]
-    units_per_step: Annotated[int, "units per worker and step, B"]
-    unit_size: Annotated[int, "examples per unit; 1 orders single examples"]
-    learning_rates: Annotated[tuple[float, ...], "peak rates; each arm takes its own best"]
-    epochs: Annotated[int | None, "epochs without echoing; or total_steps"] = None
-    total_steps: Annotated[int | None, "number of steps, T; or epochs"] = None
-    optimizer: Annotated[str, "optimizer of every worker"] = "momentum"
-    momentum: Annotated[float, "momentum of SGD, b1 of AdamW"] = 0.9
-    weight_decay: Annotated[float, "weight decay of the optimizer"] = 0.0
-    schedule: Annotated[str, "learning rate schedule after the warmup"] = "constant"
-    warmup_steps: Annotated[int, "steps of learning rate warmup"] = 0
-    floor: Annotated[float, "last rate / peak rate, of cosine and linear schedules"] = 0.0
-    decay_every: Annotated[float, "epochs between the drops of a step schedule"] = 10.0
-    decay_factor: Annotated[float, "factor of a step schedule's drops"] = 0.1
-    h_base: Annotated[int, "smallest number of steps per round, H"] = 4
-    growth: Annotated[float, "alpha / peak rate, of QSR"] = 2.0
-    echo_factor: Annotated[int, "uses of a batch, e; a falling p ends at 1 / e"] = 4
-    horizon: Annotated[int | None, "steps over which p falls; T if None"] = None
-    evaluations: Annotated[int | None, "evaluations over the run; every epoch if None"] = None
-    evaluate_every: Annotated[int | None, "steps between evaluations; or evaluations"] = None
-    bound_every: Annotated[int, "epochs between herding bounds; 0 for none"] = 0
-    metric: Annotated[str, "test metric of the target"] = "accuracy"
-    target: Annotated[float | None, "metric to reach on both halves of the test set"] = None
-    run: Annotated[str, "vmap or turns: workers share a device; mesh: one device each"] = "vmap"
+    workers: Annotated[int, "number of workers, W", COUNT]
+    units_per_step: Annotated[int, "units per worker and step, B", COUNT]
+    unit_size: Annotated[int, "examples per unit; 1 orders single examples", COUNT]
+    learning_rates: Annotated[
+        tuple[float, ...], "peak rates; each arm takes its own best", ranges.RATE
+    ]
+    epochs: Annotated[int | None, "epochs without echoing; or total_steps", COUNT] = None
+    total_steps: Annotated[int | None, "number of steps, T; or epochs", COUNT] = None
+    optimizer: Annotated[str, "optimizer of every worker", None] = "momentum"
+    momentum: Annotated[float, "momentum of SGD, b1 of AdamW", ranges.MOMENTUM] = 0.9
+    weight_decay: Annotated[float, "weight decay of the optimizer", ranges.DECAY] = 0.0
+    schedule: Annotated[str, "learning rate schedule after the warmup", None] = "constant"
+    warmup_steps: Annotated[int, "steps of learning rate warmup", FROM_ZERO] = 0
+    floor: Annotated[float, "last rate / peak rate of cosine and linear", ranges.SHARE] = 0.0
+    decay_every: Annotated[float, "epochs between drops of a step schedule", ranges.EPOCHS] = 10.0
+    decay_factor: Annotated[float, "factor of a step schedule's drops", ranges.FACTOR] = 0.1
+    h_base: Annotated[int, "smallest number of steps per round, H", COUNT] = 4
+    growth: Annotated[float, "alpha / peak rate, of QSR", ranges.POSITIVE] = 2.0
+    echo_factor: Annotated[int, "uses of a batch, e; a falling p ends at 1 / e", COUNT] = 4
+    horizon: Annotated[int | None, "steps over which p falls; T if None", COUNT] = None
+    evaluations: Annotated[int | None, "evaluations of a run; every epoch if None", COUNT] = None
+    evaluate_every: Annotated[int | None, "steps between them; or evaluations", COUNT] = None
+    bound_every: Annotated[int, "epochs between herding bounds; 0 for none", FROM_ZERO] = 0
+    metric: Annotated[str, "test metric of the target", None] = "accuracy"
+    target: Annotated[float | None, "metric to reach on both test halves", ranges.FINITE] = None
+    run: Annotated[str, "vmap or turns: workers share a device; mesh: a device each", None] = "vmap"
+
+
+FIELDS = {  # of a recipe: (type, what it is, range)
+    name: (hint.__origin__, *hint.__metadata__)
+    for name, hint in typing.get_type_hints(Recipe, include_extras=True).items()
+}
 
 
 class Task(NamedTuple):
@@ -62,36 +73,13 @@ class Task(NamedTuple):
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises ValueError for a recipe that cannot run, before anything is compiled."""
-    if (recipe.epochs is None) == (recipe.total_steps is None) and not recipe.total_steps:
+    if recipe.epochs is None and recipe.total_steps is None:
         raise ValueError("a recipe needs epochs or total_steps: pass --epochs or --total_steps.")
-    if recipe.epochs is not None and recipe.epochs < 1:
-        raise ValueError(f"epochs is {recipe.epochs}: train for at least one.")
-    for rate in recipe.learning_rates:
-        if not 0 < rate <= float(np.finfo(np.float32).max):  # the dtype of the steps
-            raise ValueError(f"a learning rate is {rate}: it must be positive and finite.")
-    if not 0 <= recipe.momentum < 1:
-        raise ValueError(f"momentum is {recipe.momentum}: it must lie in [0, 1).")
-    if not recipe.weight_decay >= 0:
-        raise ValueError(f"weight_decay is {recipe.weight_decay}: it must be 0 or positive.")
-    if not 0 < recipe.decay_every < np.inf or not 0 < recipe.decay_factor <= 1:
-        raise ValueError(
-            f"decay_every is {recipe.decay_every} and decay_factor {recipe.decay_factor}: the rate "
-            "falls after a positive, finite number of epochs, by a factor in (0, 1]."
-        )
-    if not 0 <= recipe.floor <= 1:
-        raise ValueError(f"floor is {recipe.floor}: last rate / peak rate must lie in [0, 1].")
-    if not 0 < recipe.growth < np.inf:
-        raise ValueError(
-            f"--growth is {recipe.growth}: alpha / peak rate of QSR must be positive and finite."
-        )
-    for name in ("echo_factor", "horizon", "evaluations", "evaluate_every"):
+    for name, (_, _, allowed) in FIELDS.items():
         value = getattr(recipe, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}: pass a whole number >= 1.")
-    if recipe.bound_every < 0:
-        raise ValueError(
-            f"bound_every is {recipe.bound_every}: pass 0 for none, or a number of epochs."
-        )
+        for number in value if isinstance(value, tuple) else (value,):
+            if allowed is not None and number is not None:
+                allowed.check(name, number)
 
 
 def abstract_set(number: int, **fields) -> dict:

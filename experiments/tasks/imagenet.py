@@ -8,10 +8,11 @@ so expect lower accuracies than theirs.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import models
 from experiments.tasks.base import Recipe, Task, abstract_sets, check_model
+from experiments.tasks.ranges import SEED
 from experiments.tasks.sources import ImageSource, source
 from models.mobilenet import IMAGENET_STAGES
 from models.vit import SIZES
@@ -75,7 +76,7 @@ def load(
     size: int = SIDE,
     dtype: str = "float32",
     augment: bool = True,
-    crop_seed: int = 0,
+    crop_seed: Annotated[int, SEED] = 0,
 ) -> Task:
     """1,281,167 training images, and the 50,000 of the validation split for testing.
 
@@ -93,9 +94,12 @@ def load(
       crop_seed: seed of the crops.
 
     Raises:
-      ValueError: for an unknown model, a size that it cannot take, or a missing set.
+      ValueError: for an unknown model, a size that it cannot take, a seed without crops, or a
+        missing set.
     """
     check_model("imagenet2012", model, CHOICES)
+    if crop_seed and not augment:
+        raise ValueError(f"--crop_seed is {crop_seed} and --noaugment: only --augment crops.")
     choice, shape = CHOICES[model], (size, size, 3)
     built = choice.build(image_shape=shape, num_classes=NUM_CLASSES, dtype=dtype)
     if abstract:

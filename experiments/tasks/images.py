@@ -7,12 +7,13 @@ import importlib.util
 import pathlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 import models
 from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, split
+from experiments.tasks.ranges import COUNT
 from experiments.tasks.sources import as_arrays, check_number, read_all, source, subset
 from models.mobilenet import IMAGENET_STAGES
 
@@ -28,14 +29,14 @@ def digits(
     model: str = "softmax",
     *,
     num_train: int = 1536,
-    width: int = 64,
-    depth: int = 1,
+    width: Annotated[int, COUNT, "mlp"] = 64,
+    depth: Annotated[int, COUNT, "mlp"] = 1,
     abstract: bool = False,
 ) -> Task:
     """1,797 images with pixels in [0, 1], shuffled; the first `num_train` train, the others test.
 
     Args:
-      data_dir: not read.
+      data_dir: None, as nothing is read.
       model: "softmax" (regression, whose optimum is computed), "mlp", or "resnet" (eight layers
         with group normalisation).
       num_train: 1 to 1,796.
@@ -43,9 +44,14 @@ def digits(
       abstract: shapes only.
 
     Raises:
-      ValueError: for an unknown model, or if one of the sets would be empty.
+      ValueError: for an unknown model, a folder, or if one of the sets would be empty.
     """
     check_model("digits", model, ("softmax", "mlp", "resnet"))
+    if data_dir is not None:
+        raise ValueError(
+            f"--data_dir is {data_dir}: digits come with scikit-learn. Leave it out, or pass the "
+            "--task whose data lie there."
+        )
     if not 1 <= num_train < DIGITS:
         raise ValueError(
             f"num_train is {num_train}: pass 1 to {DIGITS - 1} of the {DIGITS} images; the others "
@@ -95,7 +101,7 @@ def mnist(
     data_dir: str | None = None,
     model: str = "softmax",
     *,
-    width: int = 128,
+    width: Annotated[int, COUNT, "mlp"] = 128,
     abstract: bool = False,
 ) -> Task:
     """60,000 training and 10,000 test images with pixels in [0, 1], held in memory.

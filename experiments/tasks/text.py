@@ -152,7 +152,7 @@ def sst2(
     data_dir: str | None = None,
     model: str = "head",
     *,
-    num_features: int = 256,
+    num_features: int | None = None,
     abstract: bool = False,
 ) -> Task:
     """Features of 67,349 training sentences and phrases, and of 872 test sentences.
@@ -168,7 +168,7 @@ def sst2(
     Args:
       data_dir: folder of train_full.tsv (or train.tsv) and dev.tsv, or of embeddings.npz.
       model: "head" only, softmax regression.
-      num_features: d >= 1, for TF-IDF.
+      num_features: d >= 1, for TF-IDF alone; 256 if None.
       abstract: shapes only, with BERT's 768 dimensions, without reading anything.
 
     Raises:
@@ -178,10 +178,15 @@ def sst2(
     if abstract:
         train, test = abstract_sets(NUM_SENTENCES, (BERT_FEATURES,))
     elif os.path.exists(saved := os.path.join(data_dir or "", "embeddings.npz")):
+        if num_features is not None:
+            raise ValueError(
+                f"--num_features is {num_features}: {saved!r} has features of its own. Leave "
+                "num_features out, or move the file away."
+            )
         train, test = _embeddings(saved)
     else:
         (texts, y), (test_texts, test_y) = (_sentences(data_dir, part) for part in ("train", "dev"))
-        x, test_x = features(texts, test_texts, num_features=num_features)
+        x, test_x = features(texts, test_texts, num_features=num_features or 256)
         train, test = {"x": x, "y": y}, {"x": test_x, "y": test_y}
     head = models.mlp(num_features=train["x"].shape[1], hidden=(), num_classes=2)
     return Task("sst2", head, train, test, SST2_RECIPE)

@@ -11,7 +11,8 @@ import numpy as np
 
 import local_opt
 import ordering
-from experiments.tasks.base import Recipe, Task
+from experiments.tasks.base import Recipe, Task, check_recipe
+from experiments.tasks.ranges import SEED
 from experiments.training import optimizers
 from syncopate.plans import MOST_STEPS
 from syncopate.schedules import evaluate_schedule
@@ -100,10 +101,8 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
       deals: what is dealt to all workers anew in every epoch, if anything is. Of EXAMPLES the last
         ones that fill no step are left out of an epoch.
     """
+    check_recipe(recipe)
     size = size_of(task.train)
-    for name in ("workers", "unit_size", "units_per_step"):
-        if getattr(recipe, name) < 1:
-            raise ValueError(f"--{name} is {getattr(recipe, name)}: pass a whole number >= 1.")
     per_unit = recipe.workers * recipe.unit_size
     per_step = per_unit * recipe.units_per_step
     least = per_step if deals == EXAMPLES else per_unit
@@ -147,6 +146,12 @@ def num_params(model) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def key_of(seed: int) -> jax.Array:
+    """The key of a seed of 32 bits; ValueError for another, which JAX would take modulo 2^32."""
+    SEED.check("seed", seed)
+    return jax.random.key(seed)
+
+
 def total_steps_of(recipe: Recipe, sizes: Sizes) -> int:
     if recipe.total_steps is not None:
         return recipe.total_steps
@@ -162,6 +167,7 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
         and 2 where no echo is free; at a larger factor the run has more steps, for echoed ones are
         shorter.
     """
+    check_recipe(recipe)
     total, factor = total_steps_of(recipe, sizes), recipe.echo_factor
     if speed is not None:
         factor = max(2, round(speed))
@@ -172,17 +178,15 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
             f"a run has {total:,} steps, and plans at most {MOST_STEPS:,}: pass at most "
             f"--total_steps={most} or --epochs={most // sizes.loads_per_epoch}."
         )
-    if total < 1 or not 0 <= recipe.warmup_steps < total:
+    if recipe.warmup_steps >= total:
         raise ValueError(
             f"--warmup_steps is {recipe.warmup_steps} of {total} steps: a run has at least one "
             "step after its warmup. Raise --total_steps (or --epochs), or lower the warmup."
         )
-    if not recipe.growth > 0:
-        raise ValueError(f"--growth is {recipe.growth}: alpha / peak rate of QSR must be positive.")
     schedule = optimizers.schedule(recipe, total, sizes.loads_per_epoch)
     return RunConfig(
         rates=evaluate_schedule(schedule, total, "lr"),
-        key=jax.random.fold_in(jax.random.key(seed), 3),
+        key=jax.random.fold_in(key_of(seed), 3),
         warmup_steps=recipe.warmup_steps,
         h_base=recipe.h_base,
         growth=recipe.growth,

@@ -12,7 +12,7 @@ import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import config, input, placement, step
-from experiments.training.config import Sizes
+from experiments.training.config import Sizes, key_of
 from experiments.training.step import TrainState, Worker
 from local_opt.workers import owned_sharding, shared_sharding
 from ordering.gradients import check_separable
@@ -217,7 +217,7 @@ def check_units(task: Task, observed: bool) -> None:
 
 def keys_of(seed: int, workers: int):
     """(of the parameters, of the workers' orders, of the workers' steps)."""
-    key = jax.random.key(seed)
+    key = key_of(seed)
     orders, steps = (jax.random.split(jax.random.fold_in(key, part), workers) for part in (1, 2))
     return jax.random.fold_in(key, 0), orders, steps
 

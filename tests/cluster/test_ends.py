@@ -53,7 +53,7 @@ def broken(folder, monkeypatch):
     """An invalid flag, and a run that diverges."""
     done = called(folder, "experiments.train", "--task=cats", f"--output_dir={folder}")
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ValueError: --task is cats: choose one of")
+    assert last.startswith("Error: --task is cats: choose one of")
     assert code_of(folder, "--learning_rate=1e38") == done.returncode
     return done.returncode
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from absl import flags
 
-from experiments import train
+from experiments import launch, train
 from tests.commands import ROOT
 
 USE = pathlib.Path(__file__).parents[2] / "docs" / "use"
@@ -64,6 +64,13 @@ open(f"up{number}", "w").close()
 while True:
     time.sleep(0.05)
 """
+
+
+def test_more_processes_than_the_cores_can_run_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(subprocess, "Popen", None)  # none is started
+    with pytest.raises(ValueError, match="--processes is 17: .* 2 cores run at most 16 of them"):
+        launch.launch(["child"], 17)
 
 
 def test_the_first_signal_asks_all_processes_and_the_second_kills(tmp_path):

@@ -87,10 +87,11 @@ def test_an_unknown_experiment_or_preset_is_refused_with_the_known_ones():
     with pytest.raises(SystemExit, match="'cd_crab' is not an experiment: pass one of these"):
         command.main(["cd_crab"])
     with pytest.raises(SystemExit, match="'tiny/none' is not a preset: pass one of cd_grab_hmda, "):
-        command.with_preset("--preset=tiny/none")
-    whole, tiny = (command.with_preset(f"--preset={at}qsr_vit_b_4096") for at in ("", "tiny/"))
+        command.with_presets(["--seeds=3", "--preset=tiny/none"])
+    whole, tiny = (command.preset(f"{at}qsr_vit_b_4096") for at in ("", "tiny/"))
     assert tiny[: len(whole)] == whole and "--task=cifar10_vit" in tiny[len(whole) :]
-    assert command.with_preset("--seeds=3") == ["--seeds=3"]
+    for given in (["--preset=qsr_vit_b_4096"], ["--preset", "qsr_vit_b_4096"]):
+        assert command.with_presets([*given, "--seeds=3"]) == [*whole, "--seeds=3"]
 
 
 def test_syncopate_exports_ordering_and_local_opt():
@@ -164,10 +165,11 @@ for module in (ordering, local_opt, syncopate):
     assert module.__file__.startswith({str(unpacked)!r})
 assert not any(map(PathFinder.find_spec, {BUNDLED}))
 runpy.run_module = lambda name, **options: print(name)
-command.main(["cd_grab", "--preset=tiny/qsr_vit_b_4096"])
+command.main(["cd_grab", "--seeds=1"])
 import models
 from experiments.cluster import digest
-assert "--task=cifar10_vit" in sys.argv and os.environ["PYTHONPATH"].startswith(sys.path[0])
+assert "--task=cifar10_vit" in command.preset("tiny/qsr_vit_b_4096")
+assert sys.argv[1:] == ["--seeds=1"] and os.environ["PYTHONPATH"].startswith(sys.path[0])
 print(models.__file__, digest.code_hash())
 """
     printed = ran([sys.executable, "-P", "-c", code], elsewhere, PYTHONPATH=unpacked).split()

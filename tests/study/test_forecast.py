@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import optax
 import pytest
-from absl import app, flags
+from absl import flags
 
 import local_opt
 import ordering.input
@@ -85,7 +85,7 @@ def parsed(*given):
 
 def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
     folder = tmp_path / "forecast"
-    forecast.main(["forecast"], parsed(f"--output_dir={folder}"))
+    forecast.main(parsed(f"--output_dir={folder}"))
     text = (folder / "table.md").read_text()
     assert text in capsys.readouterr().out
     rows = [[c.strip() for c in line.split("|")[1:4]] for line in text.split("\n") if "|" in line]
@@ -99,7 +99,7 @@ def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
 
 def test_flags_replace_a_settings_values():
     """Any setting can be planned; only published ones have seconds per step."""
-    with pytest.raises(app.UsageError, match="no published times: pass --step_seconds"):
+    with pytest.raises(ValueError, match="no published times: pass --step_seconds"):
         forecast.forecast_of("digits", parsed())
     values = parsed("--step_seconds=0.2", "--h_base=4", "--epochs=7", "--arms=parallel,qsr")
     _, text, (rates, plans) = forecast.forecast_of("digits", values)
@@ -145,13 +145,6 @@ def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
         timing.measure(task, recipe._replace(units_per_step=125))
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (["--gigabits=fast"], "--gigabits has .'fast'"),
-        (["--arms=qsr,often"], "--arms has .'often'"),
-    ],
-)
-def test_the_command_refuses_invalid_flags(given, message):
-    with pytest.raises(app.UsageError, match=message):
-        forecast.main(["forecast"], parsed(*given))
+def test_the_command_refuses_invalid_flags():
+    with pytest.raises(ValueError, match="--arms has .'often'"):
+        forecast.main(parsed("--arms=qsr,often"))

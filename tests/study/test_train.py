@@ -145,12 +145,14 @@ def of_other_lengths():
 
 test_what_cannot_run_is_named = refuses({
     "warmup": (lambda: plans_of(warmup_steps=60), "is 60 of 60 steps: .* lower the warmup"),
-    "growth": (lambda: plans_of(growth=0.0), r"--growth is 0.0: alpha / peak rate of QSR must be"),
-    "steps": (lambda: plans_of(total_steps=0, warmup_steps=0), "0 of 0 steps: .* Raise --total_st"),
+    "growth": (lambda: plans_of(growth=0.0), r"--growth is 0.0: pass a number in \(0, inf\)"),
+    "steps": (lambda: plans_of(total_steps=0, warmup_steps=0), "--total_steps is 0: pass a whole"),
+    "seed": (lambda: built().init(1 << 40), r"--seed is 1099511627776: pass .* in \[0, 4294967295"),
+    "coins": (lambda: plans_of(seed=-1), "--seed is -1: pass a whole number in"),
     "plans": (of_other_lengths, "60 steps and the run 59"),
     "many": (lambda: plans_of(total_steps=10**9), "most --total_steps=10000000 or --epochs=2500"),
     "few": (lambda: sizes_of(workers=64), "64 workers with 3 units of 1 examples need at least 64"),
-    "none": (lambda: sizes_of(workers=0), "--workers is 0: pass a whole number >= 1"),
+    "none": (lambda: sizes_of(workers=0), "--workers is 0: pass a whole number in"),
     "units": (lambda: sizes_of(units_per_step=12), "units_per_step is 12"),
     "dealt": (lambda: sizes_of("examples", workers=17), "at least 51 examples; the training set"),
     "turns": (lambda: built_of(run="turns"), "CD-GraB coordinates workers in every step, and work"),

@@ -202,13 +202,12 @@ def test_features_of_sst2_separate_good_reviews_from_bad_ones():
     assert right.mean() > 0.65
 
 
-def test_prepared_texts_equal_the_files(words, tmp_path, monkeypatch, capsys):
+def test_prepared_texts_equal_the_files(words, tmp_path, capsys):
     pytest.importorskip("tensorflow_datasets")
     content = " \n = Eins = \n \n ein\u2028 <unk> Hund \n\n = Zwei = \n ja"
     (words / "train.txt").write_text(content, encoding="utf-8")
     chosen = {"name": "wikitext/wikitext2", "data_dir": str(tmp_path / "set")}
-    monkeypatch.setattr(prepare, "FLAGS", types.SimpleNamespace(**chosen, manual_dir=str(words)))
-    prepare.main(None)
+    prepare.main(types.SimpleNamespace(**chosen, manual_dir=str(words)))
     assert "wikitext/wikitext2/1.0.0: 2 examples in the split 'train'" in capsys.readouterr().out
     got, wanted = (
         TASKS["wikitext2"](str(folder), length=2) for folder in (tmp_path / "set", words)

@@ -137,7 +137,7 @@ def test_every_question_is_a_table(tmp_path, monkeypatch, capsys):
     values = flags.FlagValues()
     order_error.define_flags(values)
     values(["order_error", "--seeds=2", f"--output_dir={tmp_path}"])
-    order_error.main([], values)
+    order_error.main(values)
     said, found = capsys.readouterr().out, records.read(str(tmp_path / "metrics.jsonl"))
     for name in order_error.QUESTIONS:
         text = (tmp_path / f"table_{name}.md").read_text()

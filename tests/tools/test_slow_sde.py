@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import app, flags
+from absl import flags
 from scipy.integrate import solve_ivp
 
 import local_opt
@@ -101,15 +101,13 @@ def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys, m
         values = flags.FlagValues()
         slow_sde.define_flags(values)
         values(["slow_sde", "--repetitions=3", f"--output_dir={tmp_path}", *given])
-        slow_sde.main([], values)
+        slow_sde.main(values)
 
     for period, rule in zip((1, 4, 10, 50), RULES.values(), strict=True):
         assert rule.plan(0.1, 400) == local_opt.constant(period, total_steps=400)
-    for rates, message in {"fast": "'fast'.: pass positive", "1e-9": ".* 0.001 to 1"}.items():
-        with pytest.raises(app.UsageError, match=rf"--rates has .{message}"):
-            run(f"--rates=0.1,{rates}")
-    with pytest.raises(flags.IllegalFlagValueError, match=r"in the range \[2, 10000\]"):
-        run("--repetitions=1000000000")
+    for wrong in ("--rates=0.1,fast", "--rates=0.1,1e-9", "--repetitions=1000000000"):
+        with pytest.raises(flags.Error, match=f"{wrong}: pass a .*number in"):
+            run(wrong)
     monkeypatch.setattr(slow_sde, "PROBLEMS", {"valley": VALLEY})
     run("--workers=2", "--rates=0.1,0.2")
     printed = capsys.readouterr().out

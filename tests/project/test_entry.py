@@ -1,0 +1,82 @@
+"""How a command ends: one line for what its user can mend, a traceback for an error of ours."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import local_opt
+from experiments.cluster import entry
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+OWN = {"__name__": "experiments.of_a_test"}
+
+
+def raised(code, own=OWN):
+    """The error of a code, as of a module of this name."""
+    try:
+        exec(code, dict(own))
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.parametrize("code", [
+    "raise ValueError('--seed is -1: pass another.')",
+    "try: int('a')\nexcept ValueError as e: raise ValueError('of ours') from e",
+    "open('/nowhere/at/all')", "raise OSError(28, 'No space left on device')", "raise MemoryError",
+    "raise KeyboardInterrupt('signal 2 came twice')",
+    "raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')",
+    "import local_opt\nlocal_opt.constant(0, total_steps=3)",
+])  # fmt: skip
+def test_what_the_user_can_mend_is_one_line(code, capsys):
+    error = raised(code)
+    entry.tell(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err == f"Error: {str(error) or type(error).__name__}\n"
+
+
+@pytest.mark.parametrize("code", [
+    "int('a')", "float('b')", "import json\njson.loads('{')", "raise TypeError('of ours')",
+    "import numpy\nnumpy.zeros(3).reshape(2)", "raise RuntimeError('other')", "{}['a']",
+])  # fmt: skip
+def test_an_error_of_ours_has_its_traceback(code, capsys):
+    error = raised(code)
+    entry.tell(type(error), error, error.__traceback__)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_others_may_raise_what_they_like():
+    assert not entry.is_refusal(raised("raise ValueError('theirs')", {"__name__": "somebody"}))
+    assert local_opt.__name__ in entry.OWN
+
+
+def ended(*command):
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=280,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert "Loading JAX" in (said := done.stderr.splitlines())[0]
+    return done.returncode, said[1:]
+
+
+BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repetitions=2")
+
+
+@pytest.mark.parametrize("lines,last,command", [
+    (1, "Error: 'leftover' is no flag: pass --NAME=VALUE.", [*BAD, "leftover"]),
+    (1, "Error: '--seed=1' is no flag", [*BAD, "--", "--seed=1"]),
+    (1, "Error: a file of flags cannot be read: 'utf-8'", [*BAD, f"--flagfile={sys.executable}"]),
+    (2, "Pass --helpshort", [*BAD, "--rates=nan"]),
+    (1, "Error: no experiment: pass --processes=2", ["experiments.launch"]),
+    (1, "Error: --workers has 100", ["syncopate.command", "herding", "--num_vectors=3"]),
+])  # fmt: skip
+def test_a_command_that_does_not_fit_ends_with_one(lines, last, command):
+    code, said = ended(*command)
+    assert (code, len(said)) == (1, lines) and said[-1].startswith(last), said
+
+
+def test_a_flag_shows_the_traceback_of_a_refusal():
+    code, said = ended("experiments.herding", "--num_vectors=3", "--traceback")
+    assert code == 1 and said[0].startswith("Traceback")
+    assert said[-1].startswith("ValueError: --workers has 100")
