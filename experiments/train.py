@@ -24,7 +24,7 @@ from absl import flags as absl_flags
 from experiments.cluster import agree, entry, lock, processes, progress
 from experiments.cluster.digest import data_hash
 from experiments.results import records
-from experiments.study import flags, study, tables, trainer
+from experiments.study import flags, study, tables, trainer, unused
 from experiments.study.dry_run import assumed, dry_run
 from experiments.study.study import Arm, Study
 from experiments.tasks import ranges
@@ -61,6 +61,7 @@ def run(values: absl_flags.FlagValues) -> None:
     decisions = tables.decisions(values)
     arm = Arm("run", **decisions)
     rows = tables.rows_of(arm)
+    unused.check(values, recipe, [arm])
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, assumed(values)))

@@ -15,7 +15,7 @@ from experiments.cluster import agree, entry, lock, processes
 from experiments.cluster.digest import data_hash
 from experiments.results import records, report, statistics
 from experiments.results.statistics import Criterion
-from experiments.study import flags, search, tables, trainer
+from experiments.study import flags, search, tables, trainer, unused
 from experiments.study.dry_run import assumed, dry_run
 from experiments.tasks import ranges
 from experiments.tasks.base import Recipe, Task
@@ -105,6 +105,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
         study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     asked = study.arms if values.arms is None else values.arms or [""]
     chosen = study._replace(arms=arms_of(study, asked))
+    _check_unused(study, chosen, recipe, values)
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(values.speeds))
     if values.dry_run:
@@ -115,6 +116,15 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):
         _carry_out(study, chosen, task, recipe, folder, values)
+
+
+def _check_unused(study, chosen, recipe, values):
+    unused.check(values, recipe, (study.arms | chosen.arms).values(), study=study)
+    if values.widen and len(recipe.learning_rates) < 2:
+        raise ValueError(
+            f"--widen is {values.widen} with one learning rate, which gives no grid: pass more "
+            "--learning_rates, or leave it out."
+        )
 
 
 def _carry_out(study, chosen, task, recipe, folder, values):
