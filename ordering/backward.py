@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Key, PyTree, UInt32
 
 from ordering import trace
-from ordering.gradients import loss_alone, per_example, signed_as
-from ordering.rows import Rows, as_float32, tree_size
+from ordering.base import check_key
+from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
+from ordering.rows import Rows, as_float32, leading_size, tree_size
 from ordering.sketch import (
     SIZE,
     check_size,
@@ -66,7 +67,7 @@ def sketched(
       build the order's state with `order.init(key, jnp.zeros(k))`.
 
     Raises:
-      ValueError: if size is below 1.
+      ValueError: if size is below 1; while tracing, as `per_example`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
@@ -82,18 +83,16 @@ def sketched(
       Pham, Pagh, Fast and Scalable Polynomial Kernels via Explicit Feature Maps, 2013,
       https://doi.org/10.1145/2487575.2487591
     """
-    check_size(size)
-    sketch_key = key
+    size, sketch_key = check_size(size), check_key(key)
+    of_one = loss_alone(loss, has_aux)
 
     @signed_as(loss)
     def gradients(params, batch, key):
         if tree_size(params) <= size:
             to_sketch = sketch(sketch_key, size=size)
             return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
-        units = jax.tree.leaves(batch)[0].shape[0]
-        keys = jax.random.split(key, units)
+        units, keys = units_of(params, batch, key)
         example = jax.tree.map(lambda x: x[0], batch)
-        of_one = loss_alone(loss, has_aux)
         plan, program = _analyse(of_one, varying(params, batch), example, keys[0], size)
         maps = maps_of(plan, sketch_key)
 
@@ -132,6 +131,9 @@ def sketched_parameters(
       >>> leaf.how, leaf.why
       ('sketched', 'product')
     """
+    check_params(params)
+    leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
+    size = check_size(size)
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     params, example, key = jax.eval_shape(lambda *a: a, params, example, key)
     return _analyse(loss_alone(loss, False), params, example, key, size)[0]

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
+from ordering import rows as rows_lib
 from ordering.rows import Rows
+from ordering.signs import SignRule
 from syncopate import mesh, plans
 
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
+MOST_UNITS = 2**31 - 1  # units are numbered in int32
 
 
 class Ordering(NamedTuple):
@@ -46,6 +49,63 @@ class Ordering(NamedTuple):
     observe: Callable[[State, Rows], State]
     next_epoch: Callable[[State], State]
     sync: Callable[[State], State] = lambda state: state
+
+
+def checked(
+    order: Ordering, num_units: int, kind: type, *, observes: bool = True,
+    rule: SignRule | None = None, **has: bool,
+) -> Ordering:  # fmt: skip
+    """The order, which then refuses empty params, and states of other orders: they may lose units.
+
+    Args:
+      kind: the type of its states; observes: whether it uses gradients; rule: its sign rule.
+      has: whether its states have arrays in the fields of these names.
+    """
+
+    def check(state, called):
+        if type(state) is not kind:
+            raise ValueError(
+                f"{called} got a {type(state).__name__}, and a state of this order is a "
+                f"{kind.__name__}: pass what init, or the last call of this order, returned."
+            )
+        if state.current.shape != (num_units,):
+            raise ValueError(
+                f"{called} got the state of an order of shape {state.current.shape}; this order "
+                f"was built for {num_units} units. Pass a state of this order, and call it under "
+                "jax.vmap or local_opt.lift for states of several workers."
+            )
+        own = all(bool(jax.tree.leaves(getattr(state, name))) == has[name] for name in has)
+        if own and rule is not None:
+            init_rule = rule.init
+            coins = jax.eval_shape(lambda: init_rule(jax.random.key(0)))
+            own = jax.tree.structure(state.rule) == jax.tree.structure(coins)
+        if not own:
+            raise ValueError(
+                f"{called} got a {kind.__name__} of an order with another sign rule, other gathers "
+                "or units_per_step: pass a state of this order."
+            )
+
+    def init(key, params=None):
+        if observes and not rows_lib.tree_size(params):
+            raise ValueError(
+                f"params holds no numbers ({jax.tree.structure(params)}): pass a tree of the "
+                "shapes of one gradient (for sketches jnp.zeros(size)), or use random_reshuffling."
+            )
+        return order.init(key, params)
+
+    def observe(state, rows):
+        check(state, "observe")
+        return order.observe(state, rows)
+
+    def next_epoch(state):
+        check(state, "next_epoch")
+        return order.next_epoch(state)
+
+    def sync(state):
+        check(state, "sync")
+        return order.sync(state)
+
+    return Ordering(init, observe, next_epoch, sync)
 
 
 def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
@@ -124,11 +184,14 @@ def signs_of(state: State, following: Int[Array, "M"]) -> Bool[Array, "P"]:
     return following[:count] == state.current[: 2 * count : 2]
 
 
-def check_units(num_units: int, units_per_step: int = 1) -> None:
-    """Raises ValueError unless a step of B units fits in an epoch of M."""
-    if not plans.is_whole(num_units) or num_units < 1:
+def check_units(num_units: int, units_per_step: int = 1) -> tuple[int, int]:
+    """(M, B) as Python integers; raises ValueError unless a step of B units fits in an epoch of M.
+
+    NumPy's would overflow in products.
+    """
+    if not plans.is_whole(num_units) or not 1 <= num_units <= MOST_UNITS:
         raise ValueError(
-            f"num_units is {num_units!r}: an order needs at least one unit per worker. "
+            f"num_units is {num_units!r}: an order has from 1 to {MOST_UNITS} units per worker. "
             "Pass the number of examples (or microbatches) that one worker owns, a whole number."
         )
     if not plans.is_whole(units_per_step) or not 1 <= units_per_step <= num_units:
@@ -137,15 +200,17 @@ def check_units(num_units: int, units_per_step: int = 1) -> None:
             f"a whole number in [1, {num_units}]. Lower units_per_step or give each worker more "
             "units."
         )
+    return int(num_units), int(units_per_step)
 
 
-def check_key(key: Any) -> None:
-    """Raises ValueError unless `key` is the typed key of one worker."""
+def check_key(key: Any) -> Key[Array, ""]:
+    """The key; raises ValueError unless it is the typed key of one worker."""
     plans.check_key(
         key,
         "init takes one worker's key. Call it under jax.vmap or local_opt.lift, which give each "
         "worker its own; in jax.shard_map pass key[0].",
     )
+    return key
 
 
 def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1) -> int:

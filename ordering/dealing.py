@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ordering import base
+from ordering import rows as rows_lib
 from ordering.exchange import shared_key
 from ordering.gathered import GatheredState
 from ordering.pair_balance import PairBalanceState
-from ordering.shuffles import shuffled
-from syncopate import mesh
+from ordering.shuffles import ShuffleState, shuffled
+from syncopate import mesh, plans
 
 HOW = ("round_robin", "chunks")
 
@@ -43,6 +44,10 @@ class ChunksState(DealtState):
     @property
     def left(self) -> Int[Array, ""]:
         return jnp.zeros_like(self.pairs.left)
+
+
+class DealtShuffleState(ShuffleState):
+    """State of one worker of `dealt_reshuffling`, whose units are numbers in [0, total)."""
 
 
 def dealt(
@@ -102,9 +107,14 @@ def dealt(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845, whose units stay where they are.
     """
-    base.check_units(num_units)
+    num_units, _ = base.check_units(num_units)
     if how not in HOW:
         raise ValueError(f"how is {how!r}: pass one of {', '.join(HOW)}.")
+    if not isinstance(order, base.Ordering):
+        raise ValueError(
+            f"order is {order!r}: pass an Ordering, as ordering.cd_grab(num_units) with its "
+            "arguments."
+        )
     state_of = DealtState if how == "round_robin" else ChunksState
 
     def init(key, params):
@@ -140,7 +150,7 @@ def dealt(
         return state._replace(pairs=order.sync(state.pairs))
 
     def next_epoch(state):
-        mesh.axis_size(axis_name)  # raises outside of the axis
+        check_dealt(state)
         before, after = state.pairs, order.next_epoch(state.pairs)
         count = num_units // 2
         bits = jax.lax.all_gather(jnp.packbits(base.signs_of(before, after.current)), axis_name)
@@ -151,7 +161,18 @@ def dealt(
         pairs = base.begin_epoch(after, everyone[jax.lax.axis_index(axis_name)])
         return state_of(pairs, everyone, _following(state))
 
-    return base.Ordering(init, observe, next_epoch, sync)
+    def check_dealt(state):
+        """Raises ValueError outside of the axis, and for the state of other workers or units."""
+        found = len(state.everyone), state.everyone.size + rows_lib.tree_size(state.waiting)
+        here = mesh.axis_size(axis_name), _all_units(num_units, total, axis_name)
+        if found != here:
+            raise ValueError(
+                f"next_epoch got a state in which {found[0]} workers share {found[1]} units; here "
+                f"{here[0]} share {here[1]}. Pass a state of this order, or of ordering.resize."
+            )
+
+    of_all = base.Ordering(init, observe, next_epoch, sync)
+    return base.checked(of_all, num_units, state_of, observes=False)
 
 
 def dealt_reshuffling(
@@ -185,12 +206,14 @@ def dealt_reshuffling(
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
+    num_units, _ = base.check_units(num_units)
 
     def own(key, epoch):
         shared = shared_key(jax.random.fold_in(key, epoch), axis_name)
         return _shuffled(shared, num_units, axis_name, total)[jax.lax.axis_index(axis_name)]
 
-    return shuffled(num_units, lambda key, epoch, _: own(key, epoch), lambda key: own(key, 0))
+    draws = lambda key, epoch, _: own(key, epoch), lambda key: own(key, 0)  # noqa: E731
+    return shuffled(num_units, *draws, DealtShuffleState)
 
 
 def deal(placed: Int[Array, "W M"], how: str) -> Int[Array, "W M"]:
@@ -234,12 +257,14 @@ def _placed(current, plus, count):
 def _all_units(num_units, total, axis_name) -> int:
     workers = mesh.axis_size(axis_name)
     dealt = workers * num_units
-    if total is not None and total < dealt:
+    total = dealt if total is None else total
+    if not plans.is_whole(total) or not dealt <= total <= base.MOST_UNITS:
         raise ValueError(
-            f"total is {total}, and {workers} workers with {num_units} units each take {dealt}: "
-            "lower num_units, or pass the number of units in the data as total."
+            f"total is {total!r}, and {workers} workers with {num_units} units each take {dealt}: "
+            "lower num_units, or pass the number of units in the data as total, a whole number up "
+            f"to {base.MOST_UNITS}."
         )
-    return dealt if total is None else total
+    return int(total)
 
 
 def _shuffled(key, num_units, axis_name, total=None):

@@ -78,7 +78,13 @@ def exchange(rows: Rows, axis_name: str) -> Array:
     else:
         parts = jnp.concatenate([*leaves, zeros], axis=1)
         parts = parts.reshape(rows.size, workers, size).swapaxes(0, 1)
+    shape = parts.shape
     parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    if parts.shape != shape:
+        raise ValueError(
+            "the rows do not depend on the worker: under jax.vmap map the axis of the workers' "
+            "gradients, for instance with in_axes=0."
+        )
     if rows.size > 1:
         parts = parts.swapaxes(0, 1).reshape(rows.size * workers, size)
     return parts
@@ -118,7 +124,9 @@ def exchange_rows(rows: Rows, *, axis_name: str = "worker") -> tuple[PyTree, Row
     check_alone(axis_name, what="exchange_rows sends", act="Use jax.lax.pmean.")
     sent = exchange(rows, axis_name)
     part = jnp.mean(rows_lib.as_float32(sent), axis=0)
-    template, unravel = ravel_pytree(jax.tree.map(lambda g: g[0], rows.tree))
+    # A mean of integers is not one.
+    as_mean = lambda g: g if jnp.issubdtype(g.dtype, jnp.floating) else rows_lib.as_float32(g)  # noqa: E731
+    template, unravel = ravel_pytree(jax.tree.map(lambda g: as_mean(g)[0], rows.tree))
     flat = jax.lax.all_gather(part, axis_name, tiled=True)[: template.size]
     exchanged = Rows.of(sent)._replace(workers=len(sent) // rows.size)
     return unravel(flat.astype(template.dtype)), exchanged
@@ -207,10 +215,10 @@ def _shard(shape, spec, over):
     found = list(shape)
     for i, names in enumerate(spec):
         count = math.prod(over.shape[a] for a in mesh.names_of(names) if a not in over.manual_axes)
-        if found[i] % count:
+        if i >= len(found) or found[i] % count:
             raise ValueError(
-                f"a leaf of shape {tuple(shape)} cannot be split as {spec}: {found[i]} is not a "
-                f"multiple of {count}. Use jax.P() for leaves that are whole on every device."
+                f"a leaf of shape {tuple(shape)} cannot be split as {spec}: axis {i} is missing or "
+                f"not a multiple of {count}. Use jax.P() for leaves that are whole on every device."
             )
         found[i] //= count
     return found

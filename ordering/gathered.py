@@ -38,7 +38,7 @@ def gathered_pairs(
     specs: PyTree, when: str,
 ) -> base.Ordering:  # fmt: skip
     """The order of `cd_grab(gathers=when)`."""
-    base.check_units(num_units, units_per_step)
+    num_units, units_per_step = base.check_units(num_units, units_per_step)
     if when not in WHEN:
         raise ValueError(f"gathers is {when!r}: pass one of {', '.join(WHEN)}, or None.")
     if specs is not None and mesh.check_specs(specs, axis_name):
@@ -46,7 +46,7 @@ def gathered_pairs(
             f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
             "device of a worker. Pass these specs to sketch, and specs=jax.P() to cd_grab."
         )
-    rule = signs.greedy() if rule is None else rule
+    rule = signs.rule_of(rule)
     pairs = num_units // 2
     waits = when == "sync" and pairs > 0
     splits_pairs = units_per_step % 2 == 1
@@ -139,4 +139,6 @@ def gathered_pairs(
         state = base.begin_epoch(state, filled, "position", "left", "running_sum")
         return state._replace(rule=rule.next_epoch(state.rule))
 
-    return base.Ordering(init, observe, next_epoch, sync)
+    order = base.Ordering(init, observe, next_epoch, sync)
+    fields = {"pending": splits_pairs, "waiting": waits}
+    return base.checked(order, num_units, GatheredState, rule=rule, **fields)

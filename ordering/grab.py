@@ -63,8 +63,8 @@ def grab(
       Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
       2022, https://arxiv.org/abs/2205.10733
     """
-    base.check_units(num_units, units_per_step)
-    rule = signs.greedy() if rule is None else rule
+    num_units, units_per_step = base.check_units(num_units, units_per_step)
+    rule = signs.rule_of(rule)
 
     def init(key, params):
         current = base.first_order(key, num_units)
@@ -109,7 +109,7 @@ def grab(
         state = base.begin_epoch(state, filled, "position", "left", "running_sum", "total")
         return state._replace(mean=mean, rule=rule.next_epoch(state.rule))
 
-    return Ordering(init, observe, next_epoch)
+    return base.checked(Ordering(init, observe, next_epoch), num_units, GrabState, rule=rule)
 
 
 def centre(gradient: PyTree, mean: PyTree) -> PyTree:

@@ -16,10 +16,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from ordering import rows as rows_lib
-from ordering.sketch import sketch_rows
+from ordering.sketch import check_sketch, sketch_rows
+from syncopate import plans
 from syncopate.mesh import alike
 
 
@@ -49,6 +51,10 @@ def per_example(
       A function of params, a batch with leaves [B, ...] and a key, that returns losses
       float32[B], the mean gradient (a tree like params) and `Rows` of size B.
 
+    Raises:
+      ValueError: while tracing, for a batch without a common leading axis, or if the loss does not
+        return real losses of one per example.
+
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
@@ -61,12 +67,14 @@ def per_example(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
-
+    check_sketch(to_sketch)
     of_one = jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)
     row_of = to_sketch or (lambda gradient: gradient)
 
     @signed_as(loss)
     def gradients(params, batch, key):
+        size, keys = units_of(params, batch, key)
+
         def one(unit):
             example, example_key = unit
             return of_one(params, jax.tree.map(lambda x: x[None], example), example_key)
@@ -76,12 +84,11 @@ def per_example(
             total = jax.tree.map(lambda t, g: t + rows_lib.as_float32(g), total, gradient)
             return total, (value, aux, row_of(gradient))
 
-        size = jax.tree.leaves(batch)[0].shape[0]
-        units = batch, jax.random.split(key, size)
+        units = batch, keys
         if in_turn:
             start = alike(rows_lib.zeros_like(params), params)
             total, (losses, aux, rows) = jax.lax.scan(add, start, units)
-            mean = jax.tree.map(lambda t, p: (t / size).astype(p.dtype), total, params)
+            mean = jax.tree.map(lambda t, p: (t / size).astype(jnp.result_type(p)), total, params)
             rows = rows_lib.Rows.of(rows)
         else:
             (losses, aux), tree = jax.vmap(one)(units)
@@ -97,11 +104,68 @@ def per_example(
 def loss_alone(loss: Callable, has_aux: bool) -> Callable:
     """`(params, batch, key) -> (loss of the batch's only example, aux or None)`."""
 
+    of_batch = checked_loss(loss, has_aux)
+
     def one(params, alone, key):
-        losses, aux = loss(params, alone, key) if has_aux else (loss(params, alone, key), None)
+        losses, aux = of_batch(params, alone, key)
+        if jnp.size(losses) != 1:
+            raise ValueError(
+                f"the losses of a batch of one example have the shape {jnp.shape(losses)}: return "
+                "one loss per example, shape [n], for instance the mean over its other axes."
+            )
         return jnp.reshape(losses, ()), aux
 
     return one
+
+
+def checked_loss(loss: Callable, has_aux: bool) -> Callable:
+    """`(params, batch, key) -> (losses, aux or None)`; raises ValueError for other results."""
+    if not callable(loss):
+        raise ValueError(
+            f"loss is a {type(loss).__name__}: pass a function (params, batch, key) -> losses, "
+            "such as model.loss."
+        )
+
+    def run(params, batch, key):
+        found = loss(params, batch, key)
+        if not has_aux:
+            losses, aux = found, None
+        elif isinstance(found, tuple | list) and len(found) == 2:
+            losses, aux = found
+        else:
+            raise ValueError(
+                f"the loss returned a {type(found).__name__}: with has_aux=True return a tuple "
+                "(losses, aux)."
+            )
+        is_array = isinstance(losses, jax.Array | np.ndarray | np.generic | float)
+        what = jax.typeof(losses).str_short() if is_array else f"a {type(losses).__name__}"
+        is_real = is_array and jnp.issubdtype(jnp.result_type(losses), jnp.floating)
+        if not (is_real and jnp.size(losses)):
+            raise ValueError(
+                f"the loss returned {what} as losses: return real numbers, one for each example, "
+                "or their mean. If it returns (losses, aux), pass has_aux=True."
+            )
+        return losses, aux
+
+    return run
+
+
+def units_of(params: PyTree, batch: PyTree, key: Key[Array, ""]) -> tuple[int, Key[Array, "B"]]:
+    """(B, one key per unit) of a batch; raises ValueError if a unit has no gradient."""
+    check_params(params)
+    act = "For a single example add the axis, as x[None]."
+    size = rows_lib.leading_size(batch, "the batch", act)
+    try:
+        return size, jax.random.split(key, size)
+    except (TypeError, ValueError):
+        plans.check_key(key)
+        raise
+
+
+def check_params(params: PyTree) -> None:
+    """Raises ValueError unless all leaves are floating arrays, of which a loss has a gradient."""
+    for leaf in jax.tree.leaves(params):
+        rows_lib.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), jnp.floating)
 
 
 def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
@@ -153,12 +217,15 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
       2023, https://arxiv.org/abs/2302.00845
     """
 
+    of_batch = checked_loss(loss, has_aux)
+
     def mean(params, batch, key):
-        losses, aux = loss(params, batch, key) if has_aux else (loss(params, batch, key), None)
+        losses, aux = of_batch(params, batch, key)
         return jnp.mean(losses), aux
 
     @signed_as(loss)
     def gradients(params, batch, key):
+        check_params(params)
         (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
         return (losses, aux) if has_aux else losses, grad, rows_lib.Rows.of_gradient(grad)
@@ -184,12 +251,15 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
       [2.0, 2.0, 2.0, 2.0]
     """
 
+    of_batch = checked_loss(loss, has_aux)
+
     @signed_as(loss)
     def of_groups(params, batch, key):
         def of_group(group):
-            found = loss(params, group, key)
-            return (jnp.mean(found[0]), found[1]) if has_aux else jnp.mean(found)
+            losses, aux = of_batch(params, group, key)
+            return (jnp.mean(losses), aux) if has_aux else jnp.mean(losses)
 
+        rows_lib.leading_size(batch, "the groups", "Pass a batch with leaves [B, n, ...].")
         return jax.vmap(of_group)(batch)
 
     return of_groups
@@ -200,11 +270,17 @@ def check_separable(loss: Callable, params: PyTree, batch: PyTree, key: Key[Arra
 
     Compares the losses of a batch of two or three examples with those of its examples alone.
     """
-    size = jax.tree.leaves(batch)[0].shape[0]
-    together = jax.jit(loss)(params, batch, key)
-    first = jax.jit(loss)(params, jax.tree.map(lambda x: x[:1], batch), key)[0]
+    size, _ = units_of(params, batch, key)
+    of_batch = jax.jit(lambda batch: checked_loss(loss, False)(params, batch, key)[0])
+    together = of_batch(batch)
+    if together.shape != (size,):
+        raise ValueError(
+            f"the losses of a batch of {size} examples have the shape {together.shape}: return one "
+            "loss per example."
+        )
+    first = of_batch(jax.tree.map(lambda x: x[:1], batch))[0]
     repeated = jax.tree.map(lambda x: jnp.concatenate([x[:1]] * size), batch)
-    beside_itself = jax.jit(loss)(params, repeated, key)[0]
+    beside_itself = of_batch(repeated)[0]
     scale = 1e-3 * (1.0 + abs(float(together[0])))
     if abs(float(together[0] - first)) > scale or abs(float(together[0] - beside_itself)) > scale:
         raise ValueError(

@@ -1,9 +1,11 @@
 """Herding: how large the partial sums along an order become, and the greedy order against it."""
 
+import contextlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ordering import base
@@ -21,14 +23,15 @@ def herding_bound(
 
     Args:
       vectors: z, float[W, M, D]; for one worker float[M, D].
-      orders: int[W, M], one permutation per worker; for one worker int[M].
+      orders: int[W, M], one permutation per worker; for one worker int[M]. Traced ones are not
+        checked.
       norm: `jnp.inf` or 2.
 
     Returns:
       float32 scalar, >= 0.
 
     Raises:
-      ValueError: if the shapes do not match or for another norm.
+      ValueError: if the shapes do not match, for orders that are no permutations, or another norm.
 
     Examples:
       >>> import jax.numpy as jnp, ordering
@@ -43,14 +46,23 @@ def herding_bound(
       2022, https://arxiv.org/abs/2205.10733; over workers: Cooper et al., Coordinating Distributed
       Example Orders for Provably Accelerated Training, 2023, https://arxiv.org/abs/2302.00845
     """
-    if vectors.ndim not in (2, 3) or orders.shape != vectors.shape[:-1] or not orders.size:
+    shape, of_orders = (tuple(getattr(x, "shape", ())) for x in (vectors, orders))
+    if len(shape) not in (2, 3) or of_orders != shape[:-1] or 0 in shape:
         raise ValueError(
-            f"vectors have shape {vectors.shape} and orders {orders.shape}: the bound needs "
-            "[W, M, D] and [W, M] (for one worker [M, D] and [M]), of at least one unit."
+            f"vectors have shape {shape} and orders {of_orders}: the bound needs arrays [W, M, D] "
+            "and [W, M] (for one worker [M, D] and [M]), of at least one unit and one entry."
+        )
+    num_units, are_orders = orders.shape[-1], jnp.issubdtype(orders.dtype, jnp.integer)
+    with contextlib.suppress(jax.errors.TracerArrayConversionError, RuntimeError):  # not here
+        are_orders = are_orders and (np.sort(orders) == np.arange(num_units)).all()
+    if not are_orders:
+        raise ValueError(
+            f"orders are no permutations of the units 0 .. {num_units - 1}: each row must hold "
+            "every unit once, as an integer. Pass the `current` of a state."
         )
     if norm not in (2, jnp.inf):
-        raise ValueError(f"norm is {norm}: pass 2 or jnp.inf.")
-    vectors = vectors.astype(jnp.float32).reshape(-1, *vectors.shape[-2:])
+        raise ValueError(f"norm is {norm!r}: pass 2 or jnp.inf.")
+    vectors = rows_lib.as_float32(vectors).reshape(-1, *shape[-2:])
     orders = orders.reshape(vectors.shape[:2])
     mean = jnp.mean(vectors, axis=(0, 1), keepdims=True)
     ordered = jnp.take_along_axis(vectors - mean, orders[:, :, None], axis=1)
@@ -94,7 +106,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
       Lu, Meng, De Sa, A General Analysis of Example-Selection for Stochastic Gradient Descent,
       2022, https://openreview.net/forum?id=7gWSJrP3opB
     """
-    base.check_units(num_units, units_per_step)
+    num_units, units_per_step = base.check_units(num_units, units_per_step)
 
     def init(key, params):
         current = base.first_order(key, num_units)
@@ -121,7 +133,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     def next_epoch(state):
         return base.begin_epoch(state, greedy_order(state.gradients), "position")
 
-    return Ordering(init, observe, next_epoch)
+    return base.checked(Ordering(init, observe, next_epoch), num_units, GreedyHerdingState)
 
 
 def greedy_order(vectors: Float[Array, "M D"]) -> Int[Array, "M"]:

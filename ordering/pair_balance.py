@@ -47,7 +47,8 @@ def pair_balance(
 
     If M is odd, the last unit is not compared and lands in the middle of the next order. A pair may
     be split over two steps. If an epoch is cut short, the units that were not observed keep their
-    order in the middle. Units beyond M are ignored.
+    order in the middle. Units beyond M are ignored. Pairs that are not finite get a plus, and are
+    not added to r.
 
     Args:
       num_units: M >= 1, units of this worker.
@@ -77,7 +78,7 @@ def pair_balance(
       Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
       2022, https://arxiv.org/abs/2205.10733
     """
-    return _pair_balance(num_units, units_per_step, rule, axis_name=None, specs=specs)
+    return _pair_balance(num_units, units_per_step, rule, None, specs, coordinated=False)
 
 
 def cd_grab(
@@ -141,14 +142,13 @@ def cd_grab(
     """
     if gathers is not None:
         return gathered_pairs(num_units, units_per_step, rule, axis_name, specs, gathers)
-    return _pair_balance(num_units, units_per_step, rule, axis_name, specs)
+    return _pair_balance(num_units, units_per_step, rule, axis_name, specs, coordinated=True)
 
 
-def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering:
-    base.check_units(num_units, units_per_step)
-    rule = signs.greedy() if rule is None else rule
+def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordinated) -> Ordering:
+    num_units, units_per_step = base.check_units(num_units, units_per_step)
+    rule = signs.rule_of(rule)
     splits_pairs = units_per_step % 2 == 1
-    coordinated = axis_name is not None
     axes = () if specs is None else mesh.check_specs(specs, axis_name)  # inside a worker
     summed = (*mesh.names_of(axis_name), *axes)
     derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
@@ -241,9 +241,9 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs) -> Ordering
         return PairBalanceState(everywhere, everywhere, everywhere, of, pending, everywhere)
 
     order = Ordering(init, observe, next_epoch)
-    if not axes:
-        return order
-    return sharded(order, specs, axes, state_specs=state_specs, coordinated=coordinated)
+    if axes:
+        order = sharded(order, specs, axes, state_specs=state_specs, coordinated=coordinated)
+    return base.checked(order, num_units, PairBalanceState, rule=rule, pending=splits_pairs)
 
 
 def subtract(pair: PyTree) -> PyTree:

@@ -18,6 +18,7 @@ from ordering.grab import GrabState
 from ordering.herding import GreedyHerdingState
 from ordering.pair_balance import PairBalanceState
 from ordering.shuffles import ShuffleState
+from syncopate import plans
 
 
 def resize(
@@ -45,11 +46,18 @@ def resize(
       (state, units) for W' workers, units int32[W', M'].
 
     Raises:
-      ValueError: in the middle of an epoch, for the state of an order that `begun` does not know.
+      ValueError: if the arguments do not fit each other; in the middle of an epoch, for the state
+        of an order that `begun` does not know.
     """
     current, owned = np.asarray(state.current), None
+    _check(state, fresh, units, units_per_step, visited)
     if units is not None:
         current = np.take_along_axis(units, current, axis=1)
+    if len(np.unique(current)) < current.size:
+        raise ValueError(
+            "some units belong to several workers: pass as units which ones each worker owns, each "
+            "once, or None for the state of a dealt order."
+        )
     current = dealt_to(current, len(fresh.current), units_per_step)
     if units is not None:
         owned = np.sort(current, axis=1).astype(np.int32)
@@ -58,6 +66,27 @@ def resize(
     if isinstance(new, ShuffleState):  # its next order is drawn an epoch ahead
         new = jax.vmap(order.next_epoch, axis_name=axis_name)(new)
     return new, owned
+
+
+def _check(state, fresh, units, units_per_step, visited):
+    (workers, size), (after, new_size) = ((0, *x.current.shape)[-2:] for x in (state, fresh))
+    whole = plans.is_whole(units_per_step) and 1 <= units_per_step <= size
+    if not (
+        whole
+        and type(state) is type(fresh)
+        and workers * size == after * new_size > 0
+        and workers * units_per_step % after == workers * (size % units_per_step) % after == 0
+        and plans.is_whole(visited)
+        and 0 <= visited <= new_size
+        and (units is None or np.shape(units) == (workers, size))
+    ):
+        raise ValueError(
+            f"a {type(state).__name__} of {workers} workers with {size} units, {units_per_step!r} "
+            f"per step, cannot go on as a {type(fresh).__name__} of {after} workers with "
+            f"{new_size} units each, {visited!r} of them visited, for units of shape "
+            f"{np.shape(units)}: pass states of one order, and steps that {after} workers can "
+            "share."
+        )
 
 
 def dealt_to(rows: np.ndarray, workers: int, units_per_step: int) -> np.ndarray:

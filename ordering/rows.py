@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, PyTree
+
+REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
 class Rows(NamedTuple):
@@ -46,7 +50,7 @@ class Rows(NamedTuple):
           `Rows` over the n gradients.
 
         Raises:
-          ValueError: if the tree is empty or its leaves disagree about n.
+          ValueError: if the tree is empty, its leaves disagree about n, or are not real numbers.
 
         Examples:
           >>> import jax.numpy as jnp, ordering
@@ -54,13 +58,10 @@ class Rows(NamedTuple):
           >>> rows.dot({"w": jnp.array([1., 2., 3.])}).tolist()
           [1.0, 2.0, 3.0]
         """
-        sizes = {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
-        size = next(iter(sizes), None)
-        if len(sizes) != 1 or size is None:
-            raise ValueError(
-                f"rows need leaves with one common leading axis, got leading sizes {sizes}: "
-                "stack one gradient per unit, for instance with jax.vmap(jax.grad(loss))."
-            )
+        act = "Stack one gradient per unit, for instance with jax.vmap(jax.grad(loss))."
+        size = leading_size(tree, "rows", act)
+        for leaf in jax.tree.leaves(tree):
+            check_real(leaf)
         return cls(
             size=size,
             dot=lambda vector: _sum_leaves(_dot_leaf, tree, vector),
@@ -89,7 +90,39 @@ class Rows(NamedTuple):
           >>> ordering.Rows.of_gradient({"w": jnp.ones(3)}).tree["w"].shape
           (1, 3)
         """
-        return cls.of(jax.tree.map(lambda g: jnp.asarray(g)[None], gradient))
+
+        def alone(leaf):
+            leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+            check_real(leaf)
+            return jnp.asarray(leaf)[None]
+
+        return cls.of(jax.tree.map(alone, gradient))
+
+
+def leading_size(tree: PyTree, what: str, act: str) -> int:
+    """The size of the leading axis of all leaves; raises ValueError without such an axis or unit.
+
+    The message says `what` the tree is and how to `act`.
+    """
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)]
+    sizes = {shape[0] if shape else 0 for shape in shapes}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(
+            f"{what} must be arrays with a common leading axis of at least one unit, and have the "
+            f"shapes {shapes}. {act}"
+        )
+    return sizes.pop()
+
+
+def check_real(leaf: ArrayLike, *kinds: type) -> None:
+    """Raises ValueError unless an array holds real numbers (of one of these kinds)."""
+    dtype = getattr(leaf, "dtype", np.dtype(object))
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds or REAL):
+        raise ValueError(
+            f"an array of params or gradients has the dtype {dtype}: gradients are arrays of real "
+            "numbers. Pass real and imaginary parts as two arrays, and keep what is not trained "
+            "out of params."
+        )
 
 
 def centre(rows: Rows, mean: PyTree) -> Rows:
@@ -137,6 +170,7 @@ subtract_pairs = jax.vmap(subtract)
 
 
 def as_float32(leaf: Array) -> Float32[Array, "..."]:
+    check_real(leaf)
     return leaf.astype(jnp.float32)
 
 

@@ -44,6 +44,7 @@ def random_reshuffling(num_units: int) -> Ordering:
       Mishchenko, Khaled, Richtárik, Random Reshuffling: Simple Analysis with Vast Improvements,
       2020, https://arxiv.org/abs/2006.05988
     """
+    num_units, _ = base.check_units(num_units)
     return shuffled(num_units, lambda key, epoch, _: _permutation(key, epoch, num_units))
 
 
@@ -121,19 +122,22 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
       Nguyen, Phan, Kalagnanam, Learning to Shuffle: Block Reshuffling and Reversal Schemes for
       Stochastic Optimization, 2026, https://arxiv.org/abs/2604.00260
     """
-    base.check_units(num_units)
+    num_units, _ = base.check_units(num_units)
+    if paired_reversal not in (False, True):
+        raise ValueError(f"paired_reversal is {paired_reversal!r}: pass True or False.")
     if not plans.is_whole(block_size) or not 1 <= block_size <= num_units:
         raise ValueError(
             f"block_size is {block_size!r} with {num_units} units: pass a whole number in "
             f"[1, {num_units}]."
         )
+    block_size = int(block_size)
     num_blocks = -(-num_units // block_size)
 
     def draw(key, epoch, current):
         place = jnp.argsort(_permutation(key, epoch, num_blocks))
         shuffled = jnp.argsort(place[jnp.arange(num_units) // block_size], stable=True)
         fresh = base.first_order(key, num_units)[shuffled]
-        replay = (epoch % 2 == 1) & paired_reversal
+        replay = (epoch % 2 == 1) & bool(paired_reversal)
         return jnp.where(replay, current[::-1], fresh)
 
     return shuffled(num_units, draw)
@@ -169,16 +173,19 @@ def _permutation(key, epoch, size):
     return base.permutation(jax.random.fold_in(key, epoch), size)
 
 
-def shuffled(num_units: int, draw: Callable, first: Callable | None = None) -> Ordering:
+def shuffled(
+    num_units: int, draw: Callable, first: Callable | None = None, kind: type = ShuffleState
+) -> Ordering:
     """The ordering whose next order is `draw(key, epoch, current)`, from `first(key)` if given."""
-    base.check_units(num_units)
+    num_units, _ = base.check_units(num_units)
 
-    def init(key, params=None):
+    def init(key, params):
+        base.check_key(key)
         current = first(key) if first else base.first_order(key, num_units)
         following = draw(key, jnp.ones((), jnp.int32), current)
         left, epoch = jnp.full((), num_units, jnp.int32), jnp.zeros((), jnp.int32)
         # A copy of the key, which the caller keeps when the state is donated.
-        return ShuffleState(current, following, left, epoch, jax.random.clone(key))
+        return kind(current, following, left, epoch, jax.random.clone(key))
 
     def observe(state, rows):
         if rows is not None:  # also rows of all workers, since none are read
@@ -190,4 +197,4 @@ def shuffled(num_units: int, draw: Callable, first: Callable | None = None) -> O
         following = draw(state.key, epoch + 1, state.next)
         return state._replace(current=state.next, next=following, epoch=epoch)
 
-    return Ordering(init, observe, next_epoch)
+    return base.checked(Ordering(init, observe, next_epoch), num_units, kind, observes=False)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Key
 
+from syncopate import plans
+
 State = Any
 
 
@@ -28,6 +30,15 @@ class SignRule(NamedTuple):
     init: Callable[[Key[Array, ""]], State]
     sign: Callable[[State, Float32[Array, ""], Float32[Array, ""]], tuple[State, Array]]
     next_epoch: Callable[[State], State]
+
+
+def rule_of(rule: SignRule | None) -> SignRule:
+    """The sign rule of an order, `greedy()` for None; raises ValueError for what is no rule."""
+    if rule is not None and not isinstance(rule, SignRule):
+        raise ValueError(
+            f"rule is {rule!r}: pass a SignRule, as rule=ordering.greedy() with its parentheses."
+        )
+    return greedy() if rule is None else rule
 
 
 def greedy() -> SignRule:
@@ -68,7 +79,7 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
       A randomised `SignRule`. The i-th sign depends on the key, i and <r, c> alone.
 
     Raises:
-      ValueError: if bound is not positive.
+      ValueError: if bound is not positive and finite.
 
     Examples:
       >>> import ordering
@@ -78,8 +89,12 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
       Alweiss, Liu, Sawhney, Discrepancy Minimization via a Self-Balancing Walk, 2021,
       https://arxiv.org/abs/2006.14009
     """
-    if not bound > 0:
-        raise ValueError(f"bound is {bound}: the walk needs C > 0; the usual value is 30.")
+    if not (plans.is_number(bound) and 1e-37 < bound < 1e37):
+        raise ValueError(
+            f"bound is {bound!r}: the walk needs C > 0, a number that float32 holds; the usual "
+            "value is 30."
+        )
+    bound = float(bound)
 
     def sign(state, dot, norm2):
         coin = jax.random.uniform(jax.random.fold_in(state.key, state.signed))
@@ -126,13 +141,15 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
     References:
       Carrell et al., Low-Rank Thinning, 2025, https://arxiv.org/abs/2502.12063
     """
-    if num_epochs < 1 or num_pairs < 1 or not 0 < delta < 1:
+    counts = (plans.is_number(n) and 1 <= n < math.inf for n in (num_epochs, num_pairs))
+    if not (all(counts) and plans.is_number(delta) and 1e-20 < delta < 1):
         raise ValueError(
-            f"kernel halving got num_epochs={num_epochs}, num_pairs={num_pairs}, delta={delta}: "
-            "both counts must be at least 1 and delta must lie in (0, 1)."
+            f"kernel halving got num_epochs={num_epochs!r}, num_pairs={num_pairs!r}, "
+            f"delta={delta!r}: both counts must be finite numbers of at least 1, and delta must "
+            "lie in (0, 1), above 1e-20."
         )
     # A Python number: a rule made while tracing must not hold a traced array.
-    penalty = (4 / delta) * (math.log(num_epochs) + 1) * (math.log(num_pairs) + 1)
+    penalty = (4 / float(delta)) * (math.log(num_epochs) + 1) * (math.log(num_pairs) + 1)
 
     def init(key):
         zero = jnp.zeros((), jnp.int32)

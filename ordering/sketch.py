@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Key, PyTree, UInt32
 
+from ordering import base
 from ordering import rows as rows_lib
 from ordering.exchange import LANES, parts
 from syncopate import mesh, plans
@@ -34,7 +35,7 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
 
     Args:
       num_prefixes: N >= 2, prefix sums of all epochs: units x epochs.
-      error: in (0, 1).
+      error: in [0.001, 1).
 
     Returns:
       k.
@@ -51,10 +52,11 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
       Dasgupta, Gupta, An Elementary Proof of a Theorem of Johnson and Lindenstrauss, 2003,
       https://doi.org/10.1002/rsa.10073
     """
-    if num_prefixes < 2 or not 0 < error < 1:
+    number = plans.is_number(num_prefixes) and 2 <= num_prefixes < math.inf
+    if not (number and plans.is_number(error) and 1e-3 <= error < 1):
         raise ValueError(
-            f"num_prefixes is {num_prefixes} and error {error}: pass at least 2 prefixes and an "
-            "error between 0 and 1."
+            f"num_prefixes is {num_prefixes!r} and error {error!r}: pass at least 2 prefixes and "
+            "an error between 0 and 1, of at least 0.001."
         )
     least = 4 * math.log(num_prefixes) / (error**2 / 2 - error**3 / 3)
     return LANES * math.ceil(least / LANES)
@@ -96,8 +98,7 @@ def sketch(
       Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2004,
       https://doi.org/10.1016/S0304-3975(03)00400-6
     """
-    check_size(size)
-    plans.check_key(key)
+    size, key = check_size(size), base.check_key(key)
     axes = () if specs is None else mesh.axes_of(specs)
 
     def apply(tree):
@@ -117,6 +118,8 @@ def sketch(
 
     def mapped(tree, key, count=1):
         leaves = [rows_lib.as_float32(leaf) for leaf in jax.tree.leaves(tree)]
+        if not leaves:
+            raise ValueError(f"there is nothing to sketch in {tree!r}: pass a tree of gradients.")
         if count * sum(leaf.size for leaf in leaves) <= size:
             flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
             return jnp.pad(flat, (0, size - flat.size))
@@ -149,6 +152,8 @@ def sketch_rows(
       >>> ordering.sketch_rows(rows, ordering.sketch(jax.random.key(0), size=64)).tree.shape
       (2, 64)
     """
+    base.check_stacked(rows)
+    check_sketch(to_sketch)
     if rows.size == 1:  # without vmap, read in blocks in the layout it has
         return rows_lib.Rows.of(to_sketch(jax.tree.map(lambda g: g[0], rows.tree))[None])
     return rows_lib.Rows.of(jax.vmap(to_sketch)(rows.tree))
@@ -274,9 +279,18 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
     return 1.0 - 2.0 * (x >> 31).astype(jnp.float32)
 
 
-def check_size(size: int) -> None:
-    if int(size) != size or size < 1:
+def check_size(size: int) -> int:
+    if not plans.is_whole(size) or not 1 <= size < 2**31:
         raise ValueError(
-            f"size is {size}: a sketch has at least one number. Pass a whole number, such as "
-            f"sketch_size(units * epochs), or leave it at {SIZE}."
+            f"size is {size!r}: a sketch has at least one number, and fewer than 2^31. Pass a "
+            f"whole number, such as sketch_size(units * epochs), or leave it at {SIZE}."
+        )
+    return int(size)
+
+
+def check_sketch(to_sketch: Callable | None) -> None:
+    if to_sketch is not None and not callable(to_sketch):
+        raise ValueError(
+            f"to_sketch is {to_sketch!r}: pass the function that ordering.sketch(key, size=k) "
+            "returns."
         )

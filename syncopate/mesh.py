@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 def axes_of(specs: PyTree[P]) -> tuple[str, ...]:
     """The names of the mesh axes in a tree of specs, in order and without repetition."""
     leaves = jax.tree.leaves(specs)
-    if wrong := [s for s in leaves if not isinstance(s, P)]:
+    if wrong := [s for s in leaves or [specs] if specs is not None and not isinstance(s, P)]:
         raise ValueError(
             f"specs holds {wrong[0]!r}: pass a tree of jax.P like the parameters, or one jax.P for "
             "all leaves; jax.P() for leaves that are whole on every device of a worker."
@@ -38,7 +38,7 @@ def axis_size(axis_name) -> int:
         if not names or not all(isinstance(name, str) for name in names):
             raise NameError(axis_name)
         return jax.lax.axis_size(axis_name)
-    except NameError:
+    except (NameError, TypeError):  # a list is no name
         raise ValueError(
             f"axis {axis_name!r} is not in scope: this function runs on each worker. Call it under "
             f"jax.vmap(..., axis_name={axis_name!r}), jax.shard_map over a mesh with this axis, or "
@@ -78,7 +78,13 @@ def over_shards(
 
 def like(specs: PyTree[P], tree: PyTree) -> PyTree[P]:
     """Broadcasts specs, for example one for all leaves, to one for each leaf of a tree."""
-    return jax.tree.broadcast(specs, tree)
+    try:
+        return jax.tree.broadcast(specs, tree)
+    except ValueError as error:
+        raise ValueError(
+            f"specs {specs} do not have the structure of the arrays ({error}): pass a tree of "
+            "jax.P like the parameters, or one jax.P for all leaves."
+        ) from error
 
 
 def varying(tree: PyTree, *others: PyTree) -> PyTree:

@@ -13,7 +13,6 @@ import ordering
 from ordering import base
 from tests import reference, tables
 from tests.cases import times
-from tests.refused import refuses
 
 EXACT = (*tables.REFERENCES, "cd_grab", "cd_grab, gathered", "cd_grab, at syncs", "grab")
 
@@ -238,30 +237,6 @@ def test_blocks_stay_together_and_odd_epochs_are_reversed():
     for order in seen:
         of_units = sorted(blocks, key=lambda block: order.index(block[0]))
         assert sum(of_units, []) == order
-
-
-Z = jnp.zeros((3, 2))
-test_bad_input = refuses({
-    "no unit": (lambda: ordering.random_reshuffling(0), "num_units is 0"),
-    "a long step": (lambda: ordering.pair_balance(4, units_per_step=5), "units_per_step is 5"),
-    "no step": (lambda: ordering.cd_grab(4, units_per_step=0), "units_per_step is 0"),
-    "gathers": (lambda: ordering.cd_grab(4, gathers="later"), "gathers is 'later'"),
-    "block": (lambda: ordering.block_reshuffling(4, block_size=9), "block_size is 9"),
-    "bound": (lambda: ordering.self_balancing_walk(bound=0.0), "bound is 0"),
-    "epochs": (lambda: ordering.kernel_halving(num_epochs=0, num_pairs=1), "num_epochs=0"),
-    "leaves": (lambda: ordering.Rows.of([Z, Z[:2]]), "leading"),
-    "lengths": (lambda: ordering.herding_bound(Z, jnp.arange(4)), "shape"),
-    "norm": (lambda: ordering.herding_bound(Z, jnp.arange(3), norm=1), "norm is 1"),
-})  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["pair_balance", "grab", "greedy_herding"])
-def test_rows_of_the_wrong_size(name):
-    order = tables.ORDERS[name].make(9, 2)
-    state = order.init(jax.random.key(0), jnp.zeros(3))
-    order.observe(state, ordering.Rows.of(jnp.zeros((1, 3))))  # 9 mod 2
-    with pytest.raises(ValueError, match="rows of 3 units"):
-        order.observe(state, ordering.Rows.of(jnp.zeros((3, 3))))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 48, 1625, 1626, 65_536, 65_537])

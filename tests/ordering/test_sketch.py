@@ -11,7 +11,6 @@ import ordering
 from ordering.sketch import BLOCK
 from ordering.sketch import fold as fold_leaf
 from tests import reference, tables
-from tests.refused import refuses
 
 SEED = jnp.uint32(12345)
 fold = jax.jit(fold_leaf, static_argnums=2)
@@ -105,11 +104,3 @@ def test_nothing_as_large_as_the_gradient_is_written(optimised):
     program = jax.jit(ordering.sketch(jax.random.key(0))).lower({"w": leaf}).compile()
     assert program.memory_analysis().temp_size_in_bytes < leaf.size / 4
     assert not re.search(r"= f32\[4000000\]\S* (copy|fusion)", program.as_text())
-
-
-test_bad_sizes = refuses({
-    "one prefix": (lambda: ordering.sketch_size(1), "pass at least 2 prefixes"),
-    "no error": (lambda: ordering.sketch_size(100, error=0.0), "pass at least 2 prefixes"),
-    "all error": (lambda: ordering.sketch_size(100, error=1.0), "pass at least 2 prefixes"),
-    "no number": (lambda: ordering.sketch(jax.random.key(0), size=0), "at least one number"),
-})  # fmt: skip
