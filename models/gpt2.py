@@ -6,15 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import (
-    Model,
-    check_dtype,
-    check_heads,
-    flat_dot_general,
-    model_of,
-    product,
-    whole_sizes,
-)
+from models import base
+from models.base import Model
 from syncopate.plans import check_at_least
 
 DEVIATION = 0.02  # of all weights and embeddings at the start
@@ -30,7 +23,7 @@ SIZES = {
 def _dense(fan_in, fan_out, dtype, rngs, scale=1.0):
     init = nnx.initializers.normal(scale * DEVIATION)
     return nnx.Linear(
-        fan_in, fan_out, kernel_init=init, dtype=dtype, dot_general=flat_dot_general, rngs=rngs
+        fan_in, fan_out, kernel_init=init, dtype=dtype, dot_general=base.flat_dot_general, rngs=rngs
     )
 
 
@@ -90,10 +83,10 @@ class _GPT2(nnx.Module):
         y = tokens[x] + self.positions[...][None, :length]
         for name in self.names:
             y = getattr(self, name)(y)
-        return product(self.norm(y), tokens.T, self.dtype)
+        return base.product(self.norm(y), tokens.T, self.dtype)
 
 
-@whole_sizes
+@base.whole_sizes
 def gpt2(
     *,
     vocab_size: int,
@@ -146,12 +139,12 @@ def gpt2(
       Press, Wolf, Using the Output Embedding to Improve Language Models, 2017,
       https://arxiv.org/abs/1608.05859
     """
-    compute = check_dtype(dtype)
+    compute = base.check_dtype(dtype)
     check_at_least(2, vocab_size=vocab_size)
     check_at_least(1, context=context, depth=depth)
-    check_heads(width, heads)
+    base.check_heads(width, heads)
 
     def make(rngs):
         return _GPT2(vocab_size, context, width, depth, heads, compute, rngs)
 
-    return model_of(make, l2, inputs=(None, None), whole=True)
+    return base.model_of(make, l2, inputs=(None, None), whole=True)

@@ -5,20 +5,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from models.base import (
-    Model,
-    are_sizes,
-    check_array,
-    check_one_key,
-    penalty,
-    softmax_loss,
-    whole_sizes,
-    x_and_y,
-)
+from models import base
+from models.base import Model
 from syncopate.plans import check_at_least, check_finite
 
 
-@whole_sizes
+@base.whole_sizes
 def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) -> Model:
     """Linear logits and cross-entropy: f(W, b) = -log softmax(W^T x + b)_y + l2/2 |W, b|^2.
 
@@ -45,13 +37,13 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
         return {"w": jnp.zeros((num_features, num_classes)), "b": jnp.zeros(num_classes)}
 
     def predict(params, x):
-        check_array("x", x, (None, num_features), flat=True)
+        base.check_array("x", x, (None, num_features), flat=True)
         return x.reshape(x.shape[0], -1) @ params["w"] + params["b"][None]
 
-    return Model(init, softmax_loss(predict, l2), predict)
+    return Model(init, base.softmax_loss(predict, l2), predict)
 
 
-@whole_sizes
+@base.whole_sizes
 def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     """Linear logit and log loss: f(w) = log(1 + exp(-(2y - 1) w^T x)) + l2/2 |w|^2.
 
@@ -77,15 +69,15 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
         return {"w": jnp.zeros(num_features)}
 
     def logit(params, x):
-        check_array("x", x, (None, num_features))
+        base.check_array("x", x, (None, num_features))
         return x @ params["w"]
 
     def loss(params, batch, key):
-        x, y = x_and_y(batch)
+        x, y = base.x_and_y(batch)
         positive = logit(params, x)
-        check_array("y of this x", y, positive.shape)
+        base.check_array("y of this x", y, positive.shape)
         losses = optax.sigmoid_binary_cross_entropy(positive, y)
-        return losses + penalty(params, l2)
+        return losses + base.penalty(params, l2)
 
     def predict(params, x):
         positive = logit(params, x)
@@ -150,7 +142,7 @@ def _widen(x):
     return jnp.asarray(x, jnp.float64 if floating else x.dtype)
 
 
-@whole_sizes
+@base.whole_sizes
 def mlp(
     *, num_features: int, hidden: tuple[int, ...] = (128,), num_classes: int, l2: float = 0.0
 ) -> Model:
@@ -183,10 +175,10 @@ def mlp(
     check_at_least(1, num_features=num_features)
     check_at_least(2, num_classes=num_classes)
     init, predict = _layers(num_features, hidden, num_classes)
-    return Model(init, softmax_loss(predict, l2), predict)
+    return Model(init, base.softmax_loss(predict, l2), predict)
 
 
-@whole_sizes
+@base.whole_sizes
 def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 0.0) -> Model:
     """Multilayer perceptron that predicts the next `horizon` values of a series from `lags` ones.
 
@@ -221,22 +213,22 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
     init, predict = _layers(lags, hidden, horizon)
 
     def loss(params, batch, key):
-        x, y = x_and_y(batch)
+        x, y = base.x_and_y(batch)
         forecast = predict(params, x)
-        check_array("y of this x", y, forecast.shape)
-        return jnp.mean(jnp.square(forecast - y), axis=-1) + penalty(params, l2)
+        base.check_array("y of this x", y, forecast.shape)
+        return jnp.mean(jnp.square(forecast - y), axis=-1) + base.penalty(params, l2)
 
     return Model(init, loss, predict)
 
 
 def _layers(inputs: int, hidden: tuple[int, ...], outputs: int) -> tuple:
     """(init, predict) of dense layers with ReLU between them."""
-    if not are_sizes(hidden):
+    if not base.are_sizes(hidden):
         raise ValueError(f"hidden is {hidden!r}: pass a tuple of whole numbers of at least 1.")
     sizes, last = (inputs, *hidden, outputs), len(hidden)
 
     def init(key):
-        check_one_key(key)
+        base.check_one_key(key)
         params = []
         for k, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
             scale = jnp.sqrt((1 if k == last else 2) / fan_in)
@@ -245,7 +237,7 @@ def _layers(inputs: int, hidden: tuple[int, ...], outputs: int) -> tuple:
         return params
 
     def predict(params, x):
-        check_array("x", x, (None, inputs), flat=True)
+        base.check_array("x", x, (None, inputs), flat=True)
         x = x.reshape(x.shape[0], -1)
         for k, layer in enumerate(params):
             x = x @ layer["w"] + layer["b"][None]

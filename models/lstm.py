@@ -5,21 +5,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from models.base import (
-    Model,
-    check_array,
-    check_dtype,
-    check_one_key,
-    product,
-    softmax_loss,
-    whole_sizes,
-)
+from models import base
+from models.base import Model
 from syncopate.plans import check_at_least
 
 RANGE = 0.1  # of the initial embeddings
 
 
-@whole_sizes
+@base.whole_sizes
 def lstm(
     *, vocab_size: int, width: int, depth: int = 2, dtype: str = "float32", l2: float = 0.0
 ) -> Model:
@@ -64,7 +57,7 @@ def lstm(
       Press, Wolf, Using the Output Embedding to Improve Language Models, 2017,
       https://arxiv.org/abs/1608.05859
     """
-    compute = check_dtype(dtype)
+    compute = base.check_dtype(dtype)
     check_at_least(2, vocab_size=vocab_size)
     check_at_least(1, width=width, depth=depth)
     names = [f"layer{k}" for k in range(depth)]
@@ -72,7 +65,7 @@ def lstm(
     shapes |= {"bias_input": (4 * width,), "bias_recurrent": (4 * width,)}
 
     def init(key):
-        check_one_key(key)
+        base.check_one_key(key)
         layers = {}
         for k, name in enumerate(names, start=1):
             keys = jax.random.split(jax.random.fold_in(key, k), len(shapes))
@@ -84,25 +77,25 @@ def lstm(
         return {"tokens": tokens, **layers}
 
     def predict(params, x):
-        check_array("x", x, (None, None), whole=True)
+        base.check_array("x", x, (None, None), whole=True)
         h = params["tokens"][x.T]  # [L, n, width]: a scan goes along the first axis
         for name in names:
             h = _layer(params[name], h, compute)
-        return product(h.swapaxes(0, 1), params["tokens"].T, compute)
+        return base.product(h.swapaxes(0, 1), params["tokens"].T, compute)
 
-    return Model(init, softmax_loss(predict, l2), predict)
+    return Model(init, base.softmax_loss(predict, l2), predict)
 
 
 def _layer(params, x, dtype):
     """The states h [L, n, width] of one layer; x are those of the layer below."""
     bias = params["bias_input"] + params["bias_recurrent"]
     # For all steps at once; the scan computes only what depends on the previous step.
-    inputs = product(x, params["input"], dtype) + bias[None, None]
+    inputs = base.product(x, params["input"], dtype) + bias[None, None]
     zero = jnp.zeros(x.shape[1:], inputs.dtype)
 
     def step(state, inputs):
         h, c = state
-        i, f, g, o = jnp.split(inputs + product(h, params["recurrent"], dtype), 4, axis=-1)
+        i, f, g, o = jnp.split(inputs + base.product(h, params["recurrent"], dtype), 4, axis=-1)
         c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         h = jax.nn.sigmoid(o) * jnp.tanh(c)
         return (h, c), h

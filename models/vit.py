@@ -3,15 +3,8 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import (
-    Model,
-    check_choice,
-    check_dtype,
-    check_heads,
-    check_image_shape,
-    model_of,
-    whole_sizes,
-)
+from models import base
+from models.base import Model
 from syncopate.plans import check_at_least
 
 EPSILON = 1e-6  # of the layer normalisations
@@ -75,7 +68,7 @@ def _patches(x, patch):
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, -1, patch * patch * channels)
 
 
-@whole_sizes
+@base.whole_sizes
 def vit(
     *,
     image_shape: tuple[int, int, int] = (32, 32, 3),
@@ -135,21 +128,21 @@ def vit(
       Beyer, Zhai, Kolesnikov, Better plain ViT baselines for ImageNet-1k, 2022,
       https://arxiv.org/abs/2205.01580
     """
-    compute = check_dtype(dtype)
-    check_image_shape(image_shape, num_classes)
+    compute = base.check_dtype(dtype)
+    base.check_image_shape(image_shape, num_classes)
     height, wide, _ = image_shape
     check_at_least(1, patch=patch, depth=depth, mlp_ratio=mlp_ratio)
-    check_heads(width, heads)
+    base.check_heads(width, heads)
     if min(height, wide) < patch or height % patch or wide % patch:
         raise ValueError(
             f"patch is {patch} for images of {height} x {wide}: it must divide both sides. Resize "
             "the images or use another patch size."
         )
-    check_choice(POOLS, pool=pool)
-    check_choice(GELUS, gelu=gelu)
+    base.check_choice(POOLS, pool=pool)
+    base.check_choice(GELUS, gelu=gelu)
     block = {"heads": heads, "hidden": mlp_ratio * width, "tanh": gelu == "tanh", "dtype": compute}
 
     def make(rngs):
         return _ViT(image_shape, num_classes, patch, width, depth, pool=pool, rngs=rngs, **block)
 
-    return model_of(make, l2, inputs=(None, *image_shape))
+    return base.model_of(make, l2, inputs=(None, *image_shape))
