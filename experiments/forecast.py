@@ -133,7 +133,6 @@ def main(values: flags.FlagValues) -> None:
     found = [forecast_of(name, values) for name in names]
     text = "\n".join([*(text for _, text, _ in found), published_text()])
     folder = values.output_dir
-    os.makedirs(folder, exist_ok=True)
     files.write_whole(os.path.join(folder, "table.md"), text)
     title = "Steps between syncs"
     shown = {label: plans for label, _, plans in found}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 from absl import flags
 
 from experiments import train
@@ -85,3 +86,16 @@ def stop_in_the_middle(command, folder, number, devices=1):
 def records(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(x).items() if k != "seconds"} for x in lines]
+
+
+def ended(folder):
+    """What a run has found: its records without seconds, and its model if it writes one."""
+    import orbax.checkpoint as ocp
+
+    lines = sorted(json.dumps(r, sort_keys=True) for r in records(folder))
+    if not (folder / "model").exists():
+        assert (folder / "table.md").exists() and not list((folder / "checkpoints").glob("*"))
+        return lines, None
+    with ocp.StandardCheckpointer() as checkpointer:
+        model = checkpointer.restore(os.path.abspath(folder / "model"))
+    return lines, {name: np.asarray(leaf).tobytes() for name, leaf in model.items()}

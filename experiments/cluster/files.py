@@ -8,18 +8,13 @@ from collections.abc import Iterator, Mapping
 
 from experiments.cluster import processes, strict
 
-ROOM = "make room there; then the same command continues"
-OPEN = "make it writable, or choose another --output_dir"
-AWAY = "move away what is there, or choose another --output_dir"
-BACK = "bring it back, or choose another --output_dir"
-LOOK = "look at that disk; then the same command continues"
 ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), OPEN),
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), AWAY),
-    **dict.fromkeys((errno.EIO, errno.ESTALE), LOOK),
-    errno.ENAMETOOLONG: "choose another --output_dir",
-    errno.ENOENT: BACK,
+    "make room there; then the same command continues": "ENOSPC EDQUOT EFBIG",
+    "make it writable, or choose another --output_dir": "EACCES EPERM EROFS",
+    "move away what is there, or choose another --output_dir": "EISDIR ENOTDIR EEXIST ENOTEMPTY",
+    "bring it back, or choose another --output_dir": "ENOENT ESTALE",
+    "look at that disk; then the same command continues": "EIO",
+    "choose another --output_dir": "ENAMETOOLONG",
 }
 TENSORSTORE = re.compile(r"local file \"(.*?)\".*\[os_error_code='(\d+)'", re.S)
 
@@ -37,18 +32,21 @@ def advised(path: str) -> Iterator[None]:
         number, at = getattr(error, "errno", None), getattr(error, "filename", None) or path
         if told := TENSORSTORE.search(str(error)):
             at, number = told[1], int(told[2])
-        inside = os.path.abspath(at).startswith(os.path.abspath(path))
-        if number not in ADVICE or not inside:
+        code = errno.errorcode.get(number, "none")
+        advice = [text for text, codes in ADVICE.items() if code in codes.split()]
+        if not advice or not os.path.abspath(at).startswith(os.path.abspath(path)):
             raise
-        text = f"{str(at)!r} cannot be used ({os.strerror(number)}): {ADVICE[number]}."
+        text = f"{str(at)!r} cannot be used ({os.strerror(number)}): {advice[0]}."
         raise OSError(text) from error
 
 
 def write_whole(path: str, content: str | bytes) -> None:
-    """Writes a file atomically: under a temporary name, which is then renamed."""
+    """Writes a file, and its folder, atomically: under a temporary name, which is then renamed."""
     if not processes.is_first():
         return
-    temporary = f"{path}.tmp"
+    temporary, folder = f"{path}.tmp", os.path.dirname(os.path.abspath(path))
+    with advised(folder):
+        os.makedirs(folder, exist_ok=True)
     with advised(path):
         try:
             with open(temporary, "wb") as file:

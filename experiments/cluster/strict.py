@@ -22,14 +22,12 @@ def dumps(value, **options) -> str:
 def loads(text: str | bytes, what: str, kind: type = dict):
     """The value of a text; ValueError, which names `what`, unless it is JSON of this kind."""
     try:
-        found, wrong = json.loads(text), None
-    except (ValueError, RecursionError) as error:
-        found, wrong = None, error
-    if wrong is None and not isinstance(found, kind):
+        if isinstance(found := json.loads(text), kind):
+            return found
         wrong = f"it holds {type(found).__name__}, not {kind.__name__}"
-    if wrong is not None:
-        raise ValueError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")
-    return found
+    except (ValueError, RecursionError) as error:
+        wrong = error
+    raise ValueError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")
 
 
 def plain(value):

@@ -65,7 +65,6 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
         )
     look = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commands": made}
     look["versions"] = files.read_json(str(results / VERSIONS))
-    target.mkdir(parents=True, exist_ok=True)
     for part in COPIED:
         files.write_whole(str(target / part), (results / part).read_bytes())
     files.write_whole(str(target / COMMAND), "".join(f"{line}\n" for line in lines))

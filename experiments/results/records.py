@@ -91,18 +91,17 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
             "another --output_dir, or pass --overwrite to forget that run."
         )
     processes.wait(f"settings of {folder}")  # before the first of them writes
-    with files.advised(folder):
-        os.makedirs(folder, exist_ok=True)
-        if overwrite and processes.is_first():  # before the new settings are there
-            shutil.rmtree(os.path.join(folder, "checkpoints"), ignore_errors=True)
-            _remove(folder, METRICS, HASHES)
+    if overwrite and processes.is_first():  # before the new settings are there
+        shutil.rmtree(os.path.join(folder, "checkpoints"), ignore_errors=True)
+        _remove(folder, METRICS, HASHES)
     files.write_json(path, settings)
     files.write_json(os.path.join(folder, "versions.json"), versions())
 
 
 def _remove(folder, *names):
-    for name in names:
-        pathlib.Path(folder, name).unlink(missing_ok=True)
+    with files.advised(folder):
+        for name in names:
+            pathlib.Path(folder, name).unlink(missing_ok=True)
 
 
 def commit() -> str | None:
@@ -147,19 +146,20 @@ def read(path: str) -> list[dict]:
     with files.advised(path):
         *lines, cut = path.read_bytes().split(b"\n")
         if path.name == METRICS and path.with_name(HASHES).exists():
-            hashes = path.with_name(HASHES).read_text("utf-8", "replace").split("\n")[:-1]
+            hashes = path.with_name(HASHES).read_bytes().split(b"\n")[:-1]
     if cut or (hashes is not None and len(lines) == len(hashes) + 1):
         why = "was cut off" if cut else "has no hash"
         processes.say(f"Line {len(lines) + bool(cut)} of {str(path)!r} {why}, and is left out.")
         lines = lines if cut else lines[:-1]
-    for number, line in enumerate(lines):
-        if hashes is not None and _hash(line) != (hashes[number:] or [""])[0]:
+    names = [f"line {number} of {str(path)!r}" for number in range(1, len(lines) + 1)]
+    for number, (name, line) in enumerate(zip(names, lines, strict=True)):
+        if hashes is not None and hashes[number : number + 1] != [_hash(line).encode()]:
+            what = f"restore both from a copy, delete {HASHES} if the change is meant"
             raise ValueError(
-                f"line {number + 1} of {str(path)!r} was changed, as {HASHES} says: restore both "
-                f"from a copy, delete {HASHES} if the change is meant, choose another "
-                "--output_dir, or pass --overwrite to begin again."
+                f"{name} was changed, as {HASHES} says: {what}, choose another --output_dir, or "
+                "pass --overwrite to begin again."
             )
-    return [strict.loads(x, f"line {n} of {str(path)!r}") for n, x in enumerate(lines, 1)]
+    return [*map(strict.loads, lines, names)]
 
 
 def _hash(line: bytes) -> str:
@@ -199,7 +199,6 @@ def writing(
     if not processes.is_first():
         yield lambda record: None
         return
-    os.makedirs(folder, exist_ok=True)
     paths = [os.path.join(folder, name) for name in (METRICS, HASHES)]
     lines = [strict.dumps(record) for record in keep]
     with tracking.hook(trackers, folder, anew=not lines) as track:

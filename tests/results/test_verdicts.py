@@ -176,3 +176,11 @@ def test_every_printed_command_belongs_to_a_study():
     for line in lines:
         chosen, values = parsed(line)
         assert study.arms_of(chosen, values.arms)
+
+
+@pytest.mark.parametrize("content", (b"x", gzip.compress(b"")[:-9], gzip.compress(b"[" * 10**5)))
+def test_a_broken_archive_is_named(tmp_path, content):
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "metrics.jsonl.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"digits/metrics.jsonl.gz' is broken"):
+        archive.load("digits", tmp_path)

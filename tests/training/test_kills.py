@@ -10,7 +10,6 @@ killed, or the launch with all of them.
 
 import collections
 import importlib
-import json
 import operator
 import os
 import signal
@@ -19,7 +18,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.commands import children, finish, records, start
+from tests.commands import children, ended, finish, start
 from tests.killed_runs import AIMS, Forks
 
 SMALL = ["--num_train=96", "--num_test=200", "--unit_size=1", "--warmup_steps=2", "--h_base=2"]
@@ -44,19 +43,6 @@ def forks():
     server = Forks()
     yield server
     server.close()
-
-
-def ended(folder):
-    """What a run has found: its records without seconds, and its model if it writes one."""
-    import orbax.checkpoint as ocp
-
-    lines = sorted(json.dumps(r, sort_keys=True) for r in records(folder))
-    if not (folder / "model").exists():
-        assert (folder / "table.md").exists() and not list((folder / "checkpoints").glob("*"))
-        return lines, None
-    with ocp.StandardCheckpointer() as checkpointer:
-        model = checkpointer.restore(os.path.abspath(folder / "model"))
-    return lines, {name: np.asarray(leaf).tobytes() for name, leaf in model.items()}
 
 
 def moment(generator, seconds):
