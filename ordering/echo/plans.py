@@ -47,6 +47,7 @@ class EchoPlan(plans.Plan):
             raise ValueError(f"fresh is {kind}: pass one bool per step, True where it loads.")
         if not fresh[0]:
             raise ValueError("fresh[0] is False: the first step must load, pass True for it.")
+        plans.check_total_steps(len(fresh))
         fresh = np.array(fresh)
         fresh.setflags(write=False)
         object.__setattr__(self, "fresh", fresh)
