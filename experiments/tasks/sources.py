@@ -3,7 +3,11 @@
 No TensorFlow pipeline is involved.
 """
 
+import contextlib
 import dataclasses
+import glob
+import os
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -29,10 +33,29 @@ def source(name: str, data_dir: str | None, split: str):
         f"Prepare it with `python -m experiments.prepare --name={name} --data_dir=DIR{manual}` "
         "(tensorflow-datasets' download_and_prepare) and pass --data_dir=DIR."
     )
-    need_file(name, data_dir, name, how=how)
+    path = need_file(name, data_dir, name, how=how)
+    if not is_prepared(name, data_dir, split):
+        raise ValueError(f"{path!r} holds no split {split!r} as ArrayRecord. {how}")
     import tensorflow_datasets as tfds
 
     return tfds.data_source(name, split=split, data_dir=data_dir)
+
+
+def is_prepared(name: str, data_dir: str | None, split: str = "train") -> bool:
+    """Whether the folder has a split of "NAME" or "NAME/CONFIG", in any version."""
+    records = os.path.join(data_dir or "", *name.split("/"), "*", f"*-{split}.array_record*")
+    return data_dir is not None and bool(glob.glob(records))
+
+
+@contextlib.contextmanager
+def reading(path: str, how: str):
+    """Names the file, and how to get it, in every error that its reading raises."""
+    try:
+        yield
+    except (OSError, EOFError, IndexError, ValueError, zipfile.BadZipFile) as error:
+        if isinstance(error, ValueError) and repr(path) in str(error):
+            raise
+        raise ValueError(f"{path!r} is damaged or another file ({error}). {how}") from error
 
 
 def read_all(examples) -> list[dict]:

@@ -29,6 +29,7 @@ from experiments.tasks.base import (
     need_file,
     split,
 )
+from experiments.tasks.sources import reading
 
 HMDA = "github.com/pasta41/hmda-data-2017"
 DENIED = 3  # action_taken of a denied application
@@ -113,19 +114,25 @@ def parse_hmda(
     Raises:
       ValueError: if a zip file does not contain its table.
     """
-    columns = np.array(_table(features, f"2017-{state}-features.csv")[1:]).T
-    numbers = []
-    for column in columns:
-        try:
-            numbers.append(np.where(column == "", "nan", column).astype(np.float64))
-        except ValueError:  # the column of the state's name
-            continue
-    actions = [int(row[0]) for row in _table(target, f"2017-{state}-target.csv")[1:]]
-    return np.stack(numbers, axis=1), np.array(actions, np.int32)
+    again, numbers = f"Get it again from {HMDA}.", []
+    with reading(features, again):
+        for column in np.array(_table(features, f"2017-{state}-features.csv")).T:
+            try:
+                numbers.append(np.where(column == "", "nan", column).astype(np.float64))
+            except ValueError:  # the column of the state's name
+                continue
+        columns = np.stack(numbers, axis=1)
+        if np.isinf(columns).any():
+            raise ValueError("a number is infinite")
+    with reading(target, again):
+        actions = np.array([int(row[0]) for row in _table(target, f"2017-{state}-target.csv")])
+        if len(actions) != len(columns):
+            raise ValueError(f"{len(actions)} rows for {len(columns)} of features")
+    return columns, actions.astype(np.int32)
 
 
 def _table(path, name):
-    """Rows of a table in a zip file, starting with the header."""
+    """Rows of a table in a zip file, after the header."""
     with zipfile.ZipFile(path) as archive:
         member = next((m for m in archive.namelist() if m.endswith(name)), None)
         if member is None:
@@ -133,7 +140,10 @@ def _table(path, name):
                 f"{path!r} holds no {name}: the download is damaged. Get it again from {HMDA}."
             )
         with archive.open(member) as file:
-            return list(csv.reader(io.TextIOWrapper(file, encoding="utf-8")))
+            _, *rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8"))
+    if len(set(map(len, rows))) != 1:
+        raise ValueError("it has no rows, or rows of different lengths")
+    return rows
 
 
 def _varying(columns):
@@ -214,7 +224,8 @@ def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
     Raises:
       ValueError: for a row with a gap or a word among its values.
     """
-    with open(path, encoding="utf-8") as file:
+    again = f"Get it again from {M4}."
+    with reading(path, again), open(path, encoding="utf-8") as file:
         lines = file.read().replace('"', "").splitlines()
     names, series = [], []
     for line in lines[1:]:  # after the header
@@ -229,6 +240,9 @@ def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
                 f"the file again from {M4}."
             ) from error
         names.append(name)
+    with reading(path, again):
+        if not series or not all(np.isfinite(values).all() for values in series):
+            raise ValueError("it has no series, or a value that is not finite")
     return names, series
 
 

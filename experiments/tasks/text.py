@@ -19,6 +19,7 @@ import numpy as np
 
 import models
 from experiments.tasks.base import Recipe, Task, abstract_set, abstract_sets, check_model, need_file
+from experiments.tasks.sources import reading
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
 
@@ -138,7 +139,7 @@ def _read(data_dir):
     """The code points of the text."""
     how = f"Download {SHAKESPEARE} and pass its folder as --data_dir."
     path = need_file("tinyshakespeare", data_dir, "input.txt", how=how)
-    with open(path, encoding="utf-8") as file:
+    with reading(path, how), open(path, encoding="utf-8") as file:
         return np.frombuffer(file.read().encode("utf-32-le"), np.uint32)
 
 
@@ -227,7 +228,7 @@ def _sentences(data_dir, part):
     how += ", or that of embeddings.npz."
     whole = {"train": "train_full.tsv", "dev": "dev.tsv"}[part]
     path = need_file("sst2", data_dir, f"{part}.tsv", whole, how=how)
-    with open(path, encoding="utf-8") as file:
+    with reading(path, how), open(path, encoding="utf-8") as file:
         rows = [line.rstrip("\n").rsplit("\t", 1) for line in file][1:]  # after the header
     if not rows or any(len(row) != 2 or row[1] not in ("0", "1") for row in rows):
         raise ValueError(f"{path!r} has a line without a sentence, a tab and 0 or 1. {how}")
@@ -236,7 +237,7 @@ def _sentences(data_dir, part):
 
 def _embeddings(path):
     """Train and test set from an .npz file."""
-    with np.load(path) as saved:
+    with reading(path, "Save it with np.savez."), np.load(path) as saved:
         missing = {"x_train", "y_train", "x_test", "y_test"} - set(saved.files)
         if missing:
             raise ValueError(f"{path!r} lacks {sorted(missing)}: save them with np.savez.")

@@ -22,6 +22,7 @@ import numpy as np
 import models
 from experiments.tasks import builders
 from experiments.tasks.base import Recipe, Task, check_model, need_file
+from experiments.tasks.sources import reading
 from experiments.tasks.text import (
     abstract_windows,
     check_length,
@@ -175,7 +176,7 @@ def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
     if part == "train" and corpus == "wikitext2":
         how += " Or pass --task=wikitext2_small, which trains on the test text instead."
     path = need_file(corpus, data_dir, *file_names(part), how=how)
-    with open(path, encoding="utf-8", newline="\n") as file:
+    with reading(path, how), open(path, encoding="utf-8", newline="\n") as file:
         yield from file
 
 
@@ -200,6 +201,15 @@ def _is_title(words):
     return len(words) > 2 and ends == ["=", "="] and "=" not in inner
 
 
+def _tokens(path):
+    """The ids of a saved text."""
+    with reading(path, "Save int[T], ids of at least 0, with np.save."):
+        ids = np.load(path, mmap_mode="r")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**31:
+            raise ValueError(f"{ids.dtype}{list(ids.shape)}, or ids out of range")
+    return ids
+
+
 def _read_corpus(data_dir, corpus, max_words):
     """Tokens of the training and the test text, and their vocabulary size."""
     files = CORPORA[corpus].files
@@ -210,7 +220,7 @@ def _read_corpus(data_dir, corpus, max_words):
                 f"max_words is {max_words}: {saved[0]!r} already holds ids, which are all kept. "
                 "Leave max_words out, or move the file away."
             )
-        train, test = (np.load(path, mmap_mode="r") for path in saved)
+        train, test = map(_tokens, saved)
         return train, test, 1 + int(max(train.max(), test.max()))
     known = vocabulary(words(lines(data_dir, corpus, files[0])), max_words)
     train, test = (encode(words(lines(data_dir, corpus, part)), known) for part in files)

@@ -5,10 +5,10 @@ the raw files. checksums.tsv beside it has the address, bytes, sha256 and name o
 A file of that name in the manual folder replaces the download. Both are verified.
 """
 
-import glob
 import importlib
 import os
 
+from experiments.tasks.sources import is_prepared as is_prepared
 from experiments.tasks.sources import read_all, source
 
 NAMES = ("hmda", "m4_weekly", "wikitext")
@@ -19,12 +19,6 @@ def register(name: str) -> None:
     name = name.split("/")[0].split(":")[0]
     if name in NAMES:
         importlib.import_module(f"{__name__}.{name}.{name}_dataset_builder")
-
-
-def is_prepared(name: str, data_dir: str | None, split: str = "train") -> bool:
-    """Whether the folder has a split of "NAME" or "NAME/CONFIG", in any version."""
-    records = os.path.join(data_dir or "", *name.split("/"), "*", f"*-{split}.array_record*")
-    return data_dir is not None and bool(glob.glob(records))
 
 
 def examples(name: str, data_dir: str, split: str) -> list[dict]:
