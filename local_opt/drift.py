@@ -4,15 +4,16 @@ A worker that steps alone drifts towards the optimum of its own data. A correcti
 drift by what the worker learned of the others at the last sync.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from local_opt.checks import check_scalar
 from local_opt.state import wide_zeros
 from local_opt.wires import Wire
+from syncopate.plans import check_finite
 
 
 class Correction(NamedTuple):
@@ -92,6 +93,7 @@ def control_variates() -> Correction:
 
     def update(updates, state, *, rate=1.0, **extra):
         del extra
+        check_scalar("rate", rate, jnp.integer, jnp.floating)
         eta = jnp.asarray(rate, jnp.float32)
         updates = jax.tree.map(lambda u, c: (u - eta * c).astype(u.dtype), updates, state.against)
         return updates, state._replace(rates=state.rates + eta)
@@ -136,8 +138,7 @@ def proximal(strength: float) -> Correction:
       Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated Optimization in Heterogeneous Networks,
       2020, https://arxiv.org/abs/1812.06127
     """
-    if not (isinstance(strength, int | float) and 0 <= strength < math.inf):
-        raise ValueError(f"strength is {strength!r}: mu must be finite and >= 0.")
+    check_finite(strength=strength)
 
     def gradient(grads, state, params):
         if params is None:
@@ -153,11 +154,11 @@ def proximal(strength: float) -> Correction:
     return Correction(lambda params: jax.tree.map(jnp.copy, params), gradient=gradient, sync=sync)
 
 
-def check_correction(correction: Correction, wire: Wire | None) -> None:
-    """Raises ValueError for anything but a correction, or next to a wire."""
-    if not isinstance(correction, Correction):
+def check_correction(correction: Correction | None, wire: Wire | None) -> None:
+    """Raises ValueError for anything but a correction or None, or next to a wire."""
+    if not isinstance(correction, Correction | None):
         raise ValueError(f"correction is {correction!r}: pass control_variates() or proximal(0.1).")
-    if wire is not None:
+    if correction and wire:
         raise ValueError(
             f"the wire ({wire.rule}) rounds what workers send, and a correction would take the "
             "rounding for drift: leave out correction= or wire=."

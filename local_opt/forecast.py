@@ -1,14 +1,14 @@
 """The cost of a plan: predicted before a run, and split from the times of measured runs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from local_opt.plans import SyncPlan, check_whole
+from local_opt.plans import SyncPlan
 from local_opt.segments import check_turns, stream_segments
 from local_opt.wires import LANES, Wire, check_wire, rows_of
+from syncopate.plans import as_array, check_at_least, check_finite
 
 
 class Forecast(NamedTuple):
@@ -60,11 +60,10 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
       https://doi.org/10.1016/j.jpdc.2008.09.002
     """
-    check_whole("num_params", num_params, 1)
-    check_whole("num_workers", num_workers, 1)
+    check_at_least(1, num_params=num_params, num_workers=num_workers)
+    check_wire(wire)
     if wire is None:
         return 2 * (num_workers - 1) / num_workers * num_params * 4.0
-    check_wire(wire)
     parts = 1 if wire.gathers else num_workers
     message = wire.message_rows(rows_of(wire, num_params, parts) // parts)
     messages = (num_workers - 1) * (1 if wire.gathers else 2)
@@ -81,9 +80,8 @@ def sync_seconds(
 ) -> float:
     """Seconds of one sync: the latency and the transfer of `sync_bytes`; 0 for one worker."""
     sent = sync_bytes(num_params, num_workers=num_workers, wire=wire)
-    _check_positive("gigabits_per_second", gigabits_per_second)
-    if not (math.isfinite(latency_seconds) and latency_seconds >= 0):
-        raise ValueError(f"latency_seconds is {latency_seconds!r}: pass a finite number >= 0.")
+    check_finite(above=True, gigabits_per_second=gigabits_per_second)
+    check_finite(latency_seconds=latency_seconds)
     return latency_seconds + 8 * sent / (1e9 * gigabits_per_second) if sent else 0.0
 
 
@@ -147,16 +145,16 @@ def forecast(
       Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
-    _check_positive("step_seconds", step_seconds)
+    check_finite(above=True, step_seconds=step_seconds)
     plans = {"": plan} if isinstance(plan, SyncPlan) else plan
+    steps = check_turns(plans, delay)
     sizes = num_params if isinstance(num_params, Mapping) else {"": num_params}
     wires = wire if isinstance(wire, Mapping) else dict.fromkeys(plans, wire)
-    if set(sizes) != set(plans):
+    if set(sizes) != set(plans) or not set(wires) <= set(plans):
         raise ValueError(
-            f"num_params are of {sorted(sizes)} and the plans of {sorted(plans)}: name the same "
-            "parts."
+            f"num_params are of {list(sizes)}, wires of {list(wires)} and the plans of "
+            f"{list(plans)}: name the same parts."
         )
-    steps = check_turns(plans, delay)
     sent, seconds = {}, {}
     for part, size in sizes.items():
         own = wires.get(part)
@@ -237,10 +235,10 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
       Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
       Learning, 2024, Appendix F, https://arxiv.org/abs/2310.14423
     """
-    x, y = np.asarray(volumes, np.float64), np.asarray(times, np.float64)
-    if x.ndim != 1 or x.shape != y.shape:
+    (x, of_x), (y, of_y) = as_array(volumes), as_array(times)
+    if x.ndim != 1 or x.shape != y.shape or not {x.dtype.kind, y.dtype.kind} <= set("iuf"):
         raise ValueError(
-            f"volumes have shape {x.shape} and times {y.shape}: pass two lists of equal length."
+            f"volumes are {of_x} and times {of_y}: pass two lists of numbers of equal length."
         )
     # Written so that nan fails too.
     if not ((x > 0) & (x <= 1)).all():
@@ -254,8 +252,3 @@ def communication_time(volumes: Sequence[float], times: Sequence[float]) -> Comm
         )
     slope = np.sum((x - x.mean()) * (y - y.mean())) / np.sum((x - x.mean()) ** 2)
     return CommunicationTime(float(y.mean() - slope * x.mean()), float(slope))
-
-
-def _check_positive(name, value):
-    if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value!r}: pass a positive, finite number.")

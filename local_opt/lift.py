@@ -110,13 +110,18 @@ def lift(
 
         def one(*arrays):
             found = call(map(joined, arrays, fixed))
-            found = (found,) if single else tuple(found)
-            if len(found) != len(results):
+            found = (found,) if single else found
+            if not isinstance(found, tuple | list) or len(found) != len(results):
+                many = isinstance(found, tuple | list)
+                count = f"{len(found)} results" if many else f"a {type(found).__name__} as result"
                 raise ValueError(
-                    f"the function has {len(found)} results and outputs are {results}: give one "
-                    "word for each, or one word, not in a tuple, for a single result."
+                    f"the function has {count} and outputs are {results}: give one word for each "
+                    "of a tuple, or one word, not in a tuple, for a single result."
                 )
             arrays, said[:] = parted(found, results)
+            for rows, word in zip(arrays, results, strict=True):
+                if word == "split" and any(not jnp.ndim(x) for x in jax.tree.leaves(rows)):
+                    raise ValueError("a split result is a number, without rows: take 'owned'.")
             return arrays
 
         if isinstance(workers, Mesh):
@@ -273,7 +278,7 @@ def _keys(x, count, name):
 
 
 def _checked_words(words, known, name) -> tuple[str, ...]:
-    found = tuple(words.split()) if isinstance(words, str) else tuple(words)
-    if any(word not in known for word in found):
+    found = words.split() if isinstance(words, str) else words
+    if not isinstance(found, tuple | list) or not all(str(word) in known for word in found):
         raise ValueError(f"{name} are {words!r}: pass some of {', '.join(known)}.")
-    return found
+    return tuple(found)

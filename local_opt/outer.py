@@ -8,7 +8,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from syncopate import plans
+from local_opt.checks import check_scalar
+from syncopate.plans import check_at_least
 
 
 def checked(
@@ -60,13 +61,13 @@ def normalize_by_period(
       >>> float(update)
       -12.0
     """
-    if not plans.is_whole(h_base) or h_base < 1:
-        raise ValueError(f"h_base is {h_base!r}: it must be a whole number >= 1.")
+    check_at_least(1, h_base=h_base)
     outer = checked(outer, "outer")
 
     def update(updates, state, params=None, *, period: ArrayLike | None = None, **extra):
         if period is None:
             raise ValueError("pass period=, the round's number of steps, as local_steps does.")
+        check_scalar("period", period, jnp.integer, jnp.floating)
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
         scaled = jax.tree.map(lambda d: (d / length).astype(d.dtype), updates)
         updates, state = outer.update(scaled, state, params, period=period, **extra)

@@ -112,7 +112,9 @@ def parted(trees: Iterable[PyTree], words: Iterable[str]) -> tuple[tuple, tuple]
     kinds = jax.Array | np.ndarray | np.generic
 
     def is_array(x, word):
-        return isinstance(x, kinds) or (word in ("mean", "sum") and isinstance(x, int | float))
+        return isinstance(x, kinds) or (
+            word in ("mean", "sum") and isinstance(x, int | float | complex)
+        )
 
     pairs = list(zip(trees, words, strict=True))
     arrays = [jax.tree.map(lambda x, w=w: x if is_array(x, w) else None, t) for t, w in pairs]

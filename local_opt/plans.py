@@ -5,10 +5,10 @@ R rounds, T steps. A round is the steps between two syncs; the sync follows its 
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
+from local_opt.checks import check_number, check_whole
 from syncopate import plans
 
 
@@ -42,13 +42,15 @@ class SyncPlan(plans.Plan):
     rule: str = "given starts"
 
     def __post_init__(self):
-        starts = np.array(self.starts)
+        starts, found = plans.as_array(self.starts)
         plans.check_total_steps(self.total_steps)
-        if starts.ndim != 1 or not np.issubdtype(starts.dtype, np.integer) or not len(starts):
+        if starts.ndim != 1 or starts.dtype.kind not in "iu" or not len(starts):
             raise ValueError(
-                f"starts is {starts.dtype}{list(starts.shape)}: it must be a list of the whole "
-                "numbers of the steps at which rounds start."
+                f"starts is {found}: it must be a list of the whole numbers of the steps at which "
+                "rounds start."
             )
+        if not isinstance(self.rule, str):
+            raise ValueError(f"rule is {self.rule!r}: describe the plan in words.")
         starts = starts.astype(np.int64)
         if starts[0] != 0 or (np.diff(starts) < 1).any() or starts[-1] >= self.total_steps:
             raise ValueError(
@@ -151,6 +153,8 @@ def from_function(
     """
     plans.check_total_steps(total_steps)
     check_whole("offset", offset, 0, total_steps - 1)
+    if not callable(period):
+        raise ValueError(f"period is {period!r}: pass a function, or use constant for rounds of H.")
     starts, t = ([0], offset) if offset else ([], 0)
     while t < total_steps:
         h = period(t)
@@ -184,7 +188,8 @@ def sync_every_load(fresh: np.ndarray) -> SyncPlan:
       >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
       [3, 2]
     """
-    return SyncPlan(_loads(fresh, len(fresh)), len(fresh), "once per load")
+    total_steps = plans.as_array(fresh)[0].size
+    return SyncPlan(_loads(fresh, total_steps), total_steps, "once per load")
 
 
 def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) -> SyncPlan:
@@ -217,10 +222,8 @@ def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) ->
       >>> local_opt.aligned(plan, every=12).ends.tolist()
       [12, 24]
     """
-    if isinstance(every, bool) or not (np.isreal(every) and 1 <= every < np.inf):
-        raise ValueError(
-            f"every is {every!r}: it must be a number of loads >= 1, as those of an epoch."
-        )
+    check_plan(plan)
+    check_number("every", every, "[1, inf)")
     loads = _loads(fresh, plan.total_steps)
     marks = np.floor(every * np.arange(1, int(len(loads) / every) + 2) + 0.5).astype(np.int64)
     ends = np.append(loads[marks[marks < len(loads)]], plan.total_steps)
@@ -235,17 +238,18 @@ def _loads(fresh, total_steps) -> np.ndarray:
     """int64[n], the steps that load."""
     if fresh is None:
         return np.arange(total_steps)
-    fresh = np.asarray(fresh)
+    fresh, found = plans.as_array(fresh)
     if fresh.dtype != bool or fresh.shape != (total_steps,):
         raise ValueError(
-            f"fresh is {fresh.dtype}{list(fresh.shape)}: it must hold one bool for each of the "
-            f"plan's {total_steps} steps."
+            f"fresh is {found}: it must hold one bool for each of the plan's {total_steps} steps."
         )
     return np.flatnonzero(fresh)
 
 
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raises ValueError unless the value is a whole number in the range."""
-    if not plans.is_whole(value) or value < least or (most is not None and value > most):
-        bounds = f">= {least}" if most is None else f"in {least} .. {most}"
-        raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")
+def check_plan(plan: SyncPlan) -> None:
+    """Raises ValueError for anything but a plan."""
+    if not isinstance(plan, SyncPlan):
+        raise ValueError(
+            f"plan is a {type(plan).__name__}: make a SyncPlan, as local_opt.constant(4, "
+            "total_steps=T)."
+        )

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from local_opt.checks import check_leading, check_like
 from local_opt.rounds import AccumulateState, LocalState
+from syncopate.plans import check_at_least
 
 MEAN, RESET, FIRST = "mean", "reset", "first"
 POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states
@@ -33,6 +35,9 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
       >>> mean_of({"w": np.array([[1.0], [4.0]])}, 3)["w"].tolist()
       [[2.5], [2.5], [2.5]]
     """
+
+    check_at_least(1, workers=workers)
+    check_leading(tree, "worker")
 
     def mean(x):
         x = np.asarray(x)
@@ -74,6 +79,8 @@ def resize(
     """
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}: it must be one of {', '.join(POLICIES)}.")
+    check_at_least(1, workers=workers)
+    check_leading(state, "worker")
     first = functools.partial(_first, workers=workers)
     if isinstance(state, AccumulateState):
         return AccumulateState(first(state.since), first(state.inner), mean_of(state.mean, workers))
@@ -82,6 +89,8 @@ def resize(
             f"{type(state).__name__} is not a state of local or accumulated rounds, which alone "
             "can be resized: resume with as many workers as before."
         )
+    resized = lambda x: jax.ShapeDtypeStruct((workers, *np.shape(x)[1:]), x.dtype)  # noqa: E731
+    check_like("inner", jax.tree.map(resized, state.inner), fresh.inner, "the fresh state")
     inner = fresh.inner
     if policy != RESET:
         inner = mean_of(state.inner, workers) if policy == MEAN else first(state.inner)

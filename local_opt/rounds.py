@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from local_opt import state as state_lib
+from local_opt.checks import check_kind, checked_calls
 from local_opt.drift import Correction, check_correction
 from local_opt.outer import checked, outer_step
 from local_opt.sync import nothing_lost, synchronize, synchronize_changes
@@ -90,7 +91,7 @@ def local_rounds(
     Raises:
       ValueError: for unknown or conflicting options; from `init`, for fields that the optimizer
         state lacks, local fields that would undo a sync, or parameters that are not floating; from
-        `sync`, for leaves that the wire cannot carry.
+        `update` and `sync`, for gradients or states of other parameters or another optimizer.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -112,16 +113,13 @@ def local_rounds(
     inner = checked(inner)
     outer = None if outer is None else checked(outer, "outer")
     anchored = outer is not None or wire is not None
-    if wire is not None:
-        check_wire(wire)
-    if correction is None:
-        correction = Correction(init=lambda params: ())  # which changes nothing
-    else:
-        check_correction(correction, wire)
+    check_wire(wire)
+    check_correction(correction, wire)
+    correction = correction or Correction(init=lambda params: ())  # which changes nothing
     mesh.check_specs(specs, axis_name)
 
     def init(params):
-        state_lib.check_floating(params)
+        check_kind(params)
         state = state_lib.apart(inner.init(params), params)
         state_lib.check_survives(state, state_lib.policy_of_leaves(state, policies))
         state = LocalState(
@@ -145,8 +143,8 @@ def local_rounds(
     def sync(params, state, *, parts=None, **extra):
         del extra
         given = params, state
-        moves = parts is None or state_lib.PARAMS in parts
         chosen = state_lib.policy_of_leaves(state.inner, policies, parts)
+        moves = parts is None or state_lib.PARAMS in parts
         pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
         fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
         exact = params if moves and wire is None else ()
@@ -175,7 +173,7 @@ def local_rounds(
             correction=correction.sync(state.correction, own=params, mean=mean, new=new),
         )
 
-    return Rounds(init, update, sync, drift=lambda state: state.drift)
+    return checked_calls(Rounds(init, update, sync, drift=lambda state: state.drift))
 
 
 def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName = AXIS) -> Rounds:
@@ -212,13 +210,13 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
     inner = checked(inner)
 
     def init(params):
-        state_lib.check_floating(params)
+        check_kind(params)
         return state_lib.apart(inner.init(params), params)
 
     def update(grads, state, params=None, **extra):
         return inner.update(synchronize(grads, axis_name=axis_name), state, params, **extra)
 
-    return Rounds(init, update, lambda params, state, **extra: (params, state), in_step=True)
+    return checked_calls(Rounds(init, update, lambda params, state, **extra: (params, state), True))
 
 
 class AccumulateState(NamedTuple):
@@ -264,7 +262,7 @@ def accumulated_rounds(
     inner = checked(inner)
 
     def init(params):
-        state_lib.check_floating(params)
+        check_kind(params)
         own = state_lib.apart(inner.init(params), params)
         state = AccumulateState(jnp.zeros((), jnp.int32), own, state_lib.wide_zeros(params))
         return state_lib.floating_as(state, params, axis_name)
@@ -286,4 +284,4 @@ def accumulated_rounds(
         new = AccumulateState(zero, inner_state, jax.tree.map(jnp.zeros_like, state.mean))
         return mesh.alike((params, new), (given, state))
 
-    return Rounds(init, update, sync)
+    return checked_calls(Rounds(init, update, sync))

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from local_opt.plans import SyncPlan, check_whole, from_function
-from syncopate.plans import check_total_steps
+from local_opt.checks import check_whole
+from local_opt.plans import SyncPlan, from_function
+from syncopate.plans import check_at_least, check_finite, check_total_steps
 from syncopate.schedules import (
     bernoulli_draws,
     describe_schedule,
@@ -62,7 +63,7 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
       https://arxiv.org/abs/1805.09767
     """
     check_total_steps(total_steps)
-    check_whole("period", period, 1)
+    check_at_least(1, period=period)
     rule = f"constant, H = {period}"
     return from_function(lambda t: period, total_steps=total_steps, rule=rule, offset=offset)
 
@@ -91,7 +92,7 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       https://arxiv.org/abs/1808.07217
     """
     check_total_steps(total_steps)
-    check_whole("period", period, 1)
+    check_at_least(1, period=period)
     check_whole("switch_step", switch_step, 0, total_steps)
     return from_function(
         lambda t: 1 if t < switch_step else period,
@@ -126,7 +127,7 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       https://arxiv.org/abs/2001.02312
     """
     check_total_steps(total_steps)
-    check_whole("period", period, 1)
+    check_at_least(1, period=period)
     check_whole("switch_step", switch_step, 0, total_steps)
     return from_function(
         lambda t: period if t < switch_step else total_steps - t,
@@ -203,11 +204,10 @@ def power_rule(
       Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
       Learning, 2024, https://arxiv.org/abs/2310.14423
     """
-    _check_positive("alpha", alpha)
-    _check_positive("power", power)
-    check_whole("h_base", h_base, 1)
+    check_finite(above=True, alpha=alpha, power=power)
+    check_at_least(1, h_base=h_base)
     if h_max is not None:
-        check_whole("h_max", h_max, h_base)
+        check_at_least(h_base, h_max=h_max)
     rates = evaluate_schedule(lr, total_steps, "lr")
     check_whole("warmup_steps", warmup_steps, 0, total_steps)
     if warmup_steps < total_steps and rates[warmup_steps] == 0:
@@ -258,8 +258,3 @@ def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:
       Learning, 2024, https://arxiv.org/abs/2310.14423
     """
     return power_rule(lr, power=2, **rule)
-
-
-def _check_positive(name, value):
-    if not (isinstance(value, int | float | np.number) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value!r}: it must be a positive, finite number.")

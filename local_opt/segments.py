@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from local_opt.plans import SyncPlan, check_whole
-from syncopate import plans
+from local_opt.checks import check_whole
+from local_opt.plans import SyncPlan
+from syncopate.plans import check_at_least
 
 
 class Event(NamedTuple):
@@ -78,10 +79,12 @@ def stream_segments(
 
 def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
     """The number of steps of all plans."""
-    if not plans_of or any(not isinstance(plan, SyncPlan) for plan in plans_of.values()):
-        raise ValueError(f"the plans are {plans_of!r}: pass one SyncPlan for each fragment.")
-    if not plans.is_whole(delay) or delay < 0:
-        raise ValueError(f"delay is {delay!r}: it must be a whole number of steps >= 0.")
+    named = plans_of.values() if isinstance(plans_of, Mapping) else [None]
+    if not named or any(not isinstance(plan, SyncPlan) for plan in named):
+        raise ValueError(
+            f"the plans are {plans_of!r}: pass one SyncPlan for each fragment, as {{0: plan}}."
+        )
+    check_at_least(0, delay=delay)
     total_steps = next(iter(plans_of.values())).total_steps
     for name, plan in plans_of.items():
         plan.check_run(total_steps)

@@ -40,14 +40,14 @@ def placed(
 
 def checked_policies(opt_state: str | Mapping[str, str]) -> dict[str, str]:
     """{name of a field: policy}, where the empty name stands for all floating leaves."""
-    policies = {"": opt_state} if isinstance(opt_state, str) else dict(opt_state)
+    policies = opt_state if isinstance(opt_state, Mapping) else {"": opt_state}
     for name, policy in policies.items():
-        if policy not in (LOCAL, MEAN, RESET):
+        if str(policy) not in (LOCAL, MEAN, RESET):
             raise ValueError(
                 f"opt_state is {policy!r}{f' for {name!r}' if name else ''}: it must be "
                 f"{LOCAL!r}, {MEAN!r} or {RESET!r}."
             )
-    return policies
+    return dict(policies)
 
 
 def policy_of_leaves(
@@ -82,6 +82,8 @@ def policy_of_leaves(
 
 
 def _policies_of_parts(policies, parts):
+    if not isinstance(parts, tuple | list | set | frozenset):
+        raise ValueError(f"parts is {parts!r}: pass a tuple of names, as ('params',).")
     parts, known = tuple(parts), [PARAMS, *(name or OPT_STATE for name in policies)]
     unknown = [part for part in parts if part not in known]
     if unknown:
@@ -150,7 +152,7 @@ def wide_zeros(params: optax.Params) -> optax.Params:
 def floating_as(state: PyTree, params: optax.Params, axis_name: AxisName) -> PyTree:
     """The state, its floating leaves typed as varying over the workers' axes if parameters are."""
     over = [mesh.varying_axes(x) for x in jax.tree.leaves(params)]
-    axes = frozenset(mesh.names_of(axis_name)) & frozenset().union(*over)
+    axes = {axis for axis in frozenset().union(*over) if axis in mesh.names_of(axis_name)}
 
     def cast(x):
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -205,13 +207,3 @@ def _added_up(values, specs):
         axes = tuple(axis for axis in mesh.axes_in(spec) if axis in manual)
         sums[axes] = sums[axes] + value if axes in sums else value
     return sum(jax.lax.psum(value, axes) if axes else value for axes, value in sums.items())
-
-
-def check_floating(params: optax.Params) -> None:
-    """Raises ValueError for parameters that cannot be trained and averaged."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}: only floating "
-                "parameters can be trained and averaged. Keep it outside the parameters."
-            )

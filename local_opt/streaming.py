@@ -9,13 +9,15 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from local_opt.checks import check_call, check_kind, check_number, check_whole
 from local_opt.outer import checked, outer_step
 from local_opt.segments import Event
-from local_opt.state import LOCAL, apart, check_floating, check_survives, floating_as
+from local_opt.state import LOCAL, apart, check_survives, floating_as
 from local_opt.sync import nothing_lost, synchronize_changes
 from local_opt.wires import Wire, check_wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
+from syncopate.plans import is_whole
 
 NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
 
@@ -102,18 +104,22 @@ def streaming_rounds(
       Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
-    if not (isinstance(mixing, int | float) and 0 <= mixing < 1):
-        raise ValueError(f"mixing is {mixing!r}: it must lie in [0, 1).")
-    if wire is not None:
-        check_wire(wire)
+    check_number("mixing", mixing, "[0, 1)")
+    mesh.check_specs(specs, axis_name)
+    check_wire(wire)
     inner = checked(inner)
     outer = None if outer is None else checked(outer, "outer")
 
     def parts_of(params):
         return _parts(_labels(params, fragments))
 
+    def part_of(params, state, fragment):
+        check_call(init, state, params, params)
+        check_whole("fragment", fragment, 0, len(state.lost) - 1)
+        return parts_of(params)[fragment]
+
     def init(params):
-        check_floating(params)
+        check_kind(params)
         state = apart(inner.init(params), params)
         check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
         own = [_pick(params, part) for part in parts_of(params)]
@@ -127,11 +133,12 @@ def streaming_rounds(
         )
 
     def update(grads, state, params=None, **extra):
+        check_call(init, state, params, grads)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         return updates, state._replace(inner=inner_state, since=state.since + 1)
 
     def start(params, state, *, fragment: int):
-        part = parts_of(params)[fragment]
+        part = part_of(params, state, fragment)
         anchor, outers, losses = _pick(state.anchor, part), list(state.outer), list(state.lost)
         own_specs = None if specs is None else _pick(mesh.like(specs, params), part)
         mean, losses[fragment] = synchronize_changes(
@@ -150,13 +157,15 @@ def streaming_rounds(
         return mesh.alike(new, state)
 
     def finish(params, state, *, fragment: int, last: bool = False):
-        part = parts_of(params)[fragment]
+        part = part_of(params, state, fragment)
         new = _pick(state.anchor, part)
         if mixing and not last:
             new = jax.tree.map(lambda x, a: _mixed(mixing, x, a), _pick(params, part), new)
         return _placed(params, part, jax.tree.map(jnp.copy, new)), state
 
     def communicate(params, state, due: Iterable[Event]):
+        if not isinstance(due, tuple | list) or not all(isinstance(e, Event) for e in due):
+            raise ValueError(f"due is {due}: pass the due of a segment of stream_segments.")
         for action, fragment, last in due:
             if action == "start":
                 state = start(params, state, fragment=fragment)
@@ -170,7 +179,7 @@ def streaming_rounds(
 def _labels(params, fragments):
     """The fragment of every leaf: that of F equal shares in which the leaf's middle lies."""
     leaves, treedef = jax.tree.flatten(params)
-    if isinstance(fragments, int) and not isinstance(fragments, bool):
+    if is_whole(fragments):
         if not 1 <= fragments <= len(leaves):
             raise ValueError(
                 f"fragments is {fragments} and the parameters have {len(leaves)} leaves: a "
@@ -185,16 +194,17 @@ def _labels(params, fragments):
             seen += x.size
         return jax.tree.unflatten(treedef, labels)
     labels, found = jax.tree.flatten(fragments)
-    if found != treedef:
+    if found != treedef or not all(is_whole(label) for label in labels):
         raise ValueError(
             f"fragments is {fragments!r}: pass a number, or a tree like the parameters with the "
             "number of the fragment of each leaf."
         )
+    labels = [int(label) for label in labels]
     if sorted(set(labels)) != list(range(max(labels) + 1)):
         raise ValueError(
             f"fragments are numbered {sorted(set(labels))}: number them 0, 1, 2, ... without a gap."
         )
-    return fragments
+    return jax.tree.unflatten(treedef, labels)
 
 
 def _parts(labels):

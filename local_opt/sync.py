@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from local_opt.checks import check_kind
 from local_opt.wires import LANES, Wire, rows_of
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
@@ -75,7 +76,8 @@ def synchronize_changes(
     """
     if wire is None:
         return synchronize(tree, axis_name=axis_name), lost
-    check_real(tree, wire)
+    why = f"the wire ({wire.rule}) sends real floating numbers only. Keep it outside, or wire=None."
+    check_kind(tree, jnp.floating, why)
     mesh.axis_size(axis_name)  # raises outside of it
     leaves, treedef = jax.tree.flatten(tree)
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
@@ -174,17 +176,6 @@ def _leaves(rows, like):
 
 def _float32(x):
     return jnp.asarray(x).astype(jnp.float32)
-
-
-def check_real(tree: PyTree, wire: Wire) -> None:
-    """Raises ValueError for leaves that no wire can carry."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ValueError(
-                f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}, and the wire "
-                f"({wire.rule}) only sends real floating numbers: keep the leaf outside the "
-                "parameters, or pass wire=None."
-            )
 
 
 def check_alone(axis_name: AxisName, wire: Wire) -> None:

@@ -13,13 +13,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from local_opt.checks import check_call, check_number, check_scalar
 from local_opt.drift import Correction
-from local_opt.plans import SyncPlan
+from local_opt.plans import SyncPlan, check_plan
 from local_opt.rounds import local_rounds
 from local_opt.state import LOCAL
 from local_opt.wires import Wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
+from syncopate.plans import check_finite
 
 
 class PlannedState(NamedTuple):
@@ -107,6 +109,7 @@ def local_steps(
       Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
       https://arxiv.org/abs/2310.14423
     """
+    check_plan(plan)
     rounds = local_rounds(
         inner,
         axis_name=axis_name,
@@ -116,11 +119,6 @@ def local_steps(
         correction=correction,
         specs=specs,
     )
-    if not isinstance(plan, SyncPlan):
-        raise ValueError(
-            f"plan is a {type(plan).__name__}: make a SyncPlan, as local_opt.constant(4, "
-            "total_steps=T)."
-        )
     return _planned(rounds, plan, axis_name, overwrites=outer is not None)
 
 
@@ -136,6 +134,10 @@ def _planned(rounds, plan, axis_name, *, overwrites):
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
         if sync is not None and step is not None:
             raise ValueError("sync and step are both given: the plan decides at a step, or you do.")
+        for name, value, kind in (("sync", sync, jnp.bool_), ("step", step, jnp.integer)):
+            if value is not None:
+                check_scalar(name, value, kind)
+        check_call(init, state, params, updates)
         updates, own = rounds.update(updates, state.rounds, params, **extra)
         # A sync's update needs the precision of the parameters, whatever that of the gradients.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
@@ -277,11 +279,10 @@ def rounds_needed(momentum: float) -> int:
 
 
 def _check_momentum(name, plan, learning_rate, momentum) -> None:
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate is {learning_rate}: it must be positive.")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum is {momentum}: it must lie in [0, 1).")
-    rounds = getattr(plan, "rounds", math.inf)  # anything but a plan is refused later
+    check_finite(above=True, learning_rate=learning_rate)
+    check_number("momentum", momentum, "[0, 1)")
+    check_plan(plan)
+    rounds = plan.rounds
     if rounds < (needed := rounds_needed(momentum)):
         warnings.warn(
             f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "

@@ -4,13 +4,15 @@ A wire encodes r rows of numbers as q rows of a message. Rows are 128 numbers, t
 where a gather of other slices becomes an all-reduce.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+
+from local_opt.checks import check_number
+from syncopate.plans import is_whole
 
 LANES = 128
 
@@ -43,12 +45,12 @@ class Wire(NamedTuple):
 
 def float_wire(dtype: DTypeLike, *, feedback: float = 0.0) -> Wire:
     """Changes rounded to 16 bits: Q(x) = the nearest number of the format."""
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+    if not any((jnp.dtype(kind) == dtype) is True for kind in (jnp.bfloat16, jnp.float16)):
         raise ValueError(
-            f"dtype is {dtype}: it must be bfloat16 or float16. For fewer bits take integer_wire."
+            f"dtype is {dtype!r}: it must be bfloat16 or float16. For fewer bits take integer_wire."
         )
-    _check_share("feedback", feedback, least=0)
+    dtype = jnp.dtype(dtype)
+    check_number("feedback", feedback, "[0, 1]")
 
     def encode(rows):  # as whole numbers, so that no backend widens them
         return lax.bitcast_convert_type(rows.astype(dtype), jnp.uint16)
@@ -73,9 +75,9 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
       Karimireddy, Rebjock, Stich, Jaggi, Error Feedback Fixes SignSGD and other Gradient
       Compression Schemes, 2019, https://arxiv.org/abs/1901.09847
     """
-    if bits not in PACK:
+    if not is_whole(bits) or bits not in PACK:
         raise ValueError(f"bits is {bits!r}: it must be one of {sorted(PACK)}.")
-    _check_share("feedback", feedback, least=0)
+    check_number("feedback", feedback, "[0, 1]")
     per_byte, most = 8 // bits, 2 ** (bits - 1) - 1
 
     def encode(rows):
@@ -120,9 +122,10 @@ def top_k_wire(density: float, *, block: int = 4096, feedback: float = 0.95) -> 
       Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
       2025, https://arxiv.org/abs/2508.15706
     """
-    _check_block(block)
-    _check_share("feedback", feedback)
-    _check_share("density", density)
+    if not is_whole(block) or not 0 < block <= 2**16 or block % LANES:
+        raise ValueError(f"block is {block!r}: pass a positive multiple of {LANES} <= {2**16}.")
+    check_number("feedback", feedback, "(0, 1]")
+    check_number("density", density, "(0, 1]")
     k = round(density * block)
     if abs(k - density * block) > 1e-6 or k < 1:
         raise ValueError(
@@ -175,25 +178,12 @@ UNPACK = {8: lambda raw: lax.bitcast_convert_type(raw, jnp.int8), 4: _unpack_hal
 def rows_of(wire: Wire, size: int, parts: int = 1) -> int:
     """r for `size` numbers in so many parts of whole blocks."""
     multiple = parts * wire.multiple
-    return -(-size // (LANES * multiple)) * multiple
+    return -(-max(size, 1) // (LANES * multiple)) * multiple
 
 
-def _check_block(block):
-    whole = isinstance(block, int) and not isinstance(block, bool)
-    if not whole or not 0 < block <= 2**16 or block % LANES:
-        raise ValueError(f"block is {block!r}: pass a positive multiple of {LANES} <= {2**16}.")
-
-
-def _check_share(name, value, least=None):
-    real = isinstance(value, int | float) and math.isfinite(value)
-    if not real or value > 1 or (value < 0 if least == 0 else value <= 0):
-        bound = "[0, 1]" if least == 0 else "(0, 1]"
-        raise ValueError(f"{name} is {value!r}: it must lie in {bound}.")
-
-
-def check_wire(wire: Wire) -> None:
-    """Raises ValueError for anything but a wire."""
-    if not isinstance(wire, Wire):
+def check_wire(wire: Wire | None) -> None:
+    """Raises ValueError for anything but a wire or None."""
+    if not isinstance(wire, Wire | None):
         raise ValueError(
             f"wire is {wire!r}: pass one of local_opt.WIRES, as WIRES['int8'], or None for means "
             "in full precision."

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from syncopate import plans
-from syncopate.plans import Plan
+from local_opt.checks import check_leading
+from syncopate.plans import Plan, check_finite, is_whole
 
 AXIS = "worker"
 AxisName = str | tuple[str, ...]
@@ -45,11 +45,11 @@ def consolidate(tree: PyTree) -> PyTree:
     """
 
     def mean(x):
-        check_axis(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return first(x)
         return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 
+    check_leading(tree, "worker")
     return jax.tree.map(mean, tree)
 
 
@@ -77,6 +77,7 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     References:
       Ioffe, Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
     """
+    check_leading(batches, "batch")
     per_batch = jax.lax.map(lambda batch: statistics(params, batch), batches)
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
 
@@ -105,6 +106,8 @@ def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -
       Traceback (most recent call last):
       ValueError: workers' parameters are 0.1 apart in ['w'] (worker 1 from worker 0), ...
     """
+    check_finite(ulps=ulps)
+    check_leading(tree, "worker")
     for path, (apart, worker, largest, ulp) in jax.tree_util.tree_leaves_with_path(
         _apart(tree), is_leaf=lambda x: isinstance(x, tuple)
     ):
@@ -122,7 +125,6 @@ def _apart(tree):
     """(distance of the workers, the furthest one, the largest number, its ulp) of every leaf."""
 
     def distance(x):
-        check_axis(x)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         own, floating = first(x)[None], jnp.issubdtype(x.dtype, jnp.inexact)
@@ -136,15 +138,6 @@ def _apart(tree):
         return jnp.max(apart), jnp.argmax(apart), largest, ulp
 
     return jax.tree.map(distance, tree)
-
-
-def check_axis(x: jax.Array) -> None:
-    """Raises ValueError for an array without a worker axis."""
-    if not jnp.ndim(x) or not x.shape[0]:
-        raise ValueError(
-            f"a leaf has the shape {jnp.shape(x)}: pass arrays with a leading axis of at least "
-            "one worker."
-        )
 
 
 def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
@@ -164,6 +157,8 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
       >>> import local_opt
       >>> local_opt.check_same_plan(local_opt.constant(4, total_steps=100))
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is a {type(plan).__name__}: pass a SyncPlan or an EchoPlan.")
     if gather is None:
         from jax.experimental.multihost_utils import process_allgather as gather
     own = np.frombuffer(bytes.fromhex(plan.digest()), np.uint8)
@@ -198,8 +193,10 @@ def count_of(workers: int | Mesh, axis_name: str) -> int:
                 "pass axis_name=, or make the mesh with that axis."
             )
         return workers.shape[axis_name]
-    if not plans.is_whole(workers) or workers < 1:
+    if not is_whole(workers) or workers < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")
     return int(workers)
 
 

@@ -23,7 +23,7 @@ def axes_of(specs: PyTree[P]) -> tuple[str, ...]:
 def check_specs(specs: PyTree[P], axis_name: Any) -> tuple[str, ...]:
     """The axes inside a worker; raises ValueError if the workers' axis is among them."""
     axes = axes_of(specs)
-    if both := sorted(set(axes) & set(names_of(axis_name))):
+    if both := sorted(axis for axis in axes if axis in names_of(axis_name)):
         raise ValueError(
             f"specs names {both}, the workers' axis: specs describe one worker's arrays. Leave out "
             "the leading worker axis."
@@ -64,6 +64,12 @@ def over_shards(
         left = {axis for axis in axes if axis not in manual}
         if not left:
             return function(*args)
+        names = jax.sharding.get_abstract_mesh().axis_names
+        if unknown := [axis for axis in axes if axis not in names]:
+            raise ValueError(
+                f"specs names the axes {unknown} and the mesh in scope has {list(names)}: name its "
+                "axes, or enter another mesh by jax.set_mesh."
+            )
         if len(left) < len(axes):
             raise ValueError(
                 f"of the axes {list(axes)} in specs only {sorted(left)} are automatic: make all of "

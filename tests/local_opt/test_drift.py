@@ -162,7 +162,6 @@ def test_a_round_without_a_step_or_a_rate_changes_nothing():
 
 
 BAD = {
-    "strength": (lambda: local_opt.proximal(-1), "strength is -1: mu must be finite and >= 0"),
     "no params": (
         lambda: corrected(local_opt.proximal(1.0)).update(
             jnp.ones(2), corrected(local_opt.proximal(1.0)).init(jnp.ones(2))

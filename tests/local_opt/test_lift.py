@@ -186,7 +186,6 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     ),
     "split": (lambda: lifted(SIX, inputs=("split",)), "a multiple of the 4 workers"),
     "key": (lambda: lifted(SIX, inputs=("key",)), "pass one typed key"),
-    "results": (lambda: lifted(ROWS, outputs="owned owned"), "has 3 results and"),
     "turns": (
         lambda: local_opt.lift(
             len, mesh_of(AxisType.Auto), inputs="owned", outputs="owned", in_turn=True

@@ -154,10 +154,6 @@ def sync_parts(parts):
 
 test_bad_parts_are_refused = refuses({
     "parts": (lambda: sync_parts(("nus",)), r"parts has \['nus'\].* use some of \['params', 'mu'"),
-    "sizes": (lambda: price(sizes={"x": 3}), r"num_params are of \['x'\] and .* of \['mu', 'nu'"),
+    "sizes": (lambda: price(sizes={"x": 3}), r"num_params are of \['x'\].* plans of \['params'"),
     "size": (lambda: price(sizes={"params": 0, "mu": 1, "nu": 1}), "num_params is 0"),
-    "step": (lambda: price(step_seconds=0), "step_seconds is 0"),
-    "speed": (lambda: price(gigabits_per_second=-1), "gigabits_per_second is -1"),
-    "latency": (lambda: price(latency_seconds=-1), "latency_seconds is -1"),
-    "workers": (lambda: price(num_workers=0), "num_workers is 0"),
 })  # fmt: skip

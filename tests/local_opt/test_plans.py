@@ -211,17 +211,8 @@ def qsr(lr=0.1, **changes):
 
 
 BAD = {
-    "alpha 0": (lambda: qsr(alpha=0), r"alpha is 0: it must be a positive, finite"),
-    "h_base 0": (lambda: qsr(h_base=0), r"h_base is 0: it must be a whole number >= 1"),
-    "h_base True": (lambda: qsr(h_base=True), r"h_base is True: it must be a whole number"),
-    "power 0": (
-        lambda: local_opt.power_rule(0.1, power=0, **RULE), r"power is 0: it must be a positive"
-    ),
-    "h_max < h_base": (lambda: qsr(h_max=1), r"h_max is 1: it must be a whole number >= 2"),
-    "warmup > T": (lambda: qsr(warmup_steps=11), r"warmup_steps is 11: .*in 0 \.\. 10"),
+    "h_max < h_base": (lambda: qsr(h_max=1), r"h_max is 1: pass a whole number of at least 2"),
     "lr < 0": (lambda: qsr(lambda t: 0.55 - t / 10), r"lr\(6\) is -0.05: .*not negative.*\(4 of"),
-    "lr nan": (lambda: qsr(lambda t: jnp.where(t == 3, jnp.nan, 0.1)),
-        r"lr\(3\) is nan: .*finite.*10 steps \(1 of"),
     "no warmup": (lambda: qsr(optax.linear_schedule(0.0, 0.1, 5)),
         r"learning rate at step 0 is 0, .*without end: pass warmup_steps"),
     "p 0": (lambda: local_opt.bernoulli(0.0, total_steps=5, key=jax.random.key(0)),
@@ -232,10 +223,6 @@ BAD = {
         ),
         r"p\(3\) is 1.5: a probability lies in",
     ),
-    "period of a function": (lambda: local_opt.from_function(lambda t: 2 - t, total_steps=5),
-        r"period\(2\) is 0: a round has a whole number of steps, >= 1"),
-    "switch after the end": (lambda: local_opt.post_local(2, switch_step=6, total_steps=5),
-        r"switch_step is 6: .*in 0 \.\. 5"),
     "starts not increasing": (lambda: local_opt.SyncPlan([0, 4, 4], 10),
         r"from 0 to 4: they must begin at 0, increase strictly"),
     "starts beyond T": (
@@ -244,8 +231,6 @@ BAD = {
     "starts empty": (lambda: local_opt.SyncPlan([], 10), r"starts is float64\[0\]: .*whole"),
     "step -1": (lambda: local_opt.every_step(5).round_at(-1), r"step -1 is outside .*0 \.\. 4"),
     "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step 6 is outside"),
-    "every 0": (lambda: local_opt.aligned(local_opt.every_step(5), every=0),
-        r"every is 0: it must be a number of loads >= 1"),
     "fresh of another run": (
         lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),
         r"fresh is bool\[4\]: .*each of the plan's 5 steps"),

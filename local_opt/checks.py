@@ -1,0 +1,112 @@
+"""Checks of arguments: each raises ValueError with the value and what to pass instead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from syncopate import plans
+
+TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
+
+
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless the value is a whole number in the range."""
+    if not plans.is_whole(value) or value < least or (most is not None and value > most):
+        bounds = f">= {least}" if most is None else f"in {least} .. {most}"
+        raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")
+
+
+def check_number(name: str, value: Any, interval: str) -> None:
+    """Raises ValueError unless the value is a finite number in an interval, as "(0, 1]"."""
+    least, most = map(float, interval[1:-1].split(","))
+    if plans.is_number(value) and least <= value <= most and abs(value) < float("inf"):
+        if not (value == least and interval[0] == "(" or value == most and interval[-1] == ")"):
+            return
+    raise ValueError(f"{name} is {value!r}: it must be a number in {interval}.")
+
+
+def check_scalar(name: str, value: Any, *kinds: Any) -> None:
+    """Raises ValueError unless a value, which may be traced, is one number of these kinds."""
+    try:
+        kind = jax.typeof(value)
+        fits = not kind.shape and any(jnp.issubdtype(kind.dtype, k) for k in kinds)
+    except (TypeError, OverflowError):  # not an array
+        fits = False
+    if not fits:
+        known = " or ".join(k.__name__ for k in kinds)
+        raise ValueError(f"{name} is {value!r}: pass one number of type {known}.")
+
+
+def check_like(name: str, tree: PyTree, params: PyTree, of: str = "the parameters") -> None:
+    """Raises ValueError unless a tree has the structure and the shapes of another."""
+    found, wanted = _leaves(tree), _leaves(params)
+    for leaf in wanted | found:
+        if found.get(leaf) != wanted.get(leaf):
+            raise ValueError(
+                f"{name}{leaf} is {found.get(leaf, 'missing')} and in {of} "
+                f"{wanted.get(leaf, 'missing')}: pass a tree of the same structure and shapes."
+            )
+
+
+def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> None:
+    """Raises ValueError unless gradients are like the parameters, and the state as init makes it.
+
+    Without parameters (None) the gradients stand in for them.
+    """
+    if params is not None:
+        check_like("gradient", grads, params)
+    made = jax.eval_shape(init, grads if params is None else params)
+    check_like("state", state, made, "init(params)")
+
+
+def checked_calls(rounds: Any) -> Any:
+    """The rounds, which refuse gradients and states that do not fit the parameters."""
+
+    def update(grads, state, params=None, **extra):
+        check_call(rounds.init, state, params, grads)
+        return rounds.update(grads, state, params, **extra)
+
+    def sync(params, state, **extra):
+        check_call(rounds.init, state, params, params)
+        return rounds.sync(params, state, **extra)
+
+    return rounds._replace(update=update, sync=sync)
+
+
+def check_kind(params: PyTree, kind: Any = jnp.inexact, why: str = TRAINED) -> None:
+    """Raises ValueError for a leaf of another kind, and says why."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        try:
+            found = jnp.result_type(leaf)
+            fits = jnp.issubdtype(found, kind)
+        except TypeError:  # not an array
+            found, fits = type(leaf).__name__, False
+        if not fits:
+            raise ValueError(f"leaf {jax.tree_util.keystr(path)} is {found}: {why}")
+
+
+def check_leading(tree: PyTree, of: str) -> int:
+    """The length of the leading axis, one and the same of all leaves; else raises ValueError."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    count = np.shape(paths[0][1])[:1] if paths else (1,)
+    for path, x in paths:
+        if np.shape(x)[:1] != count or count in ((), (0,)):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} has the shape {np.shape(x)}: pass arrays with "
+                f"a leading axis of at least one {of}, and of one length in all leaves."
+            )
+    return count[0]
+
+
+def _leaves(tree):
+    """{path: kind and shape} of all leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    kinds = {True: "complex", False: "real"}
+    return {
+        jax.tree_util.keystr(path): f"{kinds[jnp.iscomplexobj(x)]}{list(np.shape(x))}"
+        for path, x in leaves
+    }
