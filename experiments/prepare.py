@@ -26,6 +26,9 @@ def prepare(name: str, data_dir: str, manual_dir: str | None = None):
       name: "NAME" or "NAME/CONFIG".
       data_dir: folder for the set, and for its downloads in DIR/downloads.
       manual_dir: folder of files that were downloaded by hand.
+
+    Raises:
+      ValueError: for a set that does not exist, or without files that need to be in `manual_dir`.
     """
     import tensorflow_datasets as tfds
 
@@ -33,9 +36,20 @@ def prepare(name: str, data_dir: str, manual_dir: str | None = None):
         tfds.disable_progress_bar()
         print(f"Preparing {name}: downloads, then writes to {data_dir}", flush=True)
     builders.register(name)
-    builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
+    try:
+        builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
+    except (ValueError, AssertionError) as error:
+        told = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"--name is {name!r}: pass one of {', '.join(builders.NAMES)}, or of "
+            f"tensorflow-datasets' own sets, as NAME or NAME/CONFIG ({told})."
+        ) from error
     config = tfds.download.DownloadConfig(manual_dir=manual_dir, try_download_gcs=False)
-    builder.download_and_prepare(download_config=config, file_format="array_record")
+    try:
+        builder.download_and_prepare(download_config=config, file_format="array_record")
+    except AssertionError as error:  # files that only people can download are missing
+        told = " ".join(str(error).split())
+        raise ValueError(f"--manual_dir is {manual_dir}: {told}") from error
     return builder
 
 
