@@ -1,0 +1,199 @@
+"""The calls of `ordering.input` and `ordering.echo`: valid arguments, and bad ones for each."""
+
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import local_opt
+import ordering
+from ordering import echo, input
+from tests.bad_values import (
+    FRESH,
+    INF,
+    KEY,
+    KEYS,
+    NAN,
+    NOT_FRESH,
+    THING,
+    Arg,
+    Foreign,
+    T,
+    X,
+    also,
+    but_none,
+    call,
+    one_number,
+    whole,
+    wrong_functions,
+)
+
+
+def first(iterator, count=3):
+    """What it brings at first; a loader's thread ends."""
+    found = [batch for batch, _ in zip(iterator, range(count), strict=False)]
+    getattr(iterator, "close", lambda: None)()
+    return found
+
+
+def made(value):
+    """What a function without arguments makes, or the value."""
+    return value() if value is batches else value
+
+
+def batches(count=T):
+    return (np.full(2, i) for i in range(count))
+
+
+PLAN = echo.fixed(2, total_steps=T)
+POLICIES = [None, 3, "fixed", echo.fixed, echo.EchoPlan, local_opt.constant(2, total_steps=T),
+            FRESH, THING, {}, lambda t: True]  # fmt: skip
+LOADS = [3, "text", THING, {}, [None] * T, [{}] * T, ["text"] * T, [np.array(["a"])] * T,
+         {"x": np.ones(2)}, [THING] * T, [{"x": THING}] * T]  # fmt: skip
+
+
+def echoed(loads=batches, policy=PLAN, **args):
+    return [use.batch for use in first(echo.echo_batches(made(loads), policy, **args), T)]
+
+
+def pulled(strength=0.5, grads=X, state=None, update_params=X, fresh=True):
+    optimizer = echo.proximal_anchor(strength)
+    state = optimizer.init(X) if state is None else state
+    return optimizer.update(grads, state, update_params, fresh=fresh)
+
+
+DECIDED = [True, False]
+CALLS = {
+    "EchoPlan": call(echo.EchoPlan, fresh=Arg(FRESH, [None, [], *NOT_FRESH])),
+    "EchoPlan.loads_before": call(PLAN.loads_before, step=Arg(2, [T + 1, *one_number(whole(0))])),
+    "EchoPlan.first_load": call(PLAN.first_load, step=also("step", 2, T + 1)),
+    "EchoPlan.check_run": call(PLAN.check_run, total_steps=also("total_steps", T, T + 1)),
+    "fixed": call(echo.fixed, factor=2, total_steps=T),
+    "bernoulli": call(echo.bernoulli, p=0.5, total_steps=T, key=KEY),
+    "error_diffusion": call(echo.error_diffusion, p=0.5, total_steps=T),
+    "measured": call(
+        lambda **args: echo.measured(**args)[1:], max_factor=2, floor=0.5, total_steps=T,
+        decided=Arg(DECIDED, [None, np.ones(T + 1, bool), *NOT_FRESH])),
+    "echo_batches": call(
+        echoed, policy=Arg(PLAN, [*POLICIES, echo.measured(total_steps=T, max_factor=2)]),
+        loads=Arg(batches, [*LOADS, [], batches(2)]), first_step=also("first_step", 0, T + 1),
+        key=Arg(KEY, but_none(KEYS))),
+    "echo_batches, augmented": call(
+        lambda augment: echoed(augment=augment, key=KEY),
+        augment=Arg(lambda b, k: b, wrong_functions({}, lambda b: b, lambda b, k: "text"))),
+    "echo_forecast": call(
+        echo.echo_forecast, policy=Arg(PLAN, POLICIES), step_seconds=0.25, depth=2,
+        load_seconds=Arg(0.5, [NAN, INF, -1.0, 0, "3", None, 1j, [0.5] * 2, np.ones((4, 4)), THING,
+                               {}, [], ["a"] * T, [NAN] * T, [[1.0], [1.0, 2.0]], True,
+                               lambda: 1.0, "a negative number"])),
+    "proximal_anchor": call(
+        pulled, strength=0.5, grads=X, update_params=X,
+        state=Arg(None, [3, (), {}, THING, "text", optax.sgd(0.1).init(X),
+                         echo.proximal_anchor(0.5).init(jnp.ones(2))]),
+        fresh=Arg(True, [None, "text", 3, 0.5, NAN, jnp.ones(2, bool), THING, [], {}])),
+}  # fmt: skip
+
+
+# Plans in files, of both kinds.
+def read_of(kind):
+    def run(content):
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            file.write(content)
+            file.flush()
+            return kind.read(file.name)
+
+    return run
+
+
+for plan in (PLAN, local_opt.constant(2, total_steps=T)):
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        plan.save(file.name)
+        saved = pathlib.Path(file.name).read_text()
+    changes = [("8", "9"), ("8", "true"), ("8", "NaN"), ("8", "1e3"), ("8", str(2**70)),
+               ("2", "-2"), ("[0", "[1"), ("[0", '["0"'), ("[0", "[0.5"), ("[0", "[false"),
+               ('s": [', '": [')]  # fmt: skip
+    CALLS[f"{type(plan).__name__}.read"] = call(read_of(type(plan)), content=Arg(saved, [
+        "", "[]", "3", "null", "{}", "text", saved[:-3], "[" * 5000,
+        *(saved.replace(*change) for change in changes)]))  # fmt: skip
+
+# Sources and their orders.
+SOURCE = {"x": np.arange(12.0), "y": np.arange(12)}
+NO_SOURCES = [
+    None, 3, "text", b"text", THING, {}, [], (), np.ones(()), np.ones((0, 3)), {"x": "text"},
+    {"x": np.ones(3), "y": np.ones(4)}, {"x": 3}, {"x": [1, 2, 3]}, dict, iter([1, 2]), {1, 2},
+    (3, 4), {"x": None}, {"x": KEY}, KEY, {"x": np.ones(3), "y": 4}, [[1, 2], [1]],
+    [{"x": 1}, {"y": 1}], [None, 1], ["a", 1], [np.ones(2), np.ones(3)], Foreign(3, 2),
+    {"x": THING}, [{"x": 1}, 3],
+]  # fmt: skip
+NO_INDICES = [
+    None, 3, 1.0, "text", [0.5], [[0]], [12], [-13], [NAN], THING, {}, ["a"], np.array([0.0, 1.0]),
+    [True, False], 1j, [2**40], [None], Foreign(2),
+]  # fmt: skip
+ORDER = ordering.random_reshuffling(6)
+STATE = ORDER.init(KEY, None)
+ORDERS = np.array([[1, 0, 2, 3, 5, 4], [0, 1, 2, 3, 4, 5]])
+NO_ORDERS = [
+    None, 3, "text", 0.5, ORDERS * 1.0, ORDERS + 1, ORDERS * 0, -ORDERS, ORDERS[None], THING, {},
+    [["a"] * 6] * 2, [[0, 1], [0]], ORDERS > 0, 1j * ORDERS, STATE, ORDER, np.full((2, 6), NAN),
+    np.full((2, 6), 2**40), Foreign(2, 6), KEY,
+]  # fmt: skip
+UNITS = also("units_per_step", 2, 7, 2**31)
+SIZES = {"orders": Arg(ORDERS, NO_ORDERS), "units_per_step": UNITS, "unit_size": 1,
+         "num_units": Arg(6, [5, *but_none(whole())])}  # fmt: skip
+DEALT = {**SIZES, "orders": Arg(np.arange(12).reshape(2, 6), NO_ORDERS[:6]), "total": 12}
+SHARDINGS = [3, "cpu", THING, jax.P("worker"), {"x": 3}, jax.devices]
+torch = input.torch_sampler(ORDERS, units_per_step=2)
+torch_state = iter(torch).state_dict()
+TORCH_STATES = [
+    None, 3, {}, "text", THING, [], {"step": 3}, torch_state | {"step": -1},
+    torch_state | {"step": "text"}, torch_state | {"step": 0.5},
+    iter(input.torch_sampler(ORDERS, units_per_step=3)).state_dict(),
+    iter(input.torch_sampler(ORDERS[::-1], units_per_step=2)).state_dict(),
+]  # fmt: skip
+
+
+def loaded(batches=batches, **args):
+    with input.load_ahead(made(batches), **args) as loader:
+        return first(loader)
+
+
+def epochs(source, live, **args):
+    with input.read_epochs(source, live, **args) as reads:
+        return first(reads, 2)
+
+
+CALLS |= {
+    "reader": call(lambda source, indices: input.reader(source)[1](indices),
+                   source=Arg(SOURCE, NO_SOURCES), indices=Arg(np.array([0, 1]), NO_INDICES)),
+    "step_indices": call(input.step_indices, **SIZES),
+    "step_indices, dealt": call(input.step_indices, **DEALT),
+    "map_dataset": call(lambda **args: list(input.map_dataset(**args)),
+                        source=Arg(SOURCE, [{"x": np.ones(3)}, *NO_SOURCES]), **SIZES),
+    "torch_sampler": call(lambda **args: list(input.torch_sampler(**args)),
+                          **{name: arg for name, arg in DEALT.items() if name != "num_units"}),
+    "torch_sampler, state": call(lambda state: iter(torch).load_state_dict(state),
+                                 state=Arg(torch_state, TORCH_STATES)),
+    "load_ahead": call(loaded, batches=Arg(batches, [None, *LOADS]), depth=2, timeout=30.0,
+                       sharding=Arg(None, SHARDINGS), first_load=0),
+    "batches": call(
+        lambda **args: list(input.batches(**args)), source=Arg(SOURCE, NO_SOURCES),
+        indices=Arg(np.arange(4), NO_INDICES), batch_size=2, seed=0, first_batch=0, prefetch=2,
+        num_parallel_calls=1),
+    "batches, transformed": call(
+        lambda transform: list(
+            input.batches(SOURCE, np.arange(4), batch_size=2, transform=transform)),
+        transform=Arg(lambda batch, seed: batch, wrong_functions(
+            {}, lambda b: b, lambda b, s: None, lambda b, s: THING))),
+    "read_epochs": call(
+        epochs, source=Arg(SOURCE, [
+            {"x": np.ones(3)}, lambda o: [np.ones(2)], lambda o, s, e: None, lambda o, s, e: 3,
+            lambda o, s, e: [], *(s for s in NO_SOURCES if s is not dict)]),
+        live=Arg(lambda: STATE, [
+            STATE, None, 3, "text", THING, lambda: None, lambda: 3, lambda s: s, lambda: ORDER]),
+        units_per_step=UNITS, unit_size=1, total=also("total", 12, 3), first_load=0, ahead=2,
+        num_epochs=Arg(2, but_none(whole(0))), depth=2, timeout=30.0,
+        sharding=Arg(None, SHARDINGS)),
+}  # fmt: skip

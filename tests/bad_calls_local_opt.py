@@ -1,0 +1,230 @@
+"""The calls of `local_opt`: valid arguments, and bad ones for each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import local_opt
+from ordering import echo
+from tests.bad_calls_ordering import W, given, over_workers, traced, varying
+from tests.bad_values import (
+    FRESH,
+    INF,
+    KEY,
+    NAN,
+    NOT_FRESH,
+    OPTIMIZERS,
+    THING,
+    Arg,
+    Foreign,
+    T,
+    X,
+    also,
+    call,
+    leaves_of,
+    one_number,
+    real,
+    two_arguments,
+    whole,
+    word,
+    wrong_functions,
+)
+
+SGD = optax.sgd(0.1, momentum=0.9)
+PLAN = local_opt.constant(2, total_steps=T)
+NO_PLANS = [None, 3, "qsr", local_opt.constant, local_opt.SyncPlan, echo.fixed(2, total_steps=T),
+            {}, [0, 2, 4], THING, lambda t: 2]  # fmt: skip
+STARTS = [None, 3, "text", [], [1, 2], [0, 2, 2], [0, 4, 2], [0, T], [0, 2.5], [0.0, 2.0], [[0, 2]],
+          [0, -1], ["0", "2"], [0, NAN], THING, {}, [False, True], [0, None], 1j, [0, 2**40],
+          [[0], [1, 2]], KEY, Foreign(2)]  # fmt: skip
+STEPS = {"total_steps": T}
+OFFSET = also("offset", 0, T)
+STEP = Arg(2, [T, *one_number(whole(0))])
+RULE = {"lr": 0.1, "total_steps": T, "alpha": 0.25, "h_base": 2, "h_max": also("h_max", 4, 1),
+        "warmup_steps": also("warmup_steps", 0, T + 1), "offset": OFFSET}  # fmt: skip
+SWITCHED = {"period": 2, "switch_step": also("switch_step", 4, T + 1), "total_steps": T}
+PERIODS = wrong_functions(
+    None, two_arguments, local_opt.qsr,
+    *(lambda t, h=h: h for h in (0, -1, 0.5, NAN, INF, None, "2", np.ones(2, int), True, 1j)),
+)  # fmt: skip
+GATHERED = wrong_functions(*(lambda own, x=x: x for x in (None, "text", np.ones(3, np.uint8))))
+PAIRS = [None, 3, "text", [], [1.0], [NAN, 1.0], [INF, 1.0], [-1.0, 0.5], ["a", "b"], [None, 1.0],
+         [[1.0, 0.5]], THING, {}, 1j, [1j, 0.5], [1.0, 0.5, 0.25], KEY, [0.0, 1.0]]  # fmt: skip
+PARTS = {"a": local_opt.constant(4, total_steps=T), "b": PLAN}
+TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.every_step(T + 1)}, [PLAN]]
+CALLS = {
+    "SyncPlan": call(local_opt.SyncPlan, starts=Arg([0, 2, 4], STARTS), total_steps=T),
+    "SyncPlan.round_at": call(PLAN.round_at, step=STEP),
+    "SyncPlan.period_at": call(PLAN.period_at, step=STEP),
+    "SyncPlan.syncs_after": call(PLAN.syncs_after, step=STEP),
+    "SyncPlan.rounds_from": call(lambda step: [*PLAN.rounds_from(step)],
+                                 step=also("step", 2, T + 1)),
+    "every_step": call(local_opt.every_step, total_steps=T),
+    "constant": call(local_opt.constant, period=2, offset=OFFSET, total_steps=T),
+    "post_local": call(local_opt.post_local, **SWITCHED),
+    "swap": call(local_opt.swap, **SWITCHED),
+    "bernoulli": call(local_opt.bernoulli, p=0.5, total_steps=T, key=KEY),
+    "power_rule": call(local_opt.power_rule, power=Arg(2.0, real(0)), **RULE),
+    "qsr": call(local_opt.qsr, **RULE),
+    "from_function": call(local_opt.from_function, period=Arg(lambda t: 2, PERIODS), offset=OFFSET,
+                          total_steps=T),
+    "sync_every_load": call(local_opt.sync_every_load, fresh=Arg(FRESH, [None, [], *NOT_FRESH])),
+    "aligned": call(local_opt.aligned, plan=Arg(PLAN, NO_PLANS), every=Arg(2, real(0, 0.5)),
+                    fresh=also("fresh", FRESH, FRESH[:-1], [])),
+    "check_same_plan": call(
+        local_opt.check_same_plan, gather=Arg(lambda own: own[None], GATHERED),
+        plan=Arg(PLAN, [p for p in NO_PLANS if not isinstance(p, echo.EchoPlan)])),
+    "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
+    "forecast": call(
+        local_opt.forecast, plan=Arg(PLAN, NO_PLANS), num_params=100, num_workers=2, wire=None,
+        step_seconds=0.5, gigabits_per_second=8.0, latency_seconds=0.5, delay=0),
+    "communication_time": call(
+        local_opt.communication_time, volumes=Arg([1.0, 0.25], [[1.0, 1.0], [2.0, 0.5], *PAIRS]),
+        times=Arg([10.0, 7.0], PAIRS)),
+    "stream_segments": call(
+        local_opt.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
+        delay=also("delay", 1, 5), start=also("start", 0, T + 1)),
+}  # fmt: skip
+
+
+# Steps of two workers, traced.
+def transformed(make):
+    def run(params=X, grads=X, state=None, update_params=X, sync=None, step=None, **args):
+        opt = make(**args)
+
+        def one(w):
+            own = opt.init(varying(params, w)) if state is None else given(state)
+            given_params = varying(update_params, w)
+            return opt.update(varying(grads, w), own, given_params, sync=sync, step=step)
+
+        return over_workers(one)
+
+    return run
+
+
+def rounded(make):
+    def run(params=X, grads=X, state=None, update_params=X, parts=None, **args):
+        rounds = make(**args)
+
+        def one(w):
+            own = rounds.init(varying(params, w)) if state is None else given(state)
+            updates, own = rounds.update(varying(grads, w), own, varying(update_params, w))
+            more = {} if parts is None else {"parts": parts}
+            return rounds.sync(varying(params, w), own, **more), updates
+
+        return over_workers(one)
+
+    return run
+
+
+def streamed(params=X, grads=X, state=None, fragment=0, due=None, fragments=1, **args):
+    stream = local_opt.streaming_rounds(fragments=fragments, **args)
+
+    def one(w):
+        own = stream.init(varying(params, w)) if state is None else given(state)
+        own = stream.update(varying(grads, w), own, varying(params, w))[1]
+        if due is not None:
+            return stream.communicate(varying(params, w), own, due)
+        own = stream.start(varying(params, w), own, fragment=fragment)
+        return stream.finish(varying(params, w), own, fragment=fragment)
+
+    return over_workers(one)
+
+
+STATES = [3, (), {}, THING, "text", lambda: optax.adam(0.1).init(X)]
+OWN = Arg(None, [*STATES, lambda: SGD.init(X)])
+INNER = {"inner": SGD, "axis_name": "worker", "params": X, "grads": X}
+POLICIES = word({"trace": "unknown"}, {"nu": "mean"}, {3: "mean"}, {"trace": None})
+OPTIONS = {"opt_state": Arg("local", POLICIES), "outer": None, "wire": None, "correction": None,
+           "specs": None}  # fmt: skip
+UNFIT = [3, THING, "unknown", ("unknown",), ("nu",), {"params": 3, "x": 2}]
+FRAGMENTS = [None, 0, -1, 2, 0.5, NAN, "1", True, THING, {}, {"w": 1}, {"w": -1}, {"w": "0"},
+             {"w": 0.0}, {"w": None}, {"v": 0}, {"w": True}, 1j, [0], {"w": NAN}]  # fmt: skip
+DUE = [3, "text", [3], [("begin", 0, False)], [("start", 1, False)], [("start", "a", False)],
+       [("start", 0)], THING, {0: 1}, [None]]  # fmt: skip
+OUTER = {"learning_rate": 0.5, "momentum": 0.0, "inner": SGD, "plan": Arg(PLAN, NO_PLANS),
+         "axis_name": "worker"}  # fmt: skip
+CALLS |= {
+    "local_steps": call(
+        transformed(local_opt.local_steps), **INNER, **OPTIONS, plan=Arg(PLAN, NO_PLANS), state=OWN,
+        update_params=X, sync=Arg(None, [3, "yes", THING, 0.5, jnp.ones(2, bool), [], {}]),
+        step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}])),
+    "diloco": call(transformed(local_opt.diloco), **OUTER),
+    "slowmo": call(transformed(local_opt.slowmo), **OUTER),
+    "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
+                         parts=Arg(None, UNFIT)),
+    "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES)),
+    "accumulated_rounds": call(rounded(local_opt.accumulated_rounds), **INNER, state=OWN),
+    "streaming_rounds": call(
+        streamed, **INNER, state=OWN, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
+        wire=None, specs=None, due=Arg(None, DUE),
+        fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True])),
+    "proximal": call(local_opt.proximal, strength=0.5),
+    "normalize_by_period": call(
+        lambda period, outer, h_base: local_opt.normalize_by_period(outer, h_base=h_base).update(
+            X, outer.init(X), X, period=period),
+        outer=Arg(SGD, [None, *OPTIMIZERS]), h_base=2,
+        period=Arg(2, [None, NAN, -1, 0.5, "3", THING, {}, 1j, jnp.ones(2)])),
+    "synchronize": call(
+        lambda tree, axis_name: over_workers(
+            lambda w: local_opt.synchronize(varying(tree, w), axis_name=axis_name)),
+        tree=Arg(X, leaves_of(3)[:-3]), axis_name="worker"),
+}  # fmt: skip
+for name in ("int8", "top_k"):
+    make = lambda name=name, **args: local_opt.local_rounds(  # noqa: E731
+        SGD, wire=local_opt.WIRES[name], **args)  # fmt: skip
+    CALLS[f"local_rounds, {name}"] = call(
+        rounded(make), axis_name="worker", params=X,
+        correction=also("correction", None, local_opt.proximal(0.1)),
+    )  # fmt: skip
+for name, args in {"control_variates": (), "proximal": (0.5,)}.items():
+    correction = getattr(local_opt, name)(*args)
+    make = lambda correction=correction: local_opt.local_rounds(  # noqa: E731
+        SGD, correction=correction)  # fmt: skip
+    more = {"update_params": X} if args else {}
+    CALLS[f"local_rounds, {name}"] = call(rounded(make), params=X, grads=X, state=OWN, **more)
+
+# Workers.
+ALL = {"w": jnp.ones((W, 3))}
+UNEQUAL = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}
+UNSTACKED = [{"w": jnp.ones(())}, {"w": jnp.ones((0, 3))}, {"w": 3.0}, 3, {"w": [1.0, 2.0]},
+             UNEQUAL, *leaves_of(2, 3)]  # fmt: skip
+UNSTACKED = [t for t in UNSTACKED if not (isinstance(t, dict) and hasattr(t.get("w"), "_impl"))]
+
+
+def step(params, batch):
+    return local_opt.synchronize(params), jnp.mean(batch)
+
+
+ARGS = (ALL["w"], jnp.ones((4, 3)))
+FUNCTIONS = wrong_functions(
+    None, *(lambda p, b, make=make: make(p, b) for make in (
+        lambda p, b: p, lambda p, b: (p, b, b), lambda p, b: None)))  # fmt: skip
+INPUTS = ["", "owned", "owned split owned", "owend split", "mean split", 3, None, THING, {},
+          ["owned", 3], {"params": "owned"}, ("owned split",), "OWNED SPLIT", "key split",
+          "split owned"]  # fmt: skip
+OUTPUTS = ["", "owned mean mean", "owned avg", "key mean", 3, None, THING, ["owned", 3],
+           ("owned mean",), {}]  # fmt: skip
+GIVEN = [(), ARGS[:1], (*ARGS, 1), (ARGS[0][:1], ARGS[1]), (ARGS[0], ARGS[1][:3]), ("a", "b"),
+         (ARGS[0], jnp.ones(())), (ARGS[0], ARGS[1][:0]), (None, None)]  # fmt: skip
+BATCHES = {"x": jnp.ones((2, 4, 3))}
+NO_BATCHES = [{}, None, 3, THING, {"x": jnp.ones(())}, {"x": jnp.ones((0, 3))}, {"x": "text"},
+              {"x": jnp.ones((2, 3)), "y": jnp.ones(3)}, "text"]  # fmt: skip
+CALLS |= {
+    "consolidate": call(local_opt.consolidate, tree=Arg(ALL, UNSTACKED)),
+    "check_synced": call(local_opt.check_synced, tree=Arg(ALL, UNSTACKED),
+                         ulps=Arg(1.0, [v for v in real() if v is not INF])),
+    "owned": call(lambda **args: local_opt.owned(X, **args), workers=W, keys=None),
+    "reestimate": call(
+        local_opt.reestimate, params=Arg(X, []), batches=Arg(BATCHES, NO_BATCHES),
+        statistics=Arg(lambda p, b: jnp.mean(b["x"]), wrong_functions(None, lambda p, b: "a"))),
+    "lift": call(
+        traced(lambda function, workers, x, **args: local_opt.lift(function, workers, **args)(*x)),
+        function=Arg(step, FUNCTIONS), workers=also("workers", W, 3), x=Arg(ARGS, GIVEN),
+        inputs=Arg("owned split", INPUTS), outputs=Arg("owned mean", OUTPUTS),
+        axis_name=Arg("worker", [None, "data", 3])),
+    "lift, key": call(
+        traced(lambda key: local_opt.lift(jax.random.key_data, W, inputs="key", outputs="owned")(
+            key)), key=KEY),
+}  # fmt: skip

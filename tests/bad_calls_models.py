@@ -1,0 +1,90 @@
+"""The models: valid arguments and batches, and bad ones for each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import models
+from tests.bad_values import KEY, NAN, THING, Arg, also, call, real
+
+
+def made(make, x, y):
+    """All functions of the model, traced."""
+
+    def run(key=KEY, x=x, y=y, **args):
+        model = make(**args)
+
+        def calls():
+            params = model.init(key)
+            statistics = () if model.statistics is None else (model.statistics(params, x),)
+            return model.loss(params, {"x": x, "y": y}, key), model.predict(params, x, *statistics)
+
+        return jax.eval_shape(calls)
+
+    return run
+
+
+# JAX and Flax also take legacy keys and numbers.
+NO_KEYS = ["0", 0.5, None, THING, jax.random.split(KEY, 2)]
+NO_ARRAYS = [None, 3, "text", THING, {}, np.array(["a"] * 2), jnp.ones(())]
+SHAPES = [None, 3, "text", (8, 8), (8, 8, 3, 1), (0, 8, 3), (-8, 8, 3), (8.5, 8, 3), (8, 8, 0), [],
+          (8, 8, NAN), ("8", 8, 3), (8, 8, None), THING, {}, (8, 8, True), 1j]  # fmt: skip
+HIDDEN = [None, 3, "text", (0,), (-1,), (2.5,), ("2",), (NAN,), (None,), (True,), THING, [[2]]]
+STAGES = [None, 3, "text", (), (3,), THING, ((2, 4, 1),), ((2, 4, 1, 3),), ((2.5, 4, 1, 1),),
+          (("2", 4, 1, 1),), ((NAN, 4, 1, 1),), ((None, 4, 1, 1),)]  # fmt: skip
+
+
+def images(side, channels):
+    bad = [jnp.ones((2, side, side)), jnp.ones((2, side, side, channels + 1)), [[1.0]],
+           jnp.ones((side, side, channels)), jnp.ones((0, side, side, channels))]  # fmt: skip
+    return Arg(jnp.ones((2, side, side, channels)), [*NO_ARRAYS, *bad])
+
+
+CLASSES = jnp.zeros(2, int)
+FEATURES = Arg(jnp.ones((2, 4)), [
+    *NO_ARRAYS, jnp.ones((2, 5)), jnp.ones(7), jnp.ones((3, 4)), [[1.0]]])  # fmt: skip
+LABELS = Arg(CLASSES, [*NO_ARRAYS, jnp.zeros(3, int), jnp.zeros((2, 1), int)])
+WHOLE_LABELS = Arg(CLASSES, [*LABELS.bad, jnp.zeros(2)])
+TOKENS = jnp.zeros((2, 4), int)
+TEXTS = [*NO_ARRAYS, jnp.zeros((2, 4)), jnp.zeros(4, int), jnp.zeros((3, 4), int),
+         jnp.zeros((2, 4, 1), int), jnp.zeros((2, 0), int)]  # fmt: skip
+NEXT = Arg(TOKENS, [*NO_ARRAYS, jnp.zeros((2, 4)), jnp.zeros((2, 3), int), jnp.zeros(2, int)])
+SERIES = Arg(jnp.zeros((2, 2)), [*NO_ARRAYS, jnp.zeros(2), jnp.zeros((2, 3)), jnp.zeros((3, 2))])
+TEXT = {"vocab_size": 7, "width": 4, "depth": also("patch", 1), "dtype": "float32", "y": NEXT}
+IMAGE = {"image_shape": Arg((8, 8, 3), SHAPES), "num_classes": 3, "x": images(8, 3),
+         "y": WHOLE_LABELS, "dtype": "float32"}  # fmt: skip
+TABLE = {
+    "softmax_regression": {"num_features": 4, "num_classes": 3, "x": FEATURES, "y": WHOLE_LABELS},
+    "logistic_regression": {"num_features": 4, "x": FEATURES, "y": LABELS},
+    "mlp": {"num_features": 4, "num_classes": 3, "hidden": Arg((5,), HIDDEN), "x": FEATURES,
+            "y": WHOLE_LABELS, "key": Arg(KEY, NO_KEYS)},
+    "forecaster": {"lags": 4, "horizon": 2, "hidden": Arg((5,), HIDDEN), "x": FEATURES,
+                   "y": SERIES, "key": Arg(KEY, NO_KEYS)},
+    "lstm": {**TEXT, "x": Arg(TOKENS, TEXTS), "key": Arg(KEY, NO_KEYS)},
+    "gpt2": {**TEXT, "context": 6, "heads": 2, "x": Arg(TOKENS, [*TEXTS, jnp.zeros((2, 9), int)]),
+             "key": Arg(KEY, NO_KEYS)},
+    "vit": {**IMAGE, "patch": 4, "width": 4, "depth": also("patch", 1), "heads": 2, "mlp_ratio": 2,
+            "pool": "mean", "gelu": "tanh", "key": Arg(KEY, NO_KEYS)},
+    "lenet": {**IMAGE, "image_shape": Arg((28, 28, 1), SHAPES), "x": images(28, 1)},
+    "resnet": {**IMAGE, "depth": also("patch", 8, 7), "norm": "batch", "stem": "cifar", "width": 4},
+    "mobilenet_v2": {**IMAGE, "stem_channels": 4, "stem_stride": also("stem_stride", 1, 3),
+                     "head_channels": 8, "stages": Arg(((2, 4, 1, 2),), STAGES)},
+}  # fmt: skip
+del TABLE["lenet"]["dtype"]
+CALLS = {
+    name: call(made(getattr(models, name), args["x"].valid, args["y"].valid), l2=0.5, **args)
+    for name, args in TABLE.items()
+}
+CALLS["mobilenet_v3"] = call(
+    models.mobilenet_v3, variant="small", image_shape=Arg((32, 32, 3), SHAPES), num_classes=3,
+    stem_stride=also("stem_stride", 2, 3), dtype="float32", l2=0.5,
+)  # fmt: skip
+BATCH = {"x": jnp.ones((2, 1)), "y": jnp.array([0, 1])}
+NO_BATCHES = [None, 3, "text", {}, {"x": BATCH["x"]}, BATCH | {"x": "text"}, THING,
+              BATCH | {"x": jnp.ones((2, 2))}, BATCH | {"x": jnp.full((2, 1), NAN)},
+              {"x": jnp.ones((0, 1)), "y": jnp.zeros(0, int)}]  # fmt: skip
+CALLS["optimum"] = call(
+    models.optimum, batch=Arg(BATCH, NO_BATCHES), tolerance=Arg(1e-6, real()),
+    model=Arg(models.logistic_regression(num_features=1, l2=1.0),
+              [None, 3, "model", models.logistic_regression, THING, {}]),
+)  # fmt: skip

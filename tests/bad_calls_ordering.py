@@ -1,0 +1,246 @@
+"""The calls of `ordering`: valid arguments, and bad ones for each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ordering
+from tests.bad_values import (
+    INF,
+    KEY,
+    KEYS,
+    NAN,
+    THING,
+    Arg,
+    X,
+    also,
+    but_none,
+    call,
+    leaves_of,
+    whole,
+    wrong_functions,
+)
+
+M, B, W = 6, 2, 2
+ROWS = {"w": jnp.ones((B, 3))}
+CALLS = {}
+
+
+def over_workers(function):
+    """Traces a function of one of two workers; nothing runs."""
+    return jax.eval_shape(jax.vmap(function, axis_name="worker"), jnp.arange(float(W)))
+
+
+def varying(tree, w):
+    """The tree with floats that are each worker's own, as what is sent must be."""
+    real = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+    return jax.tree.map(lambda x: x + (0 * w).astype(x.dtype) if real(x) else x, tree)
+
+
+def traced(function):
+    return lambda **args: jax.eval_shape(lambda: function(**args))
+
+
+def rows_of(tree):
+    return lambda w: ordering.Rows.of(varying(tree, w))
+
+
+def given(value, *args):
+    """What a function of the worker makes, or the value."""
+    return value(*args) if callable(value) and not isinstance(value, type) else value
+
+
+# Orders: an epoch of one step, traced.
+def epoch(make):
+    def run(key=KEY, params=X, rows=None, **args):
+        order = make(**args)
+
+        def one(w):
+            state = order.observe(order.init(key, params), given(rows, w))
+            return order.next_epoch(order.sync(state))
+
+        return over_workers(one)
+
+    return run
+
+
+exchanged = lambda w: ordering.exchange_rows(rows_of(ROWS)(w))  # noqa: E731
+NO_ROWS = [ROWS, ROWS["w"], lambda w: jnp.ones((B, 3)), 3, "rows", THING, {}, [], ordering.Rows,
+           exchanged, lambda w: exchanged(w)[0]]  # fmt: skip
+BAD_ROWS = [
+    *NO_ROWS, *(rows_of({"w": jnp.ones(shape)}) for shape in ((3, 3), (B, 7), (0, 3))),
+    rows_of({"w": 1j * jnp.ones((B, 3))}), rows_of({"w": np.full((B, 3), "a")}),
+    rows_of({"w": jnp.ones((B, 3)), "b": jnp.ones((B, 5))}),
+]  # fmt: skip
+# The others flatten the gradients.
+SHAPED = [rows_of(t) for t in ({"v": ROWS["w"]}, ROWS["w"], {"w": jnp.ones((B, 3, 1))})]
+SIZES = {"num_units": M, "units_per_step": also("units_per_step", B, M + 1)}
+SHAPELESS = [{}, None, "text", THING, {"w": "text"}, {"w": THING}, {"w": [1.0, "a"]}]
+OBSERVED = {"key": KEY, "params": Arg(X, SHAPELESS), "rows": Arg(rows_of(ROWS), BAD_ROWS)}
+CLOSE = {**SIZES, **OBSERVED, "rows": Arg(rows_of(ROWS), BAD_ROWS + SHAPED)}
+COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": "worker", "specs": None}
+for name in ("random_reshuffling", "shuffle_once", "flip_flop", "unzip"):
+    CALLS[name] = call(epoch(getattr(ordering, name)), num_units=M, key=KEY)
+CALLS |= {
+    "block_reshuffling": call(epoch(ordering.block_reshuffling), num_units=M, key=KEY,
+                              block_size=also("block_size", B, M + 1)),
+    "dealt_reshuffling": call(epoch(ordering.dealt_reshuffling), num_units=M, key=KEY,
+                              total=also("total", W * M, W * M - 1), axis_name="worker"),
+    "pair_balance": call(epoch(ordering.pair_balance), rule=None,
+                         specs=Arg(None, [3, "w", {"w": 3}]), **CLOSE),
+    "grab": call(epoch(ordering.grab), rule=None, **CLOSE),
+    "greedy_herding": call(epoch(ordering.greedy_herding), **SIZES, **OBSERVED),
+    "cd_grab": call(epoch(ordering.cd_grab), gathers=None, **COORDINATED),
+}  # fmt: skip
+for when in ("step", "sync"):
+    make = lambda gathers=when, **args: ordering.cd_grab(gathers=gathers, **args)  # noqa: E731
+    CALLS[f"cd_grab, {when}"] = call(epoch(make), **COORDINATED)
+CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
+NOT_PAIRS = [None, 3, ordering.cd_grab, "cd_grab", THING, {}, GRAB, ordering.random_reshuffling(M),
+             ordering.cd_grab(M + 2, units_per_step=B), ordering.dealt(CD, M)]  # fmt: skip
+CALLS["dealt"] = call(
+    epoch(ordering.dealt), order=Arg(CD, NOT_PAIRS), num_units=also("num_units", M, M - 1),
+    how="round_robin", total=also("total", W * M, W * M - 1, 4 * M + 1, 2**31),
+    axis_name="worker", **OBSERVED,
+)  # fmt: skip
+
+# States: of other orders, of other sizes, and what is none.
+ORDERS = {
+    "random_reshuffling": lambda m: ordering.random_reshuffling(m),
+    "dealt_reshuffling": lambda m: ordering.dealt_reshuffling(m),
+    "grab": lambda m: ordering.grab(m, units_per_step=B),
+    "greedy_herding": lambda m: ordering.greedy_herding(m, units_per_step=B),
+    "pair_balance": lambda m: ordering.pair_balance(m, units_per_step=B),
+    "pair_balance, odd": lambda m: ordering.pair_balance(m),
+    "cd_grab": lambda m: ordering.cd_grab(m, units_per_step=B),
+    "cd_grab, sync": lambda m: ordering.cd_grab(m, units_per_step=B, gathers="sync"),
+    "dealt": lambda m: ordering.dealt(ordering.cd_grab(m, units_per_step=B), m),
+}
+
+
+def state_of(name, m):
+    return lambda: ORDERS[name](m).init(KEY, X)
+
+
+def at(part, function, units=B):
+    rows = [rows_of({"w": jnp.ones((units, 3))})] if part == "observe" else []
+
+    def run(state):
+        def one(w):
+            return function(given(state), *(make(w) for make in rows))
+
+        return over_workers(one)
+
+    return run
+
+
+for name, make in ORDERS.items():
+    shuffles = "reshuffling" in name
+    wrong = [n for n in ORDERS if n != name and not (shuffles and "reshuffling" in n)]
+    states = [None, 3, (), {}, THING, lambda make=make: make(M), state_of(name, M - 2),
+              *(state_of(n, M) for n in wrong)]  # fmt: skip
+    for part in ("observe", "next_epoch", "sync"):
+        if part == "next_epoch" or not shuffles and (part == "observe" or name == "dealt"):
+            function = getattr(make(M), part)
+            CALLS[f"{name}.{part}"] = call(
+                at(part, function, 1 if "odd" in name else B), state=Arg(state_of(name, M), states)
+            )
+
+
+def signed(make):
+    def run(**args):
+        rule = make(**args)
+        return rule.sign(rule.init(KEY), 0.5, 1.0)[1]
+
+    return traced(run)
+
+
+CALLS["self_balancing_walk"] = call(signed(ordering.self_balancing_walk), bound=30.0)
+CALLS["kernel_halving"] = call(
+    signed(ordering.kernel_halving), num_epochs=Arg(4, whole()), num_pairs=8, delta=0.5
+)
+
+
+# Gradients.
+def gradients(make):
+    def run(loss, params, batch, key=KEY, **args):
+        return make(loss, **args)(params, batch, key)[:2]
+
+    return traced(run)
+
+
+def loss_of(p, x, key):
+    return jnp.square(jax.tree.leaves(x)[0] @ p["w"])
+
+
+LOSSES = wrong_functions(
+    None, lambda p, x: 0.0, lambda p, x, key: None, lambda p, x, key: "text",
+    lambda p, x, key: loss_of(p, x, key) > 0, lambda p, x, key: 1j * loss_of(p, x, key),
+    lambda p, x, key: loss_of(p, x, key).astype(int), lambda p, x, key: (loss_of(p, x, key), 3),
+    lambda p, x, key: {"loss": loss_of(p, x, key)},
+)  # fmt: skip
+PER_EXAMPLE = [
+    lambda p, x, key: jnp.stack([loss_of(p, x, key)] * 3), lambda p, x, key: jnp.ones(2)
+]  # fmt: skip
+EMPTY = [{}, None, (), jnp.ones((0, 3))]
+BATCHES = [
+    *EMPTY, "text", 3, THING, jnp.ones(()), {"x": jnp.ones((4, 3)), "y": jnp.ones(3)},
+    {"x": jnp.ones((4, 3)), "y": "text"}, [np.ones(3), np.ones(3), "a"], np.array(["a"] * 4),
+]  # fmt: skip
+# JAX takes legacy keys, and so may a loss.
+NO_KEYS = [key for key in KEYS if getattr(key, "dtype", None) != np.uint32]
+OF_LOSS = {"loss": Arg(loss_of, LOSSES + PER_EXAMPLE), "batch": Arg(jnp.ones((4, 3)), BATCHES),
+           "params": Arg(X, SHAPELESS[2:]), "key": Arg(KEY, NO_KEYS)}  # fmt: skip
+TO_SKETCH = Arg(ordering.sketch(KEY, size=2), wrong_functions(
+    lambda g: None, lambda g: "text", ordering.sketch))  # fmt: skip
+CALLS |= {
+    "per_example": call(gradients(ordering.per_example), has_aux=Arg(False, [True]),
+                        to_sketch=TO_SKETCH, **OF_LOSS),
+    "per_example, in turn": call(
+        gradients(lambda loss: ordering.per_example(loss, in_turn=True)), **OF_LOSS),
+    "microbatch": call(
+        gradients(ordering.microbatch), has_aux=Arg(False, [True]), loss=Arg(loss_of, LOSSES),
+        params=OF_LOSS["params"], batch=Arg(jnp.ones((4, 3)), EMPTY)),
+    "grouped": call(
+        gradients(lambda loss: ordering.per_example(ordering.grouped(loss))),
+        **OF_LOSS | {"loss": Arg(loss_of, LOSSES),
+                     "batch": Arg(jnp.ones((4, 2, 3)), [*BATCHES, jnp.ones((4, 0, 3))])}),
+    "sketched": call(
+        gradients(lambda loss, size: ordering.sketched(loss, KEY, size=size)), size=2, **OF_LOSS),
+    "sketched, key": call(
+        lambda key: gradients(lambda loss: ordering.sketched(loss, key, size=2))(
+            loss=loss_of, params=X, batch=jnp.ones((4, 3))), key=KEY),
+    "sketched_parameters": call(
+        lambda **args: len(ordering.sketched_parameters(**args)), size=2,
+        **OF_LOSS | {"key": Arg(KEY, [None, "0", THING])}),
+}  # fmt: skip
+STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0], [3.0, 4.0]]},
+          {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, {"w": None}, *leaves_of(2, 3),
+          {"w": 1j * jnp.ones((2, 3))}]  # fmt: skip
+ONE = [{}, None, {"w": [1.0, "a"]}, {"w": 1j * jnp.ones(3)}, *leaves_of(3)]
+VECTORS, ORDER = jnp.arange(12.0).reshape(4, 3), jnp.arange(4)
+CALLS |= {
+    "sketch": call(
+        traced(lambda tree, **args: ordering.sketch(**args)(tree)), key=KEY, size=4, specs=None,
+        tree=Arg({"w": jnp.ones(8)}, ONE)),
+    "sketch_rows": call(
+        traced(lambda **args: ordering.sketch_rows(**args).tree),
+        rows=Arg(ordering.Rows.of(ROWS), [None, *but_none(NO_ROWS[:9])]), to_sketch=TO_SKETCH),
+    "sketch_size": call(ordering.sketch_size, num_prefixes=100, error=0.5),
+    "exchange_rows": call(
+        lambda rows, **args: over_workers(
+            lambda w: ordering.exchange_rows(given(rows, w), **args)[0]),
+        rows=Arg(rows_of(ROWS), NO_ROWS), axis_name="worker"),
+    "Rows.of": call(traced(lambda tree: ordering.Rows.of(tree).gram()), tree=Arg(ROWS, STACKS)),
+    "Rows.of_gradient": call(
+        traced(lambda tree: ordering.Rows.of_gradient(tree).gram()), tree=Arg(X, ONE)),
+    "herding_bound": call(
+        ordering.herding_bound,
+        vectors=Arg(VECTORS, [None, 3, "text", jnp.ones(4), jnp.ones((5, 3)), THING, {},
+                              jnp.ones((4, 3, 2)), jnp.ones((0, 3)), [[1.0]], 1j * VECTORS,
+                              np.array([["a"]] * 4)]),
+        orders=Arg(ORDER, [None, 3, "text", jnp.arange(5), 0 * ORDER, 1.0 * ORDER, ORDER + 1,
+                           -ORDER, ORDER > 0, jnp.zeros((2, 4), int), np.array(["a"] * 4), THING,
+                           {}, GRAB.init(KEY, X)]),
+        norm=Arg(2, [1, 3, "2", None, NAN, -INF, 0, THING, [2], np.arange(2), 2.5, "inf"])),
+}  # fmt: skip

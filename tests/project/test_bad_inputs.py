@@ -1,0 +1,64 @@
+"""What the public functions do with bad arguments: they refuse them by name, or are a bug.
+
+The counts are printed with `-s`. A new function needs a row in the table of its package.
+"""
+
+import collections
+import re
+
+import pytest
+
+import local_opt
+import models
+import ordering
+from tests import bad_calls_input, bad_calls_local_opt, bad_calls_models, bad_calls_ordering
+from tests.bad_values import outcomes, variants
+
+TABLES = {
+    "ordering": bad_calls_ordering.CALLS,
+    "input and echo": bad_calls_input.CALLS,
+    "local_opt": bad_calls_local_opt.CALLS,
+    "models": bad_calls_models.CALLS,
+}
+RAW = 10  # of 1,000 bad arguments: errors that are not ours, or name neither argument nor value
+# Without arguments, and records that hold what others make.
+PLAIN = {"greedy", "control_variates", "Ordering", "Rows", "SignRule", "Correction", "Rounds",
+         "Streaming", "Wire", "LoadError", "Model"}  # fmt: skip
+
+
+def test_every_public_function_has_a_row():
+    packages = (ordering, ordering.input, ordering.echo, local_opt, models)
+    public = {n for p in packages for n in p.__all__ if callable(getattr(p, n))}
+    known = {name.split(",")[0] for calls in TABLES.values() for name in calls}
+    assert public - PLAIN - known == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", TABLES)
+def test_bad_arguments_are_refused_by_name(package):
+    """None is accepted; at most 10 of 1,000 end in an error that is not ours."""
+    calls = TABLES[package]
+    for run, valid, _ in calls.values():
+        run(**valid)
+    found = collections.defaultdict(list)
+    for described, outcome in outcomes(calls):
+        found[outcome.kind].append(f"{described}: {outcome.text[:200]}")
+    print(package, {kind: len(lines) for kind, lines in found.items()})
+    count, raw = sum(map(len, found.values())), found["raw"] + found["unnamed"]
+    assert not found["accepted"], "\n".join(found["accepted"])
+    assert 1000 * len(raw) <= RAW * count, "\n".join(raw)
+
+
+def shown(result):
+    """The result as text, without addresses and the types of numbers."""
+    return re.sub(r" at 0x\w+", "", re.sub(r"np\.\w+\(([^()]*)\)", r"\1", str(result)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", TABLES)
+def test_numbers_of_numpy_and_jax_are_numbers(package):
+    for name, (run, valid, _) in TABLES[package].items():
+        wanted = shown(run(**valid))
+        for arg, value in valid.items():
+            for variant in variants(value):
+                assert shown(run(**valid | {arg: variant})) == wanted, (name, arg, repr(variant))
