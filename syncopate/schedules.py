@@ -66,7 +66,7 @@ def bernoulli_draws(probabilities: np.ndarray, key: Key[Array, ""]) -> np.ndarra
 
 def describe_schedule(p: Any) -> str:
     """A number as it appears in a rule's name, or "p(t)" for a schedule."""
-    return f"{p:g}" if isinstance(p, int | float) else "p(t)"
+    return f"{float(p):g}" if plans.is_number(p) else "p(t)"
 
 
 def _evaluated(schedule, total_steps, name):
