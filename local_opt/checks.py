@@ -10,21 +10,25 @@ from jaxtyping import PyTree
 
 from syncopate import plans
 
+ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
 TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
 
 
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raises ValueError unless the value is a whole number in the range."""
-    if not plans.is_whole(value) or value < least or (most is not None and value > most):
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """The value, an int; raises ValueError unless it is a whole number in the range."""
+    whole = int(value) if plans.is_whole(value) else None
+    if whole is None or whole < least or (most is not None and whole > most):
         bounds = f">= {least}" if most is None else f"in {least} .. {most}"
         raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")
+    return whole
 
 
 def check_number(name: str, value: Any, interval: str) -> None:
     """Raises ValueError unless the value is a finite number in an interval, as "(0, 1]"."""
     least, most = map(float, interval[1:-1].split(","))
-    if plans.is_number(value) and least <= value <= most and abs(value) < float("inf"):
-        if not (value == least and interval[0] == "(" or value == most and interval[-1] == ")"):
+    number = float(value) if plans.is_number(value) else float("nan")
+    if least <= number <= most and abs(number) < float("inf"):
+        if not (number == least and interval[0] == "(" or number == most and interval[-1] == ")"):
             return
     raise ValueError(f"{name} is {value!r}: it must be a number in {interval}.")
 
@@ -81,7 +85,7 @@ def check_kind(params: PyTree, kind: Any = jnp.inexact, why: str = TRAINED) -> N
     """Raises ValueError for a leaf of another kind, and says why."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         try:
-            found = jnp.result_type(leaf)
+            found = jax.typeof(leaf).dtype
             fits = jnp.issubdtype(found, kind)
         except TypeError:  # not an array
             found, fits = type(leaf).__name__, False
@@ -91,6 +95,7 @@ def check_kind(params: PyTree, kind: Any = jnp.inexact, why: str = TRAINED) -> N
 
 def check_leading(tree: PyTree, of: str) -> int:
     """The length of the leading axis, one and the same of all leaves; else raises ValueError."""
+    check_kind(tree, np.generic, ARRAYS)
     paths = jax.tree_util.tree_leaves_with_path(tree)
     count = np.shape(paths[0][1])[:1] if paths else (1,)
     for path, x in paths:
@@ -104,9 +109,14 @@ def check_leading(tree: PyTree, of: str) -> int:
 
 def _leaves(tree):
     """{path: kind and shape} of all leaves."""
+
+    def kind(x):
+        try:
+            found = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        except TypeError:
+            return f"a {type(x).__name__}"
+        is_complex = jnp.issubdtype(found.dtype, jnp.complexfloating)
+        return f"{'complex' if is_complex else 'real'}{list(found.shape)}"
+
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    kinds = {True: "complex", False: "real"}
-    return {
-        jax.tree_util.keystr(path): f"{kinds[jnp.iscomplexobj(x)]}{list(np.shape(x))}"
-        for path, x in leaves
-    }
+    return {jax.tree_util.keystr(path): kind(x) for path, x in leaves}

@@ -61,6 +61,7 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       https://doi.org/10.1016/j.jpdc.2008.09.002
     """
     check_at_least(1, num_params=num_params, num_workers=num_workers)
+    num_params, num_workers = int(num_params), int(num_workers)
     check_wire(wire)
     if wire is None:
         return 2 * (num_workers - 1) / num_workers * num_params * 4.0
@@ -82,7 +83,9 @@ def sync_seconds(
     sent = sync_bytes(num_params, num_workers=num_workers, wire=wire)
     check_finite(above=True, gigabits_per_second=gigabits_per_second)
     check_finite(latency_seconds=latency_seconds)
-    return latency_seconds + 8 * sent / (1e9 * gigabits_per_second) if sent else 0.0
+    if not sent:
+        return 0.0
+    return float(latency_seconds) + 8 * sent / (1e9 * float(gigabits_per_second))
 
 
 def forecast(
@@ -146,6 +149,7 @@ def forecast(
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
     check_finite(above=True, step_seconds=step_seconds)
+    step_seconds = float(step_seconds)
     plans = {"": plan} if isinstance(plan, SyncPlan) else plan
     steps = check_turns(plans, delay)
     sizes = num_params if isinstance(num_params, Mapping) else {"": num_params}
@@ -165,8 +169,8 @@ def forecast(
         )  # fmt: skip
     rounds = {part: each.rounds for part, each in plans.items()}
     busy = sum(rounds[part] * seconds[part] for part in plans)
-    waited = _waited(plans, delay, seconds, float(step_seconds)) if delay else busy
-    compute = steps * float(step_seconds)
+    waited = _waited(plans, delay, seconds, step_seconds) if delay else busy
+    compute = steps * step_seconds
     numbers = sum(rounds[part] * int(size) for part, size in sizes.items())
     return Forecast(
         sum(rounds.values()),

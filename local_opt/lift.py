@@ -107,6 +107,12 @@ def lift(
         values, words, call = bind(args, kwargs)
         given, fixed = parted(values, words)
         said = []
+        for arrays, value, word in zip(given, values, words, strict=True):
+            if word == "key" and not jax.tree.leaves(arrays):
+                raise ValueError(f"key is {value!r}: pass one typed key, as jax.random.key(0).")
+        own = [x for x, word in zip(given, words, strict=True) if word != "shared"]
+        if not isinstance(workers, Mesh) and not jax.tree.leaves(own):
+            raise ValueError(f"inputs are {inputs}, and no argument holds an array to map over.")
 
         def one(*arrays):
             found = call(map(joined, arrays, fixed))
@@ -145,6 +151,8 @@ def lift(
 
 def _binding(function, inputs) -> Callable:
     """(args, kwargs) -> the values given, a word for each, and the function of such values."""
+    if not callable(function):
+        raise ValueError(f"function is {function!r}: pass the step of one worker, not called.")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: its arguments have no names

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from local_opt.checks import check_scalar
-from syncopate.plans import check_at_least
+from syncopate.plans import check_at_least, check_finite, is_number
 
 
 def checked(
@@ -68,6 +68,8 @@ def normalize_by_period(
         if period is None:
             raise ValueError("pass period=, the round's number of steps, as local_steps does.")
         check_scalar("period", period, jnp.integer, jnp.floating)
+        if is_number(period):  # not while it is traced
+            check_finite(period=period)
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
         scaled = jax.tree.map(lambda d: (d / length).astype(d.dtype), updates)
         updates, state = outer.update(scaled, state, params, period=period, **extra)

@@ -107,6 +107,7 @@ class SyncPlan(plans.Plan):
 
     def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
         """(first step, number of steps) of the rounds that are left at a step, for resuming."""
+        step = check_whole("step", step, 0, self.total_steps)
         if step == self.total_steps:
             return
         for end in self.ends[self.round_at(step) :]:
@@ -153,8 +154,7 @@ def from_function(
     """
     plans.check_total_steps(total_steps)
     check_whole("offset", offset, 0, total_steps - 1)
-    if not callable(period):
-        raise ValueError(f"period is {period!r}: pass a function, or use constant for rounds of H.")
+    plans.check_function("period", period, "step")
     starts, t = ([0], offset) if offset else ([], 0)
     while t < total_steps:
         h = period(t)
@@ -188,7 +188,8 @@ def sync_every_load(fresh: np.ndarray) -> SyncPlan:
       >>> local_opt.sync_every_load([True, False, False, True, False]).periods.tolist()
       [3, 2]
     """
-    total_steps = plans.as_array(fresh)[0].size
+    fresh, _ = plans.as_array(fresh)
+    total_steps = fresh.size
     return SyncPlan(_loads(fresh, total_steps), total_steps, "once per load")
 
 
@@ -243,6 +244,8 @@ def _loads(fresh, total_steps) -> np.ndarray:
         raise ValueError(
             f"fresh is {found}: it must hold one bool for each of the plan's {total_steps} steps."
         )
+    if fresh.size and not fresh[0]:
+        raise ValueError("fresh[0] is False: the first step must load, pass True for it.")
     return np.flatnonzero(fresh)
 
 

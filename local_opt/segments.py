@@ -60,7 +60,7 @@ def stream_segments(
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
     total = check_turns(plans_of, delay)
-    check_whole("start", start, 0, total)
+    start, delay = check_whole("start", start, 0, total), int(delay)
     found = []
     for place, (name, plan) in enumerate(plans_of.items()):
         ends = plan.ends.tolist()

@@ -115,7 +115,7 @@ def streaming_rounds(
 
     def part_of(params, state, fragment):
         check_call(init, state, params, params)
-        check_whole("fragment", fragment, 0, len(state.lost) - 1)
+        fragment = check_whole("fragment", fragment, 0, len(state.lost) - 1)
         return parts_of(params)[fragment]
 
     def init(params):
@@ -180,6 +180,7 @@ def _labels(params, fragments):
     """The fragment of every leaf: that of F equal shares in which the leaf's middle lies."""
     leaves, treedef = jax.tree.flatten(params)
     if is_whole(fragments):
+        fragments = int(fragments)
         if not 1 <= fragments <= len(leaves):
             raise ValueError(
                 f"fragments is {fragments} and the parameters have {len(leaves)} leaves: a "

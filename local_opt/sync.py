@@ -4,11 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from local_opt.checks import check_kind
+from local_opt.checks import ARRAYS, check_kind
 from local_opt.wires import LANES, Wire, rows_of
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
@@ -33,6 +34,7 @@ def synchronize(tree: PyTree, *, axis_name: AxisName = AXIS) -> PyTree:
       [3.0, 3.0, 3.0]
     """
     mesh.axis_size(axis_name)  # raises outside of it
+    check_kind(tree, np.generic, ARRAYS)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]

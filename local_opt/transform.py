@@ -21,7 +21,7 @@ from local_opt.state import LOCAL
 from local_opt.wires import Wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
-from syncopate.plans import check_finite
+from syncopate.plans import check_at_least, check_finite, is_whole
 
 
 class PlannedState(NamedTuple):
@@ -137,6 +137,8 @@ def _planned(rounds, plan, axis_name, *, overwrites):
         for name, value, kind in (("sync", sync, jnp.bool_), ("step", step, jnp.integer)):
             if value is not None:
                 check_scalar(name, value, kind)
+        if is_whole(step):  # not while it is traced
+            check_at_least(0, step=step)
         check_call(init, state, params, updates)
         updates, own = rounds.update(updates, state.rounds, params, **extra)
         # A sync's update needs the precision of the parameters, whatever that of the gradients.

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from local_opt.checks import check_leading
-from syncopate.plans import Plan, check_finite, is_whole
+from syncopate.plans import Plan, as_array, check_finite, check_function, is_whole
 
 AXIS = "worker"
 AxisName = str | tuple[str, ...]
@@ -77,6 +77,9 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     References:
       Ioffe, Szegedy, Batch Normalization, 2015, https://arxiv.org/abs/1502.03167
     """
+    check_function("statistics", statistics, "params", "batch")
+    if not jax.tree.leaves(batches):
+        raise ValueError(f"batches is {batches!r}: pass arrays with a leading axis of batches.")
     check_leading(batches, "batch")
     per_batch = jax.lax.map(lambda batch: statistics(params, batch), batches)
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
@@ -162,7 +165,11 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
     if gather is None:
         from jax.experimental.multihost_utils import process_allgather as gather
     own = np.frombuffer(bytes.fromhex(plan.digest()), np.uint8)
-    digests = np.asarray(gather(own)).reshape(-1, own.size)
+    check_function("gather", gather, "digest")
+    digests, found = as_array(gather(own))
+    if digests.dtype != np.uint8 or not digests.size or digests.size % own.size:
+        raise ValueError(f"gather returned {found}: it must be uint8[processes, {own.size}].")
+    digests = digests.reshape(-1, own.size)
     other = np.flatnonzero((digests != digests[0]).any(axis=1))
     if len(other):
         raise ValueError(
@@ -193,7 +200,7 @@ def count_of(workers: int | Mesh, axis_name: str) -> int:
                 "pass axis_name=, or make the mesh with that axis."
             )
         return workers.shape[axis_name]
-    if not is_whole(workers) or workers < 1:
+    if not is_whole(workers) or int(workers) < 1:
         raise ValueError(f"workers is {workers!r}: pass a whole number >= 1, or a mesh.")
     if not isinstance(axis_name, str):
         raise ValueError(f"axis_name is {axis_name!r}: pass one name, as 'worker'.")

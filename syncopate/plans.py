@@ -37,14 +37,15 @@ def is_number(value: Any) -> bool:
 def check_at_least(least: int, **values: Any) -> None:
     """Raises ValueError for a value that is no whole number or too small."""
     for name, value in values.items():
-        if not is_whole(value) or value < least:
+        if not is_whole(value) or operator.index(value) < least:
             raise ValueError(f"{name} is {value!r}: pass a whole number of at least {least}.")
 
 
 def check_finite(*, above: bool = False, **values: Any) -> None:
     """Raises ValueError for a value that is no finite number >= 0, or > 0 if `above`."""
     for name, value in values.items():
-        if not (is_number(value) and np.isfinite(value) and (value > 0 if above else value >= 0)):
+        number = float(value) if is_number(value) else np.nan
+        if not (np.isfinite(number) and (number > 0 if above else number >= 0)):
             raise ValueError(
                 f"{name} is {value!r}: pass a finite number {'>' if above else '>='} 0."
             )
