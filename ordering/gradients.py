@@ -125,6 +125,7 @@ def checked_loss(loss: Callable, has_aux: bool) -> Callable:
             f"loss is a {type(loss).__name__}: pass a function (params, batch, key) -> losses, "
             "such as model.loss."
         )
+    plans.check_function("loss", loss, "params", "batch", "key")
 
     def run(params, batch, key):
         found = loss(params, batch, key)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from ordering import base
 from ordering import rows as rows_lib
 from ordering.base import Ordering
-from syncopate import mesh
+from syncopate import mesh, plans
 
 
 def herding_bound(
@@ -60,14 +60,14 @@ def herding_bound(
             f"orders are no permutations of the units 0 .. {num_units - 1}: each row must hold "
             "every unit once, as an integer. Pass the `current` of a state."
         )
-    if norm not in (2, jnp.inf):
+    if not plans.is_number(norm) or norm not in (2, jnp.inf):
         raise ValueError(f"norm is {norm!r}: pass 2 or jnp.inf.")
     vectors = rows_lib.as_float32(vectors).reshape(-1, *shape[-2:])
     orders = orders.reshape(vectors.shape[:2])
     mean = jnp.mean(vectors, axis=(0, 1), keepdims=True)
     ordered = jnp.take_along_axis(vectors - mean, orders[:, :, None], axis=1)
     prefixes = jnp.cumsum(jnp.sum(ordered, axis=0), axis=0)
-    return jnp.max(jnp.linalg.norm(prefixes, norm, axis=1))
+    return jnp.max(jnp.linalg.norm(prefixes, float(norm), axis=1))
 
 
 class GreedyHerdingState(NamedTuple):

@@ -186,7 +186,11 @@ def zeros_like(params: PyTree, leading: tuple[int, ...] = ()) -> PyTree:
 
 def tree_size(tree: PyTree) -> int:
     """D, the number of entries of one gradient."""
-    return sum(jnp.size(leaf) for leaf in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    for leaf in leaves:
+        if not hasattr(leaf, "shape") and not isinstance(leaf, int | float | complex):
+            raise ValueError(f"params holds a {type(leaf).__name__}: pass a tree of arrays.")
+    return sum(jnp.size(leaf) for leaf in leaves)
 
 
 def flat(rows: Rows) -> Float[Array, "n D"]:

@@ -294,3 +294,5 @@ def check_sketch(to_sketch: Callable | None) -> None:
             f"to_sketch is {to_sketch!r}: pass the function that ordering.sketch(key, size=k) "
             "returns."
         )
+    if to_sketch is not None:
+        plans.check_function("to_sketch", to_sketch, "gradient")

@@ -79,8 +79,9 @@ CALLS = {
         plan=Arg(PLAN, [p for p in NO_PLANS if not isinstance(p, echo.EchoPlan)])),
     "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
     "forecast": call(
-        local_opt.forecast, plan=Arg(PLAN, NO_PLANS), num_params=100, num_workers=2, step_seconds=0.5,
-        wire=Arg(None, WIRES[:3]), gigabits_per_second=8.0, latency_seconds=0.5, delay=0),
+        local_opt.forecast, plan=Arg(PLAN, NO_PLANS), num_params=100, num_workers=2,
+        step_seconds=0.5, wire=Arg(None, WIRES[:3]), gigabits_per_second=8.0,
+        latency_seconds=0.5, delay=0),
     "communication_time": call(
         local_opt.communication_time, volumes=Arg([1.0, 0.25], [[1.0, 1.0], [2.0, 0.5], *PAIRS]),
         times=Arg([10.0, 7.0], PAIRS)),

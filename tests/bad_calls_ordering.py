@@ -9,6 +9,7 @@ from tests.bad_values import (
     INF,
     KEY,
     KEYS,
+    KINDS,
     NAN,
     THING,
     Arg,
@@ -17,7 +18,6 @@ from tests.bad_values import (
     but_none,
     call,
     leaves_of,
-    whole,
     wrong_functions,
 )
 
@@ -139,6 +139,8 @@ for name, make in ORDERS.items():
     wrong = [n for n in ORDERS if n != name and not (shuffles and "reshuffling" in n)]
     states = [None, 3, (), {}, THING, lambda make=make: make(M), state_of(name, M - 2),
               *(state_of(n, M) for n in wrong)]  # fmt: skip
+    if name in ("pair_balance", "cd_grab"):  # the ends of their epochs are alike
+        states.pop(-1 - wrong[::-1].index("cd_grab" if name == "pair_balance" else "pair_balance"))
     for part in ("observe", "next_epoch", "sync"):
         if part == "next_epoch" or not shuffles and (part == "observe" or name == "dealt"):
             function = getattr(make(M), part)
@@ -157,7 +159,7 @@ def signed(make):
 
 CALLS["self_balancing_walk"] = call(signed(ordering.self_balancing_walk), bound=30.0)
 CALLS["kernel_halving"] = call(
-    signed(ordering.kernel_halving), num_epochs=Arg(4, whole()), num_pairs=8, delta=0.5
+    signed(ordering.kernel_halving), num_epochs=Arg(4, KINDS["num_pairs"]), num_pairs=8, delta=0.5
 )
 
 
@@ -200,7 +202,7 @@ CALLS |= {
         gradients(lambda loss: ordering.per_example(loss, in_turn=True)), **OF_LOSS),
     "microbatch": call(
         gradients(ordering.microbatch), has_aux=Arg(False, [True]), loss=Arg(loss_of, LOSSES),
-        params=OF_LOSS["params"], batch=Arg(jnp.ones((4, 3)), EMPTY)),
+        params=OF_LOSS["params"], batch=Arg(jnp.ones((4, 3)), EMPTY[3:])),
     "grouped": call(
         gradients(lambda loss: ordering.per_example(ordering.grouped(loss))),
         **OF_LOSS | {"loss": Arg(loss_of, LOSSES),

@@ -61,10 +61,14 @@ DRAWS = {
 NO_NUMBER = ["3", 1j, [2], np.arange(2, 4), jnp.ones(2), {}, Foreign(), THING]
 
 
+def at_least(least):
+    """For numbers of at least `least`."""
+    return [NAN, INF, -INF, least - 1, -7, 0.5, True, None, *NO_NUMBER, "a negative number"]
+
+
 def whole(least=1):
     """For whole numbers of at least `least`."""
-    return [NAN, INF, -INF, least - 1, -7, 0.5, 2.5, np.float32(1.5), True, None, *NO_NUMBER,
-            "a fraction", "a negative number"]  # fmt: skip
+    return [*at_least(least), 2.5, np.float32(1.5), "a fraction"]  # fmt: skip
 
 
 def real(*more):
@@ -130,11 +134,12 @@ RULES = [3, "greedy", ordering.greedy, ordering.self_balancing_walk, THING, {}, 
 # By the name of the argument.
 KINDS = {
     name: values for names, values in (
-        ("units_per_step block_size num_pairs factor max_factor depth unit_size batch_size ahead "
+        ("units_per_step block_size factor max_factor depth unit_size batch_size ahead "
          "prefetch period h_base num_params num_workers workers size num_features lags horizon "
          "width heads patch mlp_ratio stem_channels head_channels stem_stride context", whole()),
         ("num_units total_steps", [*whole(), 2**31, 2**63]),
-        ("num_classes vocab_size num_prefixes", whole(2)),
+        ("num_classes vocab_size", whole(2)), ("num_pairs", at_least(1)),
+        ("num_prefixes", at_least(2)),
         ("step offset first_step first_load seed first_batch delay start switch_step warmup_steps",
          whole(0)),
         ("total h_max num_parallel_calls", but_none(whole())),
@@ -154,8 +159,9 @@ KINDS = {
 # What else a message may call an argument.
 NAMES = {"rows": "gradient", "grads": "gradient updates", "update_params": "parameters",
          "x": "shape y", "params": "leaves leaf", "batches": "load batch", "loads": "source",
-         "batch": "gradient", "tree": "leaf", "indices": "index", "function": "results words",
-         "content": "plan", "plans_of": "plan", "inputs": "key leaf"}  # fmt: skip
+         "batch": "gradient loss", "tree": "leaf rows params", "indices": "index",
+         "function": "results words", "content": "plan", "plans_of": "plan", "inputs": "key leaf",
+         "to_sketch": "rows key", "vectors": "array"}  # fmt: skip
 
 
 class Arg(NamedTuple):

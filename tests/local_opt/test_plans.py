@@ -230,7 +230,7 @@ BAD = {
     ),
     "starts empty": (lambda: local_opt.SyncPlan([], 10), r"starts is float64\[0\]: .*whole"),
     "step -1": (lambda: local_opt.every_step(5).round_at(-1), r"step -1 is outside .*0 \.\. 4"),
-    "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step 6 is outside"),
+    "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step is 6: .* in 0 .. 5"),
     "fresh of another run": (
         lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),
         r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
