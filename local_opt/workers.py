@@ -67,6 +67,9 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     Returns:
       The mean of the statistics. Under a named axis, `synchronize` averages them over all workers.
 
+    Raises:
+      ValueError: for anything but a function of two arguments, or without batches.
+
     Examples:
       >>> import jax.numpy as jnp, local_opt
       >>> moments = lambda scale, x: {"mean": jnp.mean(scale * x), "var": jnp.var(scale * x)}

@@ -258,7 +258,7 @@ def _all_units(num_units, total, axis_name) -> int:
     workers = mesh.axis_size(axis_name)
     dealt = workers * num_units
     total = dealt if total is None else total
-    if not plans.is_whole(total) or not dealt <= total <= base.MOST_UNITS:
+    if not plans.is_whole(total) or not dealt <= int(total) <= base.MOST_UNITS:
         raise ValueError(
             f"total is {total!r}, and {workers} workers with {num_units} units each take {dealt}: "
             "lower num_units, or pass the number of units in the data as total, a whole number up "

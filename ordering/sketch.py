@@ -280,7 +280,7 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
 
 
 def check_size(size: int) -> int:
-    if not plans.is_whole(size) or not 1 <= size < 2**31:
+    if not plans.is_whole(size) or not 1 <= int(size) < 2**31:
         raise ValueError(
             f"size is {size!r}: a sketch has at least one number, and fewer than 2^31. Pass a "
             f"whole number, such as sketch_size(units * epochs), or leave it at {SIZE}."
