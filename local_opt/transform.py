@@ -119,7 +119,8 @@ def local_steps(
         correction=correction,
         specs=specs,
     )
-    return _planned(rounds, plan, axis_name, overwrites=outer is not None)
+    overwrites = outer is not None or wire is not None
+    return _planned(rounds, plan, axis_name, overwrites=overwrites)
 
 
 def _planned(rounds, plan, axis_name, *, overwrites):

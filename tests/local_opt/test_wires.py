@@ -128,6 +128,24 @@ def test_averaged_moments_are_never_rounded():
     np.testing.assert_allclose(after.inner[0].mu, copies(0.1 * grads.mean(axis=0)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("wire", [WIRES["int8"], WIRES["top_k"]], ids=["int8", "top_k"])
+def test_one_worker_loses_what_its_wire_drops_however_it_is_driven(wire):
+    """A sync keeps what was lost for the next one, so it must not be in the parameters as well."""
+    planned = local_opt.local_steps(SGD, local_opt.constant(2, total_steps=4), wire=wire)
+    rounds = local_opt.local_rounds(SGD, wire=wire)
+    x = y = jnp.linspace(-1.0, 1.0, 200)[None]
+    state, own = vmap(planned.init)(x), vmap(rounds.init)(y)
+    for t in range(1, 5):
+        grads = jnp.sin(t * jnp.arange(200.0))[None]
+        updates, state = vmap(planned.update)(grads, state, x)
+        x = optax.apply_updates(x, updates)
+        updates, own = vmap(rounds.update)(grads, own, y)
+        y = optax.apply_updates(y, updates)
+        if t % 2 == 0:
+            y, own = vmap(rounds.sync)(y, own)
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+
+
 def test_feedback_passes_a_planned_step_on_a_mesh(optimised):
     """The same run as simulated, and close to one without rounding."""
     options = {"axis_name": "worker", "plan": PLAN}
