@@ -78,6 +78,7 @@ def echo_forecast(
     check_policy(policy)
     plans.check_finite(above=True, step_seconds=step_seconds)
     plans.check_at_least(1, depth=depth)
+    step_seconds = float(step_seconds)
     each = _each_load(load_seconds, policy)
     fresh, stall = _simulate(policy, (each / step_seconds).tolist(), int(depth))
     plan = policy if isinstance(policy, EchoPlan) else EchoPlan(fresh, "measured, simulated")
