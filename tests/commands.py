@@ -9,10 +9,10 @@ import sys
 import time
 
 import numpy as np
-from absl import flags
 
 from experiments import train
 from tests.cases import FAST_XLA
+from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHORT = [
@@ -29,10 +29,7 @@ LAUNCH_TWO = ["experiments.launch", "--processes=2", "--"]
 
 
 def train_run(arguments, folder):
-    values = flags.FlagValues()
-    train.define_flags(values)
-    values(["train", *arguments, f"--output_dir={folder}"])
-    train.run(values)
+    train.run(parsed(train, *arguments, f"--output_dir={folder}"))
 
 
 def environment(devices=1):

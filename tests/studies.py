@@ -1,4 +1,4 @@
-"""Studies small enough for a test."""
+"""The flags of commands, and studies small enough for a test."""
 
 from absl import flags as absl_flags
 
@@ -12,10 +12,19 @@ SMALL = [
 RUN = ["--total_steps=24", "--evaluations=4", "--warmup_steps=2", "--h_base=2"]
 
 
-def parsed(module, *arguments):
-    """The flags of a study's command."""
+def flags_of(module):
+    """All flags of a command, unparsed."""
     values = absl_flags.FlagValues()
-    study.define_flags(module.STUDY, values)
+    if hasattr(module, "STUDY"):
+        study.define_flags(module.STUDY, values)
+    else:
+        module.define_flags(values)
+    return values
+
+
+def parsed(module, *arguments):
+    """The flags of a command."""
+    values = flags_of(module)
     rest = values([module.__name__, *arguments])
     assert len(rest) == 1, "every argument is a flag"
     return values

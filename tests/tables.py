@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
 
 import local_opt
 import ordering
 from tests import reference
+from tests.problems import on_mesh
 
 
 class Order(NamedTuple):
@@ -109,20 +109,10 @@ def vmap_workers(function):
 def shard_map_workers(function):
     """The same per-worker function, one worker per device."""
 
-    def per_device(*args):
-        out = function(*jax.tree.map(lambda x: x[0], args))
-        return jax.tree.map(lambda x: x[None], out)
-
     @jax.jit
     def run(*args):
         workers = jax.tree.leaves(args)[0].shape[0]
-        mesh = jax.make_mesh(
-            (workers,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:workers]
-        )
-        spec = PartitionSpec("worker")
-        return jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(
-            *args
-        )
+        return on_mesh(function, workers, check_vma=False)(*args)
 
     return run
 

@@ -11,10 +11,10 @@ import time
 
 import pytest
 import yaml
-from absl import flags
 
 from experiments import launch, train
 from tests.commands import ROOT
+from tests.studies import parsed
 
 USE = pathlib.Path(__file__).parents[2] / "docs" / "use"
 PAGE = (USE / "clusters.md").read_text()
@@ -88,10 +88,7 @@ def test_the_first_signal_asks_all_processes_and_the_second_kills(tmp_path):
 def train_flags(text):
     """The parsed flags of a script's call of `experiments.train`."""
     command = re.search(r"experiments\.train (.*?--output_dir=[^\s'\"]+)", text, re.S)[1]
-    values = flags.FlagValues()
-    train.define_flags(values)
-    values(["train", *shlex.split(command.replace("\\\n", " "))])
-    return values
+    return parsed(train, *shlex.split(command.replace("\\\n", " ")))
 
 
 def test_the_command_on_the_page_uses_known_flags():

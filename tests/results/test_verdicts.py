@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-from absl import flags
 
 from experiments import verdicts
 from experiments.results import archive, plots, report, verdict_page
@@ -15,6 +14,7 @@ from experiments.results.claims import RUNS
 from experiments.results.effects import Measure
 from experiments.results.rule import MATTERS, VERDICTS, Claim, Interval
 from experiments.study import study
+from tests import studies
 from tests.recorded_runs import compared, finished, order_records
 
 
@@ -126,11 +126,9 @@ COMMAND = (
 
 def parsed(command):
     """(the study of a command, its flags)"""
-    words, values = command.split(), flags.FlagValues()
-    chosen = importlib.import_module(words[2]).STUDY
-    study.define_flags(chosen, values)
-    values(words[2:])
-    return chosen, values
+    _, _, name, *arguments = command.split()
+    module = importlib.import_module(name)
+    return module.STUDY, studies.parsed(module, *arguments)
 
 
 def test_a_printed_command_adds_seeds_and_recording_it_adds_a_look(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from absl import flags
 
 from experiments import advise
 from experiments.study import factorials
@@ -10,6 +9,7 @@ from experiments.study.cost import Machine, order_traffic
 from experiments.study.factorials import Combination, Factorial, Taken
 from experiments.study.tables import ORDERS
 from experiments.training.config import Sizes
+from tests.studies import parsed
 
 SIZES = Sizes(workers=4, num_units=32, units_per_step=16, unit_size=1)
 PLAIN, ORDER = Combination(), Combination(order=True)
@@ -95,22 +95,16 @@ def test_only_combinations_of_all_tasks_are_predicted():
     }
 
 
-def parsed(*argv):
-    values = flags.FlagValues()
-    advise.define_flags(values)
-    values(["program", *argv])
-    return values
-
-
 def test_the_map_is_written(tmp_path, capsys):
-    advise.run(parsed("--map", f"--output_dir={tmp_path / 'map'}"))
+    advise.run(parsed(advise, "--map", f"--output_dir={tmp_path / 'map'}"))
     assert "regret" in capsys.readouterr().out
     written = {path.name for path in (tmp_path / "map").iterdir()}
     assert {"map.png", *(f"table_{n}.md" for n in ("choices", "slow", "gains"))} <= written
 
 
 def test_advice_measures_and_recommends(capsys):
-    advise.run(parsed("--task=digits", "--workers=4", "--units_per_step=16", "--gbps=1,100"))
+    given = ("--task=digits", "--workers=4", "--units_per_step=16", "--gbps=1,100")
+    advise.run(parsed(advise, *given))
     out = capsys.readouterr().out
     assert out.count("times as fast as none (") == 2 and "--order=" in out
     assert "1 Gb/s: a load takes" in out and "100 Gb/s: a load takes" in out

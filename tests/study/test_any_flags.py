@@ -14,6 +14,7 @@ from experiments.study.tables import TABLES
 from experiments.tasks.base import check_recipe
 from experiments.training import measure, timeline
 from tests.cases import times
+from tests.studies import parsed
 from tests.words import each
 
 WHOLE = st.one_of(st.integers(-1, 12), st.sampled_from([40, 2000, 10**12, -(10**9)]))
@@ -37,9 +38,7 @@ ANY = {
 
 def decided(arguments):
     """What `train` decides before anything is compiled: sizes, plans, evaluations, segments."""
-    values = absl_flags.FlagValues()
-    train.define_flags(values)
-    values(["train", "--dry_run", *arguments])
+    values = parsed(train, "--dry_run", *arguments)
     task, recipe = flags.setting_from_flags(values)
     rates = recipe.learning_rates
     rate = rates[0] if values.learning_rate is None else values.learning_rate

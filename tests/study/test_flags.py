@@ -2,8 +2,6 @@
 
 import sys
 
-from absl import flags as absl_flags
-
 from experiments import cd_grab, combined, echoing, qsr, train
 from experiments.study import flags, recipes
 from experiments.tasks import TASKS, Recipe, base
@@ -17,15 +15,8 @@ def setting(*arguments):
     return flags.setting_from_flags(parsed(cd_grab, "--dry_run", *arguments))
 
 
-def of_train():
-    values = absl_flags.FlagValues()
-    train.define_flags(values)
-    values(["train"])
-    return values
-
-
 def test_every_field_of_a_recipe_is_a_flag_with_help():
-    values = of_train()
+    values = parsed(train)
     for name in set(Recipe._fields) - {"evaluations"}:
         assert values[name].value is None and values[name].help.endswith("own if unset")
     kinds = {"workers": int, "h_base": int, "growth": float, "horizon": int, "target": float}
@@ -102,7 +93,7 @@ test_settings_that_cannot_run = refuses({
 def test_commands_without_flags_need_no_data():
     for module in (cd_grab, qsr, echoing, combined):
         assert recipes.setting_of(parsed(module).task).task == "digits"
-    assert recipes.setting_of(of_train().task).task == "digits"
+    assert recipes.setting_of(parsed(train).task).task == "digits"
 
 
 def test_settings_name_tasks_choices_and_fields_that_exist():

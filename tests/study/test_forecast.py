@@ -6,13 +6,13 @@ import pathlib
 import numpy as np
 import optax
 import pytest
-from absl import flags
 
 import local_opt
 import ordering.input
 from experiments import forecast, timing
 from experiments.results import archive
 from experiments.tasks import TASKS
+from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
 COST = {"num_params": 10**9, "num_workers": 4, "step_seconds": 0.5, "gigabits_per_second": 32}
@@ -25,19 +25,6 @@ def test_forecast_by_hand():
     alone = COST | {"num_workers": 1}
     found = local_opt.forecast(local_opt.every_step(10), **alone, latency_seconds=0.25)
     assert found == (10, 1.0, 0.0, 5.0, 0.0, 0.0, 5.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("num_params", 0), ("num_params", 1.5), ("num_workers", 0), ("num_workers", True),
-        ("step_seconds", 0), ("step_seconds", math.nan), ("gigabits_per_second", -1),
-        ("latency_seconds", -1), ("latency_seconds", math.inf),
-    ],
-)  # fmt: skip
-def test_a_forecast_names_an_invalid_value(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
-        local_opt.forecast(local_opt.every_step(3), **COST | {name: value})
 
 
 def test_two_runs_give_the_estimator_of_the_paper():
@@ -76,16 +63,9 @@ def test_communication_time_refuses_invalid_arguments(volumes, times, message):
         local_opt.communication_time(volumes, times)
 
 
-def parsed(*given):
-    values = flags.FlagValues()
-    forecast.define_flags(values)
-    values(["forecast", *given])
-    return values
-
-
 def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
     folder = tmp_path / "forecast"
-    forecast.main(parsed(f"--output_dir={folder}"))
+    forecast.main(parsed(forecast, f"--output_dir={folder}"))
     text = (folder / "table.md").read_text()
     assert text in capsys.readouterr().out
     rows = [[c.strip() for c in line.split("|")[1:4]] for line in text.split("\n") if "|" in line]
@@ -100,8 +80,10 @@ def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
 def test_flags_replace_a_settings_values():
     """Any setting can be planned; only published ones have seconds per step."""
     with pytest.raises(ValueError, match="no published times: pass --step_seconds"):
-        forecast.forecast_of("digits", parsed())
-    values = parsed("--step_seconds=0.2", "--h_base=4", "--epochs=7", "--arms=parallel,qsr")
+        forecast.forecast_of("digits", parsed(forecast))
+    values = parsed(
+        forecast, "--step_seconds=0.2", "--h_base=4", "--epochs=7", "--arms=parallel,qsr"
+    )
     _, text, (rates, plans) = forecast.forecast_of("digits", values)
     assert "650 parameters" in text and "(given by --step_seconds)" in text
     recipe = TASKS["digits"]().recipe
@@ -147,4 +129,4 @@ def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
 
 def test_the_command_refuses_invalid_flags():
     with pytest.raises(ValueError, match="--arms has .'often'"):
-        forecast.main(parsed("--arms=qsr,often"))
+        forecast.main(parsed(forecast, "--arms=qsr,often"))

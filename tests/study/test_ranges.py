@@ -5,18 +5,8 @@ import importlib
 import pytest
 from absl import flags as absl_flags
 
-from experiments.study import study
 from syncopate import command
-
-
-def flags_of(name):
-    """All flags of a command, unparsed."""
-    module, values = importlib.import_module(f"experiments.{name}"), absl_flags.FlagValues()
-    if hasattr(module, "STUDY"):
-        study.define_flags(module.STUDY, values)
-    else:
-        module.define_flags(values)
-    return {name: values[name] for name in values}
+from tests.studies import flags_of
 
 
 def accepted(flag, text):
@@ -40,7 +30,8 @@ NO_NUMBERS = ("nan", "inf", "-inf", "1e999", "1" + "0" * 400, "a", "")
 
 @pytest.mark.parametrize("name", command.experiments())
 def test_no_flag_takes_a_number_outside_its_range(name):
-    numbers = [flag for flag in flags_of(name).values() if is_number(flag)]
+    flags = flags_of(importlib.import_module(f"experiments.{name}"))
+    numbers = [flags[name] for name in flags if is_number(flags[name])]
     assert numbers or name in ("prepare", "verdicts")
     for flag in numbers:
         assert not any(accepted(flag, text) is not None for text in NO_NUMBERS), flag.name

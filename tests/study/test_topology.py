@@ -10,7 +10,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from absl import flags as absl_flags
 
 import local_opt
 import models
@@ -36,6 +35,7 @@ from experiments.training.config import num_params
 from local_opt.workers import worker_mesh
 from ordering.exchange import slice_size
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
+from tests.studies import parsed
 
 pytestmark = pytest.mark.usefixtures("optimised")  # what users compile
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "use" / "accelerators.md"
@@ -80,9 +80,7 @@ def test_the_error_for_a_missing_compiler_says_what_to_install(name, extra, monk
 
 @pytest.mark.parametrize("more", [(), ("--dry_run", "--nocompile")])
 def test_a_topology_needs_a_dry_run(more):
-    values = absl_flags.FlagValues()
-    train.define_flags(values)
-    values(["train", "--topology=v5e:2x2", "--task=digits", *more])
+    values = parsed(train, "--topology=v5e:2x2", "--task=digits", *more)
     with pytest.raises(ValueError, match="v5e:2x2 without a compiling dry run.*pass --dry_run"):
         train.run(values)
 
@@ -248,11 +246,8 @@ def test_the_page_shows_the_output_of_its_command(chip):
     """
     page, (topology, start, end) = PAGE.read_text(), SHOWN[chip]
     flags = re.search(rf"^    python -m experiments.train (.* --topology={topology})$", page, re.M)
-    values = absl_flags.FlagValues()
-    train.define_flags(values)
-    values(["train", *flags[1].split()])
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        train.run(values)
+        train.run(parsed(train, *flags[1].split()))
     shown = page.split(start)[1].split(end)[0]
     exact = (None, 8, 2, None, None)  # columns of the tables; all of the last line
     for one, other, columns in zip(

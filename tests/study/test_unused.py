@@ -3,7 +3,6 @@
 import importlib
 
 import pytest
-from absl import flags as absl_flags
 
 from experiments import train
 from experiments.study import study
@@ -20,11 +19,9 @@ def _nothing_is_forecast(monkeypatch):
 def run(name, *arguments):
     """What `python -m experiments.NAME` does once its flags are parsed."""
     module = importlib.import_module(f"experiments.{name}")
+    values = parsed(module, *arguments)
     if hasattr(module, "STUDY"):
-        return study.run(module.STUDY, parsed(module, *arguments))
-    values = absl_flags.FlagValues()
-    module.define_flags(values)
-    values([name, *arguments])
+        return study.run(module.STUDY, values)
     return (getattr(module, "run", None) if name in ("train", "advise") else module.main)(values)
 
 

@@ -7,23 +7,20 @@ import types
 
 import numpy as np
 import pytest
-from absl import flags
 
 import models
 from experiments import bench, timing
 from experiments.study.tables import ORDERS
 from experiments.tasks import TASKS
 from experiments.training import loop
+from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {"workers": 4, "units_per_step": 2, "unit_size": 1}
 
 
 def run(*given):
-    values = flags.FlagValues()
-    bench.define_flags(values)
-    values(["bench", *given])
-    bench.main(values)
+    bench.main(parsed(bench, *given))
 
 
 def beside(name):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 
 import local_opt
 import models
@@ -12,6 +11,7 @@ from experiments import order_error, order_losses
 from experiments.order_losses import NEVER, Drift, Setting
 from experiments.results import records
 from tests import reference
+from tests.studies import parsed
 
 W, M, B, N = 4, 12, 2, 6
 SMALL = Setting(W, B, M, rate=0.3, epochs=24, dimension=3)
@@ -134,10 +134,7 @@ def test_every_question_is_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(order_error, "ENDS", settings)
     monkeypatch.setattr(order_error, "sign", lambda *args, seed: (-0.5, 1.0 + seed))
     monkeypatch.setattr(order_error, "POWER", order_error.POWER._replace(epochs=20))
-    values = flags.FlagValues()
-    order_error.define_flags(values)
-    values(["order_error", "--seeds=2", f"--output_dir={tmp_path}"])
-    order_error.main(values)
+    order_error.main(parsed(order_error, "--seeds=2", f"--output_dir={tmp_path}"))
     said, found = capsys.readouterr().out, records.read(str(tmp_path / "metrics.jsonl"))
     for name in order_error.QUESTIONS:
         text = (tmp_path / f"table_{name}.md").read_text()

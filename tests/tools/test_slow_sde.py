@@ -14,6 +14,7 @@ from experiments import slow_sde
 from experiments.results import records
 from experiments.results.statistics import interval
 from experiments.slow_sde import PROBLEMS, RULES
+from tests.studies import parsed
 
 A, VALLEY, LABEL_NOISE = np.array(slow_sde.EXAMPLES), *PROBLEMS.values()
 
@@ -98,10 +99,8 @@ def test_steps_equal_numpy_and_runs_end_where_theory_predicts(name, optimised):
 
 def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys, monkeypatch):
     def run(*given):
-        values = flags.FlagValues()
-        slow_sde.define_flags(values)
-        values(["slow_sde", "--repetitions=3", f"--output_dir={tmp_path}", *given])
-        slow_sde.main(values)
+        few = ("--repetitions=3", f"--output_dir={tmp_path}")
+        slow_sde.main(parsed(slow_sde, *few, *given))
 
     for period, rule in zip((1, 4, 10, 50), RULES.values(), strict=True):
         assert rule.plan(0.1, 400) == local_opt.constant(period, total_steps=400)

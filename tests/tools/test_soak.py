@@ -6,11 +6,11 @@ import signal
 import threading
 
 import pytest
-from absl import flags as absl_flags
 
 from experiments import train
 from experiments.training import run
 from tests.little_run import built, plans_of, trained
+from tests.studies import parsed
 
 pytestmark = pytest.mark.slow
 
@@ -33,13 +33,11 @@ def test_stopped_and_resumed_runs_leak_no_threads_or_files(tmp_path):
     """Two runs are stopped by SIGTERM and resumed, and leave as much as the first one."""
     held = []
     for attempt in range(6):
-        values = absl_flags.FlagValues()
-        train.define_flags(values)
-        values([
-            "train", "--order=cd_grab", "--sync=qsr", "--echo=diffusion", "--workers=4",
+        values = parsed(
+            train, "--order=cd_grab", "--sync=qsr", "--echo=diffusion", "--workers=4",
             "--num_train=512", "--units_per_step=3", "--evaluations=20", "--total_steps=4000",
             "--checkpoint_every=50", f"--output_dir={tmp_path / str(attempt // 2)}",
-        ])  # fmt: skip
+        )  # fmt: skip
         before = signal.signal(signal.SIGTERM, lambda number, frame: None)
         timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
         if attempt % 2 == 0:  # every second one goes on from where it was stopped
