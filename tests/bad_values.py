@@ -252,11 +252,11 @@ def _is_ours(error):
     return ours and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
-def outcomes(calls: dict[str, Call]) -> Iterator[tuple[str, Outcome]]:
-    """Of every call with every bad value: a description, and the outcome."""
+def outcomes(calls: dict[str, Call], most: int | None = None) -> Iterator[tuple[str, Outcome]]:
+    """Of every call with every bad value, or as many: a description, and the outcome."""
     for name, (run, valid, bad) in calls.items():
         for arg, values in bad.items():
-            for value in drawn(values, name + arg):
+            for value in drawn(values, name + arg)[:most]:
                 found = outcome(functools.partial(run, **valid | {arg: value}), arg, value)
                 yield f"{name}({arg}={described(value)})", found
 
