@@ -1,4 +1,9 @@
-"""The table of tasks: to add a task, add a file and a row."""
+"""The table of tasks: to add a task, add a file and a row.
+
+A row is a loader, `(data_dir, model, *, abstract, ...) -> Task`; its further keywords are flags.
+With `abstract` it gives shapes and reads nothing. Otherwise it raises ValueError for a file that is
+missing or damaged, which says how to get it.
+"""
 
 import functools
 

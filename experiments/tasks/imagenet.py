@@ -6,12 +6,12 @@ them. Label smoothing (ResNets, 0.1) and RandAugment and mixup (Vision Transform
 so expect lower accuracies than theirs.
 """
 
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import models
 from experiments.tasks.base import Recipe, Task, abstract_sets, check_model
+from experiments.tasks.images import Choice
 from experiments.tasks.ranges import SEED
 from experiments.tasks.sources import ImageSource, source
 from models.mobilenet import IMAGENET_STAGES
@@ -32,13 +32,6 @@ VIT = RESNET._replace(
 )  # fmt: skip
 # Values in general use with SGD, not from that paper.
 MOBILENET = RESNET._replace(epochs=150, weight_decay=4e-5)
-
-
-class Choice(NamedTuple):
-    """A network of published size, with its recipe."""
-
-    build: Callable
-    recipe: Recipe
 
 
 # Networks of published size take seconds to trace, so each is built once.
@@ -86,16 +79,11 @@ def load(
     Args:
       data_dir: folder of the prepared set.
       model: a name of `CHOICES`.
-      abstract: shapes only, without reading anything.
       size: side of the images in pixels.
       dtype: "float32" or "bfloat16", of the model's computation; the images are float32.
       augment: train on random, mirrored crops; otherwise on central ones, as needed by orders that
         remember gradients.
       crop_seed: seed of the crops.
-
-    Raises:
-      ValueError: for an unknown model, a size that it cannot take, a seed without crops, or a
-        missing set.
     """
     check_model("imagenet2012", model, CHOICES)
     if crop_seed and not augment:

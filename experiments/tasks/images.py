@@ -41,10 +41,6 @@ def digits(
         with group normalisation).
       num_train: 1 to 1,796.
       width, depth: units per hidden layer of "mlp", and number of these layers.
-      abstract: shapes only.
-
-    Raises:
-      ValueError: for an unknown model, a folder, or if one of the sets would be empty.
     """
     check_model("digits", model, ("softmax", "mlp", "resnet"))
     if data_dir is not None:
@@ -52,11 +48,7 @@ def digits(
             f"--data_dir is {data_dir}: digits come with scikit-learn. Leave it out, or pass the "
             "--task whose data lie there."
         )
-    if not 1 <= num_train < DIGITS:
-        raise ValueError(
-            f"num_train is {num_train}: pass 1 to {DIGITS - 1} of the {DIGITS} images; the others "
-            "are the test set."
-        )
+    check_number(num_train, DIGITS - 1, name="num_train")  # the others are the test set
     shape = (DIGITS_SIDE, DIGITS_SIDE, 1) if model == "resnet" else (DIGITS_FEATURES,)
     if model == "mlp":
         hidden = (width,) * depth
@@ -110,10 +102,6 @@ def mnist(
       data_dir: folder of the prepared set.
       model: "softmax" regression, "mlp" or "lenet" with ReLU.
       width: units of the hidden layer of "mlp".
-      abstract: shapes only, without reading anything.
-
-    Raises:
-      ValueError: for an unknown model, or if the set is missing.
     """
     check_model("mnist", model, MNIST_RECIPES)
     if abstract:
@@ -219,13 +207,9 @@ def cifar(
     Args:
       images: the set; data_dir: folder of the prepared set.
       model: a name of `CHOICES`.
-      abstract: shapes only, without reading anything.
       size: 32, or 16 for means of 2 x 2 pixels, four times cheaper to train on; normalised
         with the moments of the full images. None takes the model's own.
       num_train, num_test: sizes of seeded subsets; only these images are read.
-
-    Raises:
-      ValueError: for an unknown model or size, or if the set is missing or too small.
     """
     check_model(images.name, model, CHOICES)
     choice = CHOICES[model]

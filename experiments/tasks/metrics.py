@@ -71,14 +71,11 @@ def _loss(model):
     """Cross-entropy of the predictions, without penalties."""
 
     def measure(params, statistics, batch):
-        return sum_chunks(lambda part: _nats(model, params, statistics, part), batch)
+        predict = predicting(model, params, statistics)
+        nats = optax.softmax_cross_entropy_with_integer_labels
+        return sum_chunks(lambda part: sum_examples(nats(predict(part["x"]), part["y"])), batch)
 
     return measure
-
-
-def _nats(model, params, statistics, part):
-    logits = predicting(model, params, statistics)(part["x"])
-    return sum_examples(optax.softmax_cross_entropy_with_integer_labels(logits, part["y"]))
 
 
 METRICS = {

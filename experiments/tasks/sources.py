@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.tasks.base import need_file
+from experiments.tasks.ranges import COUNT, FROM_ZERO, SEED
 
 # Further flags of the command that prepares a set, for archives that need a registration.
 MANUAL = {"imagenet2012": " --manual_dir=DIR_WITH_ILSVRC2012_TARS"}
@@ -53,8 +54,6 @@ def reading(path: str, how: str):
     try:
         yield
     except (OSError, EOFError, IndexError, ValueError, zipfile.BadZipFile) as error:
-        if isinstance(error, ValueError) and repr(path) in str(error):
-            raise
         raise ValueError(f"{path!r} is damaged or another file ({error}). {how}") from error
 
 
@@ -63,15 +62,14 @@ def read_all(examples) -> list[dict]:
     return examples.__getitems__(range(len(examples)))
 
 
-def subset(examples, size: int, *, name: str, seed: int = 0) -> np.ndarray:
+def subset(examples, size: int, *, name: str) -> np.ndarray:
     """Sorted indices of `size` examples drawn without replacement.
 
     Args:
       examples: the source; size: from 1 to its length; name: of `size` in the error.
-      seed: seed of the draw.
     """
     check_number(size, len(examples), name=name)
-    return np.sort(np.random.default_rng(seed).permutation(len(examples))[:size])
+    return np.sort(np.random.default_rng(0).permutation(len(examples))[:size])
 
 
 def check_number(number: int, held: int, *, name: str) -> None:
@@ -113,10 +111,6 @@ class ImageSource:
       `source[i]` is {"x": float32[size, size, 3], "y": int32}, and `source.__getitems__(indices)`
       a list of them.
 
-    Raises:
-      ValueError: for a size, seed or epoch out of range; when reading, for a negative label.
-      IndexError: when reading, for an index out of range.
-
     Example:
       >>> import numpy as np
       >>> from experiments.tasks.sources import ImageSource
@@ -137,11 +131,9 @@ class ImageSource:
     epoch: int = 0
 
     def __post_init__(self):
-        if self.size < 1 or self.seed < 0 or self.epoch < 0:
-            raise ValueError(
-                f"size is {self.size}, seed {self.seed} and epoch {self.epoch}: size must be at "
-                "least 1, seed and epoch at least 0."
-            )
+        COUNT.check("size", self.size)
+        SEED.check("seed", self.seed)
+        FROM_ZERO.check("epoch", self.epoch)
 
     def __len__(self) -> int:
         return len(self.examples)

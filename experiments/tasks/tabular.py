@@ -59,14 +59,9 @@ def hmda(
     Args:
       data_dir: folder of 2017-STATE-features.zip and 2017-STATE-target.zip, or of the prepared set
         hmda/STATE.
-      model: "logistic" only.
       state: two letters.
-      abstract: shapes only, without reading anything: New York's published 195,285 training
-        applications and a fourth as many for testing, with the 20 features that we keep of New
-        Jersey's, including the bias (they report 19).
-
-    Raises:
-      ValueError: for an unknown model, or if a file is missing or damaged.
+      abstract: New York's published 195,285 training applications and a fourth as many for testing,
+        with the 20 features that we keep of New Jersey's, including the bias (they report 19).
     """
     check_model("hmda", model, ("logistic",))
     if abstract:
@@ -86,9 +81,6 @@ def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]
     """Numeric columns, float64[N, d] with nan for missing entries, and action_taken, int32[N].
 
     They are read from the prepared set, or else from the files.
-
-    Raises:
-      ValueError: if a file is missing or damaged.
     """
     name = f"hmda/{state}"
     if builders.is_prepared(name, data_dir):
@@ -109,11 +101,7 @@ def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]
 def parse_hmda(
     features: os.PathLike, target: os.PathLike, state: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `read_hmda`, from the two zip files of a state.
-
-    Raises:
-      ValueError: if a zip file does not contain its table.
-    """
+    """As `read_hmda`, from the two zip files of a state."""
     again, numbers = f"Get it again from {HMDA}.", []
     with reading(features, again):
         for column in np.array(_table(features, f"2017-{state}-features.csv")).T:
@@ -136,9 +124,7 @@ def _table(path, name):
     with zipfile.ZipFile(path) as archive:
         member = next((m for m in archive.namelist() if m.endswith(name)), None)
         if member is None:
-            raise ValueError(
-                f"{path!r} holds no {name}: the download is damaged. Get it again from {HMDA}."
-            )
+            raise ValueError(f"it holds no {name}")
         with archive.open(member) as file:
             _, *rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8"))
     if len(set(map(len, rows))) != 1:
@@ -180,10 +166,6 @@ def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool
     Args:
       data_dir: folder of Weekly-train.csv and Weekly-test.csv, or of the prepared set m4_weekly.
       model: "mlp" only, the published one with three hidden layers of 64 units.
-      abstract: shapes only, of the full set, without reading anything.
-
-    Raises:
-      ValueError: for an unknown model, or if a file is missing or damaged.
     """
     check_model("m4_weekly", model, ("mlp",))
     if abstract:
@@ -199,11 +181,7 @@ def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool
 
 
 def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Training and test parts of all series, float64[length] each, prepared or from files.
-
-    Raises:
-      ValueError: if a file is missing, or if the two files hold different series.
-    """
+    """Training and test parts of all series, float64[length] each, prepared or from files."""
     if builders.is_prepared("m4_weekly", data_dir):
         rows = builders.examples("m4_weekly", data_dir, "train")
         return [row["past"] for row in rows], [row["future"] for row in rows]
@@ -219,28 +197,18 @@ def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
-    """Names and values, float64[length], of the series in a file.
-
-    Raises:
-      ValueError: for a row with a gap or a word among its values.
-    """
-    again = f"Get it again from {M4}."
-    with reading(path, again), open(path, encoding="utf-8") as file:
-        lines = file.read().replace('"', "").splitlines()
+    """Names and values, float64[length], of the series in a file."""
     names, series = [], []
-    for line in lines[1:]:  # after the header
-        name, *values = line.rstrip(", ").split(",")
-        if not name:  # an empty line
-            continue
-        try:
-            series.append(np.array(values, np.float64))
-        except ValueError as error:
-            raise ValueError(
-                f"{path!r} has a gap or a word among the values of series {name}: {error}. Get "
-                f"the file again from {M4}."
-            ) from error
-        names.append(name)
-    with reading(path, again):
+    with reading(path, f"Get it again from {M4}."), open(path, encoding="utf-8") as file:
+        for line in file.read().replace('"', "").splitlines()[1:]:  # after the header
+            name, *values = line.rstrip(", ").split(",")
+            if not name:  # an empty line
+                continue
+            try:
+                series.append(np.array(values, np.float64))
+            except ValueError as error:
+                raise ValueError(f"a gap or a word in series {name}: {error}") from error
+            names.append(name)
         if not series or not all(np.isfinite(values).all() for values in series):
             raise ValueError("it has no series, or a value that is not finite")
     return names, series

@@ -19,9 +19,11 @@ import numpy as np
 
 import models
 from experiments.tasks.base import Recipe, Task, abstract_set, abstract_sets, check_model, need_file
+from experiments.tasks.ranges import COUNT, Range
 from experiments.tasks.sources import reading
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
+WORDS = Range(int, "[3, 2147483647]")  # these two, and a word
 
 
 def words(lines: Iterable[str]) -> Iterator[str]:
@@ -33,14 +35,9 @@ def vocabulary(found: Iterable[str], max_words: int | None = None) -> list[str]:
     """The `max_words` most frequent words of a text, most frequent first; None keeps all.
 
     `END` and `UNKNOWN` are always included and counted. Ties are in alphabetical order.
-
-    Raises:
-      ValueError: if `max_words` is less than 3.
     """
-    if max_words is not None and max_words < 3:
-        raise ValueError(
-            f"max_words is {max_words}: pass at least 3, for {END}, {UNKNOWN} and one word."
-        )
+    if max_words is not None:
+        WORDS.check("max_words", max_words)
     counts = collections.Counter(found)
     special = [(word, counts.pop(word, 0)) for word in (END, UNKNOWN)]
     ranked = sorted(counts.items(), key=_rank)[: max_words and max_words - len(special)]
@@ -64,11 +61,8 @@ def windows(tokens: np.ndarray, length: int) -> dict:
 
     x is a window of the text, and y the window one token later. Windows do not overlap; an
     incomplete last one is dropped.
-
-    Raises:
-      ValueError: for a length below 1, or if the tokens do not fill one window and its last target.
     """
-    check_length(length)
+    COUNT.check("length", length)
     number = (len(tokens) - 1) // length
     if number < 1:
         raise ValueError(
@@ -82,14 +76,9 @@ def windows(tokens: np.ndarray, length: int) -> dict:
 
 def abstract_windows(num_tokens: int, length: int) -> dict:
     """The shapes of `windows` for a text of `num_tokens` tokens."""
-    check_length(length)
+    COUNT.check("length", length)
     window = ((length,), np.int32)
     return abstract_set((num_tokens - 1) // length, x=window, y=window)
-
-
-def check_length(length: int) -> None:
-    if length < 1:
-        raise ValueError(f"length is {length}: a window needs at least one token.")
 
 
 SHAKESPEARE = (
@@ -112,15 +101,9 @@ def tinyshakespeare(
 
     Args:
       data_dir: folder of input.txt.
-      model: "gpt2" only.
       length: L >= 1, characters of a window, and the context of the model.
-      abstract: shapes only, of the whole text of 1,115,394 characters, without reading anything.
-
-    Raises:
-      ValueError: for an unknown model, a length below 1, or a file that is missing or too short.
     """
     check_model("tinyshakespeare", model, ("gpt2",))
-    check_length(length)
     if abstract:
         num_train = NUM_CHARACTERS * 9 // 10
         train, test = (
@@ -170,10 +153,7 @@ def sst2(
       data_dir: folder of train_full.tsv (or train.tsv) and dev.tsv, or of embeddings.npz.
       model: "head" only, softmax regression.
       num_features: d >= 1, for TF-IDF alone; 256 if None.
-      abstract: shapes only, with BERT's 768 dimensions, without reading anything.
-
-    Raises:
-      ValueError: for an unknown model, or if a file is missing or damaged.
+      abstract: with BERT's 768 dimensions.
     """
     check_model("sst2", model, ("head",))
     if abstract:
@@ -230,27 +210,22 @@ def _sentences(data_dir, part):
     path = need_file("sst2", data_dir, f"{part}.tsv", whole, how=how)
     with reading(path, how), open(path, encoding="utf-8") as file:
         rows = [line.rstrip("\n").rsplit("\t", 1) for line in file][1:]  # after the header
-    if not rows or any(len(row) != 2 or row[1] not in ("0", "1") for row in rows):
-        raise ValueError(f"{path!r} has a line without a sentence, a tab and 0 or 1. {how}")
+        if not rows or any(len(row) != 2 or row[1] not in ("0", "1") for row in rows):
+            raise ValueError("a line is not a sentence, a tab and 0 or 1")
     return [sentence.strip() for sentence, _ in rows], np.array([int(y) for _, y in rows], np.int32)
 
 
 def _embeddings(path):
     """Train and test set from an .npz file."""
     with reading(path, "Save it with np.savez."), np.load(path) as saved:
-        missing = {"x_train", "y_train", "x_test", "y_test"} - set(saved.files)
-        if missing:
-            raise ValueError(f"{path!r} lacks {sorted(missing)}: save them with np.savez.")
+        if missing := {"x_train", "y_train", "x_test", "y_test"} - set(saved.files):
+            raise ValueError(f"it lacks {sorted(missing)}")
         parts = [
             {"x": saved[f"x_{part}"].astype(np.float32), "y": saved[f"y_{part}"].astype(np.int32)}
             for part in ("train", "test")
         ]
-    for part in parts:
-        if part["x"].ndim != 2 or part["y"].shape != part["x"].shape[:1]:
-            raise ValueError(
-                f"{path!r} has x of shape {part['x'].shape} and y of {part['y'].shape}: they must "
-                "be [N, d] and [N]."
-            )
-    if parts[0]["x"].shape[1] != parts[1]["x"].shape[1]:
-        raise ValueError(f"{path!r} has training and test embeddings of different widths.")
+        width = parts[0]["x"].shape[-1:]
+        for x, y in (part.values() for part in parts):
+            if x.ndim != 2 or x.shape[1:] != width or y.shape != x.shape[:1]:
+                raise ValueError(f"x {x.shape} and y {y.shape} must be [N, d] and [N], d of both")
     return parts

@@ -25,7 +25,6 @@ from experiments.tasks.base import Recipe, Task, check_model, need_file
 from experiments.tasks.sources import reading
 from experiments.tasks.text import (
     abstract_windows,
-    check_length,
     encode,
     vocabulary,
     windows,
@@ -122,13 +121,9 @@ def load(
       length: L >= 1, tokens of a window, instead of the model's.
       max_words: size of the vocabulary, including "<eos>" and "<unk>". None keeps all words, or
         those named above for "wikitext2_small".
-      abstract: shapes only, of the whole published text, without reading anything. Vocabularies
-        have 33,278 and 267,735 words, and GPT-2 on "wikitext103" the paper's 50,257 byte pairs;
-        its number of windows is still counted in words, an assumption.
-
-    Raises:
-      ValueError: for an unknown model or corpus, a length or vocabulary that is too small, or a
-        file that is missing or too short.
+      abstract: of the whole published text. Vocabularies have 33,278 and 267,735 words, and GPT-2
+        on "wikitext103" the paper's 50,257 byte pairs; its number of windows is still counted in
+        words, an assumption.
     """
     if corpus not in CORPORA:
         raise ValueError(f"corpus is {corpus!r}: pass one of {sorted(CORPORA)}.")
@@ -137,7 +132,6 @@ def load(
     size = chosen.sizes[model]
     length = size.length if length is None else length
     max_words = size.max_words if max_words is None else max_words
-    check_length(length)
     if abstract:
         train, test = (abstract_windows(number, length) for number in chosen.num_tokens)
         byte_pairs = corpus == "wikitext103" and model != "lstm"
@@ -157,11 +151,7 @@ def load(
 
 
 def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
-    """The lines of one part ("train", "valid", "test") of a corpus, prepared or from the files.
-
-    Raises:
-      ValueError: if neither exists.
-    """
+    """The lines of one part ("train", "valid", "test") of a corpus, prepared or from the files."""
     source = CORPORA[corpus].source
     prepared = f"wikitext/{source}"
     split = {"valid": "validation"}.get(part, part)
