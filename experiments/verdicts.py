@@ -56,7 +56,7 @@ def claims() -> tuple:
 def record(results: str, folder=archive.FOLDER) -> pathlib.Path:
     """Keeps a finished output folder as the run of its name, one of `RUNS`."""
     name = pathlib.Path(results).name
-    if name not in claimed.RUNS and not factorials.is_name(name):
+    if name not in claimed.RUNS and not factorials.NAME.fullmatch(name):
         raise ValueError(
             f"--record is {results!r}: the folder must be named {', '.join(claimed.RUNS)}, or "
             "for a factorial map_TASK_WxB_eUSES or slow_TASK_eUSES. For a new run, "

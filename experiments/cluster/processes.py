@@ -142,11 +142,7 @@ def wait(name: str) -> None:
 
 
 def mesh_of(run: str, workers: int) -> Mesh | None:
-    """The mesh of `--run=mesh`, or None.
-
-    Raises:
-      ValueError: for another `run` with several processes, and as `worker_mesh`.
-    """
+    """The mesh of `--run=mesh`, or None."""
     if run == "mesh":
         return worker_mesh(workers)
     if several():

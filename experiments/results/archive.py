@@ -41,9 +41,6 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
     """Stores a finished output folder as a recorded run, and adds a look at it.
 
     With as many seeds as at the previous look, it replaces that look.
-
-    Raises:
-      ValueError: if the folder has unfinished runs, or fewer seeds than are recorded.
     """
     results, target = pathlib.Path(results), pathlib.Path(target)
     needed = (records.METRICS, COMMAND, *COPIED)

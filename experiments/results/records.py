@@ -44,11 +44,7 @@ def whole_runs(records: Sequence[Mapping]) -> list[dict]:
 
 
 def found(folder: str) -> list[dict]:
-    """The records in an output folder.
-
-    Raises:
-      ValueError: for a broken file, or if processes see different records.
-    """
+    """The records in an output folder."""
     path = os.path.join(folder, METRICS)
     kept = read(path) if os.path.exists(path) else []
     processes.wait(f"read {folder}")  # before the first of them writes
@@ -71,10 +67,6 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
       folder: created if absent; gets settings.json (the flags) and versions.json.
       settings: of the run, JSON values.
       overwrite: delete the records and checkpoints of an earlier run.
-
-    Raises:
-      ValueError: if the folder holds a run with other settings or without settings.
-      OSError: with advice, if the folder cannot be written.
     """
     settings, path = strict.plain(settings), os.path.join(folder, "settings.json")
     before = None if overwrite else files.read_json(path)

@@ -112,12 +112,7 @@ def stay_on_cpu() -> None:
 
 
 def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
-    """The devices of a topology CHIP:SHAPE (chips per axis), one for each worker.
-
-    Raises:
-      ValueError: for a topology that does not exist, without its compiler, and for another number
-        of workers than devices.
-    """
+    """The devices of a topology CHIP:SHAPE (chips per axis), one for each worker."""
     parts = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})", name)
     if parts is None or parts[1] not in CHIPS:
         raise ValueError(

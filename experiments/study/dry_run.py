@@ -71,15 +71,12 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
     Args:
       task: may be abstract; recipe: in which setting.
       study: what has `arms` by name, as a `Study`, and `speeds` R of the input, or ().
-
-    Raises:
-      ValueError: for a topology that does not exist or has another number of devices.
     """
     mesh, chip = slice_of(given.topology, recipe.workers) if given.topology else (None, None)
     step_seconds = _gradient_flops(task, recipe) / given.device_flops
     shaped = functools.partial(shapes_of, task, recipe, mesh=mesh, reads=given.reads)
     shapes_by = functools.cache(shaped)
-    bytes_by = functools.cache(functools.partial(_worker_bytes, task, recipe))
+    bytes_by = functools.cache(lambda *own: buffer_bytes(lower_step(task, recipe, *own).compile()))
     rows, listed = [], {}
     for speed in study.speeds or (None,):
         for arm in study.arms.values():
@@ -104,10 +101,6 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
     facts = [{"what": name, "value": value} for name, value in known.items()]
     facts += [{"what": "left out", "value": text} for text in trainer.left_out(study, task, recipe)]
     return "\n\n".join([markdown(facts), markdown(rows), *_details(listed.values(), chip)])
-
-
-def _worker_bytes(task: Task, recipe: Recipe, order, rounds) -> int:
-    return buffer_bytes(lower_step(task, recipe, order, rounds).compile())
 
 
 def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed) -> dict:

@@ -68,11 +68,6 @@ class Factorial(NamedTuple):
         return f"{self.sizes.workers} x {self.sizes.units_per_step}"
 
 
-def is_name(name: str) -> bool:
-    """Whether a recorded run of this name is a factorial of this module."""
-    return bool(NAME.fullmatch(name))
-
-
 @functools.cache
 def load(folder: os.PathLike = archive.FOLDER) -> tuple[Factorial, ...]:
     """The recorded factorials, those with one target but other uses of a batch joined."""

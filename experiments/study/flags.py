@@ -165,10 +165,6 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     """The task of --task and its recipe, whose fields are replaced by the flags that are set.
 
     In a dry run the task has shapes only.
-
-    Raises:
-      ValueError: for a choice that the task does not have, a recipe that cannot run, or a topology
-        without a dry run.
     """
     forecast = "dry_run" in values  # the group of flags is defined
     if forecast and values.topology is not None:

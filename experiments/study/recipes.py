@@ -168,9 +168,6 @@ def load(
       data_dir: where the task's data lie.
       abstract: shapes alone; nothing is read.
       choices: of the task or of EVERYWHERE, in place of the setting's.
-
-    Raises:
-      ValueError: for a choice that the task or its model does not have; as of its loader.
     """
     setting = setting_of(name)
     loader = TASKS[setting.task]

@@ -105,7 +105,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
         study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     asked = study.arms if values.arms is None else values.arms or [""]
     chosen = study._replace(arms=arms_of(study, asked))
-    _check_unused(study, chosen, recipe, values)
+    unused.check(values, recipe, (study.arms | chosen.arms).values(), study=study)
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(values.speeds))
     if values.dry_run:
@@ -116,15 +116,6 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):
         _carry_out(study, chosen, task, recipe, folder, values)
-
-
-def _check_unused(study, chosen, recipe, values):
-    unused.check(values, recipe, (study.arms | chosen.arms).values(), study=study)
-    if values.widen and len(recipe.learning_rates) < 2:
-        raise ValueError(
-            f"--widen is {values.widen} with one learning rate, which gives no grid: pass more "
-            "--learning_rates, or leave it out."
-        )
 
 
 def _carry_out(study, chosen, task, recipe, folder, values):

@@ -278,11 +278,7 @@ def decisions(values: FlagValues) -> dict[str, str]:
 
 
 def decisions_of(text: str) -> dict[str, str]:
-    """The decisions that a string of words names, such as "cd_grab+sketch64+qsr".
-
-    Raises:
-      ValueError: for a word that no table has, or a row that cannot be changed so.
-    """
+    """The decisions that a string of words names, such as "cd_grab+sketch64+qsr"."""
     found = {}
     for word in text.split("+"):
         flag = next((k for k, t in TABLES.items() if word in t or t.find(word)), None)

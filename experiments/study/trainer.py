@@ -20,6 +20,8 @@ from experiments.training import checkpoint, config, loop, measure, program, run
 from experiments.training.config import num_params
 from syncopate.mesh import platform
 
+EVERY = 20  # steps between two readings of the clock, of `step_seconds`
+
 
 def sizes_of(task: Task, recipe: Recipe, arm) -> config.Sizes:
     """The sizes of a run of an arm."""
@@ -198,7 +200,7 @@ def traffic_of(task, order, rule, sizes, sync_in_step: bool) -> Callable[[int, i
 
 
 def step_seconds(
-    study, task: Task, recipe: Recipe, mesh, folder: str, done: Sequence[dict], *, every: int = 20
+    study, task: Task, recipe: Recipe, mesh, folder: str, done: Sequence[dict]
 ) -> float:
     """t_step of a folder's runs: the median time of a step of the first arm, without a delay.
 
@@ -207,16 +209,16 @@ def step_seconds(
     path = os.path.join(folder, "step.json")
     known = processes.of_first(files.read_json(path) if done else None)
     if known is None:
-        arm, total, seconds = next(iter(study.arms.values())), 8 * every, []
+        arm, total, seconds = next(iter(study.arms.values())), 8 * EVERY, []
         order, rule, _ = rows_of(arm)
         short = recipe._replace(total_steps=total, warmup_steps=0)
         run.train(
             program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),
             plans_of(task, short, arm, rate=0.0), seed=0, evaluate=lambda step, state: {},
-            evaluate_at=range(every, total, every),
+            evaluate_at=range(EVERY, total, EVERY),
             on_record=lambda record: seconds.append(record["seconds"]),
         )  # fmt: skip
-        known = {"step_seconds": float(np.median(np.diff(seconds)) / every)}
+        known = {"step_seconds": float(np.median(np.diff(seconds)) / EVERY)}
         known = processes.of_first(known)
         files.write_json(path, known)
     return known["step_seconds"]

@@ -188,9 +188,6 @@ def restore(
     Args:
       plans, about: of this run; they must equal those of the checkpoint.
       start: the initial state, for its shapes and shardings.
-
-    Raises:
-      ValueError: for a checkpoint of a run with other plans, settings or data.
     """
     step = steps_of(folder)[0]
     path = os.path.join(folder, str(step))

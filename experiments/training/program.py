@@ -77,10 +77,6 @@ def build(
       epochs: length of the run, which some orders need; the recipe's if unset.
       sizes: of a run that began with another number of workers; None: the recipe's.
       units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
-
-    Raises:
-      ValueError: if there are too few data, the loss mixes the examples of different units, or a
-        coordinated order is asked for with workers that run in turn.
     """
     sizes = sizes or config.sizes_of(task, recipe, deals=row.deals)
     if sizes.unit_size == 1 and row.deals != config.EXAMPLES:

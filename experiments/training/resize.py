@@ -31,10 +31,6 @@ def newest(
     Args:
       policy: as of `local_opt.resize`, for another number of workers; None: there may be no other.
       recorded: as of `checkpoint.settled`.
-
-    Raises:
-      ValueError: where the checkpoint has other settings, or other workers and no policy says that
-        it may.
     """
     step = checkpoint.settled(os.path.join(folder, "checkpoints"), recorded)
     if not step:
@@ -62,11 +58,7 @@ def _differing(before: Mapping, now: Mapping) -> set[str]:
 
 
 def sizes_of(task: Task, recipe: Recipe, known: Mapping | None, *, deals: str | None) -> Sizes:
-    """Of a run: the recipe's, or the units of the checkpoint for the recipe's workers.
-
-    Raises:
-      ValueError: where these do not fit the workers, or steps would have other units.
-    """
+    """Of a run: the recipe's, or the units of the checkpoint for the recipe's workers."""
     if known is None:
         return config.sizes_of(task, recipe, deals=deals)
     sizes, workers = Sizes(*known["sizes"]), recipe.workers
@@ -96,9 +88,6 @@ def begun(
     Args:
       known: as of `newest`; sizes: now; the others: as of `training.program.build`.
       traffic: (sizes, whether workers meet in steps) -> `(rounds, loads) -> all-reduces`.
-
-    Raises:
-      ValueError: for plans that are not the run's, or a state that cannot be changed.
     """
     before, found = Sizes(*known["sizes"]), None
     units = None if known["units"] is None else np.array(known["units"], np.int32)

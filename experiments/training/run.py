@@ -89,9 +89,6 @@ def train(
 
     Returns:
       An `Outcome`. A loss or gradient that is not finite ends the run with a record that says so.
-
-    Raises:
-      ValueError: if the plans do not fit the run, or differ between processes.
     """
     plans.check()
     loop.warm_up(program, plans, program.init(seed))

@@ -41,13 +41,9 @@ class Segment(NamedTuple):
     rate: np.float32  # learning rate at the start of the last of them
 
 
-def timeline(plans: Plans, sizes: Sizes, fresh=None) -> Timeline:
-    """The timeline of plans.
-
-    Args:
-      fresh: bool[T], the decisions of a policy that decided online.
-    """
-    fresh = np.asarray(plans.echo.fresh if fresh is None else fresh)
+def timeline(plans: Plans, sizes: Sizes) -> Timeline:
+    """The timeline of plans that are known before the run."""
+    fresh = np.asarray(plans.echo.fresh)
     load = np.cumsum(fresh) - 1
     following = np.append(load[1:], load[-1] + 1)
     new = np.append(fresh[1:], True)  # the step after this one loads
