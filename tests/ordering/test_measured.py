@@ -164,7 +164,7 @@ test_bad_input = refuses({
         lambda: echo_batches(Scripted(ANSWERS), policy(decided=[True, False]), first_step=3),
         r"first_step is 3: .* in .0, 2.",
     ),
-    "max_factor 0": (lambda: policy(0), r"max_factor is 0: a batch is used a whole"),
+    "max_factor 0": (lambda: policy(0), r"max_factor is 0: pass a whole number"),
     "floor 0": (lambda: policy(floor=0.0), r"floor\(0\) is 0: a probability lies in"),
     "floor > 1": (lambda: policy(floor=lambda t: 1 + t), r"floor\(1\) is 2: a probability"),
     "decided a plan": (lambda: policy(decided=echo.EchoPlan([True])), "decided is a EchoPlan, and"),

@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     plan, path = local_opt.every_step(5), tmp_path / "plan.json"
     plan.save(path)
-    monkeypatch.setattr(json, "dump", lambda content, file: file.write("{") and 1 / 0)
+    monkeypatch.setattr(json, "dump", lambda value, file, **_: file.write("{") and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         local_opt.constant(2, total_steps=5).save(path)
     assert SyncPlan.read(path) == plan
