@@ -1,4 +1,10 @@
-"""What is easily mistaken is refused with the name of what came and what to pass instead."""
+"""What is easily mistaken is refused with the name of what came and what to pass instead.
+
+Each message is here once; every public function with every bad argument, in
+tests/project/test_bad_inputs.py.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,41 +16,13 @@ from tests.refused import refuses
 
 SGD, X = optax.sgd(0.1), jnp.zeros((2, 3))
 PLAN = local_opt.constant(2, total_steps=4)
-ON = {"axis_name": "worker"}
 MAKERS = {
-    "local_steps": lambda inner, **more: local_opt.local_steps(inner, PLAN, **ON, **more),
-    "local_rounds": lambda inner, **more: local_opt.local_rounds(inner, **ON, **more),
-    "streaming": lambda inner, **more: local_opt.streaming_rounds(inner, fragments=1, **ON, **more),
-    "parallel": lambda inner: local_opt.parallel_rounds(inner, **ON),
-    "accumulated": lambda inner: local_opt.accumulated_rounds(inner, **ON),
+    "local_steps": functools.partial(local_opt.local_steps, plan=PLAN),
+    "local_rounds": local_opt.local_rounds,
+    "streaming": functools.partial(local_opt.streaming_rounds, fragments=1),
+    "parallel": local_opt.parallel_rounds,
+    "accumulated": local_opt.accumulated_rounds,
 }
-OUTER = ("local_steps", "local_rounds", "streaming")
-PLANNED = {
-    "local_steps": lambda plan: local_opt.local_steps(SGD, plan),
-    "diloco": lambda plan: local_opt.diloco(SGD, plan),
-    "slowmo": lambda plan: local_opt.slowmo(SGD, plan),
-    "aligned": lambda plan: local_opt.aligned(plan, every=2),
-    "check_same_plan": local_opt.check_same_plan,
-}
-test_anything_but_a_plan_is_refused = refuses({
-    f"{name}, {wrong}": (lambda call=call, plan=plan: call(plan), f"plan is a {wrong}: ")
-    for name, call in PLANNED.items()
-    for wrong, plan in {"function": local_opt.constant, "int": 4, "NoneType": None}.items()
-})  # fmt: skip
-test_anything_but_an_optimizer_is_refused = refuses({
-    **{name: (lambda make=make: make(0.1), "inner is 0.1: pass an optimizer, as optax.sgd")
-       for name, make in MAKERS.items()},
-    **{f"{name}, outer": (
-        lambda make=MAKERS[name]: make(SGD, outer=0.7), "outer is 0.7: pass an optimizer"
-    ) for name in OUTER},
-    "not called": (
-        lambda: MAKERS["local_rounds"](optax.sgd), "inner is <function sgd.*: pass an optimizer"
-    ),
-    "period": (
-        lambda: local_opt.normalize_by_period(0.7, h_base=4), "outer is 0.7: pass an optimizer"
-    ),
-    "the plan first": (lambda: local_opt.local_steps(PLAN, SGD), "plan is a GradientTransf"),
-})  # fmt: skip
 
 
 def test_multi_steps_is_taken_without_gradient_transformation():
@@ -52,39 +30,11 @@ def test_multi_steps_is_taken_without_gradient_transformation():
     assert opt.init(X).gradient_step == 0
 
 
-# {tree: two workers' arrays that are not like X or its state}
-OTHER = {
-    "gradient.* real.3, 3. and in the parameters real.3.": jnp.zeros((2, 3, 3)),
-    "gradient.* real.1. and in": jnp.zeros((2, 1)),
-    "gradient.* complex.3. and in": jnp.zeros((2, 3), complex),
-    "gradient is missing and in the parameters real.3.:": {"w": X},
-}
-ADAM = optax.adam(0.1)
-STATES = (
-    SGD,
-    local_opt.local_rounds(optax.adam(0.1)),
-    local_opt.local_rounds(SGD, outer=SGD),
-    local_opt.parallel_rounds(optax.adam(0.1)),
-)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_gradients_and_states_of_other_parameters_or_optimizers_are_refused(name):
-    """They would be broadcast, or end in an error about trees."""
-    opt = MAKERS[name](SGD)
-    state, update = jax.vmap(opt.init)(X), jax.vmap(opt.update, axis_name="worker")
-    assert update(X, state, X)[0].shape == X.shape
-    for message, tree in OTHER.items():
-        with pytest.raises(ValueError, match=message):
-            update(tree, state, X)
-        with pytest.raises(ValueError, match="gradient|state|complex"):
-            update(X, state, tree)
-    sync = jax.vmap(getattr(opt, "sync", opt.update), axis_name="worker")
-    for other in STATES[name == "parallel" :]:
-        wrong = jax.vmap(other.init)(X)
-        for call in (lambda: update(X, wrong, X), lambda: sync(X, wrong)):  # noqa: B023
-            with pytest.raises(ValueError, match="state.* in init.params|averages parameters"):
-                call()
+def updated(grads=X, params=X, state=None, opt=None):
+    """An update of two workers, with some argument another."""
+    opt = opt or local_opt.local_rounds(SGD)
+    state = jax.vmap((state or opt).init)(X)
+    return lambda: jax.vmap(opt.update, axis_name="worker")(grads, state, params)
 
 
 def lifted(function, *args, inputs="owned", outputs="owned owned"):
@@ -114,6 +64,17 @@ def forecast(**changes):
 
 
 test_what_does_not_fit_is_named = refuses({
+    "plan": (lambda: local_opt.aligned(local_opt.constant, every=2), "plan is a function: "),
+    "the plan first": (lambda: local_opt.local_steps(PLAN, SGD), "plan is a GradientTransf"),
+    "inner": (lambda: local_opt.local_rounds(0.1), "inner is 0.1: pass an optimizer, as optax.sgd"),
+    "not called": (lambda: local_opt.local_rounds(optax.sgd), "inner is <function sgd"),
+    "outer": (lambda: local_opt.local_rounds(SGD, outer=0.7), "outer is 0.7: pass an optimizer"),
+    "shape": (updated(jnp.zeros((2, 1))), r"gradient.* real.1. and in the parameters real.3."),
+    "complex": (updated(X * 1j), "gradient.* complex.3. and in"),
+    "tree": (updated({"w": X}), "gradient is missing and in the parameters real.3.:"),
+    "params": (updated(params=X[:, :1]), "gradient|state"),
+    "state": (updated(state=local_opt.local_rounds(optax.adam(0.1))), "state.* in init.params"),
+    "no rounds": (updated(state=SGD), "state.* in init.params|averages parameters"),
     "a dict of results": (
         lambda: lifted(lambda x: {"a": x, "b": x}, X), "has a dict as result and outputs are"
     ),
@@ -174,30 +135,21 @@ def test_leaves_without_numbers_are_synchronized():
             assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, tree)
 
 
-def synced(make, **options):
-    rounds = make(SGD, axis_name="dp", **options)
-    return lambda x: rounds.sync(x, rounds.init(x))
-
-
-def updated(make, **options):
-    rounds = make(SGD, axis_name="dp", **options)
-    return lambda x: rounds.update(x, rounds.init(x), x)
-
-
-def started():
-    stream = local_opt.streaming_rounds(SGD, axis_name="dp", fragments=1)
-    return lambda x: stream.start(x, stream.init(x), fragment=0)
+def outside(name, **options):
+    """A sync or step of rounds whose axis is "dp", as it is not in scope."""
+    make = MAKERS[name](SGD, axis_name="dp", **options)
+    if name == "streaming":
+        return lambda x: make.start(x, make.init(x), fragment=0)
+    if name in ("local_steps", "parallel"):
+        return lambda x: make.update(x, make.init(x), x)
+    return lambda x: make.sync(x, make.init(x))
 
 
 OUTSIDE = {
-    "local_steps": updated(lambda inner, **more: local_opt.local_steps(inner, PLAN, **more)),
-    "local_rounds": synced(local_opt.local_rounds),
-    "outer": synced(local_opt.local_rounds, outer=SGD),
-    "int8": synced(local_opt.local_rounds, wire=INT8),
-    "top_k": synced(local_opt.local_rounds, wire=TOP_K),
-    "parallel": updated(local_opt.parallel_rounds),
-    "accumulated": synced(local_opt.accumulated_rounds),
-    "streaming": started(),
+    **{name: outside(name) for name in MAKERS},
+    "outer": outside("local_rounds", outer=SGD),
+    "int8": outside("local_rounds", wire=INT8),
+    "top_k": outside("local_rounds", wire=TOP_K),
     "synchronize": lambda x: local_opt.synchronize(x, axis_name="dp"),
 }
 
