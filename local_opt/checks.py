@@ -8,29 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from syncopate import plans
+from syncopate.plans import check_like
 
 ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
 TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
-
-
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value, an int; raises ValueError unless it is a whole number in the range."""
-    whole = int(value) if plans.is_whole(value) else None
-    if whole is None or whole < least or (most is not None and whole > most):
-        bounds = f">= {least}" if most is None else f"in {least} .. {most}"
-        raise ValueError(f"{name} is {value!r}: it must be a whole number {bounds}.")
-    return whole
-
-
-def check_number(name: str, value: Any, interval: str) -> None:
-    """Raises ValueError unless the value is a finite number in an interval, as "(0, 1]"."""
-    least, most = map(float, interval[1:-1].split(","))
-    number = float(value) if plans.is_number(value) else float("nan")
-    if least <= number <= most and abs(number) < float("inf"):
-        if not (number == least and interval[0] == "(" or number == most and interval[-1] == ")"):
-            return
-    raise ValueError(f"{name} is {value!r}: it must be a number in {interval}.")
 
 
 def check_scalar(name: str, value: Any, *kinds: Any) -> None:
@@ -45,24 +26,13 @@ def check_scalar(name: str, value: Any, *kinds: Any) -> None:
         raise ValueError(f"{name} is {value!r}: pass one number of type {known}.")
 
 
-def check_like(name: str, tree: PyTree, params: PyTree, of: str = "the parameters") -> None:
-    """Raises ValueError unless a tree has the structure and the shapes of another."""
-    found, wanted = _leaves(tree), _leaves(params)
-    for leaf in wanted | found:
-        if found.get(leaf) != wanted.get(leaf):
-            raise ValueError(
-                f"{name}{leaf} is {found.get(leaf, 'missing')} and in {of} "
-                f"{wanted.get(leaf, 'missing')}: pass a tree of the same structure and shapes."
-            )
-
-
 def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> None:
     """Raises ValueError unless gradients are like the parameters, and the state as init makes it.
 
     Without parameters (None) the gradients stand in for them.
     """
     if params is not None:
-        check_like("gradient", grads, params)
+        check_like("gradient", grads, params, "the parameters")
     made = jax.eval_shape(init, grads if params is None else params)
     check_like("state", state, made, "init(params)")
 
@@ -105,18 +75,3 @@ def check_leading(tree: PyTree, of: str) -> int:
                 f"a leading axis of at least one {of}, and of one length in all leaves."
             )
     return count[0]
-
-
-def _leaves(tree):
-    """{path: kind and shape} of all leaves."""
-
-    def kind(x):
-        try:
-            found = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-        except TypeError:
-            return f"a {type(x).__name__}"
-        is_complex = jnp.issubdtype(found.dtype, jnp.complexfloating)
-        return f"{'complex' if is_complex else 'real'}{list(found.shape)}"
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): kind(x) for path, x in leaves}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from local_opt.checks import check_number, check_whole
 from syncopate import plans
 
 
@@ -107,7 +106,7 @@ class SyncPlan(plans.Plan):
 
     def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
         """(first step, number of steps) of the rounds that are left at a step, for resuming."""
-        step = check_whole("step", step, 0, self.total_steps)
+        step = plans.check_whole("step", step, 0, self.total_steps)
         if step == self.total_steps:
             return
         for end in self.ends[self.round_at(step) :]:
@@ -153,7 +152,7 @@ def from_function(
       [1, 2, 4, 3]
     """
     plans.check_total_steps(total_steps)
-    check_whole("offset", offset, 0, total_steps - 1)
+    plans.check_whole("offset", offset, 0, total_steps - 1)
     plans.check_function("period", period, "step")
     starts, t = ([0], offset) if offset else ([], 0)
     while t < total_steps:
@@ -224,7 +223,7 @@ def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) ->
       [12, 24]
     """
     check_plan(plan)
-    check_number("every", every, "[1, inf)")
+    plans.check_number("every", every, "[1, inf)")
     loads = _loads(fresh, plan.total_steps)
     marks = np.floor(every * np.arange(1, int(len(loads) / every) + 2) + 0.5).astype(np.int64)
     ends = np.append(loads[marks[marks < len(loads)]], plan.total_steps)

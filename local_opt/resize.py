@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from local_opt.checks import check_leading, check_like
+from local_opt.checks import check_leading
 from local_opt.rounds import AccumulateState, LocalState
-from syncopate.plans import check_at_least
+from syncopate.plans import check_at_least, check_like
 
 MEAN, RESET, FIRST = "mean", "reset", "first"
 POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from local_opt.checks import check_whole
 from local_opt.plans import SyncPlan, from_function
-from syncopate.plans import check_at_least, check_finite, check_total_steps
+from syncopate.plans import check_at_least, check_finite, check_total_steps, check_whole
 from syncopate.schedules import (
     bernoulli_draws,
     describe_schedule,

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from local_opt.checks import check_whole
 from local_opt.plans import SyncPlan
-from syncopate.plans import check_at_least
+from syncopate.plans import check_at_least, check_whole
 
 
 class Event(NamedTuple):

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from local_opt.checks import check_call, check_kind, check_number, check_whole
+from local_opt.checks import check_call, check_kind
 from local_opt.outer import checked, outer_step
 from local_opt.segments import Event
 from local_opt.state import LOCAL, apart, check_survives, floating_as
@@ -17,7 +17,7 @@ from local_opt.sync import nothing_lost, synchronize_changes
 from local_opt.wires import Wire, check_wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
-from syncopate.plans import is_whole
+from syncopate.plans import check_number, check_whole, is_whole
 
 NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
 

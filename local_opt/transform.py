@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from local_opt.checks import check_call, check_number, check_scalar
+from local_opt.checks import check_call, check_scalar
 from local_opt.drift import Correction
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.rounds import local_rounds
@@ -21,7 +21,7 @@ from local_opt.state import LOCAL
 from local_opt.wires import Wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
-from syncopate.plans import check_at_least, check_finite, is_whole
+from syncopate.plans import check_at_least, check_finite, check_number, is_whole
 
 
 class PlannedState(NamedTuple):

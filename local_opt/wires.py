@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from local_opt.checks import check_number
-from syncopate.plans import is_whole
+from syncopate.plans import check_number, is_whole
 
 LANES = 128
 

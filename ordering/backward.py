@@ -21,8 +21,8 @@ from ordering.base import check_key
 from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
 from ordering.rows import Rows, as_float32, leading_size, tree_size
 from ordering.sketch import (
+    MOST,
     SIZE,
-    check_size,
     fold,
     grouped_sums,
     hash_signs,
@@ -32,6 +32,7 @@ from ordering.sketch import (
 from ordering.trace import Leaf, numbers_of
 from ordering.uses import Hooks, Use
 from syncopate.mesh import varying
+from syncopate.plans import check_whole
 
 
 def sketched(
@@ -83,7 +84,7 @@ def sketched(
       Pham, Pagh, Fast and Scalable Polynomial Kernels via Explicit Feature Maps, 2013,
       https://doi.org/10.1145/2487575.2487591
     """
-    size, sketch_key = check_size(size), check_key(key)
+    size, sketch_key = check_whole("size", size, 1, MOST), check_key(key)
     of_one = loss_alone(loss, has_aux)
 
     @signed_as(loss)
@@ -133,7 +134,7 @@ def sketched_parameters(
     """
     check_params(params)
     leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
-    size = check_size(size)
+    size = check_whole("size", size, 1, MOST)
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     params, example, key = jax.eval_shape(lambda *a: a, params, example, key)
     return _analyse(loss_alone(loss, False), params, example, key, size)[0]

@@ -189,18 +189,8 @@ def check_units(num_units: int, units_per_step: int = 1) -> tuple[int, int]:
 
     NumPy's would overflow in products.
     """
-    if not plans.is_whole(num_units) or not 1 <= num_units <= MOST_UNITS:
-        raise ValueError(
-            f"num_units is {num_units!r}: an order has from 1 to {MOST_UNITS} units per worker. "
-            "Pass the number of examples (or microbatches) that one worker owns, a whole number."
-        )
-    if not plans.is_whole(units_per_step) or not 1 <= units_per_step <= num_units:
-        raise ValueError(
-            f"units_per_step is {units_per_step!r} with {num_units} units per worker: it must be "
-            f"a whole number in [1, {num_units}]. Lower units_per_step or give each worker more "
-            "units."
-        )
-    return int(num_units), int(units_per_step)
+    num_units = plans.check_whole("num_units", num_units, 1, MOST_UNITS)
+    return num_units, plans.check_whole("units_per_step", units_per_step, 1, num_units)
 
 
 def check_key(key: Any) -> Key[Array, ""]:
@@ -231,20 +221,12 @@ def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1
 
 def check_shapes(tree: PyTree, like: PyTree, what: str = "rows.tree") -> None:
     """Raises ValueError unless leaves [n, ...] have the shapes of `like` after the leading axis."""
-
-    def shapes(tree, first_axis):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): leaf.shape[first_axis:] for path, leaf in leaves}
-
-    given, needed = shapes(tree, 1), shapes(like, 0)
-    for path in given | needed:
-        if given.get(path) != needed.get(path):
-            raise ValueError(
-                f"shape of one unit in {what}{path}: observe got {given.get(path, 'none')}, the "
-                f"state was made for {needed.get(path, 'none')}. Call init with params shaped like "
-                "one gradient (for sketches jnp.zeros(size)), and both under jax.vmap for several "
-                "workers."
-            )
+    unit = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+    plans.check_like(
+        f"one unit of {what}", unit, like, "the state",
+        "call init with params shaped like one gradient (for sketches jnp.zeros(size)), and both "
+        "under jax.vmap for several workers.",
+    )  # fmt: skip
 
 
 def check_stacked(rows: Rows, workers: int = 1) -> None:

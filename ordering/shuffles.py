@@ -125,12 +125,7 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
     num_units, _ = base.check_units(num_units)
     if paired_reversal not in (False, True):
         raise ValueError(f"paired_reversal is {paired_reversal!r}: pass True or False.")
-    if not plans.is_whole(block_size) or not 1 <= block_size <= num_units:
-        raise ValueError(
-            f"block_size is {block_size!r} with {num_units} units: pass a whole number in "
-            f"[1, {num_units}]."
-        )
-    block_size = int(block_size)
+    block_size = plans.check_whole("block_size", block_size, 1, num_units)
     num_blocks = -(-num_units // block_size)
 
     def draw(key, epoch, current):

@@ -89,12 +89,7 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
       Alweiss, Liu, Sawhney, Discrepancy Minimization via a Self-Balancing Walk, 2021,
       https://arxiv.org/abs/2006.14009
     """
-    if not (plans.is_number(bound) and 1e-37 < float(bound) < 1e37):
-        raise ValueError(
-            f"bound is {bound!r}: the walk needs C > 0, a number that float32 holds; the usual "
-            "value is 30."
-        )
-    bound = float(bound)
+    bound = plans.check_number("bound", bound, "(1e-37, 1e37)")  # which float32 holds
 
     def sign(state, dot, norm2):
         coin = jax.random.uniform(jax.random.fold_in(state.key, state.signed))
@@ -141,15 +136,11 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
     References:
       Carrell et al., Low-Rank Thinning, 2025, https://arxiv.org/abs/2502.12063
     """
-    counts = (plans.is_number(n) and 1 <= float(n) < math.inf for n in (num_epochs, num_pairs))
-    if not (all(counts) and plans.is_number(delta) and 1e-20 < float(delta) < 1):
-        raise ValueError(
-            f"kernel halving got num_epochs={num_epochs!r}, num_pairs={num_pairs!r}, "
-            f"delta={delta!r}: both counts must be finite numbers of at least 1, and delta must "
-            "lie in (0, 1), above 1e-20."
-        )
-    # A Python number: a rule made while tracing must not hold a traced array.
-    penalty = (4 / float(delta)) * (math.log(num_epochs) + 1) * (math.log(num_pairs) + 1)
+    # Python numbers: a rule made while tracing must not hold a traced array.
+    epochs = plans.check_number("num_epochs", num_epochs, "[1, inf)")
+    pairs = plans.check_number("num_pairs", num_pairs, "[1, inf)")
+    delta = plans.check_number("delta", delta, "(1e-20, 1)")
+    penalty = (4 / delta) * (math.log(epochs) + 1) * (math.log(pairs) + 1)
 
     def init(key):
         zero = jnp.zeros((), jnp.int32)

@@ -18,6 +18,7 @@ from ordering.exchange import LANES, parts
 from syncopate import mesh, plans
 
 SIZE = 1024  # sketch_size(10**4)
+MOST = 2**31 - 1  # numbers of a sketch
 BLOCK = 8192  # entries of a leaf that are added up at once: they stay in a cache
 TILE = 8  # rows of numbers that a TPU keeps together
 SMALL = 4096  # leaves up to this size are folded together
@@ -52,13 +53,9 @@ def sketch_size(num_prefixes: int, *, error: float = 0.3) -> int:
       Dasgupta, Gupta, An Elementary Proof of a Theorem of Johnson and Lindenstrauss, 2003,
       https://doi.org/10.1002/rsa.10073
     """
-    number = plans.is_number(num_prefixes) and 2 <= num_prefixes < math.inf
-    if not (number and plans.is_number(error) and 1e-3 <= error < 1):
-        raise ValueError(
-            f"num_prefixes is {num_prefixes!r} and error {error!r}: pass at least 2 prefixes and "
-            "an error between 0 and 1, of at least 0.001."
-        )
-    least = 4 * math.log(num_prefixes) / (error**2 / 2 - error**3 / 3)
+    prefixes = plans.check_number("num_prefixes", num_prefixes, "[2, inf)")
+    error = plans.check_number("error", error, "[0.001, 1)")
+    least = 4 * math.log(prefixes) / (error**2 / 2 - error**3 / 3)
     return LANES * math.ceil(least / LANES)
 
 
@@ -98,7 +95,7 @@ def sketch(
       Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2004,
       https://doi.org/10.1016/S0304-3975(03)00400-6
     """
-    size, key = check_size(size), base.check_key(key)
+    size, key = plans.check_whole("size", size, 1, MOST), base.check_key(key)
     axes = () if specs is None else mesh.axes_of(specs)
 
     def apply(tree):
@@ -277,15 +274,6 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return 1.0 - 2.0 * (x >> 31).astype(jnp.float32)
-
-
-def check_size(size: int) -> int:
-    if not plans.is_whole(size) or not 1 <= int(size) < 2**31:
-        raise ValueError(
-            f"size is {size!r}: a sketch has at least one number, and fewer than 2^31. Pass a "
-            f"whole number, such as sketch_size(units * epochs), or leave it at {SIZE}."
-        )
-    return int(size)
 
 
 def check_sketch(to_sketch: Callable | None) -> None:

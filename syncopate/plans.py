@@ -1,4 +1,4 @@
-"""The base of all plans, and checks of numbers and keys."""
+"""The base of all plans, and checks of arguments."""
 
 import contextlib
 import hashlib
@@ -34,21 +34,36 @@ def is_number(value: Any) -> bool:
     return not array.ndim and array.dtype.kind in "iuf"
 
 
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """The value, an int; raises ValueError unless it is a whole number in the range."""
+    whole = operator.index(value) if is_whole(value) else least - 1
+    if whole < least or (most is not None and whole > most):
+        bounds = f"of at least {least}" if most is None else f"in {least} .. {most}"
+        raise ValueError(f"{name} is {value!r}: pass a whole number {bounds}.")
+    return whole
+
+
 def check_at_least(least: int, **values: Any) -> None:
     """Raises ValueError for a value that is no whole number or too small."""
     for name, value in values.items():
-        if not is_whole(value) or operator.index(value) < least:
-            raise ValueError(f"{name} is {value!r}: pass a whole number of at least {least}.")
+        check_whole(name, value, least)
+
+
+def check_number(name: str, value: Any, interval: str) -> float:
+    """The value, a float; raises ValueError unless it is a number in an interval, as "(0, 1]"."""
+    least, most = map(float, interval[1:-1].split(","))
+    number = float(value) if is_number(value) else np.nan
+    above = number > least if interval[0] == "(" else number >= least
+    below = number < most if interval[-1] == ")" else number <= most
+    if not (above and below):
+        raise ValueError(f"{name} is {value!r}: pass a finite number in {interval}.")
+    return number
 
 
 def check_finite(*, above: bool = False, **values: Any) -> None:
     """Raises ValueError for a value that is no finite number >= 0, or > 0 if `above`."""
     for name, value in values.items():
-        number = float(value) if is_number(value) else np.nan
-        if not (np.isfinite(number) and (number > 0 if above else number >= 0)):
-            raise ValueError(
-                f"{name} is {value!r}: pass a finite number {'>' if above else '>='} 0."
-            )
+        check_number(name, value, "(0, inf)" if above else "[0, inf)")
 
 
 def as_array(value: Any) -> tuple[np.ndarray, str]:
@@ -63,13 +78,7 @@ def as_array(value: Any) -> tuple[np.ndarray, str]:
 
 def check_total_steps(total_steps: Any) -> None:
     """Raises ValueError unless T is an integer from 1 to 10^7."""
-    if not is_whole(total_steps) or total_steps < 1:
-        raise ValueError(f"total_steps is {total_steps!r}: pass an integer of at least 1.")
-    if total_steps > MOST_STEPS:
-        raise ValueError(
-            f"total_steps is {total_steps}: a plan holds at most {MOST_STEPS:,} steps. Plan "
-            "one part of the run at a time."
-        )
+    check_whole("total_steps", total_steps, 1, MOST_STEPS)
 
 
 def check_function(name: str, value: Any, *arguments: str) -> None:
@@ -96,6 +105,34 @@ def check_key(key: Any, advice: str = "pass one key, as key[0].") -> None:
         )
     if key.shape:
         raise ValueError(f"key has shape {key.shape}: {advice}")
+
+
+def check_like(
+    name: str, tree: Any, other: Any, of: str, act: str = "pass a tree of the same leaves."
+) -> None:
+    """Raises ValueError, ending with `act`, unless two trees have leaves of the same shapes."""
+    found, wanted = _leaves(tree), _leaves(other)
+    for leaf in wanted | found:
+        if found.get(leaf) != wanted.get(leaf):
+            raise ValueError(
+                f"{name}{leaf} is {found.get(leaf, 'missing')} and in {of} "
+                f"{wanted.get(leaf, 'missing')}: {act}"
+            )
+
+
+def _leaves(tree):
+    """{path: kind and shape} of all leaves."""
+
+    def kind(x):
+        try:
+            found = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+        except TypeError:
+            return f"a {type(x).__name__}"
+        is_complex = jnp.issubdtype(found.dtype, jnp.complexfloating)
+        return f"{'complex' if is_complex else 'real'}{list(found.shape)}"
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): kind(x) for path, x in leaves}
 
 
 class Plan:

@@ -68,7 +68,10 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
         known = isinstance(fresh, bool)
         if not known and (getattr(fresh, "dtype", None) != jnp.bool_ or jnp.shape(fresh)):
             raise ValueError(f"fresh is {fresh!r}: pass a bool, or bool[] of a step's arguments.")
-        _check_alike(params=params, updates=updates, anchor=state.anchor)
+        plans.check_like("updates", updates, params, "params")
+        plans.check_like(
+            "anchor", state.anchor, params, "params", "pass the state of these params."
+        )
         anchor = jax.tree.map(lambda p, a: jnp.where(fresh, p, a), params, state.anchor)
         updates = jax.tree.map(
             lambda u, p, a: u + (strength * (p - a)).astype(u.dtype), updates, params, anchor
@@ -76,31 +79,3 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
         return updates, ProximalState(anchor)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_alike(**trees):
-    """Raises ValueError unless all trees have leaves like those of the first."""
-    kinds = {
-        name: {
-            jax.tree_util.keystr(path): _kind(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for name, tree in trees.items()
-    }
-    first, *others = kinds
-    for name in others:
-        for path in kinds[first] | kinds[name]:
-            found, needed = (kinds[n].get(path, "missing") for n in (name, first))
-            if found != needed:
-                raise ValueError(
-                    f"{name}{path} is {found} and {first}{path} {needed}: pass trees with the same "
-                    "leaves, and the state that init made for these parameters."
-                )
-
-
-def _kind(leaf):
-    try:
-        of_complex = jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
-        return f"{'complex' if of_complex else 'real'}{list(jnp.shape(leaf))}"
-    except (TypeError, ValueError):
-        return f"a {type(leaf).__name__}"

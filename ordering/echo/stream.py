@@ -96,12 +96,8 @@ def echo_batches(
     check_batches("loads", loads)
     if policy.online and not hasattr(loads, "ready"):
         raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")
-    known = len(policy.known.fresh)
-    if not plans.is_whole(first_step) or not 0 <= first_step <= known:
-        raise ValueError(
-            f"first_step is {first_step!r}: pass a whole number in [0, {known}], the steps whose "
-            "decisions are known."
-        )
+    # The steps whose decisions are known.
+    plans.check_whole("first_step", first_step, 0, len(policy.known.fresh))
     if augment is not None:
         plans.check_function("augment", augment, "batch", "key")
     if augment is not None or key is not None:

@@ -1,7 +1,7 @@
 """Orders for other libraries' loaders: a Grain dataset, and a batch sampler for PyTorch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -93,13 +93,7 @@ class TorchSteps(Iterator):
 
     def load_state_dict(self, state: dict) -> None:
         check_epoch(state, self._epoch)
-        step: Any = state.get("step")
-        if not plans.is_whole(step) or not 0 <= step <= len(self._steps):
-            raise ValueError(
-                f"the state's step is {step!r}: pass a state of this epoch of {len(self._steps)} "
-                "steps."
-            )
-        self._step = int(step)
+        self._step = plans.check_whole("the state's step", state.get("step"), 0, len(self._steps))
 
 
 def torch_sampler(

@@ -99,9 +99,7 @@ def load_ahead(
     plans.check_at_least(1, depth=depth)
     plans.check_at_least(0, first_load=first_load)
     if timeout is not None:
-        if not (plans.is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
-            raise ValueError(f"timeout is {timeout!r}: pass seconds > 0, or None to wait forever.")
-        timeout = float(timeout)
+        timeout = plans.check_number("timeout", timeout, f"(0, {threading.TIMEOUT_MAX}]")
     wrong = [s for s in jax.tree.leaves(sharding) if not isinstance(s, PLACES)]
     if wrong:
         raise ValueError(

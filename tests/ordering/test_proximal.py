@@ -102,8 +102,8 @@ test_bad_input = refuses({
     "fresh missing": (updated(fresh=None), r"fresh is missing: .*, fresh=use.fresh\)"),
     "state": (updated(state=(optax.EmptyState(),)), "state is a .*: pass that of this init"),
     "state of others": (updated(state=proximal_anchor(1.0).init(())), "anchor.* is missing"),
-    "params": (updated(params={"w": jnp.ones(())}), r"\w+\[.*\] is .* and params.*: pass trees"),
-    "updates": (updated(updates={"v": jnp.ones(3)}), r"\w+\[.*\] is .* and params.*: pass trees"),
+    "params": (updated(params={"w": jnp.ones(())}), r"\w+\[.*\] is .* in params.*: pass a"),
+    "updates": (updated(updates={"v": jnp.ones(3)}), r"\w+\[.*\] is .* in params.*: pass a"),
     "params missing": (
         lambda: proximal_anchor(1.0).update(jnp.ones(2), None, fresh=True),
         "params is missing: call update",
