@@ -229,17 +229,8 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "rows.tree") -> None:
     )  # fmt: skip
 
 
-def check_stacked(rows: Rows, workers: int = 1) -> None:
-    """Raises ValueError unless the rows hold their gradients."""
-    check_is_rows(rows, workers)
-    if rows.tree is None:
-        raise ValueError(
-            "these rows hold no stacked gradients, which this ordering must keep or send. Make "
-            "them with per_example or microbatch, or use pair_balance with an even units_per_step."
-        )
-
-
-def check_is_rows(rows: Any, workers: int = 1) -> None:
+def check_is_rows(rows: Any, workers: int = 1, *, stacked: bool = False) -> None:
+    """Raises ValueError unless these are the rows of one worker; `stacked`: with the gradients."""
     if not isinstance(rows, Rows):
         raise ValueError(
             f"got a {type(rows).__name__} where Rows are needed: wrap the gradients by "
@@ -251,4 +242,9 @@ def check_is_rows(rows: Any, workers: int = 1) -> None:
             f"these are the rows of all {rows.workers} workers, as exchange_rows returns them; "
             "here those of one worker are needed. Pass the rows from before the exchange, or use "
             "cd_grab without gathers and specs."
+        )
+    if stacked and rows.tree is None:
+        raise ValueError(
+            "these rows hold no stacked gradients, which this ordering must keep or send. Make "
+            "them with per_example or microbatch, or use pair_balance with an even units_per_step."
         )

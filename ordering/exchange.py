@@ -67,7 +67,7 @@ def exchange(rows: Rows, axis_name: str) -> Array:
     Unit 1 of every worker comes first, then unit 2 of every worker, and so on, as `cd_grab` signs
     them. Inner products with these rows are partial: a psum over the axis completes them.
     """
-    base.check_stacked(rows)
+    base.check_is_rows(rows, stacked=True)
     workers = mesh.axis_size(axis_name)
     leaves = [leaf.reshape(rows.size, -1) for leaf in jax.tree.leaves(rows.tree)]
     entries = sum(leaf.shape[1] for leaf in leaves)
@@ -194,7 +194,7 @@ def sharded(
         return mesh.over_shards(axes, run, P(), where(params))(key)
 
     def observe(state, rows):
-        base.check_stacked(rows)
+        base.check_is_rows(rows, stacked=True)
 
         def run(state, tree):
             return order.observe(state, Rows.of(parts(tree, specs, axes, leading=1)))

@@ -70,7 +70,7 @@ def gathered_pairs(
         if specs is None:
             check_alone(axis_name, what="cd_grab observes", manual_only=True)
         base.check_rows(rows, num_units, units_per_step)
-        base.check_stacked(rows)
+        base.check_is_rows(rows, stacked=True)
         units = rows_lib.as_float32(rows_lib.flat(rows))
         base.check_shapes(units, state.running_sum, "flattened rows")
         first = state.position // 2

@@ -90,7 +90,7 @@ def grab(
         else:
             base.check_shapes(rows.tree, state.mean)
             rule_state, running_sum, sign, taken = balance_blocks(
-                *carry, rows.tree, derive=lambda g: centre(g, state.mean), valid=valid
+                *carry, rows.tree, derive=lambda g: _centred(g, state.mean), valid=valid
             )
         following, left = _place(state, rows.size, sign > 0)
         return state._replace(
@@ -112,8 +112,7 @@ def grab(
     return base.checked(Ordering(init, observe, next_epoch), num_units, GrabState, rule=rule)
 
 
-def centre(gradient: PyTree, mean: PyTree) -> PyTree:
-    """g - m in float32."""
+def _centred(gradient, mean):
     return jax.tree.map(lambda g, m: rows_lib.as_float32(g) - m, gradient, mean)
 
 

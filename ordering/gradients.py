@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from ordering import rows as rows_lib
-from ordering.sketch import check_sketch, sketch_rows
+from ordering.sketch import sketch_rows
 from syncopate import plans
 from syncopate.mesh import alike
 
@@ -67,7 +67,8 @@ def per_example(
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
       2023, https://arxiv.org/abs/2302.00845
     """
-    check_sketch(to_sketch)
+    if to_sketch is not None:
+        plans.check_function("to_sketch", to_sketch, "gradient")
     of_one = jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)
     row_of = to_sketch or (lambda gradient: gradient)
 
@@ -120,11 +121,6 @@ def loss_alone(loss: Callable, has_aux: bool) -> Callable:
 
 def checked_loss(loss: Callable, has_aux: bool) -> Callable:
     """`(params, batch, key) -> (losses, aux or None)`; raises ValueError for other results."""
-    if not callable(loss):
-        raise ValueError(
-            f"loss is a {type(loss).__name__}: pass a function (params, batch, key) -> losses, "
-            "such as model.loss."
-        )
     plans.check_function("loss", loss, "params", "batch", "key")
 
     def run(params, batch, key):

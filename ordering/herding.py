@@ -121,7 +121,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
     def observe(state, rows):
         base.check_rows(rows, num_units, units_per_step)
-        base.check_stacked(rows)
+        base.check_is_rows(rows, stacked=True)
         flat = rows_lib.as_float32(rows_lib.flat(rows))
         base.check_shapes(flat, state.gradients[0], "flattened rows")
         flat = jnp.where(jnp.isfinite(flat), flat, 0.0)

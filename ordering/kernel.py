@@ -83,11 +83,6 @@ def balance_blocks(
         differences and centred gradients are not written to memory.
       block_size: vectors per block; 1 is the plain scan. By default `block_size_of(axes)`.
     """
-    if not rows_lib.tree_size(total):
-        raise ValueError(
-            "all leaves of these gradients have size 0: there is nothing to balance. Pass "
-            "parameters, or use random_reshuffling."
-        )
     size = jax.tree.leaves(tree)[0].shape[0]
     valid = jnp.ones(size, bool) if valid is None else valid
     block_size = min(block_size or block_size_of(axes), size)

@@ -189,7 +189,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
                 rule, state.rule, state.running_sum, rows_lib.differences(rows), valid=valid
             )
         else:
-            base.check_stacked(rows, workers)
+            base.check_is_rows(rows, workers, stacked=True)
             pending, vectors = complete_pairs(state, rows, num_pairs, workers)
             rule_state, running_sum, sign, _ = balance_blocks(
                 rule, state.rule, state.running_sum, vectors, derive=derive,

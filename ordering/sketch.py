@@ -149,8 +149,8 @@ def sketch_rows(
       >>> ordering.sketch_rows(rows, ordering.sketch(jax.random.key(0), size=64)).tree.shape
       (2, 64)
     """
-    base.check_stacked(rows)
-    check_sketch(to_sketch)
+    base.check_is_rows(rows, stacked=True)
+    plans.check_function("to_sketch", to_sketch, "gradient")
     if rows.size == 1:  # without vmap, read in blocks in the layout it has
         return rows_lib.Rows.of(to_sketch(jax.tree.map(lambda g: g[0], rows.tree))[None])
     return rows_lib.Rows.of(jax.vmap(to_sketch)(rows.tree))
@@ -274,13 +274,3 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return 1.0 - 2.0 * (x >> 31).astype(jnp.float32)
-
-
-def check_sketch(to_sketch: Callable | None) -> None:
-    if to_sketch is not None and not callable(to_sketch):
-        raise ValueError(
-            f"to_sketch is {to_sketch!r}: pass the function that ordering.sketch(key, size=k) "
-            "returns."
-        )
-    if to_sketch is not None:
-        plans.check_function("to_sketch", to_sketch, "gradient")

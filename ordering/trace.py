@@ -125,7 +125,9 @@ def _scan(equation, values, hooks):
     )  # fmt: skip
     carry = [_plain(v, "scan", hooks) for v in carry]
     stacked = [
-        v if not isinstance(v, Param) or _is_stacked(v) else _plain(v, "scan", hooks)
+        v
+        if isinstance(v, Param) and numbers_of(v.dims[0]) == (v.stack,)
+        else _plain(v, "scan", hooks)
         for v in stacked
     ]
 
@@ -148,10 +150,6 @@ def _scan(equation, values, hooks):
         reverse=params["reverse"], unroll=params["unroll"],
     )  # fmt: skip
     return [*carry, *found]
-
-
-def _is_stacked(param: Param) -> bool:
-    return [number for number, _ in param.dims[0]] == [param.stack]
 
 
 class Leaf(NamedTuple):
