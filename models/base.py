@@ -1,6 +1,7 @@
 """What a model is: a record of pure functions, independent of the library that built it."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from jaxtyping import Array, Float, PyTree
 
 from syncopate.mesh import platform
 from syncopate.plans import check_at_least, check_finite, check_key, is_whole
+
+CLASSES = ("num_classes", "vocab_size")  # sizes of at least 2
 
 
 class Model(NamedTuple):
@@ -51,7 +54,6 @@ class Model(NamedTuple):
 
 def softmax_loss(predict: Callable, l2: float) -> Callable:
     """Cross-entropy per example, the mean over tokens for sequences, plus l2 / 2 |params|^2."""
-    check_finite(l2=l2)
 
     def loss(params, batch, key):
         x, y = x_and_y(batch)
@@ -82,7 +84,6 @@ def model_of(
       inputs, whole: the shape of x, and whether it holds whole numbers, as in `check_array`.
       keys: makes the source of keys for `make`.
     """
-    check_finite(l2=l2)
 
     def build(key):
         return nnx.split(make(keys(key)), nnx.Param, nnx.BatchStat)
@@ -130,13 +131,18 @@ def penalty(params: PyTree[Array], l2: float) -> Float[Array, ""] | float:
     return 0.5 * l2 * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
 
 
-def whole_sizes(model: Callable) -> Callable:
-    """Makes integers of the whole numbers among a model's settings, as of an array's maximum."""
+def checked(model: Callable) -> Callable:
+    """Checks the sizes and the l2 of a model; integers may be those of arrays, as a maximum."""
+    known = inspect.signature(model).parameters.values()
+    sizes = [parameter.name for parameter in known if parameter.annotation is int]
 
     @functools.wraps(model)
     def made(**settings):
-        sizes = {name: int(value) for name, value in settings.items() if is_whole(value)}
-        return model(**settings | sizes)
+        check_finite(l2=settings.get("l2", 0.0))
+        for name in settings.keys() & sizes:
+            check_at_least(2 if name in CLASSES else 1, **{name: settings[name]})
+            settings[name] = int(settings[name])
+        return model(**settings)
 
     return made
 
@@ -183,13 +189,18 @@ def are_sizes(value: Any, length: int | None = None) -> bool:
     return is_list and all(is_whole(size) and size >= 1 for size in value)
 
 
-def check_image_shape(image_shape: Any, num_classes: int) -> None:
-    """Raises ValueError unless these are the sizes of images and of their classes."""
-    check_at_least(2, num_classes=num_classes)
+def check_images(image_shape: Any, reduction: int = 1) -> None:
+    """Raises ValueError unless these are the sizes of images that strides can reduce so."""
     if not are_sizes(image_shape, 3):
         raise ValueError(
             f"image_shape is {image_shape!r}: pass (height, width, channels), whole numbers of at "
             "least 1."
+        )
+    if min(image_shape[:2]) < reduction:
+        raise ValueError(
+            f"image_shape is {image_shape}: the strides shrink the image {reduction} times, so it "
+            f"needs at least {reduction} x {reduction} pixels. Resize the images or use smaller "
+            "strides."
         )
 
 
@@ -202,7 +213,6 @@ def check_choice(known: Collection, **values: Any) -> None:
 
 def check_heads(width: int, heads: int) -> None:
     """Raises ValueError unless the width is a multiple of the number of heads."""
-    check_at_least(1, width=width, heads=heads)
     if width % heads:
         raise ValueError(
             f"width is {width} with {heads} heads: the heads share the width equally. Take a "

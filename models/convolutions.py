@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Key
 
-from models.base import Model, check_image_shape, model_of, whole_sizes
+from models.base import Model, check_images, checked, model_of
 from syncopate.mesh import platform
 
 EPSILON = 1e-5  # of the normalisations
@@ -139,17 +139,6 @@ class Keys:
         return jax.random.fold_in(self.key, self.drawn - 1)
 
 
-def check_images(image_shape: tuple[int, int, int], num_classes: int, reduction: int) -> None:
-    """Raises ValueError for images smaller than the product of all strides, and for bad sizes."""
-    check_image_shape(image_shape, num_classes)
-    if min(image_shape[:2]) < reduction:
-        raise ValueError(
-            f"image_shape is {image_shape}: the strides shrink the image {reduction} times, so it "
-            f"needs at least {reduction} x {reduction} pixels. Resize the images or use smaller "
-            "strides."
-        )
-
-
 class _BiasedConv(nnx.Conv):
     """On a CPU a matrix product, as in `Conv`."""
 
@@ -182,7 +171,7 @@ class _LeNet(nnx.Module):
         return self.dense3(nnx.relu(self.dense2(nnx.relu(self.dense1(x)))))
 
 
-@whole_sizes
+@checked
 def lenet(
     *, image_shape: tuple[int, int, int] = (28, 28, 1), num_classes: int = 10, l2: float = 0.0
 ) -> Model:
@@ -210,7 +199,7 @@ def lenet(
       LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998,
       https://doi.org/10.1109/5.726791
     """
-    check_image_shape(image_shape, num_classes)
+    check_images(image_shape)
     height, width, channels = image_shape
     if (height, width) not in ((28, 28), (32, 32)):
         raise ValueError(

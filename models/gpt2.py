@@ -8,7 +8,6 @@ from flax import nnx
 
 from models import base
 from models.base import Model
-from syncopate.plans import check_at_least
 
 DEVIATION = 0.02  # of all weights and embeddings at the start
 MLP_RATIO = 4
@@ -86,7 +85,7 @@ class _GPT2(nnx.Module):
         return base.product(self.norm(y), tokens.T, self.dtype)
 
 
-@base.whole_sizes
+@base.checked
 def gpt2(
     *,
     vocab_size: int,
@@ -140,8 +139,6 @@ def gpt2(
       https://arxiv.org/abs/1608.05859
     """
     compute = base.check_dtype(dtype)
-    check_at_least(2, vocab_size=vocab_size)
-    check_at_least(1, context=context, depth=depth)
     base.check_heads(width, heads)
 
     def make(rngs):

@@ -7,10 +7,10 @@ from jaxtyping import Array, PyTree
 
 from models import base
 from models.base import Model
-from syncopate.plans import check_at_least, check_finite
+from syncopate.plans import check_finite
 
 
-@base.whole_sizes
+@base.checked
 def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) -> Model:
     """Linear logits and cross-entropy: f(W, b) = -log softmax(W^T x + b)_y + l2/2 |W, b|^2.
 
@@ -30,8 +30,6 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
       >>> import models
       >>> model = models.softmax_regression(num_features=64, num_classes=10, l2=1e-3)
     """
-    check_at_least(1, num_features=num_features)
-    check_at_least(2, num_classes=num_classes)
 
     def init(key):
         return {"w": jnp.zeros((num_features, num_classes)), "b": jnp.zeros(num_classes)}
@@ -43,7 +41,7 @@ def softmax_regression(*, num_features: int, num_classes: int, l2: float = 0.0) 
     return Model(init, base.softmax_loss(predict, l2), predict)
 
 
-@base.whole_sizes
+@base.checked
 def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
     """Linear logit and log loss: f(w) = log(1 + exp(-(2y - 1) w^T x)) + l2/2 |w|^2.
 
@@ -62,8 +60,6 @@ def logistic_regression(*, num_features: int, l2: float = 0.0) -> Model:
       >>> import models
       >>> model = models.logistic_regression(num_features=20)
     """
-    check_finite(l2=l2)
-    check_at_least(1, num_features=num_features)
 
     def init(key):
         return {"w": jnp.zeros(num_features)}
@@ -142,7 +138,7 @@ def _widen(x):
     return jnp.asarray(x, jnp.float64 if floating else x.dtype)
 
 
-@base.whole_sizes
+@base.checked
 def mlp(
     *, num_features: int, hidden: tuple[int, ...] = (128,), num_classes: int, l2: float = 0.0
 ) -> Model:
@@ -172,13 +168,11 @@ def mlp(
     References:
       He, Zhang, Ren, Sun, Delving Deep into Rectifiers, 2015, https://arxiv.org/abs/1502.01852
     """
-    check_at_least(1, num_features=num_features)
-    check_at_least(2, num_classes=num_classes)
     init, predict = _layers(num_features, hidden, num_classes)
     return Model(init, base.softmax_loss(predict, l2), predict)
 
 
-@base.whole_sizes
+@base.checked
 def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 0.0) -> Model:
     """Multilayer perceptron that predicts the next `horizon` values of a series from `lags` ones.
 
@@ -208,8 +202,6 @@ def forecaster(*, lags: int, horizon: int, hidden: tuple[int, ...], l2: float = 
       Makridakis, Spiliotis, Assimakopoulos, The M4 Competition: 100,000 time series and 61
       forecasting methods, 2020, https://doi.org/10.1016/j.ijforecast.2019.04.014
     """
-    check_finite(l2=l2)
-    check_at_least(1, lags=lags, horizon=horizon)
     init, predict = _layers(lags, hidden, horizon)
 
     def loss(params, batch, key):

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 
 from models import base
 from models.base import Model
-from syncopate.plans import check_at_least
 
 RANGE = 0.1  # of the initial embeddings
 
 
-@base.whole_sizes
+@base.checked
 def lstm(
     *, vocab_size: int, width: int, depth: int = 2, dtype: str = "float32", l2: float = 0.0
 ) -> Model:
@@ -58,8 +57,6 @@ def lstm(
       https://arxiv.org/abs/1608.05859
     """
     compute = base.check_dtype(dtype)
-    check_at_least(2, vocab_size=vocab_size)
-    check_at_least(1, width=width, depth=depth)
     names = [f"layer{k}" for k in range(depth)]
     shapes = {"input": (width, 4 * width), "recurrent": (width, 4 * width)}
     shapes |= {"bias_input": (4 * width,), "bias_recurrent": (4 * width,)}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, are_sizes, check_choice, check_dtype, model_of, whole_sizes
-from models.convolutions import Conv, DepthwiseConv, Keys, Pointwise, batch_norm, check_images
-from syncopate.plans import check_at_least
+from models import base
+from models.base import Model
+from models.convolutions import Conv, DepthwiseConv, Keys, Pointwise, batch_norm
 
 # V2: (expansion t, channels c, blocks n, stride s of the first block) for each stage.
 IMAGENET_STAGES = (
@@ -136,7 +136,7 @@ class _MobileNet(nnx.Module):
         return self.dense(x)
 
 
-@whole_sizes
+@base.checked
 def mobilenet_v2(
     *,
     image_shape: tuple[int, int, int] = (32, 32, 3),
@@ -188,15 +188,14 @@ def mobilenet_v2(
       2018, https://arxiv.org/abs/1801.04381
     """
     rows = stages if isinstance(stages, tuple | list) else ()
-    if not rows or not all(are_sizes(row, 4) and row[3] <= 2 for row in rows):
+    if not rows or not all(base.are_sizes(row, 4) and row[3] <= 2 for row in rows):
         raise ValueError(
             f"stages is {stages}: pass at least one (expansion, channels, blocks, stride), all at "
             "least 1 and the stride 1 or 2, for example ((6, 24, 2, 2),)."
         )
-    compute = check_dtype(dtype)
-    check_choice((1, 2), stem_stride=stem_stride)
-    check_at_least(1, stem_channels=stem_channels, head_channels=head_channels)
-    check_images(image_shape, num_classes, stem_stride * math.prod(s for *_, s in stages))
+    compute = base.check_dtype(dtype)
+    base.check_choice((1, 2), stem_stride=stem_stride)
+    base.check_images(image_shape, stem_stride * math.prod(s for *_, s in stages))
     blocks, fan_in = {}, stem_channels
     for stage, (expansion, channels, number, stride) in enumerate(stages):
         for k in range(number):
@@ -209,10 +208,10 @@ def mobilenet_v2(
             hidden=None, activation=nnx.relu6, norm=batch_norm, dtype=compute,
         )  # fmt: skip
 
-    return model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)
+    return base.model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)
 
 
-@whole_sizes
+@base.checked
 def mobilenet_v3(
     *,
     variant: str = "large",
@@ -250,10 +249,10 @@ def mobilenet_v3(
     References:
       Howard et al., Searching for MobileNetV3, 2019, https://arxiv.org/abs/1905.02244
     """
-    check_choice(VARIANTS, variant=variant)
-    compute = check_dtype(dtype)
-    check_choice((1, 2), stem_stride=stem_stride)
-    check_images(image_shape, num_classes, stem_stride * BLOCK_STRIDES)
+    base.check_choice(VARIANTS, variant=variant)
+    compute = base.check_dtype(dtype)
+    base.check_choice((1, 2), stem_stride=stem_stride)
+    base.check_images(image_shape, stem_stride * BLOCK_STRIDES)
     blocks, head, hidden = VARIANTS[variant]
     rows = {f"block{k}": block for k, block in enumerate(blocks)}
     norm = functools.partial(batch_norm, epsilon=EPSILON)
@@ -264,4 +263,4 @@ def mobilenet_v3(
             hidden=hidden, activation=nnx.hard_swish, norm=norm, dtype=compute,
         )  # fmt: skip
 
-    return model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)
+    return base.model_of(make, l2, inputs=(None, None, None, image_shape[2]), keys=Keys)

@@ -7,18 +7,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from models.base import Model, check_choice, check_dtype, model_of, whole_sizes
+from models.base import Model, check_choice, check_dtype, check_images, checked, model_of
 from models.convolutions import (
     Conv,
     Convolution,
     Keys,
     Pointwise,
     batch_norm,
-    check_images,
     group_norm,
     groups,
 )
-from syncopate.plans import check_at_least
 
 STEMS = ("imagenet", "cifar")
 NORMS = ("batch", "group")
@@ -131,7 +129,7 @@ class _ResNet(nnx.Module):
         return self.dense(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
 
 
-@whole_sizes
+@checked
 def resnet(
     *,
     depth: int = 50,
@@ -195,12 +193,11 @@ def resnet(
     check_choice(DEPTHS, depth=depth)
     check_choice(NORMS, norm=norm)
     check_choice(STEMS, stem=stem)
-    check_at_least(1, width=width)
     block, numbers = DEPTHS[depth]
     for_cifar = len(numbers) == 3
     stages = [(width * 2**stage, number) for stage, number in enumerate(numbers)]
     reduction = 2 ** (len(stages) - 1) * (4 if stem == "imagenet" else 1)
-    check_images(image_shape, num_classes, reduction)
+    check_images(image_shape, reduction)
     groups_of = (lambda channels: max(1, channels // 4)) if for_cifar else groups
     if norm == "group":
         last = [-(-side // reduction) for side in image_shape[:2]]

@@ -5,7 +5,6 @@ from flax import nnx
 
 from models import base
 from models.base import Model
-from syncopate.plans import check_at_least
 
 EPSILON = 1e-6  # of the layer normalisations
 POOLS, GELUS = ("mean", "class"), ("tanh", "exact")
@@ -68,7 +67,7 @@ def _patches(x, patch):
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(n, -1, patch * patch * channels)
 
 
-@base.whole_sizes
+@base.checked
 def vit(
     *,
     image_shape: tuple[int, int, int] = (32, 32, 3),
@@ -129,9 +128,8 @@ def vit(
       https://arxiv.org/abs/2205.01580
     """
     compute = base.check_dtype(dtype)
-    base.check_image_shape(image_shape, num_classes)
+    base.check_images(image_shape)
     height, wide, _ = image_shape
-    check_at_least(1, patch=patch, depth=depth, mlp_ratio=mlp_ratio)
     base.check_heads(width, heads)
     if min(height, wide) < patch or height % patch or wide % patch:
         raise ValueError(
