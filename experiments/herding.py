@@ -51,7 +51,7 @@ def bounds_over_rounds(vectors: jax.Array, order_name: str, rounds: int) -> list
     num_workers, num_units, dimension = vectors.shape
     # About 16 units per step keep the loop short without large Gram matrices.
     units_per_step = min(max(2, 16 // num_workers * 2), num_units)
-    order = ORDERS[order_name].make(OrderSetting(num_units, units_per_step, num_workers, rounds))
+    order = ORDERS[order_name].make(OrderSetting(num_units, units_per_step))
 
     def one_round(state, vectors):
         def step(state, start, size):

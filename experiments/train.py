@@ -98,7 +98,6 @@ def _prepared(task, recipe, rows, values, folder, settings, known):
         task, recipe, order, rule.rounds, sizes=sizes, units=units,
         mesh=processes.mesh_of(recipe.run, recipe.workers),
         reads="thread" if policy.online and reads is None else reads,
-        epochs=-(-plans.total_steps // sizes.loads_per_epoch),
     )  # fmt: skip
     if text := config.left_out(task, sizes, deals=order.deals):
         processes.say(text)

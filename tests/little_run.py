@@ -42,7 +42,7 @@ def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
 def built(order="cd_grab", sync="qsr", reads=None, mesh=False):
     mesh = worker_mesh(WORKERS) if mesh else None
     rounds = SYNC_RULES[sync].rounds
-    return program.build(task(), SETTING, ORDERS[order], rounds, reads=reads, mesh=mesh, epochs=15)
+    return program.build(task(), SETTING, ORDERS[order], rounds, reads=reads, mesh=mesh)
 
 
 def sums(step, state):

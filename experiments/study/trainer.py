@@ -140,8 +140,7 @@ class Trainer:
         # With slow input, runs for tuning read batches too, so that both phases share a program.
         waits = policy.online or (speed is not None and self._step_seconds)
         reads = self._reads or ("thread" if waits else None)
-        loads = sizes_of(self.task, self.recipe, self.study.arms[arm]).loads_per_epoch
-        return order, rule.rounds, reads, -(-self.steps(arm, speed) // loads)
+        return order, rule.rounds, reads
 
     def _pace(self, speed):
         return speed if self.study.paced else None
@@ -150,11 +149,9 @@ class Trainer:
         given = {"rate": rate, "seed": seed, "speed": self._pace(speed)}
         return plans_of(self.task, self.recipe, self.study.arms[arm], **given)
 
-    def _build(self, order, rounds, reads, epochs):
+    def _build(self, order, rounds, reads):
         """(program, its measure)."""
-        built = program.build(
-            self.task, self.recipe, order, rounds, reads=reads, mesh=self._mesh, epochs=epochs
-        )
+        built = program.build(self.task, self.recipe, order, rounds, reads=reads, mesh=self._mesh)
         return built, self._scalars(built, order)
 
 

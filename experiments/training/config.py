@@ -40,8 +40,6 @@ class OrderSetting(NamedTuple):
 
     num_units: int  # M
     units_per_step: int  # B
-    workers: int
-    epochs: int
     total: int | None = None  # units of the whole training set; None: W M
     gathers: str = "step"  # when workers tell each other the sketches of their pairs
 

@@ -62,7 +62,6 @@ def build(
     *,
     reads: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    epochs: int | None = None,
     sizes: Sizes | None = None,
     units: np.ndarray | None = None,
 ) -> Program:
@@ -74,7 +73,6 @@ def build(
       reads: None keeps arrays on the devices; "thread" or "tfdata" reads batches in the background.
         Sources are always read, by a thread unless "tfdata" is given.
       mesh: one device per worker, in one or several processes; None runs all on one device.
-      epochs: length of the run, which some orders need; the recipe's if unset.
       sizes: of a run that began with another number of workers; None: the recipe's.
       units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
     """
@@ -90,8 +88,8 @@ def build(
             "--run=vmap or --run=mesh."
         )
     worker = step.worker_of(
-        task, recipe, row, rounds, sizes, on_mesh=mesh is not None, in_turn=turns, epochs=epochs,
-    )  # fmt: skip
+        task, recipe, row, rounds, sizes, on_mesh=mesh is not None, in_turn=turns
+    )
     over = mesh or sizes.workers
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None

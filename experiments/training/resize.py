@@ -5,6 +5,7 @@ the old checkpoint, of which the same command makes the same again. A checkpoint
 and settings it has, which is what counts.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -93,9 +94,8 @@ def begun(
     units = None if known["units"] is None else np.array(known["units"], np.int32)
     if before != sizes:
         at = checkpoint.progress_of(known, plans)
-        epochs = -(-plans.total_steps // sizes.loads_per_epoch)
-        of = {"in_turn": recipe.run == "turns", "epochs": epochs}
-        old, new = (worker_of(task, recipe, row, rounds, s, **of) for s in (before, sizes))
+        of = functools.partial(worker_of, in_turn=recipe.run == "turns")
+        old, new = (of(task, recipe, row, rounds, s) for s in (before, sizes))
         visited = visited_units(plans, sizes, at)
         shapes = program.state_shapes(old, task.model, before.workers)
         here = jax.sharding.SingleDeviceSharding(_host())

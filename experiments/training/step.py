@@ -76,14 +76,14 @@ class Worker(NamedTuple):
 
 def worker_of(
     task: Task, recipe: Recipe, row, rounds_of: Callable, sizes: Sizes, *,
-    on_mesh: bool = False, in_turn: bool = False, epochs: int | None = None,
+    on_mesh: bool = False, in_turn: bool = False,
 ) -> Worker:  # fmt: skip
     """A worker of a training of `task`, whose data may be shapes only.
 
     Args:
       rounds_of: `(inner optimizer, axis_name=) -> Rounds`. If it synchronises within steps, which
         workers in turn cannot, they accumulate gradients and take the same step at a sync.
-      on_mesh: workers have devices of their own; epochs: the recipe's if unset.
+      on_mesh: workers have devices of their own.
     """
     inner = optimizers.inner(recipe)
     rounds = rounds_of(inner, axis_name=AXIS)
@@ -93,8 +93,6 @@ def worker_of(
         OrderSetting(
             sizes.num_units,
             sizes.units_per_step,
-            sizes.workers,
-            epochs=epochs or recipe.epochs or 1,
             total=size_of(task.train) // sizes.unit_size,
             gathers="step" if rounds.in_step else "sync",
         )

@@ -48,7 +48,7 @@ def over_mesh(function, inputs):
 @pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
 def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size):
     units = 2 * per_step + size % per_step  # the last step of an epoch may be the shorter one
-    order = ORDERS["cd_grab"].make(OrderSetting(units, per_step, WORKERS, 5))
+    order = ORDERS["cd_grab"].make(OrderSetting(units, per_step))
     params = jnp.zeros(18)
 
     def step(state, rows):
@@ -71,7 +71,7 @@ def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size)
 
 def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     sizes, size = Sizes(WORKERS, 20, 4, 1), 18
-    order = ORDERS["id_pair+dealt"].make(OrderSetting(20, 4, WORKERS, 5))
+    order = ORDERS["id_pair+dealt"].make(OrderSetting(20, 4))
     keys = jax.random.split(jax.random.key(0), WORKERS)
     init = over_mesh(lambda key: order.init(key, jnp.zeros(size)), "owned")
     end = over_mesh(order.next_epoch, "owned")

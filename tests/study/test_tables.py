@@ -68,7 +68,7 @@ def own(total_steps=60, units=8, **fields):
 
 
 def test_every_row_builds_its_decision():
-    setting = config.OrderSetting(num_units=8, units_per_step=2, workers=4, epochs=3)
+    setting = config.OrderSetting(num_units=8, units_per_step=2)
     for name in all_rows(ORDERS):
         assert isinstance(ORDERS[name].make(setting), ordering.Ordering), name
     given = own(growth=1.5, horizon=20)

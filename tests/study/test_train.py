@@ -120,7 +120,7 @@ def test_workers_on_a_mesh_equal_simulated_ones_and_everything_is_compiled_once(
 def test_a_source_trains_as_arrays_do(order):
     source = EpochSource(task().train)
     rounds = SYNC_RULES["qsr"].rounds
-    read = program.build(task()._replace(train=source), SETTING, ORDERS[order], rounds, epochs=15)
+    read = program.build(task()._replace(train=source), SETTING, ORDERS[order], rounds)
     plans = plans_of()
     outcome, _ = trained(built(order), plans)
     other, _ = trained(read, plans)
