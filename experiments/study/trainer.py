@@ -23,9 +23,10 @@ from syncopate.mesh import platform
 EVERY = 20  # steps between two readings of the clock, of `step_seconds`
 
 
-def sizes_of(task: Task, recipe: Recipe, arm) -> config.Sizes:
-    """The sizes of a run of an arm."""
-    return config.sizes_of(task, recipe, deals=ORDERS[arm.order].deals)
+def config_of(task: Task, recipe: Recipe, arm, **more) -> config.RunConfig:
+    """What plans of an arm's run are made from; `more` as of `training.config.config_of`."""
+    sizes = config.sizes_of(task, recipe, deals=ORDERS[arm.order].deals)
+    return config.config_of(recipe, sizes, **more)
 
 
 def plans_of(
@@ -33,7 +34,7 @@ def plans_of(
 ) -> config.Plans:
     """The plans of a run of an arm; seed and speed as of `training.config.config_of`."""
     _, rule, policy = rows_of(arm)
-    own = config.config_of(recipe, sizes_of(task, recipe, arm), seed=seed, speed=speed)
+    own = config_of(task, recipe, arm, seed=seed, speed=speed)
     return config.plans_of(own, rule, policy, rate=rate)
 
 
@@ -73,8 +74,7 @@ class Trainer:
     def rates(self, arm: str, speed: float | None) -> list[float]:
         """The learning rates that are tried with an arm at a speed."""
         own = self.study.arms[arm]
-        sizes = sizes_of(self.task, self.recipe, own)
-        given = config.config_of(self.recipe, sizes, seed=0, speed=self._pace(speed))
+        given = config_of(self.task, self.recipe, own, seed=0, speed=self._pace(speed))
         return [own.rate_factor(given) * rate for rate in self.recipe.learning_rates]
 
     def steps(self, arm: str, speed: float | None) -> int:

@@ -31,7 +31,6 @@ SHARE = Range(float, "[0, 1]")
 MOMENTUM = Range(float, "[0, 0.9999999]")  # below 1 in float32 too
 FACTOR = Range(float, "(0, 1]")
 POSITIVE = Range(float, "(0, inf)")
-NOT_NEGATIVE = Range(float, "[0, inf)")
 FINITE = Range(float, "(-inf, inf)")
 EPOCHS = Range(float, "(0, 2147483647]")
 FLOAT32 = "3.4028235e38]"  # its largest number, in which steps compute

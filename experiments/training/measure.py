@@ -37,11 +37,9 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     """`(program, row of ORDERS) -> (step, T, state) -> scalars`.
 
     Args:
-      halves: split the test set into "valid", the first half, for tuning, and "test", the second.
-        The training loss is then taken over as many examples.
+      halves: as of `evaluator`.
     """
-    examples = size_of(task.test) if halves else None
-    measure = evaluator(task, recipe, halves=halves, train_examples=examples)
+    measure = evaluator(task, recipe, halves=halves)
     optimum = functools.cache(task.optimum) if task.optimum else None  # when first asked for
     compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
 
@@ -63,9 +61,7 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     return of
 
 
-def evaluator(
-    task: Task, recipe: Recipe, *, halves: bool = False, train_examples: int | None = None
-) -> Callable:
+def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
     """`params -> {"train/loss": float, "test/METRIC": float, ...}`, equal on all processes.
 
     METRIC is the task's own and every metric marked `everywhere`. The moments of normalisation
@@ -73,17 +69,15 @@ def evaluator(
 
     Args:
       halves: split the test set into "valid", the first half, for tuning, and "test", the second.
-      train_examples: number of examples, the first ones, for the training loss; None: all of them
-        for arrays, and as many as there are test examples for a source.
+        The training loss is then taken over as many examples, the first ones, as it is of a source.
     """
     size, tested = size_of(task.train), size_of(task.test)
-    if train_examples is None:
-        train_examples = size if isinstance(task.train, dict) else tested
+    measured_on = tested if halves or not isinstance(task.train, dict) else size
     middle = tested // 2 if halves else 0
     parts = {"test": part_of(task.test, middle, 2 * middle or tested)}
     if halves:
         parts = {"valid": part_of(task.test, 0, middle)} | parts
-    train = part_of(task.train, 0, min(size, train_examples))
+    train = part_of(task.train, 0, min(size, measured_on))
     batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
     moments_at = moments(task.model, task.train, batch_size)
     asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
