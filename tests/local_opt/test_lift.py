@@ -174,13 +174,10 @@ def lifted(*args, workers=W, inputs="owned", outputs="owned"):
 ROWS, SIX = np.ones((W, 3)), np.ones(6)
 test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     "none": (lambda: lifted(workers=0), "workers is 0: pass a whole number >= 1, or a mesh"),
-    "half": (lambda: lifted(workers=2.0), "workers is 2.0"),
     "axis": (
         lambda: lifted(workers=mesh_of(AxisType.Auto, "dp")),
         "axes .*dp.* and the workers' is 'worker'",
     ),
-    "input": (lambda: lifted(inputs="owned own"), "inputs are 'owned own': pass some of owned, sh"),
-    "output": (lambda: lifted(outputs=("key",)), "outputs are .*: pass some of owned, shared"),
     "owned": (
         lambda: lifted(np.ones(3)), r"shape \(3,\) and there are 4 workers: make it by local_opt"
     ),

@@ -85,7 +85,6 @@ test_what_does_not_fit_is_named = refuses({
         lambda: lifted(lambda x: (x, x[0]), X, outputs="owned split"), "number, without rows"
     ),
     "words": (lambda: lifted(len, X, outputs=None), "outputs are None: pass some of owned"),
-    "word": (lambda: lifted(len, X, inputs=(1,)), r"inputs are \(1,\): pass some of owned"),
     "axes": (
         lambda: local_opt.lift(len, 2, inputs="owned", outputs="owned", axis_name=["dp"]),
         r"axis_name is \['dp'\]: pass one name",
@@ -113,7 +112,6 @@ test_what_does_not_fit_is_named = refuses({
         "due is .*: pass the due of a segment",
     ),
     "a plan without name": (lambda: local_opt.stream_segments(PLAN), "plans are SyncPlan.*{0: "),
-    "no plans": (lambda: forecast(plan=4), "the plans are 4: pass one SyncPlan"),
     "wire of no part": (lambda: forecast(wire={"x": INT8}), r"wires of \['x'\] and the plans"),
     "volumes": (
         lambda: local_opt.communication_time(["1", "0.5"], [1.0, 2.0]), "volumes are a list and ti"

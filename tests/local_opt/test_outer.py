@@ -23,7 +23,6 @@ from tests.problems import (
     run_squares,
     vmap,
 )
-from tests.refused import refuses
 
 # The gradients do not depend on the parameters, so changes are known.
 CHANGES = np.random.default_rng(2).normal(size=(13, W, 3)).astype(np.float32)
@@ -157,12 +156,3 @@ def test_few_rounds_are_warned_of():
         warnings.simplefilter("error")
         local_opt.diloco(SGD, local_opt.constant(30, total_steps=44 * 30), axis_name="worker")
         local_opt.diloco(SGD, plan, axis_name="worker", momentum=0.0)
-
-
-def diloco(plan=LONG, **options):
-    return local_opt.diloco(SGD, plan, axis_name="worker", **options)
-
-
-test_bad_outer_optimizers_are_refused = refuses({
-    "plan": (lambda: diloco(500), "plan is a int"),
-})  # fmt: skip

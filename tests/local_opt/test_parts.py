@@ -155,5 +155,4 @@ def sync_parts(parts):
 test_bad_parts_are_refused = refuses({
     "parts": (lambda: sync_parts(("nus",)), r"parts has \['nus'\].* use some of \['params', 'mu'"),
     "sizes": (lambda: price(sizes={"x": 3}), r"num_params are of \['x'\].* plans of \['params'"),
-    "size": (lambda: price(sizes={"params": 0, "mu": 1, "nu": 1}), "num_params is 0"),
 })  # fmt: skip

@@ -122,8 +122,6 @@ def test_rates_as_schedule_as_python_function_and_as_number(power):
         assert local_opt.power_rule(lr, **rule).starts.tolist() == expected
     array = np.array([python_cosine(t) for t in range(40)])
     assert local_opt.power_rule(array, **rule).starts.tolist() == expected
-    with pytest.raises(ValueError, match=r"lr has the shape \(39,\).*each of the 40 steps"):
-        local_opt.power_rule(array[1:], **rule)
     numbers = dict(total_steps=40, alpha=0.25, h_base=2, power=power)
     for lr in (0.1, lambda t: 0.1, optax.constant_schedule(0.1)):
         plan = local_opt.power_rule(lr, **numbers)
@@ -217,19 +215,11 @@ BAD = {
         r"learning rate at step 0 is 0, .*without end: pass warmup_steps"),
     "p 0": (lambda: local_opt.bernoulli(0.0, total_steps=5, key=jax.random.key(0)),
         r"p\(0\) is 0: a probability lies in \(0, 1\]"),
-    "p 1.5": (
-        lambda: local_opt.bernoulli(
-            lambda t: 1.5 if t == 3 else 0.1, total_steps=5, key=jax.random.key(0)
-        ),
-        r"p\(3\) is 1.5: a probability lies in",
-    ),
     "starts not increasing": (lambda: local_opt.SyncPlan([0, 4, 4], 10),
         r"from 0 to 4: they must begin at 0, increase strictly"),
     "starts beyond T": (
         lambda: local_opt.SyncPlan([0, 10], 10), r"from 0 to 10: .*end below the 10 steps"
     ),
-    "starts empty": (lambda: local_opt.SyncPlan([], 10), r"starts is float64\[0\]: .*whole"),
-    "step -1": (lambda: local_opt.every_step(5).round_at(-1), r"step -1 is outside .*0 \.\. 4"),
     "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step is 6: .* in 0 .. 5"),
     "fresh of another run": (
         lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),

@@ -255,9 +255,7 @@ def turns(*plans, delay=0):
 
 
 test_bad_fragments_and_plans_are_refused = refuses({
-    "wire": (lambda: stream(wire="int8"), "wire is 'int8': pass one of local_opt.WIRES"),
     "many": (lambda: stream(fragments=3).init(START), "fragments is 3 and .* have 2 leaves"),
-    "none": (lambda: stream(fragments=0).init(START), "fragments is 0 and .* have 2 leaves"),
     "tree": (lambda: stream(fragments=[0, 1]).init(START), "fragments is .* a tree like the param"),
     "gap": (lambda: stream(fragments={"w": 0, "b": 2}).init(START), r"numbered \[0, 2\]: number"),
     "whole": (lambda: stream().init({"w": jnp.arange(3), "b": 1.0}), "'w'. is int32: only float"),

@@ -113,7 +113,6 @@ def begin(order, num_units=4, **options):
 FOUR = PAIRS["cd_grab"](4, 1)
 test_bad_input = refuses({
     "how": (lambda: ordering.dealt(FOUR, 4, how="sorted"), "how is 'sorted'.*round_robin, chunks"),
-    "no unit": (lambda: ordering.dealt_reshuffling(0), "num_units is 0"),
     "too few": (lambda: begin(FOUR, total=7), "total is 7, and 2 workers with 4 units each take 8"),
     "too many": (lambda: begin(FOUR, total=17), "total is 17: at most as many units can wait"),
     "no pairs": (

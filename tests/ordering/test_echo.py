@@ -153,14 +153,8 @@ def uses(policy=PLAN, **options):
 
 test_bad_input = refuses({
     "no policy": (uses(4), r"policy is a int: make an EchoPlan"),
-    "the class of policies": (uses(echo.EchoPlan), "policy is a type: make an EchoPlan"),
     "no loads": (lambda: echo_batches(None, PLAN), "loads is a NoneType: pass an iterable"),
-    "one batch": (lambda: echo_batches(batch(0), PLAN), "loads is a dict: pass an iterable"),
-    "first_step -1": (uses(first_step=-1), r"first_step is -1"),
     "first_step T + 1": (uses(first_step=12), r"is 12: .*0, 11"),
-    "first_step 1.5": (uses(first_step=1.5), r"first_step is 1.5"),
     "augment without a key": (uses(augment=add_noise), r"key is None .*: pass a typed key"),
-    "augment {}": (uses(augment={}), r"augment is a dict: pass a function of \(batch, key\)"),
     "augment of a batch": (uses(augment=lambda b: b, key=jax.random.key(0)), "augment is <"),
-    "several keys": (uses(key=jax.random.split(jax.random.key(0))), r"key has shape \(2,\)"),
 })  # fmt: skip

@@ -115,16 +115,10 @@ def test_measured_continues_after_recorded_decisions():
     "change, message",
     [
         ({"step_seconds": 0}, "step_seconds is 0"),
-        ({"step_seconds": math.nan}, "step_seconds is nan"),
-        ({"step_seconds": True}, "step_seconds is True"),
-        ({"load_seconds": 0.0}, "load_seconds is 0.0"),
         ({"load_seconds": [1.0, -1.0, 1.0]}, "load_seconds is .1.0, -1.0"),
-        ({"load_seconds": math.inf}, "load_seconds is inf"),
-        ({"load_seconds": "1.0"}, "load_seconds is '1.0'"),
         ({"load_seconds": [[1.0], [1.0, 2.0]]}, "load_seconds is ..1.0., "),
-        ({"load_seconds": iter([1.0])}, "load_seconds is <list_iterator"),
         ({"load_seconds": [1.0]}, "1 values and the run up to 3 loads"),
-        ({"depth": 0}, "depth is 0"), ({"depth": 1.5}, "depth is 1.5"),
+        ({"depth": 0}, "depth is 0"),
         ({"policy": 4}, "policy is a int"),
     ],
 )  # fmt: skip

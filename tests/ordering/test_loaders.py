@@ -96,12 +96,10 @@ def test_a_state_of_another_epoch_is_refused_by_a_sampler(order, units_per_step,
     state, other = own.state_dict(), iter(torch_sampler(order, units_per_step=units_per_step))
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
-    for step in (-1, 4, 1.0, True, "1", None):
-        with pytest.raises(ValueError, match=f"state's step is {step!r}: .* in 0 .. 3"):
-            own.load_state_dict(state | {"step": step})
-    for wrong in (None, 3, "text", []):
-        with pytest.raises(ValueError, match="state is a .*: pass the dict of a saved iterator"):
-            own.load_state_dict(wrong)
+    with pytest.raises(ValueError, match="state's step is 4: .* in 0 .. 3"):
+        own.load_state_dict(state | {"step": 4})
+    with pytest.raises(ValueError, match="state is a list: pass the dict of a saved iterator"):
+        own.load_state_dict([])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -162,14 +160,11 @@ def test_torchs_loaders_read_the_steps_and_are_restored_at_every_one(count):
 
 STATE = ordering.random_reshuffling(6).init(jax.random.key(0), None)
 test_wrong_inputs_are_refused = refuses({
-    "a long step": (lambda: map_dataset(SIX, SIX, units_per_step=7), "units_per_step is 7"),
     "a large unit": (
         lambda: map_dataset(SIX, SIX, units_per_step=2, unit_size=2),
         "the order names example 11, and the source has 6",
     ),
     "no source": (lambda: map_dataset(iter([1]), SIX, units_per_step=2), "is a list_iterator"),
     "a state": (lambda: map_dataset(SIX, STATE, units_per_step=2), "orders is a ShuffleState"),
-    "a sampler of a state": (lambda: torch_sampler(STATE, units_per_step=2), "is a ShuffleState"),
     "a function of a state": (lambda: torch_sampler(lambda: STATE, units_per_step=2), "is a"),
-    "no order": (lambda: torch_sampler([0.5], units_per_step=1), "orders is float64"),
 })  # fmt: skip
