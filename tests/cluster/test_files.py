@@ -80,14 +80,6 @@ def test_what_tensorstore_reports_is_advised_and_what_is_elsewhere_is_not():
 SETTINGS = [*SHORT, "--checkpoint_every=7"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The records of a run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    train_run(SETTINGS, folder)
-    return records(folder)
-
-
 def test_all_json_of_a_run_is_strict(tmp_path, monkeypatch):
     """Though a metric is not finite, and a checkpoint comes before the first record."""
     measured = measure.scalars_of

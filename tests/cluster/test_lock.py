@@ -82,14 +82,6 @@ def taken(path):
     left(path.parent, host="elsewhere")
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The records of a run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    train_run(SHORT, folder)
-    return records(folder)
-
-
 def noted(monkeypatch, act):
     """Something happens after the second record."""
     patched = lambda bar, record, *, examples: record["step"] == 12 and act()  # noqa: E731

@@ -125,8 +125,3 @@ def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
     assert read == 60 * [64]  # a round to warm up, and two that count
     with pytest.raises(ValueError, match="unit_size is 2000: digits has 1536"):
         timing.measure(task, recipe._replace(units_per_step=125))
-
-
-def test_the_command_refuses_invalid_flags():
-    with pytest.raises(ValueError, match="--arms has .'often'"):
-        forecast.main(parsed(forecast, "--arms=qsr,often"))

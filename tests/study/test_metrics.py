@@ -43,7 +43,3 @@ def test_smape_rolls_a_forecast_out(horizon):
     model = models.Model(None, None, predict)
     found = METRICS["smape"].measure(model)(None, None, {"x": x, "y": y})
     assert float(found) == pytest.approx(expected, rel=1e-6)
-
-
-def test_every_metric_has_a_label():
-    assert all(m.label and isinstance(m.lower, bool) for m in METRICS.values())

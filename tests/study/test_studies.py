@@ -109,17 +109,6 @@ def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypat
     assert written(cut) == written(whole)
 
 
-def test_unknown_arms_and_speeds_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="--arms has 'qr'"):
-        start(cd_grab, ["--arms=rr,qr"], tmp_path)
-    with pytest.raises(ValueError, match="has no target"):
-        start(echoing, ["--task=digits"], tmp_path)
-    with pytest.raises(ValueError, match="that is the first level"):
-        start(combined, ["--order=rr"], tmp_path)
-    with pytest.raises(ValueError, match="--echo is measured"):
-        start(combined, ["--echo=measured"], tmp_path)
-
-
 def test_one_run_writes_its_plans_and_its_model(tmp_path):
     import orbax.checkpoint as ocp
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.tasks.base import check_recipe
 from experiments.training import config, program
 from tests import reference
 from tests.little_run import (
@@ -145,6 +146,7 @@ def of_other_lengths():
 
 test_what_cannot_run_is_named = refuses({
     "warmup": (lambda: plans_of(warmup_steps=60), "is 60 of 60 steps: .* lower the warmup"),
+    "length": (lambda: check_recipe(SETTING._replace(total_steps=None)), "pass --epochs or"),
     "growth": (lambda: plans_of(growth=0.0), r"--growth is 0.0: pass a number in \(0, inf\)"),
     "steps": (lambda: plans_of(total_steps=0, warmup_steps=0), "--total_steps is 0: pass a whole"),
     "seed": (lambda: built().init(1 << 40), r"--seed is 1099511627776: pass .* in \[0, 4294967295"),

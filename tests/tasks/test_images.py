@@ -5,12 +5,8 @@ import numpy as np
 import pytest
 
 from experiments.tasks import TASKS, imagenet, images, sources
+from experiments.training.config import num_params
 from tests.shared_data import need
-
-
-def size_of(model):
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    return sum(p.size for p in jax.tree.leaves(params))
 
 
 def logits_of(task, n=2):
@@ -42,7 +38,7 @@ def test_models_of_cifar_have_the_published_widths_and_a_logit_for_every_class(m
     assert logits_of(TASKS["cifar100"](model=model, abstract=True)) == (2, 100)
     if model in SIZES:
         task = TASKS["cifar10"](model=model, abstract=True)
-        assert size_of(task.model) == SIZES[model] and logits_of(task) == (2, 10)
+        assert num_params(task.model) == SIZES[model] and logits_of(task) == (2, 10)
     # The image is reduced eight times.
     assert [s for *_, s in images.MOBILENET_STAGES] == [1, 1, 2, 2, 1, 2, 1]
 
@@ -73,7 +69,6 @@ def test_the_order_experiments_on_cifar_follow_the_published_setting():
     [
         ("cifar10", {"model": "alexnet"}, "'alexnet'.*'mobilenet'"),
         ("cifar10", {"size": 8}, "side 32"),
-        ("cifar10", {}, "download_and_prepare"),
         ("cifar10", {"model": "lenet", "size": 16}, "16, 16, 3"),  # before any image is read
         ("imagenet2012", {"model": "alexnet"}, "'alexnet'.*'resnet50'"),
     ],
@@ -109,25 +104,12 @@ def test_sets_of_images_as_tensorflow_datasets_prepared_them():
     jax.tree.map(np.testing.assert_array_equal, small.train, same.train)
 
 
-@pytest.fixture
-def any_model(monkeypatch):
-    """Replaces the networks, which take seconds to build; only the images matter here."""
-    asked = {}
-
-    def build(**settings):
-        asked.update(settings)
-
-    for name, choice in imagenet.CHOICES.items():
-        monkeypatch.setitem(imagenet.CHOICES, name, choice._replace(build=build))
-    return asked
-
-
-@pytest.mark.parametrize("name", ["cifar100", "imagenet2012"])
+@pytest.mark.parametrize("name", ["cifar100", "hmda/NJ", "imagenet2012", "mnist"])
 def test_the_error_for_a_missing_set_has_the_command_that_prepares_it(name, tmp_path, any_model):
     for folder in (None, str(tmp_path)):
         with pytest.raises(ValueError, match=f"experiments.prepare --name={name} ") as error:
-            TASKS[name](folder)
-        assert ("--manual_dir=" in str(error.value)) == (name == "imagenet2012")
+            TASKS[name.split("/")[0]](folder)
+        assert (" --manual_dir=" in str(error.value)) == (name == "imagenet2012")
 
 
 @pytest.mark.slow
@@ -146,7 +128,7 @@ def test_the_error_for_a_missing_set_has_the_command_that_prepares_it(name, tmp_
 )
 def test_networks_on_imagenet_have_the_published_sizes(model, number):
     task = TASKS["imagenet2012"](model=model, abstract=True, dtype="bfloat16")
-    assert size_of(task.model) == number
+    assert num_params(task.model) == number
     assert logits_of(task) == (2, 1000)
 
 

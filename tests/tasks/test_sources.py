@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import ordering
-from experiments.tasks import TASKS, imagenet, images, sources
+from experiments.tasks import TASKS, images, sources
 from experiments.tasks.sources import ImageSource
 
 SIDES = [(40, 60), (60, 40), (33, 33), (90, 31)]
@@ -73,14 +73,6 @@ def cifar100_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def no_network(monkeypatch):
-    """Replaces the networks, which take seconds to build; only the images matter here."""
-    for name, choice in imagenet.CHOICES.items():
-        unbuilt = choice._replace(build=lambda **settings: None)
-        monkeypatch.setitem(imagenet.CHOICES, name, unbuilt)
-
-
 def test_a_subset_is_seeded_and_in_order():
     chosen = sources.subset(range(100), 30, name="num_train")
     np.testing.assert_array_equal(chosen, sources.subset(range(100), 30, name="num_train"))
@@ -98,7 +90,7 @@ def test_cifar100_has_its_fine_labels_and_its_own_normalisation(cifar100_folder)
     assert not np.allclose(images.CIFAR100.mean, images.CIFAR10.mean, atol=1e-3)
 
 
-def test_imagenet_is_read_by_index_in_the_requested_order(imagenet_folder, no_network):
+def test_imagenet_is_read_by_index_in_the_requested_order(imagenet_folder, any_model):
     task = TASKS["imagenet2012"](imagenet_folder, size=32)
     assert (len(task.train), len(task.test)) == (12, 3)
     for i in (0, 3, 11):

@@ -12,8 +12,7 @@ import local_opt
 import models
 import ordering
 from experiments.study.tables import ORDERS, SYNC_RULES
-from experiments.tasks import TASKS, Recipe, Task, metrics
-from experiments.tasks.base import check_recipe
+from experiments.tasks import Recipe, Task, metrics
 from experiments.training import config, input, measure, program, run
 from experiments.training.config import Plans
 from local_opt.workers import worker_mesh
@@ -183,20 +182,6 @@ def test_a_unit_that_is_not_finite_is_named():
         assert (records[-1]["ended"], records[-1]["diverged"]) == (True, outcome.diverged)
 
 
-def test_bad_settings():
-    task = small_task()
-    with pytest.raises(ValueError, match="50 workers with 2 units of 1"):
-        built(task, RECIPE._replace(workers=50), "rr")
-    with pytest.raises(ValueError, match="units_per_step is 12"):
-        built(task, RECIPE._replace(units_per_step=12), "rr")
-    wrong = {"epochs": 0, "learning_rates": (-1.0,), "momentum": 1.0, "bound_every": -1}
-    for field, value in (wrong | {"decay_every": 0, "decay_factor": 1.5}).items():
-        with pytest.raises(ValueError, match=str(value).strip("(),")):
-            check_recipe(RECIPE._replace(**{field: value}))
-    with pytest.raises(ValueError, match="pass --epochs or --total_steps"):
-        check_recipe(RECIPE._replace(epochs=None))
-
-
 def test_a_model_that_mixes_examples_is_refused():
     model = models.softmax_regression(num_features=6, num_classes=2)
 
@@ -258,12 +243,3 @@ def test_evaluation_in_chunks_equals_the_whole(monkeypatch):
     whole = values()
     monkeypatch.setattr(metrics, "CHUNK", 10)
     np.testing.assert_allclose(values(), whole, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name,word", [("hmda", "pasta41/hmda-data-2017"), ("mnist", "download_and_prepare")]
-)
-def test_missing_data_says_where_to_get_them(name, word, tmp_path):
-    for folder in (None, str(tmp_path)):
-        with pytest.raises(ValueError, match=word):
-            TASKS[name](folder)
