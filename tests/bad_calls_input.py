@@ -1,6 +1,5 @@
 """The calls of `ordering.input` and `ordering.echo`: valid arguments, and bad ones for each."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
