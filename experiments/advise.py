@@ -142,7 +142,6 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
 
 def advise(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
     processes.start(values)
-    processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     task, recipe = flags.setting_from_flags(values)
     processes.say("Measuring a load, and steps with and without an order", file=sys.stderr)
     known = factorials.near(known, recipe.units_per_step)

@@ -53,7 +53,6 @@ def run(values: absl_flags.FlagValues) -> None:
         another run has the folder.
     """
     processes.start(values)
-    processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     task, recipe = flags.setting_from_flags(values)
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate

@@ -174,6 +174,7 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
                 "no device: pass --dry_run too, and not --nocompile."
             )
         stay_on_cpu()
+    processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     chosen = given(values, choices())
     task, recipe = recipes.load(
         values.task, values.data_dir, abstract=forecast and values.dry_run, **chosen

@@ -98,7 +98,6 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
     """
     processes.start(values)
     study.default(values)
-    processes.say(f"Preparing {values.task}: data", file=sys.stderr)
     task, recipe = flags.setting_from_flags(values)
     study = study.fit(study, task, recipe, values)
     if study.criterion.scalar == statistics.LOSS and task.optimum is not None:

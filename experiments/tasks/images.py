@@ -107,8 +107,8 @@ def mnist(
     if abstract:
         train, test = abstract_sets((60_000, 10_000), (28, 28, 1))
     else:
-        sets = (source("mnist", data_dir, part) for part in ("train", "test"))
-        train, test = (as_arrays(read_all(examples)) for examples in sets)
+        sets = (read_all("mnist", data_dir, part) for part in ("train", "test"))
+        train, test = map(as_arrays, sets)
     optimum = None
     if model == "lenet":
         net = models.lenet()

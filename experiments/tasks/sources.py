@@ -57,8 +57,9 @@ def reading(path: str, how: str):
         raise ValueError(f"{path!r} is damaged or another file ({error}). {how}") from error
 
 
-def read_all(examples) -> list[dict]:
-    """All examples of a source, in one batched read."""
+def read_all(name: str, data_dir: str | None, split: str) -> list[dict]:
+    """All examples of a prepared set, in one batched read, in the order of the raw files."""
+    examples = source(name, data_dir, split)
     return examples.__getitems__(range(len(examples)))
 
 

@@ -29,7 +29,7 @@ from experiments.tasks.base import (
     need_file,
     split,
 )
-from experiments.tasks.sources import reading
+from experiments.tasks.sources import is_prepared, read_all, reading
 
 HMDA = "github.com/pasta41/hmda-data-2017"
 DENIED = 3  # action_taken of a denied application
@@ -66,15 +66,13 @@ def hmda(
     check_model("hmda", model, ("logistic",))
     if abstract:
         train, test = abstract_sets((NUM_TRAIN, NUM_TRAIN // 4), (NUM_FEATURES,))
-        return Task("hmda", _regression(train), train, test, HMDA_RECIPE)
-    columns, actions = read_hmda(data_dir, state)
-    y = (actions != DENIED).astype(np.int32)
-    train, test = split(_varying(columns), y, num_train=len(y) * 4 // 5)
-    train, test = _standardise(train, test)
-    regression = _regression(train)
-    return Task(
-        "hmda", regression, train, test, HMDA_RECIPE, lambda: models.optimum(regression, train)
-    )
+    else:
+        columns, actions = read_hmda(data_dir, state)
+        y = (actions != DENIED).astype(np.int32)
+        train, test = _standardise(*split(_varying(columns), y, num_train=len(y) * 4 // 5))
+    regression = models.logistic_regression(num_features=train["x"].shape[1])
+    optimum = None if abstract else lambda: models.optimum(regression, train)
+    return Task("hmda", regression, train, test, HMDA_RECIPE, optimum)
 
 
 def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]:
@@ -83,8 +81,8 @@ def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]
     They are read from the prepared set, or else from the files.
     """
     name = f"hmda/{state}"
-    if builders.is_prepared(name, data_dir):
-        rows = builders.examples(name, data_dir, "train")
+    if is_prepared(name, data_dir):
+        rows = read_all(name, data_dir, "train")
         actions = np.array([row["action_taken"] for row in rows], np.int32)
         return np.stack([row["features"] for row in rows]), actions
     paths = []
@@ -139,10 +137,6 @@ def _varying(columns):
     return columns[:, np.nanmin(columns, axis=0) < np.nanmax(columns, axis=0)]
 
 
-def _regression(train):
-    return models.logistic_regression(num_features=train["x"].shape[1])
-
-
 def _standardise(train, test):
     """Scales to mean 0 and deviation 1 on the training set, fills in the mean, adds a bias."""
     mean, deviation = np.nanmean(train["x"], axis=0), np.nanstd(train["x"], axis=0)
@@ -182,8 +176,8 @@ def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool
 
 def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Training and test parts of all series, float64[length] each, prepared or from files."""
-    if builders.is_prepared("m4_weekly", data_dir):
-        rows = builders.examples("m4_weekly", data_dir, "train")
+    if is_prepared("m4_weekly", data_dir):
+        rows = read_all("m4_weekly", data_dir, "train")
         return [row["past"] for row in rows], [row["future"] for row in rows]
     (names, past), (others, future) = (
         parse_m4(_m4_path(data_dir, part)) for part in ("train", "test")

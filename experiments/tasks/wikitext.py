@@ -22,7 +22,7 @@ import numpy as np
 import models
 from experiments.tasks import builders
 from experiments.tasks.base import Recipe, Task, check_model, need_file
-from experiments.tasks.sources import reading
+from experiments.tasks.sources import is_prepared, read_all, reading
 from experiments.tasks.text import (
     abstract_windows,
     encode,
@@ -155,8 +155,8 @@ def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
     source = CORPORA[corpus].source
     prepared = f"wikitext/{source}"
     split = {"valid": "validation"}.get(part, part)
-    if builders.is_prepared(prepared, data_dir, split):
-        texts = [row["text"].decode() for row in builders.examples(prepared, data_dir, split)]
+    if is_prepared(prepared, data_dir, split):
+        texts = [row["text"].decode() for row in read_all(prepared, data_dir, split)]
         yield from itertools.chain.from_iterable(io.StringIO(text) for text in texts)
         return
     how = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import prepare
-from experiments.tasks import TASKS, builders, tabular
+from experiments.tasks import TASKS, sources, tabular
 from tests.shared_data import need
 
 COLUMNS = 23
@@ -121,7 +121,7 @@ def test_prepared_applications_equal_the_files(applications, tmp_path, state, ra
     for got, wanted in found:
         np.testing.assert_array_equal(got, wanted)
         assert got.dtype == wanted.dtype
-    assert not builders.is_prepared("hmda/AK", folder)
+    assert not sources.is_prepared("hmda/AK", folder)
 
 
 def test_hmda_has_twenty_standardised_features():

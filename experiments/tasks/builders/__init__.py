@@ -1,4 +1,4 @@
-"""Builders for sets that tensorflow-datasets lacks, and access to what they prepared.
+"""Builders for sets that tensorflow-datasets lacks.
 
 A builder is <name>/<name>_dataset_builder.py, in that library's form; its records keep the order of
 the raw files. checksums.tsv beside it has the address, bytes, sha256 and name of each raw file.
@@ -8,9 +8,6 @@ A file of that name in the manual folder replaces the download. Both are verifie
 import importlib
 import os
 
-from experiments.tasks.sources import is_prepared as is_prepared
-from experiments.tasks.sources import read_all, source
-
 NAMES = ("hmda", "m4_weekly", "wikitext")
 
 
@@ -19,11 +16,6 @@ def register(name: str) -> None:
     name = name.split("/")[0].split(":")[0]
     if name in NAMES:
         importlib.import_module(f"{__name__}.{name}.{name}_dataset_builder")
-
-
-def examples(name: str, data_dir: str, split: str) -> list[dict]:
-    """All examples of a prepared set, in the order of the raw files."""
-    return read_all(source(name, data_dir, split))
 
 
 def how_to_prepare(name: str) -> str:
