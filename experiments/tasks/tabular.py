@@ -179,9 +179,13 @@ def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
     if is_prepared("m4_weekly", data_dir):
         rows = read_all("m4_weekly", data_dir, "train")
         return [row["past"] for row in rows], [row["future"] for row in rows]
-    (names, past), (others, future) = (
-        parse_m4(_m4_path(data_dir, part)) for part in ("train", "test")
+    how = (
+        f"Download Weekly-train.csv (in Train) and Weekly-test.csv (in Test) from {M4} and pass "
+        f"their folder as --data_dir. {builders.how_to_prepare('m4_weekly')}"
     )
+    files = "Weekly-train.csv", "Weekly-test.csv"
+    paths = (need_file("m4_weekly", data_dir, file, how=how) for file in files)
+    (names, past), (others, future) = map(parse_m4, paths)
     if names != others:
         raise ValueError(
             f"Weekly-train.csv ({len(names)} series) and Weekly-test.csv ({len(others)}) do not "
@@ -238,11 +242,3 @@ def _check_lengths(series, least, part):
             f"the {part} of series {short[0] + 1} has {len(series[short[0]])} weeks: it needs "
             f"{least}. Get the whole files from {M4}."
         )
-
-
-def _m4_path(data_dir, part):
-    how = (
-        f"Download Weekly-train.csv (in Train) and Weekly-test.csv (in Test) from {M4} and pass "
-        f"their folder as --data_dir. {builders.how_to_prepare('m4_weekly')}"
-    )
-    return need_file("m4_weekly", data_dir, f"Weekly-{part}.csv", how=how)
