@@ -25,27 +25,19 @@ REFUSED = {
         ({"depth": 0}, "depth is 0: pass a whole number of at least 1"),
         (VIT | {"dtype": "float64"}, "dtype is 'float64'"),
         (VIT | {"pool": "max"}, "pool is 'max': choose one of 'mean', 'class'"),
-        (VIT | {"gelu": "erf"}, "gelu is 'erf'"),
     ],
     "gpt2": [
-        (DECODER | {"vocab_size": 1}, "vocab_size is 1"),
-        (DECODER | {"context": 0}, "context is 0"),
         (DECODER | {"heads": 3}, "width is 16 with 3 heads"),
-        (DECODER | {"heads": 0}, "heads is 0"),
     ],
     "mobilenet_v2": [
         ({"image_shape": (3, 8, 3)}, "image_shape"),
         ({"image_shape": (8, 8, 0)}, r"image_shape is \(8, 8, 0\): pass"),
-        ({"stages": ()}, "stages is"),
         ({"stages": ((6, 24, 2, 3),)}, "stages is"),
-        ({"stages": ((6, 24, 2),)}, "stages is"),
         ({"stem_stride": 3}, "stem_stride is 3"),
         ({"head_channels": 0}, "head_channels is 0"),
     ],
     "resnet": [
         ({"depth": 19}, "depth is 19: choose one of 18, 34"),
-        ({"norm": "layer"}, "norm is 'layer'"),
-        ({"stem": "large"}, "stem is 'large'"),
         ({"image_shape": (31, 64, 3)}, "32 x 32"),
         ({"image_shape": (7, 7, 3), "depth": 18, "stem": "cifar"}, "8 x 8"),
         (SMALL | {"image_shape": (2, 8, 3)}, "4 x 4"),
@@ -61,7 +53,6 @@ REFUSED = {
     "lenet": [({"image_shape": (30, 30, 1)}, "LeNet takes 28 x 28 or 32 x 32")],
     "lstm": [(LSTM | {"width": 0}, "width is 0"), (LSTM | {"dtype": "float16"}, "dtype is 'float")],
     "forecaster": [
-        (FORECASTER | {"lags": 0}, "lags is 0"),
         (FORECASTER | {"hidden": (3, 0)}, r"hidden is \(3, 0\): pass a tuple of whole numbers"),
     ],
 }
@@ -90,6 +81,7 @@ test_batches_and_keys_are_named = refuses({
     "no labels": (loss(x=X), "batch is .*: pass .*inputs.*labels"),
     "features": (loss(x=X[:, 1:], y=Y), r"x is .*: pass an array of real numbers in"),
     "words": (loss(models.lstm(**LSTM), x=X, y=Y), "x is .*: pass an array of whole numbers in"),
+    "a long text": (loss(models.gpt2(**DECODER), x=jnp.zeros((1, 6), int), y=Y), "have 6 tokens"),
     "labels": (loss(x=X, y=Y[:1]), "y of this x is .*: pass an array of"),
     "key": (lambda: models.lstm(**LSTM).init(0.5), "key .*: pass a typed key"),
     "keys": (lambda: models.lstm(**LSTM).init(jax.random.split(jax.random.key(0))), "one key"),

@@ -131,12 +131,6 @@ def test_language_models_start_as_published(key):
     assert not np.any(params["block0"]["dense1"]["bias"]) and not np.any(attention["qkv"]["bias"])
 
 
-def test_gpt2_refuses_a_sequence_longer_than_its_context(key):
-    model = models.gpt2(**DECODER)
-    with pytest.raises(ValueError, match="have 6 tokens and context is 5"):
-        jax.eval_shape(model.predict, jax.eval_shape(model.init, key), jnp.zeros((1, 6), jnp.int32))
-
-
 PRECISE = {
     "lstm": (models.lstm, LSTM),
     "gpt2": (models.gpt2, DECODER | {"depth": 1}),
@@ -222,8 +216,6 @@ def test_losses_of_perceptrons_follow_from_their_outputs(hidden):
     expected = np.square(outputs - float64(targets)).mean(axis=1) + 0.1 * squares(params)
     losses = jax.jit(values.loss)(params, {**batch, "y": targets}, None)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"y of this x is int64\[7\]: .* in \[7, 3\]"):
-        values.loss(params, batch, None)
 
 
 FORMS = {  # what the program for a CPU lacks

@@ -123,12 +123,6 @@ def test_one_sync_per_load_of_every_plan(name):
     np.testing.assert_array_equal(sync_plan.periods, plan.uses)
 
 
-@pytest.mark.parametrize("fresh", [[], [False, True], [1, 0], [[True]]])
-def test_a_plan_of_loads_without_a_first_one_has_no_rounds(fresh):
-    with pytest.raises(ValueError, match=r"fresh is .*one bool for each|must begin at 0"):
-        local_opt.sync_every_load(fresh)
-
-
 # Orders: an echoed batch is not observed.
 
 UNITS, PER_STEP, WORKERS = 8, 2, 4
