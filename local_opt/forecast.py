@@ -8,7 +8,7 @@ import numpy as np
 from local_opt.plans import SyncPlan
 from local_opt.segments import check_turns, stream_segments
 from local_opt.wires import LANES, Wire, check_wire, rows_of
-from syncopate.plans import as_array, check_at_least, check_finite
+from syncopate.plans import as_array, check_number, check_whole
 
 
 class Forecast(NamedTuple):
@@ -60,8 +60,8 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
       https://doi.org/10.1016/j.jpdc.2008.09.002
     """
-    check_at_least(1, num_params=num_params, num_workers=num_workers)
-    num_params, num_workers = int(num_params), int(num_workers)
+    num_params = check_whole("num_params", num_params, 1)
+    num_workers = check_whole("num_workers", num_workers, 1)
     check_wire(wire)
     if wire is None:
         return 2 * (num_workers - 1) / num_workers * num_params * 4.0
@@ -81,11 +81,9 @@ def sync_seconds(
 ) -> float:
     """Seconds of one sync: the latency and the transfer of `sync_bytes`; 0 for one worker."""
     sent = sync_bytes(num_params, num_workers=num_workers, wire=wire)
-    check_finite(above=True, gigabits_per_second=gigabits_per_second)
-    check_finite(latency_seconds=latency_seconds)
-    if not sent:
-        return 0.0
-    return float(latency_seconds) + 8 * sent / (1e9 * float(gigabits_per_second))
+    speed = check_number("gigabits_per_second", gigabits_per_second, "(0, inf)")
+    latency = check_number("latency_seconds", latency_seconds, "[0, inf)")
+    return latency + 8 * sent / (1e9 * speed) if sent else 0.0
 
 
 def forecast(
@@ -148,8 +146,7 @@ def forecast(
       Douillard et al., Streaming DiLoCo with Overlapping Communication: Towards a Distributed
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
-    check_finite(above=True, step_seconds=step_seconds)
-    step_seconds = float(step_seconds)
+    step_seconds = check_number("step_seconds", step_seconds, "(0, inf)")
     plans = {"": plan} if isinstance(plan, SyncPlan) else plan
     steps = check_turns(plans, delay)
     sizes = num_params if isinstance(num_params, Mapping) else {"": num_params}

@@ -61,7 +61,6 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
       Stich, Local SGD Converges Fast and Communicates Little, 2019,
       https://arxiv.org/abs/1805.09767
     """
-    check_total_steps(total_steps)
     check_at_least(1, period=period)
     rule = f"constant, H = {period}"
     return from_function(lambda t: period, total_steps=total_steps, rule=rule, offset=offset)

@@ -186,8 +186,7 @@ def check_alone(axis_name: AxisName, wire: Wire) -> None:
         raise ValueError(
             f"the wire ({wire.rule}) sends leaves as one vector, for which a compiler would gather "
             f"shards over the mesh axes {others} beside the workers' {axis_name!r}. Pass specs=, "
-            "how one worker's parameters are split over these axes, or specs=jax.P() if they are "
-            "not."
+            "how parameters are split over these axes, or specs=jax.P() if they are not."
         )
 
 

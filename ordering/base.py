@@ -70,9 +70,8 @@ def checked(
             )
         if state.current.shape != (num_units,):
             raise ValueError(
-                f"{called} got the state of an order of shape {state.current.shape}; this order "
-                f"was built for {num_units} units. Pass a state of this order, and call it under "
-                "jax.vmap or local_opt.lift for states of several workers."
+                f"{called} got an order of shape {state.current.shape} for {num_units} units: pass "
+                "a state of this order, under jax.vmap or local_opt.lift those of all workers."
             )
         own = all(bool(jax.tree.leaves(getattr(state, name))) == has[name] for name in has)
         if own and rule is not None:
@@ -112,6 +111,14 @@ def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
     """The random order that every ordering starts from under `key`."""
     check_key(key)
     return permutation(jax.random.fold_in(key, 0), num_units)
+
+
+def first_fields(key: Key[Array, ""], num_units: int, *counters: str) -> dict[str, Array]:
+    """The fields of a first state: a random order, and counters of these names at zero."""
+    current = first_order(key, num_units)
+    # A copy, because a donated state must not hold a buffer twice.
+    fields = {"current": current, "next": jnp.copy(current)}
+    return fields | {name: jnp.zeros((), jnp.int32) for name in counters}
 
 
 def permutation(key: Key[Array, ""], size: int) -> Int[Array, "M"]:
@@ -212,9 +219,8 @@ def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1
     size, tail = rows.size // (rows.workers or 1), num_units % units_per_step
     if size not in (units_per_step, tail) or size == 0:
         raise ValueError(
-            f"observe got rows of {size} units; this ordering was built for {units_per_step} "
-            f"units per step and {tail} in the last step of an epoch ({num_units} units). "
-            "Slice the order accordingly, or build the ordering with another units_per_step."
+            f"observe got rows of {size} units; a step has {units_per_step}, the last one {tail} "
+            f"(of {num_units}). Slice the order so, or build it with another units_per_step."
         )
     return size
 
@@ -233,15 +239,13 @@ def check_is_rows(rows: Any, workers: int = 1, *, stacked: bool = False) -> None
     """Raises ValueError unless these are the rows of one worker; `stacked`: with the gradients."""
     if not isinstance(rows, Rows):
         raise ValueError(
-            f"got a {type(rows).__name__} where Rows are needed: wrap the gradients by "
-            "ordering.Rows.of(tree) for leaves [n, ...], one gradient per unit, or by "
-            "ordering.Rows.of_gradient(gradient) for a single one."
+            f"got a {type(rows).__name__} where Rows are needed: pass ordering.Rows.of(tree) for "
+            "leaves [n, ...], a gradient per unit, or ordering.Rows.of_gradient(gradient) for one."
         )
     if rows.workers not in (None, workers):
         raise ValueError(
-            f"these are the rows of all {rows.workers} workers, as exchange_rows returns them; "
-            "here those of one worker are needed. Pass the rows from before the exchange, or use "
-            "cd_grab without gathers and specs."
+            f"these are the rows of all {rows.workers} workers, as exchange_rows returns them: "
+            "pass those from before the exchange, or use cd_grab without gathers and specs."
         )
     if stacked and rows.tree is None:
         raise ValueError(

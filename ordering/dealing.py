@@ -261,8 +261,7 @@ def _all_units(num_units, total, axis_name) -> int:
     if not plans.is_whole(total) or not dealt <= int(total) <= base.MOST_UNITS:
         raise ValueError(
             f"total is {total!r}, and {workers} workers with {num_units} units each take {dealt}: "
-            "lower num_units, or pass the number of units in the data as total, a whole number up "
-            f"to {base.MOST_UNITS}."
+            f"lower num_units, or pass the number of units of the data, up to {base.MOST_UNITS}."
         )
     return int(total)
 

@@ -138,9 +138,8 @@ def check_alone(
     """Raises ValueError if the mesh has axes (`manual_only`: manual axes) beside the workers'."""
     if others := mesh.beside(axis_name, manual_only=manual_only):
         raise ValueError(
-            f"{what} under the mesh axes {others} beside the workers' {axis_name!r}: all devices "
-            "of one worker must compute with the same numbers, and gradients are not gathered for "
-            f"this. {act}"
+            f"{what} under the mesh axes {others} beside the workers' {axis_name!r}, over which "
+            f"gradients are not gathered: all devices of a worker need the same numbers. {act}"
         )
 
 

@@ -52,13 +52,10 @@ def gathered_pairs(
     splits_pairs = units_per_step % 2 == 1
 
     def init(key, params):
-        current, size = base.first_order(key, num_units), rows_lib.tree_size(params)
+        size = rows_lib.tree_size(params)
         coins = rule.init(jax.random.fold_in(shared_key(key, axis_name), 1))
         state = GatheredState(
-            current=current,
-            next=jnp.copy(current),  # a donated state must not hold a buffer twice
-            position=jnp.zeros((), jnp.int32),
-            left=jnp.zeros((), jnp.int32),
+            **base.first_fields(key, num_units, "position", "left"),
             running_sum=jnp.zeros(size),
             pending=jnp.zeros(size) if splits_pairs else (),
             waiting=jnp.zeros((pairs, size)) if waits else (),

@@ -67,12 +67,8 @@ def grab(
     rule = signs.rule_of(rule)
 
     def init(key, params):
-        current = base.first_order(key, num_units)
         state = GrabState(
-            current=current,
-            next=jnp.copy(current),  # a donated state must not hold a buffer twice
-            position=jnp.zeros((), jnp.int32),
-            left=jnp.zeros((), jnp.int32),
+            **base.first_fields(key, num_units, "position", "left"),
             running_sum=rows_lib.zeros_like(params),
             mean=rows_lib.zeros_like(params),
             total=rows_lib.zeros_like(params),

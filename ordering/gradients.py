@@ -282,7 +282,6 @@ def check_separable(loss: Callable, params: PyTree, batch: PyTree, key: Key[Arra
     if abs(float(together[0] - first)) > scale or abs(float(together[0] - beside_itself)) > scale:
         raise ValueError(
             f"the loss of an example is {float(together[0]):.6g} in a batch of {size} and "
-            f"{float(first):.6g} alone: the model mixes the examples of a batch (BatchNorm does), "
-            "so a single example has no gradient of its own. Use ordering.microbatch, "
-            "ordering.grouped, or a normalisation that treats examples separately."
+            f"{float(first):.6g} alone: the model mixes the examples, as BatchNorm does. Use "
+            "ordering.microbatch or grouped, or a normalisation that treats them separately."
         )

@@ -109,12 +109,8 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     num_units, units_per_step = base.check_units(num_units, units_per_step)
 
     def init(key, params):
-        current = base.first_order(key, num_units)
         state = GreedyHerdingState(
-            current=current,
-            next=jnp.copy(current),  # a donated state must not hold a buffer twice
-            position=jnp.zeros((), jnp.int32),
-            left=jnp.zeros((), jnp.int32),
+            **base.first_fields(key, num_units, "position", "left"),
             gradients=jnp.zeros((num_units, rows_lib.tree_size(params))),
         )
         return mesh.varying_as(state, key)

@@ -154,21 +154,19 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
     derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
 
     def init(key, params):
-        current = base.first_order(key, num_units)
+        fields = base.first_fields(key, num_units, "position")
         like, workers = params, 1
         if coordinated:
             workers = mesh.axis_size(axis_name)
             like = jnp.zeros(slice_size(rows_lib.tree_size(params), workers))
             key = shared_key(key, axis_name)
         state = PairBalanceState(
-            current=current,
-            next=jnp.copy(current),  # a donated state must not hold a buffer twice
-            position=jnp.zeros((), jnp.int32),
+            **fields,
             running_sum=rows_lib.zeros_like(like),
             pending=rows_lib.zeros_like(like, (workers,)) if splits_pairs else (),
             rule=rule.init(jax.random.fold_in(key, 1)),
         )
-        return mesh.varying_as(state, current)
+        return mesh.varying_as(state, state.current)
 
     def observe(state, rows):
         if coordinated and specs is None:

@@ -83,9 +83,8 @@ def _check(state, fresh, units, units_per_step, visited):
         raise ValueError(
             f"a {type(state).__name__} of {workers} workers with {size} units, {units_per_step!r} "
             f"per step, cannot go on as a {type(fresh).__name__} of {after} workers with "
-            f"{new_size} units each, {visited!r} of them visited, for units of shape "
-            f"{np.shape(units)}: pass states of one order, and steps that {after} workers can "
-            "share."
+            f"{new_size} units, {visited!r} of them visited, for units of shape {np.shape(units)}: "
+            "pass states of one order, and steps that all new workers can share."
         )
 
 
@@ -109,9 +108,8 @@ def begun(fresh: State, state: State, current: Int[np.ndarray, "W2 M2"], visited
     """
     if visited:
         raise ValueError(
-            f"{type(state).__name__} is not registered with ordering.resize.begun, so that its "
-            "order cannot continue with other workers in the middle of an epoch: save at the end "
-            "of one (--checkpoint_every=N with N loads of an epoch), or register the type."
+            f"{type(state).__name__} is not registered with ordering.resize.begun: register it, or "
+            "save at the end of an epoch (--checkpoint_every=N with N loads of an epoch)."
         )
     return fresh._replace(current=current, next=current.copy())
 

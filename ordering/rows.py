@@ -4,6 +4,7 @@ Stacked per-example gradients, microbatch gradients, sketches and matrix-free pr
 interface. All arithmetic is float32, whatever the gradients are.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -120,8 +121,7 @@ def check_real(leaf: ArrayLike, *kinds: type) -> None:
     if not any(jnp.issubdtype(dtype, kind) for kind in kinds or REAL):
         raise ValueError(
             f"an array of params or gradients has the dtype {dtype}: gradients are arrays of real "
-            "numbers. Pass real and imaginary parts as two arrays, and keep what is not trained "
-            "out of params."
+            "numbers. Pass real and imaginary parts as two arrays, and the rest outside params."
         )
 
 
@@ -218,17 +218,17 @@ def _matrix(leaf):
     return as_float32(leaf).reshape(leaf.shape[0], -1)
 
 
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
 def _dot_leaf(leaf, vector):
-    return jnp.matmul(
-        _matrix(leaf), as_float32(vector).reshape(-1), precision=jax.lax.Precision.HIGHEST
-    )
+    return _matmul(_matrix(leaf), as_float32(vector).reshape(-1))
 
 
 def _gram_leaf(leaf):
     matrix = _matrix(leaf)
-    return jnp.matmul(matrix, matrix.T, precision=jax.lax.Precision.HIGHEST)
+    return _matmul(matrix, matrix.T)
 
 
 def _combine_leaf(weights, leaf):
-    total = jnp.matmul(weights, _matrix(leaf), precision=jax.lax.Precision.HIGHEST)
-    return total.reshape(leaf.shape[1:])
+    return _matmul(weights, _matrix(leaf)).reshape(leaf.shape[1:])

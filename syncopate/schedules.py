@@ -35,25 +35,24 @@ def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: st
             "steps, or a schedule that returns a single number."
         )
     values = np.broadcast_to(values, (total_steps,))
-    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-    if len(bad):
-        raise ValueError(
-            f"{name}({bad[0]}) is {values[bad[0]]:g}: the schedule must be finite and not "
-            f"negative at all {total_steps} steps ({len(bad)} of them violate this)."
-        )
+    rule = f"the schedule must be finite and not negative at all {total_steps} steps"
+    _check_all(np.isfinite(values) & (values >= 0), values, name, rule)
     return values
 
 
 def probabilities(p: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
     """float64[T], the values of `evaluate_schedule`; raises ValueError unless all are in (0, 1]."""
     values = evaluate_schedule(p, total_steps, name)
-    bad = np.flatnonzero((values <= 0) | (values > 1))
-    if len(bad):
-        raise ValueError(
-            f"{name}({bad[0]}) is {values[bad[0]]:g}: a probability lies in (0, 1]. Keep the "
-            "schedule above 0."
-        )
+    rule = "a probability lies in (0, 1]. Keep the schedule above 0"
+    _check_all((values > 0) & (values <= 1), values, name, rule)
     return values
+
+
+def _check_all(good, values, name, rule):
+    bad = np.flatnonzero(~good)
+    if len(bad):
+        count = f"{len(bad)} of its values violate this"
+        raise ValueError(f"{name}({bad[0]}) is {values[bad[0]]:g}: {rule} ({count}).")
 
 
 def bernoulli_draws(probabilities: np.ndarray, key: Key[Array, ""]) -> np.ndarray:

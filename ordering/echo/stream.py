@@ -138,8 +138,7 @@ class _Stream(Iterator):
         elif any(leaf.is_deleted() for leaf in jax.tree.leaves(self._batch)):
             raise ValueError(
                 f"step {step} uses load {self._count - 1} again, but step {step - 1} donated its "
-                "arrays: do not donate the batch (donate_argnums of jax.jit), or pass "
-                "echo_batches(..., keep_copy=True)."
+                "arrays: do not donate the batch, or pass echo_batches(..., keep_copy=True)."
             )
         batch = self._batch
         if self._augment:  # makes new arrays, also of leaves that it returns unchanged

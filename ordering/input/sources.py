@@ -53,9 +53,8 @@ def reader(
         num_examples, take = len(source), lambda i: _read_examples(source, i.tolist())
     else:
         raise ValueError(
-            f"the source is a {type(source).__name__}: pass arrays, a tuple or dict of arrays, "
-            "or an object with __len__ and __getitem__ (of Hugging Face, load_dataset without "
-            "streaming)."
+            f"the source is a {type(source).__name__}: pass arrays, a tuple or dict of arrays, or "
+            "an object with __len__ and __getitem__ (from Hugging Face, without streaming)."
         )
     if num_examples == 0:
         raise ValueError("the source is empty: pass at least one example.")
@@ -160,9 +159,8 @@ def _array(column):
     texts = {isinstance(value, str | bytes) for value in objects.flat}
     if len(texts) > 1 or any(value is None or isinstance(value, list) for value in objects.flat):
         raise ValueError(
-            f"a column of the source holds the list {str(column)[:60]}: lists become arrays, so "
-            "they need numbers or texts, equal lengths on every level and no missing values. Pad "
-            "it in the source, or drop the column."
+            f"a column holds the list {str(column)[:60]}: lists become arrays of numbers or texts, "
+            "of equal lengths, with no missing values. Pad it in the source, or drop the column."
         )
     return objects if texts == {True} else np.asarray(column)
 

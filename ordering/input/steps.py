@@ -89,8 +89,7 @@ class Steps:
         if self.indices.size and self.indices.max() >= num_examples:
             raise ValueError(
                 f"the order names example {self.indices.max()}, and the source has {num_examples}: "
-                "worker w reads from example w M unit_size on. Pass a source of all workers' "
-                "examples, or another unit_size."
+                "pass a source of the examples of all workers, or another unit_size."
             )
 
     def __len__(self) -> int:
