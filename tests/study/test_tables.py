@@ -41,17 +41,11 @@ def test_words_name_decisions(text, decisions, label):
     "text,message",
     [
         ("cats", "'cats' is no word: choose of rr, .*, and of .sketchN, .walk, .*; parallel"),
-        ("cd_grab+sketch0", "'sketch0' is no word"),
         ("int8", "--sync is int8: 'int8' is not one of parallel, accumulate"),
         ("rr+cd_grab", "--order is rr.cd_grab: 'cd_grab' is no further word: choose of .sketchN"),
         (
             "unzip+sketch4",
             "unzip cannot be sketch4 .--sketch, once.: choose one of id_pair, cd_grab, or leave",
-        ),
-        ("rr+chunks", "rr cannot be chunks .--deal, once.: choose one of id_pair, cd_grab"),
-        (
-            "parallel+int8",
-            "parallel cannot be int8 .--wire, once.: choose one of constant, post_local",
         ),
         ("cd_grab+dealt+chunks", "cd_grab cannot be chunks .--deal, once.: choose one of id_pair"),
     ],
