@@ -21,15 +21,15 @@ import pytest
 from tests.commands import children, ended, finish, start
 from tests.killed_runs import AIMS, Forks
 
-SMALL = ["--num_train=96", "--num_test=200", "--unit_size=1", "--warmup_steps=2", "--h_base=2"]
+SMALL = ["--num_train=96", "--num_test=200", "--unit_size=1", "--warmup_steps=2"]
 TWO = [*SMALL, "--workers=2", "--units_per_step=4"]
 SHORT = ["--total_steps=60", "--evaluations=6", "--checkpoint_every=7"]
 SEEDS = ["--seeds=2", "--learning_rates=0.1,0.4"]
-TRAIN = [*SMALL, "--echo=diffusion+cosine", "--total_steps=240", "--evaluations=12",
+TRAIN = [*SMALL, "--h_base=2", "--echo=diffusion+cosine", "--total_steps=240", "--evaluations=12",
          "--checkpoint_every=9"]  # fmt: skip
 STUDIES = {
     "train": [*TRAIN, "--workers=4", "--units_per_step=3"],
-    "qsr": [*TWO, *SEEDS, *SHORT, "--width=8", "--arms=parallel,qsr"],
+    "qsr": [*TWO, *SEEDS, *SHORT, "--h_base=2", "--width=8", "--arms=parallel,qsr"],
     "echoing": [*TWO, *SEEDS, "--width=8", "--arms=none,diffusion", "--speeds=2", "--horizon=20",
                 "--total_steps=40", "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001",
                 "--checkpoint_every=7"],
