@@ -150,13 +150,18 @@ def checked_loss(loss: Callable, has_aux: bool) -> Callable:
 def units_of(params: PyTree, batch: PyTree, key: Key[Array, ""]) -> tuple[int, Key[Array, "B"]]:
     """(B, one key per unit) of a batch; raises ValueError if a unit has no gradient."""
     check_params(params)
-    act = "For a single example add the axis, as x[None]."
-    size = rows_lib.leading_size(batch, "the batch", act)
+    size = size_of(batch)
     try:
         return size, jax.random.split(key, size)
     except (TypeError, ValueError):
         plans.check_key(key)
         raise
+
+
+def size_of(batch: PyTree) -> int:
+    """B of a batch with leaves [B, ...]; raises ValueError for any other."""
+    act = "For a single example add the axis, as x[None]."
+    return rows_lib.leading_size(batch, "the batch", act)
 
 
 def check_params(params: PyTree) -> None:
@@ -262,12 +267,15 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
     return of_groups
 
 
-def check_separable(loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""]) -> None:
+def check_separable(
+    loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""] | None
+) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
-    Compares the losses of a batch of two or three examples with those of its examples alone.
+    Compares the losses of a batch of two or three examples with those of its examples alone. The
+    key may be None for a loss that draws nothing.
     """
-    size, _ = units_of(params, batch, key)
+    size = size_of(batch)
     of_batch = jax.jit(lambda batch: checked_loss(loss, False)(params, batch, key)[0])
     together = of_batch(batch)
     if together.shape != (size,):

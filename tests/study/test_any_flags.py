@@ -12,7 +12,7 @@ from experiments.study import flags, tables, trainer
 from experiments.study.study import Arm
 from experiments.study.tables import TABLES
 from experiments.tasks.base import check_recipe
-from experiments.training import measure, timeline
+from experiments.training import config, measure, timeline
 from tests.cases import times
 from tests.studies import parsed
 from tests.words import each
@@ -45,7 +45,7 @@ def decided(arguments):
     recipe = recipe._replace(learning_rates=(rate,))
     check_recipe(recipe)
     arm = Arm("run", **tables.decisions(values))
-    sizes = trainer.sizes_of(task, recipe, arm)
+    sizes = config.sizes_of(task, recipe, deals=tables.ORDERS[arm.order].deals)
     plans = trainer.plans_of(task, recipe, arm, rate=rate, seed=values.seed)
     plans.check()
     return sizes, plans, measure.evaluation_steps(recipe, sizes, plans.total_steps)
