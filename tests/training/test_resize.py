@@ -20,7 +20,7 @@ from tests.little_run import assert_same
 
 STEPS, LOADS, UNITS, TOGETHER = 40, 5, 40, 8  # of a run; of an epoch; of a step of all workers
 SMALL = [
-    "--num_train=46", "--num_test=20", f"--total_steps={STEPS}", "--evaluations=4", "--h_base=5",
+    "--num_train=46", "--num_test=20", f"--total_steps={STEPS}", "--evaluations=4",
     "--learning_rate=0.2", "--unit_size=1", "--checkpoint_every=1",
 ]  # fmt: skip
 MEAN = "--elastic=mean"
@@ -32,7 +32,8 @@ def go(folder, workers, *arguments):
     split = [f"--workers={workers}", f"--units_per_step={TOGETHER // workers}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "KEPT", STEPS)
-        train_run([*SMALL, *split, *arguments], folder)
+        period = [] if {"--sync=parallel", "--sync=accumulate"} & {*arguments} else ["--h_base=5"]
+        train_run([*SMALL, *split, *period, *arguments], folder)
 
 
 def stopped(folder, new, step):
