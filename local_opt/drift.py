@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from local_opt.checks import check_scalar
 from local_opt.state import wide_zeros
 from local_opt.wires import Wire
-from syncopate.plans import check_finite
+from syncopate.plans import check_number
 
 
 class Correction(NamedTuple):
@@ -138,7 +138,7 @@ def proximal(strength: float) -> Correction:
       Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated Optimization in Heterogeneous Networks,
       2020, https://arxiv.org/abs/1812.06127
     """
-    check_finite(strength=strength)
+    check_number("strength", strength, "[0, inf)")
 
     def gradient(grads, state, params):
         if params is None:

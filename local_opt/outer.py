@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from local_opt.checks import check_scalar
-from syncopate.plans import check_at_least, check_finite, is_number
+from syncopate.plans import check_number, check_whole, is_number
 
 
 def checked(
@@ -61,7 +61,7 @@ def normalize_by_period(
       >>> float(update)
       -12.0
     """
-    check_at_least(1, h_base=h_base)
+    check_whole("h_base", h_base, 1)
     outer = checked(outer, "outer")
 
     def update(updates, state, params=None, *, period: ArrayLike | None = None, **extra):
@@ -69,7 +69,7 @@ def normalize_by_period(
             raise ValueError("pass period=, the round's number of steps, as local_steps does.")
         check_scalar("period", period, jnp.integer, jnp.floating)
         if is_number(period):  # not while it is traced
-            check_finite(period=period)
+            check_number("period", period, "[0, inf)")
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
         scaled = jax.tree.map(lambda d: (d / length).astype(d.dtype), updates)
         updates, state = outer.update(scaled, state, params, period=period, **extra)

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from local_opt.checks import check_leading
 from local_opt.rounds import AccumulateState, LocalState
-from syncopate.plans import check_at_least, check_like
+from syncopate.plans import check_like, check_whole
 
 MEAN, RESET, FIRST = "mean", "reset", "first"
 POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states
@@ -36,7 +36,7 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
       [[2.5], [2.5], [2.5]]
     """
 
-    check_at_least(1, workers=workers)
+    check_whole("workers", workers, 1)
     check_leading(tree, "worker")
 
     def mean(x):
@@ -79,7 +79,7 @@ def resize(
     """
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}: it must be one of {', '.join(POLICIES)}.")
-    check_at_least(1, workers=workers)
+    check_whole("workers", workers, 1)
     check_leading(state, "worker")
     first = functools.partial(_first, workers=workers)
     if isinstance(state, AccumulateState):

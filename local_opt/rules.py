@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from local_opt.plans import SyncPlan, from_function
-from syncopate.plans import check_at_least, check_finite, check_total_steps, check_whole
+from syncopate.plans import check_number, check_total_steps, check_whole
 from syncopate.schedules import (
     bernoulli_draws,
     describe_schedule,
@@ -61,7 +61,7 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
       Stich, Local SGD Converges Fast and Communicates Little, 2019,
       https://arxiv.org/abs/1805.09767
     """
-    check_at_least(1, period=period)
+    check_whole("period", period, 1)
     rule = f"constant, H = {period}"
     return from_function(lambda t: period, total_steps=total_steps, rule=rule, offset=offset)
 
@@ -90,7 +90,7 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       https://arxiv.org/abs/1808.07217
     """
     check_total_steps(total_steps)
-    check_at_least(1, period=period)
+    check_whole("period", period, 1)
     check_whole("switch_step", switch_step, 0, total_steps)
     return from_function(
         lambda t: 1 if t < switch_step else period,
@@ -125,7 +125,7 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       https://arxiv.org/abs/2001.02312
     """
     check_total_steps(total_steps)
-    check_at_least(1, period=period)
+    check_whole("period", period, 1)
     check_whole("switch_step", switch_step, 0, total_steps)
     return from_function(
         lambda t: period if t < switch_step else total_steps - t,
@@ -202,10 +202,11 @@ def power_rule(
       Gu, Lyu, Arora, Zhang, Huang, A Quadratic Synchronization Rule for Distributed Deep
       Learning, 2024, https://arxiv.org/abs/2310.14423
     """
-    check_finite(above=True, alpha=alpha, power=power)
-    check_at_least(1, h_base=h_base)
+    check_number("alpha", alpha, "(0, inf)")
+    check_number("power", power, "(0, inf)")
+    check_whole("h_base", h_base, 1)
     if h_max is not None:
-        check_at_least(h_base, h_max=h_max)
+        check_whole("h_max", h_max, h_base)
     rates = evaluate_schedule(lr, total_steps, "lr")
     check_whole("warmup_steps", warmup_steps, 0, total_steps)
     if warmup_steps < total_steps and rates[warmup_steps] == 0:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from local_opt.plans import SyncPlan
-from syncopate.plans import check_at_least, check_whole
+from syncopate.plans import check_whole
 
 
 class Event(NamedTuple):
@@ -83,7 +83,7 @@ def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
         raise ValueError(
             f"the plans are {plans_of!r}: pass one SyncPlan for each fragment, as {{0: plan}}."
         )
-    check_at_least(0, delay=delay)
+    check_whole("delay", delay, 0)
     total_steps = next(iter(plans_of.values())).total_steps
     for name, plan in plans_of.items():
         plan.check_run(total_steps)

@@ -21,7 +21,7 @@ from local_opt.state import LOCAL
 from local_opt.wires import Wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
-from syncopate.plans import check_at_least, check_finite, check_number, is_whole
+from syncopate.plans import check_number, check_whole, is_whole
 
 
 class PlannedState(NamedTuple):
@@ -139,7 +139,7 @@ def _planned(rounds, plan, axis_name, *, overwrites):
             if value is not None:
                 check_scalar(name, value, kind)
         if is_whole(step):  # not while it is traced
-            check_at_least(0, step=step)
+            check_whole("step", step, 0)
         check_call(init, state, params, updates)
         updates, own = rounds.update(updates, state.rounds, params, **extra)
         # A sync's update needs the precision of the parameters, whatever that of the gradients.
@@ -282,7 +282,7 @@ def rounds_needed(momentum: float) -> int:
 
 
 def _check_momentum(name, plan, learning_rate, momentum) -> None:
-    check_finite(above=True, learning_rate=learning_rate)
+    check_number("learning_rate", learning_rate, "(0, inf)")
     check_number("momentum", momentum, "[0, 1)")
     check_plan(plan)
     rounds = plan.rounds

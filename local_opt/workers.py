@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from local_opt.checks import check_leading
-from syncopate.plans import Plan, as_array, check_finite, check_function, is_whole
+from syncopate.plans import Plan, as_array, check_function, check_number, is_whole
 
 AXIS = "worker"
 AxisName = str | tuple[str, ...]
@@ -112,7 +112,7 @@ def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -
       Traceback (most recent call last):
       ValueError: workers' parameters are 0.1 apart in ['w'] (worker 1 from worker 0), ...
     """
-    check_finite(ulps=ulps)
+    check_number("ulps", ulps, "[0, inf)")
     check_leading(tree, "worker")
     for path, (apart, worker, largest, ulp) in jax.tree_util.tree_leaves_with_path(
         _apart(tree), is_leaf=lambda x: isinstance(x, tuple)

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from syncopate.mesh import platform
-from syncopate.plans import check_at_least, check_finite, check_key, is_whole
+from syncopate.plans import check_key, check_number, check_whole, is_whole
 
 CLASSES = ("num_classes", "vocab_size")  # sizes of at least 2
 
@@ -138,10 +138,9 @@ def checked(model: Callable) -> Callable:
 
     @functools.wraps(model)
     def made(**settings):
-        check_finite(l2=settings.get("l2", 0.0))
+        check_number("l2", settings.get("l2", 0.0), "[0, inf)")
         for name in settings.keys() & sizes:
-            check_at_least(2 if name in CLASSES else 1, **{name: settings[name]})
-            settings[name] = int(settings[name])
+            settings[name] = check_whole(name, settings[name], 2 if name in CLASSES else 1)
         return model(**settings)
 
     return made

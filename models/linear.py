@@ -7,7 +7,7 @@ from jaxtyping import Array, PyTree
 
 from models import base
 from models.base import Model
-from syncopate.plans import check_finite
+from syncopate.plans import check_number
 
 
 @base.checked
@@ -104,7 +104,7 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
     from jax.flatten_util import ravel_pytree
     from scipy.optimize import minimize
 
-    check_finite(above=True, tolerance=tolerance)
+    check_number("tolerance", tolerance, "(0, inf)")
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}: pass a Model, with its sizes given.")
     params = model.init(jax.random.key(0))

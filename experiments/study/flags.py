@@ -31,7 +31,7 @@ ENUMS = {
     "metric": list(METRICS),
     "run": ["vmap", "turns", "mesh"],
 }
-EITHER = (("epochs", "total_steps"), ("evaluations", "evaluate_every"))
+EITHER = (("total_steps", "epochs"), ("evaluate_every", "evaluations"))  # the first one counts
 
 
 class _Number(flags.ArgumentParser):

@@ -7,6 +7,7 @@ import numpy as np
 from absl import flags
 
 from experiments.cluster import processes
+from experiments.study.flags import EITHER
 from experiments.study.tables import rows_of
 from experiments.tasks.base import Recipe
 from experiments.training import config
@@ -22,10 +23,7 @@ OF_SCHEDULES = {
     "floor": ("cosine", "linear"), "decay_every": ("step",), "decay_factor": ("step",),
 }  # fmt: skip
 OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits", "topology")
-EXCLUSIVE = (  # the first one counts
-    ("total_steps", "epochs"), ("evaluate_every", "evaluations"),
-    ("learning_rate", "learning_rates"),
-)  # fmt: skip
+EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))  # the first one counts
 
 
 def check(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=None) -> None:

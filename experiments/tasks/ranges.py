@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from syncopate.plans import inside
+
 
 class Range(NamedTuple):
     """Numbers of one kind in an interval, such as "[0, 1)"; nan is in none."""
@@ -10,10 +12,8 @@ class Range(NamedTuple):
     interval: str
 
     def __contains__(self, number) -> bool:
-        least, most = map(float, self.interval[1:-1].split(","))
-        above = least < number if self.interval[0] == "(" else least <= number
-        below = number < most if self.interval[-1] == ")" else number <= most
-        return above and below and (self.kind is float or number == int(number))
+        known = inside(number, self.interval)
+        return known and (self.kind is float or number == int(number))
 
     def __str__(self) -> str:
         return f"a {'whole ' * (self.kind is int)}number in {self.interval}"

@@ -76,8 +76,8 @@ def echo_forecast(
       load is the larger of t_load and uses t_step), https://arxiv.org/abs/1907.05550
     """
     check_policy(policy)
-    plans.check_finite(above=True, step_seconds=step_seconds)
-    plans.check_at_least(1, depth=depth)
+    plans.check_number("step_seconds", step_seconds, "(0, inf)")
+    plans.check_whole("depth", depth, 1)
     step_seconds = float(step_seconds)
     each = _each_load(load_seconds, policy)
     fresh, stall = _simulate(policy, (each / step_seconds).tolist(), int(depth))

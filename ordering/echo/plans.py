@@ -95,7 +95,7 @@ class EchoPlan(plans.Plan):
 
     def first_load(self, step: int) -> int:
         """The number of the first load that a run needs if it resumes at a step."""
-        plans.check_at_least(0, step=step)
+        plans.check_whole("step", step, 0)
         before = int(self.loads_before(step))
         return before - (step == self.total_steps or not self.fresh[step])
 
@@ -143,7 +143,7 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
       https://arxiv.org/abs/1907.05550
     """
     plans.check_total_steps(total_steps)
-    plans.check_at_least(1, factor=factor)
+    plans.check_whole("factor", factor, 1)
     return EchoPlan(np.arange(total_steps) % factor == 0, f"fixed, e = {factor}")
 
 
@@ -275,7 +275,7 @@ def measured(
       (6, True)
     """
     plans.check_total_steps(total_steps)
-    plans.check_at_least(1, max_factor=max_factor)
+    plans.check_whole("max_factor", max_factor, 1)
     floor = (
         1 / max_factor if floor is None else schedules.probabilities(floor, total_steps, "floor")
     )

@@ -50,7 +50,7 @@ def proximal_anchor(strength: float) -> optax.GradientTransformationExtraArgs:
       Agarwal, Anil, Koren, Talwar, Zhang, Stochastic Optimization with Laggard Data Pipelines,
       2020, https://arxiv.org/abs/2010.13639
     """
-    plans.check_finite(strength=strength)
+    plans.check_number("strength", strength, "[0, inf)")
 
     def init(params):
         # A copy: parameters and state are often donated together.

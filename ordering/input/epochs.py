@@ -228,9 +228,10 @@ def read_epochs(
       (4,)
       (2,)
     """
-    plans.check_at_least(1, ahead=ahead)
-    plans.check_at_least(0, first_load=first_load)
-    plans.check_at_least(0, num_epochs=0 if num_epochs is None else num_epochs)
+    plans.check_whole("ahead", ahead, 1)
+    plans.check_whole("first_load", first_load, 0)
+    if num_epochs is not None:
+        plans.check_whole("num_epochs", num_epochs, 0)
     num_units = _state(live).current.shape[-1]
     base.check_units(num_units, units_per_step)
     if callable(source):

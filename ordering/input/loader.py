@@ -96,8 +96,8 @@ def load_ahead(
       [0, 2, 4]
     """
     check_batches("batches", batches)
-    plans.check_at_least(1, depth=depth)
-    plans.check_at_least(0, first_load=first_load)
+    plans.check_whole("depth", depth, 1)
+    plans.check_whole("first_load", first_load, 0)
     if timeout is not None:
         timeout = plans.check_number("timeout", timeout, f"(0, {threading.TIMEOUT_MAX}]")
     wrong = [s for s in jax.tree.leaves(sharding) if not isinstance(s, PLACES)]

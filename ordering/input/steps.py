@@ -53,9 +53,9 @@ def step_indices(
     orders = np.atleast_2d(whole_numbers("orders", orders))
     workers, length = orders.shape
     owned = length if num_units is None else num_units
-    base.check_units(owned, units_per_step)
-    plans.check_at_least(1, unit_size=unit_size, total=1 if total is None else total)
-    units_per_step, unit_size = int(units_per_step), int(unit_size)
+    owned, units_per_step = base.check_units(owned, units_per_step)
+    unit_size = plans.check_whole("unit_size", unit_size, 1)
+    total = None if total is None else plans.check_whole("total", total, 1)
     ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
     most = owned if total is None else total
     outside = length > owned or not ((ranked >= 0) & (ranked < most)).all()

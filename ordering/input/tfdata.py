@@ -62,10 +62,12 @@ def batches(
       [4 0] [16  0]
       [3] [9]
     """
-    plans.check_at_least(0, first_batch=first_batch, seed=seed)
-    plans.check_at_least(1, batch_size=batch_size, prefetch=prefetch)
+    plans.check_whole("first_batch", first_batch, 0)
+    plans.check_whole("seed", seed, 0)
+    batch_size = plans.check_whole("batch_size", batch_size, 1)
+    prefetch = plans.check_whole("prefetch", prefetch, 1)
     if num_parallel_calls is not None:
-        plans.check_at_least(1, num_parallel_calls=num_parallel_calls)
+        plans.check_whole("num_parallel_calls", num_parallel_calls, 1)
     num_examples, read = reader(source)
     indices = check_indices(indices, num_examples)
     if transform is not None:
@@ -73,7 +75,7 @@ def batches(
     tf = _tensorflow()
     if not indices.size:
         return iter(())
-    parts = [indices[i : i + batch_size] for i in range(0, indices.size, int(batch_size))]
+    parts = [indices[i : i + batch_size] for i in range(0, indices.size, batch_size)]
     failures = {}
 
     def load(i):
@@ -92,7 +94,7 @@ def batches(
     dataset = tf.data.Dataset.range(len(parts)).map(make, calls, deterministic=True)
     options = tf.data.Options()
     options.experimental_warm_start = True  # pyright: ignore - made at run time
-    running = [dataset.prefetch(int(prefetch)).with_options(options).as_numpy_iterator()]
+    running = [dataset.prefetch(prefetch).with_options(options).as_numpy_iterator()]
 
     def run():
         for i, part in enumerate(parts):
