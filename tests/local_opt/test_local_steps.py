@@ -84,6 +84,18 @@ def test_narrow_gradients_do_not_narrow_the_sync():
     np.testing.assert_allclose(x[0], mean, rtol=1e-2)  # of what the optimizer did in bfloat16
 
 
+def test_an_optimizer_may_look_at_the_values_of_the_first_parameters():
+    inner = optax.GradientTransformation(
+        lambda x: jnp.full((), float(jnp.max(x)) + 0.5),
+        lambda g, state, x=None: (-state * g, state),
+    )
+    opt = local_opt.local_steps(inner, local_opt.constant(2, total_steps=4))
+    state = opt.init(jnp.zeros(3))
+    x, state = local_opt.owned((jnp.zeros(3), state), W)
+    updates, _ = jax.jit(vmap(opt.update))(jnp.ones((W, 3)), state, x)
+    np.testing.assert_array_equal(updates, -0.5)
+
+
 def test_a_skipped_step_is_counted():
     """A worker that skips a gradient which is not finite still meets the others in time."""
     inner = optax.apply_if_finite(optax.sgd(RATE), max_consecutive_errors=5)
