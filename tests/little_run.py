@@ -39,10 +39,11 @@ def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
 
 
 @functools.cache
-def built(order="cd_grab", sync="qsr", reads=None, mesh=False):
+def built(order="cd_grab", sync="qsr", reads=None, mesh=False, average=()):
     mesh = worker_mesh(WORKERS) if mesh else None
     rounds = SYNC_RULES[sync].rounds
-    return program.build(task(), SETTING, ORDERS[order], rounds, reads=reads, mesh=mesh)
+    setting = SETTING._replace(average=average)
+    return program.build(task(), setting, ORDERS[order], rounds, reads=reads, mesh=mesh)
 
 
 def sums(step, state):

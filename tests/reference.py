@@ -563,3 +563,14 @@ def dealt_to_others(orders, workers, units_per_step):
         for w in range(workers):
             new[w] += step[w * each : (w + 1) * each]
     return new
+
+
+def epoch_mean(weights, t, steps):
+    """The mean of x_k over the steps so far of the epoch of step t; weights: x_1, x_2, ..."""
+    return np.mean(weights[(t - 1) // steps * steps : t], axis=0)
+
+
+def debiased_ema(weights, t, decay):
+    """Kingma, Ba 2015, section 3: (1 - d) sum_k d^(t-k) x_k / (1 - d^t), k = 1 .. t."""
+    total = sum((1 - decay) * decay ** (t - k) * weights[k - 1] for k in range(1, t + 1))
+    return total / (1 - decay**t)

@@ -22,12 +22,14 @@ from experiments.tasks import TASKS
 from experiments.tasks.base import FIELDS, Recipe, Task, check_recipe
 from experiments.tasks.metrics import METRICS
 from experiments.tasks.ranges import COUNT, FROM_ZERO, SPEED, WAIT, Range
+from experiments.training.averages import AVERAGES
 from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
 
 KINDS = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
 ENUMS = {
     "optimizer": list(OPTIMIZERS),
     "schedule": list(SCHEDULES),
+    "average": list(AVERAGES),
     "metric": list(METRICS),
     "run": ["vmap", "turns", "mesh"],
 }
@@ -53,12 +55,15 @@ class _Number(flags.ArgumentParser):
         return self.allowed.kind.__name__
 
 
-class _Numbers(flags.ListParser):
-    """Parses a list of at least one such number."""
+class _Several(flags.ListParser):
+    """Parses a list of at least one number of a range, or of at least one of these words."""
 
-    def __init__(self, allowed: Range):
+    def __init__(self, allowed: Range | list[str]):
         super().__init__()
-        self.each, self.syntactic_help = _Number(allowed), f"a list, each {allowed}"
+        words = isinstance(allowed, list)
+        self.each = flags.EnumParser(allowed) if words else _Number(allowed)
+        told = f"one of {', '.join(allowed)}" if words else allowed
+        self.syntactic_help = f"a list, each {told}"
 
     def parse(self, argument):
         return [self.each.parse(text) for text in super().parse(argument) or [""]]
@@ -68,7 +73,7 @@ def definer(values: flags.FlagValues, **defaults) -> Callable:
     """`define(kind, name, default, text, *more, **options)`, which defines a flag of `absl.flags`.
 
     A kind is a function of `absl.flags`, such as DEFINE_string; a `Range`, whose numbers the flag
-    takes; or a list of one, for lists of such numbers.
+    takes; or a list of one, or of a list of words, for lists of these.
 
     Args:
       defaults: by name of the flag, used instead of the default given to `define`.
@@ -81,7 +86,7 @@ def definer(values: flags.FlagValues, **defaults) -> Callable:
             flags.DEFINE(_Number(kind), name, default, text, values, serializer)
         elif isinstance(kind, list):
             serializer = flags.CsvListSerializer(",")
-            flags.DEFINE(_Numbers(*kind), name, default, text, values, serializer)
+            flags.DEFINE(_Several(*kind), name, default, text, values, serializer)
         else:
             kind(name, default, *more, text, flag_values=values, **options)
         # --help shows the flags of the program, wherever they are defined.
@@ -107,9 +112,13 @@ def _task(define):
 
 def _setting(define):
     for name, (kind, text, allowed) in FIELDS.items():
-        kind, more = [allowed] if recipes.kind_of(kind) is tuple else allowed, ()
-        if name in ENUMS:
+        several, more = recipes.kind_of(kind) is tuple, ()
+        if several:
+            kind = [ENUMS.get(name, allowed)]
+        elif name in ENUMS:
             kind, more = flags.DEFINE_enum, (ENUMS[name],)
+        else:
+            kind = allowed
         define(kind, name, None, f"{text}; the setting's own if unset", *more)
 
 
@@ -187,8 +196,7 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
 def recipe_fields(values: flags.FlagValues) -> dict:
     """The fields of a recipe whose flags are set. A field that excludes one of them is None."""
     found = given(values, Recipe._fields)
-    if "learning_rates" in found:
-        found["learning_rates"] = tuple(found["learning_rates"])
+    found = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     for one, other in EITHER:
         if one in found or other in found:
             found = {one: None, other: None} | found

@@ -45,6 +45,8 @@ def check(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=Non
         for name, schedules in OF_SCHEDULES.items():
             if recipe.schedule not in schedules:
                 unused[name] = f"--schedule={' and '.join(schedules)}"
+    if "ema" not in recipe.average:
+        unused["ema_epochs"] = "--average=ema"
     if all(order.deals for order, *_ in rows):
         unused["bound_every"] = "orders of each worker's own units, as cd_grab without --deal"
     if study is None or study.criterion.when != "target":

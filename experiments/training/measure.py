@@ -40,7 +40,6 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
       halves: as of `evaluator`.
     """
     measure = evaluator(task, recipe, halves=halves)
-    optimum = functools.cache(task.optimum) if task.optimum else None  # when first asked for
     compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
 
     def of(built, order):
@@ -50,8 +49,8 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
         def scalars(step, total, state):
             params = built.mean_params(state)
             found = measure(params)
-            if optimum is not None:
-                found["train/above_optimum"] = found["train/loss"] - optimum()
+            if recipe.average:
+                found |= averaged(measure, built.averaged(state, step))
             if bounds and (step == total or not step % every):
                 found |= bounds(params, state.orders.current)
             return found
@@ -59,6 +58,14 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
         return scalars
 
     return of
+
+
+def averaged(measure: Callable, averages: dict) -> dict:
+    """{"PART/NAME/averaged": float} of the average with the lowest training loss, and its name."""
+    found = {name: measure(params) for name, params in averages.items()}
+    rank = lambda name: np.nan_to_num(found[name]["train/loss"], nan=np.inf, posinf=np.inf)  # noqa: E731
+    best = min(found, key=rank)
+    return {"average": best} | {f"{k}/averaged": value for k, value in found[best].items()}
 
 
 def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
@@ -85,6 +92,7 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
     tested_by = _jointly({name: METRICS[name].measure(task.model) for name in names})
     measured = {"train": (_jointly({"loss": mean_loss(task.model)}), train)}
     measured |= {part: (tested_by, batches) for part, batches in parts.items()}
+    optimum = functools.cache(task.optimum) if task.optimum else None  # when first asked for
 
     def run(params) -> dict:
         statistics, found = moments_at(params), {}
@@ -97,6 +105,8 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
             for name in values[0]:
                 mean = np.average([value[name] for value in values], weights=sizes)
                 found[f"{part}/{name}"] = float(mean)
+        if optimum is not None:
+            found["train/above_optimum"] = found["train/loss"] - optimum()
         return found
 
     return run

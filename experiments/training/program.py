@@ -11,7 +11,7 @@ import numpy as np
 import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
-from experiments.training import config, input, placement, step
+from experiments.training import averages, config, input, placement, step
 from experiments.training.config import Sizes, key_of
 from experiments.training.step import TrainState, Worker
 from local_opt.workers import owned_sharding, shared_sharding
@@ -37,6 +37,7 @@ class Program(NamedTuple):
         between two syncs.
       reset: state -> state with zero stats.
       mean_params: state -> the model, on the host of every process.
+      averaged: (state, t) -> {name: the model averaged over t steps}, as `mean_params`.
     """
 
     sizes: Sizes
@@ -52,6 +53,7 @@ class Program(NamedTuple):
     drifts: bool
     reset: Callable
     mean_params: Callable
+    averaged: Callable
 
 
 def build(
@@ -116,7 +118,7 @@ def build(
         sync_in_step=worker.rounds.in_step,
         drifts=worker.rounds.drift is not None,
         reset=lifted(worker, over, reset),
-        mean_params=_mean_params(worker),
+        **_readers(worker),
     )
 
 
@@ -163,7 +165,8 @@ def start_of(worker: Worker, over) -> Callable:
     def start(params, order_key, key):
         like = params if worker.sketch is None else jnp.zeros(worker.sketch)
         orders = worker.order.init(order_key, like)
-        return params, worker.rounds.init(params), orders, key, step.zero_stats()
+        means = averages.zeros(worker.averages, params)
+        return params, worker.rounds.init(params), orders, key, step.zero_stats(), means
 
     words = (worker.sides.params, "owned", "owned")
     started = local_opt.lift(start, over, inputs=words, outputs=worker.sides)
@@ -237,8 +240,13 @@ def _initial(model, worker: Worker, mesh) -> Callable:
     return init
 
 
-def _mean_params(worker: Worker) -> Callable:
-    if worker.sides.params == "shared":
-        return lambda state: placement.on_host(state.params)
-    average = jax.jit(local_opt.consolidate)
-    return lambda state: placement.on_host(average(state.params))
+def _readers(worker: Worker) -> dict[str, Callable]:
+    """`mean_params` and `averaged` of a program."""
+    own, average = worker.sides.params == "owned", jax.jit(worker.average)
+    mean = jax.jit(local_opt.consolidate) if own else lambda tree: tree
+    return {
+        "mean_params": lambda state: placement.on_host(mean(state.params)),
+        "averaged": lambda state, t: placement.on_host(
+            mean(average(state.averages, state.params, t))
+        ),
+    }

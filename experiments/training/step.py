@@ -16,7 +16,7 @@ import local_opt
 import models
 import ordering
 from experiments.tasks.base import Recipe, Task
-from experiments.training import optimizers
+from experiments.training import averages, optimizers
 from experiments.training.config import EXAMPLES, OrderSetting, Sizes, num_params, size_of
 from local_opt.workers import AXIS
 from ordering.rows import finite_units
@@ -37,8 +37,8 @@ class StepStats(NamedTuple):
 class TrainState(NamedTuple):
     """The whole state of a run, which a checkpoint holds.
 
-    Parameters and the optimizer's state are shared if workers synchronise in every step, and have
-    a leading worker axis if rounds are local. The other fields always have a worker axis.
+    Parameters, their averages and the optimizer's state are shared if workers synchronise in every
+    step, and have a leading worker axis if rounds are local. The others always have a worker axis.
     """
 
     params: Any
@@ -46,6 +46,7 @@ class TrainState(NamedTuple):
     orders: Any  # current and next order, running sum, pending half pair
     key: jax.Array  # of the steps' randomness
     stats: StepStats
+    averages: dict  # {name: of the parameters}, as of `averages.AVERAGES`
 
 
 class Worker(NamedTuple):
@@ -56,6 +57,7 @@ class Worker(NamedTuple):
       inner: the optimizer of one worker; rounds: made of it.
       exchanges: whether coordination and the mean gradient share one exchange of rows.
       sketch: size of the sketches that the order observes; None: it observes gradients.
+      averages: names of AVERAGES; average: updates them, as of `averages.update`.
     """
 
     model: models.Model
@@ -66,12 +68,14 @@ class Worker(NamedTuple):
     sizes: Sizes
     exchanges: bool
     sketch: int | None
+    averages: tuple[str, ...]
+    average: Callable
 
     @property
     def sides(self) -> TrainState:
         """Which fields of the state are shared or owned, in the words of `local_opt.lift`."""
         own = "shared" if self.rounds.in_step else "owned"
-        return TrainState(own, own, "owned", "owned", "owned")
+        return TrainState(own, own, "owned", "owned", "owned", own)
 
 
 def worker_of(
@@ -101,7 +105,10 @@ def worker_of(
     exact = row.coordinated and row.sketch is None and sizes.units_per_step == 1
     exchanges = on_mesh and exact and rounds.in_step
     sketch = row.sketch and min(row.sketch, num_params(task.model))
-    return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch)
+    average = averages.update(steps=sizes.loads_per_epoch, epochs=recipe.ema_epochs)
+    return Worker(
+        task.model, row, order, inner, rounds, sizes, exchanges, sketch, recipe.average, average
+    )
 
 
 def zero_stats() -> StepStats:
@@ -167,6 +174,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             opt_state=opt_state,
             orders=worker.order.observe(state.orders, rows) if observes else state.orders,
             stats=_add(state.stats, jnp.mean(losses), bad, units, t),
+            averages=worker.average(state.averages, state.params, t),
         )
 
     return step

@@ -15,13 +15,14 @@ import pytest
 
 from experiments.training import checkpoint, config, resize
 from ordering.echo import EchoPlan
+from tests import reference
 from tests.commands import RUN, finish, records, stop_in_the_middle, train_run
 from tests.little_run import assert_same
 
 STEPS, LOADS, UNITS, TOGETHER = 40, 5, 40, 8  # of a run; of an epoch; of a step of all workers
 SMALL = [
     "--num_train=46", "--num_test=20", f"--total_steps={STEPS}", "--evaluations=4",
-    "--learning_rate=0.2", "--unit_size=1", "--checkpoint_every=1",
+    "--learning_rate=0.2", "--unit_size=1", "--checkpoint_every=1", "--average=epoch,ema",
 ]  # fmt: skip
 MEAN = "--elastic=mean"
 CHANGES = [(8, 12), (4, 28), (8, STEPS)]  # workers, until which step
@@ -101,6 +102,23 @@ def visited(folders, load_steps=range(STEPS), changes=CHANGES):
 def whole(tmp_path_factory):
     """The folders of a run with 8, then 4, then 8 workers."""
     return changed(tmp_path_factory.mktemp("whole"))
+
+
+def test_averages_go_on_with_other_workers(whole):
+    """Equal to those of the means over the workers, whatever their number."""
+
+    def at(step):
+        folder = whole[sum(step > until for _, until in CHANGES)]
+        state = state_of(folder, step)
+        return state["params"]["w"].mean(axis=0), state["averages"]
+
+    weights = [at(step)[0] for step in range(1, STEPS + 1)]
+    for t in (10, 13, 14, 27, 30, STEPS):
+        means = {name: m["w"].mean(axis=0) for name, m in at(t)[1].items()}
+        own = reference.epoch_mean(weights, t - 1, LOADS)
+        np.testing.assert_allclose(means["epoch"], own, rtol=1e-4, atol=1e-6)
+        own = reference.debiased_ema(weights, t - 1, np.exp(-1 / (0.5 * LOADS)))
+        np.testing.assert_allclose(means["ema"], own, rtol=1e-4, atol=1e-6)
 
 
 def test_each_unit_is_visited_once_in_every_epoch(whole):

@@ -66,10 +66,11 @@ MANY = [(case, {}, 1) for case in cases()] + [
 ]
 FEW = [
     (("rr", "accumulate", "fixed"), {}, 13),
-    (("rr", "parallel", "diffusion+cosine"), STREAMED, 19),
-    (("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"), STREAMED, 23),
+    (("rr", "parallel", "diffusion+cosine"), {**STREAMED, "average": ("ema",)}, 19),
+    (("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"),
+     {**STREAMED, "average": ("epoch", "ema")}, 23),
     (("cd_grab", "qsr", "measured"), STREAMED, 17),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

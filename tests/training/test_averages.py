@@ -1,0 +1,110 @@
+"""Averages of the weights equal the papers' sums over the weights of every step."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from experiments.cluster import strict
+from experiments.training import measure
+from experiments.training.averages import AVERAGES, update
+from tests import reference
+from tests.commands import records, train_run
+from tests.little_run import PER_STEP, STEPS, UNITS, built, plans_of, trained
+
+LOADS = -(-UNITS // PER_STEP)
+EPOCHS = 0.5  # of the EMA
+BOTH = ("epoch", "ema")
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+
+
+def expected(name, weights, t):
+    if name == "epoch":
+        return reference.epoch_mean(weights, t, LOADS)
+    return reference.debiased_ema(weights, t, math.exp(-1 / (EPOCHS * LOADS)))
+
+
+@pytest.mark.parametrize("sync,echo", [
+    ("parallel", "none"), ("qsr", "diffusion+cosine"), ("accumulate", "none"),
+    ("constant+int8", "none"),
+])  # fmt: skip
+def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
+    program, plans = built("rr", sync, average=BOTH), plans_of(sync, echo)
+    weights, found = [], {}
+
+    def look(step, state):
+        weights.append(flat(program.mean_params(state)))
+        found[step] = jax.tree.map(np.asarray, program.averaged(state, step))
+        return {}
+
+    trained(program, plans, evaluate=look, evaluate_at=range(STEPS))
+    start, *weights = weights
+    assert set(found) == set(range(STEPS + 1)) and set(AVERAGES) == set(BOTH)
+    for name in BOTH:
+        np.testing.assert_array_equal(flat(found[0][name]), start)
+        for t in range(1, STEPS + 1):
+            own = expected(name, weights, t)
+            np.testing.assert_allclose(flat(found[t][name]), own, rtol=1e-5, atol=1e-7)
+        # The last weights alone are something else.
+        assert np.abs(flat(found[STEPS][name]) - weights[-1]).max() > 1e-6
+    seldom = {}
+    given = {"evaluate": lambda t, state: seldom.update({t: program.averaged(state, t)}) or {}}
+    trained(program, plans, evaluate_at=[LOADS], **given)
+    for t, means in seldom.items():
+        jax.tree.map(np.testing.assert_array_equal, means, found[t])
+
+
+def test_the_moving_average_is_that_of_optax():
+    decay, weights = math.exp(-1 / (3 * 4)), np.linspace(1, 2, 50, dtype=np.float32)
+    slow, add = optax.ema(decay), jax.jit(update(steps=4, epochs=3.0))
+    state, means = slow.init(weights[0]), {"ema": np.float32(7)}
+    for t, x in enumerate(weights, 1):
+        other, state = slow.update(x, state)
+        means = add(means, x, t)
+        np.testing.assert_allclose(means["ema"], other, rtol=1e-5)
+
+
+def test_without_an_average_the_state_holds_none():
+    program = built("rr", "parallel")
+    assert program.init(0).averages == {} and program.averaged(program.init(0), 0) == {}
+
+
+def test_the_average_with_the_lowest_training_loss_is_recorded():
+    losses = {"a": 2.0, "b": 1.0, "c": math.nan}
+
+    def run(params):
+        return {"train/loss": losses[params], "test/loss": -losses[params]}
+
+    found = measure.averaged(run, {name: name for name in losses})
+    assert found == {
+        "average": "b", "train/loss/averaged": 1.0, "test/loss/averaged": -1.0
+    }  # fmt: skip
+    assert measure.averaged(run, {"c": "c"})["average"] == "c"
+
+
+def test_records_hold_averages_and_stay_json(tmp_path):
+    given = [
+        "--num_train=46",
+        "--num_test=20",
+        "--total_steps=12",
+        "--workers=2",
+        "--sync=parallel",
+    ]
+    given += ["--units_per_step=4", "--unit_size=1", "--evaluations=2", "--learning_rate=0.2"]
+    train_run([*given, "--average=epoch,ema"], tmp_path / "with")
+    train_run(given, tmp_path / "without")
+    found, plain = records(tmp_path / "with"), records(tmp_path / "without")
+    scalars = ["train/loss", "train/above_optimum", "test/accuracy"]
+    for r, before in zip(found, plain, strict=True):
+        assert {f"{s}/averaged" for s in scalars} <= set(r) and r["average"] in BOTH
+        assert {k: r[k] for k in before if k != "seconds"} == {
+            k: v for k, v in before.items() if k != "seconds"
+        }
+    nan = measure.averaged(lambda params: {"train/loss": params}, {"ema": math.nan})
+    assert json.loads(strict.dumps(strict.plain(nan)))["train/loss/averaged"] is None
