@@ -45,10 +45,10 @@ def update(*, steps: int, epochs: float) -> Callable:
     """
 
     def add(means, params, t):
-        t = jnp.maximum(t, 1)
-        return {
-            name: optax.incremental_update(params, mean, AVERAGES[name](t, steps, epochs))
-            for name, mean in means.items()
-        }
+        def of(name, mean):
+            share = AVERAGES[name](jnp.maximum(t, 1), steps, epochs)
+            return optax.incremental_update(params, mean, share)
+
+        return {name: of(name, mean) for name, mean in means.items()}
 
     return add
