@@ -53,7 +53,7 @@ def check(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=Non
         unused |= {"target": "echoing and combined", "metric": "echoing and combined --target"}
     if study is not None and values.widen and len(recipe.learning_rates) < 2:
         unused["widen"] = "a grid of --learning_rates, and this is one"
-    if not values.dry_run:
+    if "dry_run" in values and not values.dry_run:
         unused |= dict.fromkeys(OF_DRY_RUNS, "--dry_run")
     for name, by in unused.items():
         flag = values[name]

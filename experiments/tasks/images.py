@@ -13,7 +13,7 @@ import numpy as np
 
 import models
 from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, split
-from experiments.tasks.ranges import COUNT
+from experiments.tasks.ranges import COUNT, DECAY
 from experiments.tasks.sources import as_arrays, check_number, read_all, source, subset
 from models.mobilenet import IMAGENET_STAGES
 
@@ -29,6 +29,7 @@ def digits(
     model: str = "softmax",
     *,
     num_train: int = 1536,
+    l2: Annotated[float, DECAY, "softmax"] = 1e-2,
     width: Annotated[int, COUNT, "mlp"] = 64,
     depth: Annotated[int, COUNT, "mlp"] = 1,
     abstract: bool = False,
@@ -40,6 +41,7 @@ def digits(
       model: "softmax" (regression, whose optimum is computed), "mlp", or "resnet" (eight layers
         with group normalisation).
       num_train: 1 to 1,796.
+      l2: weight of the penalty of "softmax": 0.05 is well conditioned, 1e-4 badly.
       width, depth: units per hidden layer of "mlp", and number of these layers.
     """
     check_model("digits", model, ("softmax", "mlp", "resnet"))
@@ -56,7 +58,7 @@ def digits(
     elif model == "resnet":
         net = _resnet8(image_shape=shape, num_classes=10, width=8, norm="group")
     else:
-        net = models.softmax_regression(num_features=DIGITS_FEATURES, num_classes=10, l2=1e-2)
+        net = models.softmax_regression(num_features=DIGITS_FEATURES, num_classes=10, l2=l2)
     if abstract:
         train, test = abstract_sets((num_train, DIGITS - num_train), shape)
         return Task("digits", net, train, test, DIGITS_RECIPE)

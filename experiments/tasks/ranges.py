@@ -26,6 +26,7 @@ class Range(NamedTuple):
 
 COUNT = Range(int, "[1, 2147483647]")  # int32, as steps and units are counted on the devices
 FROM_ZERO = Range(int, "[0, 2147483647]")
+COPIES = Range(int, "[3, 1000]")  # of a run, of which each may be left out
 SEED = Range(int, "[0, 4294967295]")  # a larger one would be taken modulo 2^32
 SHARE = Range(float, "[0, 1]")
 MOMENTUM = Range(float, "[0, 0.9999999]")  # below 1 in float32 too

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from experiments import advise, combined, verdicts
+from experiments import combined, machine_map, verdicts
 from experiments.results import archive, report, tables, verdict_page
 from experiments.study import cost, factorials
 
@@ -44,12 +44,12 @@ def test_the_factorials(name):
 
 def test_the_map_of_machines():
     known, whole = factorials.load(), page("machine_map.md")
-    check(advise.slow_table(known), whole)
-    check(advise.measured_table(), whole)
-    check(advise.gains_table(known), whole)
-    check(advise.regret_table(known), whole)
+    check(machine_map.slow_table(known), whole)
+    check(machine_map.measured_table(), whole)
+    check(machine_map.gains_table(known), whole)
+    check(machine_map.regret_table(known), whole)
     shown = [found for found in known if found.size == "4 x 16"]
-    check(advise.choices_table(shown), whole)
+    check(machine_map.choices_table(shown), whole)
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])

@@ -1,0 +1,243 @@
+r"""How much of the training loss is the order's doing, and how much of that averaged weights leave.
+
+    python -m experiments.advise --order_share --task=digits
+
+K copies of a run start from the same parameters, and differ in their random permutations alone. If
+the loss L is quadratic with Hessian A, and the copies x_i deviate independently from their mean
+with covariance S,
+
+    E L(x_i) = L(E x) + tr(A S) / 2,    E L(mean_i x_i) = L(E x) + tr(A S) / 2 K,
+
+and the order's part of the loss, tr(A S) / 2, has the unbiased estimate
+
+    K / (K - 1) (mean_i L(x_i) - L(mean_i x_i)).
+
+What is left without it is the loss of an order that adds no noise. No order can do better at the
+same learning rate, as far as the loss is quadratic; a balanced order comes near that. The same is
+measured for averages of the weights over the steps. Intervals are jackknifed over the copies.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.cluster import processes, progress
+from experiments.results import tables
+from experiments.results.statistics import interval
+from experiments.study.study import Arm
+from experiments.study.tables import rows_of
+from experiments.study.trainer import plans_of
+from experiments.training import config, loop, measure, program
+
+ARM = Arm("D-RR", order="rr")
+WORTH, LEAST = 1.1, 0.01  # times fewer epochs that are worth it; epochs that count as none
+
+
+class Losses(NamedTuple):
+    """Losses of K copies at one or more points of their runs."""
+
+    each: np.ndarray  # float64[..., K], L(x_i)
+    of_mean: np.ndarray  # float64[...], L(mean_i x_i)
+    without: np.ndarray  # float64[..., K], L of the mean of all but x_i
+
+    def share(self, out: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(mean loss, the order's part of it), [...] each, of all copies or of all but one."""
+        each = self.each if out is None else np.delete(self.each, out, axis=-1)
+        of_mean = self.of_mean if out is None else self.without[..., out]
+        mean, count = each.mean(axis=-1), each.shape[-1]
+        return mean, count / (count - 1) * (mean - of_mean)
+
+
+def losses_of(loss: Callable, copies) -> Losses:
+    """The losses of copies and of their means.
+
+    Args:
+      loss: parameters -> losses, float[n], both with a leading axis of n models.
+      copies: a tree with leaves [K, ...].
+    """
+    count = len(jax.tree.leaves(copies)[0])
+
+    def models(x):
+        total = x.sum(axis=0, dtype=np.float64)
+        means = total / count, *((total - own) / (count - 1) for own in x)
+        return np.concatenate([x, np.stack(means).astype(x.dtype)])
+
+    found = np.asarray(loss(jax.tree.map(models, copies)), float)
+    return Losses(found[:count], found[count], found[count + 1 :])
+
+
+def jackknife(statistic: Callable[[int | None], float], count: int) -> np.ndarray:
+    """[K] pseudo-values, whose mean and interval are those of a statistic of all copies.
+
+    Args:
+      statistic: of all copies for None, or of all but the i-th.
+    """
+    whole, parts = statistic(None), np.array([statistic(i) for i in range(count)])
+    if not np.isfinite([whole, *parts]).all():
+        return np.full(count, whole if np.isinf(whole) else np.nan)
+    return count * whole - (count - 1) * parts
+
+
+def measured(task, recipe, *, copies: int) -> Iterator[tuple[float, dict[str, Losses]]]:
+    """Each learning rate with {"last": losses after epochs 0, 1, ..., and of each average}.
+
+    A rate at which a copy diverges is left out.
+    """
+    order, rule, _ = rows_of(ARM)
+    built = program.build(
+        task, recipe, order, rule.rounds, mesh=processes.mesh_of(recipe.run, recipe.workers)
+    )
+    steps, loss = built.sizes.loads_per_epoch, loss_of(task, recipe)
+    epochs = config.total_steps_of(recipe, built.sizes) // steps
+    if epochs < 2:
+        raise ValueError(
+            f"a run has {epochs} whole epochs, and an order shows after two: raise --epochs."
+        )
+    total = len(recipe.learning_rates) * epochs * copies
+    with progress.bar(total=total, unit="epoch") as bar:
+        for rate in recipe.learning_rates:
+            plans, found = plans_of(task, recipe, ARM, rate=rate), []
+            states = [built.init(0)._replace(orders=built.init(i).orders) for i in range(copies)]
+            for end in range(0, (epochs + 1) * steps, steps):
+                for i in range(copies if end else 0):
+                    states[i] = advance(built, plans, states[i], end - steps, end)
+                    bar.update()
+                points = [weights_of(built, state, end) for state in states]
+                copies_of = jax.tree.map(lambda *x: np.stack(x), *points)
+                found.append({name: losses_of(loss, x) for name, x in copies_of.items()})
+                if not np.isfinite(found[-1]["last"].each).all():
+                    processes.say(f"At rate {rate:g} a copy diverges: left out.")
+                    bar.update((epochs - end // steps) * copies)
+                    break
+            else:
+                stack = lambda *x: Losses(*map(np.stack, zip(*x, strict=True)))  # noqa: E731
+                of = {name: stack(*[f[name] for f in found]) for name in found[0]}
+                yield rate, {"last": of.pop("last"), "averaged": min(of.values(), key=last_mean)}
+
+
+def last_mean(losses: Losses) -> float:
+    return losses.each[-1].mean()
+
+
+def advance(built, plans, state, start: int, end: int):
+    """The state after the steps from `start` to `end`."""
+    stop = lambda at, state: (state, at.step == end)  # noqa: E731
+    return loop.run(built, plans, state, loop.resumed(plans, start), stop, stops=[end])[1]
+
+
+def weights_of(built, state, step: int) -> dict:
+    return {"last": built.mean_params(state), **built.averaged(state, step)}
+
+
+def loss_of(task, recipe) -> Callable:
+    """`n models -> float64[n]`, training losses; of a task with a known optimum, above it."""
+    size, mean = config.size_of(task.train), measure.mean_loss(task.model)
+    examples = recipe.workers * recipe.units_per_step * recipe.unit_size
+    moments = measure.moments(task.model, task.train, examples)
+    batches, least = measure.part_of(task.train, 0, size), task.optimum() if task.optimum else 0.0
+
+    @jax.jit
+    def each(models, batch):
+        return jax.lax.map(lambda params: mean(params, moments(params), batch), models)
+
+    def loss(models) -> np.ndarray:
+        models = jax.device_put(models)
+        found = [(np.asarray(each(models, b), float), config.size_of(b)) for b in batches()]
+        values, sizes = zip(*found, strict=True)
+        return np.average(values, axis=0, weights=sizes) - least
+
+    return loss
+
+
+def arrival(curve: np.ndarray, target: float) -> float:
+    """When a curve, of epochs 0, 1, ..., first is at most `target`, between epochs; inf: never."""
+    if not (curve <= target).any():
+        return np.inf
+    at = int(np.argmax(curve <= target))
+    fall = curve[at - 1] - curve[at] if at else 0.0
+    return at - (target - curve[at]) / fall if fall else float(at)
+
+
+Found = Mapping[float, Mapping[str, Losses]]  # {rate: {"last", "averaged": [E + 1]}}
+WAYS = {  # {column: (weights, whether the order's part is taken off)}
+    "D-RR": ("last", False), "averaged": ("averaged", False),
+    "no order noise": ("last", True), "no order noise, averaged": ("averaged", True),
+}  # fmt: skip
+
+
+def curve(of: Mapping[str, Losses], way: str, out: int | None) -> np.ndarray:
+    weights, clean = WAYS[way]
+    mean, part = of[weights].share(out)
+    return mean - part if clean else mean
+
+
+def epochs(found: Found, way: str, base: str, out: int | None) -> float:
+    """Epochs to the lowest loss of `base`, each at its own best rate."""
+    target = min(curve(of, base, out).min() for of in found.values())
+    return min(arrival(curve(of, way, out), target) for of in found.values())
+
+
+def saved(of: Mapping[str, Losses], weights: str, out: int | None) -> float:
+    """Epochs by which the loss without the order's part comes earlier to where D-RR ends."""
+    mean, part = of[weights].share(out)
+    return len(mean) - 1 - arrival(mean - part, mean[-1])
+
+
+def report(found: Found, about: str) -> str:
+    """Two tables and a recommendation."""
+    count = next(iter(found.values()))["last"].each.shape[-1]
+
+    def show(form, statistic, *given):
+        return tables.show(jackknife(lambda out: statistic(*given, out), count), form)
+
+    def end(of, weights, part, out):
+        return of[weights].share(out)[part][-1]
+
+    rates = [
+        {"lr": f"{rate:g}"}
+        | {
+            f"{weights} weights{what}": show(form, function, of, weights, *more)
+            for weights in ("last", "averaged")
+            for what, form, function, *more in (
+                (f": {about}", "{:.2e}", end, 0), (": the order's part", "{:.1e}", end, 1),
+                (": at most saves epochs", "{:.1f}", saved),
+            )
+        }
+        for rate, of in found.items()
+    ]  # fmt: skip
+    ways = [
+        {"epochs to the lowest loss of": base}
+        | {way: show("{:.1f}", epochs, found, way, base) for way in WAYS}
+        for base in ("D-RR", "averaged")
+    ]
+    return f"{tables.markdown(rates)}\n\n{tables.markdown(ways)}\n\n{advice(found, count)}"
+
+
+def advice(found: Found, count: int) -> str:
+    def fewer(base, way):
+        """[K] logarithms: how many times fewer epochs than `base` this way takes."""
+
+        def log(out):
+            taken = [max(epochs(found, own, base, out), LEAST) for own in (base, way)]
+            return np.log(taken[0] / taken[1])
+
+        return jackknife(log, count)
+
+    def gains(logs):
+        mean, half = interval(logs)
+        return mean > np.log(WORTH) and mean > half
+
+    averaging = fewer("D-RR", "averaged")
+    order = fewer("averaged", "no order noise, averaged")
+    words = (
+        f"Averaged weights reach D-RR's lowest loss in {tables.times(averaging)} times fewer "
+        f"epochs; without the order's part they would reach their own in {tables.times(order)} "
+        "times fewer."
+    )
+    if gains(order):
+        return f"{words} Try a balanced order, such as cd_grab, with averaged weights."
+    if gains(averaging):
+        return f"{words} Average the weights: a balanced order adds little to that."
+    return f"{words} Neither has much to gain here."
