@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.cluster import files
 from experiments.results import archive, statistics
-from experiments.results.statistics import Comparison, interval, spent, tested
+from experiments.results.statistics import AVERAGED, Comparison, interval, spent, tested
 from experiments.results.tables import name_of
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
@@ -56,11 +56,12 @@ def comparison(
     size = 4.7 * width, 3.7 * len(rows) + 0.9
     figure, axes = panes(len(rows), width, size, sharey="row")
     for row, (scalar, names) in zip(axes, rows, strict=True):
+        curves = [(scalar, look([*compared.arms].index(own.arm)), own) for own in shown]
+        curves += _averaged(compared, scalar, shown)
         for axis, x in zip(row, names, strict=False):
-            for own in shown:
-                style = look([*compared.arms].index(own.arm))
-                style["label"] = f"{own.label} (lr {own.rate:g})"
-                _draw(axis, own.runs.values(), x, scalar, style)
+            for name, style, own in curves:
+                style = {"label": f"{own.label} (lr {own.rate:g})"} | style
+                _draw(axis, own.runs.values(), x, name, style)
             if goal.when == "target" and scalar == goal.scalar:
                 axis.axhline(goal.target, color="#444444", linewidth=0.8, linestyle=":")
             _label(axis, x)
@@ -70,7 +71,7 @@ def comparison(
         if scalar in LOGARITHMIC and row[0].dataLim.y1 > 0:
             row[0].set_yscale("log")
         else:
-            _zoom(row[0], [statistics.values(own.runs.values(), scalar) for own in shown])
+            _zoom(row[0], [statistics.values(own.runs.values(), name) for name, _, own in curves])
     legend(figure)
     seeds = max((len(own.runs) for own in shown), default=0)
     many = "one seed" if seeds == 1 else f"{seeds} seeds, mean and 95 % interval"
@@ -79,6 +80,17 @@ def comparison(
         figure, path,
         f"{title}{at}\neach at its own best learning rate, {many}",
     )  # fmt: skip
+
+
+def _averaged(compared, scalar: str, shown) -> list[tuple]:
+    """(scalar, look, arm) of these arms' averaged weights, each at its best rate for these."""
+    found, other = [], compared.averaged
+    for own in [other.chosen[own.arm, own.speed] for own in shown] if other else []:
+        if own.runs:  # of slow input: reported at this rate too
+            style = look([*compared.arms].index(own.arm)) | {"linestyle": ":"}
+            style["label"] = f"{own.label}, averaged (lr {own.rate:g})"
+            found.append((scalar + AVERAGED, style, own))
+    return found
 
 
 def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
@@ -107,7 +119,7 @@ def _draw(axis, runs, cost: str, scalar: str, style) -> None:
     x, found = at[kept], found[:, kept]
     mean, half = np.array([interval(v) for v in found.T]).T
     low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
-    if scalar in LOGARITHMIC:  # where a band may not reach 0
+    if scalar.removesuffix(AVERAGED) in LOGARITHMIC:  # where a band may not reach 0
         low = np.maximum(low, found.min(axis=0) / 2)
     axis.plot(x, mean, **style, marker="o" if len(x) < 20 else None, ms=3)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)

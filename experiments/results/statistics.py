@@ -15,6 +15,7 @@ from experiments.tasks.metrics import METRICS
 
 TUNING, REPORTED = ("run", "tune"), ("run", "report")  # phases
 LOSS, ABOVE = "train/loss", "train/above_optimum"
+AVERAGED = "/averaged"  # ends the names of scalars of averaged weights
 Run = Sequence[Mapping]
 
 
@@ -49,6 +50,7 @@ class Comparison(NamedTuple):
     chosen: Mapping[tuple, Chosen]  # {(arm, speed): Chosen} of those that have run, as the arms
     plans: Mapping[str, Any]  # {arm: SyncPlan}, where they are known before the run
     looks: Sequence[Mapping] = ()  # at a recorded run, for `archive.at_looks`; (): one, with all
+    averaged: Any = None  # the same of averaged weights, where they were recorded
 
     def at(self, speed: float | None = None) -> list[Chosen]:
         return [own for (_, s), own in self.chosen.items() if s == speed]
@@ -58,7 +60,7 @@ class Comparison(NamedTuple):
 
 
 def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) -> Comparison:
-    """Every arm at its own best rate, at every speed."""
+    """Every arm at its own best rate, at every speed; of averaged weights, at the best for them."""
     records, chosen = list(records), {}
     speeds = sorted({r["speed"] for r in records} - {None}) or [None]
     for speed, (arm, label) in itertools.product(speeds, arms.items()):
@@ -66,7 +68,17 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
             rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
             runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
             chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tuple(sorted(tried)), out)
-    return Comparison(records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}))
+    _, *averaged = criteria(criterion, records)
+    return Comparison(
+        records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}),
+        averaged=compare(records, arms, *averaged, plans) if averaged else None,
+    )  # fmt: skip
+
+
+def criteria(criterion: Criterion, records) -> list[Criterion]:
+    """The criterion, and that of averaged weights where they were recorded."""
+    own = criterion._replace(scalar=criterion.scalar + AVERAGED)
+    return [criterion, *[own] * any(own.scalar in r for r in records)]
 
 
 def runs_of(records, arm, speed=None, phases=TUNING) -> dict[float, dict[int, list]]:
@@ -123,7 +135,8 @@ def last(run: Run, name: str) -> float:
     One that is not finite, null in the record, is worse than every number.
     """
     found = next((r[name] for r in reversed(run) if name in r), math.nan)
-    more = name.split("/")[-1] in METRICS and not METRICS[name.split("/")[-1]].lower
+    metric = METRICS.get(name.removesuffix(AVERAGED).split("/")[-1])
+    more = metric is not None and not metric.lower
     return found if found is not None else -math.inf if more else math.inf
 
 
@@ -270,7 +283,7 @@ def metric_of(comparison: Comparison) -> str:
 
     The loss and metrics that every task measures are used only if there is no other.
     """
-    part, _, name = comparison.criterion.scalar.partition("/")
+    part, _, name = comparison.criterion.scalar.removesuffix(AVERAGED).partition("/")
     known = set().union(*comparison.records)
     found = [name for name in METRICS if f"test/{name}" in known]
     order = {name: (METRICS[name].everywhere, name == "loss") for name in found}

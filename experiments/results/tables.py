@@ -31,7 +31,10 @@ class Column(NamedTuple):
 
 
 def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:
-    """The main table: one row per arm at its best rate; metrics of every task come last."""
+    """The main table: one row per arm at its best rate; metrics of every task come last.
+
+    Where averaged weights were recorded, the same table of them follows.
+    """
     rows = []
     for own in comparison.at(speed):
         row = {}
@@ -40,9 +43,12 @@ def table(comparison: Comparison, columns: Sequence[Column], speed: float | None
             row[head] = cell(comparison, own) if own.runs or always else "-"
         for name in statistics.everywhere(comparison):
             form = METRICS[name].form
-            row.setdefault(METRICS[name].label, show(_lasts(own, f"test/{name}"), form))
+            row.setdefault(METRICS[name].label, show(_lasts(comparison, own, f"test/{name}"), form))
         rows.append(row)
-    return markdown(rows)
+    if comparison.averaged is None:
+        return markdown(rows)
+    more = table(comparison.averaged, columns, speed)
+    return f"{markdown(rows)}\n\nAveraged weights, each arm at its best rate for them:\n\n{more}"
 
 
 # Columns.
@@ -69,7 +75,7 @@ def mean(head, form: str, values: Callable, word: str = "") -> Column:
 
 def end(head: str, scalar: str, form: str) -> Column:
     """The last value of a scalar."""
-    return mean(head, form, lambda comparison, own: _lasts(own, scalar))
+    return mean(head, form, lambda comparison, own: _lasts(comparison, own, scalar))
 
 
 def metric(form: str) -> Column:
@@ -78,7 +84,7 @@ def metric(form: str) -> Column:
     def name(comparison):
         return f"test/{statistics.metric_of(comparison)}"
 
-    return mean(lambda c: name_of(name(c)), form, lambda c, own: _lasts(own, name(c)))
+    return mean(lambda c: name_of(name(c)), form, lambda c, own: _lasts(c, own, name(c)))
 
 
 def to_target(head: str, name: str, form: str, word: str = "") -> Column:
@@ -86,9 +92,17 @@ def to_target(head: str, name: str, form: str, word: str = "") -> Column:
     return mean(head, form, lambda c, own: spent(c, own.runs, name).values(), word)
 
 
-def _lasts(own, scalar):
+def _lasts(comparison, own, scalar):
+    scalar = _scalar_of(comparison, scalar)
     ends = [last(run, scalar) for run in _measured(own, scalar)]
     return ends if np.isfinite(ends).all() else ()  # inf means never reached
+
+
+def _scalar_of(comparison: Comparison, name: str) -> str:
+    """The scalar of this name, in a comparison of averaged weights theirs if it was recorded."""
+    own = name + statistics.AVERAGED
+    averaged = comparison.criterion.scalar.endswith(statistics.AVERAGED)
+    return own if averaged and any(own in r for r in comparison.records) else name
 
 
 def _measured(own, name):
@@ -181,7 +195,7 @@ SYNC_COLUMNS = (
     metric("{:.4f}"),
     end("train loss", "train/loss", "{:.4f}"),
     Column("volume", lambda c, own: _each(_per_step(own, "rounds"), "{:.2%}")),
-    Column("rounds", lambda c, own: _each(_lasts(own, "rounds"), "{}")),
+    Column("rounds", lambda c, own: _each(_lasts(c, own, "rounds"), "{}")),
     Column("H", _periods),
     end("seconds", "seconds", "{:.1f}"),
     end("last drift", "drift", "{:.4f}"),
@@ -202,7 +216,7 @@ COMBINED_COLUMNS = (
     arm("arm"),
     rate("best lr"),
     mean(lambda c: f"last {name_of(c.criterion.scalar)}", "{:.3g}",
-         lambda c, own: _lasts(own, c.criterion.scalar)),
+         lambda c, own: _lasts(c, own, c.criterion.scalar)),
     metric("{:.4g}"),
     to_target("steps to the target", "step", "{:.0f}"),
     to_target("loads", "loads", "{:.0f}"),
@@ -241,7 +255,8 @@ def rounded(mean: float, form: str) -> str:
 
 
 def name_of(scalar: str) -> str:
-    """The name of a scalar in tables and pictures."""
+    """The name of a scalar in tables and pictures, whether of the last or averaged weights."""
+    scalar = scalar.removesuffix(statistics.AVERAGED)
     if scalar in NAMES:
         return NAMES[scalar]
     part, _, name = scalar.partition("/")
@@ -250,7 +265,7 @@ def name_of(scalar: str) -> str:
 
 
 def form_of(scalar: str) -> str:
-    metric = METRICS.get(scalar.split("/")[-1])
+    metric = METRICS.get(scalar.removesuffix(statistics.AVERAGED).split("/")[-1])
     return metric.form if metric and not scalar.startswith("train") else "{:.3g}"
 
 

@@ -6,7 +6,8 @@ phase "tune", without the delay unless the arm's policy depends on it. In phase 
 run with the delay at the best rate.
 
 With `widen`, the grid of rates grows: while an arm's best rate of seed 0 is the smallest or the
-largest, the next rate beyond it is tried too.
+largest, the next rate beyond it is tried too. Where averaged weights are recorded, all this is done
+for them too, except for phase "report": that has the best rate of the last weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,28 +45,32 @@ def next_run(
     """
     own = [r for r in records if (r["arm"], r["speed"]) == (arm, speed)]
     ended, phase = _by_run(own), "run" if speed is None else "tune"
+    criteria = statistics.criteria(study.criterion, own)
 
     def missing(rates, seeds, phase):
         runs = (Run(arm, speed, rate, seed, phase) for rate in rates for seed in seeds)
         return next((run for run in runs if run not in ended), None)
 
-    def finalists(number):
-        return statistics.finalists(own, arm, speed, study.criterion, number)
+    def finalists(criterion, number):
+        return statistics.finalists(own, arm, speed, criterion, number)
 
     rates, left = sorted(rates), {0: widen, -1: widen}
     while not (first := missing(rates, [0], phase)) and len(rates) > 1:
-        best = next(
-            (rate for rate in finalists(None) if rate in rates), rates[0]
-        )  # all may diverge
-        end = {rates[0]: 0, rates[-1]: -1}.get(best)
-        if end is None or not left[end]:
+        ends = {rates[0]: 0, rates[-1]: -1}
+        best = [
+            next((rate for rate in finalists(c, None) if rate in rates), rates[0])
+            for c in criteria  # all may diverge
+        ]
+        end = next((ends[rate] for rate in best if rate in ends and left[ends[rate]]), None)
+        if end is None:
             break
         left[end] -= 1
         beyond = rates[end] ** 2 / rates[1 if end == 0 else -2]
         rates = sorted([*rates, float(f"{beyond:.6g}")])
     if first:
         return first
-    others = missing(finalists(study.finalists), range(seeds), phase)
+    best = dict.fromkeys(rate for c in criteria for rate in finalists(c, study.finalists))
+    others = missing(best, range(seeds), phase)
     if others or speed is None:
         return others
     best = statistics.best_rate(own, arm, speed, study.criterion)

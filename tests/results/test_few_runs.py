@@ -29,13 +29,15 @@ CASES = {
     "equal values": {"value": 0.5},
     "zero": {"value": 0.0},
     "not finite": {"value": None},
+    "averaged": {"averaged": 0.7},
+    "averages not finite": {"averaged": None},
     "the first diverges": {"diverged": [0]},
     "all diverge": {"diverged": range(99)},
 }
 
 
 def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=None, diverged=(),
-            value=math.nan):  # fmt: skip
+            value=math.nan, averaged=math.nan):  # fmt: skip
     """What the study would write; `value` of every scalar, one of its own if nan."""
     phases = {"speed": 2, "phases": ("tune", "report")} if study.speeds else {"phases": ("run",)}
     arms = [*study.arms.items()][:only]
@@ -46,6 +48,8 @@ def records(study, *, seeds=(0, 1), rates=(0.1, 0.2), ends=(10, 20, 30), only=No
         out = i in diverged and step == ends[-1]
         found = dict.fromkeys(LOWER, v)
         found |= {f"{part}/accuracy": v and 1 - v for part in ("valid", "test")}
+        if averaged is None or averaged == averaged:
+            found |= {f"{k}/averaged": v and averaged and averaged * v for k, v in found.items()}
         yield {
             "study": study.name, "arm": name, "speed": phases.get("speed"), "learning_rate": rate,
             "seed": seed, "phase": phase, "order": arm.order, "sync": arm.sync, "echo": arm.echo,

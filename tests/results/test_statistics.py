@@ -49,6 +49,33 @@ def test_epochs_to_the_baselines_best_are_counted():
     assert unzip["epochs, own lr"] == "1 of 2" and unzip["times fewer"] == "-"
 
 
+def test_averaged_weights_have_a_table_at_their_own_best_rates():
+    def run_of(arm, rate, last, averaged):
+        pairs = zip(both(arm, rate, last), 2 * averaged, strict=True)
+        return [r | {"train/loss/averaged": a, "test/accuracy/averaged": 0.7} for r, a in pairs]
+
+    kept = [
+        *run_of("rr", 0.1, [8, 4, 3], [8, 4, 2]), *run_of("rr", 0.2, [8, 9, 9], [8, 2, 1]),
+        *run_of("cd_grab", 0.1, [8, 3, 2], [8, 3, 2]),
+        *run_of("cd_grab", 0.2, [8, 4, 4], [8, 1, 0.5]),
+    ]  # fmt: skip
+    compared = compare(kept, ARMS, LOWEST)
+    last, title, averaged = tables.table(compared, tables.ORDER_COLUMNS).split("\n\n")
+    alone = [{k: v for k, v in r.items() if not k.endswith("averaged")} for r in kept]
+    assert last == tables.table(compare(alone, ARMS, LOWEST), tables.ORDER_COLUMNS)
+    assert title == "Averaged weights, each arm at its best rate for them:"
+    rows = [cells(text)["CD-GraB"] for text in (last, averaged)]
+    assert [row["best lr"] for row in rows] == ["0.1", "0.2"]
+    assert [row["best train loss"] for row in rows] == [
+        "2.00e+00 ± 0.00e+00",
+        "5.00e-01 ± 0.00e+00",
+    ]
+    assert [row["epochs, own lr"] for row in rows] == ["1 ± 0", "1 ± 0"]
+    assert [row["times fewer"] for row in rows] == ["2.0 ± 0.0", "2.0 ± 0.0"]
+    assert [row["test accuracy"] for row in rows] == ["0.5000 ± 0.0000", "0.7000 ± 0.0000"]
+    assert cells(averaged)["D-RR"]["best lr"] == "0.2"
+
+
 def test_intervals_are_student_s_t():
     mean, half = statistics.interval([1.0, 2.0, 3.0])
     assert mean == 2.0 and half == pytest.approx(4.302652729911275 / math.sqrt(3), rel=1e-9)

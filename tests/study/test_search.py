@@ -131,6 +131,18 @@ def test_a_grid_widens_while_the_best_rate_is_at_its_end(best, widen, most, trie
         assert sorted({r.learning_rate for r in trained if r.arm == arm}) == list(tried)
 
 
+def test_a_grid_widens_and_finalists_train_for_averaged_weights_too():
+    def go(run, kept, on_record, on_step):
+        scalars = {"valid/accuracy": near(0.1)(run), "valid/accuracy/averaged": near(0.8)(run)}
+        on_record({"step": 10, "seconds": 1.0, "ended": True, "diverged": None} | scalars)
+        return 0
+
+    found, _ = search.search(asked(finalists=1), trainer_of(go), seeds=2, widen=2)
+    tried = {(r["learning_rate"], r["seed"]) for r in found if r["arm"] == "a"}
+    assert {rate for rate, _ in tried} == {0.05, *RATES, 0.8, 1.6}
+    assert {rate for rate, seed in tried if seed == 1} == {0.1, 0.8}
+
+
 def test_a_signal_stops_a_search_and_a_killed_one_is_cleaned_up(tmp_path, monkeypatch):
     stopping = trainer_of(lambda *_: signal.SIGTERM)
     assert search.search(asked(), stopping, seeds=2) == ([], signal.SIGTERM)
