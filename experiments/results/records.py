@@ -5,7 +5,7 @@ not slow), learning_rate, seed, phase ("run", or "tune" and then "report"), step
 rounds, allreduces, seconds, scalars named PART/NAME ("train/loss", "train/above_optimum",
 "train/batch_loss", "valid/accuracy", "test/loss", "bound/linf", "drift"), and in the
 last record of a run "ended": true, "diverged": null or the message, and "load_steps" where echoing
-was measured.
+was measured. With --average also PART/NAME/averaged of the "average" with the least training loss.
 Where seconds say nothing, for loads were not waited for or another run shared the device, there is
 "timed": false. A scalar that is null was measured and is not finite: NaN or infinite.
 

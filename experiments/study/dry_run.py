@@ -156,6 +156,7 @@ def _lacking(one: Listed, chip) -> str:
     """How much memory is missing, and which flags reduce it."""
     needed, available = one.found
     fields = {"parameters": "params", "the optimizer": "opt_state", "the order": "orders"}
+    fields |= {"averages": "averages"} if one.shapes.state.averages else {}
     state = [f"{who} {show_bytes(one.shapes.bytes_of(field))}" for who, field in fields.items()]
     least = max(needed, chip.memory)
     larger = [name for name, other in CHIPS.items() if other.memory > least]

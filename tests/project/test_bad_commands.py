@@ -41,6 +41,7 @@ WRONG = {
         "sync": "cats qsr:alpha= streaming:fragments=0 parallel+int8 qsr+qsr", "wire": "cats",
         "echo": "diffusion:cosine none+cosine ++", "p": "''",
         "task": "'' cats cifar10 wikitext2", "model": "cats", "state": "MD", "metric": "cats",
+        "average": "cats epoch,,ema ''", "ema_epochs": f"{NUMBERS} 0 inf",
         "optimizer": "cats", "schedule": "cats", "input": "cats", "run": "cats",
         "track": "cats , wandb", "checkpoint_every": "-1 text", "patience": "0 nan",
         "elastic": "cats", "topology": "cats v5e:4x4", "num_processes": "0 2", "process_id": "-1 0",

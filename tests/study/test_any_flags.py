@@ -31,6 +31,7 @@ ANY = {
     **{kind: st.sampled_from([*table, *each(table), "cats"]) for kind, table in TABLES.items()},
     **{flag: WHOLE if callable(choice.words) else st.sampled_from([*choice.words, "cats"])
        for table in TABLES.values() for flag, choice in table.choices.items()},
+    "ema_epochs": REAL, "average": st.sampled_from(["epoch", "ema,epoch", "", "cats"]),
     "schedule": st.sampled_from(["constant", "cosine", "linear", "step", "cats"]),
     "task": st.sampled_from(["digits", "digits_cosine", "digits_mlp", "hmda", "cats"]),
 }  # fmt: skip

@@ -34,6 +34,7 @@ UNUSED = {
     "train --decay_every=3": "--decay_every is 3.0 .* --schedule=step",
     "train --decay_factor=0.3": "--decay_factor is 0.3 .* --schedule=step",
     "train --deal=dealt --bound_every=3": "--bound_every is 3 .* orders of each worker's own",
+    "train --average=epoch --ema_epochs=2": "--ema_epochs is 2.0 .* it is for --average=ema",
     "train --target=0.9": "--target is 0.9 .* for echoing and combined",
     "train --metric=loss": "--metric is loss .* for echoing and combined --target",
     "train --learning_rate=1 --learning_rates=1,2": "--learning_rate is 1.0 and --learning_rates",
@@ -85,6 +86,7 @@ test_a_forecast_needs_a_dry_run = refuses(
     "qsr --schedule=step --floor=0.1 --decay_every=3", "qsr --epochs=2 --total_steps=200",
     "cd_grab --task=hmda --data_dir=DIR", "train --sync=parallel --h_base=4 --bound_every=0",
     "combined --arms=rr+constant", "combined --target=0.1 --metric=loss", "train --h_base=9",
+    "train --average=ema --ema_epochs=2",
     "train --output_dir=x --track=wandb --checkpoint_every=3 --overwrite",
 ])  # fmt: skip
 def test_what_a_preset_may_give_and_another_flag_override_is_accepted(command):
