@@ -8,8 +8,8 @@
 Nothing is trained: everything comes from the records in experiments/runs, in seconds. The pages are
 docs/results/index.md and papers.md. Claims are the rows of experiments/results/claims.py; rule.py
 there turns effects into verdicts. For every undecided claim it prints the command that would decide
-it: the run's own, with more seeds. A run that is recorded again gets another look, at that look's
-confidence level.
+it: the run's latest, with more seeds. A run that is recorded again gets another look, at that
+look's confidence level.
 """
 
 import functools
@@ -67,26 +67,24 @@ def record(results: str, folder=archive.FOLDER) -> pathlib.Path:
 
 
 def commands(found: Sequence[written.Row], folder=archive.FOLDER) -> str:
-    """Commands that would decide the undecided claims, fewest seeds first, and those never run.
+    """Commands that would decide the undecided claims, fewest seeds first.
 
-    Each is the run's first command, restricted to the arms and the speed that are compared.
+    Each is the run's latest command, restricted to the arms, rates and speed that are compared.
     """
     lines = []
     for row in written.undecided(found):
         if not row.verdict.needed:
             continue
         lines += [f"{row.text}: {row.verdict.seeds} seeds{row.needs}"]
-        measure = row.claim.measure
+        measure, rates = row.claim.measure, row.verdict.again.rates
         own = {"arms": f"{measure.against},{measure.arm}", "seeds": row.verdict.needed}
+        own |= {"learning_rates": ",".join(f"{rate:g}" for rate in rates)} if rates else {}
         own |= {"speeds": measure.speed} if measure.speed else {}
         for name in row.claim.runs:
-            command = archive.commands(pathlib.Path(folder, name))[0]
+            command = archive.commands(pathlib.Path(folder, name))[-1]
             command = re.sub(rf" --({'|'.join(own)})=\S+", "", command)
             flags = "".join(f" --{flag}={value}" for flag, value in own.items())
             lines += [f"    {command}{flags} --output_dir=results/{name}"]
-    for name, run in claimed.RUNS.items():
-        if run.command and not pathlib.Path(folder, name).exists():
-            lines += [f"{run.title}: not run", f"    {run.command} --output_dir=results/{name}"]
     return "\n".join(lines)
 
 

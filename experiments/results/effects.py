@@ -5,11 +5,12 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.rule import UNDECIDED, Effect
+from experiments.results.rule import UNDECIDED, Again, Effect
 from experiments.results.statistics import Comparison, compare, fastest, last, spent
 
-COSTS = {"epoch": "epochs", "loads": "loads", "seconds": "s"}  # with their units
+COSTS = {"epoch": "epochs", "loads": "loads"}  # with their units
 LEAST = {"epoch": 1.0}  # in ratios, less counts as this
+AVERAGED = "/averaged"  # ends the names of scalars of averaged weights
 CONTROLS = {  # what should not have the effect of a pair
     ("cd_grab", "rr"): ("unzip", "id_mean", "id_pair"),
     ("qsr", "parallel"): ("constant",),
@@ -24,13 +25,10 @@ class Measure(NamedTuple):
     mean train loss over seeds ends lowest; of a cost that with the least, to the lowest point of
     the baseline's mean. A seed of the baseline may not arrive there itself.
 
-    Of two comparisons, how much more of this effect there is in the first, paired by seed.
-
     Fields:
       what: a cost to the target, of `COSTS`, or a scalar at the end of the run.
       arm, against: names of arms; rate: the learning rate of both, None: each at its own.
-      speed: R; over_run: the scalar's mean over all epochs; more: of a loss, more is claimed.
-      names: of two comparisons, for people.
+      speed: R; averaged: of averaged weights, by which own rates and the target are chosen, too.
     """
 
     what: str
@@ -38,17 +36,13 @@ class Measure(NamedTuple):
     against: str = "rr"
     rate: float | None = None
     speed: float | None = None
-    over_run: bool = False
-    more: bool = False
-    names: tuple[str, str] = ("", "")
+    averaged: bool = False
 
-    def __call__(self, *compared: Comparison) -> Effect:
-        found = [self._effect(comparison) for comparison in compared]
-        return found[0] if len(found) == 1 else self._difference(*found)
-
-    def _effect(self, comparison) -> Effect:
+    def __call__(self, comparison: Comparison) -> Effect:
+        if self.averaged:
+            comparison = _of_averages(comparison)
         pair, chosen = (self.arm, self.against), {}
-        controls = () if self.more else CONTROLS.get(pair, ())
+        controls = CONTROLS.get(pair, ())
         here = comparison if self.rate is None else _at_rate(comparison, self.rate)
         for arm in (*pair, *controls):
             rate, runs = self._chosen(here, arm)
@@ -68,21 +62,8 @@ class Measure(NamedTuple):
             "cost" if self.what in COSTS else "points" if self._is_accuracy else "loss",
             {label: _middle([*own.values()]) for label, own in controls.items() if own},
             bool(np.isinf(pairs).any()),
+            again=_again(*(chosen[arm] for arm in pair)),
         )
-
-    def _difference(self, one: Effect, other: Effect) -> Effect:
-        if one.censored or other.censored:
-            return Effect(instead=(UNDECIDED, "not all seeds arrive"))
-        pairs = statistics.paired(one.values, other.values)
-
-        def text(of):
-            means = zip(np.exp(pairs.mean(axis=0)), self.names, strict=True)
-            parts = " against ".join(f"{mean:.2f} times less with {name}" for mean, name in means)
-            return parts + ": ratio {:.2f} ({:.2f} to {:.2f})".format(*np.exp(of))
-
-        shared = [seed for seed in one.values if seed in other.values]
-        values = {seed: one.values[seed] - other.values[seed] for seed in shared}
-        return Effect(values, text, one.kind, instead=one.instead or other.instead)
 
     @property
     def _is_accuracy(self) -> bool:
@@ -108,9 +89,8 @@ class Measure(NamedTuple):
     def _values(self, comparison, runs) -> dict[int, float]:
         if self.what in COSTS:
             return spent(comparison, runs, self.what)
-        if self.over_run:
-            return {seed: np.mean([r[self.what] for r in run[1:]]) for seed, run in runs.items()}
-        return {seed: last(run, self.what) for seed, run in runs.items()}
+        scalar = f"{self.what}{AVERAGED * self.averaged}"
+        return {seed: last(run, scalar) for seed, run in runs.items()}
 
     def _better(self, own, base) -> dict[int, float]:
         """How much, of each seed that both have."""
@@ -118,7 +98,7 @@ class Measure(NamedTuple):
         if self._is_accuracy:
             return {seed: 100 * (own[seed] - base[seed]) for seed in shared}
         logs = statistics.log_ratios(base, own, floor=LEAST.get(self.what, 1e-12))
-        return dict(zip(shared, -logs if self.more else logs, strict=True))
+        return dict(zip(shared, logs, strict=True))
 
     def _text(self, pairs, base, of) -> str:
         """What was seen, of values in pairs [seeds, 2] and the interval of their effect."""
@@ -132,7 +112,7 @@ class Measure(NamedTuple):
         if self._is_accuracy:
             change = f"{of.mean:+.2f} ± {of.high - of.mean:.2f} points"
             return "{:.2f} % against {:.2f} %: ".format(*(100 * means)) + change
-        change = 100 * np.expm1(of if self.more else (-of.mean, -of.high, -of.low))
+        change = 100 * np.expm1((-of.mean, -of.high, -of.low))
         return "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*means, *change)
 
     def _end(self, comparison, one, base) -> str:
@@ -153,6 +133,21 @@ def _at_rate(comparison, rate) -> Comparison | None:
     kept = [r for r in comparison.records if r["learning_rate"] == rate]
     ran = any(r["arm"] == next(iter(comparison.arms)) for r in kept)
     return compare(kept, comparison.arms, comparison.criterion) if ran else None
+
+
+def _of_averages(comparison) -> Comparison:
+    """The runs whose averaged weights were measured, compared by these."""
+    criterion = comparison.criterion
+    criterion = criterion._replace(scalar=f"{criterion.scalar}{AVERAGED}")
+    kept = [r for r in comparison.records if criterion.scalar in r]
+    return compare(kept, comparison.arms, criterion)
+
+
+def _again(*chosen) -> Again:
+    """What a further seed of both arms takes; chosen: (rate, runs) of each."""
+    rates = tuple(dict.fromkeys(rate for rate, _ in chosen))
+    seconds = (np.mean([run[-1]["seconds"] for run in runs.values()]) for _, runs in chosen)
+    return Again(rates, len(rates) * float(sum(seconds)))
 
 
 def _middle(values) -> float:

@@ -30,7 +30,7 @@ class Matters(NamedTuple):
 MATTERS = {
     "points": Matters(0.5, "0.5 points", "an accuracy"),
     "loss": Matters(math.log(1.01), "1 %", "a loss, or a metric as sMAPE and perplexity"),
-    "cost": Matters(math.log(1.1), "10 %", "a cost: epochs, loads, seconds"),
+    "cost": Matters(math.log(1.1), "10 %", "a cost: epochs, loads"),
 }
 
 
@@ -38,6 +38,13 @@ class Interval(NamedTuple):
     mean: float  # or the median, where some seeds never arrive
     low: float
     high: float
+
+
+class Again(NamedTuple):
+    """What a further seed of both arms takes."""
+
+    rates: tuple[float, ...] = ()  # at which both run
+    seconds: float = math.nan
 
 
 class Effect(NamedTuple):
@@ -52,6 +59,7 @@ class Effect(NamedTuple):
       controls: {label: mean or median} of what should not have the effect.
       censored: whether some run never arrives.
       instead: (word, why) where there are runs, but no values.
+      again: a further seed of it.
     """
 
     values: Mapping[int, float] = {}
@@ -60,6 +68,7 @@ class Effect(NamedTuple):
     controls: Mapping[str, float] = {}
     censored: bool = False
     instead: tuple[str, str] | None = None
+    again: Again = Again()
 
     def interval(self, level: float, seeds: int | None = None) -> Interval:
         """Of the mean by Student's t; of the median where some run never arrives.
@@ -87,6 +96,7 @@ class Verdict(NamedTuple):
       found: the interval of the effect, at the level of the look.
       size: what was published, else that of `MATTERS`, or the gain that should have gone.
       seeds: that were compared; needed: how many would decide at the next look, None: unknown.
+      again: a further seed of it.
     """
 
     word: str
@@ -96,6 +106,12 @@ class Verdict(NamedTuple):
     size: float = math.nan
     seeds: int = 0
     needed: int | None = None
+    again: Again = Again()
+
+    @property
+    def hours(self) -> float:
+        """That the seeds which are missing take; nan: unknown."""
+        return self.again.seconds * ((self.needed or math.nan) - self.seeds) / 3600
 
     @property
     def words(self) -> str:
@@ -171,7 +187,7 @@ def judge(look: int, size: float, effect: Effect, there: Effect | None = None) -
             note = f"{', '.join(also)} as well"
     word, seeds = word_at(found), len(effect.values)
     needed = seeds_needed(effect, word_at, look + 1) if word == UNDECIDED else None
-    return Verdict(word, note, effect.text(found), found, least, seeds, needed)
+    return Verdict(word, note, effect.text(found), found, least, seeds, needed, effect.again)
 
 
 def seeds_needed(effect: Effect, word_at: Callable[[Interval], str], look: int) -> int | None:
@@ -196,7 +212,7 @@ class Claim(NamedTuple):
     text: str  # of CD-GraB against D-RR, where it does not say more
     paper: str  # the published numbers; "-": no paper says it, it is ours
     runs: tuple[str, ...] = ()  # of `claims.RUNS`; the first one's command is shown
-    measure: Callable[..., Effect] | None = None  # of their comparisons; of the first, where `gone`
+    measure: Callable[..., Effect] | None = None  # of the first one's comparison
     size: float = 0.0  # as of `judge`
     gone: Callable[..., Effect] | None = None  # of the last, an effect that is still there
     known: Verdict | None = None  # without any run
@@ -218,10 +234,8 @@ def history(claim: Claim, recorded: Mapping[str, Comparison]) -> list[Verdict]:
         return [Verdict(NOT_RUN)]
     found, before = [], None
     for compared in archive.at_looks([recorded[name] for name in claim.runs]):
-        if claim.gone:
-            effects = claim.measure(compared[0]), claim.gone(compared[-1])
-        else:
-            effects = (claim.measure(*compared),)
+        effects = (claim.measure(compared[0]),)
+        effects += (claim.gone(compared[-1]),) if claim.gone else ()
         values = [(effect.values, effect.instead) for effect in effects]
         if values != before:
             if found and found[-1].word == NOT_RUN:

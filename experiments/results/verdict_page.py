@@ -30,16 +30,14 @@ def load(folder: os.PathLike = archive.FOLDER) -> dict[str, Comparison]:
 
 
 class Row(NamedTuple):
-    """A claim, at all learning rates with the same result.
+    """A claim, and its verdicts, the latest last."""
 
-    Fields:
-      text: the claim with its settings; claim: the claim at the first of these.
-      history: its verdicts, the latest last.
-    """
-
-    text: str
     claim: Claim
     history: Sequence[Verdict]
+
+    @property
+    def text(self) -> str:
+        return ", ".join(filter(None, (self.claim.text, self.claim.setting)))
 
     @property
     def verdict(self) -> Verdict:
@@ -62,6 +60,12 @@ class Row(NamedTuple):
         return f"; needs {self.verdict.needed:,}" if self.verdict.needed else ""
 
     @property
+    def hours(self) -> str:
+        """What the seeds that are missing take; "unknown" if they are."""
+        hours = self.verdict.hours
+        return "unknown" if math.isnan(hours) else f"{hours:.1f}" if hours < 10 else f"{hours:,.0f}"
+
+    @property
     def looks(self) -> str:
         """The verdicts of all looks in one line; "" if there was only one."""
         looks = [f"{verdict.seeds} seeds {verdict.word}" for verdict in self.history]
@@ -79,16 +83,8 @@ class Row(NamedTuple):
 
 
 def rows(recorded: Mapping[str, Comparison], claims: Sequence[Claim]) -> list[Row]:
-    """One row per claim; claims that differ only in the learning rate share a row if equal."""
-    found = {}
-    for claim in claims:
-        row = Row(claim.text, claim, history(claim, recorded))
-        found.setdefault((claim.text, claim.runs[:1], *row.cells.values()), []).append(row)
-    joined = []
-    for row, *others in found.values():
-        settings = " and ".join(own.claim.setting for own in (row, *others) if own.claim.setting)
-        joined.append(row._replace(text=", ".join(filter(None, (row.text, settings)))))
-    return joined
+    """One row per claim."""
+    return [Row(claim, history(claim, recorded)) for claim in claims]
 
 
 def count(found: Sequence[Row]) -> str:
@@ -114,6 +110,7 @@ def page_of_results(found: Sequence[Row]) -> str:
             "paper's number": row.paper,
             "seeds": row.verdict.seeds or "-",
             "needs": f"{row.verdict.needed:,}" if row.verdict.needed else "unknown",
+            "hours": row.hours,
         }
         for row in undecided(found)
     ]
@@ -126,8 +123,9 @@ def page_of_results(found: Sequence[Row]) -> str:
         *(["## Verdicts that more seeds changed", again] if again else []),
         "## Undecided claims",
         "Those that need the fewest further seeds come first. *Needs* is the number of seeds with "
-        "which the next look\nwould decide, if mean and variance stay the same. Claims of one "
-        "run share its seeds.",
+        "which the next look\nwould decide, if mean and variance stay the same, *hours* what those "
+        "that are missing take on one core: each the mean\nof the recorded seconds per run. Claims "
+        "of one run share its seeds.",
         markdown(lines) if lines else "None.",
         "## Effect sizes that we chose",
         markdown([{"of": kind.of, "size that matters": kind.words} for kind in MATTERS.values()]),

@@ -30,11 +30,8 @@ def seen(effect):
         ({"rr": 1.0}, "not run; 0 of 3 seeds"),
     ],
 )
-@pytest.mark.parametrize("over_run", [False, True])
-def test_verdicts_follow_records_of_orders(over_run, losses, expected):
-    size = ratio(0.96, 1.0) if over_run else ratio(0.9, 1.0)
-    measure = Measure("train/loss", over_run=over_run)
-    assert words(measure, order_records(losses), size) == expected
+def test_verdicts_follow_records_of_orders(losses, expected):
+    assert words(Measure("train/loss"), order_records(losses), ratio(0.9, 1.0)) == expected
 
 
 def test_an_arm_s_own_learning_rate_has_the_lowest_last_loss():
@@ -54,7 +51,6 @@ def alike(losses):
 def test_epochs_to_the_best_of_the_baseline_are_counted():
     records = compared(alike({"rr": 1.0, "cd_grab": 0.5}))
     assert seen(Measure("epoch")(records)).startswith("4 against 6 epochs: 1.50 times less")
-    assert seen(Measure("seconds")(records)).startswith("8 against 12 s: 1.50 times less")
 
 
 def arriving(rr, cd_grab):
@@ -98,21 +94,31 @@ def test_an_order_that_diverges_is_undecided():
         assert words(measure, records) == "undecided; CD-GraB diverges"
 
 
-@pytest.mark.parametrize(
-    ("untimed", "expected"),
-    [
-        ((4,), "reproduced"),  # of which four are left
-        ((2, 3, 4), "not run; 2 of 3 seeds"),
-        ((0, 1, 2, 3, 4), "not run; 0 of 3 seeds"),
-    ],
-)
-def test_seconds_count_only_where_they_were_measured(untimed, expected):
-    rows = order_records({"rr": 1.0, "cd_grab": 0.5}, seeds=5)
-    for r in rows:  # the same loss with all seeds, so that all arrive
-        r["timed"] = not (r["arm"] == "rr" and r["seed"] in untimed)
-        r["train/loss"] = round(r["train/loss"] / (1 + r["seed"]), 2)
-    assert words(Measure("seconds"), rows) == expected
-    assert words(Measure("epoch"), rows) == "reproduced"
+@pytest.mark.parametrize("what", ["train/loss", "epoch"])
+def test_averaged_weights_have_their_own_rates_target_and_seeds(what):
+    rows = order_records({"rr": 1.0, "cd_grab": 1.1}, rates=(0.1, 0.2), seeds=5)
+    means = order_records({"rr": 0.5, "cd_grab": 0.4}, rates=(0.2, 0.1), seeds=5)
+    for r, mean in zip(rows, means, strict=True):
+        mean |= {"learning_rate": r["learning_rate"]}
+        r |= {"train/loss/averaged": mean["train/loss"]} if r["seed"] else {}
+    plain, averaged = (Measure(what, averaged=on)(compared(rows)) for on in (False, True))
+    same = Measure(what)(compared([mean for mean in means if mean["seed"]]))
+    assert len(plain.values) == 5 and "lr 0.1" in seen(plain)
+    assert averaged.values == same.values and set(averaged.values) == {1, 2, 3, 4}
+    assert "lr 0.2" in seen(averaged) and averaged.again == same.again
+    assert Measure(what, averaged=True)(compared(means)).values == {}  # nothing was averaged
+
+
+def test_a_further_seed_takes_the_mean_seconds_of_both_arms_at_their_rates():
+    rows = order_records({"rr": 1.0, "cd_grab": 0.9}, epochs=6)
+    for r in rows:
+        r["seconds"] *= {"rr": 1, "cd_grab": 2}[r["arm"]] + r["seed"]
+    found = judge(1, 1.0, Measure("train/loss", against="rr")(compared(rows)))
+    assert found.again.rates == (0.1,) and found.again.seconds == 12 * (2 + 3)
+    assert found._replace(seeds=3, needed=10).hours == 7 * 60 / 3600
+    other = order_records({"rr": 2.0}, rates=(0.2,))  # the better one of D-RR alone
+    found = Measure("train/loss")(compared([r for r in rows if r["arm"] != "rr"] + other))
+    assert found.again == ((0.1, 0.2), 2 * (12 * 3 + 12))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,8 @@ def test_seconds_count_only_where_they_were_measured(untimed, expected):
 def test_verdicts_follow_records_of_rules(accuracies, expected):
     records = [
         {"arm": rule, "speed": None, "learning_rate": rate, "seed": seed, "phase": "run",
-         "step": 12, "rounds": 3, "train/loss": 1.0, "valid/accuracy": accuracy - rate,
+         "step": 12, "rounds": 3, "seconds": 1.0, "train/loss": 1.0,
+         "valid/accuracy": accuracy - rate,
          "test/accuracy": accuracy - rate + 0.05 * seed + 1e-4 * ((seed + len(rule)) % 2)}
         for rule, accuracy in accuracies.items() for rate in (0.1, 0.2) for seed in range(3)
     ]  # fmt: skip
@@ -163,22 +170,9 @@ ECHOED = Criterion("valid/accuracy", False, "target", 0.5)
         ({"none": 100}, "not run; 0 of 3 seeds"),
     ],
 )
-@pytest.mark.parametrize("cost", ["loads", "seconds"])
-def test_verdicts_follow_records_of_echoing(cost, steps, expected):
-    measure = Measure(cost, "diffusion", "none", speed=2)
+def test_verdicts_follow_records_of_echoing(steps, expected):
+    measure = Measure("loads", "diffusion", "none", speed=2)
     assert words(measure, echo_records(steps), ratio(1, 2), ECHOED) == expected
-
-
-def test_a_difference_of_two_runs_is_paired_by_seed():
-    measure = Measure("loads", "diffusion", "none", speed=2, names=("one", "other"))
-    one, other, never = (
-        compared(echo_records({"none": 100, "diffusion": count})[skip:], ECHOED)
-        for count, skip in ((100, 0), (200, 2), (None, 0))
-    )
-    effect, apart = measure(one, other), (measure(one).values, measure(other).values)
-    assert effect.values == {seed: apart[0][seed] - apart[1][seed] for seed in (1, 2)}
-    assert seen(effect).startswith("1.98 times less with one against 1.00 times less with other")
-    assert judge(1, 0.0, measure(one, never)).words == "undecided; not all seeds arrive"
 
 
 def test_every_claim_names_known_runs_and_has_a_verdict_without_them():

