@@ -39,6 +39,7 @@ from experiments.results import tables
 from experiments.study import factorials, flags, unused
 from experiments.study.cost import Machine
 from experiments.study.factorials import Combination, Factorial
+from experiments.study.study import arm_of
 from experiments.tasks import Recipe, ranges
 from experiments.training.averages import AVERAGES
 from experiments.training.config import num_params
@@ -59,6 +60,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define(absl_flags.DEFINE_bool, "order_share", False, text)
     text = "runs of --order_share at every rate, which differ in their permutations alone"
     define(ranges.COPIES, "copies", 8, text)
+    text = "words of an arm that --order_share trains too, as cd_grab: what it gains, measured"
+    define(absl_flags.DEFINE_string, "beside", None, text)
 
 
 def order_ratio(task, recipe, order: str) -> float:
@@ -153,10 +156,15 @@ def share_of_order(values: absl_flags.FlagValues) -> None:
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
     recipe = recipe._replace(average=recipe.average or tuple(AVERAGES))
-    unused.check(values, recipe, [order_share.ARM])
-    found = dict(order_share.measured(task, recipe, copies=values.copies))
+    arms = [order_share.ARM] + [arm_of(words) for words in [values.beside] if words is not None]
+    unused.check(values, recipe, arms)
+    found, *more = (
+        dict(order_share.measured(task, recipe, copies=values.copies, arm=arm)) for arm in arms
+    )
     if not found:
         raise ValueError("every rate diverges: lower --learning_rates.")
+    for arm, own in zip(arms[1:], more, strict=True):
+        found = order_share.joined(found, arm.label, own)
     what = "loss above the optimum" if task.optimum else "loss"
     processes.say(
         f"{task.name}: {values.copies} copies of D-RR with {recipe.workers} workers x "
@@ -171,12 +179,13 @@ def check(values: absl_flags.FlagValues) -> None:
     setting = ["task", "data_dir", *flags.choices(), *Recipe._fields]
     unread = {"evaluations", "evaluate_every", "bound_every"}
     told = {
-        "--map measures nothing": values.map and [*setting, "gbps", "order_share", "copies"],
+        "--map measures nothing": values.map
+        and [*setting, "gbps", "order_share", "copies", "beside"],
         "--order_share measures no machine": values.order_share and ["gbps", "output_dir"],
         "--order_share looks after every epoch": values.order_share and sorted(unread),
         "--output_dir is of --map, as the advice is printed": not values.map and ["output_dir"],
         "these are of --order_share": not values.order_share
-        and ["copies", "average", "ema_epochs"],
+        and ["copies", "beside", "average", "ema_epochs"],  # fmt: skip
     }
     for why, names in told.items():
         if given := [name for name in names or () if values[name].present]:

@@ -32,7 +32,8 @@ from experiments.study.trainer import plans_of
 from experiments.training import config, loop, measure, program
 
 ARM = Arm("D-RR", order="rr")
-WORTH, LEAST = 1.1, 0.01  # times fewer epochs that are worth it; epochs that count as none
+SMOOTH = 0.9
+WORTH, LEAST = 1.25, 0.01  # times fewer epochs that are worth it; epochs that count as none
 
 
 class Losses(NamedTuple):
@@ -80,12 +81,15 @@ def jackknife(statistic: Callable[[int | None], float], count: int) -> np.ndarra
     return count * whole - (count - 1) * parts
 
 
-def measured(task, recipe, *, copies: int) -> Iterator[tuple[float, dict[str, Losses]]]:
-    """Each learning rate with {"last": losses after epochs 0, 1, ..., and of each average}.
+def measured(
+    task, recipe, *, copies: int, arm: Arm = ARM
+) -> Iterator[tuple[float, dict[str, Losses]]]:
+    """Each learning rate with {"last", "averaged": losses after epochs 0, 1, ...}.
 
-    A rate at which a copy diverges is left out.
+    Of several averages it is the one with the lowest last loss. A rate at which a copy diverges is
+    left out.
     """
-    order, rule, _ = rows_of(ARM)
+    order, rule, _ = rows_of(arm)
     built = program.build(
         task, recipe, order, rule.rounds, mesh=processes.mesh_of(recipe.run, recipe.workers)
     )
@@ -96,39 +100,32 @@ def measured(task, recipe, *, copies: int) -> Iterator[tuple[float, dict[str, Lo
             f"a run has {epochs} whole epochs, and an order shows after two: raise --epochs."
         )
     total = len(recipe.learning_rates) * epochs * copies
-    with progress.bar(total=total, unit="epoch") as bar:
+    with progress.bar(total=total, desc=arm.label, unit="epoch") as bar:
         for rate in recipe.learning_rates:
-            plans, found = plans_of(task, recipe, ARM, rate=rate), []
+            plans, found = plans_of(task, recipe, arm, rate=rate), []
             states = [built.init(0)._replace(orders=built.init(i).orders) for i in range(copies)]
             for end in range(0, (epochs + 1) * steps, steps):
                 for i in range(copies if end else 0):
                     states[i] = advance(built, plans, states[i], end - steps, end)
                     bar.update()
-                points = [weights_of(built, state, end) for state in states]
+                points = [{"last": built.mean_params(x), **built.averaged(x, end)} for x in states]
                 copies_of = jax.tree.map(lambda *x: np.stack(x), *points)
                 found.append({name: losses_of(loss, x) for name, x in copies_of.items()})
                 if not np.isfinite(found[-1]["last"].each).all():
-                    processes.say(f"At rate {rate:g} a copy diverges: left out.")
+                    processes.say(f"{arm.label} at rate {rate:g}: a copy diverges; left out.")
                     bar.update((epochs - end // steps) * copies)
                     break
             else:
                 stack = lambda *x: Losses(*map(np.stack, zip(*x, strict=True)))  # noqa: E731
                 of = {name: stack(*[f[name] for f in found]) for name in found[0]}
-                yield rate, {"last": of.pop("last"), "averaged": min(of.values(), key=last_mean)}
-
-
-def last_mean(losses: Losses) -> float:
-    return losses.each[-1].mean()
+                last, mean_of = of.pop("last"), lambda losses: losses.each[-1].mean()
+                yield rate, {"last": last, "averaged": min(of.values(), key=mean_of)}
 
 
 def advance(built, plans, state, start: int, end: int):
     """The state after the steps from `start` to `end`."""
     stop = lambda at, state: (state, at.step == end)  # noqa: E731
     return loop.run(built, plans, state, loop.resumed(plans, start), stop, stops=[end])[1]
-
-
-def weights_of(built, state, step: int) -> dict:
-    return {"last": built.mean_params(state), **built.averaged(state, step)}
 
 
 def loss_of(task, recipe) -> Callable:
@@ -160,28 +157,52 @@ def arrival(curve: np.ndarray, target: float) -> float:
     return at - (target - curve[at]) / fall if fall else float(at)
 
 
-Found = Mapping[float, Mapping[str, Losses]]  # {rate: {"last", "averaged": [E + 1]}}
+Found = Mapping[float, Mapping[str, Losses]]  # {rate: {weights: [E + 1]}}
 WAYS = {  # {column: (weights, whether the order's part is taken off)}
     "D-RR": ("last", False), "averaged": ("averaged", False),
     "no order noise": ("last", True), "no order noise, averaged": ("averaged", True),
 }  # fmt: skip
 
 
+def joined(found: Found, label: str, more: Found) -> Found:
+    """Both: the losses of another arm, of this label, beside those of D-RR."""
+    names = {"last": label, "averaged": f"{label}, averaged"}
+    own = {rate: {names[k]: losses for k, losses in of.items()} for rate, of in more.items()}
+    return {rate: {**found.get(rate, {}), **own.get(rate, {})} for rate in {**found, **more}}
+
+
+def curves(losses: Losses, out: int | None) -> np.ndarray:
+    """[2, E + 1], `losses.share(out)` after epochs t, as means over the epochs 0.9 t to t / 0.9.
+
+    Epochs are compared by their ratios, so that noise is smoothed over ratios too.
+    """
+    shares = np.stack(losses.share(out))
+    t, last = np.arange(shares.shape[1]), shares.shape[1] - 1
+    low, high = np.ceil(SMOOTH * t).astype(int), np.minimum(t / SMOOTH, last).astype(int) + 1
+    total = np.pad(np.cumsum(shares, axis=1), ((0, 0), (1, 0)))
+    return (total[:, high] - total[:, low]) / (high - low)
+
+
 def curve(of: Mapping[str, Losses], way: str, out: int | None) -> np.ndarray:
-    weights, clean = WAYS[way]
-    mean, part = of[weights].share(out)
+    weights, clean = WAYS.get(way, (way, False))
+    mean, part = curves(of[weights], out)
     return mean - part if clean else mean
 
 
 def epochs(found: Found, way: str, base: str, out: int | None) -> float:
-    """Epochs to the lowest loss of `base`, each at its own best rate."""
-    target = min(curve(of, base, out).min() for of in found.values())
-    return min(arrival(curve(of, way, out), target) for of in found.values())
+    """Epochs to the loss that `base` ends at, each at its own best rate."""
+
+    def of_rates(name):
+        weights, _ = WAYS.get(name, (name, False))
+        return [curve(of, name, out) for of in found.values() if weights in of]
+
+    target = min(own[-1] for own in of_rates(base))
+    return min(arrival(own, target) for own in of_rates(way))
 
 
-def saved(of: Mapping[str, Losses], weights: str, out: int | None) -> float:
-    """Epochs by which the loss without the order's part comes earlier to where D-RR ends."""
-    mean, part = of[weights].share(out)
+def saved(losses: Losses, out: int | None) -> float:
+    """Epochs by which the loss without the order's part comes earlier to where the loss ends."""
+    mean, part = curves(losses, out)
     return len(mean) - 1 - arrival(mean - part, mean[-1])
 
 
@@ -192,24 +213,20 @@ def report(found: Found, about: str) -> str:
     def show(form, statistic, *given):
         return tables.show(jackknife(lambda out: statistic(*given, out), count), form)
 
-    def end(of, weights, part, out):
-        return of[weights].share(out)[part][-1]
+    def row(rate, weights, losses):
+        return {
+            "lr": f"{rate:g}", "weights": weights,
+            about: show("{:.2e}", lambda out: curves(losses, out)[0, -1]),
+            "the order's part": show("{:.1e}", lambda out: curves(losses, out)[1, -1]),
+            "epochs that saves, at most": show("{:.1f}", saved, losses),
+        }  # fmt: skip
 
-    rates = [
-        {"lr": f"{rate:g}"}
-        | {
-            f"{weights} weights{what}": show(form, function, of, weights, *more)
-            for weights in ("last", "averaged")
-            for what, form, function, *more in (
-                (f": {about}", "{:.2e}", end, 0), (": the order's part", "{:.1e}", end, 1),
-                (": at most saves epochs", "{:.1f}", saved),
-            )
-        }
-        for rate, of in found.items()
-    ]  # fmt: skip
+    names = list(dict.fromkeys(name for of in found.values() for name in of))
+    columns = [*WAYS, *[name for name in names if name not in ("last", "averaged")]]
+    rates = [row(rate, *one) for rate, of in found.items() for one in of.items()]
     ways = [
-        {"epochs to the lowest loss of": base}
-        | {way: show("{:.1f}", epochs, found, way, base) for way in WAYS}
+        {"epochs to the last loss of": base}
+        | {way: show("{:.1f}", epochs, found, way, base) for way in columns}
         for base in ("D-RR", "averaged")
     ]
     return f"{tables.markdown(rates)}\n\n{tables.markdown(ways)}\n\n{advice(found, count)}"
@@ -232,7 +249,7 @@ def advice(found: Found, count: int) -> str:
     averaging = fewer("D-RR", "averaged")
     order = fewer("averaged", "no order noise, averaged")
     words = (
-        f"Averaged weights reach D-RR's lowest loss in {tables.times(averaging)} times fewer "
+        f"Averaged weights reach D-RR's last loss in {tables.times(averaging)} times fewer "
         f"epochs; without the order's part they would reach their own in {tables.times(order)} "
         "times fewer."
     )

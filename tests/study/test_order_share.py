@@ -123,8 +123,14 @@ def test_what_is_recommended(found, words):
 
 def test_the_command_tells_what_an_order_can_save(capsys):
     small = ["--num_train=96", "--num_test=20", "--workers=2", "--units_per_step=4"]
-    given = ["--order_share", "--epochs=4", "--copies=3", "--learning_rates=0.5,1e30"]
+    given = [
+        "--order_share",
+        "--epochs=4",
+        "--copies=3",
+        "--learning_rates=0.5,1e30",
+        "--beside=cd_grab",
+    ]
     advise.run(parsed(advise, *small, *given))
     out = capsys.readouterr().out
-    assert "At rate 1e+30 a copy diverges" in out and "| 0.5" in out
-    assert "Averaged weights reach D-RR's lowest loss in" in out
+    assert "D-RR at rate 1e+30: a copy diverges" in out and "| 0.5" in out
+    assert "CD-GraB, averaged |" in out and "Averaged weights reach D-RR's last loss in" in out
