@@ -12,9 +12,10 @@ and the order's part of the loss, tr(A S) / 2, has the unbiased estimate
 
     K / (K - 1) (mean_i L(x_i) - L(mean_i x_i)).
 
-What is left without it is the loss of an order that adds no noise. No order can do better at the
-same learning rate, as far as the loss is quadratic; a balanced order comes near that. The same is
-measured for averages of the weights over the steps. Intervals are jackknifed over the copies.
+What is left without it is the loss of an order that adds no noise, to which balanced orders come
+near. It is no bound: D-RR also shifts the mean of the copies, by an amount of higher order in the
+rate, which is not counted. The same is measured for averages of the weights over the steps.
+Intervals are jackknifed over the copies.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -211,14 +212,15 @@ def report(found: Found, about: str) -> str:
     count = next(iter(found.values()))["last"].each.shape[-1]
 
     def show(form, statistic, *given):
-        return tables.show(jackknife(lambda out: statistic(*given, out), count), form)
+        values = jackknife(lambda out: statistic(*given, out), count)
+        return "never" if np.isinf(values).any() else tables.show(values, form)
 
     def row(rate, weights, losses):
         return {
             "lr": f"{rate:g}", "weights": weights,
             about: show("{:.2e}", lambda out: curves(losses, out)[0, -1]),
             "the order's part": show("{:.1e}", lambda out: curves(losses, out)[1, -1]),
-            "epochs that saves, at most": show("{:.1f}", saved, losses),
+            "epochs that costs": show("{:.1f}", saved, losses),
         }  # fmt: skip
 
     names = list(dict.fromkeys(name for of in found.values() for name in of))
