@@ -13,6 +13,7 @@ from ordering.gradients import grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
 from ordering.rows import Rows
+from ordering.scaling import scale_of, scaled
 from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
 from ordering.sketch import sketch, sketch_rows, sketch_size
@@ -39,6 +40,8 @@ __all__ = [
     "pair_balance",
     "per_example",
     "random_reshuffling",
+    "scale_of",
+    "scaled",
     "self_balancing_walk",
     "shuffle_once",
     "sketch",

@@ -10,25 +10,18 @@ the gradients themselves are never formed.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Key, PyTree, UInt32
+from jaxtyping import Array, Float32, Key, PyTree
 
 from ordering import trace
 from ordering.base import check_key
 from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
+from ordering.maps import Map, maps_of, of_slice, scaled_maps, times
 from ordering.rows import Rows, as_float32, leading_size, tree_size
-from ordering.sketch import (
-    MOST,
-    SIZE,
-    fold,
-    grouped_sums,
-    hash_signs,
-    sketch,
-    table_of_sums,
-)
+from ordering.scaling import whole_scale
+from ordering.sketch import MOST, SIZE, fold, grouped_sums, sketch, table_of_sums
 from ordering.trace import Leaf, numbers_of
 from ordering.uses import Hooks, Use
 from syncopate.mesh import varying
@@ -63,9 +56,11 @@ def sketched(
         units is stacked, leaves [B, ...].
 
     Returns:
-      `(params, batch, key) -> (losses float32[B], mean gradient, Rows of size B)` for batches with
-      leaves [B, ...]; with `has_aux` (losses, aux) in place of losses. The rows are float32[B, k]:
-      build the order's state with `order.init(key, jnp.zeros(k))`.
+      `(params, batch, key, scale=None) -> (losses float32[B], mean gradient, Rows of size B)` for
+      batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of losses. The rows are
+      float32[B, k]: build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
+      from `scale_of(..., leaves=sketched_parameters(...))`, they are sketches of the gradients
+      times the scale, at the same cost.
 
     Raises:
       ValueError: if size is below 1; while tracing, as `per_example`.
@@ -88,14 +83,21 @@ def sketched(
     of_one = loss_alone(loss, has_aux)
 
     @signed_as(loss)
-    def gradients(params, batch, key):
+    def gradients(params, batch, key, scale=None):
+        whole = None if scale is None else whole_scale(scale, params)
         if tree_size(params) <= size:
-            to_sketch = sketch(sketch_key, size=size)
+            kept = sketch(sketch_key, size=size)
+
+            def to_sketch(g):
+                return kept(g if whole is None else jax.tree.map(times, g, whole))
+
             return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units, keys = units_of(params, batch, key)
         example = jax.tree.map(lambda x: x[0], batch)
         plan, program = _analyse(of_one, varying(params, batch), example, keys[0], size)
         maps = maps_of(plan, sketch_key)
+        if scale is not None:
+            maps = scaled_maps(plan, maps, params, varying(scale, batch))
 
         def total(params, zeros):
             params = varying(params, batch)  # typed as varying over devices, like the batch
@@ -173,39 +175,6 @@ def _analyse(of_one, params, example, key, size):
     return plan, program
 
 
-class Map(NamedTuple):
-    """The random signs of one parameter: one for each row, and one for each column."""
-
-    seed: UInt32[Array, ""]
-    left: Any = None
-    right: Any = None
-
-
-def maps_of(plan: list[Leaf], key: Key[Array, ""]) -> list[Map]:
-    seeds = jax.random.bits(jax.random.clone(key), (len(plan),), jnp.uint32)
-    return [_map_of(leaf, seed) for leaf, seed in zip(plan, seeds, strict=True)]
-
-
-def _map_of(leaf: Leaf, seed) -> Map:
-    if leaf.how != "sketched":
-        return Map(seed)
-    left, right = (
-        hash_signs(seed + jnp.uint32(n), jnp.arange(math.prod(shape))).reshape(shape)
-        for n, side in ((1, leaf.rows), (2, leaf.cols))
-        for shape in [[leaf.shape[i] for i in side]]
-    )
-    return Map(seed, left, right)
-
-
-def _of_slice(of: Map, index) -> Map:
-    """The map for one slice of a scanned parameter: every slice has its own signs."""
-    seed = of.seed ^ (jnp.uint32(0x85EBCA6B) * index)
-    if of.left is None:
-        return Map(seed)
-    signs = hash_signs(seed, jnp.arange(of.left.size)).reshape(of.left.shape)
-    return Map(seed, of.left * signs, of.right)
-
-
 # What is added to the backward pass where a parameter is used. Arrays are passed as `data` because
 # differentiation rules must not close over traced values.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -228,15 +197,19 @@ _tap.defvjp(_tap_forward, _tap_backward)
 def copied(value: Array, s: Float32[Array, "k"], of: Map) -> Array:
     """A parameter as seen by this unit alone, so that its gradient can be sketched."""
     size = s.size
-    return _tap(lambda dw, seed: fold(as_float32(dw), seed, size), value, s, (of.seed,))
+
+    def sketch_of(dw, seed, scale):
+        return fold(times(as_float32(dw), scale), seed, size)
+
+    return _tap(sketch_of, value, s, (of.seed, of.scale))
 
 
 def site_of(plan: list[Leaf], maps: list[Map], s: Float32[Array, "k"], use: Use, w: Array) -> Array:
     leaf, of = plan[use.param.leaf], maps[use.param.leaf]
     if use.param.stack:
-        of = _of_slice(of, use.param.index)
+        of = of_slice(of, use.param.index, use.param.place)
     if leaf.how == "formed":
-        return _formed(use._replace(param=None, data=None), w, s, of.seed, use.data)
+        return _formed(use._replace(param=None, data=None), w, s, (of.seed, of.scale), use.data)
     rule = functools.partial(_of_product, use._replace(param=None, data=None), leaf, s.size)
     return _tap(rule, use.function(w, *use.data), s, (of.left, of.right, *use.data))
 
@@ -271,18 +244,18 @@ def _as_used(table, dims):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _formed(use: Use, w, s, seed, data):
+def _formed(use: Use, w, s, of, data):
     """y; its backward pass forms the gradient of this unit, which the mean gradient also uses."""
     y = use.function(w, *data)
     return y + s[0].astype(y.dtype)
 
 
-def _formed_forward(use, w, s, seed, data):
-    return _formed(use, w, s, seed, data), (w, s, seed, data)
+def _formed_forward(use, w, s, of, data):
+    return _formed(use, w, s, of, data), (w, s, of, data)
 
 
 def _formed_backward(use, kept, dy):
-    w, s, seed, data = kept
+    w, s, (seed, scale), data = kept
     if use.kind == "product":
         gradient, to_data = data[0].T @ dy, (dy @ w.T,)
     else:
@@ -291,7 +264,7 @@ def _formed_backward(use, kept, dy):
     dims = (*use.rows, *use.cols)
     order = sorted(range(len(dims)), key=lambda i: dims[i])
     natural = as_float32(gradient).reshape([n for _, n in dims]).transpose(order)
-    return gradient, fold(natural, seed, s.size), None, tuple(to_data)
+    return gradient, fold(times(natural, scale), seed, s.size), None, tuple(to_data)
 
 
 _formed.defvjp(_formed_forward, _formed_backward)

@@ -171,7 +171,7 @@ def check_params(params: PyTree) -> None:
 
 
 def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
-    """Gives a function of (params, batch, key) the signature, name and docstring of a loss."""
+    """Gives a function of (params, batch, key, ...) a loss's signature, name and docstring."""
 
     def decorate(function):
         ours = inspect.signature(function)
@@ -179,8 +179,10 @@ def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
             named = list(inspect.signature(loss).parameters.values())[:3]
         except (TypeError, ValueError):  # some callables have no signature
             named = []
-        if len(named) == 3 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
-            ours = inspect.Signature([p.replace(default=p.empty) for p in named])
+        own = list(ours.parameters.values())[3:]
+        taken = {p.name for p in named} & {p.name for p in own}
+        if len(named) == 3 and not taken and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in named):
+            ours = inspect.Signature([*(p.replace(default=p.empty) for p in named), *own])
 
         def signed(*args, **kwargs):
             return function(*ours.bind(*args, **kwargs).args)

@@ -47,7 +47,7 @@ def walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence, hooks: Hooks) -> l
 def entering(leaf: int, value: Array) -> Param:
     """The `Param` of a whole leaf."""
     dims = tuple(((i, n),) if n > 1 else () for i, n in enumerate(value.shape))
-    return Param(value, leaf, dims, 0, jnp.uint32(0))
+    return Param(value, leaf, dims, 0, jnp.uint32(0), jnp.uint32(0))
 
 
 def slice_index(index: ArrayLike, place: ArrayLike) -> UInt32[Array, ""]:
@@ -135,7 +135,11 @@ def _scan(equation, values, hooks):
         place, slices = at
         own = [
             v._replace(
-                value=s, dims=v.dims[1:], stack=v.stack + 1, index=slice_index(v.index, place)
+                value=s,
+                dims=v.dims[1:],
+                stack=v.stack + 1,
+                index=slice_index(v.index, place),
+                place=v.place * params["length"] + place,
             )
             if isinstance(v, Param)
             else s

@@ -23,7 +23,7 @@ class Param(NamedTuple):
       dims: for every dimension of `value` the leaf's dimensions in it, as (number, size); those of
         size 1 are in none.
       stack: how many leading dimensions of the leaf scans have gone into.
-      index: the number of the current slice, uint32[].
+      index: the number of the current slice, uint32[]; place: how many slices come before it.
     """
 
     value: Any
@@ -31,6 +31,7 @@ class Param(NamedTuple):
     dims: tuple[tuple[tuple[int, int], ...], ...]
     stack: int
     index: Any
+    place: Any
 
 
 class Use(NamedTuple):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import ordering
 from tests.bad_values import (
@@ -10,6 +11,7 @@ from tests.bad_values import (
     KEY,
     KEYS,
     KINDS,
+    LIKE_PARAMS,
     NAN,
     THING,
     Arg,
@@ -219,6 +221,7 @@ CALLS |= {
 STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0], [3.0, 4.0]]},
           {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, {"w": None}, *leaves_of(2, 3),
           {"w": 1j * jnp.ones((2, 3))}]  # fmt: skip
+ADAM, LEAVES = optax.adam(0.1), [ordering.trace.Leaf("w", (3,), "formed", "product")]
 ONE = [{}, None, {"w": [1.0, "a"]}, {"w": 1j * jnp.ones(3)}, *leaves_of(3)]
 VECTORS, ORDER = jnp.arange(12.0).reshape(4, 3), jnp.arange(4)
 CALLS |= {
@@ -228,6 +231,20 @@ CALLS |= {
     "sketch_rows": call(
         traced(lambda **args: ordering.sketch_rows(**args).tree),
         rows=Arg(ordering.Rows.of(ROWS), [None, *but_none(NO_ROWS[:9])]), to_sketch=TO_SKETCH),
+    "scale_of": call(
+        lambda **args: over_workers(lambda w: ordering.scale_of(**args)),
+        opt_state=Arg(ADAM.init(X), [None, 3, "text", {}, THING, X, optax.sgd(0.1).init(X),
+                                     ADAM.init({"w": jnp.ones(4)}), ADAM.init({"v": jnp.ones(3)}),
+                                     [ADAM.init(X)] * 2]),
+        leaves=Arg(None, [3, "text", [], [3], THING, {}, LEAVES * 2]), params=X, floor=0.1,
+        axis_name=Arg("worker", but_none(KINDS["axis_name"]))),
+    "scaled": call(
+        lambda rows, scale: over_workers(lambda w: ordering.scaled(given(rows, w), scale).tree),
+        rows=Arg(rows_of(ROWS), [None, *but_none(NO_ROWS[:9])]), scale=Arg(X, LIKE_PARAMS)),
+    "sketched, scale": call(
+        lambda scale: gradients(lambda loss: lambda *a: ordering.sketched(loss, KEY, size=2)(
+            *a, scale))(loss=loss_of, params=X, batch=jnp.ones((4, 3))),
+        scale=Arg(X, but_none(LIKE_PARAMS))),
     "sketch_size": call(ordering.sketch_size, num_prefixes=100, error=0.5),
     "exchange_rows": call(
         lambda rows, **args: over_workers(

@@ -42,7 +42,8 @@ def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
 def built(order="cd_grab", sync="qsr", reads=None, mesh=False, average=()):
     mesh = worker_mesh(WORKERS) if mesh else None
     rounds = SYNC_RULES[sync].rounds
-    setting = SETTING._replace(average=average)
+    optimizer = "adamw" if ORDERS[order].scaled else SETTING.optimizer
+    setting = SETTING._replace(average=average, optimizer=optimizer)
     return program.build(task(), setting, ORDERS[order], rounds, reads=reads, mesh=mesh)
 
 

@@ -389,6 +389,29 @@ def product_sketch(gradient, left, right, sizes):
     return met @ group_signs(groups, 1, groups)[:, 0] / np.sqrt(groups)
 
 
+def scale(moments, floor):
+    """What scaled orders multiply gradients with: one over v^(1/2) in units of its mean."""
+    mean = np.mean(np.concatenate([np.ravel(v) for v in moments]))
+    return [1 / (np.sqrt(v / mean) + floor) if mean else np.ones_like(v) for v in moments]
+
+
+def factored_scale(moment, mean, floor):
+    """The same of a matrix, from the means of its rows and of its columns (Adafactor)."""
+    found = np.zeros(moment.shape)
+    for r, c in np.ndindex(moment.shape):
+        row = np.sqrt(np.mean(moment[r]) / np.mean(moment)) + floor
+        found[r, c] = 1 / (row * (np.sqrt(np.mean(moment[:, c]) / mean) + floor))
+    return found
+
+
+def scaled_pair_balance_epochs(order, gradients, moments, floor):
+    """PairBalance on g / v^(1/2), with one v [D] for each epoch; gradients [M, D]."""
+    orders = [order]
+    for v in moments:
+        orders.append(pair_balance_epoch(orders[-1], gradients * scale([v], floor)[0]))
+    return orders
+
+
 def rounded(rows, wire):
     """What is left of rows [r, 128] after a wire, number by number."""
     rows = np.asarray(rows, np.float64)

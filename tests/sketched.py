@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import ordering
-from ordering.backward import _of_slice, maps_of
+from ordering.maps import maps_of, of_slice
 from ordering.rows import as_float32
 from ordering.sketch import fold
 from ordering.trace import slice_index
@@ -39,7 +39,7 @@ def _of_leaf(leaf, of, gradient, size):
         index = jnp.uint32(0)
         for place in at:
             index = slice_index(index, place)
-        found += _of_matrix(leaf, _of_slice(of, index) if at else of, g, size)
+        found += _of_matrix(leaf, of_slice(of, index) if at else of, g, size)
     return found
 
 

@@ -46,7 +46,8 @@ def order_traffic(
     an exact coordinated order every fresh step exchanges its rows, n / 2 all-reduces for n of them,
     and adds up the inner products of its pairs over the workers. With one unit per step, where
     workers meet in every step, the mean gradient comes out of the exchange of the rows, which then
-    costs nothing.
+    costs nothing. Where rounds are local a scaled order takes the mean of the second moments at an
+    epoch's end; what factors of them cost is not counted.
 
     Args:
       order: a row of ORDERS; sizes: of the run; num_params: D, of the model.
@@ -70,12 +71,16 @@ def order_traffic(
     elif order.sketch:
         sent = units // 2 * min(order.sketch, num_params) * workers / 2 / num_params
     else:
-        of_step = functools.partial(_step_traffic, sizes, num_params, sync_in_step)
+        of_step = functools.partial(
+            _step_traffic, sizes, num_params, sync_in_step and not order.scaled
+        )
         whole, last = of_step(int(units[1])), of_step(int(units[-1] - units[-2]))
         sent = whole * loads
         sent[-1] += last - whole
     told = math.ceil(sizes.num_units // 2 / 8) if order.deals == UNITS and workers > 1 else 0
     epoch = sent[-1] + told * workers / (8 * num_params)
+    if order.scaled and not order.sketch and not sync_in_step and workers > 1:
+        epoch += 1
 
     def allreduces(loads: int) -> float:
         epochs, rest = divmod(loads, sizes.loads_per_epoch)

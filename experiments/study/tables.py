@@ -68,10 +68,10 @@ ORDERS = Table(
         "id_pair": Order(
             "independent pair",
             lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
-            takes=("sketch", "deal"),
+            takes=("sketch", "scale", "deal"),
         ),
         "cd_grab": Order(
-            "CD-GraB", _coordinated, coordinated=True, takes=("sketch", "signs", "deal")
+            "CD-GraB", _coordinated, coordinated=True, takes=("sketch", "scale", "signs", "deal")
         ),
         "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
         "herding": Order(
@@ -81,6 +81,9 @@ ORDERS = Table(
     },
     {
         "sketch": Choice("numbers that stand for a gradient", _sketch),
+        "scale": Choice("in which units gradients are balanced", {
+            "scaled": Word("scaled", lambda row: row._replace(scaled=True))
+        }),
         "signs": Choice("who gives signs instead of the greedy rule", {
             "walk": Word("walk", _walk)
         }),

@@ -164,9 +164,10 @@ def start_of(worker: Worker, over) -> Callable:
 
     def start(params, order_key, key):
         like = params if worker.sketch is None else jnp.zeros(worker.sketch)
-        orders = worker.order.init(order_key, like)
+        orders, opt_state = worker.order.init(order_key, like), worker.rounds.init(params)
         means = averages.zeros(worker.averages, params)
-        return params, worker.rounds.init(params), orders, key, step.zero_stats(), means
+        scale = worker.scale(opt_state, params) if worker.scale else ()
+        return params, opt_state, orders, key, step.zero_stats(), means, scale
 
     words = (worker.sides.params, "owned", "owned")
     started = local_opt.lift(start, over, inputs=words, outputs=worker.sides)

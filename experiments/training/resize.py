@@ -129,10 +129,10 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
     _, order_keys, keys = program.keys_of(seed, sizes.workers)
     if units is None and not worker.row.deals:
         units = np.arange(before.workers * before.num_units).reshape(before.workers, -1)
-    params, opt_state, means = state.params, state.opt_state, state.averages
+    params, opt_state, shared = state.params, state.opt_state, (state.averages, state.scale)
     with jax.default_device(_host()):
         if own:
-            params, means = local_opt.resize.mean_of((params, means), sizes.workers)
+            params, shared = local_opt.resize.mean_of((params, shared), sizes.workers)
         fresh = program.start_of(worker, sizes.workers)(params, order_keys, keys)
         if own:
             opt_state = local_opt.resize.resize(opt_state, fresh.opt_state, sizes.workers, policy)
@@ -144,7 +144,7 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
         units = None
     seen = {"loss": state.stats.loss, "drift": state.stats.drift}
     stats = fresh.stats._replace(**local_opt.resize.mean_of(seen, sizes.workers))
-    return TrainState(params, opt_state, orders, fresh.key, stats, means), units
+    return TrainState(params, opt_state, orders, fresh.key, stats, *shared), units
 
 
 def visited_units(plans: Plans, sizes: Sizes, at: Progress) -> int:

@@ -16,7 +16,7 @@ import local_opt
 import models
 import ordering
 from experiments.tasks.base import Recipe, Task
-from experiments.training import averages, optimizers
+from experiments.training import averages, optimizers, scales
 from experiments.training.config import EXAMPLES, OrderSetting, Sizes, num_params, size_of
 from local_opt.workers import AXIS
 from ordering.rows import finite_units
@@ -37,8 +37,9 @@ class StepStats(NamedTuple):
 class TrainState(NamedTuple):
     """The whole state of a run, which a checkpoint holds.
 
-    Parameters, their averages and the optimizer's state are shared if workers synchronise in every
-    step, and have a leading worker axis if rounds are local. The others always have a worker axis.
+    Parameters, their averages, the optimizer's state and the scale are shared if workers
+    synchronise in every step, and have a leading worker axis if rounds are local. The others always
+    have one.
     """
 
     params: Any
@@ -47,6 +48,7 @@ class TrainState(NamedTuple):
     key: jax.Array  # of the steps' randomness
     stats: StepStats
     averages: dict  # {name: of the parameters}, as of `averages.AVERAGES`
+    scale: Any  # of the gradients that a scaled order observes; () of others
 
 
 class Worker(NamedTuple):
@@ -58,6 +60,7 @@ class Worker(NamedTuple):
       exchanges: whether coordination and the mean gradient share one exchange of rows.
       sketch: size of the sketches that the order observes; None: it observes gradients.
       averages: names of AVERAGES; average: updates them, as of `averages.update`.
+      scale: `(opt_state, params) -> scale` of what it observes; None: as it is.
     """
 
     model: models.Model
@@ -70,12 +73,13 @@ class Worker(NamedTuple):
     sketch: int | None
     averages: tuple[str, ...]
     average: Callable
+    scale: Callable | None
 
     @property
     def sides(self) -> TrainState:
         """Which fields of the state are shared or owned, in the words of `local_opt.lift`."""
         own = "shared" if self.rounds.in_step else "owned"
-        return TrainState(own, own, "owned", "owned", "owned", own)
+        return TrainState(own, own, "owned", "owned", "owned", own, own)
 
 
 def worker_of(
@@ -103,11 +107,22 @@ def worker_of(
     )
     # Simulated workers send nothing, so that the exchange would only add work.
     exact = row.coordinated and row.sketch is None and sizes.units_per_step == 1
-    exchanges = on_mesh and exact and rounds.in_step
+    exchanges = on_mesh and exact and rounds.in_step and not row.scaled
     sketch = row.sketch and min(row.sketch, num_params(task.model))
+    scale = scales.scale_of(task, recipe, rounds, sizes, sketch) if row.scaled else None
     average = averages.update(steps=sizes.loads_per_epoch, epochs=recipe.ema_epochs)
     return Worker(
-        task.model, row, order, inner, rounds, sizes, exchanges, sketch, recipe.average, average
+        task.model,
+        row,
+        order,
+        inner,
+        rounds,
+        sizes,
+        exchanges,
+        sketch,
+        recipe.average,
+        average,
+        scale,
     )
 
 
@@ -120,16 +135,26 @@ def zero_stats() -> StepStats:
 def unit_gradients(
     loss: Callable, *, units_per_step: int, separate: bool, sketch: int | None = None
 ) -> Callable:
-    """Gradients of B units from batches with leaves [B, unit_size, ...].
+    """Gradients of B units from batches with leaves [B, unit_size, ...], with scaled rows.
 
     With one unit per step this is a plain gradient. More units cost one gradient each if they must
     be `separate`; otherwise the only row is their mean. With sketches of `sketch` numbers they
     cost a plain gradient too.
     """
+
+    def scaled(rows, scale):
+        return rows if scale is None else ordering.scaled(rows, scale)
+
     if separate and units_per_step > 1:
         if sketch:
             return ordering.sketched(ordering.grouped(loss), SKETCH_KEY(), size=sketch)
-        return ordering.per_example(ordering.grouped(loss))
+        of_units = ordering.per_example(ordering.grouped(loss))
+
+        def exact(params, batch, key, scale=None):
+            losses, mean, rows = of_units(params, batch, key)
+            return losses, mean, scaled(rows, scale)
+
+        return exact
 
     def merged(params, batch, key):
         flat = jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), batch)
@@ -137,9 +162,9 @@ def unit_gradients(
         unit_losses = jnp.mean(losses.reshape(units_per_step, -1), axis=1)
         return jnp.mean(losses), unit_losses
 
-    def gradients(params, batch, key):
+    def gradients(params, batch, key, scale=None):
         (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-        rows = ordering.Rows.of_gradient(mean)
+        rows = scaled(ordering.Rows.of_gradient(mean), scale)
         if sketch and separate:
             rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
         return losses, mean, rows
@@ -156,12 +181,16 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
     sketch = worker.sketch if fresh else None
     exchanges = fresh and worker.exchanges
     update = (worker.inner if exchanges else worker.rounds).update
+    scales_rows = observes and worker.scale is not None
 
     def step(state, batch, units, rate, t):
         gradients = unit_gradients(
             model.loss, units_per_step=units.shape[0], separate=separate, sketch=sketch
         )
-        losses, mean, rows = gradients(state.params, batch, jax.random.fold_in(state.key, t))
+        losses, mean, rows = gradients(
+            state.params, batch, jax.random.fold_in(state.key, t),
+            scale=state.scale if scales_rows else None,
+        )  # fmt: skip
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
         if exchanges:
             mean, rows = ordering.exchange_rows(rows, axis_name=AXIS)
@@ -169,12 +198,18 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
         updates, opt_state = update(
             mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
         )
+        scale = state.scale
+        if scales_rows and worker.rounds.in_step:
+            # Most of what the second moment learns it learns first: after 1, 2, 4, ... steps.
+            again = functools.partial(worker.scale, opt_state, state.params)
+            scale = jax.lax.cond(t & (t + 1) == 0, again, lambda: state.scale)
         return state._replace(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             orders=worker.order.observe(state.orders, rows) if observes else state.orders,
             stats=_add(state.stats, jnp.mean(losses), bad, units, t),
             averages=worker.average(state.averages, state.params, t),
+            scale=scale,
         )
 
     return step
@@ -237,6 +272,8 @@ def end_of(worker: Worker, *, sync: bool, epoch_end: bool) -> Callable:
             state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
         if epoch_end:
             state = state._replace(orders=order.next_epoch(state.orders))
+            if worker.scale is not None:
+                state = state._replace(scale=worker.scale(state.opt_state, state.params))
         return state
 
     return end

@@ -1,5 +1,7 @@
 """Sketches from the backward pass equal those of formed gradients, for any library's loss."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -49,15 +51,24 @@ MODELS = {
 QUICK = ("mlp",)
 
 
-def assert_sketched(loss, params, batch, size=64):
-    """The results equal gradients that were formed, and sketched by the same map."""
+def assert_sketched(loss, params, batch, size=64, scale=None):
+    """The results equal gradients that were formed, scaled, and sketched by the same map."""
 
-    makers = (ordering.sketched(loss, SKETCH_KEY, size=size), ordering.per_example(loss))
+    gradients = ordering.sketched(loss, SKETCH_KEY, size=size)
+    makers = (functools.partial(gradients, scale=scale), ordering.per_example(loss))
     found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
     to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
-    close(found[2], jax.jit(jax.vmap(to_sketch))(formed[2]))
+    rows = ordering.Rows.of(formed[2])
+    scaled = rows if scale is None else ordering.scaled(rows, scale)
+    close(found[2], jax.jit(jax.vmap(to_sketch))(scaled.tree))
     close(found[1], formed[1])
     np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
+
+
+def scale_like(params, plan):
+    """A scale from random moments, some of them small."""
+    nu = jax.tree.map(lambda p: np.float32(RNG.lognormal(0, 2, p.shape)), params)
+    return ordering.scale_of(optax.ScaleByRmsState(nu), params, leaves=plan)
 
 
 def close(found, expected):
@@ -112,7 +123,7 @@ def test_linen_scanned_with_remat_and_tied_embeddings():
     assert len([leaf for leaf in stacked if leaf.how == "sketched"]) == 6
     (embedding,) = [leaf for leaf in plan if "embedding" in leaf.name]
     assert (embedding.how, embedding.why) == ("sketched", "look-up, product")
-    assert_sketched(loss, params, batch)
+    assert_sketched(loss, params, batch, scale=scale_like(params, plan))
 
 
 def test_linen_convolutions():
@@ -178,7 +189,7 @@ def test_gradients_of_unsupported_uses_are_formed_and_listed():
     assert {name for name, (kind, _) in how.items() if kind == "sketched"} == known
     assert how["squared"] == ("copied", "integer_pow")
     assert how["branch"][1] == "cond" and how["sliced"][0] == how["unused"][0] == "copied"
-    assert_sketched(layered, params, batch)
+    assert_sketched(layered, params, batch, scale=scale_like(params, plan))
 
 
 def parts_of(gradients):

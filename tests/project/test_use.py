@@ -18,7 +18,7 @@ PROGRAMS = {
 # Whole loops, with a model, an optimizer and input of their own.
 LOOPS = {
     "checkpoints-0", "devices-0", "echoing-0", "equinox-0", "linen-0", "linen-1", "nnx-0", "nnx-2",
-    "optax-0", "orders-0", "orders-3",
+    "optax-0", "orders-0", "orders-4",
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkey
 
 @pytest.mark.slow
 def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
-    code = PROGRAMS["orders-3"].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
+    code = PROGRAMS["orders-4"].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
     assert "gathers" not in code
     _, losses = run(code, capsys)
     assert losses[-1] < 0.75 * losses[0]

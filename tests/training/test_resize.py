@@ -222,6 +222,7 @@ BETWEEN = [(8, 10), (4, 25), (8, STEPS)]  # where epochs end
         ("herding", "constant", "none", CHANGES), ("cd_grab+dealt", "parallel", "fixed", CHANGES),
         ("cd_grab+sketch16", "qsr", "diffusion+cosine", CHANGES),
         ("id_pair+sketch1024", "accumulate", "none", CHANGES),
+        ("cd_grab+scaled", "qsr", "none", CHANGES),
     ],
 )  # fmt: skip
 def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo, changes):

@@ -70,6 +70,7 @@ FEW = [
     (("cd_grab+sketch16+dealt", "qsr", "diffusion+cosine"),
      {**STREAMED, "average": ("epoch", "ema")}, 23),
     (("cd_grab", "qsr", "measured"), STREAMED, 17),
+    (("cd_grab+sketch16+scaled", "qsr", "none"), {}, 19),
 ]  # fmt: skip
 
 

@@ -44,6 +44,8 @@ def every_step(built, recipe, rate=None):
 
 
 def built(task, recipe, name, **options):
+    if ORDERS[name].scaled:
+        recipe = recipe._replace(optimizer="adamw")
     return program.build(task, recipe, ORDERS[name], PARALLEL, **options)
 
 

@@ -1,0 +1,202 @@
+"""Scaled rows: gradients in the units in which an optimizer such as Adam applies them.
+
+Adam moves the parameters by g / v^(1/2), v being its second moment. An order that balances the
+scaled gradients of its units balances what moves the parameters.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float32, PyTree
+
+from ordering import rows as rows_lib
+from ordering.base import check_is_rows
+from ordering.gradients import check_params
+from ordering.rows import Rows, as_float32
+from ordering.trace import Leaf
+from syncopate import mesh, plans
+
+FLOOR = 1e-3
+BESIDE = (
+    "keep one beside the optimizer: moment = optax.scale_by_rms(), in every step _, state = "
+    "moment.update(mean_gradient, state), and pass that state."
+)
+
+
+class Factors(NamedTuple):
+    """The scale of a parameter, rows * cols, as arrays that broadcast to its shape."""
+
+    rows: Float32[Array, "..."]
+    cols: Float32[Array, "..."]
+
+
+def scale_of(
+    opt_state: PyTree,
+    params: PyTree,
+    *,
+    leaves: Sequence[Leaf] | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    floor: float = FLOOR,
+) -> PyTree:
+    """What to multiply gradients with so that an order balances what the optimizer applies.
+
+    scale = 1 / ((v / mean(v))^(1/2) + floor)
+
+    v is the second moment in an optax state (Adam and its relatives, RMSProp), and mean(v) its mean
+    over all parameters: scaled gradients have about the norm of the gradients, so that running sums
+    of both fit together. Take it once per epoch or per sync, outside of the steps. Before the first
+    step it is one.
+
+    For the sketches of `sketched` the moment of a matrix is factored as in Adafactor: v_rc is about
+    mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and columns.
+
+    Muon and Lion hold no second moment. Muon applies (M M^T)^(-1/2) M and Lion the sign of its
+    momentum, which where noise prevails is about g / v^(1/2) too: for both keep the second moment
+    of the mean gradient beside the optimizer by `optax.scale_by_rms`, which moves nothing.
+
+    Args:
+      opt_state: of any optax optimizer, also chained, masked or partitioned, that has one second
+        moment `nu` for every parameter.
+      params: the parameters; shapes are enough.
+      leaves: from `sketched_parameters`; parameters that are "sketched" then get `Factors`.
+      axis_name: the workers' axis, for states that are the workers' own: v is then the mean over
+        them, and all get the same scale.
+      floor: in (0, 1]; the scale is at most 1 / floor, of factors each. Entries that had no
+        gradient so far, or one of rounding errors, are not to outweigh all others.
+
+    Returns:
+      A float32 tree like params, or with `Factors` in place of leaves.
+
+    Raises:
+      ValueError: if a parameter has no second moment, several, or one of another shape.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, ordering
+      >>> params, optimizer = jnp.ones(2), optax.adam(1e-3)
+      >>> state = optimizer.init(params)
+      >>> ordering.scale_of(state, params).tolist()
+      [1.0, 1.0]
+      >>> _, state = optimizer.update(jnp.array([1.0, 3.0]), state)
+      >>> [round(float(x), 2) for x in ordering.scale_of(state, params)]
+      [2.23, 0.74]
+
+    References:
+      Kingma, Ba, Adam: A Method for Stochastic Optimization, 2015, https://arxiv.org/abs/1412.6980
+      Shazeer, Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
+      https://arxiv.org/abs/1804.04235
+    """
+    floor = plans.check_number("floor", floor, "(0, 1]")
+    moments = _moments(opt_state, params)
+    if leaves is None:
+        leaves = [None] * len(moments)
+    else:
+        _check_leaves(leaves, moments)
+    means = [_means(v, leaf) for v, leaf in zip(moments, leaves, strict=True)]
+    if axis_name is not None:
+        mesh.axis_size(axis_name)
+        means = jax.lax.pmean(means, axis_name)
+    totals = [v.size * jnp.mean(jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True)]
+    common = sum(totals) / max(1, rows_lib.tree_size(params))
+    scales = [_inverse(m, leaf, common, floor) for m, leaf in zip(means, leaves, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(params), scales)
+
+
+def scaled(rows: Rows, scale: PyTree) -> Rows:
+    """Rows of gradients times a scale, entry by entry: any order runs on them.
+
+    Args:
+      rows: of n units, before `exchange_rows`; also without a tree.
+      scale: a tree like one gradient, from `scale_of`.
+
+    Returns:
+      `Rows` of size n.
+
+    Raises:
+      ValueError: if the scale and the rows have other leaves, or rows were exchanged.
+
+    Examples:
+      >>> import jax.numpy as jnp, ordering
+      >>> ordering.scaled(ordering.Rows.of(jnp.ones((2, 3))), jnp.array([1., 2., 3.])).gram()[0, 1]
+      Array(14., dtype=float32)
+
+    References:
+      Kingma, Ba, Adam: A Method for Stochastic Optimization, 2015, https://arxiv.org/abs/1412.6980
+    """
+    check_is_rows(rows)
+    if rows.tree is not None:
+        whole = whole_scale(scale, jax.tree.map(lambda g: g[0], rows.tree))
+        return Rows.of(jax.tree.map(lambda g, s: as_float32(g) * s[None], rows.tree, whole))
+
+    def times(tree):
+        return jax.tree.map(lambda g, s: as_float32(g) * s, tree, whole_scale(scale, tree))
+
+    def gram():  # one sum of the gradients for each unit
+        return jax.vmap(lambda w: rows.dot(times(times(rows.combine(w)))))(jnp.eye(rows.size))
+
+    return Rows(rows.size, lambda v: rows.dot(times(v)), lambda w: times(rows.combine(w)), gram)
+
+
+def whole_scale(scale: PyTree, like: PyTree) -> PyTree:
+    """The scale as one array for every leaf; raises ValueError unless it fits."""
+    leaf = lambda x: isinstance(x, Factors)  # noqa: E731
+    full = jax.tree.map(lambda s: s.rows * s.cols if leaf(s) else s, scale, is_leaf=leaf)
+    plans.check_like("scale", full, like, "one gradient", "pass what scale_of returns.")
+    return full
+
+
+def _moments(opt_state, params) -> list[Array]:
+    """float32 second moments, one for each leaf of params."""
+    check_params(params)
+    if not rows_lib.tree_size(params):
+        raise ValueError(f"params holds no numbers ({params!r}): pass the model's parameters.")
+    found = {}
+    for _, moment in optax.tree_utils.tree_get_all_with_path(opt_state, "nu"):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(moment):
+            found.setdefault(path, []).append(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        shapes = [jnp.shape(moment) for moment in found.get(path, ())]
+        if shapes != [jnp.shape(leaf)]:
+            told = f"second moments `nu` of the shapes {shapes}" if shapes else "no second moment"
+            raise ValueError(
+                f"opt_state has {told} for params{jax.tree_util.keystr(path)} of shape "
+                f"{jnp.shape(leaf)}: {BESIDE}"
+            )
+    return [as_float32(found[path][0]) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def _check_leaves(leaves, moments):
+    shapes = [v.shape for v in moments]
+    listed = isinstance(leaves, list | tuple) and all(isinstance(leaf, Leaf) for leaf in leaves)
+    if not listed or shapes != [leaf.shape for leaf in leaves]:
+        raise ValueError(
+            f"leaves are {leaves!r} and params have the shapes {shapes}: pass what "
+            "sketched_parameters returns for these params."
+        )
+
+
+def _means(v, leaf: Leaf | None):
+    """The moment; of a sketched leaf its means over columns and over rows, of every slice."""
+    if leaf is None or leaf.how != "sketched":
+        return v
+    rows, cols = ((*range(leaf.stack), *side) for side in (leaf.rows, leaf.cols))
+    return Factors(_mean(v, rows), _mean(v, cols))
+
+
+def _mean(v, kept):
+    return jnp.mean(v, [i for i in range(v.ndim) if i not in kept], keepdims=True)
+
+
+def _inverse(moment, leaf, common, floor):
+    if not isinstance(moment, Factors):
+        return _over(moment, common, floor)
+    own = _mean(moment.rows, range(leaf.stack))  # v_rc = rows_r cols_c / own
+    return Factors(_over(moment.rows, own, floor), _over(moment.cols, common, floor))
+
+
+def _over(v, common, floor):
+    """One where nothing is known."""
+    size = jnp.sqrt(v / jnp.where(common > 0, common, 1.0))
+    return jnp.where(common > 0, 1 / (size + floor), 1.0)

@@ -1,0 +1,200 @@
+"""Orders of what the optimizer applies: scales from its state, scaled rows, scaled sketches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ordering
+from ordering.scaling import FLOOR, whole_scale
+from ordering.trace import Leaf
+from tests import reference, tables
+
+KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)
+assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+RNG = np.random.default_rng(0)
+PARAMS = {"b": jnp.ones(3), "w": jnp.ones((4, 3))}
+FACTORED = [Leaf("b", (3,), "formed", ""), Leaf("w", (4, 3), "sketched", "", 0, (0,), (1,))]
+ADAM = optax.adam(1e-3)
+
+
+def stepped(optimizer, params=PARAMS, steps=3):
+    """(state, second moments of Adam) after a few random gradients."""
+    state, adam = optimizer.init(params), ADAM.init(params)
+    for key in jax.random.split(jax.random.key(1), steps):
+        keys = jax.tree.unflatten(
+            jax.tree.structure(params), jax.random.split(key, len(jax.tree.leaves(params)))
+        )
+        grads = jax.tree.map(lambda k, p: jax.random.normal(k, p.shape), keys, params)
+        state = optimizer.update(grads, state, params)[1]
+        adam = ADAM.update(grads, adam)[1]
+    return state, [np.asarray(v, np.float64) for v in jax.tree.leaves(adam[0].nu)]
+
+
+OPTIMIZERS = {
+    "adam": ADAM,
+    "a chain": optax.chain(optax.clip_by_global_norm(1e9), optax.adamw(1e-3)),
+    "injected": optax.inject_hyperparams(optax.adamw)(1e-3),
+    "rms": optax.scale_by_rms(0.999),
+    "partitioned": optax.partition(
+        {"one": optax.adam(1e-3), "two": optax.adamw(1e-2)}, {"b": "one", "w": "two"}
+    ),
+    "two masks": optax.chain(
+        optax.masked(optax.adam(1e-3), {"b": True, "w": False}),
+        optax.masked(optax.adam(1e-3), {"b": False, "w": True}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_scale_equals_the_reference(name):
+    state, moments = stepped(OPTIMIZERS[name])
+    found = ordering.scale_of(state, PARAMS, floor=0.1)
+    for mine, expected in zip(jax.tree.leaves(found), reference.scale(moments, 0.1), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5)
+    factored = whole_scale(ordering.scale_of(state, PARAMS, leaves=FACTORED, floor=0.1), PARAMS)
+    mean = sum(v.sum() for v in moments) / sum(v.size for v in moments)
+    np.testing.assert_allclose(factored["b"], found["b"], rtol=1e-6)
+    expected = reference.factored_scale(moments[1], mean, 0.1)
+    np.testing.assert_allclose(factored["w"], expected, rtol=1e-5)
+
+
+def test_a_scale_before_the_first_step_is_one():
+    for leaves in (None, FACTORED):
+        found = ordering.scale_of(ADAM.init(PARAMS), PARAMS, leaves=leaves)
+        assert all((x == 1).all() for x in jax.tree.leaves(found))
+
+
+def test_factors_of_a_rank_one_moment_are_the_scale():
+    v = jnp.outer(jnp.array([1.0, 4.0, 9.0, 0.25]), jnp.array([1.0, 2.0, 0.5]))
+    state = optax.ScaleByRmsState({"b": jnp.ones(3), "w": v})
+    exact = ordering.scale_of(state, PARAMS, floor=1e-7)
+    factored = ordering.scale_of(state, PARAMS, leaves=FACTORED, floor=1e-7)
+    jax.tree.map(assert_close, whole_scale(factored, PARAMS), exact)
+
+
+@pytest.mark.parametrize("leaves", [None, FACTORED])
+def test_workers_with_their_own_moments_get_one_scale(leaves):
+    """That of the mean of their moments."""
+    nu = {"b": jnp.arange(6.0).reshape(2, 3), "w": jnp.arange(24.0).reshape(2, 4, 3)}
+    of = lambda nu, axis=None: ordering.scale_of(  # noqa: E731
+        optax.ScaleByRmsState(nu), PARAMS, leaves=leaves, axis_name=axis
+    )
+    found = jax.vmap(lambda nu: of(nu, "worker"), axis_name="worker")(nu)
+    expected = of(jax.tree.map(lambda v: v.mean(0), nu))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, [b, b], rtol=1e-6), found, expected)
+
+
+OTHERS = {"muon": optax.contrib.muon(1e-3), "lion": optax.lion(1e-3), "sgd": optax.sgd(1e-3)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_optimizers_without_a_second_moment_take_one_beside(name):
+    """It moves nothing, and the scale is that of Adam's."""
+    optimizer = OTHERS[name]
+    state, moments = stepped(optimizer)
+    with pytest.raises(ValueError, match="no second moment for params.* optax.scale_by_rms"):
+        ordering.scale_of(state, PARAMS)
+    beside, moments = stepped(optax.scale_by_rms(0.999))
+    found = jax.tree.leaves(ordering.scale_of(beside, PARAMS))
+    for mine, expected in zip(found, reference.scale(moments, FLOOR), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("units", [2, 3])
+def test_pair_balance_of_scaled_rows_equals_the_reference(units):
+    """One moment for each epoch, as after a step of an optimizer."""
+    M, D = 9, 4
+    gradients = RNG.normal(size=(M, D)).astype(np.float32)
+    moments = RNG.uniform(0.01, 4, size=(3, D)).astype(np.float32)
+    order = ordering.pair_balance(M, units_per_step=units)
+    state = order.init(jax.random.key(0), jnp.zeros(D))
+    orders = [state.current.tolist()]
+    observe = jax.jit(lambda s, g, a: order.observe(s, ordering.scaled(ordering.Rows.of(g), a)))
+    for v in moments:
+        scale = ordering.scale_of(optax.ScaleByRmsState(v), v, floor=0.01)
+        for start in range(0, M, units):
+            rows = gradients[state.current[start : start + units]]
+            state = observe(state, rows, scale)
+        state = order.next_epoch(state)
+        orders.append(state.current.tolist())
+    assert orders == reference.scaled_pair_balance_epochs(orders[0], gradients, moments, 0.01)
+
+
+def test_rows_without_a_tree_are_scaled_as_those_with_one():
+    rows = ordering.Rows.of({"w": jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32)})
+    scale, v = {"w": jnp.array([1.0, 2.0, 0.5, 3.0])}, {"w": jnp.arange(4.0)}
+    free, exact = (ordering.scaled(r, scale) for r in (rows._replace(tree=None), rows))
+    np.testing.assert_allclose(exact.tree["w"], rows.tree["w"] * scale["w"][None])
+    np.testing.assert_allclose(free.dot(v), exact.dot(v), rtol=1e-5)
+    np.testing.assert_allclose(free.gram(), exact.gram(), rtol=1e-5)
+    weights = jnp.arange(3.0)
+    jax.tree.map(assert_close, free.combine(weights), exact.combine(weights))
+
+
+def test_rows_of_small_models_are_their_scaled_gradients():
+    loss = lambda w, x, key: jnp.sin(x @ w)  # noqa: E731
+    w, x, scale = jnp.ones(3), jnp.eye(3), jnp.array([1.0, 2.0, 4.0])
+    found = ordering.sketched(loss, SKETCH_KEY, size=4)(w, x, jax.random.clone(KEY), scale)[2]
+    rows = ordering.per_example(loss)(w, x, jax.random.clone(KEY))[2]
+    np.testing.assert_allclose(found.gram(), ordering.scaled(rows, scale).gram(), rtol=1e-5)
+
+
+def product(w, batch, key):
+    return jnp.sum((batch["x"] @ w) * batch["y"], (1, 2))
+
+
+def test_inner_products_of_scaled_sketches_are_unbiased():
+    """E s_i . s_j = (a G_i) . (a G_j) over keys, a being the product of rows and columns."""
+    size, keys = 128, 200
+    x, y = (RNG.normal(size=(2, 3, n)).astype(np.float32) for n in (60, 40))
+    w, batch = jnp.zeros((60, 40)), {"x": x, "y": y}
+    leaves = ordering.sketched_parameters(product, w, batch, KEY, size=size)
+    assert leaves[0].how == "sketched"
+    v = jnp.asarray(RNG.uniform(0.1, 10, size=w.shape), jnp.float32)
+    scale = ordering.scale_of(optax.ScaleByRmsState(v), w, leaves=leaves)
+
+    def rows(key):
+        return ordering.sketched(product, key, size=size)(w, batch, jax.random.key(0), scale)[2]
+
+    found = jax.jit(jax.vmap(lambda key: rows(key).tree))(jax.random.split(SKETCH_KEY, keys))
+    formed = np.einsum("nta,ntb->nab", x, y) * np.asarray(whole_scale(scale, w))
+    formed = formed.reshape(2, -1)
+    norms = np.linalg.norm(formed, axis=1)
+    error = np.einsum("kia,kja->kij", found, found) - formed @ formed.T
+    error = (error / np.outer(norms, norms)).reshape(keys, -1)
+    assert np.all(np.abs(error.mean(0)) < 4 * error.std(0) / np.sqrt(keys))
+    assert np.all(error.var(0) < 6 * 2 / size)
+
+
+def test_a_scaled_step_has_the_products_of_the_plain_one():
+    """And with a scale of ones its bits."""
+    x, y = (RNG.normal(size=(2, 64, n)).astype(np.float32) for n in (300, 200))
+    w, batch = jnp.zeros((300, 200)), {"x": x, "y": y}
+    leaves = ordering.sketched_parameters(product, w, batch, KEY, size=128)
+    ones = ordering.scale_of(ADAM.init(w), w, leaves=leaves)
+    gradients = ordering.sketched(product, SKETCH_KEY, size=128)
+    run = lambda *scale: gradients(w, batch, jax.random.clone(KEY), *scale)[1:]  # noqa: E731
+    of_rows = lambda *scale: (run(*scale)[0], run(*scale)[1].tree)  # noqa: E731
+    plain, scaled = jax.jit(of_rows).lower().compile(), jax.jit(of_rows).lower(ones).compile()
+    dots = [program.as_text().count(" dot(") for program in (plain, scaled)]
+    assert dots[0] == dots[1] > 0
+    flops = [program.cost_analysis()["flops"] for program in (plain, scaled)]
+    assert flops[0] <= flops[1] <= 1.01 * flops[0]
+    jax.tree.map(np.testing.assert_array_equal, scaled(ones), plain())
+
+
+def test_a_scale_that_does_not_fit_is_refused():
+    w, batch = jnp.zeros((60, 40)), {"x": jnp.ones((2, 3, 60)), "y": jnp.ones((2, 3, 40))}
+    gradients = ordering.sketched(product, SKETCH_KEY, size=128)
+    with pytest.raises(ValueError, match="sketches need factors: pass scale_of"):
+        gradients(w, batch, jax.random.clone(KEY), w)
+    with pytest.raises(ValueError, match="scale is real.60. and in one gradient real.60, 40."):
+        gradients(w, batch, jax.random.clone(KEY), w[:, 0])
+    rows = tables.whole_numbers((2, 3)).astype(np.float32)
+    sliced = ordering.Rows.of(rows)._replace(workers=2)
+    with pytest.raises(ValueError, match="rows of all 2 workers.*before the exchange"):
+        ordering.scaled(sliced, rows[0])
