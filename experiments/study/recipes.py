@@ -139,6 +139,11 @@ RECIPES = {
     "cifar100_mobilenet_v2": Setting(
         "cifar100", {"model": "mobilenet_v2"}, FULL_RACE._replace(target=0.65)
     ),
+    # After NanoGPT Slowrun's tiny track, an hour on two cores: see docs/results/slowrun.md.
+    "slowrun": Setting(
+        "wikitext2_small", {"model": "slowrun", "num_train": 1280, "num_test": 1024},
+        {"unit_size": 1, "epochs": 12},
+    ),
     "wikitext2_gpt2": Setting(
         "wikitext2", {"model": "gpt2"},
         FULL_RACE._replace(

@@ -53,12 +53,22 @@ def _deal(label: str, how: str) -> Word:
     return Word(label, change)
 
 
+def _documents(row: Order) -> Order:
+    """Examples dealt, as no window is one of another epoch."""
+    return _deal("", "").change(row)._replace(recut="documents")
+
+
 ORDERS = Table(
     "order", "which unit comes next",
     {
         "rr": Order(
             "D-RR", lambda s: ordering.random_reshuffling(s.num_units), observes=False,
-            takes=("dealt",),
+            takes=("dealt", "cut"),
+        ),
+        "blocks": Order(
+            "block reshuffling",
+            lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
+            observes=False,
         ),
         "unzip": Order("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
         "id_mean": Order(
@@ -68,10 +78,11 @@ ORDERS = Table(
         "id_pair": Order(
             "independent pair",
             lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
-            takes=("sketch", "scale", "deal"),
+            takes=("sketch", "scale", "deal", "shifted"),
         ),
         "cd_grab": Order(
-            "CD-GraB", _coordinated, coordinated=True, takes=("sketch", "scale", "signs", "deal")
+            "CD-GraB", _coordinated, coordinated=True,
+            takes=("sketch", "scale", "signs", "deal", "shifted"),
         ),
         "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
         "herding": Order(
@@ -90,6 +101,10 @@ ORDERS = Table(
         "deal": Choice("how units are given anew to all workers in every epoch", {
             "dealt": _deal("dealt", "round_robin"),
             "chunks": _deal("chunks", "chunks"),
+        }),
+        "cut": Choice("how a text is cut into windows anew in every epoch", {
+            "documents": Word("documents permuted", _documents),
+            "shifted": Word("shifted", lambda row: row._replace(recut="shifted")),
         }),
     },
 )  # fmt: skip

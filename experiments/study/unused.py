@@ -20,7 +20,7 @@ OF_ROWS = {
     "horizon": "--p",
 }
 OF_SCHEDULES = {
-    "floor": ("cosine", "linear"), "decay_every": ("step",), "decay_factor": ("step",),
+    "floor": ("cosine", "linear"), "decay_every": ("step", "cycles"), "decay_factor": ("step",),
 }  # fmt: skip
 OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits", "topology")
 EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))  # the first one counts

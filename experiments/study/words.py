@@ -23,6 +23,7 @@ class Order(NamedTuple):
     sketch: int | None = None  # numbers of the sketches that it looks at; None: at gradients
     scaled: bool = False  # what it looks at is scaled as the optimizer applies it
     deals: str | None = None  # EXAMPLES or UNITS of the whole set; None: units of the worker's own
+    recut: str | None = None  # how a text is cut anew in every epoch, of `text.CUTS`; None: never
     takes: tuple[str, ...] = ()  # flags of further words that may change it, or some of the words
 
 

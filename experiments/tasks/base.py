@@ -3,7 +3,7 @@
 import os
 import typing
 from collections.abc import Callable, Iterable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,7 +30,9 @@ class Recipe(NamedTuple):
     schedule: Annotated[str, "learning rate schedule after the warmup", None] = "constant"
     warmup_steps: Annotated[int, "steps of learning rate warmup", FROM_ZERO] = 0
     floor: Annotated[float, "last rate / peak rate of cosine and linear", ranges.SHARE] = 0.0
-    decay_every: Annotated[float, "epochs between drops of a step schedule", ranges.EPOCHS] = 10.0
+    decay_every: Annotated[
+        float, "epochs of a step schedule's steps, or of a cycle", ranges.EPOCHS
+    ] = 10.0
     decay_factor: Annotated[float, "factor of a step schedule's drops", ranges.FACTOR] = 0.1
     h_base: Annotated[int, "smallest number of steps per round, H", COUNT] = 4
     growth: Annotated[float, "alpha / peak rate, of QSR", ranges.POSITIVE] = 2.0
@@ -62,6 +64,7 @@ class Task(NamedTuple):
     recipe: the default setting.
     optimum: `() -> float`, the minimum of the training loss; None if unknown.
     metric: test metric, a name of `tasks.metrics.METRICS`.
+    recut: `text.Recut` of a text that trains, whose windows may be cut anew; None: it is no text.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Task(NamedTuple):
     recipe: Recipe
     optimum: Callable[[], float] | None = None
     metric: str = "accuracy"
+    recut: Any = None
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -125,6 +129,8 @@ def with_first(task: Task, *, num_train: int | None = None, num_test: int | None
                 "examples in memory. Leave it out."
             )
     parts = {part: first_of(getattr(task, part), number) for part, number in given.items()}
+    if task.recut is not None and num_train is not None:
+        parts["recut"] = task.recut.first(num_train)
     # The optimum was that of all training examples.
     return task._replace(**parts, **({"optimum": None} if "train" in parts else {}))
 

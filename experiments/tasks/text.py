@@ -11,6 +11,8 @@ same way on a problem of the same kind, but accuracies are not comparable with p
 """
 
 import collections
+import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator
@@ -72,6 +74,58 @@ def windows(tokens: np.ndarray, length: int) -> dict:
     used = number * length
     x, y = (tokens[k : k + used].reshape(number, length).astype(np.int32) for k in (0, 1))
     return {"x": x, "y": y}
+
+
+def _permuted(text: "Recut", draw: np.random.Generator) -> np.ndarray:
+    documents = np.split(text.tokens, text.starts[1:])
+    return np.concatenate([documents[i] for i in draw.permutation(len(documents))])
+
+
+def _shifted(text: "Recut", draw: np.random.Generator) -> np.ndarray:
+    return np.roll(text.tokens, -draw.integers(text.length))
+
+
+# The tokens of an epoch, before they are cut: documents in another order, or a text that begins up
+# to a window further on and ends with its beginning, so that every window holds most of its text.
+CUTS = {"documents": _permuted, "shifted": _shifted}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recut:
+    """The windows of a text that is cut anew in every epoch, as many each time.
+
+    Attributes:
+      tokens: int[T]; starts: int[d], where its documents begin, with 0 first.
+      length: L, of a window; how: a name of CUTS; epoch: whose windows they are.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    length: int
+    how: str = "documents"
+    epoch: int = 0
+
+    @functools.cached_property
+    def windows(self) -> dict:
+        return windows(CUTS[self.how](self, np.random.default_rng(self.epoch)), self.length)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, i: int) -> dict:
+        return {name: part[i] for name, part in self.windows.items()}
+
+    def at_epoch(self, epoch: int) -> "Recut":
+        return dataclasses.replace(self, epoch=epoch)
+
+    def by(self, how: str) -> "Recut":
+        return dataclasses.replace(self, how=how)
+
+    def first(self, number: int) -> "Recut":
+        """Of the text of the first windows alone."""
+        end = number * self.length + 1
+        starts = self.starts[self.starts < end]
+        return dataclasses.replace(self, tokens=self.tokens[:end], starts=starts)
 
 
 def abstract_windows(num_tokens: int, length: int) -> dict:

@@ -24,6 +24,8 @@ from experiments.tasks import builders
 from experiments.tasks.base import Recipe, Task, check_model, need_file
 from experiments.tasks.sources import is_prepared, read_all, reading
 from experiments.tasks.text import (
+    END,
+    Recut,
     abstract_windows,
     encode,
     vocabulary,
@@ -48,6 +50,21 @@ RECIPES = {
 RECIPES["gpt2_small"] = RECIPES["gpt2"]._replace(
     workers=8, unit_size=8, epochs=1, learning_rates=(6e-4,)
 )
+# NanoGPT Slowrun's tiny track: 256 sequences per step. The rates, of Muon, are ours.
+RECIPES["slowrun"] = Recipe(
+    workers=8,
+    units_per_step=1,
+    unit_size=32,
+    epochs=15,
+    learning_rates=(0.007, 0.014, 0.028),
+    optimizer="muon_valley",
+    momentum=0.95,
+    weight_decay=0.8,
+    schedule="cycles",
+    decay_every=1,
+    average=("swa",),
+    evaluations=5,
+)
 
 
 class Size(NamedTuple):
@@ -59,6 +76,7 @@ class Size(NamedTuple):
     depth: int = 2
     heads: int = 2
     dtype: str = "float32"
+    metric: str = "perplexity"
 
 
 class Corpus(NamedTuple):
@@ -75,8 +93,13 @@ PUBLISHED = {
     "lstm": Size(35, 32),
     "gpt2": Size(128, 128),
     "gpt2_small": Size(1024, 768, depth=12, heads=12, dtype="bfloat16"),
+    "slowrun": Size(2048, 1024, depth=16, heads=8, dtype="bfloat16", metric="loss"),
 }
-SMALL = {"lstm": Size(35, 32, 4096), "gpt2": Size(64, 64, 2048)}
+SMALL = {
+    "lstm": Size(35, 32, 4096),
+    "gpt2": Size(64, 64, 2048),
+    "slowrun": Size(64, 64, 1024, metric="loss"),
+}
 CORPORA = {
     "wikitext2": Corpus("wikitext2", ("train", "test"), (2_088_628, 245_569), 33_278, PUBLISHED),
     "wikitext2_small": Corpus("wikitext2", ("test", "valid"), (245_569, 217_646), 14_143, SMALL),
@@ -112,12 +135,13 @@ def load(
       data_dir: folder of train.txt, valid.txt and test.txt; or of wiki.train.tokens and so on, as
         in the published archive; or of the prepared set; or of train.npy and test.npy.
       model: "lstm" (two layers of 32 units, windows of 35 words), "gpt2" (two blocks of width 128
-        with two heads, windows of 128), or, except for "wikitext2_small", "gpt2_small" (the
-        published one of 124 million parameters: twelve blocks of width 768 with twelve heads,
-        windows of 1024, computing in bfloat16).
+        with two heads, windows of 128), "slowrun" (GPT-2's sixteen blocks of width 1024 with eight
+        heads, windows of 2048), or, except for "wikitext2_small", "gpt2_small" (the published one
+        of 124 million parameters: twelve blocks of width 768 with twelve heads, windows of 1024,
+        computing in bfloat16 like "slowrun").
       corpus: "wikitext2", "wikitext103", or "wikitext2_small", which trains on the test text and
-        tests on the validation text, with the 4096 most frequent words for "lstm" and 2048 for
-        "gpt2" of width 64 with windows of 64; it ignores the ".npy" files.
+        tests on the validation text, with the 4096 most frequent words for "lstm", 2048 for "gpt2"
+        and 1024 for "slowrun", both of width 64 with windows of 64; it ignores the ".npy" files.
       length: L >= 1, tokens of a window, instead of the model's.
       max_words: size of the vocabulary, including "<eos>" and "<unk>". None keeps all words, or
         those named above for "wikitext2_small".
@@ -129,7 +153,7 @@ def load(
         raise ValueError(f"corpus is {corpus!r}: pass one of {sorted(CORPORA)}.")
     chosen = CORPORA[corpus]
     check_model(corpus, model, chosen.sizes)
-    size = chosen.sizes[model]
+    size, recut = chosen.sizes[model], None
     length = size.length if length is None else length
     max_words = size.max_words if max_words is None else max_words
     if abstract:
@@ -138,7 +162,8 @@ def load(
         num_words = BPE_WORDS if byte_pairs else chosen.num_words
         vocab_size = min(num_words, max_words or num_words)
     else:
-        train, test, vocab_size = _read_corpus(data_dir, corpus, max_words)
+        train, test, vocab_size, starts = _read_corpus(data_dir, corpus, max_words)
+        recut = Recut(train, starts, length)
         train, test = windows(train, length), windows(test, length)
     if model == "lstm":
         net = models.lstm(vocab_size=vocab_size, width=size.width, depth=size.depth)
@@ -147,7 +172,7 @@ def load(
             vocab_size=vocab_size, context=length, width=size.width, depth=size.depth,
             heads=size.heads, dtype=size.dtype,
         )  # fmt: skip
-    return Task(corpus, net, train, test, RECIPES[model], metric="perplexity")
+    return Task(corpus, net, train, test, RECIPES[model], metric=size.metric, recut=recut)
 
 
 def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
@@ -201,7 +226,11 @@ def _tokens(path):
 
 
 def _read_corpus(data_dir, corpus, max_words):
-    """Tokens of the training and the test text, and their vocabulary size."""
+    """Tokens of the training and the test text, their vocabulary size, and where documents begin.
+
+    Of words these are sections, which begin with a heading, and of saved ids what begins with
+    GPT-2's "<|endoftext|>".
+    """
     files = CORPORA[corpus].files
     saved = [os.path.join(data_dir or "", f"{part}.npy") for part in files]
     if files[0] == "train" and all(map(os.path.exists, saved)):
@@ -211,7 +240,13 @@ def _read_corpus(data_dir, corpus, max_words):
                 "Leave max_words out, or move the file away."
             )
         train, test = map(_tokens, saved)
-        return train, test, 1 + int(max(train.max(), test.max()))
+        return train, test, 1 + int(max(train.max(), test.max())), _starts(train == BPE_WORDS - 1)
     known = vocabulary(words(lines(data_dir, corpus, files[0])), max_words)
     train, test = (encode(words(lines(data_dir, corpus, part)), known) for part in files)
-    return train, test, len(known)
+    end, heading = (known.index(word) if word in known else -1 for word in (END, "="))
+    return train, test, len(known), _starts((train == heading) & (np.roll(train, 1) == end))
+
+
+def _starts(begins):
+    """The places of a text where documents begin, with 0."""
+    return np.union1d(0, np.flatnonzero(begins))

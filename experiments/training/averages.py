@@ -13,22 +13,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
+LATE = 4  # epochs of "swa"
 
-def _epoch(t, steps: int, epochs: float):
+
+def _epoch(t, steps: int, epochs: float, total: int):
     """The mean of an epoch's steps so far."""
-    del epochs
+    del epochs, total
     return 1 / ((t - 1) % steps + 1)
 
 
-def _ema(t, steps: int, epochs: float):
+def _ema(t, steps: int, epochs: float, total: int):
     """An exponential moving average, debiased, whose time constant is in epochs."""
+    del total
     decay = -1 / (epochs * steps)
     return jnp.expm1(decay) / jnp.expm1(decay * t)
 
 
-# (t >= 1, steps of an epoch, time constant in epochs) -> s_t. An epoch has as many steps as loads:
-# with echoing it is as many steps, which take fewer loads.
-AVERAGES = {"epoch": _epoch, "ema": _ema}
+def _swa(t, steps: int, epochs: float, total: int):
+    """The mean of the weights at the last four epochs' ends, weighed by 1, 2, 3 and 4."""
+    del epochs
+    late = t // steps - total // steps + LATE  # 1 at the end of the first of them
+    return jnp.where(late <= 1, 1.0, jnp.where(t % steps == 0, 2 / (late + 1), 0.0))
+
+
+# (t >= 1, steps of an epoch, time constant in epochs, steps of the run) -> s_t. An epoch has as
+# many steps as loads: with echoing it is as many steps, which take fewer loads.
+AVERAGES = {"epoch": _epoch, "ema": _ema, "swa": _swa}
 
 
 def zeros(names: Iterable[str], params) -> dict:
@@ -37,16 +47,16 @@ def zeros(names: Iterable[str], params) -> dict:
     return {name: jax.tree.map(wide, params) for name in names}
 
 
-def update(*, steps: int, epochs: float) -> Callable:
+def update(*, steps: int, epochs: float, total: int) -> Callable:
     """`({name: m_{t-1}}, x_t, t) -> {name: m_t}`; at t = 0 it is x_0.
 
     Args:
-      steps: of an epoch, its loads; epochs: the time constant of "ema".
+      steps: of an epoch, its loads; epochs: the time constant of "ema"; total: steps of the run.
     """
 
     def add(means, params, t):
         def of(name, mean):
-            share = AVERAGES[name](jnp.maximum(t, 1), steps, epochs)
+            share = AVERAGES[name](jnp.maximum(t, 1), steps, epochs, total)
             return optax.incremental_update(params, mean, share)
 
         return {name: of(name, mean) for name, mean in means.items()}

@@ -89,6 +89,14 @@ def build(
             f"{row.label} coordinates workers in every step, and workers in turn cannot: pass "
             "--run=vmap or --run=mesh."
         )
+    train = task.train
+    if row.recut:
+        if task.recut is None:
+            raise ValueError(
+                f"{row.label} cuts a text anew in every epoch, and {task.name} is none: pass "
+                f"--task=wikitext2, or leave +{row.recut} out."
+            )
+        train, reads = task.recut.by(row.recut), reads or "thread"
     worker = step.worker_of(
         task, recipe, row, rounds, sizes, on_mesh=mesh is not None, in_turn=turns
     )
@@ -103,7 +111,7 @@ def build(
         data = placement.place(data, where)
     else:
         owned = placement.own_workers(mesh, sizes.workers)
-        source = input.Source(task.train, sizes, total, owned, owned_sharding(mesh), reads, units)
+        source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
     reset = lambda state: state._replace(stats=step.zero_stats())  # noqa: E731
     return Program(
         sizes=sizes,

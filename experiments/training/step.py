@@ -17,7 +17,14 @@ import models
 import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import averages, optimizers, scales
-from experiments.training.config import EXAMPLES, OrderSetting, Sizes, num_params, size_of
+from experiments.training.config import (
+    EXAMPLES,
+    OrderSetting,
+    Sizes,
+    num_params,
+    size_of,
+    total_steps_of,
+)
 from local_opt.workers import AXIS
 from ordering.rows import finite_units
 
@@ -93,7 +100,8 @@ def worker_of(
         workers in turn cannot, they accumulate gradients and take the same step at a sync.
       on_mesh: workers have devices of their own.
     """
-    inner = optimizers.inner(recipe)
+    total = total_steps_of(recipe, sizes)
+    inner = optimizers.inner(recipe, total)
     rounds = rounds_of(inner, axis_name=AXIS)
     if in_turn and rounds.in_step:
         rounds = local_opt.accumulated_rounds(inner, axis_name=AXIS)
@@ -110,7 +118,7 @@ def worker_of(
     exchanges = on_mesh and exact and rounds.in_step and not row.scaled
     sketch = row.sketch and min(row.sketch, num_params(task.model))
     scale = scales.scale_of(task, recipe, rounds, sizes, sketch) if row.scaled else None
-    average = averages.update(steps=sizes.loads_per_epoch, epochs=recipe.ema_epochs)
+    average = averages.update(steps=sizes.loads_per_epoch, epochs=recipe.ema_epochs, total=total)
     return Worker(
         task.model,
         row,

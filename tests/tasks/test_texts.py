@@ -118,7 +118,7 @@ def test_saved_tokens_replace_a_text(words):
 @pytest.mark.parametrize(
     "settings,word",
     [
-        ({"model": "vit"}, r"\['gpt2', 'gpt2_small', 'lstm'\]"),
+        ({"model": "vit"}, r"\['gpt2', 'gpt2_small', 'lstm', 'slowrun'\]"),
         ({"corpus": "enwik8"}, "wikitext103"),
         ({"length": 0}, "length is 0"),
         ({"length": 8}, "has 8 tokens"),

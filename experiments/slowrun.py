@@ -1,0 +1,62 @@
+r"""Does another order lower the validation loss where few tokens are trained on for many epochs?
+
+    python -m experiments.slowrun --data_dir=DIR        # an hour on two cores
+    python -m experiments.slowrun --data_dir=DIR --arms=rr+documents,cd_grab --seeds=2
+    python -m experiments.slowrun --flagfile=experiments/presets/slowrun_fineweb.flags --dry_run
+
+After the tiny track of NanoGPT Slowrun (https://github.com/qlabs-eng/slowrun): many epochs over
+little text; Muon for matrices and AdamW for the rest, with a heavy weight decay that falls and
+rises; a rate that is constant, falls over the last 40 % of the steps and makes a cosine of each of
+the last four epochs; and the mean of the weights at these epochs' ends, weighed by 1, 2, 3, 4,
+which is what is compared: its validation loss after equal steps, every order at its own best rate.
+
+The first arm is the loader of Slowrun: in every epoch documents are permuted and joined, windows
+cut anew, and shuffled over all workers. No window is one of another epoch, so that nothing can be
+balanced there; `shifted` cuts the text anew too, but a window keeps most of its words. The others
+train on windows that are cut once.
+"""
+
+from experiments.results import report, statistics, tables
+from experiments.results.plots import Panel
+from experiments.results.statistics import Criterion
+from experiments.study import study
+from experiments.study.study import Study, arm_of
+
+AVERAGED = "test/loss/averaged"
+ORDERS = (
+    "rr+documents", "rr+dealt", "rr", "rr+shifted", "blocks", "id_pair", "cd_grab",
+    "cd_grab+shifted", "cd_grab+sketch1024",
+)  # fmt: skip
+
+
+def _gain(comparison, own) -> str:
+    """The averaged loss less the first arm's, paired by seed."""
+    ends = ({k: statistics.last(run, AVERAGED) for k, run in of.runs.items()}
+            for of in (own, comparison.baseline()))  # fmt: skip
+    pairs = statistics.paired(*ends)
+    return tables.show(pairs[:, 0] - pairs[:, 1], "{:+.4f}")
+
+
+COLUMNS = (
+    tables.arm("order"),
+    tables.rate("best lr"),
+    tables.Column("seeds", lambda c, own: f"{len(own.runs)}"),
+    tables.end("validation loss, averaged", AVERAGED, "{:.4f}"),
+    tables.Column(lambda c: f"less {c.baseline().label}", _gain),
+    tables.end("train loss, averaged", "train/loss/averaged", "{:.4f}"),
+    tables.end("validation loss, last", "test/loss", "{:.4f}"),
+)
+STUDY = Study(
+    "slowrun",
+    {name: arm_of(name) for name in ORDERS},
+    recipe="slowrun",
+    criterion=Criterion(AVERAGED, lower=True, when="last"),
+    finalists=1,
+    columns=COLUMNS,
+    panels=(Panel(AVERAGED, ("epoch",)), Panel("train/loss/averaged", ("epoch",))),
+    sections=(report.diverged_rates,),
+)
+
+
+if __name__ == "__main__":
+    study.main(STUDY)
