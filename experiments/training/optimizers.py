@@ -24,39 +24,33 @@ def _adamw(decay, momentum: float, steps: int | None) -> tuple:
 def _muon(decay, momentum: float, steps: int | None) -> tuple:
     """Muon of the layers' matrices; AdamW of embeddings, and of vectors without weight decay."""
 
-    def is_matrix(path, p):
-        return p.ndim == 2 and path[-1] == jax.tree_util.DictKey("kernel")
+    def kind(path, p):
+        return "muon" if p.ndim == 2 and path[-1] == jax.tree_util.DictKey("kernel") else "adam"
 
-    def labels(params):
-        kind = lambda path, p: "muon" if is_matrix(path, p) else "adam"  # noqa: E731
-        return jax.tree_util.tree_map_with_path(kind, params)
-
-    whole = lambda tree: jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), tree)  # noqa: E731
+    dimensions = lambda tree: jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), tree)  # noqa: E731
     muon = contrib.muon(
-        -1.0, beta=momentum, weight_decay=decay,
-        muon_weight_dimension_numbers=whole,
-    )  # fmt: skip
-    vectors = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+        -1.0, beta=momentum, weight_decay=decay, muon_weight_dimension_numbers=dimensions
+    )
+    moment = optax.scale_by_rms(0.95)  # for scaled orders; it moves nothing
+    watch = lambda g, state, params: (g, moment.update(g, state)[1])  # noqa: E731
     adam = optax.chain(
         optax.scale_by_adam(b1=0.8, b2=0.95, eps=1e-10),
-        optax.add_decayed_weights(decay, vectors),
+        optax.add_decayed_weights(decay, lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
         optax.scale(OTHERS),
     )
-    return (optax.partition({"muon": muon, "adam": adam}, labels),)
+    watched = optax.chain(optax.GradientTransformation(moment.init, watch), muon)
+    label = lambda params: jax.tree_util.tree_map_with_path(kind, params)  # noqa: E731
+    return (optax.partition({"muon": watched, "adam": adam}, label),)
 
 
 def _muon_valley(decay: float, momentum: float, steps: int | None) -> tuple:
     """Muon with a weight decay that is held, falls to an eighth, and rises to 7/6 of itself."""
-    if steps is None:
-        raise ValueError("--optimizer=muon_valley needs the steps of a run: choose muon.")
     at, shares = zip((0.0, 1.0), *VALLEY, strict=True)
-    return _muon(
-        lambda t: decay * jnp.interp(t / steps, jnp.array(at), jnp.array(shares)), momentum, steps
-    )
+    now = lambda t: jnp.interp(t / steps, jnp.array(at), jnp.array(shares))  # noqa: E731
+    return _muon(lambda t: decay * now(t), momentum, steps)
 
 
-# (weight decay, momentum, steps of a run) -> transformations; the learning rate is whoever's
-# trains.
+# (weight decay, momentum, steps) -> transformations; the learning rate is whoever's trains.
 OPTIMIZERS = {
     "momentum": _momentum, "adamw": _adamw, "muon": _muon, "muon_valley": _muon_valley,
 }  # fmt: skip
