@@ -597,3 +597,10 @@ def debiased_ema(weights, t, decay):
     """Kingma, Ba 2015, section 3: (1 - d) sum_k d^(t-k) x_k / (1 - d^t), k = 1 .. t."""
     total = sum((1 - decay) * decay ** (t - k) * weights[k - 1] for k in range(1, t + 1))
     return total / (1 - decay**t)
+
+
+def late_mean(weights, t, steps, total):
+    """Of x_k, k <= t, at the last four epochs' ends of `total` steps, weighed by 1 to 4; or x_t."""
+    ends = [total - total % steps - back * steps for back in (3, 2, 1, 0)]
+    past = [(i, weights[k - 1]) for i, k in enumerate(ends, 1) if k <= t] or [(1, weights[t - 1])]
+    return sum(i * x for i, x in past) / sum(i for i, _ in past)

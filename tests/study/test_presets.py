@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from experiments import cd_grab, echoing, qsr
+from experiments import cd_grab, echoing, qsr, slowrun
 from experiments.results import records
 from experiments.study import flags, recipes, study
 from experiments.training import config
@@ -18,7 +18,7 @@ from tests import studies
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 FOLDER = pathlib.Path("experiments/presets")
-ENTRYPOINTS = {"cd_grab": cd_grab, "qsr": qsr, "echoing": echoing}
+ENTRYPOINTS = {"cd_grab": cd_grab, "qsr": qsr, "echoing": echoing, "slowrun": slowrun}
 LARGE = {"resnet152": 60_192_808, "vit_b": 86_567_656}
 GPT2 = 50_257 * 128 + 128 * 128 + 2 * (12 * 128**2 + 13 * 128) + 2 * 128  # two blocks, tied
 # Parameters of the published network, and examples per step; None: not known.
@@ -35,6 +35,10 @@ PUBLISHED = {
        for net, at_ten, width in (("resnet18", 11_173_962, 512),
                                   ("mobilenet_v2", 2_236_682, 1280))},
     "echoing_wikitext2_gpt2": (GPT2 + (33_278 - 50_257) * 128, None),
+    # 16 blocks of width 1024.
+    "slowrun_fineweb": (
+        (50_257 + 2048 + 2) * 1024 + 16 * (12 * 1024**2 + 13 * 1024), 2**19 // 2048
+    ),
 }  # fmt: skip
 NAMES = sorted(PUBLISHED)
 FOLDERS = (FOLDER, FOLDER / "tiny")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 from experiments.tasks import Recipe
 from experiments.training import optimizers
@@ -31,6 +32,38 @@ def test_schedules_without_a_warmup(name, expected):
     rate = schedule(name)
     for t in range(STEPS):
         assert float(rate(t)) == pytest.approx(expected(t), rel=1e-5)
+
+
+def test_cycles_of_a_cosine_end_a_linear_decay():
+    """T = 40, and epochs of 5 steps: 40 % is 16 steps, and the last four epochs are 20."""
+    rate, spe = schedule("cycles", decay_every=1), 5
+    for t in range(STEPS):
+        own = 1.0 if t <= STEPS - 16 else (STEPS - t) / 16
+        if t >= STEPS - 4 * spe:
+            place = (t - (STEPS - 4 * spe)) % spe / spe
+            own = 0.05 + (max(own, 0.05) - 0.05) * (1 + np.cos(np.pi * place)) / 2
+        assert float(rate(t)) == pytest.approx(own, rel=1e-5)
+
+
+def test_muon_takes_matrices_of_layers_and_its_weight_decay_falls_and_rises():
+    recipe = Recipe(1, 1, 1, (0.2,), optimizer="muon_valley", momentum=0.9, weight_decay=0.5)
+    w, g = np.eye(3, 2, dtype=np.float32), np.arange(6, dtype=np.float32).reshape(3, 2) - 2
+    params = {"layer": {"kernel": w, "bias": np.ones(2, np.float32)}, "tokens": w}
+    grads = {"layer": {"kernel": g, "bias": np.ones(2, np.float32)}, "tokens": g}
+    ours, muon = optimizers.inner(recipe, steps=15), contrib.scale_by_muon(beta=0.9)
+    state, theirs = ours.init(params), muon.init(jnp.array(w))
+    step = jax.jit(lambda state: ours.update(grads, state, params, rate=0.2))
+    for t in range(15):
+        found, state = step(state)
+        move, theirs = muon.update(jnp.array(g), theirs)
+        decay = 0.5 * np.interp(t, [0, 2, 8, 15], [1, 1, 1 / 8, 0.93 / 0.8])
+        kernel, bias = found["layer"]["kernel"], found["layer"]["bias"]
+        np.testing.assert_allclose(kernel, -0.2 * (move + decay * w), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(bias, -0.02 * np.ones(2), rtol=1e-4)
+        signs = np.sign(g) + decay * w  # Adam, of equal gradients
+        np.testing.assert_allclose(found["tokens"], -0.02 * signs, rtol=1e-4, atol=1e-6)
+    moments = optax.tree_utils.tree_get_all_with_path(state, "nu")
+    assert sum(len(jax.tree.leaves(moment)) for _, moment in moments) == 3, "for scaled orders"
 
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULES)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import models
-from experiments import prepare
+from experiments import cd_grab, prepare, slowrun
+from experiments.results import records
 from experiments.tasks import TASKS, builders, metrics, text, wikitext
 from experiments.tasks.metrics import METRICS
+from tests import studies
 from tests.shared_data import need
 
 
@@ -113,6 +115,72 @@ def test_saved_tokens_replace_a_text(words):
     assert params["tokens"].shape == (12, 128) and params["positions"].shape == (4, 128)
     with pytest.raises(ValueError, match="max_words is 5"):
         TASKS["wikitext103"](str(words), max_words=5)
+
+
+def test_documents_are_permuted_and_a_text_is_cut_anew_in_every_epoch():
+    length = 4
+    tokens, starts = np.arange(41), np.array([0, 3, 4, 17, 30])
+    cut = text.Recut(tokens, starts, length)
+    documents = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], 41], strict=True)]
+    seen = set()
+    for epoch in range(5):
+        own = cut.at_epoch(epoch)
+        x, y = own.windows["x"], own.windows["y"]
+        assert len(own) == len(x) == 10 and own[3]["x"].tolist() == x[3].tolist()
+        stream = [*x.ravel(), y[-1, -1]]  # the whole text, of 10 * 4 + 1 tokens
+        assert y.ravel().tolist() == stream[1:]
+        order = sorted(range(5), key=lambda i: stream.index(starts[i]))
+        assert stream == sum((documents[i] for i in order), []), "each document once, whole"
+        seen.add(tuple(order))
+        shifted = cut.by("shifted").at_epoch(epoch).windows["x"]
+        offset = shifted[0, 0]
+        assert offset < length
+        np.testing.assert_array_equal(shifted.ravel(), (np.arange(40) + offset) % 41)
+    assert len(seen) > 1
+    few = cut.first(4)
+    assert few.tokens.tolist() == list(range(17)) and few.starts.tolist() == [0, 3, 4]
+
+
+def test_documents_of_wikitext_begin_with_headings_or_with_the_token_before_a_text(words):
+    lines = " = A = \n b b = \n = = C = = \n b \n\n = D = \n b \n" * 3
+    (words / "train.txt").write_text(lines, encoding="utf-8")
+    task = TASKS["wikitext2"](str(words), "gpt2", length=2)
+    spelled = [w for line in lines.split("\n")[:-1] for w in [*line.split(), text.END]]
+    begins = [
+        i for i, w in enumerate(spelled) if w == "=" and (not i or spelled[i - 1] == text.END)
+    ]
+    assert task.recut.starts.tolist() == begins and len(begins) == 9
+    np.save(words / "train.npy", [7, 50256, 3, 50256, 5, 6, 1])
+    np.save(words / "test.npy", np.arange(9))
+    assert TASKS["wikitext2"](str(words), length=2).recut.starts.tolist() == [0, 1, 3]
+
+
+def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatch):
+    drawn = np.random.default_rng(0).choice(list("abcde="), 400)
+    for part in ("test", "valid"):
+        whole = " ".join(drawn).replace("=", "\n =")
+        (words / f"{part}.txt").write_text(whole, encoding="utf-8")
+    epochs, cut = {}, text.CUTS["shifted"]
+
+    def noted(of, draw):
+        epochs.setdefault(of.epoch, cut(of, draw))
+        return epochs[of.epoch]
+
+    monkeypatch.setitem(text.CUTS, "shifted", noted)
+    arguments = [
+        f"--data_dir={words}", "--num_train=10", "--workers=2", "--length=5", "--epochs=5",
+        "--arms=rr+documents,id_pair+shifted", "--learning_rates=0.02", "--seeds=1",
+        "--optimizer=momentum",
+    ]  # fmt: skip
+    studies.start(slowrun, arguments, tmp_path)
+    assert {*range(5)} <= {*epochs} and len({x[0] for x in map(tuple, epochs.values())}) > 1
+    found = records.read(str(tmp_path / "metrics.jsonl"))
+    assert [r["step"] for r in found] == 2 * [5, 10, 15, 20, 25]
+    assert {r["average"] for r in found} == {"swa"}
+    table = (tmp_path / "table.md").read_text()
+    assert "| less D-RR, documents permuted |" in table and "pair, shifted" in table
+    with pytest.raises(ValueError, match=r"digits is none: pass --task=wikitext2, or leave \+doc"):
+        studies.start(cd_grab, ["--arms=rr+documents", "--num_train=96"], tmp_path / "digits")
 
 
 @pytest.mark.parametrize(

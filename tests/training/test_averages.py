@@ -17,7 +17,7 @@ from tests.little_run import PER_STEP, STEPS, UNITS, built, plans_of, trained
 
 LOADS = -(-UNITS // PER_STEP)
 EPOCHS = 0.5  # of the EMA
-BOTH = ("epoch", "ema")
+NAMES = ("epoch", "ema", "swa")
 
 
 def flat(tree):
@@ -27,6 +27,8 @@ def flat(tree):
 def expected(name, weights, t):
     if name == "epoch":
         return reference.epoch_mean(weights, t, LOADS)
+    if name == "swa":
+        return reference.late_mean(weights, t, LOADS, STEPS)
     return reference.debiased_ema(weights, t, math.exp(-1 / (EPOCHS * LOADS)))
 
 
@@ -35,7 +37,7 @@ def expected(name, weights, t):
     ("constant+int8", "none"),
 ])  # fmt: skip
 def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
-    program, plans = built("rr", sync, average=BOTH), plans_of(sync, echo)
+    program, plans = built("rr", sync, average=NAMES), plans_of(sync, echo)
     weights, found = [], {}
 
     def look(step, state):
@@ -45,8 +47,8 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
 
     trained(program, plans, evaluate=look, evaluate_at=range(STEPS))
     start, *weights = weights
-    assert set(found) == set(range(STEPS + 1)) and set(AVERAGES) == set(BOTH)
-    for name in BOTH:
+    assert set(found) == set(range(STEPS + 1)) and set(AVERAGES) == set(NAMES)
+    for name in NAMES:
         np.testing.assert_array_equal(flat(found[0][name]), start)
         for t in range(1, STEPS + 1):
             own = expected(name, weights, t)
@@ -62,7 +64,7 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
 
 def test_the_moving_average_is_that_of_optax():
     decay, weights = math.exp(-1 / (3 * 4)), np.linspace(1, 2, 50, dtype=np.float32)
-    slow, add = optax.ema(decay), jax.jit(update(steps=4, epochs=3.0))
+    slow, add = optax.ema(decay), jax.jit(update(steps=4, epochs=3.0, total=50))
     state, means = slow.init(weights[0]), {"ema": np.float32(7)}
     for t, x in enumerate(weights, 1):
         other, state = slow.update(x, state)
@@ -102,7 +104,7 @@ def test_records_hold_averages_and_stay_json(tmp_path):
     found, plain = records(tmp_path / "with"), records(tmp_path / "without")
     scalars = ["train/loss", "train/above_optimum", "test/accuracy"]
     for r, before in zip(found, plain, strict=True):
-        assert {f"{s}/averaged" for s in scalars} <= set(r) and r["average"] in BOTH
+        assert {f"{s}/averaged" for s in scalars} <= set(r) and r["average"] in NAMES
         assert {k: r[k] for k in before if k != "seconds"} == {
             k: v for k, v in before.items() if k != "seconds"
         }
