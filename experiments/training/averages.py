@@ -32,8 +32,9 @@ def _ema(t, steps: int, epochs: float, total: int):
 def _swa(t, steps: int, epochs: float, total: int):
     """The mean of the weights at the last four epochs' ends, weighed by 1, 2, 3 and 4."""
     del epochs
-    late = t // steps - total // steps + LATE  # 1 at the end of the first of them
-    return jnp.where(late <= 1, 1.0, jnp.where(t % steps == 0, 2 / (late + 1), 0.0))
+    first = max(1, total // steps - LATE + 1) * steps  # the end of the first of them
+    late = (t - first) // steps + 1
+    return jnp.where(t <= first, 1.0, jnp.where(t % steps == 0, 2 / (late + 1), 0.0))
 
 
 # (t >= 1, steps of an epoch, time constant in epochs, steps of the run) -> s_t. An epoch has as
