@@ -91,12 +91,7 @@ def build(
         )
     train = task.train
     if row.recut:
-        if task.recut is None:
-            raise ValueError(
-                f"{row.label} cuts a text anew in every epoch, and {task.name} is none: pass "
-                f"--task=wikitext2, or leave +{row.recut} out."
-            )
-        train, reads = task.recut.by(row.recut), reads or "thread"
+        train, reads = _recut(task, row), reads or "thread"
     worker = step.worker_of(
         task, recipe, row, rounds, sizes, on_mesh=mesh is not None, in_turn=turns
     )
@@ -128,6 +123,15 @@ def build(
         reset=lifted(worker, over, reset),
         **_readers(worker),
     )
+
+
+def _recut(task: Task, row):
+    if task.recut is None:
+        raise ValueError(
+            f"{row.label} cuts a text anew in every epoch, and {task.name} is none: pass "
+            f"--task=wikitext2, or leave +{row.recut} out."
+        )
+    return task.recut.by(row.recut)
 
 
 def lifted(worker: Worker, over, function: Callable, *more: str, in_turn=False) -> Callable:
