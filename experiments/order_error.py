@@ -1,7 +1,7 @@
 r"""Measures how the error of an order and that of local steps add up, where both are exact.
 
-    python -m experiments.order_error                            # four minutes on two slow cores
-    python -m experiments.order_error --questions=plans --seeds=2
+    python -m experiments.order_error                            # ten minutes on two slow cores
+    python -m experiments.order_error --questions=averages --seeds=2
 
 The losses (order_losses.py) separate the two errors, and x follows linear recursions, so nothing
 is trained. Each question is a table of docs/results/orders_and_local_steps.md. For the same
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 import local_opt
+from experiments import order_formulas as formulas
 from experiments import order_losses as losses
 from experiments.cluster import entry, progress
-from experiments.order_losses import LONGEST, NEVER, ORDERS, Drift, Setting
+from experiments.order_formulas import LONGEST
+from experiments.order_losses import NEVER, ORDERS, Drift, Setting
 from experiments.results import plots, report, tables
 from experiments.study.flags import definer, names_of
 from experiments.tasks import TASKS, ranges
@@ -41,22 +41,17 @@ def _start(setting: Setting, order: str, seed: int):
     made = losses.epochs_of(order, family.noise, setting.workers, setting.epochs, seed)
     factor = 0.5 + 0.5 * np.cos(np.pi * np.arange(total) / total) if setting.cosine else 1.0
     rates = np.broadcast_to(setting.rate * np.maximum(factor, 1e-3), total)
-    return family, made, rates, losses.paths(family, setting, made, np.ones(total, bool), rates)
+    return family, made, rates, losses.parallel(family, setting, made, rates)
 
 
-def run(setting: Setting, order: str, plan, seed: int, drift: Drift = NEVER) -> losses.Errors:
-    """Both errors of an order; `plan` is H, or a function of n and T that returns a SyncPlan."""
+def run(
+    setting: Setting, order: str, period: int, seed: int, drift: Drift = NEVER, weights=(1.0,)
+) -> losses.Errors:
+    """Both errors of an order under syncs every `period` steps."""
     family, made, rates, plain = _start(setting, order, seed)
-    total = len(rates)
-    if not callable(plan):
-        plan = every(plan)
-    syncs = plan(setting.steps, total).syncs_after(np.arange(total))
-    own = losses.paths(family, setting, made, syncs, rates, drift)
-    return losses.errors(family, setting, plain, own)
-
-
-def every(period: int) -> Callable:
-    return lambda steps, total: local_opt.constant(period, total_steps=total)
+    syncs = local_opt.constant(period, total_steps=len(rates)).syncs_after(np.arange(len(rates)))
+    own = plain if period == 1 else losses.paths(family, setting, made, syncs, rates, drift)
+    return losses.errors(family, setting, plain, own, weights)
 
 
 # Each question yields the cells of one seed.
@@ -105,7 +100,7 @@ def borders(seed: int) -> Iterator[Cell]:
     """The longest period at which local steps add less than D-RR's error: formula and runs."""
     for shape, rate in product(SETTINGS, (0.5, 0.25, 0.1)):
         setting, last, longest = shape._replace(rate=rate), 1, LONGEST
-        formula = losses.border(losses.draw(setting, seed), setting)
+        formula = formulas.border(losses.draw(setting, seed), setting)
         yield shape.label, f"rate {rate:g}, formula", formula
         for period in PERIODS:
             found = run(setting, "dealt", period, seed)
@@ -114,22 +109,6 @@ def borders(seed: int) -> Iterator[Cell]:
                 break
             last = period
         yield shape.label, f"rate {rate:g}, run", longest
-
-
-def plans(seed: int) -> Iterator[Cell]:
-    """Plans aligned with the epochs of the order against plans that are not."""
-    ten = every(10)
-    made = {
-        "H = 10": ten,
-        "to the half epoch": lambda n, t: local_opt.aligned(ten(n, t), every=n / 2),
-        "H = 24, to the epoch": lambda n, t: local_opt.aligned(ten(n, t), every=n),
-        "H = 24, ends in the middle": lambda n, t: local_opt.constant(
-            n, total_steps=t, offset=n // 2),
-    }  # fmt: skip
-    for setting, order in product(ENDS, ("rr", "cd_grab", "id_pair", "round_robin")):
-        for name, plan in made.items():
-            total = run(setting, order, plan, seed).total
-            yield f"{setting.label}, {ORDERS[order]}", name, total
 
 
 CORRECTIONS = {
@@ -157,50 +136,72 @@ def corrections(seed: int) -> Iterator[Cell]:
 def signs(seed: int) -> Iterator[Cell]:
     """Where digits lie in the family: its correlation of g with z has the sign of the cosine."""
     task = TASKS["digits"]()
-    found = sign(task.model, task.train, seed=seed)
+    found = losses.sign(losses.optimum(task.model, task.train, seed=seed), seed=seed)
     yield task.name, "cosine", found[0]
     yield task.name, "noise", found[1]
 
 
-def sign(model, train: dict, *, sample: int = 200, seed: int = 0) -> tuple[float, float]:
-    """Angle between the two parts of the bias of local steps, at a convex model's optimum.
+CONDITIONS = {"lambda from 0.3": 0.3, "lambda from 0.002": 0.002}
 
-    Args:
-      model: a `models.Model`; train: its examples, as arrays.
-      sample: number of units over which the third derivative is averaged.
 
-    Returns:
-      The cosine of E[H_i z_i], from the curvature of a worker's own units, with E[f'''(z_i,
-      z_i)] / 2, in the metric of H^-1, which measures what a bias costs in loss. Below 0 the two
-      cancel, and a correction that removes one of them leaves the other. Second, the trace of the
-      covariance of z over that of H, which is 1 in the family.
-    """
-    params, unravel = jax.flatten_util.ravel_pytree(model.init(jax.random.key(seed)))
-    train = jax.tree.map(jnp.asarray, train)
+def averages(seed: int) -> Iterator[Cell]:
+    """What averaging leaves of an order's error, and of a start at a distance of 1 in x_c."""
+    for (kind, least), name in product(CONDITIONS.items(), formulas.AVERAGES):
+        setting, own = ENDS[0]._replace(least=least, epochs=100), {}
+        weights, family = formulas.AVERAGES[name](setting.steps), losses.draw(setting, seed)
+        for order in ("rr", "cd_grab", "id_pair"):
+            expected = formulas.order_formula(family, setting, order, weights)
+            found = run(setting, order, 1, seed, weights=weights).order
+            own[ORDERS[order]] = np.array([found, expected])
+        left = formulas.start_formula(family, setting, 1.0, weights)
+        own["left of the start"] = left, left
+        own["gain of CD-GraB"] = (own["D-RR"] + left) / (own["CD-GraB"] + left)
+        for row, (found, expected) in own.items():
+            yield f"{kind}, {row}", name, found
+            yield f"{kind}, {row}", f"{name}, formula", expected
 
-    def each(x):
-        return model.loss(unravel(x), train, None)
 
-    gradients, mean = jax.jacfwd(each), jax.grad(lambda x: jnp.mean(each(x)))
-    hessian = jax.jit(jax.jacfwd(mean))
-    for _ in range(12):  # Newton's method
-        params = params - jnp.linalg.solve(hessian(params), mean(params))
-    z = -jax.jit(gradients)(params)
-    z = z - jnp.mean(z, axis=0, keepdims=True)
+def sizes(seed: int) -> Iterator[Cell]:
+    """Gains of balanced orders of 1,536 units, against the numbers to be balanced."""
+    for dimension in (16, 64, 256, 1024):
+        setting = ENDS[0]._replace(dimension=dimension, least=0.3, epochs=24)
+        for order in ("cd_grab", "id_pair"):
+            found = formulas.gains(losses.draw(setting, seed), setting, order, seed)
+            for column, value in found.items():
+                yield f"D = {dimension}, {ORDERS[order]}", column, value
 
-    def third(v):
-        along = lambda x: jax.jvp(mean, (x,), (v,))[1]  # noqa: E731
-        return jax.jvp(along, (params,), (v,))[1]
 
-    # z has mean 0, so the mean curvature adds nothing.
-    spread = jax.jit(jax.grad(lambda x: jnp.sum(z * gradients(x)) / len(z)))(params)
-    chosen = np.random.default_rng(seed).choice(len(z), min(sample, len(z)), replace=False)
-    cubic = jnp.mean(jax.jit(lambda v: jax.lax.map(third, v))(z[chosen]), axis=0) / 2
-    curvature, both = hessian(params), jnp.stack([spread, cubic])
-    products = both @ jnp.linalg.solve(curvature, both.T)
-    cosine = products[0, 1] / jnp.sqrt(products[0, 0] * products[1, 1])
-    noise = jnp.sum(jnp.mean(jnp.square(z), axis=0)) / jnp.trace(curvature)
-    return float(cosine), float(noise)
+SCALED = {"g": 0.0, "g / v^(1/4)": 0.25, "g / v^(1/2)": 0.5}
+
+
+def scales(seed: int) -> Iterator[Cell]:
+    """Adam's frozen preconditioner: which rows to balance, g over which power of v."""
+    for dimension, power in product((16, 256), (0, 1, 2)):
+        setting = ENDS[0]._replace(dimension=dimension, epochs=40)
+        family, p = losses.adam(losses.draw(setting._replace(least=1.0), seed), power)
+        for name, root in SCALED.items():
+            scale = p ** (2 * root - 0.5)
+            for column, value in formulas.gains(family, setting, "cd_grab", seed, scale).items():
+                yield f"D = {dimension}, curvature as scale^{power}, {name}", column, value
+
+
+def digits(seed: int) -> Iterator[Cell]:
+    """The formulas for digits' own curvatures and noise, and their recursions."""
+    task = TASKS["digits"]()
+    at = losses.optimum(task.model, task.train)
+    for rate in (0.0625, 0.25, 1.0):
+        setting = ENDS[0]._replace(rate=rate, epochs=100, dimension=len(at.params))
+        (family, start, turn), total = losses.family_of(at), setting.epochs * setting.steps
+        for order in ("rr", "cd_grab"):
+            made = losses.epochs_of(order, family.noise, setting.workers, setting.epochs, seed)
+            path = losses.parallel(family, setting, made, np.full(total, rate))
+            row = f"rate {rate:g}, {ORDERS[order]}"
+            for name, weights in formulas.AVERAGES.items():
+                w = weights(setting.steps)
+                yield row, name, losses.errors(family, setting, path, path, w).order
+                yield row, f"{name}, formula", formulas.order_formula(family, setting, order, w)
+            yield row, "third derivative", losses.floor(at, path[0, total // 2 :: 6] @ turn.T)
+            yield row, "left of the start", formulas.start_formula(family, setting, start)
 
 
 class Question(NamedTuple):
@@ -225,8 +226,11 @@ QUESTIONS = {
     "cosine": Question(cosine, means("{:.1e}")),
     "powers": Question(powers, means("{:+.2f}"), "the exponent of"),
     "borders": Question(borders, median, "workers x units"),
-    "plans": Question(plans, means("{:.1e}")),
     "corrections": Question(corrections, means("{:.1e}")),
+    "averages": Question(averages, means("{:.2g}")),
+    "sizes": Question(sizes, means("{:.3g}"), "gain over D-RR"),
+    "scales": Question(scales, means("{:.3g}"), "gain over D-RR"),
+    "digits": Question(digits, means("{:.1e}")),
     "signs": Question(signs, means("{:.2f}")),
 }
 

@@ -12,11 +12,12 @@ So the order's error is that of y, which does not depend on the plan. The error 
 what u gains because y_w differs from y: mean_w cov(g, y_w) + k/2 var_w(y_w).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-
-LONGEST = 4096  # longest period that `border` tries
 
 
 class Setting(NamedTuple):
@@ -81,6 +82,19 @@ def draw(setting: Setting, seed: int = 0) -> Family:
     noise = noise + setting.between * np.repeat(shift, setting.num_units, axis=0)
     noise = np.sqrt(curvature) * (noise - noise.mean(axis=0))
     return Family(curvature, noise, setting.spread * (own - own.mean(axis=0)), setting.cubic)
+
+
+def adam(family: Family, power: float, least: float = 0.03) -> tuple[Family, np.ndarray]:
+    """Units of `draw` with least = 1 in Adam's coordinates, and the preconditioner p.
+
+    Gradients of scales s_c from `least` to 1 and curvatures s_c^power are trained by steps of
+    p g with p = v^(-1/2) frozen, v = s^2. With x / sqrt(p) in the place of x these are SGD's steps
+    for curvatures p l and noise sqrt(p) z. p is normalised such that the largest p l is 1.
+    """
+    scale = np.geomspace(least, 1, len(family.curvature))
+    p = 1 / scale / np.max(scale ** (power - 1))
+    noise = np.sqrt(p) * scale * family.noise
+    return Family(p * scale**power, noise, np.zeros_like(noise), 0.0), p
 
 
 ORDERS = {
@@ -150,8 +164,8 @@ def paths(
 
     def of_steps(units):
         """[K n, W, D], means over each worker's batches."""
-        shape = len(orders), setting.workers, setting.steps, setting.units_per_step
-        taken = units[orders.reshape(shape)].mean(axis=3)
+        shape = setting.workers, setting.steps, setting.units_per_step
+        taken = np.stack([units[order.reshape(shape)].mean(axis=2) for order in orders])
         return taken.swapaxes(1, 2).reshape(-1, setting.workers, setting.dimension)
 
     noise, spread = of_steps(family.noise), of_steps(family.spread)
@@ -173,11 +187,32 @@ def paths(
     return found
 
 
-def errors(family: Family, setting: Setting, plain: np.ndarray, own: np.ndarray) -> Errors:
-    """Both errors, from `paths` with a sync after every step and with the plan's syncs."""
+def parallel(family: Family, setting: Setting, orders: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """`paths` with a sync after every step: those of one worker with all batches."""
+    size, units = setting.workers * setting.units_per_step, family.noise.shape[0]
+    one = setting._replace(workers=1, units_per_step=size, num_units=units)
+    shape = len(orders), setting.workers, setting.steps, setting.units_per_step
+    merged = orders.reshape(shape).swapaxes(1, 2).reshape(len(orders), 1, units)
+    return paths(family, one, merged, np.ones(len(rates), bool), rates)
+
+
+def errors(
+    family: Family, setting: Setting, plain: np.ndarray, own: np.ndarray, weights=(1.0,)
+) -> Errors:
+    """Both errors, from `paths` with a sync after every step and with the plan's syncs.
+
+    Args:
+      weights: of the iterates whose mean is measured, newest first (order_formulas.py).
+    """
     epochs = 1 if setting.cosine else setting.epochs // 2
-    late = slice(plain.shape[1] - (epochs - 1) * setting.steps - 1, None, setting.steps)
-    (y0, u0), (y, u) = plain[:, late], own[:, late]
+    ends = plain.shape[1] - 1 - setting.steps * np.arange(epochs)
+
+    def averaged(path):
+        """[2, epochs, D]"""
+        back = [path[:, t::-1][:, : len(weights)] for t in ends]
+        return np.stack([np.tensordot(weights[: b.shape[1]], b, (0, 1)) for b in back], axis=1)
+
+    (y0, u0), (y, u) = averaged(plain), averaged(own)
 
     def loss(x):
         return 0.5 * float(np.mean(np.sum(family.curvature * np.square(x), axis=-1)))
@@ -186,39 +221,75 @@ def errors(family: Family, setting: Setting, plain: np.ndarray, own: np.ndarray)
     return Errors(loss(y0), loss(more), loss(more.mean(axis=0)), loss(y + u))
 
 
-def order_formula(family: Family, setting: Setting) -> float:
-    """The error of D-RR in closed form, a sum over steps whose batches add up to zero.
+class Optimum(NamedTuple):
+    """A convex model's optimum, and what its units' losses are like there."""
 
-    E y^2 = eta^2 s^2 / (B W) (sum_t q_t^2 - (sum_t q_t)^2 / n) / (1 - (1 - eta l)^2n), with
-    q_t = (1 - eta l)^(n - 1 - t) and s^2 the variance of z.
+    start: np.ndarray  # float32[D], where training starts
+    params: np.ndarray  # float32[D]
+    curvature: np.ndarray  # float32[D, D]
+    noise: np.ndarray  # float32[N, D], z = -gradients, of mean 0
+    spread: Callable  # v float[N, D] -> sum_i H_i v_i / N
+    third: Callable  # v float[P, D] -> the mean of f'''(v, v) over the vectors
+
+
+def optimum(model, train: dict, *, seed: int = 0) -> Optimum:
+    """Newton's method from the parameters of a seed, for a convex `models.Model`."""
+    start, unravel = jax.flatten_util.ravel_pytree(model.init(jax.random.key(seed)))
+    params, train = start, jax.tree.map(jnp.asarray, train)
+
+    def each(x):
+        return model.loss(unravel(x), train, None)
+
+    gradients, mean = jax.jacfwd(each), jax.grad(lambda x: jnp.mean(each(x)))
+    hessian = jax.jit(jax.jacfwd(mean))
+    for _ in range(12):
+        params = params - jnp.linalg.solve(hessian(params), mean(params))
+    z = -jax.jit(gradients)(params)
+
+    def third(v):
+        along = lambda x: jax.jvp(mean, (x,), (v,))[1]  # noqa: E731
+        return jax.jvp(along, (params,), (v,))[1]
+
+    return Optimum(
+        start, params, hessian(params), z - jnp.mean(z, axis=0, keepdims=True),
+        lambda v: jax.jit(jax.grad(lambda x: jnp.sum(v * gradients(x)) / len(v)))(params),
+        lambda v: jnp.mean(jax.jit(lambda v: jax.lax.map(third, v))(v), axis=0),
+    )  # fmt: skip
+
+
+def sign(at: Optimum, *, sample: int = 200, seed: int = 0) -> tuple[float, float]:
+    """Angle between the two parts of the bias of local steps, at a convex model's optimum.
+
+    Args:
+      sample: number of units over which the third derivative is averaged.
+
+    Returns:
+      The cosine of E[H_i z_i], from the curvature of a worker's own units, with E[f'''(z_i,
+      z_i)] / 2, in the metric of H^-1, which measures what a bias costs in loss. Below 0 the two
+      cancel, and a correction that removes one of them leaves the other. Second, the trace of the
+      covariance of z over that of H, which is 1 in the family.
     """
-    keep, n = 1 - setting.rate * family.curvature, setting.steps
-    q = keep ** np.arange(n)[:, None]
-    bridge = ((q**2).sum(axis=0) - q.sum(axis=0) ** 2 / n) / (1 - keep ** (2 * n))
-    variance = family.noise.var(axis=0) / (setting.workers * setting.units_per_step)
-    return 0.5 * float(np.sum(family.curvature * setting.rate**2 * variance * bridge))
+    chosen = np.random.default_rng(seed).choice(len(at.noise), min(sample, len(at.noise)), False)
+    # z has mean 0, so the mean curvature adds nothing.
+    both = jnp.stack([at.spread(at.noise), at.third(at.noise[chosen]) / 2])
+    products = both @ jnp.linalg.solve(at.curvature, both.T)
+    cosine = products[0, 1] / jnp.sqrt(products[0, 0] * products[1, 1])
+    noise = jnp.sum(jnp.mean(jnp.square(at.noise), axis=0)) / jnp.trace(at.curvature)
+    return float(cosine), float(noise)
 
 
-def local_formula(family: Family, setting: Setting, period: int) -> float:
-    """The bias of local steps at the end of a round in closed form, for independent batches.
+def family_of(at: Optimum) -> tuple[Family, np.ndarray, np.ndarray]:
+    """A task as a shared quadratic: the family, the start, and the eigenvectors of its numbers."""
+    curvature, turn = np.linalg.eigh(np.asarray(at.curvature, np.float64))
+    noise = np.asarray(at.noise, np.float64) @ turn
+    start = np.asarray(at.start - at.params, np.float64) @ turn
+    return Family(curvature, noise, np.zeros_like(noise), 0.0), start, turn
 
-    bias = k/2 V, V = sum_{h < H} q_h V_h / sum_h q_h with q_h = (1 - eta l)^(H - 1 - h) and V_h,
-    the variance between workers after h steps,
-    V_h = (1 - 1/W) eta^2 s^2 / B (1 - (1 - eta l)^2h) / (1 - (1 - eta l)^2).
+
+def floor(at: Optimum, path: np.ndarray) -> float:
+    """What the third derivative makes of iterates that stray: 1/2 b^T H^-1 b, b = E f'''(y, y) / 2.
+
+    Averaging does not remove it, as it moves the mean of the iterates.
     """
-    keep, h = 1 - setting.rate * family.curvature, np.arange(period)[:, None]
-    walked, q = (1 - keep ** (2 * h)) / (1 - keep**2), keep ** (period - 1 - h)
-    variance = (1 - 1 / setting.workers) * family.noise.var(axis=0) / setting.units_per_step
-    mean = (q * walked).sum(axis=0) / q.sum(axis=0)
-    bias = family.cubic / 2 * setting.rate**2 * variance * mean
-    return 0.5 * float(np.sum(family.curvature * bias**2))
-
-
-def border(family: Family, setting: Setting) -> int:
-    """The longest period, at most LONGEST, at which local steps add less than D-RR's error."""
-    most, low, high = order_formula(family, setting), 1, LONGEST + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = local_formula(family, setting, middle) < most
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+    bias = at.third(jnp.asarray(path, jnp.float32)) / 2
+    return 0.5 * float(bias @ jnp.linalg.solve(at.curvature, bias))

@@ -1,5 +1,7 @@
 """The two errors of the family equal those of local SGD, and follow its formulas."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import local_opt
 import models
-from experiments import order_error, order_losses
+from experiments import order_error, order_formulas, order_losses
 from experiments.order_losses import NEVER, Drift, Setting
 from experiments.results import records
 from tests import reference
@@ -71,15 +73,110 @@ def test_formulas_are_the_means_of_runs():
         own = order_error.run(setting, "dealt", 12, seed)
         found.append((own.order, own.bias))
         family = order_losses.draw(setting, seed)
-        of_order = order_losses.order_formula(family, setting)
-        expected.append((of_order, order_losses.local_formula(family, setting, 12)))
+        of_order = order_formulas.order_formula(family, setting)
+        expected.append((of_order, order_formulas.local_formula(family, setting, 12)))
     # Forty epochs of four draws; what neither formula counts is of the next order.
     np.testing.assert_allclose(np.mean(found, axis=0), np.mean(expected, axis=0), rtol=0.15)
-    assert order_losses.border(family, setting) == order_losses.LONGEST  # any round errs less
+    assert order_formulas.border(family, setting) == order_formulas.LONGEST  # any round errs less
     family = family._replace(cubic=4.0)
-    at = order_losses.border(family, setting)
-    values = [order_losses.local_formula(family, setting, h) for h in (at, at + 1)]
+    at = order_formulas.border(family, setting)
+    values = [order_formulas.local_formula(family, setting, h) for h in (at, at + 1)]
     assert values[0] < expected[-1][0] <= values[1]
+
+
+AVERAGES = {"last": np.ones(1), "mean": np.full(24, 1 / 24), "ema": order_formulas.ema(36)}
+
+
+# A sum r per worker has few pairs to settle, and errs more than its formula.
+@pytest.mark.parametrize("order, within", [("rr", 0.15), ("cd_grab", 0.15), ("id_pair", 0.3)])
+def test_formulas_of_orders_are_the_means_of_runs(order, within):
+    """In directions with eta l n of 0.2 and of 6, where averages do opposite things."""
+    setting = Setting(4, 4, 96, rate=0.25, epochs=200, dimension=32, least=1.0)
+    drawn = order_losses.draw(setting)
+    made = order_losses.epochs_of(order, drawn.noise, 4, 200, seed=0)
+    for curvature in (0.033, 1.0):
+        family = drawn._replace(curvature=np.full(32, curvature))
+        path = order_losses.parallel(family, setting, made, np.full(200 * 24, 0.25))
+        for name, weights in AVERAGES.items():
+            found = order_losses.errors(family, setting, path, path, weights).order
+            expected = order_formulas.order_formula(family, setting, order, weights)
+            assert found == pytest.approx(expected, rel=within), (curvature, name)
+
+
+def test_averages_of_an_epoch_and_regimes_of_their_formulas():
+    setting = Setting(4, 2, 2000, dimension=1, rate=0.02)  # eta l n = 20 l
+    unit = order_losses.draw(setting._replace(least=1.0))
+    n, s2 = 1000, float(unit.noise.var())
+
+    def of(curvature, weights=(1.0,)):
+        family = unit._replace(curvature=np.array([curvature]))
+        return order_formulas.order_formula(family, setting, "rr", weights)
+
+    mean = np.full(n, 1 / n)
+    # Exact: the mean of an epoch is a multiple of the difference of its two ends.
+    for curvature in (0.001, 0.02, 0.055, 0.062, 2.0):
+        keep, x = 1 - 0.02 * curvature, 20 * curvature
+        expected = of(curvature) * 2 * (1 - keep**n) * keep**2 / x**2
+        assert of(curvature, mean) == pytest.approx(expected, rel=1e-9)
+        assert (of(curvature, mean) < of(curvature)) == (x > 1.18)
+    slow, fast = 1e-4, 1.0
+    assert of(slow) == pytest.approx(0.02**3 * slow**2 * s2 * (n**2 - 1) / 48 / 8, rel=0.01)
+    assert of(slow, mean) == pytest.approx(0.02**2 * slow * s2 * n / 24 / 8, rel=0.01)
+    # eta l n = 20 and eta l = 0.02 are neither infinite nor 0.
+    assert of(fast) == pytest.approx(0.02 * s2 / 4 / 8, rel=0.15)
+    assert of(fast, mean) == pytest.approx(s2 / (2 * 0.02 * n**2 * 8), rel=0.15)
+
+
+def test_linear_recursions_and_their_averages_equal_a_loop():
+    family = order_losses.draw(SMALL)._replace(spread=np.zeros((W * M, 3)), cubic=0.0)
+    made = order_losses.epochs_of("rr", family.noise, W, 24, seed=0)
+    path = order_losses.parallel(family, SMALL, made, np.full(24 * N, 0.3))
+    y, own, weights = np.zeros(3), [], order_formulas.ema(9)
+    for order in made:
+        for t in range(N):
+            z = np.mean([family.noise[order[w, t * B : (t + 1) * B]] for w in range(W)], (0, 1))
+            y = y - 0.3 * (family.curvature * y - z)
+            own.append(y)
+    np.testing.assert_allclose(path[0], own, atol=1e-12)
+    ends = range(24 * N, 12 * N, -N)
+    means = [sum(w * own[t - 1 - j] for j, w in enumerate(weights) if j < t) for t in ends]
+    found = order_losses.errors(family, SMALL, path, path, weights).order
+    expected = np.mean(np.sum(family.curvature / 2 * np.square(means), axis=1))
+    assert found == pytest.approx(expected, rel=1e-9)
+    start = np.array([1.0, -2.0, 0.5])
+    y, own = start, [start]
+    for _ in range(24 * N):
+        y = y - 0.3 * family.curvature * y
+        own.append(y)
+    left = sum(w * own[-1 - j] for j, w in enumerate(weights))
+    expected = np.sum(family.curvature / 2 * left**2)
+    assert order_formulas.start_formula(family, SMALL, start, weights) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_adam_with_a_frozen_second_moment_is_sgd_in_other_coordinates(power):
+    """And an order balanced on the scaled rows of Adam's own coordinates is the same order."""
+    family, p = order_losses.adam(order_losses.draw(SMALL._replace(least=1.0)), power)
+    scale = np.geomspace(0.03, 1, 3)
+    z, curvature = family.noise / np.sqrt(p), scale**power
+    np.testing.assert_allclose(z.std(axis=0) / scale, 1, rtol=0.3)
+    assert (p * curvature).max() == pytest.approx(1)
+    made = order_losses.epochs_of("cd_grab", family.noise * p**0.5, W, 24, seed=0)
+    np.testing.assert_array_equal(made, order_losses.epochs_of("cd_grab", z * p, W, 24, seed=0))
+    x, path = np.zeros(3), order_losses.parallel(family, SMALL, made, np.full(24 * N, 0.3))
+    for t, order in enumerate(made.reshape(24, W, N, B).swapaxes(1, 2).reshape(24 * N, -1)):
+        x = x - 0.3 * p * (curvature * x - z[order].mean(axis=0))
+        y = path[0, t]
+        np.testing.assert_allclose(x / np.sqrt(p), y, atol=1e-12)
+    assert curvature @ x**2 == pytest.approx(family.curvature @ y**2)
+
+
+def test_local_steps_keep_their_bias_in_a_mean():
+    setting = Setting(8, 2, 48, rate=0.1, epochs=80, least=1.0, spread=0.0, dimension=4)
+    family, weights = order_losses.draw(setting), np.full(24, 1 / 24)
+    expected = [order_formulas.local_formula(family, setting, 24, a) for a in (False, True)]
+    found = [order_error.run(setting, "dealt", 24, 0, weights=w) for w in ((1.0,), weights)]
+    np.testing.assert_allclose([f.bias for f in found], expected, rtol=0.3)
 
 
 def test_every_order_visits_each_unit_once_and_balanced_ones_follow_the_papers():
@@ -99,11 +196,16 @@ def test_every_order_visits_each_unit_once_and_balanced_ones_follow_the_papers()
                 np.testing.assert_array_equal(then, reference.pair_balance_epoch(o, g))
 
 
-def test_the_sign_equals_that_of_full_tensors():
-    model = models.softmax_regression(num_features=2, num_classes=2, l2=0.1)
+def tiny(units):
+    """Logistic regression on two features."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(12, 2)).astype(np.float32)
-    train = {"x": x, "y": (x[:, 0] + rng.normal(size=12) > 0).astype(np.int32)}
+    x = rng.normal(size=(units, 2)).astype(np.float32)
+    y = (x[:, 0] + rng.normal(size=units) > 0).astype(np.int32)
+    return models.softmax_regression(num_features=2, num_classes=2, l2=0.1), {"x": x, "y": y}
+
+
+def test_the_sign_equals_that_of_full_tensors():
+    model, train = tiny(12)
     params, unravel = jax.flatten_util.ravel_pytree(model.init(jax.random.key(0)))
 
     def losses(p):
@@ -122,17 +224,27 @@ def test_the_sign_equals_that_of_full_tensors():
         np.einsum("nij,nj->i", own, z) / 12, np.einsum("ijk,nj,nk->i", third, z, z) / 24
     ])  # fmt: skip
     gram = parts @ np.linalg.solve(own.mean(axis=0), parts.T)
-    cosine, noise = order_error.sign(model, train, sample=12)
+    at = order_losses.optimum(model, train)
+    cosine, noise = order_losses.sign(at, sample=12)
     assert cosine == pytest.approx(gram[0, 1] / np.sqrt(gram[0, 0] * gram[1, 1]), abs=1e-3)
     expected = np.mean(np.sum(z**2, axis=1)) / np.trace(own.mean(axis=0))
     assert noise == pytest.approx(expected, rel=1e-3)
+    curvature, bias = own.mean(axis=0), np.einsum("ijk,nj,nk->i", third, z, z) / 24
+    expected = bias @ np.linalg.solve(curvature, bias) / 2
+    assert order_losses.floor(at, z) == pytest.approx(expected, rel=1e-3)
+    family, start, turn = order_losses.family_of(at)
+    np.testing.assert_allclose(turn * family.curvature @ turn.T, curvature, atol=1e-5)
+    np.testing.assert_allclose(family.noise @ turn.T, z, atol=1e-4)
+    np.testing.assert_allclose(turn @ start, -params, atol=1e-4)  # it starts from 0
 
 
 def test_every_question_is_a_table(tmp_path, monkeypatch, capsys):
     settings = Setting(4, 2, 16, epochs=6), Setting(2, 4, 16, epochs=6)
     monkeypatch.setattr(order_error, "SETTINGS", settings)
     monkeypatch.setattr(order_error, "ENDS", settings)
-    monkeypatch.setattr(order_error, "sign", lambda *args, seed: (-0.5, 1.0 + seed))
+    monkeypatch.setattr(order_losses, "sign", lambda at, seed: (-0.5, 1.0 + seed))
+    task = types.SimpleNamespace(name="digits", model=tiny(64)[0], train=tiny(64)[1])
+    monkeypatch.setitem(order_error.TASKS, "digits", lambda: task)
     monkeypatch.setattr(order_error, "POWER", order_error.POWER._replace(epochs=20))
     order_error.main(parsed(order_error, "--seeds=2", f"--output_dir={tmp_path}"))
     said, found = capsys.readouterr().out, records.read(str(tmp_path / "metrics.jsonl"))
