@@ -153,6 +153,23 @@ def test_linear_recursions_and_their_averages_equal_a_loop():
     assert order_formulas.start_formula(family, SMALL, start, weights) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("order", ["rr", "cd_grab"])
+def test_momentum_acts_as_an_average_of_the_iterates(order):
+    """Momentum b is an EMA over 1 / (1 - b) steps, as long as eta l << 1 - b."""
+    setting = Setting(4, 4, 96, rate=0.1, epochs=200, dimension=32, least=1.0)
+    family = order_losses.draw(setting)._replace(curvature=np.full(32, 0.05))
+    made = order_losses.epochs_of(order, family.noise, 4, 200, seed=0)
+    y, m, ends = np.zeros(32), np.zeros(32), []
+    for t, units in enumerate(made.reshape(200, 4, 24, 4).swapaxes(1, 2).reshape(-1, 16)):
+        m = 0.9 * m + 0.1 * (0.05 * y - family.noise[units].mean(axis=0))
+        y = y - 0.1 * m
+        if t % 24 == 23 and t > 2400:
+            ends.append(0.05 / 2 * np.sum(y**2))
+    expected = order_formulas.order_formula(family, setting, order, order_formulas.ema(10))
+    assert np.mean(ends) == pytest.approx(expected, rel=0.2)
+    assert expected > 5 * order_formulas.order_formula(family, setting, order)
+
+
 @pytest.mark.parametrize("power", [0, 1, 2])
 def test_adam_with_a_frozen_second_moment_is_sgd_in_other_coordinates(power):
     """And an order balanced on the scaled rows of Adam's own coordinates is the same order."""
