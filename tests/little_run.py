@@ -39,11 +39,11 @@ def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
 
 
 @functools.cache
-def built(order="cd_grab", sync="qsr", reads=None, mesh=False, average=()):
+def built(order="cd_grab", sync="qsr", reads=None, mesh=False, **fields):
     mesh = worker_mesh(WORKERS) if mesh else None
     rounds = SYNC_RULES[sync].rounds
     optimizer = "adamw" if ORDERS[order].scaled else SETTING.optimizer
-    setting = SETTING._replace(average=average, optimizer=optimizer)
+    setting = SETTING._replace(optimizer=optimizer, **fields)
     return program.build(task(), setting, ORDERS[order], rounds, reads=reads, mesh=mesh)
 
 

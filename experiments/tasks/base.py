@@ -42,7 +42,9 @@ class Recipe(NamedTuple):
     evaluate_every: Annotated[int | None, "steps between them; or evaluations", COUNT] = None
     bound_every: Annotated[int, "epochs between herding bounds; 0 for none", FROM_ZERO] = 0
     average: Annotated[tuple[str, ...], "averages of the weights, measured too", None] = ()
-    ema_epochs: Annotated[float, "epochs of --average=ema, its time constant", ranges.EPOCHS] = 0.5
+    ema_epochs: Annotated[
+        tuple[float, ...], "time constants of --average=ema, one average each", ranges.EPOCHS
+    ] = (0.5,)
     metric: Annotated[str, "test metric of the target", None] = "accuracy"
     target: Annotated[float | None, "metric to reach on both test halves", ranges.FINITE] = None
     run: Annotated[str, "vmap or turns: workers share a device; mesh: a device each", None] = "vmap"

@@ -11,7 +11,7 @@ import numpy as np
 import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
-from experiments.training import averages, config, input, placement, step
+from experiments.training import config, input, placement, step
 from experiments.training.config import Sizes, key_of
 from experiments.training.step import TrainState, Worker
 from local_opt.workers import owned_sharding, shared_sharding
@@ -177,7 +177,7 @@ def start_of(worker: Worker, over) -> Callable:
     def start(params, order_key, key):
         like = params if worker.sketch is None else jnp.zeros(worker.sketch)
         orders, opt_state = worker.order.init(order_key, like), worker.rounds.init(params)
-        means = averages.zeros(worker.averages, params)
+        means = worker.averages.init(params)
         scale = worker.scale(opt_state, params) if worker.scale else ()
         return params, opt_state, orders, key, step.zero_stats(), means, scale
 
@@ -255,7 +255,7 @@ def _initial(model, worker: Worker, mesh) -> Callable:
 
 def _readers(worker: Worker) -> dict[str, Callable]:
     """`mean_params` and `averaged` of a program."""
-    own, average = worker.sides.params == "owned", jax.jit(worker.average)
+    own, average = worker.sides.params == "owned", jax.jit(worker.averages.update)
     mean = jax.jit(local_opt.consolidate) if own else lambda tree: tree
     return {
         "mean_params": lambda state: placement.on_host(mean(state.params)),

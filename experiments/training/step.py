@@ -16,7 +16,8 @@ import local_opt
 import models
 import ordering
 from experiments.tasks.base import Recipe, Task
-from experiments.training import averages, optimizers, scales
+from experiments.training import optimizers, scales
+from experiments.training.averages import Averages, averages_of
 from experiments.training.config import (
     EXAMPLES,
     OrderSetting,
@@ -54,7 +55,7 @@ class TrainState(NamedTuple):
     orders: Any  # current and next order, running sum, pending half pair
     key: jax.Array  # of the steps' randomness
     stats: StepStats
-    averages: dict  # {name: of the parameters}, as of `averages.AVERAGES`
+    averages: dict  # {name: of the parameters}, as of `Averages`
     scale: Any  # of the gradients that a scaled order observes; () of others
 
 
@@ -66,7 +67,7 @@ class Worker(NamedTuple):
       inner: the optimizer of one worker; rounds: made of it.
       exchanges: whether coordination and the mean gradient share one exchange of rows.
       sketch: size of the sketches that the order observes; None: it observes gradients.
-      averages: names of AVERAGES; average: updates them, as of `averages.update`.
+      averages: of the parameters.
       scale: `(opt_state, params) -> scale` of what it observes; None: as it is.
     """
 
@@ -78,8 +79,7 @@ class Worker(NamedTuple):
     sizes: Sizes
     exchanges: bool
     sketch: int | None
-    averages: tuple[str, ...]
-    average: Callable
+    averages: Averages
     scale: Callable | None
 
     @property
@@ -118,20 +118,8 @@ def worker_of(
     exchanges = on_mesh and exact and rounds.in_step and not row.scaled
     sketch = row.sketch and min(row.sketch, num_params(task.model))
     scale = scales.scale_of(task, recipe, rounds, sizes, sketch) if row.scaled else None
-    average = averages.update(steps=sizes.loads_per_epoch, epochs=recipe.ema_epochs, total=total)
-    return Worker(
-        task.model,
-        row,
-        order,
-        inner,
-        rounds,
-        sizes,
-        exchanges,
-        sketch,
-        recipe.average,
-        average,
-        scale,
-    )
+    means = averages_of(recipe, steps=sizes.loads_per_epoch, total=total)
+    return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch, means, scale)
 
 
 def zero_stats() -> StepStats:
@@ -216,7 +204,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             opt_state=opt_state,
             orders=worker.order.observe(state.orders, rows) if observes else state.orders,
             stats=_add(state.stats, jnp.mean(losses), bad, units, t),
-            averages=worker.average(state.averages, state.params, t),
+            averages=worker.averages.update(state.averages, state.params, t),
             scale=scale,
         )
 

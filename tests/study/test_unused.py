@@ -34,7 +34,7 @@ UNUSED = {
     "train --decay_every=3": "--decay_every is 3.0 .* --schedule=step",
     "train --decay_factor=0.3": "--decay_factor is 0.3 .* --schedule=step",
     "train --deal=dealt --bound_every=3": "--bound_every is 3 .* orders of each worker's own",
-    "train --average=epoch --ema_epochs=2": "--ema_epochs is 2.0 .* it is for --average=ema",
+    "train --average=epoch --ema_epochs=2": "--ema_epochs is .2.0. .* it is for --average=ema",
     "train --target=0.9": "--target is 0.9 .* for echoing and combined",
     "train --metric=loss": "--metric is loss .* for echoing and combined --target",
     "train --learning_rate=1 --learning_rates=1,2": "--learning_rate is 1.0 and --learning_rates",

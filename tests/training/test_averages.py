@@ -10,14 +10,14 @@ import pytest
 
 from experiments.cluster import strict
 from experiments.training import measure
-from experiments.training.averages import AVERAGES, update
+from experiments.training.averages import AVERAGES, averages_of
 from tests import reference
 from tests.commands import records, train_run
-from tests.little_run import PER_STEP, STEPS, UNITS, built, plans_of, trained
+from tests.little_run import PER_STEP, SETTING, STEPS, UNITS, built, plans_of, trained
 
 LOADS = -(-UNITS // PER_STEP)
-EPOCHS = 0.5  # of the EMA
-NAMES = ("epoch", "ema", "swa")
+EPOCHS = (0.5, 3.0)  # of EMAs
+NAMES = ("epoch", "ema_0.5", "ema_3", "swa")
 
 
 def flat(tree):
@@ -29,7 +29,8 @@ def expected(name, weights, t):
         return reference.epoch_mean(weights, t, LOADS)
     if name == "swa":
         return reference.late_mean(weights, t, LOADS, STEPS)
-    return reference.debiased_ema(weights, t, math.exp(-1 / (EPOCHS * LOADS)))
+    epochs = float(name.removeprefix("ema_"))
+    return reference.debiased_ema(weights, t, math.exp(-1 / (epochs * LOADS)))
 
 
 @pytest.mark.parametrize("sync,echo", [
@@ -37,7 +38,8 @@ def expected(name, weights, t):
     ("constant+int8", "none"),
 ])  # fmt: skip
 def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
-    program, plans = built("rr", sync, average=NAMES), plans_of(sync, echo)
+    program = built("rr", sync, average=tuple(AVERAGES), ema_epochs=EPOCHS)
+    plans = plans_of(sync, echo)
     weights, found = [], {}
 
     def look(step, state):
@@ -47,7 +49,7 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
 
     trained(program, plans, evaluate=look, evaluate_at=range(STEPS))
     start, *weights = weights
-    assert set(found) == set(range(STEPS + 1)) and set(AVERAGES) == set(NAMES)
+    assert set(found) == set(range(STEPS + 1)) and set(found[0]) == set(NAMES)
     for name in NAMES:
         np.testing.assert_array_equal(flat(found[0][name]), start)
         for t in range(1, STEPS + 1):
@@ -64,12 +66,13 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
 
 def test_the_moving_average_is_that_of_optax():
     decay, weights = math.exp(-1 / (3 * 4)), np.linspace(1, 2, 50, dtype=np.float32)
-    slow, add = optax.ema(decay), jax.jit(update(steps=4, epochs=3.0, total=50))
-    state, means = slow.init(weights[0]), {"ema": np.float32(7)}
+    recipe = SETTING._replace(average=("ema",), ema_epochs=(3.0,))
+    slow, add = optax.ema(decay), jax.jit(averages_of(recipe, steps=4, total=50).update)
+    state, means = slow.init(weights[0]), {"ema_3": np.float32(7)}
     for t, x in enumerate(weights, 1):
         other, state = slow.update(x, state)
         means = add(means, x, t)
-        np.testing.assert_allclose(means["ema"], other, rtol=1e-5)
+        np.testing.assert_allclose(means["ema_3"], other, rtol=1e-5)
 
 
 def test_without_an_average_the_state_holds_none():

@@ -118,7 +118,7 @@ def test_averages_go_on_with_other_workers(whole):
         own = reference.epoch_mean(weights, t - 1, LOADS)
         np.testing.assert_allclose(means["epoch"], own, rtol=1e-4, atol=1e-6)
         own = reference.debiased_ema(weights, t - 1, np.exp(-1 / (0.5 * LOADS)))
-        np.testing.assert_allclose(means["ema"], own, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(means["ema_0.5"], own, rtol=1e-4, atol=1e-6)
 
 
 def test_each_unit_is_visited_once_in_every_epoch(whole):
