@@ -204,7 +204,7 @@ def epochs(found: Found, way: str, base: str, out: int | None) -> float:
 def saved(losses: Losses, out: int | None) -> float:
     """Epochs by which the loss without the order's part comes earlier to where the loss ends."""
     mean, part = curves(losses, out)
-    return len(mean) - 1 - arrival(mean - part, mean[-1])
+    return max(0.0, len(mean) - 1 - arrival(mean - part, mean[-1]))
 
 
 def report(found: Found, about: str) -> str:
@@ -235,12 +235,14 @@ def report(found: Found, about: str) -> str:
 
 
 def advice(found: Found, count: int) -> str:
+    last = len(next(iter(found.values()))["last"].of_mean) - 1
+
     def fewer(base, way):
         """[K] logarithms: how many times fewer epochs than `base` this way takes."""
 
         def log(out):
-            taken = [max(epochs(found, own, base, out), LEAST) for own in (base, way)]
-            return np.log(taken[0] / taken[1])
+            taken = [epochs(found, name, base, out) for name in (base, way)]
+            return -np.diff(np.log(np.clip(taken, LEAST, last)))[0]  # never: at least the run
 
         return jackknife(log, count)
 
