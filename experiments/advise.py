@@ -156,7 +156,12 @@ def share_of_order(values: absl_flags.FlagValues) -> None:
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
     recipe = recipe._replace(average=recipe.average or tuple(AVERAGES))
-    arms = [order_share.ARM] + [arm_of(words) for words in [values.beside] if words is not None]
+    arms = [order_share.ARM]
+    if values.beside is not None:
+        try:
+            arms.append(arm_of(values.beside))
+        except ValueError as error:
+            raise ValueError(f"--beside is {values.beside!r}: {error}") from error
     unused.check(values, recipe, arms)
     found, *more = (
         dict(order_share.measured(task, recipe, copies=values.copies, arm=arm)) for arm in arms

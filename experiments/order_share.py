@@ -13,9 +13,9 @@ and the order's part of the loss, tr(A S) / 2, has the unbiased estimate
     K / (K - 1) (mean_i L(x_i) - L(mean_i x_i)).
 
 What is left without it is the loss of an order that adds no noise, to which balanced orders come
-near. It is no bound: D-RR also shifts the mean of the copies, by an amount of higher order in the
-rate, which is not counted. The same is measured for averages of the weights over the steps.
-Intervals are jackknifed over the copies.
+near. It is no bound: where L is not quadratic the noise also shifts the mean of the copies, which
+is not counted (docs/results/orders.md has an example). The same is measured for averages of the
+weights over the steps. Intervals are jackknifed over the copies.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +35,7 @@ from experiments.training import config, loop, measure, program
 ARM = Arm("D-RR", order="rr")
 SMOOTH = 0.9
 WORTH, LEAST = 1.25, 0.01  # times fewer epochs that are worth it; epochs that count as none
+TRY = "What noise does to the mean is not counted: --beside=cd_grab trains the order too."
 
 
 class Losses(NamedTuple):
@@ -260,5 +261,5 @@ def advice(found: Found, count: int) -> str:
     if gains(order):
         return f"{words} Try a balanced order, such as cd_grab, with averaged weights."
     if gains(averaging):
-        return f"{words} Average the weights: a balanced order adds little to that."
-    return f"{words} Neither has much to gain here."
+        return f"{words} Average the weights, which leaves little of the order's noise. {TRY}"
+    return f"{words} Neither has much to gain here. {TRY}"

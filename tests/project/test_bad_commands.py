@@ -70,7 +70,8 @@ WRONG = {
         "num_train": "0",
     },
     "advise --order_share --epochs=2 --num_train=96": {
-        "copies": "2 0 nan '' 1e9", "average": "cats ''", "l2": "-1 nan", "workers": "0",
+        "copies": "2 0 nan '' 1e9", "beside": "cats '' qsr+cats", "average": "cats ''",
+        "l2": "-1 nan", "workers": "0",
     },
     "bench": {"part": "cats ''", "rows": "cats ,", "repeats": "0 1e3", "data_root": "file"},
     "herding --num_vectors=64 --output_dir=new": {

@@ -58,6 +58,7 @@ UNUSED = {
     "advise --order_share --gbps=1": "--order_share measures no machine: leave --gbps out",
     "advise --order_share --evaluations=3": "looks after every epoch: leave --evaluations out",
     "advise --order_share --h_base=3": "--h_base is 3 and changes nothing",
+    "advise --order_share --beside=cats": "--beside is 'cats': 'cats' is no word",
     "advise --order_share --epochs=1": "a run has 1 whole epochs",
     "forecast --arms=qsr,often": "--arms has .'often'",
     "bench --part=loops --data_root=x": "--data_root is of --part=epochs",
