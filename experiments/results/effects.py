@@ -6,11 +6,10 @@ import numpy as np
 
 from experiments.results import statistics
 from experiments.results.rule import UNDECIDED, Again, Effect
-from experiments.results.statistics import Comparison, compare, fastest, last, spent
+from experiments.results.statistics import AVERAGED, Comparison, compare, fastest, last, spent
 
 COSTS = {"epoch": "epochs", "loads": "loads"}  # with their units
 LEAST = {"epoch": 1.0}  # in ratios, less counts as this
-AVERAGED = "/averaged"  # ends the names of scalars of averaged weights
 CONTROLS = {  # what should not have the effect of a pair
     ("cd_grab", "rr"): ("unzip", "id_mean", "id_pair"),
     ("qsr", "parallel"): ("constant",),
@@ -39,8 +38,9 @@ class Measure(NamedTuple):
     averaged: bool = False
 
     def __call__(self, comparison: Comparison) -> Effect:
-        if self.averaged:
-            comparison = _of_averages(comparison)
+        comparison = comparison.averaged if self.averaged else comparison
+        if comparison is None:
+            return Effect()
         pair, chosen = (self.arm, self.against), {}
         controls = CONTROLS.get(pair, ())
         here = comparison if self.rate is None else _at_rate(comparison, self.rate)
@@ -133,14 +133,6 @@ def _at_rate(comparison, rate) -> Comparison | None:
     kept = [r for r in comparison.records if r["learning_rate"] == rate]
     ran = any(r["arm"] == next(iter(comparison.arms)) for r in kept)
     return compare(kept, comparison.arms, comparison.criterion) if ran else None
-
-
-def _of_averages(comparison) -> Comparison:
-    """The runs whose averaged weights were measured, compared by these."""
-    criterion = comparison.criterion
-    criterion = criterion._replace(scalar=f"{criterion.scalar}{AVERAGED}")
-    kept = [r for r in comparison.records if criterion.scalar in r]
-    return compare(kept, comparison.arms, criterion)
 
 
 def _again(*chosen) -> Again:

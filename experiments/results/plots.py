@@ -85,8 +85,8 @@ def comparison(
 def _averaged(compared, scalar: str, shown) -> list[tuple]:
     """(scalar, look, arm) of these arms' averaged weights, each at its best rate for these."""
     found, other = [], compared.averaged
-    for own in [other.chosen[own.arm, own.speed] for own in shown] if other else []:
-        if own.runs:  # of slow input: reported at this rate too
+    for own in [other.chosen.get((own.arm, own.speed)) for own in shown] if other else []:
+        if own and own.runs:  # of slow input: reported at this rate too
             style = look([*compared.arms].index(own.arm)) | {"linestyle": ":"}
             style["label"] = f"{own.label}, averaged (lr {own.rate:g})"
             found.append((scalar + AVERAGED, style, own))

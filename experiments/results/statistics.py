@@ -68,11 +68,13 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
             rate, out = best_rate(records, arm, speed, criterion), diverged(records, arm, speed)
             runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
             chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tuple(sorted(tried)), out)
-    _, *averaged = criteria(criterion, records)
+    averaged = [
+        compare([r for r in records if own.scalar in r], arms, own, plans)
+        for own in criteria(criterion, records)[1:]
+    ]
     return Comparison(
-        records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}),
-        averaged=compare(records, arms, *averaged, plans) if averaged else None,
-    )  # fmt: skip
+        records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}), (), *averaged
+    )
 
 
 def criteria(criterion: Criterion, records) -> list[Criterion]:
