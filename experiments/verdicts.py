@@ -90,7 +90,9 @@ def commands(found: Sequence[written.Row], folder=archive.FOLDER) -> str:
 
 def pages(rows, recorded, paths=PAGES, folder=archive.FOLDER) -> dict[pathlib.Path, str]:
     """The up-to-date text of each page: what was recorded, between its markers."""
-    bodies = written.page_of_claims(rows, recorded, folder), written.page_of_results(rows)
+    bodies = (
+        written.page_of_claims(rows, recorded, folder), written.page_of_results(rows, recorded),
+    )  # fmt: skip
     found = {}
     for path, body in zip(paths, bodies, strict=True):
         text = path.read_text(encoding="utf-8")

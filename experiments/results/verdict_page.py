@@ -10,10 +10,11 @@ import numpy as np
 
 from experiments.cluster import files
 from experiments.results import archive, plots, report, tables
-from experiments.results.claims import RUNS
+from experiments.results.claims import AVERAGED, EPOCHS, RUNS
+from experiments.results.effects import COSTS, Measure
 from experiments.results.rule import MATTERS, UNDECIDED, VERDICTS, Claim, Verdict, history
 from experiments.results.statistics import Comparison
-from experiments.results.tables import markdown, table
+from experiments.results.tables import markdown, name_of, table
 
 COLUMNS = {
     "cd_grab": tables.ORDER_COLUMNS, "qsr": tables.SYNC_COLUMNS, "echoing": tables.ECHO_COLUMNS
@@ -102,8 +103,22 @@ def undecided(found: Sequence[Row]) -> list[Row]:
     return sorted((row for row in found if row.verdict.word == UNDECIDED), key=further)
 
 
-def page_of_results(found: Sequence[Row]) -> str:
-    """The picture, the number of claims per verdict, and the undecided claims."""
+def averages(recorded: Mapping[str, Comparison]) -> str:
+    """What CD-GraB gains over D-RR with last weights and with averaged ones, at 95 %."""
+    lines = []
+    for name, scalar in AVERAGED.items():
+        compared = recorded.get(name)
+        for what in (scalar, "epoch") if compared and compared.averaged else ():
+            line = {"task": RUNS[name].title, "of": EPOCHS if what in COSTS else name_of(scalar)}
+            for head, of in (("last weights", False), ("averaged weights", True)):
+                effect = Measure(what, averaged=of)(compared)
+                line[head] = effect.text(effect.interval(0.05))
+            lines.append(line)
+    return markdown(lines) if lines else "None."
+
+
+def page_of_results(found: Sequence[Row], recorded: Mapping[str, Comparison]) -> str:
+    """The picture, the number of claims per verdict, averaged weights, the undecided claims."""
     lines = [
         {
             "undecided": row.text,
@@ -120,6 +135,11 @@ def page_of_results(found: Sequence[Row]) -> str:
         "![Effects of the recorded runs in units of those published](results.png)",
         f"All {len(found)} claims: {count(found)}.\n[Every claim, with the published number and "
         "ours](papers.md#verdicts).",
+        "## Averaged weights",
+        "CD-GraB against D-RR at the end of a run, and how many epochs each takes to the best of "
+        "D-RR with the same weights.\nEvery order has its own rate, with averaged weights another. "
+        "Intervals are 95 %.",
+        averages(recorded),
         *(["## Verdicts that more seeds changed", again] if again else []),
         "## Undecided claims",
         "Those that need the fewest further seeds come first. *Needs* is the number of seeds with "
