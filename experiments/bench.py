@@ -2,6 +2,7 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
 
     python -m experiments.bench --part=balance                  # 3 minutes: a step with an order
     python -m experiments.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
+    python -m experiments.bench --part=scaled                   # scaled sketches against sketches
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
@@ -34,7 +35,7 @@ from experiments.study import recipes
 from experiments.study.cost import lower_step, order_traffic
 from experiments.study.flags import definer, names_of
 from experiments.study.tables import ORDERS, SYNC_RULES
-from experiments.tasks import TASKS, Recipe, Task, ranges
+from experiments.tasks import TASKS, Recipe, ranges
 from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
 from local_opt.workers import AXIS, owned_sharding, worker_mesh
@@ -46,40 +47,12 @@ LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "acc
 # {task: {unit: (workers, units per step, unit size, epochs of a timed call)}}
 DEEP = {"microbatch": (1, 1, 16, 1), "groups, 4 per step": (1, 4, 4, 1),
         "examples, 16 per step": (1, 16, 1, 1)}  # fmt: skip
+DEEP_TASKS = ("lenet", "gpt", "vit", "lstm")
 UNITS = {
     "digits": {"microbatch": (4, 1, 16, 4), "examples, 2 per step": (32, 2, 1, 4)},
     "hmda": {"microbatch": (4, 1, 64, 4), "examples, 4 per step": (4, 4, 1, 4)},
-    **dict.fromkeys(("lenet", "gpt", "vit", "lstm"), DEEP),
+    **dict.fromkeys(DEEP_TASKS, DEEP),
 }
-
-
-def step_task(name: str) -> Task:
-    """A task of the published shapes, with random data."""
-    rng = np.random.default_rng(0)
-
-    def task(model, shape, classes):
-        x, y = rng.normal(size=shape).astype(np.float32), rng.integers(0, classes, shape[:1])
-        return Task(name, model, {"x": x, "y": y.astype(np.int32)}, {}, None)
-
-    def text(make, **sizes):
-        words = rng.integers(0, 1024, (2, 64, 64), np.int32)
-        model = make(vocab_size=1024, width=192, **sizes)
-        return Task(name, model, {"x": words[0], "y": words[1]}, {}, None)
-
-    image = (32, 32, 3)
-    make = {
-        "digits": lambda: task(
-            models.softmax_regression(num_features=64, num_classes=10), (1536, 64), 10
-        ),
-        "hmda": lambda: task(models.logistic_regression(num_features=20), (65536, 20), 2),
-        "lenet": lambda: task(models.lenet(), (512, 28, 28, 1), 10),
-        "gpt": lambda: text(models.gpt2, context=64, depth=3, heads=3),
-        "vit": lambda: task(
-            models.vit(image_shape=image, width=192, depth=3, heads=3), (64, *image), 10
-        ),
-        "lstm": lambda: text(models.lstm),
-    }
-    return make[name]()
 
 
 ARMS = ("so", "rr", "id_pair", "cd_grab", "cd_grab+sketch1024")
@@ -87,7 +60,7 @@ ARMS = ("so", "rr", "id_pair", "cd_grab", "cd_grab+sketch1024")
 
 def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
     """A training step with an order against the same in one fixed order, which draws nothing."""
-    task = step_task(task_name)
+    task = timing.step_task(task_name)
     for unit, (*sizes, epochs) in UNITS[task_name].items():
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs)
         calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in ARMS})
@@ -107,6 +80,33 @@ def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
                 "times_plain": round(seconds / found["so"], 3), "megabytes": round(peak / 1e6, 4),
                 "allreduces_per_step": round(sent, 4),
             }  # fmt: skip
+
+
+SCALED = ("cd_grab+sketch1024", "cd_grab+sketch1024+scaled")
+
+
+def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
+    """A step of AdamW with a scaled sketched order. Aim: at most 1.02 of one without the scale."""
+    task = timing.step_task(task_name)
+    for unit, (*sizes, epochs) in UNITS[task_name].items():
+        recipe = Recipe(*sizes, (1e-3,), epochs=epochs, optimizer="adamw")
+        calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in SCALED})
+        for name, seconds, times in _in_turns(calls, repeats):
+            yield {
+                "part": "scaled", "task": task.name, "unit": unit, "order": ORDERS[name].label,
+                "us_per_step": round(seconds / steps * 1e6, 1), "times_first": times[0],
+                "interval": times[1],
+            }  # fmt: skip
+
+
+def _in_turns(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
+    """(name, median seconds, (median ratio to the first of the same turn, its interval))."""
+    times = timing.in_turns(calls, max(6, repeats))  # for the intervals
+    first = np.array(next(iter(times.values())))
+    for name, seconds in times.items():
+        middle, low, high = median_interval(np.array(seconds) / first)
+        told = round(middle, 3), f"{low:.3f} to {high:.3f}"
+        yield name, statistics.median(seconds), told
 
 
 # What is trained, the shape of an input, examples, and steps of a timed call.
@@ -165,14 +165,11 @@ def local_rows(repeats: int) -> Iterator[dict]:
                 way: _stepper(model, *functions, batch, steps)
                 for way, functions in ways_of(inner).items()
             }
-            times = timing.in_turns(calls, max(6, repeats))  # for the intervals
-            for way, seconds in times.items():
-                ratios = np.array(seconds) / np.array(times["plain optax"])
-                middle, low, high = median_interval(ratios)
+            for way, seconds, times in _in_turns(calls, repeats):
                 yield {
                     "part": "local_steps", "model": model_name, "optimizer": inner_name, "way": way,
-                    "us_per_step": round(statistics.median(seconds) / steps * 1e6, 1),
-                    "times_plain": round(middle, 3), "interval": f"{low:.3f} to {high:.3f}",
+                    "us_per_step": round(seconds / steps * 1e6, 1), "times_plain": times[0],
+                    "interval": times[1],
                 }  # fmt: skip
 
 
@@ -248,6 +245,7 @@ def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
 
 PARTS = {  # the names of their rows, and the repeats
     "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
+    "scaled": ({name: functools.partial(scaled_rows, name) for name in DEEP_TASKS}, 41),
     "local_steps": ({"step": local_rows, "sync": sync_rows}, 41),
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),

@@ -52,6 +52,35 @@ def carry_on(step: Callable, state) -> Callable:
     return call
 
 
+def step_task(name: str) -> Task:
+    """A task of the published shapes, with random data."""
+    rng = np.random.default_rng(0)
+
+    def task(model, shape, classes):
+        x, y = rng.normal(size=shape).astype(np.float32), rng.integers(0, classes, shape[:1])
+        return Task(name, model, {"x": x, "y": y.astype(np.int32)}, {}, None)
+
+    def text(make, **sizes):
+        words = rng.integers(0, 1024, (2, 64, 64), np.int32)
+        model = make(vocab_size=1024, width=192, **sizes)
+        return Task(name, model, {"x": words[0], "y": words[1]}, {}, None)
+
+    image = (32, 32, 3)
+    make = {
+        "digits": lambda: task(
+            models.softmax_regression(num_features=64, num_classes=10), (1536, 64), 10
+        ),
+        "hmda": lambda: task(models.logistic_regression(num_features=20), (65536, 20), 2),
+        "lenet": lambda: task(models.lenet(), (512, 28, 28, 1), 10),
+        "gpt": lambda: text(models.gpt2, context=64, depth=3, heads=3),
+        "vit": lambda: task(
+            models.vit(image_shape=image, width=192, depth=3, heads=3), (64, *image), 10
+        ),
+        "lstm": lambda: text(models.lstm),
+    }
+    return make[name]()
+
+
 def training_calls(
     task: Task, recipe: Recipe, arms: dict[str, tuple[str, str]]
 ) -> tuple[dict[str, Callable], int]:

@@ -63,13 +63,18 @@ def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
 def test_a_step_of_balancing_and_of_the_loop_have_a_row_per_arm(monkeypatch):
     task = TASKS["digits"](None, num_train=44)
     monkeypatch.setattr(bench, "ARMS", ("so", "cd_grab"))
-    monkeypatch.setattr(bench, "step_task", lambda name: task)
+    monkeypatch.setattr(timing, "step_task", lambda name: task)
     monkeypatch.setattr(bench, "UNITS", {"digits": {"example": (4, 2, 1, 1)}})
     rows = list(bench.step_rows("digits", 1))
     assert [r["order"] for r in rows] == [ORDERS[name].label for name in bench.ARMS]
     assert rows[0]["times_plain"] == 1
     assert all(r["us_per_step"] > 0 and r["megabytes"] > 0 for r in rows)
     assert [r["allreduces_per_step"] > 0 for r in rows] == [False, True]
+    monkeypatch.setattr(timing, "in_turns", lambda calls, repeats: {n: [1.0] * 6 for n in calls})
+    rows = list(bench.scaled_rows("digits", 1))
+    assert [(r["order"], r["times_first"]) for r in rows] == [
+        (ORDERS[name].label, 1) for name in bench.SCALED
+    ]
     monkeypatch.setattr(bench, "LOOPS", [("rr", "parallel"), ("cd_grab", "qsr")])
     rows = list(bench.loop_rows(1))
     assert [(r["order"], r["rule"]) for r in rows] == [("D-RR", "parallel"), ("CD-GraB", "QSR")]
