@@ -1,7 +1,7 @@
 """Evaluations: at which steps, and their losses, metrics and herding bounds."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
       halves: as of `evaluator`.
     """
     measure = evaluator(task, recipe, halves=halves)
+    tests = ["valid", "test"] if halves else ["test"]
     compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
 
     def of(built, order):
@@ -50,7 +51,7 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
             params = built.mean_params(state)
             found = measure(params)
             if recipe.average:
-                found |= averaged(measure, built.averaged(state, step))
+                found |= averaged(measure, built.averaged(state, step), tests)
             if bounds and (step == total or not step % every):
                 found |= bounds(params, state.orders.current)
             return found
@@ -60,16 +61,16 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
     return of
 
 
-def averaged(measure: Callable, averages: dict) -> dict:
+def averaged(measure: Callable, averages: dict, tests: Sequence[str]) -> dict:
     """{"PART/NAME/averaged": float} of the average with the lowest training loss, and its name."""
-    found = {name: measure(params) for name, params in averages.items()}
-    rank = lambda name: np.nan_to_num(found[name]["train/loss"], nan=np.inf, posinf=np.inf)  # noqa: E731
-    best = min(found, key=rank)
-    return {"average": best} | {f"{k}/averaged": value for k, value in found[best].items()}
+    found = {name: measure(params, ["train"]) for name, params in averages.items()}
+    best = min(found, key=lambda name: np.nan_to_num(found[name]["train/loss"], nan=np.inf))
+    found = found[best] | measure(averages[best], tests)
+    return {"average": best} | {f"{k}/averaged": value for k, value in found.items()}
 
 
 def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
-    """`params -> {"train/loss": float, "test/METRIC": float, ...}`, equal on all processes.
+    """`(params, parts) -> {"train/loss": float, "test/METRIC": float, ...}`, on all processes.
 
     METRIC is the task's own and every metric marked `everywhere`. The moments of normalisation
     layers are estimated first, on training inputs at these parameters.
@@ -94,9 +95,10 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
     measured |= {part: (tested_by, batches) for part, batches in parts.items()}
     optimum = functools.cache(task.optimum) if task.optimum else None  # when first asked for
 
-    def run(params) -> dict:
+    def run(params, parts: Sequence[str] = tuple(measured)) -> dict:
         statistics, found = moments_at(params), {}
-        for part, (measure, batches) in measured.items():
+        for part in parts:
+            measure, batches = measured[part]
             each = [
                 (size_of(batch), jax.device_get(measure(params, statistics, batch)))
                 for batch in batches()
@@ -105,7 +107,7 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
             for name in values[0]:
                 mean = np.average([value[name] for value in values], weights=sizes)
                 found[f"{part}/{name}"] = float(mean)
-        if optimum is not None:
+        if optimum is not None and "train" in parts:
             found["train/above_optimum"] = found["train/loss"] - optimum()
         return found
 

@@ -83,14 +83,16 @@ def test_without_an_average_the_state_holds_none():
 def test_the_average_with_the_lowest_training_loss_is_recorded():
     losses = {"a": 2.0, "b": 1.0, "c": math.nan}
 
-    def run(params):
-        return {"train/loss": losses[params], "test/loss": -losses[params]}
+    def run(params, parts):
+        asked.append((params, *parts))
+        return {f"{part}/loss": losses[params] for part in parts}
 
-    found = measure.averaged(run, {name: name for name in losses})
-    assert found == {
-        "average": "b", "train/loss/averaged": 1.0, "test/loss/averaged": -1.0
-    }  # fmt: skip
-    assert measure.averaged(run, {"c": "c"})["average"] == "c"
+    asked = []
+    found = measure.averaged(run, {name: name for name in losses}, ["valid", "test"])
+    parts = ("train", "valid", "test")
+    assert found == {"average": "b"} | {f"{part}/loss/averaged": 1.0 for part in parts}
+    assert asked == [(name, "train") for name in losses] + [("b", "valid", "test")]
+    assert measure.averaged(run, {"c": "c"}, [])["average"] == "c"
 
 
 def test_records_hold_averages_and_stay_json(tmp_path):
@@ -111,5 +113,5 @@ def test_records_hold_averages_and_stay_json(tmp_path):
         assert {k: r[k] for k in before if k != "seconds"} == {
             k: v for k, v in before.items() if k != "seconds"
         }
-    nan = measure.averaged(lambda params: {"train/loss": params}, {"ema": math.nan})
+    nan = measure.averaged(lambda x, parts: {"train/loss": x}, {"ema": math.nan}, [])
     assert json.loads(strict.dumps(strict.plain(nan)))["train/loss/averaged"] is None
