@@ -227,7 +227,7 @@ QUESTIONS = {
     "powers": Question(powers, means("{:+.2f}"), "the exponent of"),
     "borders": Question(borders, median, "workers x units"),
     "corrections": Question(corrections, means("{:.1e}")),
-    "averages": Question(averages, means("{:.2g}")),
+    "averages": Question(averages, means("{:.3g}")),
     "sizes": Question(sizes, means("{:.3g}"), "gain over D-RR"),
     "scales": Question(scales, means("{:.3g}"), "gain over D-RR"),
     "digits": Question(digits, means("{:.1e}")),
