@@ -162,6 +162,8 @@ def share_of_order(values: absl_flags.FlagValues) -> None:
             arms.append(arm_of(values.beside))
         except ValueError as error:
             raise ValueError(f"--beside is {values.beside!r}: {error}") from error
+        if arms[1].echo != "none":
+            raise ValueError(f"--beside is {values.beside!r}: leave its echoing out.")
     unused.check(values, recipe, arms)
     found, *more = (
         dict(order_share.measured(task, recipe, copies=values.copies, arm=arm)) for arm in arms
@@ -170,12 +172,11 @@ def share_of_order(values: absl_flags.FlagValues) -> None:
         raise ValueError("every rate diverges: lower --learning_rates.")
     for arm, own in zip(arms[1:], more, strict=True):
         found = order_share.joined(found, arm.label, own)
-    what = "loss above the optimum" if task.optimum else "loss"
     processes.say(
         f"{task.name}: {values.copies} copies of D-RR with {recipe.workers} workers x "
         f"{recipe.units_per_step} units, which differ in their permutations alone. Losses are "
         f"those of training, and averages the better of {', '.join(recipe.average)}.\n\n"
-        f"{order_share.report(found, what)}"
+        f"{order_share.report(found, above=task.optimum is not None)}"
     )
 
 

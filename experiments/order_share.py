@@ -208,8 +208,9 @@ def saved(losses: Losses, out: int | None) -> float:
     return max(0.0, len(mean) - 1 - arrival(mean - part, mean[-1]))
 
 
-def report(found: Found, about: str) -> str:
-    """Two tables and a recommendation."""
+def report(found: Found, *, above: bool) -> str:
+    """Two tables and a recommendation; `above`: the losses are above a known optimum."""
+    about, form = ("loss above the optimum", "{:.2e}") if above else ("loss", "{:.5f}")
     count = next(iter(found.values()))["last"].each.shape[-1]
 
     def show(form, statistic, *given):
@@ -219,7 +220,7 @@ def report(found: Found, about: str) -> str:
     def row(rate, weights, losses):
         return {
             "lr": f"{rate:g}", "weights": weights,
-            about: show("{:.2e}", lambda out: curves(losses, out)[0, -1]),
+            about: show(form, lambda out: curves(losses, out)[0, -1]),
             "the order's part": show("{:.1e}", lambda out: curves(losses, out)[1, -1]),
             "epochs that costs": show("{:.1f}", saved, losses),
         }  # fmt: skip

@@ -119,7 +119,7 @@ FALLING = [8.0, 4.0, 2.0, 1.0, 0.5]
     ],
 )
 def test_what_is_recommended(found, words):
-    assert words in order_share.report(found, "loss")
+    assert words in order_share.report(found, above=False)
 
 
 def test_the_command_tells_what_an_order_can_save(capsys):
