@@ -39,11 +39,12 @@ def scale_of(
     *,
     leaves: Sequence[Leaf] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
+    power: float = 0.5,
     floor: float = FLOOR,
 ) -> PyTree:
     """What to multiply gradients with so that an order balances what the optimizer applies.
 
-    scale = 1 / ((v / mean(v))^(1/2) + floor)
+    scale = 1 / ((v / mean(v))^power + floor)
 
     v is the second moment in an optax state (Adam and its relatives, RMSProp), and mean(v) its mean
     over all parameters: scaled gradients have about the norm of the gradients, so that running sums
@@ -64,6 +65,9 @@ def scale_of(
       leaves: from `sketched_parameters`; parameters that are "sketched" then get `Factors`.
       axis_name: the workers' axis, for states that are the workers' own: v is then the mean over
         them, and all get the same scale.
+      power: in (0, 1/2]: 1/2 for what the optimizer applies; 1/4 lies half way to the gradients,
+        for losses whose curvature is large where gradients are, and for sketches, which parameters
+        of many small gradients, such as embeddings, then fill less.
       floor: in (0, 1]; the scale is at most 1 / floor, of factors each. Entries that had no
         gradient so far, or one of rounding errors, are not to outweigh all others.
 
@@ -89,6 +93,7 @@ def scale_of(
       https://arxiv.org/abs/1804.04235
     """
     floor = plans.check_number("floor", floor, "(0, 1]")
+    power = plans.check_number("power", power, "(0, 0.5]")
     moments = _moments(opt_state, params)
     if leaves is None:
         leaves = [None] * len(moments)
@@ -100,7 +105,9 @@ def scale_of(
         means = jax.lax.pmean(means, axis_name)
     totals = [v.size * jnp.mean(jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True)]
     common = sum(totals) / max(1, rows_lib.tree_size(params))
-    scales = [_inverse(m, leaf, common, floor) for m, leaf in zip(means, leaves, strict=True)]
+    scales = [
+        _inverse(m, leaf, common, power, floor) for m, leaf in zip(means, leaves, strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(params), scales)
 
 
@@ -189,14 +196,15 @@ def _mean(v, kept):
     return jnp.mean(v, [i for i in range(v.ndim) if i not in kept], keepdims=True)
 
 
-def _inverse(moment, leaf, common, floor):
+def _inverse(moment, leaf, common, power, floor):
     if not isinstance(moment, Factors):
-        return _over(moment, common, floor)
+        return _over(moment, common, power, floor)
     own = _mean(moment.rows, range(leaf.stack))  # v_rc = rows_r cols_c / own
-    return Factors(_over(moment.rows, own, floor), _over(moment.cols, common, floor))
+    of_rows = _over(moment.rows, own, power, floor)
+    return Factors(of_rows, _over(moment.cols, common, power, floor))
 
 
-def _over(v, common, floor):
+def _over(v, common, power, floor):
     """One where nothing is known."""
-    size = jnp.sqrt(v / jnp.where(common > 0, common, 1.0))
+    size = (v / jnp.where(common > 0, common, 1.0)) ** power
     return jnp.where(common > 0, 1 / (size + floor), 1.0)

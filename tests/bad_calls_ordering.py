@@ -237,6 +237,7 @@ CALLS |= {
                                      ADAM.init({"w": jnp.ones(4)}), ADAM.init({"v": jnp.ones(3)}),
                                      [ADAM.init(X)] * 2]),
         leaves=Arg(None, [3, "text", [], [3], THING, {}, LEAVES * 2]), params=X, floor=0.1,
+        power=Arg(0.25, [0, 0.6, *KINDS["floor"]]),
         axis_name=Arg("worker", but_none(KINDS["axis_name"]))),
     "scaled": call(
         lambda rows, scale: over_workers(lambda w: ordering.scaled(given(rows, w), scale).tree),

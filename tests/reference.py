@@ -389,10 +389,10 @@ def product_sketch(gradient, left, right, sizes):
     return met @ group_signs(groups, 1, groups)[:, 0] / np.sqrt(groups)
 
 
-def scale(moments, floor):
-    """What scaled orders multiply gradients with: one over v^(1/2) in units of its mean."""
+def scale(moments, floor, power=0.5):
+    """What scaled orders multiply gradients with: one over a power of v in units of its mean."""
     mean = np.mean(np.concatenate([np.ravel(v) for v in moments]))
-    return [1 / (np.sqrt(v / mean) + floor) if mean else np.ones_like(v) for v in moments]
+    return [1 / ((v / mean) ** power + floor) if mean else np.ones_like(v) for v in moments]
 
 
 def factored_scale(moment, mean, floor):

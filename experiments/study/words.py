@@ -21,7 +21,7 @@ class Order(NamedTuple):
     observes: bool = True  # False: it looks at no gradient, and is made beside the steps
     coordinated: bool = False  # its running sum is of all workers
     sketch: int | None = None  # numbers of the sketches that it looks at; None: at gradients
-    scaled: bool = False  # what it looks at is scaled as the optimizer applies it
+    scaled: float | None = None  # power of the second moment that divides what it looks at
     deals: str | None = None  # EXAMPLES or UNITS of the whole set; None: units of the worker's own
     recut: str | None = None  # how a text is cut anew in every epoch, of `text.CUTS`; None: never
     takes: tuple[str, ...] = ()  # flags of further words that may change it, or some of the words

@@ -1,5 +1,6 @@
 """The scale of what a scaled order observes, from the optimizer of a run."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,33 +15,35 @@ from local_opt.workers import AXIS
 
 
 def scale_of(
-    task: Task, recipe: Recipe, rounds: local_opt.Rounds, sizes: Sizes, sketch: int | None
-) -> Callable:
+    task: Task, recipe: Recipe, rounds: local_opt.Rounds, sizes: Sizes, sketch: int | None, *,
+    power: float,
+) -> Callable:  # fmt: skip
     """`(state of rounds, params) -> scale` of one worker, the same for all of them.
 
     Raises ValueError for an optimizer without a second moment.
 
     Args:
-      task: its data may be shapes; sketch: numbers of a sketch, of which the scale is for factors.
+      task: its data may be shapes; sketch: numbers of a sketch, of which the scale is for factors;
+        power: of the second moment.
     """
     params = jax.eval_shape(task.model.init, jax.random.key(0))
     leaves = None
     if sketch is not None and sketch < num_params(task.model):
         loss, unit = ordering.grouped(task.model.loss), unit_of(task.train, sizes.unit_size)
         leaves = ordering.sketched_parameters(loss, params, unit, jax.random.key(0), size=sketch)
+    of_state = functools.partial(ordering.scale_of, leaves=leaves, power=power)
     try:
-        state = jax.eval_shape(optimizers.inner(recipe).init, params)
-        jax.eval_shape(lambda *given: ordering.scale_of(*given, leaves=leaves), state, params)
+        jax.eval_shape(of_state, jax.eval_shape(optimizers.inner(recipe).init, params), params)
     except ValueError as error:
         raise ValueError(
-            f"--scale=scaled needs a second moment, and --optimizer={recipe.optimizer} has none: "
+            f"--scale needs a second moment, and --optimizer={recipe.optimizer} has none: "
             f"pass --optimizer=adamw, or leave it out ({error})"
         ) from error
 
     def scale(state, params):
         if rounds.in_step:
-            return ordering.scale_of(state, params, leaves=leaves)
-        return ordering.scale_of(state.inner, params, leaves=leaves, axis_name=AXIS)
+            return of_state(state, params)
+        return of_state(state.inner, params, axis_name=AXIS)
 
     return scale
 

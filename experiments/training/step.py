@@ -117,7 +117,8 @@ def worker_of(
     exact = row.coordinated and row.sketch is None and sizes.units_per_step == 1
     exchanges = on_mesh and exact and rounds.in_step and not row.scaled
     sketch = row.sketch and min(row.sketch, num_params(task.model))
-    scale = scales.scale_of(task, recipe, rounds, sizes, sketch) if row.scaled else None
+    of_task = functools.partial(scales.scale_of, task, recipe, rounds, sizes, sketch)
+    scale = of_task(power=row.scaled) if row.scaled else None
     means = averages_of(recipe, steps=sizes.loads_per_epoch, total=total)
     return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch, means, scale)
 

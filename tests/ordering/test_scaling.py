@@ -52,9 +52,11 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_scale_equals_the_reference(name):
     state, moments = stepped(OPTIMIZERS[name])
-    found = ordering.scale_of(state, PARAMS, floor=0.1)
-    for mine, expected in zip(jax.tree.leaves(found), reference.scale(moments, 0.1), strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-5)
+    for power in (0.25, 0.5):
+        found = ordering.scale_of(state, PARAMS, floor=0.1, power=power)
+        wanted = reference.scale(moments, 0.1, power)
+        for mine, expected in zip(jax.tree.leaves(found), wanted, strict=True):
+            np.testing.assert_allclose(mine, expected, rtol=1e-5)
     factored = whole_scale(ordering.scale_of(state, PARAMS, leaves=FACTORED, floor=0.1), PARAMS)
     mean = sum(v.sum() for v in moments) / sum(v.size for v in moments)
     np.testing.assert_allclose(factored["b"], found["b"], rtol=1e-6)

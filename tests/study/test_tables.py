@@ -34,7 +34,7 @@ def test_words_name_decisions(text, decisions, label):
     assert tables.decisions_of(text) == decisions and arm_of(text).label == label
     assert "+".join(decisions.values()) == text
     assert ORDERS["cd_grab+sketch48"] is ORDERS["cd_grab+sketch48"], "programs of it are shared"
-    assert ORDERS["cd_grab+sketch48"].sketch == 48 and ORDERS["id_pair+scaled"].scaled
+    assert ORDERS["cd_grab+sketch48"].sketch == 48 and ORDERS["id_pair+scaled"].scaled == 0.5
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_words_name_decisions(text, decisions, label):
     [
         (
             "cats",
-            "'cats' is no word: choose of rr, .*, and of .sketchN, .scaled, .walk, .*; parallel",
+            "'cats' is no word: choose of rr, .*, and of .sketchN, .scaled, .root, .*; parallel",
         ),
         ("int8", "--sync is int8: 'int8' is not one of parallel, accumulate"),
         ("rr+cd_grab", "--order is rr.cd_grab: 'cd_grab' is no further word: choose of .sketchN"),
