@@ -41,12 +41,12 @@ from experiments.study.cost import Machine
 from experiments.study.factorials import Combination, Factorial
 from experiments.study.study import arm_of
 from experiments.tasks import Recipe, ranges
-from experiments.training.averages import AVERAGES
 from experiments.training.config import num_params
 from local_opt.workers import AXIS, owned_sharding
 
 PERIOD = 24  # H of the recorded local steps
 STEPS, REPEATS = 64, 5  # of each timing
+AVERAGES = ("epoch", "ema")  # of --order_share: those that do not depend on a run's end
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
@@ -155,7 +155,7 @@ def advise(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
 def share_of_order(values: absl_flags.FlagValues) -> None:
     processes.start(values)
     task, recipe = flags.setting_from_flags(values)
-    recipe = recipe._replace(average=recipe.average or tuple(AVERAGES))
+    recipe = recipe._replace(average=recipe.average or AVERAGES)
     arms = [order_share.ARM]
     if values.beside is not None:
         try:
@@ -175,7 +175,7 @@ def share_of_order(values: absl_flags.FlagValues) -> None:
     processes.say(
         f"{task.name}: {values.copies} copies of D-RR with {recipe.workers} workers x "
         f"{recipe.units_per_step} units, which differ in their permutations alone. Losses are "
-        f"those of training, and averages the better of {', '.join(recipe.average)}.\n\n"
+        f"those of training, and averages the best of {', '.join(recipe.average)}.\n\n"
         f"{order_share.report(found, above=task.optimum is not None)}"
     )
 
