@@ -79,8 +79,9 @@ ORDERS = Table(
     },
     {
         "sketch": Choice("numbers that stand for a gradient", _sketch),
-        "scale": Choice("in which units gradients are balanced", {
-            "scaled": Word("scaled", lambda row: row._replace(scaled=True))
+        "scale": Choice("what the optimizer's second moment makes of a gradient", {
+            "scaled": Word("scaled", lambda row: row._replace(scaled=0.5)),
+            "root": Word("scaled by the root", lambda row: row._replace(scaled=0.25)),
         }),
         "signs": Choice("who gives signs instead of the greedy rule", {
             "walk": Word("walk", _walk)
