@@ -58,7 +58,8 @@ def task(width=127, classes=8):
 
 def programs_of(chip, order, sync, units_per_step=2):
     mesh = slice_of(FOUR[chip], WORKERS)[0] if chip in FOUR else worker_mesh(WORKERS)
-    recipe = RECIPE._replace(units_per_step=units_per_step)
+    optimizer = "adamw" if ORDERS[order].scaled else RECIPE.optimizer
+    recipe = RECIPE._replace(units_per_step=units_per_step, optimizer=optimizer)
     return shapes_of(task(), recipe, ORDERS[order], SYNC_RULES[sync].rounds, mesh=mesh)
 
 
@@ -138,6 +139,9 @@ HELD = [  # order, rule, units per step, program: its collectives
     ("cd_grab+sketch16", "qsr", 2, FRESH, []),
     ("cd_grab+sketch16", "qsr", 2, SYNC, GATHER),
     ("cd_grab+sketch16", "accumulate", 2, SYNC, GATHER),
+    # Scaled rows are no part of the mean gradient; at an epoch's end workers mean their moments.
+    ("cd_grab+scaled", "parallel", 1, FRESH, PAIRS),
+    ("cd_grab+scaled", "qsr", 2, EPOCH, MEAN),
     ("id_pair", "qsr", 2, EPOCH, []),
     ("id_pair+dealt", "qsr", 2, EPOCH, ["all-gather"]),  # or summed up, by libtpu
 ]
@@ -164,6 +168,8 @@ def test_a_program_contains_the_collectives_of_its_plan(
         assert allreduces == pytest.approx(expected)
         assert donated(text) == len(jax.tree.leaves(shapes.state)), "all of the state"
         assert not any("main" in one.where for one in found), "in a loop"
+    elif program == EPOCH and ORDERS[order].scaled:
+        assert allreduces == pytest.approx(1), "the second moments"
     elif program == EPOCH:
         assert sum(sent.values()) <= 4 * 128, "a bit for a pair, in a row of the chip's lanes"
     elif collectives == MEAN:

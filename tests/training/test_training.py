@@ -118,7 +118,7 @@ def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
 
 @pytest.mark.parametrize(
     "units_per_step,unit_size,name",
-    [(1, 2, "cd_grab"), (2, 2, "rr"), (3, 2, "cd_grab+dealt")],
+    [(1, 2, "cd_grab"), (2, 2, "rr"), (3, 2, "cd_grab+scaled+dealt")],
 )
 def test_mesh_equals_simulation_equals_stream(name, units_per_step, unit_size):
     recipe = RECIPE._replace(units_per_step=units_per_step, unit_size=unit_size, epochs=2)
