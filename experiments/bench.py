@@ -91,11 +91,15 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
     for unit, (*sizes, epochs) in UNITS[task_name].items():
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs, optimizer="adamw")
         calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in SCALED})
-        for name, seconds, times in _in_turns(calls, repeats):
+        flops = [
+            lower_step(task, recipe, ORDERS[name], local_opt.parallel_rounds)
+            .compile().cost_analysis()["flops"] for name in SCALED
+        ]  # fmt: skip
+        for count, (name, seconds, times) in zip(flops, _in_turns(calls, repeats), strict=True):
             yield {
                 "part": "scaled", "task": task.name, "unit": unit, "order": ORDERS[name].label,
                 "us_per_step": round(seconds / steps * 1e6, 1), "times_first": times[0],
-                "interval": times[1],
+                "interval": times[1], "times_flops": round(count / flops[0], 4),
             }  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""The scale of what a scaled order observes, from the optimizer of a run."""
+"""The scale of what a scaled order observes, from the optimizer of a run.
+
+It is taken at the end of every epoch. Where workers synchronise in every step it is also taken
+after 1, 2, 4, ... steps; under local steps the first epoch is not scaled.
+"""
 
 import functools
 from collections.abc import Callable
