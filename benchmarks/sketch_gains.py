@@ -1,0 +1,174 @@
+"""How much of what exact gradients gain is kept by orders on sketches, at fixed parameters.
+
+    python benchmarks/sketch_gains.py --data_dir=DIR
+
+A language model of `--task=wikitext2_small` is trained for some epochs. Then its parameters stay,
+and CD-GraB orders the windows of 64 workers for five epochs, by exact gradients g_i or by sketches
+of them. With D what Adam multiplies with, 1 / sqrt(v), everything else follows from the centred
+Gram matrices G of g_i . g_j, A of g_i . D g_j, and S of D g_i . D g_j, over all units.
+
+First, parameters: the share of the squared norm; the effective rank tr(G_l)^2 / tr(G_l^2); and the
+share of the inner products of different units, tr(G_l G) / tr(G^2). A parameter with much of the
+first and little of the last is mostly noise for a sketch.
+
+Then orders: the mean of |v_t|^2 over the prefix sums v_t of an epoch, relative to random orders, by
+G, by A, and by v^T A^2 v, in which the loss moves; and in brackets which part of the fall by exact
+gradients is kept.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from scipy.linalg import blas
+
+import ordering
+from experiments.tasks import wikitext
+
+WORKERS, EPOCHS, STARTS = 64, 5, 2
+TOKENS = 1 / 8  # the weight of the look-up table in the last rows
+
+
+def trained(model, data, units, epochs):
+    """(parameters, 1 / sqrt(v)) after some epochs of AdamW in random orders."""
+    optimizer = optax.adamw(2e-3, weight_decay=0.0)
+    params = model.init(jax.random.key(0))
+
+    def step(carry, chosen):
+        params, state = carry
+        batch = jax.tree.map(lambda x: x[chosen], data)
+        gradient = jax.grad(lambda p: jnp.mean(model.loss(p, batch, jax.random.key(0))))(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    rng, first = np.random.default_rng(0), units * np.arange(WORKERS)[:, None]
+    steps = np.concatenate([(shuffled(rng, units) + first).T for _ in range(epochs)])
+    carry, _ = jax.jit(lambda c: jax.lax.scan(step, c, steps))((params, optimizer.init(params)))
+    params, state = carry
+    moments = optax.tree_utils.tree_get(state, "nu")
+    mean = sum(map(jnp.sum, jax.tree.leaves(moments))) / sum(map(jnp.size, jax.tree.leaves(params)))
+    return params, jax.tree.map(lambda v: np.asarray(1 / (jnp.sqrt(v / mean) + 1e-3)), moments)
+
+
+def shuffled(rng, units):
+    return np.stack([rng.permutation(units) for _ in range(WORKERS)])
+
+
+def gradients_of(model, params, data, units):
+    """{path: float32[N, ...]} of all units."""
+    one = jax.jit(lambda b: ordering.per_example(model.loss)(params, b, jax.random.key(0))[2].tree)
+    found = {}
+    for i in range(0, WORKERS * units, units):
+        rows = one(jax.tree.map(lambda x, i=i: x[i : i + units], data))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
+            found.setdefault(path, []).append(np.asarray(leaf))
+    return {path: np.concatenate(leaves) for path, leaves in found.items()}
+
+
+def group_of(path):
+    return path[0].key.rstrip("0123456789")
+
+
+def gram(rows):
+    """float32[N, N] of rows around their mean."""
+    rows = rows.reshape(len(rows), -1)
+    upper = np.triu(blas.ssyrk(1.0, np.ascontiguousarray(rows).T, trans=1))
+    found = upper + np.triu(upper, 1).T
+    mean = found.mean(0)
+    return found - mean - mean[:, None] + mean.mean()
+
+
+def sketches(gradients, weights, size, seed):
+    """float32[N, k] of gradients times weights, by path."""
+    to_sketch = jax.jit(jax.vmap(ordering.sketch(jax.random.key(seed), size=size)))
+    number = len(next(iter(gradients.values())))
+    return np.concatenate(
+        [
+            to_sketch([g[i : i + 118] * weights[path] for path, g in gradients.items()])
+            for i in range(0, number, 118)
+        ]
+    )
+
+
+def balanced(order, rows, is_gram):
+    """[W, M] after some epochs of CD-GraB, by rows or by their Gram matrix."""
+    units = order.shape[1]
+    for _ in range(EPOCHS):
+        total, made = np.zeros(rows.shape[1], np.float32), order.copy()
+        made[:, units // 2] = order[:, -1]  # of an odd number
+        for k in range(units // 2):
+            for w, (a, b) in enumerate(order[:, 2 * k : 2 * k + 2]):
+                z = rows[a] - rows[b]
+                sign = 1 if (total[a] - total[b] if is_gram else z @ total) <= 0 else -1
+                total += sign * z
+                made[w, k], made[w, units - 1 - k] = (a, b)[::sign]
+        order = made
+    return order
+
+
+def prefixes(order, by_g, by_a):
+    """The means over prefixes of |v|^2 by G, by A, and of v^T A^2 v."""
+    ends = np.zeros((order.shape[1], order.size), np.float32)
+    for t in range(order.shape[1]):
+        ends[t:, order[:, t]] = 1
+    in_g, in_a = ends @ by_g, ends @ by_a
+    return np.array([np.sum(in_g * ends), np.sum(in_a * ends), np.sum(np.square(in_a))])
+
+
+def parameters_table(gradients, scale):
+    """Prints the first table; returns G, A and S."""
+    found = {}
+    for path, leaf in gradients.items():
+        parts = found.setdefault(group_of(path), [0, 0, 0])
+        for n in range(3):
+            parts[n] = parts[n] + gram(leaf * scale[path] ** (n / 2))
+    whole = [sum(parts) for parts in zip(*found.values(), strict=True)]
+    print("parameter: by each of G, A, S its share, rank, and share of inner products")
+    for group, parts in {**found, "all": whole}.items():
+        told = [
+            f"{np.trace(x) / np.trace(y):6.3f} {np.trace(x) ** 2 / np.sum(x * x):5.0f} "
+            f"{np.sum(x * y) / np.sum(y * y):6.3f}"
+            for x, y in zip(parts, whole, strict=True)
+        ]
+        print(f"{group:10}", *told, sep="  ", flush=True)
+    return whole
+
+
+def main(argv):
+    del argv
+    values = flags.FLAGS
+    task = wikitext.load(values.data_dir, values.model, corpus="wikitext2_small")
+    units = len(task.train["x"]) // WORKERS
+    data = {name: jnp.asarray(x[: WORKERS * units]) for name, x in task.train.items()}
+    params, scale = trained(task.model, data, units, values.epochs)
+    gradients = gradients_of(task.model, params, data, units)
+    scale = dict(jax.tree_util.tree_leaves_with_path(scale))
+    by_g, by_a, by_s = parameters_table(gradients, scale)
+    less = {path: s * (TOKENS if group_of(path) == "tokens" else 1) for path, s in scale.items()}
+    kinds = {"": dict.fromkeys(scale, 1.0), ", scaled": scale, ", scaled, tokens / 8": less}
+    rows = {"random": None, "exact": (by_g, True), "exact, scaled": (by_s, True)}
+    for size in map(int, values.sizes):
+        for how, weights in kinds.items():
+            rows[f"{size}{how}"] = (sketches(gradients, weights, size, 0), False)
+    measured = {}
+    for how, given in rows.items():
+        rng, found = np.random.default_rng(1), 0
+        for _ in range(STARTS):
+            order = shuffled(rng, units) + units * np.arange(WORKERS)[:, None]
+            order = order if given is None else balanced(order, *given)
+            found = found + prefixes(order, by_g, by_a)
+        measured[how] = found / measured.get("random", found)
+        if how != "random":
+            kept = (1 - measured[how]) / (1 - measured["exact"])
+            told = (f"{m:.3f} ({k:.2f})" for m, k in zip(measured[how], kept, strict=True))
+            print(f"{how:26}", *told, sep="  ", flush=True)
+        measured["random"] = found if how == "random" else measured["random"]
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("data_dir", None, "folder of test.txt and valid.txt")
+    flags.DEFINE_enum("model", "gpt2", ["gpt2", "lstm"], "model")
+    flags.DEFINE_integer("epochs", 4, "epochs of training before")
+    flags.DEFINE_list("sizes", ["256", "1024", "4096"], "numbers of a sketch")
+    app.run(main)
