@@ -27,11 +27,10 @@ import ordering
 from experiments.tasks import wikitext
 
 WORKERS, EPOCHS, STARTS = 64, 5, 2
-TOKENS = 1 / 8  # the weight of the look-up table in the last rows
 
 
 def trained(model, data, units, epochs):
-    """(parameters, 1 / sqrt(v)) after some epochs of AdamW in random orders."""
+    """(parameters, second moments v) after some epochs of AdamW in random orders."""
     optimizer = optax.adamw(2e-3, weight_decay=0.0)
     params = model.init(jax.random.key(0))
 
@@ -46,9 +45,18 @@ def trained(model, data, units, epochs):
     steps = np.concatenate([(shuffled(rng, units) + first).T for _ in range(epochs)])
     carry, _ = jax.jit(lambda c: jax.lax.scan(step, c, steps))((params, optimizer.init(params)))
     params, state = carry
-    moments = optax.tree_utils.tree_get(state, "nu")
-    mean = sum(map(jnp.sum, jax.tree.leaves(moments))) / sum(map(jnp.size, jax.tree.leaves(params)))
-    return params, jax.tree.map(lambda v: np.asarray(1 / (jnp.sqrt(v / mean) + 1e-3)), moments)
+    return params, optax.tree_utils.tree_get(state, "nu")
+
+
+def scales_of(moments):
+    """{path: 1 / sqrt(v)}, and the same with one mean of v for all rows of the look-up table."""
+    moments = dict(jax.tree_util.tree_leaves_with_path(moments))
+    mean = sum(map(jnp.sum, moments.values())) / sum(map(jnp.size, moments.values()))
+    alike = {p: v.mean(0) if group_of(p) == "tokens" else v for p, v in moments.items()}
+    return (
+        {p: np.asarray(1 / (jnp.sqrt(v / mean) + 1e-3)) for p, v in found.items()}
+        for found in (moments, alike)
+    )
 
 
 def shuffled(rng, units):
@@ -141,12 +149,11 @@ def main(argv):
     task = wikitext.load(values.data_dir, values.model, corpus="wikitext2_small")
     units = len(task.train["x"]) // WORKERS
     data = {name: jnp.asarray(x[: WORKERS * units]) for name, x in task.train.items()}
-    params, scale = trained(task.model, data, units, values.epochs)
+    params, moments = trained(task.model, data, units, values.epochs)
     gradients = gradients_of(task.model, params, data, units)
-    scale = dict(jax.tree_util.tree_leaves_with_path(scale))
+    scale, alike = scales_of(moments)
     by_g, by_a, by_s = parameters_table(gradients, scale)
-    less = {path: s * (TOKENS if group_of(path) == "tokens" else 1) for path, s in scale.items()}
-    kinds = {"": dict.fromkeys(scale, 1.0), ", scaled": scale, ", scaled, tokens / 8": less}
+    kinds = {"": dict.fromkeys(scale, 1.0), ", scaled": scale, ", scaled, one for tokens": alike}
     rows = {"random": None, "exact": (by_g, True), "exact, scaled": (by_s, True)}
     for size in map(int, values.sizes):
         for how, weights in kinds.items():
@@ -162,7 +169,7 @@ def main(argv):
         if how != "random":
             kept = (1 - measured[how]) / (1 - measured["exact"])
             told = (f"{m:.3f} ({k:.2f})" for m, k in zip(measured[how], kept, strict=True))
-            print(f"{how:26}", *told, sep="  ", flush=True)
+            print(f"{how:28}", *told, sep="  ", flush=True)
         measured["random"] = found if how == "random" else measured["random"]
 
 
