@@ -4,7 +4,7 @@
 
 A language model of `--task=wikitext2_small` is trained for some epochs. Then its parameters stay,
 and CD-GraB orders the windows of 64 workers for five epochs, by exact gradients g_i or by sketches
-of them. With D what Adam multiplies with, 1 / sqrt(v), everything else follows from the centred
+of them. With D what Adam multiplies with (`scale_of`), everything else follows from the centred
 Gram matrices G of g_i . g_j, A of g_i . D g_j, and S of D g_i . D g_j, over all units.
 
 First, parameters: the share of the squared norm; the effective rank tr(G_l)^2 / tr(G_l^2); and the
@@ -30,7 +30,7 @@ WORKERS, EPOCHS, STARTS = 64, 5, 2
 
 
 def trained(model, data, units, epochs):
-    """(parameters, second moments v) after some epochs of AdamW in random orders."""
+    """(parameters, optimizer's state) after some epochs of AdamW in random orders."""
     optimizer = optax.adamw(2e-3, weight_decay=0.0)
     params = model.init(jax.random.key(0))
 
@@ -44,19 +44,7 @@ def trained(model, data, units, epochs):
     rng, first = np.random.default_rng(0), units * np.arange(WORKERS)[:, None]
     steps = np.concatenate([(shuffled(rng, units) + first).T for _ in range(epochs)])
     carry, _ = jax.jit(lambda c: jax.lax.scan(step, c, steps))((params, optimizer.init(params)))
-    params, state = carry
-    return params, optax.tree_utils.tree_get(state, "nu")
-
-
-def scales_of(moments):
-    """{path: 1 / sqrt(v)}, and the same with one mean of v for all rows of the look-up table."""
-    moments = dict(jax.tree_util.tree_leaves_with_path(moments))
-    mean = sum(map(jnp.sum, moments.values())) / sum(map(jnp.size, moments.values()))
-    alike = {p: v.mean(0) if group_of(p) == "tokens" else v for p, v in moments.items()}
-    return (
-        {p: np.asarray(1 / (jnp.sqrt(v / mean) + 1e-3)) for p, v in found.items()}
-        for found in (moments, alike)
-    )
+    return carry
 
 
 def shuffled(rng, units):
@@ -67,11 +55,15 @@ def gradients_of(model, params, data, units):
     """{path: float32[N, ...]} of all units."""
     one = jax.jit(lambda b: ordering.per_example(model.loss)(params, b, jax.random.key(0))[2].tree)
     found = {}
-    for i in range(0, WORKERS * units, units):
-        rows = one(jax.tree.map(lambda x, i=i: x[i : i + units], data))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
+    for batch in batches(data, units):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(one(batch)):
             found.setdefault(path, []).append(np.asarray(leaf))
     return {path: np.concatenate(leaves) for path, leaves in found.items()}
+
+
+def batches(data, units):
+    for i in range(0, WORKERS * units, units):
+        yield jax.tree.map(lambda x, i=i: x[i : i + units], data)
 
 
 def group_of(path):
@@ -87,16 +79,23 @@ def gram(rows):
     return found - mean - mean[:, None] + mean.mean()
 
 
-def sketches(gradients, weights, size, seed):
-    """float32[N, k] of gradients times weights, by path."""
-    to_sketch = jax.jit(jax.vmap(ordering.sketch(jax.random.key(seed), size=size)))
-    number = len(next(iter(gradients.values())))
-    return np.concatenate(
-        [
-            to_sketch([g[i : i + 118] * weights[path] for path, g in gradients.items()])
-            for i in range(0, number, 118)
-        ]
-    )
+def sketches(model, params, data, units, size, scale):
+    """float32[N, k] of all units, out of the backward pass."""
+    gradients = ordering.sketched(model.loss, jax.random.key(0), size=size)
+    one = jax.jit(lambda b: gradients(params, b, jax.random.key(0), scale)[2].tree)
+    return np.concatenate([np.asarray(one(batch)) for batch in batches(data, units)])
+
+
+def scales(model, params, state, data, size):
+    """{how: scale}: none, that of `scale_of`, and one that scales every row of the table."""
+    batch = next(batches(data, 1))
+    leaves = ordering.sketched_parameters(model.loss, params, batch, jax.random.key(0), size=size)
+    plain = [leaf._replace(why="") for leaf in leaves]
+    return {
+        "": None,
+        ", scaled": ordering.scale_of(state, params, leaves=leaves),
+        ", each row scaled": ordering.scale_of(state, params, leaves=plain),
+    }
 
 
 def balanced(order, rows, is_gram):
@@ -130,7 +129,7 @@ def parameters_table(gradients, scale):
     for path, leaf in gradients.items():
         parts = found.setdefault(group_of(path), [0, 0, 0])
         for n in range(3):
-            parts[n] = parts[n] + gram(leaf * scale[path] ** (n / 2))
+            parts[n] = parts[n] + gram(leaf * np.asarray(scale[path]) ** (n / 2))
     whole = [sum(parts) for parts in zip(*found.values(), strict=True)]
     print("parameter: by each of G, A, S its share, rank, and share of inner products")
     for group, parts in {**found, "all": whole}.items():
@@ -149,15 +148,13 @@ def main(argv):
     task = wikitext.load(values.data_dir, values.model, corpus="wikitext2_small")
     units = len(task.train["x"]) // WORKERS
     data = {name: jnp.asarray(x[: WORKERS * units]) for name, x in task.train.items()}
-    params, moments = trained(task.model, data, units, values.epochs)
-    gradients = gradients_of(task.model, params, data, units)
-    scale, alike = scales_of(moments)
-    by_g, by_a, by_s = parameters_table(gradients, scale)
-    kinds = {"": dict.fromkeys(scale, 1.0), ", scaled": scale, ", scaled, one for tokens": alike}
+    params, state = trained(task.model, data, units, values.epochs)
+    scale = dict(jax.tree_util.tree_leaves_with_path(ordering.scale_of(state, params)))
+    by_g, by_a, by_s = parameters_table(gradients_of(task.model, params, data, units), scale)
     rows = {"random": None, "exact": (by_g, True), "exact, scaled": (by_s, True)}
     for size in map(int, values.sizes):
-        for how, weights in kinds.items():
-            rows[f"{size}{how}"] = (sketches(gradients, weights, size, 0), False)
+        for how, scale in scales(task.model, params, state, data, size).items():
+            rows[f"{size}{how}"] = sketches(task.model, params, data, units, size, scale), False
     measured = {}
     for how, given in rows.items():
         rng, found = np.random.default_rng(1), 0

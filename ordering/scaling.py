@@ -16,7 +16,7 @@ from ordering import rows as rows_lib
 from ordering.base import check_is_rows
 from ordering.gradients import check_params
 from ordering.rows import Rows, as_float32
-from ordering.trace import Leaf
+from ordering.trace import LOOK_UP, Leaf
 from syncopate import mesh, plans
 
 FLOOR = 1e-3
@@ -52,7 +52,10 @@ def scale_of(
     step it is one.
 
     For the sketches of `sketched` the moment of a matrix is factored as in Adafactor: v_rc is about
-    mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and columns.
+    mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and columns. All rows
+    of a look-up table get the same: scaled by themselves, the many rows that few units touch are
+    orthogonal to everything and would be noise in the other numbers of a sketch
+    (docs/results/orders.md).
 
     Muon and Lion hold no second moment. Muon applies (M M^T)^(-1/2) M and Lion the sign of its
     momentum, which where noise prevails is about g / v^(1/2) too: for both keep the second moment
@@ -185,11 +188,18 @@ def _check_leaves(leaves, moments):
 
 
 def _means(v, leaf: Leaf | None):
-    """The moment; of a sketched leaf its means over columns and over rows, of every slice."""
+    """The moment; of a sketched leaf its means over columns and over rows, of every slice.
+
+    All rows of a look-up table have the table's mean.
+    """
     if leaf is None or leaf.how != "sketched":
         return v
     rows, cols = ((*range(leaf.stack), *side) for side in (leaf.rows, leaf.cols))
-    return Factors(_mean(v, rows), _mean(v, cols))
+    means = Factors(_mean(v, rows), _mean(v, cols))
+    if LOOK_UP in leaf.why:
+        alike = jnp.broadcast_to(_mean(v, range(leaf.stack)), means.rows.shape)
+        return means._replace(rows=alike)
+    return means
 
 
 def _mean(v, kept):

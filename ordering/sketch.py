@@ -243,22 +243,24 @@ def grouped_sums(
 
     The products of what a group has of x_t and of y_t, added up over t, sketch x^T y (TensorSketch,
     with Hadamard's transform in place of Fourier's): entries are added up with signs in p m sums,
-    and x_ta y_tb goes to place (a xor b) in the transform over m.
+    and x_ta y_tb goes to place (a xor b) in the transform over m. Entry n is in sum n mod p and has
+    place n / p mod m: the first entries, the most frequent ones in a table of tokens, do not meet.
     """
     x = rows_lib.as_float32(x) * signs.reshape(1, -1)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (sums * groups))))
-    x = jnp.sum(x.reshape(len(x), -1, sums, groups), 1)
+    x = jnp.sum(x.reshape(len(x), -1, groups, sums), 1)
     if groups <= 32:
-        return x @ hadamard(groups) if groups > 1 else x
+        return jnp.einsum("tap,ab->tpb", x, hadamard(groups)) if groups > 1 else x.mT
     inner = 1 << (groups.bit_length() - 1) // 2  # two small products cost less than a large one
-    parted = x.reshape(*x.shape[:2], -1, inner)
+    parted = x.reshape(len(x), -1, inner, sums)
     both = hadamard(groups // inner), hadamard(inner)
-    return jnp.einsum("tpab,ac,bd->tpcd", parted, *both).reshape(x.shape)
+    return jnp.einsum("tabp,ac,bd->tpcd", parted, *both).reshape(len(x), sums, groups)
 
 
 def table_of_sums(signs: Float32[Array, "..."], sums: int, groups: int) -> Float32[Array, "K pm"]:
     """[K, p m]: `grouped_sums` of the unit vectors."""
-    places = jnp.arange(signs.size) % (sums * groups)
+    i = jnp.arange(signs.size)
+    places = i % sums * groups + i // sums % groups
     return signs.reshape(-1, 1) * jnp.kron(jnp.eye(sums), hadamard(groups))[places]
 
 

@@ -21,6 +21,8 @@ from ordering import uses
 from ordering.uses import Hooks, Param, Use, bind, raw
 
 LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
+TABLE = 16  # groups for tables, at least
+LOOK_UP = "look-up"  # the kind of use of a table of which a unit has few rows
 EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less than projecting
 
 
@@ -197,22 +199,26 @@ def leaf_of(
     sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use in seen}
     if number <= EXACT * size or "linear" in kinds or len(sides) > 1:
         return Leaf(name, shape, "formed", kinds, stack)
-    rows, cols = (numbers_of(side) for side in (seen[0].rows, seen[0].cols))
+    first = next((use for use in seen if use.kind == LOOK_UP), seen[0])  # its rows are looked up
+    rows, cols = (numbers_of(side) for side in (first.rows, first.cols))
     lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
-    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, _sizes(lengths, rank, size))
+    sizes = _sizes(lengths, rank, size, TABLE if first.kind == LOOK_UP else 1)
+    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes)
 
 
 def numbers_of(side: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(sorted(number for number, _ in side))
 
 
-def _sizes(lengths: Iterable[int], rank: int, size: int) -> tuple[int, int, int]:
+def _sizes(lengths: Iterable[int], rank: int, size: int, least: int) -> tuple[int, int, int]:
     """(m, p, q), m p q <= k: groups in which no two entries share a sum, fewer for high ranks.
 
-    For a high rank one group is enough, since the errors of its many terms average out.
+    For a high rank one group is enough, since the errors of its many terms average out. A table of
+    tokens gets some groups whatever its rank may be: at first it is one, since all positions learn
+    how frequent the tokens are.
     """
     rows, cols = lengths
-    most = max(1, size // (LEAST * rank))
+    most = max(min(least, size), size // (LEAST * rank))
     wanted = math.ceil(rows * cols / size)
     groups = 1 << min(most.bit_length() - 1, (wanted - 1).bit_length())
     size, rows, cols = size // groups, math.ceil(rows / groups), math.ceil(cols / groups)

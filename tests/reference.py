@@ -373,7 +373,7 @@ def group_signs(length, sums, groups):
     """[K, p, m] without random signs: the sum of entry n, and its sign in every group."""
     found = np.zeros((length, sums, groups))
     for n in range(length):
-        place, i = divmod(n % (sums * groups), groups)
+        place, i = n % sums, n // sums % groups
         for f in range(groups):
             found[n, place, f] = (-1) ** bin(i & f).count("1")
     return found
@@ -384,8 +384,8 @@ def product_sketch(gradient, left, right, sizes):
     groups, p, q = sizes
     met = np.zeros((p, q, groups))
     for a, b in np.ndindex(gradient.shape):
-        (row, i), (col, j) = divmod(a % (p * groups), groups), divmod(b % (q * groups), groups)
-        met[row, col, i ^ j] += left[a] * right[b] * gradient[a, b]
+        i, j = a // p % groups, b // q % groups
+        met[a % p, b % q, i ^ j] += left[a] * right[b] * gradient[a, b]
     return met @ group_signs(groups, 1, groups)[:, 0] / np.sqrt(groups)
 
 

@@ -40,6 +40,30 @@ def test_inner_products_are_unbiased_whatever_the_rank_and_nearly_as_accurate(ra
     assert np.all(error.var(0) < 6 * 2 / size)
 
 
+def test_sketches_of_a_table_keep_how_frequent_its_rows_are():
+    """All positions have about the same gradient, in which the first rows are the largest."""
+    size, keys, frequent = 1024, 48, 1 / (1 + np.arange(2000.0))
+    table = jnp.zeros((2000, 64))
+    batch = {
+        "features": np.float32(RNG.normal(size=(2, 1, 64)) + 0.01 * RNG.normal(size=(2, 64, 64))),
+        "errors": np.float32(RNG.normal(size=(2, 2000)) * frequent),
+    }
+
+    def loss(w, batch, key):
+        looked_up = w[jnp.zeros((len(batch["errors"]), 64), jnp.int32)]
+        logits = (batch["features"] + looked_up) @ w.T
+        return jnp.einsum("ntv,nv->n", logits, batch["errors"])
+
+    def rows(key):
+        return ordering.sketched(loss, key, size=size)(table, batch, jax.random.key(0))[2].tree
+
+    found = jax.jit(jax.vmap(rows))(jax.random.split(SKETCH_KEY, keys))
+    formed = np.einsum("nv,ntc->nvc", batch["errors"], batch["features"]).reshape(2, -1)
+    exact, norms = formed @ formed.T, np.linalg.norm(formed, axis=1)
+    error = (np.einsum("kia,kja->kij", found, found) - exact) / np.outer(norms, norms)
+    assert np.mean(np.square(error[:, 0, 1])) < 6 / size
+
+
 @pytest.mark.parametrize("length, sums, groups", [(7, 1, 4), (50, 3, 8), (300, 2, 64), (90, 5, 1)])
 def test_sums_of_groups_equal_the_reference(length, sums, groups):
     """And their products equal a TensorSketch of the outer product."""

@@ -70,6 +70,24 @@ def test_a_scale_before_the_first_step_is_one():
         assert all((x == 1).all() for x in jax.tree.leaves(found))
 
 
+def test_rows_of_a_look_up_table_are_scaled_alike():
+    """As if all had its mean, also where it is used as the transposed table first."""
+    table = jnp.ones((90, 70))
+
+    def loss(w, x, key):
+        return jnp.square(jnp.square(x["features"] @ w.T) @ w + w[x["token"]]).sum(-1)
+
+    batch = {"features": jnp.ones((3, 70)), "token": jnp.arange(3)}
+    leaves = ordering.sketched_parameters(loss, table, batch, jax.random.clone(KEY), size=64)
+    assert (leaves[0].why, leaves[0].rows) == ("product, look-up", (0,))
+    v = RNG.uniform(0.01, 4, size=table.shape).astype(np.float32)
+    found = ordering.scale_of(optax.ScaleByRmsState(v), table, leaves=leaves, floor=0.1)
+    expected = reference.factored_scale(np.tile(v.mean(0), (90, 1)), v.mean(), 0.1)
+    np.testing.assert_allclose(whole_scale(found, table), expected, rtol=1e-5)
+    gradients = ordering.sketched(loss, SKETCH_KEY, size=64)
+    assert gradients(table, batch, jax.random.clone(KEY), found)[2].tree.shape == (3, 64)
+
+
 def test_factors_of_a_rank_one_moment_are_the_scale():
     v = jnp.outer(jnp.array([1.0, 4.0, 9.0, 0.25]), jnp.array([1.0, 2.0, 0.5]))
     state = optax.ScaleByRmsState({"b": jnp.ones(3), "w": v})
