@@ -1,7 +1,8 @@
 """The scale of what a scaled order observes, from the optimizer of a run.
 
 It is taken at the end of every epoch. Where workers synchronise in every step it is also taken
-after 1, 2, 4, ... steps; under local steps the first epoch is not scaled.
+after 1, 2, 4, ... steps; under local steps at every sync, if the order observes sketches. The first
+epoch of an exact order under local steps is not scaled.
 """
 
 import functools

@@ -269,8 +269,8 @@ def end_of(worker: Worker, *, sync: bool, epoch_end: bool) -> Callable:
             state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
         if epoch_end:
             state = state._replace(orders=order.next_epoch(state.orders))
-            if worker.scale is not None:
-                state = state._replace(scale=worker.scale(state.opt_state, state.params))
+        if worker.scale is not None and (epoch_end or worker.sketch):  # factors are short to send
+            state = state._replace(scale=worker.scale(state.opt_state, state.params))
         return state
 
     return end

@@ -228,6 +228,7 @@ BETWEEN = [(8, 10), (4, 25), (8, STEPS)]  # where epochs end
 def test_every_order_goes_on_with_other_workers(tmp_path, order, sync, echo, changes):
     """From both inputs, bitwise the same; in mid-epoch and between two; echoed batches too."""
     rule, ends = [f"--order={order}", f"--sync={sync}", f"--echo={echo}"], []
+    rule += ["--optimizer=adamw"] * ("scaled" in order)
     for reads in ("device", "thread"):
         folders = changed(tmp_path / reads, *rule, f"--input={reads}", changes=changes)
         ends.append(state_of(folders[-1], STEPS))

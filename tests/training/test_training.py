@@ -17,7 +17,7 @@ from experiments.training import config, input, measure, program, run
 from experiments.training.config import Plans
 from local_opt.workers import worker_mesh
 from ordering.echo import EchoPlan
-from tests import tables
+from tests import little_run, tables
 from tests.words import each
 
 RECIPE = Recipe(
@@ -91,6 +91,19 @@ def test_every_order_trains(name):
     assert ["bound/linf" in r for r in records] == [True, False, True, True]  # and at the end
     units = np.tile(np.arange(11), (4, 4, 1))
     np.testing.assert_array_equal(np.sort(orders, axis=2), units)
+
+
+def test_workers_with_their_own_moments_have_the_scale_of_the_mean():
+    """After the last sync, and not one any more."""
+    program, plans = little_run.built("cd_grab+sketch16+scaled"), little_run.plans_of(echo="none")
+    state = little_run.trained(program, plans)[0].state
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+    nu = jax.tree.map(lambda v: v.mean(0), optax.tree_utils.tree_get(state.opt_state, "nu"))
+    expected = ordering.scale_of(optax.ScaleByRmsState(nu), first(state.params))
+    for mine, other in zip(*map(jax.tree.leaves, (state.scale, expected)), strict=True):
+        for of_worker in mine:
+            np.testing.assert_allclose(of_worker, other, rtol=1e-4)
+    assert max(float(jnp.abs(x - 1).max()) for x in jax.tree.leaves(expected)) > 0.1
 
 
 @pytest.mark.parametrize("name", ["rr", "rr+dealt"])
