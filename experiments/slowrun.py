@@ -29,8 +29,15 @@ ORDERS = (
 )  # fmt: skip
 
 
+def _last(comparison, own) -> list[float]:
+    """Of the last weights."""
+    return [statistics.last(run, "test/loss") for run in own.runs.values()]
+
+
 def _gain(comparison, own) -> str:
     """The averaged loss less the first arm's, paired by seed."""
+    if own.arm == comparison.baseline().arm:
+        return "-"
     ends = ({k: statistics.last(run, AVERAGED) for k, run in of.runs.items()}
             for of in (own, comparison.baseline()))  # fmt: skip
     pairs = statistics.paired(*ends)
@@ -44,7 +51,7 @@ COLUMNS = (
     tables.end("validation loss, averaged", AVERAGED, "{:.4f}"),
     tables.Column(lambda c: f"less {c.baseline().label}", _gain),
     tables.end("train loss, averaged", "train/loss/averaged", "{:.4f}"),
-    tables.end("validation loss, last", "test/loss", "{:.4f}"),
+    tables.mean("validation loss, last", "{:.4f}", _last),
 )
 STUDY = Study(
     "slowrun",

@@ -53,7 +53,7 @@ def comparison(
         return
     shown = [own for own in compared.at(speed) if own.runs]
     width = max(len(x) for _, x in rows)
-    size = 4.7 * width, 3.7 * len(rows) + 0.9
+    size = max(6.5, 4.7 * width), 3.7 * len(rows) + 0.9  # the title is so wide
     figure, axes = panes(len(rows), width, size, sharey="row")
     for row, (scalar, names) in zip(axes, rows, strict=True):
         curves = [(scalar, look([*compared.arms].index(own.arm)), own) for own in shown]

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from experiments import combined, machine_map, verdicts
+from experiments import combined, machine_map, slowrun, verdicts
 from experiments.results import archive, report, tables, verdict_page
 from experiments.study import cost, factorials
 
@@ -50,6 +50,12 @@ def test_the_map_of_machines():
     check(machine_map.regret_table(known), whole)
     shown = [found for found in known if found.size == "4 x 16"]
     check(machine_map.choices_table(shown), whole)
+
+
+def test_many_epochs_over_little_text():
+    whole = page("slowrun.md")
+    check(tables.table(archive.load("slowrun"), slowrun.COLUMNS), whole)
+    check((archive.FOLDER / "slowrun" / archive.COMMAND).read_text().strip(), whole)
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])
