@@ -55,7 +55,7 @@ def test_the_map_of_machines():
 def test_many_epochs_over_little_text():
     whole = page("slowrun.md")
     check(tables.table(archive.load("slowrun"), slowrun.COLUMNS), whole)
-    check((archive.FOLDER / "slowrun" / archive.COMMAND).read_text().strip(), whole)
+    assert (archive.FOLDER / "slowrun" / archive.COMMAND).read_text().strip() in whole
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])
