@@ -2,7 +2,8 @@
 
     python benchmarks/sketch_errors.py --size=1024 --keys=24
 
-Every row is of the gradients of 16 random examples under one model, at its initial parameters. The
+Every row is of the gradients of 16 random examples under one model, at its initial parameters; in
+the last, words are as frequent as in a text, and the model has begun to learn how frequent. The
 error of a squared norm is relative to it, that of an inner product to the product of the norms;
 both are root mean squares over all examples or pairs, and over keys. sqrt(2 / size) is what a
 Gaussian projection has for squared norms, sqrt(1 / size) for orthogonal vectors.
@@ -12,6 +13,7 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import app, flags
 
 import models
@@ -28,8 +30,9 @@ def images(*shape):
     }
 
 
-def tokens(length):
-    text = jax.random.randint(jax.random.key(1), (EXAMPLES, length + 1), 0, 256)
+def tokens(length, frequencies=(1.0,) * 256):
+    logits = jnp.log(jnp.asarray(frequencies))
+    text = jax.random.categorical(jax.random.key(1), logits, shape=(EXAMPLES, length + 1))
     return {"x": text[:, :-1], "y": text[:, 1:]}
 
 
@@ -44,7 +47,22 @@ CASES = {
         models.gpt2(vocab_size=256, context=64, width=128, depth=2, heads=4),
         tokens(64),
     ),
+    "GPT-2, after 10 steps": (
+        models.gpt2(vocab_size=2048, context=64, width=64, depth=2, heads=2),
+        tokens(64, frequencies=1 / np.arange(1, 2049)),
+    ),
 }
+
+
+def after(model, params, batch, steps):
+    """The parameters after some steps of Adam."""
+    optimizer = optax.adam(2e-3)
+    gradient = jax.jit(jax.grad(lambda p: jnp.mean(model.loss(p, batch, jax.random.key(0)))))
+    state = optimizer.init(params)
+    for _ in range(steps):
+        updates, state = optimizer.update(gradient(params), state)
+        params = optax.apply_updates(params, updates)
+    return params
 
 
 def errors(rows, exact):
@@ -58,7 +76,7 @@ def main(argv):
     del argv
     values = flags.FLAGS
     for name, (model, batch) in CASES.items():
-        params = model.init(jax.random.key(0))
+        params = after(model, model.init(jax.random.key(0)), batch, 10 if "steps" in name else 0)
 
         def both(key, model=model, batch=batch, params=params):
             sketched = ordering.sketched(model.loss, key, size=values.size)(params, batch, key)[2]
