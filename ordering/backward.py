@@ -38,8 +38,8 @@ def sketched(
     G_i is the gradient of unit i, P_f and Q_f are sums of its rows and columns with random signs.
     A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j, about as
     accurate as `sketch_rows(per_example(loss)(...))`: at k = 1,024, squared norms on MLPs, LeNet
-    and a small GPT-2 are off by 4.5 to 5.7 % (root mean square) and inner products by 0.031 to
-    0.041 |G_i| |G_j| (`python benchmarks/sketch_errors.py`). It is less accurate for gradients of
+    and a small GPT-2 are off by 4.3 to 4.9 % (root mean square) and inner products by 0.031 to
+    0.038 |G_i| |G_j| (`python benchmarks/sketch_errors.py`). It is less accurate for gradients of
     low rank of very large matrices, with up to six times the variance, and for sums over many
     positions that nearly have rank one.
 
