@@ -14,6 +14,7 @@ from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
 from experiments.training import config, program, run
 from local_opt.workers import worker_mesh
+from tests.sources import Rolled
 
 WORKERS, STEPS, UNITS, PER_STEP = 4, 60, 11, 3
 SETTING = Recipe(
@@ -30,7 +31,7 @@ def task():
     x = rng.normal(size=(46, 5)).astype(np.float32)
     data = {"x": x, "y": x[:, :3].argmax(axis=1).astype(np.int32)}
     model = models.softmax_regression(num_features=5, num_classes=3)
-    return Task("random", model, data, data, SETTING)
+    return Task("random", model, data, data, SETTING, recut=Rolled(data))
 
 
 def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
