@@ -97,7 +97,11 @@ CONSTANT = {
     "lstm_constant": (), "gpt2": ("~10 % fewer", ratio(0.9, 1)),
     "lenet_w64": ("lr 5e-3: ~5 times fewer", ratio(1, 5)),
 }  # fmt: skip
-AVERAGED = {"digits_w64": ABOVE, "hmda": ABOVE}  # recorded with --average: what is compared
+AVERAGED = {
+    "digits_w64": ABOVE,
+    "hmda": ABOVE,
+    "sst2_w64": LOSS,
+}  # recorded with --average: what is compared
 EPOCHS, OWN = "epochs to D-RR's best", "own lr"
 
 
