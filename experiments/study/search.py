@@ -51,16 +51,14 @@ def next_run(
         runs = (Run(arm, speed, rate, seed, phase) for rate in rates for seed in seeds)
         return next((run for run in runs if run not in ended), None)
 
-    def finalists(criterion, number):
-        return statistics.finalists(own, arm, speed, criterion, number)
+    def finalists(criterion):  # records may be of further rates, that an earlier call asked for
+        found = statistics.finalists(own, arm, speed, criterion, None)
+        return [rate for rate in found if rate in rates]
 
     rates, left = sorted(rates), {0: widen, -1: widen}
     while not (first := missing(rates, [0], phase)) and len(rates) > 1:
         ends = {rates[0]: 0, rates[-1]: -1}
-        best = [
-            next((rate for rate in finalists(c, None) if rate in rates), rates[0])
-            for c in criteria  # all may diverge
-        ]
+        best = [next(iter(finalists(c)), rates[0]) for c in criteria]  # all may diverge
         end = next((ends[rate] for rate in best if rate in ends and left[ends[rate]]), None)
         if end is None:
             break
@@ -69,7 +67,7 @@ def next_run(
         rates = sorted([*rates, float(f"{beyond:.6g}")])
     if first:
         return first
-    best = dict.fromkeys(rate for c in criteria for rate in finalists(c, study.finalists))
+    best = dict.fromkeys(rate for c in criteria for rate in finalists(c)[: study.finalists])
     others = missing(best, range(seeds), phase)
     if others or speed is None:
         return others

@@ -62,6 +62,15 @@ def rate_of(run):
     return run.learning_rate
 
 
+def test_rates_of_an_earlier_call_get_no_further_seeds():
+    of, own = asked(finalists=None), {"seeds": 2, "widen": 0}
+    _, found, _ = searched(rate_of, of=of, seeds=1)
+    following = search.next_run(of, "a", None, [0.2], found, **own)
+    assert (following.learning_rate, following.seed) == (0.2, 1)
+    second = [r | {"seed": 1} for r in found if r["learning_rate"] == 0.2]
+    assert search.next_run(of, "a", None, [0.2], found + second, **own) is None
+
+
 def near(rate):
     return lambda run: -abs(np.log(run.learning_rate / rate))
 
