@@ -84,12 +84,13 @@ def sketched(
 
     @signed_as(loss)
     def gradients(params, batch, key, scale=None):
-        whole = None if scale is None else whole_scale(scale, params)
         if tree_size(params) <= size:
             kept = sketch(sketch_key, size=size)
 
             def to_sketch(g):
-                return kept(g if whole is None else jax.tree.map(times, g, whole))
+                if scale is None:
+                    return kept(g)
+                return kept(jax.tree.map(times, g, whole_scale(scale, params)))
 
             return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units, keys = units_of(params, batch, key)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, UInt32
 
-from ordering.scaling import Factors
+from ordering.scaling import Factors, whole_scale
 from ordering.sketch import hash_signs
 from ordering.trace import Leaf
 
@@ -43,16 +43,16 @@ def _map_of(leaf: Leaf, seed) -> Map:
 
 def scaled_maps(plan: list[Leaf], maps: list[Map], params: PyTree, scale: PyTree) -> list[Map]:
     """The maps of gradients times a scale: signs of rows and columns are multiplied with it."""
+    wholes = jax.tree.leaves(whole_scale(scale, params))
     found = jax.tree.structure(params).flatten_up_to(scale)
-    return [_scaled_map(*each) for each in zip(plan, maps, found, strict=True)]
+    return [_scaled_map(*each) for each in zip(plan, maps, found, wholes, strict=True)]
 
 
-def _scaled_map(leaf: Leaf, of: Map, scale) -> Map:
+def _scaled_map(leaf: Leaf, of: Map, scale, whole) -> Map:
     slices = math.prod(leaf.shape[: leaf.stack])
     if leaf.how != "sketched":
-        whole = scale.rows * scale.cols if isinstance(scale, Factors) else scale
-        whole = whole.reshape(slices, *leaf.shape[leaf.stack :]) if leaf.stack else whole
-        return of._replace(scale=whole)
+        own = (slices, *leaf.shape[leaf.stack :]) if leaf.stack else leaf.shape
+        return of._replace(scale=whole.reshape(own))
     if not isinstance(scale, Factors):
         raise ValueError(
             f"the scale of params{leaf.name} is one array, and its sketches need factors: pass "

@@ -106,8 +106,8 @@ def scale_of(
     if axis_name is not None:
         mesh.axis_size(axis_name)
         means = jax.lax.pmean(means, axis_name)
-    totals = [v.size * jnp.mean(jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True)]
-    common = sum(totals) / max(1, rows_lib.tree_size(params))
+    each = [(v.size, jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True) if v.size]
+    common = sum(size * jnp.mean(m) for size, m in each) / rows_lib.tree_size(params)
     scales = [
         _inverse(m, leaf, common, power, floor) for m, leaf in zip(means, leaves, strict=True)
     ]
