@@ -163,7 +163,8 @@ def _moments(opt_state, params) -> list[Array]:
     if not rows_lib.tree_size(params):
         raise ValueError(f"params holds no numbers ({params!r}): pass the model's parameters.")
     found = {}
-    for _, moment in optax.tree_utils.tree_get_all_with_path(opt_state, "nu"):
+    of_states = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)  # noqa: E731
+    for _, moment in optax.tree_utils.tree_get_all_with_path(opt_state, "nu", of_states):
         for path, leaf in jax.tree_util.tree_leaves_with_path(moment):
             found.setdefault(path, []).append(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -77,6 +77,13 @@ def test_parameters_without_numbers_change_no_scale():
     assert_close(found["w"], ordering.scale_of(optax.ScaleByRmsState(alone), alone))
 
 
+def test_parameters_may_be_called_like_the_moment():
+    params = {"nu": {"w": jnp.ones(3)}, "w": jnp.ones(3)}
+    state, moments = stepped(ADAM, params)
+    found = jax.tree.leaves(ordering.scale_of(state, params, floor=0.1))
+    jax.tree.map(assert_close, found, reference.scale(moments, 0.1))
+
+
 def test_rows_of_a_look_up_table_are_scaled_alike():
     """As if all had its mean, also where it is used as the transposed table first."""
     table = jnp.ones((90, 70))
