@@ -69,7 +69,7 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
             runs = dict(sorted(runs_of(records, arm, speed, REPORTED).get(rate, {}).items()))
             chosen[arm, speed] = Chosen(arm, label, speed, rate, runs, tuple(sorted(tried)), out)
     averaged = [
-        compare([r for r in records if own.scalar in r], arms, own, plans)
+        compare([r for r in records if own.scalar in r or r.get("diverged")], arms, own, plans)
         for own in criteria(criterion, records)[1:]
     ]
     return Comparison(

@@ -75,6 +75,11 @@ def test_averaged_weights_have_a_table_at_their_own_best_rates():
     assert [row["test accuracy"] for row in rows] == ["0.5000 ± 0.0000", "0.7000 ± 0.0000"]
     assert cells(averaged)["D-RR"]["best lr"] == "0.2"
 
+    lost = run("cd_grab", 0.2, 1, [0], diverged="loss is nan")[-1]
+    lost = {k: v for k, v in lost.items() if "/" not in k}  # such a record has no scalars
+    of_averages = compare([*kept, lost], ARMS, LOWEST).averaged
+    assert of_averages.chosen["cd_grab", None].rate == 0.1
+
 
 def test_intervals_are_student_s_t():
     mean, half = statistics.interval([1.0, 2.0, 3.0])
