@@ -98,19 +98,17 @@ def scale_of(
     floor = plans.check_number("floor", floor, "(0, 1]")
     power = plans.check_number("power", power, "(0, 0.5]")
     moments = _moments(opt_state, params)
-    if leaves is None:
-        leaves = [None] * len(moments)
-    else:
+    plan: Sequence[Leaf | None] = [None] * len(moments)
+    if leaves is not None:
         _check_leaves(leaves, moments)
-    means = [_means(v, leaf) for v, leaf in zip(moments, leaves, strict=True)]
+        plan = leaves
+    means = [_means(v, leaf) for v, leaf in zip(moments, plan, strict=True)]
     if axis_name is not None:
         mesh.axis_size(axis_name)
         means = jax.lax.pmean(means, axis_name)
     each = [(v.size, jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True) if v.size]
     common = sum(size * jnp.mean(m) for size, m in each) / rows_lib.tree_size(params)
-    scales = [
-        _inverse(m, leaf, common, power, floor) for m, leaf in zip(means, leaves, strict=True)
-    ]
+    scales = [_inverse(m, leaf, common, power, floor) for m, leaf in zip(means, plan, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(params), scales)
 
 
