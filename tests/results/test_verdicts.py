@@ -175,7 +175,10 @@ def test_every_printed_command_belongs_to_a_study():
         assert study.arms_of(chosen, values.arms)
 
 
-@pytest.mark.parametrize("content", (b"x", gzip.compress(b"")[:-9], gzip.compress(b"[" * 10**5)))
+BROKEN = (b"x", gzip.compress(b"", mtime=0)[:-9], gzip.compress(b"[" * 10**5, mtime=0))
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=["text", "cut", "nested"])
 def test_a_broken_archive_is_named(tmp_path, content):
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "metrics.jsonl.gz").write_bytes(content)
