@@ -36,20 +36,27 @@ def tokens(length, frequencies=(1.0,) * 256):
     return {"x": text[:, :-1], "y": text[:, 1:]}
 
 
-CASES = {
+CASES = {  # (model, batch, steps of training before)
     "MLP 64-512-512-10": (
         models.mlp(num_features=64, hidden=(512, 512), num_classes=10),
         images(64),
+        0,
     ),
-    "MLP 784-1024-10": (models.mlp(num_features=784, hidden=(1024,), num_classes=10), images(784)),
-    "LeNet": (models.lenet(image_shape=(32, 32, 3)), images(32, 32, 3)),
+    "MLP 784-1024-10": (
+        models.mlp(num_features=784, hidden=(1024,), num_classes=10),
+        images(784),
+        0,
+    ),
+    "LeNet": (models.lenet(image_shape=(32, 32, 3)), images(32, 32, 3), 0),
     "GPT-2, 2 layers of 128": (
         models.gpt2(vocab_size=256, context=64, width=128, depth=2, heads=4),
         tokens(64),
+        0,
     ),
     "GPT-2, after 10 steps": (
         models.gpt2(vocab_size=2048, context=64, width=64, depth=2, heads=2),
         tokens(64, frequencies=1 / np.arange(1, 2049)),
+        10,
     ),
 }
 
@@ -75,16 +82,16 @@ def errors(rows, exact):
 def main(argv):
     del argv
     values = flags.FLAGS
-    for name, (model, batch) in CASES.items():
-        params = after(model, model.init(jax.random.key(0)), batch, 10 if "steps" in name else 0)
+    for name, (model, batch, steps) in CASES.items():
+        params = after(model, model.init(jax.random.key(0)), batch, steps)
 
         def both(key, model=model, batch=batch, params=params):
             sketched = ordering.sketched(model.loss, key, size=values.size)(params, batch, key)[2]
             rows = ordering.per_example(model.loss)(params, batch, key)[2]
-            after = ordering.sketch_rows(rows, ordering.sketch(key, size=values.size))
+            formed = ordering.sketch_rows(rows, ordering.sketch(key, size=values.size))
             flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows.tree)
             with jax.default_matmul_precision("highest"):
-                return {"sketched": sketched.tree, "sketch_rows": after.tree}, flat @ flat.T
+                return {"sketched": sketched.tree, "sketch_rows": formed.tree}, flat @ flat.T
 
         run, found = jax.jit(both), {}
         for seed in range(values.keys):

@@ -90,7 +90,7 @@ def scales(model, params, state, data, size):
     """{how: scale}: none, that of `scale_of`, and one that scales every row of the table."""
     batch = next(batches(data, 1))
     leaves = ordering.sketched_parameters(model.loss, params, batch, jax.random.key(0), size=size)
-    plain = [leaf._replace(why="") for leaf in leaves]
+    plain = [leaf._replace(table=False) for leaf in leaves]
     return {
         "": None,
         ", scaled": ordering.scale_of(state, params, leaves=leaves),

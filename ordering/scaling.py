@@ -16,7 +16,7 @@ from ordering import rows as rows_lib
 from ordering.base import check_is_rows
 from ordering.gradients import check_params
 from ordering.rows import Rows, as_float32
-from ordering.trace import LOOK_UP, Leaf
+from ordering.trace import Leaf
 from syncopate import mesh, plans
 
 FLOOR = 1e-3
@@ -195,7 +195,7 @@ def _means(v, leaf: Leaf | None):
         return v
     rows, cols = ((*range(leaf.stack), *side) for side in (leaf.rows, leaf.cols))
     means = Factors(_mean(v, rows), _mean(v, cols))
-    if LOOK_UP in leaf.why:
+    if leaf.table:
         alike = jnp.broadcast_to(_mean(v, range(leaf.stack)), means.rows.shape)
         return means._replace(rows=alike)
     return means

@@ -168,6 +168,7 @@ class Leaf(NamedTuple):
       why: the reason: kinds of uses, or the names of primitives.
       stack: the number of leading dimensions that scans loop over; rows, cols: the others.
       sizes: (m, p, q) of a sketch by m groups of products of p sums of rows and q sums of columns.
+      table: whether rows are looked up, so that a unit may have few of them.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Leaf(NamedTuple):
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
     sizes: tuple[int, int, int] = (0, 0, 0)
+    table: bool = False
 
 
 def leaf_of(
@@ -202,8 +204,9 @@ def leaf_of(
     first = next((use for use in seen if use.kind == LOOK_UP), seen[0])  # its rows are looked up
     rows, cols = (numbers_of(side) for side in (first.rows, first.cols))
     lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
-    sizes = _sizes(lengths, rank, size, TABLE if first.kind == LOOK_UP else 1)
-    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes)
+    table = first.kind == LOOK_UP
+    sizes = _sizes(lengths, rank, size, TABLE if table else 1)
+    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes, table)
 
 
 def numbers_of(side: Sequence[tuple[int, int]]) -> tuple[int, ...]:

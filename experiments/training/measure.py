@@ -70,7 +70,7 @@ def averaged(measure: Callable, averages: dict, tests: Sequence[str]) -> dict:
 
 
 def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
-    """`(params, parts) -> {"train/loss": float, "test/METRIC": float, ...}`, on all processes.
+    """`(params, parts) -> {"train/loss": float, "test/METRIC": float, ...}`, equal everywhere.
 
     METRIC is the task's own and every metric marked `everywhere`. The moments of normalisation
     layers are estimated first, on training inputs at these parameters.

@@ -128,8 +128,8 @@ def build(
 def _recut(task: Task, row):
     if task.recut is None:
         raise ValueError(
-            f"{row.label} cuts a text anew in every epoch, and {task.name} is none: pass "
-            f"--task=wikitext2, or leave +{row.recut} out."
+            f"{row.label} cuts a text anew in every epoch, and {task.name} has none in memory with "
+            f"known documents: pass --task=wikitext2, or leave +{row.recut} out."
         )
     return task.recut.by(row.recut)
 
