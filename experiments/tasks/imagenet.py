@@ -7,12 +7,10 @@ so expect lower accuracies than theirs.
 """
 
 from functools import cache, partial
-from typing import Annotated
 
 import models
 from experiments.tasks.base import Recipe, Task, abstract_sets, check_model
 from experiments.tasks.images import Choice
-from experiments.tasks.ranges import SEED
 from experiments.tasks.sources import ImageSource, source
 from models.mobilenet import IMAGENET_STAGES
 from models.vit import SIZES
@@ -69,7 +67,6 @@ def load(
     size: int = SIDE,
     dtype: str = "float32",
     augment: bool = True,
-    crop_seed: Annotated[int, SEED] = 0,
 ) -> Task:
     """1,281,167 training images, and the 50,000 of the validation split for testing.
 
@@ -83,20 +80,15 @@ def load(
       dtype: "float32" or "bfloat16", of the model's computation; the images are float32.
       augment: train on random, mirrored crops; otherwise on central ones, as needed by orders that
         remember gradients.
-      crop_seed: seed of the crops.
     """
     check_model("imagenet2012", model, CHOICES)
-    if crop_seed and not augment:
-        raise ValueError(f"--crop_seed is {crop_seed} and --noaugment: only --augment crops.")
     choice, shape = CHOICES[model], (size, size, 3)
     built = choice.build(image_shape=shape, num_classes=NUM_CLASSES, dtype=dtype)
     if abstract:
         train, test = abstract_sets((NUM_TRAIN, NUM_TEST), shape)
     else:
         train, test = (
-            ImageSource(
-                source("imagenet2012", data_dir, part), size=size, training=drawn, seed=crop_seed
-            )
+            ImageSource(source("imagenet2012", data_dir, part), size=size, training=drawn)
             for part, drawn in (("train", augment), ("validation", False))
         )
     return Task("imagenet2012", built, train, test, choice.recipe)

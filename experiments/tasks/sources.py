@@ -97,9 +97,9 @@ class ImageSource:
     is resized to 256/224 of `size` and the centre is cropped. Resizing is bilinear with
     antialiasing.
 
-    A source is immutable: `at_epoch` returns that of another epoch. An order that compares an
-    example's gradients between epochs would compare different crops: for such orders use
-    `training=False` on the training images too.
+    A source is immutable: `of_seed` returns that of another run, and `at_epoch` that of another
+    epoch. An order that compares an example's gradients between epochs would compare different
+    crops: for such orders use `training=False` on the training images too.
 
     Args:
       examples: a random-access source with `__getitem__`, `__getitems__` and `len`, such as
@@ -153,6 +153,10 @@ class ImageSource:
             rows = self.examples.__getitems__(part)
             views += [self._view(index, row) for index, row in zip(part, rows, strict=True)]
         return views
+
+    def of_seed(self, seed: int) -> "ImageSource":
+        """The source of the run with this seed, with other crops of the same images."""
+        return dataclasses.replace(self, seed=seed)
 
     def at_epoch(self, epoch: int) -> "ImageSource":
         """The source of another epoch, with other crops of the same images."""

@@ -96,24 +96,30 @@ class Recut:
 
     Attributes:
       tokens: int[T]; starts: int[d], where its documents begin, with 0 first.
-      length: L, of a window; how: a name of CUTS; epoch: whose windows they are.
+      length: L, of a window; how: a name of CUTS.
+      seed, epoch: of the run and the epoch whose windows they are.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     length: int
     how: str = "documents"
+    seed: int = 0
     epoch: int = 0
 
     @functools.cached_property
     def windows(self) -> dict:
-        return windows(CUTS[self.how](self, np.random.default_rng(self.epoch)), self.length)
+        draw = np.random.default_rng((self.seed, self.epoch))
+        return windows(CUTS[self.how](self, draw), self.length)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.length
 
     def __getitem__(self, i: int) -> dict:
         return {name: part[i] for name, part in self.windows.items()}
+
+    def of_seed(self, seed: int) -> "Recut":
+        return dataclasses.replace(self, seed=seed)
 
     def at_epoch(self, epoch: int) -> "Recut":
         return dataclasses.replace(self, epoch=epoch)

@@ -46,8 +46,8 @@ class Source(NamedTuple):
     """Data that are read, which of them, and how.
 
     Fields:
-      train: arrays, or a random-access source. If it has `at_epoch`, that gives the view of its
-        examples for every epoch.
+      train: arrays, or a random-access source. If it has `of_seed` and `at_epoch`, these give the
+        views of its examples for every run and every epoch.
       sizes: of the run; total: units of the whole set if orders index these; None: own units.
       owned: neighbouring workers, of this process; sharding: of arrays with a worker axis.
       reads: "thread", a loader thread, or "tfdata".
@@ -61,6 +61,11 @@ class Source(NamedTuple):
     sharding: object = None
     reads: str = "thread"
     units: np.ndarray | None = None
+
+    def of_seed(self, seed: int) -> "Source":
+        """The data of the run with this seed."""
+        of_seed = getattr(self.train, "of_seed", lambda seed: self.train)
+        return self._replace(train=of_seed(seed))
 
 
 def examples_of(orders: np.ndarray, source: Source) -> tuple[np.ndarray, int]:

@@ -76,7 +76,8 @@ def train(
     """Trains to the end of the plans, or until it is stopped.
 
     Args:
-      program, plans: the compiled parts and the decisions; seed: of parameters and orders.
+      program, plans: the compiled parts and the decisions.
+      seed: of parameters, orders, and views of the data.
       evaluate: `(step, state) -> scalars` by name; evaluate_at: steps after which it is called; 0
         is the start, and the end is always included.
       on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
@@ -91,6 +92,8 @@ def train(
       An `Outcome`. A loss or gradient that is not finite ends the run with a record that says so.
     """
     plans.check()
+    if program.source is not None:
+        program = program._replace(source=program.source.of_seed(seed))
     loop.warm_up(program, plans, program.init(seed))
     total = plans.total_steps
     looks = {int(step) for step in evaluate_at} | {total}

@@ -85,7 +85,6 @@ test_settings_that_cannot_run = refuses({
         ("--width is 7: of digits only --model=mlp has it, and the model is soft", "--width=7"),
         ("--width is 7: of mnist", "--width=7", "--task=mnist", "--model=lenet"),
         ("--data_dir is /x: digits come with scikit-learn. Leave it out", "--data_dir=/x"),
-        ("--crop_seed is 3 and --noaugment", "--crop_seed=3", "--noaugment", "--task=imagenet2012"),
     ]
 })  # fmt: skip
 

@@ -122,7 +122,8 @@ def test_a_crop_depends_only_on_seed_epoch_and_index():
     source = in_memory(training=True, seed=1)
     there, back = source.__getitems__(range(6)), source.__getitems__(np.arange(6)[::-1])
     for i in range(6):
-        for other in (there[i], back[5 - i], source.at_epoch(4).at_epoch(0)[i]):
+        views = source.at_epoch(4).at_epoch(0), source.of_seed(2).of_seed(1)
+        for other in (there[i], back[5 - i], *(same[i] for same in views)):
             np.testing.assert_array_equal(source[i]["x"], other["x"])
     same = ImageSource(Rows([source.examples[0]] * 3), 16, training=True, seed=1)
     views = [same[0], same[1], same.at_epoch(1)[0], ImageSource(same.examples, 16, True, 2)[0]]

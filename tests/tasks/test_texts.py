@@ -1,5 +1,6 @@
 """Text tasks, from small files, prepared sets, and data beside the checkout."""
 
+import itertools
 import types
 
 import jax
@@ -137,6 +138,8 @@ def test_documents_are_permuted_and_a_text_is_cut_anew_in_every_epoch():
         assert offset < length
         np.testing.assert_array_equal(shifted.ravel(), (np.arange(40) + offset) % 41)
     assert len(seen) > 1
+    runs = {tuple(cut.of_seed(seed).windows["x"].ravel().tolist()) for seed in range(5)}
+    assert len(runs) > 1
     few = cut.first(4)
     assert few.tokens.tolist() == list(range(17)) and few.starts.tolist() == [0, 3, 4]
 
@@ -163,19 +166,20 @@ def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatc
     epochs, cut = {}, text.CUTS["shifted"]
 
     def noted(of, draw):
-        epochs.setdefault(of.epoch, cut(of, draw))
-        return epochs[of.epoch]
+        return epochs.setdefault((of.seed, of.epoch), cut(of, draw))
 
     monkeypatch.setitem(text.CUTS, "shifted", noted)
     arguments = [
         f"--data_dir={words}", "--num_train=10", "--workers=2", "--length=5", "--epochs=5",
-        "--arms=rr+documents,id_pair+shifted", "--learning_rates=0.02", "--seeds=1",
+        "--arms=rr+documents,id_pair+shifted", "--learning_rates=0.02", "--seeds=2",
         "--optimizer=momentum",
     ]  # fmt: skip
     studies.start(slowrun, arguments, tmp_path)
-    assert {*range(5)} <= {*epochs} and len({x[0] for x in map(tuple, epochs.values())}) > 1
+    assert {*itertools.product(range(2), range(5))} <= {*epochs}
+    for seed in range(2):
+        assert len({tuple(text) for (own, _), text in epochs.items() if own == seed}) > 1
     found = records.read(str(tmp_path / "metrics.jsonl"))
-    assert [r["step"] for r in found] == 2 * [5, 10, 15, 20, 25]
+    assert [r["step"] for r in found] == 4 * [5, 10, 15, 20, 25]
     assert {r["average"] for r in found} == {"swa"}
     table = (tmp_path / "table.md").read_text()
     assert "| less D-RR, documents permuted |" in table and "pair, shifted" in table
