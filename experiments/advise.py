@@ -190,6 +190,7 @@ def check(values: absl_flags.FlagValues) -> None:
         "--order_share measures no machine": values.order_share and ["gbps", "output_dir"],
         "--order_share looks after every epoch": values.order_share and sorted(unread),
         "--output_dir is of --map, as the advice is printed": not values.map and ["output_dir"],
+        "swa averages a run's end alone": "swa" in (values.average or ()) and ["average"],
         "these are of --order_share": not values.order_share
         and ["copies", "beside", "average", "ema_epochs"],  # fmt: skip
     }

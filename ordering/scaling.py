@@ -49,7 +49,7 @@ def scale_of(
     v is the second moment in an optax state (Adam and its relatives, RMSProp), and mean(v) its mean
     over all parameters: scaled gradients have about the norm of the gradients, so that running sums
     of both fit together. Take it once per epoch or per sync, outside of the steps. Before the first
-    step it is one.
+    step it is one, as it is after a step that left a moment not finite.
 
     For the sketches of `sketched` the moment of a matrix is factored as in Adafactor: v_rc is about
     mean_c(v_rc) mean_r(v_rc) / mean_rc(v_rc), and the scale a product of rows and columns. All rows
@@ -108,7 +108,9 @@ def scale_of(
         means = jax.lax.pmean(means, axis_name)
     each = [(v.size, jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True) if v.size]
     common = sum(size * jnp.mean(m) for size, m in each) / rows_lib.tree_size(params)
+    known = (common > 0) & jnp.isfinite(common)
     scales = [_inverse(m, leaf, common, power, floor) for m, leaf in zip(means, plan, strict=True)]
+    scales = jax.tree.map(lambda s: jnp.where(known, s, 1.0), scales)
     return jax.tree.unflatten(jax.tree.structure(params), scales)
 
 

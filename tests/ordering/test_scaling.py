@@ -70,6 +70,16 @@ def test_a_scale_before_the_first_step_is_one():
         assert all((x == 1).all() for x in jax.tree.leaves(found))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("leaves", [None, FACTORED])
+def test_a_scale_is_one_where_a_moment_is_not_finite(leaves, value):
+    state = optax.ScaleByRmsState({"b": jnp.ones(PARAMS["b"].shape), "w": PARAMS["w"] ** 2})
+    broken = state._replace(nu={**state.nu, "w": state.nu["w"].at[0].set(value)})
+    assert any((x != 1).any() for x in jax.tree.leaves(ordering.scale_of(state, PARAMS)))
+    found = ordering.scale_of(broken, PARAMS, leaves=leaves)
+    assert all((x == 1).all() for x in jax.tree.leaves(found))
+
+
 def test_parameters_without_numbers_change_no_scale():
     alone = jnp.array([1.0, 4.0, 9.0])
     both = {"empty": jnp.ones((0, 2)), "w": alone}

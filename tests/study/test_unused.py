@@ -54,6 +54,7 @@ UNUSED = {
     "advise --output_dir=x": "--output_dir is of --map",
     "advise --copies=3": "these are of --order_share: leave --copies out",
     "advise --average=ema": "these are of --order_share: leave --average out",
+    "advise --order_share --average=swa": "swa averages a run.s end alone",
     "advise --map --order_share": "--map measures nothing: leave --order_share out",
     "advise --order_share --gbps=1": "--order_share measures no machine: leave --gbps out",
     "advise --order_share --evaluations=3": "looks after every epoch: leave --evaluations out",
