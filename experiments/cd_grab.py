@@ -14,7 +14,8 @@ The target is the lowest point of D-RR's mean training loss over seeds, at D-RR'
 rate. Without --arms, --learning_rates and --seeds digits are compared briefly: three orders, three
 learning rates and three seeds, and how many epochs each order takes to the target at the learning
 rate at which it is fastest. --long is the whole comparison, with the columns for D-RR's learning
-rate, seconds, test accuracy and herding bound. It continues in the --output_dir of the short one.
+rate, seconds, test accuracy and herding bound, and a second table of what each order gains at the
+end of the runs. It continues in the --output_dir of the short one.
 
 Deviations from Cooper et al. 2023: the optimum is computed, every order is also shown at its own
 best learning rate, and independent balance and the unzip order are added as controls.
@@ -22,7 +23,7 @@ best learning rate, and independent balance and the unzip order are added as con
 
 from absl import flags as absl_flags
 
-from experiments.results import plots, report, tables
+from experiments.results import gains, plots, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import flags, study
 from experiments.study.study import Study, arm_of
@@ -54,7 +55,9 @@ def fit(study, task, recipe, values):
     del task, recipe
     if not is_short(values):
         return study
-    return study._replace(columns=tables.FIRST_ORDER_COLUMNS, panels=study.panels[:1])
+    return study._replace(
+        columns=tables.FIRST_ORDER_COLUMNS, panels=study.panels[:1], sections=study.sections[1:]
+    )
 
 
 STUDY = Study(
@@ -65,7 +68,7 @@ STUDY = Study(
     finalists=None,
     columns=tables.ORDER_COLUMNS,
     panels=plots.ORDER_PANELS,
-    sections=(report.diverged_rates,),
+    sections=(gains.section, report.diverged_rates),
     define=define_flags,
     default=default,
     fit=fit,

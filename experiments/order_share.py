@@ -26,6 +26,7 @@ import numpy as np
 
 from experiments.cluster import processes, progress
 from experiments.results import tables
+from experiments.results.gains import arrival
 from experiments.results.statistics import interval
 from experiments.study.study import Arm
 from experiments.study.tables import rows_of
@@ -150,15 +151,6 @@ def loss_of(task, recipe) -> Callable:
     return loss
 
 
-def arrival(curve: np.ndarray, target: float) -> float:
-    """When a curve, of epochs 0, 1, ..., first is at most `target`, between epochs; inf: never."""
-    if not (curve <= target).any():
-        return np.inf
-    at = int(np.argmax(curve <= target))
-    fall = curve[at - 1] - curve[at] if at else 0.0
-    return at - (target - curve[at]) / fall if fall else float(at)
-
-
 Found = Mapping[float, Mapping[str, Losses]]  # {rate: {weights: [E + 1]}}
 WAYS = {  # {column: (weights, whether the order's part is taken off)}
     "D-RR": ("last", False), "averaged": ("averaged", False),
@@ -199,13 +191,13 @@ def epochs(found: Found, way: str, base: str, out: int | None) -> float:
         return [curve(of, name, out) for of in found.values() if weights in of]
 
     target = min(own[-1] for own in of_rates(base))
-    return min(arrival(own, target) for own in of_rates(way))
+    return min(arrival(range(len(own)), own, target) for own in of_rates(way))
 
 
 def saved(losses: Losses, out: int | None) -> float:
     """Epochs by which the loss without the order's part comes earlier to where the loss ends."""
     mean, part = curves(losses, out)
-    return max(0.0, len(mean) - 1 - arrival(mean - part, mean[-1]))
+    return max(0.0, len(mean) - 1 - arrival(range(len(mean)), mean - part, mean[-1]))
 
 
 def report(found: Found, *, above: bool) -> str:

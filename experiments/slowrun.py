@@ -16,7 +16,7 @@ balanced there; `shifted` cuts the text anew too, but a window keeps most of its
 train on windows that are cut once.
 """
 
-from experiments.results import report, statistics, tables
+from experiments.results import gains, report, statistics, tables
 from experiments.results.plots import Panel
 from experiments.results.statistics import Criterion
 from experiments.study import study
@@ -34,22 +34,12 @@ def _last(comparison, own) -> list[float]:
     return [statistics.last(run, "test/loss") for run in own.runs.values()]
 
 
-def _gain(comparison, own) -> str:
-    """The averaged loss less the first arm's, paired by seed."""
-    if own.arm == comparison.baseline().arm:
-        return "-"
-    ends = ({k: statistics.last(run, AVERAGED) for k, run in of.runs.items()}
-            for of in (own, comparison.baseline()))  # fmt: skip
-    pairs = statistics.paired(*ends)
-    return tables.show(pairs[:, 0] - pairs[:, 1], "{:+.4f}")
-
-
 COLUMNS = (
     tables.arm("order"),
     tables.rate("best lr"),
     tables.Column("seeds", lambda c, own: f"{len(own.runs)}"),
     tables.end("validation loss, averaged", AVERAGED, "{:.4f}"),
-    tables.Column(lambda c: f"less {c.baseline().label}", _gain),
+    gains.less(AVERAGED, "{:+.4f}"),
     tables.end("train loss, averaged", "train/loss/averaged", "{:.4f}"),
     tables.mean("validation loss, last", "{:.4f}", _last),
 )

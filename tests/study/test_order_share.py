@@ -85,11 +85,6 @@ def test_the_jackknife_of_a_mean_is_its_interval():
     assert np.isinf(never).all()
 
 
-@pytest.mark.parametrize("target,at", [(9.0, 0.0), (4.0, 1.0), (3.0, 1.5), (1.0, np.inf)])
-def test_a_curve_arrives_between_epochs(target, at):
-    assert order_share.arrival(np.array([8.0, 4.0, 2.0, 5.0]), target) == at
-
-
 def shares(last, averaged, part):
     """Losses of four copies: what is left without the order's part, and a part of that size.
 
