@@ -5,8 +5,9 @@ A claim is here because a reader of a paper, or of this project, asks it, whatev
 - Of every task of a paper that ran here: what was published of it, at the published learning rate
   or the nearest that ran.
 - Of every task, ours: how many epochs each order takes to D-RR's best, at its own constant rate;
-  and the same, and the last train loss, of averaged weights. Where a rate decays, the last epochs
-  decide, whatever the order, and epochs to a target say nothing.
+  and the same, and the last train loss, of averaged weights, where last weights gain: what is
+  left of it. Where a rate decays, the last epochs decide, whatever the order, and epochs to a
+  target say nothing.
 - What an effect depends on, once per paper, where it is cheapest; coordination, the point of
   CD-GraB, also where it was published and wherever 64 workers ran for it.
 
