@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from experiments import combined, machine_map, slowrun, verdicts
-from experiments.results import archive, report, tables, verdict_page
+from experiments.results import archive, gains, report, tables, verdict_page
 from experiments.study import cost, factorials
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,6 +56,13 @@ def test_many_epochs_over_little_text():
     whole = page("slowrun.md")
     check(tables.table(archive.load("slowrun"), slowrun.COLUMNS), whole)
     assert all(line in whole for line in archive.commands(archive.FOLDER / "slowrun"))
+
+
+@pytest.mark.parametrize("name", ["shakespeare_adamw"])
+def test_orders_of_what_adamw_applies(name):
+    whole = page("orders.md")
+    check(gains.section(archive.load(name)), whole)
+    assert all(line in whole for line in archive.commands(archive.FOLDER / name))
 
 
 @pytest.mark.parametrize("name", ["vit", "resnet"])
