@@ -75,6 +75,16 @@ def near(rate):
     return lambda run: -abs(np.log(run.learning_rate / rate))
 
 
+def test_progress_counts_runs_that_are_asked_for(monkeypatch):
+    _, found, _ = searched(rate_of, seeds=2)
+    more = [r | change for r in found for change in ({"seed": 7}, {"learning_rate": 0.8})]
+    bar = search.progress.bar
+    begun = []
+    monkeypatch.setattr(search.progress, "bar", lambda **of: (begun.append(of), bar(**of))[1])
+    searched(rate_of, seeds=2, done=[*found, *more, *[r | {"arm": "c"} for r in found]])
+    assert begun[0]["initial"] == begun[0]["total"] == 2 * (3 + 2) * 10
+
+
 def test_all_rates_run_once_then_two_finalists_with_all_seeds_and_it_resumes():
     trained, found, written = searched(rate_of, seeds=3)
     assert found == written
