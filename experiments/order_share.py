@@ -37,6 +37,10 @@ ARM = Arm("D-RR", order="rr")
 SMOOTH = 0.9
 WORTH, LEAST = 1.25, 0.01  # times fewer epochs that are worth it; epochs that count as none
 TRY = "What noise does to the mean is not counted: --beside=cd_grab trains the order too."
+APART = (
+    "The mean of the copies has a higher loss than they have: they are too far apart for a loss to "
+    "be quadratic, and what an order gains cannot be foretold. --beside=cd_grab trains one, too."
+)
 
 
 class Losses(NamedTuple):
@@ -247,12 +251,21 @@ def advice(found: Found, count: int) -> str:
     averaging = fewer("D-RR", "averaged")
     order = fewer("averaged", "no order noise, averaged")
     words = (
-        f"Averaged weights reach D-RR's last loss in {tables.times(averaging)} times fewer "
-        f"epochs; without the order's part they would reach their own in {tables.times(order)} "
-        "times fewer."
+        f"Averaged weights reach D-RR's last loss in {tables.times(averaging)} times fewer epochs."
     )
+    if _apart(found, count):
+        return f"{words} {APART}"
+    words += f" Without the order's part they would reach their own in {tables.times(order)} times"
+    words += " fewer."
     if gains(order):
         return f"{words} Try a balanced order, such as cd_grab, with averaged weights."
     if gains(averaging):
         return f"{words} Average the weights, which leaves little of the order's noise. {TRY}"
     return f"{words} Neither has much to gain here. {TRY}"
+
+
+def _apart(found: Found, count: int) -> bool:
+    """Whether the order's part of averaged weights is negative at the best rate."""
+    best = min((of["averaged"] for of in found.values()), key=lambda of: curves(of, None)[0, -1])
+    mean, half = interval(jackknife(lambda out: curves(best, out)[1, -1], count))
+    return mean + half < 0

@@ -110,7 +110,8 @@ FALLING = [8.0, 4.0, 2.0, 1.0, 0.5]
         (shares(FALLING, FALLING, 1.0), "Average the weights"),
         (shares(FALLING, [8.0, 0.5, 0.1, 0.0, 0.0], 100.0), "Try a balanced order"),
         (shares(FALLING, FALLING, 1e-3), "Neither"),
-        (shares(FALLING, FALLING, -1e-3), "Neither"),  # some arrive nowhere
+        (shares(FALLING, FALLING, -1e-3), "too far apart"),
+        (shares(FALLING, [8.0, 4.0, 2.0, 1.0, 0.6], 1e-3), "Neither"),  # some arrive nowhere
     ],
 )
 def test_what_is_recommended(found, words):
