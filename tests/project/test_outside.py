@@ -156,3 +156,41 @@ def test_data_that_are_absent_are_named(monkeypatch, tmp_path):
         checkouts.files(str(tmp_path), ["train.txt", "valid.txt"], flag="--data_dir")
     with pytest.raises(ValueError, match="--data_dir is None"):
         checkouts.files(None, ["train.txt"], flag="--data_dir")
+
+
+def test_slowrun_changes_in_few_lines():
+    new = re.findall(r"^\+(?!\+\+ )", (EXAMPLES / "slowrun" / "cd_grab.diff").read_text(), re.M)
+    row = f"| [slowrun/cd_grab.diff](slowrun/cd_grab.diff) | {len(new)} |"
+    assert row in (EXAMPLES / "README.md").read_text()
+
+
+def test_slowrun_reads_every_sequence_once_and_observes_each_microbatch(monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(EXAMPLES / "slowrun")
+    loader_of = importlib.import_module("balanced").BalancedLoader
+    torch.save({"tokens": (torch.arange(246) ** 2 % 11).to(torch.uint16)}, tmp_path / "text.pt")
+    settings = {"rank": 0, "world_size": 1, "units_per_step": 2, "size": 128}
+    with pytest.raises(ValueError, match="61 sequences of 4 tokens are fewer than the 1 ranks"):
+        loader_of(tmp_path / "text.pt", 40, 3, "cpu", **settings)
+
+    loader = loader_of(tmp_path / "text.pt", 3, 3, "cpu", **settings)
+    weights, observed, observe = torch.zeros(11, 11, requires_grad=True), [], loader._observe
+    loader._observe = lambda orders, rows: (observed.append(rows[0]), observe(orders, rows))[1]
+    x, y, epoch = next(loader)
+    orders, gradients = [], []
+    for taken in range(3 * 20):
+        assert epoch == taken // 20 + 1
+        expected = loader.sequences[loader.current[taken % 20]]
+        assert (x == expected[:, :-1]).all() and (y == expected[:, 1:]).all()
+        loss = torch.nn.functional.cross_entropy(weights[x].mT, y)
+        gradients.append(torch.autograd.grad(loss, weights, retain_graph=True)[0].flatten())
+        loss.backward()
+        loader.observe([weights])
+        weights.grad = None if taken % 2 else weights.grad
+        orders += [loader.current] if taken % 20 == 0 else []
+        x, y, epoch = next(loader)
+    for order in orders:
+        assert len(np.unique(order)) == 60, "every sequence once, but what fills no step"
+    assert any((order != orders[0]).any() for order in orders)
+    rows, exact = np.concatenate(observed), torch.stack(gradients).numpy()
+    np.testing.assert_allclose(rows @ rows.T, exact @ exact.T, rtol=1e-4, atol=1e-6)
