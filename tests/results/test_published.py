@@ -58,8 +58,8 @@ def test_many_epochs_over_little_text():
     assert all(line in whole for line in archive.commands(archive.FOLDER / "slowrun"))
 
 
-@pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "lstm_adamw"])
-def test_orders_of_what_adamw_applies(name):
+@pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "lstm_adamw", "gpt2_sketches"])
+def test_orders_of_models_of_text_and_images(name):
     whole = page("orders.md")
     check(gains.section(archive.load(name)), whole)
     assert all(line in whole for line in archive.commands(archive.FOLDER / name))
