@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from ordering import rows as rows_lib
+from ordering.sign_loop import one_sign, signs_of
 from ordering.signs import SignRule, State
 from syncopate import mesh
 
@@ -50,20 +51,7 @@ def balance(
       those that are valid and finite.
     """
     products = _added(jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1), axes)
-    places = jnp.arange(rows.size)
-
-    def step(carry, vector):
-        rule_state, dots, signs = carry
-        index, gram_row, is_valid = vector
-        here = places == index  # a masked sum: indexing would be a GPU kernel of its own
-        dot, norm2 = (jnp.sum(jnp.where(here, x, 0.0)) for x in (dots, gram_row))
-        rule_state, sign, is_taken = _sign(rule, rule_state, dot, norm2, is_valid)
-        dots = dots + jnp.where(is_taken, sign * gram_row, 0.0)
-        return (rule_state, dots, jnp.where(here & is_taken, sign, signs)), None
-
-    carry = rule_state, products[:, 0], jnp.zeros(rows.size)  # stays 0 for vectors not taken
-    carry = mesh.varying(carry, products, valid)
-    (rule_state, _, signs), _ = jax.lax.scan(step, carry, (places, products[:, 1:], valid))
+    rule_state, signs = signs_of(rule, rule_state, products[:, 0], products[:, 1:], valid)
     taken = signs != 0
     signs = jnp.where(taken, signs, 1.0)
     return rule_state, add_weighted(total, rows, signs, taken), signs, taken
@@ -127,7 +115,8 @@ def _balance_one(rule: SignRule, rule_state, total, vector, valid, axes):
     """Signs one vector: ((rule_state, running sum), (sign, taken))."""
     # The compiler removes the norm if the rule does not use it.
     dot, norm2 = (_added(_product(vector, other), axes) for other in (total, vector))
-    rule_state, sign, taken = _sign(rule, rule_state, dot, norm2, valid)
+    coin = rule.coins(rule_state, 1)[0]
+    rule_state, sign, taken = one_sign(rule, rule_state, dot, norm2, coin, valid)
     total = jax.tree.map(lambda r, z: r + jnp.where(taken, sign * z, 0.0), total, vector)
     return (rule_state, total), (sign, taken)
 
@@ -142,18 +131,6 @@ def _product(vector, other):
     # A matrix product would need the vector in memory.
     products = jax.tree.map(lambda z, x: jnp.sum(z * x), vector, other)
     return jax.tree.reduce(operator.add, products)
-
-
-def _sign(rule: SignRule, rule_state, dot, norm2, valid):
-    """(rule_state, sign, taken); a vector that is not taken leaves the rule's state as it was."""
-    taken = valid & jnp.isfinite(dot)
-    new_state, sign = rule.sign(rule_state, dot, norm2)
-    # Keys cannot be selected by jnp.where; rules never change theirs.
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
-    rule_state = jax.tree.map(
-        lambda new, old: new if is_key(new) else jnp.where(taken, new, old), new_state, rule_state
-    )
-    return rule_state, jnp.where(taken, sign, 1.0), taken
 
 
 def _added(products, axes):

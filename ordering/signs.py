@@ -4,6 +4,7 @@ A rule sees two scalars, the products <r, c> and |c|^2 of the running sum r and 
 whole block of vectors can be signed from one Gram matrix.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,14 +23,18 @@ class SignRule(NamedTuple):
 
     Attributes:
       init: `key -> state`. Workers that share a running sum pass the same key.
-      sign: `(state, dot, norm2) -> (state, sign)`, with dot = <r, c>, norm2 = |c|^2 and the sign
-        +1 or -1, float32 scalars.
+      sign: `(state, dot, norm2, coin) -> (state, sign)`, with dot = <r, c>, norm2 = |c|^2 and the
+        sign +1 or -1, float32 scalars. It must be elementwise: a kernel calls it with arrays of one
+        element. It leaves keys alone.
       next_epoch: `state -> state`.
+      coins: `(state, n) -> float32[n]`, random numbers for the next n calls of sign, zeros by
+        default.
     """
 
     init: Callable[[Key[Array, ""]], State]
-    sign: Callable[[State, Float32[Array, ""], Float32[Array, ""]], tuple[State, Array]]
+    sign: Callable[..., tuple[State, Float32[Array, ""]]]
     next_epoch: Callable[[State], State]
+    coins: Callable[[State, int], Float32[Array, "n"]] = lambda state, n: jnp.zeros(n)
 
 
 def rule_of(rule: SignRule | None) -> SignRule:
@@ -49,7 +54,7 @@ def greedy() -> SignRule:
 
     Examples:
       >>> import ordering
-      >>> float(ordering.greedy().sign((), 0.5, 1.0)[1])
+      >>> float(ordering.greedy().sign((), 0.5, 1.0, 0.0)[1])
       -1.0
 
     References:
@@ -58,7 +63,7 @@ def greedy() -> SignRule:
     """
     return SignRule(
         init=lambda key: (),
-        sign=lambda state, dot, norm2: (state, _plus_iff(dot <= 0)),
+        sign=lambda state, dot, norm2, coin: (state, _plus_iff(dot <= 0)),
         next_epoch=lambda state: state,
     )
 
@@ -91,8 +96,11 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
     """
     bound = plans.check_number("bound", bound, "(1e-37, 1e37)")  # which float32 holds
 
-    def sign(state, dot, norm2):
-        coin = jax.random.uniform(jax.random.fold_in(state.key, state.signed))
+    def coins(state, n):
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.signed + jnp.arange(n))
+        return jax.vmap(jax.random.uniform)(keys)
+
+    def sign(state, dot, norm2, coin):
         plus = jnp.clip(0.5 - dot / (2.0 * bound), 0.0, 1.0)
         return state._replace(signed=state.signed + 1), _plus_iff(coin < plus)
 
@@ -100,6 +108,7 @@ def self_balancing_walk(*, bound: float = 30.0) -> SignRule:
         init=lambda key: WalkState(key, jnp.zeros((), jnp.int32)),
         sign=sign,
         next_epoch=lambda state: state,
+        coins=coins,
     )
 
 
@@ -146,7 +155,12 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
         zero = jnp.zeros((), jnp.int32)
         return HalvingState(key, epoch=zero, pair=jnp.copy(zero), scale=jnp.zeros(()))
 
-    def sign(state, dot, norm2):
+    def coins(state, n):
+        key = jax.random.fold_in(state.key, state.epoch)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.pair + jnp.arange(n))
+        return jax.vmap(functools.partial(jax.random.uniform, minval=-1.0))(keys)
+
+    def sign(state, dot, norm2, coin):
         log_penalty = jnp.log(penalty * (state.pair + 1)) + jnp.log(state.epoch + 1.0)
         # S is left alone by a pair of equal gradients, whose norm is 0 (dot is 0 as well: it gets a
         # plus), and by a pair whose squared norm overflows float32.
@@ -158,8 +172,6 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
         )
         threshold = norm2 * jnp.where(ratio <= 1, 1.0, jnp.sqrt(ratio))
         scale = jnp.where(ratio <= 1, 2 * norm2, grown)
-        coin_key = jax.random.fold_in(jax.random.fold_in(state.key, state.epoch), state.pair)
-        coin = jax.random.uniform(coin_key, minval=-1.0, maxval=1.0)
         state = state._replace(pair=state.pair + 1, scale=jnp.where(usual, scale, state.scale))
         return state, _plus_iff(dot <= coin * threshold)
 
@@ -167,7 +179,7 @@ def kernel_halving(*, num_epochs: int, num_pairs: int, delta: float = 0.5) -> Si
         pair, scale = jnp.zeros_like(state.pair), jnp.zeros_like(state.scale)
         return state._replace(epoch=state.epoch + 1, pair=pair, scale=scale)
 
-    return SignRule(init, sign, next_epoch)
+    return SignRule(init, sign, next_epoch, coins)
 
 
 def _plus_iff(condition):

@@ -154,7 +154,7 @@ for name, make in ORDERS.items():
 def signed(make):
     def run(**args):
         rule = make(**args)
-        return rule.sign(rule.init(KEY), 0.5, 1.0)[1]
+        return rule.sign(rule.init(KEY), 0.5, 1.0, 0.5)[1]
 
     return traced(run)
 

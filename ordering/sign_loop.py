@@ -1,0 +1,115 @@
+"""Signs from products: the part of the kernel in which one vector waits for the other.
+
+    for i in 1..n:  s_i = sign(b_i, G_ii);  b += s_i G_i        b = Z r, G = Z Z^T
+
+A sign is a few operations, but in a loop of XLA each of them is a kernel of its own. On TPUs the
+whole loop is one Pallas kernel, which holds G in vector memory; elsewhere it is a scan.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float32
+
+from ordering.signs import SignRule, State
+from syncopate import mesh
+
+UNROLL = 8  # signs per turn of the scan where each turn starts kernels
+Signs = tuple[State, Float32[Array, "n"]]
+
+
+def signs_of(
+    rule: SignRule, state: State, dots: Float32[Array, "n"], gram: Float32[Array, "n n"],
+    valid: Bool[Array, "n"],
+) -> Signs:  # fmt: skip
+    """Signs n vectors, one after the other.
+
+    Args:
+      dots: b, the products with the running sum; gram: G, the products with each other.
+      valid: which vectors count.
+
+    Returns:
+      (state, signs): -1, +1, or 0 for a vector that is not valid or whose product is not finite.
+    """
+    # The kernel holds the state of the rule in registers. Keys are not needed: coins are drawn.
+    fits = all(is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
+    loop = signs_in_kernel if mesh.platform() == "tpu" and fits else signs_by_scan
+    return loop(rule, state, dots, gram, valid)
+
+
+def signs_by_scan(rule: SignRule, state, dots, gram, valid) -> Signs:
+    """`signs_of`, for every platform and rule."""
+    step = _step_of(rule, jnp.arange(valid.size), rule.coins(state, valid.size), jnp.sum)
+    carry = mesh.varying((state, dots, jnp.zeros_like(dots)), gram, valid)
+    vectors = jnp.arange(valid.size), gram, valid
+    unroll = 1 if mesh.platform() == "cpu" else UNROLL
+    (state, _, signs), _ = jax.lax.scan(
+        lambda carry, vector: (step(carry, *vector), None), carry, vectors, unroll=unroll
+    )
+    return state, signs
+
+
+def signs_in_kernel(rule: SignRule, state, dots, gram, valid, *, interpret: bool = False) -> Signs:
+    """`signs_of` as one Pallas kernel, for rules with scalars and keys in their state."""
+    coins = rule.coins(state, valid.size)
+    leaves, structure = jax.tree.flatten(state)
+    scalars = [leaf.reshape(1, 1) for leaf in leaves if not is_key(leaf)]
+    rows = [x[None] for x in (dots, valid.astype(jnp.float32), coins)]
+
+    def run(gram, dots, valid, coins, *refs):
+        numbers, (*new_numbers, signs) = refs[: len(scalars)], refs[len(scalars) :]
+        left = iter(ref[...] for ref in numbers)
+        state = structure.unflatten(None if is_key(leaf) else next(left) for leaf in leaves)
+        places = jax.lax.broadcasted_iota(jnp.int32, dots.shape, 1)
+        pick = functools.partial(jnp.sum, axis=1, keepdims=True)
+        step = _step_of(rule, places, coins[...], pick)
+
+        def one(i, carry):
+            is_valid = pick(jnp.where(places == i, valid[...], 0.0)) > 0
+            return step(carry, i, gram[pl.ds(i, 1), :], is_valid)
+
+        carry = state, dots[...], jnp.zeros(dots.shape, jnp.float32)
+        state, _, signs[...] = jax.lax.fori_loop(0, places.size, one, carry)
+        for ref, number in zip(new_numbers, jax.tree.leaves(state), strict=True):
+            ref[...] = number
+
+    every = mesh.varying([gram, *rows, *scalars])
+    shapes = [jax.typeof(x) for x in (*every[4:], every[1])]
+    *scalars, signs = pl.pallas_call(run, out_shape=shapes, interpret=interpret)(*every)
+    left = iter(number.reshape(()) for number in scalars)
+    return structure.unflatten(x if is_key(x) else next(left) for x in leaves), signs[0]
+
+
+def _step_of(rule: SignRule, places, coins, pick: Callable) -> Callable:
+    """One turn of the loop; `pick` sums what a mask leaves, as indexing is slow on accelerators."""
+
+    def step(carry, index, row, is_valid):
+        state, dots, signs = carry
+        here = places == index
+        dot, norm2 = (pick(jnp.where(here, x, 0.0)) for x in (dots, row))
+        taken_before = pick(jnp.abs(signs)).astype(jnp.int32)
+        coin = pick(jnp.where(places == taken_before, coins, 0.0))
+        state, sign, taken = one_sign(rule, state, dot, norm2, coin, is_valid)
+        dots = dots + jnp.where(taken, sign * row, 0.0)
+        return state, dots, jnp.where(here & taken, sign, signs)
+
+    return step
+
+
+def one_sign(rule: SignRule, state, dot, norm2, coin, valid):
+    """(state, sign, taken); a vector that is not taken leaves the rule's state as it was."""
+    taken = valid & jnp.isfinite(dot)
+    new_state, sign = rule.sign(state, dot, norm2, coin)
+    # Keys cannot be selected by jnp.where; rules never change theirs.
+    state = jax.tree.map(
+        lambda new, old: new if is_key(new) else jnp.where(taken, new, old), new_state, state
+    )
+    return state, jnp.where(taken, sign, 1.0), taken
+
+
+def is_key(x: jax.Array) -> bool:
+    """Whether an array holds keys of jax.random."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
