@@ -1,6 +1,6 @@
 """Measures the cost of signing pairs of gradients in memory, against loops on the host.
 
-    python benchmarks/host_loops.py
+    python -m benchmarks.host_loops
 
 Prints microseconds per example for D parameters; all ways take turns. "read once" is the time to
 sum the gradients, the fastest of three ways, which is the limit of the memory. "syncopate" is the

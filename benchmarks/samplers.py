@@ -1,6 +1,6 @@
 """Measures how fast loaders read an order: indices per second, per loader and reader processes.
 
-    python benchmarks/samplers.py --repeats=3
+    python -m benchmarks.samplers --repeats=3
 
 The source is an array in memory with 64 numbers per example, so the result is the cost of an index
 rather than of a disk; 4 workers have 64 units per step each. The clock runs from a quarter of the

@@ -1,6 +1,6 @@
 """Measures how well sketches keep inner products of gradients: made in the backward pass or after.
 
-    python benchmarks/sketch_errors.py --size=1024 --keys=24
+    python -m benchmarks.sketch_errors --size=1024 --keys=24
 
 Every row is of the gradients of 16 random examples under one model, at its initial parameters; in
 the last, words are as frequent as in a text, and the model has begun to learn how frequent. The

@@ -1,6 +1,6 @@
 """How much of what exact gradients gain is kept by orders on sketches, at fixed parameters.
 
-    python benchmarks/sketch_gains.py --data_dir=DIR
+    python -m benchmarks.sketch_gains --data_dir=DIR
 
 A language model of `--task=wikitext2_small` is trained for some epochs. Then its parameters stay,
 and CD-GraB orders the windows of 64 workers for five epochs, by exact gradients g_i or by sketches

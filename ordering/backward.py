@@ -39,7 +39,7 @@ def sketched(
     A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j, about as
     accurate as `sketch_rows(per_example(loss)(...))`: at k = 1,024, squared norms on MLPs, LeNet
     and a small GPT-2 are off by 4.3 to 4.9 % (root mean square) and inner products by 0.031 to
-    0.038 |G_i| |G_j| (`python benchmarks/sketch_errors.py`). It is less accurate for gradients of
+    0.038 |G_i| |G_j| (`python -m benchmarks.sketch_errors`). It is less accurate for gradients of
     low rank of very large matrices, with up to six times the variance, and for sums over many
     positions that nearly have rank one.
 
