@@ -16,7 +16,6 @@ other packages' loaders are timed in benchmarks/.
 
 import functools
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 
@@ -105,12 +104,9 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
 
 def _in_turns(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
     """(name, median seconds, (median ratio to the first of the same turn, its interval))."""
-    times = timing.in_turns(calls, max(6, repeats))  # for the intervals
-    first = np.array(next(iter(times.values())))
-    for name, seconds in times.items():
-        middle, low, high = median_interval(np.array(seconds) / first)
-        told = round(middle, 3), f"{low:.3f} to {high:.3f}"
-        yield name, statistics.median(seconds), told
+    for name, seconds, ratios in timing.compared(calls, max(6, repeats)):  # for the intervals
+        middle, low, high = ratios[next(iter(calls))]
+        yield name, seconds, (round(middle, 3), f"{low:.3f} to {high:.3f}")
 
 
 # What is trained, the shape of an input, examples, and steps of a timed call.
@@ -284,14 +280,10 @@ def main(values: flags.FlagValues) -> None:
     if values.part == "local_steps":  # read when the first device is asked for, which is below
         flag = f"--xla_force_host_platform_device_count={WORKERS}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    last = None
+    head = ()
     for name in names:
         print(f"Measuring {values.part}, {name}: compiles first", file=sys.stderr, flush=True)
-        for row in tables[name](values.repeats or repeats, *given):
-            if row.keys() != last:
-                print("| " + " | ".join(row) + " |\n|" + " --- |" * len(row))
-            print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
-            last = row.keys()
+        head = timing.print_rows(tables[name](values.repeats or repeats, *given), head)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import optax
 import models
 import ordering.input
 from experiments.cluster import progress
+from experiments.results.statistics import median_interval
 from experiments.study.cost import Machine
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
@@ -34,6 +35,24 @@ def in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]
         if turn:
             times[name].append(time.perf_counter() - start)
     return times
+
+
+def compared(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
+    """(name, median seconds, {other: (median ratio to it in the same turn, low, high)})."""
+    times = {name: np.array(s) for name, s in in_turns(calls, repeats).items()}
+    for name, seconds in times.items():
+        ratios = {other: median_interval(seconds / times[other]) for other in times}
+        yield name, statistics.median(seconds), ratios
+
+
+def print_rows(rows: Iterable[dict], head: Sequence[str] = ()) -> tuple[str, ...]:
+    """Prints each row as it comes, below its columns unless these are the head; returns those."""
+    for row in rows:
+        if tuple(row) != tuple(head):
+            head = tuple(row)
+            print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
+        print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+    return tuple(head)
 
 
 def medians(calls: dict[str, Callable], repeats: int) -> dict[str, float]:

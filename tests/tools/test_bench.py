@@ -166,3 +166,32 @@ def test_loaders_are_timed_over_every_step_of_an_epoch(monkeypatch):
     assert samplers.indices_per_second(samplers.read_epochs(source, orders, 0)) > 0
     with pytest.raises(RuntimeError, match="3 batches arrived, of 4"):
         samplers.indices_per_second(range(3))
+
+
+def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch):
+    single, model = (
+        beside("single_examples"),
+        models.mlp(num_features=64, hidden=(32,), num_classes=10),
+    )
+    task = TASKS["digits"](None, num_train=16)._replace(model=model)
+    monkeypatch.setattr(timing, "step_task", lambda name: task)
+    rows = list(single.rows_of("digits", 6))
+    ours = [f"optax micro_grad, microbatches {size}" for size in ("none", 4, 1)]
+    names = ["plain step", "ordering.sketched", "vmap, then a sketch", *ours]
+    assert [r["way"] for r in rows][:6] == names and rows[0]["times_plain"] == "1.00"
+
+    ways = single.ways_of
+
+    def wrong(loss):
+        found = ways(loss)
+        return found | {names[1]: lambda *args: (found[names[0]](*args)[0], np.eye(16, 1024))}
+
+    monkeypatch.setattr(single, "ways_of", wrong)
+    with pytest.raises(AssertionError, match="ordering.sketched: inner products are off by"):
+        list(single.rows_of("digits", 6))
+
+
+def test_commands_of_benchmarks_name_modules():
+    """Which find `experiments` in a clone; a script beside them would not."""
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert f"python -m benchmarks.{path.stem}" in path.read_text(), path.name
