@@ -1,7 +1,7 @@
 """Sign rules: which end of the next order a vector goes to.
 
-A rule sees two scalars, the products <r, c> and |c|^2 of the running sum r and the vector c. So a
-whole block of vectors can be signed from one Gram matrix.
+A rule sees the products <r, c> and |c|^2 of the running sum r and the vector c, and a random
+number. So a whole block of vectors can be signed from one Gram matrix.
 """
 
 import functools
@@ -24,8 +24,8 @@ class SignRule(NamedTuple):
     Attributes:
       init: `key -> state`. Workers that share a running sum pass the same key.
       sign: `(state, dot, norm2, coin) -> (state, sign)`, with dot = <r, c>, norm2 = |c|^2 and the
-        sign +1 or -1, float32 scalars. It must be elementwise: a kernel calls it with arrays of one
-        element. It leaves keys alone.
+        sign +1 or -1, float32 scalars. It must be elementwise and use no keys: a kernel calls it
+        with arrays of one element.
       next_epoch: `state -> state`.
       coins: `(state, n) -> float32[n]`, random numbers for the next n calls of sign, zeros by
         default.

@@ -13,6 +13,7 @@ from experiments import bench, timing
 from experiments.study.tables import ORDERS
 from experiments.tasks import TASKS
 from experiments.training import loop
+from tests import reference, tables
 from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -189,6 +190,16 @@ def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch)
     monkeypatch.setattr(single, "ways_of", wrong)
     with pytest.raises(AssertionError, match="ordering.sketched: inner products are off by"):
         list(single.rows_of("digits", 6))
+
+
+def test_the_epochs_beside_the_published_code_have_the_orders_of_the_paper():
+    train, sort = beside("published_cd_grab").ours(4, 6, 20)
+    gradients, orders = tables.whole_numbers((4, 6, 20)), [list(range(6))] * 4
+    for _ in range(3):
+        orders = reference.cd_grab_epoch(orders, gradients)
+        assert np.asarray(sort(gradients).current).tolist() == orders
+    weights = [np.asarray(train()[0]) for _ in range(2)]
+    assert (weights[0] == weights[0][:1]).all() and (weights[0] != weights[1]).any()
 
 
 def test_commands_of_benchmarks_name_modules():
