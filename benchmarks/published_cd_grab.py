@@ -29,59 +29,68 @@ SIZES = ((4, 16, 40), (32, 2, 640), (64, 4, 640), (4, 16, 10_000))  # W, units o
 
 
 def examples(workers: int, units: int, parameters: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs [W, M, D / C] and classes [W, M]."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(workers, units, parameters // CLASSES)).astype(np.float32)
     return x, rng.integers(0, CLASSES, (workers, units))
 
 
-class Published:
-    """The published class and a loop as in the script that came with it, on one process."""
+def given(workers: int, units: int, parameters: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whole numbers [W, M, D / C, C], the gradients of `linear`, and classes that it ignores."""
+    rng = np.random.default_rng(1)
+    x = rng.integers(-9, 10, (workers, units, parameters // CLASSES, CLASSES))
+    return x.astype(np.float32), np.zeros((workers, units), np.int64)
 
-    def __init__(self, folder: str, workers: int, units: int, parameters: int):
-        import torch
 
-        sys.path.insert(0, folder)
-        of_orders = importlib.import_module("d_algo").CD_GraB
-        self.torch, self.sizes = torch, (workers, units, parameters)
-        sizes = {"n": workers, "m": units, "d": parameters, "microbatch": STEP}
-        self.sorter = of_orders(0, None, device="cpu", **sizes)
-        self.weights = torch.zeros(parameters // CLASSES, CLASSES)
-        self.x, self.y = map(torch.from_numpy, examples(workers, units, parameters))
+def linear(weights, x, y):
+    """The loss of one example, in either framework."""
+    return (weights * x).sum()
 
-        def loss(weights, x, y):
-            return torch.nn.functional.cross_entropy((x @ weights)[None], y[None])
 
-        single = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
-        self.gradients = torch.func.vmap(single, in_dims=(None, 0, 0))
+def published(folder: str, sizes: tuple[int, int, int], loss: Callable, data) -> Callable:
+    """An epoch of the published class, in a loop as its script's: () -> the next orders."""
+    import torch
 
-    def epoch(self, gradients: np.ndarray | None = None) -> np.ndarray:
-        """Trains an epoch, or only orders these [W, M, D]; returns the next orders."""
-        torch, (workers, units, parameters) = self.torch, self.sizes
-        rows, orders = torch.arange(workers)[:, None], self.sorter.orders
+    sys.path.insert(0, folder)
+    workers, units, parameters = sizes
+    sorter = importlib.import_module("d_algo").CD_GraB(
+        0, None, n=workers, m=units, d=parameters, microbatch=STEP, device="cpu"
+    )
+    weights = torch.zeros(parameters // CLASSES, CLASSES)
+    x, y = map(torch.from_numpy, data)
+    single = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    gradients = torch.func.vmap(single, in_dims=(None, 0, 0))
+    worker = torch.arange(workers)[:, None]
+
+    def epoch():
         for place in range(0, units, STEP):
             batch = torch.arange(place, place + STEP)
-            visited = orders[:, batch]
-            if gradients is None:
-                found = self.gradients(self.weights, self.x[rows, visited], self.y[rows, visited])
-            else:
-                found = torch.from_numpy(gradients)[rows, visited]
-            found = found.reshape(workers, STEP, parameters)
-            if gradients is None:
-                self.weights -= RATE * found.mean((0, 1)).view(self.weights.shape)
-            self.sorter.step(found, batch)
-        self.sorter.sort()
-        return self.sorter.orders.numpy()
+            visited = sorter.orders[:, batch]
+            found = gradients(weights, x[worker, visited], y[worker, visited])
+            weights.sub_(RATE * found.mean((0, 1)))
+            sorter.step(found.reshape(workers, STEP, parameters), batch)
+        sorter.sort()
+        return sorter.orders.numpy()
+
+    return epoch
 
 
-def ours(workers: int, units: int, parameters: int) -> tuple[Callable, Callable]:
-    """(an epoch of training, of ordering given gradients [W, M, D]): state -> state."""
+def softmax_in_torch(weights, x, y):
+    import torch
+
+    return torch.nn.functional.cross_entropy((x @ weights)[None], y[None])
+
+
+def softmax(weights, x, y):
+    return -jax.nn.log_softmax(x @ weights)[y]
+
+
+def ours(sizes: tuple[int, int, int], loss: Callable, data) -> Callable:
+    """An epoch by the public functions: () -> (weights, orders)."""
+    workers, units, parameters = sizes
     order = ordering.cd_grab(units, units_per_step=STEP)
-
-    def loss(weights, batch, key):
-        logits = jax.nn.log_softmax(batch["x"] @ weights)
-        return -jnp.take_along_axis(logits, batch["y"][:, None], axis=1)[:, 0]
-
-    gradients = ordering.per_example(loss)
+    losses = jax.vmap(loss, in_axes=(None, 0, 0))
+    gradients = ordering.per_example(lambda w, batch, key: losses(w, batch["x"], batch["y"]))
 
     def begin(key):
         state = order.init(key, jnp.zeros(parameters))
@@ -101,43 +110,31 @@ def ours(workers: int, units: int, parameters: int) -> tuple[Callable, Callable]
         (weights, orders), _ = jax.lax.scan(step, (weights, orders), places)
         return weights, order.next_epoch(orders)
 
-    def sort(orders, gradients):
-        def step(orders, place):
-            visited = jax.lax.dynamic_slice(orders.current, (place,), (STEP,))
-            return order.observe(orders, ordering.Rows.of(gradients[visited])), None
-
-        orders, _ = jax.lax.scan(step, orders, jnp.arange(0, units, STEP))
-        return order.next_epoch(orders)
-
     lift = functools.partial(local_opt.lift, workers=workers)
-    start = lift(begin, inputs="key", outputs="owned")(jax.random.key(0))
+    orders = lift(begin, inputs="key", outputs="owned")(jax.random.key(0))
     weights = jnp.zeros((workers, parameters // CLASSES, CLASSES))
-    x, y = map(jnp.asarray, examples(workers, units, parameters))
-    run = jax.jit(
-        lift(train, inputs="owned owned owned owned", outputs="owned owned"), donate_argnums=(0, 1)
-    )
-    train_epoch = timing.carry_on(
-        lambda state: run(*state, x, y), jax.tree.map(jnp.copy, (weights, start))
-    )
-    sort_epoch = timing.carry_on(jax.jit(lift(sort, inputs="owned owned", outputs="owned")), start)
-    return train_epoch, sort_epoch
+    words = {"inputs": "owned owned owned owned", "outputs": "owned owned"}
+    run = jax.jit(lift(train, **words), donate_argnums=(0, 1))
+    call = timing.carry_on(lambda state, x, y: run(*state, x, y), (weights, orders))
+    return functools.partial(call, *map(jnp.asarray, data))
 
 
-def check(folder: str, *sizes: int) -> None:
+def check(folder: str, sizes: tuple[int, int, int]) -> None:
     """Raises AssertionError if the orders of three epochs differ."""
-    workers, units, parameters = sizes
-    rng = np.random.default_rng(1)
-    gradients = rng.integers(-9, 10, (workers, units, parameters)).astype(np.float32)
-    published, (_, sort_epoch) = Published(folder, *sizes), ours(*sizes)
+    data = given(*sizes)
+    theirs, own = published(folder, sizes, linear, data), ours(sizes, linear, data)
     for _ in range(3):
-        expected, found = published.epoch(gradients), sort_epoch(jnp.asarray(gradients)).current
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(own()[1].current, theirs())
 
 
 def rows_of(folder: str, sizes: tuple[int, int, int], repeats: int) -> Iterator[dict]:
     """Rows of one size."""
-    check(folder, *sizes)
-    calls = {"published, PyTorch": Published(folder, *sizes).epoch, "syncopate": ours(*sizes)[0]}
+    check(folder, sizes)
+    data = examples(*sizes)
+    calls = {
+        "published, PyTorch": published(folder, sizes, softmax_in_torch, data),
+        "syncopate": ours(sizes, softmax, data),
+    }
     workers, units, parameters = sizes
     for way, seconds, times in timing.compared(calls, repeats):
         middle, low, high = times["syncopate"]

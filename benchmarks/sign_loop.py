@@ -13,10 +13,23 @@ import os
 import pathlib
 import re
 import tempfile
+from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 from absl import app, flags
+from jax.sharding import NamedSharding, PartitionSpec
 
-RULES = ("greedy", "self_balancing_walk", "kernel_halving")
+import ordering
+from experiments import timing
+from experiments.study.compile import cycles_of, slice_of
+from ordering import sign_loop
+
+RULES = {
+    "greedy": ordering.greedy(),
+    "self_balancing_walk": ordering.self_balancing_walk(),
+    "kernel_halving": ordering.kernel_halving(num_epochs=10, num_pairs=1000),
+}
 SIZES = (64, 128, 1024)
 
 
@@ -33,42 +46,27 @@ def turn_of(text: str) -> str:
     return next(part for part in re.split(r"\n(?=\S)", text) if part.startswith(f"%{name} "))
 
 
-def measure(chip: str, folder: str) -> None:
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    import ordering
-    from experiments.results.tables import markdown
-    from experiments.study.compile import cycles_of, slice_of
-    from ordering import sign_loop
-
+def rows_of(chip: str, folder: str) -> Iterator[dict]:
     mesh, _ = slice_of(f"{chip}:1", 1)
     place = NamedSharding(mesh, PartitionSpec())
-    made = {
-        "greedy": ordering.greedy(),
-        "self_balancing_walk": ordering.self_balancing_walk(),
-        "kernel_halving": ordering.kernel_halving(num_epochs=10, num_pairs=1000),
-    }
-    rows = []
-    for name in RULES:
-        state = jax.eval_shape(made[name].init, jax.random.key(0))
+    abstract = functools.partial(jax.ShapeDtypeStruct, sharding=place)
+
+    def compiled(loop, rule, n):
+        state = jax.eval_shape(rule.init, jax.random.key(0))
+        shapes = state, jnp.zeros(n), jnp.zeros((n, n)), jnp.zeros(n, bool)
+        args = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
+        with jax.set_mesh(mesh):
+            return jax.jit(functools.partial(loop, rule)).lower(*args).compile().as_text()
+
+    for name, rule in RULES.items():
         for n in SIZES:
-            shapes = state, jnp.zeros(n), jnp.zeros((n, n)), jnp.zeros(n, bool)
-            args = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
-            )
-            texts = []
-            for loop in (sign_loop.signs_by_scan, sign_loop.signs_in_kernel):
-                with jax.set_mesh(mesh):
-                    run = jax.jit(functools.partial(loop, made[name]))
-                    texts.append(run.lower(*args).compile().as_text())
-            rows.append({
+            turn = turn_of(compiled(sign_loop.signs_by_scan, rule, n))
+            compiled(sign_loop.signs_in_kernel, rule, n)
+            yield {
                 "rule": name, "signs": f"{n:,}",
-                "scan, cycles of a sign": f"{cycles_of(turn_of(texts[0])) / sign_loop.UNROLL:,.0f}",
-                "kernel, bundles of a sign": f"{bundles_of(pathlib.Path(folder))}",
-            })  # fmt: skip
-    print(markdown(rows))
+                "scan, cycles of a sign": f"{cycles_of(turn) / sign_loop.UNROLL:,.0f}",
+                "kernel, bundles of a sign": bundles_of(pathlib.Path(folder)),
+            }  # fmt: skip
 
 
 def main(argv):
@@ -76,7 +74,7 @@ def main(argv):
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         os.environ["LIBTPU_INIT_ARGS"] = dump  # read once, when libtpu is loaded
-        measure(flags.FLAGS.chip, folder)
+        timing.print_rows(rows_of(flags.FLAGS.chip, folder))
 
 
 if __name__ == "__main__":

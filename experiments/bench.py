@@ -11,7 +11,7 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
 The calls of a table take turns in one process, after a warm-up; times are the median of --repeats.
 Ratios with a 95 % interval are computed within each turn; the median over turns is shown.
 Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tables. The kernel and
-other packages' loaders are timed in benchmarks/.
+other packages are timed in benchmarks/.
 """
 
 import functools

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from local_opt.owned import folded, is_key, joined, parted, spec_of
+from local_opt.owned import folded, joined, parted, spec_of
 from local_opt.workers import AXIS, count_of
+from syncopate.mesh import is_key
 
 INPUTS = ("owned", "shared", "split", "key")
 OUTPUTS = ("owned", "shared", "split", "mean", "sum")

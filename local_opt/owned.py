@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
 from local_opt.workers import AXIS, check_synced, count_of
+from syncopate.mesh import is_key
 
 KEYS = (None, "fold", "copy")
 
@@ -127,11 +128,6 @@ def joined(arrays: PyTree, rest: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
     )
-
-
-def is_key(x: Any) -> bool:
-    """Whether a leaf holds typed PRNG keys."""
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def folded(keys: Key[Array, "W ..."]) -> Key[Array, "W ..."]:

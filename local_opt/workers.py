@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from local_opt.checks import check_leading
+from syncopate.mesh import is_key
 from syncopate.plans import Plan, as_array, check_function, check_number, is_whole
 
 AXIS = "worker"
@@ -131,7 +132,7 @@ def _apart(tree):
     """(distance of the workers, the furthest one, the largest number, its ulp) of every leaf."""
 
     def distance(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             x = jax.random.key_data(x)
         own, floating = first(x)[None], jnp.issubdtype(x.dtype, jnp.inexact)
         same = x == own
@@ -186,7 +187,7 @@ def first(x: jax.Array) -> jax.Array:
     """Worker 0's part of an array [W, ...], also if the workers' is an explicit mesh axis."""
     if AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types:
         return x[0]
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis cannot be sliced
     if x.dtype == bool:

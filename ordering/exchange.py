@@ -53,7 +53,7 @@ def equal_once(tree: PyTree, axis_name: str) -> PyTree:
         return tree
 
     def once(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if mesh.is_key(x):
             return shared_key(x, axis_name)
         first = jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
         return jax.lax.psum(first, axis_name).astype(x.dtype)

@@ -35,7 +35,7 @@ def signs_of(
       (state, signs): -1, +1, or 0 for a vector that is not valid or whose product is not finite.
     """
     # The kernel holds the state of the rule in registers. Keys are not needed: coins are drawn.
-    fits = all(is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
+    fits = all(mesh.is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
     loop = signs_in_kernel if mesh.platform() == "tpu" and fits else signs_by_scan
     return loop(rule, state, dots, gram, valid)
 
@@ -55,14 +55,13 @@ def signs_by_scan(rule: SignRule, state, dots, gram, valid) -> Signs:
 def signs_in_kernel(rule: SignRule, state, dots, gram, valid, *, interpret: bool = False) -> Signs:
     """`signs_of` as one Pallas kernel, for rules with scalars and keys in their state."""
     coins = rule.coins(state, valid.size)
-    leaves, structure = jax.tree.flatten(state)
-    scalars = [leaf.reshape(1, 1) for leaf in leaves if not is_key(leaf)]
+    no_keys = jax.tree.map(lambda x: None if mesh.is_key(x) else x.reshape(1, 1), state)
+    scalars, structure = jax.tree.flatten(no_keys)
     rows = [x[None] for x in (dots, valid.astype(jnp.float32), coins)]
 
     def run(gram, dots, valid, coins, *refs):
         numbers, (*new_numbers, signs) = refs[: len(scalars)], refs[len(scalars) :]
-        left = iter(ref[...] for ref in numbers)
-        state = structure.unflatten(None if is_key(leaf) else next(left) for leaf in leaves)
+        state = structure.unflatten(ref[...] for ref in numbers)
         places = jax.lax.broadcasted_iota(jnp.int32, dots.shape, 1)
         pick = functools.partial(jnp.sum, axis=1, keepdims=True)
         step = _step_of(rule, places, coins[...], pick)
@@ -79,8 +78,11 @@ def signs_in_kernel(rule: SignRule, state, dots, gram, valid, *, interpret: bool
     every = mesh.varying([gram, *rows, *scalars])
     shapes = [jax.typeof(x) for x in (*every[4:], every[1])]
     *scalars, signs = pl.pallas_call(run, out_shape=shapes, interpret=interpret)(*every)
-    left = iter(number.reshape(()) for number in scalars)
-    return structure.unflatten(x if is_key(x) else next(left) for x in leaves), signs[0]
+    state = jax.tree.map(
+        lambda new, old: old if new is None else new.reshape(()),
+        structure.unflatten(scalars), state, is_leaf=lambda x: x is None,
+    )  # fmt: skip
+    return state, signs[0]
 
 
 def _step_of(rule: SignRule, places, coins, pick: Callable) -> Callable:
@@ -105,11 +107,6 @@ def one_sign(rule: SignRule, state, dot, norm2, coin, valid):
     new_state, sign = rule.sign(state, dot, norm2, coin)
     # Keys cannot be selected by jnp.where; rules never change theirs.
     state = jax.tree.map(
-        lambda new, old: new if is_key(new) else jnp.where(taken, new, old), new_state, state
+        lambda new, old: new if mesh.is_key(new) else jnp.where(taken, new, old), new_state, state
     )
     return state, jnp.where(taken, sign, 1.0), taken
-
-
-def is_key(x: jax.Array) -> bool:
-    """Whether an array holds keys of jax.random."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -105,7 +105,7 @@ def varying_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     lacking = tuple(sorted(frozenset(axes) - varying_axes(x)))
     if not lacking:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # a cast would consume the key
+    if is_key(x):  # a cast would consume the key
         data = jax.lax.pcast(jax.random.key_data(x), lacking, to="varying")
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.lax.pcast(x, lacking, to="varying")
@@ -125,6 +125,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     """The manual axes over which an array or ShapeDtypeStruct is typed as varying."""
     kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return kind.manual_axis_type.varying if kind.manual_axis_type else frozenset()
+
+
+def is_key(x: Any) -> bool:
+    """Whether a leaf holds typed PRNG keys."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def axes_in(spec: P) -> tuple[str, ...]:

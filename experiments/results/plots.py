@@ -73,7 +73,8 @@ def comparison(
         else:
             _zoom(row[0], [statistics.values(own.runs.values(), name) for name, _, own in curves])
     legend(figure)
-    few, seeds = min(counts := [len(own.runs) for own in shown] or [0]), max(counts)
+    counts = [len(own.runs) for own in shown]
+    few, seeds = min(counts), max(counts)
     many = "one seed" if seeds == 1 else f"{seeds} seeds, mean and 95 % interval"
     many = many if few == seeds else f"{few} to {many}"
     at = "" if speed is None else f", R = {speed:g}"

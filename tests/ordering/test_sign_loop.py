@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 import ordering
 from experiments.study.compile import CUDA, LIBTPU, slice_of
 from ordering import sign_loop
+from syncopate import mesh
 from tests import tables
 from tests.compiled_runs import marks_of, text_of
 
@@ -44,7 +45,7 @@ def compiled(loop, rule):
 
 def plain(state):
     """Numbers of a rule's state."""
-    return [np.asarray(x) for x in jax.tree.leaves(state) if not sign_loop.is_key(x)]
+    return [np.asarray(x) for x in jax.tree.leaves(state) if not mesh.is_key(x)]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -99,14 +100,14 @@ def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
     ],
 )
 def test_compiled_for_a_tpu_the_loop_is_one_kernel(chip, kernels, rule):
-    mesh, _ = slice_of(f"{chip}:1", 1)
+    of_chip, _ = slice_of(f"{chip}:1", 1)
     state = jax.eval_shape(RULES[rule].init, jax.random.key(0))
     args = state, jnp.zeros(64), jnp.zeros((64, 64)), jnp.zeros(64, bool)
     args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, jax.P())),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(of_chip, jax.P())),
         args,
     )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(of_chip):
         lowered = jax.jit(functools.partial(sign_loop.signs_of, RULES[rule])).lower(*args)
     text = text_of(lowered, chip)
     assert text.count('custom_call_target="tpu_custom_call"') == kernels

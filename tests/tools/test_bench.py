@@ -13,7 +13,7 @@ from experiments import bench, timing
 from experiments.study.tables import ORDERS
 from experiments.tasks import TASKS
 from experiments.training import loop
-from tests import reference, tables
+from tests import reference
 from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -170,10 +170,8 @@ def test_loaders_are_timed_over_every_step_of_an_epoch(monkeypatch):
 
 
 def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch):
-    single, model = (
-        beside("single_examples"),
-        models.mlp(num_features=64, hidden=(32,), num_classes=10),
-    )
+    single = beside("single_examples")
+    model = models.mlp(num_features=64, hidden=(32,), num_classes=10)
     task = TASKS["digits"](None, num_train=16)._replace(model=model)
     monkeypatch.setattr(timing, "step_task", lambda name: task)
     rows = list(single.rows_of("digits", 6))
@@ -193,11 +191,13 @@ def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch)
 
 
 def test_the_epochs_beside_the_published_code_have_the_orders_of_the_paper():
-    train, sort = beside("published_cd_grab").ours(4, 6, 20)
-    gradients, orders = tables.whole_numbers((4, 6, 20)), [list(range(6))] * 4
+    published, sizes = beside("published_cd_grab"), (4, 6, 20)
+    data, orders = published.given(*sizes), [list(range(6))] * 4
+    sort = published.ours(sizes, published.linear, data)
     for _ in range(3):
-        orders = reference.cd_grab_epoch(orders, gradients)
-        assert np.asarray(sort(gradients).current).tolist() == orders
+        orders = reference.cd_grab_epoch(orders, data[0].reshape(sizes))
+        assert np.asarray(sort()[1].current).tolist() == orders
+    train = published.ours(sizes, published.softmax, published.examples(*sizes))
     weights = [np.asarray(train()[0]) for _ in range(2)]
     assert (weights[0] == weights[0][:1]).all() and (weights[0] != weights[1]).any()
 
