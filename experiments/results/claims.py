@@ -50,7 +50,7 @@ RUNS = {
     "sst2_w64": Run("SST-2, linear head, W = 64",
                     f"TF-IDF of the text in 256 dimensions for frozen BERT's features{_WIDE}"),
     "hmda_w64": Run("HMDA, logistic regression, W = 64", f"{_JERSEY}{_WIDE}"),
-    "m4_constant": Run("M4 Weekly, constant rate, W = 4", "15 epochs for 30"),
+    "m4_constant": Run("M4 Weekly, constant rate, W = 4", "15 epochs for 30", shown_from=7),
     "lstm_constant": Run("WikiText-2, LSTM, constant rate, W = 4",
                          "test.txt trains, 10 epochs for 50; 4,096 words"),
     "m4": Run("M4 Weekly, W = 4", "15 epochs for 30; decay every 5", shown_from=7),
