@@ -47,9 +47,14 @@ def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:
     return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))
 
 
+def simulated(axis_name: str) -> bool:
+    """Whether the workers are on one device, under `jax.vmap`."""
+    return not {*mesh.names_of(axis_name)} & {*jax.sharding.get_abstract_mesh().manual_axes}
+
+
 def equal_once(tree: PyTree, axis_name: str) -> PyTree:
-    """A tree that is equal on all workers; under `jax.vmap` one copy of it, so not batched."""
-    if {*mesh.names_of(axis_name)} & {*jax.sharding.get_abstract_mesh().manual_axes}:
+    """A tree that is equal on all workers; where they are simulated one copy, so not batched."""
+    if not simulated(axis_name):
         return tree
 
     def once(x):
@@ -61,15 +66,32 @@ def equal_once(tree: PyTree, axis_name: str) -> PyTree:
     return jax.tree.map(once, tree)
 
 
+def joined(slices: Array, entries: int, axis_name: str) -> Array:
+    """Simulated workers' slices [..., `slice_size`] as one array [..., D], not batched."""
+    return jax.lax.all_gather(slices, axis_name, axis=slices.ndim - 1, tiled=True)[..., :entries]
+
+
+def own_slice(array: Array, size: int, axis_name: str) -> Array:
+    """This worker's slice of what `joined` put together."""
+    missing = size * mesh.axis_size(axis_name) - array.shape[-1]
+    padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
+    start = jax.lax.axis_index(axis_name) * size
+    return jax.lax.dynamic_slice_in_dim(padded, start, size, axis=array.ndim - 1)
+
+
 def exchange(rows: Rows, axis_name: str) -> Array:
     """From rows of n units on each worker, this device's slice of all n W: [n W, `slice_size`].
 
     Unit 1 of every worker comes first, then unit 2 of every worker, and so on, as `cd_grab` signs
-    them. Inner products with these rows are partial: a psum over the axis completes them.
+    them. Inner products with these rows are partial: a psum over the axis completes them. Where
+    workers are simulated, the one device holds the whole rows, [n W, D].
     """
     base.check_is_rows(rows, stacked=True)
     workers = mesh.axis_size(axis_name)
     leaves = [leaf.reshape(rows.size, -1) for leaf in jax.tree.leaves(rows.tree)]
+    if simulated(axis_name):
+        everyone = jax.lax.all_gather(jnp.concatenate(leaves, axis=1), axis_name)
+        return everyone.swapaxes(0, 1).reshape(rows.size * workers, -1)
     entries = sum(leaf.shape[1] for leaf in leaves)
     size = slice_size(entries, workers)
     zeros = jnp.zeros((rows.size, size * workers - entries), jnp.result_type(*leaves))
@@ -78,13 +100,7 @@ def exchange(rows: Rows, axis_name: str) -> Array:
     else:
         parts = jnp.concatenate([*leaves, zeros], axis=1)
         parts = parts.reshape(rows.size, workers, size).swapaxes(0, 1)
-    shape = parts.shape
     parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    if parts.shape != shape:
-        raise ValueError(
-            "the rows do not depend on the worker: under jax.vmap map the axis of the workers' "
-            "gradients, for instance with in_axes=0."
-        )
     if rows.size > 1:
         parts = parts.swapaxes(0, 1).reshape(rows.size * workers, size)
     return parts
@@ -127,7 +143,8 @@ def exchange_rows(rows: Rows, *, axis_name: str = "worker") -> tuple[PyTree, Row
     # A mean of integers is not one.
     as_mean = lambda g: g if jnp.issubdtype(g.dtype, jnp.floating) else rows_lib.as_float32(g)  # noqa: E731
     template, unravel = ravel_pytree(jax.tree.map(lambda g: as_mean(g)[0], rows.tree))
-    flat = jax.lax.all_gather(part, axis_name, tiled=True)[: template.size]
+    whole = part if simulated(axis_name) else jax.lax.all_gather(part, axis_name, tiled=True)
+    flat = whole[: template.size]
     exchanged = Rows.of(sent)._replace(workers=len(sent) // rows.size)
     return unravel(flat.astype(template.dtype)), exchanged
 

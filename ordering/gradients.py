@@ -93,7 +93,7 @@ def per_example(
             rows = rows_lib.Rows.of(rows)
         else:
             (losses, aux), tree = jax.vmap(one)(units)
-            mean = jax.tree.map(lambda g: jnp.mean(rows_lib.as_float32(g), 0).astype(g.dtype), tree)
+            mean = jax.tree.map(rows_lib.mean_of, tree)
             rows = rows_lib.Rows.of(tree)
             rows = sketch_rows(rows, to_sketch) if to_sketch else rows
         losses = losses.astype(jnp.float32)

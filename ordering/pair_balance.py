@@ -11,7 +11,17 @@ from jaxtyping import Array, Int, PyTree
 from ordering import base, signs
 from ordering import rows as rows_lib
 from ordering.base import Ordering
-from ordering.exchange import check_alone, exchange, sharded, shared_key, slice_size
+from ordering.exchange import (
+    check_alone,
+    equal_once,
+    exchange,
+    joined,
+    own_slice,
+    sharded,
+    shared_key,
+    simulated,
+    slice_size,
+)
 from ordering.gathered import gathered_pairs
 from ordering.kernel import balance, balance_blocks
 from ordering.signs import SignRule
@@ -150,7 +160,6 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
     rule = signs.rule_of(rule)
     splits_pairs = units_per_step % 2 == 1
     axes = () if specs is None else mesh.check_specs(specs, axis_name)  # inside a worker
-    summed = (*mesh.names_of(axis_name), *axes)
     derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
 
     def init(key, params):
@@ -171,6 +180,27 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
     def observe(state, rows):
         if coordinated and specs is None:
             check_alone(axis_name, what="cd_grab observes")
+        if not coordinated or not simulated(axis_name):
+            return observe_held(state, rows, (*mesh.names_of(axis_name), *axes))
+        # One device simulates all workers: it signs whole rows once, not slices for every worker.
+        workers = mesh.axis_size(axis_name)
+        base.check_is_rows(rows, workers, stacked=True)
+        entries, size = rows_lib.tree_size(rows.tree) // rows.size, state.running_sum.shape[0]
+        like = jax.ShapeDtypeStruct((1, slice_size(entries, workers)), jnp.float32)
+        base.check_shapes(like, state.running_sum, "slices of rows")
+        of_sums = state.running_sum, state.pending
+        running_sum, pending = jax.tree.map(lambda x: joined(x, entries, axis_name), of_sums)
+        position, rule_state = equal_once((state.position, state.rule), axis_name)
+        whole = state._replace(
+            position=position, running_sum=running_sum, pending=pending, rule=rule_state
+        )
+        found = observe_held(whole, rows, axes)
+        of_sums = found.running_sum, found.pending
+        running_sum, pending = jax.tree.map(lambda x: own_slice(x, size, axis_name), of_sums)
+        return found._replace(running_sum=running_sum, pending=pending)
+
+    def observe_held(state, rows, summed):
+        """`observe`, with products summed over these axes."""
         workers = mesh.axis_size(axis_name) if coordinated else 1
         size = base.check_rows(rows, num_units, units_per_step, workers)
         num_pairs = (size + splits_pairs) // 2
@@ -205,8 +235,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
         tree, sends = rows.tree, coordinated and rows.workers is None
         if sends:  # differences are half as many, but pairs of two steps need the gradients
             tree = exchange(rows if splits_pairs else rows_lib.differences(rows), axis_name)
-        what = "slices of rows" if coordinated else "rows.tree"
-        base.check_shapes(tree, state.running_sum, what)
+        base.check_shapes(tree, state.running_sum, "slices of rows" if coordinated else "rows.tree")
         if sends and not splits_pairs:
             return (), tree
         if not coordinated and not splits_pairs:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, PyTree
 
+FEW = 16  # gradients that are added up one by one
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
@@ -98,6 +99,16 @@ class Rows(NamedTuple):
             return jnp.asarray(leaf)[None]
 
         return cls.of(jax.tree.map(alone, gradient))
+
+
+def mean_of(gradients: Float[Array, "n ..."]) -> Float[Array, "..."]:
+    """The mean over the leading axis, added up in float32."""
+    found = as_float32(gradients)
+    # On a CPU additions are fused with what forms the gradients. A reduction is not, and takes
+    # longer than forming them.
+    few = len(found) <= FEW
+    total = functools.reduce(jnp.add, found) if few else jnp.sum(found, axis=0)
+    return (total / len(found)).astype(gradients.dtype)
 
 
 def leading_size(tree: PyTree, what: str, act: str) -> int:

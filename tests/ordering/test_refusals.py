@@ -214,7 +214,6 @@ test_bad_input = refuses({
     "no specs": (lambda: ordering.pair_balance(4, specs={}), "specs holds {}"),
     "uncalled order": (lambda: ordering.dealt(ordering.cd_grab, 4), "order is <function cd_grab"),
     "state as order": (lambda: ordering.dealt(0, 4), "order is 0: pass an Ordering"),
-    "equal rows": (sends(ordering.Rows.of(Z)), "rows do not depend on the worker"),
     "no entries": (lambda: ordering.grab(4).init(KEY, jnp.zeros((2, 0))), "params holds no num"),
     "sketch of nothing": (lambda: SKETCH({}), "nothing to sketch in {}"),
     "sketch of complex": (lambda: SKETCH(Z * 1j), "dtype complex64"),
