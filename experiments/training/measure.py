@@ -14,11 +14,10 @@ from experiments.tasks.base import Recipe, Task
 from experiments.tasks.metrics import CHUNK, METRICS, predicting, sum_chunks
 from experiments.training import input, placement
 from experiments.training.config import Sizes, size_of
-from experiments.training.step import unit_gradients
-from local_opt.workers import AXIS
-from ordering.rows import flat, tree_size
+from ordering.rows import Rows, flat, tree_size
 
 BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
+HELD = 2**16  # numbers of the gradients that a herding bound holds at once, or one gradient
 
 
 def evaluation_steps(recipe: Recipe, sizes: Sizes, total: int) -> list[int]:
@@ -172,7 +171,7 @@ def bounds_of(task, recipe, built, order, compiled: Callable) -> Callable | None
     if data is None:
         owned = input.partition(task.train, sizes, built.source.units)
         data = placement.place(owned, built.sharding)
-    bound = compiled(over, num_units=sizes.num_units, units_per_step=sizes.units_per_step)
+    bound = compiled(over, num_units=sizes.num_units)
 
     def measure(params, orders):
         found = placement.on_host(bound(params, orders, data))
@@ -183,38 +182,44 @@ def bounds_of(task, recipe, built, order, compiled: Callable) -> Callable | None
     return measure
 
 
-def order_bounds(model, over, *, num_units: int, units_per_step: int) -> Callable:
+def order_bounds(model, over, *, num_units: int) -> Callable:
     """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
 
     max over k of |sum_{j <= k} sum_w (g_{w, order_w(j)} - mean g)| in the norms L-infinity and
-    L2, over all units of all workers. It passes over the data twice and holds the gradients of one
-    step. `over` is W or the workers' mesh; the data have leaves [W, M, unit_size, ...].
+    L2, over all units of all workers. It passes over the data twice, and holds the gradients of a
+    few units, summed over the workers. `over` is W or the workers' mesh; the data have leaves
+    [W, M, unit_size, ...].
     """
-    whole = num_units // units_per_step * units_per_step
 
-    def rows_of(params, order, data, start, size):
+    def losses(points, order, data, start):
+        """Of a worker: the sum of its units' losses from `start` on, each at its own `points`."""
+        size = jax.tree.leaves(points)[0].shape[0]
         units = jax.lax.dynamic_slice_in_dim(order, start, size)
-        batch = jax.tree.map(lambda x: x[units], data)
-        gradients = unit_gradients(model.loss, units_per_step=size, separate=True)
-        return flat(gradients(params, batch, jax.random.key(0))[2])
+        of_unit = lambda point, unit: jnp.mean(model.loss(point, unit, jax.random.key(0)))  # noqa: E731
+        return jnp.sum(jax.vmap(of_unit)(points, jax.tree.map(lambda x: x[units], data)))
 
-    def scan_units(function, carry, params, order, data):
-        """Folds `function(carry, rows summed over the workers)` over the steps of an epoch."""
+    lifted = local_opt.lift(losses, over, inputs="shared owned owned shared", outputs="owned")
 
-        def step(carry, start, size):
-            rows = jax.lax.psum(rows_of(params, order, data, start, size), AXIS)
-            return function(carry, rows)
+    def bounds(params, orders, data):
+        size = tree_size(params)
+        at_once = min(num_units, max(1, HELD // size))
+        whole = num_units // at_once * at_once
 
-        starts = jnp.arange(0, whole, units_per_step)
-        carry, _ = jax.lax.scan(
-            lambda c, start: (step(c, start, units_per_step), None), carry, starts
-        )
-        return step(carry, whole, num_units - whole) if whole < num_units else carry
+        def rows_of(start, count):
+            """[count, D]: gradients of the units in these places, summed over the workers."""
+            total = lambda points: jnp.sum(lifted(points, orders, data, start))  # noqa: E731
+            points = jax.tree.map(lambda p: jnp.broadcast_to(p, (count, *p.shape)), params)
+            return flat(Rows.of(jax.grad(total)(points)))
 
-    def bounds(params, order, data):
-        zeros = jnp.zeros(tree_size(params))
-        total = scan_units(lambda t, rows: t + jnp.sum(rows, axis=0), zeros, params, order, data)
-        mean = total / num_units
+        def fold(function, carry):
+            """Folds `function(carry, rows)` over the places of an epoch."""
+            step = lambda carry, start: (function(carry, rows_of(start, at_once)), None)  # noqa: E731
+            carry, _ = jax.lax.scan(step, carry, jnp.arange(0, whole, at_once))
+            rest = num_units - whole
+            return function(carry, rows_of(whole, rest)) if rest else carry
+
+        zeros = jnp.zeros(size)
+        mean = fold(lambda total, rows: total + jnp.sum(rows, axis=0), zeros) / num_units
 
         def follow(carry, rows):
             prefix, bound = carry
@@ -222,6 +227,6 @@ def order_bounds(model, over, *, num_units: int, units_per_step: int) -> Callabl
             norms = [jnp.max(jnp.abs(prefixes)), jnp.sqrt(jnp.max(jnp.sum(prefixes**2, axis=1)))]
             return prefixes[-1], jnp.maximum(bound, jnp.stack(norms))
 
-        return scan_units(follow, (zeros, jnp.zeros(2)), params, order, data)[1]
+        return fold(follow, (zeros, jnp.zeros(2)))[1]
 
-    return jax.jit(local_opt.lift(bounds, over, inputs="shared owned owned", outputs="shared"))
+    return jax.jit(bounds)
