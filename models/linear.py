@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
@@ -100,29 +101,32 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
       >>> round(models.optimum(model, batch), 4)
       0.6931
     """
-    import numpy as np
     from jax.flatten_util import ravel_pytree
     from scipy.optimize import minimize
 
     check_number("tolerance", tolerance, "(0, inf)")
     if not isinstance(model, Model):
         raise ValueError(f"model is a {type(model).__name__}: pass a Model, with its sizes given.")
-    params = model.init(jax.random.key(0))
+    params = jax.device_get(jax.jit(lambda: model.init(jax.random.key(0)))())
     jax.eval_shape(lambda: model.loss(params, batch, None))  # checks the batch
-    with jax.enable_x64(True):
-        batch, start = jax.tree.map(_widen, (batch, params))
-        flat, unravel = ravel_pytree(start)
-        of_vector = jax.jit(
-            jax.value_and_grad(lambda v: jnp.mean(model.loss(unravel(v), batch, None)))
-        )
+    with jax.enable_x64(True):  # NumPy widens without compilation
+        batch, params = jax.tree.map(_widen, (batch, params))
+        batch = jax.device_put(batch)
+        start = np.concatenate([np.ravel(p) for p in jax.tree.leaves(params)])
+
+        @jax.jit
+        @jax.value_and_grad
+        def of_vector(vector, batch):
+            _, unravel = ravel_pytree(params)
+            return jnp.mean(model.loss(unravel(vector), batch, None))
 
         def fun(vector):
-            value, grad = of_vector(vector)
+            value, grad = of_vector(vector, batch)
             return float(value), np.asarray(grad)
 
         limits = {"maxiter": 20_000, "maxfun": 40_000, "maxcor": 50}
         options = {"ftol": 0.0, "gtol": tolerance, **limits}
-        found = minimize(fun, np.asarray(flat), jac=True, method="L-BFGS-B", options=options)
+        found = minimize(fun, start, jac=True, method="L-BFGS-B", options=options)
         slope = float(np.max(np.abs(fun(found.x)[1])))
     # The error is quadratic in the slope: with 1e-6 it is far below the precision of float32.
     if not slope <= max(tolerance, 1e-6):
@@ -134,8 +138,7 @@ def optimum(model: Model, batch: PyTree[Array], *, tolerance: float = 1e-10) -> 
 
 
 def _widen(x):
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    return jnp.asarray(x, jnp.float64 if floating else x.dtype)
+    return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
 
 
 @base.checked

@@ -81,41 +81,44 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
     size, tested = size_of(task.train), size_of(task.test)
     measured_on = tested if halves or not isinstance(task.train, dict) else size
     middle = tested // 2 if halves else 0
-    parts = {"test": part_of(task.test, middle, 2 * middle or tested)}
+    sets = {"test": part_of(task.test, middle, 2 * middle or tested)}
     if halves:
-        parts = {"valid": part_of(task.test, 0, middle)} | parts
-    train = part_of(task.train, 0, min(size, measured_on))
+        sets = {"valid": part_of(task.test, 0, middle)} | sets
     batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
     moments_at = moments(task.model, task.train, batch_size)
     asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
     names = [name for name, metric in METRICS.items() if name in asked or metric.everywhere]
-    tested_by = _jointly({name: METRICS[name].measure(task.model) for name in names})
-    measured = {"train": (_jointly({"loss": mean_loss(task.model)}), train)}
-    measured |= {part: (tested_by, batches) for part, batches in parts.items()}
+    tested_by = {name: METRICS[name].measure(task.model) for name in names}
+    measures = {"train": {"loss": mean_loss(task.model)}} | dict.fromkeys(sets, tested_by)
+    sets = {"train": part_of(task.train, 0, min(size, measured_on))} | sets
+    in_memory = isinstance(task.train, dict) and isinstance(task.test, dict)
     optimum = functools.cache(task.optimum) if task.optimum else None  # when first asked for
 
-    def run(params, parts: Sequence[str] = tuple(measured)) -> dict:
-        statistics, found = moments_at(params), {}
-        for part in parts:
-            measure, batches = measured[part]
-            each = [
-                (size_of(batch), jax.device_get(measure(params, statistics, batch)))
-                for batch in batches()
-            ]
-            sizes, values = zip(*each, strict=True)
-            for name in values[0]:
-                mean = np.average([value[name] for value in values], weights=sizes)
-                found[f"{part}/{name}"] = float(mean)
+    @jax.jit
+    def measured(params, statistics, batches):
+        return {
+            part: {name: of(params, statistics, batch) for name, of in measures[part].items()}
+            for part, batch in batches.items()
+        }
+
+    def run(params, parts: Sequence[str] = tuple(sets)) -> dict:
+        statistics, totals = moments_at(params), {}
+        calls = ({part: batch} for part in parts for batch in sets[part]())
+        if in_memory:  # each part is one batch, and all are measured in one call
+            calls = [{part: batch for call in calls for part, batch in call.items()}]
+        for batches in calls:
+            found = jax.device_get(measured(params, statistics, batches))
+            for part, batch in batches.items():
+                size = size_of(batch)
+                for name, value in found[part].items():
+                    total, count = totals.get(f"{part}/{name}", (0.0, 0))
+                    totals[f"{part}/{name}"] = total + float(value) * size, count + size
+        means = {name: total / count for name, (total, count) in totals.items()}
         if optimum is not None and "train" in parts:
-            found["train/above_optimum"] = found["train/loss"] - optimum()
-        return found
+            means["train/above_optimum"] = means["train/loss"] - optimum()
+        return means
 
     return run
-
-
-def _jointly(measures: dict[str, Callable]) -> Callable:
-    """`(params, statistics, batch) -> {name: float32[]}`, all measures in one compiled program."""
-    return jax.jit(lambda *given: {name: measure(*given) for name, measure in measures.items()})
 
 
 def part_of(data, start: int, stop: int) -> Callable:
