@@ -277,7 +277,7 @@ def check_separable(
     Compares the losses of a batch of two or three examples with those of its examples alone. The
     key may be None for a loss that draws nothing.
     """
-    size = size_of(batch)
+    size, batch = size_of(batch), jax.device_get(batch)  # what NumPy cuts need not be compiled
     of_batch = jax.jit(lambda batch: checked_loss(loss, False)(params, batch, key)[0])
     together = of_batch(batch)
     if together.shape != (size,):
@@ -285,13 +285,13 @@ def check_separable(
             f"the losses of a batch of {size} examples have the shape {together.shape}: return one "
             "loss per example."
         )
-    first = of_batch(jax.tree.map(lambda x: x[:1], batch))[0]
-    repeated = jax.tree.map(lambda x: jnp.concatenate([x[:1]] * size), batch)
-    beside_itself = of_batch(repeated)[0]
-    scale = 1e-3 * (1.0 + abs(float(together[0])))
-    if abs(float(together[0] - first)) > scale or abs(float(together[0] - beside_itself)) > scale:
+    alone = of_batch(jax.tree.map(lambda x: x[:1], batch))
+    repeated = of_batch(jax.tree.map(lambda x: np.repeat(x[:1], size, axis=0), batch))
+    within, first, beside_itself = (float(np.asarray(x)[0]) for x in (together, alone, repeated))
+    scale = 1e-3 * (1.0 + abs(within))
+    if abs(within - first) > scale or abs(within - beside_itself) > scale:
         raise ValueError(
-            f"the loss of an example is {float(together[0]):.6g} in a batch of {size} and "
-            f"{float(first):.6g} alone: the model mixes the examples, as BatchNorm does. Use "
+            f"the loss of an example is {within:.6g} in a batch of {size} and "
+            f"{first:.6g} alone: the model mixes the examples, as BatchNorm does. Use "
             "ordering.microbatch or grouped, or a normalisation that treats them separately."
         )

@@ -1,15 +1,33 @@
 """What compiled programs hold, and compilers of devices that need not be there."""
 
+import contextlib
 import importlib.util
 import math
 import re
 
+import jax
 import numpy as np
 import pytest
 
 from experiments.study.compile import CHIPS, KINDS, Chip, Compiler, collectives_of, uncached
 
 CPU = Chip(2**40, Compiler("cpu", (), "", None, {}, False))  # as many as there are
+
+
+@contextlib.contextmanager
+def compilations():
+    """The names of all that is compiled in the body."""
+    found = []
+
+    def listen(event, *_, **about):
+        if event.endswith("backend_compile_duration"):
+            found.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def marks_of(compiler):

@@ -76,10 +76,8 @@ def timeless(records):
 
 def compiled(prepared):
     """How often what a run needs was compiled: steps, syncs and epochs' ends, by their kind."""
-    return [prepared.steps(*kind)._cache_size() for kind in STEPS_OF] + [
-        prepared.ends(*kind)._cache_size() for kind in ENDS_OF
-    ]
+    programs = [prepared.steps(*kind) for kind in STEPS_OF] + [prepared.sync, prepared.epoch_end]
+    return [program._cache_size() for program in programs]
 
 
 STEPS_OF = [(True, 3), (True, 2), (False, 3), (False, 2)]  # fresh, units
-ENDS_OF = [(True, False), (False, True), (True, True)]  # sync, epoch_end

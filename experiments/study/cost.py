@@ -13,8 +13,8 @@ import local_opt
 from experiments.study.words import Order, SyncRule
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, size_of, sizes_of
-from experiments.training.program import ends_of, state_shapes, steps_of
-from experiments.training.step import TrainState, worker_of
+from experiments.training.program import lifted, state_shapes, steps_of
+from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt.workers import owned_sharding, shared_sharding
 from ordering.exchange import slice_size
 from ordering.kernel import BLOCK
@@ -216,7 +216,7 @@ def shapes_of(
 
         return jax.tree.map(one, tree)
 
-    state = TrainState(*map(placed, state_shapes(worker, task.model, over), owned))
+    state = state_shapes(worker, task.model, over, owned=places[True], shared=places[False])
     unit = examples_of(task.train, sizes.unit_size)
     if row.deals and not reads:
         batch = placed(unit, False, size_of(task.train) // sizes.unit_size)
@@ -225,16 +225,18 @@ def shapes_of(
         batch = placed(unit, True, sizes.workers, units)
     place, rate = (placed(jax.ShapeDtypeStruct((), d), False) for d in (jnp.int32, jnp.float32))
     rates = placed(rate, False, 1)  # how many changes no step
-    steps, ends = steps_of(worker, over, reads=reads), ends_of(worker, over)
+    steps = steps_of(worker, over, reads=reads)
+    sync = lifted(worker, over, sync_of(worker), "shared")
+    epoch_end = lifted(worker, over, epoch_end_of(worker))
 
     def step(fresh):
         return steps(fresh, sizes.units_per_step).lower(state, batch, place, place, place, rates)
 
     programs = {"fresh step": lambda: step(True), "echoed step": lambda: step(False)}
     if not worker.rounds.in_step:
-        programs["sync"] = lambda: ends(True, False).lower(state, rate)
+        programs["sync"] = lambda: sync.lower(state, rate)
     if row.observes:  # else the host draws orders
-        programs["epoch's end"] = lambda: ends(False, True).lower(state, rate)
+        programs["epoch's end"] = lambda: epoch_end.lower(state)
     return Shapes(state, programs, owned, sizes, worker.rounds.in_step)
 
 

@@ -126,9 +126,9 @@ class Trainer:
 
         def compiled(key, plans, evaluated):
             built, scalars = self._program(*key)
-            loop.warm_up(built, plans, built.init(0))
+            state = loop.warm_up(built, plans, 0)
             if evaluated:
-                scalars(0, plans.total_steps, built.init(0))
+                scalars(0, plans.total_steps, state)
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             looked = [True] + [False] * (len(first) - 1)  # evaluations are compiled once

@@ -48,7 +48,7 @@ class RunConfig(NamedTuple):
     """What a synchronisation rule or an echo policy may need to know about a run."""
 
     rates: np.ndarray  # float64[T], learning rates as a factor of their peak
-    key: jax.Array  # of all coins of the run, shared by its workers
+    seed: int  # of all coins of the run, shared by its workers
     warmup_steps: int = 0
     h_base: int = 4  # least steps per round
     growth: float = 2.0  # alpha / peak rate of QSR
@@ -56,6 +56,11 @@ class RunConfig(NamedTuple):
     horizon: int = 1  # steps over which a falling p falls
     fresh: np.ndarray | None = None  # bool[T], for rules that follow the loads
     loads_per_epoch: int | None = None  # for rules that follow the epochs; None: not known
+
+    @property
+    def key(self) -> jax.Array:
+        """Of the coins, for the rules that toss any."""
+        return jax.random.fold_in(jax.random.key(self.seed), 3)
 
     @property
     def total_steps(self) -> int:
@@ -140,14 +145,14 @@ def size_of(data) -> int:
 
 def num_params(model) -> int:
     """D, without making any."""
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def key_of(seed: int) -> jax.Array:
-    """The key of a seed of 32 bits; ValueError for another, which JAX would take modulo 2^32."""
+def seed_of(seed: int) -> np.uint32:
+    """A seed of 32 bits; ValueError for another, which JAX would take modulo 2^32."""
     SEED.check("seed", seed)
-    return jax.random.key(seed)
+    return np.uint32(seed)
 
 
 def total_steps_of(recipe: Recipe, sizes: Sizes) -> int:
@@ -184,7 +189,7 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
     schedule = optimizers.schedule(recipe, total, sizes.loads_per_epoch)
     return RunConfig(
         rates=evaluate_schedule(schedule, total, "lr"),
-        key=jax.random.fold_in(key_of(seed), 3),
+        seed=seed_of(seed),
         warmup_steps=recipe.warmup_steps,
         h_base=recipe.h_base,
         growth=recipe.growth,

@@ -1,12 +1,12 @@
 """The training loop: between two events on the host, one compiled segment runs."""
 
+import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.cluster import agree, processes
@@ -121,10 +121,12 @@ def carry_out(program: Program, state, segment: Segment, batch, following, first
     if segment.stop > segment.start:
         steps = program.steps(fresh, size)
         state = steps(state, batch, np.int32(segment.start), np.int32(segment.stop), first, rates)
+    if sync:
+        state = program.sync(state, segment.rate)
     if following is not None:
-        state, epoch_end = state._replace(orders=following), False
-    if sync or epoch_end:
-        state = program.ends(sync, epoch_end)(state, segment.rate)
+        state = state._replace(orders=following)
+    elif epoch_end:
+        state = program.epoch_end(state)
     return state
 
 
@@ -221,14 +223,13 @@ class Pace:
 class Ahead:
     """Draws the next orders while the steps run, for orders that do not observe gradients.
 
-    It keeps a copy of the orders. Those in the state are donated to the steps, so that reading
-    them would wait for the steps.
+    It keeps a copy of each. Those in the state are donated to the steps, so that reading them would
+    wait for the steps.
     """
 
     def __init__(self, program: Program, orders):
-        self._following = program.following
-        self._own = orders if self._following is None else jax.tree.map(jnp.copy, orders)
-        self._next = None
+        self._following, self._own, self._next = program.following, orders, None
+        self.make()  # before the steps take the orders
 
     def make(self) -> None:
         if self._following is not None and self._next is None:
@@ -241,21 +242,34 @@ class Ahead:
         return given
 
 
-def warm_up(program: Program, plans: Plans, state: TrainState) -> None:
-    """Compiles all programs of a run by calling each with no steps. Consumes the state."""
-    rates, zero = _rates(program, plans), np.int32(0)
-    kinds = _kinds(program, plans)
+def warm_up(program: Program, plans: Plans, seed: int) -> TrainState:
+    """The start of a run, when all that the run needs is compiled, two programs at once.
+
+    Nothing else is run: the first call of a program finds it compiled for the same shapes.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1 if processes.several() else 2) as pool:
+        start = pool.submit(program.init, seed)
+        list(pool.map(lambda lowered: lowered.compile(), _lowered(program, plans)))
+        return start.result()
+
+
+def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:
+    """The programs of a run, the longest to compile first."""
+    state = program.shapes
+    rates, zero, kinds = _rates(program, plans), np.int32(0), _kinds(program, plans)
     for fresh, size in {(kind.fresh, kind.size) for kind in kinds}:
         batch = program.data
         if batch is None:
             batch = input.example_batch(program.source, size)
-        state = program.steps(fresh, size)(state, batch, zero, zero, zero, rates)
-    ahead = Ahead(program, state.orders)
-    jax.block_until_ready(ahead.take())
-    made = program.following is not None
-    for ends in {(kind.sync, kind.epoch_end and not made) for kind in kinds} - {(False, False)}:
-        state = program.ends(*ends)(state, np.float32(0))
-    jax.block_until_ready(program.reset(state))
+        yield program.steps(fresh, size).lower(state, batch, zero, zero, zero, rates)
+    yield program.reset.lower(state.stats)
+    if any(kind.sync for kind in kinds):
+        yield program.sync.lower(state, np.float32(0))
+    if any(kind.epoch_end for kind in kinds):
+        if program.following is not None:
+            yield program.following.lower(state.orders)
+        else:
+            yield program.epoch_end.lower(state)
 
 
 def _kinds(program, plans) -> set[Kind]:

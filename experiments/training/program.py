@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
 from experiments.training import config, input, placement, step
-from experiments.training.config import Sizes, key_of
+from experiments.training.config import Sizes, seed_of
 from experiments.training.step import TrainState, Worker
 from local_opt.workers import owned_sharding, shared_sharding
 from ordering.gradients import check_separable
@@ -24,10 +25,10 @@ class Program(NamedTuple):
 
     Fields:
       sizes: of the run; sharding: of arrays with a worker axis.
-      init: seed -> TrainState.
+      init: seed -> TrainState; shapes: of one, which say where it lies.
       steps: (fresh, units) -> `(state, batch, start, stop, first unit, rates) -> state`: steps
         without an event on the host between them; compiled when first called.
-      ends: (sync, epoch_end) -> `(state, rate) -> state`: what follows a segment's last step.
+      sync: `(state, rate) -> state`; epoch_end: `state -> state`, of orders that observe gradients.
       data: the data on the devices, instead of batches; None if batches are read.
       source: what is read; None if the data stay on the devices.
       units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
@@ -35,7 +36,7 @@ class Program(NamedTuple):
         None.
       sync_in_step: workers synchronise within every step; drifts: parameters of the workers differ
         between two syncs.
-      reset: state -> state with zero stats.
+      reset: stats -> those of a start.
       mean_params: state -> the model, on the host of every process.
       averaged: (state, t) -> {name: the model averaged over t steps}, as `mean_params`.
     """
@@ -43,8 +44,10 @@ class Program(NamedTuple):
     sizes: Sizes
     sharding: Any
     init: Callable
+    shapes: TrainState
     steps: Callable
-    ends: Callable
+    sync: Callable
+    epoch_end: Callable
     data: Any
     source: input.Source | None
     units: np.ndarray | None
@@ -107,20 +110,22 @@ def build(
     else:
         owned = placement.own_workers(mesh, sizes.workers)
         source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
-    reset = lambda state: state._replace(stats=step.zero_stats())  # noqa: E731
     return Program(
         sizes=sizes,
         sharding=owned_sharding(mesh),
         init=_initial(task.model, worker, mesh),
+        shapes=state_shapes(worker, task.model, over, **_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
-        ends=ends_of(worker, over),
+        sync=lifted(worker, over, step.sync_of(worker), "shared"),
+        epoch_end=lifted(worker, over, step.epoch_end_of(worker)),
         data=data,
         source=source,
         units=units,
         following=following_of(worker, over),
         sync_in_step=worker.rounds.in_step,
         drifts=worker.rounds.drift is not None,
-        reset=lifted(worker, over, reset),
+        # It lies where the stats lay: otherwise the steps compile again.
+        reset=jax.jit(_of_all(lambda stats: step.zero_stats(), over), keep_unused=True),
         **_readers(worker),
     )
 
@@ -149,6 +154,9 @@ def lifted(worker: Worker, over, function: Callable, *more: str, in_turn=False) 
     return jax.jit(lambda state, *rest: TrainState(*mapped(*state, *rest)), donate_argnums=0)
 
 
+_of_all = functools.partial(local_opt.lift, inputs="owned", outputs="owned")
+
+
 def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
     """(fresh, units) -> the compiled steps of a segment, all in one loop."""
     take = (lambda batch, units: batch) if reads else input.take_units
@@ -162,17 +170,8 @@ def steps_of(worker: Worker, over, *, reads: bool, in_turn=False) -> Callable:
     return functools.cache(compiled)
 
 
-def ends_of(worker: Worker, over) -> Callable:
-    """(sync, epoch_end) -> the compiled function that follows a segment's last step."""
-
-    def compiled(sync: bool, epoch_end: bool):
-        return lifted(worker, over, step.end_of(worker, sync=sync, epoch_end=epoch_end), "shared")
-
-    return functools.cache(compiled)
-
-
 def start_of(worker: Worker, over) -> Callable:
-    """`(params, keys of orders, keys) -> TrainState` of all workers."""
+    """`(params, seed) -> TrainState` of all workers."""
 
     def start(params, order_key, key):
         like = params if worker.sketch is None else jnp.zeros(worker.sketch)
@@ -185,25 +184,47 @@ def start_of(worker: Worker, over) -> Callable:
     started = local_opt.lift(start, over, inputs=words, outputs=worker.sides)
     # Called once in a run: on a CPU its optimisation takes half of its compilation.
     options = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
-    return jax.jit(lambda *given: TrainState(*started(*given)), compiler_options=options)
+
+    def of_seed(params, seed):
+        return TrainState(*started(params, *keys_of(seed, worker.sizes.workers)[1:]))
+
+    return jax.jit(of_seed, compiler_options=options)
 
 
-def state_shapes(worker: Worker, model, over) -> TrainState:
-    """The shapes of a state of all workers."""
-    workers = worker.sizes.workers
-    params = jax.eval_shape(model.init, jax.random.key(0))
+@functools.lru_cache(8)
+def params_of(model) -> Callable:
+    """`seed -> params`, compiled once for a model."""
+    return jax.jit(lambda seed: model.init(keys_of(seed, 1)[0]))
+
+
+def state_shapes(worker: Worker, model, over, *, owned=None, shared=None) -> TrainState:
+    """The shapes of a state of all workers, with the shardings of its fields if these are given."""
+    workers, places = worker.sizes.workers, {"owned": owned, "shared": shared}
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     if worker.sides.params == "owned":
         wide = lambda p: jax.ShapeDtypeStruct((workers, *p.shape), p.dtype)  # noqa: E731
         params = jax.tree.map(wide, params)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), workers))
-    return jax.eval_shape(start_of(worker, over), params, keys, keys)
+
+    def placed(tree, side):
+        struct = functools.partial(jax.ShapeDtypeStruct, sharding=places[side])
+        return jax.tree.map(lambda x: struct(x.shape, x.dtype), tree)
+
+    shapes = jax.eval_shape(start_of(worker, over), params, seed_of(0))
+    return TrainState(*map(placed, shapes, worker.sides))
+
+
+def _places(mesh) -> dict[str, jax.sharding.Sharding]:
+    """Where a state lies: on the mesh, or on the first device, as that of `_initial`."""
+    if mesh is None:
+        return dict.fromkeys(("owned", "shared"), SingleDeviceSharding(jax.devices()[0]))
+    return {"owned": owned_sharding(mesh), "shared": shared_sharding(mesh)}
 
 
 def following_of(worker: Worker, over) -> Callable | None:
     """`orders -> the next epoch's, twice` for orders that observe nothing: see `loop.Ahead`."""
     if worker.row.observes:
         return None
-    following = local_opt.lift(worker.order.next_epoch, over, inputs="owned", outputs="owned")
+    following = _of_all(worker.order.next_epoch, over)
 
     def twice(orders):
         orders = following(orders)
@@ -220,33 +241,32 @@ def check_units(task: Task, observed: bool) -> None:
             "--unit_size=2 or more, or choose another --model."
         )
     if observed:
-        few = jax.tree.map(jnp.asarray, ordering.input.reader(task.train)[1](np.arange(3)))
-        params = task.model.init(jax.random.key(0))
-        check_separable(task.model.loss, params, few, jax.random.key(0))
+        few = ordering.input.reader(task.train)[1](np.arange(3))
+        params = params_of(task.model)(seed_of(0))
+        # The key is made where the loss is compiled: alone it would be compiled, too.
+        loss = lambda params, batch, _: task.model.loss(params, batch, jax.random.key(0))  # noqa: E731
+        check_separable(loss, params, few, None)
 
 
-def keys_of(seed: int, workers: int):
+def keys_of(seed, workers: int):
     """(of the parameters, of the workers' orders, of the workers' steps)."""
-    key = key_of(seed)
+    key = jax.random.key(seed)
     orders, steps = (jax.random.split(jax.random.fold_in(key, part), workers) for part in (1, 2))
     return jax.random.fold_in(key, 0), orders, steps
 
 
 def _initial(model, worker: Worker, mesh) -> Callable:
     workers, own = worker.sizes.workers, worker.sides.params == "owned"
-    model_init = jax.jit(model.init)
     started = start_of(worker, mesh or workers)
-    own_places = owned_sharding(mesh)
 
     def init(seed: int) -> TrainState:
         """A seed determines the parameters and first permutations, the same for all orders."""
-        params_key, order_keys, keys = keys_of(seed, workers)
-        params = jax.device_get(model_init(params_key))
+        seed = seed_of(seed)
+        params = jax.device_get(params_of(model)(seed))
         if own:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
-        shared = shared_sharding(mesh)
-        params = placement.place(params, own_places if own else shared)
-        state = started(params, *placement.place((order_keys, keys), own_places))
+        params = placement.place(params, owned_sharding(mesh) if own else shared_sharding(mesh))
+        state = started(params, seed)
         # Committed to the device, as a restored state is: otherwise the steps compile twice.
         return jax.device_put(state, jax.devices()[0]) if mesh is None else state
 

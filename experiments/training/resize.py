@@ -126,14 +126,13 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
       visited: units of this epoch, of every worker that goes on.
     """
     sizes, own = worker.sizes, worker.sides.params == "owned"
-    _, order_keys, keys = program.keys_of(seed, sizes.workers)
     if units is None and not worker.row.deals:
         units = np.arange(before.workers * before.num_units).reshape(before.workers, -1)
     params, opt_state, shared = state.params, state.opt_state, (state.averages, state.scale)
     with jax.default_device(_host()):
         if own:
             params, shared = local_opt.resize.mean_of((params, shared), sizes.workers)
-        fresh = program.start_of(worker, sizes.workers)(params, order_keys, keys)
+        fresh = program.start_of(worker, sizes.workers)(params, config.seed_of(seed))
         if own:
             opt_state = local_opt.resize.resize(opt_state, fresh.opt_state, sizes.workers, policy)
         orders, units = ordering.resize.resize(

@@ -94,14 +94,14 @@ def train(
     plans.check()
     if program.source is not None:
         program = program._replace(source=program.source.of_seed(seed))
-    loop.warm_up(program, plans, program.init(seed))
+    start = loop.warm_up(program, plans, seed)
     total = plans.total_steps
     looks = {int(step) for step in evaluate_at} | {total}
     stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(processes.interrupts())
         saver = _Saver(stack, saving, program, plans)
-        at, state, seen = saver.restore(program.init(seed))
+        at, state, seen = saver.restore(start)
         recorder = Recorder(program, evaluate, on_record, traffic, ends, total, seen)
         clock, passed, stopped = input.Clock(), seen.seconds, 0
 
@@ -164,7 +164,7 @@ class Recorder:
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
         self._on_record(found | closing)
-        return self._program.reset(state)
+        return state._replace(stats=self._program.reset(state.stats))
 
     def diverged(self, message: str) -> None:
         """Writes the last record of a run whose parameters are no longer finite."""

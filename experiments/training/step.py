@@ -255,22 +255,33 @@ def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callab
     return steps
 
 
-def end_of(worker: Worker, *, sync: bool, epoch_end: bool) -> Callable:
-    """`(state, rate) -> state`: the sync and the epoch's end of one worker."""
-    rounds, order = worker.rounds, worker.order
+def sync_of(worker: Worker) -> Callable:
+    """`(state, rate) -> state`: the sync of one worker."""
+    rounds = worker.rounds
 
-    def end(state, rate):
-        if sync:
-            params, opt_state = rounds.sync(state.params, state.opt_state, rate=rate)
-            stats = state.stats
-            if rounds.drift:
-                stats = stats._replace(drift=stats.drift + rounds.drift(opt_state))
-            orders = order.sync(state.orders) if worker.row.observes else state.orders
-            state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
-        if epoch_end:
-            state = state._replace(orders=order.next_epoch(state.orders))
-        if worker.scale is not None and (epoch_end or worker.sketch):  # factors are short to send
-            state = state._replace(scale=worker.scale(state.opt_state, state.params))
+    def sync(state, rate):
+        params, opt_state = rounds.sync(state.params, state.opt_state, rate=rate)
+        stats = state.stats
+        if rounds.drift:
+            stats = stats._replace(drift=stats.drift + rounds.drift(opt_state))
+        orders = worker.order.sync(state.orders) if worker.row.observes else state.orders
+        state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
+        return _scaled(worker, state) if worker.sketch else state  # factors are short to send
+
+    return sync
+
+
+def epoch_end_of(worker: Worker) -> Callable:
+    """`state -> state`: the epoch's end of one worker."""
+
+    def epoch_end(state):
+        return _scaled(worker, state._replace(orders=worker.order.next_epoch(state.orders)))
+
+    return epoch_end
+
+
+def _scaled(worker: Worker, state: TrainState) -> TrainState:
+    """The state with the present scale of what its order observes, if it is scaled."""
+    if worker.scale is None:
         return state
-
-    return end
+    return state._replace(scale=worker.scale(state.opt_state, state.params))

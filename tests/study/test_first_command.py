@@ -7,6 +7,7 @@ from experiments.results import tables
 from experiments.study import flags, recipes, search, trainer
 from experiments.training import measure
 from tests import studies
+from tests.compiled_runs import compilations
 
 FIRST = 3 * 3 * 3  # orders, learning rates and seeds
 LONG = 5 * 5 * 5
@@ -60,14 +61,9 @@ def test_programs_are_compiled_before_the_runs_and_bounds_once_for_all_orders(mo
     trains = trainer.Trainer(cd_grab.STUDY, task, recipe)
     arms = ("rr", "id_pair", "cd_grab")
     trains.prepare((arm, None) for arm in arms)
-    built = [trains._program(*trains._key(arm, None))[0] for arm in arms]
-
-    def compiled():
-        return [program.steps(True, 4)._cache_size() for program in built]
-
-    assert compiled() == [1, 1, 1]
-    for arm in arms:
-        for seed in range(2):
-            trains.train(search.Run(arm, None, 0.1, seed, "run"), [], records.append)
-    assert compiled() == [1, 1, 1] and len(made) == 1 and made[0]._cache_size() == 1
+    with compilations() as compiled:
+        for arm in arms:
+            for seed in range(2):
+                trains.train(search.Run(arm, None, 0.1, seed, "run"), [], records.append)
+    assert not compiled and len(made) == 1 and made[0]._cache_size() == 1
     assert all("bound/linf" in record for record in records)

@@ -105,7 +105,7 @@ def test_streamed_batches_are_those_on_the_devices(order, reads):
 
 def test_workers_on_a_mesh_equal_simulated_ones_and_everything_is_compiled_once():
     outcome, records = trained(built(), plans_of())
-    assert compiled(built()) == [1] * 7
+    assert compiled(built()) == [1] * 6
     other, same = trained(built(mesh=True), plans_of())
     np.testing.assert_array_equal(outcome.state.orders.current, other.state.orders.current)
     for one, two in zip(records, same, strict=True):
@@ -114,7 +114,7 @@ def test_workers_on_a_mesh_equal_simulated_ones_and_everything_is_compiled_once(
         built(), plans_of(seed=1), seed=1, ends=lambda record: record["step"] >= 24
     )
     assert outcome.step == 24 and [r["ended"] for r in records] == [False, True]
-    assert compiled(built()) == [1] * 7, "whatever the plan, the seed and the end"
+    assert compiled(built()) == [1] * 6, "whatever the plan, the seed and the end"
 
 
 @pytest.mark.parametrize("order", ["cd_grab", "rr+dealt"])
