@@ -153,6 +153,7 @@ def _finish(outcome, built, plans, folder, values):
     if outcome.diverged:
         sys.exit(outcome.diverged)
     checkpoint.export(folder, built.mean_params(outcome.state))
+    processes.say(f"This took {training_run.told(outcome.seconds)}.")
     processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 
 

@@ -20,6 +20,7 @@ from experiments.study.dry_run import assumed, dry_run
 from experiments.tasks import ranges
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import RunConfig
+from experiments.training.run import told
 
 
 class Arm(NamedTuple):
@@ -154,9 +155,12 @@ def _search(study, task, recipe, folder, done, settings, values):
     kept = trainer.kept_records(folder, done)
     processes.say(f"Compiling {len(study.arms)} arms", file=sys.stderr)
     with records.writing(folder, trackers=values.track, keep=kept) as write:
-        return search.search(
+        found = search.search(
             study, trains, seeds=values.seeds, widen=values.widen, done=kept, on_record=write,
         )  # fmt: skip
+    if trains.seconds:
+        processes.say(f"The runs took {told(trains.seconds)}.", file=sys.stderr)
+    return found
 
 
 def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:

@@ -1,5 +1,6 @@
 """Trains the runs of a study: their plans, programs and evaluations."""
 
+import collections
 import concurrent.futures
 import functools
 import os
@@ -68,6 +69,7 @@ class Trainer:
         self._reads, self._mesh, self._step_seconds = reads, mesh, step_seconds
         halves = study.criterion.scalar.startswith("valid/")
         self._scalars = measure.scalars_of(task, recipe, halves=halves)
+        self.seconds = collections.Counter()  # of all runs, as of `run.Outcome`
         self._plans_of = functools.lru_cache(128)(self._make_plans)
         self._program = functools.cache(self._build)
 
@@ -108,6 +110,7 @@ class Trainer:
             delay=(this.speed or 0) * delay, sync_delay=self.study.sync_steps * delay,
             ends=ends_at(self.study.criterion, kept),
         )  # fmt: skip
+        self.seconds.update(outcome.seconds)
         if folder and outcome.ended and processes.is_first():
             shutil.rmtree(folder, ignore_errors=True)
         return outcome.stopped

@@ -142,20 +142,23 @@ class Clock:
 
     def __init__(self):
         self._start, self._runs = time.perf_counter(), threading.Lock()
+        self.stood: dict[str, float] = {}  # seconds for which it was stopped, by what for
 
     def now(self) -> float:
         with self._runs:
             return time.perf_counter() - self._start
 
     @contextlib.contextmanager
-    def stopped(self):
+    def stopped(self, what: str):
         """Stops the clock while the body runs; threads that read it or sleep by it wait."""
         with self._runs:
             begun = time.perf_counter()
             try:
                 yield
             finally:
-                self._start += time.perf_counter() - begun
+                took = time.perf_counter() - begun
+                self._start += took
+                self.stood[what] = self.stood.get(what, 0.0) + took
 
     def sleep_until(self, moment: float) -> None:
         """Sleeps until the clock shows `moment`, in seconds."""

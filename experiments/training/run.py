@@ -15,6 +15,7 @@ from experiments.training.loop import Progress
 from experiments.training.program import Program
 from experiments.training.step import StepStats, TrainState
 
+RECORDING = "evaluations and records"  # a reason why the clock stops
 SAVE_SECONDS = 60.0  # of training between two checkpoints, if no number of steps is given
 
 
@@ -26,6 +27,7 @@ class Outcome(NamedTuple):
       decided: which steps loaded a batch, if an online policy decided that.
       stopped: the signal that stopped the run, or 0; ended: whether its last record is written.
       diverged: what was not finite, in which step and worker, or None.
+      seconds: of this call, after compilation: of steps, and of what stopped the clock, by name.
     """
 
     step: int
@@ -34,6 +36,7 @@ class Outcome(NamedTuple):
     stopped: int = 0
     ended: bool = False
     diverged: str | None = None
+    seconds: Mapping[str, float] = {}
 
 
 class Saving(NamedTuple):
@@ -110,17 +113,18 @@ def train(
             on_step(at.step)
             seconds = passed + clock.now()
             stopped, save = ask(saver.due(at.step, seconds))
-            with clock.stopped():
-                if at.step in looks:
+            if at.step in looks:
+                with clock.stopped(RECORDING):
                     state = recorder.record(at, state, seconds)
-                if save or (stopped and not recorder.ended):
+            if save or (stopped and not recorder.ended):
+                with clock.stopped("checkpoints"):
                     _check_finite(placement.on_host(state.stats), recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
             return state, bool(stopped or recorder.ended)
 
         try:
             if at.step in looks and not at.step:
-                with clock.stopped():
+                with clock.stopped(RECORDING):
                     state = recorder.record(at, state, 0.0)
             at, state = loop.run(
                 program, plans, state, at, hook, stops=stops, delay=delay,
@@ -129,7 +133,19 @@ def train(
         except FloatingPointError as error:
             recorder.diverged(str(error))
             return Outcome(recorder.seen.step, None, (), stopped, True, str(error))
-    return Outcome(at.step, state, tuple(at.decided), stopped, recorder.ended or at.step == total)
+        seconds = {"steps": clock.now(), **clock.stood}
+    ended = recorder.ended or at.step == total
+    return Outcome(at.step, state, tuple(at.decided), stopped, ended, None, seconds)
+
+
+def told(seconds: Mapping[str, float]) -> str:
+    """The seconds of runs in words.
+
+    Example:
+      >>> told({"steps": 12.3456, "checkpoints": 0.1})
+      '12.3 s of steps, 0.1 s of checkpoints'
+    """
+    return ", ".join(f"{value:.3g} s of {name}" for name, value in seconds.items())
 
 
 class Recorder:

@@ -145,7 +145,7 @@ def test_the_clock_stands_still_and_so_does_who_sleeps_by_it():
         woken.set()
 
     sleeper = threading.Thread(target=sleep, daemon=True)
-    with clock.stopped():
+    with clock.stopped("an evaluation"):
         sleeper.start()
         assert not woken.wait(0.05)
     assert clock.now() < time.perf_counter() - begun - 0.05
