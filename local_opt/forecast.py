@@ -198,11 +198,17 @@ def _waited(plans, delay, seconds, step_seconds):
 def _peak(plans, delay, sent):
     """Bytes per step of all parts in transit in the busiest step."""
     length = max(delay, 1)
-    change = np.zeros(next(iter(plans.values())).total_steps + length + 1)
+    if len(plans) == 1 and length == 1:
+        return max(sent.values())
+    at, change = [], []
     for part, plan in plans.items():
-        np.add.at(change, plan.ends, sent[part] / length)
-        np.add.at(change, plan.ends + length, -sent[part] / length)
-    return float(np.cumsum(change).max())
+        for shift, sign in ((0, 1), (length, -1)):
+            at.append(plan.ends + shift)
+            change.append(np.full(plan.rounds, sign * sent[part] / length))
+    steps, place = np.unique(np.concatenate(at), return_inverse=True)
+    changes = np.zeros(len(steps))
+    np.add.at(changes, place, np.concatenate(change))
+    return float(np.cumsum(changes).max())
 
 
 def communication_time(volumes: Sequence[float], times: Sequence[float]) -> CommunicationTime:

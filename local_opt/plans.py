@@ -4,19 +4,23 @@ R rounds, T steps. A round is the steps between two syncs; the sync follows its 
 """
 
 import dataclasses
+import functools
+from array import array
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from syncopate import plans
+from syncopate.runs import Runs
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class SyncPlan(plans.Plan):
     """The rounds of a run, fixed before it starts.
 
     Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends with a sync; the last round ends
-    with the run. Two plans are equal if they synchronise after the same steps.
+    with the run. Two plans are equal if they synchronise after the same steps. Rounds of one length
+    in a row are held as three numbers, and arrays are made when they are asked for.
 
     Args:
       starts: int64[R], first steps of the rounds; starts[0] = 0, strictly increasing, below T.
@@ -36,38 +40,33 @@ class SyncPlan(plans.Plan):
     marks = "starts"
     stretches = "rounds"
 
-    starts: np.ndarray
-    total_steps: int
-    rule: str = "given starts"
-
-    def __post_init__(self):
-        starts, found = plans.as_array(self.starts)
-        plans.check_total_steps(self.total_steps)
+    def __init__(self, starts: np.ndarray, total_steps: int, rule: str = "given starts"):
+        starts, found = plans.as_array(starts)
+        plans.check_total_steps(total_steps)
         if starts.ndim != 1 or starts.dtype.kind not in "iu" or not len(starts):
             raise ValueError(
                 f"starts is {found}: it must be a list of the whole numbers of the steps at which "
                 "rounds start."
             )
-        if not isinstance(self.rule, str):
-            raise ValueError(f"rule is {self.rule!r}: describe the plan in words.")
         starts = starts.astype(np.int64)
-        if starts[0] != 0 or (np.diff(starts) < 1).any() or starts[-1] >= self.total_steps:
+        if starts[0] != 0 or (np.diff(starts) < 1).any() or starts[-1] >= total_steps:
             raise ValueError(
                 f"starts go from {starts[0]} to {starts[-1]}: they must begin at 0, increase "
-                f"strictly and end below the {self.total_steps} steps of the run."
+                f"strictly and end below the {total_steps} steps of the run."
             )
-        starts.setflags(write=False)
-        object.__setattr__(self, "starts", starts)
-        object.__setattr__(self, "total_steps", int(self.total_steps))
+        super().__init__(Runs.between(starts, total_steps), rule)
 
-    @classmethod
-    def of_marks(cls, marked: np.ndarray, total_steps: int, rule: str) -> "SyncPlan":
-        return cls(marked, total_steps, rule)
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """int64[R], the first step of each round."""
+        starts = self.marked
+        starts.setflags(write=False)
+        return starts
 
     @property
     def rounds(self) -> int:
         """R, the number of syncs of the run."""
-        return len(self.starts)
+        return self.runs.num_stretches
 
     @property
     def volume(self) -> float:
@@ -77,7 +76,7 @@ class SyncPlan(plans.Plan):
     @property
     def ends(self) -> np.ndarray:
         """int64[R], one past the last step of each round."""
-        return np.append(self.starts[1:], self.total_steps)
+        return np.cumsum(self.lengths)
 
     @property
     def periods(self) -> np.ndarray:
@@ -86,6 +85,29 @@ class SyncPlan(plans.Plan):
 
     def round_at(self, step: int | np.ndarray) -> np.ndarray:
         """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
+        return self.runs.number_at(self._checked(step))
+
+    def period_at(self, step: int | np.ndarray) -> np.ndarray:
+        """H of the round that a step belongs to."""
+        return self.runs.length_at(self._checked(step))
+
+    def start_at(self, step: int | np.ndarray) -> np.ndarray:
+        """The first step of the round that a step belongs to."""
+        return self.runs.start_at(self._checked(step))
+
+    def syncs_after(self, step: int | np.ndarray) -> np.ndarray:
+        """Whether workers synchronise after a step."""
+        return self.start_at(step) + self.period_at(step) == np.asarray(step) + 1
+
+    def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
+        """(first step, number of steps) of the rounds that are left at a step, for resuming."""
+        step = plans.check_whole("step", step, 0, self.total_steps)
+        while step < self.total_steps:
+            end = int(self.runs.start_at(step) + self.runs.length_at(step))
+            yield step, end - step
+            step = end
+
+    def _checked(self, step):
         step = np.asarray(step)
         if step.dtype.kind not in "iu":
             raise ValueError(f"step is {step} ({step.dtype}): steps are whole numbers.")
@@ -94,35 +116,18 @@ class SyncPlan(plans.Plan):
                 f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "
                 "the whole run."
             )
-        return np.searchsorted(self.starts, step, side="right") - 1
-
-    def period_at(self, step: int | np.ndarray) -> np.ndarray:
-        """H of the round that a step belongs to."""
-        return self.periods[self.round_at(step)]
-
-    def syncs_after(self, step: int | np.ndarray) -> np.ndarray:
-        """Whether workers synchronise after a step."""
-        return self.ends[self.round_at(step)] == np.asarray(step) + 1
-
-    def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
-        """(first step, number of steps) of the rounds that are left at a step, for resuming."""
-        step = plans.check_whole("step", step, 0, self.total_steps)
-        if step == self.total_steps:
-            return
-        for end in self.ends[self.round_at(step) :]:
-            yield step, int(end) - step
-            step = int(end)
+        return step
 
     def _summary(self):
-        periods = self.periods
-        changes = np.flatnonzero(np.diff(periods, prepend=-1))
-        rows = list(changes)
+        periods = self.runs.lengths
+        rows = list(range(len(periods)))
         if len(rows) > 14:
             rows = [*rows[:7], None, *rows[-6:]]
         sizes = f"volume {self.volume:.3%}, H from {periods.min()} to {periods.max()}"
         lines = ["  from step     H"]
         for r in rows:
-            lines.append("        ..." if r is None else f"{self.starts[r]:>11}{periods[r]:>6}")
+            row = "        ..." if r is None else f"{self.runs.starts[r]:>11}{periods[r]:>6}"
+            lines.append(row)
         return sizes, lines
 
 
@@ -154,16 +159,22 @@ def from_function(
     plans.check_total_steps(total_steps)
     plans.check_whole("offset", offset, 0, total_steps - 1)
     plans.check_function("period", period, "step")
-    starts, t = ([0], offset) if offset else ([], 0)
+    lengths, counts, t = array("q"), array("q"), int(offset)
+    if offset:
+        lengths.append(t), counts.append(1)
     while t < total_steps:
         h = period(t)
         if not plans.is_whole(h) or h < 1:
             raise ValueError(f"period({t}) is {h!r}: a round has a whole number of steps, >= 1.")
-        starts.append(t)
-        t += int(h)
+        h = min(int(h), total_steps - t)
+        if lengths and lengths[-1] == h:
+            counts[-1] += 1
+        else:
+            lengths.append(h), counts.append(1)
+        t += h
     name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
     name += f", offset {offset}" if offset else ""
-    return SyncPlan(np.array(starts, np.int64), total_steps, name)
+    return SyncPlan.of_runs(lengths, counts, total_steps, name)
 
 
 def sync_every_load(fresh: np.ndarray) -> SyncPlan:
@@ -224,20 +235,23 @@ def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) ->
     """
     check_plan(plan)
     plans.check_number("every", every, "[1, inf)")
-    loads = _loads(fresh, plan.total_steps)
-    marks = np.floor(every * np.arange(1, int(len(loads) / every) + 2) + 0.5).astype(np.int64)
-    ends = np.append(loads[marks[marks < len(loads)]], plan.total_steps)
-    found = np.unique(ends[np.searchsorted(ends, plan.ends)])
-    if np.array_equal(found, plan.ends):
+    total_steps = plan.total_steps
+    loads = None if fresh is None else _loads(fresh, total_steps)
+    count = total_steps if loads is None else len(loads)
+    marks = np.floor(every * np.arange(1, int(count / every) + 2) + 0.5).astype(np.int64)
+    marks = marks[marks < count]
+    ends = np.append(marks if loads is None else loads[marks], total_steps)
+    # Up to each mark, the rounds that have ended.
+    ended = np.append(plan.runs.number_at(ends[:-1]), plan.rounds)
+    found = ends[np.diff(ended, prepend=0) > 0]
+    if len(found) == plan.rounds and plan.syncs_after(found - 1).all():
         return plan
     rule = f"{plan.rule}, to the next {every:g} loads"
-    return SyncPlan(np.append(0, found[:-1]), plan.total_steps, rule)
+    return SyncPlan(np.append(0, found[:-1]), total_steps, rule)
 
 
 def _loads(fresh, total_steps) -> np.ndarray:
     """int64[n], the steps that load."""
-    if fresh is None:
-        return np.arange(total_steps)
     fresh, found = plans.as_array(fresh)
     if fresh.dtype != bool or fresh.shape != (total_steps,):
         raise ValueError(

@@ -5,18 +5,20 @@ t is the first step of a round, T the number of steps, eta_t the learning rate a
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from local_opt.plans import SyncPlan, from_function
-from syncopate.plans import check_number, check_total_steps, check_whole
+from syncopate.plans import MOST_VALUES, check_number, check_total_steps, check_whole
 from syncopate.schedules import (
     bernoulli_draws,
     describe_schedule,
     evaluate_schedule,
     probabilities,
+    schedule_at,
 )
 
 
@@ -35,7 +37,7 @@ def every_step(total_steps: int) -> SyncPlan:
       1.0
     """
     check_total_steps(total_steps)
-    return SyncPlan(np.arange(total_steps), total_steps, "every step")
+    return SyncPlan.of_runs([1], [total_steps], total_steps, "every step")
 
 
 def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
@@ -62,8 +64,12 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
       https://arxiv.org/abs/1805.09767
     """
     check_whole("period", period, 1)
-    rule = f"constant, H = {period}"
-    return from_function(lambda t: period, total_steps=total_steps, rule=rule, offset=offset)
+    check_total_steps(total_steps)
+    check_whole("offset", offset, 0, total_steps - 1)
+    length = min(period, total_steps)
+    rounds = -(-(total_steps - offset) // length)
+    rule = f"constant, H = {period}" + (f", offset {offset}" if offset else "")
+    return SyncPlan.of_runs([offset, length], [offset > 0, rounds], total_steps, rule)
 
 
 def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
@@ -92,11 +98,10 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     check_total_steps(total_steps)
     check_whole("period", period, 1)
     check_whole("switch_step", switch_step, 0, total_steps)
-    return from_function(
-        lambda t: 1 if t < switch_step else period,
-        total_steps=total_steps,
-        rule=f"post-local, H = 1 to step {switch_step}, then {period}",
-    )
+    length = min(period, total_steps)
+    rounds = -(-(total_steps - switch_step) // length)
+    rule = f"post-local, H = 1 to step {switch_step}, then {period}"
+    return SyncPlan.of_runs([1, length], [switch_step, rounds], total_steps, rule)
 
 
 def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
@@ -127,11 +132,10 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     check_total_steps(total_steps)
     check_whole("period", period, 1)
     check_whole("switch_step", switch_step, 0, total_steps)
-    return from_function(
-        lambda t: period if t < switch_step else total_steps - t,
-        total_steps=total_steps,
-        rule=f"SWAP, H = {period} to step {switch_step}, then one round",
-    )
+    length = min(period, total_steps)
+    rounds = -(-switch_step // length)
+    rule = f"SWAP, H = {period} to step {switch_step}, then one round"
+    return SyncPlan.of_runs([length, total_steps], [rounds, 1], total_steps, rule)
 
 
 def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Array) -> SyncPlan:
@@ -207,27 +211,59 @@ def power_rule(
     check_whole("h_base", h_base, 1)
     if h_max is not None:
         check_whole("h_max", h_max, h_base)
-    rates = evaluate_schedule(lr, total_steps, "lr")
+    check_total_steps(total_steps)
     check_whole("warmup_steps", warmup_steps, 0, total_steps)
-    if warmup_steps < total_steps and rates[warmup_steps] == 0:
+    check_whole("offset", offset, 0, total_steps - 1)
+    if total_steps <= MOST_VALUES:
+        rates_at = evaluate_schedule(lr, total_steps, "lr").__getitem__
+    else:
+        rates_at = partial(schedule_at, lr, name="lr")
+    if warmup_steps < total_steps and rates_at(np.array([warmup_steps]))[0] == 0:
         raise ValueError(
             f"the learning rate at step {warmup_steps} is 0, and alpha / 0 is a round without end: "
             "pass warmup_steps, the number of steps in which the rate still rises from 0."
         )
 
-    with np.errstate(divide="ignore", over="ignore"):
-        grown = np.power(np.float64(alpha) / rates, power)
-    # Clamped before it becomes an integer: it may be infinite.
-    most = np.minimum(total_steps - np.arange(total_steps), h_max or math.inf)
-    periods = np.maximum(h_base, np.floor(np.minimum(grown, most)).astype(int))
-    periods[:warmup_steps] = h_base
-    return from_function(
-        periods.tolist().__getitem__,
-        total_steps=total_steps,
-        rule=f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup_steps}"
-        + (f", at most {h_max}" if h_max else ""),
-        offset=offset,
-    )
+    def periods(steps):
+        with np.errstate(divide="ignore", over="ignore"):
+            grown = np.power(np.float64(alpha) / rates_at(steps), power)
+        # Clamped before it becomes an integer: it may be infinite.
+        most = np.minimum(total_steps - steps, h_max or math.inf)
+        found = np.maximum(h_base, np.floor(np.minimum(grown, most)).astype(int))
+        return np.where(steps < warmup_steps, h_base, found)
+
+    rule = f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup_steps}"
+    rule += f", at most {h_max}" if h_max else ""
+    if total_steps <= MOST_VALUES:
+        period = periods(np.arange(total_steps)).tolist().__getitem__
+        return from_function(period, total_steps=total_steps, rule=rule, offset=offset)
+    rule += f", offset {offset}" if offset else ""
+    return SyncPlan.of_runs(*_rounds(periods, total_steps, offset), total_steps, rule)
+
+
+SIZES = 64, 512, 4096, 32768, 262144  # rounds whose lengths are evaluated at once
+
+
+def _rounds(periods, total_steps, offset):
+    """(lengths, counts) of rounds whose lengths are `periods(int64[n])` of their first steps.
+
+    They are evaluated for many rounds at once, as if all were as long as the first of them; those
+    behind one of another length are evaluated again.
+    """
+    lengths, counts = ([offset], [1]) if offset else ([], [])
+    t, length, size = offset, 1, SIZES[0]
+    while t < total_steps:
+        steps = np.minimum(t + length * np.arange(size), total_steps - 1)
+        found = periods(steps)
+        others = np.flatnonzero(found != length)
+        count = int(others[0]) if len(others) else size
+        lengths.append(length), counts.append(count)
+        t += count * length
+        length = int(found[count]) if len(others) else length
+        # The next run is about as long as this one; few sizes, as JAX compiles for each.
+        wanted = min(SIZES[-1], 2 * count if len(others) else size + 1)
+        size = next(n for n in SIZES if n >= wanted)
+    return lengths, counts
 
 
 def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:

@@ -22,6 +22,7 @@ from local_opt.wires import Wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 from syncopate.plans import check_number, check_whole, is_whole
+from syncopate.runs import before_step, end_of
 
 
 class PlannedState(NamedTuple):
@@ -125,7 +126,6 @@ def local_steps(
 
 def _planned(rounds, plan, axis_name, *, overwrites):
     """Rounds that end where the plan says; `overwrites`: whether a sync moves a single worker."""
-    ends = plan.ends.astype(np.int32)  # on the host, as a traced array could not leave its trace
 
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
@@ -155,9 +155,9 @@ def _planned(rounds, plan, axis_name, *, overwrites):
         done = state.num_steps + 1 if step is None else jnp.asarray(step, jnp.int32) + 1
         met = state.num_syncs
         if step is not None:
-            met = jnp.searchsorted(ends, done, side="left").astype(jnp.int32)
+            met = before_step(plan.runs, done - 1)
         # Steps beyond the plan synchronise.
-        now = jnp.asarray(ends)[jnp.minimum(met, plan.rounds - 1)] <= done
+        now = end_of(plan.runs, jnp.minimum(met, plan.rounds - 1)) <= done
         now = now if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
         met = met + jnp.asarray(now, jnp.int32)

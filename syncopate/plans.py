@@ -1,6 +1,7 @@
 """The base of all plans, and checks of arguments."""
 
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -13,9 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from syncopate.runs import Runs
+
 __all__ = ["Plan"]
 
-MOST_STEPS = 10**7  # of which every kind of plan is made within seconds
+MOST_STEPS = 10**9  # of a plan
+MOST_VALUES = 10**7  # steps of a rule that decides each by itself, as by a coin
 
 
 def is_whole(value: Any) -> bool:
@@ -68,9 +72,9 @@ def as_array(value: Any) -> tuple[np.ndarray, str]:
     return array, f"{array.dtype}{list(array.shape)}" if is_array else f"a {type(value).__name__}"
 
 
-def check_total_steps(total_steps: Any) -> None:
-    """Raises ValueError unless T is an integer from 1 to 10^7."""
-    check_whole("total_steps", total_steps, 1, MOST_STEPS)
+def check_total_steps(total_steps: Any, most: int = MOST_STEPS) -> None:
+    """Raises ValueError unless T is an integer from 1 to 10^9, or to another bound."""
+    check_whole("total_steps", total_steps, 1, most)
 
 
 def check_function(name: str, value: Any, *arguments: str) -> None:
@@ -127,15 +131,20 @@ def _leaves(tree):
     return {jax.tree_util.keystr(path): kind(x) for path, x in leaves}
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The base of all plans: which of the T steps of a run are marked. Step 0 always is.
 
-    A subclass has `total_steps`, the array of marked steps under the name in `marks`, and `rule`,
-    a description of how it was made. Two plans of one class are equal if their hashes are.
+    A plan holds the stretches between marked steps as runs of equal ones, and makes arrays of steps
+    when they are asked for. Two plans of one class are equal if their hashes are.
+
+    Args:
+      runs: the stretches from each marked step to the next.
+      rule: a description of how the plan was made.
 
     Class attributes:
-      marks: the name of int64[n], the marked steps, also in saved files.
-      stretches: what a marked step begins, in words: "rounds" or "loads".
+      marks: the name of int64[n], the marked steps, also in files of earlier releases.
+      stretches: what a marked step begins, in words and in saved files: "rounds" or "loads".
       online: whether decisions are made during the run; False for plans.
     """
 
@@ -143,27 +152,43 @@ class Plan:
     stretches: ClassVar[str]
     online: ClassVar[bool] = False
 
-    total_steps: int
+    runs: Runs
     rule: str
 
+    def __post_init__(self):
+        if not isinstance(self.rule, str):
+            raise ValueError(f"rule is {self.rule!r}: describe the plan in words.")
+
     @classmethod
-    def of_marks(cls, marked: np.ndarray, total_steps: int, rule: str) -> Self:
-        """A plan from int64[n], its marked steps."""
-        raise NotImplementedError
+    def of_runs(cls, lengths: object, counts: object, total_steps: int, rule: str) -> Self:
+        """A plan of so many stretches of each length in turn, cut at the end of the run."""
+        plan = object.__new__(cls)
+        Plan.__init__(plan, Runs.of(lengths, counts, total_steps), rule)
+        return plan
+
+    @property
+    def total_steps(self) -> int:
+        """T."""
+        return self.runs.total_steps
 
     @property
     def marked(self) -> np.ndarray:
         """int64[n], the marked steps."""
-        return getattr(self, self.marks)
+        return self.runs.all_starts()
 
     @property
     def lengths(self) -> np.ndarray:
         """int64[n], the number of steps from each marked one to the next or to the end."""
-        return np.diff(self.marked, append=self.total_steps)
+        return self.runs.all_lengths()
 
     def digest(self) -> str:
-        """A hash (64 hex digits) of T and all marked steps; independent of machine and rule."""
-        content = np.append(self.marked, self.total_steps).astype("<i8").tobytes()
+        """A hash (64 hex digits) of T and all marked steps; independent of machine and rule.
+
+        Of more than 10^7 steps it is of T and the runs, which say the same.
+        """
+        long = self.total_steps > MOST_VALUES
+        parts = [self.runs.lengths, self.runs.counts] if long else [self.marked]
+        content = np.concatenate([*parts, [self.total_steps]]).astype("<i8").tobytes()
         return hashlib.sha256(content).hexdigest()
 
     def __eq__(self, other):
@@ -173,7 +198,7 @@ class Plan:
         return hash(self.digest())
 
     def __repr__(self):
-        count = f"{len(self.marked)} {self.stretches} in {self.total_steps} steps"
+        count = f"{self.runs.num_stretches} {self.stretches} in {self.total_steps} steps"
         return f"{type(self).__name__}({self.rule}: {count})"
 
     def check_run(self, total_steps: int) -> None:
@@ -187,7 +212,7 @@ class Plan:
     def describe(self) -> str:
         """A summary that fits one screen: rule, sizes, hash, and changes over the run."""
         sizes, table = self._summary()
-        head = f"{self.total_steps} steps, {len(self.marked)} {self.stretches}, {sizes}"
+        head = f"{self.total_steps} steps, {self.runs.num_stretches} {self.stretches}, {sizes}"
         return "\n".join([self.rule, f"{head}, hash {self.digest()[:12]}", *table])
 
     def _summary(self) -> tuple[str, list[str]]:
@@ -203,14 +228,14 @@ class Plan:
         content = {
             "rule": self.rule,
             "total_steps": self.total_steps,
-            self.marks: self.marked.tolist(),
+            self.stretches: np.stack([self.runs.lengths, self.runs.counts], axis=1).tolist(),
             "digest": self.digest(),
         }
         with _file(path, "pass a file in a folder that can be written") as name:
             temporary = f"{name}.tmp"
             try:
                 with open(temporary, "w", encoding="utf-8") as file:
-                    json.dump(content, file, allow_nan=False)
+                    file.write(json.dumps(content, allow_nan=False))
                 os.replace(temporary, name)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -229,12 +254,7 @@ class Plan:
             text = file.read()
         try:
             content = json.loads(text.decode("utf-8"))
-            marks, rule, digest = content[cls.marks], content["rule"], content["digest"]
-            if not isinstance(rule, str) or not isinstance(marks, list):
-                raise TypeError(f"its rule must be a text, its {cls.marks} a list")
-            plan = cls.of_marks(np.asarray(marks, np.int64), content["total_steps"], rule)
-            if set(map(type, marks)) != {int} or plan.marked.tolist() != marks:
-                raise ValueError(f"its {cls.marks} must be whole numbers that increase")
+            plan, digest = cls._of_content(content), content["digest"]
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"[:200]
             raise ValueError(f"{name!r} holds no saved plan ({why}): save it again.") from error
@@ -243,6 +263,26 @@ class Plan:
                 f"{name!r} does not match its hash: it was changed. Save the plan again."
             )
         return plan
+
+    @classmethod
+    def _of_content(cls, content: Any) -> Self:
+        """The plan in a file: [length, how many] of its runs, or the marks, as earlier releases."""
+        total_steps, name = content["total_steps"], cls.stretches
+        check_total_steps(total_steps)
+        if name in content:
+            pairs = content[name]
+            if {(len(pair), *map(type, pair)) for pair in pairs} != {(2, int, int)}:
+                raise TypeError(f"its {name} must be pairs of whole numbers")
+            runs = [*np.asarray(pairs, np.int64).T]
+        else:
+            name = cls.marks
+            runs = [np.diff(content[name], append=total_steps), np.ones(len(content[name]), int)]
+            if set(map(type, content[name])) != {int} or content[name][0] != 0:
+                raise ValueError(f"its {name} must be whole numbers from 0")
+        within = all(((x > 0) & (x <= total_steps)).all() for x in runs)
+        if not within or np.dot(*runs) != total_steps:
+            raise ValueError(f"its {name} must make {total_steps} steps")
+        return cls.of_runs(*runs, total_steps, content["rule"])
 
 
 @contextlib.contextmanager

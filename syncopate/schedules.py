@@ -18,25 +18,30 @@ SLOW = 10.0  # seconds: a schedule that takes longer is warned of
 def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
     """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
 
-    A schedule of JAX operations is called once for all steps, in float64; any other is called
-    step by step. Raises ValueError, with the `name` of the values, if one is negative, not finite
-    or complex, or if an array has another length than T.
+    T is at most 10^7. A schedule of JAX operations is called once for all steps, in float64; any
+    other is called step by step. Raises ValueError, with the `name` of the values, if one is
+    negative, not finite or complex, or if an array has another length than T.
     """
-    plans.check_total_steps(total_steps)
+    plans.check_total_steps(total_steps, plans.MOST_VALUES)
+    return schedule_at(schedule, np.arange(total_steps), name)
+
+
+def schedule_at(schedule: Callable | ArrayLike, steps: np.ndarray, name: str) -> np.ndarray:
+    """float64[n], the values of `evaluate_schedule` at some steps, int64[n], of a longer run."""
     if callable(schedule):
         plans.check_function(name, schedule, "step")
-        values = _real(_evaluated(schedule, total_steps, name), name)
-        values = values.reshape(-1) if values.size == total_steps else values
+        values = _real(_evaluated(schedule, steps, name), name)
+        values = values.reshape(-1) if values.size == steps.size else values
     else:
         values = _real(schedule, name)
-    if values.shape not in ((), (total_steps,)):
+    if values.shape not in ((), steps.shape):
         raise ValueError(
-            f"{name} has the shape {values.shape}: pass one value for each of the {total_steps} "
+            f"{name} has the shape {values.shape}: pass one value for each of the {len(steps)} "
             "steps, or a schedule that returns a single number."
         )
-    values = np.broadcast_to(values, (total_steps,))
-    rule = f"the schedule must be finite and not negative at all {total_steps} steps"
-    _check_all(np.isfinite(values) & (values >= 0), values, name, rule)
+    values = np.broadcast_to(values, steps.shape)
+    rule = f"the schedule must be finite and not negative at all {len(steps)} steps"
+    _check_all(np.isfinite(values) & (values >= 0), values, name, rule, steps)
     return values
 
 
@@ -44,15 +49,15 @@ def probabilities(p: Callable | ArrayLike, total_steps: int, name: str) -> np.nd
     """float64[T], the values of `evaluate_schedule`; raises ValueError unless all are in (0, 1]."""
     values = evaluate_schedule(p, total_steps, name)
     rule = "a probability lies in (0, 1]. Keep the schedule above 0"
-    _check_all((values > 0) & (values <= 1), values, name, rule)
+    _check_all((values > 0) & (values <= 1), values, name, rule, np.arange(total_steps))
     return values
 
 
-def _check_all(good, values, name, rule):
+def _check_all(good, values, name, rule, steps):
     bad = np.flatnonzero(~good)
     if len(bad):
         count = f"{len(bad)} of its values violate this"
-        raise ValueError(f"{name}({bad[0]}) is {values[bad[0]]:g}: {rule} ({count}).")
+        raise ValueError(f"{name}({steps[bad[0]]}) is {values[bad[0]]:g}: {rule} ({count}).")
 
 
 def bernoulli_draws(probabilities: np.ndarray, key: Key[Array, ""]) -> np.ndarray:
@@ -68,7 +73,7 @@ def describe_schedule(p: Any) -> str:
     return f"{float(p):g}" if plans.is_number(p) else "p(t)"
 
 
-def _evaluated(schedule, total_steps, name):
+def _evaluated(schedule, steps, name):
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -78,18 +83,18 @@ def _evaluated(schedule, total_steps, name):
         try:
             # Not jitted: a compiler may rewrite t / 10 as t * 0.1, and the hash of a plan must not
             # depend on the machine.
-            return jax.vmap(schedule)(np.arange(total_steps))
+            return jax.vmap(schedule)(steps)
         except (TypeError, jax.errors.JAXTypeError):
-            return _step_by_step(schedule, total_steps, name)
+            return _step_by_step(schedule, steps, name)
 
 
-def _step_by_step(schedule, total_steps, name):
+def _step_by_step(schedule, steps, name):
     """The values of a schedule that is no function of arrays; warns if this takes long."""
     values, begin = [], 0.0
-    for step in range(total_steps):
-        if step == 10:  # the first calls compile
+    for i, step in enumerate(steps.tolist()):
+        if i == 10:  # the first calls compile
             begin = time.monotonic()
-        elif step == 110 and (left := (time.monotonic() - begin) * total_steps / 100) > SLOW:
+        elif i == 110 and (left := (time.monotonic() - begin) * len(steps) / 100) > SLOW:
             warnings.warn(
                 f"{name} is evaluated step by step, in about {left:.0f} s: write it with jax.numpy "
                 "and without float() and if, to evaluate all steps at once, or pass their values.",

@@ -192,7 +192,7 @@ def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
         syncs, first = False, step
         if plans.sync is not None:
             syncs = bool(plans.sync.syncs_after(step))
-            first = plans.sync.starts[plans.sync.round_at(step)]
+            first = plans.sync.start_at(step)
         yield segment(step, 1, fresh, syncs, False, rates[first])
 
 

@@ -54,7 +54,7 @@ def timeline(plans: Plans, sizes: Sizes) -> Timeline:
     else:
         steps = np.arange(plans.total_steps)
         sync = plans.sync.syncs_after(steps)
-        first = plans.sync.starts[plans.sync.round_at(steps)]
+        first = plans.sync.start_at(steps)
     rates = np.asarray(plans.rates, np.float32)
     return Timeline(fresh, sync, epoch_end, load, rates[first])
 

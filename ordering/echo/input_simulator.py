@@ -76,6 +76,7 @@ def echo_forecast(
       load is the larger of t_load and uses t_step), https://arxiv.org/abs/1907.05550
     """
     check_policy(policy)
+    plans.check_total_steps(policy.total_steps, plans.MOST_VALUES)
     plans.check_number("step_seconds", step_seconds, "(0, inf)")
     plans.check_whole("depth", depth, 1)
     step_seconds = float(step_seconds)

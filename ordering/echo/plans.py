@@ -3,7 +3,9 @@
 A run has T steps and L loads. An echoed step uses a batch that is already on the device.
 """
 
+import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,13 +16,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Key
 
 from syncopate import plans, schedules
+from syncopate.runs import Runs
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class EchoPlan(plans.Plan):
     """The loads of a run: step t loads a fresh batch if fresh[t], and else uses the last one again.
 
-    Two plans are equal if they load in the same steps.
+    Two plans are equal if they load in the same steps. Loads at one distance in a row are held as
+    three numbers, and arrays are made when they are asked for.
 
     Args:
       fresh: bool[T]; fresh[0] is True, as the first step has no batch to use again.
@@ -38,41 +42,33 @@ class EchoPlan(plans.Plan):
 
     marks = "load_steps"
     stretches = "loads"
-    fresh: np.ndarray
-    rule: str = "given steps"
 
-    def __post_init__(self) -> None:
-        fresh, kind = plans.as_array(self.fresh)
+    def __init__(self, fresh: ArrayLike, rule: str = "given steps"):
+        fresh, kind = plans.as_array(fresh)
         if fresh.ndim != 1 or fresh.dtype != bool or not len(fresh):
             raise ValueError(f"fresh is {kind}: pass one bool per step, True where it loads.")
         if not fresh[0]:
             raise ValueError("fresh[0] is False: the first step must load, pass True for it.")
         plans.check_total_steps(len(fresh))
-        fresh = np.array(fresh)
+        super().__init__(Runs.between(np.flatnonzero(fresh), len(fresh)), rule)
+
+    @functools.cached_property
+    def fresh(self) -> np.ndarray:
+        """bool[T], whether each step loads."""
+        fresh = np.zeros(self.total_steps, bool)
+        fresh[self.marked] = True
         fresh.setflags(write=False)
-        object.__setattr__(self, "fresh", fresh)
-
-    @classmethod
-    def of_marks(cls, marked: np.ndarray, total_steps: int, rule: str) -> "EchoPlan":
-        plans.check_total_steps(total_steps)
-        fresh = np.zeros(total_steps, bool)
-        fresh[marked] = True
-        return cls(fresh, rule)
-
-    @property
-    def total_steps(self) -> int:  # pyright: ignore - the base's attribute, here from `fresh`
-        """T."""
-        return len(self.fresh)
+        return fresh
 
     @property
     def load_steps(self) -> np.ndarray:
         """int64[L], the steps that load."""
-        return np.flatnonzero(self.fresh)
+        return self.marked
 
     @property
     def loads(self) -> int:
         """L, the number of loads."""
-        return int(self.fresh.sum())
+        return self.runs.num_stretches
 
     @property
     def share(self) -> float:
@@ -91,17 +87,19 @@ class EchoPlan(plans.Plan):
             raise ValueError(f"step is {step} ({step.dtype}): pass a whole number.")
         if (step < 0).any() or (step > self.total_steps).any():
             raise ValueError(f"step {step} is outside [0, {self.total_steps}]: pass a step in it.")
-        return np.append(0, np.cumsum(self.fresh))[step]
+        step = step.astype(np.int64)
+        return np.where(step == 0, 0, 1 + self.runs.number_at(np.maximum(step - 1, 0)))
 
     def first_load(self, step: int) -> int:
         """The number of the first load that a run needs if it resumes at a step."""
         plans.check_whole("step", step, 0)
         before = int(self.loads_before(step))
-        return before - (step == self.total_steps or not self.fresh[step])
+        return before - (step == self.total_steps or not self.decide(step))
 
     def decide(self, step: int, **_: object) -> bool:
         """Whether a step loads; only `measured` uses the other arguments."""
-        return bool(self.fresh[step])
+        run = bisect.bisect_right(self.runs.starts, step) - 1  # NumPy takes longer for one number
+        return (step - int(self.runs.starts[run])) % int(self.runs.lengths[run]) == 0
 
     @property
     def known(self) -> "EchoPlan":
@@ -109,12 +107,12 @@ class EchoPlan(plans.Plan):
         return self
 
     def _summary(self):
-        uses = self.uses
+        uses = self.runs.lengths
         sizes = f"share {self.share:.3%}, batches used {uses.min()} to {uses.max()} times"
         lines = ["  from step   loads per step"]
         edges = np.unique(np.linspace(0, self.total_steps, 11).astype(int))
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
-            lines.append(f"{start:>11}{self.fresh[start:end].mean():>17.4f}")
+        shares = np.diff(self.loads_before(edges)) / np.diff(edges)
+        lines += [f"{at:>11}{share:>17.4f}" for at, share in zip(edges, shares, strict=False)]
         return sizes, lines
 
 
@@ -144,7 +142,8 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
     """
     plans.check_total_steps(total_steps)
     plans.check_whole("factor", factor, 1)
-    return EchoPlan(np.arange(total_steps) % factor == 0, f"fixed, e = {factor}")
+    uses = min(factor, total_steps)
+    return EchoPlan.of_runs([uses], [-(-total_steps // uses)], total_steps, f"fixed, e = {factor}")
 
 
 def bernoulli(

@@ -97,7 +97,7 @@ def echo_batches(
     if policy.online and not hasattr(loads, "ready"):
         raise ValueError("measured asks whether a batch is ready: pass loads=load_ahead(...).")
     # The steps whose decisions are known.
-    plans.check_whole("first_step", first_step, 0, len(policy.known.fresh))
+    plans.check_whole("first_step", first_step, 0, policy.known.total_steps)
     if augment is not None:
         plans.check_function("augment", augment, "batch", "key")
     if augment is not None or key is not None:
@@ -116,8 +116,8 @@ class _Stream(Iterator):
         self._step, self._agree, self._stop_with_loads = step, agree, stop_with_loads
         self._keep_copy = keep_copy
         known = policy.known
-        self._count = int(known.fresh[:step].sum())  # loads so far
-        self._uses = step - known.load_steps[self._count - 1] if self._count else 0
+        self._count = int(known.loads_before(step))  # loads so far
+        self._uses = step - int(known.runs.start_at(step - 1)) if step else 0
         self._augment = augment and functools.partial(_augmented(augment), key=key)
         self._counter = augment and jnp.int32(step)  # the step, on the device
         self._failed = self._batch = None
