@@ -133,17 +133,21 @@ def permutation(key: Key[Array, ""], size: int) -> Int[Array, "M"]:
     return mesh.varying(order, key)
 
 
-def _argsort(numbers: UInt32[Array, "M"]) -> UInt32[Array, "M"]:
+def _argsort(numbers: UInt32[Array, "M"]) -> Int[Array, "M"]:
     """The stable argsort.
 
-    A CPU sorts plain numbers four times faster than (number, index) pairs. So up to 2^16 numbers
-    are sorted in two passes, first by their lower and then by their upper halves, each with the
-    index packed into the low bits.
+    A CPU sorts plain numbers three to four times faster than (number, index) pairs. So up to 2^16
+    numbers are sorted in two passes, first by their lower and then by their upper halves, each with
+    the index packed into the low bits; and more of them there in 64 bits, with the index in 32.
     """
     size = numbers.shape[0]
     bits = max(1, (size - 1).bit_length())
     if bits > 16:
-        return jnp.argsort(numbers)
+        return jax.lax.platform_dependent(
+            numbers,
+            cpu=_argsort_in_64_bits,
+            default=lambda numbers: mesh.varying(jnp.argsort(numbers), numbers),
+        )
 
     def by(half):
         packed = jax.lax.sort((half << bits) | jnp.arange(size, dtype=jnp.uint32))
@@ -151,6 +155,13 @@ def _argsort(numbers: UInt32[Array, "M"]) -> UInt32[Array, "M"]:
 
     lower = by(numbers & 0xFFFF)
     return lower[by(numbers[lower] >> 16)]
+
+
+def _argsort_in_64_bits(numbers):
+    with jax.enable_x64(True):
+        place = jnp.arange(numbers.shape[0], dtype=jnp.uint64)
+        packed = jax.lax.sort((numbers.astype(jnp.uint64) << jnp.uint64(32)) | place)
+        return (packed & jnp.uint64(2**32 - 1)).astype(jnp.int32)
 
 
 def begin_epoch(state: State, order: Int[Array, "M"], *cleared: str) -> State:

@@ -129,9 +129,12 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
     num_blocks = -(-num_units // block_size)
 
     def draw(key, epoch, current):
-        place = jnp.argsort(_permutation(key, epoch, num_blocks))
-        shuffled = jnp.argsort(place[jnp.arange(num_units) // block_size], stable=True)
-        fresh = base.first_order(key, num_units)[shuffled]
+        blocks, unit = _permutation(key, epoch, num_blocks), jnp.arange(num_units)
+        sizes = jnp.minimum(block_size, num_units - blocks * block_size)
+        start = blocks.at[blocks].set(jnp.cumsum(sizes) - sizes, unique_indices=True)
+        place = start[unit // block_size] + unit % block_size
+        first = base.first_order(key, num_units)
+        fresh = first.at[place].set(first, unique_indices=True)
         replay = (epoch % 2 == 1) & bool(paired_reversal)
         return jnp.where(replay, current[::-1], fresh)
 

@@ -32,8 +32,8 @@ class Runs(NamedTuple):
         elif rest:
             steps[-1] = rest
         changes = np.flatnonzero(np.diff(steps, prepend=0))
-        kept = [x[changes].astype(np.int32) for x in (starts, steps, before)]
-        return cls(*kept, int(total_steps))
+        starts, steps, before = (x[changes].astype(np.int32) for x in (starts, steps, before))
+        return cls(starts, steps, before, int(total_steps))
 
     @classmethod
     def between(cls, starts: np.ndarray, total_steps: int) -> Self:
@@ -48,9 +48,8 @@ class Runs(NamedTuple):
 
     @property
     def num_stretches(self) -> int:
-        return int(self.before[-1]) + (self.total_steps - int(self.starts[-1])) // int(
-            self.lengths[-1]
-        )
+        last = (self.total_steps - int(self.starts[-1])) // int(self.lengths[-1])
+        return int(self.before[-1]) + last
 
     def all_lengths(self) -> np.ndarray:
         """int64[n], the steps of every stretch."""

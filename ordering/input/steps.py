@@ -56,22 +56,34 @@ def step_indices(
     owned, units_per_step = base.check_units(owned, units_per_step)
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     total = None if total is None else plans.check_whole("total", total, 1)
-    ranked = np.sort(orders if total is None else orders.reshape(1, -1), axis=1)
     most = owned if total is None else total
-    outside = length > owned or not ((ranked >= 0) & (ranked < most)).all()
-    if outside or (np.diff(ranked, axis=1) == 0).any():
+    outside = length > owned or not ((orders >= 0) & (orders < most)).all()
+    lists = orders if total is None else orders.reshape(1, -1)
+    if outside or any(_repeats(units, most) for units in lists):
         whose = "each worker's order of its own units; for a slice of an order also num_units"
         whose = whose if total is None else "the orders of one epoch, and their total"
         raise ValueError(
             f"orders of shape {orders.shape} name a unit twice, or outside 0 .. {most - 1}, or "
             f"more than {owned} units: pass {whose}."
         )
-    units = orders if total is not None else orders + owned * np.arange(workers)[:, None]
-    whole = length - length % units_per_step
-    steps = units[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
-    units = np.concatenate([steps.reshape(-1), units[:, whole:].reshape(-1)])
-    indices = units[:, None] * unit_size + np.arange(unit_size)
-    return indices.reshape(-1), workers * units_per_step * unit_size
+    if total is None:
+        orders += owned * np.arange(workers)[:, None]  # in our own copy
+    whole, units = length - length % units_per_step, np.empty(orders.size, np.int64)
+    steps = orders[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
+    units[: workers * whole].reshape(steps.shape)[:] = steps
+    units[workers * whole :] = orders[:, whole:].reshape(-1)
+    if unit_size > 1:
+        units = (units[:, None] * unit_size + np.arange(unit_size)).reshape(-1)
+    return units, workers * units_per_step * unit_size
+
+
+def _repeats(units: np.ndarray, most: int) -> bool:
+    """Whether a unit of 0 .. most - 1 occurs twice."""
+    if 64 * len(units) < most:  # to sort a few is cheaper than a mark for everyone
+        return bool((np.diff(np.sort(units)) == 0).any())
+    seen = np.zeros(most, bool)
+    seen[units] = True
+    return np.count_nonzero(seen) < len(units)
 
 
 class Steps:
@@ -114,7 +126,7 @@ class Steps:
 
 def epoch_mark(indices: np.ndarray, batch_size: int) -> dict:
     """The part of a reader's state that tells which epoch it belongs to."""
-    checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64).tobytes())
+    checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64))
     return {"order": f"{checksum:08x}", "examples_per_step": batch_size}
 
 

@@ -75,12 +75,14 @@ def batches(
     tf = _tensorflow()
     if not indices.size:
         return iter(())
-    parts = [indices[i : i + batch_size] for i in range(0, indices.size, batch_size)]
-    failures = {}
+    count, failures = -(-indices.size // batch_size), {}
+
+    def part(i):
+        return indices[i * batch_size :][:batch_size]
 
     def load(i):
         try:
-            return read(parts[i])
+            return read(part(i))
         except Exception as error:  # TensorFlow keeps only its text, and ends on StopIteration
             failures[i] = error
             raise RuntimeError(repr(error)) from error
@@ -91,19 +93,19 @@ def batches(
         make, finish = _transformed(tf, load, read(indices[:1]), transform, seed, first_batch)
     make = tf.autograph.experimental.do_not_convert(make)
     calls = tf.data.AUTOTUNE if num_parallel_calls is None else num_parallel_calls
-    dataset = tf.data.Dataset.range(len(parts)).map(make, calls, deterministic=True)
+    dataset = tf.data.Dataset.range(count).map(make, calls, deterministic=True)
     options = tf.data.Options()
     options.experimental_warm_start = True  # pyright: ignore - made at run time
     running = [dataset.prefetch(prefetch).with_options(options).as_numpy_iterator()]
 
     def run():
-        for i, part in enumerate(parts):
+        for i in range(count):
             try:
                 leaves = next(running[0])
             except tf.errors.OpError as error:
                 cause = failures.get(i, error)
                 raise RuntimeError(
-                    f"batch {first_batch + i}, examples {part}: {type(cause).__name__}: {cause}"
+                    f"batch {first_batch + i}, examples {part(i)}: {type(cause).__name__}: {cause}"
                 ) from cause
             yield finish(i, leaves)
 
