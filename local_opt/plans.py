@@ -161,7 +161,8 @@ def from_function(
     plans.check_function("period", period, "step")
     lengths, counts, t = array("q"), array("q"), int(offset)
     if offset:
-        lengths.append(t), counts.append(1)
+        lengths.append(t)
+        counts.append(1)
     while t < total_steps:
         h = period(t)
         if not plans.is_whole(h) or h < 1:
@@ -170,7 +171,8 @@ def from_function(
         if lengths and lengths[-1] == h:
             counts[-1] += 1
         else:
-            lengths.append(h), counts.append(1)
+            lengths.append(h)
+            counts.append(1)
         t += h
     name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
     name += f", offset {offset}" if offset else ""

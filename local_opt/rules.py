@@ -257,7 +257,8 @@ def _rounds(periods, total_steps, offset):
         found = periods(steps)
         others = np.flatnonzero(found != length)
         count = int(others[0]) if len(others) else size
-        lengths.append(length), counts.append(count)
+        lengths.append(length)
+        counts.append(count)
         t += count * length
         length = int(found[count]) if len(others) else length
         # The next run is about as long as this one; few sizes, as JAX compiles for each.

@@ -273,16 +273,17 @@ class Plan:
             pairs = content[name]
             if {(len(pair), *map(type, pair)) for pair in pairs} != {(2, int, int)}:
                 raise TypeError(f"its {name} must be pairs of whole numbers")
-            runs = [*np.asarray(pairs, np.int64).T]
+            lengths, counts = np.asarray(pairs, np.int64).T
         else:
             name = cls.marks
-            runs = [np.diff(content[name], append=total_steps), np.ones(len(content[name]), int)]
+            lengths = np.diff(content[name], append=total_steps)
+            counts = np.ones(len(lengths), int)
             if set(map(type, content[name])) != {int} or content[name][0] != 0:
                 raise ValueError(f"its {name} must be whole numbers from 0")
-        within = all(((x > 0) & (x <= total_steps)).all() for x in runs)
-        if not within or np.dot(*runs) != total_steps:
+        within = all(((x > 0) & (x <= total_steps)).all() for x in (lengths, counts))
+        if not within or np.dot(lengths, counts) != total_steps:
             raise ValueError(f"its {name} must make {total_steps} steps")
-        return cls.of_runs(*runs, total_steps, content["rule"])
+        return cls.of_runs(lengths, counts, total_steps, content["rule"])
 
 
 @contextlib.contextmanager

@@ -60,16 +60,16 @@ class Runs(NamedTuple):
         lengths = self.all_lengths()
         return np.cumsum(lengths) - lengths
 
-    def number_at(self, step: np.ndarray) -> np.ndarray:
+    def number_at(self, step: int | np.ndarray) -> np.ndarray:
         """int64: the number of the stretch that a step (or each of an array) lies in."""
         run = self._run_at(step)
         return self.before[run] + (step - self.starts[run]) // self.lengths[run]
 
-    def length_at(self, step: np.ndarray) -> np.ndarray:
+    def length_at(self, step: int | np.ndarray) -> np.ndarray:
         """int64: the length of the stretch that a step lies in."""
         return self.lengths[self._run_at(step)].astype(np.int64)
 
-    def start_at(self, step: np.ndarray) -> np.ndarray:
+    def start_at(self, step: int | np.ndarray) -> np.ndarray:
         """int64: the first step of the stretch that a step lies in."""
         run = self._run_at(step)
         return step - (step - self.starts[run]) % self.lengths[run]
@@ -91,8 +91,13 @@ def end_of(runs: Runs, number: jax.Array) -> jax.Array:
 
 
 def _place(bounds, value):
-    place = jnp.searchsorted(bounds, value, side="right", method="scan_unrolled") - 1
-    return jnp.maximum(place, 0)
+    """The last of the bounds that is not above a traced value, or the first: by bisection."""
+    place, last = jnp.zeros_like(value), len(bounds) - 1
+    for bit in reversed(range(last.bit_length())):  # unrolled, and nothing for a single run
+        further = place + 2**bit
+        at = jnp.asarray(bounds)[jnp.minimum(further, last)]
+        place = jnp.where((further <= last) & (at <= value), further, place)
+    return place
 
 
 def _of_run(runs, place):

@@ -67,7 +67,7 @@ def step_indices(
             f"more than {owned} units: pass {whose}."
         )
     if total is None:
-        orders += owned * np.arange(workers)[:, None]  # in our own copy
+        np.add(orders, owned * np.arange(workers)[:, None], out=orders)  # our own copy
     whole, units = length - length % units_per_step, np.empty(orders.size, np.int64)
     steps = orders[:, :whole].reshape(workers, -1, units_per_step).swapaxes(0, 1)
     units[: workers * whole].reshape(steps.shape)[:] = steps
@@ -83,7 +83,7 @@ def _repeats(units: np.ndarray, most: int) -> bool:
         return bool((np.diff(np.sort(units)) == 0).any())
     seen = np.zeros(most, bool)
     seen[units] = True
-    return np.count_nonzero(seen) < len(units)
+    return int(np.count_nonzero(seen)) < len(units)
 
 
 class Steps:
@@ -126,7 +126,7 @@ class Steps:
 
 def epoch_mark(indices: np.ndarray, batch_size: int) -> dict:
     """The part of a reader's state that tells which epoch it belongs to."""
-    checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64))
+    checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64).data)
     return {"order": f"{checksum:08x}", "examples_per_step": batch_size}
 
 

@@ -1,0 +1,169 @@
+"""Measures an order of M units: bytes, seconds and peak memory, one order and M per process.
+
+    python -m benchmarks.growth_units --order=pair_balance --units=1000000
+
+prints a row as JSON; `benchmarks.growth` starts a process for each. Peaks of resident memory are
+those of one phase each, less what the process held before the first order. Units are those of all
+workers, which are simulated. Aim: no phase grows faster than a sort, and a step not at all.
+"""
+
+import json
+import pathlib
+import tempfile
+import types
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import local_opt
+import ordering
+from experiments import timing
+from experiments.study.cost import tree_bytes
+from experiments.training import checkpoint
+from experiments.training.config import Plans
+from experiments.training.loop import Progress
+from ordering import echo
+
+GRADIENT, PER_STEP, SKETCH = 64, 64, 8  # entries, units per worker and step, numbers of a sketch
+STEPS = 50  # between two looks at the clock
+DEALT = ordering.dealing.DealtState | ordering.dealing.DealtShuffleState
+
+
+def dealt_pairs(m):
+    return ordering.dealt(ordering.cd_grab(m, units_per_step=PER_STEP, gathers="step"), m)
+
+
+ORDERS = {  # (workers, their units -> order)
+    "random_reshuffling": (1, ordering.random_reshuffling),
+    "block_reshuffling": (1, lambda m: ordering.block_reshuffling(m, block_size=PER_STEP)),
+    "pair_balance": (1, lambda m: ordering.pair_balance(m, units_per_step=PER_STEP)),
+    "grab": (1, lambda m: ordering.grab(m, units_per_step=PER_STEP)),
+    "cd_grab": (2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP)),
+    "cd_grab, at syncs": (
+        2, lambda m: ordering.cd_grab(m, units_per_step=PER_STEP, gathers="sync")
+    ),
+    "dealt_reshuffling": (2, ordering.dealt_reshuffling),
+    "dealt cd_grab": (2, dealt_pairs),
+}  # fmt: skip
+
+
+def lifted(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callable, ...]:
+    """(init, observe, next_epoch) of all workers, simulated; the last two donate their states."""
+
+    def init(key):
+        return order.init(key, jnp.zeros(numbers))
+
+    def observe(state, rows):
+        return order.observe(state, ordering.Rows.of(rows))
+
+    def next_epoch(state):
+        return order.next_epoch(state)
+
+    words = {init: "key", observe: "owned split", next_epoch: "owned"}
+    calls = [local_opt.lift(f, workers, inputs=words[f], outputs="owned") for f in words]
+    return jax.jit(calls[0]), *(jax.jit(call, donate_argnums=0) for call in calls[1:])
+
+
+def phase(call: Callable, repeats: int) -> tuple[float, float]:
+    """(median seconds of a call, peak MB of resident memory until now since the last phase)."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    return timing.medians({"": call}, repeats)[""], resident("VmHWM")
+
+
+def resident(field: str) -> float:
+    """MB of memory of this process: VmRSS now, VmHWM at its peak."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+def saved(state, folder: str, repeats: int) -> tuple[float, float, float]:
+    """(seconds to save, to restore, peak MB) of a checkpoint of the state, with its hashes."""
+    plans = Plans(local_opt.every_step(1), echo.fixed(1, total_steps=1), np.ones(1))
+    program, steps = types.SimpleNamespace(sizes=(), units=None), iter(range(1, 99))
+
+    with checkpoint.opened(folder) as manager:
+
+        def save():
+            at, seen = Progress(next(steps)), checkpoint.Evaluation()
+            checkpoint.save(manager, program, plans, at, state, seen, {})
+            manager.wait_until_finished()
+
+        save_seconds, peak = phase(save, repeats)
+
+    def restore():
+        return checkpoint.read_state(f"{folder}/{checkpoint.settled(folder)}", state)
+
+    restore_seconds, later = phase(restore, repeats)
+    return save_seconds, restore_seconds, max(peak, later)
+
+
+def first_batches(state, units: int) -> dict[str, Callable]:
+    """Calls that read the first batch of an epoch, to the device or by tf.data."""
+    source = np.zeros((units, 1), np.float32)
+    sizes = {"units_per_step": PER_STEP}
+    if isinstance(state, DEALT):
+        sizes["total"] = units
+
+    def read():
+        with ordering.input.read_epochs(source, lambda: state, **sizes) as reads:
+            return next(reads)
+
+    def tf_data():
+        indices, batch = ordering.input.step_indices(np.asarray(state.current), **sizes)
+        return next(ordering.input.batches(source, indices, batch_size=batch))
+
+    return {"read_epochs": read, "tf.data": tf_data}
+
+
+def unit_row(name: str, units: int, repeats: int) -> dict:
+    workers, make = ORDERS[name]
+    numbers = SKETCH if "syncs" in name else GRADIENT
+    init, observe, next_epoch = lifted(make(units // workers), workers, numbers)
+    next(ordering.input.batches(np.zeros(1), [0], batch_size=1))  # imports TensorFlow
+    before = resident("VmRSS")
+    held = []
+
+    def first():
+        held[:] = [init(jax.random.key(0))]
+        return held[0]
+
+    init_seconds, peak = phase(first, repeats)
+    state, rows = held.pop(), jnp.ones((workers * PER_STEP, numbers))
+    memory = observe.lower(state, rows).compile().memory_analysis()
+    step = timing.carry_on(observe, state)
+    observe_seconds, _ = phase(lambda: [step(rows) for _ in range(STEPS)][-1], repeats)
+    end = timing.carry_on(next_epoch, step(rows))
+    epoch_seconds, later = phase(end, repeats)
+    state = end()
+    with tempfile.TemporaryDirectory() as folder:
+        save_seconds, restore_seconds, peak_save = saved(state, folder, repeats)
+    batch = {name: phase(call, repeats) for name, call in first_batches(state, units).items()}
+    peaks = {"order": max(peak, later), "checkpoint": peak_save}
+    peaks["batch"] = max(found for _, found in batch.values())
+    return {
+        "order": name, "units": f"{units:,}", "workers": workers,
+        "state_mb": round(tree_bytes(state) / 1e6, 1),
+        "in_place_mb": round(memory.alias_size_in_bytes / 1e6, 1),
+        "step_temporary_kb": round(memory.temp_size_in_bytes / 1e3, 1),
+        "observe_us": round(1e6 * observe_seconds / STEPS, 1),
+        "init_s": round(init_seconds, 3), "next_epoch_s": round(epoch_seconds, 3),
+        "save_s": round(save_seconds, 2), "restore_s": round(restore_seconds, 2),
+        "first_batch_s": round(batch["read_epochs"][0], 3),
+        "first_by_tf_data_s": round(batch["tf.data"][0], 3),
+    } | {f"peak_mb_{name}": round(found - before) for name, found in peaks.items()}  # fmt: skip
+
+
+def main(argv) -> None:
+    del argv
+    values = flags.FLAGS
+    print(json.dumps(unit_row(values.order, values.units, values.repeats)))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("order", "pair_balance", list(ORDERS), "of the row")
+    flags.DEFINE_integer("units", 10**6, "M, of all workers", lower_bound=PER_STEP)
+    flags.DEFINE_integer("repeats", 3, "timings of a call, after a first one", lower_bound=1)
+    app.run(main)
