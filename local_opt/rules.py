@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from local_opt.plans import SyncPlan, from_function
-from syncopate.plans import MOST_VALUES, check_number, check_total_steps, check_whole
+from syncopate.plans import MOST_VALUES, as_array, check_number, check_total_steps, check_whole
 from syncopate.schedules import (
     bernoulli_draws,
     describe_schedule,
@@ -214,10 +214,14 @@ def power_rule(
     check_total_steps(total_steps)
     check_whole("warmup_steps", warmup_steps, 0, total_steps)
     check_whole("offset", offset, 0, total_steps - 1)
+    rates_at = partial(schedule_at, lr, name="lr")
     if total_steps <= MOST_VALUES:
         rates_at = evaluate_schedule(lr, total_steps, "lr").__getitem__
-    else:
-        rates_at = partial(schedule_at, lr, name="lr")
+    elif not callable(lr) and as_array(lr)[0].ndim:
+        raise ValueError(
+            f"lr is {as_array(lr)[1]}, and the run has {total_steps} steps: above {MOST_VALUES} "
+            "pass a schedule or a number."
+        )
     if warmup_steps < total_steps and rates_at(np.array([warmup_steps]))[0] == 0:
         raise ValueError(
             f"the learning rate at step {warmup_steps} is 0, and alpha / 0 is a round without end: "
@@ -254,7 +258,7 @@ def _rounds(periods, total_steps, offset):
     t, length, size = offset, 1, SIZES[0]
     while t < total_steps:
         steps = np.minimum(t + length * np.arange(size), total_steps - 1)
-        found = periods(steps)
+        found = np.minimum(periods(steps), total_steps)
         others = np.flatnonzero(found != length)
         count = int(others[0]) if len(others) else size
         lengths.append(length)

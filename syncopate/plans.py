@@ -143,7 +143,7 @@ class Plan:
       rule: a description of how the plan was made.
 
     Class attributes:
-      marks: the name of int64[n], the marked steps, also in files of earlier releases.
+      marks: the name of int64[n], the marked steps, also in files of earlier versions.
       stretches: what a marked step begins, in words and in saved files: "rounds" or "loads".
       online: whether decisions are made during the run; False for plans.
     """
@@ -266,7 +266,7 @@ class Plan:
 
     @classmethod
     def _of_content(cls, content: Any) -> Self:
-        """The plan in a file: [length, how many] of its runs, or the marks, as earlier releases."""
+        """The plan in a file: [length, how many] of its runs, or the marks, as earlier versions."""
         total_steps, name = content["total_steps"], cls.stretches
         check_total_steps(total_steps)
         if name in content:

@@ -33,6 +33,8 @@ class Runs(NamedTuple):
             steps[-1] = rest
         changes = np.flatnonzero(np.diff(steps, prepend=0))
         starts, steps, before = (x[changes].astype(np.int32) for x in (starts, steps, before))
+        for numbers in (starts, steps, before):
+            numbers.setflags(write=False)
         return cls(starts, steps, before, int(total_steps))
 
     @classmethod

@@ -75,6 +75,15 @@ def test_rounds_of_a_long_schedule_are_those_of_all_its_steps(offset, h_max, mon
     assert len(asked) <= 2 + 2 * len(expected.runs.starts)  # calls, each for many rounds
 
 
+def test_values_of_a_long_run_are_refused():
+    with pytest.raises(ValueError, match=r"lr is int64\[2\], .*above 10000000 pass a schedule"):
+        local_opt.qsr(np.arange(2), total_steps=T, alpha=1.0, h_base=1)
+    with pytest.raises(ValueError, match="total_steps is 1000000000: .* in 1 .. 10000000"):
+        local_opt.bernoulli(0.5, total_steps=T, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="read-only"):
+        local_opt.every_step(T).runs.starts[0] = 1
+
+
 @pytest.mark.parametrize("name", [*tables.PLANS, *tables.ECHO_PLANS])
 def test_runs_answer_like_arrays(name):
     plan = (tables.PLANS | tables.ECHO_PLANS)[name](60)

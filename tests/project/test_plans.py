@@ -36,7 +36,7 @@ def test_a_saved_plan_is_read_back_and_a_changed_file_is_refused(name, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     content = json.loads(path.read_text())
     assert list(content) == ["rule", "total_steps", plan.stretches, "digest"]
-    earlier = content | {plan.marks: plan.marked.tolist()}  # as earlier releases wrote it
+    earlier = content | {plan.marks: plan.marked.tolist()}  # as earlier versions wrote it
     del earlier[plan.stretches]
     path.write_text(json.dumps(earlier))
     assert type(plan).read(path) == plan
