@@ -228,7 +228,7 @@ class Plan:
         content = {
             "rule": self.rule,
             "total_steps": self.total_steps,
-            self.stretches: np.stack([self.runs.lengths, self.runs.counts], axis=1).tolist(),
+            self.stretches: [self.runs.lengths.tolist(), self.runs.counts.tolist()],
             "digest": self.digest(),
         }
         with _file(path, "pass a file in a folder that can be written") as name:
@@ -266,20 +266,21 @@ class Plan:
 
     @classmethod
     def _of_content(cls, content: Any) -> Self:
-        """The plan in a file: [length, how many] of its runs, or the marks, as earlier versions."""
+        """The plan in a file: lengths and counts of its runs, or the marks, as earlier versions."""
         total_steps, name = content["total_steps"], cls.stretches
         check_total_steps(total_steps)
         if name in content:
-            pairs = content[name]
-            if {(len(pair), *map(type, pair)) for pair in pairs} != {(2, int, int)}:
-                raise TypeError(f"its {name} must be pairs of whole numbers")
-            lengths, counts = np.asarray(pairs, np.int64).T
+            lengths, counts = content[name]
+            kinds = {*map(type, lengths), *map(type, counts)}
         else:
             name = cls.marks
             lengths = np.diff(content[name], append=total_steps)
-            counts = np.ones(len(lengths), int)
-            if set(map(type, content[name])) != {int} or content[name][0] != 0:
-                raise ValueError(f"its {name} must be whole numbers from 0")
+            kinds, counts = set(map(type, content[name])), np.ones(len(lengths))
+            if content[name][0] != 0:
+                raise ValueError(f"its {name} must begin at 0")
+        if kinds != {int}:
+            raise TypeError(f"its {name} must be lists of whole numbers")
+        lengths, counts = np.array(lengths, np.int64), np.array(counts, np.int64)
         within = all(((x > 0) & (x <= total_steps)).all() for x in (lengths, counts))
         if not within or np.dot(lengths, counts) != total_steps:
             raise ValueError(f"its {name} must make {total_steps} steps")

@@ -40,7 +40,7 @@ def test_a_saved_plan_is_read_back_and_a_changed_file_is_refused(name, tmp_path)
     del earlier[plan.stretches]
     path.write_text(json.dumps(earlier))
     assert type(plan).read(path) == plan
-    changes = (("total_steps", 42), (plan.stretches, [[1, 2]]), ("digest", "0" * 64))
+    changes = (("total_steps", 42), (plan.stretches, [[1], [2]]), ("digest", "0" * 64))
     for changed in [*(content | {k: v} for k, v in changes), earlier | {plan.marks: [0]}]:
         path.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=f"{NO_PLAN}|{OTHER_PLAN}"):
@@ -65,9 +65,10 @@ VALUES = [*DEEP, "NaN", "Infinity", "1e400", "1" + "0" * 30, "1" * 5000, "-1", "
 MARKS = ["[0.0, 4.0, 8.0]", "[0, 4.5, 8]", "[false, 4, 8]", '["0", "4", "8"]', "[0, 8, 4]",
          "[0, 4, 4, 8]", "[0, 4, -2]", "[0, 4, 8, null]", "[0, NaN]", "[0, 99]", "[-10]", "[1, 2]",
          f"[0, {10**30}]", '"0"']  # fmt: skip
-RUNS = ["[[4.0, 2], [2, 1]]", "[[4, true], [4, 1], [2, 1]]", '[["4", 2], [2, 1]]', "[[4, 2, 2]]",
-        "[[4, -2]]", "[[0, 2], [2, 1]]", "[[4, 2], [0, 1], [3, 1]]", f"[[4, {10**30}]]",
-        f"[[{10**9}, {10**9}]]", "[[4, 2], null]", '{"4": 2}']  # fmt: skip
+RUNS = ["[[4.0, 2], [2, 1]]", "[[4, 4, 2], [1, true, 1]]", '[["4", 2], [2, 1]]', "[[4, 2]]",
+        "[[4, 2], [2]]", "[[4, -2], [2, 1]]", "[[4, 2, 3], [2, 1, 0]]", "[[4, 2], [2, 2]]",
+        f"[[{10**9}], [{10**9}]]", f"[[10], [{10**30}]]", "[[], []]", "[[4, 2], null]",
+        '{"4": 2}', '["4", "2"]', "[[1], [10]]", "[4, 2]"]  # fmt: skip
 NO_PLAN = r"holds no saved plan \(.*\): save it again"
 OTHER_PLAN = "does not match its hash: it was changed. Save the plan again"
 
