@@ -63,9 +63,8 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
       Stich, Local SGD Converges Fast and Communicates Little, 2019,
       https://arxiv.org/abs/1805.09767
     """
-    check_whole("period", period, 1)
-    check_total_steps(total_steps)
-    check_whole("offset", offset, 0, total_steps - 1)
+    period, total_steps = check_whole("period", period, 1), check_total_steps(total_steps)
+    offset = check_whole("offset", offset, 0, total_steps - 1)
     length = min(period, total_steps)
     rounds = -(-(total_steps - offset) // length)
     rule = f"constant, H = {period}" + (f", offset {offset}" if offset else "")
@@ -95,9 +94,8 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
       https://arxiv.org/abs/1808.07217
     """
-    check_total_steps(total_steps)
-    check_whole("period", period, 1)
-    check_whole("switch_step", switch_step, 0, total_steps)
+    total_steps, period = check_total_steps(total_steps), check_whole("period", period, 1)
+    switch_step = check_whole("switch_step", switch_step, 0, total_steps)
     length = min(period, total_steps)
     rounds = -(-(total_steps - switch_step) // length)
     rule = f"post-local, H = 1 to step {switch_step}, then {period}"
@@ -129,9 +127,8 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
       Gupta, Serrano, DeCoste, Stochastic Weight Averaging in Parallel, 2020,
       https://arxiv.org/abs/2001.02312
     """
-    check_total_steps(total_steps)
-    check_whole("period", period, 1)
-    check_whole("switch_step", switch_step, 0, total_steps)
+    total_steps, period = check_total_steps(total_steps), check_whole("period", period, 1)
+    switch_step = check_whole("switch_step", switch_step, 0, total_steps)
     length = min(period, total_steps)
     rounds = -(-switch_step // length)
     rule = f"SWAP, H = {period} to step {switch_step}, then one round"

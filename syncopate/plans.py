@@ -72,9 +72,9 @@ def as_array(value: Any) -> tuple[np.ndarray, str]:
     return array, f"{array.dtype}{list(array.shape)}" if is_array else f"a {type(value).__name__}"
 
 
-def check_total_steps(total_steps: Any, most: int = MOST_STEPS) -> None:
-    """Raises ValueError unless T is an integer from 1 to 10^9, or to another bound."""
-    check_whole("total_steps", total_steps, 1, most)
+def check_total_steps(total_steps: Any, most: int = MOST_STEPS) -> int:
+    """T, an int; raises ValueError unless it is an integer from 1 to 10^9, or to another bound."""
+    return check_whole("total_steps", total_steps, 1, most)
 
 
 def check_function(name: str, value: Any, *arguments: str) -> None:

@@ -140,8 +140,8 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
       Choi, Passos, Shallue, Dahl, Faster Neural Network Training with Data Echoing, 2019,
       https://arxiv.org/abs/1907.05550
     """
-    plans.check_total_steps(total_steps)
-    plans.check_whole("factor", factor, 1)
+    total_steps = plans.check_total_steps(total_steps)
+    factor = plans.check_whole("factor", factor, 1)
     uses = min(factor, total_steps)
     return EchoPlan.of_runs([uses], [-(-total_steps // uses)], total_steps, f"fixed, e = {factor}")
 

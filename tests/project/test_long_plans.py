@@ -40,7 +40,11 @@ LONG = {
 def test_a_plan_of_a_billion_steps(name, tmp_path):
     make, most = LONG[name]
     plan = make(T)
-    assert plan.total_steps == T and plan.runs.counts.sum() == plan.runs.num_stretches
+    assert (
+        plan.total_steps == T
+        and plan == make(np.int32(T))
+        and plan.runs.counts.sum() == plan.runs.num_stretches
+    )
     assert (plan.runs.counts * plan.runs.lengths).sum() == T
     held = sum(numbers.nbytes for numbers in plan.runs[:3])
     assert held == 12 * len(plan.runs.starts) <= 12 * most
