@@ -2,8 +2,9 @@
 
     for i in 1..n:  s_i = sign(b_i, G_ii);  b += s_i G_i        b = Z r, G = Z Z^T
 
-A sign is a few operations, but in a loop of XLA each of them is a kernel of its own. On TPUs the
-whole loop is one Pallas kernel, which holds G in vector memory; elsewhere it is a scan.
+A sign is a few operations, but in a loop of XLA each of them is a kernel of its own. On TPUs and
+GPUs the whole loop is one Pallas kernel: on a TPU it holds G in vector memory, on a GPU it reads a
+row of G at a time, and b stays in registers. Elsewhere the loop is a scan.
 """
 
 import functools
@@ -18,6 +19,7 @@ from ordering.signs import SignRule, State
 from syncopate import mesh
 
 UNROLL = 8  # signs per turn of the scan where each turn starts kernels
+OPERATIONS = 10  # of a greedy sign, for each of n numbers, as XLA counts them in the scan
 Signs = tuple[State, Float32[Array, "n"]]
 
 
@@ -36,8 +38,10 @@ def signs_of(
     """
     # The kernel holds the state of the rule in registers. Keys are not needed: coins are drawn.
     fits = all(mesh.is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
-    loop = signs_in_kernel if mesh.platform() == "tpu" and fits else signs_by_scan
-    return loop(rule, state, dots, gram, valid)
+    platform = mesh.platform()
+    if fits and (platform == "tpu" or platform == "gpu" and _has_triton()):
+        return signs_in_kernel(rule, state, dots, gram, valid, triton=platform == "gpu")
+    return signs_by_scan(rule, state, dots, gram, valid)
 
 
 def signs_by_scan(rule: SignRule, state, dots, gram, valid) -> Signs:
@@ -52,37 +56,75 @@ def signs_by_scan(rule: SignRule, state, dots, gram, valid) -> Signs:
     return state, signs
 
 
-def signs_in_kernel(rule: SignRule, state, dots, gram, valid, *, interpret: bool = False) -> Signs:
-    """`signs_of` as one Pallas kernel, for rules with scalars and keys in their state."""
-    coins = rule.coins(state, valid.size)
+def signs_in_kernel(
+    rule: SignRule, state, dots, gram, valid, *, triton: bool = False, interpret: bool = False
+) -> Signs:
+    """`signs_of` as one Pallas kernel, for rules with scalars and keys in their state.
+
+    Args:
+      triton: as Triton compiles it, whose arrays have powers of two of elements.
+      interpret: as JAX interprets it, on any platform.
+    """
+    size = valid.size
+    rows = jnp.stack([dots, valid.astype(jnp.float32), rule.coins(state, size)])
+    if triton:
+        added = (1 << (size - 1).bit_length()) - size
+        rows, gram = jnp.pad(rows, ((0, 0), (0, added))), jnp.pad(gram, (0, added))
     no_keys = jax.tree.map(lambda x: None if mesh.is_key(x) else x.reshape(1, 1), state)
     scalars, structure = jax.tree.flatten(no_keys)
-    rows = [x[None] for x in (dots, valid.astype(jnp.float32), coins)]
 
-    def run(gram, dots, valid, coins, *refs):
+    def run(gram, rows, *refs):
         numbers, (*new_numbers, signs) = refs[: len(scalars)], refs[len(scalars) :]
         state = structure.unflatten(ref[...] for ref in numbers)
+        dots, valid, coins = (rows[i : i + 1] for i in range(3))
         places = jax.lax.broadcasted_iota(jnp.int32, dots.shape, 1)
         pick = functools.partial(jnp.sum, axis=1, keepdims=True)
-        step = _step_of(rule, places, coins[...], pick)
+        step = _step_of(rule, places, coins, pick)
 
         def one(i, carry):
-            is_valid = pick(jnp.where(places == i, valid[...], 0.0)) > 0
+            is_valid = pick(jnp.where(places == i, valid, 0.0)) > 0
             return step(carry, i, gram[pl.ds(i, 1), :], is_valid)
 
-        carry = state, dots[...], jnp.zeros(dots.shape, jnp.float32)
-        state, _, signs[...] = jax.lax.fori_loop(0, places.size, one, carry)
+        carry = state, dots, jnp.zeros(dots.shape, jnp.float32)
+        state, _, signs[...] = jax.lax.fori_loop(0, size, one, carry)
         for ref, number in zip(new_numbers, jax.tree.leaves(state), strict=True):
             ref[...] = number
 
-    every = mesh.varying([gram, *rows, *scalars])
-    shapes = [jax.typeof(x) for x in (*every[4:], every[1])]
-    *scalars, signs = pl.pallas_call(run, out_shape=shapes, interpret=interpret)(*every)
+    every = mesh.varying([gram, rows, *scalars])
+    shapes = [jax.typeof(x) for x in (*every[2:], every[1][:1])]
+    call = pl.pallas_call(
+        run, out_shape=shapes, interpret=interpret, cost_estimate=_cost_of(size, every, shapes),
+        compiler_params=_of_triton(gram.shape[0]) if triton else None,
+    )  # fmt: skip
+    *scalars, signs = call(*every)
     state = jax.tree.map(
         lambda new, old: old if new is None else new.reshape(()),
         structure.unflatten(scalars), state, is_leaf=lambda x: x is None,
     )  # fmt: skip
-    return state, signs[0]
+    return state, signs[0, :size]
+
+
+def _has_triton() -> bool:
+    """Whether Triton compiles for the GPUs at hand; if there are none, for those of a topology."""
+    try:
+        gpu = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return True
+    capability = str(gpu.compute_capability)  # of an AMD GPU the name of its architecture
+    return capability.startswith("gfx") or float(capability) >= 8
+
+
+def _of_triton(size: int):
+    from jax.experimental.pallas import triton  # a fifth of a second, which others need not wait
+
+    # A sum within one warp needs no barrier; more than 32 numbers per thread leave its registers.
+    return triton.CompilerParams(num_warps=min(32, max(1, size // 1024)))
+
+
+def _cost_of(size: int, read, written) -> pl.CostEstimate:
+    """What XLA counts for the kernel: operations as it counts those of the scan."""
+    moved = sum(x.size * x.dtype.itemsize for x in (*read, *written))
+    return pl.CostEstimate(flops=OPERATIONS * size**2, bytes_accessed=moved, transcendentals=0)
 
 
 def _step_of(rule: SignRule, places, coins, pick: Callable) -> Callable:

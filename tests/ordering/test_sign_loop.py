@@ -1,6 +1,8 @@
-"""The Pallas kernel of the signs equals the scan, which `test_kernel.py` compares with NumPy."""
+"""The Pallas kernels of the signs equal the scan, which `test_kernel.py` compares with NumPy."""
 
 import functools
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import ordering
-from experiments.study.compile import CUDA, LIBTPU, slice_of
+from experiments.study.compile import CUDA, LIBTPU, slice_of, uncached
 from ordering import sign_loop
 from syncopate import mesh
 from tests import tables
-from tests.compiled_runs import marks_of, text_of
+from tests.compiled_runs import compiled_by, marks_of, text_of
 
 RULES = {
     "greedy": ordering.greedy(),
@@ -25,6 +27,7 @@ RULES = {
 LOOPS = {
     "scan": sign_loop.signs_by_scan,
     "kernel": functools.partial(sign_loop.signs_in_kernel, interpret=True),
+    "kernel of Triton": functools.partial(sign_loop.signs_in_kernel, interpret=True, triton=True),
 }
 
 
@@ -56,20 +59,23 @@ def test_the_kernel_equals_the_scan(rule, size, seed):
     for _ in range(2):  # the state goes on
         found = [compiled(loop, rule)[0](state, dots, gram, valid) for loop in LOOPS]
         states, signs = zip(*found, strict=True)
-        np.testing.assert_array_equal(*signs)
-        for one, other in zip(*map(plain, states), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for numbers in zip(*map(plain, states), strict=True):
+            for other in numbers[1:]:
+                np.testing.assert_array_equal(numbers[0], other)
+        for other in signs[1:]:
+            np.testing.assert_array_equal(signs[0], other)
         taken = np.asarray(valid) & np.isfinite(np.asarray(dots))
         assert not np.asarray(signs[0])[~taken].any() and np.abs(signs[0])[taken].all()
         state = states[1]
 
 
+@pytest.mark.parametrize("loop", ["kernel", "kernel of Triton"])
 @pytest.mark.parametrize("rule", RULES)
-def test_workers_on_one_device_are_a_batch(rule):
+def test_workers_on_one_device_are_a_batch(rule, loop):
     found = [products(5, seed) for seed in range(3)]
     dots, gram, valid = (jnp.stack(x) for x in zip(*[(*a, v) for a, v in found], strict=True))
     state = RULES[rule].init(jax.random.key(0))
-    states, signs = compiled("kernel", rule)[1](state, dots, gram, valid)
+    states, signs = compiled(loop, rule)[1](state, dots, gram, valid)
     for i, ((one_dots, one_gram), one_valid) in enumerate(found):
         one, expected = compiled("scan", rule)[0](state, one_dots, one_gram, one_valid)
         np.testing.assert_array_equal(signs[i], expected)
@@ -80,35 +86,71 @@ def test_workers_on_one_device_are_a_batch(rule):
 def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
     called = []
     for name in ("signs_by_scan", "signs_in_kernel"):
-        loop = functools.partial(called.append, name)
-        monkeypatch.setattr(sign_loop, name, lambda rule, *args, loop=loop: loop())
+        loop = functools.partial(
+            lambda name, *args, **options: called.append((name, options)), name
+        )
+        monkeypatch.setattr(sign_loop, name, loop)
     args = jnp.zeros(2), jnp.zeros((2, 2)), jnp.ones(2, bool)
     for platform in ("cpu", "gpu", "tpu"):
         monkeypatch.setattr(sign_loop.mesh, "platform", lambda platform=platform: platform)
         sign_loop.signs_of(RULES["walk"], RULES["walk"].init(jax.random.key(0)), *args)
         sign_loop.signs_of(ordering.greedy(), jnp.zeros(4), *args)
-    assert called == ["signs_by_scan"] * 4 + ["signs_in_kernel", "signs_by_scan"]
+    scan, kernel = ("signs_by_scan", {}), "signs_in_kernel"
+    assert called == [
+        scan, scan, (kernel, {"triton": True}), scan, (kernel, {"triton": False}), scan,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability,fits", [("7.5", False), ("8.0", True), ("10.0", True)])
+def test_a_gpu_without_triton_takes_the_scan(capability, fits, monkeypatch):
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    assert sign_loop._has_triton() == fits
+
+
+def lowered(chip, loop, *args):
+    of_chip, _ = slice_of(f"{chip}:1", 1)
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(of_chip, jax.P()))
+    with jax.set_mesh(of_chip):
+        return jax.jit(loop).lower(*jax.tree.map(lambda x: place(x.shape, x.dtype), args))
+
+
+def shapes(rule, size):
+    state = jax.eval_shape(rule.init, jax.random.key(0))
+    return state, jnp.zeros(size), jnp.zeros((size, size)), jnp.zeros(size, bool)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    "chip,kernels",
-    [
-        pytest.param("v5e", 1, marks=marks_of(LIBTPU)),
-        pytest.param("v6e", 1, marks=marks_of(LIBTPU)),
-        pytest.param("h100", 0, marks=marks_of(CUDA)),
-    ],
-)
-def test_compiled_for_a_tpu_the_loop_is_one_kernel(chip, kernels, rule):
-    of_chip, _ = slice_of(f"{chip}:1", 1)
-    state = jax.eval_shape(RULES[rule].init, jax.random.key(0))
-    args = state, jnp.zeros(64), jnp.zeros((64, 64)), jnp.zeros(64, bool)
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(of_chip, jax.P())),
-        args,
+@pytest.mark.parametrize("chip,size", [
+    *(pytest.param(chip, 64, marks=marks_of(LIBTPU)) for chip in ("v5e", "v6e")),
+    *(pytest.param("h100", size, marks=marks_of(CUDA)) for size in (1, 24, 64, 1024)),
+])  # fmt: skip
+def test_compiled_for_an_accelerator_the_loop_is_one_kernel(chip, size, rule):
+    loop, args = functools.partial(sign_loop.signs_of, RULES[rule]), shapes(RULES[rule], size)
+    text = text_of(lowered(chip, loop, *args), chip)
+    kernels = re.findall(r'custom_call_target="(.*?)"', text)
+    assert kernels == ["__gpu$xla.gpu.triton" if chip == "h100" else "tpu_custom_call"]
+    assert " while(" not in text
+
+
+@compiled_by(CUDA)
+def test_workers_on_one_gpu_are_one_kernel():
+    rule = RULES["halving"]
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), shapes(rule, 24))
+    text = text_of(
+        lowered("h100", jax.vmap(functools.partial(sign_loop.signs_of, rule)), *args), "h100"
     )
-    with jax.set_mesh(of_chip):
-        lowered = jax.jit(functools.partial(sign_loop.signs_of, RULES[rule])).lower(*args)
-    text = text_of(lowered, chip)
-    assert text.count('custom_call_target="tpu_custom_call"') == kernels
-    assert (" while(" in text) == (not kernels)
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 1
+
+
+@compiled_by(LIBTPU)
+def test_the_compiler_counts_the_kernel_as_the_scan():
+    """Of a loop the compiler counts one turn, which makes `UNROLL` signs."""
+    size, flops = 64, []
+    for loop in (sign_loop.signs_by_scan, sign_loop.signs_in_kernel):
+        args = shapes(RULES["greedy"], size)
+        with uncached():
+            program = lowered("v5e", functools.partial(loop, RULES["greedy"]), *args).compile()
+        flops.append(program.cost_analysis()["flops"])
+    turn, kernel = flops
+    assert kernel == pytest.approx(turn * size / sign_loop.UNROLL, rel=0.2)
