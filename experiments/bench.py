@@ -17,7 +17,7 @@ other packages are timed in benchmarks/.
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -148,13 +148,14 @@ def _stepper(model, init: Callable, update: Callable, batch, steps: int) -> Call
     return lambda: [call(batch) for _ in range(steps)][-1]
 
 
-def local_rows(repeats: int) -> Iterator[dict]:
+def local_rows(repeats: int, names: Iterable[str] | None = None) -> Iterator[dict]:
     """A hot step of `local_rounds`, of `local_steps`, and one that decides in the graph, against
     loss, gradient, `inner.update` and `apply_updates`, jitted and donated.
 
     On one worker, where a sync moves no bytes. Aim: a hot step takes at most 1.02 plain ones.
     """
-    for model_name, (make, shape, size, steps) in MODELS.items():
+    for model_name in names or MODELS:
+        make, shape, size, steps = MODELS[model_name]
         for inner_name, inner in INNER.items():
             model, generator = make(), np.random.default_rng(0)
             batch = {
@@ -173,17 +174,18 @@ def local_rows(repeats: int) -> Iterator[dict]:
                 }  # fmt: skip
 
 
-def sync_rows(repeats: int) -> Iterator[dict]:
-    """One sync of four workers with ten million parameters in 2 or 200 leaves.
+def sync_rows(repeats: int, numbers: int = 10**7) -> Iterator[dict]:
+    """One sync of four workers with so many parameters in 2 or 200 leaves.
 
     On a CPU devices share the cores and collectives are copies in memory: it forecasts nothing.
+    Where there are fewer devices than workers, one simulates all of them.
     """
-    mesh = worker_mesh(WORKERS)
-    rounds = local_opt.local_rounds(optax.identity(), axis_name=AXIS)
-    init = local_opt.lift(rounds.init, mesh, inputs="owned", outputs="owned")
-    sync = jax.jit(local_opt.lift(rounds.sync, mesh, inputs="owned owned", outputs="owned owned"))
+    mesh = worker_mesh(WORKERS) if jax.device_count() >= WORKERS else None
+    rounds, over = local_opt.local_rounds(optax.identity(), axis_name=AXIS), mesh or WORKERS
+    init = local_opt.lift(rounds.init, over, inputs="owned", outputs="owned")
+    sync = jax.jit(local_opt.lift(rounds.sync, over, inputs="owned owned", outputs="owned owned"))
     for leaves in (2, 200):
-        leaf = jnp.ones((WORKERS, 10**7 // leaves))
+        leaf = jnp.ones((WORKERS, numbers // leaves))
         params = {str(i): jax.device_put(leaf, owned_sharding(mesh)) for i in range(leaves)}
         call = functools.partial(sync, params, jax.jit(init)(params))
         seconds = medians({"sync": call}, repeats)["sync"]

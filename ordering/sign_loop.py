@@ -73,7 +73,7 @@ def signs_in_kernel(
     no_keys = jax.tree.map(lambda x: None if mesh.is_key(x) else x.reshape(1, 1), state)
     scalars, structure = jax.tree.flatten(no_keys)
 
-    def run(gram, rows, *refs):
+    def sign_loop(gram, rows, *refs):
         numbers, (*new_numbers, signs) = refs[: len(scalars)], refs[len(scalars) :]
         state = structure.unflatten(ref[...] for ref in numbers)
         dots, valid, coins = (rows[i : i + 1] for i in range(3))
@@ -93,7 +93,8 @@ def signs_in_kernel(
     every = mesh.varying([gram, rows, *scalars])
     shapes = [jax.typeof(x) for x in (*every[2:], every[1][:1])]
     call = pl.pallas_call(
-        run, out_shape=shapes, interpret=interpret, cost_estimate=_cost_of(size, every, shapes),
+        sign_loop, out_shape=shapes, interpret=interpret,
+        cost_estimate=_cost_of(size, every, shapes),
         compiler_params=_of_triton(gram.shape[0]) if triton else None,
     )  # fmt: skip
     *scalars, signs = call(*every)
