@@ -66,17 +66,18 @@ def signs_in_kernel(
       interpret: as JAX interprets it, on any platform.
     """
     size = valid.size
-    rows = jnp.stack([dots, valid.astype(jnp.float32), rule.coins(state, size)])
+    arrays = gram, dots, valid.astype(jnp.float32), rule.coins(state, size)
     if triton:
         added = (1 << (size - 1).bit_length()) - size
-        rows, gram = jnp.pad(rows, ((0, 0), (0, added))), jnp.pad(gram, (0, added))
+        arrays = [jnp.pad(x, (0, added)) for x in arrays]
+    gram, *rows = arrays
     no_keys = jax.tree.map(lambda x: None if mesh.is_key(x) else x.reshape(1, 1), state)
     scalars, structure = jax.tree.flatten(no_keys)
 
-    def sign_loop(gram, rows, *refs):
+    def sign_loop(gram, dots, valid, coins, *refs):
         numbers, (*new_numbers, signs) = refs[: len(scalars)], refs[len(scalars) :]
         state = structure.unflatten(ref[...] for ref in numbers)
-        dots, valid, coins = (rows[i : i + 1] for i in range(3))
+        dots, valid, coins = dots[...], valid[...], coins[...]
         places = jax.lax.broadcasted_iota(jnp.int32, dots.shape, 1)
         pick = functools.partial(jnp.sum, axis=1, keepdims=True)
         step = _step_of(rule, places, coins, pick)
@@ -90,8 +91,8 @@ def signs_in_kernel(
         for ref, number in zip(new_numbers, jax.tree.leaves(state), strict=True):
             ref[...] = number
 
-    every = mesh.varying([gram, rows, *scalars])
-    shapes = [jax.typeof(x) for x in (*every[2:], every[1][:1])]
+    every = mesh.varying([gram, *(x[None] for x in rows), *scalars])
+    shapes = [jax.typeof(x) for x in (*every[4:], every[1])]
     call = pl.pallas_call(
         sign_loop, out_shape=shapes, interpret=interpret,
         cost_estimate=_cost_of(size, every, shapes),
