@@ -145,4 +145,6 @@ def names_of(names: Any) -> tuple[Any, ...]:
 def platform() -> str:
     """The platform of the mesh in scope, whose devices need not exist, or else JAX's default."""
     devices = jax.sharding.get_abstract_mesh().abstract_device
-    return getattr(devices, "platform", None) or jax.default_backend()
+    default = jax.config.jax_default_device  # pyright: ignore - made at run time
+    chosen = getattr(default, "platform", default)  # a device or a platform's name
+    return getattr(devices, "platform", None) or chosen or jax.default_backend()

@@ -101,6 +101,14 @@ def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
     ]  # fmt: skip
 
 
+def test_jax_default_device_decides_on_a_machine_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert mesh.platform() == "gpu"
+    for device in ("cpu", jax.devices("cpu")[0]):
+        with jax.default_device(device):
+            assert mesh.platform() == "cpu"
+
+
 @pytest.mark.parametrize("capability,fits", [("7.5", False), ("8.0", True), ("10.0", True)])
 def test_a_gpu_without_triton_takes_the_scan(capability, fits, monkeypatch):
     gpu = types.SimpleNamespace(compute_capability=capability)
