@@ -246,10 +246,23 @@ def grouped_sums(
     and x_ta y_tb goes to place (a xor b) in the transform over m. Entry n is in sum n mod p and has
     place n / p mod m: the first entries, the most frequent ones in a table of tokens, do not meet.
     """
+    added = functools.partial(_added_up, sums=sums, groups=groups)
+
+    def multiplied(x, signs):
+        """An accelerator would write x, signed in float32 and in another layout."""
+        table = table_of_sums(signs, sums, groups).astype(x.dtype)
+        found = jnp.matmul(x, table, preferred_element_type=jnp.float32)
+        return found.reshape(len(x), sums, groups)
+
+    return jax.lax.platform_dependent(x, signs, cpu=added, default=multiplied)
+
+
+def _added_up(x, signs, *, sums, groups):
+    """Without products where there is one group, which a CPU does faster."""
     x = rows_lib.as_float32(x) * signs.reshape(1, -1)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (sums * groups))))
     x = jnp.sum(x.reshape(len(x), -1, groups, sums), 1)
-    if groups <= 32:
+    if groups <= 64:
         return jnp.einsum("tap,ab->tpb", x, hadamard(groups)) if groups > 1 else x.mT
     inner = 1 << (groups.bit_length() - 1) // 2  # two small products cost less than a large one
     parted = x.reshape(len(x), -1, inner, sums)
