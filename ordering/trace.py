@@ -254,7 +254,8 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) ->
     return [leaf_of(*of_leaf, size) for of_leaf in each]
 
 
-ALWAYS = ("gather", "jit", "pjit")  # rules that also apply without a parameter
+# Rules that also apply without a parameter.
+ALWAYS = ("gather", "jit", "pjit", "reduce_window_max", "reduce_window_sum")
 RULES = {
     "convert_element_type": _cast,
     "copy": _cast,

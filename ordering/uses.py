@@ -165,10 +165,31 @@ def _linear(equation, values, hooks):
     return [_met("linear", param, range(len(shape)), (), function, (values[1 - own],), hooks)]
 
 
+def _windows(equation, values, hooks):
+    """A reduction over windows of data, without the axes of size 1, as that of a single example.
+
+    On a CPU its backward pass has an index for every axis.
+    """
+    (x,), params = values, equation.params
+    of_axes = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+    gone = [
+        i for i, n in enumerate(jnp.shape(raw(x)))
+        if n == params["window_dimensions"][i] == 1 and tuple(params["padding"][i]) == (0, 0)
+    ]  # fmt: skip
+    if isinstance(x, Param) or not gone or len(gone) == x.ndim:
+        return None
+    kept = [i for i in range(x.ndim) if i not in gone]
+    fewer = {name: tuple(params[name][i] for i in kept) for name in of_axes}
+    found = equation.primitive.bind(jnp.squeeze(x, gone), **params | fewer)
+    return [jnp.expand_dims(found, gone)]
+
+
 RULES = {
     "dot_general": _dot_general,
     "gather": _gather,
     "conv_general_dilated": _convolution,
+    "reduce_window_max": _windows,
+    "reduce_window_sum": _windows,
 }
 
 
