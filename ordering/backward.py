@@ -8,22 +8,22 @@ the gradients themselves are never formed.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from ordering import trace
 from ordering.base import check_key
 from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
-from ordering.maps import Map, maps_of, of_slice, scaled_maps, times
-from ordering.rows import Rows, as_float32, leading_size, tree_size
+from ordering.maps import maps_of, scaled_maps, times
+from ordering.rows import Rows, leading_size, tree_size
 from ordering.scaling import whole_scale
-from ordering.sketch import MOST, SIZE, fold, grouped_sums, sketch, table_of_sums
-from ordering.trace import Leaf, numbers_of
-from ordering.uses import Hooks, Use
+from ordering.sketch import MOST, SIZE, sketch
+from ordering.taps import added_up, copied, site_of, zeros_of
+from ordering.trace import Leaf
+from ordering.uses import Hooks
 from syncopate.mesh import varying
 from syncopate.plans import check_whole
 
@@ -105,12 +105,12 @@ def sketched(
             losses, aux = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
             return jnp.mean(losses), (losses, aux)
 
-        zeros = varying(jnp.zeros((units, size)), batch)
+        zeros = varying(zeros_of(plan, units, size), batch)
         (_, (losses, aux)), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(
             params, zeros
         )
-        losses = losses.astype(jnp.float32)
-        return (losses, aux) if has_aux else losses, mean, Rows.of(units * found)
+        losses, rows = losses.astype(jnp.float32), units * added_up(maps, found)
+        return (losses, aux) if has_aux else losses, mean, Rows.of(rows)
 
     return gradients
 
@@ -144,7 +144,7 @@ def sketched_parameters(
 
 
 def _analyse(of_one, params, example, key, size):
-    """(plan, `(params, maps, s, example, key) -> (loss, aux)`) for a loss of one example."""
+    """(plan, `(params, maps, zeros, example, key) -> (loss, aux)`) for a loss of one example."""
 
     def one(params, example, key):
         return of_one(params, jax.tree.map(lambda x: x[None], example), key)
@@ -160,112 +160,15 @@ def _analyse(of_one, params, example, key, size):
     results = jax.tree.structure(found)
     plan = trace.plan_of(closed, params, (leaves, flat_example, key), size)
 
-    def program(params, maps, s, example, key):
+    def program(params, maps, zeros, example, key):
         own = [
-            copied(value, s, of) if leaf.how == "copied" else trace.entering(i, value)
-            for i, (leaf, of, value) in enumerate(
-                zip(plan, maps, jax.tree.leaves(params), strict=True)
-            )
+            copied(i, value, maps[i], zeros) if leaf.how == "copied" else trace.entering(i, value)
+            for i, (leaf, value) in enumerate(zip(plan, jax.tree.leaves(params), strict=True))
         ]
-        site = functools.partial(site_of, plan, maps, s)
+        site = functools.partial(site_of, plan, maps, zeros)
         hooks = Hooks(site, lambda param, name: None)
         own += [*jax.tree.leaves(example), key]
         found = trace.walk(closed.jaxpr, closed.consts, own, hooks)
         return jax.tree.unflatten(results, found)
 
     return plan, program
-
-
-# What is added to the backward pass where a parameter is used. Arrays are passed as `data` because
-# differentiation rules must not close over traced values.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tap(sketch_of_cotangent: Callable, y, s, data):
-    # s is zero; y must not be shared by units whose cotangents differ.
-    return y + s[0].astype(y.dtype)
-
-
-def _tap_forward(sketch_of_cotangent, y, s, data):
-    return _tap(sketch_of_cotangent, y, s, data), data
-
-
-def _tap_backward(sketch_of_cotangent, data, dy):
-    return dy, sketch_of_cotangent(dy, *data), None
-
-
-_tap.defvjp(_tap_forward, _tap_backward)
-
-
-def copied(value: Array, s: Float32[Array, "k"], of: Map) -> Array:
-    """A parameter as seen by this unit alone, so that its gradient can be sketched."""
-    size = s.size
-
-    def sketch_of(dw, seed, scale):
-        return fold(times(as_float32(dw), scale), seed, size)
-
-    return _tap(sketch_of, value, s, (of.seed, of.scale))
-
-
-def site_of(plan: list[Leaf], maps: list[Map], s: Float32[Array, "k"], use: Use, w: Array) -> Array:
-    leaf, of = plan[use.param.leaf], maps[use.param.leaf]
-    if use.param.stack:
-        of = of_slice(of, use.param.index, use.param.place)
-    if leaf.how == "formed":
-        return _formed(use._replace(param=None, data=None), w, s, (of.seed, of.scale), use.data)
-    rule = functools.partial(_of_product, use._replace(param=None, data=None), leaf, s.size)
-    return _tap(rule, use.function(w, *use.data), s, (of.left, of.right, *use.data))
-
-
-def _of_product(use: Use, leaf: Leaf, size, dy, left, right, *data):
-    """The sketch of x^T dy, float32[k], without this product."""
-    groups, p, q = leaf.sizes
-    swapped = numbers_of(use.rows) != leaf.rows
-    if swapped:
-        left, right, p, q = right, left, q, p
-    if use.kind == "product":
-        of_x = grouped_sums(_natural(data[0], use.rows), left, p, groups)
-    else:  # convolutions and look-ups have no matrix x
-        table = _as_used(table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
-        of_x = as_float32(use.function(table, *data)).reshape(-1, p, groups)
-    of_dy = grouped_sums(_natural(dy, use.cols), right, q, groups)
-    found = jnp.einsum("tpm,tqm->qpm" if swapped else "tpm,tqm->pqm", of_x, of_dy)
-    return jnp.pad(found.reshape(-1) / math.sqrt(groups), (0, size - found.size))
-
-
-def _natural(x, dims):
-    """[T, K] with its columns in the order of the parameter; `dims` are in the order of the use."""
-    order = [1 + dims.index(dim) for dim in sorted(dims)]
-    return x.reshape(-1, *(n for _, n in dims)).transpose(0, *order).reshape(len(x), -1)
-
-
-def _as_used(table, dims):
-    """[K, N] with its rows in the order of the use, of one in the order of the parameter."""
-    order = [sorted(dims).index(dim) for dim in dims]
-    table = table.reshape(*(n for _, n in sorted(dims)), -1)
-    return table.transpose(*order, len(order)).reshape(-1, table.shape[-1])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _formed(use: Use, w, s, of, data):
-    """y; its backward pass forms the gradient of this unit, which the mean gradient also uses."""
-    y = use.function(w, *data)
-    return y + s[0].astype(y.dtype)
-
-
-def _formed_forward(use, w, s, of, data):
-    return _formed(use, w, s, of, data), (w, s, of, data)
-
-
-def _formed_backward(use, kept, dy):
-    w, s, (seed, scale), data = kept
-    if use.kind == "product":
-        gradient, to_data = data[0].T @ dy, (dy @ w.T,)
-    else:
-        _, pull = jax.vjp(use.function, w, *data)
-        gradient, *to_data = pull(dy)
-    dims = (*use.rows, *use.cols)
-    order = sorted(range(len(dims)), key=lambda i: dims[i])
-    natural = as_float32(gradient).reshape([n for _, n in dims]).transpose(order)
-    return gradient, fold(times(natural, scale), seed, s.size), None, tuple(to_data)
-
-
-_formed.defvjp(_formed_forward, _formed_backward)

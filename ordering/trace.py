@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree, UInt32
 
 from ordering import uses
+from ordering.sketch import SMALL
 from ordering.uses import Hooks, Param, Use, bind, raw
 
 LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
@@ -180,6 +181,11 @@ class Leaf(NamedTuple):
     cols: tuple[int, ...] = ()
     sizes: tuple[int, int, int] = (0, 0, 0)
     table: bool = False
+
+    @property
+    def small(self) -> bool:
+        """Whether the gradients of units are kept to the end, and folded with other small ones."""
+        return self.how != "sketched" and not self.stack and math.prod(self.shape) <= SMALL
 
 
 def leaf_of(

@@ -9,6 +9,7 @@ import ordering
 from ordering.maps import maps_of, of_slice
 from ordering.rows import as_float32
 from ordering.sketch import fold
+from ordering.taps import fold_small
 from ordering.trace import slice_index
 from tests import reference
 
@@ -20,11 +21,12 @@ def sketch_of(loss, params, batch, key, *, size):
     maps = maps_of(plan, key)
 
     def apply(tree):
-        leaves = jax.tree.leaves(tree)
-        return sum(
-            _of_leaf(leaf, of, as_float32(g), size)
-            for leaf, of, g in zip(plan, maps, leaves, strict=True)
-        )
+        each = list(zip(plan, maps, map(as_float32, jax.tree.leaves(tree)), strict=True))
+        small = [(of, g.reshape(-1)) for leaf, of, g in each if leaf.small]
+        found = [_of_leaf(leaf, of, g, size) for leaf, of, g in each if not leaf.small]
+        if small:
+            found.append(fold_small(jnp.concatenate([g for _, g in small]), small[0][0].seed, size))
+        return sum(found)
 
     return apply
 

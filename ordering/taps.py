@@ -1,0 +1,171 @@
+"""What is added to a backward pass where a parameter is used: the sketch of a unit's gradient.
+
+Arrays are passed as `data` because differentiation rules must not close over traced values.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from ordering.maps import Map, of_slice, times
+from ordering.rows import as_float32
+from ordering.sketch import fold, grouped_sums, table_of_sums
+from ordering.trace import Leaf, numbers_of
+from ordering.uses import Use
+
+
+class Zeros(NamedTuple):
+    """What units do not depend on: the gradients with respect to it are their sketches.
+
+    Attributes:
+      sketch: float32[k] of one unit, for the sketches.
+      small: for every leaf float32[n], for the gradient itself, or None: see `Leaf.small`. Those of
+        all leaves are folded at once.
+    """
+
+    sketch: Array
+    small: list[Array | None]
+
+
+def zeros_of(plan: list[Leaf], units: int, size: int) -> Zeros:
+    small = [jnp.zeros((units, math.prod(leaf.shape))) if leaf.small else None for leaf in plan]
+    return Zeros(jnp.zeros((units, size)), small)
+
+
+def added_up(maps: list[Map], found: Zeros) -> Float32[Array, "B k"]:
+    """All of the units' sketches."""
+    small = [(of, g) for of, g in zip(maps, found.small, strict=True) if g is not None]
+    if not small:
+        return found.sketch
+    flat = jnp.concatenate([jax.vmap(times, (0, None))(g, of.scale) for of, g in small], 1)
+    seed, size = small[0][0].seed, found.sketch.shape[1]
+    return found.sketch + jax.vmap(lambda row: fold_small(row, seed, size))(flat)
+
+
+def fold_small(flat: Array, seed: Array, size: int) -> Float32[Array, "k"]:
+    """The sums begin anywhere: the largest of a table's, those of frequent rows, come first.
+
+    Their number is odd, or a channel of one parameter would meet its own in others.
+    """
+    odd = size - (size + 1) % 2
+    return jnp.roll(jnp.pad(fold(flat, seed, odd), (0, size - odd)), seed % size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(sketch_of_cotangent: Callable, y, s, data):
+    # s is zero; y must not be shared by units whose cotangents differ.
+    return y + s[0].astype(y.dtype)
+
+
+def _tap_forward(sketch_of_cotangent, y, s, data):
+    return _tap(sketch_of_cotangent, y, s, data), data
+
+
+def _tap_backward(sketch_of_cotangent, data, dy):
+    return dy, sketch_of_cotangent(dy, *data), None
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+@jax.custom_vjp
+def _own(value, zeros):
+    return value + zeros.reshape(value.shape).astype(value.dtype)
+
+
+def _own_backward(_, dw):
+    # Else XLA adds up over units what it has not added up within them, which reads dy twice.
+    dw = jax.lax.optimization_barrier(dw)
+    return dw, as_float32(dw).reshape(-1)
+
+
+_own.defvjp(lambda value, zeros: (_own(value, zeros), None), _own_backward)
+
+
+def copied(leaf: int, value: Array, of: Map, zeros: Zeros) -> Array:
+    """A parameter as seen by this unit alone, so that its gradient can be sketched."""
+    if zeros.small[leaf] is not None:
+        return _own(value, zeros.small[leaf])
+    size = zeros.sketch.size
+
+    def sketch_of(dw, seed, scale):
+        return fold(times(as_float32(dw), scale), seed, size)
+
+    return _tap(sketch_of, value, zeros.sketch, (of.seed, of.scale))
+
+
+def site_of(plan: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, w: Array) -> Array:
+    number, rest = use.param.leaf, use._replace(param=None, data=None)
+    leaf, of = plan[number], maps[number]
+    if leaf.small:
+        return _formed(rest, w, zeros.small[number], None, use.data)
+    if use.param.stack:
+        of = of_slice(of, use.param.index, use.param.place)
+    if leaf.how == "formed":
+        return _formed(rest, w, zeros.sketch, (of.seed, of.scale), use.data)
+    rule = functools.partial(_of_product, rest, leaf, zeros.sketch.size)
+    return _tap(rule, use.function(w, *use.data), zeros.sketch, (of.left, of.right, *use.data))
+
+
+def _of_product(use: Use, leaf: Leaf, size, dy, left, right, *data):
+    """The sketch of x^T dy, float32[k], without this product."""
+    groups, p, q = leaf.sizes
+    swapped = numbers_of(use.rows) != leaf.rows
+    if swapped:
+        left, right, p, q = right, left, q, p
+    if use.kind == "product":
+        of_x = grouped_sums(_natural(data[0], use.rows), left, p, groups)
+    else:  # convolutions and look-ups have no matrix x
+        table = _as_used(table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
+        of_x = as_float32(use.function(table, *data)).reshape(-1, p, groups)
+    of_dy = grouped_sums(_natural(dy, use.cols), right, q, groups)
+    found = jnp.einsum("tpm,tqm->qpm" if swapped else "tpm,tqm->pqm", of_x, of_dy)
+    return jnp.pad(found.reshape(-1) / math.sqrt(groups), (0, size - found.size))
+
+
+def _natural(x, dims):
+    """[T, K] with its columns in the order of the parameter; `dims` are in the order of the use."""
+    order = [1 + dims.index(dim) for dim in sorted(dims)]
+    return x.reshape(-1, *(n for _, n in dims)).transpose(0, *order).reshape(len(x), -1)
+
+
+def _as_used(table, dims):
+    """[K, N] with its rows in the order of the use, of one in the order of the parameter."""
+    order = [sorted(dims).index(dim) for dim in dims]
+    table = table.reshape(*(n for _, n in sorted(dims)), -1)
+    return table.transpose(*order, len(order)).reshape(-1, table.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _formed(use: Use, w, s, of, data):
+    """y; its backward pass forms the gradient of this unit, which the mean gradient also uses."""
+    y = use.function(w, *data)
+    return y + s[0].astype(y.dtype)
+
+
+def _formed_forward(use, w, s, of, data):
+    return _formed(use, w, s, of, data), (w, s, of, data)
+
+
+def _formed_backward(use, kept, dy):
+    w, s, of, data = kept
+    if use.kind == "product":
+        gradient, to_data = data[0].T @ dy, (dy @ w.T,)
+    else:
+        _, pull = jax.vjp(use.function, w, *data)
+        gradient, *to_data = pull(dy)
+    dims = (*use.rows, *use.cols)
+    order = sorted(range(len(dims)), key=lambda i: dims[i])
+    natural = as_float32(gradient).reshape([n for _, n in dims]).transpose(order)
+    if of is None:  # of a small parameter
+        return gradient, natural.reshape(-1), None, tuple(to_data)
+    seed, scale = of
+    return gradient, fold(times(natural, scale), seed, s.size), None, tuple(to_data)
+
+
+_formed.defvjp(_formed_forward, _formed_backward)
