@@ -1,0 +1,65 @@
+"""Times dattri's random projections of the gradients of examples beside `ordering.sketched`.
+
+    pip install torch dattri
+    python -m benchmarks.dattri_projections --models=lenet,vit
+
+dattri's way: gradients of examples by `torch.func`, projected to 1,024 numbers by `random_project`.
+On a CPU it draws the whole matrix anew in every call, in blocks of 100 columns. Their mean, which a
+step needs too, is taken of the formed gradients. benchmarks/torch_models.py says how they are
+compared, and what the columns are.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+from absl import app, flags
+
+from benchmarks.torch_models import EXAMPLES, SIZE, losses_of, rows_of
+from experiments import timing
+
+KINDS = ("normal", "rademacher")
+
+
+def ways_of(module) -> dict[str, Callable]:
+    from dattri.func.projection import random_project
+    from torch.func import functional_call, grad, vmap
+
+    params = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(params, x, y):
+        run = functools.partial(functional_call, module, params)
+        return losses_of(run, x[None], y[None])[0]
+
+    single = vmap(grad(loss), in_dims=(None, 0, 0))
+    shapes = {name: p.expand(EXAMPLES, *p.shape) for name, p in params.items()}
+
+    def run(x, y, project):
+        found = single(params, x, y)
+        return {name: g.mean(0) for name, g in found.items()}, project(found)
+
+    return {
+        f"dattri, {kind}": functools.partial(
+            run, project=random_project(shapes, EXAMPLES, SIZE, EXAMPLES, proj_type=kind)
+        )
+        for kind in KINDS
+    }
+
+
+def rows(models: Iterable[str], repeats: int) -> Iterator[dict]:
+    try:
+        import dattri  # noqa: F401
+    except ImportError as error:
+        return print(f"dattri is left out: {error}")
+    for name in models:
+        yield from rows_of(name, ways_of, repeats)
+
+
+def main(argv):
+    del argv
+    timing.print_rows(rows(flags.FLAGS.models, flags.FLAGS.repeats))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("models", ["lenet", "vit"], "of benchmarks/torch_models.py")
+    flags.DEFINE_integer("repeats", 7, "timed calls of every way")
+    app.run(main)

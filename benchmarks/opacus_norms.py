@@ -1,0 +1,61 @@
+"""Times opacus' norms of the gradients of examples beside `ordering.sketched`.
+
+    pip install torch opacus
+    python -m benchmarks.opacus_norms --models=lenet,vit
+
+Every way returns the mean gradient of 16 examples; opacus further their norms, which are not enough
+for an order: with ghost clipping, where gradients of examples are not formed in linear layers, and
+from formed gradients. benchmarks/torch_models.py says how they are compared, and what the columns
+are.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+
+from absl import app, flags
+
+from benchmarks.torch_models import losses_of, rows_of
+from experiments import timing
+
+
+def ways_of(module) -> dict[str, Callable]:
+    import torch
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+
+    ghost = GradSampleModuleFastGradientClipping(copy.deepcopy(module), use_ghost_clipping=True)
+    formed = GradSampleModule(module)
+
+    def gradient(wrapped, x, y):
+        wrapped.zero_grad(set_to_none=True)
+        losses_of(wrapped, x, y).mean().backward()
+        return {name: p.grad for name, p in wrapped._module.named_parameters()}
+
+    def of_ghost(x, y):
+        return gradient(ghost, x, y), ghost.get_norm_sample()
+
+    def of_formed(x, y):
+        mean = gradient(formed, x, y)
+        squares = [p.grad_sample.flatten(1).square().sum(1) for p in formed.parameters()]
+        return mean, torch.stack(squares).sum(0).sqrt()
+
+    return {"opacus, ghost norms": of_ghost, "opacus, gradients of examples": of_formed}
+
+
+def rows(models: Iterable[str], repeats: int) -> Iterator[dict]:
+    try:
+        import opacus  # noqa: F401
+    except ImportError as error:
+        return print(f"opacus is left out: {error}")
+    for name in models:
+        yield from rows_of(name, ways_of, repeats)
+
+
+def main(argv):
+    del argv
+    timing.print_rows(rows(flags.FLAGS.models, flags.FLAGS.repeats))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("models", ["lenet", "vit"], "of benchmarks/torch_models.py")
+    flags.DEFINE_integer("repeats", 21, "timed calls of every way")
+    app.run(main)
