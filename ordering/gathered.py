@@ -2,26 +2,35 @@
 
 Rows of k numbers, such as sketches, are sent whole: k numbers for a pair, and nothing else. No sign
 is needed before the epoch ends, so pairs can wait until the workers communicate anyway.
+
+Signs come one after the other, W of them for a pair of each worker. Teams of W' workers gather and
+sign their own pairs side by side, each with a running sum of its own. After every gather the sums
+become their mean, so that each team goes on from its share of the sum over all.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int, PyTree
 
 from ordering import base, signs
 from ordering import rows as rows_lib
-from ordering.exchange import check_alone, equal_once, shared_key
+from ordering.exchange import check_alone, equal_once, shared_key, simulated
 from ordering.kernel import balance_blocks
-from syncopate import mesh
+from syncopate import mesh, plans
 
 WHEN = ("step", "sync")
 WINDOW = 16  # pairs per worker in one gather of those that waited
 
 
 class GatheredState(NamedTuple):
-    """State of one worker; position, left, running_sum and rule are equal on all workers."""
+    """State of one worker.
+
+    position, left and, between two calls, running_sum are equal on all workers, rule in a team.
+    """
 
     current: Int[Array, "M"]
     next: Int[Array, "M"]
@@ -35,9 +44,9 @@ class GatheredState(NamedTuple):
 
 def gathered_pairs(
     num_units: int, units_per_step: int, rule: signs.SignRule | None, axis_name: str,
-    specs: PyTree, when: str,
+    specs: PyTree, when: str, team_size: int | None,
 ) -> base.Ordering:  # fmt: skip
-    """The order of `cd_grab(gathers=when)`."""
+    """The order of `cd_grab(gathers=when, team_size=team_size)`."""
     num_units, units_per_step = base.check_units(num_units, units_per_step)
     if when not in WHEN:
         raise ValueError(f"gathers is {when!r}: pass one of {', '.join(WHEN)}, or None.")
@@ -46,6 +55,8 @@ def gathered_pairs(
             f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
             "device of a worker. Pass these specs to sketch, and specs=jax.P() to cd_grab."
         )
+    if team_size is not None:
+        team_size = plans.check_whole("team_size", team_size, 1, base.MOST_UNITS)
     rule = signs.rule_of(rule)
     pairs = num_units // 2
     waits = when == "sync" and pairs > 0
@@ -53,7 +64,11 @@ def gathered_pairs(
 
     def init(key, params):
         size = rows_lib.tree_size(params)
-        coins = rule.init(jax.random.fold_in(shared_key(key, axis_name), 1))
+        key_of_rule = jax.random.fold_in(shared_key(key, axis_name), 1)
+        if size_of_teams() < mesh.axis_size(axis_name):  # teams draw numbers of their own
+            team = jax.lax.axis_index(axis_name) // size_of_teams()
+            key_of_rule = jax.random.fold_in(key_of_rule, team)
+        coins = rule.init(key_of_rule)
         state = GatheredState(
             **base.first_fields(key, num_units, "position", "left"),
             running_sum=jnp.zeros(size),
@@ -92,18 +107,31 @@ def gathered_pairs(
         both = base.align_pairs(state.pending, units, waiting=waiting, num_pairs=num_pairs)
         return both[::2] - both[1::2], state.position + size, units[-1]
 
+    def size_of_teams():
+        workers = mesh.axis_size(axis_name)
+        if workers % (size := team_size or workers):
+            raise ValueError(
+                f"team_size is {size} and there are {workers} workers: pass a number that divides "
+                "them, or None for one team."
+            )
+        return size
+
     def place(state, own, first, known):
         """Signs the pairs of all workers, from number `first` on, and places this worker's."""
-        count = own.shape[0]
-        workers = mesh.axis_size(axis_name)
-        everyone = jax.lax.all_gather(own, axis_name)  # [W, n, k]
-        stream = everyone.swapaxes(0, 1).reshape(count * workers, -1)
+        count, size = own.shape[0], size_of_teams()
+
+        def of_team(everyone, rule_state, running_sum, known):
+            stream = everyone.swapaxes(0, 1).reshape(count * size, -1)
+            *found, sign, _ = balance_blocks(
+                rule, rule_state, running_sum, stream, valid=jnp.repeat(known, size)
+            )
+            return *found, sign.reshape(count, size)
+
         shared = (state.rule, state.running_sum, known)
-        rule_state, running_sum, valid = equal_once(shared, axis_name)
-        rule_state, running_sum, sign, _ = balance_blocks(
-            rule, rule_state, running_sum, stream, valid=jnp.repeat(valid, workers)
-        )
-        sign = sign.reshape(count, workers)[:, jax.lax.axis_index(axis_name)]
+        rule_state, running_sum, sign = in_teams(of_team, own, shared, size, axis_name)
+        if size < mesh.axis_size(axis_name):
+            running_sum = mesh.varying(jax.lax.pmean(running_sum, axis_name), running_sum)
+        sign = sign[:, jax.lax.axis_index(axis_name) % size]
         number = first + jnp.arange(count)
         return state._replace(
             next=base.place_pairs(state, number, known, sign > 0),
@@ -139,3 +167,27 @@ def gathered_pairs(
     order = base.Ordering(init, observe, next_epoch, sync)
     fields = {"pending": splits_pairs, "waiting": waits}
     return base.checked(order, num_units, GatheredState, rule=rule, **fields)
+
+
+def in_teams(function: Callable, own: Array, shared: tuple, size: int, axis_name: str) -> PyTree:
+    """`function([W', *own.shape] of the worker's team, *shared)`; `shared` is equal in a team.
+
+    Where workers are simulated it runs once for a team, not once for each of its workers.
+    """
+    workers = mesh.axis_size(axis_name)
+    if size == workers:
+        return function(jax.lax.all_gather(own, axis_name), *equal_once(shared, axis_name))
+    if not simulated(axis_name):
+        teams = np.arange(workers).reshape(-1, size).tolist()
+        return function(jax.lax.all_gather(own, axis_name, axis_index_groups=teams), *shared)
+
+    def once(x):
+        if mesh.is_key(x):
+            data = once(jax.random.key_data(x))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.lax.all_gather(x, axis_name)[::size]
+
+    everyone = jax.lax.all_gather(own, axis_name).reshape(-1, size, *own.shape)
+    found = jax.vmap(function)(everyone, *jax.tree.map(once, shared))
+    team = jax.lax.axis_index(axis_name) // size
+    return jax.tree.map(lambda x: x[team], found)

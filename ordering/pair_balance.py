@@ -98,6 +98,7 @@ def cd_grab(
     axis_name: str = "worker",
     rule: SignRule | None = None,
     gathers: str | None = None,
+    team_size: int | None = None,
     specs: PyTree = None,
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum for all workers.
@@ -115,6 +116,11 @@ def cd_grab(
     send each other their rows of k numbers, and each computes all signs. With "sync" the pairs wait
     in the state, float32[M // 2, k], until workers communicate anyway; the orders are the same.
 
+    With hundreds of workers so many signs, one after the other, take time. `team_size` splits the
+    workers into teams of W' consecutive ones, which gather and sign only their own pairs. Each team
+    t has its own sum r_t, and after every gather all teams continue with the mean of their sums,
+    their share of r = sum over t of r_t. The herding bound grows (docs/results/orders.md).
+
     If M is odd, the last unit of each worker lands in the middle of its next order. Randomised
     rules draw the same numbers on all workers, from worker 0's key.
 
@@ -125,6 +131,8 @@ def cd_grab(
       rule: the sign rule; `greedy()` by default.
       gathers: None to exchange slices of gradients; "step" to gather whole rows in every step;
         "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
+      team_size: W' >= 1, a divisor of W, with `gathers`; None for one team of all workers. "sync"
+        gathers 16 pairs of each worker at a time, so that teams meet that often.
       specs: for a worker of several devices (docs/use/devices.md): how one gradient is split over
         them, a `jax.P` per leaf or one for all, without the workers' axis. Each device then
         observes its part, and all get the same signs. With `gathers` pass jax.P(), since rows are
@@ -134,9 +142,10 @@ def cd_grab(
       An `Ordering` with `PairBalanceState`, or with `GatheredState` if `gathers` is given.
 
     Raises:
-      ValueError: at construction if sizes are out of range or specs name the workers' axis; while
-        tracing if the rows have another size or other shapes, if the axis is not in scope, or if
-        the mesh has other axes and specs is None.
+      ValueError: at construction if sizes are out of range, specs name the workers' axis or
+        team_size is given without gathers; while tracing if the rows have another size or other
+        shapes, if the axis is not in scope or team_size does not divide it, or if the mesh has
+        other axes and specs is None.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
@@ -151,7 +160,12 @@ def cd_grab(
       2023, https://arxiv.org/abs/2302.00845
     """
     if gathers is not None:
-        return gathered_pairs(num_units, units_per_step, rule, axis_name, specs, gathers)
+        return gathered_pairs(num_units, units_per_step, rule, axis_name, specs, gathers, team_size)
+    if team_size is not None:
+        raise ValueError(
+            f"team_size is {team_size!r} without gathers: slices of gradients are exchanged by all "
+            'workers. Pass gathers="step" or "sync", for sketches, or leave team_size out.'
+        )
     return _pair_balance(num_units, units_per_step, rule, axis_name, specs, coordinated=True)
 
 

@@ -63,18 +63,24 @@ def pair_balance_epoch(order, gradients, sign=greedy_sign):
     return cd_grab_epoch([order], [gradients], sign)[0]
 
 
-def cd_grab_epoch(orders, gradients, sign=greedy_sign):
-    """CD-GraB (Cooper et al. 2023): pairs in the outer loop, workers in the inner one."""
+def cd_grab_epoch(orders, gradients, sign=greedy_sign, *, team_size=None, gathers=()):
+    """CD-GraB (Cooper et al. 2023): pairs in the outer loop, workers in the inner one.
+
+    In teams each has its own running sum; after so many pairs as `gathers` names they all get the
+    mean.
+    """
     workers, units = len(orders), len(orders[0])
     following = [[None] * units for _ in range(workers)]
-    left, right = 0, units - 1
-    total = np.zeros(np.asarray(gradients[0]).shape[1])
+    left, right, team_size = 0, units - 1, team_size or workers
+    totals = np.zeros((workers // team_size, np.asarray(gradients[0]).shape[1]))
     for k in range(units // 2):
         for w in range(workers):
             a, b = orders[w][2 * k], orders[w][2 * k + 1]
-            g = np.asarray(gradients[w], np.float64)
-            (s,), total = balance([g[a] - g[b]], total, sign)
+            g, team = np.asarray(gradients[w], np.float64), w // team_size
+            (s,), totals[team] = balance([g[a] - g[b]], totals[team], sign)
             following[w][left], following[w][right] = (a, b) if s > 0 else (b, a)
+        if k + 1 in gathers:
+            totals[:] = totals.mean(axis=0)
         left, right = left + 1, right - 1
     if units % 2:  # the unit without a partner: the one slot that is free
         for w in range(workers):

@@ -1,0 +1,95 @@
+"""CD-GraB in teams of workers, which sign side by side and share their sums at every gather."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from ordering.gathered import WINDOW
+from tests import reference, tables
+
+WORKERS = 8
+
+
+def made(num_units, units_per_step, gathers, **options):
+    return ordering.cd_grab(num_units, units_per_step=units_per_step, gathers=gathers, **options)
+
+
+def gradients_of(num_units, seed=0):
+    """No whole numbers: a mean of sums rounds, so that ties would not be real ones."""
+    drawn = np.random.default_rng(seed).normal(size=(WORKERS, num_units, 5))
+    return drawn.astype(np.float32)
+
+
+def gathers_of(gathers, num_units, units_per_step):
+    """After how many pairs of each worker there is a gather."""
+    pairs = num_units // 2
+    if gathers == "sync":  # there is none before the epoch ends
+        return {*range(WINDOW, pairs, WINDOW), pairs}
+    return {min(stop, num_units) // 2 for _, stop in tables.steps(num_units, units_per_step)}
+
+
+CASES = [(9, 4, "step"), (10, 3, "step"), (7, 1, "step"), (9, 4, "sync"), (75, 7, "sync")]
+
+
+@pytest.mark.parametrize("num_units,units_per_step,gathers", CASES)
+@pytest.mark.parametrize("team_size", [1, 2, 4])
+def test_teams_equal_the_reference(num_units, units_per_step, gathers, team_size):
+    order = made(num_units, units_per_step, gathers, team_size=team_size)
+    gradients = gradients_of(num_units, seed=num_units)
+    found = tables.run_workers(order, gradients, units_per_step)
+    after = gathers_of(gathers, num_units, units_per_step)
+    for before, following in zip(found, found[1:], strict=False):
+        expected = reference.cd_grab_epoch(before, gradients, team_size=team_size, gathers=after)
+        np.testing.assert_array_equal(following, expected)
+
+
+@pytest.mark.parametrize("gathers", ["step", "sync"])
+@pytest.mark.parametrize("rule", tables.RULES)
+def test_teams_on_a_mesh_equal_simulated_ones(gathers, rule):
+    order = made(10, 3, gathers, team_size=2, rule=tables.RULES[rule]())
+    gradients = gradients_of(10)
+    vmapped = tables.run_workers(order, gradients, 3)
+    sharded = tables.run_workers(order, gradients, 3, run=tables.shard_map_workers)
+    np.testing.assert_array_equal(vmapped, sharded)
+
+
+@pytest.mark.parametrize("gathers", ["step", "sync"])
+def test_one_team_is_all_workers(gathers):
+    gradients = gradients_of(10)
+    one, every = (
+        tables.run_workers(made(10, 2, gathers, team_size=size), gradients, 2)
+        for size in (WORKERS, None)
+    )
+    np.testing.assert_array_equal(one, every)
+
+
+def test_teams_share_the_mean_of_their_sums_and_draw_their_own_numbers():
+    order = made(8, 4, "step", team_size=2, rule=ordering.self_balancing_walk())
+    gradients = jnp.asarray(gradients_of(8))
+
+    def one_step(key, gradients):
+        state = order.init(key, gradients[0])
+        return state, order.observe(state, ordering.Rows.of(gradients[state.current[:4]]))
+
+    keys = jax.random.split(jax.random.key(0), WORKERS)
+    first, state = tables.vmap_workers(one_step)(keys, gradients)
+    coins = jax.random.key_data(first.rule.key)
+    assert len(np.unique(coins, axis=0)) == WORKERS // 2
+    signs = np.asarray(state.next[:, :2] == state.current[:, :4:2]) * 2 - 1
+    seen = jnp.take_along_axis(gradients, state.current[:, :4, None], axis=1)
+    total = np.einsum("wp,wpd->d", signs, np.asarray(seen[:, ::2] - seen[:, 1::2]))
+    np.testing.assert_allclose(4 * state.running_sum, np.tile(total, (8, 1)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_a_team_size_that_does_not_divide_the_workers_is_refused(size):
+    order = made(4, 2, "step", team_size=size)
+    with pytest.raises(ValueError, match=f"team_size is {size} and there are 8 workers"):
+        tables.run_workers(order, gradients_of(4), 2)
+
+
+def test_teams_need_rows_that_are_gathered():
+    with pytest.raises(ValueError, match="team_size is 4 without gathers"):
+        ordering.cd_grab(4, team_size=4)
