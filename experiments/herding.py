@@ -1,8 +1,10 @@
 r"""Measures herding bounds of static vectors under each order, round after round.
 
     python -m experiments.herding                             # 10^6 vectors, W = 5 .. 100
+    python -m experiments.herding --arms=id_pair,cd_grab,cd_grab+sketch256+team16 --workers=64 \
+        --num_vectors=8192 --dimension=256 --units_per_step=8 # teams that meet after 4 pairs each
 
-Balances random vectors of norm 1 in 16 dimensions (Gaussian directions), centred per worker, and
+Balances random vectors of norm 1 (Gaussian directions) in 16 dimensions, centred per worker, and
 prints the L-infinity parallel herding bound of every order after --rounds rounds. Cooper et al.
 2023 report, for 10^6 vectors after 15 rounds and W = 5, 10, 20, 50, 100: CD-GraB about 2.3 to 2.6
 for all W; independent mean 4.3, 5.8, 8.5, 12.5, 17.7; independent pair 6, 8.5, 11.8, 17.5, 24;
@@ -21,7 +23,7 @@ import local_opt
 import ordering
 from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
-from experiments.study.flags import definer
+from experiments.study.flags import definer, names_of
 from experiments.study.tables import ORDERS
 from experiments.tasks.ranges import COUNT, Range
 from experiments.training.config import OrderSetting
@@ -35,22 +37,29 @@ def define_flags(values: flags.FlagValues) -> None:
     define(Range(int, "[2, 100000000]"), "num_vectors", 1_000_000, "vectors over all workers")
     define(Range(int, "[1, 10000]"), "rounds", 15, "passes over the vectors")
     define([COUNT], "workers", [5, 10, 20, 50, 100], "numbers of workers")
+    define(flags.DEFINE_list, "arms", [*ARMS], f"orders: {ORDERS.known()}")
+    define(COUNT, "dimension", DIMENSION, "entries of a vector")
+    define(
+        COUNT, "units_per_step", None, "vectors of a worker in a step; about 16 over all workers"
+    )
     define(flags.DEFINE_string, "output_dir", "results/herding", "folder for the output")
 
 
-def unit_vectors(num_workers: int, num_units: int) -> jax.Array:
+def unit_vectors(num_workers: int, num_units: int, dimension: int = DIMENSION) -> jax.Array:
     """float32[W, M, D]: Gaussian directions of norm 1, then centred per worker."""
     key = jax.random.fold_in(jax.random.key(0), 0)
-    vectors = jax.random.normal(key, (num_workers, num_units, DIMENSION))
+    vectors = jax.random.normal(key, (num_workers, num_units, dimension))
     vectors = vectors / jnp.linalg.norm(vectors, axis=2, keepdims=True)
     return vectors - jnp.mean(vectors, axis=1, keepdims=True)
 
 
-def bounds_over_rounds(vectors: jax.Array, order_name: str, rounds: int) -> list[float]:
+def bounds_over_rounds(
+    vectors: jax.Array, order_name: str, rounds: int, units_per_step: int | None = None
+) -> list[float]:
     """Parallel herding bounds of [W, M, D] under the first order and after every round."""
     num_workers, num_units, dimension = vectors.shape
     # About 16 units per step keep the loop short without large Gram matrices.
-    units_per_step = min(max(2, 16 // num_workers * 2), num_units)
+    units_per_step = min(units_per_step or max(2, 16 // num_workers * 2), num_units)
     order = ORDERS[order_name].make(OrderSetting(num_units, units_per_step))
 
     def one_round(state, vectors):
@@ -78,9 +87,9 @@ def bounds_over_rounds(vectors: jax.Array, order_name: str, rounds: int) -> list
     return found
 
 
-def table(found: Sequence[dict], rounds: int) -> str:
+def table(found: Sequence[dict], arms: Sequence[str], rounds: int) -> str:
     """Markdown: the bound after the last round, one row per order, one column per W."""
-    rows = {name: {"order": ORDERS[name].label} for name in ARMS}
+    rows = {name: {"order": ORDERS[name].label} for name in arms}
     for r in found:
         if r["round"] == rounds:
             rows[r["order"]][f"W = {r['workers']}"] = f"{r['bound']:.2f}"
@@ -93,14 +102,15 @@ def main(values: flags.FlagValues) -> None:
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
             "worker needs two vectors. Raise --num_vectors or lower --workers."
         )
-    found = []
-    for workers, name in progress.bar(list(itertools.product(values.workers, ARMS)), unit="run"):
-        vectors = unit_vectors(workers, values.num_vectors // workers)
-        for k, bound in enumerate(bounds_over_rounds(vectors, name, values.rounds)):
+    found, arms = [], names_of(values, "arms", ORDERS)
+    for workers, name in progress.bar(list(itertools.product(values.workers, arms)), unit="run"):
+        vectors = unit_vectors(workers, values.num_vectors // workers, values.dimension)
+        bounds = bounds_over_rounds(vectors, name, values.rounds, values.units_per_step)
+        for k, bound in enumerate(bounds):
             found.append({"order": name, "workers": workers, "round": k, "bound": bound})
-    title, labels = f"{values.num_vectors:,} unit vectors", {n: ORDERS[n].label for n in ARMS}
+    title, labels = f"{values.num_vectors:,} unit vectors", {n: ORDERS[n].label for n in arms}
     report.write_tables(
-        values.output_dir, title, found, {"herding": table(found, values.rounds)},
+        values.output_dir, title, found, {"herding": table(found, arms, values.rounds)},
         {"herding.png": lambda path: plots.herding(found, labels, path, title)},
     )  # fmt: skip
 

@@ -92,11 +92,12 @@ CALLS |= {
                          specs=Arg(None, [3, "w", {"w": 3}]), **CLOSE),
     "grab": call(epoch(ordering.grab), rule=None, **CLOSE),
     "greedy_herding": call(epoch(ordering.greedy_herding), **SIZES, **OBSERVED),
-    "cd_grab": call(epoch(ordering.cd_grab), gathers=None, **COORDINATED),
+    "cd_grab": call(epoch(ordering.cd_grab), gathers=None, team_size=Arg(None, [1, 2]),
+                    **COORDINATED),
 }  # fmt: skip
 for when in ("step", "sync"):
     make = lambda gathers=when, **args: ordering.cd_grab(gathers=gathers, **args)  # noqa: E731
-    CALLS[f"cd_grab, {when}"] = call(epoch(make), **COORDINATED)
+    CALLS[f"cd_grab, {when}"] = call(epoch(make), team_size=also("team_size", 1, 3), **COORDINATED)
 CD, GRAB = ordering.cd_grab(M, units_per_step=B), ordering.grab(M, units_per_step=B)
 NOT_PAIRS = [None, 3, ordering.cd_grab, "cd_grab", THING, {}, GRAB, ordering.random_reshuffling(M),
              ordering.cd_grab(M + 2, units_per_step=B), ordering.dealt(CD, M)]  # fmt: skip

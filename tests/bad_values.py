@@ -142,7 +142,7 @@ KINDS = {
         ("num_prefixes", at_least(2)),
         ("step offset first_step first_load seed first_batch delay start switch_step warmup_steps",
          whole(0)),
-        ("total h_max num_parallel_calls", but_none(whole())),
+        ("total h_max num_parallel_calls team_size", but_none(whole())),
         ("strength latency_seconds l2", real()),
         ("bound alpha power step_seconds gigabits_per_second learning_rate", real(0)),
         ("error delta", real(0.0, 1.0, 7)), ("momentum mixing", real(1.0, 7)),

@@ -7,10 +7,10 @@ from experiments.study.words import Choice, Order, Table, Word
 from experiments.training.config import EXAMPLES, UNITS, OrderSetting
 
 
-def _coordinated(s: OrderSetting, rule: ordering.SignRule | None = None, sketched=False):
+def _coordinated(s: OrderSetting, sketched=False, **options):
     gathers = s.gathers if sketched else None
     return ordering.cd_grab(
-        s.num_units, units_per_step=s.units_per_step, rule=rule, gathers=gathers
+        s.num_units, units_per_step=s.units_per_step, gathers=gathers, **options
     )
 
 
@@ -20,6 +20,17 @@ def _sketch(size: int) -> Word:
         return row._replace(make=make, sketch=size)
 
     return Word(f"{size} numbers", change)
+
+
+def _team(size: int) -> Word:
+    def change(row: Order) -> Order:
+        if row.sketch is None:
+            raise ValueError(
+                f"--order is team{size} without a sketch: put one before it, as sketch1024."
+            )
+        return row._replace(make=functools.partial(row.make, team_size=size))
+
+    return Word(f"teams of {size}", change)
 
 
 def _walk(row: Order) -> Order:
@@ -69,7 +80,7 @@ ORDERS = Table(
         ),
         "cd_grab": Order(
             "CD-GraB", _coordinated, coordinated=True,
-            takes=("sketch", "scale", "signs", "deal", "shifted"),
+            takes=("sketch", "team", "scale", "signs", "deal", "shifted"),
         ),
         "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
         "herding": Order(
@@ -79,6 +90,7 @@ ORDERS = Table(
     },
     {
         "sketch": Choice("numbers that stand for a gradient", _sketch),
+        "team": Choice("workers that sign together, of a sketched order", _team),
         "scale": Choice("what the optimizer's second moment makes of a gradient", {
             "scaled": Word("scaled", lambda row: row._replace(scaled=0.5)),
             "root": Word("scaled by the root", lambda row: row._replace(scaled=0.25)),

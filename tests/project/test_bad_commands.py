@@ -76,6 +76,7 @@ WRONG = {
     "bench": {"part": "cats ''", "rows": "cats ,", "repeats": "0 1e3", "data_root": "file"},
     "herding --num_vectors=64 --output_dir=new": {
         "workers": "'' 0 2.5 x 100 99999999999999999999", "rounds": "0", "num_vectors": "1e6 0",
+        "arms": "cats '' cd_grab+team4", "dimension": "0 x", "units_per_step": "0 2.5",
     },
     "order_error --output_dir=new": {"questions": "cats errors,cats ''", "seeds": "0 x"},
     "slow_sde --output_dir=new": {
