@@ -6,17 +6,20 @@ Prints microseconds per example for D parameters; all ways take turns. "read onc
 sum the gradients, the fastest of three ways, which is the limit of the memory. "syncopate" is the
 library's kernel, and "sketches" reads every gradient once and signs 1,024 numbers. The published
 way is a Python loop with one sync per pair, on NumPy arrays, JAX arrays and, if installed, PyTorch.
+
+Then microseconds per pair for sketches of 1,024 numbers that are there already: with the block size
+that the library chooses, in blocks of 16 and 64, and by a loop on NumPy arrays.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import ordering
-from experiments.timing import medians
+from experiments.timing import compared, medians, print_rows
 from ordering.kernel import balance_blocks
 from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
@@ -24,6 +27,7 @@ from ordering.sketch import SIZE
 
 # Units per call: enough to exceed the caches at every D, at most 1.3 GB.
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
+PAIRS = (64, 256, 1024)
 READS = (
     jax.jit(lambda g: jnp.sum(g.reshape(2, -1), axis=1)),
     jax.jit(lambda g: jnp.sum(g, axis=1)),
@@ -102,10 +106,44 @@ def rows(size: int, units: int, repeats: int) -> list[dict]:
     ]  # fmt: skip
 
 
+def signed_by_numpy(pairs: np.ndarray, total: np.ndarray) -> list[bool]:
+    """Whether each pair gets a plus."""
+    found = []
+    for pair in pairs:
+        found.append(pair @ total <= 0)
+        total = total + pair if found[-1] else total - pair
+    return found
+
+
+def pair_rows(repeats: int) -> Iterator[dict]:
+    """Signs of pairs of sketches, without the sketches."""
+    for count in PAIRS:
+        pairs, total = jax.random.normal(jax.random.key(0), (count, SIZE)), jnp.zeros(SIZE)
+
+        def sign(pairs, total, block):
+            signs = balance_blocks(ordering.greedy(), (), total, pairs, block_size=block)[2]
+            return signs > 0
+
+        ways = {f"blocks of {n}" if n else "syncopate": n for n in (None, 16, 64)}
+        calls = {
+            way: functools.partial(jax.jit(functools.partial(sign, block=n)), pairs, total)
+            for way, n in ways.items()
+        }
+        calls["NumPy"] = functools.partial(signed_by_numpy, np.array(pairs), np.zeros(SIZE, "f4"))
+        for way, call in calls.items():
+            np.testing.assert_array_equal(call(), calls["NumPy"](), err_msg=way)
+        for way, seconds, ratios in compared(calls, repeats):
+            yield {
+                "pairs": count, "way": way, "us_per_pair": round(seconds / count * 1e6, 3),
+                "times_syncopate": "{:.2f} ({:.2f} to {:.2f})".format(*ratios["syncopate"]),
+            }  # fmt: skip
+
+
 def main(repeats: int = 7) -> None:
+    head = ()
     for size, units in KERNEL_SIZES.items():
-        for row in rows(size, units, repeats):
-            print(row, flush=True)
+        head = print_rows(rows(size, units, repeats), head)
+    print_rows(pair_rows(3 * repeats))
 
 
 if __name__ == "__main__":
