@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import ordering
+from experiments.study.compile import collectives_of
 from ordering.gathered import WINDOW
 from tests import reference, tables
+from tests.problems import on_mesh
 
 WORKERS = 8
 
@@ -81,6 +83,23 @@ def test_teams_share_the_mean_of_their_sums_and_draw_their_own_numbers():
     seen = jnp.take_along_axis(gradients, state.current[:, :4, None], axis=1)
     total = np.einsum("wp,wpd->d", signs, np.asarray(seen[:, ::2] - seen[:, 1::2]))
     np.testing.assert_allclose(4 * state.running_sum, np.tile(total, (8, 1)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_team_gathers_its_own_pairs_alone():
+    order, size = made(8, 4, "step", team_size=2), 128
+
+    def init(key):
+        return order.init(key, jnp.zeros(size))
+
+    def observe(state, units):
+        return order.observe(state, ordering.Rows.of(units))
+
+    state = tables.shard_map_workers(init)(jax.random.split(jax.random.key(0), WORKERS))
+    run = jax.jit(on_mesh(observe, WORKERS, check_vma=False))
+    text = run.lower(state, jnp.zeros((WORKERS, 4, size))).compile().as_text()
+    found = sorted((c.kind, c.bytes) for c in collectives_of(text))
+    two_pairs_of_two_workers = 4 * 2 * 2 * size
+    assert found == [("all-gather", two_pairs_of_two_workers), ("all-reduce", 4 * size)]
 
 
 @pytest.mark.parametrize("size", [3, 16])
