@@ -1,6 +1,7 @@
 """A sync is careful with every leaf: policies and dtypes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import optax
 import pytest
 
 import local_opt
+from local_opt import sync
+from local_opt.workers import worker_mesh
 from tests.problems import (
     NESTEROV,
     PLAN,
@@ -137,3 +140,19 @@ def test_float64_stays_float64():
         params = jnp.ones((2, 3), jnp.float64)
         params, state = jax.jit(vmap(lambda x: rounds.sync(x, rounds.init(x))))(params)
         assert params.dtype == state.anchor.dtype == jnp.float64
+
+
+def test_processes_on_cpus_send_small_leaves_as_one_vector(monkeypatch):
+    """Of each dtype, and bitwise as leaf by leaf; a large leaf goes alone."""
+    mesh = worker_mesh(W)
+    monkeypatch.setattr(sync, "JOINED", 8)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    rng, shapes = np.random.default_rng(0), {"a": (2, 4), "b": (), "c": (3,), "d": (9,), "e": (5,)}
+    tree = {name: rng.normal(size=(W, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    tree["e"], tree["steps"] = tree["e"].astype(jnp.bfloat16), np.arange(W, dtype=np.int32)
+    words = {"inputs": "owned", "outputs": "owned"}
+    run = jax.jit(local_opt.lift(local_opt.synchronize, mesh, **words))
+    text = run.lower(tree).as_text()
+    assert sorted(re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S)) == ["17xf32", "9xf32"]
+    found = run(tree)
+    assert_bitwise_equal(found, vmap(local_opt.synchronize)(tree))
