@@ -202,8 +202,28 @@ def test_the_epochs_beside_the_published_code_have_the_orders_of_the_paper():
     assert (weights[0] == weights[0][:1]).all() and (weights[0] != weights[1]).any()
 
 
+@pytest.mark.parametrize("outer", [False, True], ids=["averaging", "DiLoCo"])
+def test_local_steps_beside_others_are_those_that_numpy_simulates(outer, tmp_path, monkeypatch):
+    local, beside_others = beside("local_syncopate"), beside("local_steps")
+    problem, widths = beside_others.local_problem, (12, 7, 5, 10)
+    job = beside_others.Job("ours", widths, 0, 1, 0, 0, 0, f"{tmp_path}/0")
+    expected = np.stack(list(problem.simulated(widths, outer)))
+
+    def run(module, job, folder):
+        worker = local.rounds(job, local.OUTER if outer else None, local.worker_mesh(2))
+        return [problem.checked(job, worker, lambda: None)]
+
+    monkeypatch.setattr(beside_others, "run", run)
+    found = beside_others.check("", job, str(tmp_path), expected)
+    assert float(found["off NumPy"]) < 1e-5 and float(found["MB compiled"]) >= 0
+    with pytest.raises(ValueError, match="ours: after sync 20 process 0 is"):
+        beside_others.check(
+            "", job, str(tmp_path), expected + 1e-4 * (np.arange(20) == 19)[:, None]
+        )
+
+
 def test_commands_of_benchmarks_name_modules():
     """Which find `experiments` in a clone; a script beside them would not."""
     for path in (ROOT / "benchmarks").glob("*.py"):
-        text = path.read_text()
-        assert f"python -m benchmarks.{path.stem}" in text or "__main__" not in text, path.name
+        text, command = path.read_text(), f"python -m benchmarks.{path.stem}"
+        assert command in text or "__main__" not in text, path.name
