@@ -1,159 +1,94 @@
 """Times epochs of CD-GraB beside the code that was published with the paper.
 
-    git clone https://github.com/GarlGuo/CD-GraB
+    git clone https://github.com/GarlGuo/CD-GraB DIR/CD-GraB
     pip install torch
-    python -m benchmarks.published_cd_grab --cd_grab=CD-GraB
+    python -m benchmarks.published_cd_grab --repositories=DIR --data_root=DATA
 
-Softmax regression on random examples, all workers in one process: gradients of single examples
-(`torch.func` there, `ordering.per_example` here), their order by `CD_GraB`, and SGD on their mean,
-two examples of every worker in a step. First, on whole numbers, three epochs of both must have the
-same orders. Then epochs take turns.
+All workers in one process: gradients of single examples, their order by `CD_GraB`, and SGD on their
+mean, in a loop as in the script that came with it; ours are the public functions in a scan.
+First, on whole numbers, orders of three epochs must be the same, for as many workers, units and (up
+to 1,000) parameters as are timed. Then epochs take turns. On HMDA's logistic regression and on
+LeNet there are also the epochs and seconds to the training loss that a random order ends with.
 """
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-import local_opt
-import ordering
+from benchmarks import order_epochs, torch_tasks
+from benchmarks.order_epochs import Way
+from benchmarks.torch_tasks import Problem
 from experiments import timing
 
-STEP, RATE, CLASSES = 2, 0.01, 10
-SIZES = ((4, 16, 40), (32, 2, 640), (64, 4, 640), (4, 16, 10_000))  # W, units of each, parameters
+
+def published_class(folder: str) -> type:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("d_algo").CD_GraB
 
 
-def examples(workers: int, units: int, parameters: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs [W, M, D / C] and classes [W, M]."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(workers, units, parameters // CLASSES)).astype(np.float32)
-    return x, rng.integers(0, CLASSES, (workers, units))
-
-
-def given(workers: int, units: int, parameters: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whole numbers [W, M, D / C, C], the gradients of `linear`, and classes that it ignores."""
-    rng = np.random.default_rng(1)
-    x = rng.integers(-9, 10, (workers, units, parameters // CLASSES, CLASSES))
-    return x.astype(np.float32), np.zeros((workers, units), np.int64)
-
-
-def linear(weights, x, y):
-    """The loss of one example, in either framework."""
-    return (weights * x).sum()
-
-
-def published(folder: str, sizes: tuple[int, int, int], loss: Callable, data) -> Callable:
-    """An epoch of the published class, in a loop as its script's: () -> the next orders."""
+def published(problem: Problem, folder: str) -> Callable:
+    """An epoch of the published class: () -> (params, orders)."""
     import torch
 
-    sys.path.insert(0, folder)
-    workers, units, parameters = sizes
-    sorter = importlib.import_module("d_algo").CD_GraB(
-        0, None, n=workers, m=units, d=parameters, microbatch=STEP, device="cpu"
+    workers, units = problem.y.shape
+    sorter = published_class(folder)(
+        0, None, n=workers, m=units, d=problem.parameters, microbatch=problem.step, device="cpu"
     )
-    weights = torch.zeros(parameters // CLASSES, CLASSES)
-    x, y = map(torch.from_numpy, data)
-    single = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
-    gradients = torch.func.vmap(single, in_dims=(None, 0, 0))
-    worker = torch.arange(workers)[:, None]
 
-    def epoch():
-        for place in range(0, units, STEP):
-            batch = torch.arange(place, place + STEP)
-            visited = sorter.orders[:, batch]
-            found = gradients(weights, x[worker, visited], y[worker, visited])
-            weights.sub_(RATE * found.mean((0, 1)))
-            sorter.step(found.reshape(workers, STEP, parameters), batch)
+    def begin():
         sorter.sort()
-        return sorter.orders.numpy()
+        return sorter.orders
 
-    return epoch
+    def observe(rows, places):
+        flat = torch.cat([row.flatten(1) for row in rows.values()], 1)
+        sorter.step(flat.reshape(workers, problem.step, -1), places)
 
-
-def softmax_in_torch(weights, x, y):
-    import torch
-
-    return torch.nn.functional.cross_entropy((x @ weights)[None], y[None])
+    return torch_tasks.in_torch(problem, begin, observe)
 
 
-def softmax(weights, x, y):
-    return -jax.nn.log_softmax(x @ weights)[y]
+def ways_of(problem: Problem, folder: str) -> dict[str, Way]:
+    make, own = functools.partial(published, folder=folder), order_epochs.way_of_ours
+    peer = Way(make, "PyTorch, random order", "syncopate, cd_grab")
+    found = order_epochs.random_ways() | {"PyTorch, CD_GraB as published": peer} | own("cd_grab")
+    return found | own("cd_grab on sketches") if problem.name == "lenet" else found
 
 
-def ours(sizes: tuple[int, int, int], loss: Callable, data) -> Callable:
-    """An epoch by the public functions: () -> (weights, orders)."""
-    workers, units, parameters = sizes
-    order = ordering.cd_grab(units, units_per_step=STEP)
-    losses = jax.vmap(loss, in_axes=(None, 0, 0))
-    gradients = ordering.per_example(lambda w, batch, key: losses(w, batch["x"], batch["y"]))
-
-    def begin(key):
-        state = order.init(key, jnp.zeros(parameters))
-        return state._replace(current=jnp.arange(units, dtype=state.current.dtype))
-
-    def train(weights, orders, x, y):
-        def step(carry, place):
-            weights, orders = carry
-            visited = jax.lax.dynamic_slice(orders.current, (place,), (STEP,))
-            batch = {"x": x[visited], "y": y[visited]}
-            _, mean, rows = gradients(weights, batch, jax.random.key(0))
-            flat = ordering.Rows.of(rows.tree.reshape(STEP, parameters))
-            weights = weights - RATE * jax.lax.pmean(mean, "worker")
-            return (weights, order.observe(orders, flat)), None
-
-        places = jnp.arange(0, units, STEP)
-        (weights, orders), _ = jax.lax.scan(step, (weights, orders), places)
-        return weights, order.next_epoch(orders)
-
-    lift = functools.partial(local_opt.lift, workers=workers)
-    orders = lift(begin, inputs="key", outputs="owned")(jax.random.key(0))
-    weights = jnp.zeros((workers, parameters // CLASSES, CLASSES))
-    words = {"inputs": "owned owned owned owned", "outputs": "owned owned"}
-    run = jax.jit(lift(train, **words), donate_argnums=(0, 1))
-    call = timing.carry_on(lambda state, x, y: run(*state, x, y), (weights, orders))
-    return functools.partial(call, *map(jnp.asarray, data))
-
-
-def check(folder: str, sizes: tuple[int, int, int]) -> None:
-    """Raises AssertionError if the orders of three epochs differ."""
-    data = given(*sizes)
-    theirs, own = published(folder, sizes, linear, data), ours(sizes, linear, data)
+def check(problem: Problem, folder: str) -> None:
+    """Raises AssertionError if orders differ, or losses and gradients of the two frameworks."""
+    torch_tasks.check_models(problem)
+    shape = (*problem.y.shape, min(problem.parameters, 1000))
+    whole = torch_tasks.whole_numbers(shape, problem.step)
+    theirs, own = published(whole, folder), order_epochs.ours(whole, "cd_grab")
+    theirs()  # returns the orders it began with, and ours the next ones
     for _ in range(3):
-        np.testing.assert_array_equal(own()[1].current, theirs())
+        np.testing.assert_array_equal(own()[1], theirs()[1])
 
 
-def rows_of(folder: str, sizes: tuple[int, int, int], repeats: int) -> Iterator[dict]:
-    """Rows of one size."""
-    check(folder, sizes)
-    data = examples(*sizes)
-    calls = {
-        "published, PyTorch": published(folder, sizes, softmax_in_torch, data),
-        "syncopate": ours(sizes, softmax, data),
-    }
-    workers, units, parameters = sizes
-    for way, seconds, times in timing.compared(calls, repeats):
-        middle, low, high = times["syncopate"]
-        yield {
-            "workers x units": f"{workers} x {units}", "parameters": f"{parameters:,}", "way": way,
-            "ms of an epoch": f"{seconds * 1e3:.2f}", "times ours": f"{middle:.1f}",
-            "interval": f"{low:.1f} to {high:.1f}",
-        }  # fmt: skip
+def rows(repositories: str, data_root: str | None, names: list[str]) -> Iterator[dict]:
+    folder = os.path.join(repositories, "CD-GraB")
+    try:
+        published_class(folder)
+    except ImportError as error:
+        return print(f"CD-GraB as published is left out: {error}")
+    for problem in torch_tasks.problems(names, data_root):
+        check(problem, folder)
+        yield from order_epochs.rows_of(problem, ways_of(problem, folder))
 
 
 def main(argv):
     del argv
-    head = ()
-    for sizes in SIZES:
-        rows = rows_of(flags.FLAGS.cd_grab, sizes, flags.FLAGS.repeats)
-        head = timing.print_rows(rows, head)
+    given = flags.FLAGS
+    timing.print_rows(rows(given.repositories, given.data_root, given.problems))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("cd_grab", None, "folder of the published code", required=True)
-    flags.DEFINE_integer("repeats", 41, "timed epochs of both")
+    flags.DEFINE_string("repositories", None, "has the clone CD-GraB", required=True)
+    flags.DEFINE_string("data_root", None, "has the folders hmda and tfds")
+    flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "of these")
     app.run(main)

@@ -190,16 +190,19 @@ def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch)
         list(single.rows_of("digits", 6))
 
 
-def test_the_epochs_beside_the_published_code_have_the_orders_of_the_paper():
-    published, sizes = beside("published_cd_grab"), (4, 6, 20)
-    data, orders = published.given(*sizes), [list(range(6))] * 4
-    sort = published.ours(sizes, published.linear, data)
+def test_epochs_beside_other_packages_have_the_orders_of_the_papers():
+    tasks, epochs = beside("torch_tasks"), beside("order_epochs")
+    whole, orders = tasks.whole_numbers((4, 6, 20), 2), [list(range(6))] * 4
+    sort = epochs.ours(whole, "cd_grab")
     for _ in range(3):
-        orders = reference.cd_grab_epoch(orders, data[0].reshape(sizes))
-        assert np.asarray(sort()[1].current).tolist() == orders
-    train = published.ours(sizes, published.softmax, published.examples(*sizes))
-    weights = [np.asarray(train()[0]) for _ in range(2)]
-    assert (weights[0] == weights[0][:1]).all() and (weights[0] != weights[1]).any()
+        orders = reference.cd_grab_epoch(orders, whole.x)
+        assert np.asarray(sort()[1]).tolist() == orders
+
+    problem = tasks.softmax(4, 6, 40)
+    found = [epochs.ours(problem, name)()[0]["w"] for name in ("cd_grab", "pair_balance")]
+    np.testing.assert_allclose(*found, rtol=1e-5)  # both visit the units in their first order
+    alone = problem.alone()
+    assert alone.y.shape == (1, 24) and alone.step == 8 and np.any(found[0] != 0)
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["averaging", "DiLoCo"])
@@ -225,5 +228,6 @@ def test_local_steps_beside_others_are_those_that_numpy_simulates(outer, tmp_pat
 def test_commands_of_benchmarks_name_modules():
     """Which find `experiments` in a clone; a script beside them would not."""
     for path in (ROOT / "benchmarks").glob("*.py"):
-        text, command = path.read_text(), f"python -m benchmarks.{path.stem}"
-        assert command in text or "__main__" not in text, path.name
+        text = path.read_text()
+        command = f"python -m benchmarks.{path.stem}" in text
+        assert command == ('__name__ == "__main__"' in text), path.name
