@@ -1,0 +1,92 @@
+"""Times epochs of GraB by one worker beside grab-sampler, a package for PyTorch.
+
+    pip install torch && pip install --no-build-isolation torch-scatter torch-sparse
+    pip install grab-sampler
+    python -m benchmarks.grab_sampler --data_root=DATA
+
+The same problems as those of `published_cd_grab`, with all examples on one worker. The package's
+sorters are called as its `GraBSampler` calls them, which PyTorch 2.13 refuses to construct.
+Examples are taken from tensors, which is faster than by the DataLoader that it is made for.
+
+They compute what `ordering.grab` and `ordering.pair_balance` do, but take a product of zero for a
+minus; ours are timed with a sign rule that does so, too. First, orders of three epochs must be the
+same, on whole numbers that make every sum exact: of pairs, for as many units and (up to 1,000)
+parameters as are timed; of gradients less their mean, for 16 units, as rounding decides in longer
+sums.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import order_epochs, torch_tasks
+from benchmarks.order_epochs import Way
+from benchmarks.torch_tasks import Problem
+from experiments import timing
+
+SAME = {"mean": "grab", "pair": "pair_balance"}  # by its names, and by ours
+
+
+def sorted_by(problem: Problem, kind: str) -> Callable:
+    """An epoch of the package: () -> (params, orders)."""
+    import torch
+    from grabsampler import sorter
+
+    _, units = problem.y.shape
+    sorters = {"mean": sorter.MeanBalance, "pair": sorter.PairBalance}
+    sort = sorters[kind](units, problem.parameters, random_first_epoch=False)
+
+    def begin():
+        sort.reset_epoch()
+        return torch.clone(sort.orders)[None]
+
+    return torch_tasks.in_torch(problem, begin, lambda rows, places: sort.step(rows))
+
+
+def ways() -> dict[str, Way]:
+    found = order_epochs.random_ways()
+    for kind, name in SAME.items():
+        peer = functools.partial(sorted_by, kind=kind)
+        own = order_epochs.way_of_ours(name)
+        (label,) = own
+        found[f"PyTorch, grab-sampler {kind}"] = Way(peer, "PyTorch, random order", label)
+        found |= own
+    return found
+
+
+def check(problem: Problem) -> None:
+    """Raises AssertionError if orders differ, or losses and gradients of the two frameworks."""
+    torch_tasks.check_models(problem)
+    _, units = problem.y.shape
+    for kind, shape, step in (
+        ("pair", (1, units, min(problem.parameters, 1000)), problem.step), ("mean", (1, 16, 20), 4)
+    ):  # fmt: skip
+        whole = torch_tasks.whole_numbers(shape, step)
+        theirs, own = sorted_by(whole, kind), order_epochs.ours(whole, SAME[kind])
+        theirs()  # returns the order it began with, and ours the next one
+        for _ in range(3):
+            np.testing.assert_array_equal(own()[1], theirs()[1])
+
+
+def rows(data_root: str | None, names: list[str]) -> Iterator[dict]:
+    try:
+        from grabsampler import sorter  # noqa: F401
+    except ImportError as error:
+        return print(f"grab-sampler is left out: {error}")
+    for problem in torch_tasks.problems(names, data_root):
+        problem = problem.alone()
+        check(problem)
+        yield from order_epochs.rows_of(problem, ways())
+
+
+def main(argv):
+    del argv
+    timing.print_rows(rows(flags.FLAGS.data_root, flags.FLAGS.problems))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("data_root", None, "has the folders hmda and tfds")
+    flags.DEFINE_list("problems", list(torch_tasks.EPOCHS), "of these")
+    app.run(main)
