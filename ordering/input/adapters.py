@@ -29,7 +29,8 @@ def map_dataset(
 
     Element t is the batch of step t. Grain's processes (`to_iter_dataset().mp_prefetch`) read whole
     steps, so the batches do not depend on the number of processes, and `get_state` is exact after
-    every step. Apply maps of single examples to the source, which may be a `MapDataset` too.
+    every step. With another number of processes go on from step t by `map_dataset(...)[t:]`. Apply
+    maps of single examples to the source, which may be a `MapDataset` too.
 
     Args:
       source, orders, units_per_step, unit_size, num_units, total: as in `reader` and
@@ -41,7 +42,7 @@ def map_dataset(
 
     Raises:
       ValueError: for a source, orders or sizes that do not fit; from an iterator's `set_state`, for
-        the state of another order.
+        the state of another order or number of processes.
       ImportError: if Grain is not installed.
 
     Examples:
@@ -106,7 +107,8 @@ def torch_sampler(
     """A batch sampler for PyTorch's `DataLoader`, in the sequence of its orders.
 
     Each of its lists holds the indices of one step, which one process of the loader reads. The
-    batches therefore do not depend on the number of processes. It does not import PyTorch.
+    batches therefore do not depend on the number of processes, and `list(sampler)[t:]` goes on from
+    step t with any number of them. It does not import PyTorch.
 
     Args:
       orders: as in `ordering.input.step_indices`; or a function without arguments that returns

@@ -31,7 +31,8 @@ def epoch_dataset() -> type:
             return self.slice(index) if isinstance(index, slice) else self._elements[index]
 
         def to_iter_dataset(self, *args, **kwargs):
-            return iter_dataset(super().to_iter_dataset(*args, **kwargs), self._epoch)
+            read = super().to_iter_dataset(*args, **kwargs)
+            return iter_dataset(read, {**self._epoch, "processes": 0})
 
         def repeat(self, *args, **kwargs):
             raise ValueError("an order is of one epoch: make a map_dataset for every epoch.")
@@ -80,8 +81,11 @@ def _iter_dataset(grain):
         def __iter__(self):
             return EpochIterator(iter(self._parent), self._epoch)
 
-        def mp_prefetch(self, *args, **kwargs):
+        def mp_prefetch(self, options=None, *args, **kwargs):
             # The iterators in the processes raise at `next`; one around them raises at `set_state`.
-            return EpochIterDataset(super().mp_prefetch(*args, **kwargs), self._epoch)
+            # From a state of another number of processes Grain fails elsewhere, or hangs.
+            options = options or grain.MultiprocessingOptions(num_workers=10)  # Grain's default
+            read = super().mp_prefetch(options, *args, **kwargs)
+            return EpochIterDataset(read, {**self._epoch, "processes": options.num_workers})
 
     return EpochIterDataset

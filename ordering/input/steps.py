@@ -138,5 +138,6 @@ def check_epoch(state: dict, epoch: dict) -> None:
         if state.get(name) != value:
             raise ValueError(
                 f"the state's {name} is {state.get(name)!r}, and this epoch's is {value!r}: "
-                "restore the order's state of the same step first, and pass the same sizes."
+                "restore the order's state of the same step first, and pass the same sizes and "
+                "processes."
             )

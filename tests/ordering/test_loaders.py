@@ -79,6 +79,22 @@ READS = {
 }
 
 
+def test_a_state_of_another_number_of_processes_is_refused_by_grain():
+    """Grain itself raises an IndexError there, or hangs."""
+    epoch = map_dataset(SIX, SIX, units_per_step=2)
+    counts, of = range(3), grain.MultiprocessingOptions
+    reads = [iter(epoch.to_iter_dataset().mp_prefetch(of(count))) for count in counts]
+    for saved in counts:
+        state = reads[saved].get_state()
+        for count in counts:
+            if count == saved:
+                reads[count].set_state(state)
+                continue
+            with pytest.raises(ValueError, match=f"processes is {saved}, and .* is {count}"):
+                reads[count].set_state(state)
+    assert_same(epoch[1:].to_iter_dataset(), [np.array([2, 3]), np.array([4, 5])])
+
+
 @OTHER
 @pytest.mark.parametrize("reads", READS.values(), ids=READS)
 def test_a_state_of_another_epoch_is_refused_by_grain(order, units_per_step, message, reads):
