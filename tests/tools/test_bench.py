@@ -159,16 +159,6 @@ def test_balance_measures_small_tasks_unless_asked_for_all(monkeypatch):
     assert seen[len(bench.FIRST["balance"]) :] == list(bench.UNITS)
 
 
-def test_loaders_are_timed_over_every_step_of_an_epoch(monkeypatch):
-    samplers = beside("samplers")
-    source = np.zeros((samplers.WORKERS * 256, 2), np.float32)
-    monkeypatch.setattr(samplers, "UNITS", 256)
-    orders = np.tile(np.arange(256), (samplers.WORKERS, 1))
-    assert samplers.indices_per_second(samplers.read_epochs(source, orders, 0)) > 0
-    with pytest.raises(RuntimeError, match="3 batches arrived, of 4"):
-        samplers.indices_per_second(range(3))
-
-
 def test_ways_to_single_examples_are_compared_before_they_are_timed(monkeypatch):
     single = beside("single_examples")
     model = models.mlp(num_features=64, hidden=(32,), num_classes=10)
