@@ -225,7 +225,7 @@ def slow_step() -> Callable:
     return lambda batch: jax.block_until_ready(call(batch))
 
 
-def _slow_batches(delay: float) -> Iterator[dict]:
+def slow_batches(delay: float) -> Iterator[dict]:
     """Endless random batches on the device, each `delay` seconds after its request."""
     generator = np.random.default_rng(1)
     x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
@@ -238,22 +238,27 @@ def _slow_batches(delay: float) -> Iterator[dict]:
         yield batch
 
 
+def timed_steps(step: Callable, batches: Iterable) -> tuple[float, float]:
+    """Seconds per step, and all seconds over those within steps."""
+    start, within, steps = time.perf_counter(), 0.0, 0
+    for batch in batches:
+        begin = time.perf_counter()
+        step(batch)
+        within, steps = within + time.perf_counter() - begin, steps + 1
+    total = time.perf_counter() - start
+    return total / steps, total / within
+
+
 def _run_policy(step: Callable, policy, depth: int, delay: float) -> tuple[float, float, float]:
     """Runs a policy to its end, timed from its first batch on.
 
     Returns:
       Seconds per step, all seconds over those within steps, and loads per step.
     """
-    with ordering.input.load_ahead(_slow_batches(delay), depth=depth) as loader:
-        uses = echo.echo_batches(loader, policy)  # takes the first batch
-        start, within, loads, steps = time.perf_counter(), 0.0, 0, 0
-        for use in uses:
-            begin = time.perf_counter()
-            step(use.batch)
-            within += time.perf_counter() - begin
-            loads, steps = loads + use.fresh, steps + 1
-        total = time.perf_counter() - start
-        return total / steps, total / within, loads / steps
+    with ordering.input.load_ahead(slow_batches(delay), depth=depth) as loader:
+        uses, fresh = echo.echo_batches(loader, policy), []  # takes the first batch
+        times = timed_steps(step, (fresh.append(use.fresh) or use.batch for use in uses))
+        return *times, sum(fresh) / len(fresh)
 
 
 def echo_rows(ratio: float, repeats: int, *, steps: int = 400, step=None) -> Iterator[dict]:
