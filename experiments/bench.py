@@ -7,11 +7,11 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
     python -m experiments.bench --part=echo                     # run nothing else meanwhile
+    python -m experiments.bench --part=peers --repositories=DIR --data_root=DIR    # docs/peers.md
 
 The calls of a table take turns in one process, after a warm-up; times are the median of --repeats.
 Ratios with a 95 % interval are computed within each turn; the median over turns is shown.
-Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tables. The kernel and
-other packages are timed in benchmarks/.
+Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tables.
 """
 
 import functools
@@ -245,6 +245,19 @@ def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
         }  # fmt: skip
 
 
+def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
+    """Runs what times other packages, which prints its rows itself."""
+    try:
+        from benchmarks import peers
+    except ImportError as error:
+        raise ValueError(
+            "--part=peers needs the folder benchmarks/: call it in a clone."
+        ) from error
+    peers.run(dict(zip(FOLDERS["peers"], folders, strict=True)) | {"repeats": repeats})
+    yield from ()
+
+
+FOLDERS = {"epochs": ("data_root",), "peers": ("repositories", "data_root")}  # flags of parts
 PARTS = {  # the names of their rows, and the repeats
     "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
     "scaled": ({name: functools.partial(scaled_rows, name) for name in DEEP_TASKS}, 41),
@@ -252,6 +265,7 @@ PARTS = {  # the names of their rows, and the repeats
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
     "echo": ({f"{r}": functools.partial(timing.echo_rows, r) for r in timing.RATIOS}, 3),
+    "peers": ({"all": peer_rows}, None),
 }
 FIRST = {"balance": ["digits", "hmda", "lenet"]}  # rows by default, where these are not all
 
@@ -265,8 +279,12 @@ def define_flags(values: flags.FlagValues) -> None:
     define(flags.DEFINE_list, "rows", None, text)
     text = "timed calls of every row; the part's own if unset"
     define(ranges.COUNT, "repeats", None, text)
-    text = "epochs: has the folders hmda, m4, wikitext2 and tfds (the prepared cifar10), or some"
+    text = (
+        "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
+    )
     define(flags.DEFINE_string, "data_root", None, text)
+    text = "has clones of what PyPI lacks, CD-GraB and init2winit"
+    define(flags.DEFINE_string, "repositories", None, text)
 
 
 def main(values: flags.FlagValues) -> None:
@@ -274,11 +292,14 @@ def main(values: flags.FlagValues) -> None:
     names = FIRST.get(values.part, tables)
     if values.rows is not None:
         names = tables if values.rows == ["all"] else names_of(values, "rows", tables)
-    given = [values.data_root] if values.part == "epochs" else []
-    if given == [None]:
+    taken = FOLDERS.get(values.part, ())
+    given = [values[flag].value for flag in taken]
+    if values.part == "epochs" and given == [None]:
         raise ValueError("pass --data_root=DIR, where the folders of the sets' data are.")
-    if values.data_root and not given:
-        raise ValueError(f"--data_root is of --part=epochs: leave it out of --part={values.part}.")
+    for flag in {*FOLDERS["peers"]} - {*taken}:
+        if values[flag].value:
+            of = " or ".join(part for part in FOLDERS if flag in FOLDERS[part])
+            raise ValueError(f"--{flag} is of --part={of}: leave it out of --part={values.part}.")
     if values.part == "local_steps":  # read when the first device is asked for, which is below
         flag = f"--xla_force_host_platform_device_count={WORKERS}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
