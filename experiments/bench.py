@@ -17,17 +17,14 @@ Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tabl
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import flags
 
 import local_opt
-import models
-from experiments import timing
+from experiments import local_timing, timing
 from experiments.cluster import entry
 from experiments.results.statistics import median_interval
 from experiments.study import recipes
@@ -37,9 +34,7 @@ from experiments.study.tables import ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe, ranges
 from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
-from local_opt.workers import AXIS, owned_sharding, worker_mesh
 
-WORKERS = 4
 LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]
 
 
@@ -94,102 +89,14 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
             lower_step(task, recipe, ORDERS[name], local_opt.parallel_rounds)
             .compile().cost_analysis()["flops"] for name in SCALED
         ]  # fmt: skip
-        for count, (name, seconds, times) in zip(flops, _in_turns(calls, repeats), strict=True):
+        for count, (name, seconds, times) in zip(
+            flops, timing.against_first(calls, repeats), strict=True
+        ):
             yield {
                 "part": "scaled", "task": task.name, "unit": unit, "order": ORDERS[name].label,
                 "us_per_step": round(seconds / steps * 1e6, 1), "times_first": times[0],
                 "interval": times[1], "times_flops": round(count / flops[0], 4),
             }  # fmt: skip
-
-
-def _in_turns(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
-    """(name, median seconds, (median ratio to the first of the same turn, its interval))."""
-    for name, seconds, ratios in timing.compared(calls, max(6, repeats)):  # for the intervals
-        middle, low, high = ratios[next(iter(calls))]
-        yield name, seconds, (round(middle, 3), f"{low:.3f} to {high:.3f}")
-
-
-# What is trained, the shape of an input, examples, and steps of a timed call.
-MODELS = {
-    "mlp, 784-128-10, batch 32": (lambda: models.mlp(num_features=784, hidden=(128,),
-                                                     num_classes=10), (784,), 32, 200),
-    "mlp, 784-1024-1024-10, batch 64": (lambda: models.mlp(num_features=784, hidden=(1024, 1024),
-                                                           num_classes=10), (784,), 64, 20),
-    "resnet 16-32-64, 32x32, batch 16": (lambda: models.resnet(depth=8, stem="cifar", width=16,
-        products=True, image_shape=(32, 32, 3), num_classes=10), (32, 32, 3), 16, 8),
-    "vit 64x4, 32x32, batch 16": (models.vit, (32, 32, 3), 16, 8),
-}  # fmt: skip
-INNER = {"sgd, momentum": optax.sgd(1e-3, momentum=0.9), "adamw": optax.adamw(1e-4)}
-
-
-def ways_of(inner) -> dict[str, tuple[Callable, Callable]]:
-    """(init, update) of the plain optimizer and of what wraps it."""
-    plan = local_opt.constant(1000, total_steps=10**7)
-    rounds = local_opt.local_rounds(inner, axis_name=AXIS)
-    planned = local_opt.local_steps(inner, plan, axis_name=AXIS)
-    return {
-        "plain optax": (inner.init, inner.update),
-        "plain optax, again": (inner.init, inner.update),
-        "local_rounds": (rounds.init, rounds.update),
-        "local_steps, sync=False": (planned.init, functools.partial(planned.update, sync=False)),
-        "local_steps, in the graph": (planned.init, planned.update),
-    }
-
-
-def _stepper(model, init: Callable, update: Callable, batch, steps: int) -> Callable:
-    """A call that takes so many steps on one worker, on from the last."""
-    mesh = worker_mesh(1)
-    step = timing.gradient_step(model, update)
-    run = local_opt.lift(step, mesh, inputs="owned owned shared", outputs="owned owned")
-    jitted = jax.jit(lambda state, batch: run(*state, batch), donate_argnums=0)
-    params = jax.tree.map(lambda p: p[None], jax.jit(model.init)(jax.random.key(0)))
-    start = jax.device_put((params, jax.vmap(init)(params)), owned_sharding(mesh))
-    call = timing.carry_on(jitted, start)
-    return lambda: [call(batch) for _ in range(steps)][-1]
-
-
-def local_rows(repeats: int, names: Iterable[str] | None = None) -> Iterator[dict]:
-    """A hot step of `local_rounds`, of `local_steps`, and one that decides in the graph, against
-    loss, gradient, `inner.update` and `apply_updates`, jitted and donated.
-
-    On one worker, where a sync moves no bytes. Aim: a hot step takes at most 1.02 plain ones.
-    """
-    for model_name in names or MODELS:
-        make, shape, size, steps = MODELS[model_name]
-        for inner_name, inner in INNER.items():
-            model, generator = make(), np.random.default_rng(0)
-            batch = {
-                "x": jnp.asarray(generator.normal(size=(size, *shape)), jnp.float32),
-                "y": jnp.asarray(generator.integers(0, 10, size), jnp.int32),
-            }
-            calls = {
-                way: _stepper(model, *functions, batch, steps)
-                for way, functions in ways_of(inner).items()
-            }
-            for way, seconds, times in _in_turns(calls, repeats):
-                yield {
-                    "part": "local_steps", "model": model_name, "optimizer": inner_name, "way": way,
-                    "us_per_step": round(seconds / steps * 1e6, 1), "times_plain": times[0],
-                    "interval": times[1],
-                }  # fmt: skip
-
-
-def sync_rows(repeats: int, numbers: int = 10**7) -> Iterator[dict]:
-    """One sync of four workers with so many parameters in 2 or 200 leaves.
-
-    On a CPU devices share the cores and collectives are copies in memory: it forecasts nothing.
-    Where there are fewer devices than workers, one simulates all of them.
-    """
-    mesh = worker_mesh(WORKERS) if jax.device_count() >= WORKERS else None
-    rounds, over = local_opt.local_rounds(optax.identity(), axis_name=AXIS), mesh or WORKERS
-    init = local_opt.lift(rounds.init, over, inputs="owned", outputs="owned")
-    sync = jax.jit(local_opt.lift(rounds.sync, over, inputs="owned owned", outputs="owned owned"))
-    for leaves in (2, 200):
-        leaf = jnp.ones((WORKERS, numbers // leaves))
-        params = {str(i): jax.device_put(leaf, owned_sharding(mesh)) for i in range(leaves)}
-        call = functools.partial(sync, params, jax.jit(init)(params))
-        seconds = medians({"sync": call}, repeats)["sync"]
-        yield {"part": "sync", "leaves": leaves, "ms": round(seconds * 1e3, 1)}
 
 
 def loop_rows(repeats: int) -> Iterator[dict]:
@@ -261,7 +168,7 @@ FOLDERS = {"epochs": ("data_root",), "peers": ("repositories", "data_root")}  # 
 PARTS = {  # the names of their rows, and the repeats
     "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
     "scaled": ({name: functools.partial(scaled_rows, name) for name in DEEP_TASKS}, 41),
-    "local_steps": ({"step": local_rows, "sync": sync_rows}, 41),
+    "local_steps": ({"step": local_timing.local_rows, "sync": local_timing.sync_rows}, 41),
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
     "echo": ({f"{r}": functools.partial(timing.echo_rows, r) for r in timing.RATIOS}, 3),
@@ -279,9 +186,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define(flags.DEFINE_list, "rows", None, text)
     text = "timed calls of every row; the part's own if unset"
     define(ranges.COUNT, "repeats", None, text)
-    text = (
-        "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
-    )
+    text = "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
     define(flags.DEFINE_string, "data_root", None, text)
     text = "has clones of what PyPI lacks, CD-GraB and init2winit"
     define(flags.DEFINE_string, "repositories", None, text)
@@ -301,7 +206,7 @@ def main(values: flags.FlagValues) -> None:
             of = " or ".join(part for part in FOLDERS if flag in FOLDERS[part])
             raise ValueError(f"--{flag} is of --part={of}: leave it out of --part={values.part}.")
     if values.part == "local_steps":  # read when the first device is asked for, which is below
-        flag = f"--xla_force_host_platform_device_count={WORKERS}"
+        flag = f"--xla_force_host_platform_device_count={local_timing.WORKERS}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     head = ()
     for name in names:

@@ -45,6 +45,13 @@ def compared(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
         yield name, statistics.median(seconds), ratios
 
 
+def against_first(calls: dict[str, Callable], repeats: int) -> Iterator[tuple]:
+    """(name, median seconds, (median ratio to the first of the same turn, its interval))."""
+    for name, seconds, ratios in compared(calls, max(6, repeats)):  # for the intervals
+        middle, low, high = ratios[next(iter(calls))]
+        yield name, seconds, (round(middle, 3), f"{low:.3f} to {high:.3f}")
+
+
 def print_rows(rows: Iterable[dict], head: Sequence[str] = ()) -> tuple[str, ...]:
     """Prints each row as it comes, below its columns unless these are the head; returns those."""
     for row in rows:

@@ -4,12 +4,14 @@ Arrays are passed as `data` because differentiation rules must not close over tr
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32
 
 from ordering.maps import Map, of_slice, times
@@ -17,6 +19,7 @@ from ordering.rows import as_float32
 from ordering.sketch import fold, grouped_sums, table_of_sums
 from ordering.trace import Leaf, numbers_of
 from ordering.uses import Use
+from syncopate.mesh import automatic
 
 
 class Zeros(NamedTuple):
@@ -39,12 +42,27 @@ def zeros_of(plan: list[Leaf], units: int, size: int) -> Zeros:
 
 def added_up(maps: list[Map], found: Zeros) -> Float32[Array, "B k"]:
     """All of the units' sketches."""
-    small = [(of, g) for of, g in zip(maps, found.small, strict=True) if g is not None]
-    if not small:
+    kept = [(of, g) for of, g in zip(maps, found.small, strict=True) if g is not None]
+    if not kept:
         return found.sketch
-    flat = jnp.concatenate([jax.vmap(times, (0, None))(g, of.scale) for of, g in small], 1)
-    seed, size = small[0][0].seed, found.sketch.shape[1]
-    return found.sketch + jax.vmap(lambda row: fold_small(row, seed, size))(flat)
+    small = [jax.vmap(times, (0, None))(g, of.scale) for of, g in kept]
+    size = found.sketch.shape[1]
+    fold_all = functools.partial(fold_small, seed=kept[0][0].seed, size=size)
+    if not automatic():
+        return found.sketch + jax.vmap(fold_all)(jnp.concatenate(small, 1))
+    # The compiler may split these gradients over devices, and would move parts of them to put them
+    # together. A product with the matrix of `fold_all` only adds up.
+    ends = list(itertools.accumulate(g.shape[1] for g in small))
+    fold_back = jax.linear_transpose(fold_all, jnp.zeros(ends[-1]))
+    known = jnp.ones(size), jnp.arange(size, dtype=jnp.float32)
+    on_all = functools.partial(jax.lax.with_sharding_constraint, shardings=P())
+    signs, places = (on_all(fold_back(x)[0]) for x in known)
+    rows = found.sketch
+    for g, end in zip(small, ends, strict=True):
+        sign, place = (on_all(x[end - g.shape[1] : end]) for x in (signs, places))
+        table = jnp.where(place[:, None] == sign[:, None] * known[1][None], sign[:, None], 0.0)
+        rows = rows + jnp.matmul(g, table, precision="highest")
+    return rows
 
 
 def fold_small(flat: Array, seed: Array, size: int) -> Float32[Array, "k"]:

@@ -53,6 +53,12 @@ def beside(axis_name: Any, *, manual_only: bool = False) -> list[str]:
     return [a for a in names if mesh.shape[a] > 1 and a not in names_of(axis_name)]
 
 
+def automatic() -> list[str]:
+    """The axes of the mesh in scope, of several devices each, that are left to the compiler."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in mesh.manual_axes]
+
+
 def over_shards(
     axes: Iterable[str], function: Callable, in_specs: PyTree[P], out_specs: PyTree[P]
 ) -> Callable:

@@ -17,8 +17,13 @@ def taken(table, name) -> dict[str, str]:
 
 def each(table) -> list[str]:
     """Every row, and every further word once, on the last row that takes it."""
-    changed = {word: f"{name}+{word}" for name in table for word in taken(table, name)}
+    changed = {word: complete(name, word) for name in table for word in taken(table, name)}
     return [*table, *changed.values()]
+
+
+def complete(name: str, word: str) -> str:
+    """A row with a word, after what it needs: a team signs sketches."""
+    return f"{name}+sketch16+{word}" if word.startswith("team") else f"{name}+{word}"
 
 
 def all_rows(table) -> list[str]:
@@ -28,6 +33,6 @@ def all_rows(table) -> list[str]:
         mine = taken(table, name)
         # A correction of the drift and a wire do not go together.
         together = {flag: word for word, flag in mine.items() if flag != "correction"}
-        found += [name, *(f"{name}+{word}" for word in mine)]
+        found += [name, *(complete(name, word) for word in mine)]
         found += ["+".join([name, *together.values()])] if len(together) > 1 else []
     return found

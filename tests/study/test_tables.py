@@ -42,7 +42,7 @@ def test_words_name_decisions(text, decisions, label):
     [
         (
             "cats",
-            "'cats' is no word: choose of rr, .*, and of .sketchN, .scaled, .root, .*; parallel",
+            "'cats' is no word: choose of rr, .*, and of .sketchN, .teamN, .scaled, .*; parallel",
         ),
         ("int8", "--sync is int8: 'int8' is not one of parallel, accumulate"),
         ("rr+cd_grab", "--order is rr.cd_grab: 'cd_grab' is no further word: choose of .sketchN"),

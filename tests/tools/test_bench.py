@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import models
-from experiments import bench, timing
+from experiments import bench, local_timing, timing
 from experiments.study.tables import ORDERS
 from experiments.tasks import TASKS
 from experiments.training import loop
@@ -93,8 +93,8 @@ def test_the_kernel_and_the_host_loops_choose_the_same_signs():
 
 def test_local_steps_are_compared_with_the_plain_step(monkeypatch):
     small = {"mlp": (lambda: models.mlp(num_features=6, hidden=(4,), num_classes=10), (6,), 8, 2)}
-    monkeypatch.setattr(bench, "MODELS", small)
-    rows = list(bench.local_rows(6))
+    monkeypatch.setattr(local_timing, "MODELS", small)
+    rows = list(local_timing.local_rows(6))
     assert len(rows) == 2 * 5 and rows[0]["interval"] == "1.000 to 1.000"
     assert all(r["us_per_step"] > 0 for r in rows)
 
@@ -138,7 +138,7 @@ def test_rows_are_printed_before_the_next_ones_are_measured(monkeypatch, capsys)
     monkeypatch.setattr(
         bench, "training_calls", lambda task, recipe, arms: (dict.fromkeys(arms), 1)
     )
-    monkeypatch.setattr(bench, "_stepper", lambda *_: None)
+    monkeypatch.setattr(local_timing, "_stepper", lambda *_: None)
     run("--part=balance", "--rows=digits,hmda")
     head, arms = 2, len(bench.ARMS)
     assert printed == [0, head + arms, head + 2 * arms, head + 3 * arms]

@@ -4,7 +4,7 @@ import pytest
 
 import models
 from benchmarks import on_gpu
-from experiments import bench
+from experiments import local_timing
 
 PARTS = {"signs": 6, "reads": 5, "gpt2_small": 3, "sync": 2, "local_steps": 10}
 
@@ -12,7 +12,7 @@ PARTS = {"signs": 6, "reads": 5, "gpt2_small": 3, "sync": 2, "local_steps": 10}
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_has_rows(part, monkeypatch):
     mlp = (lambda: models.mlp(num_features=6, hidden=(4,), num_classes=10), (6,), 8, 2)
-    monkeypatch.setattr(bench, "MODELS", dict.fromkeys(on_gpu.TOY.local, mlp))
+    monkeypatch.setattr(local_timing, "MODELS", dict.fromkeys(on_gpu.TOY.local, mlp))
     rows = list(on_gpu.rows(True, [part]))
     assert len(rows) >= PARTS[part]
     assert {row["device"] for row in rows} == {"cpu"} and {row["part"] for row in rows} == {part}
