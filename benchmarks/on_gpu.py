@@ -7,7 +7,7 @@ The parts are those of other benchmarks, in turns within a part: `reads`, the ex
 sketches (benchmarks/host_loops.py); `signs`, the loop over signs as a scan and as a kernel, which
 give the same signs; `gradients`, sketched gradients of single examples beside plain steps, optax'
 `micro_grad` and others (benchmarks/single_examples.py); `gpt2_small`, the same of GPT-2 with 124
-million parameters, 8 windows of 1,024 tokens; `sync` and `local_steps` (experiments/local_timing.py).
+million parameters, 8 windows of 1,024 tokens; `sync` and `local_steps`, those of `bench`.
 Every row is printed with the name of the device. On an H100 all should take under ten minutes, most
 of it compilation: an estimate, for the script has not been run on one. With --toy everything is
 small enough for the tests on a CPU.
@@ -26,7 +26,7 @@ from absl import app, flags
 import models
 import ordering
 from benchmarks import host_loops, single_examples
-from experiments import timing
+from experiments import local_timing, timing
 from models.gpt2 import SIZES as GPT2
 from ordering import sign_loop
 
