@@ -108,6 +108,7 @@ def qsr(steps: int):
 
 
 KEY = jax.random.key
+FRESH = [True, False, False, False]  # again and again
 PLANS = {  # T -> plan
     "every_step": local_opt.every_step,
     "constant, H = 4": lambda t: local_opt.constant(4, total_steps=t),
@@ -122,7 +123,7 @@ PLANS = {  # T -> plan
     "bernoulli, p = 1/4": lambda t: local_opt.bernoulli(0.25, total_steps=t, key=KEY(0)),
     "echo.bernoulli, p = 1/4": lambda t: echo.bernoulli(0.25, total_steps=t, key=KEY(0)),
     "error_diffusion, p = 0.3": lambda t: echo.error_diffusion(0.3, total_steps=t),
-    "sync_every_load": lambda t: local_opt.sync_every_load(np.arange(t) % 4 == 0),
+    "sync_every_load": lambda t: local_opt.sync_every_load(np.resize(FRESH, t)),
 }  # fmt: skip
 FORECAST = dict(num_params=10**8, num_workers=8, step_seconds=0.1, gigabits_per_second=10.0)
 

@@ -91,24 +91,10 @@ def _tap_backward(sketch_of_cotangent, data, dy):
 _tap.defvjp(_tap_forward, _tap_backward)
 
 
-@jax.custom_vjp
-def _own(value, zeros):
-    return value + zeros.reshape(value.shape).astype(value.dtype)
-
-
-def _own_backward(_, dw):
-    # Else XLA adds up over units what it has not added up within them, which reads dy twice.
-    dw = jax.lax.optimization_barrier(dw)
-    return dw, as_float32(dw).reshape(-1)
-
-
-_own.defvjp(lambda value, zeros: (_own(value, zeros), None), _own_backward)
-
-
 def copied(leaf: int, value: Array, of: Map, zeros: Zeros) -> Array:
     """A parameter as seen by this unit alone, so that its gradient can be sketched."""
     if zeros.small[leaf] is not None:
-        return _own(value, zeros.small[leaf])
+        return value + zeros.small[leaf].reshape(value.shape).astype(value.dtype)
     size = zeros.sketch.size
 
     def sketch_of(dw, seed, scale):
