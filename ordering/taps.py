@@ -93,8 +93,8 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 def copied(leaf: int, value: Array, of: Map, zeros: Zeros) -> Array:
     """A parameter as seen by this unit alone, so that its gradient can be sketched."""
-    if zeros.small[leaf] is not None:
-        return value + zeros.small[leaf].reshape(value.shape).astype(value.dtype)
+    if (own := zeros.small[leaf]) is not None:
+        return value + own.reshape(value.shape).astype(value.dtype)
     size = zeros.sketch.size
 
     def sketch_of(dw, seed, scale):
