@@ -10,12 +10,9 @@ compared, and what the columns are.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
-from absl import app, flags
-
-from benchmarks.torch_models import EXAMPLES, SIZE, losses_of, rows_of
-from experiments import timing
+from benchmarks.torch_models import EXAMPLES, SIZE, losses_of, main
 
 KINDS = ("normal", "rademacher")
 
@@ -45,21 +42,5 @@ def ways_of(module) -> dict[str, Callable]:
     }
 
 
-def rows(models: Iterable[str], repeats: int) -> Iterator[dict]:
-    try:
-        import dattri  # noqa: F401
-    except ImportError as error:
-        return print(f"dattri is left out: {error}")
-    for name in models:
-        yield from rows_of(name, ways_of, repeats)
-
-
-def main(argv):
-    del argv
-    timing.print_rows(rows(flags.FLAGS.models, flags.FLAGS.repeats))
-
-
 if __name__ == "__main__":
-    flags.DEFINE_list("models", ["lenet", "vit"], "of benchmarks/torch_models.py")
-    flags.DEFINE_integer("repeats", 7, "timed calls of every way")
-    app.run(main)
+    main("dattri", ways_of, repeats=7)

@@ -10,12 +10,9 @@ are.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
-from absl import app, flags
-
-from benchmarks.torch_models import losses_of, rows_of
-from experiments import timing
+from benchmarks.torch_models import losses_of, main
 
 
 def ways_of(module) -> dict[str, Callable]:
@@ -41,21 +38,5 @@ def ways_of(module) -> dict[str, Callable]:
     return {"opacus, ghost norms": of_ghost, "opacus, gradients of examples": of_formed}
 
 
-def rows(models: Iterable[str], repeats: int) -> Iterator[dict]:
-    try:
-        import opacus  # noqa: F401
-    except ImportError as error:
-        return print(f"opacus is left out: {error}")
-    for name in models:
-        yield from rows_of(name, ways_of, repeats)
-
-
-def main(argv):
-    del argv
-    timing.print_rows(rows(flags.FLAGS.models, flags.FLAGS.repeats))
-
-
 if __name__ == "__main__":
-    flags.DEFINE_list("models", ["lenet", "vit"], "of benchmarks/torch_models.py")
-    flags.DEFINE_integer("repeats", 21, "timed calls of every way")
-    app.run(main)
+    main("opacus", ways_of, repeats=21)

@@ -8,6 +8,7 @@ memory: one measure for both frameworks.
 
 import ctypes
 import functools
+import importlib
 import os
 import pathlib
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import app, flags
 
 import ordering
 from experiments import timing
@@ -215,3 +217,23 @@ def rows_of(name: str, peers: Callable, repeats: int) -> Iterator[dict]:
             "times ours": f"{times['ordering.sketched'][0]:.2f}",
             "megabytes": f"{growth[way] / 1e6:.1f}",
         }  # fmt: skip
+
+
+def main(package: str, peers: Callable, *, repeats: int) -> None:
+    """The program of a package: its rows, if it is installed."""
+    flags.DEFINE_list("models", ["lenet", "vit"], "of benchmarks/torch_models.py")
+    flags.DEFINE_integer("repeats", repeats, "timed calls of every way")
+
+    def rows() -> Iterator[dict]:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            return print(f"{package} is left out: {error}")
+        for name in flags.FLAGS.models:
+            yield from rows_of(name, peers, flags.FLAGS.repeats)
+
+    def run(argv):
+        del argv
+        timing.print_rows(rows())
+
+    app.run(run)
