@@ -144,11 +144,6 @@ def bound_of(orders, vectors=PAIRS, **given):
     return lambda: ordering.herding_bound(vectors, orders, **given)
 
 
-def sends(rows):
-    """All workers send these rows."""
-    return lambda: over_workers(lambda _: ordering.exchange_rows(rows)[0], jnp.arange(W))
-
-
 def observed(name, rows, params=PARAMS):
     return lambda: observe((ORDERS | DEALT)[name], rows, params)
 
