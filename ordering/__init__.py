@@ -1,9 +1,10 @@
 """Example orders for JAX: which unit of the data a training loop visits next.
 
-`ordering.echo` repeats batches when loading is slow, and `ordering.input` reads batches ahead.
+`ordering.echo` repeats batches when loading is slow, and `ordering.input` reads batches
+ahead, and `ordering.blocks` orders blocks of data that are too large to shuffle.
 """
 
-from ordering import echo, input
+from ordering import blocks, echo, input
 from ordering.backward import sketched, sketched_parameters
 from ordering.base import Ordering
 from ordering.dealing import dealt, dealt_reshuffling
@@ -23,6 +24,7 @@ __all__ = [
     "Rows",
     "SignRule",
     "block_reshuffling",
+    "blocks",
     "cd_grab",
     "dealt",
     "dealt_reshuffling",

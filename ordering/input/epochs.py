@@ -20,6 +20,24 @@ from syncopate import plans
 Load = Callable[[np.ndarray, int, int], Loader]
 
 
+class Layout(NamedTuple):
+    """How the units of an epoch become steps: so many units of a worker are read at once, which
+    are the batches of `batches` steps. Where fewer units are left they are those of `last`."""
+
+    num_units: int
+    units: int
+    batches: int = 1
+    last: int = 1
+
+    def steps(self, units: int) -> int:
+        """The steps of so many first units."""
+        return units // self.units * self.batches + (self.last if units % self.units else 0)
+
+    def units_before(self, step: int) -> int:
+        """The first unit that is read for a step."""
+        return step // self.batches * self.units
+
+
 class Front(NamedTuple):
     """The first steps of the next epoch, which are loaded while this one ends."""
 
@@ -36,11 +54,10 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         order's `next_epoch`.
     """
 
-    def __init__(self, load: Load, live: Callable, units_per_step, num_epochs, ahead, first_load):
-        self._load, self._live, self._size = load, live, units_per_step
+    def __init__(self, load: Load, live: Callable, layout: Layout, num_epochs, ahead, first_load):
+        self._load, self._live, self._layout = load, live, layout
         self._num_epochs, self._ahead = num_epochs, ahead
-        self._num_units = live().current.shape[-1]
-        self._steps = -(-self._num_units // units_per_step)
+        self._steps = layout.steps(layout.num_units)
         self.epoch, self.step = divmod(first_load, self._steps)
         self.epoch_ended, self._opened, self._front = False, False, Front()
         self._next: Front | None = None
@@ -60,10 +77,10 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
         if self._order is None:
-            current = _state(self._live).current
-            if current.shape[-1] != self._num_units:
+            current = checked_state(self._live).current
+            if current.shape[-1] != (num_units := self._layout.num_units):
                 raise ValueError(
-                    f"live gives an order of {current.shape[-1]} units, after {self._num_units}: "
+                    f"live gives an order of {current.shape[-1]} units, after {num_units}: "
                     "make another read_epochs for another order."
                 )
             (self._order,) = _copies(current)
@@ -109,7 +126,7 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         if self._before:
             _check_new(self._before, order)
         first = self._front.num_steps or self.step
-        rest = order[..., first * self._size :]
+        rest = order[..., self._layout.units_before(first) :]
         if rest.size:
             self._rest = self._load(rest, first, self.epoch)
         self._opened, self._before = True, None
@@ -130,12 +147,11 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
     def _open_front(self):
         """Loads the steps of the next epoch that all workers have already decided."""
         left, following = (np.asarray(array) for array in self._early)
-        left = int(left.min())
-        known = self._num_units if left >= self._num_units else left - left % self._size
+        left, layout = int(left.min()), self._layout
+        known = left if left >= layout.num_units else left - left % layout.units
         if not known:
             return Front()
-        orders = following[..., :known]
-        return Front(-(-known // self._size), self._load(orders, 0, self.epoch + 1))
+        return Front(layout.steps(known), self._load(following[..., :known], 0, self.epoch + 1))
 
 
 def _copies(*arrays):
@@ -161,7 +177,7 @@ def _check_new(before, order):
         )
 
 
-def _state(live) -> State:
+def checked_state(live) -> State:
     """The state that `live` returns; ValueError if it is none."""
     plans.check_function("live", live)
     state = live()
@@ -232,8 +248,8 @@ def read_epochs(
     plans.check_whole("first_load", first_load, 0)
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
-    num_units = _state(live).current.shape[-1]
-    base.check_units(num_units, units_per_step)
+    num_units = checked_state(live).current.shape[-1]
+    layout = Layout(*base.check_units(num_units, units_per_step))
     if callable(source):
         plans.check_function("source", source, "orders", "first_step", "epoch")
     else:
@@ -248,9 +264,9 @@ def read_epochs(
                 num_units=num_units, total=total,
             )  # fmt: skip
             batches = map(steps.__getitem__, range(len(steps)))
-        first = epoch * -(-num_units // units_per_step) + first_step
+        first = epoch * layout.steps(num_units) + first_step
         return load_ahead(
             batches, depth=depth, timeout=timeout, sharding=sharding, first_load=first
         )
 
-    return Epochs(load, live, units_per_step, num_epochs, ahead, first_load)
+    return Epochs(load, live, layout, num_epochs, ahead, first_load)

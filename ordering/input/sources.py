@@ -99,6 +99,11 @@ def _read_examples(source, indices):
     rows = list(many(indices)) if many else [source[i] for i in indices]
     if len(rows) != len(indices):
         raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
+    return stacked(rows)
+
+
+def stacked(rows: Sequence[PyTree]) -> PyTree[np.ndarray]:
+    """One tree of arrays [n, ...] from n examples, as `reader` describes it."""
     try:
         return jax.tree.map(_stack, *rows, is_leaf=_is_leaf)
     except ValueError:

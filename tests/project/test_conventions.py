@@ -12,7 +12,7 @@ import ordering
 from syncopate import plans
 
 ROOT = pathlib.Path(__file__).parents[2]
-PACKAGES = (ordering, ordering.echo, ordering.input, models, local_opt, plans)
+PACKAGES = (ordering, ordering.blocks, ordering.echo, ordering.input, models, local_opt, plans)
 PUBLIC = [(package, name) for package in PACKAGES for name in package.__all__]
 # Algorithms out of papers: name who published them.
 CITED = (

@@ -24,12 +24,12 @@ def test_every_public_name_is_used_in_the_page_of_names():
     page = (ROOT / "docs" / "reference" / "names.md").read_text()
     code = "\n".join(blocks(page))
     exec(compile(code, "docs/reference/names.md", "exec"), {})
-    used = set(re.findall(r"\b(ordering|local_opt|echo|input)\.(\w+)", code))
+    used = set(re.findall(r"\b(ordering|local_opt|blocks|echo|input)\.(\w+)", code))
     known = {
         (package.__name__.rpartition(".")[2], name)
-        for package in (ordering, ordering.echo, ordering.input, local_opt)
+        for package in (ordering, ordering.blocks, ordering.echo, ordering.input, local_opt)
         for name in package.__all__
-    } - {("ordering", "echo"), ("ordering", "input")}
+    } - {("ordering", "blocks"), ("ordering", "echo"), ("ordering", "input")}
     assert used == known
     assert page.split("\n")[2].startswith(f"{len(known)} names"), len(known)
 
@@ -50,7 +50,7 @@ def test_the_reference_has_every_public_name_once():
     shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.M)]
     public = [
         f"{package.__name__}.{name}"
-        for package in (ordering, ordering.echo, ordering.input, local_opt, models)
+        for package in (ordering, ordering.blocks, ordering.echo, ordering.input, local_opt, models)
         for name in package.__all__
         if not inspect.ismodule(getattr(package, name))
     ]

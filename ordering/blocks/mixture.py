@@ -1,0 +1,103 @@
+"""Mixtures of sources, each with an order, windows and epochs of its own."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ordering.blocks.position import Position
+from ordering.blocks.reads import BlockEpochs
+from syncopate import plans
+
+
+def shares(weights: Mapping[str, float], *, batch_size: int) -> dict[str, int]:
+    """How many records of a batch come from each source, in proportion to the weights.
+
+        b_i = floor(b w_i / sum w), and one more where the remainders are largest
+
+    Args:
+      weights: a weight > 0 for each name.
+      batch_size: b, records in a batch.
+
+    Returns:
+      `{name: b_i}`, which add up to b. They are the same in each batch, so that its shape is.
+
+    Raises:
+      ValueError: for weights that are not above 0, or so small that a source gets no record.
+
+    Examples:
+      >>> import ordering
+      >>> ordering.blocks.shares({"web": 0.7, "code": 0.2, "books": 0.1}, batch_size=32)
+      {'web': 23, 'code': 6, 'books': 3}
+    """
+    batch_size = plans.check_whole("batch_size", batch_size, 1)
+    if not isinstance(weights, Mapping) or not weights:
+        raise ValueError(f"weights is {weights!r}: pass a dict of names and weights.")
+    values = [plans.check_number(f"weight of {k}", w, "(0, inf)") for k, w in weights.items()]
+    exact = np.array(values) / sum(values) * batch_size
+    found = np.floor(exact).astype(int)
+    rest = batch_size - int(found.sum())
+    found[np.argsort(found - exact, kind="stable")[:rest]] += 1
+    for name, share, wanted in zip(weights, found, exact, strict=True):
+        if not share:
+            raise ValueError(
+                f"{name} gets {wanted:.3g} of the {batch_size} records of a batch, none: raise its "
+                "weight or the batch size."
+            )
+    return dict(zip(weights, found.tolist(), strict=True))
+
+
+class Mixture(Iterator):
+    """What `mixture` returns: an iterator of `{name: (records, places)}`."""
+
+    def __init__(self, readers: dict[str, BlockEpochs]):
+        self.readers = readers
+
+    def __next__(self) -> dict[str, tuple[PyTree, Any]]:
+        return {name: next(reads) for name, reads in self.readers.items()}
+
+    def position(self) -> dict[str, Position]:
+        """The positions of all sources, one tree to be saved."""
+        return {name: reads.position() for name, reads in self.readers.items()}
+
+    def close(self) -> None:
+        """Ends the threads of all readers."""
+        for reads in self.readers.values():
+            reads.close()
+
+
+def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:
+    """Batches of several sources side by side, each in its own order and epoch.
+
+    The step joins what it gets. Small sources begin their next epoch while large ones are still in
+    their first: ask each of `readers` for `window_ended` and `epoch_ended`.
+
+    Args:
+      readers: `{name: read_blocks(..., batch_size=shares(weights, batch_size=b)[name])}`.
+
+    Returns:
+      An iterator that ends where the first of the readers does. `position()` is the tree of all
+      positions, whose entries go back into `read_blocks(position=)`.
+
+    Raises:
+      ValueError: for an empty dict, or readers that are none.
+
+    Examples:
+      >>> import jax, numpy as np, ordering
+      >>> def reader(size, batch_size):
+      ...     blocks = ordering.blocks.split(np.arange(size), unit_size=2)
+      ...     state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
+      ...     return ordering.blocks.read_blocks(
+      ...         blocks, lambda: state, window=1, batch_size=batch_size, num_epochs=1
+      ...     )
+      >>> mixed = ordering.blocks.mixture({"web": reader(8, 2), "code": reader(4, 1)})
+      >>> [{name: len(records) for name, (records, _) in batch.items()} for batch in mixed][:1]
+      [{'web': 2, 'code': 1}]
+    """
+    if not isinstance(readers, Mapping) or not readers:
+        raise ValueError(f"readers is {readers!r}: pass a dict of names and readers.")
+    for name, reads in readers.items():
+        if not isinstance(reads, BlockEpochs):
+            raise ValueError(f"{name} is a {type(reads).__name__}: pass what read_blocks returns.")
+    return Mixture(dict(readers))

@@ -1,0 +1,162 @@
+"""An iterator over all epochs of blocks, which reads ahead and tells its position."""
+
+import concurrent.futures
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ordering.base import State
+from ordering.blocks.position import Position, checked, first_position, of_broken
+from ordering.blocks.split import Blocks
+from ordering.blocks.windows import Share, Windows, batches_of, num_batches, windows
+from ordering.input.epochs import Epochs, Layout, checked_state
+from ordering.input.loader import load_ahead
+from syncopate import plans
+
+
+class BlockEpochs(Epochs):
+    """What `read_blocks` returns: `Epochs` that also tell where windows end.
+
+    Attributes:
+      window_ended: whether the last batch was the last of its window.
+      window_units: the number of blocks in the window of the last batch.
+    """
+
+    def __init__(self, epochs: tuple, position: Position, pools: contextlib.ExitStack):
+        super().__init__(*epochs)
+        self._position, self._pools = position, pools
+
+    @property
+    def window_ended(self) -> bool:
+        return self.epoch_ended or bool(self.step) and self.step % self._layout.batches == 0
+
+    @property
+    def window_units(self) -> int:
+        before = self._layout.units_before(max(self.step - 1, 0))
+        return min(self._layout.units, self._layout.num_units - before)
+
+    def position(self, orders: State | None = None) -> Position:
+        """The position of the next batch, with the newest state of the order, or with `orders`,
+        as of all hosts. Call it after `next_epoch`, if the epoch has ended."""
+        epoch, step = divmod(self.load, self._layout.steps(self._layout.num_units))
+        now = self._position
+        broken = now.broken if epoch == int(now.epoch) else ()
+        orders = self._live() if orders is None else orders
+        return Position(orders, np.array(epoch), np.array(step), now.sizes, now.files, broken)
+
+    def close(self) -> None:
+        super().close()
+        self._pools.close()
+
+
+def read_blocks(
+    blocks: Blocks,
+    live: Callable[[], State],
+    *,
+    window: int,
+    batch_size: int,
+    seed: int = 0,
+    dealt: bool = True,
+    shuffle: bool = True,
+    num_epochs: int | None = None,
+    position: Position | None = None,
+    share: Share | tuple[int, int, int] | None = None,
+    readers: int = 4,
+    depth: int = 2,
+    timeout: float | None = None,
+    sharding: jax.sharding.Sharding | PyTree | None = None,
+) -> BlockEpochs:
+    """Batches of one epoch of blocks after the other, read ahead across the boundaries.
+
+    A window is K blocks that follow each other in a worker's order, read while the window before it
+    is used; its records are shuffled and cut into batches, as `windows` describes it. Up to three
+    windows are in memory. All batches follow from the orders, the seed and the position: not from
+    the number of readers, nor from the hosts that share the workers.
+
+    Args:
+      blocks: of `split`.
+      live: returns the newest state of the orders, of one worker or of those of this host.
+      window: K >= 1, blocks in a window; `units_per_step` of the order.
+      batch_size: b >= 1, records of a worker in a batch.
+      seed: >= 0, for the shuffles within windows.
+      dealt: whether the order names blocks of all workers, as `dealt` and `dealt_reshuffling` do
+        and the order of a single worker; False for fixed shards.
+      shuffle: whether records of a window are shuffled.
+      num_epochs: number of epochs; None for no end.
+      position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
+      share: `(first, count, workers)`, the workers of this host. Only an epoch that was broken off
+        with another number of workers needs it, and only on several hosts.
+      readers: >= 1, threads that read blocks.
+      depth, timeout, sharding: as in `ordering.input.load_ahead`.
+
+    Returns:
+      An iterator of `(records, places)` on the device, as those of `windows`. After the step of a
+      batch look at `window_ended`, where sums of the blocks' gradients are complete, and at
+      `epoch_ended`, where the order's `next_epoch` is due. `position()` is what to save.
+
+    Raises:
+      ValueError: for sizes that do not fit; for a position of other files, which it names.
+      LoadError: from `next`, if a block cannot be read.
+
+    Examples:
+      >>> import jax, numpy as np, ordering
+      >>> blocks = ordering.blocks.split(np.arange(12), unit_size=3)
+      >>> order = ordering.random_reshuffling(len(blocks))
+      >>> state = order.init(jax.random.key(0), None)
+      >>> reads = ordering.blocks.read_blocks(
+      ...     blocks, lambda: state, window=2, batch_size=3, num_epochs=1
+      ... )
+      >>> sorted(int(i) for records, _ in reads for i in records) == list(range(12))
+      True
+    """
+    current = checked_state(live).current
+    num_units, readers = current.shape[-1], plans.check_whole("readers", readers, 1)
+    total = len(blocks) if dealt else None
+    settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
+    words = settings | {"shuffle": shuffle, "total": total, "num_units": num_units}
+    windows(blocks, np.asarray(current), epoch=0, **words)  # refuses wrong sizes
+    batches = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
+    layout = Layout(num_units, window, *batches)
+    first, steps = first_position(blocks, **settings), layout.steps(num_units)
+    position = first if position is None else checked(position, first, blocks, steps)
+    pools = contextlib.ExitStack()
+    pool, ahead = (_pool(pools, size) for size in (readers, 1))
+    workers = len(current) if current.ndim == 2 else 1
+
+    def load(orders, first_step, epoch):
+        sizes = words
+        if epoch == int(position.epoch) and jax.tree.leaves(position.broken):
+            orders, old = of_broken(position, layout.units_before(first_step), workers, share)
+            sizes = words | old | {"total": len(blocks)}
+        read = _ahead(windows(blocks, orders, epoch=epoch, **sizes), pool, ahead)
+        return load_ahead(
+            batches_of(read, first_batch=first_step % layout.batches), depth=depth,
+            timeout=timeout, sharding=sharding, first_load=epoch * steps + first_step,
+        )  # fmt: skip
+
+    first_load = int(position.epoch) * steps + int(position.step)
+    return BlockEpochs(
+        (load, live, layout, num_epochs, layout.batches, first_load), position, pools
+    )
+
+
+def _pool(pools: contextlib.ExitStack, size: int) -> concurrent.futures.Executor:
+    pool = concurrent.futures.ThreadPoolExecutor(size)
+    pools.callback(pool.shutdown, wait=False, cancel_futures=True)
+    return pool
+
+
+def _ahead(epoch: Windows, pool, ahead) -> Iterator:
+    """The windows of an epoch; the next one is read while the last is used."""
+    load = functools.partial(epoch.load, read=pool.map)
+    following = ahead.submit(load, 0)
+    for number in range(1, len(epoch) + 1):
+        found = following.result()
+        if number < len(epoch):
+            following = ahead.submit(load, number)
+        yield found

@@ -1,0 +1,163 @@
+"""Units that are blocks: records that lie one after the other in a file."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Int, PyTree
+
+from ordering.blocks.files import Part, of_arrays
+from ordering.input.sources import stacked
+from syncopate import plans
+
+
+class Blocks(Sequence):
+    """What `split` returns: `blocks[u]` holds the records of unit u, as one tree of arrays.
+
+    Attributes:
+      parts: the files.
+      sizes: int64[M], records in each unit that a filter keeps.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], places: np.ndarray, kept: Any, decode: Any):
+        self.parts, self._places, self._kept, self._decode = parts, places, kept, decode
+        part, start, stop = places.T
+        self.sizes = stop - start
+        if kept is not None:
+            before = np.concatenate([[0], np.cumsum(kept)])
+            first = self._first_records()[part]
+            self.sizes = before[first + stop] - before[first + start]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, unit: int) -> PyTree[np.ndarray]:
+        if not 0 <= unit < len(self):
+            raise IndexError(f"there is no unit {unit}: there are {len(self)}.")
+        if not self.sizes[unit]:
+            raise ValueError(f"unit {unit} has no records: read it by read_blocks or windows.")
+        return self.taken([self.read(unit)], np.arange(self.sizes[unit]))
+
+    @property
+    def num_records(self) -> int:
+        """Records in all units that a filter keeps."""
+        return int(self.sizes.sum())
+
+    @property
+    def unit_size(self) -> int:
+        """Records in the largest unit."""
+        return int(self.sizes.max())
+
+    @property
+    def digests(self) -> Int[np.ndarray, "F 3"]:
+        """uint32[F, 3], the number of records and the digest of every file."""
+        rows = [(part.num_records % 2**32, *part.digest) for part in self.parts]
+        return np.array(rows, np.uint32)
+
+    def read(self, unit: int) -> PyTree:
+        """The records of a unit as the file gives them: one request."""
+        part, start, stop = map(int, self._places[unit])
+        records = self.parts[part].read(start, stop)
+        if self._kept is None:
+            return records
+        first = int(self._first_records()[part])
+        return _take(records, np.flatnonzero(self._kept[first + start : first + stop]))
+
+    def taken(self, read: list, places: Int[np.ndarray, "n"]) -> PyTree[np.ndarray]:
+        """The records at these places of the units that `read` holds, one after the other."""
+        if not isinstance(read[0], list):
+            return _take(jax.tree.map(lambda *x: np.concatenate(x), *read), places)
+        records = [record for unit in read for record in unit]
+        decode = self._decode or (lambda record: record)
+        return stacked([decode(records[i]) for i in places.tolist()])
+
+    def _first_records(self):
+        return np.cumsum([0, *(part.num_records for part in self.parts)])
+
+
+def _take(records, places):
+    if isinstance(records, list):
+        return [records[i] for i in places.tolist()]
+    return jax.tree.map(lambda x: x[places], records)
+
+
+def split(
+    parts: Sequence[Part] | PyTree[ArrayLike],
+    *,
+    unit_size: int,
+    multiple_of: int = 1,
+    decode: Callable[[bytes], PyTree] | None = None,
+    keep: Bool[ArrayLike, "N"] | Callable[[PyTree], bool] | None = None,
+) -> Blocks:
+    """Splits files into blocks of consecutive records, the units of an order.
+
+    A block never crosses the end of a file, so that one request reads it; the last one of each file
+    has the records that are left. An order over `len(blocks)` units says which block comes next,
+    and `read_blocks` reads the blocks.
+
+    Args:
+      parts: what `files` or `tokens` returned, joined by `+` if need be; or arrays [N, ...], alone
+        or in tuples and dicts.
+      unit_size: S >= 1, records in a block. Where a file has groups, such as the row groups of
+        Parquet, choose a multiple of their size.
+      multiple_of: the number of blocks becomes a multiple of it, by blocks without records at the
+        end: the number of workers, or a common multiple of the numbers that a run may have.
+      decode: `bytes -> example`, for files whose records are bytes.
+      keep: which records to read, bool[N] in the sequence of the files; or a function of a decoded
+        record, which is called for each of them now, in one pass over all data. Blocks lose what is
+        not kept, and stay where they are.
+
+    Returns:
+      `Blocks`: a sequence whose elements are whole blocks, which other readers of `ordering.input`
+      take as a source too.
+
+    Raises:
+      ValueError: for parts that are none, a size out of range, or a filter that keeps nothing.
+
+    Examples:
+      >>> import numpy as np, ordering
+      >>> blocks = ordering.blocks.split(np.arange(10), unit_size=4, multiple_of=2)
+      >>> len(blocks), blocks[2].tolist(), blocks.sizes.tolist()
+      (4, [8, 9], [4, 4, 2, 0])
+    """
+    unit_size = plans.check_whole("unit_size", unit_size, 1)
+    multiple_of = plans.check_whole("multiple_of", multiple_of, 1)
+    are_parts = isinstance(parts, tuple | list) and parts and isinstance(parts[0], Part)
+    given: tuple[Part, ...] = tuple(parts) if are_parts else of_arrays(parts)  # pyright: ignore
+    if decode is not None:
+        plans.check_function("decode", decode, "record")
+    places = [
+        (number, start, min(start + unit_size, part.num_records))
+        for number, part in enumerate(given)
+        for start in range(0, part.num_records, unit_size)
+    ]
+    places += [(len(given) - 1, 0, 0)] * (-len(places) % multiple_of)
+    placed = np.array(places, np.int64)
+    whole = Blocks(given, placed, None, decode)
+    if keep is None:
+        return whole
+    kept = _kept(whole, keep)
+    if not kept.any():
+        raise ValueError(f"keep leaves none of {len(kept)} records: pass another filter.")
+    return Blocks(given, placed, kept, decode)
+
+
+def _kept(blocks: Blocks, keep) -> np.ndarray:
+    """bool[N]: which records a filter keeps."""
+    if callable(keep):
+        found = []
+        for unit in range(len(blocks)):
+            for i in range(int(blocks.sizes[unit])):
+                if not i:
+                    records = blocks[unit]
+                found.append(bool(keep(jax.tree.map(lambda x: x[i], records))))  # noqa: B023
+        return np.array(found)
+    kept, kind = plans.as_array(keep)
+    if kept.shape != (blocks.num_records,) or kept.dtype != bool:
+        raise ValueError(
+            f"keep is {kind}: pass a bool for each of the {blocks.num_records} records, or a "
+            "function of one record."
+        )
+    return kept

@@ -1,0 +1,116 @@
+"""The gradients of whole blocks, added up over the batches of a window."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, PyTree
+
+from ordering import rows as rows_lib
+from ordering.base import Ordering, State
+from ordering.rows import Rows
+from syncopate import plans
+
+
+class Sums(NamedTuple):
+    """Sums over the records of each block of a window.
+
+    Attributes:
+      gradients: float32 leaves [K, ...].
+      count: float32[K], records seen.
+    """
+
+    gradients: PyTree
+    count: Float32[Array, "K"]
+
+
+def sums(params: PyTree, *, window: int) -> Sums:
+    """Empty sums for the blocks of a window.
+
+    Args:
+      params: a tree of the shapes of one gradient; `jnp.zeros(size)` for sketches.
+      window: K >= 1, blocks in a window.
+
+    Returns:
+      `Sums`, part of a worker's state beside that of its order.
+
+    Raises:
+      ValueError: for a window below 1, or params without numbers.
+
+    Examples:
+      >>> import jax.numpy as jnp, ordering
+      >>> ordering.blocks.sums(jnp.zeros(3), window=2).gradients.shape
+      (2, 3)
+    """
+    window = plans.check_whole("window", window, 1)
+    if not rows_lib.tree_size(params):
+        raise ValueError(f"params is {params}: pass a tree of the shapes of one gradient.")
+    return Sums(rows_lib.zeros_like(params, (window,)), jnp.zeros(window))
+
+
+def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
+    """Adds the gradients of a batch to those of their blocks.
+
+        s_j <- s_j + sum of g_i over the records i of block j
+
+    Args:
+      sums: of one worker.
+      rows: gradients or sketches of the b records, of `per_example`, `sketched` or the like.
+      places: int32[b], as `read_blocks` gives them: the place of each record's block in the window,
+        -1 for records that only fill the batch.
+
+    Returns:
+      The new `Sums`.
+
+    Raises:
+      ValueError: if there is not one place for each row.
+
+    Examples:
+      >>> import jax.numpy as jnp, ordering
+      >>> found = ordering.blocks.sums(jnp.zeros(1), window=2)
+      >>> rows = ordering.Rows.of(jnp.array([[1.0], [2.0], [5.0]]))
+      >>> found = ordering.blocks.add(found, rows, jnp.array([1, 1, -1]))
+      >>> found.gradients.tolist(), found.count.tolist()
+      ([[0.0], [3.0]], [0.0, 2.0])
+    """
+    if places.shape != (rows.size,):
+        raise ValueError(
+            f"places has the shape {places.shape} for {rows.size} rows: pass the places of one "
+            "worker's batch, and a row for each of its records."
+        )
+    window = sums.count.shape[0]
+    belongs = (places == jnp.arange(window)[:, None]).astype(jnp.float32)  # [K, b]
+    found = jax.vmap(rows.combine)(belongs)
+    gradients = jax.tree.map(jnp.add, sums.gradients, found)
+    return Sums(gradients, sums.count + belongs.sum(axis=1))
+
+
+def observe(order: Ordering, state: State, sums: Sums, *, units: int) -> tuple[State, Sums]:
+    """Shows the order the blocks of a window that has ended, and begins the next sums.
+
+    A block's gradient is its sum over the records of the largest block of the window: the mean
+    gradient, and for blocks with fewer records as much less as they weigh in an epoch.
+
+    Args:
+      order: with `units_per_step` equal to the window.
+      state: of the order, of one worker.
+      sums: with all records of the window.
+      units: blocks in the window, `window_units` of the reader; static.
+
+    Returns:
+      `(state, sums)`, with empty sums.
+
+    Raises:
+      ValueError: if the order does not take so many units.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> order = ordering.pair_balance(4, units_per_step=2)
+      >>> state = order.init(jax.random.key(0), jnp.zeros(3))
+      >>> found = ordering.blocks.sums(jnp.zeros(3), window=2)
+      >>> state, found = ordering.blocks.observe(order, state, found, units=2)
+    """
+    units = plans.check_whole("units", units, 1, sums.count.shape[0])
+    most = jnp.maximum(jnp.max(sums.count), 1)
+    rows = Rows.of(jax.tree.map(lambda x: x[:units] / most, sums.gradients))
+    return order.observe(state, rows), jax.tree.map(jnp.zeros_like, sums)
