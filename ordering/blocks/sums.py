@@ -79,7 +79,7 @@ def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
             "worker's batch, and a row for each of its records."
         )
     window = sums.count.shape[0]
-    belongs = (places == jnp.arange(window)[:, None]).astype(jnp.float32)  # [K, b]
+    belongs = (places[None] == jnp.arange(window)[:, None]).astype(jnp.float32)  # [K, b]
     found = jax.vmap(rows.combine)(belongs)
     gradients = jax.tree.map(jnp.add, sums.gradients, found)
     return Sums(gradients, sums.count + belongs.sum(axis=1))
