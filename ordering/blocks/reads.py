@@ -3,7 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ def read_blocks(
     num_epochs: int | None = None,
     position: Position | None = None,
     share: Share | tuple[int, int, int] | None = None,
-    readers: int = 4,
+    readers: int | Callable[[Windows], Iterable] = 4,
     depth: int = 2,
     timeout: float | None = None,
     sharding: jax.sharding.Sharding | PyTree | None = None,
@@ -91,7 +91,8 @@ def read_blocks(
       position: where to go on, as `BlockEpochs.position` gave it; the beginning if None.
       share: `(first, count, workers)`, the workers of this host. Only an epoch that was broken off
         with another number of workers needs it, and only on several hosts.
-      readers: >= 1, threads that read blocks.
+      readers: >= 1, threads that read blocks; or a function `windows -> iterable of windows`, which
+        reads them by another loader, as Grain, tf.data or PyTorch, in their sequence.
       depth, timeout, sharding: as in `ordering.input.load_ahead`.
 
     Returns:
@@ -115,8 +116,7 @@ def read_blocks(
       True
     """
     current = checked_state(live).current
-    num_units, readers = current.shape[-1], plans.check_whole("readers", readers, 1)
-    total = len(blocks) if dealt else None
+    num_units, total = current.shape[-1], len(blocks) if dealt else None
     settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
     words = settings | {"shuffle": shuffle, "total": total, "num_units": num_units}
     windows(blocks, np.asarray(current), epoch=0, **words)  # refuses wrong sizes
@@ -125,7 +125,7 @@ def read_blocks(
     first, steps = first_position(blocks, **settings), layout.steps(num_units)
     position = first if position is None else checked(position, first, blocks, steps)
     pools = contextlib.ExitStack()
-    pool, ahead = (_pool(pools, size) for size in (readers, 1))
+    read = readers if callable(readers) else _threads(pools, readers)
     workers = len(current) if current.ndim == 2 else 1
 
     def load(orders, first_step, epoch):
@@ -133,9 +133,9 @@ def read_blocks(
         if epoch == int(position.epoch) and jax.tree.leaves(position.broken):
             orders, old = of_broken(position, layout.units_before(first_step), workers, share)
             sizes = words | old | {"total": len(blocks)}
-        read = _ahead(windows(blocks, orders, epoch=epoch, **sizes), pool, ahead)
+        found = read(windows(blocks, orders, epoch=epoch, **sizes))
         return load_ahead(
-            batches_of(read, first_batch=first_step % layout.batches), depth=depth,
+            batches_of(found, first_batch=first_step % layout.batches), depth=depth,
             timeout=timeout, sharding=sharding, first_load=epoch * steps + first_step,
         )  # fmt: skip
 
@@ -145,18 +145,20 @@ def read_blocks(
     )
 
 
-def _pool(pools: contextlib.ExitStack, size: int) -> concurrent.futures.Executor:
-    pool = concurrent.futures.ThreadPoolExecutor(size)
-    pools.callback(pool.shutdown, wait=False, cancel_futures=True)
-    return pool
+def _threads(pools: contextlib.ExitStack, readers: int) -> Callable[[Windows], Iterator]:
+    """Reads the windows of an epoch; the next one is read while the last is used."""
+    sizes = plans.check_whole("readers", readers, 1), 1
+    pool, ahead = map(concurrent.futures.ThreadPoolExecutor, sizes)
+    for each in (pool, ahead):
+        pools.callback(each.shutdown, wait=False, cancel_futures=True)
 
+    def read(epoch):
+        load = functools.partial(epoch.load, read=pool.map)
+        following = ahead.submit(load, 0)
+        for number in range(1, len(epoch) + 1):
+            found = following.result()
+            if number < len(epoch):
+                following = ahead.submit(load, number)
+            yield found
 
-def _ahead(epoch: Windows, pool, ahead) -> Iterator:
-    """The windows of an epoch; the next one is read while the last is used."""
-    load = functools.partial(epoch.load, read=pool.map)
-    following = ahead.submit(load, 0)
-    for number in range(1, len(epoch) + 1):
-        found = following.result()
-        if number < len(epoch):
-            following = ahead.submit(load, number)
-        yield found
+    return read

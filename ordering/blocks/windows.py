@@ -1,5 +1,6 @@
 """Windows over several blocks, whose records are shuffled and cut into batches."""
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,18 @@ class Windows(Sequence):
 
     def __len__(self) -> int:
         return -(-self._units.shape[1] // self.window)
+
+    @property
+    def batches(self) -> int:
+        """T, batches of a whole window."""
+        return num_batches(self._blocks, self.window, self.batch_size)
+
+    @property
+    def mark(self) -> str:
+        """Tells epochs apart: a checksum of the orders, the files, the sizes and the seed."""
+        sizes = [self.window, self.batch_size, self._shuffle, *self._seeds, *self._axes[2]]
+        arrays = self._units, self._blocks.digests.astype(np.int64), np.array(sizes)
+        return f"{zlib.crc32(b''.join(x.tobytes() for x in arrays)):08x}"
 
     def __getitem__(self, number: int) -> tuple[PyTree[np.ndarray], Int[np.ndarray, "T ..."]]:
         return self.load(int(number))

@@ -1,6 +1,7 @@
 """The Grain classes behind `map_dataset`. Grain is imported only when it is used."""
 
 import functools
+from typing import Any
 
 from ordering.input.steps import check_epoch
 
@@ -8,13 +9,19 @@ from ordering.input.steps import check_epoch
 TRANSFORMS = ("batch", "filter", "map", "map_with_index", "random_map", "seed", "slice")
 
 
-@functools.cache
-def epoch_dataset() -> type:
-    """The `grain.MapDataset` of one epoch's steps."""
+def imported() -> Any:
+    """Grain."""
     try:
         import grain
     except ImportError as error:
         raise ImportError("Grain cannot be imported: pip install grain.") from error
+    return grain
+
+
+@functools.cache
+def epoch_dataset() -> type:
+    """The `grain.MapDataset` of one epoch's steps."""
+    grain = imported()
     iter_dataset = _iter_dataset(grain)
 
     class EpochDataset(grain.MapDataset):
