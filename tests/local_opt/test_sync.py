@@ -142,6 +142,13 @@ def test_float64_stays_float64():
         assert params.dtype == state.anchor.dtype == jnp.float64
 
 
+def test_simulated_workers_may_have_two_axes(optimised):
+    x = jnp.arange(12.0).reshape(2, 3, 2)
+    over = functools.partial(local_opt.synchronize, axis_name=("a", "b"))
+    found = jax.jit(jax.vmap(jax.vmap(over, axis_name="b"), axis_name="a"))(x)
+    assert found.tolist() == [[[5.0, 6.0]] * 3] * 2
+
+
 def test_processes_on_cpus_send_small_leaves_as_one_vector(monkeypatch):
     """Of each dtype, and bitwise as leaf by leaf; a large leaf goes alone."""
     mesh = worker_mesh(W)
