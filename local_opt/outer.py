@@ -25,9 +25,18 @@ def outer_step(outer: Any, state: Any, anchor: PyTree, mean: PyTree, period: Any
     """(parameters, state) after a round of so many steps: a + outer(a - x_bar), or the mean."""
     if outer is None:
         return mean, state
-    change = jax.tree.map(jnp.subtract, anchor, mean)
-    updates, state = outer.update(change, state, anchor, period=period)
-    return optax.apply_updates(anchor, updates), state
+
+    def step(state, anchor, mean):
+        change = jax.tree.map(jnp.subtract, anchor, mean)
+        updates, state = outer.update(change, state, anchor, period=period)
+        return optax.apply_updates(anchor, updates), state
+
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return step(state, anchor, mean)
+    # Devices hold arrays [1, ...]. In that shape XLA writes momentum and anchor in place; in the
+    # worker's own it computes momentum twice, of copies.
+    rows = jax.tree.map(lambda x: jnp.expand_dims(x, 0), (state, anchor, mean))
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0), jax.vmap(step)(*rows))
 
 
 def normalize_by_period(
