@@ -30,7 +30,7 @@ class Rounds(NamedTuple):
         overwrites the parameters, which are then bitwise equal on all workers.
       in_step: whether every step averages gradients, and the sync does nothing. Parameters and
         state are then equal on all workers, and one copy of them is enough.
-      drift: `state -> float32[]`, how far the worker was from the mean at the last sync, or None.
+      drift: `state -> float32[]`, |x_w - x_bar| / |x_bar| at the last sync, or None if not asked.
     """
 
     init: Callable
@@ -48,7 +48,7 @@ class LocalState(NamedTuple):
     anchor: Any  # the parameters after the last sync; () if nothing needs them
     outer: Any  # state of the outer optimizer, equal on all workers
     lost: Any  # what the wire has rounded off this worker's changes; () without feedback
-    drift: Float[Array, ""]  # |x_w - x_bar| / |x_bar| at the last sync
+    drift: Float[Array, ""] | tuple[()]  # at the last sync; () if it is not measured
     correction: Any = ()  # state of the correction; () without one
 
 
@@ -61,6 +61,7 @@ def local_rounds(
     wire: Wire | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
+    drift: bool = False,
 ) -> Rounds:
     """Local steps: each worker steps alone, and a sync averages the parameters.
 
@@ -84,6 +85,8 @@ def local_rounds(
       specs: if a worker spans several devices, how its parameters are split over them: a `jax.P`
         per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
         wire needs it, and so does the drift if all axes are manual; see docs/use/devices.md.
+      drift: whether a sync measures how far this worker is from the mean, |x_w - x_bar| / |x_bar|,
+        for `Rounds.drift`. That reads the parameters twice more, and keeps them meanwhile.
 
     Returns:
       A `Rounds`.
@@ -115,11 +118,14 @@ def local_rounds(
     anchored = outer is not None or wire is not None
     check_wire(wire)
     check_correction(correction, wire)
+    if not isinstance(drift, bool):
+        raise ValueError(f"drift is {drift!r}: pass True to measure it at every sync, or False.")
     correction = correction or Correction(init=lambda params: ())  # which changes nothing
     mesh.check_specs(specs, axis_name)
 
     def init(params):
         check_kind(params)
+        no_drift = jnp.zeros((), jnp.float32) if drift else ()
         state = state_lib.apart(inner.init(params), params)
         state_lib.check_survives(state, state_lib.policy_of_leaves(state, policies))
         state = LocalState(
@@ -129,7 +135,7 @@ def local_rounds(
             anchor=jax.tree.map(jnp.copy, params) if anchored else (),
             outer=state_lib.apart(outer.init(params), params) if outer else (),
             lost=state_lib.floating_as(nothing_lost(params, wire), params, axis_name),
-            drift=state_lib.floating_as(jnp.zeros((), jnp.float32), params, axis_name),
+            drift=state_lib.floating_as(no_drift, params, axis_name),
             correction=state_lib.floating_as(correction.init(params), params, axis_name),
         )
         return state_lib.in_place(state, params, specs)
@@ -169,11 +175,12 @@ def local_rounds(
             since=jnp.zeros_like(state.since),
             anchor=jax.tree.map(jnp.copy, new) if anchored else (),
             outer=outer_state,
-            drift=state_lib.distance(params, mean, specs),
+            drift=state_lib.distance(params, mean, specs) if drift else (),
             correction=correction.sync(state.correction, own=params, mean=mean, new=new),
         )
 
-    return checked_calls(Rounds(init, update, sync, drift=lambda state: state.drift))
+    measured = (lambda state: state.drift) if drift else None
+    return checked_calls(Rounds(init, update, sync, drift=measured))
 
 
 def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName = AXIS) -> Rounds:

@@ -55,6 +55,7 @@ def local_steps(
     wire: Wire | None = None,
     correction: Correction | None = None,
     specs: PyTree[PartitionSpec] | None = None,
+    drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Local steps with any optax optimizer: workers average their parameters after each round.
 
@@ -76,7 +77,7 @@ def local_steps(
       plan: when to synchronise; equal on all workers (see `check_same_plan`). Every step beyond its
         end synchronises.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
-      opt_state, outer, wire, correction, specs: see `local_rounds`.
+      opt_state, outer, wire, correction, specs, drift: see `local_rounds`.
 
     Returns:
       A GradientTransformationExtraArgs. Its `update` needs `params` and takes `sync`: None (the
@@ -119,6 +120,7 @@ def local_steps(
         wire=wire,
         correction=correction,
         specs=specs,
+        drift=drift,
     )
     overwrites = outer is not None or wire is not None
     return _planned(rounds, plan, axis_name, overwrites=overwrites)

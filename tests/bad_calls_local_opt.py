@@ -140,7 +140,7 @@ OWN = Arg(None, [*STATES, lambda: SGD.init(X)])
 INNER = {"inner": SGD, "axis_name": "worker", "params": X, "grads": X}
 POLICIES = word({"trace": "unknown"}, {"nu": "mean"}, {3: "mean"}, {"trace": None})
 OPTIONS = {"opt_state": Arg("local", POLICIES), "outer": None, "wire": None, "correction": None,
-           "specs": None}  # fmt: skip
+           "specs": None, "drift": Arg(False, ["yes", 1, None])}  # fmt: skip
 UNFIT = [3, THING, "unknown", ("unknown",), ("nu",), {"params": 3, "x": 2}]
 FRAGMENTS = [None, 0, -1, 2, 0.5, NAN, "1", True, THING, {}, {"w": 1}, {"w": -1}, {"w": "0"},
              {"w": 0.0}, {"w": None}, {"v": 0}, {"w": True}, 1j, [0], {"w": NAN}]  # fmt: skip

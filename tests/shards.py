@@ -191,7 +191,7 @@ def trained(programs, params, data):
 
 
 def rounds_of(specs, **options):
-    return local_opt.local_rounds(SGD, axis_name="worker", specs=specs, **options)
+    return local_opt.local_rounds(SGD, axis_name="worker", specs=specs, drift=True, **options)
 
 
 def exact(way, *, specs=SPECS, units=BATCH, **options):

@@ -32,7 +32,8 @@ class SyncRule(NamedTuple):
 
     label: str
     plan: Callable[[RunConfig], local_opt.SyncPlan]
-    rounds: Callable = local_opt.local_rounds  # (inner optimizer, axis_name=) -> Rounds
+    # (inner optimizer, axis_name=) -> Rounds
+    rounds: Callable = functools.partial(local_opt.local_rounds, drift=True)
     wire: local_opt.Wire | None = None  # in which `rounds` sends changes
     takes: tuple[str, ...] = ()
 

@@ -58,7 +58,7 @@ def test_planned_steps_equal_the_reference(run):
 
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
 def test_host_driven_rounds_equal_the_reference(run):
-    rounds = local_opt.local_rounds(SGD, axis_name="worker")
+    rounds = local_opt.local_rounds(SGD, axis_name="worker", drift=True)
     history, state = run_rounds(rounds, PLAN, RUNS[run])
     assert distance(history, expected_squares()) < 1e-6  # as above
     assert state.since.tolist() == [0] * W

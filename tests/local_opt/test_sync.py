@@ -142,6 +142,30 @@ def test_float64_stays_float64():
         assert params.dtype == state.anchor.dtype == jnp.float64
 
 
+@pytest.mark.parametrize("workers", [2, worker_mesh(2)], ids=["vmap", "mesh"])
+@pytest.mark.parametrize("outer", [None, NESTEROV], ids=["averaging", "DiLoCo"])
+def test_a_sync_holds_the_mean_and_no_copy_of_what_is_donated(optimised, workers, outer):
+    """Beside its arguments: as many bytes as one worker has parameters."""
+    rounds = local_opt.local_rounds(SGD, outer=outer)
+    params = local_opt.owned({"a": jnp.ones((128, 96)), "b": jnp.ones((96, 40))}, workers)
+    init = local_opt.lift(rounds.init, workers, inputs="owned", outputs="owned")
+    sync = local_opt.lift(rounds.sync, workers, inputs="owned owned", outputs="owned owned")
+    held = params, jax.jit(init)(params)
+    found = jax.jit(sync, donate_argnums=(0, 1)).lower(*held).compile().memory_analysis()
+    size = sum(x.nbytes for x in jax.tree.leaves(params)) // 2
+    assert found.temp_size_in_bytes <= 1.01 * size
+    assert found.alias_size_in_bytes == found.argument_size_in_bytes
+
+
+def test_without_being_asked_a_sync_measures_no_drift():
+    rounds = local_opt.local_rounds(SGD)
+    x = copies(jnp.ones(3))
+    _, state = vmap(rounds.sync)(x, vmap(rounds.init)(x))
+    assert rounds.drift is None and state.drift == ()
+    with pytest.raises(ValueError, match="drift is 'yes': pass True"):
+        local_opt.local_rounds(SGD, drift="yes")
+
+
 def test_simulated_workers_may_have_two_axes(optimised):
     x = jnp.arange(12.0).reshape(2, 3, 2)
     over = functools.partial(local_opt.synchronize, axis_name=("a", "b"))
