@@ -16,7 +16,7 @@ from experiments.cluster import files, processes, strict
 
 NAME = "lock.json"
 BUSY = 75  # exit code of a run whose folder is taken: try again later
-_owned: dict[IO, dict] = {}  # open lock files of this process: what it wrote into them
+_owned: dict[IO, str] = {}  # open lock files of this process: what it wrote into them
 
 
 @contextlib.contextmanager
@@ -47,7 +47,8 @@ def held(folder: str) -> Iterator[None]:
 def check() -> None:
     """Raises OSError where a lock that this process holds is gone, or is another run's by now."""
     for file, own in _owned.items():
-        if (owner := _owner_at(file.name)) != own:
+        if not _holds(file.name, own):
+            owner = _owner_at(file.name)
             taken = "belongs to {pid} on {host} since {since}" if owner else "is gone"
             raise OSError(
                 f"{file.name!r}, the lock of this run, {taken.format(**owner or {})}: this run "
@@ -68,15 +69,15 @@ def _take(file: IO, folder: str) -> str | None:
             f"--output_dir. If that process no longer runs, delete {file.name!r}."
         )
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    own = {"host": here, "pid": os.getpid(), "since": since}
+    own = strict.dumps({"host": here, "pid": os.getpid(), "since": since})
     file.truncate(0)
-    files.append(file, strict.dumps(own))
+    files.append(file, own)
     _owned[file] = own
     return None
 
 
 def _release(file: IO) -> None:
-    if _owner_at(file.name) == _owned.pop(file):
+    if _holds(file.name, _owned.pop(file)):
         file.truncate(0)
 
 
@@ -91,6 +92,18 @@ def _lock(file: IO) -> bool | None:
     except (ImportError, OSError):  # no locks on this system or file system
         return None
     return True
+
+
+def _holds(path: str, own: str) -> bool:
+    """Whether a file holds just this text. Every record asks, so nothing is parsed.
+
+    It is opened and read, since file systems of other machines may answer `stat` from memory.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read() == own.encode()
+    except OSError:
+        return False
 
 
 def _owner_at(path: str) -> dict | None:

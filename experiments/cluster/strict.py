@@ -16,7 +16,10 @@ def dumps(value, **options) -> str:
       >>> dumps({"train/loss": 0.5, "test/loss": float("inf")})
       '{"train/loss": 0.5, "test/loss": null}'
     """
-    return json.dumps(plain(value), allow_nan=False, **options)
+    try:
+        return json.dumps(value, allow_nan=False, default=plain, **options)
+    except (TypeError, ValueError):  # numbers that are not finite, or names that are not text
+        return json.dumps(plain(value), allow_nan=False, **options)
 
 
 def loads(text: str | bytes, what: str, kind: type = dict):
@@ -34,8 +37,10 @@ def plain(value):
     """The value as JSON gives it back: arrays and tuples are lists, not finite numbers None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [*map(plain, value)]
     if isinstance(value, Mapping):
         return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(plain, value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return value

@@ -201,11 +201,13 @@ def writing(
 
             def write(record: Mapping) -> None:
                 lock.check()
-                record = strict.plain(record)
                 line = strict.dumps(record)
                 files.append(file, f"{line}\n")
                 files.append(sums, f"{_hash(line.encode())}\n")
-                track(name_of(record), record["step"], numbers_of(record))
+                if trackers or console:  # they get what is written
+                    record = strict.loads(line, "a record")
+                numbers = numbers_of(record) if trackers else {}
+                track(name_of(record), record["step"], numbers)
                 if console:
                     console(console_line(record))
 
