@@ -108,11 +108,15 @@ def sum_chunks(function, batch):
     chunk = _chunk(batch)
     whole = size // chunk * chunk
     total = 0.0
+
+    def cut(start, count):
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count), batch)
+
     if whole:
-        chunks = jax.tree.map(lambda x: x[:whole].reshape((-1, chunk, *x.shape[1:])), batch)
-        total += jnp.sum(jax.lax.map(function, chunks), axis=0)
+        starts = jnp.arange(0, whole, chunk)  # not a stack of chunks: that copies the whole set
+        total += jnp.sum(jax.lax.map(lambda start: function(cut(start, chunk)), starts), axis=0)
     if whole < size:
-        total += function(jax.tree.map(lambda x: x[whole:], batch))
+        total += function(cut(whole, size - whole))
     return total / size
 
 
