@@ -140,7 +140,8 @@ def loss_of(task, recipe) -> Callable:
     size, mean = config.size_of(task.train), measure.mean_loss(task.model)
     examples = recipe.workers * recipe.units_per_step * recipe.unit_size
     moments = measure.moments(task.model, task.train, examples)
-    batches, least = measure.part_of(task.train, 0, size), task.optimum() if task.optimum else 0.0
+    batches = measure.part_of(task.train, 0, size).batches
+    least = task.optimum() if task.optimum else 0.0
 
     @jax.jit
     def each(models, batch):

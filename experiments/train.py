@@ -28,7 +28,7 @@ from experiments.study import flags, study, tables, trainer, unused
 from experiments.study.dry_run import assumed, dry_run
 from experiments.study.study import Arm, Study
 from experiments.tasks import ranges
-from experiments.training import checkpoint, config, measure, program, resize
+from experiments.training import checkpoint, config, measure, placement, program, resize
 from experiments.training import run as training_run
 from local_opt.resize import POLICIES
 from ordering.echo import EchoPlan
@@ -133,7 +133,8 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun, do
         return training_run.train(
             built, plans, seed=values.seed, saving=saving, on_record=on_record,
             on_step=lambda step: bar.update(step - bar.n),
-            evaluate=lambda step, state: scalars(step, plans.total_steps, state),
+            begin=lambda step, state: scalars.begin(step, plans.total_steps, state),
+            prepare=scalars.prepare,
             evaluate_at=measure.evaluation_steps(recipe, built.sizes, plans.total_steps),
             traffic=trainer.traffic_of(task, *rows[:2], built.sizes, built.sync_in_step),
         )  # fmt: skip
@@ -152,7 +153,7 @@ def _finish(outcome, built, plans, folder, values):
         sys.exit(128 + outcome.stopped)
     if outcome.diverged:
         sys.exit(outcome.diverged)
-    checkpoint.export(folder, built.mean_params(outcome.state))
+    checkpoint.export(folder, placement.on_host(built.mean_params(outcome.state)))
     processes.say(f"This took {training_run.told(outcome.seconds)}.")
     processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 

@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -102,8 +103,8 @@ class Trainer:
             steps = [r["step"] for r in kept]
             saving = run.Saving(folder, self._every, about=about, recorded=steps)
         outcome = run.train(
-            built, plans, seed=this.seed, saving=saving,
-            evaluate=lambda step, state: scalars(step, plans.total_steps, state),
+            built, plans, seed=this.seed, saving=saving, prepare=scalars.prepare,
+            begin=lambda step, state: scalars.begin(step, plans.total_steps, state),
             evaluate_at=measure.evaluation_steps(self.recipe, built.sizes, plans.total_steps),
             on_record=lambda record: on_record(record | further), on_step=on_step,
             traffic=traffic_of(self.task, order, rule, built.sizes, built.sync_in_step),
@@ -129,13 +130,13 @@ class Trainer:
 
         def compiled(key, plans, evaluated):
             built, scalars = self._program(*key)
-            state = loop.warm_up(built, plans, 0)
-            if evaluated:
-                scalars(0, plans.total_steps, state)
+            loop.warm_up(built, plans, 0, scalars.prepare if evaluated else ())
 
+        begun = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             looked = [True] + [False] * (len(first) - 1)  # evaluations are compiled once
             list(pool.map(compiled, first, first.values(), looked))
+        self.seconds["compilation"] += time.perf_counter() - begun
 
     def _key(self, arm, speed) -> tuple:
         """What the program of an arm's runs depends on: the arguments of `_build`."""
@@ -214,7 +215,7 @@ def step_seconds(
         short = recipe._replace(total_steps=total, warmup_steps=0)
         run.train(
             program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),
-            plans_of(task, short, arm, rate=0.0), seed=0, evaluate=lambda step, state: {},
+            plans_of(task, short, arm, rate=0.0), seed=0,
             evaluate_at=range(EVERY, total, EVERY),
             on_record=lambda record: seconds.append(record["seconds"]),
         )  # fmt: skip

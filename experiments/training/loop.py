@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,6 +51,7 @@ def run(
     hook: Callable[[Progress, TrainState], tuple[TrainState, bool]],
     *,
     stops: Iterable[int] = (),
+    begin: Callable[[Progress, TrainState], None] = lambda at, state: None,
     delay: float = 0.0,
     sync_delay: float = 0.0,
     clock: input.Clock | None = None,
@@ -61,6 +63,7 @@ def run(
       hook: `(progress, state) -> (state, whether to stop)`, called after every step of `stops` and
         about every half second. The next segment reuses the state's memory, so a hook must copy
         what it keeps.
+      begin: called before the host waits for a step of `stops`, to dispatch what the hook needs.
       delay: least seconds of the clock per load, for programs that read.
       sync_delay: seconds added to every sync.
 
@@ -106,6 +109,8 @@ def run(
                 continue
             if at.step not in stops and not pace.due(at.step):
                 continue
+            if at.step in stops:
+                begin(at, state)
             agree.came_to(at.step)  # before the wait: if one process hangs, all others wait
             agree.finished(state, doing)
             state, stop = hook(at, state)
@@ -242,14 +247,20 @@ class Ahead:
         return given
 
 
-def warm_up(program: Program, plans: Plans, seed: int) -> TrainState:
+def warm_up(
+    program: Program, plans: Plans, seed: int, further: Sequence[Callable[[], Any]] = ()
+) -> TrainState:
     """The start of a run, when all that the run needs is compiled, two programs at once.
 
-    Nothing else is run: the first call of a program finds it compiled for the same shapes.
+    No step is run: the first call of a program finds it compiled for the same shapes.
+
+    Args:
+      further: what else is done beside the compilation, as the compilation of evaluations.
     """
     with concurrent.futures.ThreadPoolExecutor(1 if processes.several() else 2) as pool:
         start = pool.submit(program.init, seed)
-        list(pool.map(lambda lowered: lowered.compile(), _lowered(program, plans)))
+        jobs = itertools.chain((low.compile for low in _lowered(program, plans)), further)
+        list(pool.map(lambda job: job(), jobs))
         return start.result()
 
 

@@ -1,7 +1,9 @@
-"""Evaluations: at which steps, and their losses, metrics and herding bounds."""
+"""Evaluations: at which steps, and their losses and metrics."""
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,12 @@ import local_opt
 import ordering.input
 from experiments.tasks.base import Recipe, Task
 from experiments.tasks.metrics import CHUNK, METRICS, predicting, sum_chunks
-from experiments.training import input, placement
+from experiments.training import placement
+from experiments.training.bounds import bounds_of, order_bounds
 from experiments.training.config import Sizes, size_of
-from ordering.rows import Rows, flat, tree_size
 
 BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
-HELD = 2**16  # numbers of the gradients that a herding bound holds at once, or one gradient
+BOUNDS = ("bound/linf", "bound/l2")
 
 
 def evaluation_steps(recipe: Recipe, sizes: Sizes, total: int) -> list[int]:
@@ -32,32 +34,77 @@ def evaluation_steps(recipe: Recipe, sizes: Sizes, total: int) -> list[int]:
     return sorted({*steps, total})
 
 
+class Scalars(NamedTuple):
+    """What the records of a run say of its model.
+
+    Fields:
+      begin: `(step, T, state) -> finish`. It dispatches what is measured, and `finish() -> scalars`
+        waits for it.
+      prepare: functions without arguments, which compile what the first evaluation needs.
+    """
+
+    begin: Callable
+    prepare: Sequence[Callable]
+
+    def __call__(self, step, total, state) -> dict:
+        return self.begin(step, total, state)()
+
+
 def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
-    """`(program, row of ORDERS) -> (step, T, state) -> scalars`.
+    """`(program, row of ORDERS) -> Scalars`.
 
     Args:
       halves: as of `evaluator`.
     """
-    measure = evaluator(task, recipe, halves=halves)
+    measure, prepare = evaluator(task, recipe, halves=halves)
     tests = ["valid", "test"] if halves else ["test"]
     compiled = functools.cache(functools.partial(order_bounds, task.model))  # one for all orders
 
     def of(built, order):
-        bounds = bounds_of(task, recipe, built, order, compiled)
+        bounds, data = bounds_of(task, recipe, built, order, compiled)
         every = recipe.bound_every * built.sizes.loads_per_epoch
 
-        def scalars(step, total, state):
-            params = built.mean_params(state)
-            found = measure(params)
-            if recipe.average:
-                found |= averaged(measure, built.averaged(state, step), tests)
+        def dispatched(step, total, state):
+            params, bound = built.mean_params(state), None
+            measured = measure(params)
             if bounds and (step == total or not step % every):
-                found |= bounds(params, state.orders.current)
-            return found
+                bound = bounds(params, state.orders.current, data)
 
-        return scalars
+            def finish():
+                found = measured()
+                if recipe.average:
+                    averages = built.averaged(state, step)
+                    found |= averaged(lambda *of: measure(*of)(), averages, tests)
+                if bound is not None:
+                    found |= dict(zip(BOUNDS, placement.on_host(bound).tolist(), strict=True))
+                return found
+
+            return finish
+
+        def begin(step, total, state):
+            if built.sharding is None:
+                return dispatched(step, total, state)
+            # The model is read from all devices, which waits for them.
+            return lambda: dispatched(step, total, state)()
+
+        params = _model_shapes(built)
+        jobs = [functools.partial(job, params) for job in prepare]
+        if built.mean:
+            jobs.append(lambda: built.mean.lower(built.shapes.params).compile())
+        if bounds:
+            orders = built.shapes.orders.current
+            jobs.append(lambda: bounds.lower(params, orders, data).compile())
+        return Scalars(begin, [functools.cache(job) for job in jobs])
 
     return of
+
+
+def _model_shapes(built):
+    """Of `built.mean_params`, and where it lies."""
+    params = built.shapes.params
+    where = jax.tree.leaves(params)[0].sharding if built.sharding is None else None
+    shapes = jax.eval_shape(built.mean, params) if built.mean else params
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
 def averaged(measure: Callable, averages: dict, tests: Sequence[str]) -> dict:
@@ -68,11 +115,74 @@ def averaged(measure: Callable, averages: dict, tests: Sequence[str]) -> dict:
     return {"average": best} | {f"{k}/averaged": value for k, value in found.items()}
 
 
-def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
-    """`(params, parts) -> {"train/loss": float, "test/METRIC": float, ...}`, equal everywhere.
+def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Sequence[Callable]]:
+    """(`(params, parts) -> finish`, functions of the parameters' shapes that compile it).
 
-    METRIC is the task's own and every metric marked `everywhere`. The moments of normalisation
-    layers are estimated first, on training inputs at these parameters.
+    `finish() -> {"train/loss": float, "test/METRIC": float, ...}` is equal everywhere. The moments
+    of normalisation layers are estimated first, on training inputs at these parameters.
+
+    Args:
+      halves: as of `sets_of`.
+    """
+    sets, measures = sets_of(task, recipe, halves=halves)
+    batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
+    moments_at = moments(task.model, task.train, batch_size)
+    in_memory = isinstance(task.train, dict) and isinstance(task.test, dict)
+    optimum = functools.cache(task.optimum) if task.optimum else None
+
+    def names_of(batches):
+        return [(part, name) for part in measures if part in batches for name in measures[part]]
+
+    @jax.jit
+    def measured(params, statistics, batches):
+        """float32[n], in the order of `names_of`: one array, which is fetched at once."""
+        found = (
+            measures[part][name](params, statistics, batches[part])
+            for part, name in names_of(batches)
+        )
+        return jnp.stack([*found])
+
+    def calls(batches_of: Mapping[str, Iterable]) -> Iterable[dict]:
+        """{part: batch} of every call. Parts in memory are one batch each, measured together."""
+        each = ({part: batch} for part, batches in batches_of.items() for batch in batches)
+        return [functools.reduce(operator.or_, each)] if in_memory else each
+
+    def begin(params, parts: Sequence[str] = tuple(sets)) -> Callable[[], dict]:
+        statistics = moments_at(params)
+        asked = calls({part: sets[part].batches() for part in parts})
+        begun = ((measured(params, statistics, call), call) for call in asked)
+        return functools.partial(finish, parts, list(begun) if in_memory else begun)
+
+    def finish(parts, begun) -> dict:
+        totals = {}
+        for found, batches in begun:
+            for (part, name), value in zip(names_of(batches), found.tolist(), strict=True):
+                size = size_of(batches[part])
+                total, count = totals.get(f"{part}/{name}", (0.0, 0))
+                totals[f"{part}/{name}"] = total + value * size, count + size
+        means = {name: total / count for name, (total, count) in totals.items()}
+        if optimum is not None and "train" in parts:
+            means["train/above_optimum"] = means["train/loss"] - optimum()
+        return means
+
+    def compile_calls(params):
+        statistics, where = None, jax.tree.leaves(params)[0].sharding
+        if task.model.statistics is not None:
+            moments_at.lower(params).compile()
+            shapes = jax.eval_shape(moments_at, params)
+            like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+            statistics = jax.tree.map(like, shapes)
+        for call in calls({part: own.shapes() for part, own in sets.items()}):
+            measured.lower(params, statistics, call).compile()
+
+    return begin, [compile_calls] + [lambda params: optimum()] * (optimum is not None)
+
+
+def sets_of(task: Task, recipe: Recipe, *, halves: bool) -> tuple[dict, dict]:
+    """({part: Part}, {part: {name: its measure}}): what is measured, and on which examples.
+
+    The names are "loss" in "train", and the task's metric and every metric marked `everywhere` in
+    the others.
 
     Args:
       halves: split the test set into "valid", the first half, for tuning, and "test", the second.
@@ -84,54 +194,45 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> Callable:
     sets = {"test": part_of(task.test, middle, 2 * middle or tested)}
     if halves:
         sets = {"valid": part_of(task.test, 0, middle)} | sets
-    batch_size = recipe.workers * recipe.units_per_step * recipe.unit_size
-    moments_at = moments(task.model, task.train, batch_size)
     asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
     names = [name for name, metric in METRICS.items() if name in asked or metric.everywhere]
     tested_by = {name: METRICS[name].measure(task.model) for name in names}
     measures = {"train": {"loss": mean_loss(task.model)}} | dict.fromkeys(sets, tested_by)
-    sets = {"train": part_of(task.train, 0, min(size, measured_on))} | sets
-    in_memory = isinstance(task.train, dict) and isinstance(task.test, dict)
-    optimum = functools.cache(task.optimum) if task.optimum else None  # when first asked for
-
-    @jax.jit
-    def measured(params, statistics, batches):
-        return {
-            part: {name: of(params, statistics, batch) for name, of in measures[part].items()}
-            for part, batch in batches.items()
-        }
-
-    def run(params, parts: Sequence[str] = tuple(sets)) -> dict:
-        statistics, totals = moments_at(params), {}
-        calls = ({part: batch} for part in parts for batch in sets[part]())
-        if in_memory:  # each part is one batch, and all are measured in one call
-            calls = [{part: batch for call in calls for part, batch in call.items()}]
-        for batches in calls:
-            found = jax.device_get(measured(params, statistics, batches))
-            for part, batch in batches.items():
-                size = size_of(batch)
-                for name, value in found[part].items():
-                    total, count = totals.get(f"{part}/{name}", (0.0, 0))
-                    totals[f"{part}/{name}"] = total + float(value) * size, count + size
-        means = {name: total / count for name, (total, count) in totals.items()}
-        if optimum is not None and "train" in parts:
-            means["train/above_optimum"] = means["train/loss"] - optimum()
-        return means
-
-    return run
+    return {"train": part_of(task.train, 0, min(size, measured_on))} | sets, measures
 
 
-def part_of(data, start: int, stop: int) -> Callable:
-    """`() -> iterator of batches`, the examples from `start` to `stop`.
+class Part(NamedTuple):
+    """A part of the data.
+
+    Fields:
+      batches: `() -> iterable of batches`.
+      shapes: `() -> one batch of every size`, or its shapes.
+    """
+
+    batches: Callable
+    shapes: Callable
+
+
+def part_of(data, start: int, stop: int) -> Part:
+    """The examples from `start` to `stop`.
 
     Arrays are placed on the device once, as one batch. A source is read every time, in pieces.
     """
     if isinstance(data, dict):
         part = jax.device_put(jax.tree.map(lambda x: x[start:stop], data))
-        return lambda: iter([part])
+        return Part(lambda: [part], lambda: [part])
     _, read = ordering.input.reader(data)
     starts = range(start, stop, CHUNK)
-    return lambda: (read(np.arange(first, min(first + CHUNK, stop))) for first in starts)
+
+    def shapes():
+        sizes = {min(CHUNK, stop - first) for first in starts}
+        like = lambda x, size: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)  # noqa: E731
+        one = read(np.arange(start, start + 1))
+        return [jax.tree.map(functools.partial(like, size=size), one) for size in sizes]
+
+    return Part(
+        lambda: (read(np.arange(first, min(first + CHUNK, stop))) for first in starts), shapes
+    )
 
 
 def moments(model, train, batch_size: int) -> Callable:
@@ -162,74 +263,3 @@ def mean_loss(model) -> Callable:
         return sum_chunks(total, batch)
 
     return jax.jit(loss)
-
-
-def bounds_of(task, recipe, built, order, compiled: Callable) -> Callable | None:
-    """`(params, orders) -> the parallel herding bound`, or None if it is not asked for or
-    units have no owner. `compiled` is a cache of `order_bounds` for the task's model."""
-    if not recipe.bound_every or order.deals:
-        return None
-    sizes, data = built.sizes, built.data
-    over = built.sharding.mesh if built.sharding else sizes.workers
-    if data is None:
-        owned = input.partition(task.train, sizes, built.source.units)
-        data = placement.place(owned, built.sharding)
-    bound = compiled(over, num_units=sizes.num_units)
-
-    def measure(params, orders):
-        found = placement.on_host(bound(params, orders, data))
-        return {
-            f"bound/{norm}": float(value) for norm, value in zip(("linf", "l2"), found, strict=True)
-        }
-
-    return measure
-
-
-def order_bounds(model, over, *, num_units: int) -> Callable:
-    """`(params, orders, data) -> float32[2]`: parallel herding bounds at fixed parameters.
-
-    max over k of |sum_{j <= k} sum_w (g_{w, order_w(j)} - mean g)| in the norms L-infinity and
-    L2, over all units of all workers. It passes over the data twice, and holds the gradients of a
-    few units, summed over the workers. `over` is W or the workers' mesh; the data have leaves
-    [W, M, unit_size, ...].
-    """
-
-    def losses(points, order, data, start):
-        """Of a worker: the sum of its units' losses from `start` on, each at its own `points`."""
-        size = jax.tree.leaves(points)[0].shape[0]
-        units = jax.lax.dynamic_slice_in_dim(order, start, size)
-        of_unit = lambda point, unit: jnp.mean(model.loss(point, unit, jax.random.key(0)))  # noqa: E731
-        return jnp.sum(jax.vmap(of_unit)(points, jax.tree.map(lambda x: x[units], data)))
-
-    lifted = local_opt.lift(losses, over, inputs="shared owned owned shared", outputs="owned")
-
-    def bounds(params, orders, data):
-        size = tree_size(params)
-        at_once = min(num_units, max(1, HELD // size))
-        whole = num_units // at_once * at_once
-
-        def rows_of(start, count):
-            """[count, D]: gradients of the units in these places, summed over the workers."""
-            total = lambda points: jnp.sum(lifted(points, orders, data, start))  # noqa: E731
-            points = jax.tree.map(lambda p: jnp.broadcast_to(p, (count, *p.shape)), params)
-            return flat(Rows.of(jax.grad(total)(points)))
-
-        def fold(function, carry):
-            """Folds `function(carry, rows)` over the places of an epoch."""
-            step = lambda carry, start: (function(carry, rows_of(start, at_once)), None)  # noqa: E731
-            carry, _ = jax.lax.scan(step, carry, jnp.arange(0, whole, at_once))
-            rest = num_units - whole
-            return function(carry, rows_of(whole, rest)) if rest else carry
-
-        zeros = jnp.zeros(size)
-        mean = fold(lambda total, rows: total + jnp.sum(rows, axis=0), zeros) / num_units
-
-        def follow(carry, rows):
-            prefix, bound = carry
-            prefixes = prefix[None] + jnp.cumsum(rows - mean[None], axis=0)
-            norms = [jnp.max(jnp.abs(prefixes)), jnp.sqrt(jnp.max(jnp.sum(prefixes**2, axis=1)))]
-            return prefixes[-1], jnp.maximum(bound, jnp.stack(norms))
-
-        return fold(follow, (zeros, jnp.zeros(2)))[1]
-
-    return jax.jit(bounds)

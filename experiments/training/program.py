@@ -37,7 +37,9 @@ class Program(NamedTuple):
       sync_in_step: workers synchronise within every step; drifts: parameters of the workers differ
         between two syncs.
       reset: stats -> those of a start.
-      mean_params: state -> the model, on the host of every process.
+      mean: parameters of all workers -> the model, compiled; None where these are one.
+      mean_params: state -> the model, on the host of every process if workers are devices of a
+        mesh. Elsewhere it may be the state's own memory, which the next steps use again.
       averaged: (state, t) -> {name: the model averaged over t steps}, as `mean_params`.
     """
 
@@ -55,6 +57,7 @@ class Program(NamedTuple):
     sync_in_step: bool
     drifts: bool
     reset: Callable
+    mean: Callable | None
     mean_params: Callable
     averaged: Callable
 
@@ -126,7 +129,7 @@ def build(
         drifts=worker.rounds.drift is not None,
         # It lies where the stats lay: otherwise the steps compile again.
         reset=jax.jit(_of_all(lambda stats: step.zero_stats(), over), keep_unused=True),
-        **_readers(worker),
+        **_readers(worker, mesh),
     )
 
 
@@ -273,13 +276,17 @@ def _initial(model, worker: Worker, mesh) -> Callable:
     return init
 
 
-def _readers(worker: Worker) -> dict[str, Callable]:
-    """`mean_params` and `averaged` of a program."""
+def _readers(worker: Worker, mesh) -> dict[str, Callable]:
+    """`mean`, `mean_params` and `averaged` of a program."""
     own, average = worker.sides.params == "owned", jax.jit(worker.averages.update)
-    mean = jax.jit(local_opt.consolidate) if own else lambda tree: tree
+    mean = jax.jit(local_opt.consolidate) if own else None
+
+    def model(tree):
+        tree = mean(tree) if mean else tree
+        return tree if mesh is None else placement.on_host(tree)
+
     return {
-        "mean_params": lambda state: placement.on_host(mean(state.params)),
-        "averaged": lambda state, t: placement.on_host(
-            mean(average(state.averages, state.params, t))
-        ),
+        "mean": mean,
+        "mean_params": lambda state: model(state.params),
+        "averaged": lambda state, t: model(average(state.averages, state.params, t)),
     }

@@ -1,8 +1,11 @@
 """Trains one run, from its start or its last checkpoint to its end, and writes its records."""
 
 import contextlib
+import functools
+import importlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +18,7 @@ from experiments.training.loop import Progress
 from experiments.training.program import Program
 from experiments.training.step import StepStats, TrainState
 
-RECORDING = "evaluations and records"  # a reason why the clock stops
+RECORDING, SAVING = "evaluations and records", "checkpoints"  # reasons why the clock stops
 SAVE_SECONDS = 60.0  # of training between two checkpoints, if no number of steps is given
 
 
@@ -27,7 +30,7 @@ class Outcome(NamedTuple):
       decided: which steps loaded a batch, if an online policy decided that.
       stopped: the signal that stopped the run, or 0; ended: whether its last record is written.
       diverged: what was not finite, in which step and worker, or None.
-      seconds: of this call, after compilation: of steps, and of what stopped the clock, by name.
+      seconds: of this call: of compilation, of steps, and of what stopped the clock, by name.
     """
 
     step: int
@@ -66,9 +69,11 @@ def train(
     plans: Plans,
     *,
     seed: int,
-    evaluate: Callable[[int, TrainState], dict],
     evaluate_at: Iterable[int],
     on_record: Callable[[dict], None],
+    evaluate: Callable[[int, TrainState], dict] = lambda step, state: {},
+    begin: Callable[[int, TrainState], Callable[[], dict]] | None = None,
+    prepare: Sequence[Callable[[], Any]] = (),
     on_step: Callable[[int], None] = lambda step: None,
     traffic: Callable[[int, int], float] = lambda rounds, loads: rounds,
     saving: Saving | None = None,
@@ -81,10 +86,13 @@ def train(
     Args:
       program, plans: the compiled parts and the decisions.
       seed: of parameters, orders, and views of the data.
-      evaluate: `(step, state) -> scalars` by name; evaluate_at: steps after which it is called; 0
-        is the start, and the end is always included.
+      evaluate_at: steps after which the run is evaluated; 0 is the start, and the end is always
+        included.
       on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
         ended, diverged. Seconds include training and waiting, without evaluation or compilation.
+      evaluate: `(step, state) -> scalars` by name; begin: instead of it, `(step, state) -> finish`,
+        called already when the steps are dispatched, and `finish() -> scalars` when they have
+        ended; prepare: what is called beside the compilation, as of `measure.Scalars`.
       on_step: called with the step whenever the host looks at the run, about every half second.
       traffic: (rounds, loads) -> the amount sent, in all-reduces.
       saving: None for a run that is not saved.
@@ -97,16 +105,24 @@ def train(
     plans.check()
     if program.source is not None:
         program = program._replace(source=program.source.of_seed(seed))
-    start = loop.warm_up(program, plans, seed)
-    total = plans.total_steps
+    begun = time.perf_counter()
+    if saving is not None and (saving.at_end or saving.every):
+        prepare = [*prepare, lambda: importlib.import_module("orbax.checkpoint")]
+    start = loop.warm_up(program, plans, seed, prepare)
+    compiled, total = time.perf_counter() - begun, plans.total_steps
+    begin = begin or (lambda step, state: functools.partial(evaluate, step, state))
     looks = {int(step) for step in evaluate_at} | {total}
     stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(processes.interrupts())
         saver = _Saver(stack, saving, program, plans)
         at, state, seen = saver.restore(start)
-        recorder = Recorder(program, evaluate, on_record, traffic, ends, total, seen)
+        recorder = Recorder(program, begin, on_record, traffic, ends, total, seen)
         clock, passed, stopped = input.Clock(), seen.seconds, 0
+
+        def look(at, state):
+            if at.step in looks:
+                recorder.begin(at, state)
 
         def hook(at, state):
             nonlocal stopped
@@ -117,7 +133,7 @@ def train(
                 with clock.stopped(RECORDING):
                     state = recorder.record(at, state, seconds)
             if save or (stopped and not recorder.ended):
-                with clock.stopped("checkpoints"):
+                with clock.stopped(SAVING):
                     _check_finite(placement.on_host(state.stats), recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
             return state, bool(stopped or recorder.ended)
@@ -125,15 +141,19 @@ def train(
         try:
             if at.step in looks and not at.step:
                 with clock.stopped(RECORDING):
+                    recorder.begin(at, state)
                     state = recorder.record(at, state, 0.0)
             at, state = loop.run(
-                program, plans, state, at, hook, stops=stops, delay=delay,
+                program, plans, state, at, hook, stops=stops, begin=look, delay=delay,
                 sync_delay=sync_delay, clock=clock,
             )  # fmt: skip
         except FloatingPointError as error:
             recorder.diverged(str(error))
             return Outcome(recorder.seen.step, None, (), stopped, True, str(error))
-        seconds = {"steps": clock.now(), **clock.stood}
+        if saver.has_saved:  # the last checkpoint is written meanwhile
+            with clock.stopped(SAVING):
+                stack.close()
+        seconds = {"compilation": compiled, "steps": clock.now(), **clock.stood}
     ended = recorder.ended or at.step == total
     return Outcome(at.step, state, tuple(at.decided), stopped, ended, None, seconds)
 
@@ -151,10 +171,14 @@ def told(seconds: Mapping[str, float]) -> str:
 class Recorder:
     """Writes a record at every evaluation, and tells whether a record has ended the run."""
 
-    def __init__(self, program, evaluate, on_record, traffic, ends, total, seen):
-        self._program, self._evaluate, self._on_record = program, evaluate, on_record
+    def __init__(self, program, begin, on_record, traffic, ends, total, seen):
+        self._program, self._begin, self._on_record = program, begin, on_record
         self._traffic, self._ends, self._total = traffic, ends, total
-        self.seen, self.ended = seen, False
+        self.seen, self.ended, self._finish = seen, False, None
+
+    def begin(self, at: Progress, state: TrainState) -> None:
+        """Dispatches the evaluation of the next record, while the steps before it still run."""
+        self._finish = self._begin(at.step, state)
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
         """Writes a record at this step, and returns the state with its stats set to zero."""
@@ -169,7 +193,8 @@ class Recorder:
             "seconds": seconds,
         }
         found |= _scalars(at, stats, self.seen, self._program.drifts)
-        found |= self._evaluate(at.step, state)
+        state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
+        found |= self._finish()
         found = processes.of_first(strict.plain(found))  # all processes end, or none
         self.ended = at.step == self._total or self._ends(found)
         self.seen = self.seen._replace(
@@ -180,7 +205,7 @@ class Recorder:
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
         self._on_record(found | closing)
-        return state._replace(stats=self._program.reset(state.stats))
+        return state
 
     def diverged(self, message: str) -> None:
         """Writes the last record of a run whose parameters are no longer finite."""
@@ -209,6 +234,10 @@ class _Saver:
         self._seconds = seen.seconds
         processes.say(f"Continues from the checkpoint of step {at.step}.")
         return at, state, seen
+
+    @property
+    def has_saved(self) -> bool:
+        return self._manager is not None
 
     def due(self, step: int, seconds: float) -> bool:
         if self._saving is None or step == self._plans.total_steps:

@@ -6,11 +6,13 @@ import os
 import pathlib
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.cluster import files, strict
-from experiments.training import checkpoint, measure
+from experiments.tasks.metrics import METRICS
+from experiments.training import checkpoint
 from tests.commands import ROOT, SHORT, records, train_run
 from tests.refused import refuses
 
@@ -82,13 +84,8 @@ SETTINGS = [*SHORT, "--checkpoint_every=7"]
 
 def test_all_json_of_a_run_is_strict(tmp_path, monkeypatch):
     """Though a metric is not finite, and a checkpoint comes before the first record."""
-    measured = measure.scalars_of
-
-    def infinite(*setting, **options):
-        of = measured(*setting, **options)
-        return lambda *b: lambda *at: of(*b)(*at) | {"test/accuracy": float("inf")}
-
-    monkeypatch.setattr(measure, "scalars_of", infinite)
+    infinite = METRICS["accuracy"]._replace(measure=lambda model: lambda *given: jnp.inf)
+    monkeypatch.setitem(METRICS, "accuracy", infinite)
     train_run([*SHORT, "--checkpoint_every=2"], tmp_path)
     assert [r["test/accuracy"] for r in records(tmp_path)] == [None] * 4
 
