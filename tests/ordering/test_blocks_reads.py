@@ -1,0 +1,212 @@
+"""Blocks are read as the plain loops of the reference read them, and a run goes on anywhere."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ordering
+from ordering.blocks import mixture, read_blocks
+from tests import block_cases, reference_blocks
+from tests.block_cases import Case, as_lists, on_hosts, records_of
+from tests.cases import times
+from tests.waiting import wait_for
+
+
+@st.composite
+def cases(draw, workers=(None, 1, 2, 3, 4), dealt=(True, False), epochs=2):
+    sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    unit_size, workers = draw(st.integers(1, 5)), draw(st.sampled_from(workers))
+    units = len(reference_blocks.blocks_of(sizes, unit_size, workers or 1))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    kept = rng.random(sum(sizes)) < 0.7 if draw(st.booleans()) else None
+    if kept is not None:
+        kept[-1] = True
+    own, dealt = units // (workers or 1), draw(st.sampled_from(dealt))
+    orders = [rng.permutation(units).reshape(workers or 1, own) for _ in range(epochs + 1)]
+    if not dealt:
+        orders = [np.stack([rng.permutation(own) for _ in range(workers or 1)]) for _ in orders]
+    orders = np.stack(orders) if workers else np.stack(orders)[:, 0]
+    options = {
+        "window": draw(st.integers(1, own)), "batch_size": draw(st.integers(1, 7)),
+        "seed": draw(st.integers(0, 3)), "dealt": dealt, "shuffle": draw(st.booleans()),
+    }  # fmt: skip
+    return Case(sizes, unit_size, kept, orders, draw(st.integers(0, own)), options)
+
+
+@settings(max_examples=times(60))
+@given(cases(), st.data())
+def test_every_record_once_per_epoch_as_in_the_plain_loops(case, data):
+    expected, places = case.expected(), []
+    readers = data.draw(st.sampled_from([1, 2, 4]))
+    found = case.read(readers=readers, after=lambda reads: places.append(reads.position()))
+    assert found == expected
+    steps = len(expected) // 2
+    for epoch in (expected[:steps], expected[steps:]):
+        assert records_of(epoch) == case.kept_records()
+    assert [(int(p.epoch), int(p.step)) for p in places] == [
+        divmod(done, steps) for done in range(1, 2 * steps + 1)
+    ]
+    done = data.draw(st.integers(1, len(places)))
+    assert case.read(places[done - 1], readers=readers) == expected[done:]
+
+
+@settings(max_examples=times(25))
+@given(cases(workers=(2, 4), dealt=(True,)), st.data())
+def test_hosts_together_read_what_one_reads(case, data):
+    places, expected = [], case.expected()
+    case.read(after=lambda reads: places.append(reads.position()))
+    hosts = data.draw(st.sampled_from([h for h in (1, 2, 4) if case.orders.shape[1] % h == 0]))
+    assert on_hosts(case, hosts) == expected
+    done = data.draw(st.integers(1, len(places)))
+    assert on_hosts(case, hosts, places[done - 1]) == expected[done:]
+
+
+RNG = np.random.default_rng(0)
+FIXED = Case(  # 16 units, of which one is empty; a worker's second window has only one unit
+    [13, 20, 7], 3, np.arange(40) % 5 != 2, np.stack([RNG.permutation(16) for _ in range(3)])
+    .reshape(3, 4, 4), 2, {"window": 3, "batch_size": 2, "seed": 1},
+)  # fmt: skip
+
+
+def test_a_run_goes_on_at_every_element_with_any_readers_and_hosts():
+    expected, places = FIXED.expected(), []
+    assert on_hosts(FIXED, 1, after=lambda reads: places.append(reads.position())) == expected
+    assert len(places) == len(expected) == 14
+    for done, position in enumerate(places, 1):
+        for readers, hosts in ((1, 1), (2, 1), (4, 1), (4, 2), (1, 4)):
+            found = on_hosts(FIXED, hosts, position, readers=readers)
+            assert found == expected[done:], (done, readers, hosts)
+
+
+def test_the_batches_of_a_share_of_a_broken_epoch_are_those_of_all():
+    """Two workers began the epoch; four, two hosts of two, read its rest."""
+    two = FIXED._replace(
+        orders=FIXED.orders.reshape(3, 2, 8), settings={"window": 2, "batch_size": 4, "seed": 1}
+    )
+    expected, places = two.expected(), []
+    two.read(after=lambda reads: places.append(reads.position()))
+    four = two._replace(
+        orders=FIXED.orders, settings={"window": 1, "batch_size": 2, "seed": 1}, known=0
+    )
+    for done, position in enumerate(places[:7], 1):
+        sizes = np.array([3, 1, 2, 1])
+        position = position._replace(sizes=sizes, broken=two.orders[0])
+        own = [
+            four.read(position, rows=slice(first, first + 2), share=(first, 2, 4), num_epochs=1)
+            for first in (0, 2)
+        ]
+        found = [sum(lanes, []) for lanes in zip(*own, strict=True)]
+        flat = [sum(lanes, []) for lanes in expected[done:8]]
+        assert [sum(lanes, []) for lanes in found] == flat
+        assert found == [[x[:2], x[2:4], x[4:6], x[6:]] for x in flat]
+
+
+@pytest.mark.parametrize("how", ["round_robin", "chunks"])
+def test_a_dealt_order_that_observes_goes_on_bitwise(how):
+    """Two epochs and a half; the state of the order is saved with the position."""
+    workers, units, window = 2, 8, 3
+    _, first, observe, next_epoch = block_cases.dealt_of(how, workers, units, window)
+    gradients = block_cases.vectors_of(workers * units)
+    blocks = ordering.blocks.split(block_cases.parts_of([20, 11]), unit_size=2)
+
+    def train(state, position, most):
+        found = []
+        options = {"window": window, "batch_size": 3, "position": position, "readers": 2}
+        with read_blocks(blocks, lambda: state, **options) as reads:
+            for batch in reads:
+                found.append(as_lists(batch))
+                if reads.window_ended:
+                    begin = (reads.step - 1) // 2 * window
+                    chosen = np.asarray(state.current)[:, begin : begin + reads.window_units]
+                    state = observe(state, gradients[chosen])
+                if reads.epoch_ended:
+                    state = next_epoch(state)
+                places.append(reads.position())
+                if len(found) == most:
+                    return found
+
+    places = []
+    whole = train(first, None, 16)
+    assert records_of(whole[:6]) == records_of(whole[6:12]) == list(range(31))
+    assert whole[:6] != whole[6:12]
+    for done, position in enumerate(places[:14], 1):
+        assert train(position.orders, position, 16 - done) == whole[done:]
+
+
+def test_windows_end_where_the_reader_says():
+    ends = []
+    FIXED.read(after=lambda r: ends.append((r.step, r.window_ended, r.window_units)))
+    windows = [(1, False, 3), (2, False, 3), (3, False, 3), (4, False, 3), (5, True, 3)]
+    assert ends == 2 * [*windows, (6, False, 1), (7, True, 1)]
+
+
+def test_each_block_is_one_request_and_only_the_next_window_is_read_ahead():
+    parts = block_cases.parts_of([12, 8])
+    blocks = ordering.blocks.split(parts, unit_size=4)
+    state = block_cases.given_states(np.stack([np.arange(5)] * 2), 0)[0]
+    options = {"window": 1, "batch_size": 1, "num_epochs": 1, "depth": 1}
+    with read_blocks(blocks, lambda: state, **options) as reads:
+        next(reads)
+        wait_for(lambda: len(parts[0].read.asked) == 2)
+        assert len(list(reads)) == 19
+    assert sorted(parts[0].read.asked) == [(0, 4), (4, 8), (8, 12)]
+    assert sorted(parts[1].read.asked) == [(0, 4), (4, 8)]
+
+
+def test_no_thread_is_left():
+    begun = threading.active_count()
+    reads = read_blocks(
+        FIXED.blocks(), lambda: block_cases.given_states(FIXED.orders, 0)[0], window=2, batch_size=2
+    )
+    next(reads)
+    assert threading.active_count() > begun
+    reads.close()
+    wait_for(lambda: threading.active_count() == begun)
+
+
+@settings(max_examples=times(15))
+@given(cases(workers=(None,)), cases(workers=(None,)), st.data())
+def test_a_mixture_is_its_readers_side_by_side(first, second, data):
+    sources = {"first": first, "second": second}
+    expected = {name: case.expected() for name, case in sources.items()}
+    states = {n: block_cases.given_states(c.orders, c.known) for n, c in sources.items()}
+
+    def mixed(positions):
+        at = {name: int(positions[name].epoch) if positions else 0 for name in sources}
+        readers = {
+            name: read_blocks(
+                case.blocks(), lambda name=name: states[name][min(at[name], 1)], num_epochs=2,
+                position=positions and positions[name], **case.settings,
+            ) for name, case in sources.items()
+        }  # fmt: skip
+        found, places, reads = [], [], mixture(readers)
+        for batch in reads:
+            found.append({name: as_lists(own) for name, own in batch.items()})
+            for name, own in readers.items():
+                at[name] += own.epoch_ended
+            places.append(reads.position())
+        reads.close()
+        return found, places
+
+    whole, places = mixed(None)
+    count = min(map(len, expected.values()))
+    assert len(whole) == count
+    assert whole == [{name: own[t] for name, own in expected.items()} for t in range(count)]
+    done = data.draw(st.integers(1, count))
+    assert mixed(places[done - 1])[0] == whole[done:]
+
+
+@given(st.lists(st.floats(0.01, 9), min_size=1, max_size=5), st.integers(1, 64))
+def test_shares_are_whole_parts_of_a_batch(weights, batch_size):
+    weights = {f"source {i}": w for i, w in enumerate(weights)}
+    exact = {name: batch_size * w / sum(weights.values()) for name, w in weights.items()}
+    try:
+        found = ordering.blocks.shares(weights, batch_size=batch_size)
+    except ValueError as error:
+        assert min(exact.values()) < 1 and "raise its weight or the batch size" in str(error)
+        return
+    assert sum(found.values()) == batch_size
+    assert all(abs(found[name] - exact[name]) < 1 for name in weights)

@@ -1,0 +1,61 @@
+"""Blocks of files and their windows in plain loops. The fast paths must equal these."""
+
+import numpy as np
+
+
+def blocks_of(file_sizes, unit_size, multiple_of=1, kept=None):
+    """The records of every unit, numbered over all files; a block ends where its file ends."""
+    units, first = [], 0
+    for size in file_sizes:
+        for start in range(0, size, unit_size):
+            unit = range(first + start, first + min(start + unit_size, size))
+            units.append([i for i in unit if kept is None or kept[i]])
+        first += size
+    while len(units) % multiple_of:
+        units.append([])
+    return units
+
+
+def units_of_all(orders):
+    """Orders [W][M] of the units that each worker owns, by the units' numbers among all."""
+    return [[w * len(order) + u for u in order] for w, order in enumerate(orders)]
+
+
+def shuffled(records, seeds):
+    """The permutation of a window: its records by raw random numbers of 64 bits."""
+    numbers = np.random.Philox(np.random.SeedSequence(seeds)).random_raw(len(records)).tolist()
+    return [records[i] for i in sorted(range(len(records)), key=lambda i: (numbers[i], i))]
+
+
+def window_of(units, own, *, batch_size, seed, epoch, shuffle=True):
+    """The batches [T][b] of a worker's window: a record and the place of its unit, or (None, -1).
+
+    The largest unit of all decides how many batches there are.
+    """
+    found = [(record, place) for place, unit in enumerate(own) for record in units[unit]]
+    if shuffle:
+        found = shuffled(found, (seed, epoch, own[0]))
+    count = -(-len(own) * max(map(len, units)) // batch_size)
+    found += [(None, -1)] * (count * batch_size - len(found))
+    return [found[t * batch_size : (t + 1) * batch_size] for t in range(count)]
+
+
+def epoch_of(units, orders, *, window, **options):
+    """The batches [T][W][b] of an epoch; orders [W][M] name units of all workers."""
+    batches = []
+    for start in range(0, len(orders[0]), window):
+        lanes = [window_of(units, own[start : start + window], **options) for own in orders]
+        batches += [[lane[t] for lane in lanes] for t in range(len(lanes[0]))]
+    return batches
+
+
+def packed(tokens, length, separator=None):
+    """The windows of a file of tokens, and the document of each of their tokens."""
+    windows = []
+    for i in range((len(tokens) - 1) // length):
+        window, documents, document = list(tokens[i * length : i * length + length + 1]), [], 0
+        for token in window:
+            documents.append(document)
+            document += token == separator
+        windows.append((window, documents))
+    return windows
