@@ -72,15 +72,27 @@ def checked(position: Position, first: Position, blocks: Blocks, steps: int) -> 
     return position
 
 
-def of_broken(
-    position: Position, done: int, workers: int, share: Share | tuple[int, int, int] | None
-) -> tuple[np.ndarray, dict]:
+def share_of(position: Position, current: np.ndarray, share: Share | tuple | None) -> Share:
+    """The workers of this host; ValueError if they and the others do not make up a broken epoch."""
+    workers, num_units = (1, *current.shape)[-2:]
+    whole = share is None or isinstance(share, tuple) and len(share) == 3
+    found = Share(*share) if share and whole else Share(0, workers, workers)
+    units = np.size(position.broken)
+    if not whole or found.count != workers or units not in (0, found.workers * num_units):
+        raise ValueError(
+            f"share is {share!r}: pass (first, count, workers) with the {workers} workers of this "
+            f"host as count and all workers, of {num_units} units each, as workers. They finish an "
+            f"epoch of {units} units, which other workers began."
+        )
+    return found
+
+
+def of_broken(position: Position, done: int, share: Share) -> tuple[np.ndarray, dict]:
     """The orders of a broken epoch, and the sizes that its workers had, for `windows`.
 
-    `done` counts the units that each of the new workers has read. `workers` are those of the host.
+    `done` counts the units that each of the new workers has read.
     """
     orders = cast(np.ndarray, position.broken)
-    share = Share(*share) if share is not None else Share(0, workers, workers)
     _, window, batch_size, _ = position.sizes.tolist()
     old = len(orders)
     words = {

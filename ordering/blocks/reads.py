@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ordering.base import State
-from ordering.blocks.position import Position, checked, first_position, of_broken
+from ordering.blocks.position import Position, checked, first_position, of_broken, share_of
 from ordering.blocks.split import Blocks
 from ordering.blocks.windows import Share, Windows, batches_of, num_batches, windows
 from ordering.input.epochs import Epochs, Layout, checked_state
@@ -126,12 +126,12 @@ def read_blocks(
     position = first if position is None else checked(position, first, blocks, steps)
     pools = contextlib.ExitStack()
     read = readers if callable(readers) else _threads(pools, readers)
-    workers = len(current) if current.ndim == 2 else 1
+    share = share_of(position, current, share)
 
     def load(orders, first_step, epoch):
         sizes = words
         if epoch == int(position.epoch) and jax.tree.leaves(position.broken):
-            orders, old = of_broken(position, layout.units_before(first_step), workers, share)
+            orders, old = of_broken(position, layout.units_before(first_step), share)
             sizes = words | old | {"total": len(blocks)}
         found = read(windows(blocks, orders, epoch=epoch, **sizes))
         return load_ahead(
