@@ -1,0 +1,144 @@
+"""A run over blocks goes on with another number of workers, and reads every record once."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from ordering.blocks import read_blocks, resize
+from tests import block_cases
+from tests.block_cases import as_lists
+from tests.refused import refuses
+
+# 24 units, 2 of them empty; together 16 in a window and 48 records in a step: W workers have 24 / W
+# units, windows of 16 / W and 8 / W, and 3 + 2 steps in an epoch.
+SIZES, UNIT_SIZE, UNITS, WINDOW, BATCH, STEPS = [20, 31, 11], 3, 24, 16, 16, 5
+WORKERS = (1, 2, 4, 8)
+BLOCKS = ordering.blocks.split(
+    block_cases.parts_of(SIZES), unit_size=UNIT_SIZE, multiple_of=max(WORKERS)
+)
+RECORDS = list(range(sum(SIZES)))
+GRADIENTS = block_cases.vectors_of(UNITS)
+
+
+def parts_of(name, workers):
+    return block_cases.dealt_of(name, workers, UNITS // workers, WINDOW // workers)
+
+
+def read(name, state, position=None, *, most):
+    """(batches, the position after them, the state), at most to the end of `most` steps."""
+    workers = len(state.current)
+    _, _, observe, next_epoch = parts_of(name, workers)
+    found, window = [], WINDOW // workers
+    options = {"window": window, "batch_size": BATCH // workers, "position": position}
+    with read_blocks(BLOCKS, lambda: state, **options) as reads:
+        while len(found) < most:
+            found.append(as_lists(next(reads)))
+            if observe and reads.window_ended:
+                first = window if reads.epoch_ended else 0
+                units = np.asarray(state.current)[:, first : first + reads.window_units]
+                state = observe(state, GRADIENTS[units])
+            if reads.epoch_ended:
+                state = next_epoch(state)
+        return found, reads.position(), state
+
+
+def resized(name, position, workers):
+    """The position for other workers, and the state of their orders."""
+    order, fresh, *_ = parts_of(name, workers)
+    position = resize(position, fresh, order)
+    return position, jax.tree.map(jnp.asarray, position.orders)
+
+
+def flat(batches):
+    """The records of each step, of all workers."""
+    return [sorted(r for lane in batch for r, place in lane if place >= 0) for batch in batches]
+
+
+def check(name, *stages):
+    """Workers and steps of each stage: every epoch that is read has every record once."""
+    (workers, most), *others = stages
+    found, position, state = read(name, parts_of(name, workers)[1], most=most)
+    alone = read(name, parts_of(name, workers)[1], most=STEPS)[0]
+    for after, most in others:
+        if after != workers:
+            workers = after
+            position, state = resized(name, position, workers)
+        more, position, state = read(name, state, position, most=most)
+        assert all(len(batch) == workers for batch in more)
+        found += more
+    assert len(found) % STEPS == 0
+    for first in range(0, len(found), STEPS):
+        assert sorted(sum(flat(found[first : first + STEPS]), [])) == RECORDS, (stages, first)
+    assert flat(found[:STEPS]) == flat(alone), "the epoch that was broken keeps its batches"
+    return found
+
+
+@pytest.mark.parametrize("done", [2, 3, 4, 5, 7])  # within windows, at their ends, between epochs
+def test_a_shuffle_goes_on_with_any_number_of_workers(done):
+    for before, after in itertools.permutations(WORKERS, 2):
+        check("dealt_reshuffling", (before, done), (after, 15 - done))
+
+
+def test_workers_change_twice_in_an_epoch():
+    for before, between, after in [(2, 4, 8), (8, 4, 2), (4, 2, 4), (1, 8, 2), (8, 1, 4)]:
+        for first, second in [(1, 1), (2, 2), (3, 1), (1, 4), (6, 2)]:
+            rest = 15 - first - second
+            check("dealt_reshuffling", (before, first), (between, second), (after, rest))
+
+
+@pytest.mark.parametrize("how", ordering.dealing.HOW)
+def test_a_balanced_order_goes_on_with_other_workers(how):
+    for before, after in ((2, 4), (4, 2)):
+        for done in (2, 3, 5, 9):
+            check(how, (before, done), (after, 15 - done))
+    check(how, (2, 1), (4, 1), (4, 1), (2, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ordering.dealing.HOW)
+def test_a_balanced_order_goes_on_with_any_number_of_workers(how):
+    for before, after in itertools.permutations(WORKERS, 2):
+        for done in range(1, 11):
+            check(how, (before, done), (after, 20 - done))
+
+
+def broken(share=None, rows=slice(0, 2)):
+    """A reader of two of four workers, in an epoch that two workers began."""
+    position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=1)[1]
+    position, state = resized("dealt_reshuffling", position, 4)
+    own = jax.tree.map(lambda x: x[rows], state)
+    options = {"window": WINDOW // 4, "batch_size": BATCH // 4, "position": position}
+    return read_blocks(BLOCKS, lambda: own, share=share, **options)
+
+
+def restarted(workers=2, **changes):
+    order, first, *_ = parts_of("dealt_reshuffling", workers)
+    position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=1)[1]
+    return resize(position._replace(**changes), first, order)
+
+
+test_bad_input = refuses({
+    "no share": (broken, "share is None: pass .*the 2 workers of this host"),
+    "three numbers": (lambda: broken((0, 2)), r"share is \(0, 2\): pass"),
+    "a number": (lambda: broken(3), "share is 3: pass"),
+    "other workers": (lambda: broken((0, 1, 4)), r"share is \(0, 1, 4\): pass .*the 2 workers"),
+    "all workers": (lambda: broken((0, 2, 8)), r"share is \(0, 2, 8\).* finish an epoch of 24"),
+    "outside": (lambda: next(broken((3, 2, 4))), r"share is \(3, 2, 4\): .*first \+ count <= work"),
+    "part of a batch": (
+        lambda: restarted(8, sizes=np.array([3, 8, 9, 0])),
+        "8 workers cannot share the windows of 2, of 8 blocks and batches of 9: .* divides 16 and",
+    ),
+    "a fixed shard": (
+        lambda: restarted(orders=ordering.shuffle_once(4).init(jax.random.key(0), None)),
+        "orders are a ShuffleState: pass those of all workers, of an order that deals",
+    ),
+    "one worker's": (
+        lambda: restarted(orders=jax.tree.map(
+            lambda x: x[0], parts_of("dealt_reshuffling", 2)[1])),
+        "a DealtShuffleState: pass those of all workers",
+    ),
+})  # fmt: skip
