@@ -1,0 +1,211 @@
+"""Files of every kind give the records that were written, one request for a block."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ordering.blocks import files, split, tokens
+from ordering.input import reader
+from tests import record_files, reference_blocks
+
+KINDS = ["array_record", "tfrecord", "parquet", "npy", "bin"]
+LETTERS = [b"", b"a", b"\0" * 5, bytes(range(256)) * 40, b"end"]
+
+
+def opened(kind, path, size=11, first=0):
+    """(the parts of a new file of numbers, their decoder)."""
+    decode = record_files.write(kind, path, size, first)
+    return tokens(path, length=1) if kind == "bin" else files(path), decode
+
+
+@pytest.mark.parametrize("kind", record_files.WRITERS)
+def test_records_are_the_bytes_that_were_written(kind, tmp_path):
+    path = tmp_path / f"text.{kind}-00001-of-00002"
+    record_files.WRITERS[kind](path, LETTERS)
+    (part,) = files(path)
+    assert part.num_records == len(LETTERS) and part.name == str(path)
+    for start in range(5):
+        for stop in range(start + 1, 6):
+            assert part.read(start, stop) == LETTERS[start:stop]
+
+
+def test_rows_of_parquet_over_the_borders_of_groups(tmp_path):
+    """Groups of 4 rows, and one of 3; numbers, texts, booleans, lists and lists of lists."""
+    rng = np.random.default_rng(0)
+    columns = {
+        "id": np.arange(11), "weight": rng.normal(size=11).astype(np.float32),
+        "text": np.array([f"row {i}" for i in range(11)], object), "right": np.arange(11) % 3 == 0,
+        "image": rng.integers(0, 256, (11, 6), dtype=np.uint8),
+    }  # fmt: skip
+    record_files.write_parquet(tmp_path / "rows.parquet", columns)
+    (part,) = files(tmp_path / "rows.parquet")
+    (two,) = files(tmp_path / "*.parquet", columns=["image", "id"])
+    for start in range(11):
+        for stop in range(start + 1, 12):
+            found = part.read(start, stop)
+            assert list(found) == list(columns)
+            for name, column in columns.items():
+                assert found[name].dtype == column.dtype
+                np.testing.assert_array_equal(found[name], column[start:stop])
+            assert set(two.read(start, stop)) == {"image", "id"}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.uint8, np.bool_, ">i4", np.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 4)])
+def test_arrays_are_read_with_any_type_and_shape(dtype, shape, tmp_path):
+    array = np.random.default_rng(0).integers(0, 99, (7, *shape)).astype(dtype)
+    np.save(tmp_path / "x.npy", array)
+    (part,) = files(tmp_path / "x.npy")
+    for start, stop in [(0, 7), (0, 1), (2, 6), (6, 7)]:
+        found = part.read(start, stop)
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array[start:stop])
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=40), st.integers(1, 9),
+    st.sampled_from([np.uint16, np.uint32, np.int64]), st.integers(0, 7),
+    st.sampled_from([None, 0, 2]),
+)  # fmt: skip
+def test_windows_of_tokens_equal_the_slow_loop(text, length, dtype, header, separator):
+    expected = reference_blocks.packed(text, length, separator)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"h" * header + np.array(text, dtype).tobytes())
+        file.flush()
+        given = {"dtype": dtype, "header_bytes": header, "separator": separator}
+        if not expected:
+            with pytest.raises(ValueError, match="holds no records: leave it out"):
+                tokens(file.name, length=length, **given)
+            return
+        (part,) = tokens(file.name, length=length, **given)
+        assert part.num_records == len(expected)
+        for start in range(len(expected)):
+            for stop in {start + 1, len(expected)}:
+                found = part.read(start, stop)
+                assert all(x.dtype == np.int32 for x in found.values())
+                assert found["tokens"].tolist() == [w for w, _ in expected[start:stop]]
+                if separator is not None:
+                    assert found["documents"].tolist() == [d for _, d in expected[start:stop]]
+                assert set(found) == {"tokens", "documents"} - {separator is None and "documents"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_block_is_one_request(kind, tmp_path, monkeypatch):
+    """Also one call of the system, where the files are ours to read."""
+    (first,), decode = opened(kind, tmp_path / f"a.{kind}", 11)
+    (second,), _ = opened(kind, tmp_path / f"b.{kind}", 7, first=11)
+    asked, calls, pread = [], [], os.pread
+
+    def counted(part):
+        def read(start, stop):
+            asked.append((part.name, start, stop))
+            return part.read(start, stop)
+
+        return part._replace(read=read)
+
+    blocks = split([counted(first), counted(second)], unit_size=4, decode=decode, multiple_of=6)
+    monkeypatch.setattr(os, "pread", lambda *args: calls.append(args) or pread(*args))
+    assert [record_files.ids(kind, blocks[u]) for u in range(5)] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14], [15, 16, 17],
+    ]  # fmt: skip
+    places = [(0, 4), (4, 8), (8, 11)], [(0, 4), (4, 7)]
+    assert asked == [(first.name, *x) for x in places[0]] + [(second.name, *x) for x in places[1]]
+    assert len(calls) == (5 if kind in ("tfrecord", "npy", "bin") else 0)
+    assert len(blocks) == 6 and blocks.sizes.tolist() == [4, 4, 3, 4, 3, 0]
+    assert (blocks.num_records, blocks.unit_size) == (18, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_filters_and_other_readers(kind, tmp_path):
+    parts, decode = opened(kind, tmp_path / f"a.{kind}", 11)
+    kept = np.arange(11) % 4 != 1
+    for keep in (kept, lambda example: record_files.ids(kind, example) % 4 != 1):
+        blocks = split(parts, unit_size=3, decode=decode, keep=keep)
+        found = [record_files.ids(kind, block) for block in blocks]
+        assert found == [[0, 2], [3, 4], [6, 7, 8], [10]]
+        assert blocks.sizes.tolist() == [2, 2, 3, 1]
+    whole = split(parts, unit_size=1, decode=decode)
+    size, read = reader(whole)
+    assert size == 11
+    assert record_files.ids(kind, read([3, 10])) == [[3], [10]]
+
+
+def test_patterns_are_read_in_the_sequence_of_the_list(tmp_path):
+    for name, first in [("b1.npy", 10), ("a2.npy", 20), ("a1.NPY", 30), ("c.npy-1-of-2", 40)]:
+        with open(tmp_path / name, "wb") as file:
+            np.save(file, np.arange(first, first + 2))
+    paths = [tmp_path / "b*.npy", str(tmp_path / "a*"), tmp_path / "c.npy-1-of-2"]
+    blocks = split(files(paths), unit_size=2)
+    assert [block.tolist() for block in blocks] == [[10, 11], [30, 31], [20, 21], [40, 41]]
+    together = split(files(tmp_path / "b1.npy") + files(tmp_path / "a2.npy"), unit_size=3)
+    assert [block.tolist() for block in together] == [[10, 11], [20, 21]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_sent_to_another_process_and_reads_in_its_threads(kind, tmp_path):
+    (part,), decode = opened(kind, tmp_path / f"a.{kind}", 50)
+    wanted = record_files.ids(kind, split([part], unit_size=50, decode=decode)[0])
+    sent = pickle.loads(pickle.dumps(part))
+    assert sent[:3] == part[:3]
+    blocks, found = split([sent], unit_size=1, decode=decode), {}
+
+    def work(thread):
+        for i in range(thread, 50, 4):
+            found[i] = record_files.ids(kind, blocks[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum((found[i] for i in range(50)), []) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_process_reads_with_a_handle_of_its_own(kind, tmp_path):
+    (part,), decode = opened(kind, tmp_path / f"a.{kind}", 9)
+    blocks = split([part], unit_size=4, decode=decode)
+    wanted = record_files.ids(kind, blocks[1])
+    handle = part.read._handle()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def child():
+        found = record_files.ids(kind, blocks[1])
+        theirs.send((found, part.read._handle() is not handle))
+
+    process = context.Process(target=child)
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv() == (wanted, True)
+    process.join()
+    assert record_files.ids(kind, blocks[1]) == wanted
+
+
+def test_a_digest_tells_that_bytes_have_changed(tmp_path):
+    """64 samples see all of a small file, and parts of a large one."""
+    path, size = tmp_path / "x.npy", 3 * 2**20
+    data = np.zeros(size, np.uint8)
+    for whole, place, seen in [(False, 0, True), (False, 10_000, False), (True, 10_000, True)]:
+        data[:] = 0
+        np.save(path, data)
+        (before,) = files(path, whole_digest=whole)
+        data[place] = 1
+        np.save(path, data)
+        (after,) = files(path, whole_digest=whole)
+        assert (before.digest != after.digest) == seen
+    small = np.zeros(250_000, np.uint8)
+    digests = set()
+    for place in range(0, 250_000, 5_003):
+        small[place] += 1
+        np.save(path, small)
+        digests.add(files(path)[0].digest)
+    assert len(digests) == 50
