@@ -156,11 +156,14 @@ def windows(
     indices, _ = step_indices(orders, units_per_step=1, num_units=num_units, total=total)
     workers = np.shape(orders)[0] if np.ndim(orders) == 2 else 1
     units = indices.reshape(-1, workers).T
-    window = plans.check_whole("window", window, 1, num_units or units.shape[1])
-    if units.size and units.max() >= len(blocks):
+    owned = units.shape[1] if num_units is None else int(num_units)
+    window = plans.check_whole("window", window, 1, owned)
+    # A row of a dealt order may be that of one worker among others, on other hosts.
+    if (total is None or np.ndim(orders) == 1) and workers * owned != len(blocks):
         raise ValueError(
-            f"the orders name unit {units.max()}, and there are {len(blocks)} blocks: split the "
-            "files with multiple_of=the number of workers, and make orders for these units."
+            f"the orders name {workers} times {owned} units, and there are {len(blocks)} blocks: "
+            "split the files with multiple_of=the number of workers, and make orders for these "
+            "units; for those of dealt orders pass int[W, M] and total."
         )
     units, axes = _shared(units, batch_size, share, np.ndim(orders) == 2)
     return Windows(blocks, units, (window, batch_size, shuffle), (seed, epoch), axes)
@@ -172,12 +175,12 @@ def _shared(units, batch_size, share, has_workers) -> tuple[np.ndarray, tuple]:
     if share is None:
         shape = (workers, batch_size) if has_workers else (batch_size,)
         return units, (0, workers * batch_size, shape)
-    first, count, parts = share
-    whole = all(map(plans.is_whole, share)) and 0 <= first < first + count <= parts
-    if not whole or workers * batch_size % parts:
+    whole = isinstance(share, tuple) and len(share) == 3 and all(map(plans.is_whole, share))
+    first, count, parts = share if whole else (0, 0, 0)
+    if not 0 <= first < first + count <= parts or workers * batch_size % parts:
         raise ValueError(
-            f"share is {tuple(share)}: pass (first, count, workers) with first + count <= workers, "
-            f"a number that divides the {workers * batch_size} records of a batch."
+            f"share is {share!r}: pass (first, count, workers) with first + count <= workers, a "
+            f"number that divides the {workers * batch_size} records of a batch."
         )
     size = workers * batch_size // parts
     low, high = first * size, (first + count) * size
