@@ -1,0 +1,128 @@
+"""Windows through other loaders give the batches of the plain loops."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ordering
+from ordering.blocks import batches_of, windows
+from ordering.blocks.windows import permutation
+from tests import block_cases, reference_blocks
+from tests.block_cases import as_lists
+from tests.refused import refuses
+
+SIZES, UNIT_SIZE, WORKERS = [13, 20, 7], 3, 4
+BLOCKS = ordering.blocks.split(
+    block_cases.parts_of(SIZES), unit_size=UNIT_SIZE, multiple_of=WORKERS
+)
+UNITS = reference_blocks.blocks_of(SIZES, UNIT_SIZE, WORKERS)
+ORDERS = np.random.default_rng(0).permutation(16).reshape(4, 4)
+SETTINGS = {"window": 3, "batch_size": 2, "epoch": 5, "seed": 7}
+EXPECTED = reference_blocks.epoch_of(UNITS, ORDERS.tolist(), **SETTINGS)
+EPOCH = windows(BLOCKS, ORDERS, total=16, **SETTINGS)
+
+
+def test_a_permutation_is_the_same_in_every_version():
+    """A run that goes on with another NumPy must read the same batches."""
+    assert permutation((0, 0, 0), 10).tolist() == [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
+    assert permutation((7, 5, 11), 10).tolist() == [5, 9, 2, 7, 8, 6, 0, 4, 3, 1]
+
+
+def by_grain(epoch):
+    grain = pytest.importorskip("grain")
+    options = grain.ReadOptions(num_threads=2)
+    return grain.MapDataset.source(epoch).to_iter_dataset(options)
+
+
+def by_torch(epoch):
+    torch = pytest.importorskip("torch")
+    return torch.utils.data.DataLoader(epoch, batch_size=None, num_workers=0)
+
+
+def by_tfdata(epoch):
+    pytest.importorskip("tensorflow")
+    numbers = np.arange(len(epoch))
+    for window in ordering.input.batches(epoch, numbers, batch_size=1):
+        yield tuple(x[0] for x in window)
+
+
+LOADERS = {"none": iter, "grain": by_grain, "torch": by_torch, "tf.data": by_tfdata}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_windows_of_another_loader_become_the_batches(name):
+    for skipped in (0, 2):
+        found = list(batches_of(LOADERS[name](EPOCH), first_batch=skipped))
+        assert [as_lists(batch) for batch in found] == EXPECTED[skipped:]
+
+
+def test_an_order_without_workers_has_no_axis_of_workers():
+    single = windows(BLOCKS, ORDERS.ravel(), total=16, **SETTINGS)
+    records, places = single[0]
+    assert records.shape == places.shape == (5, 2)
+    expected = reference_blocks.epoch_of(UNITS, ORDERS.reshape(1, 16).tolist(), **SETTINGS)
+    assert [as_lists(batch) for batch in batches_of(single)] == expected
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.data())
+def test_slices_of_orders_and_shares_of_batches(workers, window, batch_size, data):
+    """A slice gives the rest of the windows; the shares of some workers make up the batches."""
+    units = reference_blocks.blocks_of(SIZES, UNIT_SIZE, workers)
+    blocks = ordering.blocks.split(
+        block_cases.parts_of(SIZES), unit_size=UNIT_SIZE, multiple_of=workers
+    )
+    orders = np.random.default_rng(window).permutation(len(units)).reshape(workers, -1)
+    options = {"window": min(window, orders.shape[1]), "batch_size": batch_size, "epoch": 1}
+    expected = reference_blocks.epoch_of(units, orders.tolist(), seed=0, **options)
+    first = data.draw(st.integers(0, -(-orders.shape[1] // options["window"]) - 1))
+    options |= {"num_units": orders.shape[1], "total": len(units)}
+    slice_ = windows(blocks, orders[:, first * options["window"] :], **options)
+    batches = -(-options["window"] * UNIT_SIZE // batch_size)
+    assert [as_lists(batch) for batch in batches_of(slice_)] == expected[first * batches :]
+
+    rows = workers * batch_size
+    parts = data.draw(st.sampled_from([n for n in range(1, rows + 1) if rows % n == 0]))
+    cuts = sorted({0, parts, *data.draw(st.lists(st.integers(0, parts), max_size=2))})
+    found = [
+        list(batches_of(windows(blocks, orders, share=(a, b - a, parts), **options)))
+        for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+    for t, batch in enumerate(expected):
+        own = [as_lists(batches[t]) for batches in found]
+        assert [len(lanes) for lanes in own] == np.diff(cuts).tolist()
+        assert sum(sum(own, []), []) == sum(batch, [])
+
+
+def of(orders=ORDERS, **changes):
+    return lambda: windows(BLOCKS, orders, **{**SETTINGS, "total": 16} | changes)
+
+
+test_bad_input = refuses({
+    "batch_size": (of(batch_size=0), "batch_size is 0: pass a whole number of at least 1"),
+    "window": (of(window=5), r"window is 5: pass a whole number in 1 \.\. 4"),
+    "no window": (of(window=0), "window is 0"),
+    "epoch": (of(epoch=-1), "epoch is -1"),
+    "seed": (of(seed=0.5), "seed is 0.5"),
+    "total": (of(total=15), "total is 15, and there are 16 blocks: pass None or that"),
+    "a state": (of(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),
+    "other units": (of(ORDERS + 1), "name a unit twice, or outside 0 .. 15"),
+    "twice": (of(ORDERS * 0), "name a unit twice"),
+    "too many units": (of(np.arange(17), total=None), "name 1 times 17 units.* 16 blocks"),
+    "too few of a shard": (of(np.array([[0], [0]]), total=None, window=1), "2 times 1 units.* 16"),
+    "too few": (of(np.arange(15)), "1 times 15 units, and there are 16 blocks: split the files"),
+    "share": (of(share=(0, 1, 3)), r"share is \(0, 1, 3\): .* divides the 8 records of a batch"),
+    "share of more": (of(share=(3, 2, 4)), r"share is \(3, 2, 4\)"),
+    "share of none": (of(share=(0, 0, 4)), r"share is \(0, 0, 4\)"),
+    "share of parts": (of(share=(0.5, 1, 4)), r"share is \(0.5, 1, 4\)"),
+    "a pair as share": (of(share=(0, 1)), r"share is \(0, 1\): pass \(first, count, workers"),
+    "a number as share": (of(share=1), "share is 1: pass"),
+    "first_batch": (lambda: next(batches_of(EPOCH, first_batch=-1)), "first_batch is -1"),
+})  # fmt: skip
+
+
+def test_there_are_as_many_windows_as_the_epoch_has():
+    assert len(EPOCH) == len(list(EPOCH)) == 2
+    for number in (-1, 2):
+        with pytest.raises(IndexError, match=f"no window {number} in an epoch of 2"):
+            EPOCH[number]
