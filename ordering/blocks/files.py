@@ -109,11 +109,18 @@ def open_part(path: str, form: Format, whole_digest: bool = False) -> Part:
     """A `Part` of one file."""
     try:
         num_records, index = form.index(path)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Replace the file.") from error
+    except ImportError:
+        raise
+    except Exception as error:  # each library has its own
+        raise ValueError(f"{path} cannot be read: {said(error)}. Replace the file.") from error
     if num_records < 1:
         raise ValueError(f"{path} holds no records: leave it out.")
     return Part(path, num_records, _digest_of_file(path, whole_digest), _File(path, form, index))
+
+
+def said(error: Exception) -> str:
+    """The message of an error, to be part of another."""
+    return f"{error}".rstrip(".") or type(error).__name__
 
 
 class _File:
@@ -132,8 +139,8 @@ class _File:
                 raise ValueError(f"it gave {count} records")
         except Exception as error:
             raise ValueError(
-                f"{self.path}, records {start} to {stop - 1}, cannot be read: {error}. The file "
-                "is damaged, or has changed since it was opened: replace it."
+                f"{self.path}, records {start} to {stop - 1}, cannot be read: {said(error)}. The "
+                "file is damaged, or has changed since it was opened: replace it."
             ) from error
         return records
 

@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class Format(NamedTuple):
 
 def _array_record_index(path):
     reader = _array_record_open(path)
+    if not reader.ok():  # such a reader only says that there are no records
+        raise ValueError("it is no ArrayRecord file, or a part of one")
     return reader.num_records(), None
 
 
@@ -129,12 +132,10 @@ class Ranges:
 
     def __init__(self, path: str):
         self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
 
     def read(self, start: int, stop: int) -> bytes:
         return os.pread(self._file, stop - start, start)
-
-    def __del__(self):
-        os.close(self._file)
 
 
 def _array_record_read(file, index, start, stop):

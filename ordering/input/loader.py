@@ -53,7 +53,8 @@ class Loader(Iterator, contextlib.AbstractContextManager):
         if item is None:
             raise StopIteration
         raise LoadError(
-            self._load, f"failed: {type(item).__name__}: {item}. Resume the run from this load."
+            self._load,
+            f"failed: {type(item).__name__}: {str(item).rstrip('.')}. Resume the run from this load.",
         ) from item
 
     def __exit__(self, *_: object) -> None:
