@@ -1,0 +1,191 @@
+"""Sums over shuffled windows are the gradients of whole blocks, and orders get their means."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import local_opt
+import ordering
+from ordering.blocks import add, observe, read_blocks, split, sums
+from tests import block_cases, reference
+from tests.refused import refuses
+from tests.sketched import sketch_of
+from tests.tables import vmap_workers, whole_numbers
+
+# 8 units of 4 records, where the last of each file has fewer; 3 in a window.
+SIZES, UNIT_SIZE, WINDOW, ENTRIES = [14, 15], 4, 3, 3
+BLOCKS = split(block_cases.parts_of(SIZES), unit_size=UNIT_SIZE)
+COUNT = len(BLOCKS)
+VECTORS = whole_numbers((sum(SIZES), ENTRIES), seed=1)
+PARAMS = whole_numbers((ENTRIES,), seed=2)
+
+
+def loss(params, batch, key):
+    return 0.5 * jnp.square(batch @ params)
+
+
+def block_sums(units):
+    """The sums of the gradients of whole blocks: whole numbers, which are exact in float32."""
+    gradients = VECTORS * (VECTORS @ PARAMS)[:, None]
+    return np.stack([gradients[BLOCKS.read(unit)].sum(axis=0) for unit in units])
+
+
+def block_rows(units):
+    """What an order observes of a window: the sums, over the records of its largest block."""
+    return block_sums(units) / np.float32(max(BLOCKS.sizes[units]))
+
+
+def add_batch(found, records, places):
+    batch = jnp.asarray(VECTORS)[records]
+    rows = ordering.per_example(loss)(jnp.asarray(PARAMS), batch, jax.random.key(0))[2]
+    return add(found, rows, places)
+
+
+def train(order, state, added, end, next_epoch, *, epochs=2, batch_size=5):
+    """The state after some epochs; `(state, sums) = end(state, sums, units)` ends a window."""
+    begin, many = 0, state.current.ndim == 2
+    empty = sums(jnp.zeros(ENTRIES), window=WINDOW)
+    found = empty = jax.tree.map(lambda x: jnp.stack([x] * 2), empty) if many else empty
+    options = {"window": WINDOW, "batch_size": batch_size, "num_epochs": epochs}
+    with read_blocks(BLOCKS, lambda: state, **options) as reads:
+        for batch in reads:
+            found = added(found, *batch)
+            if reads.window_ended:
+                units = np.asarray(state.current)[..., begin : begin + reads.window_units]
+                state, found = end(state, found, units)
+                assert all(not x.any() for x in jax.tree.leaves(found))
+                begin += reads.window_units
+            if reads.epoch_ended:
+                state, begin = next_epoch(state), 0
+    return state
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 12, 20])
+def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
+    order, seen = ordering.random_reshuffling(COUNT), []
+
+    def end(state, found, units):
+        np.testing.assert_array_equal(found.gradients[: len(units)], block_sums(units))
+        np.testing.assert_array_equal(found.count[: len(units)], BLOCKS.sizes[units])
+        seen.append(len(units))
+        return state, jax.tree.map(jnp.zeros_like, found)
+
+    state = order.init(jax.random.key(3), None)
+    train(order, state, jax.jit(add_batch), end, order.next_epoch, batch_size=batch_size)
+    assert seen == [3, 3, 2] * 2
+
+
+@pytest.mark.parametrize("name", ["pair_balance", "grab"])
+def test_an_order_of_blocks_is_that_of_their_gradients(name):
+    order = getattr(ordering, name)(COUNT, units_per_step=WINDOW)
+    means, orders = np.zeros((COUNT, ENTRIES)), []
+
+    def end(state, found, units):
+        means[units] = block_rows(units)
+        exact = order.observe(state, ordering.Rows.of(jnp.asarray(means[units], jnp.float32)))
+        state, found = observe(order, state, found, units=len(units))
+        jax.tree.map(np.testing.assert_array_equal, state, exact)
+        return state, found
+
+    def next_epoch(state):
+        following = order.next_epoch(state)
+        orders.append((np.asarray(state.current), np.asarray(following.current), means.copy()))
+        return following
+
+    state = order.init(jax.random.key(3), jnp.zeros(ENTRIES))
+    train(order, state, jax.jit(add_batch), end, next_epoch)
+    stale = np.zeros(ENTRIES)
+    for before, after, observed in orders:
+        if name == "grab":
+            expected, stale = reference.grab_epoch(before, observed, stale)
+        else:
+            expected = reference.pair_balance_epoch(before, observed)
+        assert after.tolist() == expected
+
+
+def lifted(function):
+    """By `local_opt.lift`, where all arguments and results are the workers' own."""
+
+    def run(*args):
+        outputs = "owned" if function is add_batch else ("owned", "owned")
+        return local_opt.lift(function, 2, inputs=["owned"] * len(args), outputs=outputs)(*args)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("run", [vmap_workers, lifted])
+@pytest.mark.parametrize("how", ordering.dealing.HOW)
+def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
+    """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch."""
+    order, state, _, next_epoch = block_cases.dealt_of(how, 2, COUNT // 2, WINDOW)
+    means, orders = np.zeros((COUNT, ENTRIES)), []
+
+    def end(state, found, units):
+        for own in units:
+            means[own] = block_rows(own)
+        count = units.shape[1]
+        return ends[count](state, found)
+
+    def following(state):
+        after = next_epoch(state)
+        expected = reference.dealt_epoch(np.asarray(state.current), means, how)
+        orders.append(np.asarray(after.current).tolist() == np.asarray(expected).tolist())
+        return after
+
+    ends = {
+        count: run(lambda state, found, count=count: observe(order, state, found, units=count))
+        for count in (3, 1)
+    }
+    train(order, state, run(add_batch), end, following, epochs=3)
+    assert orders == [True] * 3
+
+
+def test_blocks_that_are_full_get_their_mean_gradients():
+    found, seen = sums(jnp.zeros(ENTRIES), window=2), []
+    for records, places in [
+        ([0, 1, 4], [0, 0, 1]),
+        ([5, 2, 3], [1, 0, 0]),
+        ([6, 7, 0], [1, 1, -1]),
+    ]:
+        found = add_batch(found, np.array(records), jnp.array(places))
+    order = ordering.Ordering(lambda *_: None, lambda s, rows: seen.append(rows.tree), lambda s: s)
+    observe(order, None, found, units=2)
+    np.testing.assert_array_equal(seen[0], block_sums([0, 1]) / 4)
+
+
+def test_sums_of_sketches_are_sketches_of_the_sums():
+    """The rows of `sketched`, and those of `sketch_rows`, are added as gradients are."""
+    params, key = {"w": jnp.ones((9, 7))}, jax.random.key(5)
+    batch = jnp.asarray(whole_numbers((5, 9), seed=4))
+    places = np.array([1, 0, -1, 1, 1])
+
+    def wide(params, batch, key):
+        return jnp.square(batch @ params["w"]).sum(-1)
+
+    formed = ordering.per_example(wide)(params, batch, key)[2]
+    plain = ordering.sketch(key, size=16)
+    ways = [
+        (ordering.sketched(wide, key, size=16)(params, batch, key)[2],
+         sketch_of(wide, params, batch, key, size=16)),
+        (ordering.sketch_rows(formed, plain), plain),
+    ]  # fmt: skip
+    for rows, sketch in ways:
+        found = add(sums(jnp.zeros(16), window=2), rows, jnp.asarray(places))
+        wanted = [sketch({"w": formed.tree["w"][places == place].sum(axis=0)}) for place in (0, 1)]
+        size = np.abs(found.gradients).max()
+        np.testing.assert_allclose(found.gradients, np.stack(wanted), rtol=0, atol=1e-5 * size)
+        assert found.count.tolist() == [1, 3]
+
+
+FULL, ORDER = sums(jnp.zeros(ENTRIES), window=2), ordering.pair_balance(COUNT, units_per_step=2)
+STATE = ORDER.init(jax.random.key(0), jnp.zeros(ENTRIES))
+ROWS = ordering.Rows.of(jnp.ones((4, ENTRIES)))
+test_bad_input = refuses({
+    "window": (lambda: sums(jnp.zeros(3), window=0), "window is 0: pass a whole number"),
+    "params": (lambda: sums({}, window=2), "params is {}: pass a tree of the shapes of one grad"),
+    "fewer places": (lambda: add(FULL, ROWS, jnp.zeros(3, int)), r"shape \(3,\) for 4 rows: pass"),
+    "places of all": (lambda: add(FULL, ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
+    "units": (lambda: observe(ORDER, STATE, FULL, units=3), r"units is 3: pass .* in 1 \.\. 2"),
+    "part of a window": (lambda: observe(ORDER, STATE, FULL, units=1), "rows of 1 units; a step"),
+})  # fmt: skip
