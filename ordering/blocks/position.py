@@ -11,6 +11,7 @@ from ordering.blocks.split import Blocks
 from ordering.blocks.windows import Share
 from ordering.dealing import DealtShuffleState, DealtState
 from ordering.resize import resize as resize_order
+from syncopate import plans
 
 
 class Position(NamedTuple):
@@ -39,11 +40,14 @@ def first_position(blocks: Blocks, *, window: int, batch_size: int, seed: int) -
     return Position((), np.array(0), np.array(0), sizes, blocks.digests)
 
 
-def checked(position: Position, first: Position, blocks: Blocks, steps: int) -> Position:
-    """The position on the host; ValueError if it is not one of these blocks and sizes."""
+def checked(
+    position: Position, first: Position, blocks: Blocks, steps: int, current: np.ndarray
+) -> Position:
+    """The position on the host; ValueError if it is not one of these blocks, sizes and orders."""
     if not isinstance(position, Position):
         raise ValueError(f"position is a {type(position).__name__}: pass a saved Position.")
     position = Position(position.orders, *jax.tree.map(np.asarray, position[1:]))
+    _check_form(position)
     names = ("records in a block", "blocks in a window", "records in a batch", "the seed")
     for name, saved, given in zip(names, position.sizes, first.sizes, strict=True):
         if saved != given:
@@ -69,7 +73,35 @@ def checked(position: Position, first: Position, blocks: Blocks, steps: int) -> 
             f"step {position.step} of epoch {position.epoch} is not one of an epoch of "
             f"{steps} steps: pass the position unchanged."
         )
+    _check_orders(position.orders, current)
     return position
+
+
+def _check_form(position):
+    shapes = [np.shape(x) for x in position[1:]]
+    numbers = all(x.dtype.kind in "iu" for x in jax.tree.leaves(position[1:]))
+    broken = shapes.pop()
+    shapes[-1] = shapes[-1][1:]
+    if shapes != [(), (), (4,), (3,)] or not (broken == (0,) or len(broken) == 2) or not numbers:
+        kinds = [plans.as_array(x)[1] for x in position[1:]]
+        raise ValueError(
+            f"position has epoch, step, sizes, files and broken of {', '.join(kinds)}: pass it as "
+            "it was saved."
+        )
+
+
+def _check_orders(orders, current):
+    """Raises ValueError unless the orders that are read, of this host, are among the saved ones."""
+    saved = getattr(orders, "current", None)
+    if saved is None or not getattr(saved, "is_fully_addressable", True):
+        return
+    rows, known = (np.atleast_2d(np.asarray(x, np.int32)) for x in (current, saved))
+    if not {row.tobytes() for row in rows} <= {row.tobytes() for row in known}:
+        raise ValueError(
+            f"live gives other orders, of shape {current.shape}, than the position holds, of shape "
+            f"{saved.shape}: begin with position.orders as the state, or its rows of this host's "
+            "workers; for another number of workers, resize the position first."
+        )
 
 
 def share_of(position: Position, current: np.ndarray, share: Share | tuple | None) -> Share:

@@ -115,15 +115,17 @@ def read_blocks(
       >>> sorted(int(i) for records, _ in reads for i in records) == list(range(12))
       True
     """
-    current = checked_state(live).current
+    if num_epochs is not None:
+        plans.check_whole("num_epochs", num_epochs, 0)
+    current = np.asarray(checked_state(live).current)
     num_units, total = current.shape[-1], len(blocks) if dealt else None
     settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
     words = settings | {"shuffle": shuffle, "total": total, "num_units": num_units}
-    windows(blocks, np.asarray(current), epoch=0, **words)  # refuses wrong sizes
+    windows(blocks, current, epoch=0, **words)  # refuses wrong sizes
     batches = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
     layout = Layout(num_units, window, *batches)
     first, steps = first_position(blocks, **settings), layout.steps(num_units)
-    position = first if position is None else checked(position, first, blocks, steps)
+    position = first if position is None else checked(position, first, blocks, steps, current)
     pools = contextlib.ExitStack()
     read = readers if callable(readers) else _threads(pools, readers)
     share = share_of(position, current, share)
