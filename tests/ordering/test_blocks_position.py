@@ -1,0 +1,143 @@
+"""A position goes through any checkpoint, and refuses runs of other sizes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ordering.blocks import Position, as_position, read_blocks, resize, split
+from tests import block_cases
+from tests.block_cases import as_lists
+from tests.refused import refuses
+
+WORKERS, UNITS, WINDOW = 2, 8, 3
+BLOCKS = split(block_cases.parts_of([20, 11]), unit_size=2)
+SETTINGS = {"window": WINDOW, "batch_size": 4, "seed": 9}
+
+
+@functools.cache
+def begun(name):
+    """(the state of an order, the position after two batches, those that follow in the epoch)."""
+    state = block_cases.dealt_of(name, WORKERS, UNITS, WINDOW)[1]
+    with read_blocks(BLOCKS, lambda: state, num_epochs=1, **SETTINGS) as reads:
+        next(reads), next(reads)
+        position = reads.position()
+        return state, position, [as_lists(batch) for batch in reads]
+
+
+def rest(position):
+    state = jax.tree.map(jnp.asarray, position.orders)
+    options = {"num_epochs": 1, "position": position} | SETTINGS
+    with read_blocks(BLOCKS, lambda: state, **options) as reads:
+        return [as_lists(batch) for batch in reads]
+
+
+def assert_same(position, other):
+    assert jax.tree.structure(position) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(position), jax.tree.leaves(other), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("name", ["dealt_reshuffling", "round_robin"])
+def test_a_position_goes_through_orbax(name, broken, tmp_path):
+    """With a template, and without one; also that of an epoch which other workers finish."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    state, position, expected = begun(name)
+    if broken:
+        position = resize(position, state, block_cases.dealt_of(name, WORKERS, UNITS, WINDOW)[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "position", position)
+        checkpointer.wait_until_finished()
+        like = position._replace(broken=np.zeros_like(position.broken) if broken else ())
+        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        with_template = checkpointer.restore(tmp_path / "position", template)
+        without = checkpointer.restore(tmp_path / "position")
+    for restored in (as_position(with_template, state), as_position(without, state)):
+        assert isinstance(restored, Position)
+        assert_same(restored, position)
+        assert rest(restored) == expected
+
+
+def test_a_position_of_arrays_of_jax_is_one_of_numpy():
+    _, position, expected = begun("dealt_reshuffling")
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(position[1:]))
+    assert rest(jax.tree.map(jnp.asarray, position)) == expected
+
+
+def test_the_first_position_is_the_beginning():
+    state, _, _ = begun("dealt_reshuffling")
+    with read_blocks(BLOCKS, lambda: state, **SETTINGS) as reads:
+        first = reads.position()
+    assert (int(first.epoch), int(first.step)) == (0, 0)
+    assert first.sizes.tolist() == [2, WINDOW, 4, 9]
+    assert len(rest(first)) == 5 and rest(first)[2:] == begun("dealt_reshuffling")[2]
+
+
+def test_hosts_save_the_orders_of_all():
+    """Each host has the state of its own worker, and is given those of all to save."""
+    state = begun("dealt_reshuffling")[0]
+    own = jax.tree.map(lambda x: x[:1], state)
+    with read_blocks(BLOCKS, lambda: own, **SETTINGS) as reads:
+        next(reads), next(reads)
+        assert_same(reads.position(state), begun("dealt_reshuffling")[1])
+
+
+def used(blocks=BLOCKS, **changes):
+    """Reads on from the position, with these fields or settings in place of its own."""
+    state, position, _ = begun("dealt_reshuffling")
+    settings = SETTINGS | {k: v for k, v in changes.items() if k not in Position._fields}
+    position = position._replace(**{k: v for k, v in changes.items() if k in Position._fields})
+    return lambda: read_blocks(blocks, lambda: state, **{"position": position} | settings)
+
+
+def dicts(**changes):
+    state, position, _ = begun("dealt_reshuffling")
+    tree = position._asdict() | {"orders": position.orders._asdict()} | changes
+    return lambda: as_position({k: v for k, v in tree.items() if v is not None}, state)
+
+
+OTHER = split(block_cases.parts_of([20, 12]), unit_size=2)
+MORE = split(block_cases.parts_of([20, 5, 6]), unit_size=2)
+test_bad_input = refuses({
+    "a dict": (used(position={"step": 3}), "position is a dict: pass a saved Position"),
+    "block size": (
+        used(split(block_cases.parts_of([30, 17]), unit_size=3)),
+        "records in a block: the position was saved with 2, now it is 3",
+    ),
+    "window": (used(window=2), "blocks in a window: the position was saved with 3, now it is 2"),
+    "batch_size": (used(batch_size=3), "records in a batch: .* saved with 4, now it is 3"),
+    "seed": (used(seed=0), "the seed: the position was saved with 9, now it is 0"),
+    "records": (used(OTHER), "file 1 has 12 records, and had 11 when .*restore the file"),
+    "files": (used(MORE), "saved with 2 files, now there are 3: pass the same files in the same"),
+    "step": (used(step=np.array(5)), "step 5 of epoch 0 is not one of an epoch of 5 steps"),
+    "no step": (used(step=np.array(-1)), "step -1 of epoch 0"),
+    "epoch": (used(epoch=np.array(-1)), "step 2 of epoch -1"),
+    "sizes": (used(sizes=np.arange(3)), r"position has .* int64\[3\], uint32.*pass it as it was s"),
+    "shape": (used(step=np.arange(2)), r"position has .* of int64\[\], int64\[2\], int64"),
+    "files of another shape": (used(files=np.zeros((2, 2), int)), r"position has .*int64\[2, 2\]"),
+    "fractions": (used(step=np.array(0.5)), r"position has .*float64\[\]"),
+    "no numbers": (used(epoch="text"), "position has .* of a ndarray"),
+    "broken": (used(broken=np.arange(16)), r"position has .*int64\[16\]: pass it as it"),
+    "a fresh order": (
+        used(orders=block_cases.dealt_of("dealt_reshuffling", 2, 8, 4)[3](
+            begun("dealt_reshuffling")[0])),
+        r"live gives other orders, of shape \(2, 8\), .*: begin with position.orders",
+    ),
+    "other workers": (
+        lambda: read_blocks(
+            BLOCKS, lambda: block_cases.dealt_of("dealt_reshuffling", 4, 4, 3)[1],
+            position=begun("dealt_reshuffling")[1]._replace(step=np.array(0)), **SETTINGS),
+        r"other orders, of shape \(4, 4\), .* of shape \(2, 8\): .*resize the position first",
+    ),
+    "readers": (used(readers=0), "readers is 0: pass a whole number of at least 1"),
+    "num_epochs": (used(num_epochs=-1), "num_epochs is -1"),
+    "missing": (dicts(step=None), r"tree has \['broken', .*pass what was saved, and a state of"),
+    "more": (dicts(more=3), "tree has .*'more'"),
+    "another order": (dicts(orders={"current": 3}), r"tree.orders has \['current'\], and a Dealt"),
+})  # fmt: skip
