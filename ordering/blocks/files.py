@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from ordering.blocks.formats import FORMATS, Format, parquet
+from syncopate import plans
 
 SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
 
@@ -84,7 +85,9 @@ def files(
 
 def expanded(paths: Any) -> list[str]:
     """The paths, with patterns replaced by what they match; ValueError for those without a file."""
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    given: Any = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Sequence) or not all(isinstance(path, str | os.PathLike) for path in given):
+        raise ValueError(f"paths is {paths!r}: pass a path, a pattern, or a list of them.")
     found: list[str] = []
     for path in map(os.fspath, given):
         matches = sorted(glob.glob(path)) if glob.has_magic(path) else [path]
@@ -112,7 +115,9 @@ def open_part(path: str, form: Format, whole_digest: bool = False) -> Part:
     except ImportError:
         raise
     except Exception as error:  # each library has its own
-        raise ValueError(f"{path} cannot be read: {said(error)}. Replace the file.") from error
+        raise ValueError(
+            f"{path} cannot be read: {said(error)}. Replace the file, or leave it out."
+        ) from error
     if num_records < 1:
         raise ValueError(f"{path} holds no records: leave it out.")
     return Part(path, num_records, _digest_of_file(path, whole_digest), _File(path, form, index))
@@ -173,12 +178,12 @@ def _digest(size: int, pieces) -> tuple[int, int]:
 
 def of_arrays(arrays: PyTree[ArrayLike]) -> tuple[Part, ...]:
     """Arrays with a common leading axis as one `Part`."""
-    arrays = jax.tree.map(np.asarray, arrays)
+    arrays = jax.tree.map(lambda x: plans.as_array(x)[0], arrays)
     sizes = {x.shape[:1] for x in jax.tree.leaves(arrays)}
     if len(sizes) != 1 or sizes in ({()}, {(0,)}):
         raise ValueError(
-            f"the arrays have the leading axes {sorted(sizes)}: pass arrays with one common "
-            "leading axis of at least one record, or files(paths)."
+            f"parts are arrays with the leading axes {sorted(sizes)}: pass what files or tokens "
+            "returned, or arrays with one common leading axis of at least one record."
         )
     (size,) = sizes.pop()
     samples = np.unique(np.linspace(0, size - 1, SAMPLES).astype(np.int64))

@@ -29,7 +29,8 @@ def grain_dataset(
       their ends, take `read_blocks` with a Grain loader as `readers`.
 
     Raises:
-      ValueError: from an iterator's `set_state`, for the state of another order.
+      ValueError: for no epoch of windows; from an iterator's `set_state`, for the state of
+        another order.
       ImportError: if Grain is not installed.
 
     Examples:
@@ -45,6 +46,8 @@ def grain_dataset(
     References:
       Grain's checkpoints, https://google-grain.readthedocs.io/en/latest/
     """
+    if not isinstance(epoch, Windows):
+        raise ValueError(f"epoch is a {type(epoch).__name__}: pass what windows returned.")
     return _classes()(epoch, options)
 
 

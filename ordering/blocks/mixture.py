@@ -99,5 +99,7 @@ def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:
         raise ValueError(f"readers is {readers!r}: pass a dict of names and readers.")
     for name, reads in readers.items():
         if not isinstance(reads, BlockEpochs):
-            raise ValueError(f"{name} is a {type(reads).__name__}: pass what read_blocks returns.")
+            raise ValueError(
+                f"readers has a {type(reads).__name__} as {name}: pass what read_blocks returns."
+            )
     return Mixture(dict(readers))

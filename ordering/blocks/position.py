@@ -107,10 +107,9 @@ def _check_orders(orders, current):
 def share_of(position: Position, current: np.ndarray, share: Share | tuple | None) -> Share:
     """The workers of this host; ValueError if they and the others do not make up a broken epoch."""
     workers, num_units = (1, *current.shape)[-2:]
-    whole = share is None or isinstance(share, tuple) and len(share) == 3
-    found = Share(*share) if share and whole else Share(0, workers, workers)
+    found = Share(0, workers, workers) if share is None else Share.of(share)
     units = np.size(position.broken)
-    if not whole or found.count != workers or units not in (0, found.workers * num_units):
+    if found.count != workers or units not in (0, found.workers * num_units):
         raise ValueError(
             f"share is {share!r}: pass (first, count, workers) with the {workers} workers of this "
             f"host as count and all workers, of {num_units} units each, as workers. They finish an "
@@ -158,6 +157,10 @@ def as_position(tree: PyTree, orders: State) -> Position:
       >>> int(restored.step), type(restored.orders).__name__
       (0, 'ShuffleState')
     """
+    if isinstance(tree, Position):
+        return tree
+    if not isinstance(tree, dict):
+        raise ValueError(f"tree is a {type(tree).__name__}: pass the dicts of a saved position.")
     like = Position(orders, *(np.array(0) for _ in Position._fields[1:]))
     return _typed(tree, like, "tree")
 
@@ -211,18 +214,28 @@ def resize(position: Position, fresh: State, order: Ordering) -> Position:
       >>> sorted(before + after) == list(range(16))
       True
     """
+    if not isinstance(position, Position):
+        raise ValueError(f"position is a {type(position).__name__}: pass a saved Position.")
     state = position.orders
     if not isinstance(state, DealtState | DealtShuffleState) or np.ndim(state.current) != 2:
         raise ValueError(
             f"the position's orders are a {type(state).__name__}: pass those of all workers, of an "
             "order that deals blocks, as dealt or dealt_reshuffling."
         )
+    if type(fresh) is not type(state) or np.ndim(fresh.current) != 2:
+        raise ValueError(
+            f"fresh is a {type(fresh).__name__} and the position's orders are a "
+            f"{type(state).__name__}: pass the first state of all new workers of the same order."
+        )
+    if not isinstance(order, Ordering):
+        raise ValueError(f"order is {order!r}: pass the Ordering of which fresh is a state.")
     old, new = len(state.current), len(fresh.current)
     unit_size, window, batch_size, seed = np.asarray(position.sizes).tolist()
     if old * window % new or old * batch_size % new:
         raise ValueError(
-            f"{new} workers cannot share the windows of {old}, of {window} blocks and batches of "
-            f"{batch_size}: pass a number that divides {old * window} and {old * batch_size}."
+            f"fresh has {new} workers, who cannot share the windows of {old}, of {window} blocks "
+            f"and batches of {batch_size}: pass a number that divides {old * window} and "
+            f"{old * batch_size}."
         )
     after = old * window // new
     batches = -(-window * unit_size // batch_size)

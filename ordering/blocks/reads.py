@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ordering.base import State
 from ordering.blocks.position import Position, checked, first_position, of_broken, share_of
-from ordering.blocks.split import Blocks
+from ordering.blocks.split import Blocks, check_blocks
 from ordering.blocks.windows import Share, Windows, batches_of, num_batches, windows
 from ordering.input.epochs import Epochs, Layout, checked_state
 from ordering.input.loader import load_ahead
@@ -115,6 +115,7 @@ def read_blocks(
       >>> sorted(int(i) for records, _ in reads for i in records) == list(range(12))
       True
     """
+    check_blocks(blocks)
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
     current = np.asarray(checked_state(live).current)

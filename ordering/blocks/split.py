@@ -77,6 +77,12 @@ class Blocks(Sequence):
         return np.cumsum([0, *(part.num_records for part in self.parts)])
 
 
+def check_blocks(blocks: Any) -> None:
+    """Raises ValueError unless these are blocks."""
+    if not isinstance(blocks, Blocks):
+        raise ValueError(f"blocks is a {type(blocks).__name__}: pass what split returns.")
+
+
 def _take(records, places):
     if isinstance(records, list):
         return [records[i] for i in places.tolist()]
@@ -124,8 +130,14 @@ def split(
     """
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     multiple_of = plans.check_whole("multiple_of", multiple_of, 1)
-    are_parts = isinstance(parts, tuple | list) and parts and isinstance(parts[0], Part)
-    given: tuple[Part, ...] = tuple(parts) if are_parts else of_arrays(parts)  # pyright: ignore
+    many = parts if isinstance(parts, tuple | list) else ()
+    are_parts = any(isinstance(part, Part) for part in many)
+    given: tuple[Part, ...] = tuple(many) if are_parts else of_arrays(parts)  # pyright: ignore
+    for part in given:
+        if not isinstance(part, Part):
+            raise ValueError(
+                f"parts holds a {type(part).__name__}: pass what files or tokens returned."
+            )
     if decode is not None:
         plans.check_function("decode", decode, "record")
     places = [
@@ -147,6 +159,7 @@ def split(
 def _kept(blocks: Blocks, keep) -> np.ndarray:
     """bool[N]: which records a filter keeps."""
     if callable(keep):
+        plans.check_function("keep", keep, "record")
         found = []
         for unit in range(len(blocks)):
             for i in range(int(blocks.sizes[unit])):

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int, PyTree
 
 from ordering import rows as rows_lib
-from ordering.base import Ordering, State
+from ordering.base import Ordering, State, check_is_rows
 from ordering.rows import Rows
 from syncopate import plans
 
@@ -43,6 +44,8 @@ def sums(params: PyTree, *, window: int) -> Sums:
       (2, 3)
     """
     window = plans.check_whole("window", window, 1)
+    for leaf in jax.tree.leaves(params):
+        rows_lib.check_real(leaf)
     if not rows_lib.tree_size(params):
         raise ValueError(f"params is {params}: pass a tree of the shapes of one gradient.")
     return Sums(rows_lib.zeros_like(params, (window,)), jnp.zeros(window))
@@ -73,14 +76,18 @@ def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
       >>> found.gradients.tolist(), found.count.tolist()
       ([[0.0], [3.0]], [0.0, 2.0])
     """
-    if places.shape != (rows.size,):
+    _check_sums(sums)
+    check_is_rows(rows)
+    kind = getattr(places, "dtype", np.dtype(object))
+    if np.shape(places) != (rows.size,) or not jnp.issubdtype(kind, jnp.integer):
         raise ValueError(
-            f"places has the shape {places.shape} for {rows.size} rows: pass the places of one "
-            "worker's batch, and a row for each of its records."
+            f"places has the shape {np.shape(places)} and the dtype {kind} for {rows.size} rows: "
+            "pass the places of one worker's batch, and a row for each of its records."
         )
     window = sums.count.shape[0]
     belongs = (places[None] == jnp.arange(window)[:, None]).astype(jnp.float32)  # [K, b]
     found = jax.vmap(rows.combine)(belongs)
+    plans.check_like("rows, added up for all blocks,", found, sums.gradients, "sums")
     gradients = jax.tree.map(jnp.add, sums.gradients, found)
     return Sums(gradients, sums.count + belongs.sum(axis=1))
 
@@ -110,7 +117,15 @@ def observe(order: Ordering, state: State, sums: Sums, *, units: int) -> tuple[S
       >>> found = ordering.blocks.sums(jnp.zeros(3), window=2)
       >>> state, found = ordering.blocks.observe(order, state, found, units=2)
     """
+    _check_sums(sums)
+    if not isinstance(order, Ordering):
+        raise ValueError(f"order is {order!r}: pass the Ordering of the state.")
     units = plans.check_whole("units", units, 1, sums.count.shape[0])
     most = jnp.maximum(jnp.max(sums.count), 1)
     rows = Rows.of(jax.tree.map(lambda x: x[:units] / most, sums.gradients))
     return order.observe(state, rows), jax.tree.map(jnp.zeros_like, sums)
+
+
+def _check_sums(sums):
+    if not isinstance(sums, Sums):
+        raise ValueError(f"sums is a {type(sums).__name__}: pass what sums or add returned.")

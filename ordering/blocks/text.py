@@ -61,9 +61,12 @@ def tokens(
     header_bytes = plans.check_whole("header_bytes", header_bytes, 0)
     if separator is not None:
         separator = plans.check_whole("separator", separator, 0)
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
     if kind.kind not in "iu":
-        raise ValueError(f"dtype is {kind}: tokens are whole numbers, as np.uint16.")
+        raise ValueError(f"dtype is {dtype!r}: tokens are whole numbers, as np.uint16.")
     form = Format(_Index(length, separator, kind, header_bytes), Ranges, _read)
     return tuple(open_part(path, form, whole_digest) for path in expanded(paths))
 
@@ -76,8 +79,13 @@ class _Index:
 
     def __call__(self, path: str) -> tuple[int, tuple]:
         length, _, dtype, header = self.index
-        count = (os.path.getsize(path) - header) // dtype.itemsize
-        return max(0, (count - 1) // length), self.index
+        count = max(0, os.path.getsize(path) - header) // dtype.itemsize
+        if count <= length:
+            raise ValueError(
+                f"it has {count} tokens after header_bytes={header}, and a window of length "
+                f"{length} takes {length + 1}"
+            )
+        return (count - 1) // length, self.index
 
 
 def _read(file, index, start, stop):

@@ -9,7 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.blocks.split import Blocks
+from ordering.blocks.split import Blocks, check_blocks
+from ordering.input.loader import check_batches
 from ordering.input.steps import step_indices
 from syncopate import plans
 
@@ -20,6 +21,17 @@ class Share(NamedTuple):
     first: int
     count: int
     workers: int
+
+    @classmethod
+    def of(cls, share: Any) -> "Share":
+        """The share; ValueError unless it is of three numbers that fit each other."""
+        whole = isinstance(share, tuple) and len(share) == 3 and all(map(plans.is_whole, share))
+        if not whole or not 0 <= share[0] < share[0] + share[1] <= share[2]:
+            raise ValueError(
+                f"share is {share!r}: pass (first, count, workers), whole numbers with "
+                "first + count <= workers."
+            )
+        return cls(*share)
 
 
 class Windows(Sequence):
@@ -146,12 +158,13 @@ def windows(
       >>> records.tolist(), places.tolist()
       ([[6, 7, 8], [0, 1, 2]], [[0, 0, 0], [1, 1, 1]])
     """
+    check_blocks(blocks)
     batch_size = plans.check_whole("batch_size", batch_size, 1)
     for name, value in {"epoch": epoch, "seed": seed}.items():
         plans.check_whole(name, value, 0)
-    if total not in (None, len(blocks)):
+    if total is not None and (not plans.is_whole(total) or total != len(blocks)):
         raise ValueError(
-            f"total is {total}, and there are {len(blocks)} blocks: pass None or that."
+            f"total is {total!r}, and there are {len(blocks)} blocks: pass None or that."
         )
     indices, _ = step_indices(orders, units_per_step=1, num_units=num_units, total=total)
     workers = np.shape(orders)[0] if np.ndim(orders) == 2 else 1
@@ -175,12 +188,11 @@ def _shared(units, batch_size, share, has_workers) -> tuple[np.ndarray, tuple]:
     if share is None:
         shape = (workers, batch_size) if has_workers else (batch_size,)
         return units, (0, workers * batch_size, shape)
-    whole = isinstance(share, tuple) and len(share) == 3 and all(map(plans.is_whole, share))
-    first, count, parts = share if whole else (0, 0, 0)
-    if not 0 <= first < first + count <= parts or workers * batch_size % parts:
+    first, count, parts = Share.of(share)
+    if workers * batch_size % parts:
         raise ValueError(
-            f"share is {share!r}: pass (first, count, workers) with first + count <= workers, a "
-            f"number that divides the {workers * batch_size} records of a batch."
+            f"share is of {parts} workers, who cannot share the {workers * batch_size} records of "
+            "a batch: pass a number that divides them."
         )
     size = workers * batch_size // parts
     low, high = first * size, (first + count) * size
@@ -208,6 +220,7 @@ def batches_of(loaded: Iterable, *, first_batch: int = 0) -> Iterator[tuple[PyTr
       >>> [records.tolist() for records, _ in ordering.blocks.batches_of(epoch, first_batch=1)]
       [[0, 1]]
     """
+    check_batches("loaded", loaded)
     skipped = plans.check_whole("first_batch", first_batch, 0)
     for records, places in loaded:
         for t in range(skipped, len(places)):

@@ -52,10 +52,8 @@ class Loader(Iterator, contextlib.AbstractContextManager):
         self._shared.items.put(item)  # the end stays the end
         if item is None:
             raise StopIteration
-        raise LoadError(
-            self._load,
-            f"failed: {type(item).__name__}: {str(item).rstrip('.')}. Resume the run from this load.",
-        ) from item
+        what = f"{type(item).__name__}: {item}".rstrip(".")
+        raise LoadError(self._load, f"failed: {what}. Resume the run from this load.") from item
 
     def __exit__(self, *_: object) -> None:
         self.close()
