@@ -11,23 +11,30 @@ import pytest
 import local_opt
 import models
 import ordering
-from tests import bad_calls_input, bad_calls_local_opt, bad_calls_models, bad_calls_ordering
+from tests import (
+    bad_calls_blocks,
+    bad_calls_input,
+    bad_calls_local_opt,
+    bad_calls_models,
+    bad_calls_ordering,
+)
 from tests.bad_values import outcomes, variants
 
 TABLES = {
     "ordering": bad_calls_ordering.CALLS,
     "input and echo": bad_calls_input.CALLS,
+    "blocks": bad_calls_blocks.CALLS,
     "local_opt": bad_calls_local_opt.CALLS,
     "models": bad_calls_models.CALLS,
 }
 RAW = 10  # of 1,000 bad arguments: errors that are not ours, or name neither argument nor value
 # Without arguments, and records that hold what others make.
 PLAIN = {"greedy", "control_variates", "Ordering", "Rows", "SignRule", "Correction", "Rounds",
-         "Streaming", "Wire", "LoadError", "Model"}  # fmt: skip
+         "Streaming", "Wire", "LoadError", "Model", "Position"}  # fmt: skip
 
 
 def test_every_public_function_has_a_row():
-    packages = (ordering, ordering.input, ordering.echo, local_opt, models)
+    packages = (ordering, ordering.input, ordering.echo, ordering.blocks, local_opt, models)
     public = {n for p in packages for n in p.__all__ if callable(getattr(p, n))}
     known = {name.split(",")[0] for calls in TABLES.values() for name in calls}
     assert public - PLAIN - known == set()

@@ -1,0 +1,154 @@
+"""The calls of `ordering.blocks`: valid arguments, and bad ones for each."""
+
+import os
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ordering
+from ordering import blocks
+from tests.bad_values import (
+    INF,
+    KEY,
+    NAN,
+    PARAMS,
+    THING,
+    Arg,
+    Foreign,
+    X,
+    but_none,
+    call,
+    real,
+    whole,
+    word,
+)
+
+FOLDER = tempfile.mkdtemp()
+PATH, TEXT, LOST = (os.path.join(FOLDER, name) for name in ("x.npy", "x.bin", "lost.npy"))
+np.save(PATH, np.arange(12))
+np.arange(13, dtype=np.uint16).tofile(TEXT)
+NO_PATHS = [None, 3, 0.5, THING, {}, [], "", b"x.npy", LOST, FOLDER, [LOST], [3], [None], {"a": 1},
+            os.path.join(FOLDER, "*.npz"), np.arange(3), KEY]  # fmt: skip
+(PART,) = blocks.files(PATH)
+NO_PARTS = [
+    None, 3, "text", b"text", THING, {}, [], (), np.ones(()), np.ones((0, 3)), {"x": "text"},
+    {"x": np.ones(3), "y": np.ones(4)}, {"x": 3}, [1, 2, 3], dict, iter([1, 2]), KEY, PART, PATH,
+    [PART, 3], (PART, None), {"x": THING}, [[1, 2], [1]],
+]  # fmt: skip
+KEPT = np.arange(12) % 3 != 0
+NO_FILTERS = [3, "text", THING, {}, [], KEPT[:5], KEPT.astype(int), KEPT * 0.5, KEPT[None],
+              np.zeros(12, bool), lambda: True, lambda a, b: True, lambda record: False,
+              [None] * 12, Foreign(12)]  # fmt: skip
+BLOCKS = blocks.split(np.arange(12), unit_size=2)  # 6 units
+NO_BLOCKS = [None, 3, "text", THING, {}, [], np.arange(12), [PART], PART, blocks.files, KEY]
+ORDERS = np.array([[3, 0, 5], [1, 4, 2]])
+NO_ORDERS = [
+    None, 3, "text", 0.5, ORDERS * 1.0, ORDERS + 1, ORDERS * 0, -ORDERS, ORDERS[None], THING, {},
+    [[0, 1], [0]], ORDERS > 0, 1j * ORDERS, np.full((2, 3), NAN), np.full((2, 3), 2**40), KEY,
+    ORDERS[:, :2] * 2, np.arange(5), Foreign(2, 3),
+]  # fmt: skip
+NO_SHARES = [3, "text", THING, {}, (0, 1), (0, 1, 3), (3, 2, 4), (0, 0, 4), (-1, 1, 4), [0.5, 1, 4],
+             (0, 1, 2, 3), (0, None, 4), (0, 1, INF), ("a", 1, 4)]  # fmt: skip
+WINDOW = Arg(2, [4, *whole()])
+
+
+def dealt(workers):
+    """(an order of 6 units for so many workers, its states)."""
+    order = ordering.dealt_reshuffling(6 // workers)
+    keys = jax.random.split(KEY, workers)
+    return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
+
+
+(_, STATE), (ORDER, FRESH) = dealt(2), dealt(1)
+SINGLE = ordering.random_reshuffling(6)
+SINGLE_STATE = SINGLE.init(KEY, None)
+NO_STATES = [STATE, None, 3, "text", THING, lambda: None, lambda: 3, lambda s: s, lambda: ORDER,
+             lambda: SINGLE_STATE._replace(current=np.arange(5))]  # fmt: skip
+
+
+def read(blocks_=BLOCKS, live=lambda: STATE, **args):
+    with blocks.read_blocks(blocks_, live, **{"window": 2, "batch_size": 2} | args) as reads:
+        next(reads)
+        return reads.position()
+
+
+POSITION = read()
+EPOCH = blocks.windows(BLOCKS, ORDERS, window=2, batch_size=2, epoch=0, total=6)
+GRAIN = iter(blocks.grain_dataset(EPOCH)).get_state()
+NO_POSITIONS = [
+    3, "text", THING, {}, (), POSITION._asdict(), tuple(POSITION), STATE,
+    POSITION._replace(step=np.array(99)), POSITION._replace(step=-1), POSITION._replace(epoch="a"),
+    POSITION._replace(sizes=np.arange(4)), POSITION._replace(files=POSITION.files + 1),
+    POSITION._replace(epoch=-1), POSITION._replace(broken=ORDERS[0]), POSITION._replace(step=THING),
+    POSITION._replace(orders=FRESH), POSITION._replace(step=0.5), POSITION._replace(step=[1, 2]),
+]  # fmt: skip
+TREE = POSITION._asdict() | {"orders": STATE._asdict()}
+NO_TREES = [3, "text", THING, {}, [], None, TREE | {"more": 3}, TREE | {"orders": {}},
+            {k: v for k, v in TREE.items() if k != "step"}, TREE["orders"], KEY]  # fmt: skip
+SUMS = blocks.sums(X, window=2)
+ROWS = {"w": jnp.ones((3, 3))}
+PLACES = jnp.array([0, 1, -1])
+PAIRS = ordering.pair_balance(6, units_per_step=2)
+PAIRS_STATE = PAIRS.init(KEY, X)
+NO_SUMS = [None, 3, "text", THING, {}, X, blocks.sums(jnp.zeros(2), window=2), SUMS.gradients]
+READERS = {"web": blocks.read_blocks(BLOCKS, lambda: STATE, window=2, batch_size=2)}
+
+CALLS = {
+    "files": call(lambda paths: len(blocks.files(paths)), paths=Arg(PATH, NO_PATHS)),
+    "tokens": call(
+        lambda **args: len(blocks.tokens(**args)), paths=Arg(TEXT, [PATH + "x", *NO_PATHS]),
+        length=Arg(3, [13, *whole()]), separator=Arg(0, but_none(whole(0))),
+        dtype=Arg("uint16", [*word("float32", jnp.bfloat16), bool]),
+        header_bytes=Arg(0, [*whole(0), 99])),
+    "split": call(
+        lambda **args: len(blocks.split(**args)), parts=Arg([PART], NO_PARTS), unit_size=2,
+        multiple_of=Arg(2, whole()), keep=Arg(KEPT, NO_FILTERS),
+        decode=Arg(None, [3, "text", THING, lambda: 0, lambda a, b: a])),
+    "windows": call(
+        lambda blocks_, **args: blocks.windows(blocks_, **args)[0], blocks_=Arg(BLOCKS, NO_BLOCKS),
+        orders=Arg(ORDERS, NO_ORDERS), window=WINDOW, batch_size=2, epoch=Arg(0, whole(0)), seed=0,
+        num_units=Arg(3, [2, *but_none(whole())]), total=Arg(6, [5, 7, *but_none(whole())]),
+        share=Arg((0, 1, 2), NO_SHARES)),
+    "grain_dataset": call(
+        lambda epoch: len(list(blocks.grain_dataset(epoch))),
+        epoch=Arg(EPOCH, [None, 3, "text", THING, {}, BLOCKS, ORDERS])),
+    "grain_dataset, state": call(
+        lambda state: iter(blocks.grain_dataset(EPOCH)).set_state(state),
+        state=Arg(GRAIN, [None, 3, {}, "text", THING, [], {"batch": 3}, GRAIN | {"batch": -1},
+                          GRAIN | {"batch": "text"}, GRAIN | {"batch": 0.5},
+                          GRAIN | {"order": "00000000"}])),
+    "batches_of": call(
+        lambda **args: list(blocks.batches_of(**args)), first_batch=0,
+        loaded=Arg([(np.zeros(2), np.zeros(2))], [None, 3, THING, {"a": 3}, 0.5])),
+    "read_blocks": call(
+        read, blocks_=Arg(BLOCKS, NO_BLOCKS), live=Arg(lambda: STATE, NO_STATES), window=WINDOW,
+        batch_size=2, seed=0, num_epochs=Arg(2, but_none(whole(0))), readers=Arg(2, whole()),
+        position=Arg(POSITION, NO_POSITIONS), depth=2, timeout=30.0,
+        share=Arg(None, NO_SHARES)),
+    "as_position": call(
+        blocks.as_position, tree=Arg(TREE, NO_TREES), orders=Arg(STATE, [None, 3, THING, X, {}])),
+    "resize": call(
+        blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
+        fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),
+        order=Arg(ORDER, [None, 3, THING, STATE, ordering.dealt_reshuffling, PAIRS])),
+    "shares": call(
+        blocks.shares, batch_size=Arg(8, [1, *whole()]),
+        weights=Arg({"a": 3, "b": 1.0}, [
+            None, 3, "text", THING, {}, [], [1, 2], {"a": 1, "b": 1e-9},
+            *({"a": 1, "b": bad} for bad in real(0))])),
+    "mixture": call(
+        lambda readers: blocks.mixture(readers).position(), readers=Arg(READERS, [
+            None, 3, "text", THING, {}, [], [1, 2], {"web": BLOCKS}, {"web": None}, STATE,
+            list(READERS.values())])),
+    "sums": call(blocks.sums, params=Arg(X, PARAMS), window=Arg(2, whole())),
+    "add": call(
+        lambda sums, rows, places: blocks.add(sums, rows, places), sums=Arg(SUMS, NO_SUMS),
+        rows=Arg(ordering.Rows.of(ROWS), [None, 3, THING, ROWS, X, ordering.Rows.of(jnp.ones(3))]),
+        places=Arg(PLACES, [None, 3, THING, PLACES[:2], PLACES[None], PLACES * 0.5, [0, 1, 1]])),
+    "observe": call(
+        blocks.observe, order=Arg(PAIRS, [None, 3, THING, PAIRS_STATE, ordering.grab]),
+        state=Arg(PAIRS_STATE, [None, 3, THING, SINGLE_STATE, {}]),
+        sums=Arg(SUMS, NO_SUMS), units=Arg(2, [1, 3, *whole()])),
+}  # fmt: skip
