@@ -77,6 +77,8 @@ def files(
       TFRecord, https://www.tensorflow.org/tutorials/load_data/tfrecord
       Parquet, https://parquet.apache.org/docs/file-format/
     """
+    if columns is not None and (isinstance(columns, str) or not isinstance(columns, Sequence)):
+        raise ValueError(f"columns is {columns!r}: pass a list of names.")
     formats = {**FORMATS, ".parquet": parquet(None if columns is None else tuple(columns))}
     return tuple(
         open_part(path, _format_of(path, formats), whole_digest) for path in expanded(paths)
@@ -86,7 +88,8 @@ def files(
 def expanded(paths: Any) -> list[str]:
     """The paths, with patterns replaced by what they match; ValueError for those without a file."""
     given: Any = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(given, Sequence) or not all(isinstance(path, str | os.PathLike) for path in given):
+    is_list = isinstance(given, Sequence)
+    if not is_list or not all(isinstance(path, str | os.PathLike) for path in given):
         raise ValueError(f"paths is {paths!r}: pass a path, a pattern, or a list of them.")
     found: list[str] = []
     for path in map(os.fspath, given):

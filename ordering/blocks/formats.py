@@ -79,7 +79,8 @@ def _tfrecord_read(file, starts, start, stop):
 
 
 def parquet(columns: tuple[str, ...] | None) -> Format:
-    return Format(_parquet_index, _parquet_open, functools.partial(_parquet_read, columns))
+    read = functools.partial(_parquet_read, columns)
+    return Format(functools.partial(_parquet_index, columns), _parquet_open, read)
 
 
 def _parquet_open(path):
@@ -90,9 +91,13 @@ def _parquet_open(path):
     return pyarrow.parquet.ParquetFile(path, memory_map=False)
 
 
-def _parquet_index(path):
+def _parquet_index(columns, path):
     """(N, int64[G + 1]): where each group of rows begins."""
-    data = _parquet_open(path).metadata
+    file = _parquet_open(path)
+    data, names = file.metadata, file.schema_arrow.names
+    missing = [name for name in columns or () if name not in names]
+    if missing:  # a reader would leave them out
+        raise ValueError(f"it has no column {missing[0]!r}, of {names}")
     rows = [data.row_group(i).num_rows for i in range(data.num_row_groups)]
     return data.num_rows, np.cumsum([0, *rows])
 
@@ -101,13 +106,15 @@ def _parquet_read(columns, file, starts, start, stop):
     first, last = np.searchsorted(starts, (start, stop - 1), side="right") - 1
     table = file.read_row_groups(list(range(first, last + 1)), columns=columns, use_threads=False)
     table = table.slice(start - int(starts[first]), stop - start)
-    return {name: _column(table[name]) for name in table.column_names}
+    return {name: _column(name, table[name]) for name in table.column_names}
 
 
-def _column(column):
+def _column(name, column):
     array = column.combine_chunks().to_numpy(zero_copy_only=False)
     if array.dtype == object and len(array) and isinstance(array[0], np.ndarray):
-        return np.stack(array)  # lists of one length
+        if len({np.shape(values) for values in array}) > 1:
+            raise ValueError(f"the lists of the column {name!r} have several lengths")
+        return np.stack(array)
     return array
 
 
