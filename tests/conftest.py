@@ -23,6 +23,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 import jax
 import pytest
+from absl import flags
 from hypothesis import HealthCheck, settings
 
 jax.config.update("jax_platforms", "cpu")
@@ -52,6 +53,16 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture
+def parsed_flags():
+    """Grain's processes ask for flags, which `absl.app.run` parses in a program."""
+    before = flags.FLAGS.is_parsed()
+    flags.FLAGS.mark_as_parsed()
+    yield
+    if not before:
+        flags.FLAGS.unparse_flags()
 
 
 @pytest.fixture

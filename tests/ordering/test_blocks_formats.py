@@ -36,6 +36,19 @@ def test_records_are_the_bytes_that_were_written(kind, tmp_path):
             assert part.read(start, stop) == LETTERS[start:stop]
 
 
+def test_a_tfrecord_is_that_of_tensorflow(tmp_path):
+    """In both directions: what each writes, the other reads."""
+    tf = pytest.importorskip("tensorflow")
+    ours, theirs = tmp_path / "ours.tfrecord", tmp_path / "theirs.tfrecord"
+    record_files.write_tfrecord(ours, LETTERS)
+    with tf.io.TFRecordWriter(str(theirs)) as writer:
+        for record in LETTERS:
+            writer.write(record)
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert [x.numpy() for x in tf.data.TFRecordDataset(str(ours))] == LETTERS
+    assert files(theirs)[0].read(0, 5) == LETTERS
+
+
 def test_rows_of_parquet_over_the_borders_of_groups(tmp_path):
     """Groups of 4 rows, and one of 3; numbers, texts, booleans, lists and lists of lists."""
     rng = np.random.default_rng(0)

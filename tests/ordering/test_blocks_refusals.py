@@ -130,6 +130,31 @@ def test_a_position_of_other_files_names_the_file(kind, tmp_path):
         moved(kind, tmp_path, exchange)
 
 
+def test_columns_that_are_missing_or_have_lists_of_several_lengths(tmp_path):
+    path = tmp_path / "rows.parquet"
+    record_files.write_parquet(path, {"id": [1, 2, 3], "text": [[1], [2, 3], [4]]})
+    with pytest.raises(
+        ValueError, match="rows.parquet cannot be read: it has no column 'word', of"
+    ):
+        files(path, columns=["id", "word"])
+    for columns in ("id", 3):
+        with pytest.raises(ValueError, match=f"columns is {columns!r}: pass a list of names"):
+            files(path, columns=columns)
+    (part,) = files(path)
+    assert part.read(2, 3)["text"].tolist() == [[4]]
+    with pytest.raises(
+        ValueError, match="records 0 to 1, .*the lists of the column 'text' have sev"
+    ):
+        part.read(0, 2)
+
+
+@pytest.mark.parametrize("array", [np.zeros(()), np.zeros((2, 3), order="F"), np.array([None, 1])])
+def test_arrays_whose_records_do_not_follow_each_other(array, tmp_path):
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(ValueError, match="x.npy cannot be read: .*Replace the file"):
+        files(tmp_path / "x.npy")
+
+
 def test_files_in_another_place_or_sequence(tmp_path):
     """The names do not count; the sequence does."""
     for name, first in (("a", 0), ("b", 50)):

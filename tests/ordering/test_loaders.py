@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from absl import flags
 
 import ordering
 from ordering.input import map_dataset, torch_sampler
@@ -14,22 +13,13 @@ from tests.sources import SIZES, assert_same, epoch_of
 
 grain = pytest.importorskip("grain", reason="Grain is not installed: pip install grain")
 
+pytestmark = pytest.mark.usefixtures("parsed_flags")
 MIDDLE = SIZES[2]
 # Every process imports JAX, which takes seconds.
 IN_PROCESSES = [
     pytest.param(size, count, marks=pytest.mark.slow)
     for size, count in [(SIZES[0], 1), (MIDDLE, 4), (SIZES[3], 4)]
 ]
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags():
-    """Grain's processes ask for flags, which `absl.app.run` parses in a program."""
-    before = flags.FLAGS.is_parsed()
-    flags.FLAGS.mark_as_parsed()
-    yield
-    if not before:
-        flags.FLAGS.unparse_flags()
 
 
 @pytest.mark.parametrize("size,count", [(size, 0) for size in SIZES] + IN_PROCESSES)
