@@ -36,7 +36,7 @@ def cases(draw, workers=(None, 1, 2, 3, 4), dealt=(True, False), epochs=2):
     return Case(sizes, unit_size, kept, orders, draw(st.integers(0, own)), options)
 
 
-@settings(max_examples=times(60))
+@settings(max_examples=times(40))
 @given(cases(), st.data())
 def test_every_record_once_per_epoch_as_in_the_plain_loops(case, data):
     expected, places = case.expected(), []
@@ -53,7 +53,7 @@ def test_every_record_once_per_epoch_as_in_the_plain_loops(case, data):
     assert case.read(places[done - 1], readers=readers) == expected[done:]
 
 
-@settings(max_examples=times(25))
+@settings(max_examples=times(15))
 @given(cases(workers=(2, 4), dealt=(True,)), st.data())
 def test_hosts_together_read_what_one_reads(case, data):
     places, expected = [], case.expected()
@@ -167,7 +167,7 @@ def test_no_thread_is_left():
     wait_for(lambda: not set(threading.enumerate()) - before)
 
 
-@settings(max_examples=times(15))
+@settings(max_examples=times(10))
 @given(cases(workers=(None,)), cases(workers=(None,)), st.data())
 def test_a_mixture_is_its_readers_side_by_side(first, second, data):
     sources = {"first": first, "second": second}

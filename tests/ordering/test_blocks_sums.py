@@ -1,5 +1,7 @@
 """Sums over shuffled windows are the gradients of whole blocks, and orders get their means."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ import ordering
 from ordering.blocks import add, observe, read_blocks, split, sums
 from tests import block_cases, reference
 from tests.refused import refuses
-from tests.sketched import sketch_of
 from tests.tables import vmap_workers, whole_numbers
 
 # 8 units of 4 records, where the last of each file has fewer; 3 in a window.
@@ -40,6 +41,9 @@ def add_batch(found, records, places):
     batch = jnp.asarray(VECTORS)[records]
     rows = ordering.per_example(loss)(jnp.asarray(PARAMS), batch, jax.random.key(0))[2]
     return add(found, rows, places)
+
+
+ADD = jax.jit(add_batch)
 
 
 def train(order, state, added, end, next_epoch, *, epochs=2, batch_size=5):
@@ -72,7 +76,7 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
         return state, jax.tree.map(jnp.zeros_like, found)
 
     state = order.init(jax.random.key(3), None)
-    train(order, state, jax.jit(add_batch), end, order.next_epoch, batch_size=batch_size)
+    train(order, state, ADD, end, order.next_epoch, batch_size=batch_size)
     assert seen == [3, 3, 2] * 2
 
 
@@ -80,21 +84,24 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
 def test_an_order_of_blocks_is_that_of_their_gradients(name):
     order = getattr(ordering, name)(COUNT, units_per_step=WINDOW)
     means, orders = np.zeros((COUNT, ENTRIES)), []
+    direct = jax.jit(lambda state, rows: order.observe(state, ordering.Rows.of(rows)))
+    ending = jax.jit(order.next_epoch)
+    by_sums = jax.jit(functools.partial(observe, order), static_argnames="units")
 
     def end(state, found, units):
         means[units] = block_rows(units)
-        exact = order.observe(state, ordering.Rows.of(jnp.asarray(means[units], jnp.float32)))
-        state, found = observe(order, state, found, units=len(units))
+        exact = direct(state, means[units].astype(np.float32))
+        state, found = by_sums(state, found, units=len(units))
         jax.tree.map(np.testing.assert_array_equal, state, exact)
         return state, found
 
     def next_epoch(state):
-        following = order.next_epoch(state)
+        following = ending(state)
         orders.append((np.asarray(state.current), np.asarray(following.current), means.copy()))
         return following
 
     state = order.init(jax.random.key(3), jnp.zeros(ENTRIES))
-    train(order, state, jax.jit(add_batch), end, next_epoch)
+    train(order, state, ADD, end, next_epoch)
     stale = np.zeros(ENTRIES)
     for before, after, observed in orders:
         if name == "grab":
@@ -142,39 +149,37 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
 
 
 def test_blocks_that_are_full_get_their_mean_gradients():
-    found, seen = sums(jnp.zeros(ENTRIES), window=2), []
-    for records, places in [
-        ([0, 1, 4], [0, 0, 1]),
-        ([5, 2, 3], [1, 0, 0]),
-        ([6, 7, 0], [1, 1, -1]),
-    ]:
-        found = add_batch(found, np.array(records), jnp.array(places))
+    found, seen = sums(jnp.zeros(ENTRIES), window=WINDOW), []
+    batches = [([0, 1, 4, 8, 9], [0, 0, 1, 2, 2]), ([5, 2, 3, 10, 0], [1, 0, 0, 2, -1])]
+    for records, places in [*batches, ([6, 7, 11, 0, 0], [1, 1, 2, -1, -1])]:
+        found = ADD(found, np.array(records, np.int32), np.array(places, np.int32))
     order = ordering.Ordering(lambda *_: None, lambda s, rows: seen.append(rows.tree), lambda s: s)
-    observe(order, None, found, units=2)
-    np.testing.assert_array_equal(seen[0], block_sums([0, 1]) / 4)
+    observe(order, None, found, units=WINDOW)
+    np.testing.assert_array_equal(seen[0], block_sums([0, 1, 2]) / 4)
 
 
-def test_sums_of_sketches_are_sketches_of_the_sums():
-    """The rows of `sketched`, and those of `sketch_rows`, are added as gradients are."""
-    params, key = {"w": jnp.ones((9, 7))}, jax.random.key(5)
-    batch = jnp.asarray(whole_numbers((5, 9), seed=4))
-    places = np.array([1, 0, -1, 1, 1])
+def test_sketches_are_added_as_gradients_are():
+    """Of `sketched`, and of `sketch_rows`, which makes them out of gradients."""
+    params, key = jnp.ones((9, 7)), jax.random.key(5)
+    batch, places = jnp.asarray(whole_numbers((5, 9), seed=4)), np.array([1, 0, -1, 1, 1])
 
     def wide(params, batch, key):
-        return jnp.square(batch @ params["w"]).sum(-1)
+        return jnp.square(batch @ params).sum(-1)
 
-    formed = ordering.per_example(wide)(params, batch, key)[2]
-    plain = ordering.sketch(key, size=16)
-    ways = [
-        (ordering.sketched(wide, key, size=16)(params, batch, key)[2],
-         sketch_of(wide, params, batch, key, size=16)),
-        (ordering.sketch_rows(formed, plain), plain),
-    ]  # fmt: skip
-    for rows, sketch in ways:
-        found = add(sums(jnp.zeros(16), window=2), rows, jnp.asarray(places))
-        wanted = [sketch({"w": formed.tree["w"][places == place].sum(axis=0)}) for place in (0, 1)]
-        size = np.abs(found.gradients).max()
-        np.testing.assert_allclose(found.gradients, np.stack(wanted), rtol=0, atol=1e-5 * size)
+    @jax.jit
+    def run(params, batch):
+        formed = ordering.per_example(wide)(params, batch, key)[2]
+        sketched = ordering.sketched(wide, key, size=16)(params, batch, key)[2]
+        found = []
+        for rows in (sketched, ordering.sketch_rows(formed, ordering.sketch(key, size=16))):
+            added = add(sums(jnp.zeros(16), window=2), rows, jnp.asarray(places))
+            found.append((added, rows.tree))
+        return found
+
+    for found, rows in run(params, batch):
+        size = np.abs(rows).max()
+        wanted = [np.asarray(rows)[places == place].sum(axis=0) for place in (0, 1)]
+        np.testing.assert_allclose(found.gradients, np.stack(wanted), rtol=0, atol=1e-6 * size)
         assert found.count.tolist() == [1, 3]
 
 
