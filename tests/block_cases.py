@@ -149,6 +149,7 @@ def dealt_of(name, workers, units, window):
     def observe(state, gradients):
         return order.observe(state, ordering.Rows.of(gradients))
 
+    order = order._replace(next_epoch=jax.jit(order.next_epoch))  # `resize` calls it as it is
     keys = jax.random.split(jax.random.key(workers), workers)
     first = vmap_workers(lambda key: order.init(key, jnp.zeros(ENTRIES)))(keys)
     observing = vmap_workers(observe) if name != "dealt_reshuffling" else None
