@@ -130,6 +130,11 @@ def on_hosts(case, hosts, position=None, **options):
     return [sum(lanes, []) for lanes in zip(*read, strict=True)]
 
 
+def rows_of(state, first, count):
+    """The states of some workers, as a host has them."""
+    return jax.tree.map(lambda x: x[first : first + count], state)
+
+
 ENTRIES = 3
 
 

@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering.blocks import mixture, read_blocks
+from ordering.input import LoadError
 from tests import block_cases, reference_blocks
 from tests.block_cases import Case, as_lists, on_hosts, records_of
 from tests.cases import times
@@ -154,6 +156,42 @@ def test_each_block_is_one_request_and_only_the_next_window_is_read_ahead():
         assert len(list(reads)) == 19
     assert sorted(parts[0].read.asked) == [(0, 4), (4, 8), (8, 12)]
     assert sorted(parts[1].read.asked) == [(0, 4), (4, 8)]
+
+
+def test_a_run_goes_on_from_the_load_that_failed():
+    parts, fails = block_cases.parts_of([12, 8]), [True]
+
+    def read(start, stop):
+        if fails and start == 4:
+            raise OSError("the disk is gone.")
+        return parts[1].read(start, stop)
+
+    blocks = ordering.blocks.split([parts[0], parts[1]._replace(read=read)], unit_size=4)
+    state = block_cases.given_states(np.array([[0, 4, 1, 3, 2]] * 2), 0)[0]
+    options = {"window": 1, "batch_size": 2, "num_epochs": 1}
+    found = []
+    with read_blocks(blocks, lambda: state, **options) as reads:
+        with pytest.raises(
+            LoadError, match="load 2 failed: OSError: the disk is gone. Res"
+        ) as info:
+            for batch in reads:
+                found.append(as_lists(batch))
+        position = reads.position()
+    assert (info.value.load, int(position.step), len(found)) == (2, 2, 2)
+    fails.clear()
+    with read_blocks(blocks, lambda: state, position=position, **options) as reads:
+        found += [as_lists(batch) for batch in reads]
+    assert records_of(found) == list(range(20)) and len(found) == 10
+
+
+def test_batches_are_laid_over_the_devices_of_the_workers():
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((4,), ("worker",)), jax.P("worker"))
+    state = block_cases.given_states(FIXED.orders, 0)[0]
+    options = {**FIXED.settings, "sharding": sharding}
+    with read_blocks(FIXED.blocks(), lambda: state, **options) as reads:
+        records, places = next(reads)
+    assert records.sharding == places.sharding == sharding
+    assert as_lists((records, places)) == FIXED.expected()[0]
 
 
 def test_no_thread_is_left():

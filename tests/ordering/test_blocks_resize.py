@@ -28,13 +28,13 @@ def parts_of(name, workers):
     return block_cases.dealt_of(name, workers, UNITS // workers, WINDOW // workers)
 
 
-def read(name, state, position=None, *, most):
-    """(batches, the position after them, the state), at most to the end of `most` steps."""
-    workers = len(state.current)
+def read(name, state, position=None, *, most, share=None):
+    """(batches, the position after them, the state); `share`: those of a host's workers."""
+    workers = share[2] if share else len(state.current)
     _, _, observe, next_epoch = parts_of(name, workers)
     found, window = [], WINDOW // workers
     options = {"window": window, "batch_size": BATCH // workers, "position": position}
-    with read_blocks(BLOCKS, lambda: state, **options) as reads:
+    with read_blocks(BLOCKS, lambda: state, share=share, **options) as reads:
         while len(found) < most:
             found.append(as_lists(next(reads)))
             if observe and reads.window_ended:
@@ -90,6 +90,23 @@ def test_workers_change_twice_in_an_epoch():
             check("dealt_reshuffling", (before, first), (between, second), (after, rest))
 
 
+@pytest.mark.parametrize("before,after", [(2, 4), (4, 2), (1, 8), (8, 4)])
+def test_hosts_finish_a_broken_epoch_as_one_does(before, after):
+    name = "dealt_reshuffling"
+    for done in (1, 3, 4):
+        position = read(name, parts_of(name, before)[1], most=done)[1]
+        position, state = resized(name, position, after)
+        whole = read(name, state, position, most=STEPS - done)[0]
+        for hosts in (2, after):
+            count = after // hosts
+            own = [
+                read(name, block_cases.rows_of(state, h, count), position,
+                     most=STEPS - done, share=(h, count, after))[0]
+                for h in range(0, after, count)
+            ]  # fmt: skip
+            assert [sum(lanes, []) for lanes in zip(*own, strict=True)] == whole
+
+
 @pytest.mark.parametrize("how", ordering.dealing.HOW)
 def test_a_balanced_order_goes_on_with_other_workers(how):
     for before, after in ((2, 4), (4, 2)):
@@ -106,11 +123,11 @@ def test_a_balanced_order_goes_on_with_any_number_of_workers(how):
             check(how, (before, done), (after, 20 - done))
 
 
-def broken(share=None, rows=slice(0, 2)):
+def broken(share=None):
     """A reader of two of four workers, in an epoch that two workers began."""
     position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=1)[1]
     position, state = resized("dealt_reshuffling", position, 4)
-    own = jax.tree.map(lambda x: x[rows], state)
+    own = block_cases.rows_of(state, 0, 2)
     options = {"window": WINDOW // 4, "batch_size": BATCH // 4, "position": position}
     return read_blocks(BLOCKS, lambda: own, share=share, **options)
 
