@@ -45,7 +45,7 @@ def sums(params: PyTree, *, window: int) -> Sums:
     """
     window = plans.check_whole("window", window, 1)
     for leaf in jax.tree.leaves(params):
-        rows_lib.check_real(leaf)
+        rows_lib.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
     if not rows_lib.tree_size(params):
         raise ValueError(f"params is {params}: pass a tree of the shapes of one gradient.")
     return Sums(rows_lib.zeros_like(params, (window,)), jnp.zeros(window))

@@ -160,8 +160,8 @@ def windows(
     """
     check_blocks(blocks)
     batch_size = plans.check_whole("batch_size", batch_size, 1)
-    for name, value in {"epoch": epoch, "seed": seed}.items():
-        plans.check_whole(name, value, 0)
+    epoch = plans.check_whole("epoch", epoch, 0)
+    seed = plans.check_whole("seed", seed, 0, 2**63 - 1)  # a position holds it in 64 bits
     if total is not None and (not plans.is_whole(total) or total != len(blocks)):
         raise ValueError(
             f"total is {total!r}, and there are {len(blocks)} blocks: pass None or that."
