@@ -67,8 +67,9 @@ def test_a_position_of_arrays_of_jax_is_one_of_numpy():
     """It is the same again before anything is read."""
     state, position, expected = begun("dealt_reshuffling")
     for given in (position, position._replace(broken=np.array(state.current))):
-        with read_blocks(BLOCKS, lambda: state, position=given, **SETTINGS) as reads:
-            assert_same(reads.position(), given)
+        for saved in (given, jax.tree.map(jnp.asarray, given)):
+            with read_blocks(BLOCKS, lambda: state, position=saved, **SETTINGS) as reads:
+                assert_same(reads.position(), given)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(position[1:]))
     assert rest(jax.tree.map(jnp.asarray, position)) == expected
 

@@ -131,6 +131,7 @@ test_bad_input = refuses({
     "no window": (of(window=0), "window is 0"),
     "epoch": (of(epoch=-1), "epoch is -1"),
     "seed": (of(seed=0.5), "seed is 0.5"),
+    "a large seed": (of(seed=2**63), "seed is 9223372036854775808: pass a whole number in 0"),
     "total": (of(total=15), "total is 15, and there are 16 blocks: pass None or that"),
     "a state": (of(ordering.random_reshuffling(4)), "orders is a Ordering: .* state.current"),
     "other units": (of(ORDERS + 1), "name a unit twice, or outside 0 .. 15"),
