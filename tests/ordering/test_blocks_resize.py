@@ -83,6 +83,11 @@ def test_a_shuffle_goes_on_with_any_number_of_workers(done):
         check("dealt_reshuffling", (before, done), (after, 15 - done))
 
 
+def test_the_next_epoch_is_no_longer_that_of_the_workers_before():
+    """A run goes on in its middle."""
+    check("dealt_reshuffling", (2, 2), (4, 5), (4, 8))
+
+
 def test_workers_change_twice_in_an_epoch():
     for before, between, after in [(2, 4, 8), (8, 4, 2), (4, 2, 4), (1, 8, 2), (8, 1, 4)]:
         for first, second in [(1, 1), (2, 2), (3, 1), (1, 4), (6, 2)]:
