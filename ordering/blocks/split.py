@@ -38,7 +38,7 @@ class Blocks(Sequence):
             raise IndexError(f"there is no unit {unit}: there are {len(self)}.")
         if not self.sizes[unit]:
             raise ValueError(f"unit {unit} has no records: read it by read_blocks or windows.")
-        return self.taken([self.read(unit)], np.arange(self.sizes[unit]))
+        return jax.tree.map(np.array, self.read([unit]))
 
     @property
     def num_records(self) -> int:
@@ -56,22 +56,22 @@ class Blocks(Sequence):
         rows = [(part.num_records % 2**32, *part.digest) for part in self.parts]
         return np.array(rows, np.uint32)
 
-    def read(self, unit: int) -> PyTree:
-        """The records of a unit as the file gives them: one request."""
+    def read(self, units: Sequence[int]) -> PyTree[np.ndarray]:
+        """The records of units that have some, in one request each. May be views of the source."""
+        found = [self._records(unit) for unit in units]
+        if isinstance(found[0], list):
+            records = [record for unit in found for record in unit]
+            return stacked(records if self._decode is None else list(map(self._decode, records)))
+        return found[0] if len(found) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *found)
+
+    def _records(self, unit):
+        """The records of a unit as the file gives them."""
         part, start, stop = map(int, self._places[unit])
         records = self.parts[part].read(start, stop)
         if self._kept is None:
             return records
         first = int(self._first_records()[part])
         return _take(records, np.flatnonzero(self._kept[first + start : first + stop]))
-
-    def taken(self, read: list, places: Int[np.ndarray, "n"]) -> PyTree[np.ndarray]:
-        """The records at these places of the units that `read` holds, one after the other."""
-        if not isinstance(read[0], list):
-            return _take(jax.tree.map(lambda *x: np.concatenate(x), *read), places)
-        records = [record for unit in read for record in unit]
-        decode = self._decode or (lambda record: record)
-        return stacked([decode(records[i]) for i in places.tolist()])
 
     def _first_records(self):
         return np.cumsum([0, *(part.num_records for part in self.parts)])
@@ -110,7 +110,7 @@ def split(
         Parquet, choose a multiple of their size.
       multiple_of: the number of blocks becomes a multiple of it, by blocks without records at the
         end: the number of workers, or a common multiple of the numbers that a run may have.
-      decode: `bytes -> example`, for files whose records are bytes.
+      decode: `bytes -> example`, for files whose records are bytes. Several threads call it.
       keep: which records to read, bool[N] in the sequence of the files; or a function of a decoded
         record, which is called for each of them now, in one pass over all data. Blocks lose what is
         not kept, and stay where they are.
@@ -140,13 +140,13 @@ def split(
             )
     if decode is not None:
         plans.check_function("decode", decode, "record")
-    places = [
-        (number, start, min(start + unit_size, part.num_records))
-        for number, part in enumerate(given)
-        for start in range(0, part.num_records, unit_size)
-    ]
-    places += [(len(given) - 1, 0, 0)] * (-len(places) % multiple_of)
-    placed = np.array(places, np.int64)
+    places = []
+    for number, part in enumerate(given):
+        starts = np.arange(0, part.num_records, unit_size)
+        stops = np.minimum(starts + unit_size, part.num_records)
+        places.append(np.stack([np.full_like(starts, number), starts, stops], axis=1))
+    empty = -sum(map(len, places)) % multiple_of
+    placed = np.concatenate([*places, np.tile((len(given) - 1, 0, 0), (empty, 1))])
     whole = Blocks(given, placed, None, decode)
     if keep is None:
         return whole

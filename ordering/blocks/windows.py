@@ -1,5 +1,7 @@
 """Windows over several blocks, whose records are shuffled and cut into batches."""
 
+import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +15,9 @@ from ordering.blocks.split import Blocks, check_blocks
 from ordering.input.loader import check_batches
 from ordering.input.steps import step_indices
 from syncopate import plans
+
+ALIGNED = 64  # bytes
+TOGETHER = 32  # records, of small blocks that a thread reads one after the other
 
 
 class Share(NamedTuple):
@@ -60,35 +65,96 @@ class Windows(Sequence):
         return self.load(int(number))
 
     def load(self, number: int, read: Callable = map) -> tuple[PyTree, np.ndarray]:
-        """`self[number]`, with the blocks read by `read(function, units)`."""
+        """`self[number]`, with the blocks read by `read(function, blocks)`."""
         if not 0 <= number < len(self):
             raise IndexError(f"there is no window {number} in an epoch of {len(self)}.")
         units = self._units[:, number * self.window : (number + 1) * self.window]
         batches = num_batches(self._blocks, units.shape[1], self.batch_size)
-        full = [unit for unit in units.ravel().tolist() if self._blocks.sizes[unit]]
-        found = dict(zip(full, read(self._blocks.read, full), strict=True))
-        lanes = [self._lane(own.tolist(), found, batches) for own in units]
-        first, last, shape = self._axes
-        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, first:last], *lanes)
-        return jax.tree.map(lambda x: x.reshape(len(x), *shape, *x.shape[2:]), joined)
+        # Row l has where the records of worker l are in all batches, one after the other.
+        ranks = np.arange(batches * len(units) * self.batch_size)
+        ranks = ranks.reshape(batches, len(units), -1).swapaxes(0, 1).reshape(len(units), -1)
+        places, jobs, rest = np.full(ranks.size, -1, np.int32), [], []
+        for own, to in zip(units, ranks, strict=True):
+            sizes = self._blocks.sizes[own]
+            count = int(sizes.sum())
+            if count:
+                first = self._shuffled(to[:count], int(own[0]))
+                places[first] = np.repeat(np.arange(len(own), dtype=np.int32), sizes)
+                jobs += self._jobs(own, sizes, first)
+            else:  # units without records still need batches
+                first = to[:1]
+                jobs.append(([int(np.argmax(self._blocks.sizes))], first))
+            rest.append((to[max(count, 1) :], first[0]))
+        records = _Records(ranks.size)
+        for _ in read(lambda job: records.put(self._blocks.read(job[0]), *job), jobs):
+            pass
+        return jax.tree.map(self._cut(batches), (records.filled(rest), places))
 
-    def _lane(self, units, found, batches):
-        """The batches of one worker, [T, b, ...], and the place of each record's unit."""
-        total = batches * self.batch_size
-        sizes = [int(self._blocks.sizes[unit]) for unit in units]
-        read = [found[unit] for unit in units if unit in found]
-        count, places = sum(sizes), np.full(total, -1, np.int32)
-        taken = np.zeros(total, np.int64)
-        if self._shuffle:
-            taken[:count] = permutation((*self._seeds, units[0]), count)
-        else:
-            taken[:count] = np.arange(count)
-        places[:count] = np.repeat(np.arange(len(units), dtype=np.int32), sizes)[taken[:count]]
-        if not read:  # a window of units without records, which still needs batches
-            read = [self._blocks.read(int(np.argmax(self._blocks.sizes)))]
-        records = self._blocks.taken(read, taken)
-        shape = (batches, self.batch_size)
-        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), (records, places))
+    def _jobs(self, units: np.ndarray, sizes: np.ndarray, to: np.ndarray) -> list[tuple]:
+        """Units for one thread, and where their records belong; of small ones several at once."""
+        full, ends = np.flatnonzero(sizes), np.cumsum(sizes)
+        count = max(1, TOGETHER // self._blocks.unit_size)
+        parts = [full[i : i + count] for i in range(0, len(full), count)]
+        return [(units[p].tolist(), to[ends[p[0]] - sizes[p[0]] : ends[p[-1]]]) for p in parts]
+
+    def _shuffled(self, to: np.ndarray, unit: int) -> np.ndarray:
+        """Where the records of blocks that were read one after the other belong."""
+        if not self._shuffle:
+            return to
+        found = np.empty_like(to)
+        found[permutation((*self._seeds, unit), len(to))] = to
+        return found
+
+    def _cut(self, batches: int) -> Callable:
+        first, last, shape = self._axes
+
+        def cut(x):
+            x = x.reshape(batches, -1, *x.shape[1:])[:, first:last]
+            return x.reshape(batches, *shape, *x.shape[2:])
+
+        return cut
+
+
+class _Records:
+    """The records of a window, which threads put at their places as they read them: one copy."""
+
+    def __init__(self, size: int):
+        self._size, self._lock = size, threading.Lock()
+        self._kind: Any = None
+        self._arrays: list[np.ndarray] = []
+
+    def put(self, records: PyTree[np.ndarray], units: list[int], to: np.ndarray) -> None:
+        """Puts the first records of units at these places."""
+        leaves, structure = jax.tree.flatten(records)
+        kind = (structure, [(x.dtype, x.shape[1:]) for x in leaves])
+        with self._lock:
+            if self._kind is None:
+                self._kind, self._arrays = kind, [_empty(self._size, x) for x in leaves]
+        if kind != self._kind:
+            raise ValueError(
+                f"records of unit {units[0]} have the types {kind[1]}, and others of their window "
+                f"{self._kind[1]}: pass files whose records have the same types and shapes."
+            )
+        for array, x in zip(self._arrays, leaves, strict=True):
+            array[to] = x[: len(to)]
+
+    def filled(self, rest: list[tuple[np.ndarray, int]]) -> PyTree[np.ndarray]:
+        """All records, with those of other places repeated at the places that are left."""
+        for array in self._arrays:
+            for to, place in rest:
+                array[to] = array[place]
+        return jax.tree.unflatten(self._kind[0], self._arrays)
+
+
+def _empty(size: int, like: np.ndarray) -> np.ndarray:
+    """An array of `size` records, which begins where JAX can use it on a CPU without a copy."""
+    shape = (size, *like.shape[1:])
+    count = math.prod(shape) * like.dtype.itemsize
+    if like.dtype.hasobject or not count:
+        return np.empty(shape, like.dtype)
+    room = np.empty(count + ALIGNED, np.uint8)
+    start = -room.ctypes.data % ALIGNED
+    return room[start : start + count].view(like.dtype).reshape(shape)
 
 
 def num_batches(blocks: Blocks, units: int, batch_size: int) -> int:
