@@ -58,7 +58,7 @@ def files(
 
     Returns:
       One `Part` per file. Records are bytes from ArrayRecord and TFRecord, rows of a dict of
-      arrays from Parquet.
+      arrays from Parquet, where bytes of a fixed size are uint8[size].
 
     Raises:
       ValueError: for a file that is missing, empty, damaged or of an unknown kind.

@@ -110,7 +110,12 @@ def _parquet_read(columns, file, starts, start, stop):
 
 
 def _column(name, column):
-    array = column.combine_chunks().to_numpy(zero_copy_only=False)
+    column = column.combine_chunks()
+    if str(column.type).startswith("fixed_size_binary") and not column.null_count:
+        size = column.type.byte_width
+        data = np.frombuffer(column.buffers()[1], np.uint8, len(column) * size, column.offset * size)
+        return data.reshape(-1, size)
+    array = column.to_numpy(zero_copy_only=False)
     if array.dtype == object and len(array) and isinstance(array[0], np.ndarray):
         if len({np.shape(values) for values in array}) > 1:
             raise ValueError(f"the lists of the column {name!r} have several lengths")
