@@ -113,7 +113,9 @@ def _column(name, column):
     column = column.combine_chunks()
     if str(column.type).startswith("fixed_size_binary") and not column.null_count:
         size = column.type.byte_width
-        data = np.frombuffer(column.buffers()[1], np.uint8, len(column) * size, column.offset * size)
+        data = np.frombuffer(
+            column.buffers()[1], np.uint8, len(column) * size, column.offset * size
+        )
         return data.reshape(-1, size)
     array = column.to_numpy(zero_copy_only=False)
     if array.dtype == object and len(array) and isinstance(array[0], np.ndarray):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ordering import rows as rows_lib
 from ordering.base import Ordering, State, check_is_rows
@@ -18,11 +18,14 @@ class Sums(NamedTuple):
 
     Attributes:
       gradients: float32 leaves [K, ...].
-      count: float32[K], records seen.
     """
 
     gradients: PyTree
-    count: Float32[Array, "K"]
+
+    @property
+    def window(self) -> int:
+        """K."""
+        return jax.tree.leaves(self.gradients)[0].shape[0]
 
 
 def sums(params: PyTree, *, window: int) -> Sums:
@@ -48,7 +51,7 @@ def sums(params: PyTree, *, window: int) -> Sums:
         rows_lib.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
     if not rows_lib.tree_size(params):
         raise ValueError(f"params is {params}: pass a tree of the shapes of one gradient.")
-    return Sums(rows_lib.zeros_like(params, (window,)), jnp.zeros(window))
+    return Sums(rows_lib.zeros_like(params, (window,)))
 
 
 def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
@@ -73,8 +76,8 @@ def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
       >>> found = ordering.blocks.sums(jnp.zeros(1), window=2)
       >>> rows = ordering.Rows.of(jnp.array([[1.0], [2.0], [5.0]]))
       >>> found = ordering.blocks.add(found, rows, jnp.array([1, 1, -1]))
-      >>> found.gradients.tolist(), found.count.tolist()
-      ([[0.0], [3.0]], [0.0, 2.0])
+      >>> found.gradients.tolist()
+      [[0.0], [3.0]]
     """
     _check_sums(sums)
     check_is_rows(rows)
@@ -84,19 +87,17 @@ def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
             f"places has the shape {np.shape(places)} and the dtype {kind} for {rows.size} rows: "
             "pass the places of one worker's batch, and a row for each of its records."
         )
-    window = sums.count.shape[0]
-    belongs = (places[None] == jnp.arange(window)[:, None]).astype(jnp.float32)  # [K, b]
+    belongs = (places[None] == jnp.arange(sums.window)[:, None]).astype(jnp.float32)  # [K, b]
     found = jax.vmap(rows.combine)(belongs)
     plans.check_like("rows, added up for all blocks,", found, sums.gradients, "sums")
-    gradients = jax.tree.map(jnp.add, sums.gradients, found)
-    return Sums(gradients, sums.count + belongs.sum(axis=1))
+    return Sums(jax.tree.map(jnp.add, sums.gradients, found))
 
 
 def observe(order: Ordering, state: State, sums: Sums, *, units: int) -> tuple[State, Sums]:
     """Shows the order the blocks of a window that has ended, and begins the next sums.
 
-    A block's gradient is its sum over the records of the largest block of the window: the mean
-    gradient, and for blocks with fewer records as much less as they weigh in an epoch.
+    The gradient of a block is the sum over its records, so that a block with fewer of them weighs
+    less, as it does in an epoch. Choose the bound of a sign rule for such sums.
 
     Args:
       order: with `units_per_step` equal to the window.
@@ -120,9 +121,8 @@ def observe(order: Ordering, state: State, sums: Sums, *, units: int) -> tuple[S
     _check_sums(sums)
     if not isinstance(order, Ordering):
         raise ValueError(f"order is {order!r}: pass the Ordering of the state.")
-    units = plans.check_whole("units", units, 1, sums.count.shape[0])
-    most = jnp.maximum(jnp.max(sums.count), 1)
-    rows = Rows.of(jax.tree.map(lambda x: x[:units] / most, sums.gradients))
+    units = plans.check_whole("units", units, 1, sums.window)
+    rows = Rows.of(jax.tree.map(lambda x: x[:units], sums.gradients))
     return order.observe(state, rows), jax.tree.map(jnp.zeros_like, sums)
 
 

@@ -1,4 +1,4 @@
-"""Sums over shuffled windows are the gradients of whole blocks, and orders get their means."""
+"""Sums over shuffled windows are the gradients of whole blocks, and orders get them."""
 
 import functools
 
@@ -29,12 +29,7 @@ def loss(params, batch, key):
 def block_sums(units):
     """The sums of the gradients of whole blocks: whole numbers, which are exact in float32."""
     gradients = VECTORS * (VECTORS @ PARAMS)[:, None]
-    return np.stack([gradients[BLOCKS.read(unit)].sum(axis=0) for unit in units])
-
-
-def block_rows(units):
-    """What an order observes of a window: the sums, over the records of its largest block."""
-    return block_sums(units) / np.float32(max(BLOCKS.sizes[units]))
+    return np.stack([gradients[BLOCKS.read([unit])].sum(axis=0) for unit in units])
 
 
 def add_batch(found, records, places):
@@ -71,7 +66,6 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
 
     def end(state, found, units):
         np.testing.assert_array_equal(found.gradients[: len(units)], block_sums(units))
-        np.testing.assert_array_equal(found.count[: len(units)], BLOCKS.sizes[units])
         seen.append(len(units))
         return state, jax.tree.map(jnp.zeros_like, found)
 
@@ -83,21 +77,21 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
 @pytest.mark.parametrize("name", ["pair_balance", "grab"])
 def test_an_order_of_blocks_is_that_of_their_gradients(name):
     order = getattr(ordering, name)(COUNT, units_per_step=WINDOW)
-    means, orders = np.zeros((COUNT, ENTRIES)), []
+    totals, orders = np.zeros((COUNT, ENTRIES)), []
     direct = jax.jit(lambda state, rows: order.observe(state, ordering.Rows.of(rows)))
     ending = jax.jit(order.next_epoch)
     by_sums = jax.jit(functools.partial(observe, order), static_argnames="units")
 
     def end(state, found, units):
-        means[units] = block_rows(units)
-        exact = direct(state, means[units].astype(np.float32))
+        totals[units] = block_sums(units)
+        exact = direct(state, totals[units].astype(np.float32))
         state, found = by_sums(state, found, units=len(units))
         jax.tree.map(np.testing.assert_array_equal, state, exact)
         return state, found
 
     def next_epoch(state):
         following = ending(state)
-        orders.append((np.asarray(state.current), np.asarray(following.current), means.copy()))
+        orders.append((np.asarray(state.current), np.asarray(following.current), totals.copy()))
         return following
 
     state = order.init(jax.random.key(3), jnp.zeros(ENTRIES))
@@ -126,17 +120,17 @@ def lifted(function):
 def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
     """CD-GraB with two workers, to whom the blocks are dealt anew in every epoch."""
     order, state, _, next_epoch = block_cases.dealt_of(how, 2, COUNT // 2, WINDOW)
-    means, orders = np.zeros((COUNT, ENTRIES)), []
+    totals, orders = np.zeros((COUNT, ENTRIES)), []
 
     def end(state, found, units):
         for own in units:
-            means[own] = block_rows(own)
+            totals[own] = block_sums(own)
         count = units.shape[1]
         return ends[count](state, found)
 
     def following(state):
         after = next_epoch(state)
-        expected = reference.dealt_epoch(np.asarray(state.current), means, how)
+        expected = reference.dealt_epoch(np.asarray(state.current), totals, how)
         orders.append(np.asarray(after.current).tolist() == np.asarray(expected).tolist())
         return after
 
@@ -148,14 +142,14 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
     assert orders == [True] * 3
 
 
-def test_blocks_that_are_full_get_their_mean_gradients():
+def test_an_order_observes_the_sums_of_blocks():
     found, seen = sums(jnp.zeros(ENTRIES), window=WINDOW), []
     batches = [([0, 1, 4, 8, 9], [0, 0, 1, 2, 2]), ([5, 2, 3, 10, 0], [1, 0, 0, 2, -1])]
     for records, places in [*batches, ([6, 7, 11, 0, 0], [1, 1, 2, -1, -1])]:
         found = ADD(found, np.array(records, np.int32), np.array(places, np.int32))
     order = ordering.Ordering(lambda *_: None, lambda s, rows: seen.append(rows.tree), lambda s: s)
     observe(order, None, found, units=WINDOW)
-    np.testing.assert_array_equal(seen[0], block_sums([0, 1, 2]) / 4)
+    np.testing.assert_array_equal(seen[0], block_sums([0, 1, 2]))
 
 
 def test_sketches_are_added_as_gradients_are():
@@ -180,7 +174,6 @@ def test_sketches_are_added_as_gradients_are():
         size = np.abs(rows).max()
         wanted = [np.asarray(rows)[places == place].sum(axis=0) for place in (0, 1)]
         np.testing.assert_allclose(found.gradients, np.stack(wanted), rtol=0, atol=1e-6 * size)
-        assert found.count.tolist() == [1, 3]
 
 
 FULL, ORDER = sums(jnp.zeros(ENTRIES), window=2), ordering.pair_balance(COUNT, units_per_step=2)
