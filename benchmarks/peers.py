@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 PEERS = (
     "published_cd_grab", "grab_sampler", "single_examples", "opacus_norms", "dattri_projections",
-    "local_steps", "input_peers", "input_kills", "echo_peers",
+    "local_steps", "input_peers", "input_kills", "echo_peers", "block_costs",
 )  # fmt: skip
 
 
