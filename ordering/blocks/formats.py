@@ -146,6 +146,8 @@ class Ranges:
 
     def __init__(self, path: str):
         self._file = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):  # what follows a range is not needed next
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
         weakref.finalize(self, os.close, self._file)
 
     def read(self, start: int, stop: int) -> bytes:

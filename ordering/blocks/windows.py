@@ -17,7 +17,8 @@ from ordering.input.steps import step_indices
 from syncopate import plans
 
 ALIGNED = 64  # bytes
-TOGETHER = 32  # records, of small blocks that a thread reads one after the other
+TOGETHER = 256  # records of small blocks that a thread reads at once,
+TASKS = 16  # if a window still has as many tasks for the threads
 
 
 class Share(NamedTuple):
@@ -94,7 +95,7 @@ class Windows(Sequence):
     def _jobs(self, units: np.ndarray, sizes: np.ndarray, to: np.ndarray) -> list[tuple]:
         """Units for one thread, and where their records belong; of small ones several at once."""
         full, ends = np.flatnonzero(sizes), np.cumsum(sizes)
-        count = max(1, TOGETHER // self._blocks.unit_size)
+        count = max(1, min(TOGETHER // self._blocks.unit_size, len(full) // TASKS))
         parts = [full[i : i + count] for i in range(0, len(full), count)]
         return [(units[p].tolist(), to[ends[p[0]] - sizes[p[0]] : ends[p[-1]]]) for p in parts]
 
