@@ -8,9 +8,9 @@ written once into the folder, which must be on a disk (4 GB in six formats: 24 G
 Every case is a process of its own, without other processes of loaders. It opens its reader once,
 which imports, compiles and checks the records of a batch. Then the first GiB of the files is read
 plainly, in pieces of 8 MiB one after the other, by one thread and by four, and the reader reads for
-so many seconds in batches of 256; then the same examples again, warm; then it goes on from where it
-stood. Before each of these but the warm one, the system's cache of the files is dropped. Columns,
-all cold unless they say otherwise:
+so many seconds in batches of 256, at most half of the epoch; then the same examples again, warm;
+then it goes on from where it stood. Before each of these but the warm one, the system's cache of
+the files is dropped. Columns, all cold unless they say otherwise:
 
 - `thousand examples/s`, and `of a plain read`: of the bytes/s of the faster plain read;
 - `requests` for 1,000 examples: system calls that read, and page faults that waited for the disk;
@@ -141,7 +141,7 @@ def main(argv):
 
 if __name__ == "__main__":
     flags.DEFINE_string("folder", None, "where the set stays; None writes it anew, for one run")
-    flags.DEFINE_float("gigabytes", 4, "of the set in each of the six formats")
-    flags.DEFINE_float("seconds", 2, "that a reader reads, cold and again warm")
-    flags.DEFINE_integer("turns", 1, "of all cases")
+    flags.DEFINE_float("gigabytes", 4, "of the set in each of the six formats", lower_bound=0.5)
+    flags.DEFINE_float("seconds", 2, "that a reader reads, cold and again warm", lower_bound=0.1)
+    flags.DEFINE_integer("turns", 1, "of all cases", lower_bound=1)
     app.run(main)

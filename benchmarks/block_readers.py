@@ -265,12 +265,13 @@ def timed(read: Callable, place: Place, saved, seconds: float, most=np.inf) -> t
 def measure(name: str, place: Place, array: pathlib.Path, seconds: float) -> dict:
     """What a case costs: cold, warm for the same examples, and beside the faster plain read."""
     read, whole = WAYS[name], np.load(array, mmap_mode="r")
+    half = len(whole) // 2  # at most, to resume within the epoch
     _, reader = timed(read, place, None, 0)  # imports and compiles
     check(place, next(iter(reader.batches)), whole)
     del reader, whole
     plain = max(block_files.plain_rate(place.folder, threads) for threads in (1, 4)) / RECORD
     block_files.drop(place.folder)
-    cold, reader = timed(read, place, None, seconds)
+    cold, reader = timed(read, place, None, seconds, half)
     saved = reader.position()
     del reader
     warm, reader = timed(read, place, None, seconds, cold["examples"])
