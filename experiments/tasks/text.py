@@ -226,7 +226,7 @@ def sst2(
             )
         train, test = _embeddings(saved)
     else:
-        (texts, y), (test_texts, test_y) = (_sentences(data_dir, part) for part in ("train", "dev"))
+        (texts, y), (test_texts, test_y) = (sentences(data_dir, part) for part in ("train", "dev"))
         x, test_x = features(texts, test_texts, num_features=num_features or 256)
         train, test = {"x": x, "y": y}, {"x": test_x, "y": test_y}
     head = models.mlp(num_features=train["x"].shape[1], hidden=(), num_classes=2)
@@ -262,7 +262,7 @@ def _normalised(x):
     return (x / np.where(sizes > 0, sizes, 1)).astype(np.float32)
 
 
-def _sentences(data_dir, part):
+def sentences(data_dir, part):
     """Sentences and labels, int32[N], of a part; lines are a sentence, a tab and 0 or 1."""
     how = f"Download and unpack {SST2} and pass the folder of train.tsv and dev.tsv as --data_dir"
     how += ", or that of embeddings.npz."
