@@ -67,17 +67,10 @@ ORDERS = {"file": _in_file_order, "shuffled": _shuffled, "balanced": _balanced}
 
 
 def build(arm: Arm, setting: Setting, data: Sorted) -> Program:
-    """The program of an arm; ValueError for blocks that do not fill windows and batches."""
+    """The program of an arm of `arms_of`."""
     workers, batch_size = setting.recipe.workers, setting.recipe.units_per_step
     blocks = ordering.blocks.split(np.arange(setting.num_records), unit_size=arm.size)
-    num_units, rest = divmod(len(blocks), workers)
-    uneven = setting.num_records % arm.size or arm.window * arm.size % batch_size
-    if rest or uneven or num_units % arm.window:
-        raise ValueError(
-            f"{setting.num_records:,} records are not whole windows of {arm.window} blocks of "
-            f"{arm.size} for {workers} workers with batches of {batch_size}: pass other --sizes "
-            "or --windows."
-        )
+    num_units = len(blocks) // workers
     order, observes = ORDERS[arm.order](num_units, arm.window), arm.order == "balanced"
     optimizer, train = optimizers.inner(setting.recipe), jax.tree.map(jnp.asarray, data.train)
     gradients = _gradients(data.model, setting.sketch if observes else 0)

@@ -84,8 +84,8 @@ SGD = Recipe(
 SIZES = (1, 16, 64, 256, 1024)
 SETTINGS = {
     "digits": Setting(
-        "digits by class", None, _digits, 1024, (1, 8, 32),
-        SGD._replace(epochs=20, learning_rates=(0.0625, 0.125, 0.25, 0.5, 1.0)),
+        "digits by class", None, _digits, 1024, (1, 8, 16, 32),
+        SGD._replace(epochs=20, learning_rates=(0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)),
     ),
     "hmda_county": Setting(
         "HMDA by county", "hmda", functools.partial(_hmda, by_target=False), 16_384, SIZES, SGD
@@ -129,7 +129,11 @@ class Arm(NamedTuple):
 
 
 def arms_of(setting: Setting, sizes: Sequence[int], windows: Sequence[int]) -> dict[str, Arm]:
-    """{name: arm}, the full shuffle first, then the file as it lies."""
+    """{name: arm}, the full shuffle first, then the file as it lies.
+
+    Raises:
+      ValueError: for blocks that do not fill windows and batches.
+    """
     batch, most = BATCH, setting.num_records // setting.recipe.workers
     found = {"full": Arm("shuffled", 1, batch), "file": Arm("file", batch, 1)}
     found["buffer"] = Arm("file", batch, max(2, most // BUFFER // batch))
@@ -138,6 +142,13 @@ def arms_of(setting: Setting, sizes: Sequence[int], windows: Sequence[int]) -> d
         few = window > 1 and (size < batch or size * window * MOST > most)
         if not few and (order, size) != ("shuffled", 1):
             found[arm.name] = arm
+    for arm in found.values():
+        window = arm.size * arm.window
+        if window % batch or most % window:
+            raise ValueError(
+                f"{most:,} records of a worker are not whole windows of {arm.window} blocks of "
+                f"{arm.size}, or these not batches of {batch}: pass other --sizes or --windows."
+            )
     return found
 
 

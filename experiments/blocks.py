@@ -188,34 +188,44 @@ def picture(found: Sequence[dict], measured: str, path: str) -> None:
         panel(axis, own, comparison)
         axis.set(title=SETTINGS[name].label, xscale="log", xlabel="requests of an epoch")
         axis.set_ylabel(tables.name_of(comparison.criterion.scalar))
+        requests = sorted({r["requests"] for of in families(own).values() for r in of})
+        axis.set_xticks(requests, [f"{n:,}" for n in requests])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(tasks) :]:
         axis.set_visible(False)
     plots.legend(figure)
-    plots.save(figure, path, f"{measured}\neach at its own best rate, mean and 95 % interval")
+    each = "each at its own best rate, mean and 95 % interval"
+    plots.save(figure, path, f"Blocks of sorted files, {measured}\n{each}")
 
 
 def panel(axis, found: Sequence[dict], comparison: Comparison) -> None:
     for arm, label, colour in (
         ("full", "full shuffle", "#000000"), ("file", "file order", "#999999"),
-        ("buffer", f"file order, buffer of 1/{BUFFER}", "#E69F00"),
+        ("buffer", f"file order, buffer of 1/{BUFFER}", "#CC79A7"),
     ):  # fmt: skip
         if values := [*ends(comparison, arm).values()]:
-            mean, half = statistics.interval(values)
-            half = np.nan_to_num(half)
+            mean, below, above = spread(values)
             axis.axhline(mean, color=colour, linestyle="--", linewidth=1.3, label=label)
-            axis.axhspan(mean - half, mean + half, color=colour, alpha=0.12, linewidth=0)
+            axis.axhspan(mean - below, mean + above, color=colour, alpha=0.12, linewidth=0)
     for key, own in families(found).items():
         _, place, marker = FAMILIES[key]
         points = [(r["requests"], [*ends(comparison, r["arm"]).values()]) for r in own]
         x, values = zip(*(point for point in points if point[1]), strict=True)
-        mean, half = np.array([statistics.interval(v) for v in values]).T
+        mean, *spreads = np.array([spread(v) for v in values]).T
         axis.errorbar(
-            x, mean, yerr=np.nan_to_num(half), marker=marker, ms=5, capsize=3,
+            x, mean, yerr=spreads, marker=marker, ms=5, capsize=3,
             color=plots.COLOURS[place], label=family_label(key, own),
         )  # fmt: skip
     if ABOVE in comparison.criterion.scalar:
         axis.set_yscale("log")
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean, and how far its interval reaches down and up; down to half the least value."""
+    mean, half = statistics.interval(values)
+    half = float(np.nan_to_num(half))
+    return mean, min(half, mean - min(values) / 2), half
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -224,7 +234,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define(flags.DEFINE_string, "data_root", None, "holds a folder for the data of each set")
     define([ranges.COUNT], "sizes", None, "records of a block, S; the task's own if unset")
     define([ranges.COUNT], "windows", [1, 4], "blocks of a worker that are read at once, K")
-    define([list(SCHEDULES)], "schedules", ["constant", "cosine"], "of the learning rate")
+    define([list(SCHEDULES)], "schedules", ["constant"], "of the learning rate")
     define([ranges.RATE], "learning_rates", None, "peak rates; the task's own if unset")
     define(ranges.COUNT, "epochs", None, "of a run; the task's own if unset")
     define(ranges.COUNT, "seeds", 5, "runs at every rate")

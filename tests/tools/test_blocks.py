@@ -29,7 +29,9 @@ def test_every_way_of_reading_visits_each_record_once():
     assert [*arms][:3] == ["full", "file", "buffer"] and len(arms) == 3 + 2 + 3 + 2
     for name, arm in arms.items():
         program = block_runs.build(arm, SMALL, found)
-        orders = np.asarray(program.init(3).orders.current)
+        orders = np.random.default_rng(3).permutation(256 // arm.size).reshape(4, -1)
+        if arm.order == "file":
+            orders = np.asarray(program.init(3).orders.current)
         read, places = program.read(orders, 0, 3)
         windows, batches, *_ = read.shape
         assert read.shape == (windows, batches, 4, 4) and windows * batches == program.steps
@@ -52,8 +54,14 @@ def test_balanced_blocks_equal_the_reference_and_steps_those_of_a_loop():
     batches = program.read(np.asarray(state.orders.current), 0, 0)
     rates = np.zeros(batches[0].shape[:2], np.float32)
     still = jax.jit(program.epoch)(state, rates, *batches)
-    one = lambda unit: program_loss(found, unit)(state.params)  # noqa: E731
-    gradients = [jax.flatten_util.ravel_pytree(one(range(4 * u, 4 * u + 4)))[0] for u in range(64)]
+
+    @jax.jit
+    def gradient(params, units):
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[units], found.train)
+        return jax.grad(lambda p: jnp.mean(found.model.loss(p, batch, None)))(params)
+
+    flat = lambda tree: jax.flatten_util.ravel_pytree(tree)[0]  # noqa: E731
+    gradients = [flat(gradient(state.params, u)) for u in np.arange(256).reshape(64, 4)]
     expected = reference.dealt_epoch(
         np.asarray(state.orders.current), np.array(gradients), "round_robin"
     )
@@ -61,19 +69,12 @@ def test_balanced_blocks_equal_the_reference_and_steps_those_of_a_loop():
     moved = jax.jit(program.epoch)(state, rates + 0.3, *batches)
     params, mean = state.params, jax.tree.map(jnp.zeros_like, state.params)
     for step in batches[0].reshape(-1, 16):
-        gradient = program_loss(found, step)(params)
-        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient)
+        params = jax.tree.map(lambda p, g: p - 0.3 * g, params, gradient(params, step))
         mean = jax.tree.map(lambda m, p: m + p / 16, mean, params)
     for own, other in ((moved.params, params), (moved.mean, mean)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), own, other)
     losses = found.model.loss(params, found.train, None)
     assert program.loss(params) == pytest.approx(float(losses.mean()), rel=1e-5)
-
-
-def program_loss(found, units):
-    """The gradient of the mean loss of these records."""
-    batch = jax.tree.map(lambda x: jnp.asarray(x[np.array(units)]), found.train)
-    return jax.jit(jax.grad(lambda params: jnp.mean(found.model.loss(params, batch, None))))
 
 
 def test_runs_side_by_side_equal_single_ones_and_rates_follow_their_schedule():
@@ -85,31 +86,31 @@ def test_runs_side_by_side_equal_single_ones_and_rates_follow_their_schedule():
     assert alone[0] != alone[1]
     constant, cosine = (block_runs._rates(SMALL, run, 16) for run in runs)
     assert (constant == 0.5).all() and cosine[0, 0] == 0.5 and cosine[1, -1] < 0.02
-    with pytest.raises(ValueError, match="256 records are not whole windows of 3 blocks of 8"):
-        block_runs.build(Arm("shuffled", 8, 3), SMALL, found)
+    for sizes, windows in (((7,), (1,)), ((4,), (1, 3)), ((128,), (1,))):
+        with pytest.raises(ValueError, match="64 records of a worker are not whole windows of"):
+            block_tasks.arms_of(SMALL, sizes, windows)
 
 
 def test_the_study_writes_tables_and_pictures_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(blocks, "SETTINGS", {"digits": SMALL})
-    flags = "--seeds=2", "--windows=1", f"--output_dir={tmp_path}"
+    flags = "--seeds=2", "--sizes=8", "--windows=1", "--schedules=constant,cosine"
 
-    def run(*more):
-        blocks.main(parsed(blocks, *flags, *more))
+    def run():
+        blocks.main(parsed(blocks, *flags, f"--output_dir={tmp_path}"))
         return capsys.readouterr().out, records.read(str(tmp_path / records.METRICS))
 
-    said, found = run("--schedules=constant")
-    assert len(found) == 6 * 2 * 2 and {r["step"] for r in found} == {32}
+    said, found = run()
+    assert len(found) == 5 * 2 * 2 * 2 and {r["step"] for r in found} == {32}
     by_arm = {r["arm"]: (r["requests"], r["bytes"]) for r in found}
     assert by_arm["full"] == (256, 256 * (4095 + 65)) and by_arm["file"] == (1, 256 * 65)
     assert by_arm["balanced_8x1"] == (32, 32 * (4095 + 8 * 65))
     assert "blocks of 8, balanced" in (tmp_path / "table_digits.md").read_text() in said
-    again, more = run("--schedules=constant,cosine")
-    assert more[: len(found)] == found and len(more) == 2 * len(found)
-    assert "cosine" in (tmp_path / "table_borders.md").read_text() in again
+    assert "cosine" in (tmp_path / "table_borders.md").read_text() in said
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert pictures == [f"blocks_{m}.png" for m in ("constant_rate", "constant_rate_averaged", "cosine")]
+    names = "constant_rate", "constant_rate_averaged", "cosine"
+    assert pictures == [f"blocks_{name}.png" for name in names]
     monkeypatch.setattr(blocks, "trained", None)  # nothing is left to train
-    assert run("--schedules=constant,cosine")[1] == more
+    assert run() == (said, found)
 
 
 def test_data_of_other_tasks_need_their_folder():
