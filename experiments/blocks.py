@@ -23,7 +23,7 @@ from absl import flags
 
 import models
 from experiments import block_tasks
-from experiments.block_runs import Run, trained
+from experiments.block_runs import ORDERS, Run, trained
 from experiments.block_tasks import BUFFER, SETTINGS, Arm, Setting, arms_of, costs, label_of
 from experiments.cluster import entry, files, lock, progress
 from experiments.results import archive, plots, records, report, statistics, tables
@@ -124,8 +124,13 @@ def shown(found: Sequence[dict]) -> list[str]:
 
 def table(found: Sequence[dict]) -> str:
     """Markdown of a task: a row per arm."""
-    rows = {}
-    for r in found:
+    rows, first = {}, ("full", "file", "buffer")
+
+    def place(r):
+        where = first.index(r["arm"]) if r["arm"] in first else len(first)
+        return where, [*ORDERS].index(r["order"]), block_tasks.are_several(arm_in(r)), r["size"]
+
+    for r in sorted(found, key=place):
         rows[r["arm"]] = {
             "records in the order of": label_of(r["arm"], arm_in(r)),
             "held at once": f"{r['held']:,}",
@@ -161,9 +166,9 @@ def borders(found: Sequence[dict], name: str) -> list[dict]:
             comparison, best = compared(found, measured), None
             full = ends(comparison, "full")
             for r in own:
-                pairs = statistics.paired(ends(comparison, r["arm"]), full)
-                mean, half = statistics.interval(pairs[:, 0] - pairs[:, 1])
-                if not mean - np.nan_to_num(half) <= 0:  # worse, or diverged
+                logs = statistics.log_ratios(full, ends(comparison, r["arm"]))  # of full over own
+                mean, half = statistics.interval(logs)
+                if not mean + np.nan_to_num(half) >= 0:  # worse, or diverged
                     break
                 best = r
             row[measured] = "none" if best is None else f"{best['size']:,}"
@@ -186,11 +191,12 @@ def picture(found: Sequence[dict], measured: str, path: str) -> None:
     for axis, (name, own) in zip(axes.flat, tasks.items(), strict=False):
         comparison = compared(own, measured)
         panel(axis, own, comparison)
-        axis.set(title=SETTINGS[name].label, xscale="log", xlabel="requests of an epoch")
+        of_x = "requests of an epoch × records of a block"
+        axis.set(title=SETTINGS[name].label, xscale="log", xlabel=of_x)
         axis.set_ylabel(tables.name_of(comparison.criterion.scalar))
-        requests = sorted({r["requests"] for of in families(own).values() for r in of})
-        axis.set_xticks(requests, [f"{n:,}" for n in requests])
-        axis.minorticks_off()
+        sizes = {r["requests"]: r["size"] for of in families(own).values() for r in of}
+        axis.set_xticks([*sizes], [f"{n:,}\n× {size:,}" for n, size in sizes.items()])
+        axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(tasks) :]:
         axis.set_visible(False)
@@ -210,7 +216,8 @@ def panel(axis, found: Sequence[dict], comparison: Comparison) -> None:
             axis.axhspan(mean - below, mean + above, color=colour, alpha=0.12, linewidth=0)
     for key, own in families(found).items():
         _, place, marker = FAMILIES[key]
-        points = [(r["requests"], [*ends(comparison, r["arm"]).values()]) for r in own]
+        beside = 1.06 if key[1] else 1.0
+        points = [(beside * r["requests"], [*ends(comparison, r["arm"]).values()]) for r in own]
         x, values = zip(*(point for point in points if point[1]), strict=True)
         mean, *spreads = np.array([spread(v) for v in values]).T
         axis.errorbar(
@@ -272,6 +279,7 @@ def report_of(found: Sequence[dict], folder: str) -> None:
     for measured in shown(found):
         path = os.path.join(folder, f"blocks_{measured.replace(', ', '_').replace(' ', '_')}.png")
         picture(found, measured, path)
+    files.write_whole(os.path.join(folder, archive.METRICS), archive.pack(found))  # to be kept
     archive.note_command(folder, report.command_line())
     report.write_page(folder, "Blocks of sorted files")
     print(f"\nWritten to {folder}")

@@ -82,7 +82,7 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
     path = pathlib.Path(folder) / name
     if not (path / METRICS).exists():
         return None
-    rows = _rows(path)
+    rows = rows_of(name, folder)
     compared = restore(rows, files.read_json(path / COMPARISON))
     return compared._replace(looks=records.read(str(path / LOOKS)))
 
@@ -103,8 +103,9 @@ def pack(rows: Iterable[Mapping]) -> bytes:
     return gzip.compress("".join(lines).encode(), mtime=0)
 
 
-def _rows(path: pathlib.Path) -> list[dict]:
-    path = path / METRICS
+def rows_of(name: str, folder: os.PathLike = FOLDER) -> list[dict]:
+    """The records of a recorded run."""
+    path = pathlib.Path(folder) / name / METRICS
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines()
     except (OSError, EOFError, zlib.error) as error:
