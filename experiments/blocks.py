@@ -2,7 +2,9 @@ r"""What do blocks of sorted files lose against a full shuffle, and what does ba
 
     python -m experiments.blocks                                  # digits by class, a minute
     python -m experiments.blocks --data_root=DIR --schedules=constant,cosine \
-        --tasks=digits,hmda_county,hmda_denied,sst2,shakespeare   # docs/results/blocks.md
+        --tasks=digits,hmda_county,hmda_denied,sst2               # docs/results/blocks.md
+    python -m experiments.blocks --data_root=DIR --schedules=constant,cosine \
+        --tasks=shakespeare --windows=1                           # in the same folder
 
 Files are sorted, as files are: by class, county or length, or in the sequence of a text. Each of
 four workers reads blocks of S records, K at once, whose records are shuffled together. A full
