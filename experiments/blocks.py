@@ -31,7 +31,6 @@ from experiments.results import archive, records, report
 from experiments.results.statistics import ABOVE, AVERAGED, LOSS
 from experiments.study.flags import definer, names_of
 from experiments.tasks import ranges
-from experiments.training.optimizers import SCHEDULES
 
 
 def measure(name: str, values: flags.FlagValues, done: Sequence[dict], write) -> None:
@@ -95,7 +94,8 @@ def define_flags(values: flags.FlagValues) -> None:
     define(flags.DEFINE_string, "data_root", None, "holds a folder for the data of each set")
     define([ranges.COUNT], "sizes", None, "records of a block, S; the task's own if unset")
     define([ranges.COUNT], "windows", [1, 4], "blocks of a worker that are read at once, K")
-    define([list(SCHEDULES)], "schedules", ["constant"], "of the learning rate")
+    schedules = list(dict.fromkeys(schedule for schedule, _ in block_report.MEASURES.values()))
+    define([schedules], "schedules", ["constant"], "of the learning rate")
     define([ranges.RATE], "learning_rates", None, "peak rates; the task's own if unset")
     define(ranges.COUNT, "epochs", None, "of a run; the task's own if unset")
     define(ranges.COUNT, "seeds", 5, "runs at every rate")
