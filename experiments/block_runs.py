@@ -178,18 +178,16 @@ def trained(
     epochs = setting.recipe.epochs
 
     def train(runs):
-        states, shape = init(jnp.array([run.seed for run in runs])), None
+        states = init(jnp.array([run.seed for run in runs]))
+        rates = np.stack([_rates(setting, run, program.steps) for run in runs])
         for number in range(epochs):
             orders, read = np.asarray(states.orders.current), {}
-            for run, own in zip(runs, orders, strict=True):  # shuffles are equal at all rates
-                name = run.seed, own.tobytes()
-                if name not in read:
-                    read[name] = program.read(own, number, run.seed)
             names = [(run.seed, own.tobytes()) for run, own in zip(runs, orders, strict=True)]
+            for name, own in zip(names, orders, strict=True):
+                if name not in read:  # the same at all rates, unless the order depends on them
+                    read[name] = program.read(own, number, name[0])
             records, places = (np.stack([read[name][i] for name in names]) for i in (0, 1))
-            shape = records.shape[1:3]
-            rates = [_rates(setting, run, program.steps)[number].reshape(shape) for run in runs]
-            states = epoch(states, np.stack(rates), records, places)
+            states = epoch(states, rates[:, number].reshape(records.shape[:3]), records, places)
             after_epoch(len(runs))
         return [*zip(*(map(float, loss(p)) for p in (states.params, states.mean)), strict=True)]
 

@@ -16,7 +16,6 @@ resumes.
 
 import itertools
 import os
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,17 +53,16 @@ def measure(name: str, values: flags.FlagValues, done: Sequence[dict], write) ->
             if not (runs := missing[own]):
                 continue
             bar.set_description(f"{name}, {label_of(own, arm)}")
-            start, known = time.perf_counter(), costs(own, arm, setting, data.record_bytes)
+            spent = costs(own, arm, setting, data.record_bytes)
             train = trained(arm, setting, data, after_epoch=bar.update)
             at_once = len(runs) if setting.convex else 1
             for part in (runs[i : i + at_once] for i in range(0, len(runs), at_once)):
                 for run, found in zip(part, train(part), strict=True):
                     found = [loss - (optimum or 0.0) for loss in found]
                     write(
-                        {"study": "blocks", "task": name, "arm": own, **arm._asdict(), **known}
+                        {"study": "blocks", "task": name, "arm": own, **arm._asdict(), **spent}
                         | {"speed": None, "phase": "run", **run._asdict()}
                         | {"epoch": setting.recipe.epochs, "step": steps_of(setting)}
-                        | {"seconds": (time.perf_counter() - start) / len(runs)}
                         | {scalar: found[0], scalar + AVERAGED: found[1], "ended": True}
                         | {"diverged": None if np.isfinite(found).all() else "not finite"}
                     )
