@@ -59,7 +59,7 @@ def test_many_epochs_over_little_text():
 
 
 def test_blocks_of_sorted_files():
-    whole, found = page("blocks_losses.md"), archive.rows_of("blocks")
+    whole, found = page("blocks.md"), archive.rows_of("blocks")
     for text in block_report.tables_of(found).values():
         check(text, whole)
     assert all(line in whole for line in archive.commands(archive.FOLDER / "blocks"))
