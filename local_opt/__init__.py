@@ -5,8 +5,9 @@ from local_opt.forecast import communication_time, forecast, sync_bytes
 from local_opt.lift import lift
 from local_opt.outer import normalize_by_period
 from local_opt.owned import owned
+from local_opt.parallel import accumulated_rounds, parallel_rounds
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
-from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, parallel_rounds
+from local_opt.rounds import Rounds, local_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
 from local_opt.segments import stream_segments
 from local_opt.streaming import Streaming, streaming_rounds

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from local_opt.checks import check_leading
-from local_opt.rounds import AccumulateState, LocalState
+from local_opt.parallel import AccumulateState
+from local_opt.rounds import LocalState
 from syncopate.plans import check_like, check_whole
 
 MEAN, RESET, FIRST = "mean", "reset", "first"

@@ -1,4 +1,4 @@
-"""The step and the sync of a round: with local steps, mean gradients or accumulated gradients."""
+"""The step and the sync of a round of local steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,8 @@ from local_opt import state as state_lib
 from local_opt.checks import check_kind, checked_calls
 from local_opt.drift import Correction, check_correction
 from local_opt.outer import checked, outer_step
-from local_opt.sync import nothing_lost, synchronize, synchronize_changes
+from local_opt.sync import averaged, nothing_lost, synchronize_changes
+from local_opt.weights import if_counted
 from local_opt.wires import Wire, check_wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
@@ -26,8 +27,8 @@ class Rounds(NamedTuple):
       init: `params -> state`.
       update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
         worker, without any collective unless `in_step`.
-      sync: `(params, state, **extra) -> (params, state)`, after the round's last step. It
-        overwrites the parameters, which are then bitwise equal on all workers.
+      sync: `(params, state, *, weight=None, **extra) -> (params, state)`, after the round's last
+        step. It overwrites the parameters, which are then bitwise equal on all workers.
       in_step: whether every step averages gradients, and the sync does nothing. Parameters and
         state are then equal on all workers, and one copy of them is enough.
       drift: `state -> float32[]`, |x_w - x_bar| / |x_bar| at the last sync, or None if not asked.
@@ -68,6 +69,14 @@ def local_rounds(
     Step: x_w <- x_w + inner(g_w). Sync: x_w <- x_bar = 1/W sum_v x_v, or with an outer optimizer
     x_w <- a + outer(a - x_bar), where a are the parameters after the last sync.
 
+    `sync(params, state, weight=v_w)` weighs workers, as by their tokens or steps: x_bar =
+    sum_w v_w x_w / sum_w v_w, and alike for averaged optimizer state. v_w is one number of this
+    worker, finite and >= 0, or a bool. A worker with weight zero, as one whose loss is not finite,
+    does not change the mean even if its parameters are NaN. It gets the mean as all others do, and
+    keeps what stays local. If all weights are zero there is no mean, and a weight that is negative
+    or not finite is an error of the worker that gave it. A compiled program cannot raise it, and to
+    go on without a sync would hide it: all parameters become NaN, at which training stops.
+
     Args:
       inner: the workers' optimizer.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
@@ -86,7 +95,8 @@ def local_rounds(
         per leaf, or one for all, without the workers' axis. The optimizer state is split alike. A
         wire needs it, and so does the drift if all axes are manual; see docs/use/devices.md.
       drift: whether a sync measures how far this worker is from the mean, |x_w - x_bar| / |x_bar|,
-        for `Rounds.drift`. That reads the parameters twice more, and keeps them meanwhile.
+        for `Rounds.drift`. That reads the parameters twice more, and keeps them meanwhile. It is 0
+        for a worker with weight zero.
 
     Returns:
       A `Rounds`.
@@ -146,7 +156,7 @@ def local_rounds(
         updates, own = correction.update(updates, state.correction, **extra)
         return updates, state._replace(inner=inner_state, since=state.since + 1, correction=own)
 
-    def sync(params, state, *, parts=None, **extra):
+    def sync(params, state, *, parts=None, weight=None, **extra):
         del extra
         given = params, state
         chosen = state_lib.policy_of_leaves(state.inner, policies, parts)
@@ -154,18 +164,19 @@ def local_rounds(
         pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
         fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
         exact = params if moves and wire is None else ()
-        mean, fields = synchronize((exact, fields), axis_name=axis_name)
+        (mean, fields), share = averaged((exact, fields), axis_name, weight)
         if not moves:
             mean = params
         elif wire is not None:
             mean, lost = synchronize_changes(
                 params, axis_name=axis_name, anchor=state.anchor, wire=wire, lost=state.lost,
-                specs=specs,
+                specs=specs, share=share,
             )  # fmt: skip
             state = state._replace(lost=lost)
         first = lambda: state_lib.apart(inner.init(mean), mean)  # noqa: E731
         state = state._replace(inner=state_lib.placed(state.inner, chosen, fields, first))
-        new = renewed(params, mean, state) if moves else (params, state)
+        own = if_counted(params, mean, share)
+        new = renewed(own, mean, state) if moves else (params, state)
         return mesh.alike(state_lib.in_place(new, params, specs), given)
 
     def renewed(params, mean, state):
@@ -181,114 +192,3 @@ def local_rounds(
 
     measured = (lambda state: state.drift) if drift else None
     return checked_calls(Rounds(init, update, sync, drift=measured))
-
-
-def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName = AXIS) -> Rounds:
-    """Data-parallel training: every step takes the mean gradient of all workers.
-
-    x <- x + inner(1/W sum_w g_w) in a step; a sync does nothing.
-
-    Workers that start equal stay bitwise equal, so a loop may keep one copy of parameters and
-    state for all of them.
-
-    Args:
-      inner: any optax optimizer; it sees the mean gradient, taken in float32.
-      axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`.
-
-    Returns:
-      A `Rounds` whose state is the inner optimizer's and whose `sync` returns its arguments.
-
-    Raises:
-      ValueError: from `init`, for parameters that are not floating.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> rounds = local_opt.parallel_rounds(optax.sgd(0.5))
-      >>> x = jnp.array([1.0, 1.0])  # two workers
-      >>> step = jax.vmap(rounds.update, axis_name="worker")
-      >>> updates, state = step(jnp.array([2.0, -4.0]), jax.vmap(rounds.init)(x), x)
-      >>> (x + updates).tolist()
-      [1.5, 1.5]
-
-    References:
-      Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017,
-      https://arxiv.org/abs/1706.02677
-    """
-    inner = checked(inner)
-
-    def init(params):
-        check_kind(params)
-        return state_lib.apart(inner.init(params), params)
-
-    def update(grads, state, params=None, **extra):
-        return inner.update(synchronize(grads, axis_name=axis_name), state, params, **extra)
-
-    return checked_calls(Rounds(init, update, lambda params, state, **extra: (params, state), True))
-
-
-class AccumulateState(NamedTuple):
-    """The state of one worker in `accumulated_rounds`; all but `mean` is equal on all workers."""
-
-    since: Int[Array, ""]  # steps since the last sync
-    inner: Any
-    mean: Any  # float32, this worker's mean gradient since the last sync
-
-
-def accumulated_rounds(
-    inner: optax.GradientTransformation, *, axis_name: AxisName = AXIS
-) -> Rounds:
-    """Gradient accumulation: one inner step per round, with the mean gradient of its batches.
-
-    x <- x + inner(1/W sum_w 1/H sum_h g_wh), all gradients at the round's first parameters. With
-    H = 1 this is data-parallel training; with one worker and constant H it is `optax.MultiSteps`.
-
-    Args:
-      inner: any optax optimizer; it gets the extra arguments of `sync`.
-      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
-
-    Returns:
-      A `Rounds` whose `update` returns zeros.
-
-    Raises:
-      ValueError: from `init`, for parameters that are not floating.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> rounds = local_opt.accumulated_rounds(optax.sgd(0.5))
-      >>> x = jnp.array([1.0, 1.0])  # two workers, with two batches each
-      >>> state = jax.vmap(rounds.init)(x)
-      >>> for grads in jnp.array([[2.0, -4.0], [3.0, -5.0]]):
-      ...     _, state = jax.vmap(rounds.update)(grads, state)
-      >>> jax.vmap(rounds.sync, axis_name="worker")(x, state)[0].tolist()
-      [1.5, 1.5]
-
-    References:
-      Lin, Stich, Patel, Jaggi, Don't Use Large Mini-Batches, Use Local SGD, 2020,
-      https://arxiv.org/abs/1808.07217
-    """
-    inner = checked(inner)
-
-    def init(params):
-        check_kind(params)
-        own = state_lib.apart(inner.init(params), params)
-        state = AccumulateState(jnp.zeros((), jnp.int32), own, state_lib.wide_zeros(params))
-        return state_lib.floating_as(state, params, axis_name)
-
-    def update(grads, state, params=None, **extra):
-        del params, extra
-        since = state.since + 1
-        mean = jax.tree.map(
-            lambda m, g: m + (g.astype(m.dtype) - m) / since.astype(m.real.dtype), state.mean, grads
-        )
-        return jax.tree.map(jnp.zeros_like, grads), AccumulateState(since, state.inner, mean)
-
-    def sync(params, state, **extra):
-        given, gradient = params, synchronize(state.mean, axis_name=axis_name)
-        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
-        updates, inner_state = inner.update(gradient, state.inner, params, **extra)
-        params = optax.apply_updates(params, updates)
-        zero = jnp.zeros_like(state.since)
-        new = AccumulateState(zero, inner_state, jax.tree.map(jnp.zeros_like, state.mean))
-        return mesh.alike((params, new), (given, state))
-
-    return checked_calls(Rounds(init, update, sync))

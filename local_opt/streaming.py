@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 
 from local_opt.checks import check_call, check_kind
 from local_opt.outer import checked, outer_step
 from local_opt.segments import Event
 from local_opt.state import LOCAL, apart, check_survives, floating_as
-from local_opt.sync import nothing_lost, synchronize_changes
+from local_opt.sync import averaged, nothing_lost, synchronize_changes
+from local_opt.weights import checked_weight, if_counted
 from local_opt.wires import Wire, check_wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
@@ -29,12 +31,12 @@ class Streaming(NamedTuple):
       init: `params -> state`.
       update: `(grads, state, params, **extra) -> (updates, state)`, as in optax: one step of this
         worker, without any collective.
-      start: `(params, state, *, fragment) -> state`: sends a fragment; it holds all collectives.
-        The result is not used before `finish`, so steps can be computed meanwhile.
-      finish: `(params, state, *, fragment, last=False) -> (params, state)`: merges the fragment
-        into the parameters; with `last` without mixing, so that workers end bitwise equal.
-      communicate: `(params, state, due) -> (params, state)`: the starts and finishes that are due
-        before a segment of `stream_segments`; `due` is static.
+      start: `(params, state, *, fragment, weight=None) -> state`: sends a fragment; it holds all
+        collectives. The result is not used before `finish`, so steps can be computed meanwhile.
+      finish: `(params, state, *, fragment, last=False, weight=None) -> (params, state)`: merges the
+        fragment into the parameters; with `last` without mixing, so that workers end bitwise equal.
+      communicate: `(params, state, due, *, weight=None) -> (params, state)`: the starts and
+        finishes that are due before a segment of `stream_segments`; `due` is static.
     """
 
     init: Callable
@@ -72,6 +74,11 @@ def streaming_rounds(
     Every fragment has its own plan; `stream_segments` lists when it starts and finishes. With one
     fragment, a delay of 0 and mixing 0 this is `local_rounds`. Collectives and steps only overlap
     inside one compiled program: put `communicate` and the steps of a segment under one `jax.jit`.
+
+    A `weight` weighs workers in the mean of every fragment that starts, as in `local_rounds`; at a
+    finish, a worker with weight zero takes a without mixing. Its other fragments stay as they are
+    until theirs: if they are NaN its next gradient is, too, so skip such steps, for example by
+    `optax.apply_if_finite`.
 
     Args:
       inner: the workers' optimizer; its state stays local.
@@ -137,14 +144,17 @@ def streaming_rounds(
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         return updates, state._replace(inner=inner_state, since=state.since + 1)
 
-    def start(params, state, *, fragment: int):
+    def start(params, state, *, fragment: int, weight: ArrayLike | None = None):
         part = part_of(params, state, fragment)
         anchor, outers, losses = _pick(state.anchor, part), list(state.outer), list(state.lost)
         own_specs = None if specs is None else _pick(mesh.like(specs, params), part)
-        mean, losses[fragment] = synchronize_changes(
-            _pick(params, part), axis_name=axis_name, anchor=anchor, wire=wire,
-            lost=losses[fragment], specs=own_specs,
-        )  # fmt: skip
+        own = _pick(params, part)
+        mean, share = averaged(own if wire is None else (), axis_name, weight)
+        if wire is not None:
+            mean, losses[fragment] = synchronize_changes(
+                own, axis_name=axis_name, anchor=anchor, wire=wire, lost=losses[fragment],
+                specs=own_specs, share=share,
+            )  # fmt: skip
         new, outers[fragment] = outer_step(
             outer, outers[fragment], anchor, mean, state.since[fragment]
         )
@@ -156,21 +166,25 @@ def streaming_rounds(
         )
         return mesh.alike(new, state)
 
-    def finish(params, state, *, fragment: int, last: bool = False):
+    def finish(
+        params, state, *, fragment: int, last: bool = False, weight: ArrayLike | None = None
+    ):
         part = part_of(params, state, fragment)
         new = _pick(state.anchor, part)
+        weight = None if weight is None else checked_weight(weight)
         if mixing and not last:
-            new = jax.tree.map(lambda x, a: _mixed(mixing, x, a), _pick(params, part), new)
+            own = if_counted(_pick(params, part), new, weight)
+            new = jax.tree.map(lambda x, a: _mixed(mixing, x, a), own, new)
         return _placed(params, part, jax.tree.map(jnp.copy, new)), state
 
-    def communicate(params, state, due: Iterable[Event]):
+    def communicate(params, state, due: Iterable[Event], *, weight: ArrayLike | None = None):
         if not isinstance(due, tuple | list) or not all(isinstance(e, Event) for e in due):
             raise ValueError(f"due is {due}: pass the due of a segment of stream_segments.")
         for action, fragment, last in due:
             if action == "start":
-                state = start(params, state, fragment=fragment)
+                state = start(params, state, fragment=fragment, weight=weight)
             else:
-                params, state = finish(params, state, fragment=fragment, last=last)
+                params, state = finish(params, state, fragment=fragment, last=last, weight=weight)
         return params, state
 
     return Streaming(init, update, start, finish, communicate)

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from local_opt.checks import ARRAYS, check_kind
+from local_opt.weights import checked_weight, weighed
 from local_opt.wires import LANES, Wire, rows_of
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
@@ -17,33 +19,60 @@ from syncopate import mesh
 JOINED = 2**20  # numbers of an array that is rather copied than sent alone: 4 MB take gloo 5 ms
 
 
-def synchronize(tree: PyTree, *, axis_name: AxisName = AXIS) -> PyTree:
+def synchronize(
+    tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None = None
+) -> PyTree:
     """Overwrites every floating leaf with its mean over the workers.
 
-    x <- 1/W sum_w x_w, accumulated in float32 (float64 leaves in float64), cast back, and bitwise
-    equal on all workers. Integers, booleans and PRNG keys stay this worker's own.
+    x <- 1/W sum_w x_w, or with weights v_w, x <- sum_w v_w x_w / sum_w v_w. Sums are taken in
+    float32 (float64 leaves in float64), cast back, and bitwise equal on all workers. Integers,
+    booleans and PRNG keys stay this worker's own.
 
     Args:
       tree: this worker's arrays.
       axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`.
+      weight: v_w >= 0 and finite, one number of this worker, as of its tokens, or a bool; None for
+        equal weights. An array of a worker with weight zero is not read, so it may be NaN. Where
+        all weights are zero, or one is negative or not finite, the mean is NaN.
 
     Returns:
       A tree of the same shapes and dtypes.
+
+    Raises:
+      ValueError: outside of the workers' axis, for leaves that are no arrays, or a weight that is
+        not one number.
 
     Examples:
       >>> import jax, jax.numpy as jnp, local_opt
       >>> jax.vmap(local_opt.synchronize, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
+      >>> mean = jax.vmap(lambda x, v: local_opt.synchronize(x, weight=v), axis_name="worker")
+      >>> mean(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([300, 100, 0])).tolist()
+      [1.25, 1.25, 1.25]
     """
+    return averaged(tree, axis_name, weight)[0]
+
+
+def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
+    """(the tree's mean, this worker's weight by the mean weight or None): see `synchronize`."""
     mesh.axis_size(axis_name)  # raises outside of it
     check_kind(tree, np.generic, ARRAYS)
     leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(x) for x in leaves]
+    leaves, share = [jnp.asarray(x) for x in leaves], None
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
     wide = [leaves[i].astype(jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in places]
-    for i, mean in zip(places, _means(wide, axis_name), strict=True):
+    if weight is None:
+        means = _means(wide, axis_name)
+    else:
+        weight = checked_weight(weight)
+        # Together, so that processes on CPUs send the weight in the vector of the leaves.
+        *means, total = _means([*(weighed(x, weight) for x in wide), weight], axis_name)
+        total = jnp.where(total < jnp.inf, total, jnp.nan)  # of weights whose sum overflows
+        means = [m / total.astype(m.real.dtype) for m in means]
+        share = weight / total
+    for i, mean in zip(places, means, strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(treedef, leaves), share
 
 
 def _means(arrays, axis_name):
@@ -84,25 +113,30 @@ def synchronize_changes(
     *,
     axis_name: AxisName = AXIS,
     anchor: PyTree,
-    wire: Wire | None,
+    wire: Wire,
     lost: PyTree = (),
     specs: PyTree[P] | None = None,
+    share: Float[Array, ""] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Adds the workers' mean change to an anchor; the changes are sent in a narrow format.
 
-    c_w = x_w - a + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of c_w.
+    c_w = s_w (x_w - a) + f e_w; x <- a + Q(1/W sum_w Q(c_w)); e_w <- what both roundings lost of
+    c_w. s_w = 1, or the share of a worker with weight v_w, W v_w / sum_u v_u.
 
-    With feedback f = 1 nothing is lost for good: W x + sum_w e_w is as without rounding. Each
-    worker averages one slice of the blocks, with its own changes unrounded, and keeps W times what
-    the second rounding loses. With a wire that `gathers`, every worker averages everything, and
-    there is no second rounding. Sums are taken in float32.
+    With feedback f = 1 nothing is lost for good: W x + sum_w e_w is as without rounding, also under
+    weights, as changes are weighed before they are rounded: a worker with weight zero still sends
+    what it has lost of changes that counted, and keeps what is lost of that. Each worker averages
+    one slice of the blocks, with its own changes unrounded, and keeps W times what the second
+    rounding loses. With a wire that `gathers`, every worker averages everything, and there is no
+    second rounding. Sums are taken in float32.
 
     Args:
       tree: x_w, this worker's arrays, real and floating.
       anchor: a, a tree like it and equal on all workers: `tree` after the last sync.
-      wire: the format Q, with its feedback f; None is `synchronize`.
+      wire: the format Q, with its feedback f.
       lost: e_w of the last call; `nothing_lost` at first.
       specs: as in `local_rounds`; each device then exchanges its shards alone.
+      share: s_w, as `averaged` finds it; None is 1.
 
     Returns:
       (tree, lost): x, bitwise equal on all workers, and e_w.
@@ -111,8 +145,6 @@ def synchronize_changes(
       Tang et al., DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
       Error-Compensated Compression, 2019, https://arxiv.org/abs/1905.05957
     """
-    if wire is None:
-        return synchronize(tree, axis_name=axis_name), lost
     why = f"the wire ({wire.rule}) sends real floating numbers only. Keep it outside, or wire=None."
     check_kind(tree, jnp.floating, why)
     mesh.axis_size(axis_name)  # raises outside of it
@@ -124,25 +156,29 @@ def synchronize_changes(
         check_alone(axis_name, wire)
     of = jax.tree.leaves(mesh.like(P() if specs is None else specs, tree))
 
-    def send(leaves, anchors, losses):
+    def send(leaves, anchors, losses, share):
         # Leaves that are whole on all devices of a worker go apart, to be rounded alike on all.
         new, lost = list(leaves), list(losses)
         for group in _by_axes(of):
             args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
-            for all_of, found in zip((new, lost), _sent(wire, axis_name, *args), strict=True):
+            for all_of, found in zip(
+                (new, lost), _sent(wire, axis_name, *args, share), strict=True
+            ):
                 for i, x in zip(group, found, strict=False):
                     all_of[i] = x
         return new, lost
 
-    of_all = of, of, of[: len(losses)]
-    send = mesh.over_shards(mesh.check_specs(specs, axis_name), send, of_all, of_all[1:])
-    new, losses = send(leaves, anchors, losses)
+    of_all = of, of, of[: len(losses)], P()
+    send = mesh.over_shards(mesh.check_specs(specs, axis_name), send, of_all, of_all[1:3])
+    new, losses = send(leaves, anchors, losses, share)
     return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
 
 
-def _sent(wire, axis_name, leaves, anchors, losses):
+def _sent(wire, axis_name, leaves, anchors, losses, share):
     """Lists of the leaves after the sync, and of what is lost."""
     changes = [_float32(x) - _float32(a) for x, a in zip(leaves, anchors, strict=True)]
+    if share is not None:
+        changes = [weighed(c, share) for c in changes]
     if wire.feedback:
         changes = [c + wire.feedback * e for c, e in zip(changes, losses, strict=True)]
     exchange = _gathered if wire.gathers else _in_halves

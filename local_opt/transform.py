@@ -84,7 +84,10 @@ def local_steps(
       plan decides, by a conditional that holds the only collective), or a static bool (the host
       has decided, without a conditional). The plan counts the steps of the state, or follows
       `step`, int32[], the loop's: one number for all workers, which keeps the conditional under
-      `jax.vmap`. Other extra arguments go to `inner`, whose state is read as in optax, by
+      `jax.vmap`. `weight` is this worker's in the mean of a sync, as in `local_rounds`; other steps
+      do not read it. An update is added and cannot replace parameters that are NaN already: for
+      those take `local_rounds`, or keep them finite by `optax.apply_if_finite`, as `inner`.
+      Other extra arguments go to `inner`, whose state is read as in optax, by
       `optax.tree_utils.tree_get(state, "nu")` or as `state.hyperparams`. It is
       `state.rounds.inner`, if an outer optimizer has fields of the same names.
 
@@ -113,15 +116,9 @@ def local_steps(
     """
     check_plan(plan)
     rounds = local_rounds(
-        inner,
-        axis_name=axis_name,
-        opt_state=opt_state,
-        outer=outer,
-        wire=wire,
-        correction=correction,
-        specs=specs,
-        drift=drift,
-    )
+        inner, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
+        correction=correction, specs=specs, drift=drift,
+    )  # fmt: skip
     overwrites = outer is not None or wire is not None
     return _planned(rounds, plan, axis_name, overwrites=overwrites)
 
@@ -132,7 +129,7 @@ def _planned(rounds, plan, axis_name, *, overwrites):
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
 
-    def update(updates, state, params=None, *, sync: bool | None = None, step=None, **extra):
+    def update(updates, state, params=None, *, sync=None, step=None, weight=None, **extra):
         if params is None:
             raise ValueError("a sync averages parameters: call update(grads, state, params).")
         if sync is not None and step is not None:
@@ -148,8 +145,10 @@ def _planned(rounds, plan, axis_name, *, overwrites):
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
 
         def synced(updates, own):
-            mean, own = rounds.sync(optax.apply_updates(params, updates), own, **extra)
-            if lax.axis_size(axis_name) == 1 and not overwrites:
+            mean, own = rounds.sync(
+                optax.apply_updates(params, updates), own, weight=weight, **extra
+            )
+            if lax.axis_size(axis_name) == 1 and not overwrites and weight is None:
                 return updates, own  # the inner update, without rounding
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, own

@@ -93,13 +93,16 @@ CALLS = {
 
 # Steps of two workers, traced.
 def transformed(make):
-    def run(params=X, grads=X, state=None, update_params=X, sync=None, step=None, **args):
+    def run(
+        params=X, grads=X, state=None, update_params=X, sync=None, step=None, weight=None, **args
+    ):
         opt = make(**args)
 
         def one(w):
             own = opt.init(varying(params, w)) if state is None else given(state)
             given_params = varying(update_params, w)
-            return opt.update(varying(grads, w), own, given_params, sync=sync, step=step)
+            more = {"sync": sync, "step": step, "weight": weight}
+            return opt.update(varying(grads, w), own, given_params, **more)
 
         return over_workers(one)
 
@@ -107,13 +110,14 @@ def transformed(make):
 
 
 def rounded(make):
-    def run(params=X, grads=X, state=None, update_params=X, parts=None, **args):
+    def run(params=X, grads=X, state=None, update_params=X, parts=None, weight=None, **args):
         rounds = make(**args)
 
         def one(w):
             own = rounds.init(varying(params, w)) if state is None else given(state)
             updates, own = rounds.update(varying(grads, w), own, varying(update_params, w))
-            more = {} if parts is None else {"parts": parts}
+            more = {"parts": parts, "weight": weight}
+            more = {name: value for name, value in more.items() if value is not None}
             return rounds.sync(varying(params, w), own, **more), updates
 
         return over_workers(one)
@@ -121,15 +125,15 @@ def rounded(make):
     return run
 
 
-def streamed(params=X, grads=X, state=None, fragment=0, due=None, fragments=1, **args):
+def streamed(params=X, grads=X, state=None, fragment=0, due=None, weight=None, fragments=1, **args):
     stream = local_opt.streaming_rounds(fragments=fragments, **args)
 
     def one(w):
         own = stream.init(varying(params, w)) if state is None else given(state)
         own = stream.update(varying(grads, w), own, varying(params, w))[1]
         if due is not None:
-            return stream.communicate(varying(params, w), own, due)
-        own = stream.start(varying(params, w), own, fragment=fragment)
+            return stream.communicate(varying(params, w), own, due, weight=weight)
+        own = stream.start(varying(params, w), own, fragment=fragment, weight=weight)
         return stream.finish(varying(params, w), own, fragment=fragment)
 
     return over_workers(one)
@@ -141,6 +145,7 @@ INNER = {"inner": SGD, "axis_name": "worker", "params": X, "grads": X}
 POLICIES = word({"trace": "unknown"}, {"nu": "mean"}, {3: "mean"}, {"trace": None})
 OPTIONS = {"opt_state": Arg("local", POLICIES), "outer": None, "wire": None, "correction": None,
            "specs": None, "drift": Arg(False, ["yes", 1, None])}  # fmt: skip
+WEIGHT = Arg(None, [NAN, INF, -1, np.float32(-0.5), "3", THING, {}, 1j, jnp.ones(2), [1.0], KEY])
 UNFIT = [3, THING, "unknown", ("unknown",), ("nu",), {"params": 3, "x": 2}]
 FRAGMENTS = [None, 0, -1, 2, 0.5, NAN, "1", True, THING, {}, {"w": 1}, {"w": -1}, {"w": "0"},
              {"w": 0.0}, {"w": None}, {"v": 0}, {"w": True}, 1j, [0], {"w": NAN}]  # fmt: skip
@@ -152,17 +157,19 @@ CALLS |= {
     "local_steps": call(
         transformed(local_opt.local_steps), **INNER, **OPTIONS, plan=Arg(PLAN, NO_PLANS), state=OWN,
         update_params=X, sync=Arg(None, [3, "yes", THING, 0.5, jnp.ones(2, bool), [], {}]),
-        step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}])),
+        step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT),
     "diloco": call(transformed(local_opt.diloco), **OUTER),
     "slowmo": call(transformed(local_opt.slowmo), **OUTER),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
-                         parts=Arg(None, UNFIT)),
-    "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES)),
-    "accumulated_rounds": call(rounded(local_opt.accumulated_rounds), **INNER, state=OWN),
+                         parts=Arg(None, UNFIT), weight=WEIGHT),
+    "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),
+                            weight=Arg(None, [1.0, *WEIGHT.bad])),
+    "accumulated_rounds": call(rounded(local_opt.accumulated_rounds), **INNER, state=OWN,
+                               weight=WEIGHT),
     "streaming_rounds": call(
         streamed, **INNER, state=OWN, fragments=Arg(1, FRAGMENTS), mixing=0.5, outer=None,
         wire=None, specs=None, due=Arg(None, DUE),
-        fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True])),
+        fragment=Arg(0, [1, -1, -2, NAN, 0.5, "0", None, THING, {}, True]), weight=WEIGHT),
     "proximal": call(local_opt.proximal, strength=0.5),
     "normalize_by_period": call(
         lambda period, outer, h_base: local_opt.normalize_by_period(outer, h_base=h_base).update(
@@ -170,9 +177,9 @@ CALLS |= {
         outer=Arg(SGD, [None, *OPTIMIZERS]), h_base=2,
         period=Arg(2, [None, NAN, -1, "3", THING, {}, 1j, jnp.ones(2)])),
     "synchronize": call(
-        lambda tree, axis_name: over_workers(
-            lambda w: local_opt.synchronize(varying(tree, w), axis_name=axis_name)),
-        tree=Arg(X, leaves_of(3)[:-3]), axis_name="worker"),
+        lambda tree, axis_name, weight: over_workers(
+            lambda w: local_opt.synchronize(varying(tree, w), axis_name=axis_name, weight=weight)),
+        tree=Arg(X, leaves_of(3)[:-3]), axis_name="worker", weight=WEIGHT),
 }  # fmt: skip
 for name in ("int8", "top_k"):
     make = lambda name=name, **args: local_opt.local_rounds(  # noqa: E731

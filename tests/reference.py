@@ -181,17 +181,29 @@ def qsr_rounds(lr, total_steps, alpha, h_base, power=2, warmup_steps=0, h_max=ma
     return starts
 
 
-def local_sgd(params, gradient, periods, rate, momentum=0.0, clip=math.inf):
+def weighted_mean(rows, weights):
+    """sum w x / sum w, over the workers that count: [W, ...] -> [...]."""
+    total, over = 0.0, 0.0
+    for row, w in zip(rows, weights, strict=True):
+        if w > 0:
+            total = total + np.float64(w) * np.asarray(row, np.float64)
+            over += np.float64(w)
+    return total / over
+
+
+def local_sgd(params, gradient, periods, rate, momentum=0.0, clip=math.inf, weights=None):
     """Local SGD (Stich 2019) with a momentum buffer per worker that stays local.
 
-    params [D] of all workers; gradient(worker, step, x) -> [D]. Returns the parameters [W, D] of
-    the workers after every step, for as many workers as `gradient.workers`.
+    params [D] of all workers; gradient(worker, step, x) -> [D]; weights [R, W] of the workers at
+    every sync, None for equal ones. Returns the parameters [W, D] of the workers after every step,
+    for as many workers as `gradient.workers`.
     """
     workers = gradient.workers
     x = [np.array(params, np.float64) for _ in range(workers)]
     trace = [np.zeros(len(params)) for _ in range(workers)]
     history, t = [], 0
-    for h in periods:
+    weights = np.ones((len(periods), workers)) if weights is None else weights
+    for h, own in zip(periods, weights, strict=True):
         for _ in range(h):
             for w in range(workers):
                 g = gradient(w, t, x[w])
@@ -202,7 +214,7 @@ def local_sgd(params, gradient, periods, rate, momentum=0.0, clip=math.inf):
                 x[w] = x[w] - rate * trace[w]
             t += 1
             if _ == h - 1:
-                mean = sum(x) / workers
+                mean = weighted_mean(x, own)
                 x = [mean.copy() for _ in range(workers)]
             history.append(np.array(x))
     return np.array(history)
@@ -436,8 +448,10 @@ def rounded(rows, wire):
     return scale * np.clip(np.round(rows / np.where(scale == 0, 1, scale)), -most, most)
 
 
-def synchronize_changes(anchor, changes, lost, wire, feedback):
+def synchronize_changes(anchor, changes, lost, wire, feedback, weights=None):
     """Changes [W, D] with error feedback: (the parameters [D] of all, what is lost [W, D]).
+
+    Changes count by weights [W], those of a worker with weight zero not at all.
 
     Worker w sends its changes to those who average them, each a slice, and keeps what was rounded
     off; who averages sends the mean on, and keeps what that loses, W times. SparseLoCo (Sarfi et
@@ -445,7 +459,12 @@ def synchronize_changes(anchor, changes, lost, wire, feedback):
     """
     workers, size = changes.shape
     unit = 4096 if wire == "top_k" else 256 * workers if wire == "int4" else 128 * workers
-    sent = np.asarray(changes, np.float64) + feedback * lost
+    weights = np.ones(workers) if weights is None else np.asarray(weights, np.float64)
+    sent = np.zeros((workers, size))
+    for w, weight in enumerate(weights):
+        sent[w] = feedback * lost[w]
+        if weight > 0:
+            sent[w] += workers * weight / weights.sum() * np.asarray(changes[w], np.float64)
     sent = np.pad(sent, ((0, 0), (0, -size % unit)))
     got = np.stack([rounded(c.reshape(-1, 128), wire).ravel() for c in sent])
     lost = sent - got
@@ -460,17 +479,21 @@ def synchronize_changes(anchor, changes, lost, wire, feedback):
     return anchor + mean[:size], lost[:, :size]
 
 
-def streaming_diloco(params, gradient, fragments, ends, rates, *, delay, mixing, outer):
+def streaming_diloco(
+    params, gradient, fragments, ends, rates, *, delay, mixing, outer, weights=None
+):
     """Algorithm 2 of Streaming DiLoCo (Douillard et al. 2025): [T, W, D] after every step.
 
     fragments: the places of each; ends: the steps after which each is sent; rates: of SGD, per
-    step; outer: (rate, momentum) of Nesterov. At the end of the run everything is sent and
-    received at once, and nobody keeps anything of its own.
+    step; outer: (rate, momentum) of Nesterov; weights [T, W] of the workers in the mean of what is
+    sent after a step, where a worker with weight zero keeps nothing. At the end of the run
+    everything is sent and received at once, and nobody keeps anything of its own.
     """
     workers, total = gradient.workers, len(rates)
     theta = [np.array(params, np.float64) for _ in range(workers)]  # theta_m
     common = np.array(params, np.float64)  # theta
     velocity, sent = np.zeros(len(params)), [None for _ in fragments]
+    weights = np.ones((total, workers)) if weights is None else weights
     history = []
 
     def receive(p, keep):
@@ -478,7 +501,8 @@ def streaming_diloco(params, gradient, fragments, ends, rates, *, delay, mixing,
         velocity[part] = outer[1] * velocity[part] + delta
         common[part] -= outer[0] * (delta + outer[1] * velocity[part])  # OuterOpt
         for m in range(workers):
-            theta[m][part] = keep * theta[m][part] + (1 - keep) * common[part]
+            own = keep if weights[t - 1][m] > 0 else 0.0
+            theta[m][part] = own * theta[m][part] + (1 - own) * common[part]
         sent[p] = None
 
     for t in range(1, total + 1):
@@ -489,7 +513,8 @@ def streaming_diloco(params, gradient, fragments, ends, rates, *, delay, mixing,
             if due:
                 receive(p, mixing)
             if t in ends[p]:
-                delta = sum(common[part] - theta[m][part] for m in range(workers)) / workers
+                deltas = [common[part] - theta[m][part] for m in range(workers)]
+                delta = weighted_mean(deltas, weights[t - 1])
                 sent[p] = (t, delta)
                 if delay == 0 or t == total:
                     receive(p, 0.0 if t == total else mixing)
@@ -541,16 +566,18 @@ def aligned_ends(ends, fresh, every):
     return found
 
 
-def scaffold(params, gradient, periods, rates):
+def scaffold(params, gradient, periods, rates, weights=None):
     """SCAFFOLD, algorithm 1 with option II (Karimireddy et al. 2020), where all take part.
 
-    params [D]; gradient(worker, step, x) -> [D]; rates: of every step; eta_g is 1. Returns the
-    parameters [W, D] after every step, and c_i [W, D] and c [D] after every round.
+    params [D]; gradient(worker, step, x) -> [D]; rates: of every step; eta_g is 1; weights [R, W]
+    above zero, of the workers at every sync, None for equal ones. Returns the parameters [W, D]
+    after every step, and c_i [W, D] and c [D] after every round.
     """
     workers, x = range(gradient.workers), np.array(params, np.float64)
     c, own, t = np.zeros(len(params)), [np.zeros(len(params)) for _ in range(gradient.workers)], 0
     history, controls = [], []
-    for h in periods:
+    weights = np.ones((len(periods), len(workers))) if weights is None else weights
+    for h, shares in zip(periods, weights, strict=True):
         y, spent = [x.copy() for _ in workers], sum(rates[t : t + h])  # K eta_l
         for k in range(h):
             for i in workers:
@@ -559,8 +586,8 @@ def scaffold(params, gradient, periods, rates):
             if k < h - 1:
                 history.append(np.array(y))
         plus = [own[i] - c + (x - y[i]) / spent for i in workers]  # option (ii)
-        x = x + sum(y[i] - x for i in workers) / len(workers)
-        c = c + sum(plus[i] - own[i] for i in workers) / len(workers)
+        x = x + weighted_mean([y[i] - x for i in workers], shares)
+        c = c + weighted_mean([plus[i] - own[i] for i in workers], shares)
         own = plus
         history.append(np.array([x.copy() for _ in workers]))
         controls.append((np.array(own), c))

@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from local_opt.parallel import AccumulateState
 from local_opt.resize import mean_of, resize
-from local_opt.rounds import AccumulateState, LocalState
+from local_opt.rounds import LocalState
 
 ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 

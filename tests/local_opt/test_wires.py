@@ -34,16 +34,18 @@ ANCHOR = {"a": on_grid(7), "b": on_grid(3, 200)}  # 607 numbers, of no multiple
 CHANGES = [jax.tree.map(lambda a: on_grid(W, *a.shape, scale=0.01), ANCHOR) for _ in range(3)]
 
 
-def send(wire, changes, lost, run="vmap", anchor=ANCHOR):
+def send(wire, changes, lost, run="vmap", anchor=ANCHOR, weights=None):
     """(the mean, what is lost) after workers have changed the anchor."""
 
-    def one(change, lost):
+    def one(change, lost, *weight):
         tree = jax.tree.map(jnp.add, anchor, change)
+        _, share = sync.averaged((), "worker", *(weight or [None]))
         return sync.synchronize_changes(
-            tree, axis_name="worker", anchor=anchor, wire=wire, lost=lost
+            tree, axis_name="worker", anchor=anchor, wire=wire, lost=lost, share=share
         )
 
-    return jax.jit(RUNS[run](one))(changes, lost)
+    more = () if weights is None else (np.float32(weights),)
+    return jax.jit(RUNS[run](one))(changes, lost, *more)
 
 
 def nothing(wire):
@@ -65,17 +67,19 @@ def assert_equal_but_for_ties(found, expected):
     assert (error > 1e-6).sum() <= 4 and error.max() < W * 0.03 / 7  # one code of a large row
 
 
+# Shares of 1/2, 0, 1 and 5/2: exact, and the worker without one keeps and sends what it has lost.
+@pytest.mark.parametrize("weights", [None, [1, 0, 2, 5]], ids=["equal", "weighed"])
 @pytest.mark.parametrize("run", ["vmap", "shard_map"])
 @pytest.mark.parametrize("name", WIRES)
-def test_a_sync_equals_the_reference_worker_by_worker(name, run):
+def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
     """Two syncs: what the first has lost is sent by the second."""
     wire = WIRES[name]
     lost, expected_lost = nothing(wire), np.zeros((W, 607))
-    for changes in CHANGES[:2]:
-        new, lost = send(wire, changes, lost, run)
+    for changes, own in zip(CHANGES[:2], [weights, weights and weights[::-1]], strict=True):
+        new, lost = send(wire, changes, lost, run, weights=own)
         assert_workers_bitwise_equal(new)
         expected, expected_lost = reference.synchronize_changes(
-            rows(copies(ANCHOR))[0], rows(changes), expected_lost, name, wire.feedback
+            rows(copies(ANCHOR))[0], rows(changes), expected_lost, name, wire.feedback, own
         )
         assert_equal_but_for_ties(rows(new)[0], expected)
         if wire.feedback:
@@ -93,11 +97,14 @@ FULL = {
 
 @pytest.mark.parametrize("wire", FULL.values(), ids=FULL)
 def test_with_full_feedback_the_sum_of_all_that_was_sent_and_lost_is_what_workers_changed(wire):
-    anchor, lost = ANCHOR, nothing(wire)
-    for changes in CHANGES:
-        new, lost = send(wire, changes, lost, anchor=anchor)
+    """Under any weights, which differ from sync to sync."""
+    anchor, lost, weights = ANCHOR, nothing(wire), RNG.choice([0, 1, 3, 0.1], (len(CHANGES), W))
+    weights[:, 0] = 1
+    for changes, own in zip(CHANGES, weights, strict=True):
+        new, lost = send(wire, changes, lost, anchor=anchor, weights=own)
         anchor = jax.tree.map(lambda x: np.asarray(x[0]), new)
-    exact = rows(copies(ANCHOR))[0] + sum(rows(c).mean(axis=0) for c in CHANGES)
+    means = [reference.weighted_mean(rows(c), v) for c, v in zip(CHANGES, weights, strict=True)]
+    exact = rows(copies(ANCHOR))[0] + sum(means)
     found = rows(new)[0] + rows(lost).mean(axis=0)
     np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6)  # roundings of float32
     assert np.abs(rows(new)[0] - exact).max() > 1e-5  # something is still on its way

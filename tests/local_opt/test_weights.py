@@ -1,0 +1,279 @@
+"""Means weigh workers as the reference does, and read nothing of those that do not count."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+import local_opt
+from local_opt import WIRES
+from local_opt.workers import worker_mesh
+from tests import reference
+from tests.problems import (
+    MATRICES,
+    MOMENTUM,
+    NESTEROV,
+    PLAN,
+    RATE,
+    RUNS,
+    SGD,
+    START,
+    TARGETS,
+    W,
+    assert_workers_bitwise_equal,
+    copies,
+    distance,
+    flat,
+    on_mesh,
+    square_gradient,
+    square_step,
+    vmap,
+)
+from tests.refused import refuses
+from tests.shards import placed
+
+RNG = np.random.default_rng(5)
+X = {"a": RNG.normal(size=(W, 3)).astype(np.float32), "b": RNG.normal(size=W).astype(np.float32)}
+WEIGHTS = np.float32([[1, 2, 3, 4], [0, 1, 1, 5], [2, 0, 0, 0], [1, 1, 0, 1e4], [0.1, 3, 1e-3, 2]])
+WAYS = {
+    "plain": {},
+    "mean": {"opt_state": "mean"},
+    "outer": {"outer": NESTEROV, "drift": True},
+    "int8": {"wire": WIRES["int8"]},
+    "top_k": {"wire": WIRES["top_k"], "opt_state": "mean"},
+    "control": {"correction": local_opt.control_variates()},
+    "proximal": {"correction": local_opt.proximal(0.1)},
+}
+RUN = {"vmap": vmap, "mesh": on_mesh}
+
+
+@functools.cache
+def a_sync(way, run):
+    """(rounds, compiled: changes of parameters, weights -> parameters and state after a sync)."""
+    rounds = local_opt.local_rounds(SGD, **WAYS[way])
+
+    def one(change, weight):
+        start = jax.tree.map(jnp.ones_like, change)
+        state = rounds.update(change, rounds.init(start), start)[1]  # momentum is the change
+        own = jax.tree.map(jnp.add, start, change)
+        return rounds.sync(own, state, weight=weight)
+
+    return rounds, jax.jit(RUN[run](one))
+
+
+ANY_WEIGHT = st.one_of(
+    st.just(0.0), st.sampled_from([1.0, 3.0]), st.floats(1e-6, 1e6, allow_subnormal=False)
+)
+SOME_COUNT = st.lists(ANY_WEIGHT, min_size=W, max_size=W).filter(any)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(
+    weights=SOME_COUNT,
+    lost=st.sampled_from([0.0, np.nan, np.inf]),
+    run=st.sampled_from(["vmap", "mesh"]),
+)
+def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_count(
+    way, weights, lost, run
+):
+    weights = np.float32(weights)
+    changes = {
+        k: np.where(weights.reshape(W, *[1] * (x.ndim - 1)) > 0, x, x + lost) for k, x in X.items()
+    }
+    new, state = a_sync(way, run)[1](changes, weights)
+    assert_workers_bitwise_equal(new)
+    mean = {k: reference.weighted_mean(x, weights) for k, x in changes.items()}
+    moved = 0.7 * 1.9 if way == "outer" else 1.0  # of Nesterov's first step
+    # Of the numbers that are added up, of which the largest are about 3.
+    error = {"int8": 2 * 3 / 127, "top_k": 3 / 128}.get(way, 2e-6)
+    for name in X:
+        np.testing.assert_allclose(new[name][0], 1 + moved * mean[name], rtol=0, atol=error)
+    if "opt_state" in WAYS[way]:
+        for name in X:
+            trace = state.inner[0].trace[name]
+            np.testing.assert_allclose(trace, copies(mean[name]), rtol=0, atol=2e-6)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.lost, state.correction)))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.anchor, state.outer)))
+    if "drift" in WAYS[way]:
+        assert np.isfinite(state.drift).all() and (state.drift[weights == 0] == 0).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_weights_are_the_plain_mean_to_rounding(way):
+    rounds, run = a_sync(way, "vmap")
+    plain = jax.jit(vmap(lambda x: rounds.sync(x, rounds.init(jax.tree.map(jnp.ones_like, x)))))
+    weighed = jax.jit(vmap(lambda x, w: rounds.sync(
+        x, rounds.init(jax.tree.map(jnp.ones_like, x)), weight=w)))  # fmt: skip
+    for weight in (1.0, 3, 7e5, True):
+        assert distance(weighed(X, jnp.full(W, weight)), plain(X)) < 1e-6
+
+
+NONE_COUNTS = {
+    "all zero": [0, 0, 0, 0], "negative": [1, -1e-9, 1, 1], "nan": [np.nan, 1, 1, 0],
+    "infinite": [1, 1, np.inf, 0], "sum": [3e38, 3e38, 3e38, 1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("way", ["mean", "outer", "int8", "top_k"])
+def test_weights_without_a_mean_leave_no_finite_parameter(way, run):
+    for weights in NONE_COUNTS.values():
+        new, _ = a_sync(way, run)[1](X, np.float32(weights))
+        assert all(np.isnan(x).all() for x in jax.tree.leaves(new)), weights
+
+
+def collectives(run, *args):
+    """How often each collective stands in the program of one worker on a mesh."""
+    text = jax.jit(on_mesh(run)).lower(*args).as_text()
+    found = re.findall(r"stablehlo\.(all_reduce|all_gather|all_to_all|collective_\w+)", text)
+    return {name: found.count(name) for name in {*found, "all_reduce"}}, text
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_is_one_collective_and_without_it_nothing_changes(way):
+    rounds = local_opt.local_rounds(SGD, **WAYS[way])
+    state = jax.vmap(rounds.init)(X)
+    plain, text = collectives(rounds.sync, X, state)
+    same, none = collectives(lambda x, s: rounds.sync(x, s, weight=None), X, state)
+    weighed, _ = collectives(lambda x, s, w: rounds.sync(x, s, weight=w), X, state, jnp.ones(W))
+    strip = lambda text: text.split("\n", 1)[1]  # the module's name  # noqa: E731
+    assert same == plain and strip(none) == strip(text)
+    assert weighed == plain | {"all_reduce": plain["all_reduce"] + 1}
+    leaves = 0 if "wire" in WAYS[way] else 2
+    assert plain["all_reduce"] == leaves + (2 if "opt_state" in WAYS[way] else 0)
+
+
+def test_processes_on_cpus_send_the_weight_in_the_vector_of_the_leaves(monkeypatch):
+    mesh, words = worker_mesh(W), {"inputs": "owned owned", "outputs": "owned"}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mean = lambda x, v: local_opt.synchronize(x, weight=v)  # noqa: E731
+    run = jax.jit(local_opt.lift(mean, mesh, **words))
+    text = run.lower(X, WEIGHTS[3]).as_text()
+    assert re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S) == ["5xf32"]
+    expected = {k: copies(reference.weighted_mean(x, WEIGHTS[3])) for k, x in X.items()}
+    assert distance(run(X, WEIGHTS[3]), expected) < 1e-6
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_planned_steps_weigh_every_sync_as_the_reference(run):
+    opt = local_opt.local_steps(SGD, PLAN)
+    rounds = np.searchsorted(PLAN.ends, np.arange(13) + 1)
+
+    def step(params, state, matrix, target, weight):
+        return square_step(opt, weight=weight)(params, state, matrix, target)
+
+    step, params, history = jax.jit(RUNS[run](step)), copies(START), []
+    state = jax.jit(RUNS[run](opt.init))(params)
+    for t in range(13):
+        params, state = step(params, state, MATRICES, TARGETS[t], WEIGHTS[rounds[t]])
+        history.append(flat(params))
+    right = reference.local_sgd(
+        flat(START), square_gradient, PLAN.periods, RATE, MOMENTUM, weights=WEIGHTS
+    )
+    assert distance(np.stack(history), right) < 1e-6
+    assert state.num_syncs.tolist() == [5] * W
+
+
+def hosted(rounds, run, weights=WEIGHTS):
+    """[13, W, 6] and the state, of rounds that the host ends."""
+    step = jax.jit(RUNS[run](square_step(rounds)))
+    sync = jax.jit(RUNS[run](lambda x, s, w: rounds.sync(x, s, weight=w)))
+    params, history = copies(START), []
+    state = jax.jit(RUNS[run](rounds.init))(params)
+    for (start, length), weight in zip(PLAN.rounds_from(0), weights, strict=True):
+        for t in range(start, start + length):
+            params, state = step(params, state, MATRICES, TARGETS[t])
+            if t < start + length - 1:
+                history.append(flat(params))
+        params, state = sync(params, state, weight)
+        history.append(flat(params))
+    return np.stack(history), state
+
+
+def test_control_variates_equal_weighted_scaffold():
+    """And the corrections of all workers still cancel, where some do not count and others do."""
+    rounds = local_opt.local_rounds(optax.sgd(RATE), correction=local_opt.control_variates())
+    weights = np.where(WEIGHTS > 0, WEIGHTS, 0.5)
+    found, _ = hosted(rounds, "vmap", weights)
+    args = flat(START), square_gradient, PLAN.periods, 13 * [RATE]
+    assert distance(found, reference.scaffold(*args, weights)[0]) < 2e-6
+    _, state = hosted(rounds, "vmap", np.float32(WEIGHTS > 0))
+    against = flat(state.correction.against)
+    assert np.abs(against.sum(axis=0)).max() < 1e-4 * np.abs(against).max()
+
+
+@pytest.mark.parametrize("make", [local_opt.local_steps, local_opt.diloco, local_opt.slowmo])
+def test_a_planned_sync_takes_back_a_worker_whose_last_gradient_is_not_finite(make, recwarn):
+    opt = make(optax.sgd(RATE), local_opt.constant(2, total_steps=4), opt_state="mean")
+    step, x = jax.jit(vmap(lambda g, s, x, w: opt.update(g, s, x, weight=w))), copies(jnp.ones(3))
+    state, grads = jax.vmap(opt.init)(x), jnp.arange(12.0).reshape(W, 3)
+    for bad in (grads, grads.at[1].set(jnp.nan)):
+        updates, state = step(bad, state, x, jnp.array([1, 0, 2, 1]))
+        x = optax.apply_updates(x, updates)
+    assert np.isfinite(x).all() and np.ptp(x, axis=0).max() <= np.spacing(np.abs(x).max())
+    if make is local_opt.local_steps:
+        mean = reference.weighted_mean(1 - 2 * RATE * grads, [1, 0, 2, 1])
+        np.testing.assert_allclose(x[0], mean, rtol=1e-6)
+
+
+def test_mean_gradients_are_weighed_in_steps_and_over_rounds():
+    grads = copies(jnp.ones(3)) * jnp.array([[1.0], [2.0], [jnp.nan], [5.0]])
+    weight, x = jnp.array([3, 1, 0, 4]), copies(jnp.zeros(3))
+    for make in (local_opt.parallel_rounds, local_opt.accumulated_rounds):
+        rounds = make(optax.sgd(1.0))
+
+        @vmap
+        def run(x, g, w, rounds=rounds):
+            given = {"weight": w} if rounds.in_step else {}
+            updates, state = rounds.update(g, rounds.init(x), x, **given)
+            given = {} if rounds.in_step else {"weight": w}
+            return rounds.sync(x + updates, state, **given)[0]
+
+        np.testing.assert_allclose(jax.jit(run)(x, grads, weight), -25 / 8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_a_weight_counts_on_all_devices_of_a_worker(kind, wire):
+    mesh = jax.make_mesh((2, 2), ("worker", "model"), (kind,) * 2, devices=jax.devices()[:4])
+    specs, x = (
+        {"a": jax.P("model"), "b": jax.P()},
+        {"a": RNG.normal(size=(2, 512)), "b": X["b"][:2]},
+    )
+    x, found = jax.tree.map(np.float32, x), []
+    for workers in (2, mesh):
+        options = {"specs": specs, "drift": True} if workers is mesh else {}
+        rounds = local_opt.local_rounds(SGD, wire=wire and WIRES[wire], **options)
+
+        def one(x, w, rounds=rounds):
+            return rounds.sync(x, rounds.init(jax.tree.map(jnp.zeros_like, x)), weight=w)[0]
+
+        run = local_opt.lift(one, workers, inputs="owned owned", outputs="owned")
+        own = placed(x, specs, mesh) if workers is mesh else x
+        found.append(jax.jit(run)(own, jnp.array([3, 1])))
+    # Shards have other rows of 128 numbers, and scales of their own.
+    assert distance(*found) < (1e-6 if wire is None else 1e-2)
+
+
+def one_number(weight):
+    return vmap(lambda x: local_opt.synchronize(x, weight=weight))(jnp.ones(W))
+
+
+PARALLEL = local_opt.parallel_rounds(SGD)
+test_bad_weights_are_refused = refuses({
+    "text": (lambda: one_number("3"), "weight is '3': pass one number of type bool"),
+    "two": (lambda: one_number(np.ones(2)), "weight is array.*: pass one number"),
+    "negative": (lambda: one_number(-1.0), "weight is -1.0: pass a finite number in"),
+    "nan": (lambda: one_number(np.float32("nan")), "weight is .*nan.*: pass a finite number"),
+    "at no mean": (
+        lambda: PARALLEL.sync(jnp.ones(3), PARALLEL.init(jnp.ones(3)), weight=1.0),
+        "weight is 1.0 at a sync of parallel_rounds, .* pass it to update",
+    ),
+})  # fmt: skip
