@@ -60,6 +60,10 @@ def control_variates() -> Correction:
     optimizer state local: momentum that is averaged or reset at a sync builds up again in every
     round, which a constant correction cannot follow, and part of the bias stays.
 
+    Under weights of a sync, the mean of the c_w has the same weights; a worker with weight zero
+    keeps its c - c_w. With weights that change much from sync to sync, other than between zero and
+    one number, the corrections of a round do not quite cancel.
+
     c_w is noisy if a round covers few of the worker's units, and the next round inherits the noise.
     Each sync adds the rounding of the mean to c, about 6e-8 |x| / (H eta) in float32, for good:
     rounds of one step at small rates, which need no correction, drift by it.

@@ -33,7 +33,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
       A `Rounds` whose state is the inner optimizer's and whose `sync` returns its arguments.
 
     Raises:
-      ValueError: from `init`, for parameters that are not floating.
+      ValueError: from `init`, for parameters that are not floating; from `sync`, for a weight.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt

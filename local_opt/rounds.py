@@ -74,8 +74,8 @@ def local_rounds(
     worker, finite and >= 0, or a bool. A worker with weight zero, as one whose loss is not finite,
     does not change the mean even if its parameters are NaN. It gets the mean as all others do, and
     keeps what stays local. If all weights are zero there is no mean, and a weight that is negative
-    or not finite is an error of the worker that gave it. A compiled program cannot raise it, and to
-    go on without a sync would hide it: all parameters become NaN, at which training stops.
+    or not finite is a mistake. A compiled program cannot raise an error, and to leave out the sync
+    would hide it: all parameters become NaN, as the next loss shows.
 
     Args:
       inner: the workers' optimizer.

@@ -47,8 +47,8 @@ def synchronize(
       >>> jax.vmap(local_opt.synchronize, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
       [3.0, 3.0, 3.0]
       >>> mean = jax.vmap(lambda x, v: local_opt.synchronize(x, weight=v), axis_name="worker")
-      >>> mean(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([300, 100, 0])).tolist()
-      [1.25, 1.25, 1.25]
+      >>> mean(jnp.array([1.0, 2.0, jnp.nan, 6.0]), jnp.array([200, 100, 0, 100])).tolist()
+      [2.5, 2.5, 2.5, 2.5]
     """
     return averaged(tree, axis_name, weight)[0]
 
@@ -161,9 +161,8 @@ def synchronize_changes(
         new, lost = list(leaves), list(losses)
         for group in _by_axes(of):
             args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
-            for all_of, found in zip(
-                (new, lost), _sent(wire, axis_name, *args, share), strict=True
-            ):
+            sent = _sent(wire, axis_name, share, *args)
+            for all_of, found in zip((new, lost), sent, strict=True):
                 for i, x in zip(group, found, strict=False):
                     all_of[i] = x
         return new, lost
@@ -174,7 +173,7 @@ def synchronize_changes(
     return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
 
 
-def _sent(wire, axis_name, leaves, anchors, losses, share):
+def _sent(wire, axis_name, share, leaves, anchors, losses):
     """Lists of the leaves after the sync, and of what is lost."""
     changes = [_float32(x) - _float32(a) for x, a in zip(leaves, anchors, strict=True)]
     if share is not None:

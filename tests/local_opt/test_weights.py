@@ -56,7 +56,7 @@ RUN = {"vmap": vmap, "mesh": on_mesh}
 
 @functools.cache
 def a_sync(way, run):
-    """(rounds, compiled: changes of parameters, weights -> parameters and state after a sync)."""
+    """Compiled: changes of parameters, weights -> parameters and state after a sync."""
     rounds = local_opt.local_rounds(SGD, **WAYS[way])
 
     def one(change, weight):
@@ -65,7 +65,7 @@ def a_sync(way, run):
         own = jax.tree.map(jnp.add, start, change)
         return rounds.sync(own, state, weight=weight)
 
-    return rounds, jax.jit(RUN[run](one))
+    return jax.jit(RUN[run](one))
 
 
 ANY_WEIGHT = st.one_of(
@@ -87,7 +87,7 @@ def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_cou
     changes = {
         k: np.where(weights.reshape(W, *[1] * (x.ndim - 1)) > 0, x, x + lost) for k, x in X.items()
     }
-    new, state = a_sync(way, run)[1](changes, weights)
+    new, state = a_sync(way, run)(changes, weights)
     assert_workers_bitwise_equal(new)
     mean = {k: reference.weighted_mean(x, weights) for k, x in changes.items()}
     moved = 0.7 * 1.9 if way == "outer" else 1.0  # of Nesterov's first step
@@ -107,12 +107,12 @@ def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_cou
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_weights_are_the_plain_mean_to_rounding(way):
-    rounds, run = a_sync(way, "vmap")
-    plain = jax.jit(vmap(lambda x: rounds.sync(x, rounds.init(jax.tree.map(jnp.ones_like, x)))))
-    weighed = jax.jit(vmap(lambda x, w: rounds.sync(
-        x, rounds.init(jax.tree.map(jnp.ones_like, x)), weight=w)))  # fmt: skip
+    rounds = local_opt.local_rounds(SGD, **WAYS[way])
+    init = lambda x: rounds.init(jax.tree.map(jnp.ones_like, x))  # noqa: E731
+    plain = jax.jit(vmap(lambda x: rounds.sync(x, init(x))))(X)
+    weighed = jax.jit(vmap(lambda x, w: rounds.sync(x, init(x), weight=w)))
     for weight in (1.0, 3, 7e5, True):
-        assert distance(weighed(X, jnp.full(W, weight)), plain(X)) < 1e-6
+        assert distance(weighed(X, jnp.full(W, weight)), plain) < 1e-6
 
 
 NONE_COUNTS = {
@@ -125,8 +125,15 @@ NONE_COUNTS = {
 @pytest.mark.parametrize("way", ["mean", "outer", "int8", "top_k"])
 def test_weights_without_a_mean_leave_no_finite_parameter(way, run):
     for weights in NONE_COUNTS.values():
-        new, _ = a_sync(way, run)[1](X, np.float32(weights))
+        new, _ = a_sync(way, run)(X, np.float32(weights))
         assert all(np.isnan(x).all() for x in jax.tree.leaves(new)), weights
+
+
+def test_one_worker_alone_must_count():
+    opt, x = local_opt.local_steps(SGD, local_opt.every_step(2)), jnp.ones((1, 3))
+    step = jax.jit(vmap(lambda x, w: opt.update(x, opt.init(x), x, weight=w)[0]))
+    assert np.isnan(step(x, jnp.zeros(1))).all()
+    np.testing.assert_allclose(step(x, jnp.ones(1)), -RATE, rtol=1e-6)
 
 
 def collectives(run, *args):
@@ -161,8 +168,24 @@ def test_processes_on_cpus_send_the_weight_in_the_vector_of_the_leaves(monkeypat
     assert distance(run(X, WEIGHTS[3]), expected) < 1e-6
 
 
+def hosted(rounds, run, weights=WEIGHTS):
+    """[13, W, 6] and the state, of rounds that the host ends."""
+    step = jax.jit(RUNS[run](square_step(rounds)))
+    sync = jax.jit(RUNS[run](lambda x, s, w: rounds.sync(x, s, weight=w)))
+    params, history = copies(START), []
+    state = jax.jit(RUNS[run](rounds.init))(params)
+    for (start, length), weight in zip(PLAN.rounds_from(0), weights, strict=True):
+        for t in range(start, start + length):
+            params, state = step(params, state, MATRICES, TARGETS[t])
+            if t < start + length - 1:
+                history.append(flat(params))
+        params, state = sync(params, state, weight)
+        history.append(flat(params))
+    return np.stack(history), state
+
+
 @pytest.mark.parametrize("run", RUNS)
-def test_planned_steps_weigh_every_sync_as_the_reference(run):
+def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
     opt = local_opt.local_steps(SGD, PLAN)
     rounds = np.searchsorted(PLAN.ends, np.arange(13) + 1)
 
@@ -178,23 +201,8 @@ def test_planned_steps_weigh_every_sync_as_the_reference(run):
         flat(START), square_gradient, PLAN.periods, RATE, MOMENTUM, weights=WEIGHTS
     )
     assert distance(np.stack(history), right) < 1e-6
+    assert distance(hosted(local_opt.local_rounds(SGD), run)[0], right) < 1e-6
     assert state.num_syncs.tolist() == [5] * W
-
-
-def hosted(rounds, run, weights=WEIGHTS):
-    """[13, W, 6] and the state, of rounds that the host ends."""
-    step = jax.jit(RUNS[run](square_step(rounds)))
-    sync = jax.jit(RUNS[run](lambda x, s, w: rounds.sync(x, s, weight=w)))
-    params, history = copies(START), []
-    state = jax.jit(RUNS[run](rounds.init))(params)
-    for (start, length), weight in zip(PLAN.rounds_from(0), weights, strict=True):
-        for t in range(start, start + length):
-            params, state = step(params, state, MATRICES, TARGETS[t])
-            if t < start + length - 1:
-                history.append(flat(params))
-        params, state = sync(params, state, weight)
-        history.append(flat(params))
-    return np.stack(history), state
 
 
 def test_control_variates_equal_weighted_scaffold():
@@ -243,11 +251,8 @@ def test_mean_gradients_are_weighed_in_steps_and_over_rounds():
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_a_weight_counts_on_all_devices_of_a_worker(kind, wire):
     mesh = jax.make_mesh((2, 2), ("worker", "model"), (kind,) * 2, devices=jax.devices()[:4])
-    specs, x = (
-        {"a": jax.P("model"), "b": jax.P()},
-        {"a": RNG.normal(size=(2, 512)), "b": X["b"][:2]},
-    )
-    x, found = jax.tree.map(np.float32, x), []
+    specs, found = {"a": jax.P("model"), "b": jax.P()}, []
+    x = {"a": np.float32(RNG.normal(size=(2, 512))), "b": X["b"][:2]}
     for workers in (2, mesh):
         options = {"specs": specs, "drift": True} if workers is mesh else {}
         rounds = local_opt.local_rounds(SGD, wire=wire and WIRES[wire], **options)

@@ -79,3 +79,21 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(wire):
     assert np.isfinite(found).all() and all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     same, _ = streamed(stream, turns, 0, "vmap")
     np.testing.assert_array_equal(found, same)
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_a_weight_is_one_collective_of_a_start_and_none_of_a_finish(wire):
+    stream = local_opt.streaming_rounds(
+        optax.sgd(RATE), fragments=2, mixing=0.5, wire=wire and WIRES[wire]
+    )
+    x, weight = copies(START), jnp.ones(W)
+    args = x, jax.vmap(stream.init)(x)
+
+    def reduces(run, *args):
+        return jax.jit(RUNS["shard_map"](run)).lower(*args).as_text().count("all_reduce")
+
+    start = functools.partial(stream.start, fragment=1)
+    plain = reduces(start, *args)
+    assert reduces(lambda x, s, w: start(x, s, weight=w), *args, weight) == plain + 1
+    finish = functools.partial(stream.finish, fragment=1)
+    assert reduces(lambda x, s, w: finish(x, s, weight=w), *args, weight) == 0
