@@ -1,7 +1,7 @@
 """Example orders for JAX: which unit of the data a training loop visits next.
 
-`ordering.echo` repeats batches when loading is slow, and `ordering.input` reads batches
-ahead, and `ordering.blocks` orders blocks of data that are too large to shuffle.
+`ordering.echo` repeats batches when loading is slow, `ordering.input` reads batches ahead, and
+`ordering.blocks` orders blocks of data that are too large to shuffle.
 """
 
 from ordering import blocks, echo, input

@@ -46,8 +46,8 @@ def files(
     """Files of records, for `split`.
 
     The format follows from the names: `.array_record`, `.arrayrecord`, `.tfrecord`, `.tfrecords`,
-    `.parquet`, or `.npy` for an array whose leading axis counts records, which is mapped, not
-    loaded. Names such as `train.tfrecord-00001-of-00008` are understood.
+    `.parquet`, or `.npy` for an array whose leading axis counts records. Names such as
+    `train.tfrecord-00001-of-00008` are understood. Files are indexed now, and read when asked for.
 
     Args:
       paths: a path, a pattern as `data/*.parquet`, or several of them. The sequence of files is
@@ -141,8 +141,7 @@ class _File:
     def __call__(self, start: int, stop: int) -> PyTree:
         try:
             records = self.form.read(self._handle(), self.index, start, stop)
-            count = len(jax.tree.leaves(records)[0]) if not isinstance(records, list) else None
-            count = len(records) if count is None else count
+            count = len(records if isinstance(records, list) else jax.tree.leaves(records)[0])
             if count != stop - start:
                 raise ValueError(f"it gave {count} records")
         except Exception as error:

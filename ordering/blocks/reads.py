@@ -122,8 +122,8 @@ def read_blocks(
     num_units, total = current.shape[-1], len(blocks) if dealt else None
     settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
     words = settings | {"shuffle": shuffle, "total": total, "num_units": num_units}
-    sizes = windows(blocks, current, epoch=0, **words)  # refuses wrong ones
-    window, batch_size = sizes.window, sizes.batch_size
+    whole = windows(blocks, current, epoch=0, **words)  # refuses wrong sizes
+    window, batch_size = whole.window, whole.batch_size
     batches = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
     layout = Layout(num_units, window, *batches)
     first, steps = first_position(blocks, **settings), layout.steps(num_units)

@@ -19,16 +19,19 @@ class Blocks(Sequence):
     Attributes:
       parts: the files.
       sizes: int64[M], records in each unit that a filter keeps.
+      unit_size: records in the largest unit.
     """
 
     def __init__(self, parts: tuple[Part, ...], places: np.ndarray, kept: Any, decode: Any):
         self.parts, self._places, self._kept, self._decode = parts, places, kept, decode
         part, start, stop = places.T
+        self._first_records = np.cumsum([0, *(part.num_records for part in parts)])
         self.sizes = stop - start
         if kept is not None:
             before = np.concatenate([[0], np.cumsum(kept)])
-            first = self._first_records()[part]
+            first = self._first_records[part]
             self.sizes = before[first + stop] - before[first + start]
+        self.unit_size = int(self.sizes.max())
 
     def __len__(self) -> int:
         return len(self._places)
@@ -44,11 +47,6 @@ class Blocks(Sequence):
     def num_records(self) -> int:
         """Records in all units that a filter keeps."""
         return int(self.sizes.sum())
-
-    @property
-    def unit_size(self) -> int:
-        """Records in the largest unit."""
-        return int(self.sizes.max())
 
     @property
     def digests(self) -> Int[np.ndarray, "F 3"]:
@@ -70,11 +68,8 @@ class Blocks(Sequence):
         records = self.parts[part].read(start, stop)
         if self._kept is None:
             return records
-        first = int(self._first_records()[part])
+        first = int(self._first_records[part])
         return _take(records, np.flatnonzero(self._kept[first + start : first + stop]))
-
-    def _first_records(self):
-        return np.cumsum([0, *(part.num_records for part in self.parts)])
 
 
 def check_blocks(blocks: Any) -> None:

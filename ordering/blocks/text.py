@@ -1,8 +1,8 @@
 """Windows of packed text out of files of tokens."""
 
+import functools
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -67,25 +67,20 @@ def tokens(
         kind = np.dtype(object)
     if kind.kind not in "iu":
         raise ValueError(f"dtype is {dtype!r}: tokens are whole numbers, as np.uint16.")
-    form = Format(_Index(length, separator, kind, header_bytes), Ranges, _read)
+    index = functools.partial(_index, (length, separator, kind, header_bytes))
+    form = Format(index, Ranges, _read)
     return tuple(open_part(path, form, whole_digest) for path in expanded(paths))
 
 
-class _Index:
-    """`path -> (number of windows, index)`; a class, so that it can be sent to other processes."""
-
-    def __init__(self, *index: Any):
-        self.index = index
-
-    def __call__(self, path: str) -> tuple[int, tuple]:
-        length, _, dtype, header = self.index
-        count = max(0, os.path.getsize(path) - header) // dtype.itemsize
-        if count <= length:
-            raise ValueError(
-                f"it has {count} tokens after header_bytes={header}, and a window of length "
-                f"{length} takes {length + 1}"
-            )
-        return (count - 1) // length, self.index
+def _index(index, path):
+    length, _, dtype, header = index
+    count = max(0, os.path.getsize(path) - header) // dtype.itemsize
+    if count <= length:
+        raise ValueError(
+            f"it has {count} tokens after header_bytes={header}, and a window of length "
+            f"{length} takes {length + 1}"
+        )
+    return (count - 1) // length, index
 
 
 def _read(file, index, start, stop):
