@@ -112,14 +112,15 @@ def groups_of(line):
 def lines_of(compiled, mesh):
     """(operation, bytes of its results, axes between whose devices it runs) of all collectives."""
     ids = np.arange(mesh.size).reshape(mesh.devices.shape)
+    workers, inside = mesh.axis_names
     found = []
     for one in collectives_of(compiled.as_text()):
         groups = groups_of(one.line)
         (axes,) = {
             axes
             for axes, places in {
-                "worker": ids.T.tolist(),
-                "model": ids.tolist(),
+                workers: ids.T.tolist(),
+                inside: ids.tolist(),
                 "both": [ids.ravel().tolist()],
             }.items()
             if sorted(places) == groups

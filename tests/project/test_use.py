@@ -19,7 +19,7 @@ PROGRAMS = {
 LOOPS = {
     "averages-0", "blocks-0", "blocks-1", "checkpoints-0", "devices-0", "echoing-0", "equinox-0",
     "linen-0", "linen-1",
-    "nnx-0", "nnx-2", "optax-0", "orders-0", "orders-4",
+    "nnx-0", "nnx-2", "optax-0", "orders-0", "orders-4", "two_levels-0",
 }  # fmt: skip
 
 

@@ -1,0 +1,109 @@
+"""Data parallel inside a worker, local steps between workers: two workers of four devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import local_opt
+from tests.compiled_runs import lines_of
+from tests.problems import NESTEROV, assert_workers_bitwise_equal
+from tests.shards import IN, OUT, SGD, loss, network
+
+WORKERS, DEVICES, BATCH, STEPS = 2, 4, 8, 13  # examples of a worker in a step
+PLAN = local_opt.constant(3, total_steps=STEPS)
+DATA = [
+    np.random.default_rng(2).normal(size=(STEPS, WORKERS * BATCH, n)).astype(np.float32)
+    for n in (IN, OUT)
+]
+BYTES = 4 * sum(x.size for x in jax.tree.leaves(network()))
+ROUNDS = {
+    "mean": {},
+    "DiLoCo": {"outer": NESTEROV},
+    "int8": {"wire": local_opt.WIRES["int8"], "specs": P()},
+}
+
+
+def mesh_of():
+    return jax.make_mesh((WORKERS, DEVICES), ("worker", "data"), (jax.sharding.AxisType.Auto,) * 2)
+
+
+def mean_loss(params, x, y):
+    return jnp.mean(loss(params, {"x": x, "y": y}, None))
+
+
+def step_of(rounds, mean_loss=mean_loss):
+    def step(params, state, x, y):
+        updates, state = rounds.update(jax.grad(mean_loss)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def by_compiler(rounds, workers):
+    """(step, sync): `workers` is a mesh, or the number of those on one device."""
+    lift = functools.partial(local_opt.lift, workers=workers, outputs="owned owned")
+    step = lift(step_of(rounds), inputs="owned owned split split")
+    return jax.jit(step), jax.jit(lift(rounds.sync, inputs="owned owned"))
+
+
+def by_hand(rounds, mesh):
+    """Both axes are manual, and the loss is averaged over "data"."""
+
+    def over(function, *batch):
+        def per_device(params, state, *batch):
+            own = jax.tree.map(lambda x: x[0], (params, state))
+            return jax.tree.map(lambda x: x[None], function(*own, *batch))
+
+        owned = P("worker")
+        return jax.jit(jax.shard_map(
+            per_device, mesh=mesh, in_specs=(owned, owned, *batch), out_specs=owned
+        ))  # fmt: skip
+
+    step = step_of(rounds, lambda *args: lax.pmean(mean_loss(*args), "data"))
+    return over(step, *[P(("worker", "data"))] * 2), over(rounds.sync)
+
+
+def trained(rounds, programs, workers):
+    step, sync = programs(rounds, workers)
+    params, state = local_opt.owned((network(), rounds.init(network())), workers)
+    for t, batch in enumerate(zip(*DATA, strict=True)):
+        params, state = step(params, state, *batch)
+        if PLAN.syncs_after(t):
+            params, state = jax.block_until_ready(sync(params, state))
+    return params
+
+
+@pytest.mark.parametrize("programs", [by_compiler, by_hand])
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_worker_of_four_devices_trains_as_one_device_with_the_whole_batch(name, programs):
+    rounds = local_opt.local_rounds(SGD, **ROUNDS[name])
+    found = trained(rounds, programs, mesh_of())
+    assert_workers_bitwise_equal(found)
+    expected = trained(rounds, by_compiler, WORKERS)
+    # A change that differs in its last bits may be rounded to the next of 255 steps.
+    near = {"rtol": 1e-5, "atol": 1e-6} if name != "int8" else {"atol": 1e-3}
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **near), found, expected)
+
+
+@pytest.mark.parametrize("programs", [by_compiler, by_hand])
+def test_steps_stay_inside_a_worker_and_a_sync_goes_between_workers_alone(programs, optimised):
+    mesh, rounds = mesh_of(), local_opt.local_rounds(SGD)
+    step, sync = programs(rounds, mesh)
+    state = local_opt.owned((network(), rounds.init(network())), mesh)
+    place = jax.NamedSharding(mesh, P(("worker", "data")))
+    batch = jax.device_put([x[0] for x in DATA], place)
+
+    def collectives(lowered):
+        found = {}
+        for kind, size, axes in lines_of(lowered.compile(), mesh):
+            found[kind, axes] = found.get((kind, axes), 0) + size
+        return found
+
+    assert collectives(step.lower(*state, *batch)) == {("all-reduce", "data"): BYTES}
+    assert collectives(sync.lower(*state)) == {("all-reduce", "worker"): BYTES}
