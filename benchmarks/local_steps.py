@@ -2,6 +2,7 @@
 
     pip install torch torchft-nightly drjax
     python -m benchmarks.local_steps
+    python -m benchmarks.local_steps --parity
 
 Two workers train the perceptron of `local_problem` from the same start on the same batches, and
 meet after every 4 steps: two processes over gloo, or, beside drjax, one process. Every process of
@@ -16,6 +17,9 @@ Then the ways of a table are started in turns.
     MB more        the resident peak of a process during a sync, above what it held before
     MB compiled    arguments, outputs and temporaries of our or drjax' compiled sync
     off NumPy      the largest difference of a parameter from the simulation after any of the syncs
+
+With --parity nothing is timed: a row for each sync has the largest difference of a parameter of
+ours from the simulation and from every other package's.
 
 Medians over the starts; ratios to ours are of the same turn, with their 95 % interval.
 """
@@ -118,28 +122,51 @@ def installed(table: Table) -> list[tuple[str, str]]:
     return found
 
 
+def after_syncs(module: str, job: Job, folder: str) -> tuple[dict, np.ndarray]:
+    """(what the first process has found, the parameters [processes, syncs, n] after each sync)."""
+    taken = run(module, job._replace(rounds=0), folder)[0]
+    return taken, np.stack([np.load(f"{folder}/{rank}.npy") for rank in range(job.processes)])
+
+
+def apart(found: np.ndarray, told: np.ndarray) -> np.ndarray:
+    """The largest difference of a parameter of any process, after each sync."""
+    return np.abs(found - told).max(axis=(0, 2))
+
+
 def check(module: str, job: Job, folder: str, expected: np.ndarray) -> dict:
     """What a way's syncs take beside time; raises ValueError if its parameters are others."""
-    taken = run(module, job._replace(rounds=0), folder)[0]
-    off = 0.0
-    for rank in range(job.processes):
-        found = np.load(f"{folder}/{rank}.npy", mmap_mode="r")
-        for sync, (own, told) in enumerate(zip(found, expected, strict=True)):
-            apart, most = np.abs(own - told).max(), np.abs(told).max()
-            if not apart <= ULPS * np.finfo(np.float32).eps * most:
-                raise ValueError(
-                    f"{job.way}: after sync {sync + 1} process {rank} is {apart:.2g} from the "
-                    f"simulation, of numbers up to {most:.2g}: no package's times were compared."
-                )
-            off = max(off, float(apart))
+    taken, found = after_syncs(module, job, folder)
+    off, most = apart(found, expected), np.abs(expected).max(axis=1)
+    if wrong := np.flatnonzero(~(off <= ULPS * np.finfo(np.float32).eps * most)).tolist():
+        sync = wrong[0]
+        raise ValueError(
+            f"{job.way}: after sync {sync + 1} a parameter is {off[sync]:.2g} from the simulation, "
+            f"of numbers up to {most[sync]:.2g}: no package's times were compared."
+        )
     megabytes = {name: np.median(taken[name]) / 1e6 for name in ("sent", "grown")}
     compiled = taken["compiled"]
     return {
         "MB sent": f"{megabytes['sent']:.2f}" if job.processes > 1 else "-",
         "MB more": f"{megabytes['grown']:.1f}",
         "MB compiled": f"{compiled / 1e6:.1f}" if compiled else "-",
-        "off NumPy": f"{off:.1e}",
+        "off NumPy": f"{off.max():.1e}",
     }
+
+
+def parity(tables: list[Table], size: str, folder: str) -> Iterator[dict]:
+    """After each sync, the largest difference of every way's parameters from ours."""
+    columns = {}
+    for table in tables:
+        job = Job("", local_problem.SIZES[size], 0, table.processes, 0, 0, 0, "")
+        (way, module), *others = installed(table)
+        ours = after_syncs(module, job._replace(way=way), folder)[1]
+        simulated = np.stack(list(local_problem.simulated(job.widths, table.outer)))
+        columns[f"{table.label}: NumPy"] = apart(ours, simulated)
+        for way, module in others:
+            found = after_syncs(module, job._replace(way=way), folder)[1]
+            columns[f"{table.label}: {way.split(',')[0]}"] = apart(found, ours)
+    for sync in range(local_problem.SYNCS):
+        yield {"sync": sync + 1} | {name: f"{off[sync]:.1e}" for name, off in columns.items()}
 
 
 def timed(module: str, job: Job, folder: str) -> dict[str, float]:
@@ -185,12 +212,14 @@ def told(ratios: np.ndarray) -> str:
 def main(argv):
     del argv
     values, head = flags.FLAGS, ()
+    tables = [table for table in TABLES if table.label in values.tables]
     for size in values.sizes:
         with tempfile.TemporaryDirectory() as folder:
+            if values.parity:
+                timing.print_rows(parity(tables, size, folder))
+                continue
             expected = {}
-            for table in TABLES:
-                if table.label not in values.tables:
-                    continue
+            for table in tables:
                 if table.outer not in expected:
                     found = local_problem.simulated(local_problem.SIZES[size], table.outer)
                     expected = {table.outer: np.stack(list(found))}
@@ -203,6 +232,7 @@ if __name__ == "__main__":
     flags.DEFINE_multi_enum("tables", labels, labels, "protocols to compare")
     sizes = list(local_problem.SIZES)
     flags.DEFINE_multi_enum("sizes", sizes, sizes, "parameters of the perceptrons")
+    flags.DEFINE_bool("parity", False, "differences after each sync alone, without times")
     flags.DEFINE_integer("turns", 7, "starts of every way")
     flags.DEFINE_integer("rounds", 20, "timed rounds of a start")
     app.run(main)
