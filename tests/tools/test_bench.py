@@ -209,10 +209,14 @@ def test_local_steps_beside_others_are_those_that_numpy_simulates(outer, tmp_pat
     monkeypatch.setattr(beside_others, "run", run)
     found = beside_others.check("", job, str(tmp_path), expected)
     assert float(found["off NumPy"]) < 1e-5 and float(found["MB compiled"]) >= 0
-    with pytest.raises(ValueError, match="ours: after sync 20 process 0 is"):
+    with pytest.raises(ValueError, match="ours: after sync 20 a parameter is"):
         beside_others.check(
             "", job, str(tmp_path), expected + 1e-4 * (np.arange(20) == 19)[:, None]
         )
+    monkeypatch.setitem(problem.SIZES, "few", widths)
+    table = beside_others.Table("one", outer, 1, (("ours", "", "jax"), ("again, here", "", "jax")))
+    *_, last = beside_others.parity([table], "few", str(tmp_path))
+    assert last == {"sync": 20, "one: NumPy": found["off NumPy"], "one: again": "0.0e+00"}
 
 
 def test_commands_of_benchmarks_name_modules():
