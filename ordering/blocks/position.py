@@ -20,7 +20,8 @@ class Position(NamedTuple):
     Attributes:
       orders: the state of the order, of one worker or of all of them.
       epoch, step: int64[], the next batch is that of this step of this epoch.
-      sizes: int64[4], records in a block, blocks in a window, records in a batch, the seed.
+      sizes: int64[5], records in a block, blocks in a window, records in a batch, the seed, the
+        digest of the filter.
       files: uint32[F, 3], the number of records and the digest of every file.
       broken: int32[W, M], the units of an epoch that began with W workers, for a run that goes on
         with another number; () otherwise.
@@ -29,14 +30,14 @@ class Position(NamedTuple):
     orders: State
     epoch: Int[np.ndarray, ""]
     step: Int[np.ndarray, ""]
-    sizes: Int[np.ndarray, "4"]
+    sizes: Int[np.ndarray, "5"]
     files: UInt32[np.ndarray, "F 3"]
     broken: PyTree = ()
 
 
 def first_position(blocks: Blocks, *, window: int, batch_size: int, seed: int) -> Position:
     """The beginning of a run, without a state of the order."""
-    sizes = np.array((blocks.unit_size, window, batch_size, seed), np.int64)
+    sizes = np.array((blocks.unit_size, window, batch_size, seed, blocks.filter_digest), np.int64)
     return Position((), np.array(0), np.array(0), sizes, blocks.digests)
 
 
@@ -49,6 +50,7 @@ def checked(
     position = Position(position.orders, *jax.tree.map(np.asarray, position[1:]))
     _check_form(position)
     names = ("records in a block", "blocks in a window", "records in a batch", "the seed")
+    names += ("the digest of split's filter, 0 without keep=",)
     for name, saved, given in zip(names, position.sizes, first.sizes, strict=True):
         if saved != given:
             raise ValueError(f"{name}: the position was saved with {saved}, now it is {given}.")
@@ -83,7 +85,7 @@ def _check_form(position):
     numbers = all(x.dtype.kind in "iu" for x in jax.tree.leaves(position[1:]))
     broken = shapes.pop()
     shapes[-1] = shapes[-1][1:]
-    if shapes != [(), (), (4,), (3,)] or not (broken == (0,) or len(broken) == 2) or not numbers:
+    if shapes != [(), (), (5,), (3,)] or not (broken == (0,) or len(broken) == 2) or not numbers:
         kinds = [plans.as_array(x)[1] for x in position[1:]]
         raise ValueError(
             f"position has epoch, step, sizes, files and broken of {', '.join(kinds)}: pass it as "
@@ -125,7 +127,7 @@ def of_broken(position: Position, done: int, share: Share) -> tuple[np.ndarray, 
     `done` counts the units that each of the new workers has read.
     """
     orders = cast(np.ndarray, position.broken)
-    _, window, batch_size, _ = position.sizes.tolist()
+    _, window, batch_size, *_ = position.sizes.tolist()
     old = len(orders)
     words = {
         "window": window * share.workers // old,
@@ -231,7 +233,7 @@ def resize(position: Position, fresh: State, order: Ordering) -> Position:
     if not isinstance(order, Ordering):
         raise ValueError(f"order is {order!r}: pass the Ordering of which fresh is a state.")
     old, new = len(state.current), len(fresh.current)
-    unit_size, window, batch_size, seed = np.asarray(position.sizes).tolist()
+    unit_size, window, batch_size, *rest = np.asarray(position.sizes).tolist()
     if old * window % new or old * batch_size % new:
         raise ValueError(
             f"fresh has {new} workers, who cannot share the windows of {old}, of {window} blocks "
@@ -247,5 +249,5 @@ def resize(position: Position, fresh: State, order: Ordering) -> Position:
     broken = position.broken
     if visited and not jax.tree.leaves(broken):
         broken = np.asarray(position.orders.current)
-    sizes = np.array([unit_size, after, old * batch_size // new, seed], np.int64)
+    sizes = np.array([unit_size, after, old * batch_size // new, *rest], np.int64)
     return position._replace(orders=state, sizes=sizes, broken=broken)

@@ -1,5 +1,6 @@
 """Units that are blocks: records that lie one after the other in a file."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,11 @@ class Blocks(Sequence):
         """uint32[F, 3], the number of records and the digest of every file."""
         rows = [(part.num_records % 2**32, *part.digest) for part in self.parts]
         return np.array(rows, np.uint32)
+
+    @property
+    def filter_digest(self) -> int:
+        """Of the records that a filter keeps; 0 without a filter. It fits the int32 of JAX."""
+        return 0 if self._kept is None else 1 + zlib.crc32(np.packbits(self._kept).tobytes()) // 4
 
     def read(self, units: Sequence[int]) -> PyTree[np.ndarray]:
         """The records of units that have some, in one request each. May be views of the source."""

@@ -57,9 +57,10 @@ class Windows(Sequence):
 
     @property
     def mark(self) -> str:
-        """Tells epochs apart: a checksum of the orders, the files, the sizes and the seed."""
+        """Tells epochs apart: a checksum of the orders, files, filter, sizes and seed."""
         first, last, shape = self._axes
         sizes = [self.window, self.batch_size, self._shuffle, *self._seeds, first, last, *shape]
+        sizes.append(self._blocks.filter_digest)
         arrays = self._units, self._blocks.digests.astype(np.int64), np.array(sizes)
         return f"{zlib.crc32(b''.join(x.tobytes() for x in arrays)):08x}"
 

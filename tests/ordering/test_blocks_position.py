@@ -79,7 +79,7 @@ def test_the_first_position_is_the_beginning():
     with read_blocks(BLOCKS, lambda: state, **SETTINGS) as reads:
         first = reads.position()
     assert (int(first.epoch), int(first.step)) == (0, 0)
-    assert first.sizes.tolist() == [2, WINDOW, 4, 9]
+    assert first.sizes.tolist() == [2, WINDOW, 4, 9, 0]
     assert len(rest(first)) == 5 and rest(first)[2:] == begun("dealt_reshuffling")[2]
 
 
@@ -122,6 +122,10 @@ test_bad_input = refuses({
     ),
     "window": (used(window=2), "blocks in a window: the position was saved with 3, now it is 2"),
     "batch_size": (used(batch_size=3), "records in a batch: .* saved with 4, now it is 3"),
+    "filter": (  # of the same largest block
+        used(split(block_cases.parts_of([20, 11]), unit_size=2, keep=np.arange(31) != 5)),
+        "the digest of split's filter.*: the position was saved with 0, now it is [0-9]+",
+    ),
     "seed": (used(seed=0), "the seed: the position was saved with 9, now it is 0"),
     "records": (used(OTHER), "file 1 has 12 records, and had 11 when .*restore the file"),
     "files": (used(MORE), "saved with 2 files, now there are 3: pass the same files in the same"),

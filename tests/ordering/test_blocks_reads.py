@@ -94,7 +94,7 @@ def test_the_batches_of_a_share_of_a_broken_epoch_are_those_of_all():
         orders=FIXED.orders, settings={"window": 1, "batch_size": 2, "seed": 1}, known=0
     )
     for done, position in enumerate(places[:7], 1):
-        sizes = np.array([3, 1, 2, 1])
+        sizes = np.array([3, 1, 2, 1, *position.sizes[4:]])
         position = position._replace(sizes=sizes, broken=two.orders[0], orders=())
         own = [
             four.read(position, rows=slice(first, first + 2), share=(first, 2, 4), num_epochs=1)
