@@ -115,9 +115,10 @@ def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -
     """
     check_number("ulps", ulps, "[0, inf)")
     check_leading(tree, "worker")
-    for path, (apart, worker, largest, ulp) in jax.tree_util.tree_leaves_with_path(
-        _apart(tree), is_leaf=lambda x: isinstance(x, tuple)
-    ):
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    # Not by looking for tuples: the tree may hold some, as the states of optax do.
+    found = jax.tree.structure(tree).flatten_up_to(_apart(tree))
+    for path, (apart, worker, largest, ulp) in zip(paths, found, strict=True):
         if not apart <= ulps * ulp:
             raise ValueError(
                 f"workers' {what} are {float(apart):.3g} apart in {jax.tree_util.keystr(path)} "

@@ -54,6 +54,15 @@ def test_workers_that_are_not_equal_are_named(leaf, change, apart, worker):
     assert said in str(error.value)
 
 
+def test_trees_may_hold_tuples():
+    """As the states of optax are; of any length."""
+    x = jnp.ones((2, 3))
+    tree = (x, jax.vmap(optax.chain(optax.sgd(0.1, momentum=0.9), optax.adam(0.1)).init)(x), x, x)
+    local_opt.check_synced(tree, ulps=0)
+    with pytest.raises(ValueError, match=r"parameters are 1 apart in \[3\] \(worker 1 from"):
+        local_opt.check_synced((*tree[:3], x.at[1].add(1)), ulps=0)
+
+
 # A plan, another one, and the first made in another way.
 ROUNDS = (
     local_opt.constant(4, total_steps=40), local_opt.constant(5, total_steps=40),
