@@ -17,8 +17,8 @@ PROGRAMS = {
 }
 # Whole loops, with a model, an optimizer and input of their own.
 LOOPS = {
-    "averages-0", "blocks-0", "blocks-1", "checkpoints-0", "devices-0", "echoing-0", "equinox-0",
-    "linen-0", "linen-1",
+    "averages-0", "blocks-0", "blocks-1", "checkpoints-0", "clusters-0", "devices-0", "echoing-0",
+    "equinox-0", "linen-0", "linen-1",
     "nnx-0", "nnx-2", "optax-0", "orders-0", "orders-4", "two_levels-0",
 }  # fmt: skip
 
