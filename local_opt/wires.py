@@ -1,7 +1,6 @@
 """Wires: the formats in which changes are sent at a sync, and the feedback of what they round off.
 
-A wire encodes r rows of numbers as q rows of a message. Rows are 128 numbers, the lanes of a TPU,
-where a gather of other slices becomes an all-reduce.
+A wire encodes r rows of 128 numbers as q rows of a message.
 """
 
 from collections.abc import Callable
@@ -11,9 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from local_opt.packing import (
+    LANES,
+    TOGETHER,
+    from_four,
+    in_four,
+    in_rows,
+    packed,
+    packed_halves,
+    packed_rows,
+    unpacked,
+    unpacked_halves,
+)
 from syncopate.plans import check_number, is_whole
-
-LANES = 128
 
 
 class Wire(NamedTuple):
@@ -74,8 +83,7 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
       Karimireddy, Rebjock, Stich, Jaggi, Error Feedback Fixes SignSGD and other Gradient
       Compression Schemes, 2019, https://arxiv.org/abs/1901.09847
     """
-    if not is_whole(bits) or bits not in PACK:
-        raise ValueError(f"bits is {bits!r}: it must be one of {sorted(PACK)}.")
+    check_bits(bits, [4, 8])
     check_number("feedback", feedback, "[0, 1]")
     per_byte, most = 8 // bits, 2 ** (bits - 1) - 1
 
@@ -87,15 +95,13 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
         scale = (top * (1.00390625 / most)).astype(jnp.bfloat16)
         step = scale.astype(jnp.float32)[:, None]
         codes = jnp.clip(jnp.round(rows / jnp.where(step == 0, 1, step)), -most, most)
-        raw = lax.bitcast_convert_type(scale, jnp.uint16)
-        bytes_of_scales = [_rows((raw >> shift).astype(jnp.uint8)) for shift in (8, 0)]
-        return jnp.concatenate([PACK[bits](codes.astype(jnp.int8)), *bytes_of_scales])
+        codes = (codes + 2 ** (bits - 1)).astype(jnp.uint8)
+        return jnp.concatenate([packed(codes, bits), packed_halves(scale)])
 
     def decode(message, r):
-        codes = UNPACK[bits](message[: r // per_byte])
-        high, low = message[r // per_byte :].reshape(2, -1)[:, :r].astype(jnp.uint16)
-        step = lax.bitcast_convert_type((high << 8) | low, jnp.bfloat16).astype(jnp.float32)
-        return codes.astype(jnp.float32) * step[:, None]
+        codes = unpacked(message, bits, r).astype(jnp.float32) - 2 ** (bits - 1)
+        step = unpacked_halves(message[r // per_byte :], r).astype(jnp.float32)
+        return codes * step[:, None]
 
     def message_rows(r):
         return r // per_byte + 2 * -(-r // LANES)
@@ -104,23 +110,34 @@ def integer_wire(bits: int, *, feedback: float = 1.0) -> Wire:
     return Wire(rule, encode, decode, jnp.uint8, per_byte, message_rows, float(feedback), False)
 
 
-def top_k_wire(density: float, *, block: int = 4096, feedback: float = 0.95) -> Wire:
+def top_k_wire(
+    density: float, *, bits: int = 16, block: int = 4096, feedback: float = 0.95
+) -> Wire:
     """The largest changes of every block, and error feedback for the others.
 
-    Q(x) = x in bfloat16 if |x| is among the k = density b largest of its block, else 0. Workers
-    send different entries, so their changes are gathered: 4 (W - 1) k bytes per block and sync.
+    Q(x) = q(x) if |x| is among the k = density b largest of its block, else 0. With 16 bits, q
+    rounds to bfloat16. With 2 bits, q(x) is the mean, in bfloat16, of the values of the same code
+    c(x) = clip(round((x - m) / 1.5 s + 2), 0, 3), where m and s are the mean and the standard
+    deviation of the values of 64 blocks. A place in the block takes ceil(log2 b) bits.
+
+    Workers send different entries, so their changes are gathered: W - 1 messages. A message has
+    k (bits + ceil(log2 b)) / 8 bytes per block, 8 more for the means of 64 blocks, and what fills
+    rows of 128 bytes.
 
     Args:
       density: in (0, 1], the share of the numbers that is sent; density b is a whole number. 1/128
         to 1/32 in the paper.
-      block: b, a positive multiple of 128, at most 65536.
+      bits: of a value: 16, or 2 as in the paper.
+      block: b, a positive multiple of 128, at most 65536; 4096 in the paper.
       feedback: in (0, 1], the share of what was not sent that stays for the next sync; 0.95 in the
         paper, where it replaces outer momentum.
 
     References:
       Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
-      2025, https://arxiv.org/abs/2508.15706
+      2025, https://arxiv.org/abs/2508.15706, whose quantiser has one table a tensor
+      (https://github.com/one-covenant/templar, src/tplr/compress.py)
     """
+    check_bits(bits, [2, 16])
     if not is_whole(block) or not 0 < block <= 2**16 or block % LANES:
         raise ValueError(f"block is {block!r}: pass a positive multiple of {LANES} <= {2**16}.")
     check_number("feedback", feedback, "(0, 1]")
@@ -131,47 +148,49 @@ def top_k_wire(density: float, *, block: int = 4096, feedback: float = 0.95) -> 
             f"density is {density!r} of blocks of {block}: a block sends a whole number >= 1, as "
             f"with {max(k, 1)} / {block}."
         )
+    of_place = (block - 1).bit_length()
 
     def encode(rows):
         blocks = rows.reshape(-1, block)
         places = lax.top_k(jnp.abs(blocks), k)[1]
-        values = jnp.take_along_axis(blocks, places, axis=1).astype(jnp.bfloat16)
-        raw = lax.bitcast_convert_type(values, jnp.uint16)
-        return jnp.concatenate([_rows(x.reshape(-1)) for x in (places.astype(jnp.uint16), raw)])
+        values = jnp.take_along_axis(blocks, places, axis=1)
+        places = packed(in_rows(places.astype(jnp.uint16).reshape(-1)), of_place)
+        if bits == 16:
+            return jnp.concatenate([places, packed_halves(values.astype(jnp.bfloat16))])
+        codes, means = in_four(values)
+        return jnp.concatenate([places, packed(in_rows(codes), bits), packed_halves(means)])
 
     def decode(message, r):
         n = r * LANES // block
-        places, raw = (x.reshape(-1)[: n * k].reshape(n, k) for x in jnp.split(message, 2))
-        values = lax.bitcast_convert_type(raw, jnp.bfloat16).astype(jnp.float32)
+        m = -(-n * k // LANES)
+        first = packed_rows(m, of_place)
+        places = unpacked(message, of_place, m).reshape(-1)[: n * k].reshape(n, k)
+        if bits == 16:
+            values = unpacked_halves(message[first:], n * k).astype(jnp.float32)
+        else:
+            codes = unpacked(message[first:], bits, m).reshape(-1)[: n * k]
+            means = message[first + packed_rows(m, bits) :]
+            values = from_four(codes, unpacked_halves(means, 4 * -(-n // TOGETHER)), n)
         zeros = jnp.zeros((n, block), jnp.float32)
         at = jnp.arange(n)[:, None], places.astype(jnp.int32)
-        return zeros.at[at].set(values, unique_indices=True).reshape(r, LANES)
+        return zeros.at[at].set(values.reshape(n, k), unique_indices=True).reshape(r, LANES)
 
     def message_rows(r):
-        return 2 * -(-r * LANES // block * k // LANES)
+        n = r * LANES // block
+        m = -(-n * k // LANES)
+        means = 2 * -(-4 * -(-n // TOGETHER) // LANES) if bits == 2 else 0
+        return packed_rows(m, of_place) + packed_rows(m, bits) + means
 
-    rule, multiple = f"the largest {k} of {block}, feedback {feedback:g}", block // LANES
-    return Wire(rule, encode, decode, jnp.uint16, multiple, message_rows, float(feedback), True)
-
-
-def _rows(vector):
-    """[n] as rows of 128, padded with zeros."""
-    return jnp.pad(vector, (0, -len(vector) % LANES)).reshape(-1, LANES)
-
-
-def _pack_halves(codes):
-    """Two 4-bit numbers per byte, from the upper and the lower half of the rows."""
-    high, low = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2)
-    return (high << 4) | (low & 15)
+    rule = f"the largest {k} of {block}, {bits} bits, feedback {feedback:g}"
+    return Wire(
+        rule, encode, decode, jnp.uint8, block // LANES, message_rows, float(feedback), True
+    )
 
 
-def _unpack_halves(raw):
-    pairs = lax.bitcast_convert_type(raw, jnp.int8)
-    return jnp.concatenate([pairs >> 4, (pairs << 4) >> 4])
-
-
-PACK = {8: lambda codes: lax.bitcast_convert_type(codes, jnp.uint8), 4: _pack_halves}
-UNPACK = {8: lambda raw: lax.bitcast_convert_type(raw, jnp.int8), 4: _unpack_halves}
+def check_bits(bits: Any, known: list[int]) -> None:
+    """Raises ValueError for another number of bits."""
+    if not is_whole(bits) or bits not in known:
+        raise ValueError(f"bits is {bits!r}: it must be one of {known}.")
 
 
 def rows_of(wire: Wire, size: int, parts: int = 1) -> int:
@@ -196,4 +215,5 @@ WIRES = {
     "int8": integer_wire(8),
     "int4": integer_wire(4),
     "top_k": top_k_wire(1 / 64),
+    "top_k_2bit": top_k_wire(1 / 64, bits=2),
 }
