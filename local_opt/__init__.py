@@ -2,18 +2,20 @@
 
 from local_opt.drift import Correction, control_variates, proximal
 from local_opt.forecast import communication_time, forecast, sync_bytes
+from local_opt.gpa import gpa, gpa_eval_params
 from local_opt.lift import lift
 from local_opt.outer import normalize_by_period
 from local_opt.owned import owned
 from local_opt.parallel import accumulated_rounds, parallel_rounds
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
+from local_opt.presets import diloco, muloco, slowmo, snoo, sparseloco
 from local_opt.quorum import Merge, quorum
 from local_opt.rounds import Rounds, local_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
 from local_opt.segments import stream_segments
 from local_opt.streaming import Streaming, streaming_rounds
 from local_opt.sync import synchronize
-from local_opt.transform import diloco, local_steps, slowmo
+from local_opt.transform import local_steps
 from local_opt.wires import WIRES, Wire
 from local_opt.workers import check_same_plan, check_synced, consolidate, reestimate
 
@@ -38,9 +40,12 @@ __all__ = [
     "every_step",
     "forecast",
     "from_function",
+    "gpa",
+    "gpa_eval_params",
     "lift",
     "local_rounds",
     "local_steps",
+    "muloco",
     "normalize_by_period",
     "owned",
     "parallel_rounds",
@@ -51,6 +56,8 @@ __all__ = [
     "quorum",
     "reestimate",
     "slowmo",
+    "snoo",
+    "sparseloco",
     "stream_segments",
     "streaming_rounds",
     "swap",

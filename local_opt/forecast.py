@@ -54,7 +54,7 @@ def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -
       6000.0
       >>> wires = (local_opt.WIRES[name] for name in ("bfloat16", "int8", "int4", "top_k"))
       >>> [local_opt.sync_bytes(2**20, num_workers=4, wire=wire) / 2**20 for wire in wires]
-      [3.0, 1.5234375, 0.7734375, 0.1875]
+      [3.0, 1.5234375, 0.7734375, 0.1640625]
 
     References:
       Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,

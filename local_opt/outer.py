@@ -1,5 +1,7 @@
 """Outer optimizers, which take the mean change of a round as a gradient."""
 
+import math
+import warnings
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from local_opt.checks import check_scalar
+from local_opt.plans import SyncPlan, check_plan
 from syncopate.plans import check_number, check_whole, is_number
 
 
@@ -85,3 +88,24 @@ def normalize_by_period(
         return jax.tree.map(lambda u: (u * length).astype(u.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(outer.init, update)
+
+
+def rounds_needed(momentum: float) -> int:
+    """The least R with m^(R / 2) <= 0.1, the rest of an oscillation."""
+    return math.ceil(2 * math.log(0.1) / math.log(momentum)) if momentum else 1
+
+
+def check_momentum(name: str, plan: SyncPlan, learning_rate: float, momentum: float) -> None:
+    """Checks a preset's outer optimizer; warns where the plan has few rounds for its momentum."""
+    check_number("learning_rate", learning_rate, "(0, inf)")
+    check_number("momentum", momentum, "[0, 1)")
+    check_plan(plan)
+    rounds = plan.rounds
+    if rounds < (needed := rounds_needed(momentum)):
+        warnings.warn(
+            f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "
+            f"overshoots {momentum ** (rounds / 2):.0%} may be left at the end. Take at least "
+            f"{needed} rounds (a shorter H or a longer run), a smaller momentum, or "
+            "plain averaging: local_steps without outer=.",
+            stacklevel=3,
+        )

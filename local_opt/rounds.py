@@ -79,7 +79,8 @@ def local_rounds(
 
     Args:
       inner: the workers' optimizer.
-      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; () for one worker, under
+        a plain `jax.jit`.
       opt_state: what a sync does with the optimizer state: "local" (each worker keeps its own, as
         in the papers), "mean" or "reset" (to its first value), for all floating leaves. Or by field
         name, as {"mu": "mean", "0.nu": "reset"}: the longest matching name counts, and fields

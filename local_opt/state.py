@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
+from local_opt.gpa import GPAState
 from local_opt.workers import AxisName
 from syncopate import mesh
 
@@ -16,13 +17,17 @@ from syncopate import mesh
 LOCAL, MEAN, RESET = "local", "mean", "reset"
 PARAMS, OPT_STATE = "params", "opt_state"  # names of parts, the second of a state without names
 
-# {state of optax: (its factory, fields from which the next parameters are computed)}. If these stay
+# {a state: (its factory, fields from which the next parameters are computed)}. If these stay
 # local, the next step takes each worker back to where it was before the sync.
 UNDOES = {
-    contrib.SAMState: ("sam", ("cache",)),
-    contrib.ScheduleFreeState: ("schedule_free", ("z",)),
-    contrib.MadgradState: ("madgrad", ("s", "grad_sum_sq")),
-    contrib.COCOBState: ("cocob", ("cumulative_gradients", "scale", "subgradients", "reward")),
+    contrib.SAMState: ("optax.contrib.sam", ("cache",)),
+    contrib.ScheduleFreeState: ("optax.contrib.schedule_free", ("z",)),
+    contrib.MadgradState: ("optax.contrib.madgrad", ("s", "grad_sum_sq")),
+    GPAState: ("local_opt.gpa", ("z",)),
+    contrib.COCOBState: (
+        "optax.contrib.cocob",
+        ("cumulative_gradients", "scale", "subgradients", "reward"),
+    ),
 }
 
 
@@ -104,7 +109,7 @@ def check_survives(
         kept = [f for f in fields if LOCAL in jax.tree.leaves(getattr(node, f))]
         if kept:
             raise ValueError(
-                f"optax.contrib.{factory} computes the next parameters from {kept} of its state, "
+                f"{factory} computes the next parameters from {kept} of its state, "
                 "which are each worker's own: every sync would be undone. "
                 + act.format(fields=dict.fromkeys(fields, "mean"))
             )

@@ -55,7 +55,7 @@ def synchronize(
 
 def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
     """(the tree's mean, this worker's weight by the mean weight or None): see `synchronize`."""
-    mesh.axis_size(axis_name)  # raises outside of it
+    _check_axis(axis_name)
     check_kind(tree, np.generic, ARRAYS)
     leaves, treedef = jax.tree.flatten(tree)
     leaves, share = [jnp.asarray(x) for x in leaves], None
@@ -73,6 +73,12 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tup
     for i, mean in zip(places, means, strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
     return jax.tree.unflatten(treedef, leaves), share
+
+
+def _check_axis(axis_name):
+    """Raises ValueError outside of the axis; () is one worker without an axis."""
+    if axis_name != ():
+        mesh.axis_size(axis_name)
 
 
 def _means(arrays, axis_name):
@@ -147,7 +153,7 @@ def synchronize_changes(
     """
     why = f"the wire ({wire.rule}) sends real floating numbers only. Keep it outside, or wire=None."
     check_kind(tree, jnp.floating, why)
-    mesh.axis_size(axis_name)  # raises outside of it
+    _check_axis(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
     if not leaves:
@@ -205,7 +211,8 @@ def _in_halves(wire, rows, axis_name):
     decode = functools.partial(wire.decode, r=each)
     slices = rows.reshape(num_workers, each, -1)
     messages = jax.vmap(wire.encode)(slices)
-    received = jax.vmap(decode)(lax.all_to_all(messages, axis_name, 0, 0))
+    swapped = lax.all_to_all(messages, axis_name, 0, 0) if axis_name != () else messages
+    received = jax.vmap(decode)(swapped)
     own, rounded = (lax.dynamic_index_in_dim(x, mine, keepdims=False) for x in (slices, messages))
     mean = (jnp.sum(received, axis=0) + own - decode(rounded)) / num_workers  # its own unrounded
     message = wire.encode(mean)

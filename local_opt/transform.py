@@ -1,7 +1,5 @@
 """Local steps as one optax transformation, whose update synchronises where a plan says."""
 
-import math
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from local_opt.state import LOCAL
 from local_opt.wires import Wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
-from syncopate.plans import check_number, check_whole, is_whole
+from syncopate.plans import check_whole, is_whole
 from syncopate.runs import before_step, end_of
 
 
@@ -76,7 +74,8 @@ def local_steps(
       inner: any optax optimizer; it gets this worker's gradient.
       plan: when to synchronise; equal on all workers (see `check_same_plan`). Every step beyond its
         end synchronises.
-      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`.
+      axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; () for one worker, under
+        a plain `jax.jit`.
       opt_state, outer, wire, correction, specs, drift: see `local_rounds`.
 
     Returns:
@@ -183,115 +182,3 @@ def _decide(sync, synced, *operands):
         return run
 
     return lax.cond(sync, branch(synced, operands), branch(lambda *args: args, after), *operands)
-
-
-def diloco(
-    inner: optax.GradientTransformation,
-    plan: SyncPlan,
-    *,
-    axis_name: AxisName = AXIS,
-    learning_rate: float = 0.7,
-    momentum: float = 0.9,
-    **options: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo: local steps of AdamW, and Nesterov momentum on the mean change of a round.
-
-    x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d,
-    a <- a - lr (d + m v), x_w <- a.
-
-    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. There
-    is a warning if more than a tenth may be left at the end.
-
-    Args:
-      inner: the workers' optimizer; `optax.adamw` in the paper.
-      plan: `constant(500, total_steps=T)` in the paper; a run of at least 44 rounds for m = 0.9.
-      axis_name: the workers' axis.
-      learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1).
-      options: other arguments of `local_steps`.
-
-    Returns:
-      A GradientTransformationExtraArgs, as `local_steps`.
-
-    Raises:
-      ValueError: for values out of range, and as `local_steps`.
-
-    Warns:
-      UserWarning: if the plan has few rounds for the momentum.
-
-    Examples:
-      >>> import optax, local_opt
-      >>> plan = local_opt.constant(50, total_steps=5000)
-      >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan)
-
-    References:
-      Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
-      https://arxiv.org/abs/2311.08105
-    """
-    _check_momentum("diloco", plan, learning_rate, momentum)
-    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
-    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
-
-
-def slowmo(
-    inner: optax.GradientTransformation,
-    plan: SyncPlan,
-    *,
-    axis_name: AxisName = AXIS,
-    learning_rate: float = 1.0,
-    momentum: float = 0.5,
-    **options: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """SlowMo: local steps, and heavy-ball momentum on the mean change of a round.
-
-    x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d, a <- a - lr v,
-    x_w <- a.
-
-    Args:
-      inner: the workers' optimizer; SGD with Nesterov momentum in the paper.
-      plan: `constant(12, total_steps=T)` in the paper.
-      axis_name: the workers' axis.
-      learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1), 0.4
-        to 0.8 there.
-      options: other arguments of `local_steps`; the paper has `opt_state="reset"`.
-
-    Returns:
-      A GradientTransformationExtraArgs, as `local_steps`.
-
-    Raises:
-      ValueError: for values out of range, and as `local_steps`.
-
-    Warns:
-      UserWarning: if the plan has few rounds for the momentum.
-
-    Examples:
-      >>> import optax, local_opt
-      >>> plan = local_opt.constant(12, total_steps=1200)
-      >>> optimizer = local_opt.slowmo(optax.sgd(0.1), plan, opt_state="reset")
-
-    References:
-      Wang, Tantia, Ballas, Rabbat, SlowMo: Improving Communication-Efficient Distributed SGD with
-      Slow Momentum, 2020, https://arxiv.org/abs/1910.00643
-    """
-    _check_momentum("slowmo", plan, learning_rate, momentum)
-    outer = optax.sgd(learning_rate, momentum=momentum)
-    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
-
-
-def rounds_needed(momentum: float) -> int:
-    """The least R with m^(R / 2) <= 0.1, the rest of an oscillation."""
-    return math.ceil(2 * math.log(0.1) / math.log(momentum)) if momentum else 1
-
-
-def _check_momentum(name, plan, learning_rate, momentum) -> None:
-    check_number("learning_rate", learning_rate, "(0, inf)")
-    check_number("momentum", momentum, "[0, 1)")
-    check_plan(plan)
-    rounds = plan.rounds
-    if rounds < (needed := rounds_needed(momentum)):
-        warnings.warn(
-            f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "
-            f"overshoots {momentum ** (rounds / 2):.0%} may be left at the end. Take at least "
-            f"{needed} rounds (a shorter H or a longer run), a smaller momentum, or "
-            "plain averaging: local_steps without outer=.",
-            stacklevel=3,
-        )

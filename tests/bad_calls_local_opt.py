@@ -161,6 +161,20 @@ FRAGMENTS = [None, 0, -1, 2, 0.5, NAN, "1", True, THING, {}, {"w": 1}, {"w": -1}
              {"w": 0.0}, {"w": None}, {"v": 0}, {"w": True}, 1j, [0], {"w": NAN}]  # fmt: skip
 DUE = [3, "text", [3], [("begin", 0, False)], [("start", 1, False)], [("start", "a", False)],
        [("start", 0)], THING, {0: 1}, [None]]  # fmt: skip
+
+
+def stepped(make):
+    def run(params=X, grads=X, update_params=X, **args):
+        opt = make(**args)
+        return opt.update(grads, opt.init(params), update_params)
+
+    return run
+
+
+def but(name):
+    return {key: value for key, value in OUTER.items() if key != name}
+
+
 OUTER = {"learning_rate": 0.5, "momentum": 0.0, "inner": SGD, "plan": Arg(PLAN, NO_PLANS),
          "axis_name": "worker"}  # fmt: skip
 CALLS |= {
@@ -170,6 +184,15 @@ CALLS |= {
         step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT),
     "diloco": call(transformed(local_opt.diloco), **OUTER),
     "slowmo": call(transformed(local_opt.slowmo), **OUTER),
+    "muloco": call(transformed(local_opt.muloco), **but("inner"), inner_rate=Arg(0.1, real()),
+                   weight_decay=Arg(0.0, real()), hidden=Arg(None, wrong_functions(lambda params: 3))),
+    "snoo": call(transformed(local_opt.snoo), **but("axis_name")),
+    "sparseloco": call(transformed(local_opt.sparseloco), **but("momentum"),
+                       density=Arg(1 / 64, real(0)), feedback=Arg(0.95, real(0))),
+    "gpa": call(stepped(local_opt.gpa), inner=SGD, mu_x=Arg(0.5, [1.0, *real()]),
+                mu_y=Arg(0.5, real(0)), params=X, grads=X, update_params=X),
+    "gpa_eval_params": call(local_opt.gpa_eval_params, params=X, state=Arg(
+        local_opt.gpa(SGD).init(X), [s for s in [*STATES, SGD.init(X)] if not callable(s)])),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
                          parts=Arg(None, UNFIT), weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),

@@ -29,6 +29,7 @@ CALLS = {  # {function, argument: (call, values)}
     "integer_wire, bits": (wires.integer_wire, whole()),
     "top_k_wire, feedback": (lambda v: wires.top_k_wire(1 / 64, feedback=v), real(0)),
     "top_k_wire, density": (wires.top_k_wire, real(0)),
+    "top_k_wire, bits": (lambda v: wires.top_k_wire(1 / 64, bits=v), [4, *whole()]),
     "top_k_wire, block": (lambda v: wires.top_k_wire(0.5, block=v), [100, *whole()]),
     "mean_of, workers": (lambda v: resize.mean_of(ONE, v), whole()),
     "resize, workers": (lambda v: resize.resize(STREAM.init(ONE), None, v, "mean"), whole()),

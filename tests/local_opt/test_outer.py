@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt.transform import rounds_needed
+from local_opt.outer import rounds_needed
 from tests import reference
 from tests.problems import (
     NESTEROV,

@@ -1,0 +1,283 @@
+"""Published methods as settings of `local_steps`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+from optax import contrib
+
+from local_opt.outer import check_momentum
+from local_opt.plans import SyncPlan
+from local_opt.transform import local_steps
+from local_opt.wires import top_k_wire
+from local_opt.workers import AXIS, AxisName
+from syncopate.plans import check_function, check_number
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    plan: SyncPlan,
+    *,
+    axis_name: AxisName = AXIS,
+    learning_rate: float = 0.7,
+    momentum: float = 0.9,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo: local steps of AdamW, and Nesterov momentum on the mean change of a round.
+
+    x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d,
+    a <- a - lr (d + m v), x_w <- a.
+
+    Outer momentum overshoots, and the oscillation falls as m^(R / 2) in R rounds, at worst. There
+    is a warning if more than a tenth may be left at the end.
+
+    Args:
+      inner: the workers' optimizer; `optax.adamw` in the paper.
+      plan: `constant(500, total_steps=T)` in the paper; a run of at least 44 rounds for m = 0.9.
+      axis_name: the workers' axis.
+      learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1).
+      options: other arguments of `local_steps`.
+
+    Returns:
+      A GradientTransformationExtraArgs, as `local_steps`.
+
+    Raises:
+      ValueError: for values out of range, and as `local_steps`.
+
+    Warns:
+      UserWarning: if the plan has few rounds for the momentum.
+
+    Examples:
+      >>> import optax, local_opt
+      >>> plan = local_opt.constant(50, total_steps=5000)
+      >>> optimizer = local_opt.diloco(optax.adamw(4e-4), plan)
+
+    References:
+      Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
+      https://arxiv.org/abs/2311.08105
+    """
+    check_momentum("diloco", plan, learning_rate, momentum)
+    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
+
+
+def slowmo(
+    inner: optax.GradientTransformation,
+    plan: SyncPlan,
+    *,
+    axis_name: AxisName = AXIS,
+    learning_rate: float = 1.0,
+    momentum: float = 0.5,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """SlowMo: local steps, and heavy-ball momentum on the mean change of a round.
+
+    x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d, a <- a - lr v,
+    x_w <- a.
+
+    Args:
+      inner: the workers' optimizer; SGD with Nesterov momentum in the paper.
+      plan: `constant(12, total_steps=T)` in the paper.
+      axis_name: the workers' axis.
+      learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1), 0.4
+        to 0.8 there.
+      options: other arguments of `local_steps`; the paper has `opt_state="reset"`.
+
+    Returns:
+      A GradientTransformationExtraArgs, as `local_steps`.
+
+    Raises:
+      ValueError: for values out of range, and as `local_steps`.
+
+    Warns:
+      UserWarning: if the plan has few rounds for the momentum.
+
+    Examples:
+      >>> import optax, local_opt
+      >>> plan = local_opt.constant(12, total_steps=1200)
+      >>> optimizer = local_opt.slowmo(optax.sgd(0.1), plan, opt_state="reset")
+
+    References:
+      Wang, Tantia, Ballas, Rabbat, SlowMo: Improving Communication-Efficient Distributed SGD with
+      Slow Momentum, 2020, https://arxiv.org/abs/1910.00643
+    """
+    check_momentum("slowmo", plan, learning_rate, momentum)
+    outer = optax.sgd(learning_rate, momentum=momentum)
+    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
+
+
+def muloco(
+    inner_rate: optax.ScalarOrSchedule,
+    plan: SyncPlan,
+    *,
+    axis_name: AxisName = AXIS,
+    learning_rate: float = 0.9,
+    momentum: float = 0.8,
+    weight_decay: float = 0.0,
+    hidden: Callable[[PyTree], PyTree[bool]] | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """MuLoCo: DiLoCo with Muon inside for hidden matrices, and AdamW for the other parameters.
+
+    x_w <- x_w - lr_in Muon(g_w) in a step; at a sync as in `diloco`.
+
+    Muon is `optax.contrib.muon` with momentum 0.9, not Nesterov's, and AdamW has betas of 0.9 and
+    0.99, as in the authors' code. That scales a matrix by (out / in)^(1/2), and optax by
+    max(1, out / in)^(1/2).
+
+    Args:
+      inner_rate: lr_in of both, a number or a schedule; around 0.02 in the paper, less for large
+        models.
+      plan: `constant(30, total_steps=T)` in the paper.
+      axis_name: the workers' axis; () for one worker, MuLoCo-1.
+      learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1). The authors' code has
+        0.7 and 0.6 for one worker, 0.9 and 0.8 for two, 1 and 0.9 for 16.
+      weight_decay: of both, >= 0 and decoupled.
+      hidden: `params -> tree of bool`, true for what Muon steps; None is every matrix, also
+        embeddings and heads, which AdamW steps in the paper.
+      options: other arguments of `local_steps`, as `wire=WIRES["int4"]`.
+
+    Returns:
+      A GradientTransformationExtraArgs, as `local_steps`.
+
+    Raises:
+      ValueError: for values out of range, and as `local_steps`.
+
+    Warns:
+      UserWarning: if the plan has few rounds for the momentum.
+
+    Examples:
+      >>> import jax, local_opt
+      >>> plan = local_opt.constant(30, total_steps=3000)
+      >>> inside = lambda params: {name: name.startswith("block") for name in params}
+      >>> optimizer = local_opt.muloco(0.02, plan, hidden=inside)
+
+    References:
+      Thérien et al., MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo, 2025,
+      https://arxiv.org/abs/2505.23725 and https://github.com/facebookresearch/MuLoCo
+    """
+    if not callable(inner_rate):
+        check_number("inner_rate", inner_rate, "[0, inf)")
+    check_number("weight_decay", weight_decay, "[0, inf)")
+    if hidden is not None:
+        check_function("hidden", hidden, "params")
+    check_momentum("muloco", plan, learning_rate, momentum)
+
+    def matrices(params):
+        kinds = jax.tree.map(lambda x: x.ndim == 2, params) if hidden is None else hidden(params)
+        if jax.tree.structure(kinds) != jax.tree.structure(params):
+            raise ValueError(f"hidden returned {kinds!r}: return a bool for each parameter.")
+        return jax.tree.map(lambda yes: contrib.MuonDimensionNumbers() if yes else None, kinds)
+
+    inner = contrib.muon(
+        inner_rate, beta=0.9, nesterov=False, weight_decay=weight_decay, adam_b1=0.9, adam_b2=0.99,
+        adam_weight_decay=weight_decay, muon_weight_dimension_numbers=matrices,
+    )  # fmt: skip
+    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+    return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
+
+
+def snoo(
+    inner: optax.GradientTransformation,
+    plan: SyncPlan,
+    *,
+    learning_rate: float = 0.68,
+    momentum: float = 0.37,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """SNOO: Nesterov momentum on what the steps of a round have changed, for one worker.
+
+    x <- x + inner(g) in a step; at a round's end, with d = a - x: v <- m v + d,
+    a <- a - lr (d + m v), x <- a.
+
+    It needs no axis and no other worker: it is an optax optimizer under a plain `jax.jit`, as in
+    `muloco(..., axis_name=())`. With m = 0 it is Lookahead.
+
+    Args:
+      inner: any optax optimizer, as AdamW or Muon.
+      plan: `constant(28, total_steps=T)` in the authors' record in modded-nanogpt.
+      learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1); there 0.68 and 0.37.
+      options: other arguments of `local_steps` but `axis_name`.
+
+    Returns:
+      A GradientTransformationExtraArgs, as `local_steps`.
+
+    Raises:
+      ValueError: for values out of range, and as `local_steps`.
+
+    Warns:
+      UserWarning: if the plan has few rounds for the momentum.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, local_opt
+      >>> plan = local_opt.constant(2, total_steps=100)
+      >>> optimizer = local_opt.snoo(optax.sgd(0.5), plan, learning_rate=1.0, momentum=0.5)
+      >>> x = jnp.array([2.0, 4.0])
+      >>> state, step = optimizer.init(x), jax.jit(optimizer.update)
+      >>> for _ in range(2):
+      ...     updates, state = step(x, state, x)  # the gradient of |x|^2 / 2
+      ...     x = x + updates
+      >>> x.tolist()  # d = 3/4 of the start, and half of it once more
+      [-0.25, -0.5]
+
+    References:
+      Kallusky, Rao, Nandavanam, Shi, SNOO: Step-K Nesterov Outer Optimizer, 2025,
+      https://arxiv.org/abs/2510.15830 and https://github.com/KellerJordan/modded-nanogpt/pull/128
+    """
+    check_momentum("snoo", plan, learning_rate, momentum)
+    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+    return local_steps(inner, plan, axis_name=(), outer=outer, **options)
+
+
+def sparseloco(
+    inner: optax.GradientTransformation,
+    plan: SyncPlan,
+    *,
+    axis_name: AxisName = AXIS,
+    learning_rate: float = 1.0,
+    density: float = 1 / 64,
+    feedback: float = 0.95,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """SparseLoCo: local steps of AdamW; a sync sends the largest changes in two bits.
+
+    x_w <- x_w + inner(g_w) in a step; at a sync c_w = x_w - a + f e_w, e_w <- c_w - Q(c_w),
+    a <- a + lr / W sum_w Q(c_w), x_w <- a.
+
+    The feedback takes the place of outer momentum. Q sends 64 of every 4096 numbers, in 14 bits
+    each with their places: 112 bytes where float32 has 16384. Every worker receives those of all
+    others. As in the paper's equation, the sum is divided by W; the authors' code divides each
+    entry by the number of workers that sent it.
+
+    Args:
+      inner: the workers' optimizer; `optax.adamw` in the paper.
+      plan: `constant(30, total_steps=T)` in Covenant-72B; H of 15 to 250 in the paper.
+      axis_name: the workers' axis.
+      learning_rate: lr > 0 of the outer SGD; 1 in Covenant-72B, and 0.65 later.
+      density: in (0, 1], the share of the numbers that is sent, a whole number of 4096.
+      feedback: f in (0, 1].
+      options: other arguments of `local_steps` but `wire` and `outer`.
+
+    Returns:
+      A GradientTransformationExtraArgs, as `local_steps`.
+
+    Raises:
+      ValueError: for values out of range, and as `local_steps`.
+
+    Examples:
+      >>> import optax, local_opt
+      >>> plan = local_opt.constant(30, total_steps=3000)
+      >>> optimizer = local_opt.sparseloco(optax.adamw(1e-4, b2=0.95), plan)
+
+    References:
+      Sarfi, Thérien, Lidin, Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo,
+      2025, https://arxiv.org/abs/2508.15706
+      Lidin et al., Covenant-72B: Pre-Training a 72B LLM with Trustless Peers Over-the-Internet,
+      2026, https://arxiv.org/abs/2603.08163 and https://github.com/one-covenant/templar
+    """
+    check_number("learning_rate", learning_rate, "(0, inf)")
+    wire = top_k_wire(density, bits=2, feedback=feedback)
+    outer = optax.sgd(learning_rate)
+    return local_steps(inner, plan, axis_name=axis_name, outer=outer, wire=wire, **options)

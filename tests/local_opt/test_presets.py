@@ -1,0 +1,160 @@
+"""Methods by name equal the pseudocode of their papers, over rounds and workers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from local_opt.presets import muloco, snoo, sparseloco
+from tests import reference
+from tests.problems import (
+    MATRICES,
+    PLAN,
+    RATE,
+    RUNS,
+    START,
+    TARGETS,
+    W,
+    assert_bitwise_equal,
+    copies,
+    distance,
+    flat,
+    run_squares,
+    square_gradient,
+    square_step,
+    vmap,
+)
+from tests.refused import refuses
+
+RNG = np.random.default_rng(7)
+SGD = optax.sgd(RATE)
+pytestmark = pytest.mark.filterwarnings("ignore:.*rounds for an outer momentum")
+
+
+def of_one(w, t, x):
+    return square_gradient(0, t, x)
+
+
+of_one.workers = 1
+
+
+def nesterov(gradient, outer):
+    """DiLoCo, as Streaming DiLoCo with one fragment that is received when it is sent."""
+    ends, rates = [set(PLAN.ends.tolist())], [RATE] * PLAN.total_steps
+    return reference.streaming_diloco(
+        flat(START), gradient, [np.arange(6)], ends, rates, delay=0, mixing=0.0, outer=outer
+    )
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_diloco_equals_its_pseudocode(run):
+    opt = local_opt.diloco(SGD, PLAN, learning_rate=0.6, momentum=0.8)
+    found, _ = run_squares(opt, RUNS[run])
+    assert distance(found, nesterov(square_gradient, (0.6, 0.8))) < 2e-6
+
+
+def run_alone(opt):
+    """[T, 6] of one worker under a plain jit, and its state."""
+    params, state, step = START, opt.init(START), jax.jit(square_step(opt))
+    history = []
+    for t in range(PLAN.total_steps):
+        params, state = step(params, state, MATRICES[0], TARGETS[t, 0])
+        history.append(flat(params))
+    return np.stack(history), state
+
+
+def test_snoo_equals_its_pseudocode_without_an_axis():
+    """On one worker, where every other method runs with axis_name=(), too."""
+    found, state = run_alone(snoo(SGD, PLAN, learning_rate=0.6, momentum=0.8))
+    assert distance(found[:, None], nesterov(of_one, (0.6, 0.8))) < 2e-6
+    assert state.num_syncs == PLAN.rounds
+    plain, _ = run_alone(snoo(SGD, PLAN, learning_rate=1.0, momentum=0.0))
+    assert distance(plain, run_alone(SGD)[0]) < 1e-6  # x <- a - (a - x)
+
+
+@pytest.mark.parametrize("wire", [None, "int8", "top_k_2bit"])
+def test_one_worker_without_an_axis_is_one_with_it(wire):
+    options = {"wire": wire and local_opt.WIRES[wire], "opt_state": {"trace": "mean"}}
+    make = lambda **more: local_opt.local_steps(optax.sgd(RATE, 0.9), PLAN, **options, **more)  # noqa: E731
+    found, _ = run_alone(make(axis_name=()))
+    opt = make()
+    params, state = copies(START, 1), jax.vmap(opt.init)(copies(START, 1))
+    step = jax.jit(vmap(square_step(opt)))
+    for t in range(PLAN.total_steps):
+        params, state = step(params, state, MATRICES[:1], TARGETS[t, :1])
+        np.testing.assert_allclose(found[t], flat(params)[0], rtol=0, atol=1e-6)
+
+
+SHAPES = {"a": (3, 5), "b": (4,), "c": (6, 2)}
+GRADS = [
+    [{n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()} for _ in range(W)]
+    for _ in range(PLAN.total_steps)
+]
+FIRST = {n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+
+
+def run_given(opt, first, grads):
+    """Parameters after every sync, of given gradients [T, W] of trees."""
+    params, found = copies(first), []
+    state, step = jax.jit(jax.vmap(opt.init))(params), jax.jit(vmap(opt.update))
+    for t, own in enumerate(grads):
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
+        updates, state = step(stacked, state, params)
+        params = optax.apply_updates(params, updates)
+        if PLAN.syncs_after(t):
+            local_opt.check_synced(params)
+            found.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
+    return found
+
+
+def test_muloco_equals_its_pseudocode():
+    opt = muloco(0.1, PLAN, learning_rate=0.7, momentum=0.6, weight_decay=0.1)
+    expected = reference.muloco(FIRST, GRADS, PLAN.periods, 0.1, (0.7, 0.6), 0.1)
+    assert distance(run_given(opt, FIRST, GRADS), expected) < 1e-5
+    hidden = muloco(0.1, PLAN, hidden=lambda params: {"a": True, "b": False, "c": False})
+    state = hidden.init(FIRST).rounds.inner
+    adam = jax.tree.leaves(optax.tree_utils.tree_get(state, "nu"))
+    assert {x.shape for x in adam} == {(4,), (6, 2)}
+
+
+def test_sparseloco_equals_its_pseudocode():
+    """70 blocks, of which 64 share one table and 6 the other; two bits, places and feedback."""
+    size, rate = 69 * 4096 + 7, 0.1
+    first = RNG.normal(size=size).astype(np.float32)
+    grads = np.float32(RNG.normal(size=(PLAN.total_steps, W, size)) ** 3)
+    found = run_given(
+        sparseloco(optax.sgd(rate), PLAN, learning_rate=0.65), {"x": first},
+        [[{"x": g} for g in own] for own in grads],
+    )  # fmt: skip
+    anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
+    for (start, length), new in zip(PLAN.rounds_from(0), found, strict=True):
+        changes = -rate * grads[start : start + length].astype(np.float64).sum(axis=0)
+        mean, lost = reference.synchronize_changes(anchor, changes, lost, "top_k_2bit", 0.95)
+        anchor = anchor + 0.65 * (mean - anchor)
+        error = np.abs(new["x"] - anchor)
+        assert (error > 1e-5).sum() <= 1e-4 * size, (error > 1e-5).sum()  # ties of two codes
+    assert np.abs(lost).max() > 1e-3
+
+
+def test_a_preset_is_local_steps_with_its_parts():
+    long = local_opt.constant(1, total_steps=60)
+    named = sparseloco(SGD, long, learning_rate=0.9)
+    plain = local_opt.local_steps(
+        SGD, long, outer=optax.sgd(0.9), wire=local_opt.WIRES["top_k_2bit"]
+    )
+    assert_bitwise_equal(run_squares(named), run_squares(plain))
+
+
+test_bad_presets_are_refused = refuses({
+    "rate": (lambda: muloco(-0.1, PLAN), "inner_rate is -0.1: "),
+    "decay": (lambda: muloco(0.1, PLAN, weight_decay=-1.0), "weight_decay is -1.0"),
+    "hidden": (lambda: muloco(0.1, PLAN, hidden=True), "hidden is"),
+    "labels": (
+        lambda: muloco(0.1, PLAN, hidden=lambda params: True).init(FIRST), "hidden returned True"
+    ),
+    "momentum": (lambda: snoo(SGD, PLAN, momentum=1.0), "momentum is 1.0"),
+    "density": (lambda: sparseloco(SGD, PLAN, density=0.3), "density is 0.3 of blocks of 4096"),
+    "outer": (lambda: sparseloco(SGD, PLAN, learning_rate=0.0), "learning_rate is 0.0"),
+})  # fmt: skip
