@@ -2,6 +2,7 @@ r"""Forecasts rounds, volume and hours of the published recipes under each rule,
 
     python -m experiments.forecast                     # ViT-B and ResNet-152, 16 workers, seconds
     python -m experiments.forecast --task=imagenet_resnet152 --step_seconds=0.4 --gigabits=25,200
+    python -m experiments.forecast --task=presets      # bytes of published methods, their claims
 
 Plans are known before a run. Writes table.md and periods.png.
 Expected: QSR takes 9711 rounds (10.375 %) on ViT-B and 24792 (39.731 %) on ResNet-152.
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 import local_opt
+from experiments import published
 from experiments.cluster import entry, files
 from experiments.results import plots
 from experiments.results.tables import markdown
@@ -56,7 +58,7 @@ KNOWN = {
 def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "setting")
     define = dialect.definer(values)
-    define(flags.DEFINE_string, "task", "all", "a setting to plan, or all published ones")
+    define(flags.DEFINE_string, "task", "all", "a setting to plan, all, or presets")
     define(flags.DEFINE_list, "arms", SHOWN, f"rules to compare, of {', '.join(SYNC_RULES)}")
     text = "seconds of computation per step; the published ones if unset"
     define(ranges.POSITIVE, "step_seconds", None, text)
@@ -129,6 +131,10 @@ def published_text() -> str:
 
 
 def main(values: flags.FlagValues) -> None:
+    if values.task == "presets":
+        files.write_whole(os.path.join(values.output_dir, "presets.md"), published.text())
+        print(f"{published.text()}\nWritten to {values.output_dir}: presets.md")
+        return
     names = KNOWN if values.task == "all" else [values.task]
     found = [forecast_of(name, values) for name in names]
     text = "\n".join([*(text for _, text, _ in found), published_text()])
