@@ -4,6 +4,7 @@
 this library's collectives, which need not be those of a paper.
 """
 
+import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -143,5 +144,6 @@ def row_of(row: Published) -> dict:
 
 def text() -> str:
     """The table and, for every row, its source and why it agrees or not."""
-    notes = "\n".join(f"- {row.label} ({row.source}): {row.why}." for row in ROWS)
+    lines = [f"- {row.label} ({row.source}): {row.why}." for row in ROWS]
+    notes = "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in lines)
     return f"{markdown([row_of(row) for row in ROWS])}\n\n{notes}\n"

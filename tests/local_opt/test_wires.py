@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import WIRES, sync, wires
+from local_opt import WIRES, packing, sync, wires
 from tests import reference
 from tests.problems import (
     PLAN,
@@ -123,6 +123,24 @@ def test_a_message_has_the_size_and_type_that_its_wire_says(name):
     assert again.shape == x.shape and again.dtype == jnp.float32
     assert not decode(encode(jnp.zeros_like(x)), r).any()
     assert not np.isfinite(decode(encode(x.at[0, 5].set(jnp.nan)), r)[0]).all()
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_numbers_of_any_bits_are_packed_in_that_many_and_come_back(bits):
+    for m in (1, 3, 8, 21):
+        codes = RNG.integers(0, 2**bits, (m, 128)).astype(np.uint16)
+        message = packing.packed(jnp.asarray(codes), bits)
+        assert len(message) == packing.packed_rows(m, bits) and message.dtype == jnp.uint8
+        assert 0 <= 8 * len(message) - m * bits < 8 * bin(bits % 8).count("1") + 1
+        np.testing.assert_array_equal(packing.unpacked(message, bits, m), codes)
+
+
+def test_a_block_of_sparseloco_takes_112_bytes():
+    """And 64 blocks 8 more; what fills rows of 128 is below 1 kB a message."""
+    wire = WIRES["top_k_2bit"]
+    assert 128 * wire.message_rows(2048 * 32) == 2048 * 112 + 2048 // 64 * 8
+    for n in (1, 2, 63, 65, 1000):
+        assert 0 <= 128 * wire.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
 
 
 def test_averaged_moments_are_never_rounded():
