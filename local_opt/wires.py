@@ -121,7 +121,7 @@ def top_k_wire(
     deviation of the values of 64 blocks. A place in the block takes ceil(log2 b) bits.
 
     Workers send different entries, so their changes are gathered: W - 1 messages. A message has
-    k (bits + ceil(log2 b)) / 8 bytes per block, 8 more for the means of 64 blocks, and what fills
+    k (bits + ceil(log2 b)) / 8 bytes per block, with 2 bits 8 more for 64 blocks, and what fills
     rows of 128 bytes.
 
     Args:

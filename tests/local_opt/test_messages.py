@@ -163,8 +163,8 @@ def test_an_axis_that_is_not_in_scope_is_named(name):
 
 
 def test_an_axis_without_a_name_is_refused():
-    """Each worker would go on alone."""
-    for axis in ((), [], None, {}):
+    """Each worker would go on alone, which () asks for: one worker without an axis."""
+    for axis in ([], None, {}, ("",), ((),)):
         rounds = local_opt.local_rounds(SGD, axis_name=axis)
         steps = local_opt.local_steps(SGD, local_opt.every_step(2), axis_name=axis)
         for call in (
