@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from local_opt.checks import ARRAYS, check_kind
+from local_opt.groups import after_all, groups_of
 from local_opt.weights import checked_weight, weighed
 from local_opt.wires import LANES, Wire, rows_of
 from local_opt.workers import AXIS, AxisName
@@ -181,20 +182,42 @@ def synchronize_changes(
 
 def _sent(wire, axis_name, share, leaves, anchors, losses):
     """Lists of the leaves after the sync, and of what is lost."""
-    changes = [_float32(x) - _float32(a) for x, a in zip(leaves, anchors, strict=True)]
+    exchange, done = _gathered if wire.gathers else _in_halves, []
+    changes, means, lost = {}, [[] for _ in leaves], [[] for _ in leaves]
+    new, new_lost = list(leaves), list(losses)
+    for group in groups_of([x.size for x in leaves], wire, axis_name):
+        after = after_all(done, axis_name)
+        for i, start, _ in group:
+            if start == 0:
+                anchors[i] = after(anchors[i])
+                change = _change(wire, share, leaves[i], anchors[i], losses[i : i + 1])
+                changes[i] = change.reshape(-1)
+            else:
+                changes[i] = after(changes[i])
+        pieces = [changes[i][start:end] for i, start, end in group]
+        # Without the barriers a compiler may compute all of it again for every leaf.
+        rows = lax.optimization_barrier(_rows(pieces, wire, axis_name))
+        mean, lost_rows = lax.optimization_barrier(exchange(wire, rows, axis_name))
+        done = [mean, lost_rows]
+        parts = zip(group, _leaves(mean, pieces), _leaves(lost_rows, pieces), strict=True)
+        for (i, _, end), mean_piece, lost_piece in parts:
+            means[i].append(mean_piece)
+            lost[i].append(lost_piece)
+            if end == leaves[i].size:
+                x, moved = leaves[i], jnp.concatenate(means[i]).reshape(leaves[i].shape)
+                new[i] = (_float32(anchors[i]) + moved).astype(x.dtype)
+                if wire.feedback:
+                    new_lost[i] = jnp.concatenate(lost[i]).reshape(x.shape)
+                done += [new[i], *new_lost[i : i + 1]]
+    return new, new_lost
+
+
+def _change(wire, share, x, anchor, lost):
+    """What a worker sends of a leaf, before it is rounded; `lost` holds one array or none."""
+    change = _float32(x) - _float32(anchor)
     if share is not None:
-        changes = [weighed(c, share) for c in changes]
-    if wire.feedback:
-        changes = [c + wire.feedback * e for c, e in zip(changes, losses, strict=True)]
-    exchange = _gathered if wire.gathers else _in_halves
-    # Without the barriers a compiler may compute all of it again for every leaf.
-    rows = lax.optimization_barrier(_rows(changes, wire, axis_name))
-    mean, lost_rows = exchange(wire, rows, axis_name)
-    means = _leaves(lax.optimization_barrier(mean), leaves)
-    new = [
-        (_float32(a) + m).astype(x.dtype) for x, a, m in zip(leaves, anchors, means, strict=True)
-    ]
-    return new, _leaves(lax.optimization_barrier(lost_rows), leaves) if wire.feedback else []
+        change = weighed(change, share)
+    return change + wire.feedback * lost[0] if wire.feedback else change
 
 
 def nothing_lost(tree: PyTree, wire: Wire | None) -> PyTree:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import WIRES, packing, sync, wires
+from local_opt import WIRES, groups, packing, sync, wires
 from tests import reference
 from tests.problems import (
     PLAN,
@@ -141,6 +141,27 @@ def test_a_block_of_sparseloco_takes_112_bytes():
     assert 128 * wire.message_rows(2048 * 32) == 2048 * 112 + 2048 // 64 * 8
     for n in (1, 2, 63, 65, 1000):
         assert 0 <= 128 * wire.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
+
+
+@pytest.mark.parametrize("wire", [WIRES["int4"], wires.top_k_wire(1 / 64, block=256)])
+def test_groups_are_sent_as_each_of_them_alone(wire, monkeypatch):
+    """To the bit, however leaves are cut."""
+    size = 128 * 128 * wire.multiple * (1 if wire.gathers else W)
+    shapes = {"a": (size // 2,), "b": (3, size // 2), "c": (7,)}  # of two groups and a little
+    change = {k: on_grid(W, *shape, scale=0.01) for k, shape in shapes.items()}
+    anchor = {k: on_grid(*shape) for k, shape in shapes.items()}
+    lost = jax.vmap(lambda x: sync.nothing_lost(x, wire))(change)
+    parts = [(0, size), (size, 2 * size), (2 * size, 2 * size + 7)]
+    alone = []
+    for start, end in parts:
+        own = rows(change)[:, start:end].astype(np.float32)
+        cut = rows(copies(anchor))[0, start:end].astype(np.float32)
+        alone.append(send(wire, own, jnp.zeros_like(own), anchor=cut))
+    monkeypatch.setattr(groups, "GROUP", 1)
+    monkeypatch.setattr(groups, "GROUPS", 2**30)
+    found = send(wire, change, lost, anchor=anchor)
+    for tree, expected in zip(found, zip(*alone, strict=True), strict=True):
+        np.testing.assert_array_equal(rows(tree), np.concatenate(expected, axis=1))
 
 
 def test_averaged_moments_are_never_rounded():
