@@ -4,6 +4,7 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
     python -m experiments.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
     python -m experiments.bench --part=scaled                   # scaled sketches against sketches
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
+    python -m experiments.bench --part=memory --rows=v5e-vit    # of a sync; compiles for 8 chips
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
     python -m experiments.bench --part=echo                     # run nothing else meanwhile
@@ -24,7 +25,7 @@ import numpy as np
 from absl import flags
 
 import local_opt
-from experiments import local_timing, timing
+from experiments import local_timing, sync_memory, timing
 from experiments.cluster import entry
 from experiments.results.statistics import median_interval
 from experiments.study import recipes
@@ -164,6 +165,14 @@ def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
     yield from ()
 
 
+def memory_rows(name: str, repeats: int | None) -> Iterator[dict]:
+    """Rows of compiled syncs, which nothing is timed for."""
+    if repeats is not None:
+        raise ValueError("--part=memory times nothing: leave out --repeats.")
+    yield from sync_memory.memory_rows(*name.split("-"))
+
+
+COMPILED = [f"{chip}-{model}" for chip in sync_memory.SLICES for model in sync_memory.MODELS]
 FOLDERS = {"epochs": ("data_root",), "peers": ("repositories", "data_root")}  # flags of parts
 PARTS = {  # the names of their rows, and the repeats
     "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
@@ -172,9 +181,11 @@ PARTS = {  # the names of their rows, and the repeats
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
     "echo": ({f"{r}": functools.partial(timing.echo_rows, r) for r in timing.RATIOS}, 3),
+    "memory": ({name: functools.partial(memory_rows, name) for name in COMPILED}, None),
     "peers": ({"all": peer_rows}, None),
 }
-FIRST = {"balance": ["digits", "hmda", "lenet"]}  # rows by default, where these are not all
+# Rows by default, where these are not all.
+FIRST = {"balance": ["digits", "hmda", "lenet"], "memory": ["v5e-vit"]}
 
 
 def define_flags(values: flags.FlagValues) -> None:

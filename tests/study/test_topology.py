@@ -9,6 +9,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import local_opt
@@ -32,7 +33,8 @@ from experiments.study.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import num_params
-from local_opt.workers import worker_mesh
+from local_opt import groups
+from local_opt.workers import owned_sharding, worker_mesh
 from ordering.exchange import slice_size
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 from tests.studies import parsed
@@ -261,3 +263,27 @@ def test_the_page_shows_the_output_of_its_command(chip):
     ):
         same = [row[:columns] for row in one if "---" not in row[0]]
         assert same == [row[:columns] for row in other if "---" not in row[0]]
+
+
+@gpu
+def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch):
+    """Four workers with 2^22 numbers, in one group and in eight."""
+    mesh, chip = slice_of(FOUR["h100"], WORKERS)
+    wire, found = local_opt.WIRES["int8"], []
+    rounds = local_opt.local_rounds(optax.sgd(0.1), wire=wire)
+    params = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), np.float32) for i in range(16)}
+    place = owned_sharding(mesh)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((WORKERS, *x.shape), x.dtype, sharding=place),
+        (params, jax.eval_shape(rounds.init, params)),
+    )
+    for group in (2**22, 2**19):
+        monkeypatch.setattr(groups, "GROUP", group)
+        monkeypatch.setattr(groups, "GROUPS", 2**30)
+        sync = local_opt.lift(rounds.sync, mesh, inputs="owned owned", outputs="owned owned")
+        lowered = jax.jit(sync, donate_argnums=(0, 1)).lower(*args)
+        found.append(compile_or_refuse(lowered, chip))
+    sent = local_opt.sync_bytes(2**22, num_workers=WORKERS, wire=wire) * WORKERS / (WORKERS - 1)
+    assert [sum(c.bytes for c in one.collectives) for one in found] == [sent, sent]
+    assert [len(one.collectives) for one in found] == [2, 16]
+    assert found[1].memory["temporaries"] < found[0].memory["temporaries"]
