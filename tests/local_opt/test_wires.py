@@ -146,7 +146,7 @@ def test_a_block_of_sparseloco_takes_112_bytes():
 @pytest.mark.parametrize("wire", [WIRES["int4"], wires.top_k_wire(1 / 64, block=256)])
 def test_groups_are_sent_as_each_of_them_alone(wire, monkeypatch):
     """To the bit, however leaves are cut."""
-    size = 128 * 128 * wire.multiple * (8 if wire.gathers else W)
+    size = 128 * 128 * wire.multiple * (16 if wire.gathers else W)
     shapes = {"a": (size // 2,), "b": (3, size // 2), "c": (7,)}  # of two groups and a little
     change = {k: on_grid(W, *shape, scale=0.01) for k, shape in shapes.items()}
     anchor = {k: on_grid(*shape) for k, shape in shapes.items()}
