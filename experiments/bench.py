@@ -5,6 +5,7 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
     python -m experiments.bench --part=scaled                   # scaled sketches against sketches
     python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
     python -m experiments.bench --part=memory --rows=v5e-vit    # of a sync; compiles for 8 chips
+    python -m experiments.bench --part=overlap                  # minutes; compiles for two slices
     python -m experiments.bench --part=loops                    # a minute: the loop's own share
     python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
     python -m experiments.bench --part=echo                     # run nothing else meanwhile
@@ -18,14 +19,14 @@ Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tabl
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 from absl import flags
 
 import local_opt
-from experiments import local_timing, sync_memory, timing
+from experiments import local_timing, overlap, sync_memory, timing
 from experiments.cluster import entry
 from experiments.results.statistics import median_interval
 from experiments.study import recipes
@@ -165,14 +166,18 @@ def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
     yield from ()
 
 
-def memory_rows(name: str, repeats: int | None) -> Iterator[dict]:
+def compiled_rows(rows: Callable, name: str, repeats: int | None) -> Iterator[dict]:
     """Rows of compiled syncs, which nothing is timed for."""
     if repeats is not None:
-        raise ValueError("--part=memory times nothing: leave out --repeats.")
-    yield from sync_memory.memory_rows(*name.split("-"))
+        raise ValueError("--part=memory and --part=overlap time nothing: leave out --repeats.")
+    yield from rows(*name.split("-"))
 
 
-COMPILED = [f"{chip}-{model}" for chip in sync_memory.SLICES for model in sync_memory.MODELS]
+def _compiled(rows, names):
+    return {name: functools.partial(compiled_rows, rows, name) for name in names}
+
+
+MEMORY = [f"{chip}-{model}" for chip in sync_memory.SLICES for model in sync_memory.MODELS]
 FOLDERS = {"epochs": ("data_root",), "peers": ("repositories", "data_root")}  # flags of parts
 PARTS = {  # the names of their rows, and the repeats
     "balance": ({name: functools.partial(step_rows, name) for name in UNITS}, 9),
@@ -181,11 +186,12 @@ PARTS = {  # the names of their rows, and the repeats
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
     "echo": ({f"{r}": functools.partial(timing.echo_rows, r) for r in timing.RATIOS}, 3),
-    "memory": ({name: functools.partial(memory_rows, name) for name in COMPILED}, None),
+    "memory": (_compiled(sync_memory.memory_rows, MEMORY), None),
+    "overlap": (_compiled(overlap.overlap_rows, overlap.MODELS), None),
     "peers": ({"all": peer_rows}, None),
 }
 # Rows by default, where these are not all.
-FIRST = {"balance": ["digits", "hmda", "lenet"], "memory": ["v5e-vit"]}
+FIRST = {"balance": ["digits", "hmda", "lenet"], "memory": ["v5e-vit"], "overlap": ["gpt_1b"]}
 
 
 def define_flags(values: flags.FlagValues) -> None:
