@@ -21,8 +21,14 @@ from experiments.training.config import RunConfig
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
 
 
-def _constant(config: RunConfig) -> local_opt.SyncPlan:
-    return local_opt.constant(config.h_base, total_steps=config.total_steps)
+def _constant(config: RunConfig, **options) -> local_opt.SyncPlan:
+    return local_opt.constant(config.h_base, total_steps=config.total_steps, **options)
+
+
+def _matched(config: RunConfig, **options) -> local_opt.SyncPlan:
+    """The least constant H of no more rounds than QSR."""
+    period = -(-config.total_steps // _qsr(config).rounds)
+    return local_opt.constant(period, total_steps=config.total_steps, **options)
 
 
 def _every_factor(config: RunConfig) -> local_opt.SyncPlan:
@@ -45,15 +51,15 @@ def _switching(rule: Callable, share: float) -> Callable:
     )
 
 
-def _power(config: RunConfig, power: float, alpha: float) -> local_opt.SyncPlan:
+def _power(config: RunConfig, power: float, alpha: float, **options) -> local_opt.SyncPlan:
     return local_opt.power_rule(
         config.rates, total_steps=config.total_steps, alpha=alpha, h_base=config.h_base,
-        power=power, warmup_steps=config.warmup_steps,
+        power=power, warmup_steps=config.warmup_steps, **options,
     )  # fmt: skip
 
 
-def _qsr(config: RunConfig) -> local_opt.SyncPlan:
-    return _power(config, 2, config.growth)
+def _qsr(config: RunConfig, **options) -> local_opt.SyncPlan:
+    return _power(config, 2, config.growth, **options)
 
 
 def _at_volume_of_qsr(power: float) -> Callable:
@@ -83,22 +89,44 @@ def _rounds(label: str, **options) -> Word:
     return Word(label, change)
 
 
+def _outer() -> dict[str, Word]:
+    """Nesterov outside, by rate and momentum: as it is, and with changes divided by the period."""
+    found = {}
+    for rate, momentum in OUTER:
+        name, label = f"{rate:g}_{momentum:g}", f"{rate:g}, {momentum:g}"
+        outer = optax.sgd(rate, momentum, nesterov=True)
+        # It is linear, so that any h_base gives the same.
+        same = local_opt.normalize_by_period(outer, h_base=1)
+        found[f"nesterov{name}"] = _rounds(f"Nesterov {label}", outer=outer)
+        found[f"normalized{name}"] = _rounds(f"normalized Nesterov {label}", outer=same)
+    return found
+
+
+def _at_most(period: int) -> Word:
+    def change(rule: SyncRule) -> SyncRule:
+        return rule._replace(plan=functools.partial(rule.plan, h_max=period))
+
+    return Word(f"H at most {period}", change)
+
+
 def _align(part: str, share: float) -> Word:
     """The same rule, with rounds that end where a share of an epoch's loads is whole."""
 
     def change(rule: SyncRule) -> SyncRule:
-        def plan(config: RunConfig) -> local_opt.SyncPlan:
+        def plan(config: RunConfig, **options) -> local_opt.SyncPlan:
             if config.loads_per_epoch is None:
                 raise ValueError(f"{rule.label} to the {part} needs an epoch's loads: use a study.")
             every = max(1, share * config.loads_per_epoch)
-            return local_opt.aligned(rule.plan(config), every=every, fresh=config.fresh)
+            return local_opt.aligned(rule.plan(config, **options), every=every, fresh=config.fresh)
 
         return rule._replace(plan=plan)
 
     return Word(f"to the {part}", change)
 
 
-ROUNDS = ("wire", "correction")  # of local steps
+# Rate and momentum of the outer optimizer; the first are those of DiLoCo.
+OUTER = (0.7, 0.9), (0.3, 0.9), (0.7, 0.5), (1.0, 0.5)
+ROUNDS = ("wire", "correction", "outer")  # of local steps
 LOCAL = (*ROUNDS, "align")
 SYNC_RULES = Table(
     "sync", "when workers meet",
@@ -109,12 +137,13 @@ SYNC_RULES = Table(
         ),
         "accumulate": SyncRule("gradient accumulation", _constant, local_opt.accumulated_rounds),
         "constant": SyncRule("constant H", _constant, takes=LOCAL),
+        "matched": SyncRule("constant H, as many syncs as QSR", _matched, takes=LOCAL),
         "post_local": SyncRule(
             "post-local", _switching(local_opt.post_local, POST_LOCAL_UNTIL), takes=LOCAL
         ),
         "swap": SyncRule("SWAP", _switching(local_opt.swap, SWAP_UNTIL), takes=LOCAL),
         "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL),
-        "qsr": SyncRule("QSR", _qsr, takes=LOCAL),
+        "qsr": SyncRule("QSR", _qsr, takes=(*LOCAL, "h_max")),
         "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL),
         # What slow input asks for: e is the echo factor.
         "every_load": SyncRule("once per load", _every_load, takes=ROUNDS),
@@ -133,6 +162,8 @@ SYNC_RULES = Table(
             "proximal": _rounds("proximal 0.1", correction=local_opt.proximal(0.1)),
             "proximal1": _rounds("proximal 1", correction=local_opt.proximal(1.0)),
         }),
+        "outer": Choice("outer optimizer: rate and momentum", _outer()),
+        "h_max": Choice("longest round", _at_most),
         "align": Choice("where rounds end besides", {
             "half": _align("half epoch", 0.5), "epoch": _align("epoch", 1)
         }),
