@@ -25,7 +25,7 @@ def traffic(
 ) -> Callable[[int, int], float]:
     """`(rounds, loads) -> what a worker has sent`, in all-reduces of float32 parameters.
 
-    A sync sends one, or the share of it that its wire leaves.
+    A sync sends one, or the share of it that its wire or its fragments leave.
 
     Args:
       order, sizes, num_params, sync_in_step: as of `order_traffic`; rule: a row of SYNC_RULES.
@@ -33,6 +33,7 @@ def traffic(
     of_order = order_traffic(order, sizes, num_params, sync_in_step=sync_in_step)
     sent = functools.partial(local_opt.sync_bytes, num_params, num_workers=sizes.workers)
     share = sent(wire=rule.wire) / sent() if rule.wire and sizes.workers > 1 else 1
+    share /= rule.fragments
     return lambda rounds, loads: share * rounds + of_order(loads)
 
 

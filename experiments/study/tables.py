@@ -14,6 +14,7 @@ from absl.flags import FlagValues
 import local_opt
 import ordering
 import ordering.echo
+from experiments.study import fragments
 from experiments.study.orders import ORDERS
 from experiments.study.words import Choice, EchoPolicy, Order, SyncRule, Table, Word
 from experiments.training.config import RunConfig
@@ -109,6 +110,21 @@ def _at_most(period: int) -> Word:
     return Word(f"H at most {period}", change)
 
 
+def _fragments(count: int) -> Word:
+    """The same rule for each of several fragments, which take turns."""
+
+    def change(rule: SyncRule) -> SyncRule:
+        def plan(config: RunConfig, **options) -> local_opt.SyncPlan:
+            own = functools.partial(rule.plan, **options)
+            return fragments.union(fragments.plans_in_turn(own, config, count))
+
+        kept = {k: v for k, v in rule.rounds.keywords.items() if k != "drift"}
+        rounds = functools.partial(fragments.in_turn, fragments=count, **kept)
+        return rule._replace(plan=plan, rounds=rounds, fragments=count)
+
+    return Word(f"{count} fragments", change)
+
+
 def _align(part: str, share: float) -> Word:
     """The same rule, with rounds that end where a share of an epoch's loads is whole."""
 
@@ -136,14 +152,16 @@ SYNC_RULES = Table(
             local_opt.parallel_rounds,
         ),
         "accumulate": SyncRule("gradient accumulation", _constant, local_opt.accumulated_rounds),
-        "constant": SyncRule("constant H", _constant, takes=LOCAL),
-        "matched": SyncRule("constant H, as many syncs as QSR", _matched, takes=LOCAL),
+        "constant": SyncRule("constant H", _constant, takes=(*LOCAL, "fragments")),
+        "matched": SyncRule(
+            "constant H, as many syncs as QSR", _matched, takes=(*LOCAL, "fragments")
+        ),
         "post_local": SyncRule(
             "post-local", _switching(local_opt.post_local, POST_LOCAL_UNTIL), takes=LOCAL
         ),
         "swap": SyncRule("SWAP", _switching(local_opt.swap, SWAP_UNTIL), takes=LOCAL),
         "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL),
-        "qsr": SyncRule("QSR", _qsr, takes=(*LOCAL, "h_max")),
+        "qsr": SyncRule("QSR", _qsr, takes=(*LOCAL, "h_max", "fragments")),
         "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL),
         # What slow input asks for: e is the echo factor.
         "every_load": SyncRule("once per load", _every_load, takes=ROUNDS),
@@ -164,6 +182,9 @@ SYNC_RULES = Table(
         }),
         "outer": Choice("outer optimizer: rate and momentum", _outer()),
         "h_max": Choice("longest round", _at_most),
+        "fragments": Choice("of the parameters, which take turns", {
+            "fragments2": _fragments(2),
+        }),
         "align": Choice("where rounds end besides", {
             "half": _align("half epoch", 0.5), "epoch": _align("epoch", 1)
         }),

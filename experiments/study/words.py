@@ -35,6 +35,7 @@ class SyncRule(NamedTuple):
     # (inner optimizer, axis_name=) -> Rounds
     rounds: Callable = functools.partial(local_opt.local_rounds, drift=True)
     wire: local_opt.Wire | None = None  # in which `rounds` sends changes
+    fragments: int = 1  # of the parameters; a sync sends one
     takes: tuple[str, ...] = ()
 
 

@@ -22,12 +22,20 @@ def _adamw(decay, momentum: float, steps: int | None) -> tuple:
 
 
 def _muon(decay, momentum: float, steps: int | None) -> tuple:
-    """Muon of the layers' matrices; AdamW of embeddings, and of vectors without weight decay."""
+    """Muon of the layers' matrices; AdamW of embeddings, and of vectors without weight decay.
+
+    Matrices of an attention may have three axes: to or from heads of some width.
+    """
 
     def kind(path, p):
-        return "muon" if p.ndim == 2 and path[-1] == jax.tree_util.DictKey("kernel") else "adam"
+        named = path[-1] == jax.tree_util.DictKey("kernel")
+        return "muon" if named and p.ndim in (2, 3) else "adam"
 
-    dimensions = lambda tree: jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), tree)  # noqa: E731
+    def axes(path, p):
+        split = 2 if p.ndim == 3 and path[-2] == jax.tree_util.DictKey("out") else 1
+        return contrib.MuonDimensionNumbers(tuple(range(split)), tuple(range(split, p.ndim)))
+
+    dimensions = lambda tree: jax.tree_util.tree_map_with_path(axes, tree)  # noqa: E731
     muon = contrib.muon(
         -1.0, beta=momentum, weight_decay=decay, muon_weight_dimension_numbers=dimensions
     )
