@@ -178,6 +178,12 @@ def _per_step(own, name) -> list[float]:
     return [run[-1][name] / run[-1]["step"] for run in _measured(own, name)]
 
 
+def _volumes(own) -> list[float]:
+    """All-reduces per step; older records, none of a wire or of fragments, have rounds alone."""
+    lasts = [run[-1] for run in _measured(own, "rounds")]
+    return [r.get("allreduces", r["rounds"]) / r["step"] for r in lasts]
+
+
 def _each(found, form: str) -> str:
     """The distinct values over seeds, which seldom differ."""
     return ", ".join(form.format(v) for v in sorted(set(found))) or "-"
@@ -194,7 +200,7 @@ SYNC_COLUMNS = (
     Column("seeds", lambda c, own: f"{len(own.runs)}"),
     metric("{:.4f}"),
     end("train loss", "train/loss", "{:.4f}"),
-    Column("volume", lambda c, own: _each(_per_step(own, "rounds"), "{:.2%}")),
+    Column("volume", lambda c, own: _each(_volumes(own), "{:.2%}")),
     Column("rounds", lambda c, own: _each(_lasts(c, own, "rounds"), "{}")),
     Column("H", _periods),
     end("seconds", "seconds", "{:.1f}"),

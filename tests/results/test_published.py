@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from experiments import block_report, combined, machine_map, slowrun, verdicts
-from experiments.results import archive, gains, report, tables, verdict_page
+from experiments.results import archive, differences, gains, report, tables, verdict_page
 from experiments.study import cost, factorials
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -78,6 +78,15 @@ def test_the_rules_of_local_steps(name):
     check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
     check(report.sweep(comparison, head="rule"), whole)
     check(report.against(comparison), whole)
+
+
+@pytest.mark.parametrize("name", ["outer_vit", "outer_gpt", "outer_vit_muon"])
+def test_outer_momentum_fragments_and_muon(name):
+    comparison, whole = archive.load(name), page("outer.md")
+    check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
+    check(report.sweep(comparison, head="rule"), whole)
+    check(differences.table(comparison, ("parallel", "matched", "qsr")), whole)
+    assert all(line in whole for line in archive.commands(archive.FOLDER / name))
 
 
 @pytest.mark.parametrize("name", ["resnet", "mobilenet", "shakespeare"])

@@ -1,5 +1,8 @@
 """The tables of decisions: their rows, the words that modify them, and their plans."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -88,6 +91,27 @@ def test_rules_of_other_powers_communicate_as_much_as_qsr():
     given = own(1250, floor=1e-3, warmup_steps=125)
     found = {name: SYNC_RULES[name].plan(given).rounds for name in ("qsr", "inverse", "cubic")}
     assert found["inverse"] == found["cubic"] == found["qsr"] < 2500 / 2
+
+
+def test_words_of_the_outer_optimizer_and_of_the_longest_round():
+    given = own(1250, floor=1e-3, warmup_steps=125)
+    qsr, constant = (SYNC_RULES[name].plan(given) for name in ("qsr", "matched"))
+    period = int(constant.periods[0])
+    assert set(constant.periods[:-1].tolist()) == {period}
+    assert constant.rounds <= qsr.rounds < -(-given.total_steps // (period - 1))
+    assert SYNC_RULES["qsr+h_max16"].plan(given).periods.max() == 16 < qsr.periods.max()
+    label = "QSR, H at most 16, normalized Nesterov 0.7, 0.9"
+    assert SYNC_RULES["qsr+h_max16+normalized0.7_0.9"].label == label
+    x, ends = jnp.array([[0.0], [2.0]]), []  # two workers, which move by 4 and by 6 per step
+    for words in ("constant", "constant+nesterov0.7_0.9", "constant+normalized0.7_0.9"):
+        rounds = SYNC_RULES[words].rounds(optax.sgd(1.0), axis_name="worker")
+        params, state = x, jax.vmap(rounds.init)(x * 0)
+        for _ in range(2):
+            updates, state = jax.vmap(rounds.update)(jnp.array([[-4.0], [-6.0]]), state, params)
+            params += updates
+        ends.append(jax.vmap(rounds.sync, axis_name="worker")(params, state)[0].tolist())
+    # The mean is 11 after a start at 0: Nesterov's first step is 0.7 * 1.9 of that.
+    np.testing.assert_allclose(np.ravel(ends), np.repeat([11, 14.63, 14.63], 2), rtol=1e-6)
 
 
 def test_aligned_rules_end_rounds_with_epochs():
