@@ -11,14 +11,15 @@ import pytest
 import local_opt
 from experiments.study import fragments
 from experiments.study.tables import SYNC_RULES
-from tests.study.test_tables import own
+from experiments.training.config import RunConfig
 
 OUTER = optax.sgd(0.7, 0.9, nesterov=True)
+RATES = np.cos(np.linspace(0, 1.55, 120))  # falling to a fiftieth
 
 
 @pytest.mark.parametrize("name", ["constant", "matched", "qsr", "qsr+h_max8"])
 def test_a_run_in_turn_equals_streaming_by_segments(name):
-    given = own(60, h_base=4)
+    given = RunConfig(RATES, seed=0)
     rule = SYNC_RULES[f"{name}+nesterov0.7_0.9+fragments2"]
     plans = fragments.plans_in_turn(SYNC_RULES[name].plan, given, 2)
     whole = rule.plan(given)
@@ -65,6 +66,6 @@ def test_a_run_in_turn_equals_streaming_by_segments(name):
 
 def test_fragments_that_cannot_take_turns_are_refused():
     with pytest.raises(ValueError, match="2 fragments cannot take turns .* raise --h_base"):
-        SYNC_RULES["constant+fragments2"].plan(own(60, h_base=1))
+        SYNC_RULES["constant+fragments2"].plan(RunConfig(RATES, seed=0, h_base=1))
     with pytest.raises(ValueError, match="fragments have no correction"):
         SYNC_RULES["qsr+control+fragments2"].rounds(optax.sgd(0.1), axis_name="worker")
