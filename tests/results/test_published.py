@@ -80,7 +80,7 @@ def test_the_rules_of_local_steps(name):
     check(report.against(comparison), whole)
 
 
-@pytest.mark.parametrize("name", ["outer_vit", "outer_gpt", "outer_vit_muon"])
+@pytest.mark.parametrize("name", ["outer_vit", "outer_gpt", "outer_vit_muon", "outer_gpt_muon"])
 def test_outer_momentum_fragments_and_muon(name):
     comparison, whole = archive.load(name), page("outer.md")
     check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
