@@ -43,7 +43,7 @@ ROWS = (
         "Streaming DiLoCo, 4 bits", 1_000_000_000, 2, {"params": 100}, ARXIV + "2501.18512",
         wire=WIRES["int4"], claim="400", baseline=2,
         why="table 1 has 441 TB and 1.10 TB: numbers of 16 bits, and of 4 bits every 100 steps "
-        "without scales. Here 128 numbers share a scale of two bytes, 3 % more",
+        "without scales (second-hand). Here 128 numbers share a scale of two bytes, 3 % more",
     ),
     MULOCO,
     MULOCO._replace(
@@ -62,7 +62,7 @@ ROWS = (
         WIRES["top_k_2bit"], claim="> 146", counts_period=False,
         why="one worker's message against a copy in float32: 112 bytes for 16,384 are 146.29 times "
         "less, and the means of 64 blocks cost 0.16. The steps are those of the cosine "
-        "schedule in https://github.com/one-covenant/templar",
+        "schedule in https://github.com/one-covenant/templar; size and workers are second-hand",
     ),
     Published(
         "DES-LOC", 1_700_000_000, 4, {"params": 256, "mu": 768, "nu": 1536}, ARXIV + "2505.22549",
