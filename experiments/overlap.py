@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import models
-from experiments.study.compile import result_bytes, stay_on_cpu, uncached
+from experiments.study.compile import computations, result_bytes, stay_on_cpu, uncached
 from local_opt.workers import AXIS
 
 SLICES, CHIPS, CHIPS_OF_HOST, HERTZ = 2, (4, 4), 4, 940e6  # of a v5e
@@ -48,11 +48,8 @@ class Moment(NamedTuple):
 
 def moments_of(text: str) -> tuple[list[Moment], int]:
     """(moments, cycles of the program) of a program as libtpu prints it."""
-    bodies, entry = {}, ""
-    for part in re.split(r"\n(?=\S)", text):
-        if start := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{\s*\n", part):
-            bodies[start[2]] = part.splitlines()
-            entry = start[2] if start[1] else entry
+    bodies = dict(computations(text))
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.M)[1]
 
     def cycles_of(line):
         if loop := re.search(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line):

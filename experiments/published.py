@@ -90,6 +90,11 @@ class Bytes(NamedTuple):
     as_claimed: float | None  # less, as the source counts
 
 
+def syncs_of(row: Published) -> int | None:
+    """Syncs of all parts in the run."""
+    return row.steps and sum(row.steps // h for h in row.periods.values())
+
+
 def bytes_of(row: Published) -> Bytes:
     sync, step = (
         sync_bytes(row.params, num_workers=row.workers, wire=wire) for wire in (row.wire, None)
@@ -97,13 +102,11 @@ def bytes_of(row: Published) -> Bytes:
     per_step = sum(1 / h for h in row.periods.values())
     counted = None
     if row.claim != "-":
-        copy = sync_bytes(
-            row.params, num_workers=2, wire=row.wire
-        )  # two workers send one copy each
+        copy = sync_bytes(row.params, num_workers=2, wire=row.wire)  # each of two sends one copy
         counted = row.baseline * row.params / copy / (per_step if row.counts_period else 1)
     return Bytes(
         sync,
-        row.steps and sum(row.steps // h for h in row.periods.values()) * sync,
+        row.steps and syncs_of(row) * sync,
         row.steps and row.steps * step,
         step / (per_step * sync) if sync else None,
         counted,
@@ -124,14 +127,13 @@ def row_of(row: Published) -> dict:
     sync, run, parallel, times, counted = found
     shown = lambda value, form: "-" if value is None else form(value)  # noqa: E731
     in_terabytes = lambda value: f"{value / 1e12:,.2f}"  # noqa: E731
-    syncs = row.steps and sum(row.steps // h for h in row.periods.values())
     return {
         "method": row.label,
         "parameters": f"{row.params / 1e9:g}B" if row.workers > 1 else "any",
         "workers": row.workers,
         "H": ", ".join(map(str, row.periods.values())) or "-",
         "steps": shown(row.steps, "{:,}".format),
-        "syncs": shown(syncs, "{:,}".format),
+        "syncs": shown(syncs_of(row), "{:,}".format),
         "bytes in a sync": f"{sync:,.0f}",
         "TB in the run": shown(run, in_terabytes),
         "TB, data-parallel": shown(parallel, in_terabytes),

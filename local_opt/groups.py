@@ -16,12 +16,12 @@ GROUP, GROUPS = 2**22, 16
 def groups_of(sizes: Sequence[int], wire: Wire, axis_name: AxisName) -> list[list[tuple]]:
     """Groups of (leaf, start, end): parts of the leaves that are sent one after the other.
 
-    All but the last have a multiple of 128 rows of each of their slices, or 2048 of a wire that
-    gathers, whose tables take so many: groups together have messages of as many bytes as one of
-    everything.
+    Groups together have messages of as many bytes as one of everything, because all but the last
+    fill rows: with the scales of a multiple of 128 rows in every worker's slice, or, of a wire that
+    gathers, with the tables of a multiple of 2048 blocks.
     """
-    parts = 16 if wire.gathers else lax.axis_size(axis_name)
-    unit = parts * wire.multiple * LANES * LANES
+    times = 16 if wire.gathers else lax.axis_size(axis_name)
+    unit = times * wire.multiple * LANES * LANES
     size = -(-max(GROUP, sum(sizes) // GROUPS) // unit) * unit
     groups, seen = [], 0
     for i, length in enumerate(sizes):

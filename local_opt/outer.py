@@ -95,8 +95,10 @@ def rounds_needed(momentum: float) -> int:
     return math.ceil(2 * math.log(0.1) / math.log(momentum)) if momentum else 1
 
 
-def check_momentum(name: str, plan: SyncPlan, learning_rate: float, momentum: float) -> None:
-    """Checks a preset's outer optimizer; warns where the plan has few rounds for its momentum."""
+def outer_momentum(
+    name: str, plan: SyncPlan, learning_rate: float, momentum: float, *, nesterov: bool = True
+) -> optax.GradientTransformation:
+    """A preset's outer optimizer; warns where the plan has few rounds for its momentum."""
     check_number("learning_rate", learning_rate, "(0, inf)")
     check_number("momentum", momentum, "[0, 1)")
     check_plan(plan)
@@ -109,3 +111,4 @@ def check_momentum(name: str, plan: SyncPlan, learning_rate: float, momentum: fl
             "plain averaging: local_steps without outer=.",
             stacklevel=3,
         )
+    return optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov)

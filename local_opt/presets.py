@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 from optax import contrib
 
-from local_opt.outer import check_momentum
+from local_opt.outer import outer_momentum
 from local_opt.plans import SyncPlan
 from local_opt.transform import local_steps
 from local_opt.wires import top_k_wire
@@ -58,8 +58,7 @@ def diloco(
       Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
       https://arxiv.org/abs/2311.08105
     """
-    check_momentum("diloco", plan, learning_rate, momentum)
-    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+    outer = outer_momentum("diloco", plan, learning_rate, momentum)
     return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
 
 
@@ -103,8 +102,7 @@ def slowmo(
       Wang, Tantia, Ballas, Rabbat, SlowMo: Improving Communication-Efficient Distributed SGD with
       Slow Momentum, 2020, https://arxiv.org/abs/1910.00643
     """
-    check_momentum("slowmo", plan, learning_rate, momentum)
-    outer = optax.sgd(learning_rate, momentum=momentum)
+    outer = outer_momentum("slowmo", plan, learning_rate, momentum, nesterov=False)
     return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
 
 
@@ -163,7 +161,7 @@ def muloco(
     check_number("weight_decay", weight_decay, "[0, inf)")
     if hidden is not None:
         check_function("hidden", hidden, "params")
-    check_momentum("muloco", plan, learning_rate, momentum)
+    outer = outer_momentum("muloco", plan, learning_rate, momentum)
 
     def matrices(params):
         kinds = jax.tree.map(lambda x: x.ndim == 2, params) if hidden is None else hidden(params)
@@ -175,7 +173,6 @@ def muloco(
         inner_rate, beta=0.9, nesterov=False, weight_decay=weight_decay, adam_b1=0.9, adam_b2=0.99,
         adam_weight_decay=weight_decay, muon_weight_dimension_numbers=matrices,
     )  # fmt: skip
-    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
     return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
 
 
@@ -226,8 +223,7 @@ def snoo(
       Kallusky, Rao, Nandavanam, Shi, SNOO: Step-K Nesterov Outer Optimizer, 2025,
       https://arxiv.org/abs/2510.15830 and https://github.com/KellerJordan/modded-nanogpt/pull/128
     """
-    check_momentum("snoo", plan, learning_rate, momentum)
-    outer = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+    outer = outer_momentum("snoo", plan, learning_rate, momentum)
     return local_steps(inner, plan, axis_name=(), outer=outer, **options)
 
 

@@ -251,7 +251,7 @@ def collectives_of(text: str) -> list[Collective]:
     blocking = {m[1] for m in re.finditer(r'%?([\w.\-]+) = [^\n]*"is_sync":true', text)}
     apart = set(re.findall(r" async-start\([^\n]*calls=%?([\w.\-]+)", text))
     found = []
-    for name, lines in _computations(text):
+    for name, lines in computations(text):
         # libtpu spreads one over fusions: a start, those beside it, all of this name, and a done.
         ends = any('"AsyncCollectiveDone"' in line for line in lines)
         starts = any('"AsyncCollectiveStart"' in line for line in lines)
@@ -273,7 +273,7 @@ def cycles_of(text: str) -> int | None:
     """libtpu's estimates of all instructions of a program; None where there are none."""
     fused = set(re.findall(r" fusion\([^\n]*calls=%?([\w.\-]+)", text))
     estimated = re.compile(r'"estimated_cycles":"(\d+)"')
-    lines = [line for name, lines in _computations(text) if name not in fused for line in lines]
+    lines = [line for name, lines in computations(text) if name not in fused for line in lines]
     found = [int(match[1]) for line in lines if (match := estimated.search(line))]
     return sum(found) if found else None
 
@@ -287,7 +287,7 @@ def result_bytes(result: str) -> int:
     return -(-bits // 8)
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+def computations(text: str) -> Iterator[tuple[str, list[str]]]:
     """(name, lines) of each."""
     for part in re.split(r"\n(?=\S)", text):
         head, *lines = part.split("\n")

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import local_opt
-from tests import reference
+from tests import reference_presets
 from tests.problems import (
     MATRICES,
     PLAN,
@@ -31,7 +31,7 @@ def test_gpa_equals_its_equations(mu_x, mu_y):
     for t in range(12):
         y, state = step(y, state, MATRICES[0], TARGETS[t, 0])
         found.append([flat(y), flat(local_opt.gpa_eval_params(state, y))])
-    expected = reference.primal_averaging(
+    expected = reference_presets.primal_averaging(
         flat(START), lambda t, x: square_gradient(0, t, x), 12, 0.1, 0.2, mu_x, mu_y
     )
     assert distance(np.swapaxes(found, 0, 1), expected) < 1e-5

@@ -8,7 +8,7 @@ import pytest
 
 import local_opt
 from local_opt.presets import muloco, snoo, sparseloco
-from tests import reference
+from tests import reference, reference_presets
 from tests.problems import (
     MATRICES,
     PLAN,
@@ -111,7 +111,7 @@ def run_given(opt, first, grads):
 
 def test_muloco_equals_its_pseudocode():
     opt = muloco(0.1, PLAN, learning_rate=0.7, momentum=0.6, weight_decay=0.1)
-    expected = reference.muloco(FIRST, GRADS, PLAN.periods, 0.1, (0.7, 0.6), 0.1)
+    expected = reference_presets.muloco(FIRST, GRADS, PLAN.periods, 0.1, (0.7, 0.6), 0.1)
     assert distance(run_given(opt, FIRST, GRADS), expected) < 1e-5
     hidden = muloco(0.1, PLAN, hidden=lambda params: {"a": True, "b": False, "c": False})
     state = hidden.init(FIRST).rounds.inner

@@ -1,0 +1,60 @@
+"""Published methods in NumPy, from the pseudocode of their papers: slow, and meant to be read."""
+
+import numpy as np
+
+
+def orthogonal(matrix, steps=5):
+    """Muon's Newton-Schulz iteration (Jordan et al. 2024)."""
+    flat = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if flat else matrix) / (np.linalg.norm(matrix) + 1e-8)
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if flat else x
+
+
+def muloco(params, grads, periods, rate, outer, decay):
+    """Algorithm 1 of MuLoCo (Thérien et al. 2025) on {name: array}: every name after each sync.
+
+    grads [T, W] of dicts; outer: (rate, momentum); matrices step by Muon, the others by AdamW.
+    """
+    workers = len(grads[0])
+    anchor = {n: np.array(x, np.float64) for n, x in params.items()}
+    velocity = {n: 0.0 for n in params}
+    u, v = ([dict.fromkeys(params, 0.0) for _ in range(workers)] for _ in range(2))
+    t, history = 0, []
+    for h in periods:
+        own = [{n: x.copy() for n, x in anchor.items()} for _ in range(workers)]
+        for _ in range(h):
+            for w in range(workers):
+                for n, g in grads[t][w].items():
+                    g = np.asarray(g, np.float64)
+                    u[w][n] = 0.9 * u[w][n] + 0.1 * g
+                    first = u[w][n] / (1 - 0.9 ** (t + 1))
+                    if g.ndim == 2:
+                        step = orthogonal(first) * max(1, g.shape[1] / g.shape[0]) ** 0.5
+                    else:
+                        v[w][n] = 0.99 * v[w][n] + 0.01 * g**2
+                        step = first / (np.sqrt(v[w][n] / (1 - 0.99 ** (t + 1))) + 1e-8)
+                    own[w][n] = own[w][n] - rate * (step + decay * own[w][n])
+            t += 1
+        for n in params:
+            delta = anchor[n] - sum(x[n] for x in own) / workers
+            velocity[n] = outer[1] * velocity[n] + outer[0] * delta
+            anchor[n] = anchor[n] - outer[1] * velocity[n] - outer[0] * delta
+        history.append({n: x.copy() for n, x in anchor.items()})
+    return history
+
+
+def primal_averaging(params, gradient, steps, rate, decay, mu_x, mu_y):
+    """GPA with AdamW (Defazio et al. 2025): y and x [T, D] after every step; decay acts on z."""
+    x, z = np.array(params, np.float64), np.array(params, np.float64)
+    m, v, history = np.zeros(len(x)), np.zeros(len(x)), []
+    for t in range(1, steps + 1):
+        g = gradient(t - 1, mu_y * x + (1 - mu_y) * z)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
+        d = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
+        z = (1 - rate * decay) * z - rate * d
+        x = mu_x * x + (1 - mu_x) * z
+        history.append((mu_y * x + (1 - mu_y) * z, x))
+    return np.array(history).swapaxes(0, 1)
