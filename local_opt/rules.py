@@ -3,22 +3,20 @@
 t is the first step of a round, T the number of steps, eta_t the learning rate at step t.
 """
 
-import math
+import bisect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from local_opt.plans import SyncPlan, from_function
-from syncopate.plans import MOST_VALUES, as_array, check_number, check_total_steps, check_whole
+from syncopate.plans import check_number, check_total_steps, check_whole
 from syncopate.schedules import (
     bernoulli_draws,
     describe_schedule,
     evaluate_schedule,
     probabilities,
-    schedule_at,
 )
 
 
@@ -172,16 +170,24 @@ def power_rule(
 ) -> SyncPlan:
     """Rounds that grow as a power of the inverse learning rate.
 
-    H(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max, T - t), and H_base in rounds that
-    start during the warmup. Power 2 is the Quadratic Synchronization Rule.
+    h(t) = min(max(H_base, floor((alpha / eta_t)^power)), h_max); a round that starts at t takes the
+    largest H with H <= h(s) for all of its steps s. While the rate falls that is h(t). Power 2 is
+    the Quadratic Synchronization Rule.
+
+    The rule is made for a rate that falls. During the warmup, H is that of the round right after
+    it, as the paper recommends; this is our reading of its section 2 from memory, and the authors'
+    code takes H there as an argument of its own. In all published settings both are H_base. What
+    the paper leaves open is our choice: a later rise is a warmup, too, so its steps have the H of
+    its top, and a round ends before a step that asks for a shorter one, as at a restart.
 
     Args:
       lr: eta, an optax schedule, a number, or float[T]; >= 0, finite.
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
       alpha: growth coefficient > 0, in units of the learning rate.
       h_base: H_base >= 1, the minimal number of steps per round.
       power: > 0.
-      warmup_steps: in 0 .. T.
+      warmup_steps: in 0 .. T, the steps before which the rule does not start. A warmup in which the
+        rate rises in every step is found without it, one in stairs is not.
       h_max: >= H_base, the maximal number of steps per round; None for no limit.
       offset: in 0 .. T - 1, the length of an additional first round; 0 for none.
 
@@ -190,7 +196,7 @@ def power_rule(
 
     Raises:
       ValueError: for values out of range, or a rate that is negative, not finite, or 0 in the
-        first step after the warmup (the rule would never synchronise).
+        first step after the warmup and not rising (the rule would never synchronise).
 
     Examples:
       >>> import optax, local_opt
@@ -208,68 +214,44 @@ def power_rule(
     check_whole("h_base", h_base, 1)
     if h_max is not None:
         check_whole("h_max", h_max, h_base)
-    check_total_steps(total_steps)
-    check_whole("warmup_steps", warmup_steps, 0, total_steps)
-    check_whole("offset", offset, 0, total_steps - 1)
-    rates_at = partial(schedule_at, lr, name="lr")
-    if total_steps <= MOST_VALUES:
-        rates_at = evaluate_schedule(lr, total_steps, "lr").__getitem__
-    elif not callable(lr) and as_array(lr)[0].ndim:
+    rates = evaluate_schedule(lr, total_steps, "lr")
+    warmup = check_whole("warmup_steps", warmup_steps, 0, total_steps)
+    # The last step of every rise, and so each step of a fall.
+    tops = np.flatnonzero(np.append(np.diff(rates) <= 0, True))
+    rates = rates[np.repeat(tops, np.diff(tops, prepend=-1))]
+    if warmup < total_steps and rates[warmup] == 0:
         raise ValueError(
-            f"lr is {as_array(lr)[1]}, and the run has {total_steps} steps: above {MOST_VALUES} "
-            "pass a schedule or a number."
+            f"the learning rate at step {warmup} is 0, and alpha / 0 is a round without end: pass "
+            "warmup_steps, the number of steps before the rate rises from 0, or a rate above 0."
         )
-    if warmup_steps < total_steps and rates_at(np.array([warmup_steps]))[0] == 0:
-        raise ValueError(
-            f"the learning rate at step {warmup_steps} is 0, and alpha / 0 is a round without end: "
-            "pass warmup_steps, the number of steps in which the rate still rises from 0."
-        )
+    with np.errstate(divide="ignore", over="ignore"):
+        grown = np.power(np.float64(alpha) / rates, power)
+    # Clamped before it becomes an integer: it may be infinite.
+    most = total_steps if h_max is None else min(h_max, total_steps)
+    asked = np.maximum(h_base, np.floor(np.minimum(grown, most)).astype(int))
+    if warmup < total_steps:  # the H after the warmup, or less where a rate in it is higher
+        asked[: warmup + 1] = np.minimum.accumulate(asked[warmup::-1])[::-1]
+    else:  # no round follows
+        asked[:] = h_base
+    shorter = (1 + np.flatnonzero(np.diff(asked) < 0)).tolist()  # steps that ask for less
+    asked = asked.tolist()
 
-    def periods(steps):
-        with np.errstate(divide="ignore", over="ignore"):
-            grown = np.power(np.float64(alpha) / rates_at(steps), power)
-        # Clamped before it becomes an integer: it may be infinite.
-        most = np.minimum(total_steps - steps, h_max or math.inf)
-        found = np.maximum(h_base, np.floor(np.minimum(grown, most)).astype(int))
-        return np.where(steps < warmup_steps, h_base, found)
+    def period(t):
+        h, i = asked[t], bisect.bisect_right(shorter, t)
+        while i < len(shorter) and shorter[i] < t + h:  # it ends before this step, or is as short
+            h = max(shorter[i] - t, min(h, asked[shorter[i]]))
+            i += 1
+        return h
 
-    rule = f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup_steps}"
+    rule = f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup}"
     rule += f", at most {h_max}" if h_max else ""
-    if total_steps <= MOST_VALUES:
-        period = periods(np.arange(total_steps)).tolist().__getitem__
-        return from_function(period, total_steps=total_steps, rule=rule, offset=offset)
-    rule += f", offset {offset}" if offset else ""
-    return SyncPlan.of_runs(*_rounds(periods, total_steps, offset), total_steps, rule)
-
-
-SIZES = 64, 512, 4096, 32768, 262144  # rounds whose lengths are evaluated at once
-
-
-def _rounds(periods, total_steps, offset):
-    """(lengths, counts) of rounds whose lengths are `periods(int64[n])` of their first steps.
-
-    They are evaluated for many rounds at once, as if all were as long as the first of them; those
-    behind one of another length are evaluated again.
-    """
-    lengths, counts = ([offset], [1]) if offset else ([], [])
-    t, length, size = offset, 1, SIZES[0]
-    while t < total_steps:
-        steps = np.minimum(t + length * np.arange(size), total_steps - 1)
-        found = np.minimum(periods(steps), total_steps)
-        others = np.flatnonzero(found != length)
-        count = int(others[0]) if len(others) else size
-        lengths.append(length)
-        counts.append(count)
-        t += count * length
-        length = int(found[count]) if len(others) else length
-        # The next run is about as long as this one; few sizes, as JAX compiles for each.
-        wanted = min(SIZES[-1], 2 * count if len(others) else size + 1)
-        size = next(n for n in SIZES if n >= wanted)
-    return lengths, counts
+    return from_function(period, total_steps=total_steps, rule=rule, offset=offset)
 
 
 def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:
     """The Quadratic Synchronization Rule, H(t) = max(H_base, floor((alpha / eta_t)^2)).
+
+    It is `power_rule` with power 2, which says what happens in a warmup and where the rate rises.
 
     Args:
       lr: as in `power_rule`.

@@ -23,11 +23,7 @@ def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: st
     negative, not finite or complex, or if an array has another length than T.
     """
     plans.check_total_steps(total_steps, plans.MOST_VALUES)
-    return schedule_at(schedule, np.arange(total_steps), name)
-
-
-def schedule_at(schedule: Callable | ArrayLike, steps: np.ndarray, name: str) -> np.ndarray:
-    """float64[n], the values of `evaluate_schedule` at some steps, int64[n], of a longer run."""
+    steps = np.arange(total_steps)
     if callable(schedule):
         plans.check_function(name, schedule, "step")
         values = _real(_evaluated(schedule, steps, name), name)

@@ -166,17 +166,34 @@ def warmup_cosine(peak, warmup_steps, total_steps, floor):
     return lr
 
 
-def qsr_rounds(lr, total_steps, alpha, h_base, power=2, warmup_steps=0, h_max=math.inf):
-    """Starts of the rounds of the Quadratic Synchronization Rule (Gu et al. 2024), one by one."""
+def qsr_asked(lr, total_steps, alpha, h_base, power=2, warmup_steps=0, h_max=math.inf):
+    """The longest round that each step allows; the steps of a rise allow what its top does."""
+    asked, top = [], 0.0
+    for t in reversed(range(total_steps)):
+        rises = t + 1 < total_steps and lr(t + 1) > lr(t)
+        top = top if rises else lr(t)
+        grown = (alpha / top) ** power if top > 0 else math.inf
+        grown = min(grown, total_steps)  # it may be infinite; no round is longer
+        h = min(max(int(grown), h_base), h_max)
+        if t < warmup_steps:
+            h = min(h, asked[-1]) if asked and warmup_steps < total_steps else h_base
+        asked.append(h)
+    return asked[::-1]
+
+
+def qsr_rounds(lr, total_steps, **rule):
+    """Starts of the rounds of the Quadratic Synchronization Rule (Gu et al. 2024), one by one.
+
+    A round takes one step after the other, as long as none of them allows less.
+    """
+    asked = qsr_asked(lr, total_steps, **rule)
     starts, t = [], 0
     while t < total_steps:
         starts.append(t)
-        if t < warmup_steps:
-            h = min(h_base, total_steps - t)
-        else:
-            grown = (alpha / lr(t)) ** power if lr(t) > 0 else math.inf
-            grown = min(grown, total_steps)  # it may be infinite; the next line cuts it anyway
-            h = max(min(max(int(grown), h_base), h_max, total_steps - t), 1)
+        h, least = 1, asked[t]
+        while t + h < total_steps and h + 1 <= min(least, asked[t + h]):
+            least = min(least, asked[t + h])
+            h += 1
         t += h
     return starts
 

@@ -129,11 +129,54 @@ def test_rates_as_schedule_as_python_function_and_as_number(power):
         assert plan.starts.tolist() == reference.qsr_rounds(lambda t: 0.1, **numbers)
 
 
-def test_the_rule_holds_from_the_first_step_after_the_warmup():
-    rule = dict(total_steps=15, alpha=0.25, h_base=2)  # (0.25 / 0.1)^2 is 6.25
-    assert local_opt.qsr(0.1, warmup_steps=4, **rule).periods.tolist() == [2, 2, 6, 5]
-    assert local_opt.qsr(0.1, warmup_steps=5, **rule).periods.tolist() == [2, 2, 2, 6, 3]
-    assert local_opt.qsr(0.1, warmup_steps=15, **rule).periods.tolist() == [2] * 7 + [1]
+def test_the_warmup_has_the_rounds_that_follow_it():
+    """As the paper recommends; and shorter ones where the rate inside it is higher."""
+    rule = dict(total_steps=19, alpha=0.25, h_base=2)  # (0.25 / 0.1)^2 is 6.25
+    rise = np.append(np.linspace(0.0, 0.1, 6)[:5], [0.1] * 14)
+    for warmup in (0, 1, 4, 5, 8):
+        assert local_opt.qsr(rise, warmup_steps=warmup, **rule).periods.tolist() == [6, 6, 6, 1]
+    assert local_opt.qsr(0.1, warmup_steps=19, **rule).periods.tolist() == [2] * 9 + [1]
+    assert local_opt.qsr(0.1, warmup_steps=4, h_max=5, **rule).periods.tolist() == [5, 5, 5, 4]
+    stairs = np.repeat([1e-6, 0.05, 0.1], [5, 5, 9])
+    assert local_opt.qsr(stairs, warmup_steps=10, **rule).periods.tolist() == [6, 6, 6, 1]
+    assert local_opt.qsr(stairs, **rule).periods.tolist() == [9, 6, 4]  # until a stair asks for less
+    late = np.repeat([0.05, 0.125, 0.05], [3, 1, 15])  # the peak lies in the warmup
+    assert local_opt.qsr(late, warmup_steps=6, **rule).periods.tolist() == [4, 15]
+
+
+CYCLE = optax.cosine_decay_schedule(0.1, 100)
+RISING = {
+    "onecycle": optax.cosine_onecycle_schedule(300, 0.1),
+    "linear onecycle": optax.linear_onecycle_schedule(300, 0.1),
+    "sgdr": optax.sgdr_schedule(
+        [dict(init_value=1e-5, peak_value=0.1, decay_steps=100, warmup_steps=20, end_value=1e-5)]
+        * 3
+    ),
+    "restarts": optax.join_schedules([CYCLE] * 3, [100, 200]),
+    "from above 0": optax.warmup_cosine_decay_schedule(1e-6, 0.1, 30, 300, 1e-4),
+    "from 0": optax.warmup_cosine_decay_schedule(0.0, 0.1, 30, 300, 1e-4),
+    "zero in one step": lambda t: 0.1 * (t != 50),
+    "zero for a while": lambda t: 0.1 * ((t < 50) | (t > 90)),
+    "rises at the end": lambda t: 0.001 + 0.099 * (t > 250),
+    "up and down": lambda t: 0.01 + 0.09 * (t % 7 == 3),
+    "tiny": lambda t: 1e-6 + 0.1 * (t > 20),
+}
+
+
+@pytest.mark.parametrize("name", RISING)
+@pytest.mark.parametrize("options", [{}, {"h_max": 9}, {"power": 1}, {"warmup_steps": 40}])
+def test_no_round_is_longer_than_the_rate_of_any_of_its_steps_allows(name, options):
+    lr, rule = RISING[name], dict(total_steps=300, alpha=0.23, h_base=2) | options
+    plan = local_opt.power_rule(lr, power=rule.pop("power", 2), **rule)
+    rule["power"] = options.get("power", 2)
+    with jax.enable_x64(True):
+        rates = [float(lr(t)) for t in range(300)]
+    asked = np.array(reference.qsr_asked(rates.__getitem__, **rule))
+    for start, length in zip(plan.starts, plan.periods, strict=True):
+        assert length <= asked[start : start + length].min()
+        whole = start + length == 300 or length + 1 > asked[start : start + length + 1].min()
+        assert whole, "a longer round was allowed"
+    assert plan.starts.tolist() == reference.qsr_rounds(rates.__getitem__, **rule)
 
 
 def test_numbers_that_float32_would_round_to_the_other_side_of_a_whole_one():
@@ -211,7 +254,7 @@ def qsr(lr=0.1, **changes):
 BAD = {
     "h_max < h_base": (lambda: qsr(h_max=1), r"h_max is 1: pass a whole number of at least 2"),
     "lr < 0": (lambda: qsr(lambda t: 0.55 - t / 10), r"lr\(6\) is -0.05: .*not negative.*\(4 of"),
-    "no warmup": (lambda: qsr(optax.linear_schedule(0.0, 0.1, 5)),
+    "no warmup": (lambda: qsr(optax.linear_schedule(0.0, 0.1, 5, transition_begin=2)),
         r"learning rate at step 0 is 0, .*without end: pass warmup_steps"),
     "p 0": (lambda: local_opt.bernoulli(0.0, total_steps=5, key=jax.random.key(0)),
         r"p\(0\) is 0: a probability lies in \(0, 1\]"),

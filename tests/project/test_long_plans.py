@@ -6,17 +6,10 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import rules
 from ordering import echo
 from tests import tables
 
 T = 10**9
-RATE = optax.warmup_cosine_decay_schedule(0.0, 0.008, 10, 100, 1e-6)
-
-
-def fast_qsr(total_steps):  # hundreds of rounds
-    rate = optax.polynomial_schedule(0.008, 1e-5, 2, total_steps)
-    return local_opt.qsr(rate, total_steps=total_steps, alpha=12.0, h_base=10**4)
 
 
 # T -> plan, and the most runs that it holds for any T.
@@ -31,7 +24,6 @@ LONG = {
     "aligned": (
         lambda t: local_opt.aligned(local_opt.constant(4, total_steps=t), every=5e5), 4000,
     ),
-    "qsr": (fast_qsr, 2000),
     "fixed": (lambda t: echo.fixed(4, total_steps=t), 2),
 }  # fmt: skip
 
@@ -66,24 +58,13 @@ def test_a_plan_of_a_billion_steps(name, tmp_path):
         assert plan.loads_before(middle).tolist() == (-(-middle // 4)).tolist()
 
 
-@pytest.mark.parametrize("offset", [0, 5])
-@pytest.mark.parametrize("h_max", [None, 9])
-def test_rounds_of_a_long_schedule_are_those_of_all_its_steps(offset, h_max, monkeypatch):
-    options = dict(total_steps=100, alpha=0.015, h_base=2, warmup_steps=10, offset=offset)
-    expected = local_opt.qsr(RATE, h_max=h_max, **options)
-    assert len(expected.runs.starts) > 3
-    monkeypatch.setattr(rules, "MOST_VALUES", 10)
-    asked = []
-    found = local_opt.qsr(lambda t: asked.append(t) or RATE(t), h_max=h_max, **options)
-    assert found == expected and found.rule == expected.rule
-    assert len(asked) <= 2 + 2 * len(expected.runs.starts)  # calls, each for many rounds
-
-
 def test_values_of_a_long_run_are_refused():
-    with pytest.raises(ValueError, match=r"lr is int64\[2\], .*above 10000000 pass a schedule"):
-        local_opt.qsr(np.arange(2), total_steps=T, alpha=1.0, h_base=1)
-    with pytest.raises(ValueError, match="total_steps is 1000000000: .* in 1 .. 10000000"):
-        local_opt.bernoulli(0.5, total_steps=T, key=jax.random.key(0))
+    for make in (
+        lambda: local_opt.qsr(0.1, total_steps=T, alpha=1.0, h_base=1),
+        lambda: local_opt.bernoulli(0.5, total_steps=T, key=jax.random.key(0)),
+    ):
+        with pytest.raises(ValueError, match="total_steps is 1000000000: .* in 1 .. 10000000"):
+            make()
     with pytest.raises(ValueError, match="read-only"):
         local_opt.every_step(T).runs.starts[0] = 1
 
