@@ -1,5 +1,7 @@
 """Checks of arguments: each raises ValueError with the value and what to pass instead."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,14 +45,22 @@ def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> 
 def checked_calls(rounds: Any) -> Any:
     """The rounds, which refuse gradients and states that do not fit the parameters."""
 
+    @functools.wraps(rounds.update)
     def update(grads, state, params=None, **extra):
         check_call(rounds.init, state, params, grads)
         return rounds.update(grads, state, params, **extra)
 
+    @functools.wraps(rounds.sync)
     def sync(params, state, **extra):
         check_call(rounds.init, state, params, params)
         return rounds.sync(params, state, **extra)
 
+    return rounds._replace(update=update, sync=sync)
+
+
+def unchecked_calls(rounds: Any) -> Any:
+    """The rounds of `checked_calls` without its checks, for a caller that has made them."""
+    update, sync = inspect.unwrap(rounds.update), inspect.unwrap(rounds.sync)
     return rounds._replace(update=update, sync=sync)
 
 

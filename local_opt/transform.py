@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from local_opt.checks import check_call, check_scalar
+from local_opt.checks import check_call, check_scalar, unchecked_calls
 from local_opt.drift import Correction
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.rounds import local_rounds
@@ -19,28 +19,16 @@ from local_opt.state import LOCAL
 from local_opt.wires import Wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
-from syncopate.plans import check_whole, is_whole
-from syncopate.runs import before_step, end_of
+from syncopate.plans import is_whole
+from syncopate.runs import ends_after
 
 
 class PlannedState(NamedTuple):
-    """The state of one worker; the counters are equal on all workers.
+    """The state of one worker; the counters are equal on all workers."""
 
-    The fields of the inner optimizer's state are attributes, too, as `state.hyperparams` of
-    `optax.inject_hyperparams` or `state.gradient_step` of `optax.MultiSteps`.
-    """
-
-    num_steps: Int[Array, ""]
-    num_syncs: Int[Array, ""]
+    num_steps: Int[Array, ""]  # taken, by which the plan decides
+    num_syncs: Int[Array, ""]  # made; nothing depends on it
     rounds: Any  # of the `Rounds`
-
-    def __getattr__(self, name: str) -> Any:
-        if name in getattr(self.rounds.inner, "_fields", ()):
-            return getattr(self.rounds.inner, name)
-        raise AttributeError(
-            f"the state of local steps has no field {name!r}, nor has the inner optimizer's "
-            f"{type(self.rounds.inner).__name__}: optax.tree_utils.tree_get finds nested fields."
-        )
 
 
 def local_steps(
@@ -72,8 +60,9 @@ def local_steps(
 
     Args:
       inner: any optax optimizer; it gets this worker's gradient.
-      plan: when to synchronise; equal on all workers (see `check_same_plan`). Every step beyond its
-        end synchronises.
+      plan: when to synchronise; equal on all workers (see `check_same_plan`). A state may go on
+        under another plan, which decides from that step on. A step beyond the plan's end is refused
+        where its number is known; a compiled step cannot refuse it and synchronises.
       axis_name: the workers' axis, bound by `jax.vmap` or `jax.shard_map`; () for one worker, under
         a plain `jax.jit`.
       opt_state, outer, wire, correction, specs, drift: see `local_rounds`.
@@ -87,12 +76,13 @@ def local_steps(
       do not read it. An update is added and cannot replace parameters that are NaN already: for
       those take `local_rounds`, or keep them finite by `optax.apply_if_finite`, as `inner`.
       Other extra arguments go to `inner`, whose state is read as in optax, by
-      `optax.tree_utils.tree_get(state, "nu")` or as `state.hyperparams`. It is
-      `state.rounds.inner`, if an outer optimizer has fields of the same names.
+      `optax.tree_utils.tree_get(state, "nu")`. It is `state.rounds.inner`, if an outer optimizer
+      has fields of the same names.
 
     Raises:
       ValueError: for anything but a plan, or an unknown policy; from `init` for parameters that are
-        not floating, or optimizer state that would undo a sync; from `update` without params.
+        not floating, or optimizer state that would undo a sync; from `update` without params, or
+        for a step beyond the plan.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -119,7 +109,7 @@ def local_steps(
         correction=correction, specs=specs, drift=drift,
     )  # fmt: skip
     overwrites = outer is not None or wire is not None
-    return _planned(rounds, plan, axis_name, overwrites=overwrites)
+    return _planned(unchecked_calls(rounds), plan, axis_name, overwrites=overwrites)
 
 
 def _planned(rounds, plan, axis_name, *, overwrites):
@@ -136,9 +126,10 @@ def _planned(rounds, plan, axis_name, *, overwrites):
         for name, value, kind in (("sync", sync, jnp.bool_), ("step", step, jnp.integer)):
             if value is not None:
                 check_scalar(name, value, kind)
-        if is_whole(step):  # not while it is traced
-            check_whole("step", step, 0)
         check_call(init, state, params, updates)
+        step = state.num_steps if step is None else step
+        if sync is None and is_whole(step):  # not while it is traced
+            plan.round_at(step)  # refuses a step beyond the plan
         updates, own = rounds.update(updates, state.rounds, params, **extra)
         # A sync's update needs the precision of the parameters, whatever that of the gradients.
         updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
@@ -152,17 +143,12 @@ def _planned(rounds, plan, axis_name, *, overwrites):
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, own
 
-        done = state.num_steps + 1 if step is None else jnp.asarray(step, jnp.int32) + 1
-        met = state.num_syncs
-        if step is not None:
-            met = before_step(plan.runs, done - 1)
-        # Steps beyond the plan synchronise.
-        now = end_of(plan.runs, jnp.minimum(met, plan.rounds - 1)) <= done
-        now = now if sync is None else sync
+        step = jnp.asarray(step, jnp.int32)
+        now = ends_after(plan.runs, step) if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
-        met = met + jnp.asarray(now, jnp.int32)
-        done, met = mesh.varying((done, met), state.num_steps)  # typed as they were
-        return updates, PlannedState(done, met, own)
+        counts = step + 1, state.num_syncs + jnp.asarray(now, jnp.int32)
+        counts = mesh.varying(counts, state.num_steps)  # typed as they were
+        return updates, PlannedState(*counts, own)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

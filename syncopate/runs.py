@@ -80,16 +80,12 @@ class Runs(NamedTuple):
         return np.searchsorted(self.starts, step, side="right") - 1
 
 
-def before_step(runs: Runs, step: jax.Array) -> jax.Array:
-    """int32: the stretches that end before a traced step, all of them for one beyond the last."""
-    start, length, before = _of_run(runs, _place(runs.starts, step))
-    return jnp.clip(before + (step - start) // length, 0, runs.num_stretches)
-
-
-def end_of(runs: Runs, number: jax.Array) -> jax.Array:
-    """int32: one past the last step of the stretch of a traced number."""
-    start, length, before = _of_run(runs, _place(runs.before, number))
-    return start + (number + 1 - before) * length
+def ends_after(runs: Runs, step: jax.Array) -> jax.Array:
+    """bool: whether a stretch ends after a traced step; true beyond the last one."""
+    place = _place(runs.starts, step)
+    # From the host's arrays only here, as a traced array could not leave its trace.
+    start, length = (jnp.asarray(x)[place] for x in (runs.starts, runs.lengths))
+    return ((step + 1 - start) % length == 0) | (step >= runs.total_steps)
 
 
 def _place(bounds, value):
@@ -100,8 +96,3 @@ def _place(bounds, value):
         at = jnp.asarray(bounds)[jnp.minimum(further, last)]
         place = jnp.where((further <= last) & (at <= value), further, place)
     return place
-
-
-def _of_run(runs, place):
-    # From the host's arrays only here, as a traced array could not leave its trace.
-    return [jnp.asarray(x)[place] for x in (runs.starts, runs.lengths, runs.before)]

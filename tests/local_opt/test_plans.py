@@ -139,7 +139,11 @@ def test_the_warmup_has_the_rounds_that_follow_it():
     assert local_opt.qsr(0.1, warmup_steps=4, h_max=5, **rule).periods.tolist() == [5, 5, 5, 4]
     stairs = np.repeat([1e-6, 0.05, 0.1], [5, 5, 9])
     assert local_opt.qsr(stairs, warmup_steps=10, **rule).periods.tolist() == [6, 6, 6, 1]
-    assert local_opt.qsr(stairs, **rule).periods.tolist() == [9, 6, 4]  # until a stair asks for less
+    assert local_opt.qsr(stairs, **rule).periods.tolist() == [
+        9,
+        6,
+        4,
+    ]  # until a stair asks for less
     late = np.repeat([0.05, 0.125, 0.05], [3, 1, 15])  # the peak lies in the warmup
     assert local_opt.qsr(late, warmup_steps=6, **rule).periods.tolist() == [4, 15]
 

@@ -1,0 +1,148 @@
+"""A run that goes on under another plan: the plan decides by the step, whatever came before."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from tests.problems import RUNS, W, vmap
+from tests.refused import refuses
+
+RATE, T = 0.1, 40
+GRADS = np.random.default_rng(3).normal(size=(T, W)).astype(np.float32)
+constant = local_opt.constant
+GROWING = local_opt.from_function(lambda t: 1 + t // 4, total_steps=T)
+CHANGES = {  # the plans of a run, each from a step on
+    "longer rounds": {0: constant(2, total_steps=T), 11: constant(10, total_steps=T)},
+    "shorter rounds": {0: constant(10, total_steps=T), 11: constant(2, total_steps=T)},
+    "inside a round": {0: constant(8, total_steps=T), 13: constant(3, total_steps=T, offset=1)},
+    "a longer run": {0: constant(4, total_steps=15), 15: GROWING},
+    "there and back": {0: GROWING, 9: local_opt.every_step(T), 17: GROWING},
+}
+
+
+def step_of(opt):
+    @jax.jit
+    @vmap
+    def step(x, state, grads):
+        updates, state = opt.update(grads, state, x)
+        return x + updates, state
+
+    return step
+
+
+def expected(ends):
+    """[T, W] of SGD alone, with a mean after the steps of which `ends` are one past."""
+    x, found = np.zeros(W), []
+    for t in range(T):
+        x = x - RATE * GRADS[t].astype(np.float64)
+        x = np.full(W, x.mean()) if t + 1 in ends else x
+        found.append(x)
+    return np.stack(found)
+
+
+def ends_of(plans):
+    until = [*plans, T][1:]
+    pairs = zip(plans.items(), until, strict=True)
+    return {e for (begin, plan), end in pairs for e in plan.ends.tolist() if begin < e <= end}
+
+
+def run(make, plans, restore=lambda state: state):
+    x, found = jnp.zeros(W), []
+    state = jax.vmap(make(plans[0]).init)(x)
+    for begin, end in zip(plans, [*plans, T][1:], strict=True):
+        step, state = step_of(make(plans[begin])), restore(state)
+        for t in range(begin, end):
+            x, state = step(x, state, GRADS[t])
+            found.append(x)
+    return np.stack(found), state
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_plan_in_force_decides(name):
+    plans = CHANGES[name]
+    found, state = run(lambda plan: local_opt.local_steps(optax.sgd(RATE), plan), plans)
+    ends = ends_of(plans)
+    np.testing.assert_allclose(found, expected(ends), atol=1e-6)
+    assert state.num_syncs.tolist() == [len(ends)] * W and state.num_steps.tolist() == [T] * W
+
+
+@pytest.mark.parametrize("name", ["longer rounds", "shorter rounds"])
+def test_presets_wires_and_restored_states_follow_it(name):
+    plans = CHANGES[name]
+    due = np.isin(np.arange(1, T + 1), sorted(ends_of(plans)))
+    made = {
+        "outer": lambda plan: local_opt.local_steps(
+            optax.sgd(RATE), plan, outer=optax.sgd(0.7, 0.5)
+        ),
+        "wire": lambda plan: local_opt.local_steps(
+            optax.sgd(RATE), plan, wire=local_opt.WIRES["bfloat16"]
+        ),
+        "accumulated": lambda plan: local_opt.local_steps(
+            optax.MultiSteps(optax.sgd(RATE), 2), plan
+        ),
+    }
+    for make in made.values():
+        found, state = run(make, plans, restore=lambda s: pickle.loads(pickle.dumps(s)))
+        equal = np.ptp(found, axis=1) < 1e-6
+        assert (equal[due]).all() and state.num_syncs.tolist() == [due.sum()] * W
+        again, _ = run(make, plans)
+        np.testing.assert_array_equal(found, again)
+
+
+@pytest.mark.parametrize("mesh", RUNS)
+def test_syncs_of_the_host_do_not_move_the_plan(mesh):
+    opt = local_opt.local_steps(optax.sgd(RATE), constant(10, total_steps=T))
+
+    def steps(x, grads):
+        state, found = opt.init(x), []
+        for t in range(T):
+            updates, state = opt.update(grads[t], state, x, sync=True if t < 20 else None)
+            x = x + updates
+            found.append(x)
+        return jnp.stack(found), state.num_syncs
+
+    found, syncs = jax.jit(RUNS[mesh](steps))(jnp.zeros(W), GRADS.T)
+    np.testing.assert_allclose(np.asarray(found).T, expected({*range(1, 21), 30, 40}), atol=1e-6)
+    assert syncs.tolist() == [22] * W
+
+
+def beyond(count, **more):
+    """An update of one worker that has taken so many steps of a plan of ten."""
+    opt = local_opt.snoo(optax.sgd(RATE), constant(5, total_steps=10), momentum=0.0)
+    x = jnp.zeros(3)
+    state = opt.init(x)._replace(num_steps=jnp.int32(count))
+    return lambda: opt.update(x, state, x, **more)
+
+
+test_steps_beyond_a_plan_are_refused = refuses({
+    "state": (beyond(15), "step 15 is outside the plan's 0 .. 9: make a plan for the whole run"),
+    "the first": (beyond(10), "step 10 is outside the plan's 0 .. 9"),
+    "step": (beyond(0, step=12), "step 12 is outside the plan's 0 .. 9"),
+    "below": (beyond(0, step=-1), "step -1 is outside the plan's 0 .. 9"),
+})  # fmt: skip
+
+
+def test_the_last_step_and_a_host_that_decides_are_not_refused():
+    beyond(9)()
+    beyond(15, sync=True)()
+
+
+def test_the_first_state_is_traced_once_in_an_update():
+    calls = []
+
+    def init(params):
+        calls.append(1)
+        return optax.adam(RATE).init(params)
+
+    inner = optax.GradientTransformation(init, optax.adam(RATE).update)
+    opt = local_opt.local_steps(inner, constant(2, total_steps=T))
+    x = jnp.zeros(W)
+    state = jax.vmap(opt.init)(x)
+    calls.clear()
+    step_of(opt).lower(x, state, x)
+    assert len(calls) == 1
