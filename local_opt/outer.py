@@ -1,5 +1,6 @@
 """Outer optimizers, which take the mean change of a round as a gradient."""
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -9,19 +10,49 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
+from optax import contrib
 
 from local_opt.checks import check_scalar
 from local_opt.plans import SyncPlan, check_plan
 from syncopate.plans import check_number, check_whole, is_number
 
+# {a state: what its optimizer takes, and what to do}: gradients that are not like the parameters.
+TAKES = {
+    contrib.DifferentiallyPrivateAggregateState: (
+        "optax.contrib.dpsgd takes the gradients of all examples, and a step here one gradient "
+        "like the parameters: put optax.contrib.differentially_private_aggregate before it, as "
+        "optax.chain(differentially_private_aggregate(..), local_steps(optax.sgd(..), plan))."
+    ),
+    optax.LookaheadState: (
+        "optax.lookahead takes pairs of fast and slow parameters, and a step here one copy: take "
+        "its fast optimizer, and outer=optax.sgd(slow_step_size), which does the same at a sync; "
+        "for one worker, local_opt.snoo with momentum=0."
+    ),
+}
+
 
 def checked(
     optimizer: optax.GradientTransformation, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which takes extra arguments; raises ValueError for anything else."""
+    """The optimizer, which takes extra arguments; raises ValueError for anything else.
+
+    Its init raises ValueError for the state of an optimizer of TAKES.
+    """
     if not all(callable(getattr(optimizer, part, None)) for part in ("init", "update")):
         raise ValueError(f"{name} is {optimizer!r}: pass an optimizer, as optax.sgd(0.1).")
-    return optax.with_extra_args_support(optimizer)
+    update = optax.with_extra_args_support(optimizer).update
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # optax.MultiSteps is not typed so
+        update = optimizer.update
+
+    def init(params):
+        state = optimizer.init(params)
+        for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in TAKES):
+            if type(node) in TAKES:
+                raise ValueError(f"{name}: {TAKES[type(node)]}")
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def outer_step(outer: Any, state: Any, anchor: PyTree, mean: PyTree, period: Any) -> tuple:

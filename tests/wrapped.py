@@ -38,7 +38,6 @@ def one_step(opt, params, state, target, extra=(), at=None):
         "value_fn": lambda params: square(params, target),
         "grad_fn": lambda params, i: jax.grad(square)(params, target),
     }
-    opt = optax.with_extra_args_support(opt)
     updates, state = opt.update(grads, state, params, **{name: given[name] for name in extra})
     return optax.apply_updates(params, updates), state
 

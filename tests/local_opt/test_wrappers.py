@@ -21,6 +21,7 @@ from tests.wrapped import (
     PLAN,
     SGD,
     STEPS,
+    TARGETS,
     assert_equal,
     expected,
     found,
@@ -55,6 +56,9 @@ OPTIMIZERS = {
     "apply_if_finite": lambda: optax.apply_if_finite(SGD, 3),
     "conditionally_mask": lambda: optax.conditionally_mask(SGD, lambda step: step % 2 == 0),
     "MultiSteps": lambda: optax.MultiSteps(SGD, 2),
+    "MultiSteps, with a value": lambda: optax.MultiSteps(
+        optax.chain(SGD, contrib.reduce_on_plateau(0.5, patience=1)), 2
+    ).gradient_transformation(),
     "selective_transform": lambda: optax.selective_transform(SGD, freeze_mask=ONLY_W),
 }
 # What transforms a worker's own gradient: inside or before, these are the same steps.
@@ -86,6 +90,7 @@ MET = {
 # What a row's update is passed beside a gradient.
 EXTRA = {
     "reduce_on_plateau": ("value",),
+    "MultiSteps, with a value": ("value",),
     "sam, opaque": ("grad_fn",),
     "lbfgs": ("value", "grad", "value_fn"),
 }
@@ -95,7 +100,7 @@ SLOW = (
     "conditionally_transform", "split_real_and_imaginary", "zero_nans", "named_chain",
 )  # fmt: skip
 # Conditionals of optax whose branches are typed otherwise: JAX refuses them where it checks types.
-WITHOUT_VMA = ("lbfgs", "reduce_on_plateau")
+WITHOUT_VMA = ("lbfgs", "reduce_on_plateau", "MultiSteps, with a value")
 # These look at where they are, and do not go back to where they were before a sync.
 LESS = ("keep_params_nonnegative", "lbfgs", "sam, opaque")
 
@@ -164,6 +169,93 @@ def test_state_that_would_undo_a_sync_is_refused(name):
         for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
             local(inner, opt_state=policy).init(params)
         local_opt.accumulated_rounds(inner, axis_name="worker").init(params)  # one state for all
+
+
+def multi_steps_with(probe):
+    return {
+        "itself": optax.MultiSteps(probe, 1),
+        "as a transformation": optax.MultiSteps(probe, 1).gradient_transformation(),
+        "of finite gradients": optax.MultiSteps(
+            probe, 1, should_skip_update_fn=optax.skip_not_finite
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", multi_steps_with(SGD))
+def test_multi_steps_hands_on_what_an_update_is_passed(name):
+    """Inside, as an outer optimizer, and in every kind of rounds."""
+
+    def update(grads, state, params=None, *, value=0.0, period=0, **extra):
+        return jax.tree.map(lambda g: -g * value * (period + 1), grads), state
+
+    probe = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    inner, x = multi_steps_with(probe)[name], jnp.ones(3)
+    opt = local_opt.local_steps(inner, PLAN, axis_name=())
+    np.testing.assert_array_equal(opt.update(x, opt.init(x), x, value=2.0)[0], [-2.0] * 3)
+    for make in (local_opt.local_rounds, local_opt.parallel_rounds):
+        rounds = make(inner, axis_name=())
+        found, _ = rounds.update(x, rounds.init(x), x, value=2.0)
+        np.testing.assert_array_equal(found, [-2.0] * 3)
+    outer = local_opt.local_rounds(SGD, axis_name=(), outer=multi_steps_with(
+        optax.GradientTransformationExtraArgs(probe.init, lambda d, s, p=None, *, period, **extra: (
+            jax.tree.map(lambda d: -d * period, d), s)))[name])  # fmt: skip
+    state = outer.init(x)._replace(since=jnp.int32(3))
+    np.testing.assert_allclose(outer.sync(0.5 * x, state)[0], [1.0 - 3 * 0.5] * 3)
+
+
+def private(rate):
+    """As optax.contrib.dpsgd, whose arguments differ between versions."""
+    aggregate = contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
+    return optax.chain(aggregate, optax.sgd(rate))
+
+
+ANOTHER_STRUCTURE = {
+    "dpsgd": (lambda: private(0.1), r"the gradients of all examples.* before it"),
+    "lookahead": (lambda: optax.lookahead(SGD, 2, 0.5), r"pairs of fast and slow.* outer=optax"),
+}
+
+
+@pytest.mark.parametrize("name", ANOTHER_STRUCTURE)
+def test_optimizers_of_other_gradients_are_refused_by_name(name):
+    make, message = ANOTHER_STRUCTURE[name]
+    for inner in (make(), optax.MultiSteps(make(), 2), optax.masked(make(), ONLY_W)):
+        for init in (
+            local(inner).init,
+            local_opt.local_rounds(inner).init,
+            local_opt.parallel_rounds(inner).init,
+            local_opt.accumulated_rounds(inner).init,
+            local_opt.streaming_rounds(inner, fragments=1).init,
+            local_opt.gpa(inner).init,
+            local_opt.local_rounds(SGD, outer=inner).init,
+        ):
+            with pytest.raises(ValueError, match=f"optax.*{name} takes {message}"):
+                init(PARAMS)
+
+
+def test_what_the_refusals_name_does_the_same():
+    """Aggregation before local steps, and an outer step of SGD for lookahead."""
+    own = jax.tree.map(lambda p: jnp.stack([p, -2 * p, 3 * p]), PARAMS)  # of three examples
+    plan = local_opt.constant(2, total_steps=STEPS)
+    alone, aggregate = private(0.1), contrib.differentially_private_aggregate
+    opt = optax.chain(
+        aggregate(1.0, 0.0, key=jax.random.key(0)),
+        local_opt.local_steps(optax.sgd(0.1), plan, axis_name=()),
+    )
+    expected, _ = alone.update(own, alone.init(PARAMS), PARAMS)
+    assert_equal(opt.update(own, opt.init(PARAMS), PARAMS)[0], expected)
+
+    ahead = optax.lookahead(SGD, 2, 0.5)
+    snoo = local_opt.snoo(SGD, plan, learning_rate=0.5, momentum=0.0)
+    pair, x = optax.LookaheadParams.init_synced(PARAMS), PARAMS
+    theirs, ours = ahead.init(pair), snoo.init(x)
+    for t in range(STEPS):
+        grads = jax.tree.map(lambda x, target, t=t: x - target[0, t], pair.fast, TARGETS)
+        updates, theirs = ahead.update(grads, theirs, pair)
+        pair = optax.apply_updates(pair, updates)
+        grads = jax.tree.map(lambda x, target, t=t: x - target[0, t], x, TARGETS)
+        updates, ours = snoo.update(grads, ours, x)
+        x = optax.apply_updates(x, updates)
+        assert_equal(x, pair.fast)
 
 
 def test_the_state_of_every_row_may_be_donated_with_the_parameters():
