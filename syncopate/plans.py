@@ -7,6 +7,7 @@ import inspect
 import json
 import operator
 import os
+import secrets
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
@@ -222,6 +223,9 @@ class Plan:
     def save(self, path: str | os.PathLike) -> None:
         """Writes plan and hash as JSON, by way of a temporary file, so that no file is partial.
 
+        The temporary file is new and has a name of its own, so that several processes may save.
+        A symbolic link at the path is replaced, not followed.
+
         Raises:
           OSError: if the file cannot be written.
         """
@@ -232,9 +236,9 @@ class Plan:
             "digest": self.digest(),
         }
         with _file(path, "pass a file in a folder that can be written") as name:
-            temporary = f"{name}.tmp"
+            temporary = os.path.join(os.path.dirname(name), f".{secrets.token_hex(16)}.tmp")
             try:
-                with open(temporary, "w", encoding="utf-8") as file:
+                with open(temporary, "x", encoding="utf-8") as file:
                     file.write(json.dumps(content, allow_nan=False))
                 os.replace(temporary, name)
             except BaseException:

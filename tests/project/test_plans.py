@@ -122,6 +122,34 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     assert SyncPlan.read(path) == plan and [*tmp_path.iterdir()] == [path]
 
 
+def test_two_who_save_one_plan_do_not_meet(tmp_path, monkeypatch):
+    """The second begins and ends between the first's writing and its renaming."""
+    first, second, path = local_opt.every_step(5), local_opt.every_step(6), tmp_path / "plan.json"
+    replace = os.replace
+
+    def late(old, new):
+        monkeypatch.setattr(os, "replace", replace)
+        second.save(path)
+        assert SyncPlan.read(path) == second
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", late)
+    first.save(path)
+    assert SyncPlan.read(path) == first and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_save_follows_no_link(tmp_path):
+    """Neither at the plan's place nor at a name that a temporary file may be expected to have."""
+    other, path = tmp_path / "other", tmp_path / "plan.json"
+    other.write_text("mine")
+    for name in ("plan.json", "plan.json.tmp", ".plan.json.tmp"):
+        (tmp_path / name).symlink_to(other)
+    local_opt.every_step(5).save(path)
+    assert other.read_text() == "mine" and not path.is_symlink()
+    assert SyncPlan.read(path) == local_opt.every_step(5)
+    assert path.stat().st_mode == other.stat().st_mode
+
+
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("total_steps", [1, 400])
 def test_description_fits_one_screen(name, total_steps):
