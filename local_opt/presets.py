@@ -1,11 +1,12 @@
 """Published methods as settings of `local_steps`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 from optax import contrib
 
 from local_opt.outer import outer_momentum
@@ -69,12 +70,17 @@ def slowmo(
     axis_name: AxisName = AXIS,
     learning_rate: float = 1.0,
     momentum: float = 0.5,
+    inner_rate: optax.ScalarOrSchedule = 1.0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """SlowMo: local steps, and heavy-ball momentum on the mean change of a round.
 
-    x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d, a <- a - lr v,
-    x_w <- a.
+    x_w <- x_w + inner(g_w) in a step; at a sync, with d = a - x_bar: v <- m v + d / gamma,
+    a <- a - lr gamma v, x_w <- a.
+
+    gamma is the inner rate of the round's last step, as in the authors' code; a constant one
+    cancels. Without it, momentum of earlier rounds weighs as much as their higher rates had made
+    it, and too much once the rate has fallen.
 
     Args:
       inner: the workers' optimizer; SGD with Nesterov momentum in the paper.
@@ -82,6 +88,8 @@ def slowmo(
       axis_name: the workers' axis.
       learning_rate, momentum: of the outer optimizer: lr > 0, 1 in the paper, and m in [0, 1), 0.4
         to 0.8 there.
+      inner_rate: gamma > 0, the schedule of `inner`; any number for a constant rate. It is asked
+        for the steps since `init`. At a rate of 0 the momentum of a round is not added to.
       options: other arguments of `local_steps`; the paper has `opt_state="reset"`.
 
     Returns:
@@ -96,14 +104,44 @@ def slowmo(
     Examples:
       >>> import optax, local_opt
       >>> plan = local_opt.constant(12, total_steps=1200)
-      >>> optimizer = local_opt.slowmo(optax.sgd(0.1), plan, opt_state="reset")
+      >>> lr = optax.cosine_decay_schedule(0.1, 1200)
+      >>> optimizer = local_opt.slowmo(optax.sgd(lr), plan, inner_rate=lr)
 
     References:
       Wang, Tantia, Ballas, Rabbat, SlowMo: Improving Communication-Efficient Distributed SGD with
-      Slow Momentum, 2020, https://arxiv.org/abs/1910.00643
+      Slow Momentum, 2020, https://arxiv.org/abs/1910.00643, and
+      https://github.com/facebookresearch/fairscale
     """
+    if not callable(inner_rate):
+        check_number("inner_rate", inner_rate, "(0, inf)")
     outer = outer_momentum("slowmo", plan, learning_rate, momentum, nesterov=False)
+    outer = _per_rate(outer, inner_rate) if callable(inner_rate) else outer
     return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
+
+
+class PerRateState(NamedTuple):
+    """The state of the outer optimizer of `slowmo`."""
+
+    count: Int[Array, ""]  # steps of all rounds
+    outer: Any
+
+
+def _per_rate(outer, rate):
+    """The outer optimizer, which gets d / gamma and whose updates are scaled by gamma."""
+
+    def init(params):
+        return PerRateState(jnp.zeros((), jnp.int32), outer.init(params))
+
+    def update(updates, state, params=None, *, period, **extra):
+        count = state.count + jnp.asarray(period).astype(jnp.int32)
+        gamma = jnp.asarray(rate(jnp.maximum(count - 1, 0)), jnp.float32)
+        inverse = jnp.where(gamma > 0, 1 / gamma, 0)
+        scaled = jax.tree.map(lambda d: (d * inverse).astype(d.dtype), updates)
+        updates, own = outer.update(scaled, state.outer, params, **extra)
+        updates = jax.tree.map(lambda u: (u * gamma).astype(u.dtype), updates)
+        return updates, PerRateState(count, own)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def muloco(

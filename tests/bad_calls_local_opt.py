@@ -183,7 +183,7 @@ CALLS |= {
         update_params=X, sync=Arg(None, [3, "yes", THING, 0.5, jnp.ones(2, bool), [], {}]),
         step=Arg(None, [NAN, 0.5, "3", THING, 1j, jnp.ones(2, int), -1, {}]), weight=WEIGHT),
     "diloco": call(transformed(local_opt.diloco), **OUTER),
-    "slowmo": call(transformed(local_opt.slowmo), **OUTER),
+    "slowmo": call(transformed(local_opt.slowmo), **OUTER, inner_rate=Arg(0.1, real(0))),
     "muloco": call(transformed(local_opt.muloco), **but("inner"), inner_rate=Arg(0.1, real()),
                    weight_decay=Arg(0.0, real()),
                    hidden=Arg(None, wrong_functions(lambda params: 3))),

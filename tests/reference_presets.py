@@ -46,6 +46,26 @@ def muloco(params, grads, periods, rate, outer, decay):
     return history
 
 
+def slowmo(params, gradient, periods, rates, outer):
+    """Algorithm 1 of SlowMo (Wang et al. 2020) over SGD: x [T, W, D] after every step.
+
+    rates: of every step, whose last in a round is gamma; outer: (alpha, beta).
+    """
+    x = np.array(params, np.float64)
+    anchor, u, t, history = x[0].copy(), 0.0, 0, []
+    for h in periods:
+        for _ in range(h):
+            grads = [gradient(w, t, x[w]) for w in range(len(x))]
+            x = x - rates[t] * np.stack(grads)
+            t += 1
+            history.append(x)
+        u = outer[1] * u + (anchor - x.mean(axis=0)) / rates[t - 1]
+        anchor = anchor - outer[0] * rates[t - 1] * u
+        x = np.stack([anchor] * len(x))
+        history[-1] = x
+    return np.stack(history)
+
+
 def primal_averaging(params, gradient, steps, rate, decay, mu_x, mu_y):
     """GPA with AdamW (Defazio et al. 2025): y and x [T, D] after every step; decay acts on z."""
     x, z = np.array(params, np.float64), np.array(params, np.float64)

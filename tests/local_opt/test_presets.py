@@ -55,6 +55,34 @@ def test_diloco_equals_its_pseudocode(run):
     assert distance(found, nesterov(square_gradient, (0.6, 0.8))) < 2e-6
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_slowmo_equals_its_pseudocode_at_a_rate_that_falls(run):
+    lr = optax.exponential_decay(RATE, 4, 0.3)
+    rates = [float(lr(t)) for t in range(PLAN.total_steps)]
+    first = np.stack([flat(START)] * W)
+    expected = reference_presets.slowmo(first, square_gradient, PLAN.periods, rates, (0.8, 0.7))
+    given = dict(learning_rate=0.8, momentum=0.7)
+    found, state = run_squares(
+        local_opt.slowmo(optax.sgd(lr), PLAN, inner_rate=lr, **given), RUNS[run]
+    )
+    assert distance(found, expected) < 2e-6
+    assert state.rounds.outer.count.tolist() == [PLAN.total_steps] * W
+    without, _ = run_squares(local_opt.slowmo(optax.sgd(lr), PLAN, **given), RUNS[run])
+    assert distance(without, expected) > 1e-2
+    for rate in (RATE, 1.0):  # a constant one cancels
+        opt = local_opt.slowmo(SGD, PLAN, inner_rate=rate, **given)
+        rates = [RATE] * PLAN.total_steps
+        expected = reference_presets.slowmo(first, square_gradient, PLAN.periods, rates, (0.8, 0.7))
+        assert distance(run_squares(opt, RUNS[run])[0], expected) < 2e-6
+
+
+def test_slowmo_at_a_rate_of_zero_stands_still():
+    lr = optax.linear_schedule(RATE, 0.0, 5)
+    found, _ = run_squares(local_opt.slowmo(optax.sgd(lr), PLAN, inner_rate=lr))
+    still = found[PLAN.ends[PLAN.ends > 5][0] - 1 :]  # from the first sync at a rate of zero on
+    assert len(still) > 3 and distance(still, np.stack([still[0]] * len(still))) < 1e-6
+
+
 def run_alone(opt):
     """[T, 6] of one worker under a plain jit, and its state."""
     params, state, step = START, opt.init(START), jax.jit(square_step(opt))
@@ -149,6 +177,7 @@ def test_a_preset_is_local_steps_with_its_parts():
 
 test_bad_presets_are_refused = refuses({
     "rate": (lambda: muloco(-0.1, PLAN), "inner_rate is -0.1: "),
+    "slow rate": (lambda: local_opt.slowmo(SGD, PLAN, inner_rate=0.0), "inner_rate is 0.0: "),
     "decay": (lambda: muloco(0.1, PLAN, weight_decay=-1.0), "weight_decay is -1.0"),
     "hidden": (lambda: muloco(0.1, PLAN, hidden=True), "hidden is"),
     "labels": (
