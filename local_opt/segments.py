@@ -24,7 +24,11 @@ class Segment(NamedTuple):
 
 
 def stream_segments(
-    plans_of: Mapping[Any, SyncPlan], *, delay: int = 0, start: int = 0
+    plans_of: Mapping[Any, SyncPlan],
+    *,
+    delay: int = 0,
+    start: int = 0,
+    before: Mapping[Any, SyncPlan] | None = None,
 ) -> list[Segment]:
     """The segments of a run in which each fragment has its own plan: what is due, then some steps.
 
@@ -35,6 +39,8 @@ def stream_segments(
       plans_of: {fragment: its plan}, all for the same run.
       delay: >= 0, steps from start to finish; 0 if workers wait for each sync.
       start: in 0 .. T, the steps taken so far, to resume there; events at that step are still due.
+      before: the plans of the steps before `start`, if they were others with the same delay: what
+        they sent arrives, and nothing else. Their numbers of steps may be others.
 
     Returns:
       (begin, end, due) of each segment, in order: first `communicate(params, state, due)`, then the
@@ -42,7 +48,7 @@ def stream_segments(
 
     Raises:
       ValueError: for no plan, plans of different lengths, a round shorter than the delay (other
-        than a fragment's first and last), or a start out of range.
+        than a fragment's first and last), a start out of range, or other fragments before.
 
     Examples:
       >>> import local_opt
@@ -60,9 +66,17 @@ def stream_segments(
     """
     total = check_turns(plans_of, delay)
     start, delay = check_whole("start", start, 0, total), int(delay)
+    before = plans_of if before is None else before
+    check_turns(before, delay)
+    if set(before) != set(plans_of):
+        raise ValueError(
+            f"the fragments are {[*plans_of]} and before {[*before]}: give both kinds of plans for "
+            "the fragments of the state."
+        )
     found = []
     for place, (name, plan) in enumerate(plans_of.items()):
-        ends = plan.ends.tolist()
+        ends = [end for end in before[name].ends.tolist() if end < start]
+        ends += [end for end in plan.ends.tolist() if end >= start]
         for end, following in zip(ends, [*ends[1:], total], strict=True):
             arrives, last = min(end + delay, following), end == total
             # Finish what was in transit before anything starts, and what has no delay at once.

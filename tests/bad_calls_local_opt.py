@@ -97,7 +97,8 @@ CALLS = {
         steps=Arg([2, 2, 2], [0, [0, 1, 1], *AMOUNTS])),
     "stream_segments": call(
         local_opt.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
-        delay=also("delay", 1, 5), start=also("start", 0, T + 1)),
+        delay=also("delay", 1, 5), start=also("start", 0, T + 1),
+        before=Arg(PARTS, [p for p in [*NO_PLANS, *TURNS] if p is not None])),
 }  # fmt: skip
 
 

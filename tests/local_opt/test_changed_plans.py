@@ -1,5 +1,6 @@
 """A run that goes on under another plan: the plan decides by the step, whatever came before."""
 
+import functools
 import pickle
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import local_opt
+from tests import problems, reference
 from tests.problems import RUNS, W, vmap
 from tests.refused import refuses
 
@@ -111,6 +113,51 @@ def test_syncs_of_the_host_do_not_move_the_plan(mesh):
     assert syncs.tolist() == [22] * W
 
 
+TURNS = {  # of two fragments in 13 steps: until a step, and from it on
+    "on its way": ((4, 1), 6, (3, 2)),  # 0 was sent at 5 and arrives at 7
+    "never sent": ((6, 3), 7, (3, 0)),  # 0 would have been sent at 6, to arrive at 8
+    "at once": ((5, 2), 5, (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_fragments_go_on_under_other_plans(name):
+    (old, offset), change, (new, other) = TURNS[name]
+    delay, total = 2, 13
+    plans = [
+        {f: constant(h, total_steps=total, offset=at + f) for f in range(2)}
+        for h, at in ((old, offset), (new, other))
+    ]
+    stream = local_opt.streaming_rounds(
+        optax.sgd(RATE), fragments=2, outer=optax.sgd(0.7, 0.5, nesterov=True)
+    )
+
+    @functools.partial(jax.jit, static_argnames="due")
+    @functools.partial(jax.vmap, axis_name="worker", in_axes=(0, 0, 0, 1, None))
+    def run(params, state, matrix, targets, due):
+        params, state = stream.communicate(params, state, due)
+        one = lambda carry, target: (problems.square_step(stream)(*carry, matrix, target), None)  # noqa: E731
+        return jax.lax.scan(one, (params, state), targets)[0]
+
+    params = problems.copies(problems.START)
+    state = jax.vmap(stream.init)(params)
+    first = local_opt.stream_segments(plans[0], delay=delay)
+    rest = local_opt.stream_segments(plans[1], delay=delay, start=change, before=plans[0])
+    for begin, end, due in [s for s in first if s.begin < change] + rest:
+        end = min(end, change) if begin < change else end
+        targets = problems.TARGETS[begin:end]
+        params, state = run(params, state, problems.MATRICES, targets, due)
+    ends = [
+        {e for e in was.ends.tolist() if e < change} | {e for e in now.ends.tolist() if e >= change}
+        for was, now in zip(*(p.values() for p in plans), strict=True)
+    ]
+    expected = reference.streaming_diloco(
+        problems.flat(problems.START), problems.square_gradient, ([0, 1], [2, 3, 4, 5]), ends,
+        [RATE] * total, delay=delay, mixing=0.5, outer=(0.7, 0.5),
+    )  # fmt: skip
+    assert problems.distance(problems.flat(params), expected[-1]) < 2e-6
+
+
 def beyond(count, **more):
     """An update of one worker that has taken so many steps of a plan of ten."""
     opt = local_opt.snoo(optax.sgd(RATE), constant(5, total_steps=10), momentum=0.0)
@@ -119,10 +166,14 @@ def beyond(count, **more):
     return lambda: opt.update(x, state, x, **more)
 
 
-test_steps_beyond_a_plan_are_refused = refuses({
+test_plans_that_do_not_fit_are_refused = refuses({
     "state": (beyond(15), "step 15 is outside the plan's 0 .. 9: make a plan for the whole run"),
     "the first": (beyond(10), "step 10 is outside the plan's 0 .. 9"),
     "step": (beyond(0, step=12), "step 12 is outside the plan's 0 .. 9"),
+    "other fragments": (
+        lambda: local_opt.stream_segments({0: GROWING}, before={1: GROWING}),
+        r"fragments are \[0\] and before \[1\]: give both",
+    ),
     "below": (beyond(0, step=-1), "step -1 is outside the plan's 0 .. 9"),
 })  # fmt: skip
 
