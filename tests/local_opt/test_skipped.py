@@ -1,0 +1,103 @@
+"""Steps that a worker skips, as in loss scaling: it still meets the others, in every sync."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import local_opt
+from syncopate import mesh
+from tests.problems import RUNS, W, vmap
+
+RATE, MOMENTUM, T, H = 0.1, 0.9, 18, 3
+RNG = np.random.default_rng(11)
+GRADS = RNG.normal(size=(T, W, 2)).astype(np.float32)
+OK = RNG.random((T, W)) > 0.3
+OK[[0, H - 1, T - 1], [1, 2, 3]] = False  # the first step, and steps that end rounds
+OK[6:9, 0] = False  # a whole round
+OK[11] = True  # none skips this sync
+PLAN = local_opt.constant(H, total_steps=T)
+
+
+def expected():
+    """[T, W, 2] of momentum, whose skipped steps change neither x nor v; a mean after a round."""
+    x, v, found = np.zeros((W, 2)), np.zeros((W, 2)), []
+    for t in range(T):
+        moved = MOMENTUM * v + GRADS[t]
+        x = np.where(OK[t, :, None], x - RATE * moved, x)
+        v = np.where(OK[t, :, None], moved, v)
+        x = np.stack([x.mean(axis=0)] * W) if (t + 1) % H == 0 else x
+        found.append(x)
+    return np.stack(found)
+
+
+SGD = optax.sgd(RATE, MOMENTUM)
+NAN = np.where(OK[..., None], GRADS, np.nan)
+SKIPS = {  # the inner optimizer, gradients, and whether update is passed `ok`
+    "apply_if_finite": (optax.apply_if_finite(SGD, 1000), NAN, False),
+    "a condition of one's own": (
+        optax.conditionally_mask(SGD, lambda step, *, ok: ok, forward_extra_args=True), GRADS, True
+    ),
+    "skip_not_finite": (
+        optax.MultiSteps(SGD, 1, should_skip_update_fn=optax.skip_not_finite), NAN, False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_step_that_is_skipped_inside_loses_no_sync(name, run):
+    inner, grads, passes = SKIPS[name]
+    opt = local_opt.local_steps(inner, PLAN)
+
+    def steps(x, grads, ok):
+        def body(carry, now):
+            x, state = carry
+            updates, state = opt.update(now[0], state, x, **({"ok": now[1]} if passes else {}))
+            carry = mesh.varying((x + updates, state), grads)
+            return carry, carry[0]
+
+        start = mesh.varying((x, opt.init(x)), grads)
+        (_, state), found = jax.lax.scan(body, start, (grads, ok))
+        return found, state
+
+    rows = np.moveaxis(grads, 1, 0), OK.T
+    found, state = jax.jit(RUNS[run](steps))(jnp.zeros((W, 2)), *rows)
+    np.testing.assert_allclose(np.moveaxis(np.asarray(found), 0, 1), expected(), atol=1e-6)
+    assert state.num_steps.tolist() == [T] * W and state.num_syncs.tolist() == [T // H] * W
+
+
+def selected(grads, told):
+    """[T, W, 2] by the usual select of loss scaling, around the update."""
+    opt = local_opt.local_steps(SGD, PLAN)
+
+    @jax.jit
+    @vmap
+    def step(x, state, grads, ok, t):
+        updates, new = opt.update(grads, state, x, **({"step": t, "weight": ok} if told else {}))
+        new = x + updates, new
+        return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, (x, state))
+
+    x = jnp.zeros((W, 2))
+    state, found = jax.vmap(opt.init)(x), []
+    for t in range(T):
+        x, state = step(x, state, grads[t], OK[t], jnp.full(W, t))
+        found.append(x)
+    return np.stack(found)
+
+
+def test_a_select_around_a_step_is_found():
+    """It loses the sync of a worker that skips, and by the worker's own count later ones, too."""
+    with pytest.raises(ValueError, match="roundings are allowed"):
+        local_opt.check_synced(selected(GRADS, told=False)[-1])
+    assert np.isnan(selected(NAN, told=False)[-1]).all()  # what it is for
+
+
+def test_a_select_that_is_told_loses_one_sync_of_one_worker():
+    found = selected(NAN, told=True)
+    assert np.isfinite(found).all()
+    with pytest.raises(ValueError, match="roundings are allowed"):
+        local_opt.check_synced(found[H - 1])
+    local_opt.check_synced(found[H - 1][OK[H - 1]])
+    local_opt.check_synced(found[11])
