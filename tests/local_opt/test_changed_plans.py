@@ -114,7 +114,7 @@ def test_syncs_of_the_host_do_not_move_the_plan(mesh):
 
 
 TURNS = {  # of two fragments in 13 steps: until a step, and from it on
-    "on its way": ((4, 1), 6, (3, 2)),  # 0 was sent at 5 and arrives at 7
+    "on its way": ((4, 1), 6, (3, 1)),  # 0 was sent at 5 and arrives at 7
     "never sent": ((6, 3), 7, (3, 0)),  # 0 would have been sent at 6, to arrive at 8
     "at once": ((5, 2), 5, (2, 1)),
 }
