@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 from optax import contrib
 
@@ -132,7 +133,7 @@ def _per_rate(outer, rate):
     def init(params):
         return PerRateState(jnp.zeros((), jnp.int32), outer.init(params))
 
-    def update(updates, state, params=None, *, period, **extra):
+    def update(updates, state, params=None, *, period: ArrayLike = 0, **extra):
         count = state.count + jnp.asarray(period).astype(jnp.int32)
         gamma = jnp.asarray(rate(jnp.maximum(count - 1, 0)), jnp.float32)
         inverse = jnp.where(gamma > 0, 1 / gamma, 0)

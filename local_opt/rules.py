@@ -174,11 +174,11 @@ def power_rule(
     largest H with H <= h(s) for all of its steps s. While the rate falls that is h(t). Power 2 is
     the Quadratic Synchronization Rule.
 
-    The rule is made for a rate that falls. During the warmup, H is that of the round right after
-    it, as the paper recommends; this is our reading of its section 2 from memory, and the authors'
-    code takes H there as an argument of its own. In all published settings both are H_base. What
-    the paper leaves open is our choice: a later rise is a warmup, too, so its steps have the H of
-    its top, and a round ends before a step that asks for a shorter one, as at a restart.
+    The rule is made for a rate that falls. During the warmup H is that of the round right after it:
+    so the paper's section 2 recommends, as we remember it (its text was not at hand). The authors'
+    code takes H there as an argument of its own; in the published settings all of these are H_base.
+    What the paper leaves open is our choice: a later rise is a warmup, too, so its steps have the H
+    of its top, and a round ends before a step that asks for a shorter one, as at a restart.
 
     Args:
       lr: eta, an optax schedule, a number, or float[T]; >= 0, finite.
