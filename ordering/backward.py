@@ -138,8 +138,10 @@ def sketched_parameters(
     check_params(params)
     leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
     size = check_whole("size", size, 1, MOST)
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    params, example, key = jax.eval_shape(lambda *a: a, params, example, key)
+    params, example, key = jax.eval_shape(
+        lambda params, batch, key: (params, jax.tree.map(lambda x: x[0], batch), key),
+        params, batch, key,
+    )  # fmt: skip
     return _analyse(loss_alone(loss, False), params, example, key, size)[0]
 
 

@@ -101,7 +101,8 @@ def _regrouped(param: Param, shape):
 
 
 def _jit(equation, values, hooks):
-    inner = equation.params["jaxpr"]
+    params = equation.params
+    inner = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
     return walk(inner.jaxpr, inner.consts, values, hooks)
 
 
@@ -122,10 +123,17 @@ def _remat(equation, values, hooks):
 def _scan(equation, values, hooks):
     """Parameters may be constants of the loop or stacked along its axis, but not carried."""
     params, inner = equation.params, equation.params["jaxpr"]
-    first = params["num_consts"] + params["num_carry"]
-    consts, carry, stacked = (
-        values[: params["num_consts"]], values[params["num_consts"] : first], values[first:],
-    )  # fmt: skip
+    # Of a stacked array the body has one axis less; versions of JAX count the others differently.
+    is_stacked = [
+        len(outer.aval.shape) > len(own.aval.shape)
+        for outer, own in zip(
+            (*equation.invars, *equation.outvars), (*inner.jaxpr.invars, *inner.jaxpr.outvars),
+            strict=True,
+        )
+    ]  # fmt: skip
+    first = len(values) - sum(is_stacked[: len(values)])
+    constant = first - is_stacked[len(values) :].count(False)
+    consts, carry, stacked = values[:constant], values[constant:first], values[first:]
     carry = [_plain(v, "scan", hooks) for v in carry]
     stacked = [
         v

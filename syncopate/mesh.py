@@ -81,6 +81,8 @@ def over_shards(
                 f"of the axes {list(axes)} in specs only {sorted(left)} are automatic: make all of "
                 "a worker's axes manual, or none."
             )
+        if left.issubset(jax.sharding.get_abstract_mesh().explicit_axes):
+            args = jax.tree.map(jax.reshard, args, like(in_specs, args))
         return jax.shard_map(
             function, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False
         )(*args)

@@ -1,9 +1,10 @@
 """Mixtures of sources, each with an order, windows and epochs of its own."""
 
+import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
-import numpy as np
 from jaxtyping import PyTree
 
 from ordering.blocks.position import Position
@@ -14,7 +15,7 @@ from syncopate import plans
 def shares(weights: Mapping[str, float], *, batch_size: int) -> dict[str, int]:
     """How many records of a batch come from each source, in proportion to the weights.
 
-        b_i = floor(b w_i / sum w), and one more where the remainders are largest
+        b_i = floor(b w_i / sum w), and one more where the remainders are largest, first ones first
 
     Args:
       weights: a weight > 0 for each name.
@@ -35,17 +36,20 @@ def shares(weights: Mapping[str, float], *, batch_size: int) -> dict[str, int]:
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"weights is {weights!r}: pass a dict of names and weights.")
     values = [plans.check_number(f"weight of {k}", w, "(0, inf)") for k, w in weights.items()]
-    exact = np.array(values) / sum(values) * batch_size
-    found = np.floor(exact).astype(int)
-    rest = batch_size - int(found.sum())
-    found[np.argsort(found - exact, kind="stable")[:rest]] += 1
+    # As they are written: sums of floats are rounded in other ways from Python 3.12 on.
+    parts = [Fraction(repr(value)) for value in values]
+    exact = [batch_size * part / sum(parts) for part in parts]
+    found = [math.floor(wanted) for wanted in exact]
+    remainders = sorted(range(len(exact)), key=lambda i: found[i] - exact[i])
+    for i in remainders[: batch_size - sum(found)]:
+        found[i] += 1
     for name, share, wanted in zip(weights, found, exact, strict=True):
         if not share:
             raise ValueError(
-                f"{name} gets {wanted:.3g} of the {batch_size} records of a batch, none: raise its "
-                "weight or the batch size."
+                f"{name} gets {float(wanted):.3g} of the {batch_size} records of a batch, none: "
+                "raise its weight or the batch size."
             )
-    return dict(zip(weights, found.tolist(), strict=True))
+    return dict(zip(weights, found, strict=True))
 
 
 class Mixture(Iterator):

@@ -248,3 +248,16 @@ def test_shares_are_whole_parts_of_a_batch(weights, batch_size):
         return
     assert sum(found.values()) == batch_size
     assert all(abs(found[name] - exact[name]) < 1 for name in weights)
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=6), st.integers(64, 4096))
+def test_shares_of_decimal_weights_are_those_of_whole_numbers(tenths, batch_size):
+    """0.7, 0.2, 0.1 tie as 7, 2, 1 do, however a version of Python adds up floats."""
+    found = []
+    for scale in (1, 10, 1000):
+        weights = {f"source {i}": w / scale for i, w in enumerate(tenths)}
+        try:
+            found.append(ordering.blocks.shares(weights, batch_size=batch_size))
+        except ValueError:
+            found.append(None)
+    assert found[0] == found[1] == found[2]
