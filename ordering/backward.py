@@ -8,6 +8,8 @@ the gradients themselves are never formed.
 """
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -21,9 +23,9 @@ from ordering.maps import maps_of, scaled_maps, times
 from ordering.rows import Rows, leading_size, tree_size
 from ordering.scaling import whole_scale
 from ordering.sketch import MOST, SIZE, sketch
-from ordering.taps import added_up, copied, site_of, zeros_of
+from ordering.taps import added_up, copied, site_of, with_terms, zeros_of
 from ordering.trace import Leaf
-from ordering.uses import Hooks
+from ordering.uses import Hooks, raw
 from syncopate.mesh import varying
 from syncopate.plans import check_whole
 
@@ -95,10 +97,11 @@ def sketched(
             return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units, keys = units_of(params, batch, key)
         example = jax.tree.map(lambda x: x[0], batch)
-        plan, program = _analyse(of_one, varying(params, batch), example, keys[0], size)
-        maps = maps_of(plan, sketch_key)
+        plan, program, of_terms = _analyse(of_one, varying(params, batch), example, keys[0], size)
+        _warn_of_copies(plan.leaves, units)
+        maps = maps_of(plan.leaves, sketch_key)
         if scale is not None:
-            maps = scaled_maps(plan, maps, params, varying(scale, batch))
+            maps = scaled_maps(plan.leaves, maps, params, varying(scale, batch))
 
         def total(params, zeros):
             params = varying(params, batch)  # typed as varying over devices, like the batch
@@ -109,6 +112,8 @@ def sketched(
         (_, (losses, aux)), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(
             params, zeros
         )
+        of_each = of_terms(varying(params, batch), example, keys[0], units)
+        found = with_terms(plan, maps, found, of_each)
         losses, rows = losses.astype(jnp.float32), units * added_up(maps, found)
         return (losses, aux) if has_aux else losses, mean, Rows.of(rows)
 
@@ -142,11 +147,13 @@ def sketched_parameters(
         lambda params, batch, key: (params, jax.tree.map(lambda x: x[0], batch), key),
         params, batch, key,
     )  # fmt: skip
-    return _analyse(loss_alone(loss, False), params, example, key, size)[0]
+    return _analyse(loss_alone(loss, False), params, example, key, size)[0].leaves
 
 
 def _analyse(of_one, params, example, key, size):
-    """(plan, `(params, maps, zeros, example, key) -> (loss, aux)`) for a loss of one example."""
+    """For a loss of one example: its plan, `(params, maps, zeros, example, key) -> (loss, aux)`,
+    and the gradients of what all units share.
+    """
 
     def one(params, example, key):
         return of_one(params, jax.tree.map(lambda x: x[None], example), key)
@@ -164,13 +171,43 @@ def _analyse(of_one, params, example, key, size):
 
     def program(params, maps, zeros, example, key):
         own = [
-            copied(i, value, maps[i], zeros) if leaf.how == "copied" else trace.entering(i, value)
-            for i, (leaf, value) in enumerate(zip(plan, jax.tree.leaves(params), strict=True))
+            trace.entering(i, value, copied(i, value, maps[i], zeros))
+            if leaf.how == "copied"
+            else trace.entering(i, value)
+            for i, (leaf, value) in enumerate(
+                zip(plan.leaves, jax.tree.leaves(params), strict=True)
+            )
         ]
-        site = functools.partial(site_of, plan, maps, zeros)
-        hooks = Hooks(site, lambda param, name: None)
+        terms = trace.Terms([])
+
+        def term(shared):
+            own = zeros.terms[terms.place(shared)].astype(shared.value.dtype)
+            return shared.value + own.reshape(shared.value.shape)
+
+        site = functools.partial(site_of, plan.leaves, maps, zeros)
+        hooks = Hooks(site, lambda leaf, name: None, term)
         own += [*jax.tree.leaves(example), key]
-        found = trace.walk(closed.jaxpr, closed.consts, own, hooks)
+        loss, *aux = trace.walk(closed.jaxpr, closed.consts, own, hooks)
+        found = [trace.data_of(loss, "the result", hooks), *map(raw, aux)]
         return jax.tree.unflatten(results, found)
 
-    return plan, program
+    def of_terms(params, example, key, units):
+        rest = [*jax.tree.leaves(example), key]
+        return trace.gradients_of_terms(closed, jax.tree.leaves(params), rest, plan, units)
+
+    return plan, program, of_terms
+
+
+def _warn_of_copies(leaves, units):
+    large = [leaf for leaf in leaves if leaf.how == "copied" and not leaf.small]
+    if large:
+        copies = units * sum(math.prod(leaf.shape) for leaf in large)
+        ratio = copies / sum(math.prod(leaf.shape) for leaf in leaves)
+        names = ", ".join(f"params{leaf.name} ({leaf.why})" for leaf in large)
+        warnings.warn(
+            f"sketched copies {names} for each of {units} units: the copies have {ratio:.3g} times "
+            "as many numbers as all parameters, and a step takes longer accordingly. Use them in "
+            "products, convolutions or look-ups with data, or pass in what is made of them by "
+            "jax.lax.stop_gradient; ordering.sketched_parameters lists all uses.",
+            stacklevel=4,
+        )

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from ordering import rows as rows_lib
+from ordering import trace
 from ordering.sketch import sketch_rows
 from syncopate import plans
 from syncopate.mesh import alike
@@ -69,16 +70,28 @@ def per_example(
     """
     if to_sketch is not None:
         plans.check_function("to_sketch", to_sketch, "gradient")
-    of_one = jax.value_and_grad(loss_alone(loss, has_aux), has_aux=True)
+    of_alone = loss_alone(loss, has_aux)
     row_of = to_sketch or (lambda gradient: gradient)
 
     @signed_as(loss)
     def gradients(params, batch, key):
         size, keys = units_of(params, batch, key)
+        first = jax.tree.map(lambda x: x[:1], batch), keys[0]
+        program, of_one = trace.traced(of_alone, params, *first)
+        has_rule = trace.holds(program.jaxpr, trace.RULE)
+        seed = size if has_rule else 1  # a rule need not be linear: it gets what it gets of a mean
+
+        def part(params, unit):
+            example, example_key = unit
+            alone = jax.tree.map(lambda x: x[None], example)
+            loss, aux = of_one(params, alone, example_key)
+            return loss / seed, (loss, aux)
+
+        of_part = trace.apart(jax.value_and_grad(part, has_aux=True))
 
         def one(unit):
-            example, example_key = unit
-            return of_one(params, jax.tree.map(lambda x: x[None], example), example_key)
+            (_, found), gradient = of_part(params, unit)
+            return found, jax.tree.map(lambda g: g * seed, gradient) if has_rule else gradient
 
         def add(total, unit):
             (value, aux), gradient = one(unit)
@@ -96,6 +109,10 @@ def per_example(
             mean = jax.tree.map(rows_lib.mean_of, tree)
             rows = rows_lib.Rows.of(tree)
             rows = sketch_rows(rows, to_sketch) if to_sketch else rows
+        if has_rule and trace.has_rule_of_parameters(program, params, first):
+            # The rule gets the sum over all examples, and must not be used of each alone.
+            total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
+            mean = jax.grad(total)(params)
         losses = losses.astype(jnp.float32)
         return (losses, aux) if has_aux else losses, mean, rows
 

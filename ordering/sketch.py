@@ -277,6 +277,24 @@ def table_of_sums(signs: Float32[Array, "..."], sums: int, groups: int) -> Float
     return signs.reshape(-1, 1) * jnp.kron(jnp.eye(sums), hadamard(groups))[places]
 
 
+def sums_of_matrix(
+    matrix: Float32[Array, "K N"], groups: int, p: int, q: int
+) -> Float32[Array, "p q m"]:
+    """What `grouped_sums` of its factors x and y have for a signed matrix x^T y that is there."""
+    sums = _wrapped(_wrapped(matrix, p * groups).T, q * groups).T
+    sums = sums.reshape(groups, p, groups, q)
+    at = jnp.arange(groups)
+    met = sums.transpose(0, 2, 1, 3)[at[:, None], at[:, None] ^ at[None]]
+    return jnp.einsum("cpq,cm->pqm", jnp.sum(met, axis=0), hadamard(groups)) / math.sqrt(groups)
+
+
+def _wrapped(x, size):
+    """[size, ...]: the sums of every size-th slice; no slice is padded before it is read."""
+    whole = len(x) // size * size
+    found = jnp.sum(x[:whole].reshape(-1, size, *x.shape[1:]), axis=0)
+    return found.at[: len(x) - whole].add(x[whole:])
+
+
 def hadamard(size: int) -> Float32[np.ndarray, "n n"]:
     """[n, n], n a power of two: -1 where i and j have an odd number of binary ones in common."""
     i = np.arange(size)

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float32
 
 from ordering.maps import Map, of_slice, times
 from ordering.rows import as_float32
-from ordering.sketch import fold, grouped_sums, table_of_sums
-from ordering.trace import Leaf, numbers_of
+from ordering.sketch import fold, grouped_sums, sums_of_matrix, table_of_sums
+from ordering.trace import Leaf, Plan, apart, as_own, numbers_of, slice_index
 from ordering.uses import Use
 from syncopate.mesh import automatic
 
@@ -29,15 +29,60 @@ class Zeros(NamedTuple):
       sketch: float32[k] of one unit, for the sketches.
       small: for every leaf float32[n], for the gradient itself, or None: see `Leaf.small`. Those of
         all leaves are folded at once.
+      terms: float32[m], for the numbers that all units share.
     """
 
     sketch: Array
     small: list[Array | None]
+    terms: Array
 
 
-def zeros_of(plan: list[Leaf], units: int, size: int) -> Zeros:
-    small = [jnp.zeros((units, math.prod(leaf.shape))) if leaf.small else None for leaf in plan]
-    return Zeros(jnp.zeros((units, size)), small)
+def zeros_of(plan: Plan, units: int, size: int) -> Zeros:
+    small = [
+        jnp.zeros((units, math.prod(leaf.shape))) if leaf.small else None for leaf in plan.leaves
+    ]
+    return Zeros(jnp.zeros((units, size)), small, jnp.zeros((units, len(plan.terms))))
+
+
+def with_terms(
+    plan: Plan, maps: list[Map], found: Zeros, gradients: list[dict[int, Array]]
+) -> Zeros:
+    """The sketches, with the gradients of what all units share: a unit has its part of each."""
+    size, small, sketch = found.sketch.shape[1], [*found.small], found.sketch
+    for of_unit, of_term in zip(found.terms.T, gradients, strict=True):
+        for i, gradient in of_term.items():
+            if plan.leaves[i].small:
+                small[i] += of_unit[:, None] * as_float32(gradient).reshape(1, -1)
+            else:
+                row = sketch_of_gradient(plan.leaves[i], maps[i], as_float32(gradient), size)
+                sketch += of_unit[:, None] * row[None]
+    return found._replace(sketch=sketch, small=small)
+
+
+def sketch_of_gradient(leaf: Leaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
+    """The sketch of a gradient that is there: the sum over all slices that a scan loops over."""
+    if not leaf.stack:
+        return _sketch_of_slice(leaf, of, gradient, size)
+    index = jnp.zeros(1, jnp.uint32)
+    for length in leaf.shape[: leaf.stack]:
+        index = slice_index(index[:, None], jnp.arange(length)[None]).reshape(-1)
+    slices = gradient.reshape(len(index), *leaf.shape[leaf.stack :])
+
+    def of_one(index, place, own):
+        return _sketch_of_slice(leaf, of_slice(of, index, place), own, size)
+
+    return jnp.sum(jax.vmap(of_one)(index, jnp.arange(len(index)), slices), axis=0)
+
+
+def _sketch_of_slice(leaf, of, gradient, size):
+    if leaf.how != "sketched":
+        shape = gradient.shape if leaf.how != "formed" else [n for n in gradient.shape if n > 1]
+        return fold(times(gradient, of.scale).reshape(shape), of.seed, size)
+    axes = [i - leaf.stack for i in (*leaf.rows, *leaf.cols)]
+    axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
+    matrix = gradient.transpose(axes).reshape(of.left.size, of.right.size)
+    found = sums_of_matrix(matrix * of.left.reshape(-1, 1) * of.right.reshape(1, -1), *leaf.sizes)
+    return jnp.pad(found.reshape(-1), (0, size - found.size))
 
 
 def added_up(maps: list[Map], found: Zeros) -> Float32[Array, "B k"]:
@@ -93,6 +138,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 
 def copied(leaf: int, value: Array, of: Map, zeros: Zeros) -> Array:
     """A parameter as seen by this unit alone, so that its gradient can be sketched."""
+    value = jax.lax.stop_gradient(value)
     if (own := zeros.small[leaf]) is not None:
         return value + own.reshape(value.shape).astype(value.dtype)
     size = zeros.sketch.size
@@ -106,6 +152,8 @@ def copied(leaf: int, value: Array, of: Map, zeros: Zeros) -> Array:
 def site_of(plan: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, w: Array) -> Array:
     number, rest = use.param.leaf, use._replace(param=None, data=None)
     leaf, of = plan[number], maps[number]
+    if leaf.how == "copied":
+        return apart(use.function)(as_own(w, use.param.own), *use.data)
     if leaf.small:
         return _formed(rest, w, zeros.small[number], None, use.data)
     if use.param.stack:
@@ -162,7 +210,7 @@ def _formed_backward(use, kept, dy):
         gradient, to_data = data[0].T @ dy, (dy @ w.T,)
     else:
         _, pull = jax.vjp(use.function, w, *data)
-        gradient, *to_data = pull(dy)
+        gradient, *to_data = apart(pull)(dy)
     dims = (*use.rows, *use.cols)
     order = sorted(range(len(dims)), key=lambda i: dims[i])
     natural = as_float32(gradient).reshape([n for _, n in dims]).transpose(order)

@@ -2,14 +2,15 @@
 
 The jaxpr of a loss is walked through nested jit, remat and scan. Parameters travel as `Param`,
 through casts, transposes and reshapes that keep their dimensions apart. Where one meets data in a
-matrix product, a convolution or a look-up, the hook `site` computes the result; any other use is
-reported to the hook `unknown` and computed unchanged. `plan_of` decides how the gradient of each
+matrix product, a convolution or a look-up, the hook `site` computes the result. What is made of
+parameters alone is `Shared` until it meets data: a number, such as a penalty, is handed to the hook
+`term`, any other use is reported to the hook `unknown`. `plan_of` decides how the gradient of each
 parameter is sketched.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxtyping import Array, PyTree, UInt32
 
 from ordering import uses
 from ordering.sketch import SMALL
-from ordering.uses import Hooks, Param, Use, bind, raw
+from ordering.uses import Hooks, Param, Shared, Use, bind, is_data, raw
 
 LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
 TABLE = 16  # groups for tables, at least
@@ -28,29 +29,168 @@ EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less tha
 
 
 def walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence, hooks: Hooks) -> list:
-    """Evaluates a jaxpr on values, some of which are `Param`."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    """Evaluates a jaxpr on values, some of which are `Param` or `Shared`, as results may be."""
+    return _results(jaxpr, [*map(_constant, consts), *args], hooks)
 
-    def read(atom):
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
 
-    for equation in jaxpr.eqns:
-        values = [read(atom) for atom in equation.invars]
-        found, name = None, equation.primitive.name
-        if any(isinstance(v, Param) for v in values) or name in ALWAYS:
-            rule = RULES.get(name)
-            found = rule(equation, values, hooks) if rule else None
-            values = [_plain(v, name, hooks) for v in values] if found is None else values
-        if found is None:
-            found = bind(equation, values)
+def _results(jaxpr, values, hooks):
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
+    _evaluate(jaxpr.eqns, env, hooks)
+    return [_read(env, atom) for atom in jaxpr.outvars]
+
+
+def _evaluate(equations, env, hooks):
+    for equation in equations:
+        values = [_read(env, atom) for atom in equation.invars]
+        found = _by_rule(equation, values, hooks)
+        if found is None and not any(map(is_data, values)):
+            found = _shared(equation, values)
+            is_rule = equation.primitive.name == RULE or _holds_within(equation, RULE)
+            if hooks.rule and is_rule and not all(map(is_constant, values)):
+                hooks.rule(equation)
+        elif found is None:
+            name = equation.primitive.name
+            found = bind(_apart(equation), [data_of(v, name, hooks) for v in values])
         env.update(zip(equation.outvars, found, strict=True))
-    return [_plain(read(v), "the result", hooks) for v in jaxpr.outvars]
 
 
-def entering(leaf: int, value: Array) -> Param:
+def _read(env, atom):
+    return _constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
+
+
+def _by_rule(equation, values, hooks):
+    """The results by the rule for this primitive; None where there is none, or it does not fit."""
+    name, known = equation.primitive.name, [v for v in values if not is_constant(v)]
+    if not known or not (name in ALWAYS or any(isinstance(v, Param) for v in known)):
+        return None
+    if name == "gather":  # constant places are data: positions of tokens
+        values = [raw(v) if is_constant(v) else v for v in values]
+    elif name in uses.RULES and len(known) < len(values):
+        return None
+    return RULES[name](equation, values, hooks) if name in RULES else None
+
+
+def _constant(value):
+    return Shared(value, None, {})
+
+
+def is_constant(value: Any) -> bool:
+    return isinstance(value, Shared) and not value.leaves
+
+
+def _shared(equation, values):
+    """The results of what units share; of copies of parameters, too."""
+    name = equation.primitive.name
+    leaves = {}
+    for v in values:
+        leaves |= {v.leaf: name} if isinstance(v, Param) else v.leaves
+    found = bind(equation, [raw(v) for v in values])
+    own = [None] * len(found)
+    if any(v.own is not None for v in values):
+        own = bind(_apart(equation), [raw(v) if v.own is None else v.own for v in values])
+    return [
+        Shared(value, of_unit, leaves)
+        if name != "stop_gradient" and jnp.issubdtype(value.dtype, jnp.inexact)
+        else _constant(value)
+        for value, of_unit in zip(found, own, strict=True)
+    ]
+
+
+def data_of(value: Any, name: str, hooks: Hooks) -> Any:
+    """A value as the unit sees it where the primitive `name` mixes it with data."""
+    if is_data(value):
+        return value
+    leaves = {value.leaf: name} if isinstance(value, Param) else value.leaves
+    if not leaves:
+        return value.value
+    if isinstance(value, Shared) and hooks.term and jnp.size(value.value) == 1:
+        return hooks.term(value)
+    for leaf, first in leaves.items():
+        hooks.unknown(leaf, first)
+    return value.value if value.own is None else as_own(value.value, value.own)
+
+
+@jax.custom_vjp
+def as_own(value, own):
+    """The unit's own copy; its gradient is also that of what all units share."""
+    return own
+
+
+as_own.defvjp(lambda value, own: (own, None), lambda _, gradient: (gradient, gradient))
+
+
+def traced(function: Callable, *args: PyTree) -> tuple[core.ClosedJaxpr, Callable]:
+    """The program of a function for arguments like these, and the function made of it."""
+    closed, found = jax.make_jaxpr(function, return_shape=True)(*args)
+
+    def run(*args):
+        values = core.jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(found), values)
+
+    return closed, run
+
+
+def apart(function: Callable) -> Callable:
+    """The function, whose convolutions stay right under vmap of data and kernels."""
+
+    def run(*args):
+        closed, found = jax.make_jaxpr(function, return_shape=True)(*args)
+        args = jax.tree.leaves(args)
+        if holds(closed.jaxpr, CONVOLUTION):
+            # What a function has closed over need not be the same for all units.
+            values = map(raw, _results(closed.jaxpr, [*closed.consts, *args], Hooks()))
+        else:
+            values = core.jaxpr_as_fun(closed)(*args)
+        return jax.tree.unflatten(jax.tree.structure(found), values)
+
+    return run
+
+
+def holds(jaxpr: core.Jaxpr, name: str) -> bool:
+    """Whether a primitive is in a program, or in one within it."""
+    return any(e.primitive.name == name or _holds_within(e, name) for e in jaxpr.eqns)
+
+
+def _holds_within(equation, name):
+    return any(holds(inner, name) for inner in core.jaxprs_in_params(equation.params))
+
+
+def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree) -> bool:
+    """Whether a `jax.custom_vjp` is used of parameters alone, without data."""
+    found = []
+
+    def run(leaves, rest):
+        own = [entering(i, value) for i, value in enumerate(leaves)]
+        hooks = Hooks(lambda use, w: use.function(w, *use.data), lambda *_: None, rule=found.append)
+        walk(closed.jaxpr, closed.consts, [*own, *rest], hooks)
+
+    jax.eval_shape(run, *map(jax.tree.leaves, (params, rest)))
+    return bool(found)
+
+
+def _apart(equation):
+    """The equation; where programs in it hold convolutions, these programs are rewritten."""
+    if not _holds_within(equation, CONVOLUTION):
+        return equation
+    return equation.replace(params={k: _rewritten(v) for k, v in equation.params.items()})
+
+
+def _rewritten(param):
+    if isinstance(param, tuple | list):
+        return type(param)(map(_rewritten, param))
+    if not isinstance(param, core.Jaxpr | core.ClosedJaxpr):
+        return param
+    consts = getattr(param, "consts", ())
+    inner = getattr(param, "jaxpr", param)
+    run = lambda *args: [raw(v) for v in walk(inner, consts, args, Hooks())]  # noqa: E731
+    closed = jax.make_jaxpr(run)(*(v.aval for v in inner.invars))
+    return closed if isinstance(param, core.ClosedJaxpr) else closed.jaxpr
+
+
+def entering(leaf: int, value: Array, own: Array | None = None) -> Param:
     """The `Param` of a whole leaf."""
     dims = tuple(((i, n),) if n > 1 else () for i, n in enumerate(value.shape))
-    return Param(value, leaf, dims, 0, jnp.uint32(0), jnp.uint32(0))
+    return Param(value, leaf, dims, 0, jnp.uint32(0), jnp.uint32(0), own)
 
 
 def slice_index(index: ArrayLike, place: ArrayLike) -> UInt32[Array, ""]:
@@ -58,23 +198,21 @@ def slice_index(index: ArrayLike, place: ArrayLike) -> UInt32[Array, ""]:
     return jnp.asarray(index, jnp.uint32) * jnp.uint32(65599) + jnp.asarray(place, jnp.uint32) + 1
 
 
-def _plain(value, name, hooks):
-    if isinstance(value, Param):
-        hooks.unknown(value, name)
-        return value.value
-    return value
-
-
 def _cast(equation, values, hooks):
-    (value,) = bind(equation, [values[0].value])
-    return [values[0]._replace(value=value)] if jnp.issubdtype(value.dtype, jnp.floating) else None
+    (param,) = values
+    is_real = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+    return [_each(param, lambda value: bind(equation, [value])[0])] if is_real else None
+
+
+def _each(param, function, **changes):
+    own = None if param.own is None else function(param.own)
+    return param._replace(value=function(param.value), own=own, **changes)
 
 
 def _transpose(equation, values, hooks):
     (param,) = values
-    (value,) = bind(equation, [param.value])
     dims = tuple(param.dims[i] for i in equation.params["permutation"])
-    return [param._replace(value=value, dims=dims)]
+    return [_each(param, lambda value: bind(equation, [value])[0], dims=dims)]
 
 
 def _reshape(equation, values, hooks):
@@ -83,8 +221,7 @@ def _reshape(equation, values, hooks):
     dims = None if sizes else _regrouped(param, equation.outvars[0].aval.shape)
     if dims is None:
         return None
-    (value,) = bind(equation, [param.value])
-    return [param._replace(value=value, dims=dims)]
+    return [_each(param, lambda value: bind(equation, [value])[0], dims=dims)]
 
 
 def _regrouped(param: Param, shape):
@@ -108,37 +245,49 @@ def _jit(equation, values, hooks):
 
 def _remat(equation, values, hooks):
     params = equation.params
+    if not any(isinstance(v, Param) for v in values):
+        return None
+    if hooks.inline:
+        return walk(params["jaxpr"], (), values, hooks)
+    kinds = []
 
     def again(given):
-        own = [
-            v._replace(value=r) if isinstance(v, Param) else r
-            for v, r in zip(values, given, strict=True)
-        ]
-        return walk(params["jaxpr"], (), own, hooks)
+        found = walk(params["jaxpr"], (), _filled(values, given), hooks)
+        kinds[:] = found
+        return _arrays(found)
 
     again = jax.checkpoint(again, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return again([raw(v) for v in values])
+    found = again(_arrays(values))
+    return _filled(kinds, found)
+
+
+def _arrays(values):
+    """(value, own) of all values; what else is in them is no array."""
+    return [(v, None) if is_data(v) else (v.value, v.own) for v in values]
+
+
+def _filled(values, arrays):
+    return [
+        value if is_data(v) else v._replace(value=value, own=own)
+        for v, (value, own) in zip(values, arrays, strict=True)
+    ]
 
 
 def _scan(equation, values, hooks):
     """Parameters may be constants of the loop or stacked along its axis, but not carried."""
+    if not any(map(is_data, values)):
+        return None
     params, inner = equation.params, equation.params["jaxpr"]
-    # Of a stacked array the body has one axis less; versions of JAX count the others differently.
-    is_stacked = [
-        len(outer.aval.shape) > len(own.aval.shape)
-        for outer, own in zip(
-            (*equation.invars, *equation.outvars), (*inner.jaxpr.invars, *inner.jaxpr.outvars),
-            strict=True,
-        )
-    ]  # fmt: skip
-    first = len(values) - sum(is_stacked[: len(values)])
-    constant = first - is_stacked[len(values) :].count(False)
-    consts, carry, stacked = values[:constant], values[constant:first], values[first:]
-    carry = [_plain(v, "scan", hooks) for v in carry]
+    consts, carry, stacked = _parts_of_scan(equation, values)
+    consts = [
+        data_of(v, "scan", hooks) if isinstance(v, Shared) and jnp.size(v.value) == 1 else v
+        for v in consts
+    ]
+    carry = [data_of(v, "scan", hooks) for v in carry]
     stacked = [
         v
         if isinstance(v, Param) and numbers_of(v.dims[0]) == (v.stack,)
-        else _plain(v, "scan", hooks)
+        else data_of(v, "scan", hooks)
         for v in stacked
     ]
 
@@ -146,25 +295,41 @@ def _scan(equation, values, hooks):
         place, slices = at
         own = [
             v._replace(
-                value=s,
                 dims=v.dims[1:],
                 stack=v.stack + 1,
                 index=slice_index(v.index, place),
                 place=v.place * params["length"] + place,
             )
             if isinstance(v, Param)
-            else s
-            for v, s in zip(stacked, slices, strict=True)
+            else v
+            for v in stacked
         ]
-        found = walk(inner.jaxpr, inner.consts, [*consts, *carry, *own], hooks)
+        given = [*consts, *carry, *_filled(own, slices)]
+        found = walk(inner.jaxpr, inner.consts, given, hooks._replace(term=None))
+        found = [data_of(v, "scan", hooks._replace(term=None)) for v in found]
         return found[: len(carry)], found[len(carry) :]
 
     places = jnp.arange(params["length"], dtype=jnp.uint32)
     carry, found = jax.lax.scan(
-        body, carry, (places, [raw(v) for v in stacked]), length=params["length"],
+        body, carry, (places, _arrays(stacked)), length=params["length"],
         reverse=params["reverse"], unroll=params["unroll"],
     )  # fmt: skip
     return [*carry, *found]
+
+
+def _parts_of_scan(equation, values):
+    """What is constant in a scan, carried, and stacked."""
+    inner = equation.params["jaxpr"].jaxpr
+    # Of a stacked array the body has one axis less; versions of JAX count the others differently.
+    is_stacked = [
+        len(outer.aval.shape) > len(own.aval.shape)
+        for outer, own in zip(
+            (*equation.invars, *equation.outvars), (*inner.invars, *inner.outvars), strict=True
+        )
+    ]
+    first = len(values) - sum(is_stacked[: len(values)])
+    constant = first - is_stacked[len(values) :].count(False)
+    return values[:constant], values[constant:first], values[first:]
 
 
 class Leaf(NamedTuple):
@@ -172,8 +337,10 @@ class Leaf(NamedTuple):
 
     Attributes:
       name, shape: its path and shape.
-      how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone), or
-        "copied" (the parameter is copied for each unit). The latter two cost memory for each unit.
+      how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone),
+        "copied" (the parameter is copied for each unit), or "shared" (used in numbers that all
+        units share, as penalties are, or not at all). Copies cost memory for each unit, as formed
+        gradients do; a shared gradient is formed once.
       why: the reason: kinds of uses, or the names of primitives.
       stack: the number of leading dimensions that scans loop over; rows, cols: the others.
       sizes: (m, p, q) of a sketch by m groups of products of p sums of rows and q sums of columns.
@@ -202,13 +369,16 @@ def leaf_of(
     seen: Sequence[Use],
     unknown: Sequence[str],
     rank: int,
+    in_term: bool,
     size: int,
 ) -> Leaf:
     """The plan for a parameter with these uses, whose gradients have at most this rank."""
     kinds = ", ".join(dict.fromkeys(use.kind for use in seen))
     stacks = {use.param.stack for use in seen}
+    if not (seen or unknown):
+        return Leaf(name, shape, "shared", "penalty" if in_term else "unused")
     if unknown or len(stacks) != 1:
-        why = ", ".join(dict.fromkeys(unknown)) or ("used at several depths" if seen else "unused")
+        why = ", ".join(dict.fromkeys(unknown)) or "used at several depths"
         return Leaf(name, shape, "copied", why)
     (stack,) = stacks
     number = math.prod(shape[stack:])
@@ -244,11 +414,18 @@ def _sizes(lengths: Iterable[int], rank: int, size: int, least: int) -> tuple[in
     return groups, min(size // q, rows), q
 
 
-def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) -> list[Leaf]:
-    """How every parameter is treated, from a walk that records all uses."""
+class Plan(NamedTuple):
+    """How every parameter is treated, and the parameters in each number that all units share."""
+
+    leaves: list[Leaf]
+    terms: list[tuple[int, ...]]
+
+
+def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) -> Plan:
+    """The plan from a walk that records all uses."""
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     shapes = [jnp.shape(leaf) for leaf in args[0]]
-    seen = [[] for _ in shapes]
+    seen, terms = [[] for _ in shapes], []
     unknown = [[] for _ in shapes]
     ranks = [0] * len(shapes)  # at most, of the gradient of one unit
 
@@ -260,16 +437,81 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) ->
 
     def run(leaves, rest, key):
         own = [entering(i, value) for i, value in enumerate(leaves)]
-        hooks = Hooks(note, lambda param, name: unknown[param.leaf].append(name))
-        return walk(closed.jaxpr, closed.consts, [*own, *rest, key], hooks)
+        hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), Terms(terms).value)
+        loss = walk(closed.jaxpr, closed.consts, [*own, *rest, key], hooks)[0]
+        return data_of(loss, "the result", hooks)
 
     jax.eval_shape(run, *args)
-    each = zip(paths, shapes, seen, unknown, ranks, strict=True)
-    return [leaf_of(*of_leaf, size) for of_leaf in each]
+    terms = [tuple(term.leaves) for term in terms]
+    in_term = [any(i in term for term in terms) for i in range(len(shapes))]
+    each = zip(paths, shapes, seen, unknown, ranks, in_term, strict=True)
+    return Plan([leaf_of(*of_leaf, size) for of_leaf in each], terms)
+
+
+class Terms(NamedTuple):
+    """The numbers that all units share, in the order in which a walk meets them."""
+
+    found: list[Shared]
+
+    def value(self, term: Shared) -> Array:
+        self.place(term)
+        return term.value
+
+    def place(self, term: Shared) -> int:
+        places = [i for i, known in enumerate(self.found) if known.value is term.value]
+        if not places:
+            self.found.append(term)
+        return places[0] if places else len(self.found) - 1
+
+
+def gradients_of_terms(
+    closed: core.ClosedJaxpr, leaves: list[Array], rest: list, plan: Plan, units: int
+) -> list[dict[int, Array]]:
+    """For each number that all units share its gradient with respect to the leaves in it.
+
+    Taken of a unit's part in the mean, for rules that are not linear.
+    """
+    if not plan.terms:
+        return []
+
+    def values(leaves, rest):
+        hooks = Hooks(lambda use, w: use.function(w, *use.data), lambda *_: None, inline=True)
+        found = Terms([])
+        own = [entering(i, value) for i, value in enumerate(leaves)]
+        hooks = hooks._replace(term=found.value)
+        loss = walk(closed.jaxpr, closed.consts, [*own, *rest], hooks)[0]
+        data_of(loss, "the result", hooks)
+        return [term.value.reshape(()) for term in found.found]
+
+    program = jax.make_jaxpr(values)(leaves, rest)
+    jaxpr = program.jaxpr
+
+    def value(own, equations, out):
+        args = [own.get(i, leaf) for i, leaf in enumerate(leaves)] + rest
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True))
+        _evaluate(equations, env, Hooks())
+        return raw(_read(env, out)) / units
+
+    found = [
+        jax.grad(value)({i: leaves[i] for i in own}, _needed(jaxpr.eqns, out), out)
+        for own, out in zip(plan.terms, jaxpr.outvars, strict=True)
+    ]
+    return jax.tree.map(lambda g: units * g, found)
+
+
+def _needed(equations, out):
+    """The equations that a variable depends on."""
+    needed, found = {out}, []
+    for equation in reversed(equations):
+        if needed & {*equation.outvars}:
+            found.append(equation)
+            needed |= {atom for atom in equation.invars if not isinstance(atom, core.Literal)}
+    return found[::-1]
 
 
 # Rules that also apply without a parameter.
-ALWAYS = ("gather", "jit", "pjit", "reduce_window_max", "reduce_window_sum")
+CONVOLUTION, RULE = "conv_general_dilated", "custom_vjp_call"
+ALWAYS = (CONVOLUTION, "gather", "jit", "pjit", "reduce_window_max", "reduce_window_sum")
 RULES = {
     "convert_element_type": _cast,
     "copy": _cast,

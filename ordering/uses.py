@@ -14,6 +14,8 @@ from jax.custom_batching import custom_vmap
 from jax.extend import core
 from jaxtyping import Array, Int
 
+from ordering.convolution import convolution
+
 
 class Param(NamedTuple):
     """A parameter, or the slice of it that a scan is at.
@@ -24,6 +26,7 @@ class Param(NamedTuple):
         size 1 are in none.
       stack: how many leading dimensions of the leaf scans have gone into.
       index: the number of the current slice, uint32[]; place: how many slices come before it.
+      own: the unit's own copy of the value, or None where the parameter is not copied.
     """
 
     value: Any
@@ -32,6 +35,20 @@ class Param(NamedTuple):
     stack: int
     index: Any
     place: Any
+    own: Any = None
+
+
+class Shared(NamedTuple):
+    """What all units share: it is made of parameters and constants alone.
+
+    Attributes:
+      value: its value; own: that of this unit, made of copies of parameters, or None.
+      leaves: for every parameter in it the primitive that has used it.
+    """
+
+    value: Any
+    own: Any
+    leaves: dict[int, str]
 
 
 class Use(NamedTuple):
@@ -56,8 +73,21 @@ class Use(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    site: Callable[[Use, Array], Array]  # (use, w) -> y = use.function(w, *use.data)
-    unknown: Callable[[Param, str], None]  # (param, name of the primitive)
+    """What a walk does where units meet parameters; None where there are no parameters.
+
+    Attributes:
+      site: `(use, w) -> y = use.function(w, *use.data)`.
+      unknown: `(leaf, primitive)`, for another use of a parameter.
+      term: `Shared -> array`, for a number that all units share, or None within loops.
+      inline: whether to compute what is in a `jax.checkpoint` only once.
+      rule: told of every equation of parameters alone that has a backward rule of its own.
+    """
+
+    site: Callable[[Use, Array], Array] | None = None
+    unknown: Callable[[int, str], None] | None = None
+    term: Callable[[Shared], Array] | None = None
+    inline: bool = False
+    rule: Callable[[core.JaxprEqn], None] | None = None
 
 
 def bind(equation: core.JaxprEqn, values: Sequence) -> list:
@@ -68,15 +98,20 @@ def bind(equation: core.JaxprEqn, values: Sequence) -> list:
 
 
 def raw(value: Any) -> Any:
-    return value.value if isinstance(value, Param) else value
+    return value.value if isinstance(value, Param | Shared) else value
+
+
+def is_data(value: Any) -> bool:
+    """Whether no parameter is in a value, but for what units have made of it."""
+    return not isinstance(value, Param | Shared)
 
 
 # A rule is `(equation, values, hooks) -> results`, or None for a use it does not support.
 def _dot_general(equation, values, hooks):
-    if all(isinstance(v, Param) for v in values):
-        return None
     own = 0 if isinstance(values[0], Param) else 1
     param, x = values[own], values[1 - own]
+    if not is_data(x):
+        return None
     contracted, batched = equation.params["dimension_numbers"]
     if any(batched):
         return _linear(equation, values, hooks)
@@ -98,10 +133,14 @@ def _dot_general(equation, values, hooks):
 def _met(kind, param, rows, cols, function, data, hooks):
     """Hands a use to `site`; `rows` and `cols` are axes of the parameter's value."""
     row_dims, col_dims = (tuple(d for i in axes for d in param.dims[i]) for axes in (rows, cols))
-    w = param.value.transpose((*rows, *cols))
-    w = w.reshape(math.prod(w.shape[: len(rows)]), -1)
+
+    def as_matrix(w):
+        w = w.transpose((*rows, *cols))
+        return w.reshape(math.prod(w.shape[: len(rows)]), -1)
+
+    param = param._replace(own=None if param.own is None else as_matrix(param.own))
     use = Use(kind, param, row_dims, col_dims, function, data)
-    return hooks.site(use, w)
+    return hooks.site(use, as_matrix(param.value))
 
 
 def _gather(equation, values, hooks):
@@ -133,7 +172,10 @@ def _gather(equation, values, hooks):
 
 def _convolution(equation, values, hooks):
     x, param = values
-    if isinstance(x, Param):
+    if not any(isinstance(v, Param) for v in values):
+        known = all(map(is_data, values))
+        return [convolution(equation, bind)(x, param)] if known else None
+    if not (is_data(x) and isinstance(param, Param)):
         return None
     params = equation.params
     if max(params["feature_group_count"], params["batch_group_count"]) > 1:
@@ -176,7 +218,7 @@ def _windows(equation, values, hooks):
         i for i, n in enumerate(jnp.shape(raw(x)))
         if n == params["window_dimensions"][i] == 1 and tuple(params["padding"][i]) == (0, 0)
     ]  # fmt: skip
-    if isinstance(x, Param) or not gone or len(gone) == x.ndim:
+    if not is_data(x) or not gone or len(gone) == x.ndim:
         return None
     kept = [i for i in range(x.ndim) if i not in gone]
     fewer = {name: tuple(params[name][i] for i in kept) for name in of_axes}

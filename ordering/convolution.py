@@ -1,0 +1,109 @@
+"""Convolutions of single examples side by side, without the grouped ones that vmap makes of them.
+
+Under vmap of data and kernel, as in gradients of single examples, JAX makes every example a group
+of features. Where the examples are split over an automatic axis of a mesh, XLA's partitioner
+returns wrong numbers for these (`tests/ordering/test_split_batches.py` says since when it does
+not). Slices and products over a batch are right wherever the examples are, and no slower.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.extend import core
+from jaxtyping import Array
+
+from syncopate.mesh import varying
+
+UNROLLED = 64  # slices, at most, that are not taken in a loop
+
+
+def convolution(equation: core.JaxprEqn, bind: Callable) -> Callable[[Array, Array], Array]:
+    """`(data, kernel) -> result` of a convolution; under vmap of both, by products."""
+
+    def plain(x, w):
+        return bind(equation, [x, w])[0]
+
+    @custom_vmap
+    def convolve(x, w):
+        return plain(x, w)
+
+    @convolve.def_vmap
+    def _(size, batched, x, w):
+        if all(batched):
+            return side_by_side(x, w, equation.params, equation.outvars[0].aval.dtype), True
+        return jax.vmap(plain, [0 if each else None for each in batched])(x, w), True
+
+    return convolve
+
+
+def side_by_side(x: Array, w: Array, params: dict, dtype: jnp.dtype) -> Array:
+    """[B, ...] of x [B, ...] and w [B, ...]: B convolutions with these parameters."""
+    lhs, rhs, out = params["dimension_numbers"]
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    x = _grouped(x, lhs, 0 if params["batch_group_count"] > 1 else 1, groups)
+    w = _grouped(w, rhs, 0, groups)  # x [B, G, n, i, ...], w [B, G, o, i, ...]
+    x = _padded(x, params["padding"], params["lhs_dilation"])
+    steps, dilation, kernel = params["window_strides"], params["rhs_dilation"], w.shape[4:]
+    places = [
+        max(0, (n - (k - 1) * d - 1) // s + 1)
+        for n, k, d, s in zip(x.shape[4:], kernel, dilation, steps, strict=True)
+    ]
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    dot = {"precision": params["precision"], "preferred_element_type": wide}
+    leading = (*x.shape[:3], w.shape[2])  # [B, G, n, o]
+
+    def at_offset(total, offset):  # the kernel's entry there, at all places
+        part = _slice(x, [o * d for o, d in zip(offset, dilation, strict=True)], places, steps)
+        of_kernel = _slice(w, offset, [1] * len(kernel), steps).reshape(w.shape[:4])
+        found = jnp.einsum("bgni...,bgoi->bgno...", part, of_kernel, **dot)
+        return total + found, None
+
+    def at_place(_, place):  # the whole kernel, at one place
+        part = _slice(x, [p * s for p, s in zip(place, steps, strict=True)], kernel, dilation)
+        flat = (v.reshape(*v.shape[:3], -1) for v in (part, w))
+        return None, jnp.einsum("bgnk,bgok->bgno", *flat, **dot)
+
+    y = varying(jnp.zeros((*leading, *places), wide), x, w)
+    if math.prod(kernel) <= math.prod(places):
+        y, _ = _over(kernel, at_offset, y)
+    elif y.size:
+        _, found = _over(places, at_place, None)
+        y = jnp.moveaxis(found, 0, -1).reshape(*leading, *places)
+    y = y.swapaxes(1, 2)  # [B, n, G, o, ...]
+    y = y.reshape(*y.shape[:2], groups * w.shape[2], *places).astype(dtype)
+    return jnp.moveaxis(y, range(1, y.ndim), [1 + axis for axis in out])
+
+
+def _grouped(v, spec, axis, groups):
+    """[B, G, n, i, ...] of [B, ...]: `axis`, of (n, i), is the one that has the groups."""
+    v = v.transpose(0, *(1 + a for a in spec))
+    v = v.reshape(*v.shape[: 1 + axis], groups, -1, *v.shape[2 + axis :])
+    return jnp.moveaxis(v, 1 + axis, 1)
+
+
+def _padded(x, padding, dilation):
+    config = [(0, 0, 0)] * 4 + [(*ends, d - 1) for ends, d in zip(padding, dilation, strict=True)]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def _slice(v, start, count, step):
+    """Of the last axes: `count` entries from `start` on, each `step` after the one before it."""
+    lengths = [(n - 1) * s + 1 for n, s in zip(count, step, strict=True)]
+    v = jax.lax.dynamic_slice(v, (0, 0, 0, 0, *start), (*v.shape[:4], *lengths))
+    return v[(..., *(slice(None, None, s) for s in step))] if max(step, default=1) > 1 else v
+
+
+def _over(sizes, function, start):
+    """A scan over all indices of an array of these sizes."""
+    places = list(itertools.product(*map(range, sizes)))
+    if len(places) > UNROLLED:
+        return jax.lax.scan(function, start, jnp.asarray(places))
+    found = []
+    for place in places:
+        start, y = function(start, place)
+        found.append(y)
+    return start, jax.tree.map(lambda *own: jnp.stack(own), *found) if found else None

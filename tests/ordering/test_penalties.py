@@ -1,0 +1,101 @@
+"""Sketches of losses in which all units share a term, such as a penalty on the parameters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from tests.ordering.test_backward import KEY, SKETCH_KEY, close, parts_of, scale_like
+from tests.sketched import sketch_of
+
+RNG = np.random.default_rng(1)
+N, SIZE = 4, 64
+PARAMS = {
+    "in": RNG.normal(size=(20, 24)).astype(np.float32) / 5,
+    "stack": RNG.normal(size=(3, 24, 24)).astype(np.float32) / 5,
+    "out": RNG.normal(size=(24, 12)).astype(np.float32) / 5,
+    "log_t": np.float32(0.3),
+    "bias": RNG.normal(size=(12,)).astype(np.float32) / 5,
+}
+BATCH = {"x": RNG.normal(size=(N, 20)).astype(np.float32), "y": RNG.integers(0, 12, N)}
+
+
+def layers(w, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def fit(p, batch):
+    logits = layers(p["stack"], batch["x"] @ p["in"]) @ p["out"] + p["bias"][None]
+    return -jax.nn.log_softmax(logits)[jnp.arange(len(logits)), batch["y"]]
+
+
+def squares(p):
+    return sum(jnp.sum(jnp.square(w)) for w in jax.tree.leaves(p))
+
+
+def spectral(w):
+    """The largest singular value, by five steps from a fixed vector."""
+    v = jnp.ones(w.shape[1])
+    for _ in range(5):
+        u = w @ v
+        u = u / jnp.linalg.norm(u)
+        v = w.T @ u
+        v = v / jnp.linalg.norm(v)
+    u, v = jax.lax.stop_gradient((u, v))
+    return u @ w @ v
+
+
+def of_layers(w):
+    """A penalty in a scan over the layers' parameters."""
+    return jax.lax.scan(lambda total, w: (total + jnp.sum(w**4), jnp.abs(w).sum()), 0.0, w)
+
+
+LOSSES = {
+    "L2": lambda p, b: fit(p, b) + 0.1 * squares(p),
+    "L1 of some leaves": lambda p, b: fit(p, b) + 0.1 * jnp.abs(p["in"]).sum(),
+    "leaf by leaf": lambda p, b: sum(
+        (0.1 * jnp.sum(w**2) for w in jax.tree.leaves(p)), start=fit(p, b)
+    ),
+    "times a weight of the unit": lambda p, b: b["x"][:, 0] * (fit(p, b) + 0.1 * squares(p)),
+    "spectral": lambda p, b: fit(p, b) + spectral(p["out"]),
+    "orthogonal": lambda p, b: fit(p, b) + jnp.sum(jnp.square(p["out"].T @ p["out"])),
+    "scan": lambda p, b: fit(p, b) + of_layers(p["stack"])[0] + of_layers(p["stack"])[1].sum(),
+    "a copy": lambda p, b: fit(p, b) + squares(
+        jax.tree.map(lambda w: w - jax.lax.stop_gradient(0.9 * w), p)
+    ),
+    "a teacher": lambda p, b: fit(p, b) * jnp.exp(-fit(jax.lax.stop_gradient(p), b)),
+    "no gradient": lambda p, b: fit(p, b) + jax.lax.stop_gradient(squares(p)),
+    "zero": lambda p, b: fit(p, b) + 0 * squares(p),
+    "a temperature": lambda p, b: fit(p, b) * jnp.exp(-p["log_t"]) + p["log_t"],
+    "jit": lambda p, b: jax.jit(lambda p: fit(p, b) + 0.1 * squares(p))(p),
+    "remat": lambda p, b: jax.checkpoint(lambda p: fit(p, b) + 0.1 * squares(p))(p),
+    "penalty alone": lambda p, b: 0.1 * squares(p),
+}  # fmt: skip
+
+
+def with_key(loss):
+    return lambda params, batch, key: loss(params, batch)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name, scaled):
+    loss = with_key(LOSSES[name])
+    plan = ordering.sketched_parameters(loss, PARAMS, BATCH, KEY, size=SIZE)
+    large = [leaf for leaf in plan if leaf.shape not in ((), (12,))]
+    assert {leaf.how for leaf in large} <= {"sketched", "shared"}, plan
+    scale = scale_like(PARAMS, plan) if scaled else None
+    gradients = ordering.sketched(loss, SKETCH_KEY, size=SIZE)
+    run = parts_of(functools.partial(gradients, scale=scale))
+    losses, mean, rows = jax.jit(run)(PARAMS, BATCH)
+    units = [jax.tree.map(lambda x: x[i : i + 1], BATCH) for i in range(N)]  # noqa: B023
+    of_unit = jax.jit(jax.value_and_grad(lambda p, b: loss(p, b, KEY).mean()))
+    values, gradients = zip(*(of_unit(PARAMS, unit) for unit in units), strict=True)
+    np.testing.assert_allclose(losses, jnp.stack(values), rtol=1e-5)
+    close(mean, jax.grad(lambda p: loss(p, BATCH, KEY).mean())(PARAMS))
+    formed = ordering.Rows.of(jax.tree.map(lambda *g: jnp.stack(g), *gradients))
+    formed = ordering.scaled(formed, scale) if scaled else formed
+    close(rows, jax.vmap(sketch_of(loss, PARAMS, BATCH, SKETCH_KEY, size=SIZE))(formed.tree))
