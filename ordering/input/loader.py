@@ -11,6 +11,7 @@ import jax
 from jax.experimental.layout import Format
 from jaxtyping import PyTree
 
+from ordering.input.device import representable
 from syncopate import plans
 
 PLACES = jax.Device | jax.sharding.Sharding | Format | jax.memory.Space
@@ -124,13 +125,14 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
     """The batch as JAX arrays; without a sharding, JAX arrays stay where they are."""
     if not jax.tree.leaves(batch):
         raise ValueError(f"a batch is {batch!r}, without arrays: give arrays, or end the iterable.")
+    batch = representable(batch)
     try:
         if sharding is not None:
             return jax.device_put(batch, sharding)
         # One process could not move arrays that span several.
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batch)
     except TypeError as error:
-        raise ValueError(f"{error} Leave texts and other objects out of the batches.") from error
+        raise ValueError(f"{error} Give arrays of numbers that JAX has.") from error
 
 
 class _Shared(NamedTuple):

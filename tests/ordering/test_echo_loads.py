@@ -143,7 +143,7 @@ def test_batches_are_placed_once_with_the_given_sharding():
 
 @AHEAD
 def test_a_batch_with_text_is_an_error(given):
-    with pytest.raises(LoadError, match="load 0 failed.*'a'.*Leave texts and other objects out"):
+    with pytest.raises(LoadError, match="load 0 failed.*'a'.*leave texts and other objects out"):
         next(echo_batches(given([{"text": "a"}]), PLAN))
 
 
