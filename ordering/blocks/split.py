@@ -1,7 +1,7 @@
 """Units that are blocks: records that lie one after the other in a file."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, PyTree
 
 from ordering.blocks.files import Part, of_arrays
+from ordering.blocks.formats import plain
 from ordering.input.sources import stacked
 from syncopate import plans
 
@@ -66,16 +67,41 @@ class Blocks(Sequence):
         if isinstance(found[0], list):
             records = [record for unit in found for record in unit]
             return stacked(records if self._decode is None else list(map(self._decode, records)))
+        kinds = {_kind(records) for records in found}
+        if len(kinds) > 1:  # which NumPy would make one, as int64 and uint64 float64
+            first, second = list(kinds)[:2]
+            raise ValueError(
+                f"units {units} have records of the types {first} and {second}: pass files whose "
+                "records have the same types and shapes."
+            )
         return found[0] if len(found) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *found)
 
+    def records(self) -> Iterator[PyTree]:
+        """All records, one after the other, also those that a filter leaves out."""
+        for part, start, stop in self._places.tolist():
+            records = self.parts[part].read(start, stop) if start < stop else []
+            if isinstance(records, list):
+                yield from records if self._decode is None else map(self._decode, records)
+            else:
+                for i in range(stop - start):
+                    yield jax.tree.map(lambda x: x[i], records)  # noqa: B023
+
     def _records(self, unit):
-        """The records of a unit as the file gives them."""
+        """The records of a unit that are kept, as the file gives them."""
         part, start, stop = map(int, self._places[unit])
-        records = self.parts[part].read(start, stop)
-        if self._kept is None:
-            return records
-        first = int(self._first_records[part])
-        return _take(records, np.flatnonzero(self._kept[first + start : first + stop]))
+        records, numbers = self.parts[part].read(start, stop), np.arange(start, stop)
+        if self._kept is not None:
+            kept = self._kept[self._first_records[part] :][start:stop]
+            records, numbers = _take(records, np.flatnonzero(kept)), numbers[kept]
+        return (
+            records if isinstance(records, list) else plain(self.parts[part].name, numbers, records)
+        )
+
+
+def _kind(records):
+    """The structure, types and shapes of records."""
+    leaves, structure = jax.tree.flatten(records)
+    return f"{structure}"[10:-1], tuple((f"{x.dtype}", x.shape[1:]) for x in leaves)
 
 
 def check_blocks(blocks: Any) -> None:
@@ -113,15 +139,16 @@ def split(
         end: the number of workers, or a common multiple of the numbers that a run may have.
       decode: `bytes -> example`, for files whose records are bytes. Several threads call it.
       keep: which records to read, bool[N] in the sequence of the files; or a function of a decoded
-        record, which is called for each of them now, in one pass over all data. Blocks lose what is
-        not kept, and stay where they are.
+        record, which is called for each of them now, in one pass over all data. A missing value is
+        None to it. Blocks lose what is not kept, and stay where they are.
 
     Returns:
       `Blocks`: a sequence whose elements are whole blocks, which other readers of `ordering.input`
       take as a source too.
 
     Raises:
-      ValueError: for parts that are none, a size out of range, or a filter that keeps nothing.
+      ValueError: for parts that are none, a size out of range, or a filter that keeps nothing; for
+        a record with a missing value, here if the file tells of it, else from the read.
 
     Examples:
       >>> import numpy as np, ordering
@@ -150,6 +177,10 @@ def split(
     placed = np.concatenate([*places, np.tile((len(given) - 1, 0, 0), (empty, 1))])
     whole = Blocks(given, placed, None, decode)
     if keep is None:
+        for part in given:
+            if part.incomplete is not None:
+                start, stop = part.incomplete
+                plain(part.name, np.arange(start, stop), part.read(start, stop))
         return whole
     kept = _kept(whole, keep)
     if not kept.any():
@@ -161,13 +192,7 @@ def _kept(blocks: Blocks, keep) -> np.ndarray:
     """bool[N]: which records a filter keeps."""
     if callable(keep):
         plans.check_function("keep", keep, "record")
-        found = []
-        for unit in range(len(blocks)):
-            for i in range(int(blocks.sizes[unit])):
-                if not i:
-                    records = blocks[unit]
-                found.append(bool(keep(jax.tree.map(lambda x: x[i], records))))  # noqa: B023
-        return np.array(found)
+        return np.array([bool(keep(record)) for record in blocks.records()])
     kept, kind = plans.as_array(keep)
     if kept.shape != (blocks.num_records,) or kept.dtype != bool:
         raise ValueError(

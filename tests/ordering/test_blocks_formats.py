@@ -187,13 +187,13 @@ def test_a_forked_process_reads_with_a_handle_of_its_own(kind, tmp_path):
     (part,), decode = opened(kind, tmp_path / f"a.{kind}", 9)
     blocks = split([part], unit_size=4, decode=decode)
     wanted = record_files.ids(kind, blocks[1])
-    handle = part.read._handle()
+    (handle,) = part.read.handles
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def child():
         found = record_files.ids(kind, blocks[1])
-        theirs.send((found, part.read._handle() is not handle))
+        theirs.send((found, part.read.handles[0] is not handle))
 
     process = context.Process(target=child)
     process.start()

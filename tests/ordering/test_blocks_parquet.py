@@ -1,0 +1,180 @@
+"""Columns of Parquet become arrays by their types: missing values are refused, never made up."""
+
+import decimal
+
+import jax
+import numpy as np
+import pytest
+
+import ordering
+from ordering.blocks import files, read_blocks, split
+from ordering.input import LoadError
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+IDS = [2**53 + 1, None, 2**53 + 3, 5]
+LABELS = [3, None, 1, 2]
+HOLE = np.array([True, False, True, True])
+
+
+def written(path, columns, **options):
+    parquet.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def values_of(column, dtype):
+    """[the values that are there], as a block without the record of the hole."""
+    return np.array([v for v in column if v is not None], dtype)
+
+
+COLUMNS = {
+    "int64": (pa.array(IDS), values_of(IDS, np.int64)),
+    "uint64": (pa.array([2**64 - 1, None, 3, 4], pa.uint64()), [2**64 - 1, 3, 4]),
+    "int8": (pa.array(LABELS, pa.int8()), values_of(LABELS, np.int8)),
+    "bool": (pa.array([True, None, False, True]), np.array([True, False, True])),
+    "float16": (pa.array(np.float16([1, 0, 3, 4]), mask=~HOLE), np.float16([1, 3, 4])),
+    "float32 with NaN": (
+        pa.array([np.nan, None, 2, 3], pa.float32()), np.float32([np.nan, 2, 3])),
+    "text": (pa.array(["a", None, "b", "a"]), np.array(["a", "b", "a"], object)),
+    "dictionary of texts": (
+        pa.array(["a", None, "b", "a"]).dictionary_encode(), np.array(["a", "b", "a"], object)),
+    "dictionary of numbers": (
+        pa.array([7, None, 2**40, 7]).dictionary_encode(), np.array([7, 2**40, 7])),
+    "bytes": (pa.array([b"ab", None, b"\0\0", b"c\0"], pa.binary(2)),
+              np.array([[97, 98], [0, 0], [99, 0]], np.uint8)),
+    "lists": (pa.array([[1, 2], None, [3, 4], [5, 6]], pa.list_(pa.int16())),
+              np.array([[1, 2], [3, 4], [5, 6]], np.int16)),
+    "a hole in a list": (pa.array([[1, 2], [3, None], [3, 4], [5, 6]], pa.list_(pa.int64())),
+                         np.array([[1, 2], [3, 4], [5, 6]])),
+    "a longer list": (pa.array([[1, 2], [3], [3, 4], [5, 6]], pa.list_(pa.int64())),
+                      np.array([[1, 2], [3, 4], [5, 6]])),
+    "lists of lists": (pa.array([[[1], [2]], None, [[3], [4]], [[5], [6]]]),
+                       np.array([[[1], [2]], [[3], [4]], [[5], [6]]])),
+    "empty lists": (pa.array([[], None, [], []], pa.list_(pa.int8())), np.zeros((3, 0), np.int8)),
+    "times": (pa.array([1, None, 3, 4], pa.timestamp("us")),
+              np.array([1, 3, 4], "datetime64[us]")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("groups", [4, 1])
+def test_a_dropped_record_changes_no_type_of_the_others(name, groups, tmp_path):
+    """The record with the hole is left out by bools and by functions; without, it is named."""
+    column, wanted = COLUMNS[name]
+    wanted = np.asarray(wanted, np.uint64 if name == "uint64" else None)
+    path = written(tmp_path / "x.parquet", {"n": [0, 1, 2, 3], "x": column}, row_group_size=groups)
+    for keep in (HOLE, lambda record: record["n"] != 1):
+        for unit_size in (4, 3, 1):
+            blocks = split(files(path), unit_size=unit_size, keep=keep)
+            found = [
+                block["x"] for block in (blocks.read([u]) for u in np.flatnonzero(blocks.sizes))
+            ]
+            assert {x.dtype for x in found} == {wanted.dtype}
+            np.testing.assert_array_equal(np.concatenate(found), wanted)
+    message = r"x.parquet, record 1: x has no value. Fill it in, or leave .* split\(keep=\)"
+    if "longer" in name:
+        message = "x.parquet, records 0 to 3: the lists of x have several lengths"
+    with pytest.raises(ValueError, match=message):
+        split(files(path), unit_size=4)[0]
+    kept = [True, True, False, True]  # the hole stays: its number is that in the file
+    with pytest.raises(ValueError, match=message):
+        split(files(path), unit_size=4, keep=np.array(kept))[0]
+
+
+def test_a_filter_sees_none_where_a_value_is_missing(tmp_path):
+    path = written(tmp_path / "x.parquet", {"id": IDS, "y": pa.array(LABELS, pa.int8())})
+    seen = []
+    blocks = split(files(path), unit_size=4, keep=lambda r: seen.append(r) or r["y"] is not None)
+    assert [r["id"] for r in seen] == IDS and [r["y"] for r in seen] == LABELS
+    found = blocks[0]
+    assert found["id"].dtype == np.int64 and found["id"].tolist() == [2**53 + 1, 2**53 + 3, 5]
+    assert found["y"].dtype == np.int8 and found["y"].tolist() == [3, 1, 2]
+
+
+def test_a_missing_value_is_refused_before_training_where_the_file_tells_of_it(tmp_path):
+    """In the group and the file that have it; without statistics from the read."""
+    columns = {"id": np.arange(12), "y": pa.array([1] * 9 + [None, 1, 1])}
+    written(tmp_path / "a.parquet", {"id": [0], "y": [1]})
+    for name, statistics in (("b", True), ("c", False)):
+        written(
+            tmp_path / f"{name}.parquet", columns, row_group_size=4, write_statistics=statistics
+        )
+    with pytest.raises(ValueError, match="b.parquet, record 9: y has no value"):
+        split(files([tmp_path / "a.parquet", tmp_path / "b.parquet"]), unit_size=2)
+    split(files(tmp_path / "b.parquet", columns=["id"]), unit_size=2)
+    blocks = split(files(tmp_path / "c.parquet"), unit_size=2)
+    assert blocks[3]["y"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="c.parquet, record 9: y has no value"):
+        blocks[4]
+    state = ordering.shuffle_once(6).init(jax.random.key(0), None)
+    with read_blocks(blocks, lambda: state, window=6, batch_size=2) as reads:
+        with pytest.raises(LoadError, match="load 0 failed: .*c.parquet, record 9: y has no value"):
+            next(reads)
+
+
+def test_a_column_of_nothing_is_refused_and_can_be_left_out(tmp_path):
+    path = written(tmp_path / "x.parquet", {"id": [1, 2], "path": pa.nulls(2)})
+    with pytest.raises(ValueError, match="record 0: path has no value"):
+        split(files(path), unit_size=2)[0]
+    assert split(files(path, columns=["id"]), unit_size=2)[0]["id"].tolist() == [1, 2]
+
+
+def test_lists_of_lists_and_tensors_are_arrays(tmp_path):
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (5, 2, 3), np.uint8)
+    tensor = rng.normal(size=(5, 3, 2)).astype(np.float32)
+    fixed = pa.FixedShapeTensorArray.from_numpy_ndarray(tensor)
+    columns = {"image": image.tolist(), "fixed": fixed, "words": [["a", "b"]] * 5}
+    path = written(tmp_path / "x.parquet", columns)
+    found = split(files(path), unit_size=3)[1]
+    np.testing.assert_array_equal(found["image"], image[3:])
+    np.testing.assert_array_equal(found["fixed"], tensor[3:])
+    assert found["words"].tolist() == [["a", "b"]] * 2
+
+
+def test_files_of_other_types_are_not_joined(tmp_path):
+    """NumPy makes float64 of int64 and uint64, which rounds."""
+    for name, kind in (("a", pa.int64()), ("b", pa.uint64())):
+        written(tmp_path / f"{name}.parquet", {"id": pa.array([2**53 + 1], kind)})
+    blocks = split(files(tmp_path / "*.parquet"), unit_size=1)
+    with pytest.raises(ValueError, match=r"units \[0, 1\] have records of the types .*uint64"):
+        blocks.read([0, 1])
+
+
+def test_columns_that_cannot_be_told_apart_and_files_without_any(tmp_path):
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["a", "a", "b"])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="x.parquet cannot be read: it has 2 columns named 'a'"):
+        files(tmp_path / "x.parquet")
+    assert files(tmp_path / "x.parquet", columns=["b"])[0].read(0, 1)["b"].tolist() == [3]
+    parquet.write_table(pa.table({"a": [1, 2]}).select([]), tmp_path / "y.parquet")
+    with pytest.raises(ValueError, match="y.parquet cannot be read: it has no columns: leave it"):
+        files(tmp_path / "y.parquet")
+
+
+def test_a_group_larger_than_the_memory_is_refused_by_its_header(tmp_path, monkeypatch):
+    """A column of one number repeated takes a few bytes in the file, and 8 for each row."""
+    path = written(tmp_path / "x.parquet", {"x": np.zeros(2**20, np.int64)})
+    assert path.stat().st_size < 2**14
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 7)
+    with pytest.raises(ValueError, match="its row group 0 takes .* write it anew with smaller gro"):
+        files(path)
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20 if name == "SC_PAGE_SIZE" else 8)
+    assert files(path)[0].num_records == 2**20
+
+
+@pytest.mark.parametrize(
+    "column, message",
+    [
+        ([decimal.Decimal("1.50")], r"object, as Decimal\('1.50'\).*other objects out"),
+        (pa.array([1], pa.timestamp("s")), "datetime64.*pass times as numbers, such as the sec"),
+        (["text"], "object, as 'text'.*leave texts and other objects out"),
+    ],
+)
+def test_what_no_device_holds_is_named_with_its_column(column, message, tmp_path):
+    blocks = split(files(written(tmp_path / "x.parquet", {"x": column})), unit_size=1)
+    state = ordering.shuffle_once(1).init(jax.random.key(0), None)
+    with read_blocks(blocks, lambda: state, window=1, batch_size=1) as reads:
+        with pytest.raises(LoadError, match=r"the batch\[0\]\['x'\] is of " + message):
+            next(reads)
