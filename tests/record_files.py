@@ -6,6 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+from ordering.blocks import files, tokens
+
 
 def crc32c(data):
     """The checksum of TFRecord, bit by bit."""
@@ -40,6 +42,7 @@ def write_parquet(path, columns, row_group_size=4):
     parquet.write_table(table, path, row_group_size=row_group_size)
 
 
+KINDS = ["array_record", "tfrecord", "parquet", "npy", "bin"]
 WRITERS = {"tfrecord": write_tfrecord, "array_record": write_array_record}
 
 
@@ -56,6 +59,11 @@ def write(kind, path, size, first=0):
         return None
     WRITERS[kind](path, [str(i).encode() for i in range(first, first + size)])
     return int
+
+
+def opened(path):
+    """The parts of such a file."""
+    return tokens(path, length=1) if path.suffix == ".bin" else files(path)
 
 
 def ids(kind, records):

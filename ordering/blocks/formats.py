@@ -181,17 +181,19 @@ def _column(column):
     import pyarrow as pa
     import pyarrow.compute
 
-    kind = column.type
-    if pa.types.is_dictionary(kind):
+    kind, types = column.type, pa.types
+    if types.is_dictionary(kind):
         return _column(column.dictionary_decode())
     if isinstance(column, pa.FixedShapeTensorArray) and not column.null_count:
         return column.to_numpy_ndarray()
     if isinstance(column, pa.ExtensionArray):
         return _column(column.storage)
-    if column.null_count:
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    has_size = types.is_fixed_size_binary(kind)
+    if column.null_count and (is_list or has_size or types.is_primitive(kind)):
         present = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         return _objects(len(column), present, _column(column.drop_null()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list:
         values = _column(column.flatten())
         sizes = pyarrow.compute.call_function("list_value_length", [column])
         sizes = sizes.to_numpy(zero_copy_only=False)
@@ -200,7 +202,7 @@ def _column(column):
         ends = np.cumsum(sizes)
         lists = [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         return _objects(len(column), range(len(column)), lists)
-    if pa.types.is_fixed_size_binary(kind) and len(column):
+    if has_size and len(column):
         size = kind.byte_width
         data = column.buffers()[1]
         data = np.frombuffer(data, np.uint8, len(column) * size, column.offset * size)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from ordering.blocks import files, split, tokens
 from ordering.input import reader
 from tests import record_files, reference_blocks
+from tests.record_files import KINDS
 
-KINDS = ["array_record", "tfrecord", "parquet", "npy", "bin"]
 LETTERS = [b"", b"a", b"\0" * 5, bytes(range(256)) * 40, b"end"]
 
 
 def opened(kind, path, size=11, first=0):
     """(the parts of a new file of numbers, their decoder)."""
     decode = record_files.write(kind, path, size, first)
-    return tokens(path, length=1) if kind == "bin" else files(path), decode
+    return record_files.opened(path), decode
 
 
 @pytest.mark.parametrize("kind", record_files.WRITERS)

@@ -18,7 +18,7 @@ from ordering.blocks.checksums import masked_crc32c
 from ordering.blocks.files import OPEN
 from ordering.input import LoadError
 from tests import record_files
-from tests.ordering.test_blocks_refusals import KINDS, opened
+from tests.record_files import KINDS, opened
 
 RNG = np.random.default_rng(0)
 

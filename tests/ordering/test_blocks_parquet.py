@@ -37,6 +37,12 @@ COLUMNS = {
     "float32 with NaN": (
         pa.array([np.nan, None, 2, 3], pa.float32()), np.float32([np.nan, 2, 3])),
     "text": (pa.array(["a", None, "b", "a"]), np.array(["a", "b", "a"], object)),
+    "view of texts": (
+        pa.array(["a", None, "b", "a"], pa.string_view()), np.array(["a", "b", "a"], object)),
+    "decimals": (pa.array([decimal.Decimal(1), None, decimal.Decimal(3), decimal.Decimal(4)]),
+                 np.array([decimal.Decimal(i) for i in (1, 3, 4)], object)),
+    "spans of time": (pa.array([1, None, 3, 4], pa.duration("s")),
+                      np.array([1, 3, 4], "timedelta64[s]")),
     "dictionary of texts": (
         pa.array(["a", None, "b", "a"]).dictionary_encode(), np.array(["a", "b", "a"], object)),
     "dictionary of numbers": (

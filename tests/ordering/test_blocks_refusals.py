@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.blocks import files, read_blocks, split, tokens
+from ordering.blocks import files, read_blocks, split
 from ordering.input import LoadError
 from tests import record_files
-
-KINDS = ["array_record", "tfrecord", "parquet", "npy", "bin"]
-
-
-def opened(path):
-    return tokens(path, length=1) if path.suffix == ".bin" else files(path)
+from tests.record_files import KINDS, opened
 
 
 @pytest.mark.parametrize("kind", KINDS)
