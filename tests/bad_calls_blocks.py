@@ -96,10 +96,14 @@ NO_SUMS = [None, 3, "text", THING, {}, X, blocks.sums(jnp.zeros(2), window=2), S
 READERS = {"web": blocks.read_blocks(BLOCKS, lambda: STATE, window=2, batch_size=2)}
 
 CALLS = {
-    "files": call(lambda paths: len(blocks.files(paths)), paths=Arg(PATH, NO_PATHS)),
+    "files": call(
+        lambda **args: len(blocks.files(**args)), paths=Arg(PATH, NO_PATHS),
+        kind=Arg("npy", but_none(word())),
+        columns=Arg(None, [3, "text", THING, {}, [], [3], ["a", "a"], [None]])),
     "tokens": call(
         lambda **args: len(blocks.tokens(**args)), paths=Arg(TEXT, [PATH + "x", *NO_PATHS]),
         length=Arg(3, [13, *whole()]), separator=Arg(0, but_none(whole(0))),
+        separator_at=Arg("end", word()),
         dtype=Arg("uint16", [*word("float32", jnp.bfloat16), bool]),
         header_bytes=Arg(0, [*whole(0), 99])),
     "split": call(

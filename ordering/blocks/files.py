@@ -6,6 +6,7 @@ import functools
 import glob
 import hashlib
 import os
+import re
 import struct
 import threading
 import time
@@ -18,11 +19,13 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from ordering.blocks.formats import FORMATS, Format, Unfit, packed, parquet
+from ordering.blocks.formats import FORMATS, Format, Unfit, parquet
 from syncopate import plans
 
 SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
 OPEN = 64  # files that stay open while nobody reads them
+PACKED = {b"\x1f\x8b": "gzip", b"PK": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+PACKED |= {b"\x28\xb5\x2f\xfd": "zstd"}
 KINDS = ["array_record", "tfrecord", "parquet", "npy"]
 TICK = 10**7  # nanoseconds in which the clock of a file system may stand still
 
@@ -144,7 +147,7 @@ def _expanded(paths: Any) -> list[tuple[str, bool]]:
 
 def _matches(path: str) -> list[str] | None:
     """What a pattern matches; None for a path, as a path is whose folders or file exist."""
-    if "://" in path:
+    if re.match(r"\w\w+:/", path) and not os.path.exists(path):  # pathlib leaves one slash
         raise ValueError(
             f"{path} is an address, and files are read from a disk: copy it, or mount its bucket, "
             "and pass the path there."
@@ -168,6 +171,7 @@ def _format_of(path: str, formats: dict[str, Format], kind: str | None) -> Forma
     for ending, form in formats.items():
         if name.endswith(ending) or f"{ending}-" in name:
             return form
+    _check_packed(path)
     raise ValueError(
         f"{path} is of no known kind: pass files named {', '.join(formats)}, or kind=, one of "
         f"{', '.join(KINDS)}; files of tokens go to tokens."
@@ -184,20 +188,24 @@ def _open_part(path: str, form: Format, whole_digest: bool) -> Part:
     except ImportError:
         raise
     except Exception as error:  # each library has its own
-        why = said(error)
-        how = "" if isinstance(error, OSError) else packed(path)
-        if how:
-            raise ValueError(f"{path} is packed by {how}: unpack it first.") from error
-        if isinstance(error, Unfit):
-            raise ValueError(f"{path} cannot be read: {why}.") from error
-        raise ValueError(
-            f"{path} cannot be read: {why}. Replace the file, or leave it out."
-        ) from error
+        if not isinstance(error, OSError):
+            _check_packed(path)
+        advice = "" if isinstance(error, Unfit) else " Replace the file, or leave it out."
+        raise ValueError(f"{path} cannot be read: {said(error)}.{advice}") from error
     read = _File(path, form, place, state)
     part = Part(path, num_records, _digest_of_file(path, whole_digest), read, incomplete)
     if _state(path) != state:
         raise ValueError(f"{path} changes: wait until it is written.")
     return part
+
+
+def _check_packed(path: str) -> None:
+    """Raises ValueError for a file that begins as gzip and its like begin theirs."""
+    with open(path, "rb") as file:
+        start = file.read(6)
+    for begin, name in PACKED.items():
+        if start.startswith(begin):
+            raise ValueError(f"{path} is packed by {name}: unpack it first.")
 
 
 def _state(path: str) -> tuple[int, int]:

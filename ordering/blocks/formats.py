@@ -331,12 +331,3 @@ FORMATS = {
     ".npy": Format(_npy_index, Ranges, _npy_read),
 }
 NPY = b"\x93NUMPY"
-PACKED = {b"\x1f\x8b": "gzip", b"PK": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-PACKED |= {b"\x28\xb5\x2f\xfd": "zstd"}
-
-
-def packed(path: str) -> str:
-    """What packed a file, as its first bytes say, or ""."""
-    with open(path, "rb") as file:
-        start = file.read(6)
-    return next((name for begin, name in PACKED.items() if start.startswith(begin)), "")

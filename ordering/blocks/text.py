@@ -9,13 +9,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ordering.blocks.files import Part, open_parts
-from ordering.blocks.formats import FORMATS, NPY, Format, Index, Ranges, Unfit, packed, read_numbers
+from ordering.blocks.formats import FORMATS, NPY, Format, Index, Ranges, Unfit, read_numbers
 from syncopate import plans
 
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic number and version: type of the tokens
 MEGATRON = b"MMIDIDX\0\0"
 MEGATRON_TYPES = ["|u1", "|i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
 SIDES = ["end", "start"]
+OTHERS = (*FORMATS, ".parquet", ".gz", ".zip", ".bz2", ".xz", ".zst")
 
 
 def tokens(
@@ -76,7 +77,7 @@ def tokens(
         header_bytes = plans.check_whole("header_bytes", header_bytes, 0)
     if separator is not None:
         separator = plans.check_whole("separator", separator, 0)
-    if separator_at not in SIDES:
+    if not isinstance(separator_at, str) or separator_at not in SIDES:
         raise ValueError(f"separator_at is {separator_at!r}: pass one of {', '.join(SIDES)}.")
     try:
         kind = None if dtype is None else np.dtype(dtype)
@@ -133,8 +134,8 @@ def _header(path):
         magic, version, count = struct.unpack_from("<3i", start)
         if (magic, version) in LLM_C:
             return 1024, np.dtype(LLM_C[magic, version]), count
-    if path.lower().endswith((".gz", ".zip", ".bz2", ".xz", ".zst")) and packed(path):
-        raise Unfit("it is packed")  # as the refusal says, which looks, too
+    if path.lower().endswith(OTHERS):
+        raise Unfit("it is named as a file of another kind: read it by files, or unpack it")
     beside = os.path.splitext(path)[0] + ".idx"
     if os.path.isfile(beside):
         with open(beside, "rb") as file:

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import pathlib
 import struct
 import sys
 import threading
@@ -63,6 +64,7 @@ def test_stars_stand_for_folders_at_any_depth(tmp_path):
     [
         ("gs://bucket/x.npy", "gs://bucket/x.npy is an address, .*: copy it, or mount its bucket"),
         ("s3://bucket/*.npy", "is an address"),
+        (pathlib.PurePosixPath("gs://bucket/x.npy"), "is an address"),
         ("folder", "folder is a folder: pass its files, as .*folder/"),
         ("train-00000-of-01024", r"is of no known kind: .*kind=, one of array_record, tfrecord, "),
     ],
@@ -71,7 +73,7 @@ def test_names_that_are_no_files_say_what_to_pass(path, message, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "train-00000-of-01024").write_bytes(b"")
     with pytest.raises(ValueError, match=message):
-        files(path if "://" in path else tmp_path / path)
+        files(path if ":/" in str(path) else tmp_path / path)
 
 
 @pytest.mark.parametrize("kind", ["array_record", "tfrecord", "parquet", "npy"])
@@ -460,3 +462,8 @@ def test_bytes_that_make_no_token_are_refused(tmp_path):
     (tmp_path / "x.bin.gz").write_bytes(gzip.compress(bytes(64)))
     with pytest.raises(ValueError, match="x.bin.gz is packed by gzip: unpack it first"):
         tokens(tmp_path / "x.bin.gz", length=3)
+    with pytest.raises(ValueError, match="x.bin.gz is packed by gzip: unpack it first"):
+        files(tmp_path / "x.bin.gz")
+    (tmp_path / "x.tfrecord").write_bytes(bytes(64))
+    with pytest.raises(ValueError, match="named as a file of another kind: read it by files"):
+        tokens(tmp_path / "x.tfrecord", length=3)
