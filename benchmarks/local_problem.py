@@ -134,7 +134,7 @@ def work(ways: dict[str, Callable[[Job], Worker]]) -> None:
     meet = _meeting(job)
     found = timed(job, worker, meet) if job.rounds else checked(job, worker, meet)
     meet()
-    pathlib.Path(f"{job.out}.json").write_text(json.dumps(found))
+    pathlib.Path(job.out).with_suffix(".json").write_text(json.dumps(found))
 
 
 def _meeting(job: Job) -> Callable:
@@ -185,7 +185,7 @@ def timed(job: Job, worker: Worker, meet: Callable) -> dict[str, list[float]]:
 def checked(job: Job, worker: Worker, meet: Callable) -> dict:
     """Saves the parameters after each sync; returns what the syncs sent and added to memory."""
     size = sum(x.size for x in start(job.widths))
-    file = f"{job.out}.npy"
+    file = pathlib.Path(job.out).with_suffix(".npy")  # of a job that has a place to write to
     saved = np.lib.format.open_memmap(file, "w+", np.float32, (SYNCS, size))
     sent, grown = [], []
     for step, (x, y) in enumerate(batches(job, SYNCS * H)):

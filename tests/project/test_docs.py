@@ -44,6 +44,19 @@ def test_linked_files_are_there(page):
             assert (page.parent / link).exists(), link
 
 
+WRITTEN = [path for path in ROOT.glob("**/*.md") if "results" not in path.relative_to(ROOT).parts]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_are_lists_and_no_line_has_runs_of_spaces(page):
+    """A tool that wraps lines folds the items of a list into one paragraph."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
+    for line in prose:
+        assert not re.search(r"\S {3,}\S", line), line
+        assert not re.search(r"\S [2-9]\. [A-Z`]", line), line
+
+
 def test_the_reference_has_every_public_name_once():
     """On the site mkdocstrings puts its signature and its docstring there."""
     pages = [path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]

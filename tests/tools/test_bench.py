@@ -203,6 +203,7 @@ def test_local_steps_beside_others_are_those_that_numpy_simulates(outer, tmp_pat
     expected = np.stack(list(problem.simulated(widths, outer)))
 
     def run(module, job, folder):
+        job = job._replace(out=f"{folder}/0")  # as `beside_others.run`
         worker = local.rounds(job, local.OUTER if outer else None, local.worker_mesh(2))
         return [problem.checked(job, worker, lambda: None)]
 
@@ -217,6 +218,8 @@ def test_local_steps_beside_others_are_those_that_numpy_simulates(outer, tmp_pat
     table = beside_others.Table("one", outer, 1, (("ours", "", "jax"), ("again, here", "", "jax")))
     *_, last = beside_others.parity([table], "few", str(tmp_path))
     assert last == {"sync": 20, "one: NumPy": found["off NumPy"], "one: again": "0.0e+00"}
+    with pytest.raises(ValueError, match="empty name"):  # and not ".npy" where the tests run
+        problem.checked(job._replace(out=""), None, lambda: None)
 
 
 def test_commands_of_benchmarks_name_modules():
