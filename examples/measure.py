@@ -12,16 +12,18 @@ import sys
 
 import numpy as np
 from absl import app, flags
+from scipy.special import stdtrit
 from tqdm import tqdm
-
-from experiments.results import tables
-from experiments.results.statistics import interval
 
 FOLDER = pathlib.Path(__file__).parent
 FLAGS = flags.FLAGS
 flags.DEFINE_string("scalar", "valid", "of what `main` returns, by which a rate is chosen")
 flags.DEFINE_list("learning_rates", ["1e-3"], "that every file is run at")
 flags.DEFINE_integer("seeds", 3, "of every file and rate", lower_bound=2)
+
+
+def has_main(path: pathlib.Path) -> bool:
+    return "def main(" in path.read_text()
 
 
 def main_of(path: pathlib.Path):
@@ -60,9 +62,29 @@ def best(found, scalar):
     return min(found.items(), key=lambda item: np.mean([r[scalar] for r in item[1]]))
 
 
+def interval(values) -> tuple[float, float]:
+    """Mean, and half width of Student's t interval at 95 %: nan of one value."""
+    values = np.asarray([*values], float)
+    if (count := len(values)) < 2:
+        return float(values.mean()), float("nan")
+    half = stdtrit(count - 1, 0.975) * values.std(ddof=1) / np.sqrt(count)
+    return float(values.mean()), float(half)
+
+
+def table(rows) -> str:
+    """Rows with equal keys as an aligned Markdown table."""
+    lines = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
 def main(argv) -> None:
+    folders = sorted(p.parent.name for p in FOLDER.glob("*/plain.py") if has_main(p))
+    if len(argv) != 2 or argv[1] not in folders:
+        raise app.UsageError(f"pass one folder of {', '.join(folders)}.")
     paths = sorted((FOLDER / argv[1]).glob("*.py"), key=lambda p: (p.stem != "plain", p.stem))
-    report({f"{p.stem}.py": main_of(p) for p in paths if "def main(" in p.read_text()})
+    report({f"{p.stem}.py": main_of(p) for p in paths if has_main(p)})
 
 
 def report(mains) -> dict:
@@ -72,7 +94,7 @@ def report(mains) -> dict:
     for name, (rate, results) in chosen.items():
         cells = {k: "{:.4g} ± {:.2g}".format(*interval(r[k] for r in results)) for k in results[0]}
         rows.append({"file": name, "best lr": f"{rate:g}", **cells})
-    print(tables.markdown(rows))
+    print(table(rows))
     return chosen
 
 

@@ -20,8 +20,8 @@ import re
 import sys
 from unittest import mock
 
-FOLDER = pathlib.Path(__file__).parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parents[1])]
+FOLDER = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import checkouts  # noqa: E402
 
 ADDRESS = "https://github.com/mlcommons/algorithmic-efficiency"

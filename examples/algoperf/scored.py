@@ -5,10 +5,8 @@ import pathlib
 import sys
 from unittest import mock
 
+import measure
 import numpy as np
-
-from experiments.results import tables
-from experiments.results.statistics import interval
 
 METRIC = "validation/accuracy"
 
@@ -53,7 +51,7 @@ def main(checkout: pathlib.Path, results: pathlib.Path, *, trials: int, target: 
     ]
     print((output / "time_to_targets.csv").read_text())
     print((output / "scores.csv").read_text())
-    print(tables.markdown(rows))
+    print(measure.table(rows))
 
 
 def by_study(performance_profile, found, target: float) -> dict:
@@ -85,4 +83,4 @@ def row(own: dict, first: dict, target: float) -> dict:
 
 
 def shown(values, form: str) -> str:
-    return form.format(*interval(values)) if len(values) else "-"
+    return form.format(*measure.interval(values)) if len(values) else "-"

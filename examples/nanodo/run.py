@@ -22,12 +22,11 @@ from unittest import mock
 
 from absl import app, flags
 
-sys.path[:0] = [str(pathlib.Path(__file__).parents[k]) for k in (1, 2)]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import checkouts  # noqa: E402
 import measure  # noqa: E402
 
 import local_opt  # noqa: E402
-from experiments.results.statistics import interval  # noqa: E402
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("nanodo", None, "checkout of github.com/google-deepmind/nanodo")
@@ -146,7 +145,7 @@ def main(_) -> None:
     first, *others = chosen
     for arm in others:  # seed by seed: the same start and the same batches
         pairs = zip(chosen[first][1], chosen[arm][1], strict=True)
-        more, spread = interval(b["valid"] - a["valid"] for a, b in pairs)
+        more, spread = measure.interval(b["valid"] - a["valid"] for a, b in pairs)
         print(f"{arm} - {first}: {more:+.4f} ± {spread:.4f}")
 
 

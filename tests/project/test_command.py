@@ -3,14 +3,11 @@
 pytest -m slow -n 0 tests/project/test_command.py    # in an environment of its own: two minutes
 """
 
-import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import types
-import zipfile
 
 import pytest
 
@@ -18,6 +15,7 @@ import local_opt
 import ordering
 import syncopate
 from syncopate import command
+from tests.installed import BUNDLED, PACKAGES, ran
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAMES = ("plans.py", "models.py", "experiments.py", "ordering_utils.py")
@@ -49,15 +47,6 @@ def elsewhere(tmp_path):
         (tmp_path / name).write_text("MINE = 1\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     return tmp_path
-
-
-def ran(arguments, folder, **environment):
-    given = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    done = subprocess.run(
-        arguments, cwd=folder, env=given | environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_a_script_imports_the_library_beside_files_with_its_names(elsewhere):
@@ -109,30 +98,7 @@ def test_a_file_that_hides_a_package_is_named_in_the_error(monkeypatch):
         _ = syncopate.ordering
 
 
-PACKAGES = ("ordering", "local_opt", "syncopate")
-BUNDLED = ("experiments", "models")
 CARRIED = re.compile(r".*\.(css|flags|py|tsv|typed)|experiments/runs/(map|slow)_.*")
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel of this clone, built from a copy: setuptools leaves files beside its sources."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in (*PACKAGES, *BUNDLED):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "."]
-    subprocess.run(build, cwd=folder, check=True)
-    return next(folder.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
-def unpacked(wheel):
-    """The folder that a wheel of pure Python becomes in site-packages."""
-    folder = wheel.parent / "site-packages"
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
 
 
 def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):

@@ -3,13 +3,20 @@
 pytest -m slow -n 0 tests/project/test_examples.py    # whole runs: two minutes
 """
 
+import ast
 import difflib
 import importlib.util
+import os
 import pathlib
+import re
+import shlex
+import subprocess
 import sys
 
 import numpy as np
 import pytest
+
+from tests.installed import PACKAGES, ran
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
 # Folder, adopted file, the most lines of it that may be new.
@@ -132,6 +139,67 @@ def test_an_nnx_loop_with_local_steps_trains_and_ends_with_one_model(load, monke
     found = example.main(seed=0, learning_rate=0.2, epochs=3)
     assert len(ended) == 1 and found["losses"][-1] < 0.5 * found["losses"][0]
     assert found["train"]["loss"] < 1 and found["valid"]["accuracy"] > 0.75
+
+
+COMMAND = re.compile(r"^python (examples/.*?)(?:  +#.*)?$", re.M)
+COMMANDS = [
+    line for path in sorted(FOLDER.rglob("*.md")) for line in COMMAND.findall(path.read_text())
+]
+FEWER = {r"--seeds=\d": "--seeds=2", r"(--learning_rates=[^,]*),\S*": r"\1"}
+
+
+def as_documented(command, package):
+    """What a command of a page prints, in a clone, where only the package is installed."""
+    for long, short in FEWER.items():
+        command = re.sub(long, short, command)
+    return ran([sys.executable, *shlex.split(command)], FOLDER.parent, PYTHONPATH=package)
+
+
+def test_the_scripts_import_nothing_that_is_not_installed_with_the_package():
+    local = {path.stem for path in FOLDER.rglob("*.py")}
+    for path in FOLDER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                of = (
+                    [node.module]
+                    if isinstance(node, ast.ImportFrom)
+                    else [a.name for a in node.names]
+                )
+                for name in {name.partition(".")[0] for name in of} - local:
+                    assert not (FOLDER.parent / name).exists() or name in PACKAGES, (path, name)
+
+
+def test_the_shortest_command_of_the_page_runs_as_documented(unpacked):
+    (command,) = [line for line in COMMANDS if "measure.py optax_only" in line]
+    head, _, *rows = as_documented(command, unpacked).splitlines()
+    assert head.split("|")[1].strip() == "file" and len(rows) == 2
+    assert [row.split("|")[1].strip() for row in rows] == ["plain.py", "local_steps.py"]
+    found = ran([sys.executable, "-P", "-c", "import ordering as o; print(o.__file__)"], FOLDER,
+                PYTHONPATH=unpacked)  # fmt: skip
+    assert found.startswith(str(unpacked))
+
+
+def test_a_folder_that_is_none_is_refused_with_those_that_are(unpacked):
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "measure.py"), "nanodo"], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(unpacked)},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.endswith(
+        "pass one folder of equinox_echoing, gpt, nnx_grain, optax_only.\n"
+    )
+
+
+def test_an_interval_is_that_of_the_definition():
+    code = "import measure; print(*measure.interval([1.0, 2.0, 4.0]))"
+    half = 4.302653 * np.std([1.0, 2.0, 4.0], ddof=1) / np.sqrt(3)  # two degrees of freedom
+    found = ran([sys.executable, "-c", code], FOLDER).split()
+    np.testing.assert_allclose([*map(float, found)], [7 / 3, half], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_pages_runs_as_documented(command, unpacked):
+    assert as_documented(command, unpacked).strip()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The notebooks run, and show what they promise.
 
-In the default suite with fewer steps, in this process; as they are stored, from a fresh kernel:
+With the installed package alone, in their folder. In the default suite with fewer steps; as they
+are stored, from a fresh kernel:
 `pytest -m slow tests/project/test_notebooks.py`.
 """
 
@@ -8,12 +9,16 @@ import configparser
 import fnmatch
 import glob
 import importlib.util
+import json
 import os
 import pathlib
 import shutil
+import sys
 
-import jax
 import pytest
+
+from tests.cases import FAST_XLA
+from tests.installed import ran
 
 pytest.importorskip("ipykernel", reason="notebooks are run by ipykernel: install '.[notebooks]'")
 nbformat = pytest.importorskip("nbformat", reason="to read notebooks: install '.[notebooks]'")
@@ -42,11 +47,10 @@ def read(path):
     return nbformat.read(path, as_version=4)
 
 
-def executed(path, *, devices=1):
-    """The notebook, run in a kernel that finds this tree's packages and that many CPU devices."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+def executed(path, package, *, devices=1):
+    """The notebook, run in a kernel that finds the installed package and that many CPU devices."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": str(package),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUMPY_RANK_PROMOTION": "raise",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # all compute longer than compile
@@ -89,39 +93,49 @@ def test_every_notebook_is_known():
     assert [path.stem for path in NOTEBOOKS] == list(PICTURES)
 
 
+RUN = """
+import json, sys
+import matplotlib
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+sys.path.insert(0, "")  # as a kernel does
+namespace, shown = {"__name__": "__main__"}, 0
+for cell in json.load(sys.stdin):
+    exec(compile(cell, "a cell", "exec"), namespace)
+    shown += len(plt.get_fignums())
+    plt.close("all")
+import ordering
+print(f"\\n{shown} pictures by {ordering.__file__}")
+"""
+
+
 @by_name
-def test_a_short_notebook_runs_without_a_warning_and_shows_its_pictures(path, monkeypatch, capsys):
-    """Here, on one device: warnings are errors, and a cell shows the figures that it leaves."""
-    plt = pytest.importorskip("matplotlib.pyplot")
-    device = jax.devices()[0]
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    source, found = "\0".join(sources_of(path.stem)), 0
+def test_a_short_notebook_runs_without_a_warning_and_shows_its_pictures(path, unpacked):
+    """In its folder, with the installed package, on one device; warnings are errors."""
+    source = "\0".join(sources_of(path.stem))
     for old, new in LESS[path.stem].items():
         assert old in source
         source = source.replace(old, new)
-    namespace = {"__name__": path.stem}
-    with plt.rc_context({"backend": "agg"}):
-        for cell in source.split("\0"):
-            exec(compile(cell, path.name, "exec"), namespace)
-            found += len(plt.get_fignums())
-            plt.close("all")
-    assert found == PICTURES[path.stem]
-    said = capsys.readouterr()
-    assert not said.err
-    assert "bitwise" not in source + said.out or ": True" in said.out
+    said = ran(
+        [sys.executable, "-P", "-W", "error", "-c", RUN], path.parent, PYTHONPATH=unpacked,
+        JAX_PLATFORMS="cpu", JAX_NUMPY_RANK_PROMOTION="raise", XLA_FLAGS=FAST_XLA,
+        given=json.dumps(source.split("\0")),
+    )  # fmt: skip
+    assert f"\n{PICTURES[path.stem]} pictures by {unpacked}" in said
+    assert "bitwise" not in source + said or ": True" in said
 
 
 @pytest.mark.slow
 @by_name
-def test_a_notebook_runs_from_a_fresh_kernel(path):
-    notebook = executed(path)
+def test_a_notebook_runs_from_a_fresh_kernel(path, unpacked):
+    notebook = executed(path, unpacked)
     check_outputs(notebook, PICTURES[path.stem])
     assert "bitwise" not in text_of(notebook) or ": True" in text_of(notebook)
 
 
 @pytest.mark.slow
-def test_local_steps_run_with_one_worker_per_device():
-    notebook = executed(ROOT / "notebooks" / "2_local_steps.ipynb", devices=4)
+def test_local_steps_run_with_one_worker_per_device(unpacked):
+    notebook = executed(ROOT / "notebooks" / "2_local_steps.ipynb", unpacked, devices=4)
     check_outputs(notebook, PICTURES["2_local_steps"])
     assert "4 workers, one per device" in text_of(notebook)
 

@@ -1,0 +1,42 @@
+"""The package as a user has it: a wheel of this clone, and calls that find nothing of the clone."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGES = ("ordering", "local_opt", "syncopate")
+BUNDLED = ("experiments", "models")
+
+
+def built(folder):
+    """A wheel, built in a folder from a copy: setuptools leaves files beside its sources."""
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in (*PACKAGES, *BUNDLED):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "."]
+    subprocess.run(build, cwd=folder, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def unpacked(wheel):
+    """The folder that a wheel of pure Python becomes in site-packages."""
+    folder = wheel.parent / "site-packages"
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def ran(arguments, folder, *, given=None, **environment):
+    """What a call in a folder prints; `given`: to its standard input."""
+    known = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    environment = known | {name: str(value) for name, value in environment.items()}
+    done = subprocess.run(
+        [*map(str, arguments)], cwd=folder, env=environment, input=given, capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
