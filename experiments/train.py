@@ -112,7 +112,7 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun, do
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
     saving = training_run.Saving(
         checkpoints, values.checkpoint_every, at_end=True, about=settings, begun=begun,
-        recorded=[r["step"] for r in kept],
+        settled=True,  # by `resize.newest`; with --overwrite there are none
     )  # fmt: skip
     scalars = measure.scalars_of(task, recipe)(built, rows[0])
     labels = " + ".join(row.label for row in rows)

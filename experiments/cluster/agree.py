@@ -27,7 +27,11 @@ from experiments.cluster import digest, strict
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
 # data themselves are compared).
 OWN = ("process_id", "coordinator_address", "data_dir")
-CONFIG = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision")
+# Of JAX: they decide a run's numbers.
+CONFIG = (
+    "jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset",
+    "jax_high_dynamic_range_gumbel", "jax_default_matmul_precision",
+)  # fmt: skip
 SETTINGS_SECONDS, DATA_SECONDS = 60.0, 600.0  # timeouts of the comparisons
 PATIENCE = 1800.0  # seconds; must also cover a slow compilation in another process
 ASKING = 5.0  # seconds to ask the coordinator for the progress of the others
@@ -124,10 +128,14 @@ def facts_of(values: flags.FlagValues) -> dict[str, str]:
         for flag in defined:
             if not module.startswith("absl") and flag.name not in OWN:
                 found[flag.name] = flag.serialize() or f"--{flag.name} unset"
-    facts = {name: getattr(jax.config, name) for name in CONFIG}
-    facts |= {"code": digest.code_hash()[:12], "python": platform.python_version()}
+    facts = jax_settings() | {"code": digest.code_hash()[:12], "python": platform.python_version()}
     facts |= {module.__name__: module.__version__ for module in (jax, jaxlib, np)}
     return found | {name: f"{name} {fact}" for name, fact in facts.items()}
+
+
+def jax_settings() -> dict:
+    """The settings of JAX that decide a run's numbers."""
+    return {name: getattr(jax.config, name) for name in CONFIG}
 
 
 @contextlib.contextmanager
@@ -155,6 +163,15 @@ def for_others(what: str) -> Iterator[None]:
         yield
         return
     with limited(patience, lambda: told(jax.process_index(), what, patience, _places())):
+        yield
+
+
+@contextlib.contextmanager
+def for_disk(what: str, path: str) -> Iterator[None]:
+    """`for_others` for what the disk takes part in: a single process does not wait for ever."""
+    alone = f"{what} has taken {patience:g} s in {path!r}: look at that disk. Then give the command"
+    told_alone = f"{alone} again, or pass a longer --patience."
+    with for_others(what) if several() else limited(patience, lambda: told_alone):
         yield
 
 

@@ -1,11 +1,13 @@
-"""Hashes of a task's data and of the code, by which a resumed run notices changes."""
+"""What a resumed run notices: changes of a task's data, of the code, and of what computes it."""
 
 import functools
 import hashlib
 import importlib.util
+import os
 import pathlib
 
 import jax
+import jaxlib
 import numpy as np
 
 import ordering.input
@@ -15,10 +17,14 @@ PACKAGES = ("experiments", "local_opt", "models", "ordering", "syncopate")
 SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
 
 
+DEVICES = "--xla_force_host_platform_device_count"  # splits a CPU, and computes the same
+
+
 def data_hash(task) -> str:
     """Hash of both sets: lengths, shapes, types and examples; a sample if large or a source."""
     total = hashlib.sha256()
-    for data in (task.train, task.test):
+    recut = [] if task.recut is None else [{"text": task.recut.tokens}, {"at": task.recut.starts}]
+    for data in (task.train, task.test, *recut):
         total.update(set_hash(data).encode())
     return total.hexdigest()[:32]
 
@@ -34,6 +40,21 @@ def set_hash(data) -> str:
         total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
         total.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
     return total.hexdigest()
+
+
+def conditions() -> dict[str, str]:
+    """What may change between two calls of a run, and decides the last digits of its numbers."""
+    xla = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES)]
+    return {
+        "code": code_hash()[:12],
+        "cores": str(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "XLA_FLAGS": " ".join(sorted(xla)),
+    }
 
 
 @functools.cache

@@ -14,6 +14,8 @@ from absl import app, flags, logging
 
 from syncopate.command import with_presets
 
+# Of JAX: what all experiments are written for, and tested with.
+FIXED = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
 OWN = ("experiments", "local_opt", "models", "ordering", "syncopate", "__main__")
 
 
@@ -47,9 +49,21 @@ def main(define: Callable[[flags.FlagValues], None], run: Callable, *, rest: boo
         folder = values["output_dir"].value if "output_dir" in values else None
         if folder is not None and os.path.isfile(folder):
             raise ValueError(f"--output_dir is {folder!r}, which is a file: pass a folder.")
+        check_jax()
         return run(values, *[argv[1:]] * rest)
 
     app.run(begin, flags_parser=parse)
+
+
+def check_jax() -> None:
+    """Refuses settings of JAX under which no experiment was tried, where JAX is loaded."""
+    for name, value in FIXED.items() if "jax" in sys.modules else ():
+        found = getattr(sys.modules["jax"].config, name)
+        if getattr(found, "value", found) != value:
+            raise ValueError(
+                f"{name} is {getattr(found, 'value', found)}, and the experiments need "
+                f"{value}: unset {name.upper()}."
+            )
 
 
 def tell(kind: type, error: BaseException, trace) -> None:

@@ -224,4 +224,5 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     """The settings that all runs in a folder share; arms, rates and seeds may differ."""
     shared = {k: v for k, v in recipe._asdict().items() if k != "learning_rates"}
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
+    shared |= agree.jax_settings()
     return {"task": values.task, **given(values, choices()), **shared, **further}

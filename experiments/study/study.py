@@ -120,6 +120,7 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
 
 def _carry_out(study, chosen, task, recipe, folder, values):
     settings = {**flags.settings(values, recipe), "data": data_hash(task)}
+    settings |= {"study": study.name, "sync_steps": chosen.sync_steps}
     done = [] if values.overwrite else records.found(folder)
     records.open_folder(folder, settings, overwrite=values.overwrite)
     found, stopped = _search(chosen, task, recipe, folder, done, settings, values)

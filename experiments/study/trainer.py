@@ -101,7 +101,10 @@ class Trainer:
             folder = os.path.join(self._folder, "checkpoints", this.name)
             about = {**self._about, **this._asdict()}
             steps = [r["step"] for r in kept]
-            saving = run.Saving(folder, self._every, about=about, recorded=steps)
+            # What is kept goes on from a checkpoint that `kept_records` has settled.
+            saving = run.Saving(
+                folder, self._every, about=about, recorded=steps, settled=bool(kept)
+            )
         outcome = run.train(
             built, plans, seed=this.seed, saving=saving, prepare=scalars.prepare,
             begin=lambda step, state: scalars.begin(step, plans.total_steps, state),

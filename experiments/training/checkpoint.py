@@ -24,6 +24,8 @@ from experiments.training.program import Program
 from experiments.training.step import TrainState
 
 KEPT = 2
+# Orbax waits by the clock of the wall, which may be set forward by months. `agree` ends waits.
+ORBAX_SECONDS = 10**8
 STATE, KNOWN, DIGEST = "state", "known", "digest.txt"  # in the folder of a checkpoint
 WHAT_TO_DO = "give the command that made it, choose another --output_dir, or pass --overwrite."
 
@@ -43,19 +45,19 @@ class Evaluation(NamedTuple):
 def opened(folder: str) -> Iterator:
     """Opens orbax's manager of a folder; on exit, waits until all checkpoints are written."""
     import orbax.checkpoint as ocp
-    from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    # TensorStore (0.1.86) leaks memory when orbax asks, at every save, how many bytes it wrote.
-    tensorstore_utils.get_tensorstore_raw_bytes = lambda *args, **options: 0
     folder = os.path.abspath(folder)
-    written = ocp.AsyncOptions(post_finalization_callback=lambda: _write_digest(folder))
+    written = ocp.AsyncOptions(
+        timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
+        post_finalization_callback=lambda: _write_digest(folder),
+    )  # fmt: skip
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
-    with agree.for_others("the folder of checkpoints"):
+    with agree.for_disk("the folder of checkpoints", folder):
         manager = ocp.CheckpointManager(folder, options=options)
     try:
         yield manager
     finally:
-        with agree.for_others("the last checkpoint to be written"):
+        with agree.for_disk("the last checkpoint to be written", folder):
             manager.close()
 
 
@@ -77,7 +79,7 @@ def save(
         return
     known = {
         "about": dict(about),
-        "code": digest.code_hash(),
+        "conditions": digest.conditions(),
         "decided": np.flatnonzero(at.decided).tolist(),
         "evaluation": seen._asdict(),
         "plans": plans.digests(),
@@ -87,7 +89,7 @@ def save(
     }
     known = strict.plain(known)
     items = {STATE: ocp.args.StandardSave(state), KNOWN: ocp.args.JsonSave(known)}
-    with agree.for_others("their parts of a checkpoint"):
+    with agree.for_disk("their parts of a checkpoint", str(manager.directory)):
         manager.save(at.step, args=ocp.args.Composite(**items))
 
 
@@ -197,11 +199,8 @@ def restore(
             f"the checkpoint of step {step} belongs to a run with other settings "
             f"({', '.join(changed)}): {WHAT_TO_DO}"
         )
-    if known["code"] != digest.code_hash():
-        processes.say(f"The checkpoint of step {step} was written by other code than this.")
-    return (
-        progress_of(known, plans), read_state(path, start), Evaluation(**known["evaluation"])
-    )  # fmt: skip
+    at = progress_of(known, plans)
+    return at, read_state(path, start), Evaluation(**known["evaluation"])
 
 
 def read_state(path: str, start: TrainState, sharding=None) -> TrainState:
@@ -216,7 +215,16 @@ def read_state(path: str, start: TrainState, sharding=None) -> TrainState:
 
 
 def progress_of(known: Mapping, plans: Plans) -> Progress:
-    """The progress stored in a checkpoint. Raises ValueError if its run had other plans."""
+    """The progress stored in a checkpoint, and a word on what was otherwise when it was written.
+
+    Raises:
+      ValueError: if its run had other plans.
+    """
+    if changed := files.differences(known["conditions"], digest.conditions()):
+        processes.say(
+            f"The checkpoint of step {known['step']} was written under other conditions "
+            f"({', '.join(changed)}): the run may not end with the same bits."
+        )
     for name, own in plans.digests().items():
         if known["plans"].get(name) != own:
             raise ValueError(

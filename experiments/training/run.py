@@ -52,6 +52,7 @@ class Saving(NamedTuple):
       about: the settings of the run besides its plans, as JSON values; a checkpoint of a run with
         other settings is refused.
       recorded: steps of the run's records so far, as of `checkpoint.settled`.
+      settled: whether `checkpoint.settled` was called, which reads all files.
       begun: where the run continues, as returned by `checkpoint.restore`, with arrays that may
         still be on the host; None: the newest checkpoint.
     """
@@ -61,6 +62,7 @@ class Saving(NamedTuple):
     at_end: bool = False
     about: Mapping = {}
     recorded: Sequence[int] | None = None
+    settled: bool = False
     begun: tuple | None = None
 
 
@@ -224,7 +226,13 @@ class _Saver:
 
     def restore(self, start: TrainState) -> tuple[Progress, TrainState, Evaluation]:
         saving = self._saving
-        if saving is None or not checkpoint.settled(saving.folder, saving.recorded):
+        if saving is None:
+            return Progress(), start, Evaluation()
+        if saving.settled:
+            step = processes.of_first(max(checkpoint.steps_of(saving.folder), default=0))
+        else:
+            step = checkpoint.settled(saving.folder, saving.recorded)
+        if not step:
             return Progress(), start, Evaluation()
         if saving.begun is None:
             at, state, seen = checkpoint.restore(saving.folder, self._plans, start, saving.about)

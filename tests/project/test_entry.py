@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import local_opt
@@ -46,6 +47,20 @@ def test_an_error_of_ours_has_its_traceback(code, capsys):
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name,value", entry.FIXED.items())
+def test_settings_of_jax_that_no_experiment_takes_are_refused(name, value):
+    other, before = {False: True, "standard": "strict"}[value], getattr(jax.config, name)
+    entry.check_jax()
+    jax.config.update(name, other)
+    try:
+        with pytest.raises(
+            ValueError, match=f"{name} is {other}, .* {value}: unset {name.upper()}"
+        ):
+            entry.check_jax()
+    finally:
+        jax.config.update(name, before)
+
+
 def test_others_may_raise_what_they_like():
     assert not entry.is_refusal(raised("raise ValueError('theirs')", {"__name__": "somebody"}))
     assert local_opt.__name__ in entry.OWN
@@ -74,6 +89,14 @@ BAD = ("experiments.slow_sde", "--output_dir=/dev/null/x", "--rates=1", "--repet
 def test_a_command_that_does_not_fit_ends_with_one(lines, last, command):
     code, said = ended(*command)
     assert (code, len(said)) == (1, lines) and said[-1].startswith(last), said
+
+
+def test_a_command_under_x64_ends_at_once(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    code, said = ended("experiments.train", "--output_dir=/dev/null/x")
+    assert code == 1 and said == [
+        "Error: jax_enable_x64 is True, and the experiments need False: unset JAX_ENABLE_X64."
+    ]
 
 
 def test_a_flag_shows_the_traceback_of_a_refusal():

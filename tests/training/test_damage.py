@@ -1,11 +1,15 @@
 """What is damaged, exchanged or cut off between two calls is noticed, or the run is the same."""
 
+import collections
+import contextlib
 import functools
 import json
 import pathlib
 import re
 import shutil
 import tempfile
+import threading
+import time
 
 import jax
 import numpy as np
@@ -13,15 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments import cd_grab, qsr
+from experiments.cluster import digest, processes
 from experiments.cluster.digest import data_hash
 from experiments.results import records
 from experiments.tasks import TASKS
 from experiments.tasks.base import first_of
+from experiments.tasks.text import Recut
 from experiments.training import checkpoint, run
 from tests.cases import times
 from tests.commands import SHORT, train_run
 from tests.little_run import STEPS, assert_same, built, plans_of, timeless, trained
 from tests.sources import EpochSource
+from tests.studies import RUN, SMALL, start
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +193,14 @@ def test_data_are_known_by_their_hash():
     assert data_hash(TASKS["digits"](None)) == data_hash(task)
 
 
+def test_the_text_whose_windows_are_cut_anew_belongs_to_the_data():
+    """Its windows are the same; what a later epoch cuts is not."""
+    task, tokens = TASKS["digits"](None), np.arange(41)
+    cuts = [Recut(t, np.array(s), 4) for t, s in [(tokens, [0]), (tokens, [0, 9])]]
+    cuts.append(Recut(np.append(tokens[:-1], 7), np.array([0]), 4))
+    assert len({data_hash(task._replace(recut=cut)) for cut in [None, *cuts]}) == 4
+
+
 LINE = '{"step": 1}\n'
 
 
@@ -255,6 +271,88 @@ def test_lost_lines_are_written_again(finished, tmp_path, capsys):
     assert timeless(records.found(str(folder))) == timeless(records.found(str(finished)))
     hashes = (folder / "metrics.sha256").read_text().splitlines()
     assert len(hashes) == 4 and hashes[:3] == (finished / "metrics.sha256").read_text().split()[:3]
+
+
+@pytest.mark.parametrize("name,value", [
+    ("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False),
+    ("jax_random_seed_offset", 3), ("jax_default_matmul_precision", "float32"),
+])  # fmt: skip
+def test_settings_of_jax_that_decide_numbers_belong_to_a_run(finished, tmp_path, name, value):
+    folder, before = shutil.copytree(finished, tmp_path / "run"), getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        with pytest.raises(
+            ValueError, match=f"other settings .{name}: {before!r} there, {value!r}"
+        ):
+            train_run([*SHORT, "--checkpoint_every=7"], folder)
+    finally:
+        jax.config.update(name, before)
+    train_run([*SHORT, "--checkpoint_every=7"], folder)
+
+
+def test_other_conditions_are_told_when_a_run_goes_on(finished, tmp_path, capsys, monkeypatch):
+    folder, now = shutil.copytree(finished, tmp_path / "run"), digest.conditions()
+    train_run([*SHORT, "--checkpoint_every=7"], folder)
+    assert "other conditions" not in capsys.readouterr().out
+    monkeypatch.setattr(digest, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
+    train_run([*SHORT, "--checkpoint_every=7"], folder)
+    told = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
+    assert f"24 was written under other conditions {told} here)" in capsys.readouterr().out
+
+
+def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_force_host_platform_device_count=3 --xla_a=2")
+    assert digest.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """The checkpoints whose files were all read."""
+    found, real = [], checkpoint.damage
+    monkeypatch.setattr(checkpoint, "damage", lambda path: (found.append(path), real(path))[1])
+    return found
+
+
+def test_a_run_that_goes_on_reads_its_checkpoint_once(finished, tmp_path, looked):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    train_run([*SHORT, "--checkpoint_every=7"], folder)
+    assert [pathlib.Path(path).name for path in looked] == ["24"]
+
+
+def test_a_study_that_goes_on_reads_its_checkpoint_once(tmp_path, monkeypatch, looked):
+    @contextlib.contextmanager
+    def stopped_at_once():
+        yield lambda wants_to_save: (15, True)
+
+    flags = [*SMALL, *RUN[:2], "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(processes, "interrupts", stopped_at_once)
+        start(cd_grab, flags, tmp_path)
+    assert not looked and len(list(tmp_path.glob("checkpoints/*/*"))) == 1
+    start(cd_grab, flags, tmp_path)
+    assert len(looked) == 1
+
+
+def test_two_studies_do_not_share_a_folder(tmp_path):
+    """They end their runs, and measure them, by other criteria."""
+    flags = [*SMALL, *RUN[:2], "--task=digits", "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
+    start(cd_grab, flags, tmp_path)
+    with pytest.raises(ValueError, match="other settings .study: 'cd_grab' there, 'qsr' here"):
+        start(qsr, flags, tmp_path)
+
+
+def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
+    """A day further in every thread that writes a checkpoint, once it has looked at the clock."""
+    real, seen, main = time.time, collections.Counter(), threading.get_ident()
+
+    def now():
+        seen[own := threading.get_ident()] += 1
+        return real() + 86_400.0 * (own != main and seen[own] > 1)
+
+    monkeypatch.setattr(time, "time", now)
+    outcome, _ = trained(built(), plans_of(), saving=run.Saving(tmp_path, every=20, at_end=True))
+    assert max(n for own, n in seen.items() if own != main) > 1
+    assert outcome.ended and checkpoint.settled(tmp_path) == 60
 
 
 def test_broken_or_missing_settings_are_named(tmp_path):
