@@ -5,13 +5,16 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
+from typing import IO
 
 from experiments.cluster import processes, strict
 
 ADVICE = {
     "make room there; then the same command continues": "ENOSPC EDQUOT EFBIG",
     "make it writable, or choose another --output_dir": "EACCES EPERM EROFS",
-    "move away what is there, or choose another --output_dir": "EISDIR ENOTDIR EEXIST ENOTEMPTY",
+    "move away what is there, or choose another --output_dir": (
+        "EISDIR ENOTDIR EEXIST ENOTEMPTY ELOOP"
+    ),
     "bring it back, or choose another --output_dir": "ENOENT ESTALE",
     "look at that disk; then the same command continues": "EIO",
     "choose another --output_dir": "ENAMETOOLONG",
@@ -49,13 +52,20 @@ def write_whole(path: str, content: str | bytes) -> None:
         os.makedirs(folder, exist_ok=True)
     with advised(path):
         try:
-            with open(temporary, "wb") as file:
+            with created(temporary) as file:
                 file.write(content if isinstance(content, bytes) else content.encode())
             os.replace(temporary, path)
         except OSError:
             with contextlib.suppress(OSError):
                 os.remove(temporary)
             raise
+
+
+def created(path: str) -> IO[bytes]:
+    """A new file, opened to be written; what has its name is removed, and no link is followed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+    return open(path, "xb")
 
 
 def append(file, text: str) -> None:

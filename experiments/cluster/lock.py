@@ -32,7 +32,7 @@ def held(folder: str) -> Iterator[None]:
         problem = None
         if processes.is_first():
             os.makedirs(folder, exist_ok=True)
-            file = stack.enter_context(open(os.path.join(folder, NAME), "ab", buffering=0))
+            file = stack.enter_context(_opened(os.path.join(folder, NAME)))
             problem = _take(file, folder)
             if problem is None:
                 stack.callback(_release, file)
@@ -55,6 +55,12 @@ def check() -> None:
                 "ends here, since two would write into one folder. The same command continues, "
                 "once no run has the folder."
             )
+
+
+def _opened(path: str) -> IO:
+    """The lock file, made if absent. A link is refused: what it names would be emptied."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    return open(path, "ab", buffering=0, opener=lambda path, _: os.open(path, flags, 0o666))
 
 
 def _take(file: IO, folder: str) -> str | None:

@@ -28,6 +28,7 @@ from experiments.cluster import files, lock, processes, strict
 from experiments.results import trackers as tracking
 
 RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
+WORD = re.compile(r"[\w=.,+-]+")
 METRICS, HASHES = "metrics.jsonl", "metrics.sha256"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scikit-learn", "tensorflow-cpu")
 
@@ -57,6 +58,12 @@ def found(folder: str) -> list[dict]:
     for number, record in enumerate(kept, 1):
         if type(record.get("step")) is not int:
             raise ValueError(f"line {number} of {path!r} has no step: {strict.WHAT_TO_DO}")
+        for name, value in zip(RUN_FIELDS, run_of(record), strict=True):
+            if type(value) is str and not WORD.fullmatch(value):  # it becomes a name of a folder
+                raise ValueError(
+                    f"line {number} of {path!r} has {value!r} as its {name}, which is no name of "
+                    f"one: {strict.WHAT_TO_DO}"
+                )
     return kept
 
 

@@ -96,7 +96,9 @@ def save(
 def _write_digest(folder: str) -> None:
     """Called on process 0 when all files are written and the folder is not yet renamed."""
     for path in pathlib.Path(folder).glob("*.orbax-checkpoint-tmp*"):
-        (path / DIGEST).write_text(_digest_of(path))
+        if not path.is_symlink():
+            with files.created(str(path / DIGEST)) as file:
+                file.write(_digest_of(path).encode())
 
 
 def _digest_of(path: pathlib.Path) -> str:

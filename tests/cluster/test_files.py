@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.cluster import files, strict
+from experiments.cluster import files, lock, strict
 from experiments.tasks.metrics import METRICS
 from experiments.training import checkpoint
 from tests.commands import ROOT, SHORT, records, train_run
@@ -58,6 +58,34 @@ ADVICE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["table.md", "table.md.tmp"])
+def test_no_link_is_followed_where_a_file_is_written(tmp_path, name):
+    other = tmp_path / "of_another"
+    other.write_text("kept")
+    (tmp_path / name).symlink_to(other)
+    files.write_whole(str(tmp_path / "table.md"), "new")
+    assert other.read_text() == "kept" and (tmp_path / "table.md").read_text() == "new"
+    assert not (tmp_path / "table.md").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["of_another", "table.md"]
+
+
+def test_a_lock_or_digest_that_is_a_link_writes_into_nothing_else(tmp_path):
+    other, run = tmp_path / "of_another", tmp_path / "run"
+    other.mkdir()
+    (other / "digest.txt").write_text("kept")
+    run.mkdir()
+    (run / lock.NAME).symlink_to(other / "digest.txt")
+    with pytest.raises(OSError, match="lock.json' cannot be used .*: move away what is there"):
+        with lock.held(str(run)):
+            pass
+    (run / "7.orbax-checkpoint-tmp-1").symlink_to(other)
+    (run / "8.orbax-checkpoint-tmp-1").mkdir()
+    (run / "8.orbax-checkpoint-tmp-1" / "digest.txt").symlink_to(other / "digest.txt")
+    checkpoint._write_digest(str(run))
+    assert (other / "digest.txt").read_text() == "kept"
+    assert (run / "8.orbax-checkpoint-tmp-1" / "digest.txt").read_text() == ""
+
+
 @pytest.mark.parametrize("number", ADVICE, ids=errno.errorcode.get)
 def test_a_refused_write_leaves_the_file_as_it_was(tmp_path, monkeypatch, number):
     path = tmp_path / "table.md"
@@ -101,7 +129,7 @@ def test_all_json_of_a_run_is_strict(tmp_path, monkeypatch):
 
 WRITES = {
     "a record": (files, "append", "metrics.jsonl"), "its hash": (files, "append", "metrics.sha256"),
-    "a checkpoint": (pathlib.Path, "write_text", "digest.txt"),
+    "a checkpoint": (files, "created", "digest.txt"),
     "the owner": (files, "append", "lock.json"), "settings": (os, "replace", "settings.json"),
     "versions": (os, "replace", "versions.json"), "kept lines": (os, "replace", "metrics.jsonl"),
     "a plan": (os, "replace", "sync_plan.json"), "the model": (checkpoint, "export", ""),

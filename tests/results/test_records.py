@@ -25,6 +25,22 @@ RECORDS = [
 ]
 
 
+@pytest.mark.parametrize("field,value", [
+    ("arm", "../../elsewhere"), ("arm", "/etc"), ("phase", "run/.."), ("seed", "0/../.."),
+    ("arm", "a\0b"), ("speed", "..\\x"), ("arm", ""),
+])  # fmt: skip
+def test_records_that_name_paths_are_refused(tmp_path, field, value):
+    """A run's name becomes that of a folder, which is made and removed."""
+    path = tmp_path / records.METRICS
+    records.write_lines(str(path), [RECORDS[0], RECORDS[1] | {field: value}])
+    with pytest.raises(
+        ValueError, match=rf"line 2 of .* as its {field}, which is no name of one: "
+    ):
+        records.found(str(tmp_path))
+    records.write_lines(str(path), [r | {"arm": "cd_grab+sketch256+qsr"} for r in RECORDS])
+    assert len(records.found(str(tmp_path))) == len(RECORDS)
+
+
 def write_all(folder, new, **options):
     with records.writing(str(folder), **options) as write:
         for record in new:
