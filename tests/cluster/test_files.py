@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pathlib
 import re
 
 import jax.numpy as jnp
