@@ -6,10 +6,12 @@ Each process has one device, unless XLA_FLAGS says otherwise, and its own worker
 communicate over gloo. (With two CPU devices per process, each can wait for a collective that the
 other has not started.) Process 0 prints to stdout, the others to stderr. Ctrl-C or SIGTERM asks all
 processes to stop; a second one kills them. If a process fails, launch names it, ends the others and
-returns its exit code; give the command again to resume from the last complete checkpoint. On a
-cluster the scheduler does this work: see docs/use/clusters.md.
+returns its exit code; give the command again to resume from the last complete checkpoint. On Linux
+the processes end with launch, however it ends; elsewhere they outlive its SIGKILL. On a cluster the
+scheduler does this work: see docs/use/clusters.md.
 """
 
+import ctypes
 import math
 import os
 import signal
@@ -17,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
@@ -66,10 +68,25 @@ def launch(command: Sequence[str], processes: int) -> int:
             out = sys.stderr if number else None
             # In its own session, so that the terminal's Ctrl-C reaches it only through us.
             options = {"env": environment, "stdout": out, "start_new_session": True}
+            options["preexec_fn"] = _ends_with(os.getpid())
             running.append(subprocess.Popen([*command, *own], **options))
         return _first_failure(running, send)
     finally:
         send(signal.SIGKILL)
+
+
+def _ends_with(parent: int) -> Callable[[], None] | None:
+    """What a child of Linux calls before its program: SIGKILL once this process is gone."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl  # loaded before the fork
+
+    def bind():
+        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # gone already
+            os._exit(128 + signal.SIGKILL)
+
+    return bind
 
 
 def _first_failure(running, send) -> int:

@@ -9,10 +9,13 @@ read the output folder. `experiments.launch` starts several processes on one mac
 """
 
 import contextlib
+import errno
 import functools
+import ipaddress
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -76,10 +79,8 @@ def _connect(address, count, number):
         )
     chosen = {}
     if fits:
-        # Address to listen on; None is JAX's default, all interfaces.
-        bound = address.replace("localhost", "127.0.0.1") if host in LOCAL else None
         chosen = dict(zip(NAMES, (address, count, number), strict=True))
-        chosen["coordinator_bind_address"] = bound
+        chosen["coordinator_bind_address"] = None if number else _place_of(address)
 
     def absent():  # JAX would abort with a C++ stack trace
         return (
@@ -93,6 +94,40 @@ def _connect(address, count, number):
             jax.distributed.initialize(**chosen, initialization_timeout=int(2 * CONNECT))
         except ValueError as error:
             raise ValueError(f"--coordinator_address is {address}, but JAX: {error}") from error
+
+
+def _place_of(address: str) -> str | None:
+    """Where process 0 listens: at the address that its host is here; None: at all of this machine.
+
+    Raises:
+      ValueError: if the host is none, or the port is taken. The coordinator itself would share it
+        with that of another run.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(
+            f"--coordinator_address is {address}, and {host!r} is no host ({error.strerror}): pass "
+            "HOST:PORT of process 0."
+        ) from error
+    for family, kind, _, _, place in found:
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(place)
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:  # as behind a translation of addresses
+                    continue
+                raise ValueError(
+                    f"--coordinator_address is {address}, where nothing can listen "
+                    f"({error.strerror}): another program or run may have it. Pass a free port."
+                ) from error
+        if ipaddress.ip_address(place[0].partition("%")[0]).is_loopback and host not in LOCAL:
+            text = f"{host} is {place[0]} here: processes on other machines do not reach it."
+            print(text, file=sys.stderr, flush=True)
+        return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
+    return None
 
 
 def _leave(tell: Callable, *error):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from experiments import launch, train
-from tests.commands import ROOT
+from tests.commands import ROOT, children
 from tests.studies import parsed
 
 USE = pathlib.Path(__file__).parents[2] / "docs" / "use"
@@ -83,6 +83,32 @@ def test_the_first_signal_asks_all_processes_and_the_second_kills(tmp_path):
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == 128 + 9
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ends them")
+def test_what_kills_launch_ends_its_processes(tmp_path):
+    process = started(tmp_path, WAITS)
+    waited(lambda: all((tmp_path / f"up{n}").exists() for n in range(2)))
+    running = children(process.pid)
+    assert len(running) == 2
+    process.kill()
+    process.communicate(timeout=20)
+    waited(lambda: not any(alive(pid) for pid in running))
+
+
+def waited(found, seconds=20):
+    until = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def train_flags(text):
