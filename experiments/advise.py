@@ -35,7 +35,7 @@ import local_opt
 from experiments import machine_map, order_share, timing
 from experiments.cluster import entry, processes
 from experiments.machine_map import FORM, GBPS, LATENCY, link
-from experiments.results import tables
+from experiments.results import report, tables
 from experiments.study import factorials, flags, unused
 from experiments.study.cost import Machine
 from experiments.study.factorials import Combination, Factorial
@@ -53,7 +53,7 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "processes", task="digits")
     define = flags.definer(values)
     define(absl_flags.DEFINE_bool, "map", False, "write the map of machines, without measuring")
-    define(absl_flags.DEFINE_string, "output_dir", None, "of --map; results/machine_map if unset")
+    flags.define(values, "output")
     text = "Gb/s of a worker's network, if it is not measured"
     define([ranges.SPEED], "gbps", [*GBPS], text)
     text = "measure how much of the training loss is the order's, and nothing else"
@@ -187,9 +187,11 @@ def check(values: absl_flags.FlagValues) -> None:
     told = {
         "--map measures nothing": values.map
         and [*setting, "gbps", "order_share", "copies", "beside"],
-        "--order_share measures no machine": values.order_share and ["gbps", "output_dir"],
+        "--order_share measures no machine": values.order_share
+        and ["gbps", "output_dir", "overwrite"],
         "--order_share looks after every epoch": values.order_share and sorted(unread),
-        "--output_dir is of --map, as the advice is printed": not values.map and ["output_dir"],
+        "--output_dir is of --map, as the advice is printed": not values.map
+        and ["output_dir", "overwrite"],
         "swa averages a run's end alone": "swa" in (values.average or ()) and ["average"],
         "these are of --order_share": not values.order_share
         and ["copies", "beside", "average", "ema_epochs"],  # fmt: skip
@@ -206,7 +208,8 @@ def run(values: absl_flags.FlagValues) -> None:
     print("Reading the recorded runs", file=sys.stderr, flush=True)
     known = factorials.load()
     if values.map:
-        machine_map.write_map(known, values.output_dir or "results/machine_map")
+        with report.opened("machine_map", values) as folder:
+            machine_map.write_map(known, folder)
     else:
         advise(known, values)
 

@@ -28,7 +28,7 @@ from experiments.block_tasks import SETTINGS, Setting, arms_of, costs, label_of
 from experiments.cluster import entry, files, lock, progress
 from experiments.results import archive, records, report
 from experiments.results.statistics import ABOVE, AVERAGED, LOSS
-from experiments.study.flags import definer, names_of
+from experiments.study import flags as dialect
 from experiments.tasks import ranges
 
 
@@ -87,7 +87,7 @@ def file_of(name: str) -> str:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define = definer(values)
+    define = dialect.definer(values)
     define(flags.DEFINE_list, "tasks", ["digits"], f"which files, of {', '.join(SETTINGS)}")
     define(flags.DEFINE_string, "data_root", None, "holds a folder for the data of each set")
     define([ranges.COUNT], "sizes", None, "records of a block, S; the task's own if unset")
@@ -97,12 +97,11 @@ def define_flags(values: flags.FlagValues) -> None:
     define([ranges.RATE], "learning_rates", None, "peak rates; the task's own if unset")
     define(ranges.COUNT, "epochs", None, "of a run; the task's own if unset")
     define(ranges.COUNT, "seeds", 5, "runs at every rate")
-    define(flags.DEFINE_string, "output_dir", "results/blocks", "folder for the output")
-    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+    dialect.define(values, "output", output_dir="results/blocks")
 
 
 def main(values: flags.FlagValues) -> None:
-    asked, folder = names_of(values, "tasks", SETTINGS), values.output_dir
+    asked, folder = dialect.names_of(values, "tasks", SETTINGS), values.output_dir
     with lock.held(folder):
         done = [] if values.overwrite else records.found(folder)
         records.open_folder(folder, {"epochs": values.epochs}, overwrite=values.overwrite)
@@ -120,15 +119,17 @@ def main(values: flags.FlagValues) -> None:
 
 def report_of(found: Sequence[dict], folder: str) -> None:
     """Writes and prints the tables, pictures and page of the records."""
+    texts = {}
+    pictures = {f"blocks_{file_of(each)}.png": each for each in block_report.shown(found)}
     for name, text in block_report.tables_of(found).items():
+        texts[f"table_{file_of(name)}.md"] = text
         files.write_whole(os.path.join(folder, f"table_{file_of(name)}.md"), text + "\n")
         print(f"\n{name}\n\n{text}")
-    for measured in block_report.shown(found):
-        path = os.path.join(folder, f"blocks_{file_of(measured)}.png")
-        block_report.picture(found, measured, path)
+    for picture, measured in pictures.items():
+        block_report.picture(found, measured, os.path.join(folder, picture))
     files.write_whole(os.path.join(folder, archive.METRICS), archive.pack(found))  # to be kept
     archive.note_command(folder, report.command_line())
-    report.write_page(folder, "Blocks of sorted files")
+    report.write_page(folder, "Blocks of sorted files", pictures=pictures, texts=texts)
     print(f"\nWritten to {folder}")
 
 

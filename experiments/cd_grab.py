@@ -1,7 +1,7 @@
 r"""Does a coordinated example order need fewer epochs than random reshuffling?
 
-    python -m experiments.cd_grab                      # digits, which are bundled: 25 seconds
-    python -m experiments.cd_grab --long               # the whole table: two minutes
+    python -m experiments.cd_grab                      # digits, which are bundled
+    python -m experiments.cd_grab --long               # the whole table, in minutes
     python -m experiments.cd_grab --task=hmda --data_dir=DIR --seeds=5
     python -m experiments.cd_grab --task=mnist --model=lenet --data_dir=DIR --arms=rr,cd_grab
     python -m experiments.cd_grab --arms=rr,cd_grab,cd_grab+sketch64,cd_grab+walk
@@ -50,14 +50,25 @@ def default(values: absl_flags.FlagValues) -> None:
             setattr(values, name, value)
 
 
+def chosen_rates(comparison) -> str:
+    """Section: where the learning rates of the short comparison are from."""
+    del comparison
+    rates = ", ".join(f"{rate:g}" for rate in SHORT["learning_rates"])
+    return (
+        f"The learning rates {rates} were chosen knowing the long comparison (--long): every "
+        "order's best of it is among them."
+    )
+
+
 def fit(study, task, recipe, values):
     """The columns and panels are those of the comparison that is asked for."""
     del task, recipe
     if not is_short(values):
         return study
     return study._replace(
-        columns=tables.FIRST_ORDER_COLUMNS, panels=study.panels[:1], sections=study.sections[1:]
-    )
+        columns=tables.FIRST_ORDER_COLUMNS, panels=study.panels[:1],
+        sections=(chosen_rates, *study.sections[1:]),
+    )  # fmt: skip
 
 
 STUDY = Study(

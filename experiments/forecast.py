@@ -4,10 +4,11 @@ r"""Forecasts rounds, volume and hours of the published recipes under each rule,
     python -m experiments.forecast --task=imagenet_resnet152 --step_seconds=0.4 --gigabits=25,200
     python -m experiments.forecast --task=presets      # bytes of published methods, their claims
 
-Plans are known before a run. Writes table.md and periods.png.
+Plans are known before a run, and are those of the study with the same flags. Volume is what a
+worker sends, as a share of syncs in every step. Writes table.md and periods.png.
 Expected: QSR takes 9711 rounds (10.375 %) on ViT-B and 24792 (39.731 %) on ResNet-152.
 
-Assumes what `local_opt.forecast` assumes, and no latency. ViT-B's seconds per step come from the
+Assumes that workers wait for what is sent, and no latency. ViT-B's seconds per step come from the
 published total times on 16 GPUs; ResNet-152's are an assumption: pass --step_seconds.
 
 For the echo factor that costs nothing, see `experiments.advise`, which measures a load and a step;
@@ -16,21 +17,23 @@ for what echo policies lose, `experiments.echoing --dry_run --speeds=R`.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 
 import local_opt
 from experiments import published
 from experiments.cluster import entry, files
-from experiments.results import plots
+from experiments.results import plots, report
+from experiments.results.statistics import volume
 from experiments.results.tables import markdown
 from experiments.study import flags as dialect
-from experiments.study import recipes
-from experiments.study.tables import SYNC_RULES
-from experiments.tasks import Recipe, ranges
-from experiments.training import config
-from experiments.training.config import num_params
+from experiments.study import recipes, trainer
+from experiments.study.cost import traffic
+from experiments.study.study import Arm
+from experiments.study.tables import SYNC_RULES, rows_of
+from experiments.tasks import Recipe, Task, ranges
+from experiments.training.config import Plans, num_params, sizes_of
 
 # Gradient accumulation communicates as constant H does.
 SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"]
@@ -63,30 +66,39 @@ def define_flags(values: flags.FlagValues) -> None:
     text = "seconds of computation per step; the published ones if unset"
     define(ranges.POSITIVE, "step_seconds", None, text)
     define([ranges.SPEED], "gigabits", [10, 25, 100, 400], "Gb/s of a worker's link")
-    define(flags.DEFINE_string, "output_dir", "results/forecast", "folder for the output")
+    dialect.define(values, "output")
 
 
-def config_of(recipe: Recipe) -> config.RunConfig:
-    """The run's configuration in absolute learning rates, so that alpha is the published one."""
-    rate = recipe.learning_rates[0]
-    found = config.config_of(recipe, config.Sizes(1, 1, 1, 1), seed=0)
-    own = {"rates": rate * found.rates, "growth": rate * found.growth}
-    return found._replace(**own, loads_per_epoch=None)
+def arm_of(rule: str) -> Arm:
+    return Arm(SYNC_RULES[rule].label, sync=rule)
 
 
-def row_of(rule: str, plan, speeds: Sequence[float], cost: Mapping) -> dict:
-    """A table row: what a rule's plan costs on links of these speeds, in Gb/s."""
-    found = [local_opt.forecast(plan, **cost, gigabits_per_second=speed) for speed in speeds]
+def row_of(
+    task: Task, recipe: Recipe, rule: str, plans: Plans, speeds: Sequence[float], seconds: float
+) -> dict:
+    """A table row: what a rule's plan costs on links of these speeds, in Gb/s.
+
+    Args:
+      seconds: of computation, per step.
+    """
+    order, row, _ = rows_of(arm_of(rule))
+    sizes, size = sizes_of(task, recipe, deals=order.deals), num_params(task.model)
+    plan = plans.sync
+    sent = traffic(order, row, sizes, size, sync_in_step=False)(plan.rounds, plans.echo.loads)
+    sent_bytes = sent * local_opt.sync_bytes(size, num_workers=sizes.workers)
     least, most = int(plan.periods.min()), int(plan.periods.max())
-    hours = [f"{one.total_seconds / 3600:.2f}" for one in found]
+    compute = plan.total_steps * seconds
     return {
-        "rule": SYNC_RULES[rule].label,
+        "rule": row.label,
         "rounds": plan.rounds,
-        "volume": f"{plan.volume:.3%}",
-        "GB sent": f"{found[0].sent_bytes / 1e9:,.0f}",
+        "volume": f"{volume({'allreduces': sent, 'step': plan.total_steps}):.3%}",
+        "GB sent": f"{sent_bytes / 1e9:,.0f}",
         "H": f"{least} to {most}" if least < most else most,
-        "compute h": f"{found[0].compute_seconds / 3600:.2f}",
-    } | {f"h at {speed:g} Gb/s": text for speed, text in zip(speeds, hours, strict=True)}
+        "compute h": f"{compute / 3600:.2f}",
+    } | {
+        f"h at {speed:g} Gb/s": f"{(compute + 8 * sent_bytes / (1e9 * speed)) / 3600:.2f}"
+        for speed in speeds
+    }
 
 
 def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
@@ -98,22 +110,23 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
         seconds, source = values.step_seconds, "given by --step_seconds"
     if seconds is None:
         raise ValueError(f"--task={name} has no published times: pass --step_seconds.")
-    made, size, rate = config_of(recipe), num_params(task.model), recipe.learning_rates[0]
+    size, rate = num_params(task.model), recipe.learning_rates[0]
     rules = dialect.names_of(values, "arms", SYNC_RULES)
-    plans = {rule: SYNC_RULES[rule].plan(made) for rule in rules}
-    if unknown := [rule for rule, plan in plans.items() if plan is None]:
-        raise ValueError(f"--arms has {unknown[0]!r}, whose syncs follow the loads: leave it out.")
-    cost = {"num_params": size, "num_workers": recipe.workers, "step_seconds": seconds}
-    rows = [row_of(rule, plan, values.gigabits, cost) for rule, plan in plans.items()]
+    made = {rule: trainer.plans_of(task, recipe, arm_of(rule), rate=rate) for rule in rules}
+    plans = {rule: own.sync for rule, own in made.items()}
+    given = values.gigabits, seconds
+    rows = [row_of(task, recipe, rule, own, *given) for rule, own in made.items()]
     exact = "\n".join(f"- {SYNC_RULES[rule].label}: {plan.rule}" for rule, plan in plans.items())
+    rates = made[rules[0]].rates
     text = (
         f"{label}: {size:,} parameters, {recipe.total_steps} steps "
         f"({recipe.warmup_steps} of warmup), learning rate {rate:g} to "
-        f"{rate * recipe.floor:g}, {recipe.workers} workers,\n{seconds:.4g} s of "
-        f"computation per step ({source}). GB are sent per worker; h are total hours."
+        f"{rates[-1]:.2g}, {recipe.workers} workers,\n{seconds:.4g} s of "
+        f"computation per step ({source}). GB are sent per worker; h are total hours;\n"
+        f"eta is the learning rate over its peak, so that alpha of QSR is {rate * recipe.growth:g}."
         f"\n\n{markdown(rows)}\n\n{exact}\n"
     )
-    return label, text, (made.rates, {SYNC_RULES[rule].label: plans[rule] for rule in rules})
+    return label, text, (rates, {SYNC_RULES[rule].label: plans[rule] for rule in rules})
 
 
 def published_text() -> str:
@@ -131,14 +144,19 @@ def published_text() -> str:
 
 
 def main(values: flags.FlagValues) -> None:
+    with report.opened("forecast", values) as folder:
+        write(values, folder)
+
+
+def write(values: flags.FlagValues, folder: str) -> None:
+    """Writes and prints what is asked for."""
     if values.task == "presets":
-        files.write_whole(os.path.join(values.output_dir, "presets.md"), published.text())
-        print(f"{published.text()}\nWritten to {values.output_dir}: presets.md")
+        files.write_whole(os.path.join(folder, "presets.md"), published.text())
+        print(f"{published.text()}\nWritten to {folder}: presets.md")
         return
     names = KNOWN if values.task == "all" else [values.task]
     found = [forecast_of(name, values) for name in names]
     text = "\n".join([*(text for _, text, _ in found), published_text()])
-    folder = values.output_dir
     files.write_whole(os.path.join(folder, "table.md"), text)
     title = "Steps between syncs"
     shown = {label: plans for label, _, plans in found}

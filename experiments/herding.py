@@ -23,7 +23,7 @@ import local_opt
 import ordering
 from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
-from experiments.study.flags import definer, names_of
+from experiments.study import flags as dialect
 from experiments.study.tables import ORDERS
 from experiments.tasks.ranges import COUNT, Range
 from experiments.training.config import OrderSetting
@@ -33,7 +33,7 @@ DIMENSION = 16
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define = definer(values)
+    define = dialect.definer(values)
     define(Range(int, "[2, 100000000]"), "num_vectors", 1_000_000, "vectors over all workers")
     define(Range(int, "[1, 10000]"), "rounds", 15, "passes over the vectors")
     define([COUNT], "workers", [5, 10, 20, 50, 100], "numbers of workers")
@@ -42,7 +42,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define(
         COUNT, "units_per_step", None, "vectors of a worker in a step; about 16 over all workers"
     )
-    define(flags.DEFINE_string, "output_dir", "results/herding", "folder for the output")
+    dialect.define(values, "output")
 
 
 def unit_vectors(num_workers: int, num_units: int, dimension: int = DIMENSION) -> jax.Array:
@@ -102,17 +102,25 @@ def main(values: flags.FlagValues) -> None:
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
             "worker needs two vectors. Raise --num_vectors or lower --workers."
         )
-    found, arms = [], names_of(values, "arms", ORDERS)
+    arms = dialect.names_of(values, "arms", ORDERS)
+    with report.opened("herding", values) as folder:
+        found = measure(values, arms)
+        title, labels = f"{values.num_vectors:,} unit vectors", {n: ORDERS[n].label for n in arms}
+        report.write_tables(
+            folder, title, found, {"herding": table(found, arms, values.rounds)},
+            {"herding.png": lambda path: plots.herding(found, labels, path, title)},
+        )  # fmt: skip
+
+
+def measure(values: flags.FlagValues, arms: Sequence[str]) -> list[dict]:
+    """The bounds of these orders for every number of workers."""
+    found = []
     for workers, name in progress.bar(list(itertools.product(values.workers, arms)), unit="run"):
         vectors = unit_vectors(workers, values.num_vectors // workers, values.dimension)
         bounds = bounds_over_rounds(vectors, name, values.rounds, values.units_per_step)
         for k, bound in enumerate(bounds):
             found.append({"order": name, "workers": workers, "round": k, "bound": bound})
-    title, labels = f"{values.num_vectors:,} unit vectors", {n: ORDERS[n].label for n in arms}
-    report.write_tables(
-        values.output_dir, title, found, {"herding": table(found, arms, values.rounds)},
-        {"herding.png": lambda path: plots.herding(found, labels, path, title)},
-    )  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":

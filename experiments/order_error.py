@@ -24,7 +24,7 @@ from experiments.cluster import entry, progress
 from experiments.order_formulas import LONGEST
 from experiments.order_losses import NEVER, ORDERS, Drift, Setting
 from experiments.results import plots, report, tables
-from experiments.study.flags import definer, names_of
+from experiments.study import flags as dialect
 from experiments.tasks import TASKS, ranges
 
 # As for digits: 64 units per step over all workers, 24 steps per epoch.
@@ -276,24 +276,25 @@ def picture(found: Sequence[dict], path: str) -> None:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define = definer(values)
+    define = dialect.definer(values)
     define(flags.DEFINE_list, "questions", [*QUESTIONS], f"which tables, of {', '.join(QUESTIONS)}")
     define(ranges.COUNT, "seeds", 5, "number of draws of the units")
-    define(flags.DEFINE_string, "output_dir", "results/order_error", "folder for the output")
+    dialect.define(values, "output")
 
 
 def main(values: flags.FlagValues) -> None:
-    found, made, asked = [], {}, names_of(values, "questions", QUESTIONS)
-    for name in asked:
-        cells = ((s, *c) for s in range(values.seeds) for c in QUESTIONS[name].cells(s))
-        own = [
-            {"question": name, "seed": seed, "row": row, "column": column, "value": value}
-            for seed, row, column, value in progress.bar(cells, desc=name, unit="cell")
-        ]
-        made[name] = table(QUESTIONS[name], own)
-        found += own
-    drawn = {"order_error.png": functools.partial(picture, found)} if "errors" in asked else {}
-    report.write_tables(values.output_dir, "Two errors", found, made, drawn)
+    found, made, asked = [], {}, dialect.names_of(values, "questions", QUESTIONS)
+    with report.opened("order_error", values) as folder:
+        for name in asked:
+            cells = ((s, *c) for s in range(values.seeds) for c in QUESTIONS[name].cells(s))
+            own = [
+                {"question": name, "seed": seed, "row": row, "column": column, "value": value}
+                for seed, row, column, value in progress.bar(cells, desc=name, unit="cell")
+            ]
+            made[name] = table(QUESTIONS[name], own)
+            found += own
+        drawn = {"order_error.png": functools.partial(picture, found)} if "errors" in asked else {}
+        report.write_tables(folder, "Two errors", found, made, drawn)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,10 @@ def measured(
                 for i in range(copies if end else 0):
                     states[i] = advance(built, plans, states[i], end - steps, end)
                     bar.update()
-                points = [{"last": built.mean_params(x), **built.averaged(x, end)} for x in states]
+                points = [
+                    {"last": built.mean_params(x), **built.averaged(x, end, plans.total_steps)}
+                    for x in states
+                ]
                 copies_of = jax.tree.map(lambda *x: np.stack(x), *points)
                 found.append({name: losses_of(loss, x) for name, x in copies_of.items()})
                 if not np.isfinite(found[-1]["last"].each).all():

@@ -23,7 +23,7 @@ from experiments import clocks, quorum_losses
 from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
 from experiments.results.statistics import interval
-from experiments.study.flags import definer
+from experiments.study import flags as dialect
 from experiments.tasks.ranges import COUNT, RATE, SECONDS, Range
 
 YEAR = 365.25 * 86400.0  # seconds between two failures of a chip
@@ -171,7 +171,7 @@ def draw(found: Sequence[Mapping], path: str) -> None:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define = definer(values)
+    define = dialect.definer(values)
     define([COUNT], "learners", [2, 4, 8, 16], "numbers of learners, M")
     define([COUNT], "chips", [*CHIPS], "numbers of chips of all learners")
     define(SECONDS, "restart", 75.0, "seconds of a restart of all chips; assumed, see the page")
@@ -184,7 +184,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define(flags.DEFINE_bool, "shared", False, "all workers of it draw from all examples")
     define([RATE], "learning_rates", [0.0125, 0.025, 0.05, 0.1, 0.2, 0.4], "of that training")
     define(Range(int, "[2, 1000]"), "seeds", 10, "of that training")
-    define(flags.DEFINE_string, "output_dir", "results/quorum", "folder for the output")
+    dialect.define(values, "output")
 
 
 def main(values: flags.FlagValues) -> None:
@@ -193,6 +193,13 @@ def main(values: flags.FlagValues) -> None:
             f"--learners has {max(values.learners)}, and --chips {min(values.chips)}: a learner "
             "needs a chip. Raise --chips or lower --learners."
         )
+    with report.opened("quorum", values) as folder:
+        found = carry_out(values, folder)
+    print("\n" + verdict([r for r in found if "chips" in r]))
+
+
+def carry_out(values: flags.FlagValues, folder: str) -> list[dict]:
+    """Simulates and trains what the flags say, and writes it; returns its records."""
     lines = [("restart", 1), ("elastic", 1), *itertools.product(("all", "quorum"), values.learners)]
     cells = list(itertools.product(lines, values.chips))
     found = [cell(*line, chips, values) for line, chips in progress.bar(cells, unit="cell")]
@@ -208,8 +215,8 @@ def main(values: flags.FlagValues) -> None:
         made["losses"] = quorum_losses.table(trained)
         pictures["quorum_losses.png"] = functools.partial(quorum_losses.draw, trained)
         found = [*found, *trained]
-    report.write_tables(values.output_dir, TITLE, found, made, pictures)
-    print("\n" + verdict([r for r in found if "chips" in r]))
+    report.write_tables(folder, TITLE, found, made, pictures)
+    return found
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import local_opt
 from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
 from experiments.results.statistics import interval
-from experiments.study.flags import definer
+from experiments.study import flags as dialect
 from experiments.tasks.ranges import COUNT, Range
 
 SLOW_TIME = 4.0  # S: runs have S / eta^2 steps
@@ -276,20 +276,21 @@ def draw(found: Sequence[Mapping], path: str) -> None:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    define, rates = definer(values), Range(float, "[0.001, 1]")  # of S / eta^2 steps
+    define, rates = dialect.definer(values), Range(float, "[0.001, 1]")  # of S / eta^2 steps
     define([COUNT], "workers", [2, 4, 8, 16], "numbers of workers, K")
     define([rates], "rates", [0.1, 0.05, 0.02, 0.01], "small learning rates, eta")
     define(Range(int, "[2, 10000]"), "repetitions", 64, "repetitions of every run")
-    define(flags.DEFINE_string, "output_dir", "results/slow_sde", "folder for the output")
+    dialect.define(values, "output")
 
 
 def main(values: flags.FlagValues) -> None:
     rates = sorted(values.rates, reverse=True)
     cells = list(itertools.product(PROBLEMS, values.workers, rates))
-    found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
-    made = {name: table(found, name) for name in PROBLEMS}
-    pictures = {"slow_sde.png": functools.partial(draw, found)}
-    report.write_tables(values.output_dir, TITLE, found, made, pictures)
+    with report.opened("slow_sde", values) as folder:
+        found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
+        made = {name: table(found, name) for name in PROBLEMS}
+        pictures = {"slow_sde.png": functools.partial(draw, found)}
+        report.write_tables(folder, TITLE, found, made, pictures)
     print("\n" + verdict(found))
 
 

@@ -25,9 +25,8 @@ from experiments.cluster import entry, files
 from experiments.results import archive, plots, statistics
 from experiments.results import claims as claimed
 from experiments.results import verdict_page as written
-from experiments.study import factorials, recipes
+from experiments.study import factorials, recipes, trainer
 from experiments.study.flags import definer
-from experiments.study.tables import SYNC_RULES
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 PAGES = (DOCS / "papers.md", DOCS / "index.md")
@@ -48,7 +47,7 @@ def claims() -> tuple:
     """All claims; cached, because QSR's plans have tens of thousands of rounds."""
 
     def plan_of(name):
-        return SYNC_RULES["qsr"].plan(forecast.config_of(recipes.planned(name)[1]))
+        return trainer.plans_of(*recipes.planned(name), forecast.arm_of("qsr")).sync
 
     return claimed.claims(plan_of)
 

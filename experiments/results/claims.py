@@ -102,6 +102,7 @@ AVERAGED = {  # recorded with --average: what is compared
     "digits_w64": ABOVE, "hmda": ABOVE, "sst2_w64": LOSS, "m4_constant": LOSS, "lenet_w64": LOSS,
 }  # fmt: skip
 LEFT = ("digits_w64", "hmda", "sst2_w64")  # of these, where last weights gain
+LEFT_FOR = " (asked as last weights gain)"
 EPOCHS, OWN = "epochs to D-RR's best", "own lr"
 
 
@@ -119,7 +120,7 @@ def _of_orders() -> Iterator[Claim]:
         text = f"{RUNS[run].title}: {EPOCHS}"
         yield _gain(run, text, Measure("epoch"), *published, setting=OWN)
     for run in LEFT:
-        scalar, text = AVERAGED[run], f"{RUNS[run].title}, averaged against averaged"
+        scalar, text = AVERAGED[run], f"{RUNS[run].title}, averaged against averaged{LEFT_FOR}"
         loss = "train loss above the optimum" if scalar == ABOVE else "train loss"
         for what, name in ((scalar, loss), ("epoch", EPOCHS)):
             measure = Measure(what, averaged=True)

@@ -119,7 +119,7 @@ class Measure(NamedTuple):
         """Of what was chosen, (rate, runs) of both arms: volume of rules, steps beside loads."""
         if comparison.criterion.when == "last":
             at = one[1][min(one[1])][-1]
-            return f"; volume {100 * at['rounds'] / at['step']:.1f} %"
+            return f"; volume {100 * statistics.volume(at):.1f} %"
         text = "; lr " + " and ".join(f"{rate:g}" for rate in dict.fromkeys((one[0], base[0])))
         if self.what != "loads":
             return text

@@ -54,7 +54,7 @@ def _row(comparison: Comparison, own: Chosen) -> Mapping[str, str]:
         "seeds": f"{len(own.runs)}",
         name_of(scalar): show(_ends(own, scalar).values(), form),
         gain.head(comparison): gain.cell(comparison, own),
-        "times fewer epochs at this lr": _fewer(own.runs, base.runs, scalar),
+        "times fewer epochs at this lr (geometric mean)": _fewer(own.runs, base.runs, scalar),
     }  # fmt: skip
 
 

@@ -105,8 +105,7 @@ def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
     known = {k for run in runs for r in run for k, v in r.items() if v is not None}
     if any(len(statistics.timed(own.runs)) < len(own.runs) for own in compared.at(speed)):
         known.discard("seconds")
-    more = [Panel(f"test/{name}", panels[0].x) for name in statistics.everywhere(compared)]
-    rows = [(names.get(p.scalar, p.scalar), p.x) for p in (*panels, *more)]
+    rows = [(names.get(p.scalar, p.scalar), p.x) for p in panels]
     rows = [(scalar, tuple(n for n in x if n in known)) for scalar, x in rows if scalar in known]
     rows = [(scalar, x) for scalar, x in rows if x]
     return list(dict.fromkeys(rows))

@@ -5,21 +5,26 @@ be mailed, archived and printed.
 """
 
 import base64
+import contextlib
+import functools
 import html
 import math
 import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from experiments.cluster import files
+from absl import flags
+
+from experiments.cluster import files, lock
 from experiments.results import archive, plots, records, statistics, tables
 from experiments.results.statistics import Comparison, last, spent
 from experiments.results.tables import faster, form_of, markdown, name_of, rounded, show
 from experiments.tasks.metrics import METRICS
 
 TABLE = "table.md"
+OUTPUT = {"output_dir", "overwrite", "traceback"}  # flags that are no settings of what is made
 SHOWN = ("settings.json", "versions.json")
 STYLE = pathlib.Path(__file__).with_name("style.css")
 # The browser refuses everything that is not in the file.
@@ -41,7 +46,8 @@ PAGE = """<!DOCTYPE html>
 """
 INTERVALS = (
     "± is the half width of the 95 % interval over seeds (Student's t); “2 of 5” counts the seeds "
-    "that arrive at all."
+    "that arrive at all. A factor with ± is the arithmetic mean of the seeds' factors; one with "
+    "its interval in brackets, as “1.2 (1.1 to 1.3)”, is the geometric mean."
 )
 
 
@@ -56,27 +62,46 @@ def write(comparison: Comparison, study, folder: str, title: str) -> str:
     Returns:
       The tables.
     """
-    texts = {TABLE: []}
+    texts, pictures = {TABLE: []}, []
     for speed in comparison.speeds:
         end = "" if speed is None else f"_R{speed:g}"
         head = "" if speed is None else f"### R = {speed:g}\n\n"
         texts[TABLE].append(head + tables.table(comparison, study.columns, speed))
-        path = os.path.join(folder, f"comparison{end}.png")
-        plots.comparison(comparison, study.panels, path, title, speed)
+        draw = functools.partial(plots.comparison, comparison, study.panels)
+        pictures += _drawn(folder, f"comparison{end}.png", draw, title, speed)
     for section in study.sections:
         made = section(comparison)
         name, made = (TABLE, made) if isinstance(made, str) else made
-        if callable(made):
-            made(os.path.join(folder, name), title)
-        elif made:
+        if made and not callable(made):
             texts.setdefault(name, []).append(made)
+        elif name not in texts:
+            pictures += _drawn(folder, name, made, title)
     texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
     for name, text in texts.items():
         files.write_whole(os.path.join(folder, name), text + "\n")
     files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
     archive.note_command(folder, command_line())
-    write_page(folder, title)
+    write_page(folder, title, pictures=pictures, texts=texts)
     return "\n\n".join(texts.values())
+
+
+@contextlib.contextmanager
+def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
+    """Holds --output_dir for an experiment without a comparison, from before it computes.
+
+    Args:
+      command: its name; values: its flags. These are the settings of the folder.
+
+    Raises:
+      ValueError: if the folder holds what another command or other flags have made, and there is no
+        --overwrite.
+    """
+    folder = values.output_dir or os.path.join("results", command)
+    known = {flag.name: flag.value for flag in values.get_key_flags_for_module(sys.argv[0])}
+    settings = {"command": command} | {k: v for k, v in known.items() if k not in OUTPUT}
+    with lock.held(folder):
+        records.open_folder(folder, settings, overwrite=values.overwrite)
+        yield folder
 
 
 def write_tables(
@@ -89,28 +114,45 @@ def write_tables(
     """Writes and prints the tables, pictures and page of an experiment without a comparison.
 
     Args:
+      folder: as of `opened`.
       found: its records; made: tables by name; pictures: functions of a path by file name.
     """
-    records.open_folder(folder, {}, overwrite=True)
     records.write_lines(os.path.join(folder, records.METRICS), found)
     for name, text in made.items():
         files.write_whole(os.path.join(folder, f"table_{name}.md"), text + "\n")
         print(f"\n{name}\n\n{text}")
-    for name, draw in pictures.items():
-        draw(os.path.join(folder, name))
-    write_page(folder, title)
+    names = [found for name, draw in pictures.items() for found in _drawn(folder, name, draw)]
+    texts = {f"table_{name}.md": text for name, text in made.items()}
+    write_page(folder, title, pictures=names, texts=texts)
     print(f"\nWritten to {folder}")
 
 
-def write_page(folder: str, title: str) -> None:
-    """Writes report.html: the folder's *.png and table*.md, its settings, and this command."""
+def _drawn(folder: str, name: str, draw: Callable | None, *more) -> list[str]:
+    """[name] if `draw(path, *more)` draws it; else [], and what an earlier call left is removed."""
+    path = pathlib.Path(folder, name)
+    path.unlink(missing_ok=True)
+    if draw:
+        draw(str(path), *more)
+    return [name] * path.exists()
+
+
+def write_page(
+    folder: str, title: str, *, pictures: Iterable[str], texts: Mapping[str, str]
+) -> None:
+    """Writes report.html: what this call has made, the folder's settings, and this command.
+
+    Args:
+      pictures: names of PNG files in the folder; texts: Markdown by name, of which tables, headings
+        and emphasis are shown as such, and everything else as it stands.
+    """
     from markdown_it import MarkdownIt
 
-    folder, parser = pathlib.Path(folder), MarkdownIt("commonmark", {"html": False}).enable("table")
-    parts = ["<h2>Pictures</h2>", *map(_picture, sorted(folder.glob("*.png")))]
+    folder = pathlib.Path(folder)
+    parser = MarkdownIt("zero").enable(["table", "heading", "emphasis"])
+    parts = ["<h2>Pictures</h2>", *(_picture(folder / name) for name in pictures)]
     parts += ["<h2>Tables</h2>", f"<p>{INTERVALS}</p>"]
-    for path in sorted(folder.glob("table*.md")):
-        parts.append(f"<h3>{path.name}</h3>\n{parser.render(path.read_text(encoding='utf-8'))}")
+    for name, text in texts.items():
+        parts.append(f"<h3>{html.escape(name)}</h3>\n{parser.render(text)}")
     texts = {name: folder / name for name in SHOWN if (folder / name).exists()}
     texts = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
     for name, text in (texts | {"Command": command_line()}).items():

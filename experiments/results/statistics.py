@@ -113,11 +113,26 @@ def finalists(records, arm: str, speed, criterion: Criterion, count: int | None)
 
 
 def best_rate(records, arm: str, speed, criterion: Criterion) -> float | None:
-    """The best learning rate of those that ran with most seeds; None where all diverged."""
+    """The best learning rate; None where all diverged.
+
+    A rate is out if another one that ran with more seeds is as good on the seeds that both have.
+    Those that are left are compared on the seeds that all of them have, so that a further seed of
+    one rate alone decides nothing.
+    """
     runs = tuned(records, arm, speed)
-    most = max(map(len, runs.values()), default=0)
-    kept = {rate: list(own.values()) for rate, own in runs.items() if len(own) == most}
-    return min(kept, key=lambda rate: score(kept[rate], criterion), default=None)
+
+    def score_on(rate, seeds):
+        return score([runs[rate][seed] for seed in seeds or runs[rate]], criterion)
+
+    def beaten(rate):
+        more = {other: own.keys() & runs[rate] for other, own in runs.items()
+                if len(own) > len(runs[rate])}  # fmt: skip
+        return any(both and score_on(other, both) <= score_on(rate, both)
+                   for other, both in more.items())  # fmt: skip
+
+    left = [rate for rate in runs if not beaten(rate)]
+    shared = set.intersection(*(set(runs[rate]) for rate in left)) if left else set()
+    return min(left, key=lambda rate: score_on(rate, shared), default=None)
 
 
 def score(runs: Sequence[Run], criterion: Criterion) -> tuple[float, float]:
@@ -212,6 +227,15 @@ def spent(comparison: Comparison, runs: Mapping[int, Run], name: str) -> dict[in
     return {seed: math.inf if at is None else at[name] for seed, at in found.items()}
 
 
+def volume(record: Mapping) -> float:
+    """What a run has sent up to a record, as a share of syncs in every step: all-reduces per step.
+
+    Older records, none of a wire, of fragments or of an order that sends, have rounds alone.
+    """
+    sent = record["allreduces"] if "allreduces" in record else record["rounds"]
+    return sent / record["step"]
+
+
 def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
     """(rate, runs by seed) with which most seeds and then the fewest steps reach the target."""
     criterion = comparison.criterion._replace(when="target", target=target_of(comparison))
@@ -283,16 +307,9 @@ def median_interval(found, level: float = 0.05) -> tuple[float, float, float]:
 def metric_of(comparison: Comparison) -> str:
     """The name of the metric that is reported: the criterion's, or what the task's test measures.
 
-    The loss and metrics that every task measures are used only if there is no other.
+    The loss is used only if there is no other.
     """
     part, _, name = comparison.criterion.scalar.removesuffix(AVERAGED).partition("/")
     known = set().union(*comparison.records)
     found = [name for name in METRICS if f"test/{name}" in known]
-    order = {name: (METRICS[name].everywhere, name == "loss") for name in found}
-    return name if part == "valid" else min(found, key=order.get)
-
-
-def everywhere(comparison: Comparison) -> list[str]:
-    """The recorded metrics that are measured for every task: a column and a panel each."""
-    known = set().union(*comparison.records)
-    return [name for name, m in METRICS.items() if m.everywhere and f"test/{name}" in known]
+    return name if part == "valid" else min(found, key="loss".__eq__)

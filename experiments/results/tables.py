@@ -7,7 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.statistics import Chosen, Comparison, fastest, interval, last, spent
+from experiments.results.statistics import (
+    Chosen,
+    Comparison,
+    fastest,
+    interval,
+    last,
+    spent,
+    volume,
+)
 from experiments.tasks.metrics import METRICS
 
 NAMES = {
@@ -31,7 +39,7 @@ class Column(NamedTuple):
 
 
 def table(comparison: Comparison, columns: Sequence[Column], speed: float | None = None) -> str:
-    """The main table: one row per arm at its best rate; metrics of every task come last.
+    """The main table: one row per arm at its best rate.
 
     Where averaged weights were recorded, the same table of them follows.
     """
@@ -41,9 +49,6 @@ def table(comparison: Comparison, columns: Sequence[Column], speed: float | None
         for head, cell, always in columns:
             head = head if isinstance(head, str) else head(comparison)
             row[head] = cell(comparison, own) if own.runs or always else "-"
-        for name in statistics.everywhere(comparison):
-            form = METRICS[name].form
-            row.setdefault(METRICS[name].label, show(_lasts(comparison, own, f"test/{name}"), form))
         rows.append(row)
     if comparison.averaged is None:
         return markdown(rows)
@@ -108,6 +113,12 @@ def _scalar_of(comparison: Comparison, name: str) -> str:
 def _measured(own, name):
     """Its runs; of seconds, those that were timed alone."""
     return (statistics.timed(own.runs) if name == "seconds" else own.runs).values()
+
+
+def train_loss(comparison: Comparison) -> str:
+    """The name of the training loss, with the number of examples where it is not that of all."""
+    parts = {r["train_examples"] for r in comparison.records if "train_examples" in r}
+    return f"train loss (first {max(parts):,})" if parts else "train loss"
 
 
 def _fastest_spent(name):
@@ -178,12 +189,6 @@ def _per_step(own, name) -> list[float]:
     return [run[-1][name] / run[-1]["step"] for run in _measured(own, name)]
 
 
-def _volumes(own) -> list[float]:
-    """All-reduces per step; older records, none of a wire or of fragments, have rounds alone."""
-    lasts = [run[-1] for run in _measured(own, "rounds")]
-    return [r.get("allreduces", r["rounds"]) / r["step"] for r in lasts]
-
-
 def _each(found, form: str) -> str:
     """The distinct values over seeds, which seldom differ."""
     return ", ".join(form.format(v) for v in sorted(set(found))) or "-"
@@ -199,8 +204,8 @@ SYNC_COLUMNS = (
     rate("peak lr"),
     Column("seeds", lambda c, own: f"{len(own.runs)}"),
     metric("{:.4f}"),
-    end("train loss", "train/loss", "{:.4f}"),
-    Column("volume", lambda c, own: _each(_volumes(own), "{:.2%}")),
+    mean(train_loss, "{:.4f}", lambda c, own: _lasts(c, own, statistics.LOSS)),
+    Column("volume", lambda c, own: _each([volume(r[-1]) for r in own.runs.values()], "{:.2%}")),
     Column("rounds", lambda c, own: _each(_lasts(c, own, "rounds"), "{}")),
     Column("H", _periods),
     end("seconds", "seconds", "{:.1f}"),

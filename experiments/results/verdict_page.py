@@ -12,10 +12,22 @@ from experiments.cluster import files
 from experiments.results import archive, plots, report, tables
 from experiments.results.claims import AVERAGED, EPOCHS, RUNS
 from experiments.results.effects import COSTS, Measure
-from experiments.results.rule import MATTERS, UNDECIDED, VERDICTS, Claim, Verdict, history
+from experiments.results.rule import (
+    MATTERS,
+    MISSES,
+    UNDECIDED,
+    VERDICTS,
+    Claim,
+    Verdict,
+    history,
+)
 from experiments.results.statistics import Comparison
 from experiments.results.tables import markdown, name_of, table
 
+# Whose claims are, and of what. One of a sign alone cannot come out smaller than it.
+SIZED, SIGN = "published with a size", "published as a sign, or as a gain that goes"
+OURS = "ours, of a sign, which no paper states"
+WHOSE = SIZED, SIGN, OURS
 COLUMNS = {
     "cd_grab": tables.ORDER_COLUMNS, "qsr": tables.SYNC_COLUMNS, "echoing": tables.ECHO_COLUMNS
 }  # fmt: skip
@@ -45,10 +57,17 @@ class Row(NamedTuple):
         return self.history[-1]
 
     @property
+    def whose(self) -> str:
+        """Who claims what, of `WHOSE`."""
+        if self.claim.known is None and self.claim.paper == "-":
+            return OURS
+        return SIZED if self.claim.known or self.claim.size else SIGN
+
+    @property
     def paper(self) -> str:
         """What was published; "ours" for claims and sizes that no paper gives."""
         claim, size = self.claim, self.verdict.size
-        unsaid = claim.known is None and claim.paper == "-"
+        unsaid = self.whose == OURS
         said = "ours" if unsaid else claim.paper
         ours = [kind.words for kind in MATTERS.values() if kind.size == size]
         if claim.size or not ours:
@@ -89,9 +108,20 @@ def rows(recorded: Mapping[str, Comparison], claims: Sequence[Claim]) -> list[Ro
 
 
 def count(found: Sequence[Row]) -> str:
-    """The number of rows per verdict."""
-    words = [row.verdict.word for row in found]
-    return ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
+    """The number of rows per verdict, apart for what papers say and what we ask."""
+    lines = []
+    for whose in WHOSE:
+        words = [row.verdict.word for row in found if row.whose == whose]
+        counts = [f"{words.count(word)} {word}" for word in VERDICTS if word in words]
+        lines += [f"- {len(words)} {whose}: {', '.join(counts)}."] * bool(words)
+    tested = sum(not math.isnan(row.verdict.found.low) for row in found)
+    text = (
+        f"{tested} claims were tested, each at an error rate of its own, {100 * MISSES:g} % over "
+        f"all looks at it: about {MISSES * tested:.0f} of\nthese intervals may miss by chance. "
+        "*Times less* is a geometric mean over seeds, *times fewer*, with ± in the tables of\nthe "
+        "runs, an arithmetic one."
+    )
+    return "\n".join([*lines, "", text])
 
 
 def undecided(found: Sequence[Row]) -> list[Row]:
@@ -133,8 +163,8 @@ def page_of_results(found: Sequence[Row], recorded: Mapping[str, Comparison]) ->
     again = "\n".join(f"- {row.text}: {row.looks}." for row in changed)
     return "\n\n".join([
         "![Effects of the recorded runs in units of those published](results.png)",
-        f"All {len(found)} claims: {count(found)}.\n[Every claim, with the published number and "
-        "ours](papers.md#verdicts).",
+        f"{len(found)} claims ([every one, with the published number and ours]"
+        f"(papers.md#verdicts)):\n\n{count(found)}",
         "## Averaged weights",
         "CD-GraB against D-RR at the end of a run, and how many epochs each takes to the best of "
         "D-RR with the same weights.\nEvery order has its own rate, with averaged weights another. "
@@ -161,7 +191,7 @@ def page_of_claims(found: Sequence[Row], recorded: Mapping[str, Comparison], fol
             command = f"[{name}](#{name})" if name in recorded else "shown by `verdicts`"
         lines.append({"claim": row.text, **row.cells, "command": command})
     sections = [section(name, own, folder) for name, own in recorded.items()]
-    return "\n\n".join([f"{count(found)}.", markdown(lines), "## Runs", *sections])
+    return "\n\n".join([count(found), markdown(lines), "## Runs", *sections])
 
 
 def section(name: str, comparison: Comparison, folder: os.PathLike = archive.FOLDER) -> str:

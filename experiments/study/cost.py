@@ -227,7 +227,7 @@ def shapes_of(
     place, rate = (placed(jax.ShapeDtypeStruct((), d), False) for d in (jnp.int32, jnp.float32))
     rates = placed(rate, False, 1)  # how many changes no step
     steps = steps_of(worker, over, reads=reads)
-    sync = lifted(worker, over, sync_of(worker), "shared")
+    sync = lifted(worker, over, sync_of(worker), "shared", "shared")
     epoch_end = lifted(worker, over, epoch_end_of(worker))
 
     def step(fresh):
@@ -235,7 +235,7 @@ def shapes_of(
 
     programs = {"fresh step": lambda: step(True), "echoed step": lambda: step(False)}
     if not worker.rounds.in_step:
-        programs["sync"] = lambda: sync.lower(state, rate)
+        programs["sync"] = lambda: sync.lower(state, rate, rate)
     if row.observes:  # else the host draws orders
         programs["epoch's end"] = lambda: epoch_end.lower(state)
     return Shapes(state, programs, owned, sizes, worker.rounds.in_step)

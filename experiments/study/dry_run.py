@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import local_opt
+from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
 from experiments.study import trainer
 from experiments.study.compile import (
@@ -120,7 +121,7 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed)
         "steps": plans.total_steps,
         "loads": uses.loads,
         "rounds": rounds,
-        "volume": f"{rounds / plans.total_steps:.3%}",
+        "volume": f"{volume({'allreduces': sent, 'step': plans.total_steps}):.3%}",
         "sent per worker": show_bytes(sent * local_opt.sync_bytes(size, **ring)),
         "state of the order": show_bytes(shapes.bytes_of("orders")),
         "forecast": _time(seconds) + (f" + {_time(waited)} of syncs" if waited else ""),

@@ -2,7 +2,8 @@
 
 task      what is trained on: --task, --data_dir, and the choices of every task's loader
 setting   hyper-parameters: the fields of a `Recipe`; the setting's own if a flag is unset
-run       how a run is carried out and where it is written, with those of its processes
+run       how a run is carried out, with those of its output and of its processes
+output    where results are written: --output_dir, --overwrite
 processes which processes it has
 forecast  --dry_run and its assumptions
 
@@ -127,11 +128,15 @@ def _run(define):
     define(flags.DEFINE_enum, "input", "device", "data that stay there, or are read", reads)
     text = "steps; 0: where a signal asks; about every minute if unset"
     define(FROM_ZERO, "checkpoint_every", None, text)
-    define(flags.DEFINE_string, "output_dir", None, "results/NAME_TASK if unset")
-    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
+    _output(define)
     text = f"who is given records too, some of {', '.join(TRACKERS)} (extras of these names)"
     define(flags.DEFINE_list, "track", [], text)
     _processes(define)
+
+
+def _output(define):
+    define(flags.DEFINE_string, "output_dir", None, "results/NAME_TASK or results/NAME if unset")
+    define(flags.DEFINE_bool, "overwrite", False, "forget another run in the output folder")
 
 
 def _processes(define):
@@ -156,8 +161,8 @@ def _forecast(define):
 
 
 GROUPS = {
-    "task": _task, "setting": _setting, "run": _run, "processes": _processes,
-    "forecast": _forecast,
+    "task": _task, "setting": _setting, "run": _run, "output": _output,
+    "processes": _processes, "forecast": _forecast,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Test metrics; to add one, add a row to METRICS. All are sums over chunks of the test set."""
+"""Test metrics; to add one, add a row to METRICS. All are of sums over chunks of the test set."""
 
 import math
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from syncopate.mesh import platform
@@ -22,15 +23,14 @@ class Metric(NamedTuple):
     lower: whether lower is better.
     measure: `model -> (params, statistics, batch) -> float32[]`, a mean over the batch.
     form: format in tables.
-    everywhere: measured for every task, and shown in the records, tables and pictures of every
-      study; otherwise only for tasks whose metric it is.
+    of_mean: the metric of the mean over the whole set, which may be read in several batches.
     """
 
     label: str
     lower: bool
     measure: Callable
     form: str = "{:.4f}"
-    everywhere: bool = False
+    of_mean: Callable[[float], float] = lambda mean: mean
 
 
 def _accuracy(model):
@@ -41,9 +41,10 @@ def _accuracy(model):
     return measure
 
 
-def _perplexity(model):
-    mean = _loss(model)
-    return lambda params, statistics, batch: jnp.exp(mean(params, statistics, batch))
+def _perplexity(nats: float) -> float:
+    """exp of the mean over all tokens, not the mean of the batches' exp."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(nats))
 
 
 def _smape(model):
@@ -81,7 +82,7 @@ def _loss(model):
 METRICS = {
     "accuracy": Metric("test accuracy", False, _accuracy),
     "loss": Metric("test loss", True, _loss),
-    "perplexity": Metric("test perplexity", True, _perplexity),
+    "perplexity": Metric("test perplexity", True, _loss, of_mean=_perplexity),
     "smape": Metric("test sMAPE / %", True, _smape),
 }
 

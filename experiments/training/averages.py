@@ -33,7 +33,7 @@ def _ema(t, steps: int, total: int, *, epochs: float):
 
 def _swa(t, steps: int, total: int):
     """The mean of the weights at the last four epochs' ends, weighed by 1, 2, 3 and 4."""
-    late = t // steps - max(0, total // steps - LATE)  # 1 at the end of the first of them
+    late = t // steps - jnp.maximum(0, total // steps - LATE)  # 1 at the end of the first of them
     return jnp.where(late < 1, 1.0, jnp.where(t % steps == 0, 2 / (late + 1), 0.0))
 
 
@@ -51,18 +51,19 @@ class Averages(NamedTuple):
 
     Fields:
       init: `x_0 -> {name: m_0}`, in float32 at least; {} if none is asked for.
-      update: `({name: m_{t-1}}, x_t, t) -> {name: m_t}`; at t = 0 it is x_0.
+      update: `({name: m_{t-1}}, x_t, t, T) -> {name: m_t}` in a run of T steps; at t = 0 it is
+        x_0.
     """
 
     init: Callable
     update: Callable
 
 
-def averages_of(recipe, *, steps: int, total: int) -> Averages:
+def averages_of(recipe, *, steps: int) -> Averages:
     """Those that a recipe asks for.
 
     Args:
-      steps: of an epoch, its loads; total: of the run.
+      steps: of an epoch, its loads.
     """
     shares = {}
     for name in recipe.average:
@@ -72,7 +73,7 @@ def averages_of(recipe, *, steps: int, total: int) -> Averages:
         wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))  # noqa: E731
         return {name: jax.tree.map(wide, params) for name in shares}
 
-    def update(means, params, t):
+    def update(means, params, t, total):
         def of(name, mean):
             share = shares[name](jnp.maximum(t, 1), steps, total)
             return optax.incremental_update(params, mean, share)

@@ -70,7 +70,7 @@ class RunConfig(NamedTuple):
 class Plans(NamedTuple):
     """The decisions of a run, all of one length T."""
 
-    sync: local_opt.SyncPlan | None  # None: before every load but the first, whenever that is
+    sync: local_opt.SyncPlan | None  # None: before every load but the first, and at the end
     echo: Any  # an EchoPlan, or what decides online
     rates: np.ndarray  # float64[T], learning rates
 

@@ -38,8 +38,8 @@ def resumed(plans: Plans, step: int, decided: Sequence[bool] = ()) -> Progress:
     loads = int(fresh.sum())
     if plans.sync is not None:
         rounds = int((plans.sync.ends <= step).sum())
-    else:  # the sync after a load happens before the next load
-        rounds = max(0, loads - 1)
+    else:  # the sync after a load happens before the next load, or at the end
+        rounds = loads if step == plans.total_steps else max(0, loads - 1)
     return Progress(step, loads, rounds, tuple(decided))
 
 
@@ -127,7 +127,7 @@ def carry_out(program: Program, state, segment: Segment, batch, following, first
         steps = program.steps(fresh, size)
         state = steps(state, batch, np.int32(segment.start), np.int32(segment.stop), first, rates)
     if sync:
-        state = program.sync(state, segment.rate)
+        state = program.sync(state, segment.rate, np.float32((segment.stop - 1) / len(rates)))
     if following is not None:
         state = state._replace(orders=following)
     elif epoch_end:
@@ -194,11 +194,13 @@ def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
                 yield segment(step, 0, False, by_loads, ended, rates[last_load])
         if fresh:
             loads, last_load = loads + 1, step
-        syncs, first = False, step
+        last = step + 1 == plans.total_steps
+        syncs, first = last, last_load
         if plans.sync is not None:
             syncs = bool(plans.sync.syncs_after(step))
             first = plans.sync.start_at(step)
-        yield segment(step, 1, fresh, syncs, False, rates[first])
+        ended = last and loads % sizes.loads_per_epoch == 0
+        yield segment(step, 1, fresh, syncs, ended, rates[first])
 
 
 class Pace:
@@ -275,7 +277,7 @@ def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:
         yield program.steps(fresh, size).lower(state, batch, zero, zero, zero, rates)
     yield program.reset.lower(state.stats)
     if any(kind.sync for kind in kinds):
-        yield program.sync.lower(state, np.float32(0))
+        yield program.sync.lower(state, np.float32(0), np.float32(0))
     if any(kind.epoch_end for kind in kinds):
         if program.following is not None:
             yield program.following.lower(state.orders)

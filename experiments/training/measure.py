@@ -20,6 +20,7 @@ from experiments.training.config import Sizes, size_of
 
 BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
 BOUNDS = ("bound/linf", "bound/l2")
+PART = "train_examples"  # in records: whose loss "train/loss" is, where it is not that of all
 
 
 def evaluation_steps(recipe: Recipe, sizes: Sizes, total: int) -> list[int]:
@@ -62,7 +63,8 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
 
     def of(built, order):
         bounds, data = bounds_of(task, recipe, built, order, compiled)
-        every = recipe.bound_every * built.sizes.loads_per_epoch
+        every, size = recipe.bound_every * built.sizes.loads_per_epoch, size_of(task.train)
+        part = train_size(task, halves=halves)
 
         def dispatched(step, total, state):
             params, bound = built.mean_params(state), None
@@ -73,11 +75,11 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
             def finish():
                 found = measured()
                 if recipe.average:
-                    averages = built.averaged(state, step)
+                    averages = built.averaged(state, step, total)
                     found |= averaged(lambda *of: measure(*of)(), averages, tests)
                 if bound is not None:
                     found |= dict(zip(BOUNDS, placement.on_host(bound).tolist(), strict=True))
-                return found
+                return found | ({PART: part} if part < size else {})
 
             return finish
 
@@ -160,7 +162,10 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
                 size = size_of(batches[part])
                 total, count = totals.get(f"{part}/{name}", (0.0, 0))
                 totals[f"{part}/{name}"] = total + value * size, count + size
-        means = {name: total / count for name, (total, count) in totals.items()}
+        means = {
+            key: METRICS[key.split("/")[1]].of_mean(total / count)
+            for key, (total, count) in totals.items()
+        }
         if optimum is not None and "train" in parts:
             means["train/above_optimum"] = means["train/loss"] - optimum()
         return means
@@ -181,24 +186,29 @@ def evaluator(task: Task, recipe: Recipe, *, halves: bool) -> tuple[Callable, Se
 def sets_of(task: Task, recipe: Recipe, *, halves: bool) -> tuple[dict, dict]:
     """({part: Part}, {part: {name: its measure}}): what is measured, and on which examples.
 
-    The names are "loss" in "train", and the task's metric and every metric marked `everywhere` in
-    the others.
+    The names are "loss" in "train", and the task's metric and that of the target in the others.
 
     Args:
       halves: split the test set into "valid", the first half, for tuning, and "test", the second.
-        The training loss is then taken over as many examples, the first ones, as it is of a source.
     """
-    size, tested = size_of(task.train), size_of(task.test)
-    measured_on = tested if halves or not isinstance(task.train, dict) else size
+    tested = size_of(task.test)
     middle = tested // 2 if halves else 0
     sets = {"test": part_of(task.test, middle, 2 * middle or tested)}
     if halves:
         sets = {"valid": part_of(task.test, 0, middle)} | sets
     asked = {task.metric} | ({recipe.metric} if recipe.target is not None else set())
-    names = [name for name, metric in METRICS.items() if name in asked or metric.everywhere]
-    tested_by = {name: METRICS[name].measure(task.model) for name in names}
+    tested_by = {name: METRICS[name].measure(task.model) for name in METRICS if name in asked}
     measures = {"train": {"loss": mean_loss(task.model)}} | dict.fromkeys(sets, tested_by)
-    return {"train": part_of(task.train, 0, min(size, measured_on))} | sets, measures
+    return {"train": part_of(task.train, 0, train_size(task, halves=halves))} | sets, measures
+
+
+def train_size(task: Task, *, halves: bool) -> int:
+    """How many examples, the first ones, the training loss is measured on.
+
+    With halves, and of a source, they are at most as many as the test set has.
+    """
+    size = size_of(task.train)
+    return min(size, size_of(task.test)) if halves or not isinstance(task.train, dict) else size
 
 
 class Part(NamedTuple):

@@ -12,19 +12,22 @@ VALLEY = (2 / 15, 1.0), (8 / 15, 1 / 8), (1.0, 0.93 / 0.8)  # share of a run, of
 COOLING, CYCLES, LEAST = 0.4, 4, 0.05  # share of a run; at its end; of the peak rate
 
 
-def _momentum(decay, momentum: float, steps: int | None) -> tuple:
+def _momentum(decay: float, momentum: float) -> tuple:
     decays = [optax.add_decayed_weights(decay)] * bool(decay)
     return *decays, *[optax.trace(momentum)] * bool(momentum)
 
 
-def _adamw(decay, momentum: float, steps: int | None) -> tuple:
+def _adamw(decay: float, momentum: float) -> tuple:
     return optax.scale_by_adam(b1=momentum), *[optax.add_decayed_weights(decay)] * bool(decay)
 
 
-def _muon(decay, momentum: float, steps: int | None) -> tuple:
+def _muon(decay: float, momentum: float, share=lambda at: 1.0) -> tuple:
     """Muon of the layers' matrices; AdamW of embeddings, and of vectors without weight decay.
 
     Matrices of an attention may have three axes: to or from heads of some width.
+
+    Args:
+      share: of the weight decay, at a share of the run.
     """
 
     def kind(path, p):
@@ -36,54 +39,64 @@ def _muon(decay, momentum: float, steps: int | None) -> tuple:
         return contrib.MuonDimensionNumbers(tuple(range(split)), tuple(range(split, p.ndim)))
 
     dimensions = lambda tree: jax.tree_util.tree_map_with_path(axes, tree)  # noqa: E731
-    muon = contrib.muon(
-        -1.0, beta=momentum, weight_decay=decay, muon_weight_dimension_numbers=dimensions
-    )
+    muon = contrib.muon(-1.0, beta=momentum, muon_weight_dimension_numbers=dimensions)
+
+    def decayed(updates, state, params, *, at=None, **extra):
+        del extra
+
+        def of(u, p):
+            return u + (decay * share(at) * p).astype(u.dtype) if p.ndim > 1 else u
+
+        return jax.tree.map(of, updates, params), state
+
+    start = lambda params: optax.EmptyState()  # noqa: E731
+    falling = optax.GradientTransformationExtraArgs(start, decayed)
     moment = optax.scale_by_rms(0.95)  # for scaled orders; it moves nothing
     watch = lambda g, state, params: (g, moment.update(g, state)[1])  # noqa: E731
     adam = optax.chain(
         optax.scale_by_adam(b1=0.8, b2=0.95, eps=1e-10),
-        optax.add_decayed_weights(decay, lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+        falling,
         optax.scale(OTHERS),
     )
-    watched = optax.chain(optax.GradientTransformation(moment.init, watch), muon)
+    watched = optax.chain(optax.GradientTransformation(moment.init, watch), muon, falling)
     label = lambda params: jax.tree_util.tree_map_with_path(kind, params)  # noqa: E731
     return (optax.partition({"muon": watched, "adam": adam}, label),)
 
 
-def _muon_valley(decay: float, momentum: float, steps: int | None) -> tuple:
+def _muon_valley(decay: float, momentum: float) -> tuple:
     """Muon with a weight decay that is held, falls to an eighth, and rises to 7/6 of itself."""
-    at, shares = zip((0.0, 1.0), *VALLEY, strict=True)
-    now = lambda t: jnp.interp(t / steps, jnp.array(at), jnp.array(shares))  # noqa: E731
-    return _muon(lambda t: decay * now(t), momentum, steps)
+    places, shares = zip((0.0, 1.0), *VALLEY, strict=True)
+    return _muon(decay, momentum, lambda at: jnp.interp(at, jnp.array(places), jnp.array(shares)))
 
 
-# (weight decay, momentum, steps) -> transformations; the learning rate is whoever's trains.
+# (weight decay, momentum) -> transformations; the learning rate is whoever's trains.
 OPTIMIZERS = {
     "momentum": _momentum, "adamw": _adamw, "muon": _muon, "muon_valley": _muon_valley,
 }  # fmt: skip
 
 
-def inner(recipe: Recipe, steps: int | None = None) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of one worker, in a run of so many steps.
+def inner(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of one worker.
 
-    Its learning rate comes with every step, as the extra argument `rate`: one compiled step serves
-    all schedules.
+    Its learning rate comes with every step, as the extra argument `rate`, and so does the share of
+    the run that is over, as `at`: one compiled step serves all schedules and lengths of runs.
     """
 
     def scale(updates, state, params=None, *, rate, **extra):
         del params, extra
         return jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates), state
 
-    own = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum, steps)
+    own = OPTIMIZERS[recipe.optimizer](recipe.weight_decay, recipe.momentum)
     start = lambda params: optax.EmptyState()  # noqa: E731
     return optax.chain(*own, optax.GradientTransformationExtraArgs(start, scale))
 
 
 def _staircase(recipe, steps, every):
-    warmup, falls = recipe.warmup_steps, range(every, steps, every)
-    factors = {t - warmup: recipe.decay_factor for t in falls if t > warmup}
-    return optax.piecewise_constant_schedule(1.0, factors)
+    """Falls are counted from the run's first step; those within the warmup count at its end."""
+    warmup = recipe.warmup_steps
+    falls = dict.fromkeys(range(every, warmup + steps, every), recipe.decay_factor)
+    stairs = optax.piecewise_constant_schedule(1.0, falls)
+    return lambda t: stairs(t + warmup)
 
 
 def _cycles(recipe, steps, every):

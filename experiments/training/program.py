@@ -28,7 +28,8 @@ class Program(NamedTuple):
       init: seed -> TrainState; shapes: of one, which say where it lies.
       steps: (fresh, units) -> `(state, batch, start, stop, first unit, rates) -> state`: steps
         without an event on the host between them; compiled when first called.
-      sync: `(state, rate) -> state`; epoch_end: `state -> state`, of orders that observe gradients.
+      sync: `(state, rate, at) -> state`, as of `optimizers.inner`; epoch_end: `state -> state`, of
+        orders that observe gradients.
       data: the data on the devices, instead of batches; None if batches are read.
       source: what is read; None if the data stay on the devices.
       units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
@@ -40,7 +41,7 @@ class Program(NamedTuple):
       mean: parameters of all workers -> the model, compiled; None where these are one.
       mean_params: state -> the model, on the host of every process if workers are devices of a
         mesh. Elsewhere it may be the state's own memory, which the next steps use again.
-      averaged: (state, t) -> {name: the model averaged over t steps}, as `mean_params`.
+      averaged: (state, t, T) -> {name: the model averaged over t steps of T}, as `mean_params`.
     """
 
     sizes: Sizes
@@ -119,7 +120,7 @@ def build(
         init=_initial(task.model, worker, mesh),
         shapes=state_shapes(worker, task.model, over, **_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
-        sync=lifted(worker, over, step.sync_of(worker), "shared"),
+        sync=lifted(worker, over, step.sync_of(worker), "shared", "shared"),
         epoch_end=lifted(worker, over, step.epoch_end_of(worker)),
         data=data,
         source=source,
@@ -288,5 +289,5 @@ def _readers(worker: Worker, mesh) -> dict[str, Callable]:
     return {
         "mean": mean,
         "mean_params": lambda state: model(state.params),
-        "averaged": lambda state, t: model(average(state.averages, state.params, t)),
+        "averaged": lambda state, t, total: model(average(state.averages, state.params, t, total)),
     }

@@ -24,7 +24,6 @@ from experiments.training.config import (
     Sizes,
     num_params,
     size_of,
-    total_steps_of,
 )
 from local_opt.workers import AXIS
 from ordering.rows import finite_units
@@ -100,8 +99,7 @@ def worker_of(
         workers in turn cannot, they accumulate gradients and take the same step at a sync.
       on_mesh: workers have devices of their own.
     """
-    total = total_steps_of(recipe, sizes)
-    inner = optimizers.inner(recipe, total)
+    inner = optimizers.inner(recipe)
     rounds = rounds_of(inner, axis_name=AXIS)
     if in_turn and rounds.in_step:
         rounds = local_opt.accumulated_rounds(inner, axis_name=AXIS)
@@ -119,7 +117,7 @@ def worker_of(
     sketch = row.sketch and min(row.sketch, num_params(task.model))
     of_task = functools.partial(scales.scale_of, task, recipe, rounds, sizes, sketch)
     scale = of_task(power=row.scaled) if row.scaled else None
-    means = averages_of(recipe, steps=sizes.loads_per_epoch, total=total)
+    means = averages_of(recipe, steps=sizes.loads_per_epoch)
     return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch, means, scale)
 
 
@@ -170,7 +168,10 @@ def unit_gradients(
 
 
 def worker_step(worker: Worker, *, fresh: bool) -> Callable:
-    """`(state, batch, units, rate, t) -> state`, a step of one worker; only fresh ones observe."""
+    """`(state, batch, units, rate, t, T) -> state`, a step of one worker in a run of T steps.
+
+    Only fresh ones observe.
+    """
     model, row, observes = worker.model, worker.row, fresh and worker.row.observes
     # If the loss mixes the examples of a batch, every order computes units separately, so that all
     # train on the same loss. With dealt examples the whole batch is the unit.
@@ -180,7 +181,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
     update = (worker.inner if exchanges else worker.rounds).update
     scales_rows = observes and worker.scale is not None
 
-    def step(state, batch, units, rate, t):
+    def step(state, batch, units, rate, t, total):
         gradients = unit_gradients(
             model.loss, units_per_step=units.shape[0], separate=separate, sketch=sketch
         )
@@ -193,7 +194,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             mean, rows = ordering.exchange_rows(rows, axis_name=AXIS)
         # The proximal correction depends on whether the batch is new.
         updates, opt_state = update(
-            mean, state.opt_state, state.params, rate=rate, fresh=jnp.bool_(fresh)
+            mean, state.opt_state, state.params, rate=rate, at=t / total, fresh=jnp.bool_(fresh)
         )
         scale = state.scale
         if scales_rows and worker.rounds.in_step:
@@ -205,7 +206,7 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             opt_state=opt_state,
             orders=worker.order.observe(state.orders, rows) if observes else state.orders,
             stats=_add(state.stats, jnp.mean(losses), bad, units, t),
-            averages=worker.averages.update(state.averages, state.params, t),
+            averages=worker.averages.update(state.averages, state.params, t, total),
             scale=scale,
         )
 
@@ -247,7 +248,7 @@ def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callab
         def body(t, state):
             units = units_at(t)
             given = take(batch, units) if fresh else held
-            return step(state, given, units, rates[t], t)
+            return step(state, given, units, rates[t], t, len(rates))
 
         # The number of steps is not compiled in.
         return jax.lax.fori_loop(start, stop, body, state)
@@ -256,11 +257,11 @@ def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callab
 
 
 def sync_of(worker: Worker) -> Callable:
-    """`(state, rate) -> state`: the sync of one worker."""
+    """`(state, rate, at) -> state`: the sync of one worker, with what `optimizers.inner` takes."""
     rounds = worker.rounds
 
-    def sync(state, rate):
-        params, opt_state = rounds.sync(state.params, state.opt_state, rate=rate)
+    def sync(state, rate, at):
+        params, opt_state = rounds.sync(state.params, state.opt_state, rate=rate, at=at)
         stats = state.stats
         if rounds.drift:
             stats = stats._replace(drift=stats.drift + rounds.drift(opt_state))

@@ -49,14 +49,9 @@ def timeline(plans: Plans, sizes: Sizes) -> Timeline:
     new = np.append(fresh[1:], True)  # the step after this one loads
     per_epoch = sizes.loads_per_epoch
     epoch_end = new & (following % per_epoch == 0) & (following > 0)
-    if plans.sync is None:  # before every load but the first
-        sync, first = new, np.maximum.accumulate(np.where(fresh, np.arange(len(fresh)), 0))
-    else:
-        steps = np.arange(plans.total_steps)
-        sync = plans.sync.syncs_after(steps)
-        first = plans.sync.start_at(steps)
-    rates = np.asarray(plans.rates, np.float32)
-    return Timeline(fresh, sync, epoch_end, load, rates[first])
+    steps, rates = np.arange(plans.total_steps), np.asarray(plans.rates, np.float32)
+    first = plans.sync.start_at(steps)
+    return Timeline(fresh, plans.sync.syncs_after(steps), epoch_end, load, rates[first])
 
 
 def cuts(line: Timeline, sizes: Sizes, *, streams: bool, sync_in_step: bool, stops=()):

@@ -44,7 +44,7 @@ def cells(comparison):
 
 def test_gains_are_paired_by_seed():
     head, _, base, own = cells(compared({"rr": RR, "cd_grab": FASTER}))
-    assert head[4:] == ["train loss", "less D-RR", "times fewer epochs at this lr"]
+    assert head[4:] == ["train loss", "less D-RR", "times fewer epochs at this lr (geometric mean)"]
     assert base == ["D-RR", "last", "0.1", "2", "1.5000 ± 6.3531", "-", "1.00"]
     assert own[5:] == ["-0.5000 ± 0.0000", "2.00"]
 

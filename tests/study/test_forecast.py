@@ -125,7 +125,7 @@ def test_the_corners_of_a_plan_reproduce_it():
 
 
 def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
-    """Through a stand-in for tf.data, or else NumPy."""
+    """Through a stand-in for tf.data, or else batch by batch."""
     task, read = TASKS["digits"](), []
 
     def batches(source, indices, *, batch_size):
@@ -137,7 +137,7 @@ def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
         raise ImportError
 
     recipe = task.recipe._replace(units_per_step=4, unit_size=16)
-    for reader, source in ((batches, "tf.data"), (absent, "NumPy gather")):
+    for reader, source in ((batches, "tf.data"), (absent, "one by one")):
         monkeypatch.setattr(ordering.input, "batches", reader)
         speed = timing.measure(task, recipe, rounds=2, per_round=20)
         assert speed.load > 0 and speed.step > 0

@@ -21,8 +21,10 @@ def test_perplexity_is_the_exponential_of_the_mean_nats_of_a_token():
     bigrams = models.Model(None, None, lambda table, x: table[x])
     scores = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
     expected = np.exp(-scores[x, y].mean())
-    found = METRICS["perplexity"].measure(bigrams)(jnp.asarray(table), None, {"x": x, "y": y})
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    metric = METRICS["perplexity"]
+    mean = metric.measure(bigrams)(jnp.asarray(table), None, {"x": x, "y": y})
+    assert metric.of_mean(float(mean)) == pytest.approx(expected, rel=1e-5)
+    assert metric.of_mean(1e4) == np.inf, "without a warning"
 
 
 @pytest.mark.parametrize("horizon", [1, 2, 5])

@@ -50,11 +50,11 @@ def test_muon_takes_matrices_of_layers_and_its_weight_decay_falls_and_rises():
     w, g = np.eye(3, 2, dtype=np.float32), np.arange(6, dtype=np.float32).reshape(3, 2) - 2
     params = {"layer": {"kernel": w, "bias": np.ones(2, np.float32)}, "tokens": w}
     grads = {"layer": {"kernel": g, "bias": np.ones(2, np.float32)}, "tokens": g}
-    ours, muon = optimizers.inner(recipe, steps=15), contrib.scale_by_muon(beta=0.9)
+    ours, muon = optimizers.inner(recipe), contrib.scale_by_muon(beta=0.9)
     state, theirs = ours.init(params), muon.init(jnp.array(w))
-    step = jax.jit(lambda state: ours.update(grads, state, params, rate=0.2))
+    step = jax.jit(lambda state, t: ours.update(grads, state, params, rate=0.2, at=t / 15))
     for t in range(15):
-        found, state = step(state)
+        found, state = step(state, t)
         move, theirs = muon.update(jnp.array(g), theirs)
         decay = 0.5 * np.interp(t, [0, 2, 8, 15], [1, 1, 1 / 8, 0.93 / 0.8])
         kernel, bias = found["layer"]["kernel"], found["layer"]["bias"]

@@ -44,7 +44,7 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
 
     def look(step, state):
         weights.append(flat(program.mean_params(state)))
-        found[step] = jax.tree.map(np.asarray, program.averaged(state, step))
+        found[step] = jax.tree.map(np.asarray, program.averaged(state, step, STEPS))
         return {}
 
     trained(program, plans, evaluate=look, evaluate_at=range(STEPS))
@@ -58,8 +58,12 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
         # The last weights alone are something else.
         assert np.abs(flat(found[STEPS][name]) - weights[-1]).max() > 1e-6
     seldom = {}
-    given = {"evaluate": lambda t, state: seldom.update({t: program.averaged(state, t)}) or {}}
-    trained(program, plans, evaluate_at=[LOADS], **given)
+
+    def keep(t, state):
+        seldom[t] = program.averaged(state, t, STEPS)
+        return {}
+
+    trained(program, plans, evaluate_at=[LOADS], evaluate=keep)
     for t, means in seldom.items():
         jax.tree.map(np.testing.assert_array_equal, means, found[t])
 
@@ -67,17 +71,17 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
 def test_the_moving_average_is_that_of_optax():
     decay, weights = math.exp(-1 / (3 * 4)), np.linspace(1, 2, 50, dtype=np.float32)
     recipe = SETTING._replace(average=("ema",), ema_epochs=(3.0,))
-    slow, add = optax.ema(decay), jax.jit(averages_of(recipe, steps=4, total=50).update)
+    slow, add = optax.ema(decay), jax.jit(averages_of(recipe, steps=4).update)
     state, means = slow.init(weights[0]), {"ema_3": np.float32(7)}
     for t, x in enumerate(weights, 1):
         other, state = slow.update(x, state)
-        means = add(means, x, t)
+        means = add(means, x, t, 50)
         np.testing.assert_allclose(means["ema_3"], other, rtol=1e-5)
 
 
 def test_without_an_average_the_state_holds_none():
     program = built("rr", "parallel")
-    assert program.init(0).averages == {} and program.averaged(program.init(0), 0) == {}
+    assert program.init(0).averages == {} and program.averaged(program.init(0), 0, STEPS) == {}
 
 
 def test_the_average_with_the_lowest_training_loss_is_recorded():

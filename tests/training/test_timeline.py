@@ -23,14 +23,13 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw, by_loads=False):
+def cases(draw):
     total = draw(st.integers(1, 40))
     fresh = np.array([True, *draw(st.lists(st.booleans(), min_size=total - 1, max_size=total - 1))])
     starts = sorted({0} | draw(st.sets(st.integers(0, total - 1))))
     units = draw(st.integers(1, 11))
     sizes = Sizes(draw(st.integers(1, 3)), units, draw(st.integers(1, units)), 1)
-    sync = None if by_loads else SyncPlan(starts, total)
-    plans = Plans(sync, EchoPlan(fresh), np.linspace(1, 0.1, total))
+    plans = Plans(SyncPlan(starts, total), EchoPlan(fresh), np.linspace(1, 0.1, total))
     stops = frozenset(draw(st.sets(st.integers(0, total + 3))))
     return Case(plans, sizes, draw(st.booleans()), draw(st.booleans()), stops)
 
@@ -55,7 +54,7 @@ def by_hand(case):
     for t in range(total):
         load += int(plans.echo.fresh[t])
         new = t + 1 == total or bool(plans.echo.fresh[t + 1])
-        sync = new if plans.sync is None else t + 1 == total or t + 1 in plans.sync.starts
+        sync = t + 1 == total or t + 1 in plans.sync.starts
         place = load % sizes.loads_per_epoch
         left = sizes.num_units - place * sizes.units_per_step
         ended = new and place + 1 == sizes.loads_per_epoch
@@ -64,7 +63,7 @@ def by_hand(case):
     return [np.array(column) for column in zip(*rows, strict=True)]
 
 
-@given(st.one_of(cases(), cases(by_loads=True)))
+@given(cases())
 def test_the_timeline_is_what_happens_step_by_step(case):
     line = timeline.timeline(case.plans, case.sizes)
     load, sync, epoch_end, rate, units = by_hand(case)
@@ -75,7 +74,7 @@ def test_the_timeline_is_what_happens_step_by_step(case):
     np.testing.assert_array_equal(timeline.units_of(line.load, case.sizes), units)
 
 
-@given(st.one_of(cases(), cases(by_loads=True)), st.integers(1, 9))
+@given(cases(), st.integers(1, 9))
 def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
     line, found = segments(case, most=most)
     units = timeline.units_of(line.load, case.sizes)
@@ -96,7 +95,7 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
         assert s.rate == line.round_rate[s.stop - 1]
 
 
-@given(st.one_of(cases(), cases(by_loads=True)))
+@given(cases())
 def test_the_kinds_are_those_of_all_segments(case):
     line, found = segments(case)
     options = {"sync_in_step": case.sync_in_step}
