@@ -206,12 +206,11 @@ def run(values: absl_flags.FlagValues) -> None:
     if values.order_share:
         return share_of_order(values)
     print("Reading the recorded runs", file=sys.stderr, flush=True)
-    known = factorials.load()
     if values.map:
         with report.opened("machine_map", values) as folder:
-            machine_map.write_map(known, folder)
+            machine_map.write_map(factorials.load(), folder)
     else:
-        advise(known, values)
+        advise(factorials.load(), values)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from experiments.study.tables import ECHO_POLICIES
 from experiments.tasks import ranges
 from experiments.tasks.metrics import METRICS
 
-COSTS = {"step": "steps", "loads": "loads", "allreduces": "volume", "seconds": "seconds"}
+COSTS = {"step": "steps", "loads": "loads", "allreduces": "all-reduces", "seconds": "seconds"}
 # The first level of every factor is that of usual data-parallel training.
 FIRST = ("rr", "parallel", "none")
 LEVELS = ("baseline", *tables.TABLES)  # flags

@@ -92,10 +92,19 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
         )
     processes.wait(f"settings of {folder}")  # before the first of them writes
     if overwrite and processes.is_first():  # before the new settings are there
-        shutil.rmtree(os.path.join(folder, "checkpoints"), ignore_errors=True)
+        _forget(os.path.join(folder, "checkpoints"))
         _remove(folder, METRICS, HASHES)
     files.write_json(path, settings)
     files.write_json(os.path.join(folder, "versions.json"), versions())
+
+
+def _forget(path):
+    """Deletes a folder; of a link to one the link alone, as what lies elsewhere is not ours."""
+    with files.advised(path):
+        if os.path.islink(path):
+            os.unlink(path)
+        elif os.path.exists(path):
+            shutil.rmtree(path)
 
 
 def _remove(folder, *names):

@@ -2,12 +2,14 @@
 
 import html
 import json
+import re
 import sys
 import types
 
 from PIL import Image
 
 from experiments.results import report
+from experiments.results.tables import markdown
 
 EVIL = "<script>alert(1)</script>&"
 
@@ -30,3 +32,22 @@ def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
     assert html.escape("python -m experiments.qsr '--data_dir=my dir' '--x=") in text
     assert text.count("<td>") == 2 and text.count('src="data:image/png;base64,') == 1
     assert "http" not in text.replace("http-equiv", "")  # nothing is loaded
+
+
+LABELS = [
+    "<img src=x onerror=alert(1)>", "![x](http://evil.example/x.png)", "[x](http://evil.example)",
+    "<http://evil.example>", "![x](data:image/png;base64,AAAA)", "`code`", "a & b", "&lt;b&gt;",
+]  # fmt: skip
+
+
+def test_markup_in_labels_stands_as_it_is(tmp_path):
+    """Nothing in a cell, a text or a name becomes a picture, a link or a tag."""
+    rows = [{"arm": label, label: 1} for label in LABELS[:1]] + [{"arm": x, "": 1} for x in LABELS]
+    texts = {f"table_{label}.md": f"{label}\n\n{markdown([row])}"
+             for label, row in zip([*LABELS, "last"], rows, strict=True)}  # fmt: skip
+    report.write_page(str(tmp_path), LABELS[0], pictures=[], texts=texts)
+    page = (tmp_path / "report.html").read_text()
+    body = page.split("<body>")[1]
+    found = set(re.findall(r"<(\w+)", body))
+    assert found == {"h1", "h2", "h3", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
+    assert all(body.count(html.escape(label, quote=False)) >= 2 for label in LABELS[1:5])

@@ -100,6 +100,40 @@ def test_seed_0_chooses_finalists_and_the_mean_over_most_seeds_decides():
     assert statistics.best_rate(first, "rr", 2.0, last) is None
 
 
+def of_rates(values, scalar="train/loss"):
+    """Runs at rates: {rate: [last loss of seed 0, 1, ...]}."""
+    return [
+        r for rate, losses in values.items() for seed, loss in enumerate(losses)
+        for r in run("rr", rate, seed, [9, loss])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("values,best", [
+    ({0.1: [0.5], 0.2: [1.0, 1.0]}, 0.1),  # a further seed of the worse one
+    ({0.1: [0.5] * 5, 0.2: [1.0] * 6}, 0.1),
+    ({0.1: [0.5] * 3, 0.2: [1.0] * 6, 0.4: [0.9] * 7}, 0.1),
+    ({0.1: [0.5] * 3, 0.2: [0.4] * 6, 0.4: [0.9] * 7}, 0.2),
+    ({0.1: [0.5], 0.2: [0.6, 0.1], 0.4: [0.9]}, 0.1),  # its good second seed has no rival
+    ({0.1: [0.3, 0.9], 0.2: [0.4, 0.4], 0.4: [0.5]}, 0.2),  # 0.4 lost on the seed that it has
+    ({0.1: [1.0, 0.1], 0.2: [0.9, 0.9, 0.0]}, 0.1),  # means 0.55 and 0.9 of the shared seeds
+    ({0.1: [0.5, 0.5], 0.2: [0.5, 0.5, 0.9]}, 0.2),  # equal on both: the one with more seeds
+])  # fmt: skip
+def test_rates_are_compared_on_the_seeds_that_they_share(values, best):
+    for sign in (1, -1):
+        scalar = "train/loss" if sign > 0 else "valid/accuracy"
+        criterion = Criterion(scalar, lower=sign > 0)
+        assert statistics.best_rate(of_rates(values), "rr", None, criterion) == best
+    assert statistics.best_rate(of_rates(values), "rr", None, LOWEST) == best
+    reach = Criterion(when="target", target=0.0)  # none arrives but 0.2 with its last seed
+    found = statistics.best_rate(of_rates({0.1: [0.0], 0.2: [1.0, 0.0]}), "rr", None, reach)
+    assert found == 0.1
+
+
+def test_seeds_that_no_other_rate_has_count_where_none_is_shared():
+    kept = run("rr", 0.1, 0, [9, 2]) + run("rr", 0.2, 1, [9, 1]) + run("rr", 0.2, 2, [9, 1])
+    assert statistics.best_rate(kept, "rr", None, Criterion()) == 0.2
+
+
 def test_a_rate_with_a_diverging_seed_is_dropped():
     last = Criterion()
     kept = both("rr", 0.1, [3, 2]) + both("rr", 0.2, [3, 1]) + both("rr", 0.4, [3, 1.5])

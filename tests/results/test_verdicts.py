@@ -94,6 +94,30 @@ def test_recording_a_run_gives_a_verdict_and_makes_the_page_stale(
             pages()
 
 
+def test_counts_keep_what_papers_say_and_what_is_ours_apart():
+    """Every claim is in one line; a sign alone is no size; and it is said how many were tested."""
+    one, verdict = ("hmda",), verdict_page.rows({}, verdicts.claims())[0].verdict
+    seen = verdict._replace(word="reproduced", found=Interval(0.2, 0.1, 0.3))
+    rows = [
+        verdict_page.Row(Claim(f"{paper} {size}", paper, one, size=size), [found])
+        for paper, size, found in (
+            ("4 times", 1.4, seen), ("higher", 0.0, seen), ("-", 0.0, seen), ("-", 0.0, seen),
+            ("~2", 0.7, seen._replace(word="opposite")), ("~2", 0.7, verdict),
+        )
+    ]  # fmt: skip
+    *lines, _, text, _, _ = verdict_page.count(rows).splitlines()
+    assert lines == [
+        "- 3 published with a size: 1 reproduced, 1 opposite, 1 not run.",
+        "- 1 published as a sign, or as a gain that goes: 1 reproduced.",
+        "- 2 ours, of a sign, which no paper states: 2 reproduced.",
+    ]
+    assert text.startswith("5 claims were tested, each at an error rate of its own, 5 % over all")
+    page = (verdicts.DOCS / "index.md").read_text()
+    found = verdict_page.rows(verdict_page.load(), verdicts.claims())
+    assert verdict_page.count(found) in page
+    assert sum(int(n) for n in re.findall(r"^- (\d+) (?:published|ours)", page, re.M)) == len(found)
+
+
 def test_the_pages_explain_the_rule_and_show_every_picture():
     readme, results = (path.read_text() for path in verdicts.PAGES)
     assert all(f"| **{word}** " in readme for word in VERDICTS)

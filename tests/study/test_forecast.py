@@ -1,5 +1,6 @@
 """The cost of plans before a run, and communication times from measured totals."""
 
+import math
 import pathlib
 
 import numpy as np
@@ -10,7 +11,12 @@ import local_opt
 import ordering.input
 from experiments import forecast, published, timing
 from experiments.results import archive
+from experiments.study import flags, recipes, trainer
+from experiments.study.study import Arm
+from experiments.study.tables import SYNC_RULES
 from experiments.tasks import TASKS
+from local_opt import WIRES
+from tests.sources import Examples
 from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -113,6 +119,66 @@ def test_flags_replace_a_settings_values():
     assert plans["QSR"].periods.min() == 4
 
 
+def rows_of(text):
+    lines = [[c.strip() for c in x.strip("|").split("|")] for x in text.split("\n") if "|" in x]
+    return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+
+
+def rounds_by_hand(rates, warmup, h_base, growth):
+    """QSR's rounds, one after another."""
+    t, rounds = 0, 0
+    while t < len(rates):
+        grown = h_base if t < warmup else math.floor((growth / rates[t]) ** 2)
+        t, rounds = t + max(h_base, grown), rounds + 1
+    return rounds
+
+
+def test_a_forecast_plans_as_the_study_with_the_same_flags_does():
+    """An epoch of ViT-B has 312 loads: falls every 100 of 300 epochs, and ends every half."""
+    given = ["--task=imagenet_vit_b", "--schedule=step", "--decay_every=100"]
+    text = forecast.forecast_of("imagenet_vit_b", parsed(forecast, *given, "--arms=qsr"))[1]
+    rates = np.minimum(1, np.arange(93_600) / 10_000) * 0.1 ** (np.arange(93_600) // 31_200)
+    rounds = rounds_by_hand(rates, 10_000, 4, 2.1875)
+    assert rows_of(text)["QSR"]["rounds"] == str(rounds) == "7867"
+    for more in (["--schedule=cycles"], ["--schedule=cosine", "--warmup_steps=77"]):
+        more = ["--task=digits_mlp", "--step_seconds=1", "--total_steps=103", *more]
+        rules = ["qsr", "inverse", "constant+half", "qsr+fragments2", "every_load", "swap"]
+        values = parsed(forecast, *more, f"--arms={','.join(rules)}")
+        plans = forecast.forecast_of("digits_mlp", values)[2][1]
+        task, recipe = recipes.load("digits_mlp", abstract=True)
+        recipe = recipe._replace(**flags.recipe_fields(values))
+        for rule in rules:
+            own = trainer.plans_of(task, recipe, Arm(rule, sync=rule), rate=0.2, seed=3)
+            assert plans[SYNC_RULES[rule].label] == own.sync, rule
+
+
+def test_a_forecast_counts_what_wires_and_fragments_send():
+    """Bytes and seconds are those of the syncs; volume is their share of a sync in every step."""
+    size, workers, rules = 86_567_656, 16, ["qsr", "qsr+int8", "constant", "constant+fragments2"]
+    values = parsed(forecast, f"--arms={','.join([*rules, 'constant+fragments2+int4'])}")
+    rows = rows_of(forecast.forecast_of("imagenet_vit_b", values)[1])
+    whole = 2 * (workers - 1) / workers * size * 4
+    sent = {
+        "QSR": 9711 * whole,
+        "QSR, int8": 9711 * local_opt.sync_bytes(size, num_workers=16, wire=WIRES["int8"]),
+        "constant H": 23_400 * whole,
+        "constant H, 2 fragments": 23_400 * whole,
+        "constant H, 2 fragments, int4": 23_400
+        * local_opt.sync_bytes(size, num_workers=16, wire=WIRES["int4"]),
+    }
+    assert set(rows) == set(sent)
+    hours = float(rows["QSR"]["compute h"])
+    for label, expected in sent.items():
+        row = rows[label]
+        assert row["GB sent"] == f"{expected / 1e9:,.0f}"
+        assert row["volume"] == f"{expected / (93_600 * whole):.3%}"
+        slow = hours + 8 * expected / 10e9 / 3600
+        assert float(row["h at 10 Gb/s"]) == pytest.approx(slow, abs=0.011)
+    alone = parsed(forecast, "--workers=1", "--step_seconds=1", "--arms=constant,constant+int8")
+    rows = rows_of(forecast.forecast_of("digits", alone)[1])
+    assert {(r["GB sent"], r["volume"]) for r in rows.values()} == {("0", "25.000%")}
+
+
 def test_the_corners_of_a_plan_reproduce_it():
     plan = local_opt.qsr(
         optax.cosine_decay_schedule(0.1, 200), total_steps=200, alpha=0.1, h_base=2
@@ -143,5 +209,9 @@ def test_loads_are_timed_on_the_path_that_reads_them(monkeypatch):
         assert speed.load > 0 and speed.step > 0
         assert speed.label == f"digits, batch 64, measured here, {source}"
     assert read == 60 * [64]  # a round to warm up, and two that count
+    read_data = task._replace(train=Examples(task.train))  # a source, which no arrays hold
+    monkeypatch.undo()
+    found = timing.measure(read_data, recipe, rounds=2, per_round=3)
+    assert found.load > 0 and found.label.startswith("digits, batch 64, measured here, ")
     with pytest.raises(ValueError, match="unit_size is 2000: digits has 1536"):
         timing.measure(task, recipe._replace(units_per_step=125))

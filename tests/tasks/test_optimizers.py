@@ -9,6 +9,7 @@ from optax import contrib
 
 from experiments.tasks import Recipe
 from experiments.training import optimizers
+from syncopate.schedules import evaluate_schedule
 
 STEPS = 40
 
@@ -73,6 +74,20 @@ def test_a_warmup_is_linear_and_part_of_the_run(name):
     falls = [t for t in range(9, STEPS) if float(rate(t)) < 0.9 * float(rate(t - 1))]
     if name == "step":  # counted from the run's first step, not from the warmup's end
         assert falls == [15, 30]
+
+
+@pytest.mark.parametrize("total,warmup,every", [
+    (1000, 200, 300), (1000, 100, 300), (1000, 0, 300), (1000, 250, 100), (1000, 300, 300),
+    (1001, 999, 7), (40, 1, 39), (40, 39, 1),
+])  # fmt: skip
+def test_a_staircase_falls_to_the_end_of_the_run(total, warmup, every):
+    """Falls are at all multiples of `every`, however long the warmup is."""
+    recipe = Recipe(1, 1, 1, (0.2,), schedule="step", warmup_steps=warmup, decay_factor=0.5,
+                    decay_every=every)  # fmt: skip
+    rates = evaluate_schedule(optimizers.schedule(recipe, total, 1), total, "lr")
+    steps = np.arange(total)
+    rise = np.where(steps < warmup, steps / max(1, warmup), 0.5 ** (steps // every))
+    np.testing.assert_allclose(rates, rise, rtol=1e-6)
 
 
 def test_the_cosine_with_a_warmup_equals_optax():

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from experiments.cluster import strict
-from experiments.training import measure
+from experiments.training import measure, optimizers
 from experiments.training.averages import AVERAGES, averages_of
 from tests import reference
 from tests.commands import records, train_run
@@ -66,6 +66,46 @@ def test_averages_are_those_of_the_weights_after_every_step(sync, echo):
     trained(program, plans, evaluate_at=[LOADS], evaluate=keep)
     for t, means in seldom.items():
         jax.tree.map(np.testing.assert_array_equal, means, found[t])
+
+
+@pytest.mark.parametrize("total", [2 * STEPS, 2 * STEPS + LOADS - 1, STEPS - 7, 2])
+def test_late_averages_are_of_the_end_of_the_run_not_of_the_recipe(total):
+    """Of slow input a run is longer than its recipe says; one program serves both."""
+    program = built("rr", "parallel", average=("swa",))
+    plans = plans_of("parallel", "none", total_steps=total, warmup_steps=0)
+    weights, found = [], {}
+
+    def look(step, state):
+        weights.append(flat(program.mean_params(state)))
+        found[step] = flat(program.averaged(state, step, total)["swa"])
+        return {}
+
+    trained(program, plans, evaluate=look, evaluate_at=range(total))
+    _, *weights = weights
+    for t in (total // 2, total):
+        past = [k for k in range(LOADS, total + 1, LOADS)][-4:]
+        ends = [(i, weights[k - 1]) for i, k in enumerate(past, 1) if k <= t]
+        ends = ends or [(1, weights[t - 1])]
+        own = sum(i * x for i, x in ends) / sum(i for i, _ in ends)
+        np.testing.assert_allclose(found[t], own, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sync,steps", [
+    ("parallel", range(2 * STEPS)), ("constant", range(2 * STEPS)),
+    ("accumulate", range(1, 2 * STEPS, 2)),  # H = 2: updates come after every second step
+])  # fmt: skip
+def test_optimizers_know_which_share_of_the_run_is_over(sync, steps, monkeypatch):
+    def moved(grads, state, params=None, *, at, **extra):
+        return jax.tree.map(lambda g: jax.numpy.full_like(g, at), grads), state
+
+    row = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), moved)
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "momentum", lambda decay, momentum: (row,))
+    program = built.__wrapped__("rr", sync)
+    plans = plans_of(sync, "none", total_steps=2 * STEPS, warmup_steps=0, schedule="constant")
+    outcome, _ = trained(program, plans, evaluate_at=[])
+    start = flat(program.mean_params(program.init(0)))
+    expected = start - 0.3 * sum(t / (2 * STEPS) for t in steps)
+    np.testing.assert_allclose(flat(program.mean_params(outcome.state)), expected, rtol=1e-4)
 
 
 def test_the_moving_average_is_that_of_optax():

@@ -18,6 +18,7 @@ from experiments.training.config import Plans
 from local_opt.workers import worker_mesh
 from ordering.echo import EchoPlan
 from tests import little_run, tables
+from tests.sources import Examples
 from tests.words import each
 
 RECIPE = Recipe(
@@ -258,3 +259,33 @@ def test_evaluation_in_chunks_equals_the_whole(monkeypatch):
     whole = values()
     monkeypatch.setattr(metrics, "CHUNK", 10)
     np.testing.assert_allclose(values(), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_metrics_of_a_source_are_those_of_its_arrays(halves, monkeypatch):
+    """However it is read: a perplexity is of the mean of all tokens, not a mean of perplexities."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(7, size=(23, 5, 2)).astype(np.int32)
+    data = {"x": words[..., 0], "y": words[..., 1]}
+    table = 9 * rng.normal(size=(7, 7)).astype(np.float32)  # some tokens cost much more than others
+    scores = table - np.log(np.exp(table - table.max(1, keepdims=True)).sum(1, keepdims=True))
+    scores -= table.max(1, keepdims=True)
+    nats = -scores[data["x"], data["y"]].mean(axis=1)
+
+    def loss(table, batch, key):
+        return -jax.nn.log_softmax(table[batch["x"]])[
+            jnp.arange(len(batch["y"]))[:, None], jnp.arange(5), batch["y"]
+        ].mean(axis=1)
+
+    model = models.Model(lambda key: jnp.asarray(table), loss, lambda table, x: table[x])
+    recipe = Recipe(1, 4, 1, (0.1,), metric="loss", target=0.1)
+    monkeypatch.setattr(measure, "CHUNK", 5)
+    for train in (data, Examples(data)):
+        task = Task("bigrams", model, train, train, recipe, metric="perplexity")
+        begin, _ = measure.evaluator(task, recipe, halves=halves)
+        found = begin(jnp.asarray(table))()
+        middle = 11 if halves else 0
+        tested = nats[middle : 2 * middle or 23].mean()
+        assert found["test/perplexity"] == pytest.approx(np.exp(tested), rel=1e-4)
+        assert found["test/loss"] == pytest.approx(tested, rel=1e-4)
+        assert found["train/loss"] == pytest.approx(nats.mean(), rel=1e-4)

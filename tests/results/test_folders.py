@@ -1,0 +1,126 @@
+"""What a report does to a folder in which something lies already."""
+
+import json
+import os
+
+import pytest
+
+from experiments import advise, combined, forecast, herding, order_error, quorum, slow_sde
+from experiments.cluster import lock
+from experiments.results import records
+from experiments.study import factorials
+from tests.commands import SHORT, train_run
+from tests.studies import RUN, SMALL, parsed, start
+
+FEW = ["--num_vectors=40", "--rounds=2", "--workers=2,4"]
+REPORTS = {
+    "herding": (herding.main, herding, FEW),
+    "slow_sde": (slow_sde.main, slow_sde, []),
+    "order_error": (order_error.main, order_error, ["--questions=errors"]),
+    "quorum": (quorum.main, quorum, ["--notraining"]),
+    "forecast": (forecast.main, forecast, ["--arms=parallel"]),
+    "presets": (forecast.main, forecast, ["--task=presets"]),
+    "map": (advise.run, advise, ["--map"]),
+}
+
+
+def content(folder):
+    """{path: bytes} of all files but the lock."""
+    found = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {path: text for path, text in found.items() if path.name != lock.NAME}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run of `train`, with its checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    train_run(SHORT, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_report_refuses_the_folder_of_another_command(name, linked, trained, tmp_path):
+    """Before it has computed anything, and whether the folder is given by its name or by a link."""
+    main, module, arguments = REPORTS[name]
+    before = content(trained)
+    assert any("checkpoints" in str(path) for path in before)
+    folder = tmp_path / "link" if linked else trained
+    if linked:
+        folder.symlink_to(trained)
+    with pytest.raises(ValueError, match=r"other settings \(.*command.* or pass --overwrite"):
+        main(parsed(module, *arguments, f"--output_dir={folder}"))
+    assert content(trained) == before
+
+
+def test_a_report_refuses_what_other_flags_have_made_and_repeats_what_its_own_have(tmp_path):
+    given = [*FEW, f"--output_dir={tmp_path}"]
+    herding.main(parsed(herding, *given))
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match=r"other settings \(rounds: 2 there, 3 here\)"):
+        herding.main(parsed(herding, *given, "--rounds=3"))
+    assert content(tmp_path) == before
+    (tmp_path / "notes.md").write_text("mine")
+    herding.main(parsed(herding, *given))
+    names = {path.name for path in before}
+    assert {path.name for path in content(tmp_path)} == names | {"notes.md"}
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before[tmp_path / "metrics.jsonl"]
+    herding.main(parsed(herding, *given, "--rounds=3", "--overwrite"))
+    assert json.loads((tmp_path / "settings.json").read_text())["rounds"] == 3
+
+
+def test_a_report_refuses_records_without_settings_and_a_folder_in_use(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="holds metrics.jsonl and no settings.json"):
+        herding.main(parsed(herding, *FEW, f"--output_dir={tmp_path}"))
+    busy = tmp_path / "busy"
+    with lock.held(str(busy)), pytest.raises(SystemExit) as code:
+        herding.main(parsed(herding, *FEW, f"--output_dir={busy}"))
+    assert code.value.code == lock.BUSY and "is taken by another run" in capsys.readouterr().err
+    assert not (busy / "metrics.jsonl").exists()
+
+
+def test_overwriting_forgets_the_checkpoints_of_the_folder_and_those_of_no_other(tmp_path):
+    kept = tmp_path / "elsewhere" / "7"
+    kept.mkdir(parents=True)
+    (kept / "state").write_text("mine")
+    for folder, linked in ((tmp_path / "own", False), (tmp_path / "linked", True)):
+        records.open_folder(str(folder), {"seed": 0})
+        if linked:
+            (folder / "checkpoints").symlink_to(kept.parent)
+        else:
+            (folder / "checkpoints" / "7").mkdir(parents=True)
+        records.open_folder(str(folder), {"seed": 1}, overwrite=True)
+        assert not os.path.lexists(folder / "checkpoints")
+    assert (kept / "state").read_text() == "mine"
+
+
+def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
+    """Pictures of an earlier call, and of others, are not in the page; stale ones of ours go."""
+    given = [*SMALL, *RUN, "--echo_factor=2", "--learning_rates=0.1", "--seeds=1"]
+    start(combined, given, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and ">table_effects.md<" in page
+    foreign = tmp_path / "zz.png"
+    foreign.write_bytes((tmp_path / "effects.png").read_bytes())
+    (tmp_path / "table<img src=x>.md").write_text("theirs")
+    start(combined, [*given, "--arms=rr+constant,cd_grab+constant"], tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 1 and "theirs" not in page
+    assert not (tmp_path / "effects.png").exists() and foreign.exists()
+    assert "No effects: they are of the eight arms" in page
+
+    def nothing(*given):
+        return None
+
+    monkeypatch.setattr("experiments.results.plots.comparison", nothing)  # all runs diverged
+    start(combined, [*given, "--arms=rr+constant,cd_grab+constant"], tmp_path)
+    assert not (tmp_path / "comparison.png").exists()
+    assert "data:image/png;base64," not in (tmp_path / "report.html").read_text()
+
+
+def test_the_map_is_written_where_nothing_else_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(factorials, "load", lambda: pytest.fail("before anything is read"))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="holds checkpoints and no settings.json"):
+        advise.run(parsed(advise, "--map", f"--output_dir={tmp_path}"))
