@@ -282,7 +282,8 @@ def form_of(scalar: str) -> str:
 
 def markdown(rows: Sequence[Mapping]) -> str:
     """Rows with equal keys as an aligned Markdown table."""
-    lines = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
+    escaped = lambda cell: " ".join(str(cell).splitlines()).replace("|", "\\|")  # noqa: E731
+    lines = [[*map(escaped, line)] for line in (rows[0], *(row.values() for row in rows))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * w for w in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)

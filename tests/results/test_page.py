@@ -37,6 +37,7 @@ def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
 LABELS = [
     "<img src=x onerror=alert(1)>", "![x](http://evil.example/x.png)", "[x](http://evil.example)",
     "<http://evil.example>", "![x](data:image/png;base64,AAAA)", "`code`", "a & b", "&lt;b&gt;",
+    "a | b", "two\nlines", "",
 ]  # fmt: skip
 
 
@@ -51,3 +52,4 @@ def test_markup_in_labels_stands_as_it_is(tmp_path):
     found = set(re.findall(r"<(\w+)", body))
     assert found == {"h1", "h2", "h3", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
     assert all(body.count(html.escape(label, quote=False)) >= 2 for label in LABELS[1:5])
+    assert body.count("<td>a | b</td>") == body.count("<td>two lines</td>") == 1
