@@ -9,35 +9,39 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from local_opt.checks import check_scalar
 from local_opt.state import wide_zeros
+from local_opt.sync import averaged
 from local_opt.wires import Wire
 from syncopate.plans import check_number
 
 
 class Correction(NamedTuple):
-    """Pure functions of one worker, for `local_rounds(correction=...)`, without collectives.
+    """Pure functions of one worker, for `local_rounds(correction=...)`.
 
     Attributes:
       init: `params -> state`.
       gradient: `(grads, state, params) -> grads`, before the inner optimizer.
       update: `(updates, state, **extra) -> (updates, state)`, after it, with the step's extra
         arguments.
-      sync: `(state, *, own, mean, new) -> state`, from the worker's parameters before the sync, the
-        mean of all workers', and the new parameters: the mean, or the outer optimizer's.
+      sync: `(state, *, own, mean, new, axis_name, share) -> state`, from the worker's parameters
+        before the sync, the mean of all workers', and the new parameters: the mean, or the outer
+        optimizer's; with the workers' axis, and this worker's weight by the mean weight, or None.
     """
 
     init: Callable
     gradient: Callable = lambda grads, state, params: grads
     update: Callable = lambda updates, state, **extra: (updates, state)
-    sync: Callable = lambda state, *, own, mean, new: state
+    sync: Callable = lambda state, **found: state
 
 
 class ControlState(NamedTuple):
     """The state of one worker in `control_variates`."""
 
     against: Any  # c - c_w, float32 or wider; its sum over the workers is zero
+    start: Any  # a, the round's first parameters
     rates: jax.Array  # float32[], the sum of the rates of the round's steps
 
 
@@ -50,9 +54,13 @@ def control_variates() -> Correction:
     without it c is in units of updates, the same for a constant rate.
 
     With SGD this is SCAFFOLD, option II, with full participation: c_w <- c_w - c + (a - x_w) /
-    (H eta), where a are the round's first parameters, and c <- (a - x_bar) / (H eta), the mean of
-    the c_w. Only c - c_w is kept, as in ProxSkip, so nothing more is sent. The mean of the workers
-    moves as without a correction.
+    (H eta), where a are the round's first parameters, and c <- the mean of the c_w, which is
+    (a - x_bar) / (H eta). Only c - c_w is kept, as in ProxSkip, so one number more is sent. The
+    mean of the workers moves as without a correction.
+
+    Where workers took H_w steps, or other rates, each divides by its own H_w eta, and the mean of
+    (x_w - a) / (H_w eta) is sent, too: as many numbers as the parameters. A worker that took no
+    step keeps its c - c_w.
 
     The update is corrected, not the gradient, which gives the right units for every inner
     optimizer: momentum does not apply the correction 1 / (1 - m) times, and Adam does not rescale
@@ -69,7 +77,7 @@ def control_variates() -> Correction:
     rounds of one step at small rates, which need no correction, drift by it.
 
     Returns:
-      A `Correction`, for `local_rounds` and `local_steps`, with as many numbers as the parameters.
+      A `Correction`, for `local_rounds` and `local_steps`, with twice the parameters' numbers.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -93,24 +101,47 @@ def control_variates() -> Correction:
     """
 
     def init(params):
-        return ControlState(wide_zeros(params), jnp.zeros(()))
+        start = jax.tree.map(jnp.copy, params)
+        return ControlState(wide_zeros(params), start, jnp.zeros((), jnp.float32))
 
     def update(updates, state, *, rate=1.0, **extra):
         del extra
         check_scalar("rate", rate, jnp.integer, jnp.floating)
         eta = jnp.asarray(rate, jnp.float32)
-        updates = jax.tree.map(lambda u, c: (u - eta * c).astype(u.dtype), updates, state.against)
+        updates = jax.tree.map(
+            lambda u, c: (u.astype(c.dtype) - eta.astype(c.real.dtype) * c).astype(u.dtype),
+            updates, state.against,
+        )  # fmt: skip
         return updates, state._replace(rates=state.rates + eta)
 
-    def sync(state, *, own, mean, new):
-        del new
+    def sync(state, *, own, mean, new, axis_name, share):
         # A round without steps, or with a rate of 0, has moved no worker.
-        scale = jnp.where(state.rates > 0, 1 / jnp.where(state.rates > 0, state.rates, 1), 0)
-        against = jax.tree.map(
-            lambda c, x, m: c + scale * (x.astype(c.dtype) - m.astype(c.dtype)),
-            state.against, own, mean,
-        )  # fmt: skip
-        return state._replace(against=against, rates=jnp.zeros_like(state.rates))
+        moved = state.rates > 0
+        scale = jnp.where(moved, 1 / jnp.where(moved, state.rates, 1), 0)
+        counts = jnp.ones((), bool) if share is None else share != 0
+
+        def per_rate(base):
+            wide = lambda x, c: x.astype(c.dtype)  # noqa: E731
+            return jax.tree.map(
+                lambda c, x, b: scale.astype(c.real.dtype) * (wide(x, c) - wide(b, c)),
+                state.against, own, base,
+            )  # fmt: skip
+
+        def even():
+            return per_rate(mean)
+
+        def uneven():
+            found, taken = per_rate(state.start), moved & counts
+            weight = jnp.where(taken, 1.0 if share is None else share, 0)
+            of_all, _ = averaged(found, axis_name, weight)
+            return jax.tree.map(lambda d, m: jnp.where(taken, d - m, 0), found, of_all)
+
+        ends = jnp.where(counts, state.rates, 0), -jnp.where(counts, state.rates, jnp.inf)
+        most, least = lax.pmax(jnp.stack(ends), axis_name)
+        change = lax.cond(most > -least, uneven, even)
+        against = jax.tree.map(jnp.add, state.against, change)
+        start = jax.tree.map(jnp.copy, new)  # both are donated
+        return ControlState(against, start, jnp.zeros_like(state.rates))
 
     return Correction(init, update=update, sync=sync)
 
@@ -151,8 +182,8 @@ def proximal(strength: float) -> Correction:
             lambda g, x, a: (g + strength * (x - a)).astype(g.dtype), grads, params, state
         )
 
-    def sync(state, *, own, mean, new):
-        del state, own, mean
+    def sync(state, *, new, **found):
+        del state, found
         return jax.tree.map(jnp.copy, new)  # both are donated
 
     return Correction(lambda params: jax.tree.map(jnp.copy, params), gradient=gradient, sync=sync)

@@ -79,7 +79,8 @@ def normalize_by_period(
     """Corrects an outer optimizer for rounds of different lengths.
 
     The change of a round of H steps is scaled by H_base / H, and the update by H / H_base. The
-    outer optimizer's state then holds changes per H_base steps, whatever the round's length.
+    outer optimizer's state then holds changes per H_base steps, whatever the round's length. If
+    workers took different numbers of steps, H is their mean, weighted as the sync is.
     Nothing changes for H = H_base, or for plain averaging.
 
     Outer momentum multiplies a steady change by lr / (1 - m). The long last rounds of a growing

@@ -11,7 +11,7 @@ from local_opt import state as state_lib
 from local_opt.checks import check_kind, checked_calls
 from local_opt.outer import checked
 from local_opt.rounds import Rounds
-from local_opt.sync import synchronize
+from local_opt.sync import check_own, synchronize
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 
@@ -55,6 +55,7 @@ def parallel_rounds(inner: optax.GradientTransformation, *, axis_name: AxisName 
         return state_lib.apart(inner.init(params), params)
 
     def update(grads, state, params=None, *, weight=None, **extra):
+        check_own(grads, axis_name)
         mean = synchronize(grads, axis_name=axis_name, weight=weight)
         return inner.update(mean, state, params, **extra)
 
@@ -121,6 +122,7 @@ def accumulated_rounds(
 
     def update(grads, state, params=None, **extra):
         del params, extra
+        check_own(grads, axis_name)
         since = state.since + 1
         mean = jax.tree.map(
             lambda m, g: m + (g.astype(m.dtype) - m) / since.astype(m.real.dtype), state.mean, grads

@@ -13,7 +13,7 @@ from local_opt import state as state_lib
 from local_opt.checks import check_kind, checked_calls
 from local_opt.drift import Correction, check_correction
 from local_opt.outer import checked, outer_step
-from local_opt.sync import averaged, nothing_lost, synchronize_changes
+from local_opt.sync import averaged, check_own, nothing_lost, synchronize_changes
 from local_opt.weights import if_counted
 from local_opt.wires import Wire, check_wire
 from local_opt.workers import AXIS, AxisName
@@ -75,7 +75,9 @@ def local_rounds(
     does not change the mean even if its parameters are NaN. It gets the mean as all others do, and
     keeps what stays local. If all weights are zero there is no mean, and a weight that is negative
     or not finite is a mistake. A compiled program cannot raise an error, and to leave out the sync
-    would hide it: all parameters become NaN, as the next loss shows.
+    would hide it: all parameters become NaN, as the next loss shows. Only the ratios of weights
+    count, whatever their size. The sum of the workers' numbers must fit float32: it is infinite
+    for parameters near 3e38 / W.
 
     Args:
       inner: the workers' optimizer.
@@ -88,7 +90,8 @@ def local_rounds(
         `sync(..., parts=("params", "nu"))`, static, syncs these parts alone, so that each can have
         its own plan, as in DES-LOC; a state under one policy is the part "opt_state".
       outer: an optax optimizer that takes a - x_bar as its gradient; None is plain averaging. It
-        gets the number of steps of the round as the extra argument `period`.
+        gets the number of steps of the round as the extra argument `period`, float32[]: the mean
+        of the workers', with the weights of the sync, if they took different numbers of steps.
       wire: the format in which the parameters' changes since the last sync are sent, as
         `WIRES["int8"]`; None for no rounding. The optimizer state is never rounded.
       correction: `control_variates` or `proximal`, against drift between syncs; not with a wire.
@@ -105,7 +108,8 @@ def local_rounds(
     Raises:
       ValueError: for unknown or conflicting options; from `init`, for fields that the optimizer
         state lacks, local fields that would undo a sync, or parameters that are not floating; from
-        `update` and `sync`, for gradients or states of other parameters or another optimizer.
+        `update` and `sync`, for gradients or states of other parameters or another optimizer, or
+        gradients that JAX has added up over the workers, as types show.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -152,6 +156,7 @@ def local_rounds(
         return state_lib.in_place(state, params, specs)
 
     def update(grads, state, params=None, **extra):
+        check_own(grads, axis_name)
         grads = correction.gradient(grads, state.correction, params)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         updates, own = correction.update(updates, state.correction, **extra)
@@ -162,10 +167,12 @@ def local_rounds(
         given = params, state
         chosen = state_lib.policy_of_leaves(state.inner, policies, parts)
         moves = parts is None or state_lib.PARAMS in parts
+        check_own(params if moves else (), axis_name, all_of=True)
         pairs = zip(jax.tree.leaves(state.inner), chosen, strict=True)
         fields = [leaf for leaf, policy in pairs if policy == state_lib.MEAN]
         exact = params if moves and wire is None else ()
-        (mean, fields), share = averaged((exact, fields), axis_name, weight)
+        steps = state.since.astype(jnp.float32) if outer and moves else ()
+        (mean, fields, steps), share = averaged((exact, fields, steps), axis_name, weight)
         if not moves:
             mean = params
         elif wire is not None:
@@ -177,18 +184,20 @@ def local_rounds(
         first = lambda: state_lib.apart(inner.init(mean), mean)  # noqa: E731
         state = state._replace(inner=state_lib.placed(state.inner, chosen, fields, first))
         own = if_counted(params, mean, share)
-        new = renewed(own, mean, state) if moves else (params, state)
+        new = renewed(own, mean, state, steps, share) if moves else (params, state)
         return mesh.alike(state_lib.in_place(new, params, specs), given)
 
-    def renewed(params, mean, state):
+    def renewed(params, mean, state, period, share):
         """Parameters and state at the start of the next round, after the outer optimizer."""
-        new, outer_state = outer_step(outer, state.outer, state.anchor, mean, state.since)
+        new, outer_state = outer_step(outer, state.outer, state.anchor, mean, period)
         return new, state._replace(
             since=jnp.zeros_like(state.since),
             anchor=jax.tree.map(jnp.copy, new) if anchored else (),
             outer=outer_state,
             drift=state_lib.distance(params, mean, specs) if drift else (),
-            correction=correction.sync(state.correction, own=params, mean=mean, new=new),
+            correction=correction.sync(
+                state.correction, own=params, mean=mean, new=new, axis_name=axis_name, share=share
+            ),
         )
 
     measured = (lambda state: state.drift) if drift else None

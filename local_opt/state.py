@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
 from local_opt.gpa import GPAState
+from local_opt.weights import wide_type
 from local_opt.workers import AxisName
 from syncopate import mesh
 
@@ -149,7 +150,7 @@ def wide_zeros(params: optax.Params) -> optax.Params:
     """Zeros like the parameters, in float32 or wider."""
 
     def zeros(p):
-        return jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+        return jnp.zeros(p.shape, wide_type(p.dtype))
 
     return jax.tree.map(zeros, params)
 

@@ -14,8 +14,8 @@ from local_opt.checks import check_call, check_kind
 from local_opt.outer import checked, outer_step
 from local_opt.segments import Event
 from local_opt.state import LOCAL, apart, check_survives, floating_as
-from local_opt.sync import averaged, nothing_lost, synchronize_changes
-from local_opt.weights import checked_weight, if_counted
+from local_opt.sync import averaged, check_own, nothing_lost, synchronize_changes
+from local_opt.weights import checked_weight, if_counted, wide_type
 from local_opt.wires import Wire, check_wire
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
@@ -86,8 +86,10 @@ def streaming_rounds(
       fragments: F, for neighbouring leaves in fragments of similar size; or a tree like the
         parameters with the fragment of each leaf. The paper takes every F-th layer.
       mixing: m in [0, 1), the share of its own parameters that a worker keeps; 0.5 in the paper.
-      outer: an optax optimizer that takes a - x_bar as its gradient, with a state per fragment and
-        the steps since its last start as the extra argument `period`; None is plain averaging.
+      outer: an optax optimizer that takes a - x_bar as its gradient, with a state per fragment,
+        whose other leaves are `optax.MaskedNode` as under `optax.masked`, and
+        the steps since its last start, the mean of the workers', as the extra argument `period`;
+        None is plain averaging.
       wire, specs: as in `local_rounds`.
 
     Returns:
@@ -141,6 +143,7 @@ def streaming_rounds(
 
     def update(grads, state, params=None, **extra):
         check_call(init, state, params, grads)
+        check_own(grads, axis_name)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         return updates, state._replace(inner=inner_state, since=state.since + 1)
 
@@ -149,15 +152,15 @@ def streaming_rounds(
         anchor, outers, losses = _pick(state.anchor, part), list(state.outer), list(state.lost)
         own_specs = None if specs is None else _pick(mesh.like(specs, params), part)
         own = _pick(params, part)
-        mean, share = averaged(own if wire is None else (), axis_name, weight)
+        check_own(own, axis_name, all_of=True)
+        steps = state.since[fragment].astype(jnp.float32) if outer else ()
+        (mean, steps), share = averaged((own if wire is None else (), steps), axis_name, weight)
         if wire is not None:
             mean, losses[fragment] = synchronize_changes(
                 own, axis_name=axis_name, anchor=anchor, wire=wire, lost=losses[fragment],
                 specs=own_specs, share=share,
             )  # fmt: skip
-        new, outers[fragment] = outer_step(
-            outer, outers[fragment], anchor, mean, state.since[fragment]
-        )
+        new, outers[fragment] = outer_step(outer, outers[fragment], anchor, mean, steps)
         new = state._replace(
             since=state.since.at[fragment].set(0),
             anchor=_placed(state.anchor, part, new),
@@ -175,7 +178,7 @@ def streaming_rounds(
         if mixing and not last:
             own = if_counted(_pick(params, part), new, weight)
             new = jax.tree.map(lambda x, a: _mixed(mixing, x, a), own, new)
-        return _placed(params, part, jax.tree.map(jnp.copy, new)), state
+        return mesh.alike(_placed(params, part, jax.tree.map(jnp.copy, new)), params), state
 
     def communicate(params, state, due: Iterable[Event], *, weight: ArrayLike | None = None):
         if not isinstance(due, tuple | list) or not all(isinstance(e, Event) for e in due):
@@ -229,17 +232,20 @@ def _parts(labels):
 
 
 def _pick(tree, part):
-    leaves = jax.tree.leaves(tree)
-    return tuple(leaves[i] for i in part)
+    """The tree with these leaves alone, under their names; `optax.MaskedNode` for the others."""
+    leaves, treedef = jax.tree.flatten(tree)
+    chosen = set(part)
+    kept = [x if i in chosen else optax.MaskedNode() for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, kept)
 
 
 def _placed(tree, part, new):
     leaves, treedef = jax.tree.flatten(tree)
-    for i, x in zip(part, new, strict=True):
+    for i, x in zip(part, jax.tree.leaves(new), strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
 
 
 def _mixed(mixing, own, common):
-    wide = jnp.promote_types(own.dtype, jnp.float32)
+    wide = wide_type(own.dtype)
     return (mixing * own.astype(wide) + (1 - mixing) * common.astype(wide)).astype(own.dtype)

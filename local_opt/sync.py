@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from local_opt.checks import ARRAYS, check_kind
 from local_opt.groups import after_all, groups_of
-from local_opt.weights import checked_weight, weighed
+from local_opt.weights import checked_weight, scaled, weighed, wide_type
 from local_opt.wires import LANES, Wire, rows_of
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
@@ -26,8 +26,8 @@ def synchronize(
     """Overwrites every floating leaf with its mean over the workers.
 
     x <- 1/W sum_w x_w, or with weights v_w, x <- sum_w v_w x_w / sum_w v_w. Sums are taken in
-    float32 (float64 leaves in float64), cast back, and bitwise equal on all workers. Integers,
-    booleans and PRNG keys stay this worker's own.
+    float32 (float64 leaves in float64), cast back, and bitwise equal on all workers; they must fit
+    that type, |x_w| < 3e38 / W. Integers, booleans and PRNG keys stay this worker's own.
 
     Args:
       tree: this worker's arrays.
@@ -40,8 +40,9 @@ def synchronize(
       A tree of the same shapes and dtypes.
 
     Raises:
-      ValueError: outside of the workers' axis, for leaves that are no arrays, or a weight that is
-        not one number.
+      ValueError: outside of the workers' axis, for leaves that are no arrays, a weight that is not
+        one number, or a tree that is equal on all workers by its type, as a gradient that JAX has
+        added up over them.
 
     Examples:
       >>> import jax, jax.numpy as jnp, local_opt
@@ -51,24 +52,25 @@ def synchronize(
       >>> mean(jnp.array([1.0, 2.0, jnp.nan, 6.0]), jnp.array([200, 100, 0, 100])).tolist()
       [2.5, 2.5, 2.5, 2.5]
     """
+    _check_axis(axis_name)
+    check_kind(tree, np.generic, ARRAYS)
+    check_own(tree, axis_name, all_of=True)
     return averaged(tree, axis_name, weight)[0]
 
 
 def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
     """(the tree's mean, this worker's weight by the mean weight or None): see `synchronize`."""
     _check_axis(axis_name)
-    check_kind(tree, np.generic, ARRAYS)
     leaves, treedef = jax.tree.flatten(tree)
     leaves, share = [jnp.asarray(x) for x in leaves], None
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    wide = [leaves[i].astype(jnp.promote_types(leaves[i].dtype, jnp.float32)) for i in places]
+    wide = [leaves[i].astype(wide_type(leaves[i].dtype)) for i in places]
     if weight is None:
         means = _means(wide, axis_name)
     else:
-        weight = checked_weight(weight)
+        weight = scaled(checked_weight(weight), axis_name)
         # Together, so that processes on CPUs send the weight in the vector of the leaves.
         *means, total = _means([*(weighed(x, weight) for x in wide), weight], axis_name)
-        total = jnp.where(total < jnp.inf, total, jnp.nan)  # of weights whose sum overflows
         means = [m / total.astype(m.real.dtype) for m in means]
         share = weight / total
     for i, mean in zip(places, means, strict=True):
@@ -80,6 +82,27 @@ def _check_axis(axis_name):
     """Raises ValueError outside of the axis; () is one worker without an axis."""
     if axis_name != ():
         mesh.axis_size(axis_name)
+
+
+def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
+    """Raises ValueError for a floating leaf that is typed as equal on all workers, or if all are.
+
+    JAX has added up such a gradient over the workers: it is W times their mean. Where types say
+    nothing, as under `check_vma=False` and `jax.vmap`, nothing is refused.
+    """
+    typed = mesh.typed_axes(axis_name)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    floating = [(path, x) for path, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    equal = [(path, typed - mesh.varying_axes(x)) for path, x in floating]
+    equal = [(jax.tree_util.keystr(path), sorted(axes)) for path, axes in equal if axes]
+    if equal and (len(equal) == len(floating) or not all_of):
+        name, axes = equal[0]
+        raise ValueError(
+            f"leaf {name or '(the array)'} is typed as equal on all workers of {axes}, as are "
+            "parameters under in_specs=jax.P() and their gradients, which JAX has added up over "
+            f"the workers. Before the gradient call params = jax.lax.pcast(params, {tuple(axes)}, "
+            "to='varying'), or give parameters a leading worker axis and in_specs=jax.P('worker')."
+        )
 
 
 def _means(arrays, axis_name):

@@ -157,7 +157,7 @@ def test_a_round_without_a_step_or_a_rate_changes_nothing():
     updates, state = correction.update(jnp.ones(2, jnp.bfloat16), state, rate=0.0)
     assert updates.dtype == jnp.bfloat16
     one = jnp.ones(2, jnp.bfloat16)
-    state = correction.sync(state, own=one, mean=0 * one, new=0 * one)
+    state = correction.sync(state, own=one, mean=0 * one, new=0 * one, axis_name=(), share=None)
     assert state.against.tolist() == [0, 0]
 
 

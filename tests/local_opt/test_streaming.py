@@ -269,3 +269,59 @@ test_bad_fragments_and_plans_are_refused = refuses({
         "has 12 steps and the run 13",
     ),
 })  # fmt: skip
+
+
+def named(tree, word, *values):
+    """A tree of the first value where a leaf's path has the word, and of the second elsewhere."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: values[word not in jax.tree_util.keystr(path)], tree
+    )
+
+
+RATES_OF = {"slow": optax.sgd(0.1), "fast": optax.sgd(1.0)}
+BY_NAME = {
+    "partition": optax.partition(RATES_OF, lambda p: named(p, "embed", "slow", "fast")),
+    "fixed labels": optax.partition(RATES_OF, {"embed": "slow", "body": "fast"}),
+    "frozen": optax.partition(
+        {"slow": optax.set_to_zero(), "fast": optax.adam(0.1)},
+        lambda p: named(p, "embed", "slow", "fast"),
+    ),
+    "masked": optax.masked(optax.sgd(0.3), lambda p: named(p, "'b'", False, True)),
+    "decay": optax.adamw(0.1, mask=lambda p: named(p, "'b'", False, True)),
+    "lamb": optax.lamb(0.1),
+    "muon": optax.contrib.muon(0.1),
+    "factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "by period": local_opt.normalize_by_period(
+        optax.partition(RATES_OF, {"embed": "slow", "body": "fast"}), h_base=2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+@pytest.mark.parametrize("outer", BY_NAME.values(), ids=BY_NAME)
+def test_outer_optimizers_see_the_names_of_the_leaves(outer, run):
+    """Fragments, one after another, move as the whole does."""
+    rng, normal = np.random.default_rng(3), lambda rng, *s: np.float32(rng.normal(size=s))
+    x = {
+        "embed": normal(rng, 3, 4),
+        "body": [{"w": normal(rng, 4, 2), "b": normal(rng, 2)}, {"w": normal(rng, 2, 2)}],
+    }
+    x, moved = copies(x), jax.tree.map(lambda a: normal(rng, 4, *a.shape), x)
+    ends = []
+    for count in (None, 1, 2, 4):
+        if count:
+            made = local_opt.streaming_rounds(SGD, fragments=count, outer=outer)
+        else:
+            made = local_opt.local_rounds(SGD, outer=outer)
+
+        def one(x, moved, made=made, count=count):
+            _, state = made.update(moved, made.init(x), x)
+            x = jax.tree.map(jnp.add, x, moved)
+            for fragment in range(count or 0):
+                state = made.start(x, state, fragment=fragment)
+                x, state = made.finish(x, state, fragment=fragment, last=True)
+            return x if count else made.sync(x, state)[0]
+
+        ends.append(jax.jit(RUNS[run](one))(x, moved))
+    for found in ends[1:]:
+        assert distance(found, ends[0]) < 1e-6

@@ -117,8 +117,26 @@ def test_equal_weights_are_the_plain_mean_to_rounding(way):
 
 NONE_COUNTS = {
     "all zero": [0, 0, 0, 0], "negative": [1, -1e-9, 1, 1], "nan": [np.nan, 1, 1, 0],
-    "infinite": [1, 1, np.inf, 0], "sum": [3e38, 3e38, 3e38, 1],
+    "infinite": [1, 1, np.inf, 0],
 }  # fmt: skip
+
+
+EXTREME = {
+    "below 1e-38": [1e-39, 3e-39, 0, 2e-45], "least": [1e-45, 3e-45, 4e-45, 0],
+    "around 1e-38": [1.1e-38, 1.3e-38, 9e-39, 1.5e-38], "small": [1e-35, 3e-35, 2e-35, 0],
+    "large": [1e30, 3e30, 0, 1e29], "largest": [3e38, 3.4e38, 3e38, 1e-39],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("weights", EXTREME.values(), ids=EXTREME)
+@pytest.mark.parametrize("scale", [1e-5, 1e5])
+def test_only_the_ratios_of_weights_count(weights, scale, run):
+    weights = np.float32(weights)
+    x = scale * X["a"]
+    found = jax.jit(RUN[run](lambda x, v: local_opt.synchronize(x, weight=v)))(x, weights)
+    expected = reference.weighted_mean(np.float64(x), np.float64(weights))
+    np.testing.assert_allclose(found, copies(expected), rtol=1e-5, atol=1e-6 * scale)
 
 
 @pytest.mark.parametrize("run", RUN)
@@ -144,7 +162,7 @@ def collectives(run, *args):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_weight_is_one_collective_and_without_it_nothing_changes(way):
+def test_weights_are_two_numbers_more_and_without_them_nothing_changes(way):
     rounds = local_opt.local_rounds(SGD, **WAYS[way])
     state = jax.vmap(rounds.init)(X)
     plain, text = collectives(rounds.sync, X, state)
@@ -152,9 +170,11 @@ def test_a_weight_is_one_collective_and_without_it_nothing_changes(way):
     weighed, _ = collectives(lambda x, s, w: rounds.sync(x, s, weight=w), X, state, jnp.ones(W))
     strip = lambda text: text.split("\n", 1)[1]  # the module's name  # noqa: E731
     assert same == plain and strip(none) == strip(text)
-    assert weighed == plain | {"all_reduce": plain["all_reduce"] + 1}
+    assert weighed == plain | {"all_reduce": plain["all_reduce"] + 2}  # the largest, and the sum
     leaves = 0 if "wire" in WAYS[way] else 2
-    assert plain["all_reduce"] == leaves + (2 if "opt_state" in WAYS[way] else 0)
+    leaves += 2 if "opt_state" in WAYS[way] else 0
+    # Whether steps are uneven, and a branch with a weighted mean if they are.
+    assert plain["all_reduce"] == leaves + (1 + 2 + leaves if way == "control" else 0)
 
 
 def test_processes_on_cpus_send_the_weight_in_the_vector_of_the_leaves(monkeypatch):
@@ -163,7 +183,8 @@ def test_processes_on_cpus_send_the_weight_in_the_vector_of_the_leaves(monkeypat
     mean = lambda x, v: local_opt.synchronize(x, weight=v)  # noqa: E731
     run = jax.jit(local_opt.lift(mean, mesh, **words))
     text = run.lower(X, WEIGHTS[3]).as_text()
-    assert re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S) == ["5xf32"]
+    # After the largest weight.
+    assert re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S) == ["2xf32", "5xf32"]
     expected = {k: copies(reference.weighted_mean(x, WEIGHTS[3])) for k, x in X.items()}
     assert distance(run(X, WEIGHTS[3]), expected) < 1e-6
 

@@ -82,7 +82,7 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(wire):
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])
-def test_a_weight_is_one_collective_of_a_start_and_none_of_a_finish(wire):
+def test_weights_are_two_collectives_of_a_start_and_none_of_a_finish(wire):
     stream = local_opt.streaming_rounds(
         optax.sgd(RATE), fragments=2, mixing=0.5, wire=wire and WIRES[wire]
     )
@@ -94,6 +94,6 @@ def test_a_weight_is_one_collective_of_a_start_and_none_of_a_finish(wire):
 
     start = functools.partial(stream.start, fragment=1)
     plain = reduces(start, *args)
-    assert reduces(lambda x, s, w: start(x, s, weight=w), *args, weight) == plain + 1
+    assert reduces(lambda x, s, w: start(x, s, weight=w), *args, weight) == plain + 2
     finish = functools.partial(stream.finish, fragment=1)
     assert reduces(lambda x, s, w: finish(x, s, weight=w), *args, weight) == 0
