@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from local_opt.owned import folded, joined, parted, spec_of
+from local_opt.weights import wide_type
 from local_opt.workers import AXIS, count_of
 from syncopate.mesh import is_key
 
@@ -274,7 +275,7 @@ def _over_workers(reduce, word, path, x):
         raise ValueError(f"a key has no {word}, as the result {name} should: take 'owned'.")
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return reduce(x, axis=0)
-    return reduce(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+    return reduce(x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)
 
 
 def _keys(x, count, name):

@@ -13,8 +13,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from local_opt.checks import check_leading
+from local_opt.owned import folded
 from local_opt.parallel import AccumulateState
 from local_opt.rounds import LocalState
+from local_opt.workers import first
+from syncopate.mesh import is_key
 from syncopate.plans import check_like, check_whole
 
 MEAN, RESET, FIRST = "mean", "reset", "first"
@@ -24,11 +27,17 @@ POLICIES = (MEAN, RESET, FIRST)  # of the workers' own optimizer states
 def mean_of(tree: PyTree, workers: int) -> PyTree:
     """The mean over W workers, for each of W' workers; integers are those of worker 0.
 
+    Keys that are equal on several workers stay equal. Workers' own become new ones, fold_in(key_0,
+    w), so that no two share a stream.
+
     Args:
       tree: leaves [W, ...]; workers: W' >= 1.
 
     Returns:
-      NumPy arrays [W', ...], added up in float64.
+      NumPy arrays [W', ...], added up in float64; and keys.
+
+    Raises:
+      ValueError: for leaves without workers, or legacy keys that differ between workers.
 
     Examples:
       >>> import numpy as np
@@ -40,14 +49,14 @@ def mean_of(tree: PyTree, workers: int) -> PyTree:
     check_whole("workers", workers, 1)
     check_leading(tree, "worker")
 
-    def mean(x):
-        x = np.asarray(x)
+    def mean(path, x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return _to_all(x[0], workers)
+            return _first_of(path, x, workers)
+        x = np.asarray(x)
         wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
         return _to_all(np.mean(x.astype(wide), axis=0).astype(x.dtype), workers)
 
-    return jax.tree.map(mean, tree)
+    return jax.tree_util.tree_map_with_path(mean, tree)
 
 
 def resize(
@@ -57,7 +66,7 @@ def resize(
 
     Fields that are equal on all workers stay: the steps since the last sync, the outer optimizer
     and the anchor. The wire's losses are averaged. Corrections of drift start anew, as the workers'
-    data change.
+    data change. Keys of the inner optimizers are treated as by `mean_of`.
 
     Args:
       state: of `local_rounds` or `accumulated_rounds` of W workers, leaves [W, ...].
@@ -82,9 +91,12 @@ def resize(
         raise ValueError(f"policy is {policy!r}: it must be one of {', '.join(POLICIES)}.")
     check_whole("workers", workers, 1)
     check_leading(state, "worker")
-    first = functools.partial(_first, workers=workers)
+    of_first = functools.partial(_first, workers=workers)
+    of_all = functools.partial(of_first, shared=True)
     if isinstance(state, AccumulateState):
-        return AccumulateState(first(state.since), first(state.inner), mean_of(state.mean, workers))
+        return AccumulateState(
+            of_first(state.since), of_first(state.inner), mean_of(state.mean, workers)
+        )
     if not isinstance(state, LocalState):
         raise ValueError(
             f"{type(state).__name__} is not a state of local or accumulated rounds, which alone "
@@ -94,20 +106,38 @@ def resize(
     check_like("inner", jax.tree.map(resized, state.inner), fresh.inner, "the fresh state")
     inner = fresh.inner
     if policy != RESET:
-        inner = mean_of(state.inner, workers) if policy == MEAN else first(state.inner)
+        inner = mean_of(state.inner, workers) if policy == MEAN else of_first(state.inner)
     return LocalState(
-        since=first(state.since),
+        since=of_all(state.since),
         inner=inner,
-        anchor=first(state.anchor),
-        outer=first(state.outer),
+        anchor=of_all(state.anchor),
+        outer=of_all(state.outer),
         lost=mean_of(state.lost, workers),
         drift=mean_of(state.drift, workers),
         correction=fresh.correction,
     )
 
 
-def _first(tree, workers):
-    return jax.tree.map(lambda x: _to_all(np.asarray(x)[0], workers), tree)
+def _first(tree, workers, *, shared=False):
+    each = functools.partial(_first_of, workers=workers, shared=shared)
+    return jax.tree_util.tree_map_with_path(each, tree)
+
+
+def _first_of(path, x, workers, shared=False):
+    """Worker 0's part of a leaf for all workers; of workers' own keys, new ones."""
+    if is_key(x):
+        data = np.asarray(jax.random.key_data(x))
+        keys = jnp.broadcast_to(first(x), (workers, *x.shape[1:]))
+        own = len(x) == 1 or (data != data[0]).any()
+        return folded(keys) if own and not shared else keys
+    x = np.asarray(x)
+    if x.dtype == np.uint32 and x.ndim > 1 and x.shape[-1] in (2, 4) and (x != x[0]).any():
+        raise ValueError(
+            f"leaf {jax.tree_util.keystr(path)} is uint32{list(x.shape)} and differs between "
+            "workers, as legacy keys do, which all workers would share: make it typed keys by "
+            "jax.random.wrap_key_data, or leave it out and give workers keys of their own."
+        )
+    return _to_all(x[0], workers)
 
 
 def _to_all(x, workers):

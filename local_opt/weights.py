@@ -57,5 +57,7 @@ def if_counted(tree: PyTree, other: PyTree, weight: Float[Array, ""] | None) -> 
 
 
 def wide_type(dtype: DTypeLike) -> Any:
-    """float32 for narrower floating types, and any other type itself."""
-    return dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype(jnp.float32)
+    """float32 or int32 in place of a narrower type, and any other type itself."""
+    if jnp.dtype(dtype).itemsize >= 4:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else jnp.int32)

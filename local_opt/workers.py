@@ -9,8 +9,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from local_opt.checks import check_leading
+from local_opt.weights import wide_type
 from syncopate.mesh import is_key
-from syncopate.plans import Plan, as_array, check_function, check_number, is_whole
+from syncopate.plans import Plan, as_array, check_function, check_like, check_number, is_whole
 
 AXIS = "worker"
 AxisName = str | tuple[str, ...]
@@ -19,7 +20,8 @@ AxisName = str | tuple[str, ...]
 def consolidate(tree: PyTree) -> PyTree:
     """One model from W workers: their mean, for evaluation and export.
 
-    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's.
+    x_bar = 1/W sum_w x_w in float32, cast back; leaves that are not floating are worker 0's. NumPy
+    arrays of 64 bits, which JAX would cut to 32, are averaged in NumPy and keep their type.
 
     Averaged weights need no sync of their own. Let each worker keep an average of its parameters,
     updated in every step, and consolidate the averages: they are linear, so their mean is the
@@ -46,12 +48,15 @@ def consolidate(tree: PyTree) -> PyTree:
     """
 
     def mean(x):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return first(x)
-        return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        if _beyond_jax(x):
+            return np.asarray(np.mean(x, axis=0, dtype=x.dtype) if floating else x[0])
+        x = jnp.asarray(x)
+        return _mean(x) if floating else first(x)
 
     check_leading(tree, "worker")
-    return jax.tree.map(mean, tree)
+    with jax.transfer_guard("allow"):
+        return jax.tree.map(mean, tree)
 
 
 def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
@@ -89,22 +94,30 @@ def reestimate(statistics: Callable, params: PyTree, batches: PyTree) -> PyTree:
     return jax.tree.map(lambda s: jnp.mean(s, axis=0), per_batch)
 
 
-def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -> None:
+def check_synced(
+    tree: PyTree, *, what: str = "parameters", ulps: float = 1.0, before: PyTree | None = None
+) -> None:
     """Raises ValueError unless all workers agree, as after a sync or at the start of training.
 
-    max_w |x_w - x_0| <= ulps * ulp(max_w |x_w|), for every leaf. The default allows the rounding of
-    `local_steps`. Pass `ulps=0` after a sync of `local_rounds`, or at the start: workers that start
-    from different points average to one that none of them has trained.
+    max_w |x_w - x_0| <= ulps * eps * (max_w |x_w| + max_w |x_w - b_w|), for every leaf, where b is
+    `before`, or x. Pass `ulps=0` after a sync of `local_rounds`, or at the start: workers that
+    start from different points average to one that none of them has trained.
+
+    The default allows the rounding of `local_steps`, which add x_bar - x_w: the error is a rounding
+    of that update. Where workers from far apart meet close to zero, as 0.7 and -0.7 do, it is more
+    than one of what they meet at: pass the parameters before the step as `before`. Workers that a
+    step has not moved together are still apart by more than it allows.
 
     Args:
       tree: arrays with a leading worker axis [W, ...], also over several devices and processes.
       what: the name of the tree, for the message.
       ulps: >= 0, roundings of the largest number of a leaf. Integers and keys must be equal, and so
         must numbers that are not finite.
+      before: b, the same tree before the step that ended the round; None if it does not matter.
 
     Raises:
       ValueError: with the leaf, the distance, and the worker furthest from worker 0; or for a leaf
-        without workers.
+        without workers, or a `before` of another tree.
 
     Examples:
       >>> import jax.numpy as jnp, local_opt
@@ -115,37 +128,45 @@ def check_synced(tree: PyTree, *, what: str = "parameters", ulps: float = 1.0) -
     """
     check_number("ulps", ulps, "[0, inf)")
     check_leading(tree, "worker")
+    if before is not None:
+        check_like("before", before, tree, "the tree")
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    wide = any(map(_beyond_jax, jax.tree.leaves((tree, before))))
+    with jax.transfer_guard("allow"), jax.enable_x64(wide or jax.config.jax_enable_x64):
+        found = jax.device_get(_apart(tree, tree if before is None else before))
     # Not by looking for tuples: the tree may hold some, as the states of optax do.
-    found = jax.tree.structure(tree).flatten_up_to(_apart(tree))
-    for path, (apart, worker, largest, ulp) in zip(paths, found, strict=True):
-        if not apart <= ulps * ulp:
+    found = jax.tree.structure(tree).flatten_up_to(found)
+    for path, (apart, worker, largest, allowed) in zip(paths, found, strict=True):
+        if not apart <= ulps * allowed:
             raise ValueError(
                 f"workers' {what} are {float(apart):.3g} apart in {jax.tree_util.keystr(path)} "
                 f"(worker {worker} from worker 0), of numbers up to {float(largest):.3g}, where "
                 f"{ulps:g} roundings are allowed: start all from one key, and check after a step "
-                "that ends a round (plan.syncs_after(step)), which no worker may skip."
+                "that ends a round (plan.syncs_after(step)), which no worker may skip; of "
+                "local_steps with before=, the parameters before that step."
             )
 
 
 @jax.jit
-def _apart(tree):
-    """(distance of the workers, the furthest one, the largest number, its ulp) of every leaf."""
+def _apart(tree, before):
+    """(distance of the workers, the furthest one, the largest number, its error) of every leaf."""
 
-    def distance(x):
+    def distance(x, b):
         if is_key(x):
-            x = jax.random.key_data(x)
-        own, floating = first(x)[None], jnp.issubdtype(x.dtype, jnp.inexact)
+            x, b = jax.random.key_data(x), jax.random.key_data(b)
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        eps = float(jnp.finfo(x.dtype).eps) if floating else 0
+        x, b = (a.astype(wide_type(a.dtype)) for a in (x, b))
+        own = first(x)[None]
         same = x == own
         if floating:  # NaN on both is agreement
             same |= jnp.isnan(x) & jnp.isnan(own)
         apart = jnp.where(same, 0, jnp.abs(x - own) if floating else 1)
         apart = jnp.max(apart, axis=tuple(range(1, x.ndim)), initial=0)
-        largest = jnp.max(jnp.abs(x), where=jnp.isfinite(x), initial=0)
-        ulp = jnp.finfo(x.dtype).eps * largest if floating else jnp.zeros(())
-        return jnp.max(apart), jnp.argmax(apart), largest, ulp
+        largest, moved = (jnp.max(jnp.abs(a), where=jnp.isfinite(a), initial=0) for a in (x, x - b))
+        return jnp.max(apart), jnp.argmax(apart), largest, eps * (largest + moved)
 
-    return jax.tree.map(distance, tree)
+    return jax.tree.map(distance, tree, before)
 
 
 def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
@@ -184,16 +205,29 @@ def check_same_plan(plan: Plan, *, gather: Callable | None = None) -> None:
         )
 
 
+def _beyond_jax(x):
+    """Whether JAX would cut a NumPy array's numbers of 64 bits to 32."""
+    numpy = isinstance(x, np.ndarray | np.generic)
+    return numpy and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype
+
+
+@jax.jit
+def _mean(x):
+    """Of [W, ...] over the workers, added up in float32."""
+    return (jnp.sum(x.astype(wide_type(x.dtype)), axis=0) / len(x)).astype(x.dtype)
+
+
+@jax.jit
 def first(x: jax.Array) -> jax.Array:
     """Worker 0's part of an array [W, ...], also if the workers' is an explicit mesh axis."""
-    if AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types:
-        return x[0]
     if is_key(x):
         return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    own = jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) == 0  # such an axis cannot be sliced
-    if x.dtype == bool:
-        return jnp.any(x & own, axis=0)
-    return jnp.sum(jnp.where(own, x, jnp.zeros_like(x)), axis=0, dtype=x.dtype)
+    wide = x.astype(wide_type(x.dtype))  # devices do not send the narrowest types
+    where = jax.typeof(x).sharding
+    if AxisType.Explicit in where.mesh.axis_types:  # such an axis cannot be sliced
+        own = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0, out_sharding=where) == 0
+        return jnp.sum(jnp.where(own, wide, jnp.zeros_like(wide)), axis=0).astype(x.dtype)
+    return wide[0].astype(x.dtype)
 
 
 def count_of(workers: int | Mesh, axis_name: str) -> int:

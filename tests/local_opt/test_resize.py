@@ -1,9 +1,12 @@
 """What rounds keep when they go on with another number of workers, and what becomes a mean."""
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import local_opt
 from local_opt.parallel import AccumulateState
 from local_opt.resize import mean_of, resize
 from local_opt.rounds import LocalState
@@ -70,3 +73,44 @@ def test_other_rounds_and_policies_are_refused():
         resize((), None, 2, "mean")
     with pytest.raises(ValueError, match="policy is 'none': it must be one of mean, reset, first"):
         resize(state_of(2, {}), None, 2, "none")
+
+
+def streams_of(keys):
+    return {tuple(row.ravel()) for row in np.asarray(jax.random.key_data(keys))}
+
+
+@pytest.mark.parametrize("before,after", [(4, 2), (2, 5), (1, 3), (3, 3)])
+def test_workers_keys_become_new_ones_of_their_own(before, after):
+    key = jax.random.split(jax.random.key(0), 2)  # two in a state
+    own = local_opt.owned({"dropout": key, "w": jnp.ones(2)}, before, keys="fold")
+    found = mean_of(own, after)["dropout"]
+    assert found.shape == (after, 2) and found.dtype == key.dtype
+    drawn = streams_of(found.reshape(-1))
+    assert len(drawn) == 2 * after and not drawn & streams_of(own["dropout"].reshape(-1))
+
+
+def test_keys_that_all_workers_share_stay_shared():
+    own = local_opt.owned({"noise": jax.random.key(3)}, 4, keys="copy")
+    for found in (mean_of(own, 2)["noise"], mean_of(own, 6)["noise"]):
+        assert streams_of(found) == streams_of(own["noise"])
+
+
+@pytest.mark.parametrize("policy", ["mean", "first"])
+def test_keys_in_optimizer_states_are_new_and_legacy_ones_are_named(policy):
+    """As of `optax.add_noise`."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    fresh = state_of(2, {"rng_key": keys[:2]})
+    new = resize(state_of(4, {"rng_key": keys}), fresh, 2, policy)
+    assert len(streams_of(new.inner["rng_key"])) == 2
+    legacy = np.asarray(jax.random.key_data(keys))
+    fresh = state_of(2, {"rng_key": legacy[:2]})
+    with pytest.raises(ValueError, match=r"rng_key.* is uint32\[4, 2\] .*legacy keys.*wrap_key"):
+        resize(state_of(4, {"rng_key": legacy}), fresh, 2, policy)
+    same = resize(state_of(4, {"rng_key": equal(legacy[0], 4)}), fresh, 2, policy)
+    np.testing.assert_array_equal(same.inner["rng_key"], equal(legacy[0], 2))
+
+
+def test_the_outer_optimizers_key_stays_one_for_all_workers():
+    one = state_of(1, {})._replace(outer={"rng_key": jax.random.split(jax.random.key(5), 1)})
+    new = resize(one, state_of(3, {}), 3, "mean")
+    assert streams_of(new.outer["rng_key"]) == streams_of(one.outer["rng_key"])
