@@ -13,6 +13,7 @@ from ordering.grab import grab
 from ordering.gradients import grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
+from ordering.resize import resize
 from ordering.rows import Rows
 from ordering.scaling import scale_of, scaled
 from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
@@ -42,6 +43,7 @@ __all__ = [
     "pair_balance",
     "per_example",
     "random_reshuffling",
+    "resize",
     "scale_of",
     "scaled",
     "self_balancing_walk",

@@ -18,6 +18,7 @@ from ordering.signs import SignRule
 from syncopate import mesh, plans
 
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
+COUNTERS = ("position", "left", "epoch")  # of a first state, int32[] at zero
 MOST_UNITS = 2**31 - 1  # units are numbered in int32
 
 
@@ -34,8 +35,9 @@ class Ordering(NamedTuple):
         orders exchange then what they have put off. `next_epoch` exchanges the rest.
 
     Every state has `current`, int32[M], the order of this epoch; `next`, int32[M], the order of the
-    next epoch as far as it is known; and `left`, int32[]: the entries `next[:left]` are final, so
-    that input can be read ahead across the end of the epoch.
+    next epoch as far as it is known; `left`, int32[]: the entries `next[:left]` are final, so that
+    input can be read ahead across the end of the epoch; and `epoch`, int32[], the epochs that
+    `next_epoch` has ended, by which readers know that it was called.
 
     Examples:
       >>> import jax, ordering
@@ -104,7 +106,9 @@ def checked(
         check(state, "sync")
         return order.sync(state)
 
-    return Ordering(init, observe, next_epoch, sync)
+    # Where a program forbids transfers, ours are of a few numbers, outside of a jit.
+    allow = jax.transfer_guard("allow")
+    return Ordering(*map(allow, (init, observe, next_epoch, sync)))
 
 
 def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
@@ -113,11 +117,12 @@ def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:
     return permutation(jax.random.fold_in(key, 0), num_units)
 
 
-def first_fields(key: Key[Array, ""], num_units: int, *counters: str) -> dict[str, Array]:
-    """The fields of a first state: a random order, and counters of these names at zero."""
+def first_fields(key: Key[Array, ""], num_units: int, kind: type) -> dict[str, Array]:
+    """The fields of a first state of this type: a random order, and its `COUNTERS` at zero."""
     current = first_order(key, num_units)
     # A copy, because a donated state must not hold a buffer twice.
     fields = {"current": current, "next": jnp.copy(current)}
+    counters = [name for name in COUNTERS if name in kind._fields]
     return fields | {name: jnp.zeros((), jnp.int32) for name in counters}
 
 
@@ -165,10 +170,15 @@ def _argsort_in_64_bits(numbers):
 
 
 def begin_epoch(state: State, order: Int[Array, "M"], *cleared: str) -> State:
-    """The state with `order` as the current one and the fields named in `cleared` set to zero."""
+    """The next epoch's state, with this order and the fields named in `cleared` set to zero."""
     zeros = {name: jax.tree.map(jnp.zeros_like, getattr(state, name)) for name in cleared}
+    return with_order(state, order)._replace(epoch=state.epoch + 1, **zeros)
+
+
+def with_order(state: State, order: Int[Array, "M"]) -> State:
+    """The state with this order for this epoch and, until pairs are placed, for the next."""
     # A copy, because a donated state must not hold a buffer twice.
-    return state._replace(current=order, next=jnp.copy(order), **zeros)
+    return state._replace(current=order, next=jnp.copy(order))
 
 
 def fill_middle(next_order: Array, current: Array, left: Array, placed: Array) -> Array:
@@ -229,9 +239,10 @@ def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1
     check_is_rows(rows, workers)
     size, tail = rows.size // (rows.workers or 1), num_units % units_per_step
     if size not in (units_per_step, tail) or size == 0:
+        last = f", the last one {tail}" if tail else ""
         raise ValueError(
-            f"observe got rows of {size} units; a step has {units_per_step}, the last one {tail} "
-            f"(of {num_units}). Slice the order so, or build it with another units_per_step."
+            f"observe got rows of {size} units; a step has {units_per_step}{last} (of {num_units}). "
+            "Slice the order so, or build it with another units_per_step."
         )
     return size
 

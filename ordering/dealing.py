@@ -37,6 +37,14 @@ class DealtState(NamedTuple):
     def left(self) -> Int[Array, ""]:
         return self.pairs.left
 
+    @property
+    def epoch(self) -> Int[Array, ""]:
+        return self.pairs.epoch
+
+    @property
+    def position(self) -> Int[Array, ""]:
+        return self.pairs.position
+
 
 class ChunksState(DealtState):
     """`DealtState` for chunks, where no unit of a worker's next epoch is known ahead."""
@@ -140,7 +148,7 @@ def dealt(
             )
         everyone = mesh.varying(everyone, key)  # typed as what the end of an epoch gathers
         waiting = mesh.varying(waiting, key) if waiting.size else ()
-        pairs = base.begin_epoch(pairs, everyone[jax.lax.axis_index(axis_name)])
+        pairs = base.with_order(pairs, everyone[jax.lax.axis_index(axis_name)])
         return state_of(pairs, everyone, waiting)
 
     def observe(state, rows):
@@ -158,7 +166,7 @@ def dealt(
         placed = jnp.minimum(before.position, num_units) // 2
         everyone = deal(jax.vmap(_placed, (0, 0, None))(state.everyone, signs, placed), how)
         everyone = jax.vmap(_swapped, (0, None))(everyone, state)
-        pairs = base.begin_epoch(after, everyone[jax.lax.axis_index(axis_name)])
+        pairs = base.with_order(after, everyone[jax.lax.axis_index(axis_name)])
         return state_of(pairs, everyone, _following(state))
 
     def check_dealt(state):
@@ -231,8 +239,10 @@ def _following(state: DealtState) -> PyTree:
     """The units that the next epoch leaves out: those after the ones that wait now, cyclically."""
     if isinstance(state.waiting, tuple):
         return state.waiting
-    total = math.prod(state.everyone.shape[-2:]) + state.waiting.shape[-1]
-    return (state.waiting + state.waiting.shape[-1]) % total
+    count = state.waiting.shape[-1]
+    visited = math.prod(state.everyone.shape[-2:])
+    # Of the total, visited + count, which int32 holds: the sum of a unit and count may be more.
+    return jnp.where(state.waiting >= visited, state.waiting - visited, state.waiting + count)
 
 
 def _swapped(units, state: DealtState):

@@ -29,13 +29,14 @@ WINDOW = 16  # pairs per worker in one gather of those that waited
 class GatheredState(NamedTuple):
     """State of one worker.
 
-    position, left and, between two calls, running_sum are equal on all workers, rule in a team.
+    position, left, epoch and, between two calls, running_sum are equal on all workers, rule in a team.
     """
 
     current: Int[Array, "M"]
     next: Int[Array, "M"]
     position: Int[Array, ""]  # units of the current order observed so far
     left: Int[Array, ""]  # pairs signed and placed
+    epoch: Int[Array, ""]  # epochs finished
     running_sum: Float32[Array, "k"]
     pending: PyTree  # float32[k], the first half of a pair that two steps share; () where B is even
     waiting: PyTree  # [M // 2, k], the pairs of this epoch; () without gathers="sync"
@@ -70,7 +71,7 @@ def gathered_pairs(
             key_of_rule = jax.random.fold_in(key_of_rule, team)
         coins = rule.init(key_of_rule)
         state = GatheredState(
-            **base.first_fields(key, num_units, "position", "left"),
+            **base.first_fields(key, num_units, GatheredState),
             running_sum=jnp.zeros(size),
             pending=jnp.zeros(size) if splits_pairs else (),
             waiting=jnp.zeros((pairs, size)) if waits else (),

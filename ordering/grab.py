@@ -20,8 +20,10 @@ class GrabState(NamedTuple):
     next: Int[Array, "M"]
     position: Int[Array, ""]  # units observed in this epoch
     left: Int[Array, ""]  # units placed at the front of `next`
+    epoch: Int[Array, ""]  # epochs finished
+    taken: Int[Array, ""]  # gradients in `total`: those of this epoch that are finite
     running_sum: PyTree
-    mean: PyTree  # mean gradient of the epoch before; 0 in the first epoch
+    mean: PyTree  # mean gradient of the last epoch that had some; 0 in the first epoch
     total: PyTree  # sum of this epoch's gradients, not centred
     rule: PyTree  # state of the sign rule
 
@@ -36,7 +38,8 @@ def grab(
     is the control "independent mean balance".
 
     If an epoch is cut short, the units that were not observed stay in the middle. Gradients that
-    are not finite get a plus and enter neither r nor the mean. Units beyond M are ignored.
+    are not finite get a plus and enter neither r nor the mean; an epoch without any finite gradient
+    leaves m as it is. Units beyond M are ignored.
 
     Args:
       num_units: M >= 1.
@@ -68,7 +71,8 @@ def grab(
 
     def init(key, params):
         state = GrabState(
-            **base.first_fields(key, num_units, "position", "left"),
+            **base.first_fields(key, num_units, GrabState),
+            taken=jnp.zeros((), jnp.int32),
             running_sum=rows_lib.zeros_like(params),
             mean=rows_lib.zeros_like(params),
             total=rows_lib.zeros_like(params),
@@ -93,6 +97,7 @@ def grab(
             next=following,
             position=state.position + rows.size,
             left=left,
+            taken=state.taken + jnp.sum(taken, dtype=jnp.int32),
             running_sum=running_sum,
             total=add_weighted(state.total, rows, jnp.ones(rows.size), taken),
             rule=rule_state,
@@ -100,9 +105,12 @@ def grab(
 
     def next_epoch(state):
         filled = base.fill_middle(state.next, state.current, state.left, state.position)
-        observed = jnp.clip(state.position, 1, num_units)
-        mean = jax.tree.map(lambda g: g / observed, state.total)
-        state = base.begin_epoch(state, filled, "position", "left", "running_sum", "total")
+        count = jnp.maximum(state.taken, 1)
+        mean = jax.tree.map(
+            lambda g, m: jnp.where(state.taken > 0, g / count, m), state.total, state.mean
+        )
+        cleared = ("position", "left", "taken", "running_sum", "total")
+        state = base.begin_epoch(state, filled, *cleared)
         return state._replace(mean=mean, rule=rule.next_epoch(state.rule))
 
     return base.checked(Ordering(init, observe, next_epoch), num_units, GrabState, rule=rule)

@@ -77,6 +77,7 @@ class GreedyHerdingState(NamedTuple):
     next: Int[Array, "M"]
     position: Int[Array, ""]  # units observed in this epoch
     left: Int[Array, ""]  # always 0
+    epoch: Int[Array, ""]  # epochs finished
     gradients: Float[Array, "M D"]  # the last gradient of every unit
 
 
@@ -110,7 +111,7 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
 
     def init(key, params):
         state = GreedyHerdingState(
-            **base.first_fields(key, num_units, "position", "left"),
+            **base.first_fields(key, num_units, GreedyHerdingState),
             gradients=jnp.zeros((num_units, rows_lib.tree_size(params))),
         )
         return mesh.varying_as(state, key)

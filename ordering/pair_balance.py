@@ -34,6 +34,7 @@ class PairBalanceState(NamedTuple):
     current: Int[Array, "M"]
     next: Int[Array, "M"]
     position: Int[Array, ""]  # units of the current order observed so far (even B: paired ones)
+    epoch: Int[Array, ""]  # epochs finished
     running_sum: PyTree  # float32, like a gradient; coordinated: float32[slice_size(D, W)]
     pending: PyTree  # the first half of a pair that two steps share; () where B is even
     rule: PyTree  # state of the sign rule
@@ -177,7 +178,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
     derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
 
     def init(key, params):
-        fields = base.first_fields(key, num_units, "position")
+        fields = base.first_fields(key, num_units, PairBalanceState)
         like, workers = params, 1
         if coordinated:
             workers = mesh.axis_size(axis_name)
@@ -279,7 +280,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
     def state_specs(of):
         pending = jax.tree.map(lambda spec: P(None, *spec), of) if splits_pairs else ()
         everywhere: Any = P()
-        return PairBalanceState(everywhere, everywhere, everywhere, of, pending, everywhere)
+        return PairBalanceState(*[everywhere] * 4, of, pending, everywhere)
 
     order = Ordering(init, observe, next_epoch)
     if axes:

@@ -1,8 +1,10 @@
 """Resizes the state of an order from W workers to another number, also in the middle of an epoch.
 
-Runs on the host, in NumPy, on states with leaves [W, ...]. The rest of the epoch is visited in the
-current order. What the order has observed in this epoch is dropped: it balances again from the next
-epoch on.
+Runs on the host, in NumPy, on states with leaves [W, ...]. The number of epochs, the mean gradient
+of `grab` and the state of a sign rule are kept: a worker's are those of the workers whose units it
+takes over. The rest of the epoch is visited in the current order. What was observed in this epoch
+is dropped, running sums, pairs that wait and gradients: an order balances again from the next epoch
+on.
 """
 
 import functools
@@ -18,7 +20,7 @@ from ordering.grab import GrabState
 from ordering.herding import GreedyHerdingState
 from ordering.pair_balance import PairBalanceState
 from ordering.shuffles import ShuffleState
-from syncopate import plans
+from syncopate import mesh, plans
 
 
 def resize(
@@ -29,8 +31,11 @@ def resize(
 
     Each step of all workers keeps its W B units: worker 0 of the W' gets the first B' = W B / W' of
     them, worker 1 the next B', and so on. Orders that use no gradients draw their next order for W'
-    workers. Others repeat the current order in the next epoch and observe it from the start; there,
-    dealt pairs keep their order. Greedy herding already observes the rest of this epoch.
+    workers. Between epochs the others lose nothing but greedy herding its gradients, which the next
+    epoch brings again. In the middle of an epoch they drop what they have observed of it, repeat
+    the current order in the next epoch and observe it from the start; there, dealt pairs keep their
+    order. Greedy herding already observes the rest of this epoch. The mean of `grab` and the
+    counters of a sign rule are kept in any case, the keys are those of `fresh`.
 
     Args:
       state: leaves [W, ...].
@@ -108,16 +113,39 @@ def begun(fresh: State, state: State, current: Int[np.ndarray, "W2 M2"], visited
     """
     if visited:
         raise ValueError(
-            f"{type(state).__name__} is not registered with ordering.resize.begun: register it, or "
-            "save at the end of an epoch (--checkpoint_every=N with N loads of an epoch)."
+            f"{type(state).__name__} is not registered with begun of ordering.resize: register it "
+            "(from ordering.resize import begun), or save at the end of an epoch."
         )
-    return fresh._replace(current=current, next=current.copy())
+    counts = isinstance(state, tuple) and hasattr(state, "epoch")
+    epoch = {"epoch": _kept(state.epoch, len(current))} if counts else {}
+    return fresh._replace(current=current, next=current.copy(), **epoch)
+
+
+def _kept(leaf, workers: int, fresh=None):
+    """A leaf [W, ...] for W' workers: that of the worker whose units each takes first.
+
+    Keys are those of `fresh`, as workers that share no sum draw numbers of their own.
+    """
+    if fresh is not None and mesh.is_key(fresh):
+        return fresh
+    old = np.asarray(leaf)
+    return old[np.arange(workers) * len(old) // workers]
+
+
+def _shared(leaf: np.ndarray, workers: int) -> np.ndarray:
+    """Means [W, ...] over equally many units for W' workers, by the units that each takes over."""
+    old = np.asarray(leaf)
+    ends = lambda count: np.arange(count + 1) * (len(old) * workers // count)  # noqa: E731
+    (low, high), (first, last) = ((ends(n)[:-1], ends(n)[1:]) for n in (workers, len(old)))
+    both = np.minimum(high[:, None], last) - np.maximum(low[:, None], first)
+    weights = np.maximum(both, 0).astype(old.dtype) / len(old)
+    return np.tensordot(weights, old, axes=1)
 
 
 @begun.register
 def _(fresh: ShuffleState, state, current, visited):
     """The caller's `next_epoch` makes these orders the current ones and draws the next."""
-    epoch = np.full(len(current), state.epoch[0] - 1, np.int32)
+    epoch = _kept(state.epoch, len(current)) - 1
     return fresh._replace(current=current, next=current.copy(), epoch=epoch)
 
 
@@ -128,17 +156,29 @@ def _(fresh, state, current, visited):
     following, half = current.copy(), current.shape[1] // 2
     if not isinstance(fresh, GrabState):  # the unit without a partner goes to the middle
         following[:, half:] = np.roll(current[:, half:], current.shape[1] % 2, axis=1)
-    position = np.full(len(current), current.shape[1] if visited else 0, np.int32)
-    fresh = fresh._replace(current=current, next=following, position=position)
+    workers = len(current)
+    position = np.full(workers, current.shape[1] if visited else 0, np.int32)
+    if jax.tree.structure(state.rule) != jax.tree.structure(fresh.rule):
+        raise ValueError(
+            "state and fresh are of orders with other sign rules: pass states of one order, with "
+            "the same rule."
+        )
+    rule = jax.tree.map(lambda x, new: _kept(x, workers, new), state.rule, fresh.rule)
+    fresh = fresh._replace(
+        current=current, next=following, position=position, epoch=_kept(state.epoch, workers),
+        rule=rule,
+    )  # fmt: skip
     if isinstance(fresh, GatheredState):
         fresh = fresh._replace(left=position // 2)
+    if isinstance(fresh, GrabState):
+        fresh = fresh._replace(mean=jax.tree.map(lambda x: _shared(x, workers), state.mean))
     return fresh
 
 
 @begun.register
 def _(fresh: GreedyHerdingState, state, current, visited):
-    position = np.full(len(current), visited, np.int32)
-    return fresh._replace(current=current, next=current.copy(), position=position)
+    position, epoch = np.full(len(current), visited, np.int32), _kept(state.epoch, len(current))
+    return fresh._replace(current=current, next=current.copy(), position=position, epoch=epoch)
 
 
 @begun.register

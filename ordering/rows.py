@@ -138,8 +138,6 @@ def check_real(leaf: ArrayLike, *kinds: type) -> None:
 
 def centre(rows: Rows, mean: PyTree) -> Rows:
     """Rows of g_i - mean, a float32 tree like one gradient."""
-    if rows.tree is not None:
-        return Rows.of(jax.tree.map(lambda g, m: as_float32(g) - m[None], rows.tree, mean))
 
     def combine(weights):
         shift = jnp.sum(weights)

@@ -109,7 +109,7 @@ def owned(specs):
 def exact_orders(splits_pairs=False):
     """Where the state of exact orders lives: the running sum in slices."""
     pending = P(None, "model") if splits_pairs else ()
-    return PairBalanceState(P(), P(), P(), P("model"), pending, P())
+    return PairBalanceState(P(), P(), P(), P(), P("model"), pending, P())
 
 
 WAYS = {

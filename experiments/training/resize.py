@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import local_opt.resize
-import ordering.resize
+import ordering
 from experiments.cluster import files, processes
 from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, program, timeline
@@ -135,7 +135,7 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
         fresh = program.start_of(worker, sizes.workers)(params, config.seed_of(seed))
         if own:
             opt_state = local_opt.resize.resize(opt_state, fresh.opt_state, sizes.workers, policy)
-        orders, units = ordering.resize.resize(
+        orders, units = ordering.resize(
             state.orders, fresh.orders, worker.order, units,
             units_per_step=before.units_per_step, visited=visited,
         )  # fmt: skip

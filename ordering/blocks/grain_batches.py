@@ -81,7 +81,7 @@ def _classes() -> type:
 
         def set_state(self, state: dict) -> None:
             check_epoch(state, {"order": self._epoch.mark})
-            self._open(plans.check_whole("the state's batch", state["batch"], 0))
+            self._open(plans.check_whole("the state's batch", state.get("batch"), 0))
 
     class BlockDataset(grain.IterDataset):
         def __init__(self, epoch: Windows, options: Any):

@@ -1,5 +1,6 @@
 """Mixtures of sources, each with an order, windows and epochs of its own."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -52,13 +53,18 @@ def shares(weights: Mapping[str, float], *, batch_size: int) -> dict[str, int]:
     return dict(zip(weights, found, strict=True))
 
 
-class Mixture(Iterator):
-    """What `mixture` returns: an iterator of `{name: (records, places)}`."""
+class Mixture(Iterator, contextlib.AbstractContextManager):
+    """What `mixture` returns: an iterator of `{name: (records, places)}`.
+
+    As a context manager it closes the threads of all readers.
+    """
 
     def __init__(self, readers: dict[str, BlockEpochs]):
         self.readers = readers
 
     def __next__(self) -> dict[str, tuple[PyTree, Any]]:
+        for reads in self.readers.values():  # if one is late or at its end, none has gone on
+            reads.wait()
         return {name: next(reads) for name, reads in self.readers.items()}
 
     def position(self) -> dict[str, Position]:
@@ -69,6 +75,9 @@ class Mixture(Iterator):
         """Ends the threads of all readers."""
         for reads in self.readers.values():
             reads.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:

@@ -180,7 +180,9 @@ def _typed(tree: Any, like: Any, name: str) -> Any:
     return type(like)(*(_typed(tree[k], getattr(like, k), f"{name}.{k}") for k in fields))
 
 
-def resize(position: Position, fresh: State, order: Ordering) -> Position:
+def resize(
+    position: Position, fresh: State, order: Ordering, *, axis_name: str = "worker"
+) -> Position:
     """The position for another number of workers: each record is still visited once per epoch.
 
     The rest of the epoch keeps its batches: the W b records of each step are shared by the W' new
@@ -191,6 +193,7 @@ def resize(position: Position, fresh: State, order: Ordering) -> Position:
       position: of all W workers, with orders that deal blocks (`dealt`, `dealt_reshuffling`).
       fresh: a first state of `order` for W' workers with M' = W M / W' units each.
       order: the order for W' workers, with windows of K' = W K / W' blocks.
+      axis_name: the workers' axis, by which `order` was made.
 
     Returns:
       The position for W' workers, for `read_blocks(window=K', batch_size=W b / W')`.
@@ -245,7 +248,9 @@ def resize(position: Position, fresh: State, order: Ordering) -> Position:
     done = min(int(position.step) // batches * after, fresh.current.shape[1])
     # Half a window is a broken epoch, too.
     visited = max(done, 1) if int(position.step) else 0
-    state, _ = resize_order(state, fresh, order, units_per_step=window, visited=visited)
+    state, _ = resize_order(
+        state, fresh, order, units_per_step=window, visited=visited, axis_name=axis_name
+    )
     broken = position.broken
     if visited and not jax.tree.leaves(broken):
         broken = np.asarray(position.orders.current)

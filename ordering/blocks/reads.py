@@ -3,6 +3,10 @@
 import concurrent.futures
 import contextlib
 import functools
+import queue
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,7 +18,7 @@ from ordering.base import State
 from ordering.blocks.position import Position, checked, first_position, of_broken, share_of
 from ordering.blocks.split import Blocks, check_blocks
 from ordering.blocks.windows import Share, Windows, batches_of, num_batches, windows
-from ordering.input.epochs import Epochs, Layout, checked_state
+from ordering.input.epochs import Epochs, Layout, checked_state, epoch_of
 from ordering.input.loader import load_ahead
 from syncopate import plans
 
@@ -42,11 +46,14 @@ class BlockEpochs(Epochs):
 
     def position(self, orders: State | None = None) -> Position:
         """The position of the next batch, with the newest state of the order, or with `orders`,
-        as of all hosts. Call it after `next_epoch`, if the epoch has ended."""
-        epoch, step = divmod(self.load, self._layout.steps(self._layout.num_units))
+        as of all hosts. Call it after `next_epoch`, if the epoch has ended and is not the last."""
+        epoch, step = divmod(self.load, self._steps)
         now = self._position
         broken = now.broken if epoch == int(now.epoch) else ()
         orders = self._live() if orders is None else orders
+        if self._num_epochs is None or epoch < self._num_epochs:
+            with jax.transfer_guard("allow"):
+                self.check_order(epoch, *epoch_of(orders))
         return Position(orders, np.array(epoch), np.array(step), now.sizes, now.files, broken)
 
     def close(self) -> None:
@@ -118,7 +125,9 @@ def read_blocks(
     check_blocks(blocks)
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
-    current = np.asarray(checked_state(live).current)
+    state = checked_state(live)
+    with jax.transfer_guard("allow"):
+        current = np.asarray(state.current)
     num_units, total = current.shape[-1], len(blocks) if dealt else None
     settings: dict[str, Any] = {"window": window, "batch_size": batch_size, "seed": seed}
     words = settings | {"shuffle": shuffle, "total": total, "num_units": num_units}
@@ -144,17 +153,65 @@ def read_blocks(
         )  # fmt: skip
 
     first_load = int(position.epoch) * steps + int(position.step)
+    first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - int(position.epoch)
     return BlockEpochs(
-        (load, live, layout, num_epochs, layout.batches, first_load), position, pools
+        (load, live, layout, num_epochs, layout.batches, first_load, first_epoch), position, pools
     )
+
+
+class _Pool:
+    """Threads like those of `concurrent.futures`, for whose end Python does not wait."""
+
+    def __init__(self, size: int):
+        self._jobs, self._closed = queue.SimpleQueue(), threading.Event()
+        threads = [
+            threading.Thread(target=_work, args=(self._jobs,), daemon=True) for _ in range(size)
+        ]
+        for thread in threads:
+            thread.start()
+        self.close = weakref.finalize(self, _stop, self._jobs, self._closed, threads)
+
+    def submit(self, function: Callable, *args: Any) -> concurrent.futures.Future:
+        future = concurrent.futures.Future()
+        self._jobs.put((future, function, args))
+        if self._closed.is_set():  # perhaps no thread is left
+            future.cancel()
+        return future
+
+    def map(self, function: Callable, items: Iterable) -> Iterator:
+        return (future.result() for future in [self.submit(function, x) for x in items])
+
+
+def _work(jobs):
+    while job := jobs.get():
+        future, function, args = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # raised where the result is asked for
+                future.set_exception(error)
+        del job, future, function, args  # records must not wait here for the next job
+
+
+def _stop(jobs, closed, threads):
+    """Cancels what has not begun, and waits a second in all for what has."""
+    closed.set()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            jobs.get_nowait()[0].cancel()
+    for _ in threads:
+        jobs.put(None)
+    until = time.monotonic() + 1
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=max(0, until - time.monotonic()))
 
 
 def _threads(pools: contextlib.ExitStack, readers: int) -> Callable[[Windows], Iterator]:
     """Reads the windows of an epoch; the next one is read while the last is used."""
-    sizes = plans.check_whole("readers", readers, 1), 1
-    pool, ahead = map(concurrent.futures.ThreadPoolExecutor, sizes)
-    for each in (pool, ahead):
-        pools.callback(each.shutdown, wait=False, cancel_futures=True)
+    pool, ahead = _Pool(plans.check_whole("readers", readers, 1)), _Pool(1)
+    for each in (ahead, pool):  # the last is closed first, so that a window ahead ends, too
+        pools.callback(each.close)
 
     def read(epoch):
         load = functools.partial(epoch.load, read=pool.map)

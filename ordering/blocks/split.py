@@ -66,7 +66,7 @@ class Blocks(Sequence):
         found = [self._records(unit) for unit in units]
         if isinstance(found[0], list):
             records = [record for unit in found for record in unit]
-            return stacked(records if self._decode is None else list(map(self._decode, records)))
+            return stacked(records if self._decode is None else [self._decode(x) for x in records])
         kinds = {_kind(records) for records in found}
         if len(kinds) > 1:  # which NumPy would make one, as int64 and uint64 float64
             first, second = list(kinds)[:2]
@@ -81,7 +81,8 @@ class Blocks(Sequence):
         for part, start, stop in self._places.tolist():
             records = self.parts[part].read(start, stop) if start < stop else []
             if isinstance(records, list):
-                yield from records if self._decode is None else map(self._decode, records)
+                for record in records:
+                    yield record if self._decode is None else self._decode(record)
             else:
                 for i in range(stop - start):
                     yield jax.tree.map(lambda x: x[i], records)  # noqa: B023

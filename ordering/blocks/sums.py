@@ -66,10 +66,10 @@ def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
         -1 for records that only fill the batch.
 
     Returns:
-      The new `Sums`.
+      The new `Sums`. A gradient that is not finite changes the sum of its own block alone.
 
     Raises:
-      ValueError: if there is not one place for each row.
+      ValueError: if there is not one place for each row, or for rows of other shapes.
 
     Examples:
       >>> import jax.numpy as jnp, ordering
@@ -80,17 +80,24 @@ def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
       [[0.0], [3.0]]
     """
     _check_sums(sums)
-    check_is_rows(rows)
+    check_is_rows(rows, stacked=True)
     kind = getattr(places, "dtype", np.dtype(object))
     if np.shape(places) != (rows.size,) or not jnp.issubdtype(kind, jnp.integer):
         raise ValueError(
             f"places has the shape {np.shape(places)} and the dtype {kind} for {rows.size} rows: "
             "pass the places of one worker's batch, and a row for each of its records."
         )
-    belongs = (places[None] == jnp.arange(sums.window)[:, None]).astype(jnp.float32)  # [K, b]
-    found = jax.vmap(rows.combine)(belongs)
-    plans.check_like("rows, added up for all blocks,", found, sums.gradients, "sums")
-    return Sums(jax.tree.map(jnp.add, sums.gradients, found))
+    of_rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows.size, *x.shape[1:]), x.dtype), sums.gradients
+    )
+    plans.check_like("rows.tree", rows.tree, of_rows, "sums")
+    # Out of range: dropped. A negative place would count from the end.
+    block = jnp.where(places < 0, sums.window, places)
+
+    def added(total, g):
+        return total.at[block].add(rows_lib.as_float32(g), mode="drop")
+
+    return Sums(jax.tree.map(added, sums.gradients, rows.tree))
 
 
 def observe(order: Ordering, state: State, sums: Sums, *, units: int) -> tuple[State, Sums]:

@@ -13,6 +13,7 @@ from jaxtyping import Int, PyTree
 
 from ordering.blocks.split import Blocks, check_blocks
 from ordering.input.loader import check_batches
+from ordering.input.sources import never_ends
 from ordering.input.steps import step_indices
 from syncopate import plans
 
@@ -89,7 +90,12 @@ class Windows(Sequence):
                 jobs.append(([int(np.argmax(self._blocks.sizes))], first))
             rest.append((to[max(count, 1) :], first[0]))
         records = _Records(ranks.size)
-        for _ in read(lambda job: records.put(self._blocks.read(job[0]), *job), jobs):
+
+        def put(job):
+            with never_ends():
+                records.put(self._blocks.read(job[0]), *job)
+
+        for _ in read(put, jobs):
             pass
         return jax.tree.map(self._cut(batches), (records.filled(rest), places))
 

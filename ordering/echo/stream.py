@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Key, PyTree
 
 from ordering.echo.plans import EchoPlan, Measured, check_policy
-from ordering.input.loader import LoadError, check_batches, on_device
+from ordering.input.loader import LoadError, check_batches, on_device, said
 from syncopate import plans
 
 
@@ -118,10 +118,12 @@ class _Stream(Iterator):
         known = policy.known
         self._count = int(known.loads_before(step))  # loads so far
         self._uses = step - int(known.runs.start_at(step - 1)) if step else 0
-        self._augment = augment and functools.partial(_augmented(augment), key=key)
-        self._counter = augment and jnp.int32(step)  # the step, on the device
+        self._augment, self._key = augment and _compiled(augment), key
+        with jax.transfer_guard("allow"):
+            self._counter = augment and jnp.int32(step)  # the step, on the device
         self._failed = self._batch = None
-        if known.first_load(step) < self._count:  # the run resumes at an echoed step
+        # The run resumes at an echoed step. After the last step it needs no batch.
+        if step < policy.total_steps and known.first_load(step) < self._count:
             self._batch = self._fetch(self._count - 1, may_end=False)
 
     def __next__(self):
@@ -142,7 +144,8 @@ class _Stream(Iterator):
             )
         batch = self._batch
         if self._augment:  # makes new arrays, also of leaves that it returns unchanged
-            batch, self._counter = self._augment(batch, step=self._counter)
+            key, self._counter = _key_of(self._key, self._counter)
+            batch = self._augment(batch, key)
         elif self._keep_copy and self._may_echo(step + 1):
             batch = jax.tree.map(_copy, batch)
         self._step, self._uses = step + 1, self._uses + 1
@@ -172,7 +175,7 @@ class _Stream(Iterator):
         except LoadError:
             raise
         except Exception as error:
-            what = f"failed in step {self._step}: {type(error).__name__}: {error}."
+            what = f"failed in step {self._step}: {said(error)}."
             self._failed = LoadError(load, f"{what} Resume from this step.")
             raise self._failed from error
 
@@ -187,12 +190,17 @@ def _copier(sharding):
     return jax.jit(jnp.copy, out_shardings=sharding)
 
 
-# Calls of `echo_batches`, as for every epoch, share the compiled function.
-@functools.lru_cache(maxsize=32)
-def _augmented(augment):
-    """`(batch, key=, step=) -> (batch, step + 1)`, jitted; the step stays on the device."""
+@functools.partial(jax.jit, donate_argnames="step")
+def _key_of(key, step):
+    """(the key of a step, the next step), which stays on the device."""
+    return jax.random.fold_in(key, step), step + 1
 
-    def run(batch, key, step):
-        return augment(batch, jax.random.fold_in(key, step)), step + 1
 
-    return jax.jit(run, donate_argnames="step")
+def _compiled(augment):
+    """The jitted function. JAX compiles one that has a hash once for all calls of `echo_batches`,
+    as for every epoch, while the function lives."""
+    try:
+        hash(augment)
+    except TypeError:  # a dataclass or module with arrays
+        return jax.jit(lambda batch, key: augment(batch, key))
+    return jax.jit(augment)

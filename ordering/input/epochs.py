@@ -14,7 +14,7 @@ from ordering import base
 from ordering.base import State
 from ordering.input.loader import Loader, LoadError, load_ahead
 from ordering.input.sources import reader
-from ordering.input.steps import Steps
+from ordering.input.steps import Steps, check_read_whole
 from syncopate import plans
 
 Load = Callable[[np.ndarray, int, int], Loader]
@@ -48,15 +48,19 @@ class Front(NamedTuple):
 class Epochs(Iterator, contextlib.AbstractContextManager):
     """Batches of all epochs; see `read_epochs`. As a context manager it closes its threads.
 
+    `wait()` returns when `next` would return at once, and raises what it would raise.
+
     Attributes:
       epoch, step: position of the next batch; at an epoch's end `step` is the number of its steps.
       epoch_ended: whether the last batch was the last of its epoch: after its step, call the
         order's `next_epoch`.
     """
 
-    def __init__(self, load: Load, live: Callable, layout: Layout, num_epochs, ahead, first_load):
+    def __init__(
+        self, load: Load, live: Callable, layout: Layout, num_epochs, ahead, first_load, first_epoch
+    ):
         self._load, self._live, self._layout = load, live, layout
-        self._num_epochs, self._ahead = num_epochs, ahead
+        self._num_epochs, self._ahead, self._first_epoch = num_epochs, ahead, first_epoch
         self._steps = layout.steps(layout.num_units)
         self.epoch, self.step = divmod(first_load, self._steps)
         self.epoch_ended, self._opened, self._front = False, False, Front()
@@ -64,7 +68,6 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         self._rest: Loader | None = None
         self._order: Any = None
         self._early: Any = None
-        self._before: Any = None
 
     @property
     def load(self) -> int:
@@ -72,33 +75,47 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         return self.epoch * self._steps + self.step
 
     def __next__(self) -> PyTree[jax.Array]:
+        self.wait()
+        batch = next(cast(Loader, self._loader()))
+        self.step += 1
+        self.epoch_ended = self.step == self._steps
+        return batch
+
+    def wait(self) -> None:
+        """Waits until `next` returns at once; raises what it would raise."""
         if self.epoch_ended:
             self._end_epoch()
         if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
-        if self._order is None:
-            current = checked_state(self._live).current
-            if current.shape[-1] != (num_units := self._layout.num_units):
-                raise ValueError(
-                    f"live gives an order of {current.shape[-1]} units, after {num_units}: "
-                    "make another read_epochs for another order."
-                )
-            (self._order,) = _copies(current)
-        # With two steps in front, wait for the order only when the device has the first to do.
-        if not self._opened and (self.step or self._front.num_steps < 2):
-            self._open_rest(np.asarray(self._order))
-        self._look_ahead()
+        with jax.transfer_guard("allow"):
+            self._begin_step()
+        loader = cast(Loader, self._loader())
         try:
-            batch = next(cast(Loader, self._loader()))
+            loader.wait()
         except StopIteration:
             raise LoadError(
                 self.load,
                 f"is missing: the source ended in an epoch of {self._steps} steps, or was closed. "
                 "Give one batch for each of them.",
             ) from None
-        self.step += 1
-        self.epoch_ended = self.step == self._steps
-        return batch
+        if loader.load != self.load:
+            raise LoadError(
+                self.load, "was lost, as next was interrupted: resume the run from this load."
+            )
+
+    def _begin_step(self):
+        if self._order is None:
+            state = checked_state(self._live)
+            if state.current.shape[-1] != (num_units := self._layout.num_units):
+                raise ValueError(
+                    f"live gives an order of {state.current.shape[-1]} units, after {num_units}: "
+                    "make another read_epochs for another order."
+                )
+            self._order = _copies(state.current, *epoch_of(state))
+        # With two steps in front, wait for the order only when the device has the first to do.
+        if not self._opened and (self.step or self._front.num_steps < 2):
+            self._open_rest(*map(np.asarray, self._order))
+        self._look_ahead()
 
     def ready(self) -> bool:
         """Whether the next batch is on the device, or its loading has not begun."""
@@ -116,20 +133,28 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
         self.close()
 
     def _end_epoch(self):
-        self._before = (self.epoch, self._order, self._early)
         self._front = self._next or Front()
         self._order = self._early = self._next = self._rest = None
         self.epoch, self.step, self.epoch_ended, self._opened = self.epoch + 1, 0, False, False
 
-    def _open_rest(self, order):
-        """Loads the steps after the front; ValueError if the order is still that of before."""
-        if self._before:
-            _check_new(self._before, order)
+    def _open_rest(self, order, *epochs):
+        """Loads the steps after the front; ValueError if the order is not this epoch's."""
+        self.check_order(self.epoch, *epochs)
         first = self._front.num_steps or self.step
-        rest = order[..., self._layout.units_before(first) :]
-        if rest.size:
+        if first < self._steps:
+            rest = order[..., self._layout.units_before(first) :]
             self._rest = self._load(rest, first, self.epoch)
-        self._opened, self._before = True, None
+        self._opened = True
+
+    def check_order(self, epoch: int, *found: ArrayLike) -> None:
+        """Raises ValueError unless the orders, which were `found` in an epoch, are in this one."""
+        for orders_in in found:
+            if (orders_in := np.unique(orders_in) - self._first_epoch).tolist() != [epoch]:
+                raise ValueError(
+                    f"epoch {epoch - 1} has been read, and the state has the order of epoch "
+                    f"{', '.join(map(str, orders_in))}: call the order's next_epoch once, after "
+                    "the step for which epoch_ended is True."
+                )
 
     def _loader(self):
         return self._front.loader if self.step < self._front.num_steps else self._rest
@@ -162,19 +187,31 @@ def _copies(*arrays):
     return copies
 
 
-def _check_new(before, order):
-    """Raises ValueError for the order that has just been read, as `next_epoch` was forgotten."""
-    epoch, last, early = before
-    known = int(np.min(early[0])) if early else 0
-    if early and known:
-        new = np.array_equal(np.asarray(early[1])[..., :known], order[..., :known])
-    else:  # an order of fewer than eight units may occur twice by chance
-        new = order.shape[-1] < 8 or not np.array_equal(np.asarray(last), order)
-    if not new:
-        raise ValueError(
-            f"epoch {epoch} has been read, and the state still has its order: call the order's "
-            "next_epoch after the step for which epoch_ended is True."
-        )
+
+
+def epoch_of(state: State) -> list[np.ndarray]:
+    """The epoch in which the orders are; of an order of one's own that counts none, nothing."""
+    return [state.epoch] if hasattr(state, "epoch") else []
+
+
+def first_epoch_of(state: State, layout: Layout, first_load: int, num_epochs: int | None) -> int:
+    """The epoch of the orders in the first epoch of a reader; ValueError for another place."""
+    epoch, step = divmod(first_load, layout.steps(layout.num_units))
+    is_over = num_epochs is not None and epoch >= num_epochs
+    for found in map(np.unique, map(np.asarray, epoch_of(state))):
+        if not first_load:  # the orders may have been used before
+            return int(found[0])
+        position, read = np.unique(getattr(state, "position", 0)), layout.units_before(step)
+        # None where orders rest, and all where workers were resized.
+        is_part = (position > 0) & (position < layout.num_units)
+        if not is_over and ((found != epoch).any() or (position != read)[is_part].any()):
+            raise ValueError(
+                f"first_load is {first_load}, unit {read} of epoch {epoch} with {layout.units} "
+                f"units per step, and live gives the orders of epoch {found[0]}, of which "
+                f"{position[0]} units were observed: pass the load that was saved with this state, "
+                "or, after another units_per_step, the one before which as many units are read."
+            )
+    return 0
 
 
 def checked_state(live) -> State:
@@ -214,7 +251,9 @@ def read_epochs(
       unit_size, total: as in `step_indices`, unless the source is a function.
       num_epochs: number of epochs; None for no end.
       first_load: >= 0, for a run that resumes from an orders' state: the `load` that was saved with
-        it. At an epoch's end, save both after `next_epoch`.
+        it, counted from the first epoch of the orders. At an epoch's end, save both after
+        `next_epoch`. With another units_per_step go on where an epoch ended, or at the load before
+        which as many units are read: n A / B after n loads of A units.
       ahead: >= 1, steps before an epoch's end at which the next one begins to load.
       depth, timeout, sharding: as in `load_ahead`.
 
@@ -224,8 +263,9 @@ def read_epochs(
       whether it is on the device, and `close()` ends the threads.
 
     Raises:
-      ValueError: for a source or size that does not fit; from `next`, if `next_epoch` was not
-        called.
+      ValueError: for a source or size that does not fit, a source of which a whole step or more
+        would never be read, or orders that are not at `first_load`; from `next`, if `next_epoch`
+        was not called, which an order of one's own shows by `epoch`.
       LoadError: from `next`, with the number of the load that failed, hangs or is missing.
 
     Examples:
@@ -248,25 +288,26 @@ def read_epochs(
     plans.check_whole("first_load", first_load, 0)
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
-    num_units = checked_state(live).current.shape[-1]
+    state = checked_state(live)
+    num_units = state.current.shape[-1]
     layout = Layout(*base.check_units(num_units, units_per_step))
+    with jax.transfer_guard("allow"):
+        first_epoch = first_epoch_of(state, layout, first_load, num_epochs)
+    sizes = {"units_per_step": units_per_step, "unit_size": unit_size, "total": total}
     if callable(source):
         plans.check_function("source", source, "orders", "first_step", "epoch")
     else:
-        reader(source)  # raises now for an object that is no source
+        check_read_whole(reader(source)[0], state.current.shape, **sizes)
 
     def load(orders, first_step, epoch):
         if callable(source):
             batches: Any = source(orders, first_step, epoch)
         else:
-            steps = Steps(
-                source, orders, units_per_step=units_per_step, unit_size=unit_size,
-                num_units=num_units, total=total,
-            )  # fmt: skip
+            steps = Steps(source, orders, num_units=num_units, **sizes)
             batches = map(steps.__getitem__, range(len(steps)))
         first = epoch * layout.steps(num_units) + first_step
         return load_ahead(
             batches, depth=depth, timeout=timeout, sharding=sharding, first_load=first
         )
 
-    return Epochs(load, live, layout, num_epochs, ahead, first_load)
+    return Epochs(load, live, layout, num_epochs, ahead, first_load, first_epoch)

@@ -78,6 +78,8 @@ def _iter_dataset(grain):
 
         def set_state(self, state: dict) -> None:
             check_epoch(state, self._epoch)
+            if not isinstance(state.get("parent"), dict):
+                raise ValueError("the state has no parent: pass the dict of a saved iterator.")
             self._parent.set_state(state["parent"])
 
     class EpochIterDataset(grain.IterDataset):

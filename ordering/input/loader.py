@@ -1,5 +1,6 @@
 """Batches that a thread loads ahead of the steps."""
 
+import collections
 import contextlib
 import queue
 import threading
@@ -25,6 +26,15 @@ class LoadError(RuntimeError):
         self.load = load
 
 
+def said(error: BaseException) -> str:
+    """The type and the text of an error, also of one that cannot tell its text."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be shown"
+    return f"{type(error).__name__}: {text}".rstrip(".: ")
+
+
 class Loader(Iterator, contextlib.AbstractContextManager):
     """An iterator of batches on the device; see `load_ahead`."""
 
@@ -33,28 +43,43 @@ class Loader(Iterator, contextlib.AbstractContextManager):
         # Also runs at exit, where a thread that still copies to a device would crash Python.
         self.close = weakref.finalize(self, _stop, shared, thread)
 
+    @property
+    def load(self) -> int:
+        """Number of the next batch."""
+        return self._load
+
     def ready(self) -> bool:
         """Whether `next` returns, ends or raises without waiting."""
-        return not self._shared.items.empty()
+        return bool(self._shared.items)
 
-    def __next__(self) -> PyTree[jax.Array]:
-        try:
-            item = self._shared.items.get(timeout=self._timeout)
-        except queue.Empty:
-            raise LoadError(
-                self._load,
-                f"did not come within {self._timeout:g} s: the input hangs. Call next again to "
-                "wait longer, or resume the run from this load.",
-            ) from None
-        if isinstance(item, tuple):
-            self._load += 1
-            self._shared.slots.release()
-            return item[0]
-        self._shared.items.put(item)  # the end stays the end
+    def wait(self) -> None:
+        """Waits until `next` returns at once; raises what it would raise."""
+        # The batch stays in the queue, so that Ctrl-C while this waits loses none.
+        while not self._shared.items:
+            try:
+                self._shared.arrivals.get(timeout=self._timeout)
+            except queue.Empty:
+                raise LoadError(
+                    self._load,
+                    f"did not come within {self._timeout:g} s: the input hangs. Call next again to "
+                    "wait longer, or resume the run from this load.",
+                ) from None
+        item = self._shared.items[0]  # the end stays the end
         if item is None:
             raise StopIteration
-        what = f"{type(item).__name__}: {item}".rstrip(".")
-        raise LoadError(self._load, f"failed: {what}. Resume the run from this load.") from item
+        if not isinstance(item, tuple):
+            raise LoadError(
+                self._load, f"failed: {said(item)}. Resume the run from this load."
+            ) from item
+
+    def __next__(self) -> PyTree[jax.Array]:
+        self.wait()
+        (batch,) = self._shared.items.popleft()
+        self._load += 1
+        self._shared.slots.put(None)
+        with contextlib.suppress(queue.Empty):
+            self._shared.arrivals.get_nowait()
+        return batch
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -106,7 +131,11 @@ def load_ahead(
             f"sharding is {wrong[0]!r}: pass a device, as jax.devices()[0], a jax.sharding."
             "Sharding, or a tree of them."
         )
-    shared = _Shared(queue.SimpleQueue(), threading.Semaphore(depth + 1), threading.Event())
+    shared = _Shared(
+        collections.deque(), queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
+    )
+    for _ in range(depth + 1):
+        shared.slots.put(None)
     thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
     thread.start()
     return Loader(shared, thread, first_load, timeout)
@@ -138,14 +167,19 @@ def on_device(batch: PyTree, sharding: PyTree = None) -> PyTree[jax.Array]:
 class _Shared(NamedTuple):
     """What the loader shares with its thread, which must not keep the loader alive."""
 
-    items: queue.SimpleQueue  # (batch,) of each batch, then None (the end) or an exception
-    slots: threading.Semaphore
+    items: collections.deque  # (batch,) of each batch, then None (the end) or an exception
+    arrivals: queue.SimpleQueue  # wakes the consumer, for each item
+    slots: queue.SimpleQueue  # one for each batch that may be loaded
     closed: threading.Event
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+        self.arrivals.put(None)
 
 
 def _work(batches, sharding, shared):
     while True:
-        shared.slots.acquire()
+        shared.slots.get()
         if shared.closed.is_set():
             return
         try:
@@ -156,13 +190,13 @@ def _work(batches, sharding, shared):
             item = error
         if shared.closed.is_set():
             return  # the consumer has been given the end
-        shared.items.put(item)
+        shared.put(item)
         if not isinstance(item, tuple):
             return
 
 
 def _stop(shared, thread):
     shared.closed.set()
-    shared.slots.release()
+    shared.slots.put(None)
     thread.join(timeout=1)
-    shared.items.put(None)  # the end, for a consumer that still waits
+    shared.put(None)  # the end, for a consumer that still waits

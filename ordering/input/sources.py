@@ -1,6 +1,7 @@
 """Data sources, and batches of their examples."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -94,9 +95,21 @@ def _check_rows(source):
 PLAIN = bool | int | float | complex | str | bytes | np.generic | None
 
 
+@contextlib.contextmanager
+def never_ends() -> Iterator[None]:
+    """Makes an error of StopIteration, which would end what iterates over the batches."""
+    try:
+        yield
+    except StopIteration:  # `from` it, a context manager would raise it again
+        raise RuntimeError(
+            "the source raised StopIteration: raise another error, or return the record."
+        ) from None
+
+
 def _read_examples(source, indices):
     many = getattr(source, "__getitems__", None)
-    rows = list(many(indices)) if many else [source[i] for i in indices]
+    with never_ends():
+        rows = list(many(indices)) if many else [source[i] for i in indices]
     if len(rows) != len(indices):
         raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
     return stacked(rows)

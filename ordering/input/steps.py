@@ -77,6 +77,27 @@ def step_indices(
     return units, workers * units_per_step * unit_size
 
 
+def check_read_whole(
+    num_examples: int, shape: tuple[int, ...], *, units_per_step: int, unit_size: int = 1,
+    num_units: int | None = None, total: int | None = None,
+) -> None:  # fmt: skip
+    """Raises ValueError if orders of this shape would never read a whole step of the examples.
+
+    Less is left over where all steps are to have one size.
+    """
+    workers, length = (1, *shape)[-2:]
+    owned = length if num_units is None else num_units
+    units = workers * owned if total is None else total
+    all_workers = units // owned  # of dealt orders, which may be on other hosts
+    left_over = num_examples - units * unit_size
+    if left_over >= all_workers * units_per_step * unit_size:
+        raise ValueError(
+            f"the source has {num_examples} examples, of which {left_over} would never be read, as "
+            f"the orders name {units} units of {unit_size}: make orders for all of them, or leave "
+            "them out of the source."
+        )
+
+
 def _repeats(units: np.ndarray, most: int) -> bool:
     """Whether a unit of 0 .. most - 1 occurs twice."""
     if 64 * len(units) < most:  # to sort a few is cheaper than a mark for everyone
@@ -98,6 +119,7 @@ class Steps:
         self.epoch = epoch_mark(self.indices, self.batch_size)
         self.workers = np.shape(orders)[0] if np.ndim(orders) == 2 else None
         num_examples, self._read = reader(source)
+        check_read_whole(num_examples, np.shape(orders), **sizes)
         if self.indices.size and self.indices.max() >= num_examples:
             raise ValueError(
                 f"the order names example {self.indices.max()}, and the source has {num_examples}: "

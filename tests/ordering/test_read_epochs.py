@@ -191,6 +191,7 @@ def test_an_error_names_its_load():
         yield orders[:, :3]
         raise OSError(f"no disk in epoch {epoch}")
 
+    state = state._replace(epoch=state.epoch + 1)
     reads = read_epochs(fails, lambda: state, units_per_step=3, first_load=7)
     assert (reads.epoch, reads.step) == (1, 2)
     assert reads.ready(), "nothing loads before the first batch is asked for"
@@ -261,9 +262,9 @@ test_wrong_inputs_are_refused = refuses({
         r"source is <.*: pass a function of \(orders, first_step, epoch\)",
     ),
     "an order of another size": (
-        lambda: list(reads_of(iter(
+        lambda: list(read_epochs(np.arange(6), iter(
             [ordering.shuffle_once(m).init(jax.random.key(0), None) for m in (6, 5)]
-        ).__next__)()),
+        ).__next__, units_per_step=3)),
         "live gives an order of 5 units, after 6: make another read_epochs",
     ),
 })  # fmt: skip

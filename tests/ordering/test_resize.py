@@ -80,6 +80,58 @@ def visit(name, state, owned, places, seen):
     return state
 
 
+def mean_taken_over(before, after):
+    """For each worker the mean, over the slots of a step that it takes, of their workers' means."""
+    means = GRADIENTS[:18].reshape(before, -1, ENTRIES).mean(axis=1)
+    slots = np.repeat(np.arange(before), SIZES[before][1])
+    return means[slots].reshape(after, -1, ENTRIES).mean(axis=1)
+
+
+@pytest.mark.parametrize("before,after", [(3, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize("rule", ["halving", "walk"])
+@pytest.mark.parametrize("name", ["grab", "pair_balance", "cd_grab", "gathered", "dealt"])
+def test_between_epochs_the_mean_and_the_counters_of_rules_are_kept(name, rule, before, after):
+    made = {
+        "halving": ordering.kernel_halving(num_epochs=5, num_pairs=9),
+        "walk": ordering.self_balancing_walk(bound=50.0),
+    }[rule]
+
+    def of(workers):
+        num_units, size = SIZES[workers]
+        options = {"units_per_step": size, "rule": made}
+        order = {
+            "grab": lambda: ordering.grab(num_units, **options),
+            "pair_balance": lambda: ordering.pair_balance(num_units, **options),
+            "cd_grab": lambda: ordering.cd_grab(num_units, **options),
+            "gathered": lambda: ordering.cd_grab(num_units, gathers="sync", **options),
+            "dealt": lambda: ordering.dealt(ordering.cd_grab(num_units, **options), num_units),
+        }[name]()
+        keys = jax.random.split(jax.random.key(workers), workers)
+        first = vmap_workers(lambda key: order.init(key, jnp.zeros(ENTRIES)))(keys)
+        return order, first
+
+    (order, state), (new_order, fresh) = of(before), of(after)
+    owned = None if name == "dealt" else np.arange(18).reshape(before, -1)
+    size = SIZES[before][1]
+    observe = vmap_workers(lambda state, g: order.observe(state, ordering.Rows.of(g)))
+    for at in range(STEPS):
+        numbers = np.asarray(state.current)[:, at * size : (at + 1) * size]
+        if owned is not None:
+            numbers = np.take_along_axis(owned, numbers, axis=1)
+        state = observe(state, GRADIENTS[numbers])
+    state = vmap_workers(order.next_epoch)(state)
+    new, _ = ordering.resize(state, fresh, new_order, owned, units_per_step=size, visited=0)
+    assert new.epoch.tolist() == [1] * after
+    old_rule, new_rule = (getattr(x, "pairs", x).rule for x in (state, new))
+    field = {"halving": "epoch", "walk": "signed"}[rule]
+    counted = np.asarray(getattr(old_rule, field))
+    assert counted[0] and getattr(new_rule, field).tolist() == [counted[0]] * after
+    assert (new_rule.key == getattr(fresh, "pairs", fresh).rule.key).all()
+    if name == "grab":
+        np.testing.assert_allclose(new.mean, mean_taken_over(before, after), rtol=1e-6)
+    vmap_workers(new_order.next_epoch)(jax.tree.map(jnp.asarray, new))
+
+
 @pytest.mark.parametrize("before,after", [(3, 2), (2, 3)])
 @pytest.mark.parametrize("name", NAMED)
 def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after):
@@ -108,9 +160,12 @@ def test_each_unit_is_visited_once_per_epoch_across_a_resize(name, before, after
             if units % 2 and name != "grab":  # the unit without a partner
                 half = units // 2
                 once_more = np.insert(current[:, :-1], half, current[:, -1], axis=1)
-            expected = fresh._replace(current=once_more, next=once_more)
-            forget = dict.fromkeys({"pending", "rule"} & {*fresh._fields}, ())
+            epoch = np.full(after, 2, np.int32)
+            expected = fresh._replace(current=once_more, next=once_more, epoch=epoch)
+            forget = dict.fromkeys({"pending", "rule", "mean"} & {*fresh._fields}, ())
             assert_bitwise_equal(state._replace(**forget), expected._replace(**forget))
+            if name == "grab":
+                np.testing.assert_allclose(state.mean, mean_taken_over(before, after), rtol=1e-6)
         left = set(range(20)) - set(seen)
         for _ in range(2):
             seen = []
