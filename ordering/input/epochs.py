@@ -187,8 +187,6 @@ def _copies(*arrays):
     return copies
 
 
-
-
 def epoch_of(state: State) -> list[np.ndarray]:
     """The epoch in which the orders are; of an order of one's own that counts none, nothing."""
     return [state.epoch] if hasattr(state, "epoch") else []
