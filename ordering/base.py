@@ -241,8 +241,8 @@ def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1
     if size not in (units_per_step, tail) or size == 0:
         last = f", the last one {tail}" if tail else ""
         raise ValueError(
-            f"observe got rows of {size} units; a step has {units_per_step}{last} (of {num_units})."
-            " Slice the order so, or build it with another units_per_step."
+            f"observe got rows of {size} units; a step has {units_per_step}{last} (of "
+            f"{num_units}). Slice the order so, or build it with another units_per_step."
         )
     return size
 

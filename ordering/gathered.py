@@ -29,8 +29,8 @@ WINDOW = 16  # pairs per worker in one gather of those that waited
 class GatheredState(NamedTuple):
     """State of one worker.
 
-    position, left, epoch and, between two calls, running_sum are equal on all workers; rule is in a
-    team.
+    position, left, epoch and, between two calls, running_sum are equal on all workers, and rule in
+    a team.
     """
 
     current: Int[Array, "M"]

@@ -46,6 +46,7 @@ def resize(
         indexes; None if `current` holds units of all workers (`dealt`).
       units_per_step: B, of the W workers.
       visited: how many units of this epoch each of the W' workers has visited; 0 between epochs.
+      axis_name: the workers' axis, by which `order` was made.
 
     Returns:
       (state, units) for W' workers, units int32[W', M'].
@@ -53,7 +54,23 @@ def resize(
     Raises:
       ValueError: if the arguments do not fit each other; in the middle of an epoch, for the state
         of an order that `begun` does not know.
+
+    Examples:
+      >>> import jax, ordering
+      >>> def first(workers):
+      ...     order = ordering.dealt_reshuffling(8 // workers)
+      ...     keys = jax.random.split(jax.random.key(0), workers)
+      ...     return order, jax.vmap(order.init, (0, None), axis_name="worker")(keys, None)
+      >>> (_, state), (order, fresh) = first(2), first(4)
+      >>> state, _ = ordering.resize(state, fresh, order, units_per_step=2, visited=0)
+      >>> state.current.shape, sorted(state.current.ravel().tolist()) == list(range(8))
+      ((4, 2), True)
     """
+    for name, value in (("state", state), ("fresh", fresh)):
+        if np.ndim(getattr(value, "current", 0)) != 2:
+            raise ValueError(
+                f"{name} is a {type(value).__name__}: pass a state of an order, of all workers."
+            )
     current, owned = np.asarray(state.current), None
     _check(state, fresh, units, units_per_step, visited)
     if units is not None:
@@ -69,6 +86,8 @@ def resize(
         current = np.stack([np.searchsorted(*rows) for rows in zip(owned, current, strict=True)])
     new = begun(fresh, state, current.astype(np.int32), visited)
     if isinstance(new, ShuffleState):  # its next order is drawn an epoch ahead
+        if not isinstance(order, Ordering):
+            raise ValueError(f"order is {order!r}: pass the Ordering of which fresh is a state.")
         new = jax.vmap(order.next_epoch, axis_name=axis_name)(new)
     return new, owned
 

@@ -20,6 +20,7 @@ from tests.bad_values import (
     but_none,
     call,
     leaves_of,
+    whole,
     wrong_functions,
 )
 
@@ -225,6 +226,9 @@ STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0],
 ADAM, LEAVES = optax.adam(0.1), [ordering.trace.Leaf("w", (3,), "formed", "product")]
 ONE = [{}, None, {"w": [1.0, "a"]}, {"w": 1j * jnp.ones(3)}, *leaves_of(3)]
 VECTORS, ORDER = jnp.arange(12.0).reshape(4, 3), jnp.arange(4)
+TWO = jax.random.split(KEY, 2)
+ALL = jax.vmap(GRAB.init, (0, None))(TWO, X)
+SHUFFLED = jax.vmap(ordering.random_reshuffling(M).init, (0, None))(TWO, None)
 CALLS |= {
     "sketch": call(
         traced(lambda tree, **args: ordering.sketch(**args)(tree)), key=KEY, size=4, specs=None,
@@ -255,6 +259,11 @@ CALLS |= {
     "Rows.of": call(traced(lambda tree: ordering.Rows.of(tree).gram()), tree=Arg(ROWS, STACKS)),
     "Rows.of_gradient": call(
         traced(lambda tree: ordering.Rows.of_gradient(tree).gram()), tree=Arg(X, ONE)),
+    "resize": call(
+        ordering.resize, state=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X)]),
+        fresh=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X), SHUFFLED]),
+        order=Arg(GRAB, []), units=Arg(np.arange(2 * M).reshape(2, M), [None, 3, "text", THING, {}]),
+        units_per_step=Arg(2, [M + 1, *whole()]), visited=Arg(0, [M + 1, *whole(0)])),
     "herding_bound": call(
         ordering.herding_bound,
         vectors=Arg(VECTORS, [None, 3, "text", jnp.ones(4), jnp.ones((5, 3)), THING, {},

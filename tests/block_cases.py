@@ -53,12 +53,16 @@ class Given(NamedTuple):
     current: np.ndarray
     next: np.ndarray
     left: np.ndarray
+    epoch: np.ndarray
 
 
 def given_states(orders, known):
     """A state for each epoch from orders [epochs + 1, ..., M]."""
-    left = np.broadcast_to(known, orders.shape[1:-1])
-    return [Given(*map(np.asarray, pair), left) for pair in zip(orders, orders[1:], strict=False)]
+    left, pairs = np.broadcast_to(known, orders.shape[1:-1]), zip(orders, orders[1:], strict=False)
+    return [
+        Given(*map(np.asarray, pair), left, np.full_like(left, epoch))
+        for epoch, pair in enumerate(pairs)
+    ]
 
 
 class Case(NamedTuple):

@@ -91,7 +91,11 @@ class EchoPlan(plans.Plan):
         return np.where(step == 0, 0, 1 + self.runs.number_at(np.maximum(step - 1, 0)))
 
     def first_load(self, step: int) -> int:
-        """The number of the first load that a run needs if it resumes at a step."""
+        """The number of the first load that a run needs if it resumes at a step.
+
+        At the end it is the last one: a run without more steps needs none, but one by `measured`,
+        of whose decisions this is the plan, may use it again.
+        """
         plans.check_whole("step", step, 0)
         before = int(self.loads_before(step))
         return before - (step == self.total_steps or not self.decide(step))

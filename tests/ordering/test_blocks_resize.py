@@ -83,6 +83,24 @@ def test_a_shuffle_goes_on_with_any_number_of_workers(done):
         check("dealt_reshuffling", (before, done), (after, 15 - done))
 
 
+def test_the_axis_of_the_workers_may_have_another_name():
+    def of(workers):
+        order = ordering.dealt_reshuffling(UNITS // workers, axis_name="dp")
+        keys = jax.random.split(jax.random.key(0), workers)
+        return order, jax.vmap(order.init, (0, None), axis_name="dp")(keys, None)
+
+    (_, two), (order, four) = of(2), of(4)
+    options = {"window": WINDOW // 2, "batch_size": BATCH // 2, "num_epochs": 1}
+    with read_blocks(BLOCKS, lambda: two, **options) as reads:
+        found = [as_lists(next(reads)) for _ in range(2)]
+        position = resize(reads.position(), four, order, axis_name="dp")
+    state = jax.tree.map(jnp.asarray, position.orders)
+    options |= {"window": WINDOW // 4, "batch_size": BATCH // 4, "position": position}
+    with read_blocks(BLOCKS, lambda: state, **options) as reads:
+        found += map(as_lists, reads)
+    assert sorted(sum(flat(found), [])) == RECORDS
+
+
 def test_the_next_epoch_is_no_longer_that_of_the_workers_before():
     """A run goes on in its middle."""
     check("dealt_reshuffling", (2, 2), (4, 5), (4, 8))

@@ -152,6 +152,27 @@ def test_an_order_observes_the_sums_of_blocks():
     np.testing.assert_array_equal(seen[0], block_sums([0, 1, 2]))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("at", range(7))
+def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wrong, dtype):
+    """Also of a record that fills the batch, whose gradient is in no sum."""
+    places = np.array([2, 0, -1, 1, 1, 0, -1], np.int32)
+    gradients = {"w": whole_numbers((7, 2, 3), seed=3), "b": whole_numbers((7,), seed=4)}
+    gradients["w"][at, 1] = wrong
+    empty = sums(jax.tree.map(lambda x: x[0], gradients), window=4)
+    rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), gradients)
+    for run in (lambda g: g, jax.jit, vmap_workers):
+        one = run is not vmap_workers
+        added = run(lambda found, tree: add(found, ordering.Rows.of(tree), jnp.asarray(places)))
+        args = (empty, rows) if one else jax.tree.map(lambda x: x[None], (empty, rows))
+        found = added(*args).gradients
+        for name, g in gradients.items():
+            expected = np.zeros((5, *g.shape[1:]), np.float32)
+            np.add.at(expected, places, g)  # those of -1 are in the last
+            np.testing.assert_array_equal(found[name] if one else found[name][0], expected[:4])
+
+
 def test_sketches_are_added_as_gradients_are():
     """Of `sketched`, and of `sketch_rows`, which makes them out of gradients."""
     params, key = jnp.ones((9, 7)), jax.random.key(5)
@@ -184,6 +205,10 @@ test_bad_input = refuses({
     "params": (lambda: sums({}, window=2), "params is {}: pass a tree of the shapes of one grad"),
     "fewer places": (lambda: add(FULL, ROWS, jnp.zeros(3, int)), r"shape \(3,\) .* for 4 rows"),
     "places of all": (lambda: add(FULL, ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
+    "other rows": (
+        lambda: add(FULL, ordering.Rows.of(jnp.ones((4, 2))), jnp.zeros(4, int)),
+        r"rows.tree is real\[4, 2\] and in sums real\[4, 3\]",
+    ),
     "units": (lambda: observe(ORDER, STATE, FULL, units=3), r"units is 3: pass .* in 1 \.\. 2"),
     "part of a window": (lambda: observe(ORDER, STATE, FULL, units=1), "rows of 1 units; a step"),
 })  # fmt: skip

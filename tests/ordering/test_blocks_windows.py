@@ -84,6 +84,15 @@ def test_a_dataset_of_grain_goes_on_at_every_batch(counts):
         assert [as_lists(batch) for batch in other] == EXPECTED[done:]
 
 
+def test_a_state_of_grain_without_a_place_is_refused():
+    pytest.importorskip("grain")
+    read = iter(ordering.blocks.grain_dataset(EPOCH))
+    state = read.get_state()
+    del state["batch"]
+    with pytest.raises(ValueError, match="the state's batch is None: pass a whole number"):
+        read.set_state(state)
+
+
 def test_an_order_without_workers_has_no_axis_of_workers():
     single = windows(BLOCKS, ORDERS.ravel(), total=16, **SETTINGS)
     records, places = single[0]

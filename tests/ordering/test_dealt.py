@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import ordering
+from ordering import base
+from ordering.dealing import DealtState, _following
 from tests import reference, tables
 from tests.refused import refuses
 
@@ -102,6 +104,18 @@ def test_the_end_of_an_epoch_sends_only_signs():
     gather = '"stablehlo.all_gather"'
     assert end.count(gather) == plain.count(gather) + 1
     assert sum(gather in line and "tensor<8x2xui8>" in line for line in end.splitlines()) == 1
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("total", [20, 2**31 - 8, base.MOST_UNITS])
+def test_the_units_that_wait_next_follow_those_that_wait(total, count):
+    """Up to the largest total: a unit and their number may be more than int32 holds."""
+    everyone = jax.ShapeDtypeStruct((1, total - count), jnp.int32)
+    for first in (0, total - 2 * count, total - count):
+        waiting = [first + i for i in range(count)]
+        state = DealtState(None, everyone, jnp.array([waiting], jnp.int32))
+        expected = [(unit + count) % total for unit in waiting]
+        assert _following(state).tolist() == [expected]
 
 
 def begin(order, num_units=4, **options):

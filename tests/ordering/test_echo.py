@@ -1,6 +1,9 @@
 """echo_batches: the right batch in every step, each loaded once, resumed runs, and donation."""
 
+import dataclasses
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +103,49 @@ def test_the_second_epoch_compiles_nothing():
     assert count
     np.testing.assert_array_equal(epoch(), first)
     assert len(traced) == count
+
+
+@dataclasses.dataclass
+class Shift:
+    """A function that has no hash, as a module with arrays."""
+
+    by: np.ndarray
+
+    def __call__(self, batch, key):
+        return jax.tree.map(lambda x: x + self.by, batch)
+
+
+def test_an_augment_needs_no_hash_and_is_not_kept():
+    def epoch(augment):
+        plan, loads = echo.fixed(2, total_steps=4), (np.full(2, i) for i in range(2))
+        uses = echo_batches(loads, plan, augment=augment, key=jax.random.key(0))
+        return [use.batch.tolist() for use in uses]
+
+    by = np.array([10, 20])
+    expected = [[i + 10, i + 20] for i in (0, 0, 1, 1)]
+    for augment in (Shift(by), lambda batch, key: batch + by, Shift(by).__call__):
+        assert epoch(augment) == expected
+    for make in (lambda: Shift(by), lambda: functools.partial(Shift(by))):
+        augment = make()
+        gone = weakref.ref(augment)
+        epoch(augment)
+        del augment
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("total_steps", [1, 4, 5])
+def test_a_run_that_is_over_needs_no_batch(total_steps):
+    def nothing():
+        pytest.fail("read a batch")
+        yield
+
+    plan = echo.fixed(2, total_steps=total_steps)
+    known = [use.fresh for use in echo_batches(Source(99), plan)]
+    policy = echo.measured(total_steps=total_steps, max_factor=3, decided=known)
+    assert list(echo_batches(nothing(), plan, first_step=total_steps)) == []
+    loader = input.load_ahead(iter([]))
+    assert list(echo_batches(loader, policy, first_step=total_steps)) == []
 
 
 @functools.partial(jax.jit, donate_argnums=1)

@@ -39,6 +39,54 @@ def test_every_epoch_is_a_permutation_and_equals_the_reference(name, shape):
         np.testing.assert_array_equal(orders, expected)
 
 
+@pytest.mark.parametrize("name", tables.ORDERS)
+def test_next_epoch_counts_the_epochs(name):
+    order = tables.ORDERS[name].make(5, 2)
+    states = [
+        tables.vmap_workers(lambda key: order.init(key, jnp.zeros(3)))(
+            jax.random.split(jax.random.key(0), 2)
+        )
+    ]
+    for _ in range(3):
+        states.append(tables.vmap_workers(order.next_epoch)(states[-1]))
+    assert [state.epoch.tolist() for state in states] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert all(state.epoch.dtype == jnp.int32 for state in states)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_mean_of_grab_is_that_of_the_finite_gradients(size, wrong):
+    """With none in an epoch it stays as it was."""
+    order = ordering.grab(5, units_per_step=size)
+    gradients = tables.whole_numbers((5, 3), seed=2).astype(np.float32)
+    gradients[[1, 4], [0, 2]] = wrong
+    state = order.init(jax.random.key(0), jnp.zeros(3))
+
+    def epoch(state, gradients):
+        for start, stop in tables.steps(5, size):
+            rows = gradients[np.asarray(state.current)[start:stop]]
+            state = order.observe(state, ordering.Rows.of(jnp.asarray(rows)))
+        surplus = jnp.full((size, 3), 7.0)  # beyond the epoch: ignored
+        return order.next_epoch(order.observe(state, ordering.Rows.of(surplus)))
+
+    state = epoch(state, gradients)
+    expected = gradients[[0, 2, 3]].mean(axis=0)
+    np.testing.assert_allclose(state.mean, expected, rtol=1e-6)
+    state = epoch(state, np.full_like(gradients, wrong))
+    np.testing.assert_allclose(state.mean, expected, rtol=1e-6)
+    np.testing.assert_allclose(order.next_epoch(state).mean, expected, rtol=1e-6)
+
+
+def test_a_program_that_forbids_transfers_may_run_an_order_outside_of_a_jit():
+    for name, row in tables.ORDERS.items():
+        if not row.coordinated:
+            order, key = row.make(4, 2), jax.random.key(0)
+            params, rows = jnp.zeros(3), ordering.Rows.of(jnp.ones((2, 3)))
+            with jax.transfer_guard("disallow"):
+                state = order.next_epoch(order.observe(order.init(key, params), rows))
+            assert sorted(state.current.tolist()) == [0, 1, 2, 3], name
+
+
 OTHERS = [n for n in tables.ORDERS if n not in EXACT]  # without a reference
 
 

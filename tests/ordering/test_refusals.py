@@ -134,6 +134,14 @@ def pairs_state(workers, num_units, size, make=ordering.pair_balance):
     return jax.vmap(lambda key: order.init(key, PARAMS))(keys), order
 
 
+def order_state():
+    return ordering.pair_balance(6, units_per_step=2).init(KEY, PARAMS)
+
+
+def walking(num_units, **sizes):
+    return ordering.pair_balance(num_units, rule=ordering.self_balancing_walk(), **sizes)
+
+
 def resized(state=(3, 6, 2), fresh=(2, 9, 3), units=(3, 6), make=ordering.pair_balance, **given):
     owned = None if units is None else np.arange(18).reshape(units)
     given = {"units_per_step": 2, "visited": 0} | given
@@ -232,6 +240,24 @@ test_bad_input = refuses({
     "visited": (resized(visited=10), "10 of them visited"),
     "not visited": (resized(visited=float("nan")), "nan of them visited"),
     "other units": (resized(units=(2, 9)), r"for units of shape \(2, 9\)"),
+    "one worker": (
+        lambda: resize(order_state(), *pairs_state(2, 9, 3), units_per_step=2, visited=0),
+        "state is a PairBalanceState: pass a state of an order, of all workers",
+    ),
+    "another rule": (
+        lambda: resize(
+            pairs_state(3, 6, 2)[0], *pairs_state(2, 9, 3, make=walking),
+            np.arange(18).reshape(3, 6), units_per_step=2, visited=0,
+        ),
+        "orders with other sign rules: pass states of one order",
+    ),
+    "rows of whole steps": (
+        lambda: ordering.grab(8, units_per_step=4).observe(
+            ordering.grab(8, units_per_step=4).init(KEY, PARAMS),
+            ordering.Rows.of(jax.tree.map(lambda x: jnp.ones((3, *jnp.shape(x))), PARAMS)),
+        ),
+        r"rows of 3 units; a step has 4 \(of 8\)\. Slice",
+    ),
     "no units": (resized(units=None), "some units belong to several workers: pass as units"),
 })  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_every_parameter_is_annotated_and_described(function):
 
 
 # (a state that is usually there, a second argument of an accessor)
-ALLOWED = ("front", "backend")
+ALLOWED = ("front", "backend", "units")
 
 
 @pytest.mark.parametrize("name", CITED)

@@ -27,7 +27,9 @@ def backwards(num_units):
         return ShuffleState(current, current[::-1], size, none, key)
 
     def next_epoch(state):
-        return state._replace(current=state.next, next=state.current)
+        return state._replace(
+            current=state.next, next=state.current, epoch=state.epoch + 1
+        )
 
     return Ordering(init, lambda state, rows: state, next_epoch)
 ''',

@@ -1,0 +1,366 @@
+"""Readers that are interrupted, late, damaged or hang, and orders that rest."""
+
+import _thread
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ordering
+from ordering.blocks.files import Part
+from ordering.input import LoadError, read_epochs
+from tests import tables
+from tests.block_cases import parts_of
+from tests.refused import refuses
+from tests.waiting import wait_for
+
+
+class Source:
+    """The numbers below `size`; `act(i)` runs before number i is read."""
+
+    def __init__(self, act=lambda i: None, size=12):
+        self.act, self.size = act, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        self.act(i)
+        return np.array(i)
+
+
+def state_of(num_units, epoch=0):
+    order = ordering.random_reshuffling(num_units)
+    state = order.init(jax.random.key(0), None)
+    for _ in range(epoch):
+        state = order.next_epoch(state)
+    return state
+
+
+def blocks_of(act=lambda i: None, size=12):
+    """Units of two numbers; `act(i)` runs before the one that begins with i is read."""
+
+    def read(start, stop):
+        act(start)
+        return np.arange(start, stop)
+
+    return ordering.blocks.split([Part("numbers", size, (1, 2), read)], unit_size=2)
+
+
+def epochs(act=lambda i: None, **options):
+    state = state_of(12)
+    return read_epochs(Source(act), lambda: state, units_per_step=2, **{"num_epochs": 1} | options)
+
+
+def in_grain(windows):
+    import grain
+
+    return grain.MapDataset.source(windows).to_iter_dataset()
+
+
+def of_blocks(act=lambda i: None, size=12, **options):
+    blocks = blocks_of(act, size)
+    state = state_of(len(blocks))
+    return ordering.blocks.read_blocks(
+        blocks, lambda: state, window=2, batch_size=2, **{"num_epochs": 1} | options
+    )
+
+
+READERS = {
+    "epochs": epochs,
+    "blocks": of_blocks,
+    "blocks, by Grain": lambda act, **options: of_blocks(act, readers=in_grain, **options),
+}
+
+
+def numbers(batch):
+    return np.asarray(jax.tree.leaves(batch)[0]).ravel().tolist()
+
+
+INTERRUPTS = {
+    "a signal": lambda: os.kill(os.getpid(), signal.SIGINT),  # ends the wait
+    "a flag": _thread.interrupt_main,  # is seen when the batch is there
+}
+
+
+@pytest.mark.parametrize("interrupt", INTERRUPTS)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("reader", READERS)
+def test_an_interrupt_while_next_waits_loses_no_batch(reader, depth, interrupt):
+    assert threading.current_thread() is threading.main_thread()
+    expected = [numbers(batch) for batch in READERS[reader](lambda i: None)]
+    once = [INTERRUPTS[interrupt]]
+
+    def act(i):  # nothing is read before the first next
+        with contextlib.suppress(IndexError):
+            once.pop()()
+
+    found = []
+    with READERS[reader](act, depth=depth, timeout=60) as reads:
+        with pytest.raises(KeyboardInterrupt):
+            next(reads)
+        assert reads.load == 0
+        for batch in reads:
+            found.append(numbers(batch))
+    assert found == expected
+
+
+class Odd(Exception):
+    """An error that cannot be made from its arguments, and cannot be shown."""
+
+    def __init__(self, one, two, *, three):
+        self.all = one, two, three
+
+    def __str__(self):
+        raise KeyError(self.all)
+
+
+ERRORS = {
+    "its own": (lambda: Odd(1, 2, three=3), "failed: Odd: its text cannot be shown. Resume"),
+    "the end": (lambda: StopIteration(), "failed: RuntimeError: the source raised StopIteration"),
+    "exit": (lambda: SystemExit(3), "failed: SystemExit: 3. Resume"),
+    "no text": (lambda: KeyboardInterrupt(), "failed: KeyboardInterrupt. Resume the run from"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("error", ERRORS)
+def test_whatever_a_source_raises_is_an_error_of_its_load(error, reader):
+    make, message = ERRORS[error]
+
+    def act(i):
+        if i == 8:
+            raise make()
+
+    found = []
+    with READERS[reader](act, timeout=60) as reads:
+        for _ in range(2):  # the error is repeated
+            with pytest.raises(LoadError, match=message) as info:
+                for batch in reads:
+                    found += numbers(batch)
+        assert info.value.load == reads.load == len(found) // 2
+    assert 8 not in found
+
+
+def test_a_decoder_that_raises_the_end_loses_no_record():
+    def decode(record):
+        if record == b"7":
+            raise StopIteration
+        return np.array(int(record))
+
+    part = Part("texts", 12, (1, 2), lambda a, b: [b"%d" % i for i in range(a, b)])
+    blocks = ordering.blocks.split([part], unit_size=4, decode=decode)
+    epoch = ordering.blocks.windows(blocks, [0, 1, 2], window=1, batch_size=4, epoch=0)
+    with pytest.raises(RuntimeError, match="the source raised StopIteration"):
+        list(ordering.blocks.batches_of(epoch))
+
+
+HANGS = """
+import threading, jax, numpy as np, ordering
+from ordering.blocks.files import Part
+
+def read(start, stop):
+    if start >= 4:
+        threading.Event().wait()
+    return np.arange(start, stop)
+
+blocks = ordering.blocks.split([Part("a dead mount", 12, (1, 2), read)], unit_size=2)
+state = ordering.shuffle_once(6).init(jax.random.key(0), None)
+reads = ordering.blocks.read_blocks(
+    blocks, lambda: state, window=2, batch_size=2, num_epochs=1, timeout=0.2
+)
+try:
+    list(reads)
+except ordering.input.LoadError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "reads.close()\n"])
+def test_a_read_that_hangs_does_not_keep_the_process(end):
+    found = subprocess.run(
+        [sys.executable, "-c", HANGS + end], capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr
+    assert "the input hangs" in found.stdout and not found.stderr
+
+
+def mixed(act):
+    return ordering.blocks.mixture(
+        {"one": of_blocks(size=16), "late": of_blocks(act), "three": of_blocks(size=16)}
+    )
+
+
+def test_a_late_reader_of_a_mixture_loses_no_batch_of_the_others():
+    expected = [jax.tree.map(np.asarray, batch) for batch in mixed(lambda i: None)]
+    gate = threading.Event()
+
+    def act(i):
+        if i == 8:
+            gate.wait(60)
+
+    readers = {"one": of_blocks(size=16), "late": of_blocks(act, timeout=0.2)}
+    readers["three"] = of_blocks(size=16)
+    found, late = [], 0
+    with ordering.blocks.mixture(readers) as reads:
+        while True:
+            try:
+                found.append(next(reads))
+            except StopIteration:
+                break
+            except LoadError:
+                late += 1
+                steps = {name: int(at.step) for name, at in reads.position().items()}
+                assert set(steps.values()) == {len(found)}
+                if late == 2:
+                    gate.set()
+        ends = {name: int(at.step) + 100 * int(at.epoch) for name, at in reads.position().items()}
+    assert late >= 2 and ends == {"one": 6, "late": 100, "three": 6}
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert len(found) == 6
+
+
+def test_a_mixture_closes_its_readers():
+    before = set(threading.enumerate())
+    with mixed(lambda i: None) as reads:
+        next(reads)
+    wait_for(lambda: not set(threading.enumerate()) - before)
+
+
+OBSERVING = [name for name, row in tables.ORDERS.items() if row.observes]
+
+
+@pytest.mark.parametrize("num_units,size", [(8, 2), (9, 3), (16, 8), (1, 1)])
+@pytest.mark.parametrize("name", ["shuffle_once", *OBSERVING])
+def test_an_order_that_rests_is_read_epoch_after_epoch(name, num_units, size):
+    """Of equal gradients, or of the same ones in every epoch."""
+    order = tables.ORDERS[name].make(num_units, size)
+    init, observe, next_epoch = map(
+        tables.vmap_workers,
+        (
+            lambda key: order.init(key, jnp.zeros(3)),
+            lambda state, g: order.observe(state, ordering.Rows.of(g)),
+            order.next_epoch,
+        ),
+    )
+    state = init(jax.random.split(jax.random.key(0), 2))
+    found = []
+    with read_epochs(
+        np.arange(2 * num_units), lambda: state, units_per_step=size, num_epochs=5
+    ) as reads:
+        for batch in reads:
+            found.append(np.asarray(batch))
+            state = observe(state, jnp.ones((2, batch.shape[1], 3)))
+            if reads.epoch_ended:
+                state = next_epoch(state)
+    visited = np.concatenate(found, axis=1).reshape(2, 5, num_units).swapaxes(0, 1)
+    assert (np.sort(visited.reshape(5, -1)) == np.arange(2 * num_units)).all()
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("name", ["greedy_herding", "shuffle_once", "grab"])
+def test_next_epoch_is_called_once(name, calls):
+    """Of a few units, too, whose order may be the same by chance."""
+    order = tables.ORDERS[name].make(3, 1)
+    state = order.init(jax.random.key(0), jnp.zeros(2))
+    reads = read_epochs(np.arange(3), lambda: state, units_per_step=1)
+    found = [next(reads) for _ in range(3)]
+    for _ in range(calls):
+        state = order.next_epoch(state)
+    with pytest.raises(ValueError, match=f"epoch 0 has been read, .* epoch {calls}: call the"):
+        for _ in range(3):  # the first may be known already
+            found.append(next(reads))
+
+
+def test_an_epoch_that_is_known_is_read_once():
+    """Ten units in windows of four: the last window of each epoch was read twice."""
+    parts = parts_of([10])
+    blocks = ordering.blocks.split(parts, unit_size=1)
+    order = ordering.random_reshuffling(10)
+    state = order.init(jax.random.key(0), None)
+    options = {"window": 4, "batch_size": 3, "num_epochs": 4}
+    with ordering.blocks.read_blocks(blocks, lambda: state, **options) as reads:
+        for _ in reads:
+            if reads.epoch_ended:
+                state = order.next_epoch(state)
+    assert len(parts[0].read.asked) == 40
+
+
+def test_another_step_size_goes_on_where_as_many_units_were_read():
+    """15 of 60 units in steps of 5, the rest in steps of 15; then another epoch in steps of 10."""
+    order = ordering.random_reshuffling(60)
+    newest, found = [order.init(jax.random.key(0), None)], []
+    for size, first, most in ((5, 0, 3), (15, 1, 3), (10, 6, 6)):
+        options = {"units_per_step": size, "first_load": first}
+        with read_epochs(np.arange(60), lambda: newest[0], **options) as reads:
+            for _ in range(most):
+                found += numbers(next(reads))
+                if reads.epoch_ended:
+                    newest[0] = order.next_epoch(newest[0])
+    assert sorted(found[:60]) == sorted(found[60:]) == list(range(60))
+
+
+def observed(name, size, steps, num_units=60):
+    order = tables.ORDERS[name].make(num_units, size)
+    state = order.init(jax.random.key(0), jnp.zeros(2))
+    for _ in range(steps):
+        state = order.observe(state, ordering.Rows.of(jnp.ones((size, 2))))
+    return state
+
+
+def gone_on(state, size, first, source=60):
+    return lambda: read_epochs(
+        np.arange(source), lambda: state, units_per_step=size, first_load=first
+    )
+
+
+ENDED = of_blocks(num_epochs=2)
+test_what_would_not_be_read_is_refused = refuses({
+    "longer steps": (gone_on(state_of(60), 10, 6), "first_load is 6, unit 0 of epoch 1 with 10"),
+    "shorter steps": (gone_on(state_of(60, 1), 5, 6), "unit 30 of epoch 0 .* orders of epoch 1"),
+    "in an epoch": (gone_on(observed("grab", 5, 3), 10, 3), "of which 15 units were observed"),
+    "of pairs": (gone_on(observed("pair_balance", 10, 2), 5, 2), "of which 20 units were observ"),
+    "without next_epoch": (gone_on(state_of(60), 5, 12), "gives the orders of epoch 0"),
+    "a source that grew": (gone_on(state_of(60), 5, 0, 80), "80 examples, of which 20 would nev"),
+    "a step of it": (gone_on(state_of(60), 5, 6, 65), "65 examples, of which 5 would never be"),
+    "in Grain": (
+        lambda: ordering.input.map_dataset(np.arange(80), np.arange(60), units_per_step=5),
+        "80 examples, of which 20 would never be read, as the orders name 60 units of 1",
+    ),
+    "a position before next_epoch": (
+        lambda: [next(ENDED) for _ in range(6)] and ENDED.position(), "epoch 0 has been read"
+    ),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [60, 64])
+def test_less_than_a_step_may_be_left_over(source):
+    state = state_of(60)
+    with read_epochs(np.arange(source), lambda: state, units_per_step=5, num_epochs=1) as reads:
+        assert sorted(sum(map(numbers, reads), [])) == list(range(60))
+
+
+def test_a_program_that_forbids_transfers_reads_and_goes_on():
+    order = ordering.random_reshuffling(12)
+    state, found = order.init(jax.random.key(0), None), []
+    position, own = None, state_of(6)
+    with jax.transfer_guard("disallow"):
+        reads = read_epochs(np.arange(12), lambda: state, units_per_step=5, num_epochs=3)
+        for batch in reads:
+            found.append(batch)
+            if reads.epoch_ended:
+                state = order.next_epoch(state)
+        blocks = blocks_of()
+        for _ in range(2):
+            options = {"window": 2, "batch_size": 2, "num_epochs": 1, "position": position}
+            with ordering.blocks.read_blocks(blocks, lambda: own, **options) as read:
+                next(read)
+                position = read.position()
+    assert len(found) == 9
