@@ -10,7 +10,7 @@ from ordering.base import Ordering
 from ordering.dealing import dealt, dealt_reshuffling
 from ordering.exchange import exchange_rows
 from ordering.grab import grab
-from ordering.gradients import grouped, microbatch, per_example
+from ordering.gradients import check_separable, grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
 from ordering.resize import resize
@@ -27,6 +27,7 @@ __all__ = [
     "block_reshuffling",
     "blocks",
     "cd_grab",
+    "check_separable",
     "dealt",
     "dealt_reshuffling",
     "echo",

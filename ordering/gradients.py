@@ -291,24 +291,41 @@ def check_separable(
 ) -> None:
     """Raises ValueError for a loss that mixes the examples of a batch (BatchNorm, contrastive).
 
-    Compares the losses of a batch of two or three examples with those of its examples alone. The
-    key may be None for a loss that draws nothing.
+    Compares the loss of every example of a small batch with its loss alone, and between copies of
+    itself. The key may be None for a loss that draws nothing.
+
+    Args:
+      loss: `(params, batch, key) -> losses[n]`.
+      params, batch, key: as for the loss; two or three examples are enough.
+
+    Raises:
+      ValueError: if the loss of an example depends on the others, or is not one per example.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: jnp.cumsum(batch @ w)
+      >>> ordering.check_separable(loss, jnp.ones(2), jnp.eye(2), None)
+      Traceback (most recent call last):
+      ...
+      ValueError: the loss of example 1 is 2 in a batch of 2 and 1 alone: ...
     """
     size, batch = size_of(batch), jax.device_get(batch)  # what NumPy cuts need not be compiled
     of_batch = jax.jit(lambda batch: checked_loss(loss, False)(params, batch, key)[0])
-    together = of_batch(batch)
+    together = np.asarray(of_batch(batch), np.float64)
     if together.shape != (size,):
         raise ValueError(
             f"the losses of a batch of {size} examples have the shape {together.shape}: return one "
             "loss per example."
         )
-    alone = of_batch(jax.tree.map(lambda x: x[:1], batch))
-    repeated = of_batch(jax.tree.map(lambda x: np.repeat(x[:1], size, axis=0), batch))
-    within, first, beside_itself = (float(np.asarray(x)[0]) for x in (together, alone, repeated))
-    scale = 1e-3 * (1.0 + abs(within))
-    if abs(within - first) > scale or abs(within - beside_itself) > scale:
-        raise ValueError(
-            f"the loss of an example is {within:.6g} in a batch of {size} and "
-            f"{first:.6g} alone: the model mixes the examples, as BatchNorm does. Use "
-            "ordering.microbatch or grouped, or a normalisation that treats them separately."
-        )
+    for i, within in enumerate(together):
+        alone = jax.tree.map(lambda x: x[i : i + 1], batch)  # noqa: B023
+        copies = jax.tree.map(lambda x: np.repeat(x, size, axis=0), alone)
+        for others in (alone, copies):
+            found = np.asarray(of_batch(others), np.float64)[i % len(jax.tree.leaves(others)[0])]
+            if not np.isclose(found, within, rtol=1e-3, atol=1e-3, equal_nan=True):
+                raise ValueError(
+                    f"the loss of example {i} is {within:.6g} in a batch of {size} and {found:.6g} "
+                    "alone: the model mixes the examples, as BatchNorm does. Use "
+                    "ordering.microbatch or grouped, or a normalisation that treats them "
+                    "separately."
+                )

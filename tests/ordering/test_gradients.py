@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -135,10 +136,77 @@ def test_batch_norm_has_no_per_example_units(key):
 
     batch = problem("softmax", size=3)[2]
     with pytest.raises(ValueError, match="BatchNorm"):
-        ordering.gradients.check_separable(loss, params, batch, key)
+        ordering.check_separable(loss, params, batch, key)
     for name in MODELS:
         model, params, batch = problem(name, size=3)
-        ordering.gradients.check_separable(model.loss, params, batch, key)
+        ordering.check_separable(model.loss, params, batch, key)
+
+
+MIXED = {
+    "what comes before": lambda losses: jnp.cumsum(losses),
+    "what comes next": lambda losses: losses + jnp.roll(losses, -1),
+    "the largest": lambda losses: losses + losses.max(),
+    "the number": lambda losses: losses * len(losses),
+    "the last, doubled": lambda losses: losses.at[-1].multiply(len(losses)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_losses_that_mix_examples_are_told(name, key):
+    model, params, batch = problem("mlp", size=3)
+    loss = lambda p, b, key: MIXED[name](model.loss(p, b, key))  # noqa: E731
+    with pytest.raises(ValueError, match="the model mixes the examples"):
+        ordering.check_separable(loss, params, batch, None)
+
+
+@jax.custom_vjp
+def clip_gradient(bound, x):
+    return x
+
+
+clip_gradient.defvjp(lambda bound, x: (x, bound), lambda bound, g: (None, g.clip(-bound, bound)))
+
+NOT_LINEAR = {
+    "data": lambda w, x: jnp.square(clip_gradient(0.3, x @ w)),
+    "parameters": lambda w, x: jnp.square(x @ clip_gradient(0.2, w)),
+    "both": lambda w, x: jnp.square(clip_gradient(0.3, x @ clip_gradient(0.2, w))),
+    "in a loop": lambda w, x: jax.lax.fori_loop(
+        0, 2, lambda _, y: clip_gradient(0.3, y * 1.5), x @ w
+    ),
+    "a sign": lambda w, x: jnp.square(straight_through(x @ w)),
+    "a penalty": lambda w, x: x @ w + clip_gradient(0.2, jnp.square(w)).sum(),
+}
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.sign(x)
+
+
+straight_through.defvjp(lambda x: (jnp.sign(x), x), lambda x, g: (jnp.sign(g) * (x < 1),))
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_mean_gradients_by_rules_that_are_not_linear_are_those_of_the_mean_loss(name, key):
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=shape).astype(np.float32) for shape in ((90, 50), (5, 90)))
+    loss = lambda w, x, key: NOT_LINEAR[name](w, x).sum(-1)  # noqa: E731
+    expected = jax.grad(lambda w: loss(w, x, key).mean())(w)
+    part = jax.grad(lambda w, x: loss(w, x, key).mean() / 5)  # of one example in the mean
+    rows = 5 * jnp.stack([part(w, x[i : i + 1]) for i in range(5)])
+    makers = {
+        "side by side": ordering.per_example(loss),
+        "in turn": ordering.per_example(loss, in_turn=True),
+        "small": ordering.sketched(loss, jax.random.key(1), size=8192),
+        "sketched": ordering.sketched(loss, jax.random.key(1), size=64),
+    }
+    for maker, gradients in makers.items():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="sketched copies")
+            _, mean, found = gradients(w, x, jax.random.clone(key))
+        close(mean, expected)
+        if maker != "sketched":
+            close(found.tree.reshape(5, -1)[:, : w.size].reshape(rows.shape), rows)
 
 
 def with_aux(model):

@@ -99,3 +99,32 @@ def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name
     formed = ordering.Rows.of(jax.tree.map(lambda *g: jnp.stack(g), *gradients))
     formed = ordering.scaled(formed, scale) if scaled else formed
     close(rows, jax.vmap(sketch_of(loss, PARAMS, BATCH, SKETCH_KEY, size=SIZE))(formed.tree))
+
+
+COPIED = {
+    "a derived kernel": lambda p, b: fit(p | {"in": p["in"] / jnp.linalg.norm(p["in"])}, b),
+    "a squared kernel": lambda p, b: fit(p | {"in": p["in"] ** 2}, b),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_of_large_parameters_are_warned_of(name):
+    large = RNG.normal(size=(20, 24 * 40)).astype(np.float32) / 5
+    fold = lambda p: p | {"in": p["in"].reshape(20, 40, 24).sum(1)}  # noqa: E731
+    loss = with_key(lambda p, b: COPIED[name](fold(p), b))
+    params = PARAMS | {"in": large}
+    run = parts_of(ordering.sketched(loss, SKETCH_KEY, size=SIZE))
+    numbers = sum(np.size(w) for w in params.values())
+    ratio = f"{N * large.size / numbers:.3g} times"
+    with pytest.warns(UserWarning, match=rf"\['in'\].*each of {N} units.* {ratio}") as caught:
+        _, mean, _ = jax.jit(run)(params, BATCH)
+    assert len(caught) == 1
+    close(mean, jax.grad(lambda p: loss(p, BATCH, KEY).mean())(params))
+
+
+def test_a_term_that_all_units_share_cancels_in_differences_of_pairs():
+    small = ordering.sketched(with_key(LOSSES["L2"]), SKETCH_KEY, size=SIZE)
+    plain = ordering.sketched(with_key(LOSSES["no gradient"]), SKETCH_KEY, size=SIZE)
+    found, without = (parts_of(maker)(PARAMS, BATCH)[2] for maker in (small, plain))
+    close(found[0] - found[1], without[0] - without[1])
+    assert float(jnp.max(jnp.abs(found - without))) > 0.1
