@@ -134,7 +134,8 @@ def _per_rate(outer, rate):
         return PerRateState(jnp.zeros((), jnp.int32), outer.init(params))
 
     def update(updates, state, params=None, *, period: ArrayLike = 0, **extra):
-        count = state.count + jnp.asarray(period).astype(jnp.int32)
+        # The period is a mean over the workers, in float32.
+        count = state.count + jnp.round(period).astype(jnp.int32)
         gamma = jnp.asarray(rate(jnp.maximum(count - 1, 0)), jnp.float32)
         inverse = jnp.where(gamma > 0, 1 / gamma, 0)
         scaled = jax.tree.map(lambda d: (d * inverse).astype(d.dtype), updates)
