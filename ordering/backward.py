@@ -47,7 +47,12 @@ def sketched(
 
     The loss may come from any library: products, convolutions and look-ups are found in its
     program. The gradients of parameters that are used in another way are formed for every unit;
-    `sketched_parameters` lists them.
+    `sketched_parameters` lists them, and of large ones that must be copied a UserWarning tells.
+
+    A number that all units share, such as a penalty on the parameters, costs one gradient for all
+    of them. It is in the mean gradient and in every row, as it is in rows of `per_example`: it
+    cancels in the differences of pairs, and in GraB, which takes off the mean. Rules of
+    `jax.custom_vjp` are treated as by `per_example`.
 
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
@@ -185,7 +190,7 @@ def _analyse(of_one, params, example, key, size):
             return shared.value + own.reshape(shared.value.shape)
 
         site = functools.partial(site_of, plan.leaves, maps, zeros)
-        hooks = Hooks(site, lambda leaf, name: None, term)
+        hooks = Hooks(site, term=term)
         own += [*jax.tree.leaves(example), key]
         loss, *aux = trace.walk(closed.jaxpr, closed.consts, own, hooks)
         found = [trace.data_of(loss, "the result", hooks), *map(raw, aux)]

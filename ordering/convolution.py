@@ -9,6 +9,7 @@ not). Slices and products over a batch are right wherever the examples are, and 
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ UNROLLED = 64  # slices, at most, that are not taken in a loop
 def convolution(equation: core.JaxprEqn, bind: Callable) -> Callable[[Array, Array], Array]:
     """`(data, kernel) -> result` of a convolution; under vmap of both, by products."""
 
+    result: Any = equation.outvars[0].aval
+
     def plain(x, w):
         return bind(equation, [x, w])[0]
 
@@ -34,7 +37,7 @@ def convolution(equation: core.JaxprEqn, bind: Callable) -> Callable[[Array, Arr
     @convolve.def_vmap
     def _(size, batched, x, w):
         if all(batched):
-            return side_by_side(x, w, equation.params, equation.outvars[0].aval.dtype), True
+            return side_by_side(x, w, equation.params, result.dtype), True
         return jax.vmap(plain, [0 if each else None for each in batched])(x, w), True
 
     return convolve
@@ -56,23 +59,21 @@ def side_by_side(x: Array, w: Array, params: dict, dtype: jnp.dtype) -> Array:
     dot = {"precision": params["precision"], "preferred_element_type": wide}
     leading = (*x.shape[:3], w.shape[2])  # [B, G, n, o]
 
-    def at_offset(total, offset):  # the kernel's entry there, at all places
+    def at_offset(offset):  # the kernel's entry there, at all places
         part = _slice(x, [o * d for o, d in zip(offset, dilation, strict=True)], places, steps)
         of_kernel = _slice(w, offset, [1] * len(kernel), steps).reshape(w.shape[:4])
-        found = jnp.einsum("bgni...,bgoi->bgno...", part, of_kernel, **dot)
-        return total + found, None
+        return jnp.einsum("bgni...,bgoi->bgno...", part, of_kernel, **dot)
 
-    def at_place(_, place):  # the whole kernel, at one place
+    def at_place(place):  # the whole kernel, at one place
         part = _slice(x, [p * s for p, s in zip(place, steps, strict=True)], kernel, dilation)
         flat = (v.reshape(*v.shape[:3], -1) for v in (part, w))
-        return None, jnp.einsum("bgnk,bgok->bgno", *flat, **dot)
+        return jnp.einsum("bgnk,bgok->bgno", *flat, **dot)
 
     y = varying(jnp.zeros((*leading, *places), wide), x, w)
     if math.prod(kernel) <= math.prod(places):
-        y, _ = _over(kernel, at_offset, y)
+        y = _added_up(at_offset, kernel, y)
     elif y.size:
-        _, found = _over(places, at_place, None)
-        y = jnp.moveaxis(found, 0, -1).reshape(*leading, *places)
+        y = jnp.moveaxis(_stacked(at_place, places), 0, -1).reshape(y.shape)
     y = y.swapaxes(1, 2)  # [B, n, G, o, ...]
     y = y.reshape(*y.shape[:2], groups * w.shape[2], *places).astype(dtype)
     return jnp.moveaxis(y, range(1, y.ndim), [1 + axis for axis in out])
@@ -97,13 +98,18 @@ def _slice(v, start, count, step):
     return v[(..., *(slice(None, None, s) for s in step))] if max(step, default=1) > 1 else v
 
 
-def _over(sizes, function, start):
-    """A scan over all indices of an array of these sizes."""
+def _added_up(function, sizes, start):
+    """The sum of a function over all indices of an array of these sizes."""
     places = list(itertools.product(*map(range, sizes)))
-    if len(places) > UNROLLED:
-        return jax.lax.scan(function, start, jnp.asarray(places))
-    found = []
-    for place in places:
-        start, y = function(start, place)
-        found.append(y)
-    return start, jax.tree.map(lambda *own: jnp.stack(own), *found) if found else None
+    if len(places) <= UNROLLED:
+        return sum(map(function, places), start=start)
+    add = lambda total, place: (total + function(place), None)  # noqa: E731
+    return jax.lax.scan(add, start, jnp.asarray(places))[0]
+
+
+def _stacked(function, sizes):
+    """A function of all indices of an array of these sizes."""
+    places = list(itertools.product(*map(range, sizes)))
+    if len(places) <= UNROLLED:
+        return jnp.stack([function(place) for place in places])
+    return jax.lax.map(function, jnp.asarray(places))

@@ -23,7 +23,7 @@ from ordering import rows as rows_lib
 from ordering import trace
 from ordering.sketch import sketch_rows
 from syncopate import plans
-from syncopate.mesh import alike
+from syncopate.mesh import alike, names_of
 
 
 def per_example(
@@ -40,6 +40,11 @@ def per_example(
     two gradients exist at a time. Choose this where memory is short, or where a single example
     keeps the device busy, as a text does in a transformer; for small models it is much slower.
 
+    The mean gradient is that of the mean loss, also by rules of `jax.custom_vjp` that are not
+    linear, such as clipping: the row of unit i is B times the gradient of its part in the mean,
+    loss_i / B. A rule gets what belongs to one example; one of parameters alone gets the sum over
+    all examples for the mean gradient, at the cost of a second backward pass.
+
     Args:
       loss: `(params, batch, key) -> losses[n]` that treats examples separately (no BatchNorm;
         `check_separable` checks this).
@@ -53,8 +58,9 @@ def per_example(
       float32[B], the mean gradient (a tree like params) and `Rows` of size B.
 
     Raises:
-      ValueError: while tracing, for a batch without a common leading axis, or if the loss does not
-        return real losses of one per example.
+      ValueError: while tracing, for a batch without a common leading axis or one that is split
+        over an explicit axis of a mesh, or if the loss does not return real losses of one per
+        example.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
@@ -168,6 +174,14 @@ def units_of(params: PyTree, batch: PyTree, key: Key[Array, ""]) -> tuple[int, K
     """(B, one key per unit) of a batch; raises ValueError if a unit has no gradient."""
     check_params(params)
     size = size_of(batch)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if axes := names_of(jax.typeof(leaf).sharding.spec[0]):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is split over {list(axes)}, explicit axes, "
+                "along which JAX takes no gradients of single examples: make the mesh with "
+                "axis_types of jax.sharding.AxisType.Auto, run the step in jax.sharding.auto_axes, "
+                "jax.shard_map or local_opt.lift, or use ordering.microbatch."
+            )
     try:
         return size, jax.random.split(key, size)
     except (TypeError, ValueError):

@@ -161,8 +161,7 @@ def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree, rest: PyTre
 
     def run(leaves, rest):
         own = [entering(i, value) for i, value in enumerate(leaves)]
-        hooks = Hooks(lambda use, w: use.function(w, *use.data), lambda *_: None, rule=found.append)
-        walk(closed.jaxpr, closed.consts, [*own, *rest], hooks)
+        walk(closed.jaxpr, closed.consts, [*own, *rest], Hooks(rule=found.append))
 
     jax.eval_shape(run, *map(jax.tree.leaves, (params, rest)))
     return bool(found)
@@ -181,7 +180,7 @@ def _rewritten(param):
     if not isinstance(param, core.Jaxpr | core.ClosedJaxpr):
         return param
     consts = getattr(param, "consts", ())
-    inner = getattr(param, "jaxpr", param)
+    inner: Any = getattr(param, "jaxpr", param)
     run = lambda *args: [raw(v) for v in walk(inner, consts, args, Hooks())]  # noqa: E731
     closed = jax.make_jaxpr(run)(*(v.aval for v in inner.invars))
     return closed if isinstance(param, core.ClosedJaxpr) else closed.jaxpr
@@ -425,7 +424,7 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) ->
     """The plan from a walk that records all uses."""
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
     shapes = [jnp.shape(leaf) for leaf in args[0]]
-    seen, terms = [[] for _ in shapes], []
+    seen, met = [[] for _ in shapes], Terms([])
     unknown = [[] for _ in shapes]
     ranks = [0] * len(shapes)  # at most, of the gradient of one unit
 
@@ -437,15 +436,19 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) ->
 
     def run(leaves, rest, key):
         own = [entering(i, value) for i, value in enumerate(leaves)]
-        hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), Terms(terms).value)
+        hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), met.value)
         loss = walk(closed.jaxpr, closed.consts, [*own, *rest, key], hooks)[0]
         return data_of(loss, "the result", hooks)
 
     jax.eval_shape(run, *args)
-    terms = [tuple(term.leaves) for term in terms]
+    terms = [tuple(term.leaves) for term in met.found]
     in_term = [any(i in term for term in terms) for i in range(len(shapes))]
     each = zip(paths, shapes, seen, unknown, ranks, in_term, strict=True)
-    return Plan([leaf_of(*of_leaf, size) for of_leaf in each], terms)
+    leaves = [
+        leaf_of(path, shape, own, other, rank, shared, size)
+        for path, shape, own, other, rank, shared in each
+    ]
+    return Plan(leaves, terms)
 
 
 class Terms(NamedTuple):
@@ -475,10 +478,9 @@ def gradients_of_terms(
         return []
 
     def values(leaves, rest):
-        hooks = Hooks(lambda use, w: use.function(w, *use.data), lambda *_: None, inline=True)
         found = Terms([])
         own = [entering(i, value) for i, value in enumerate(leaves)]
-        hooks = hooks._replace(term=found.value)
+        hooks = Hooks(term=found.value, inline=True)
         loss = walk(closed.jaxpr, closed.consts, [*own, *rest], hooks)[0]
         data_of(loss, "the result", hooks)
         return [term.value.reshape(()) for term in found.found]

@@ -73,7 +73,7 @@ class Use(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    """What a walk does where units meet parameters; None where there are no parameters.
+    """What a walk does where units meet parameters.
 
     Attributes:
       site: `(use, w) -> y = use.function(w, *use.data)`.
@@ -83,8 +83,8 @@ class Hooks(NamedTuple):
       rule: told of every equation of parameters alone that has a backward rule of its own.
     """
 
-    site: Callable[[Use, Array], Array] | None = None
-    unknown: Callable[[int, str], None] | None = None
+    site: Callable[[Use, Array], Array] = lambda use, w: use.function(w, *use.data)
+    unknown: Callable[[int, str], None] = lambda leaf, primitive: None
     term: Callable[[Shared], Array] | None = None
     inline: bool = False
     rule: Callable[[core.JaxprEqn], None] | None = None

@@ -168,8 +168,8 @@ clip_gradient.defvjp(lambda bound, x: (x, bound), lambda bound, g: (None, g.clip
 
 NOT_LINEAR = {
     "data": lambda w, x: jnp.square(clip_gradient(0.3, x @ w)),
-    "parameters": lambda w, x: jnp.square(x @ clip_gradient(0.2, w)),
-    "both": lambda w, x: jnp.square(clip_gradient(0.3, x @ clip_gradient(0.2, w))),
+    "parameters": lambda w, x: jnp.square(x @ clip_gradient(5.0, w)),
+    "both": lambda w, x: jnp.square(clip_gradient(0.3, x @ clip_gradient(2.0, w))),
     "in a loop": lambda w, x: jax.lax.fori_loop(
         0, 2, lambda _, y: clip_gradient(0.3, y * 1.5), x @ w
     ),

@@ -165,3 +165,22 @@ def test_a_batch_that_does_not_divide_over_the_devices(maker):
     _, mean, rows = jax.jit(run)(w, x)
     close(mean, alone(loss, w, x).mean(0))
     close(rows, _tree(MAKERS[maker](loss)(w, x, KEY))[2])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("maker", ["per_example", "in turn", "sketched"])
+def test_a_batch_that_is_split_over_an_explicit_axis_is_refused(maker, jit):
+    loss, x, w = loss_of(conv), normal(N, 6, 6, 3), normal(3, 3, 3, 5)
+    mesh = mesh_of((4,), ("data",), AxisType.Explicit)
+    split, whole = (jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(
+        ({"x": x}, w), (jax.P("data"), jax.P()), strict=True
+    ))  # fmt: skip
+    of_dict = lambda w, batch, key: loss(w, batch["x"], key)  # noqa: E731
+    run = lambda w, x: _tree(MAKERS[maker](of_dict)(w, x, KEY))  # noqa: E731
+    with pytest.raises(ValueError, match=r"batch\['x'\] is split over \['data'\].*auto_axes"):
+        (jax.jit(run) if jit else run)(whole, split)
+    parts = jax.P("data"), jax.P(), jax.P("data")
+    with jax.set_mesh(mesh):
+        inside = jax.sharding.auto_axes(run, out_sharding=parts)
+        _, mean, _ = jax.jit(inside)(whole, split)
+    close(mean, alone(loss, w, x).mean(0))
