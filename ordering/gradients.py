@@ -323,6 +323,7 @@ def check_separable(
       ...
       ValueError: the loss of example 1 is 2 in a batch of 2 and 1 alone: ...
     """
+    check_params(params)
     size, batch = size_of(batch), jax.device_get(batch)  # what NumPy cuts need not be compiled
     of_batch = jax.jit(lambda batch: checked_loss(loss, False)(params, batch, key)[0])
     together = np.asarray(of_batch(batch), np.float64)

@@ -216,6 +216,9 @@ CALLS |= {
     "sketched, key": call(
         lambda key: gradients(lambda loss: ordering.sketched(loss, key, size=2))(
             loss=loss_of, params=X, batch=jnp.ones((4, 3))), key=KEY),
+    "check_separable": call(
+        lambda **args: ordering.check_separable(**args, key=KEY),
+        **{name: arg for name, arg in OF_LOSS.items() if name != "key"}),
     "sketched_parameters": call(
         lambda **args: len(ordering.sketched_parameters(**args)), size=2,
         **OF_LOSS | {"key": Arg(KEY, [None, "0", THING])}),

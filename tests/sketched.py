@@ -1,9 +1,15 @@
-"""The sketches that a backward pass computes, from formed gradients: slow, but simple."""
+"""The sketches that a backward pass computes, from formed gradients: slow, but simple.
+
+And what their tests share.
+"""
 
 import math
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 import ordering
 from ordering.maps import maps_of, of_slice
@@ -12,6 +18,9 @@ from ordering.sketch import fold
 from ordering.taps import fold_small
 from ordering.trace import slice_index
 from tests import reference
+
+KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)
+RNG = np.random.default_rng(2)
 
 
 def sketch_of(loss, params, batch, key, *, size):
@@ -58,3 +67,24 @@ def _of_matrix(leaf, of, gradient, size):
     )
     found = jnp.einsum("apm,ab,bqm->pqm", left, matrix, right).reshape(-1) / math.sqrt(groups)
     return jnp.pad(found, (0, size - found.size))
+
+
+def scale_like(params, plan):
+    """A scale from random moments, some of them small."""
+    nu = jax.tree.map(lambda p: np.float32(RNG.lognormal(0, 2, p.shape)), params)
+    return ordering.scale_of(optax.ScaleByRmsState(nu), params, leaves=plan)
+
+
+def close(found, expected):
+    """To 1e-5 of the largest entry of a tree."""
+    found, expected = (jax.flatten_util.ravel_pytree(tree)[0] for tree in (found, expected))
+    atol = 1e-5 * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+
+
+def parts_of(gradients):
+    def run(params, batch):
+        losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
+        return losses, mean, rows.tree
+
+    return run

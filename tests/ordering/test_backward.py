@@ -16,9 +16,9 @@ import ordering
 from ordering import trace
 from ordering.gradients import grouped
 from ordering.uses import Hooks
-from tests.sketched import sketch_of
+from tests.sketched import KEY, SKETCH_KEY, close, parts_of, scale_like, sketch_of
 
-KEY, SKETCH_KEY, N = jax.random.key(3), jax.random.key(7), 3
+N = 3
 RNG = np.random.default_rng(0)
 
 
@@ -63,19 +63,6 @@ def assert_sketched(loss, params, batch, size=64, scale=None):
     close(found[2], jax.jit(jax.vmap(to_sketch))(scaled.tree))
     close(found[1], formed[1])
     np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
-
-
-def scale_like(params, plan):
-    """A scale from random moments, some of them small."""
-    nu = jax.tree.map(lambda p: np.float32(RNG.lognormal(0, 2, p.shape)), params)
-    return ordering.scale_of(optax.ScaleByRmsState(nu), params, leaves=plan)
-
-
-def close(found, expected):
-    """To 1e-5 of the largest entry of a tree."""
-    found, expected = (jax.flatten_util.ravel_pytree(tree)[0] for tree in (found, expected))
-    atol = 1e-5 * float(jnp.max(jnp.abs(expected)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +178,6 @@ def test_gradients_of_unsupported_uses_are_formed_and_listed():
     assert how["branch"][1] == "cond" and how["sliced"][0] == "copied"
     assert how["unused"] == ("shared", "unused")
     assert_sketched(layered, params, batch, scale=scale_like(params, plan))
-
-
-def parts_of(gradients):
-    def run(params, batch):
-        losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
-        return losses, mean, rows.tree
-
-    return run
 
 
 def test_under_vmap_over_workers_and_with_a_large_sketch():

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import ordering
-from tests.ordering.test_backward import KEY, SKETCH_KEY, close, parts_of, scale_like
-from tests.sketched import sketch_of
+from tests.sketched import KEY, SKETCH_KEY, close, parts_of, scale_like, sketch_of
 
 RNG = np.random.default_rng(1)
 N, SIZE = 4, 64

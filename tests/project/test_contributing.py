@@ -37,7 +37,8 @@ def test_flags_of_the_recipes_take_a_row_of_the_tables():
 
 @pytest.mark.parametrize("check", ["pytest", "ruff check .", "pyright", "mkdocs build --strict"])
 def test_ci_runs_every_check(check):
-    assert check in PAGE and f"\n{check}\n" in (ROOT / ".ci" / "run").read_text()
+    run = (ROOT / ".ci" / "run").read_text()
+    assert check in PAGE and re.search(rf"^ *{re.escape(check)}$", run, re.MULTILINE)
 
 
 def test_the_study_has_arms_a_recipe_and_a_criterion():
@@ -58,3 +59,12 @@ def test_the_workflow_runs_the_checks_on_every_python_and_the_oldest_jax_of_the_
     assert re.search(r"python: (\[.*\])", workflow)[1] == str(known).replace("'", '"')
     oldest = re.search(r"jax: jax==(\d+\.\d+)\.0", workflow)[1]
     assert f"jax>={oldest}\n" in setup
+
+
+def test_the_versions_of_python_are_those_of_the_continuous_tests():
+    named = re.findall(r"Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.M)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (tested,) = re.findall(r"python: \[(.*)\]", workflow)
+    assert re.findall(r"3\.\d+", tested) == named
+    (least,) = re.findall(r"python_requires = >=(.*)", (ROOT / "setup.cfg").read_text())
+    assert least == named[0]
