@@ -1,5 +1,6 @@
 """A step of one worker as a step of all of them, simulated or on a mesh."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ def lift(
     and of a result:
 
         owned   leaves [W, ...], of each worker
-        shared  one worker's, where all have the same
+        shared  one worker's, where all have the same; what differs is refused
         split   leaves [n, ...], the workers' rows put together
         mean    over the workers, as of losses
         sum     over the workers, as of counts
@@ -72,8 +73,8 @@ def lift(
 
     Raises:
       ValueError: at construction for an unknown word, more words than parameters, or a mesh without
-        the axis; from a call for a parameter without a word, another number of results, or leaves
-        whose leading axis does not fit.
+        the axis; from a call for a parameter without a word, another number of results, leaves
+        whose leading axis does not fit, or a shared result that differs between workers.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, local_opt
@@ -134,10 +135,15 @@ def lift(
 
         if isinstance(workers, Mesh):
             run = _on_mesh(one, workers, axis_name, words, results)
+            traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+            if len(workers.shape) > 1 and not traced:
+                run = jax.jit(run)  # JAX 0.10 leaves axes to the compiler there alone
         elif in_turn:
             run = _in_turn(one, words)
         else:
             run = jax.vmap(one, _sides(words, None, 0), _sides(results, None, 0), axis_name)
+        if "shared" in results:
+            _check_shared(one, given, words, results, workers, axis_name)
         entered = [
             _entered(arrays, word, workers, count, axis_name)
             for arrays, word in zip(given, words, strict=True)
@@ -229,14 +235,65 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
     )  # fmt: skip
 
 
+def _check_shared(function, given, words, results, workers, axis_name):
+    """Raises ValueError for a shared result that depends on the worker, while a call is traced.
+
+    On a mesh nobody would see it: one worker's would stand for all. `jax.vmap` knows it.
+    """
+    count, differ = count_of(workers, axis_name), []
+
+    def note(place, path, x):
+        @jax.custom_batching.custom_vmap
+        def same(x):
+            return x
+
+        @same.def_vmap
+        def of_workers(size, mapped, x):
+            del size
+            differ.append(f"{place}{jax.tree_util.keystr(path)}")
+            return x, mapped[0]
+
+        return same(x)
+
+    def noted(*arrays):
+        return [
+            jax.tree_util.tree_map_with_path(functools.partial(note, f"result {i}"), x)
+            for i, x in enumerate(function(*arrays)) if results[i] == "shared"
+        ]  # fmt: skip
+
+    shapes = [
+        jax.eval_shape(lambda x, word=word: _entered(x, word, count, count, axis_name), arrays)
+        for arrays, word in zip(given, words, strict=True)
+    ]
+    scope = contextlib.nullcontext()
+    if isinstance(workers, Mesh):
+        scope = jax.sharding.use_abstract_mesh(workers.abstract_mesh)
+    with scope:
+        try:
+            jax.eval_shape(jax.vmap(noted, _sides(words, None, 0), 0, axis_name), *shapes)
+        except NotImplementedError:  # a collective that only a mesh has
+            return
+    if differ:
+        raise ValueError(
+            f"{differ[0]} is said to be shared and differs between workers: make it equal, as by "
+            "jax.lax.pmean or local_opt.synchronize, or say owned, mean or sum."
+        )
+
+
 def _entered(arrays, word, workers, count, axis_name):
     """The arrays of an argument, as they are mapped over."""
     on_mesh = isinstance(workers, Mesh)
 
     def enter(path, x):
-        name, shape = jax.tree_util.keystr(path), jnp.shape(x)
+        name, shape = jax.tree_util.keystr(path) or "(the argument)", jnp.shape(x)
         if word == "key":
             x = _keys(x, count, name)
+        if word == "owned" and not shape:
+            raise ValueError(
+                f"an owned leaf {name} is one number and there are {count} workers: owned leaves "
+                "numbers of Python as they are, and jax.jit makes arrays of them. Make it an "
+                "array, by jnp.asarray, before local_opt.owned, or share it."
+            )
         if word == "owned" and shape[:1] != (count,):
             raise ValueError(
                 f"an owned leaf {name} has the shape {shape} and there are {count} workers: "

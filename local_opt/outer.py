@@ -14,6 +14,7 @@ from optax import contrib
 
 from local_opt.checks import check_scalar
 from local_opt.plans import SyncPlan, check_plan
+from local_opt.weights import wide_type
 from syncopate.plans import check_number, check_whole, is_number
 
 # {a state: what its optimizer takes, and what to do}: gradients that are not like the parameters.
@@ -115,9 +116,10 @@ def normalize_by_period(
         if is_number(period):  # not while it is traced
             check_number("period", period, "[0, inf)")
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
-        scaled = jax.tree.map(lambda d: (d / length).astype(d.dtype), updates)
+        wide = lambda x: x.astype(wide_type(x.dtype))  # noqa: E731
+        scaled = jax.tree.map(lambda d: (wide(d) / length).astype(d.dtype), updates)
         updates, state = outer.update(scaled, state, params, period=period, **extra)
-        return jax.tree.map(lambda u: (u * length).astype(u.dtype), updates), state
+        return jax.tree.map(lambda u: (wide(u) * length).astype(u.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(outer.init, update)
 

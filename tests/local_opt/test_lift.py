@@ -194,3 +194,79 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         "with in_turn no result is shared",
     ),
 })  # fmt: skip
+
+
+ROWS = jnp.arange(8.0)
+DIFFERENT = {  # (function, its inputs and outputs, arguments, the name of what differs)
+    "own": (lambda x: x, "owned", "shared", (ROWS[:4],), "result 0"),
+    "a leaf": (
+        lambda x: {"mean": jax.lax.pmean(x, "worker"), "x": {"of": 2 * x}},
+        "owned", "shared", (ROWS[:4],), r"result 0\['x'\]\['of'\]",
+    ),
+    "a gradient": (
+        lambda w, x: (jax.lax.pmean(w * x.sum(), "worker"), jax.grad(lambda w: w * x.sum())(w)),
+        "shared split", "shared shared", (jnp.ones(()), ROWS), "result 1",
+    ),
+    "a key": (lambda key: key, "key", "shared", (jax.random.key(0),), "result 0"),
+    "the worker": (
+        lambda x: (x, jax.lax.axis_index("worker")), "owned", "owned shared", (ROWS[:4],),
+        "result 1",
+    ),
+}  # fmt: skip
+
+
+@by_way
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("function,inputs,outputs,args,name", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_shared_result_that_differs_is_refused_on_one_device_and_on_meshes(
+    function, inputs, outputs, args, name, jit, way
+):
+    lifted = local_opt.lift(function, WAYS[way]("worker"), inputs=inputs, outputs=outputs)
+    with pytest.raises(ValueError, match=f"{name} is said to be shared and differs between"):
+        (jax.jit(lifted) if jit else lifted)(*args)
+
+
+@by_way
+@pytest.mark.parametrize("jit", [True, False])
+def test_shared_results_that_are_equal_pass(way, jit):
+    rounds = local_opt.parallel_rounds(optax.adam(0.1))
+
+    def step(w, state, x, count):
+        grads = jax.grad(lambda w: jnp.mean((w - x) ** 2))(w)
+        updates, state = rounds.update(grads, state, w)
+        rows = jax.lax.all_gather(x, "worker", tiled=True)
+        return w + updates, state, count + 1, rows, jax.random.key(3)
+
+    lifted = local_opt.lift(
+        step, WAYS[way]("worker"), inputs="shared shared split shared",
+        outputs="shared shared shared shared shared",
+    )  # fmt: skip
+    w = jnp.zeros(())
+    args = w, rounds.init(w), ROWS, jnp.zeros((), jnp.int32)
+    found, state, count, rows, key = (jax.jit(lifted) if jit else lifted)(*args)
+    np.testing.assert_allclose(found, 0.1, rtol=1e-5)  # Adam's first step
+    np.testing.assert_allclose(state[0].mu, -0.1 * 7, rtol=1e-6)
+    assert count == 1 and rows.tolist() == ROWS.tolist() and key == jax.random.key(3)
+
+
+def test_a_collective_that_only_a_mesh_has_may_make_a_shared_result():
+    def halves(x):
+        return jax.lax.psum(x, "worker", axis_index_groups=[[0, 1], [2, 3]])
+
+    lifted = local_opt.lift(
+        lambda x: jax.lax.psum(halves(x), "worker"), mesh_of(AxisType.Auto), inputs="owned",
+        outputs="shared",
+    )  # fmt: skip
+    assert jax.jit(lifted)(ROWS[:4]) == 12
+
+
+def test_messages_name_a_single_argument_and_say_what_to_do_with_numbers():
+    same = local_opt.lift(lambda x: x, 4, inputs="owned", outputs="owned")
+    with pytest.raises(ValueError, match=r"owned leaf \(the argument\) has the shape \(3,\)"):
+        same(jnp.ones(3))
+    tree = local_opt.owned({"w": jnp.ones(2), "rate": 0.5}, 4)
+    assert same(tree)["rate"] == 0.5
+    with pytest.raises(ValueError, match=r"\['rate'\] is one number .*by jnp.asarray, before"):
+        jax.jit(same)(tree)
+    made = local_opt.owned({"w": jnp.ones(2), "rate": jnp.asarray(0.5)}, 4)
+    assert jax.jit(same)(made)["rate"].tolist() == [0.5] * 4
