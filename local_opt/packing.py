@@ -74,7 +74,7 @@ def in_four(values):
     fill = groups * TOGETHER - n  # of the last group, which may have fewer blocks
     values = jnp.pad(values, ((0, fill), (0, 0))).reshape(groups, -1)
     there = (jnp.arange(groups * TOGETHER * k) < n * k).reshape(groups, -1)
-    count = jnp.sum(there, axis=1, keepdims=True)
+    count = jnp.sum(there, axis=1, keepdims=True, dtype=jnp.float32)
     mean = jnp.sum(values, axis=1, keepdims=True) / count
     centred = jnp.where(there, values - mean, 0)
     deviation = jnp.sqrt(jnp.sum(centred**2, 1, keepdims=True) / jnp.maximum(count - 1, 1))
@@ -84,7 +84,7 @@ def in_four(values):
     for code in range(4):
         mine = there & (codes == code)
         total = jnp.sum(jnp.where(mine, values, 0), axis=1)
-        means.append(total / jnp.maximum(jnp.sum(mine, axis=1), 1))
+        means.append(total / jnp.maximum(jnp.sum(mine, axis=1, dtype=jnp.float32), 1))
     # No code is equal to NaN, which training must not hide.
     means = jnp.where(jnp.isfinite(mean), jnp.stack(means, axis=1), jnp.nan)
     return codes.astype(jnp.uint8).reshape(-1)[: n * k], means.astype(jnp.bfloat16)

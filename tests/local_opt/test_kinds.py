@@ -164,3 +164,37 @@ def test_workers_that_were_not_moved_together_are_refused_whatever_was_before():
         local_opt.check_synced(after.at[1, 0].add(1e-6), before=before)
     with pytest.raises(ValueError, match="before.* is real.*: pass a tree of the same leaves"):
         local_opt.check_synced(after, before=before[:, 0])
+
+
+PLAN = local_opt.constant(2, total_steps=4)
+PLAIN = optax.scale(-0.5)  # optax' own optimizers promote types
+OPTIONS = {
+    "plain": {}, "mean": {"opt_state": "mean"}, "drift": {"drift": True},
+    "period": {"outer": local_opt.normalize_by_period(PLAIN, h_base=2)},
+    "control": {"correction": local_opt.control_variates()},
+    "proximal": {"correction": local_opt.proximal(0.5)},
+    **{name: {"wire": wire} for name, wire in local_opt.WIRES.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["strict", "x64"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_steps_and_syncs_keep_their_types(options, setting):
+    """As a loop demands, of parameters of several types."""
+    opt = local_opt.local_steps(PLAIN, PLAN, **options)
+    kinds = [jnp.float32, jnp.bfloat16, jnp.float8_e5m2]
+    x = {jnp.dtype(kind).name: jnp.ones((4, 3), kind) for kind in kinds}
+
+    def run(x, weight):
+        def step(carry, _):
+            x, state = carry
+            updates, state = opt.update(x, state, x, weight=weight)
+            x = jax.tree.map(lambda x, u: (x.astype(u.dtype) + u).astype(x.dtype), x, updates)
+            return (x, state), None
+
+        return jax.lax.scan(step, (x, opt.init(x)), length=2)[0]
+
+    other = jax.enable_x64(True) if setting == "x64" else jax.numpy_dtype_promotion("strict")
+    with other:
+        found, _ = jax.jit(vmap(run))(x, jnp.arange(1, 5, dtype=jnp.float32))
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, x)
