@@ -108,7 +108,7 @@ def checked(
 
     # Where a program forbids transfers, ours are of a few numbers, outside of a jit.
     allow = jax.transfer_guard("allow")
-    return Ordering(*map(allow, (init, observe, next_epoch, sync)))
+    return Ordering(allow(init), allow(observe), allow(next_epoch), allow(sync))
 
 
 def first_order(key: Key[Array, ""], num_units: int) -> Int[Array, "M"]:

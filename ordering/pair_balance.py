@@ -279,8 +279,8 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
 
     def state_specs(of):
         pending = jax.tree.map(lambda spec: P(None, *spec), of) if splits_pairs else ()
-        everywhere: Any = P()
-        return PairBalanceState(*[everywhere] * 4, of, pending, everywhere)
+        whole: Any = P()
+        return PairBalanceState(whole, whole, whole, whole, of, pending, whole)
 
     order = Ordering(init, observe, next_epoch)
     if axes:

@@ -135,7 +135,7 @@ def begun(fresh: State, state: State, current: Int[np.ndarray, "W2 M2"], visited
             f"{type(state).__name__} is not registered with begun of ordering.resize: register it "
             "(from ordering.resize import begun), or save at the end of an epoch."
         )
-    counts = isinstance(state, tuple) and hasattr(state, "epoch")
+    counts = hasattr(type(state), "epoch")
     epoch = {"epoch": _kept(state.epoch, len(current))} if counts else {}
     return fresh._replace(current=current, next=current.copy(), **epoch)
 
