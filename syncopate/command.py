@@ -11,7 +11,16 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-EXTRA = "experiments"  # the extra of setup.cfg that installs what the experiments need
+# The extras of setup.cfg: what all experiments need, and what installs these modules.
+EXTRA = "experiments"
+OF_DATA = (
+    "array_record",
+    "importlib_resources",
+    "PIL",
+    "pyarrow",
+    "tensorflow",
+    "tensorflow_datasets",
+)
 INCLUDED = "--flagfile=experiments/presets/"  # the first line of a preset that extends another
 
 
@@ -44,9 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
+        extra = f"{EXTRA},data" if (error.name or "").partition(".")[0] in OF_DATA else EXTRA
         sys.exit(
-            f"{error}: experiments need more than the library. Install it as "
-            f"pip install 'syncopate[{EXTRA}]'."
+            f"{error}: {name} needs more than the library. Install it as "
+            f"pip install 'syncopate[{extra}]'."
         )
 
 
@@ -60,6 +70,8 @@ def experiments() -> dict[str, str]:
     """The experiments, each with the first line of its docstring."""
     found = {}
     for path in sorted((sources() / "experiments").glob("*.py")):
+        if path.stem == "verdicts" and not (sources() / "docs").is_dir():
+            continue  # it writes the pages of a clone
         text = path.read_text(encoding="utf-8")
         if '__name__ == "__main__"' in text:
             found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]

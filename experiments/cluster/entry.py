@@ -45,7 +45,8 @@ def main(define: Callable[[flags.FlagValues], None], run: Callable, *, rest: boo
 
     def begin(argv):
         if not values["verbosity"].present:
-            logging.set_verbosity(logging.WARNING)  # each checkpoint logs forty lines
+            # Each checkpoint logs forty lines; errors are raised as well, and told once.
+            logging.set_verbosity(logging.FATAL)
         folder = values["output_dir"].value if "output_dir" in values else None
         if folder is not None and os.path.isfile(folder):
             raise ValueError(f"--output_dir is {folder!r}, which is a file: pass a folder.")
@@ -69,6 +70,8 @@ def check_jax() -> None:
 def tell(kind: type, error: BaseException, trace) -> None:
     """A `sys.excepthook` that tells in one line what the user can mend."""
     shown = flags.FLAGS.is_parsed() and flags.FLAGS.traceback
+    if str(error) == "Event loop is closed" and not shown:
+        return  # of TensorStore's threads, after a write that failed and is told
     if shown or not is_refusal(error):
         sys.__excepthook__(kind, error, trace)
     else:

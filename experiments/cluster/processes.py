@@ -14,6 +14,7 @@ import functools
 import ipaddress
 import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -35,6 +36,7 @@ AUTO = "auto"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts that only this machine reaches
 CONNECT = 120.0  # seconds until all processes must be connected
 GRACE = 5.0  # seconds that a failing process waits for the others at its exit
+GONE = re.compile("Connection (reset|closed) by peer|Socket closed")  # of gloo and gRPC
 CALLS = itertools.count()  # number of calls of `of_first`, the same in all processes
 
 
@@ -136,7 +138,11 @@ def _leave(tell: Callable, *error):
     At exit a process waits for all others, which in turn wait for it in their next collective. By
     ending it, whatever started the processes sees that one has failed.
     """
-    tell(*error)
+    if isinstance(error[1], RuntimeError) and (gone := GONE.search(str(error[1]))):
+        text = f"Error: process {jax.process_index()} has lost another one ({gone[0]})"
+        print(f"{text}: look at the output of the others.", file=sys.stderr)
+    else:
+        tell(*error)
     sys.stderr.flush()
     timer = threading.Timer(GRACE, os._exit, (1,))
     timer.daemon = True

@@ -116,7 +116,17 @@ def _remove(folder, *names):
 def commit() -> str | None:
     """The commit of the sources, with a + if files differ from it; None without a repository."""
     root = pathlib.Path(__file__).parents[2]
-    ask = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--match="]
+    ask = [
+        "git",
+        "--no-optional-locks",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--dirty=+",
+        "--match=",
+    ]
     try:
         found = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):  # no git, no repository, or an installed copy

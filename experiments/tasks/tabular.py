@@ -29,7 +29,7 @@ from experiments.tasks.base import (
     need_file,
     split,
 )
-from experiments.tasks.sources import is_prepared, read_all, reading
+from experiments.tasks.sources import check_unpacked, is_prepared, read_all, reading
 
 HMDA = "github.com/pasta41/hmda-data-2017"
 DENIED = 3  # action_taken of a denied application
@@ -119,6 +119,7 @@ def parse_hmda(
 
 def _table(path, name):
     """Rows of a table in a zip file, after the header."""
+    check_unpacked(path)
     with zipfile.ZipFile(path) as archive:
         member = next((m for m in archive.namelist() if m.endswith(name)), None)
         if member is None:

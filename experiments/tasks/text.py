@@ -22,7 +22,7 @@ import numpy as np
 import models
 from experiments.tasks.base import Recipe, Task, abstract_set, abstract_sets, check_model, need_file
 from experiments.tasks.ranges import COUNT, Range
-from experiments.tasks.sources import reading
+from experiments.tasks.sources import check_unpacked, reading
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
 WORDS = Range(int, "[3, 2147483647]")  # these two, and a word
@@ -277,7 +277,10 @@ def sentences(data_dir, part):
 
 def _embeddings(path):
     """Train and test set from an .npz file."""
-    with reading(path, "Save it with np.savez."), np.load(path) as saved:
+    how = "Save it with np.savez."
+    with reading(path, how):
+        check_unpacked(path)
+    with reading(path, how), np.load(path) as saved:
         if missing := {"x_train", "y_train", "x_test", "y_test"} - set(saved.files):
             raise ValueError(f"it lacks {sorted(missing)}")
         parts = [

@@ -6,10 +6,12 @@ Every checkpoint therefore has a digest.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,22 +45,51 @@ class Evaluation(NamedTuple):
 
 @contextlib.contextmanager
 def opened(folder: str) -> Iterator:
-    """Opens orbax's manager of a folder; on exit, waits until all checkpoints are written."""
+    """Opens orbax's manager of a folder; on exit, waits until all checkpoints are written.
+
+    After an error of one of several processes it does not wait: the others wait for this one.
+    """
     import orbax.checkpoint as ocp
 
     folder = os.path.abspath(folder)
     written = ocp.AsyncOptions(
         timeout_secs=ORBAX_SECONDS, create_directories_asynchronously=False,
         post_finalization_callback=lambda: _write_digest(folder),
+        barrier_sync_fn=functools.partial(_meet, folder) if agree.several() else None,
     )  # fmt: skip
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, async_options=written)
     with agree.for_disk("the folder of checkpoints", folder):
         manager = ocp.CheckpointManager(folder, options=options)
+    failed = False
     try:
         yield manager
+    except BaseException:
+        failed = True
+        raise
     finally:
-        with agree.for_disk("the last checkpoint to be written", folder):
-            manager.close()
+        if not (failed and agree.several()):
+            with agree.for_disk("the last checkpoint to be written", folder):
+                manager.close()
+
+
+def _meet(folder: str, *, key: str, timeout_ms: int) -> None:
+    """Orbax's barrier of all processes, in the thread that writes.
+
+    A process whose writing failed comes to another one than the others, which would wait for it:
+    it tells its error and ends, which ends them.
+    """
+    if (error := sys.exception()) is None:
+        agree.store().wait_at_barrier(key, timeout_ms)
+        return
+    try:
+        with files.advised(folder):
+            raise error
+    except BaseException as told:
+        try:
+            sys.excepthook(type(told), told, told.__traceback__)
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
 
 
 def save(

@@ -3,8 +3,10 @@
 pytest -m slow -n 0 tests/project/test_command.py    # in an environment of its own: two minutes
 """
 
+import configparser
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -66,6 +68,30 @@ def test_the_command_runs_beside_files_with_its_names(elsewhere):
     assert "CD-GraB" in told and "16,384" in told
 
 
+@pytest.mark.parametrize("module,extra", [
+    ("tensorflow_datasets", "experiments,data"), ("pyarrow.parquet", "experiments,data"),
+    ("flax", "experiments"), ("matplotlib.pyplot", "experiments"),
+])  # fmt: skip
+def test_the_extra_that_installs_a_missing_module_is_named(module, extra, monkeypatch):
+    def run_module(*args, **options):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(runpy, "run_module", run_module)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(SystemExit, match=rf"prepare needs .*pip install 'syncopate\[{extra}\]'"):
+        command.main(["prepare"])
+
+
+def test_modules_of_the_extra_data_are_those_of_the_metadata():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = re.findall(r"^([\w-]+)", config["options.extras_require"]["data"], re.M)
+    modules = {name.replace("-cpu", "").replace("-", "_") for name in listed}
+    assert {"PIL" if name == "pillow" else name for name in modules} == set(command.OF_DATA)
+
+
 def test_every_experiment_is_listed_with_its_purpose():
     found = command.experiments()
     assert {"cd_grab", "qsr", "echoing", "train", "bench"} <= found.keys()
@@ -122,6 +148,7 @@ def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked,
 
     listed = ran([sys.executable, "-P", "-m", "syncopate.command"], elsewhere, PYTHONPATH=unpacked)
     assert "  cd_grab " in listed
+    assert "verdicts" not in listed and "verdicts" in command.experiments()
     code = f"""
 import os, runpy, sys
 from importlib.machinery import PathFinder
