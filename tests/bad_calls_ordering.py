@@ -265,7 +265,8 @@ CALLS |= {
     "resize": call(
         ordering.resize, state=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X)]),
         fresh=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X), SHUFFLED]),
-        order=Arg(GRAB, []), units=Arg(np.arange(2 * M).reshape(2, M), [None, 3, "text", THING, {}]),
+        order=Arg(GRAB, []),
+        units=Arg(np.arange(2 * M).reshape(2, M), [None, 3, "text", THING, {}]),
         units_per_step=Arg(2, [M + 1, *whole()]), visited=Arg(0, [M + 1, *whole(0)])),
     "herding_bound": call(
         ordering.herding_bound,

@@ -92,8 +92,7 @@ class Windows(Sequence):
         records = _Records(ranks.size)
 
         def put(job):
-            with never_ends():
-                records.put(self._blocks.read(job[0]), *job)
+            records.put(never_ends(lambda: self._blocks.read(job[0])), *job)
 
         for _ in read(put, jobs):
             pass

@@ -1,7 +1,7 @@
 """Data sources, and batches of their examples."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -95,21 +95,19 @@ def _check_rows(source):
 PLAIN = bool | int | float | complex | str | bytes | np.generic | None
 
 
-@contextlib.contextmanager
-def never_ends() -> Iterator[None]:
-    """Makes an error of StopIteration, which would end what iterates over the batches."""
+def never_ends(read: Callable[[], Any]) -> Any:
+    """What `read` returns. StopIteration becomes another error: it would end the epoch unseen."""
     try:
-        yield
-    except StopIteration:  # `from` it, a context manager would raise it again
+        return read()
+    except StopIteration as error:
         raise RuntimeError(
-            "the source raised StopIteration: raise another error, or return the record."
-        ) from None
+            f"the source raised {error!r}: raise another error, or return the record."
+        ) from error
 
 
 def _read_examples(source, indices):
     many = getattr(source, "__getitems__", None)
-    with never_ends():
-        rows = list(many(indices)) if many else [source[i] for i in indices]
+    rows = never_ends(lambda: list(many(indices)) if many else [source[i] for i in indices])
     if len(rows) != len(indices):
         raise ValueError(f"source.__getitems__ gave {len(rows)} examples for {len(indices)}.")
     return stacked(rows)

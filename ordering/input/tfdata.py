@@ -84,7 +84,8 @@ def batches(
         try:
             return read(part(i))
         except Exception as error:  # TensorFlow keeps only its text, and ends on StopIteration
-            failures[i] = error
+            ended = isinstance(error.__cause__, StopIteration)
+            failures[i] = error.__cause__ if ended else error
             raise RuntimeError(repr(error)) from error
 
     if transform is None:

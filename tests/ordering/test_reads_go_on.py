@@ -124,7 +124,7 @@ class Odd(Exception):
 
 ERRORS = {
     "its own": (lambda: Odd(1, 2, three=3), "failed: Odd: its text cannot be shown. Resume"),
-    "the end": (lambda: StopIteration(), "failed: RuntimeError: the source raised StopIteration"),
+    "the end": (lambda: StopIteration(), "failed: RuntimeError: the source raised StopItera"),
     "exit": (lambda: SystemExit(3), "failed: SystemExit: 3. Resume"),
     "no text": (lambda: KeyboardInterrupt(), "failed: KeyboardInterrupt. Resume the run from"),
 }
@@ -158,7 +158,7 @@ def test_a_decoder_that_raises_the_end_loses_no_record():
     part = Part("texts", 12, (1, 2), lambda a, b: [b"%d" % i for i in range(a, b)])
     blocks = ordering.blocks.split([part], unit_size=4, decode=decode)
     epoch = ordering.blocks.windows(blocks, [0, 1, 2], window=1, batch_size=4, epoch=0)
-    with pytest.raises(RuntimeError, match="the source raised StopIteration"):
+    with pytest.raises(RuntimeError, match=r"the source raised StopIteration\("):
         list(ordering.blocks.batches_of(epoch))
 
 
