@@ -8,6 +8,7 @@ from inspect import Parameter
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from local_opt.owned import folded, joined, parted, spec_of
@@ -135,7 +136,7 @@ def lift(
 
         if isinstance(workers, Mesh):
             run = _on_mesh(one, workers, axis_name, words, results)
-            traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(given))
             if len(workers.shape) > 1 and not traced:
                 run = jax.jit(run)  # JAX 0.10 leaves axes to the compiler there alone
         elif in_turn:

@@ -132,7 +132,7 @@ def check_synced(
         check_like("before", before, tree, "the tree")
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     wide = any(map(_beyond_jax, jax.tree.leaves((tree, before))))
-    with jax.transfer_guard("allow"), jax.enable_x64(wide or jax.config.jax_enable_x64):
+    with jax.transfer_guard("allow"), jax.enable_x64(wide or jax.config.read("jax_enable_x64")):
         found = jax.device_get(_apart(tree, tree if before is None else before))
     # Not by looking for tuples: the tree may hold some, as the states of optax do.
     found = jax.tree.structure(tree).flatten_up_to(found)
