@@ -70,8 +70,6 @@ def check_jax() -> None:
 def tell(kind: type, error: BaseException, trace) -> None:
     """A `sys.excepthook` that tells in one line what the user can mend."""
     shown = flags.FLAGS.is_parsed() and flags.FLAGS.traceback
-    if str(error) == "Event loop is closed" and not shown:
-        return  # of TensorStore's threads, after a write that failed and is told
     if shown or not is_refusal(error):
         sys.__excepthook__(kind, error, trace)
     else:

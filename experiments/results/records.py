@@ -116,22 +116,19 @@ def _remove(folder, *names):
 def commit() -> str | None:
     """The commit of the sources, with a + if files differ from it; None without a repository."""
     root = pathlib.Path(__file__).parents[2]
-    ask = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--abbrev=12",
-        "--dirty=+",
-        "--match=",
-    ]
-    try:
-        found = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, or an installed copy
+
+    def told(*words):  # writes nothing into the repository, as `describe --dirty` does
+        call = ["git", "--no-optional-locks", "-C", str(root), *words]
+        options = {"capture_output": True, "text": True, "check": True, "timeout": 10}
+        return subprocess.run(call, **options).stdout.strip()
+
+    if not (root / ".git").exists():  # an installed copy
         return None
-    return found.stdout.strip() if (root / ".git").exists() else None
+    try:
+        changed = told("status", "--porcelain", "--untracked-files=no")
+        return told("rev-parse", "--short=12", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.SubprocessError):  # no git
+        return None
 
 
 def versions() -> dict:

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from experiments.cluster import files, lock, strict
 from experiments.tasks.metrics import METRICS
 from experiments.training import checkpoint
-from tests.commands import ROOT, SHORT, records, train_run
+from tests.commands import LAUNCH_TWO, ROOT, SHORT, environment, records, train_run
 from tests.refused import refuses
 
 DEEP = "[" * 10**5
@@ -145,6 +147,31 @@ def test_a_run_continues_once_there_is_room(tmp_path, monkeypatch, whole, what):
             train_run(SETTINGS, tmp_path)
     train_run(SETTINGS, tmp_path)
     assert records(tmp_path) == whole
+
+
+FULL_FOR_ONE = """
+import resource, sys
+if any(argument == "--process_id=1" for argument in sys.orig_argv):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # bytes of a file
+"""
+
+
+def test_a_disk_that_is_full_for_one_process_is_told_once_and_ends_all(tmp_path):
+    """Where the others wait for it, in a barrier of orbax that it never reaches."""
+    (tmp_path / "sitecustomize.py").write_text(FULL_FOR_ONE)
+    command = [*LAUNCH_TWO, "experiments.train", "--task=digits_mlp", "--run=mesh", "--workers=2"]
+    flags = ["--total_steps=400", "--checkpoint_every=40", f"--output_dir={tmp_path / 'run'}"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", *command, *flags], cwd=tmp_path, capture_output=True, text=True,
+        env=environment() | {"PYTHONPATH": path}, timeout=240,
+    )  # fmt: skip
+    errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    told = [line for line in errors if "cannot be used (File too large): make room" in line]
+    assert done.returncode == 1 and len(told) == 1 and f"'{tmp_path / 'run'}/check" in told[0]
+    assert "process 1 ended with exit code 1" in done.stderr
+    others = {*errors} - {*told}
+    assert all("process 0 has lost another one" in line for line in others)
 
 
 IN_PLACE = {  # what is there instead

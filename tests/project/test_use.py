@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+import local_opt
 import ordering
 from syncopate import command
 
@@ -58,6 +59,17 @@ def test_workers_may_be_devices(name, capsys):
     left, (first,) = run(code, capsys)
     assert left["WORKERS"].shape["worker"] > 1 and first > 2
     assert float(left["loss"]) < 0.75 * first
+    if name == "linen-0":  # as its page says that the step is read
+        assert int(local_opt.consolidate(left["state"].step)) == 24
+
+
+def test_workers_of_a_balanced_order_may_be_devices(capsys):
+    """With the axes that `jax.make_mesh` makes by itself."""
+    line = re.search(r"^WORKERS = 4  # on devices: (.*)$", PROGRAMS["linen-1"], re.M)
+    left, losses = run(PROGRAMS["linen-1"].replace(line[0], f"WORKERS = {line[1]}"), capsys)
+    assert left["WORKERS"].shape == {"worker": 4} and losses[-1] < 0.75 * losses[0]
+    epoch = np.sort(np.asarray(left["orders"].current), axis=1)
+    np.testing.assert_array_equal(epoch, np.tile(np.arange(448), (4, 1)))
 
 
 def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkeypatch):
