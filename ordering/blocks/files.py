@@ -83,7 +83,8 @@ def files(
       ValueError: for a file that is missing, empty, damaged or of an unknown kind. A read verifies
         the checksums of ArrayRecord and TFRecord, and of Parquet if it has some; there are none in
         `.npy`.
-      ImportError: without `array_record` or `pyarrow`, if such files are given.
+      ImportError: without `array_record`, `google_crc32c` or `pyarrow`, which read ArrayRecord,
+        TFRecord and Parquet, if such files are given.
 
     Examples:
       >>> import numpy as np, ordering, pathlib, tempfile
