@@ -1,5 +1,6 @@
 """A decoder in flax linen, and bytes to train it on: nothing here knows how it is trained."""
 
+import os
 import pathlib
 
 import flax.linen as nn
@@ -37,7 +38,7 @@ class Decoder(nn.Module):
 def sequences(length: int, count: int) -> np.ndarray:
     """int32[count, length + 1]: the first of the sources of Python's own library."""
     text = b"".join(
-        p.read_bytes() for p in sorted(pathlib.Path(pathlib.__file__).parent.glob("a*.py"))
+        p.read_bytes() for p in sorted(pathlib.Path(os.__file__).parent.glob("[a-d]*.py"))
     )
     tokens = np.minimum(np.frombuffer(text, np.uint8), VOCABULARY - 1).astype(np.int32)
     return tokens[: count * (length + 1)].reshape(count, length + 1)
