@@ -72,13 +72,21 @@ def stripped(function):
 
 def left_to_the_compiler(workers, kind=AxisType.Auto, check_vma=True, mesh=None):
     """Only the workers' axis is manual."""
+    mesh, spec = mesh or mesh_of(workers, kind), P("worker")
+
+    def placed(x):
+        """Explicit axes are to be as in_specs say."""
+        own = jax.typeof(x).sharding.spec
+        if kind == AxisType.Auto or own[0] == "worker":
+            return x
+        return jax.reshard(x, NamedSharding(mesh, P("worker", *own[1:])))
 
     def over(function, *_):
-        spec = P("worker")
-        return jax.jit(jax.shard_map(
-            stripped(function), mesh=mesh or mesh_of(workers, kind), in_specs=spec, out_specs=spec,
+        run = jax.shard_map(
+            stripped(function), mesh=mesh, in_specs=spec, out_specs=spec,
             axis_names={"worker"}, check_vma=check_vma,
-        ))  # fmt: skip
+        )  # fmt: skip
+        return jax.jit(lambda *args: run(*jax.tree.map(placed, args)))
 
     if kind == AxisType.Auto:
         return over, loss
