@@ -15,6 +15,7 @@ from collections.abc import Sequence
 EXTRA = "experiments"
 OF_DATA = (
     "array_record",
+    "google_crc32c",
     "importlib_resources",
     "PIL",
     "pyarrow",
