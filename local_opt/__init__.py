@@ -9,7 +9,6 @@ from local_opt.owned import owned
 from local_opt.parallel import accumulated_rounds, parallel_rounds
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
 from local_opt.presets import diloco, muloco, slowmo, snoo, sparseloco
-from local_opt.quorum import Merge, quorum
 from local_opt.rounds import Rounds, local_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
 from local_opt.segments import stream_segments
@@ -22,7 +21,6 @@ from local_opt.workers import check_same_plan, check_synced, consolidate, reesti
 __all__ = [
     "WIRES",
     "Correction",
-    "Merge",
     "Rounds",
     "Streaming",
     "SyncPlan",
@@ -53,7 +51,6 @@ __all__ = [
     "power_rule",
     "proximal",
     "qsr",
-    "quorum",
     "reestimate",
     "slowmo",
     "snoo",

@@ -53,11 +53,6 @@ PERIODS = wrong_functions(
 GATHERED = wrong_functions(*(lambda own, x=x: x for x in (None, "text", np.ones(3, np.uint8))))
 PAIRS = [None, 3, "text", [], [1.0], [NAN, 1.0], [INF, 1.0], [-1.0, 0.5], ["a", "b"], [None, 1.0],
          [[1.0, 0.5]], THING, {}, 1j, [1j, 0.5], [1.0, 0.5, 0.25], KEY, [0.0, 1.0]]  # fmt: skip
-ARRIVALS = [None, 3.0, "text", [], [NAN, 1.0, 2.0], [-INF, 1.0, 2.0], [INF] * 3, [INF, INF, 1.0],
-            [[1.0, 2.0, 3.0], [INF, INF, 1.0]], ["a", "b", "c"], [1j, 1.0, 2.0], [None, 1.0, 2.0],
-            [True, False, True], [[1.0], [1.0, 2.0]], THING, {}, KEY]  # fmt: skip
-AMOUNTS = ["text", -1.0, NAN, INF, 1j, True, [1, 2], [[1, 2, 3]] * 2, [NAN, 1, 1], [INF, 1, 1],
-           [-1, 1, 1], ["a", "b", "c"], [True] * 3, THING, {}, KEY]  # fmt: skip
 PARTS = {"a": local_opt.constant(4, total_steps=T), "b": PLAN}
 TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.every_step(T + 1)}, [PLAN]]
 CALLS = {
@@ -90,11 +85,6 @@ CALLS = {
     "communication_time": call(
         local_opt.communication_time, volumes=Arg([1.0, 0.25], [[1.0, 1.0], [2.0, 0.5], *PAIRS]),
         times=Arg([10.0, 7.0], PAIRS)),
-    "quorum": call(
-        local_opt.quorum, arrivals=Arg([3.0, 1.0, 2.0], ARRIVALS),
-        least=Arg(2, [0, 4, *one_number(whole())]), grace=Arg(1.0, one_number(real())),
-        tokens=Arg([5, 6, 7], [None, [0, 0, 0], *AMOUNTS]),
-        steps=Arg([2, 2, 2], [0, [0, 1, 1], *AMOUNTS])),
     "stream_segments": call(
         local_opt.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
         delay=also("delay", 1, 5), start=also("start", 0, T + 1),

@@ -82,10 +82,6 @@ WRONG = {
         "tasks": "cats '' digits,cats hmda_county", "sizes": "0 '' 7 a", "windows": "0 3 ''",
         "schedules": "cats ''", "learning_rates": "0 nan ''", "epochs": "0", "seeds": "0 x",
     },
-    "quorum --notraining --output_dir=new": {
-        "learners": "0 '' 999999", "chips": "0 x 2.5 1", "restart": "-1 nan", "resize": "-1 ''",
-        "grace": "nan x", "rounds": "0", "repetitions": "1", "seeds": "1", "learning_rates": "0 a",
-    },
     "slow_sde --output_dir=new": {
         "workers": "0 ''", "rates": "0 nan '' 1e-9 100 1e-300 x", "repetitions": "1",
     },

@@ -24,7 +24,7 @@ CITED = (
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
     "power_rule", "constant", "post_local", "swap", "diloco", "slowmo", "reestimate",
     "muloco", "snoo", "sparseloco", "gpa",
-    "streaming_rounds", "stream_segments", "quorum",
+    "streaming_rounds", "stream_segments",
     "control_variates", "proximal", "echo_batches", "echo_forecast", "fixed", "bernoulli",
     "proximal_anchor",
 )  # fmt: skip
