@@ -78,10 +78,6 @@ WRONG = {
         "workers": "'' 0 2.5 x 100 99999999999999999999", "rounds": "0", "num_vectors": "1e6 0",
         "arms": "cats '' cd_grab+team4", "dimension": "0 x", "units_per_step": "0 2.5",
     },
-    "blocks --output_dir=new": {
-        "tasks": "cats '' digits,cats hmda_county", "sizes": "0 '' 7 a", "windows": "0 3 ''",
-        "schedules": "cats ''", "learning_rates": "0 nan ''", "epochs": "0", "seeds": "0 x",
-    },
     "slow_sde --output_dir=new": {
         "workers": "0 ''", "rates": "0 nan '' 1e-9 100 1e-300 x", "repetitions": "1",
     },

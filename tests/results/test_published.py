@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from experiments import block_report, combined, machine_map, slowrun, verdicts
+from experiments import combined, machine_map, slowrun, verdicts
 from experiments.results import archive, gains, report, tables, verdict_page
 from experiments.study import cost, factorials
 
@@ -56,13 +56,6 @@ def test_many_epochs_over_little_text():
     whole = page("slowrun.md")
     check(tables.table(archive.load("slowrun"), slowrun.COLUMNS), whole)
     assert all(line in whole for line in archive.commands(archive.FOLDER / "slowrun"))
-
-
-def test_blocks_of_sorted_files():
-    whole, found = page("blocks.md"), archive.rows_of("blocks")
-    for text in block_report.tables_of(found).values():
-        check(text, whole)
-    assert all(line in whole for line in archive.commands(archive.FOLDER / "blocks"))
 
 
 @pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "lstm_adamw", "gpt2_sketches"])
