@@ -25,8 +25,8 @@ from absl import app, flags
 
 import models
 import ordering
-from benchmarks import host_loops, single_examples
-from experiments import local_timing, timing
+from benchmarks import host_loops, local_timing, single_examples
+from experiments import timing
 from models.gpt2 import SIZES as GPT2
 from ordering import sign_loop
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from experiments import bench
+from benchmarks import bench
 from experiments.study import recipes
 
 MOMENTUM = 0.9

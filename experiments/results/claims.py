@@ -13,7 +13,7 @@ A claim is here because a reader of a paper, or of this project, asks it, whatev
 
 Of several numbers of workers or kinds of model that ask the same, the published one counts, else
 the one with the most workers, else the cheapest. Seconds are no claim: other work shared the
-machine when they were taken, and `experiments.bench` measures them side by side.
+machine when they were taken, and `benchmarks.bench` measures them side by side.
 
 Published numbers: Cooper et al., CD-GraB, 2023, https://arxiv.org/abs/2302.00845; Gu et al., A
 Quadratic Synchronization Rule, 2024, https://arxiv.org/abs/2310.14423; Sharper Analysis of Data

@@ -73,7 +73,6 @@ WRONG = {
         "copies": "2 0 nan '' 1e9", "beside": "cats '' qsr+cats", "average": "cats ''",
         "l2": "-1 nan", "workers": "0",
     },
-    "bench": {"part": "cats ''", "rows": "cats ,", "repeats": "0 1e3", "data_root": "file"},
     "herding --num_vectors=64 --output_dir=new": {
         "workers": "'' 0 2.5 x 100 99999999999999999999", "rounds": "0", "num_vectors": "1e6 0",
         "arms": "cats '' cd_grab+team4", "dimension": "0 x", "units_per_step": "0 2.5",
@@ -106,7 +105,6 @@ TOGETHER = {
     f"train {TINY} --data_dir=file": "--data_dir",
     f"train {TINY} --coordinator_address=a:99999 --num_processes=2 --process_id=1": "99999",
     f"echoing {STUDY} --arms=none --task=digits": "--target",
-    "bench --part=epochs": "--data_root",
     "launch": "--processes=2",
     "launch --processes=1 -- experiments.cats": "experiments.cats",
     "prepare --data_dir=new": "name",

@@ -60,7 +60,7 @@ def test_the_command_runs_beside_files_with_its_names(elsewhere):
     """As the console script, which does not put the current folder on the path."""
     call = [sys.executable, "-P", "-m", "syncopate.command"]
     listed = ran(call, elsewhere, PYTHONPATH=str(ROOT))
-    for name in ("cd_grab", "train", "qsr", "bench", "launch"):
+    for name in ("cd_grab", "train", "qsr", "launch"):
         assert f"  {name} " in listed
     # A preset that extends another one.
     flags = ["--preset=tiny/cd_grab_hmda", "--dry_run", "--nocompile"]
@@ -94,7 +94,7 @@ def test_modules_of_the_extra_data_are_those_of_the_metadata():
 
 def test_every_experiment_is_listed_with_its_purpose():
     found = command.experiments()
-    assert {"cd_grab", "qsr", "echoing", "train", "bench"} <= found.keys()
+    assert {"cd_grab", "qsr", "echoing", "train"} <= found.keys()
     assert "flags" not in found and all(found.values())
 
 

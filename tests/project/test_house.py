@@ -14,8 +14,9 @@ FLOORS = (
     ("experiments/results", "experiments/training"),
     ("experiments/study",),
     ("experiments",),
+    ("benchmarks",),
 )
-PACKAGES = ("syncopate", "ordering", "local_opt", "models", "experiments")
+PACKAGES = ("syncopate", "ordering", "local_opt", "models", "experiments", "benchmarks")
 LONGEST_FUNCTION = 60
 
 

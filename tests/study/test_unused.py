@@ -62,7 +62,6 @@ UNUSED = {
     "advise --order_share --beside=cats": "--beside is 'cats': 'cats' is no word",
     "advise --order_share --epochs=1": "a run has 1 whole epochs",
     "forecast --arms=qsr,often": "--arms has .'often'",
-    "bench --part=loops --data_root=x": "--data_root is of --part=epochs",
     "verdicts --check --pictures": "--check writes nothing",
     "herding --num_vectors=3": "--workers has 100, and --num_vectors is 3: each worker needs two",
 }

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import models
-from experiments import bench, local_timing, timing
+from benchmarks import bench, local_timing
+from experiments import timing
 from experiments.study.tables import ORDERS
 from experiments.tasks import TASKS
 from experiments.training import loop

@@ -3,8 +3,7 @@
 import pytest
 
 import models
-from benchmarks import on_gpu
-from experiments import local_timing
+from benchmarks import local_timing, on_gpu
 
 PARTS = {"signs": 6, "reads": 5, "gpt2_small": 3, "sync": 2, "local_steps": 10}
 

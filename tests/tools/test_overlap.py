@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments import overlap
-from experiments.overlap import HERTZ, Moment, moments_of, waited_for
+from benchmarks import overlap
+from benchmarks.overlap import HERTZ, Moment, moments_of, waited_for
 from experiments.study.compile import LIBTPU
 from tests.compiled_runs import compiled_by
 

@@ -1,15 +1,15 @@
 r"""Measures costs: microseconds and ratios. Every row is printed as it is measured.
 
-    python -m experiments.bench --part=balance                  # 3 minutes: a step with an order
-    python -m experiments.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
-    python -m experiments.bench --part=scaled                   # scaled sketches against sketches
-    python -m experiments.bench --part=local_steps              # one worker, then a mesh of four
-    python -m experiments.bench --part=memory --rows=v5e-vit    # of a sync; compiles for 8 chips
-    python -m experiments.bench --part=overlap                  # minutes; compiles for two slices
-    python -m experiments.bench --part=loops                    # a minute: the loop's own share
-    python -m experiments.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
-    python -m experiments.bench --part=echo                     # run nothing else meanwhile
-    python -m experiments.bench --part=peers --repositories=DIR --data_root=DIR    # docs/peers.md
+    python -m benchmarks.bench --part=balance                  # 3 minutes: a step with an order
+    python -m benchmarks.bench --part=balance --rows=all       # with a GPT, a ViT and an LSTM
+    python -m benchmarks.bench --part=scaled                   # scaled sketches against sketches
+    python -m benchmarks.bench --part=local_steps              # one worker, then a mesh of four
+    python -m benchmarks.bench --part=memory --rows=v5e-vit    # of a sync; compiles for 8 chips
+    python -m benchmarks.bench --part=overlap                  # minutes; compiles for two slices
+    python -m benchmarks.bench --part=loops                    # a minute: the loop's own share
+    python -m benchmarks.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
+    python -m benchmarks.bench --part=echo                     # run nothing else meanwhile
+    python -m benchmarks.bench --part=peers --repositories=DIR --data_root=DIR    # docs/peers.md
 
 The calls of a table take turns in one process, after a warm-up; times are the median of --repeats.
 Ratios with a 95 % interval are computed within each turn; the median over turns is shown.
@@ -26,7 +26,8 @@ import numpy as np
 from absl import flags
 
 import local_opt
-from experiments import local_timing, overlap, sync_memory, timing
+from benchmarks import local_timing, overlap, peers, sync_memory
+from experiments import timing
 from experiments.cluster import entry
 from experiments.results.statistics import median_interval
 from experiments.study import recipes
@@ -156,12 +157,6 @@ def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
 
 def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
     """Runs what times other packages, which prints its rows itself."""
-    try:
-        from benchmarks import peers
-    except ImportError as error:
-        raise ValueError(
-            "--part=peers needs the folder benchmarks/: call it in a clone."
-        ) from error
     peers.run(dict(zip(FOLDERS["peers"], folders, strict=True)) | {"repeats": repeats})
     yield from ()
 
