@@ -11,7 +11,7 @@ from models.linear import (
     softmax_regression,
 )
 from models.lstm import lstm
-from models.mobilenet import mobilenet_v2, mobilenet_v3
+from models.mobilenet import mobilenet_v2
 from models.resnet import resnet
 from models.vit import vit
 
@@ -24,7 +24,6 @@ __all__ = [
     "lstm",
     "mlp",
     "mobilenet_v2",
-    "mobilenet_v3",
     "optimum",
     "resnet",
     "softmax_regression",

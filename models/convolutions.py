@@ -115,9 +115,9 @@ class _GroupNorm(nnx.GroupNorm):
         return _in_float32(super().__call__, x)
 
 
-def batch_norm(width: int, rngs: nnx.Rngs, *, epsilon: float = EPSILON) -> nnx.BatchNorm:
+def batch_norm(width: int, rngs: nnx.Rngs) -> nnx.BatchNorm:
     """Batch normalisation without momentum: the state holds the moments of the last batch."""
-    return _BatchNorm(width, momentum=0.0, epsilon=epsilon, rngs=rngs)
+    return _BatchNorm(width, momentum=0.0, epsilon=EPSILON, rngs=rngs)
 
 
 def group_norm(

@@ -75,10 +75,6 @@ CALLS = {
     name: call(made(getattr(models, name), args["x"].valid, args["y"].valid), l2=0.5, **args)
     for name, args in TABLE.items()
 }
-CALLS["mobilenet_v3"] = call(
-    models.mobilenet_v3, variant="small", image_shape=Arg((32, 32, 3), SHAPES), num_classes=3,
-    stem_stride=also("stem_stride", 2, 3), dtype="float32", l2=0.5,
-)  # fmt: skip
 BATCH = {"x": jnp.ones((2, 1)), "y": jnp.array([0, 1])}
 NO_BATCHES = [None, 3, "text", {}, {"x": BATCH["x"]}, BATCH | {"x": "text"}, THING,
               BATCH | {"x": jnp.ones((2, 2))}, BATCH | {"x": jnp.full((2, 1), NAN)},

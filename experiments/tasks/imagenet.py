@@ -55,7 +55,6 @@ CHOICES = {
     "vit_s": Choice(_vit("small"), VIT),
     "vit_ti": Choice(_vit("tiny"), VIT),
     "mobilenet_v2": Choice(_mobilenet_v2, MOBILENET),
-    "mobilenet_v3": Choice(models.mobilenet_v3, MOBILENET),
 }
 
 

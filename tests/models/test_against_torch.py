@@ -144,24 +144,6 @@ def mobilenet_v2():
     return model, net, copied(pairs, [("dense", net.classifier)])
 
 
-def mobilenet_v3(variant):
-    net = randomised(getattr(torchvision.models, f"mobilenet_v3_{variant}")(weights=None))
-    stem, *blocks, head = net.features
-    pairs = [("stem", "norm1", stem), ("head", "norm2", head)]
-    others = [("dense1", net.classifier[0]), ("dense2", net.classifier[3])]
-    for k, block in enumerate(blocks):
-        convolutions = [layer for layer in block.block if not hasattr(layer, "fc1")]
-        for layer in block.block:
-            if hasattr(layer, "fc1"):
-                others.append((f"block{k}.excitation.squeeze", layer.fc1))
-                others.append((f"block{k}.excitation.excite", layer.fc2))
-        names = (("expand", "norm1"), ("depthwise", "norm2"), ("project", "norm3"))
-        for (conv, norm), layer in zip(names[-len(convolutions) :], convolutions, strict=True):
-            pairs.append((f"block{k}.{conv}", f"block{k}.{norm}", layer))
-    pairs = [(*names, layer[0], layer[1]) for *names, layer in pairs]
-    return models.mobilenet_v3(variant=variant, image_shape=SHAPE), net, copied(pairs, others)
-
-
 def shaken(net, deviation):
     """(net, its parameters by name), in evaluation, after noise on every parameter."""
     torch.manual_seed(0)
@@ -259,8 +241,6 @@ CASES = {
     "resnet 18": partial(of_images, partial(resnet, 18)),
     "resnet 50, products": partial(of_images, partial(resnet, 50, products=True)),
     "mobilenet v2": partial(of_images, mobilenet_v2),
-    "mobilenet v3, large": partial(of_images, partial(mobilenet_v3, "large")),
-    "mobilenet v3, small": partial(of_images, partial(mobilenet_v3, "small")),
     "gpt2": partial(gpt2, 50, 12, FEW, 0.2),
     "gpt2, published": partial(gpt2, 50257, 1024, GPT2_SIZES["small"], 0.02),
     "vit, tanh": partial(vit, 8, 5, SMALL_VIT, 0.2, "tanh"),

@@ -45,11 +45,6 @@ REFUSED = {
         ({"width": 20, "norm": "group"}, "width is 20: groups must divide"),
         ({"width": 4, "norm": "group", "image_shape": (32, 32, 3)}, "single value"),
     ],
-    "mobilenet_v3": [
-        ({"variant": "medium"}, "variant is 'medium'"),
-        ({"image_shape": (31, 32, 3)}, "32 x 32"),
-        ({"stem_stride": 3}, "stem_stride is 3"),
-    ],
     "lenet": [({"image_shape": (30, 30, 1)}, "LeNet takes 28 x 28 or 32 x 32")],
     "lstm": [(LSTM | {"width": 0}, "width is 0"), (LSTM | {"dtype": "float16"}, "dtype is 'float")],
     "forecaster": [
@@ -76,7 +71,7 @@ def loss(model=LOGISTIC, **batch):
 
 # With every other model and value in tests/project/test_bad_inputs.py.
 test_batches_and_keys_are_named = refuses({
-    "penalty": (lambda: models.mobilenet_v3(l2=math.nan), "l2 is nan: pass a finite"),
+    "penalty": (lambda: models.mobilenet_v2(l2=math.nan), "l2 is nan: pass a finite"),
     "no batch": (loss(), "batch is .*: pass .*inputs.*labels"),
     "no labels": (loss(x=X), "batch is .*: pass .*inputs.*labels"),
     "features": (loss(x=X[:, 1:], y=Y), r"x is .*: pass an array of real numbers in"),

@@ -40,10 +40,8 @@ MODELS = {
     ),
     "lstm": (lambda: models.lstm(vocab_size=48, width=32), tokens()),
     # Depthwise convolutions, and losses that mix the examples of a unit.
-    "mobilenet_v3": (
-        lambda: models.mobilenet_v3(
-            num_classes=4, image_shape=(32, 32, 3), variant="small", stem_stride=1
-        ),
+    "mobilenet_v2": (
+        lambda: models.mobilenet_v2(num_classes=4, stages=((1, 8, 1, 1), (4, 16, 2, 2))),
         {"x": images(4, 32, 32, 3)["x"], "y": RNG.integers(0, 4, (N, 4)).astype(np.int32)},
     ),
 }  # fmt: skip

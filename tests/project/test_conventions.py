@@ -19,7 +19,7 @@ CITED = (
     "random_reshuffling", "shuffle_once", "flip_flop", "block_reshuffling", "grab", "pair_balance",
     "cd_grab", "greedy_herding", "greedy", "self_balancing_walk", "kernel_halving", "herding_bound",
     "per_example", "microbatch", "exchange_rows", "lenet",
-    "vit", "gpt2", "mobilenet_v2", "resnet", "mobilenet_v3",
+    "vit", "gpt2", "mobilenet_v2", "resnet",
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
     "power_rule", "constant", "post_local", "swap", "diloco", "slowmo", "reestimate",
