@@ -56,12 +56,6 @@ def echoed(loads=batches, policy=PLAN, **args):
     return [use.batch for use in first(echo.echo_batches(made(loads), policy, **args), T)]
 
 
-def pulled(strength=0.5, grads=X, state=None, update_params=X, fresh=True):
-    optimizer = echo.proximal_anchor(strength)
-    state = optimizer.init(X) if state is None else state
-    return optimizer.update(grads, state, update_params, fresh=fresh)
-
-
 DECIDED = [True, False]
 CALLS = {
     "EchoPlan": call(echo.EchoPlan, fresh=Arg(FRESH, [None, [], *NOT_FRESH])),
@@ -86,11 +80,6 @@ CALLS = {
         load_seconds=Arg(0.5, [NAN, INF, -1.0, 0, "3", None, 1j, [0.5] * 2, np.ones((4, 4)), THING,
                                {}, [], ["a"] * T, [NAN] * T, [[1.0], [1.0, 2.0]], True,
                                lambda: 1.0, "a negative number"])),
-    "proximal_anchor": call(
-        pulled, strength=0.5, grads=X, update_params=X,
-        state=Arg(None, [3, (), {}, THING, "text", optax.sgd(0.1).init(X),
-                         echo.proximal_anchor(0.5).init(jnp.ones(2))]),
-        fresh=Arg(True, [None, "text", 3, 0.5, NAN, jnp.ones(2, bool), THING, [], {}])),
 }  # fmt: skip
 
 

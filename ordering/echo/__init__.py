@@ -2,7 +2,6 @@
 
 from ordering.echo.input_simulator import echo_forecast
 from ordering.echo.plans import EchoPlan, bernoulli, error_diffusion, fixed, measured
-from ordering.echo.proximal import proximal_anchor
 from ordering.echo.stream import echo_batches
 
 __all__ = [
@@ -13,5 +12,4 @@ __all__ = [
     "error_diffusion",
     "fixed",
     "measured",
-    "proximal_anchor",
 ]

@@ -26,7 +26,6 @@ CITED = (
     "muloco", "snoo", "sparseloco", "gpa",
     "streaming_rounds", "stream_segments",
     "control_variates", "proximal", "echo_batches", "echo_forecast", "fixed", "bernoulli",
-    "proximal_anchor",
 )  # fmt: skip
 
 
