@@ -1,9 +1,7 @@
 """The calls of `ordering.input` and `ordering.echo`: valid arguments, and bad ones for each."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 import local_opt
 import ordering
@@ -19,7 +17,6 @@ from tests.bad_values import (
     Arg,
     Foreign,
     T,
-    X,
     also,
     but_none,
     call,
