@@ -8,7 +8,7 @@ Slow SDEs of Gu et al. 2023 (https://arxiv.org/abs/2303.01215) and 2024
 (https://arxiv.org/abs/2310.14423) predict how far K workers get in S / eta^2 steps. Every run is
 plain SGD at a constant rate under a plan of `local_opt`. Its end is compared with the theory at
 that rate and in the limit, and with the strength of drift that would have led there. The formulas,
-tables and picture are in docs/results/slow_sde.md.
+picture and a part of the tables are in docs/results/slow_sde.md.
 """
 
 import functools
