@@ -2,8 +2,6 @@ r"""Recommends which of the three decisions to use on your machine, for your tas
 
     python -m experiments.advise --task=digits --workers=4 --units_per_step=16
     python -m experiments.advise --task=cifar10 --data_dir=DIR --gbps=10
-    python -m experiments.advise --map          # tables and a map over many machines
-    python -m experiments.advise --order_share --task=digits    # is the loss the order's doing?
 
 It measures for about a minute, on one worker: a step, the same step with an order, and the time to
 load a batch from the task's own source. With --run=mesh it also measures the network, as an
@@ -12,15 +10,6 @@ all-reduce of the parameters over the devices of one or several processes; other
 (experiments/runs, those with the nearest number of units per worker and step). It prints the
 fastest combination, its price, and which others are statistically tied with it. To use your own
 task, add a file to experiments/tasks/.
-
-With --map nothing is measured. The recorded factorials (made by `experiments.combined`, with the
-command beside each) are priced on a grid of machines for three model sizes, and on four networks
-with two loaders. This takes seconds and writes map.png and table_*.md into --output_dir.
-docs/results/machine_map.md shows them, and how good the advice is for unseen tasks.
-
-With --order_share no machine is measured. Copies of D-RR that differ in their permutations alone
-are trained at every learning rate, and tell how many epochs a balanced order, averages of the
-weights, or both can save (order_share.py). docs/use/orders.md explains the answer.
 """
 
 import sys
@@ -32,36 +21,34 @@ import numpy as np
 from absl import flags as absl_flags
 
 import local_opt
-from experiments import machine_map, order_share, timing
+from experiments import timing
 from experiments.cluster import entry, processes
-from experiments.machine_map import FORM, GBPS, LATENCY, link
-from experiments.results import report, tables
-from experiments.study import factorials, flags, unused
+from experiments.results import tables
+from experiments.study import factorials, flags
 from experiments.study.cost import Machine
 from experiments.study.factorials import Combination, Factorial
-from experiments.study.study import arm_of
-from experiments.tasks import Recipe, ranges
+from experiments.tasks import ranges
 from experiments.training.config import num_params
+from local_opt.forecast import sync_seconds
 from local_opt.workers import AXIS, owned_sharding
 
 PERIOD = 24  # H of the recorded local steps
 STEPS, REPEATS = 64, 5  # of each timing
-AVERAGES = ("epoch", "ema")  # of --order_share: those that do not depend on a run's end
+FORM = "{:.2f} ({:.2f} to {:.2f})"  # a factor and its interval
+GBPS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # networks; seconds of a sync besides its bytes
 
 
 def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "processes", task="digits")
     define = flags.definer(values)
-    define(absl_flags.DEFINE_bool, "map", False, "write the map of machines, without measuring")
-    flags.define(values, "output")
     text = "Gb/s of a worker's network, if it is not measured"
     define([ranges.SPEED], "gbps", [*GBPS], text)
-    text = "measure how much of the training loss is the order's, and nothing else"
-    define(absl_flags.DEFINE_bool, "order_share", False, text)
-    text = "runs of --order_share at every rate, which differ in their permutations alone"
-    define(ranges.COPIES, "copies", 8, text)
-    text = "words of an arm that --order_share trains too, as cd_grab: what it gains, measured"
-    define(absl_flags.DEFINE_string, "beside", None, text)
+
+
+def link(parameters: float, workers: int, gbps: float) -> float:
+    """Seconds of a sync of float32 parameters over links of `gbps` Gb/s."""
+    speed = {"gigabits_per_second": gbps, "latency_seconds": LATENCY}
+    return sync_seconds(int(parameters), num_workers=workers, **speed)
 
 
 def order_ratio(task, recipe, order: str) -> float:
@@ -152,65 +139,9 @@ def advise(known: Sequence[Factorial], values: absl_flags.FlagValues) -> None:
         processes.say(f"\n{advice(machine, known)}")
 
 
-def share_of_order(values: absl_flags.FlagValues) -> None:
-    processes.start(values)
-    task, recipe = flags.setting_from_flags(values)
-    recipe = recipe._replace(average=recipe.average or AVERAGES)
-    arms = [order_share.ARM]
-    if values.beside is not None:
-        try:
-            arms.append(arm_of(values.beside))
-        except ValueError as error:
-            raise ValueError(f"--beside is {values.beside!r}: {error}") from error
-        if arms[1].echo != "none":
-            raise ValueError(f"--beside is {values.beside!r}: leave its echoing out.")
-    unused.check(values, recipe, arms)
-    found, *more = (
-        dict(order_share.measured(task, recipe, copies=values.copies, arm=arm)) for arm in arms
-    )
-    if not found:
-        raise ValueError("every rate diverges: lower --learning_rates.")
-    for arm, own in zip(arms[1:], more, strict=True):
-        found = order_share.joined(found, arm.label, own)
-    processes.say(
-        f"{task.name}: {values.copies} copies of D-RR with {recipe.workers} workers x "
-        f"{recipe.units_per_step} units, which differ in their permutations alone. Losses are "
-        f"those of training, and averages the best of {', '.join(recipe.average)}.\n\n"
-        f"{order_share.report(found, above=task.optimum is not None)}"
-    )
-
-
-def check(values: absl_flags.FlagValues) -> None:
-    """Raises ValueError for flags that what is asked for does not use."""
-    setting = ["task", "data_dir", *flags.choices(), *Recipe._fields]
-    unread = {"evaluations", "evaluate_every", "bound_every"}
-    told = {
-        "--map measures nothing": values.map
-        and [*setting, "gbps", "order_share", "copies", "beside"],
-        "--order_share measures no machine": values.order_share
-        and ["gbps", "output_dir", "overwrite"],
-        "--order_share looks after every epoch": values.order_share and sorted(unread),
-        "--output_dir is of --map, as the advice is printed": not values.map
-        and ["output_dir", "overwrite"],
-        "swa averages a run's end alone": "swa" in (values.average or ()) and ["average"],
-        "these are of --order_share": not values.order_share
-        and ["copies", "beside", "average", "ema_epochs"],  # fmt: skip
-    }
-    for why, names in told.items():
-        if given := [name for name in names or () if values[name].present]:
-            raise ValueError(f"{why}: leave --{', --'.join(given)} out.")
-
-
 def run(values: absl_flags.FlagValues) -> None:
-    check(values)
-    if values.order_share:
-        return share_of_order(values)
     print("Reading the recorded runs", file=sys.stderr, flush=True)
-    if values.map:
-        with report.opened("machine_map", values) as folder:
-            machine_map.write_map(factorials.load(), folder)
-    else:
-        advise(factorials.load(), values)
+    advise(factorials.load(), values)
 
 
 if __name__ == "__main__":

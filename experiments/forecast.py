@@ -2,7 +2,6 @@ r"""Forecasts rounds, volume and hours of the published recipes under each rule,
 
     python -m experiments.forecast                     # ViT-B and ResNet-152, 16 workers, seconds
     python -m experiments.forecast --task=imagenet_resnet152 --step_seconds=0.4 --gigabits=25,200
-    python -m experiments.forecast --task=presets      # bytes of published methods, their claims
 
 Plans are known before a run, and are those of the study with the same flags. Volume is what a
 worker sends, as a share of syncs in every step. Writes table.md and periods.png.
@@ -22,7 +21,6 @@ from collections.abc import Sequence
 from absl import flags
 
 import local_opt
-from experiments import published
 from experiments.cluster import entry, files
 from experiments.results import plots, report
 from experiments.results.statistics import volume
@@ -61,7 +59,7 @@ KNOWN = {
 def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "setting")
     define = dialect.definer(values)
-    define(flags.DEFINE_string, "task", "all", "a setting to plan, all, or presets")
+    define(flags.DEFINE_string, "task", "all", "a setting to plan, or all")
     define(flags.DEFINE_list, "arms", SHOWN, f"rules to compare, of {', '.join(SYNC_RULES)}")
     text = "seconds of computation per step; the published ones if unset"
     define(ranges.POSITIVE, "step_seconds", None, text)
@@ -150,10 +148,6 @@ def main(values: flags.FlagValues) -> None:
 
 def write(values: flags.FlagValues, folder: str) -> None:
     """Writes and prints what is asked for."""
-    if values.task == "presets":
-        files.write_whole(os.path.join(folder, "presets.md"), published.text())
-        print(f"{published.text()}\nWritten to {folder}: presets.md")
-        return
     names = KNOWN if values.task == "all" else [values.task]
     found = [forecast_of(name, values) for name in names]
     text = "\n".join([*(text for _, text, _ in found), published_text()])

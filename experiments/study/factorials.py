@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.cluster import files
 from experiments.results import archive
-from experiments.results.statistics import Comparison, interval, intervals, reached, target_of
+from experiments.results.statistics import Comparison, interval, reached, target_of
 from experiments.study.cost import Machine, order_traffic, time
 from experiments.study.tables import ORDERS
 from experiments.training.config import Sizes
@@ -78,17 +78,6 @@ def load(folder: os.PathLike = archive.FOLDER) -> tuple[Factorial, ...]:
         known = found.setdefault((own.task, own.size, target_of(comparison)), own)
         known.taken.update(own.taken | known.taken)
     return tuple(found.values())
-
-
-def measured(folder: os.PathLike = archive.FOLDER) -> dict[str, dict[Combination, np.ndarray]]:
-    """{task: {combination: seconds[seeds] to the target}} of runs with slow loads and syncs."""
-    return {
-        match["task"]: {
-            combination: np.array([at["seconds"] for at in ends])
-            for combination, ends in _arrivals(comparison, int(match["uses"]))
-        }
-        for match, comparison in _recorded("slow", folder)
-    }
 
 
 def _recorded(kind, folder) -> Iterator[tuple[re.Match, Comparison]]:
@@ -183,44 +172,3 @@ def factor(differences: np.ndarray) -> tuple[float, float, float]:
     """A factor with its 95 % interval, from logarithms."""
     mean, half = interval(differences)
     return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
-
-
-def regrets(known: Sequence[Factorial], machine: Machine) -> list[dict]:
-    """Of every factorial: what the others of its size recommend, against the best of its own."""
-    rows = []
-    for found in known:
-        others = [f for f in known if f.size == found.size and f.task != found.task]
-        if not others:
-            continue
-        own = {c: log.mean() for c, log in logs_of(machine, found).items()}
-        told = {c: logs for c, logs in predict(machine, others).items() if c in own}
-        advised, best = best_of(told).best, min(own, key=own.get)
-        rows.append({
-            "task": found.task, "size": found.size, "advised": advised.label,
-            "best": best.label, "regret": float(np.exp(own[advised] - own[best]) - 1),
-        })  # fmt: skip
-    return rows
-
-
-KINDS = [Combination(order, local, uses) for order in (False, True) for local in (False, True)
-         for uses in (1, 2)]  # fmt: skip
-
-
-def kind_of(combination: Combination) -> int:
-    """Its place in KINDS, which do not ask how often a batch is used."""
-    return KINDS.index(combination._replace(uses=min(combination.uses, 2)))
-
-
-def map_of(found: Factorial, machine: Machine) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The best combinations on a machine whose load and sync are arrays [loads, syncs, 1].
-
-    Returns:
-      Of [loads, syncs]: the kind of the best, a place in KINDS; whether the 95 % interval over
-      seeds tells it from all of other kinds; and how many times as fast as none it is.
-    """
-    by_combination = logs_of(machine, found)
-    kinds, logs = np.array([*map(kind_of, by_combination)]), np.stack([*by_combination.values()])
-    best = logs.mean(axis=-1).argmin(axis=0)
-    mean, half = intervals(logs - np.take_along_axis(logs, best[None, ..., None], axis=0))
-    told = (mean > half) | (kinds[:, None, None] == kinds[best])
-    return kinds[best], told.all(axis=0), np.exp(mean[[*by_combination].index(NONE)])

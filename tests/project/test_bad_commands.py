@@ -69,10 +69,6 @@ WRONG = {
         "gbps": "0 '' nan 1e-400", "workers": "0", "task": "cats cifar10", "units_per_step": "-1",
         "num_train": "0",
     },
-    "advise --order_share --epochs=2 --num_train=96": {
-        "copies": "2 0 nan '' 1e9", "beside": "cats '' qsr+cats", "average": "cats ''",
-        "l2": "-1 nan", "workers": "0",
-    },
     "herding --num_vectors=64 --output_dir=new": {
         "workers": "'' 0 2.5 x 100 99999999999999999999", "rounds": "0", "num_vectors": "1e6 0",
         "arms": "cats '' cd_grab+team4", "dimension": "0 x", "units_per_step": "0 2.5",

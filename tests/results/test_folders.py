@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from experiments import advise, combined, forecast, herding, order_error, quorum, slow_sde
+from experiments import combined, forecast, herding, slow_sde
 from experiments.cluster import lock
 from experiments.results import records
-from experiments.study import factorials
 from tests.commands import SHORT, train_run
 from tests.studies import RUN, SMALL, parsed, start
 
@@ -16,11 +15,7 @@ FEW = ["--num_vectors=40", "--rounds=2", "--workers=2,4"]
 REPORTS = {
     "herding": (herding.main, herding, FEW),
     "slow_sde": (slow_sde.main, slow_sde, []),
-    "order_error": (order_error.main, order_error, ["--questions=errors"]),
-    "quorum": (quorum.main, quorum, ["--notraining"]),
     "forecast": (forecast.main, forecast, ["--arms=parallel"]),
-    "presets": (forecast.main, forecast, ["--task=presets"]),
-    "map": (advise.run, advise, ["--map"]),
 }
 
 
@@ -117,10 +112,3 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
     start(combined, [*given, "--arms=rr+constant,cd_grab+constant"], tmp_path)
     assert not (tmp_path / "comparison.png").exists()
     assert "data:image/png;base64," not in (tmp_path / "report.html").read_text()
-
-
-def test_the_map_is_written_where_nothing_else_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(factorials, "load", lambda: pytest.fail("before anything is read"))
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="holds checkpoints and no settings.json"):
-        advise.run(parsed(advise, "--map", f"--output_dir={tmp_path}"))

@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from experiments import combined, machine_map, slowrun, verdicts
+from experiments import combined, slowrun, verdicts
 from experiments.results import archive, gains, report, tables, verdict_page
-from experiments.study import cost, factorials
+from experiments.study import cost
 
 ROOT = pathlib.Path(__file__).parents[2]
 FACTORIALS = (
@@ -40,16 +40,6 @@ def test_the_factorials(name):
     for section in (combined.effects_table, combined.priced_table(cost.machines(4.0, 2.0))):
         check(section(comparison)[1], whole)
     assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
-
-
-def test_the_map_of_machines():
-    known, whole = factorials.load(), page("machine_map.md")
-    check(machine_map.slow_table(known), whole)
-    check(machine_map.measured_table(), whole)
-    check(machine_map.gains_table(known), whole)
-    check(machine_map.regret_table(known), whole)
-    shown = [found for found in known if found.size == "4 x 16"]
-    check(machine_map.choices_table(shown), whole)
 
 
 def test_many_epochs_over_little_text():

@@ -1,4 +1,4 @@
-"""The map and the advice: times by hand, choices beyond the intervals, and their records."""
+"""The advice: times by hand, choices beyond the intervals, and their records."""
 
 import numpy as np
 import pytest
@@ -58,31 +58,10 @@ def test_the_best_has_no_rivals_only_beyond_the_interval():
 @pytest.mark.parametrize(
     "load,sync,best", [(0.0, 0.0, ORDER), (8.0, 10.0, ALL), (0.0, 10.0, LOCAL)]
 )
-def test_the_map_equals_the_choice_of_each_machine(load, sync, best):
+def test_the_best_depends_on_the_machine(load, sync, best):
     found = factorial(taken={ORDER: taken(990, 990, 990)} if best == LOCAL else {})
     machine = Machine(1.0, load, sync, parameters=10**8)
     assert factorials.best_of(factorials.logs_of(machine, found)).best == best
-    loads, syncs = np.geomspace(0.1, 30, 5), np.geomspace(0.03, 300, 7)
-    grid = {"load": loads[:, None, None], "sync": syncs[None, :, None], "parameters": 10**8}
-    kind, sure, times = factorials.map_of(found, Machine(**grid))
-    assert kind.shape == sure.shape == (5, 7)
-    for i, j in ((0, 0), (3, 4), (4, 1)):
-        own = Machine(load=loads[i], sync=syncs[j], parameters=10**8)
-        choice = factorials.best_of(factorials.logs_of(own, found))
-        assert kind[i, j] == factorials.kind_of(choice.best)
-        assert times[i, j] == pytest.approx(choice.times[0])
-        told = all(factorials.kind_of(c) == factorials.kind_of(choice.best) for c in choice.rivals)
-        assert sure[i, j] == told
-
-
-def test_advice_comes_from_other_tasks():
-    known = [factorial("a"), factorial("b"), factorial("c", taken={ALL: taken(5000, 1250, 250)})]
-    rows = factorials.regrets(known, Machine(1.0, 8.0, 10.0, parameters=10**8))
-    by_task = {row["task"]: row for row in rows}
-    assert by_task["c"]["advised"] == "order + local steps + 4 uses"
-    assert by_task["c"]["best"] != by_task["c"]["advised"] and by_task["c"]["regret"] > 0.5
-    alone = factorials.regrets([factorial("a")], Machine(1.0, 8.0, 10.0, parameters=10**8))
-    assert alone == []
 
 
 def test_only_combinations_of_all_tasks_are_predicted():
@@ -93,13 +72,6 @@ def test_only_combinations_of_all_tasks_are_predicted():
         PLAIN,
         ORDER,
     }
-
-
-def test_the_map_is_written(tmp_path, capsys):
-    advise.run(parsed(advise, "--map", f"--output_dir={tmp_path / 'map'}"))
-    assert "regret" in capsys.readouterr().out
-    written = {path.name for path in (tmp_path / "map").iterdir()}
-    assert {"map.png", *(f"table_{n}.md" for n in ("choices", "slow", "gains"))} <= written
 
 
 def test_advice_measures_and_recommends(capsys):

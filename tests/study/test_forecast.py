@@ -9,7 +9,7 @@ import pytest
 
 import local_opt
 import ordering.input
-from experiments import forecast, published, timing
+from experiments import forecast, timing
 from experiments.results import archive
 from experiments.study import flags, recipes, trainer
 from experiments.study.study import Arm
@@ -78,29 +78,6 @@ def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):
     assert (folder / "periods.png").stat().st_size > 20_000
     docs = (ROOT / "docs" / "results" / "local_steps.md").read_text()
     assert all(part in docs for part in text.strip().split("\n\n")), "docs/results/local_steps.md"
-
-
-def test_the_bytes_of_published_methods_are_those_of_their_papers(tmp_path, capsys):
-    """To the byte: 128 syncs of DiLoCo, and a message of Covenant-72B by the sizes of its code."""
-    rows = {row.label: row for row in published.ROWS}
-    found = {label: published.bytes_of(row) for label, row in rows.items()}
-    assert found["DiLoCo"].run == 128 * 7 * 150_000_000 and found["DiLoCo"].times == 500
-    assert found["DES-LOC"].times == pytest.approx(256 / (1 + 1 / 3 + 1 / 6), rel=1e-12)
-    row = rows["Covenant-72B"]
-    blocks = -(-row.params // 4096)
-    places, values, means = 64 * 12 // 8 * blocks, 64 * 2 // 8 * blocks, 8 * -(-blocks // 64)
-    message = local_opt.sync_bytes(row.params, num_workers=2, wire=row.wire)
-    assert 0 <= message - (places + values + means) < 1024  # what fills whole rows
-    assert found["Covenant-72B"].sync == 19 * message
-    told = {label: published.agrees(row) for label, row in rows.items()}
-    assert [label for label, yes in told.items() if yes] == [
-        "DiLoCo", "SparseLoCo", "Covenant-72B", "DES-LOC"]  # fmt: skip
-    assert [label for label, yes in told.items() if yes is False] == ["Streaming DiLoCo, 4 bits"]
-    forecast.main(parsed(forecast, "--task=presets", f"--output_dir={tmp_path}"))
-    text = (tmp_path / "presets.md").read_text()
-    assert text in capsys.readouterr().out
-    docs = (ROOT / "docs" / "results" / "presets.md").read_text()
-    assert all(part in docs for part in text.strip().split("\n\n")), "docs/results/presets.md"
 
 
 def test_flags_replace_a_settings_values():
