@@ -140,8 +140,9 @@ def top_k_wire(
     check_bits(bits, [2, 16])
     if not is_whole(block) or not 0 < block <= 2**16 or block % LANES:
         raise ValueError(f"block is {block!r}: pass a positive multiple of {LANES} <= {2**16}.")
+    block = int(block)  # of JAX it would be traced within a step
     check_number("feedback", feedback, "(0, 1]")
-    check_number("density", density, "(0, 1]")
+    density = check_number("density", density, "(0, 1]")
     k = round(density * block)
     if abs(k - density * block) > 1e-6 or k < 1:
         raise ValueError(

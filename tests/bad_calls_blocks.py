@@ -104,8 +104,8 @@ CALLS = {
         lambda **args: len(blocks.tokens(**args)), paths=Arg(TEXT, [PATH + "x", *NO_PATHS]),
         length=Arg(3, [13, *whole()]), separator=Arg(0, but_none(whole(0))),
         separator_at=Arg("end", word()),
-        dtype=Arg("uint16", [*word("float32", jnp.bfloat16), bool]),
-        header_bytes=Arg(0, [*whole(0), 99])),
+        dtype=Arg("uint16", but_none([*word("float32", jnp.bfloat16), bool])),
+        header_bytes=Arg(0, but_none([*whole(0), 99]))),
     "split": call(
         lambda **args: len(blocks.split(**args)), parts=Arg([PART], NO_PARTS), unit_size=2,
         multiple_of=Arg(2, whole()), keep=Arg(KEPT, NO_FILTERS),

@@ -87,7 +87,8 @@ def check_read_whole(
     """
     workers, length = (1, *shape)[-2:]
     owned = length if num_units is None else num_units
-    units = workers * owned if total is None else total
+    unit_size = plans.check_whole("unit_size", unit_size, 1)
+    units = workers * owned if total is None else plans.check_whole("total", total, 1)
     all_workers = units // owned  # of dealt orders, which may be on other hosts
     left_over = num_examples - units * unit_size
     if left_over >= all_workers * units_per_step * unit_size:
