@@ -97,12 +97,12 @@ def table(found: Sequence[dict], arms: Sequence[str], rounds: int) -> str:
 
 
 def main(values: flags.FlagValues) -> None:
+    arms = dialect.names_of(values, "arms", ORDERS)
     if max(values.workers) > values.num_vectors // 2:
         raise ValueError(
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
             "worker needs two vectors. Raise --num_vectors or lower --workers."
         )
-    arms = dialect.names_of(values, "arms", ORDERS)
     with report.opened("herding", values) as folder:
         found = measure(values, arms)
         title, labels = f"{values.num_vectors:,} unit vectors", {n: ORDERS[n].label for n in arms}
