@@ -5,6 +5,8 @@ import functools
 import pathlib
 import re
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # From the ground up: a folder imports from those of lower rows alone.
 FLOORS = (
@@ -18,6 +20,17 @@ FLOORS = (
 )
 PACKAGES = ("syncopate", "ordering", "local_opt", "models", "experiments", "benchmarks")
 LONGEST_FUNCTION = 60
+# Lines of a folder's Python, at most; who adds says what it made unnecessary. Behind them is what
+# they are to become: lower a number whenever the folder has.
+SUMS = {
+    "ordering": 9_350,  # 5,400
+    "local_opt": 4_550,  # 3,200
+    "syncopate": 850,  # 550
+    "models": 1_520,  # 1,520
+    "experiments": 13_200,  # 8,500
+    "benchmarks": 5_200,  # 5,200
+    "tests": 28_750,  # 17,500
+}
 
 
 def files(*tops):
@@ -62,6 +75,12 @@ def test_imports_go_down():
             if level[other] >= level[own]:
                 wrong.append(f"{name} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", SUMS)
+def test_a_folder_is_not_longer_than_its_sum(folder):
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files(folder))
+    assert lines <= SUMS[folder]
 
 
 def own_lines(function) -> int:
