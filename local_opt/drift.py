@@ -85,11 +85,13 @@ def control_variates() -> Correction:
       >>> rounds = local_opt.local_rounds(optax.sgd(0.1), correction=correction)
       >>> x, curvature, own = jnp.zeros(2), jnp.array([1.0, 3.0]), jnp.array([3.0, -1.0])
       >>> state = jax.vmap(rounds.init)(x)
+      >>> update = jax.jit(jax.vmap(rounds.update))
+      >>> sync = jax.jit(jax.vmap(rounds.sync, axis_name="worker"))
       >>> for step in range(400):  # the minimum of the mean loss is 0
-      ...     updates, state = jax.vmap(rounds.update)(curvature * (x - own), state, x)
+      ...     updates, state = update(curvature * (x - own), state, x)
       ...     x = x + updates
       ...     if step % 4 == 3:
-      ...         x, state = jax.vmap(rounds.sync, axis_name="worker")(x, state)
+      ...         x, state = sync(x, state)
       >>> bool(abs(x).max() < 1e-6)
       True
 

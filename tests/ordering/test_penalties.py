@@ -79,7 +79,7 @@ def with_key(loss):
     return lambda params, batch, key: loss(params, batch)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name, scaled):
     loss = with_key(LOSSES[name])

@@ -47,7 +47,12 @@ def panels_of(picture):
     return round((height / 110 - 0.9) / 3.7)
 
 
-@pytest.mark.parametrize("name", STUDIES)
+# One study whose runs share programs, and one with slow input; the others in the slow tests.
+OFTEN = ("qsr", "echoing")
+RESUMED = [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in STUDIES]
+
+
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypatch, capsys):
     module, arguments, pictures = STUDIES[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -48,6 +48,7 @@ def test_records_are_read_once_also_after_a_resume(folder, case, package):
     assert sum(map(len, found)) == count == len({row.tobytes() for x in found for row in x})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_requests_are_those_of_blocks(folder):
     """Sixteen blocks are sixteen requests, and some for the file's header and digest."""
