@@ -90,6 +90,15 @@ INTERRUPTS = {
 }
 
 
+@pytest.fixture
+def interruptible():
+    """As in a terminal: a shell starts what it runs in the background without SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("interrupt", INTERRUPTS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("reader", READERS)
