@@ -86,10 +86,9 @@ def streaming_rounds(
       fragments: F, for neighbouring leaves in fragments of similar size; or a tree like the
         parameters with the fragment of each leaf. The paper takes every F-th layer.
       mixing: m in [0, 1), the share of its own parameters that a worker keeps; 0.5 in the paper.
-      outer: an optax optimizer that takes a - x_bar as its gradient, with a state per fragment,
-        whose other leaves are `optax.MaskedNode` as under `optax.masked`, and
-        the steps since its last start, the mean of the workers', as the extra argument `period`;
-        None is plain averaging.
+      outer: an optax optimizer that takes a - x_bar as its gradient, with a state per fragment
+        (other leaves are `optax.MaskedNode`, as under `optax.masked`) and the steps since its last
+        start, the mean of the workers', as the extra argument `period`; None is plain averaging.
       wire, specs: as in `local_rounds`.
 
     Returns:
