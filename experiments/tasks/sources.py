@@ -30,23 +30,16 @@ CHUNK = 16  # images decoded at full size at once
 
 def source(name: str, data_dir: str | None, split: str):
     """The random-access source of a prepared set; if missing, the error says how to prepare it."""
-    manual = MANUAL.get(name, "")
     how = (
-        f"Prepare it with `python -m experiments.prepare --name={name} --data_dir=DIR{manual}` "
-        "(tensorflow-datasets' download_and_prepare) and pass --data_dir=DIR."
+        f"Prepare it with `tfds build {name} --data_dir=DIR --file_format=array_record"
+        f"{MANUAL.get(name, '')}` (of tensorflow-datasets) and pass --data_dir=DIR."
     )
     path = need_file(name, data_dir, name, how=how)
-    if not is_prepared(name, data_dir, split):
+    if not glob.glob(os.path.join(path, "*", f"*-{split}.array_record*")):
         raise ValueError(f"{path!r} holds no split {split!r} as ArrayRecord. {how}")
     import tensorflow_datasets as tfds
 
     return tfds.data_source(name, split=split, data_dir=data_dir)
-
-
-def is_prepared(name: str, data_dir: str | None, split: str = "train") -> bool:
-    """Whether the folder has a split of "NAME" or "NAME/CONFIG", in any version."""
-    records = os.path.join(data_dir or "", *name.split("/"), "*", f"*-{split}.array_record*")
-    return data_dir is not None and bool(glob.glob(records))
 
 
 @contextlib.contextmanager
@@ -75,7 +68,7 @@ def check_unpacked(path: str) -> None:
 
 
 def read_all(name: str, data_dir: str | None, split: str) -> list[dict]:
-    """All examples of a prepared set, in one batched read, in the order of the raw files."""
+    """All examples of a prepared set, in one batched read."""
     examples = source(name, data_dir, split)
     return examples.__getitems__(range(len(examples)))
 

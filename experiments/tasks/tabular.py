@@ -19,7 +19,6 @@ import zipfile
 import numpy as np
 
 import models
-from experiments.tasks import builders
 from experiments.tasks.base import (
     Recipe,
     Task,
@@ -29,7 +28,7 @@ from experiments.tasks.base import (
     need_file,
     split,
 )
-from experiments.tasks.sources import check_unpacked, is_prepared, read_all, reading
+from experiments.tasks.sources import check_unpacked, reading
 
 HMDA = "github.com/pasta41/hmda-data-2017"
 DENIED = 3  # action_taken of a denied application
@@ -57,8 +56,7 @@ def hmda(
     """Four fifths train, one fifth test. Features are standardised, missing ones set to the mean.
 
     Args:
-      data_dir: folder of 2017-STATE-features.zip and 2017-STATE-target.zip, or of the prepared set
-        hmda/STATE.
+      data_dir: folder of 2017-STATE-features.zip and 2017-STATE-target.zip.
       state: two letters.
       abstract: New York's published 195,285 training applications and a fourth as many for testing,
         with the 20 features that we keep of New Jersey's, including the bias (they report 19).
@@ -76,30 +74,13 @@ def hmda(
 
 
 def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]:
-    """Numeric columns, float64[N, d] with nan for missing entries, and action_taken, int32[N].
-
-    They are read from the prepared set, or else from the files.
-    """
-    name = f"hmda/{state}"
-    if is_prepared(name, data_dir):
-        rows = read_all(name, data_dir, "train")
-        actions = np.array([row["action_taken"] for row in rows], np.int32)
-        return np.stack([row["features"] for row in rows]), actions
+    """Numeric columns, float64[N, d] with nan for missing entries, and action_taken, int32[N]."""
     paths = []
     for part in ("features", "target"):
         file = f"2017-{state}-{part}.zip"
-        how = (
-            f"Download {file} from {HMDA} and pass its folder as --data_dir. "
-            f"{builders.how_to_prepare(name)}"
-        )
+        how = f"Download {file} from {HMDA} and pass its folder as --data_dir."
         paths.append(need_file("hmda", data_dir, file, how=how))
-    return parse_hmda(*paths, state)
-
-
-def parse_hmda(
-    features: os.PathLike, target: os.PathLike, state: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """As `read_hmda`, from the two zip files of a state."""
+    features, target = paths
     again, numbers = f"Get it again from {HMDA}.", []
     with reading(features, again):
         for column in np.array(_table(features, f"2017-{state}-features.csv")).T:
@@ -159,7 +140,7 @@ def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool
     {"x": float32[359, 20], "y": float32[359, 13]}. The metric rolls the model out over them.
 
     Args:
-      data_dir: folder of Weekly-train.csv and Weekly-test.csv, or of the prepared set m4_weekly.
+      data_dir: folder of Weekly-train.csv and Weekly-test.csv.
       model: "mlp" only, the published one with three hidden layers of 64 units.
     """
     check_model("m4_weekly", model, ("mlp",))
@@ -176,13 +157,10 @@ def m4_weekly(data_dir: str | None = None, model: str = "mlp", *, abstract: bool
 
 
 def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Training and test parts of all series, float64[length] each, prepared or from files."""
-    if is_prepared("m4_weekly", data_dir):
-        rows = read_all("m4_weekly", data_dir, "train")
-        return [row["past"] for row in rows], [row["future"] for row in rows]
+    """Training and test parts of all series, float64[length] each."""
     how = (
         f"Download Weekly-train.csv (in Train) and Weekly-test.csv (in Test) from {M4} and pass "
-        f"their folder as --data_dir. {builders.how_to_prepare('m4_weekly')}"
+        "their folder as --data_dir."
     )
     files = "Weekly-train.csv", "Weekly-test.csv"
     paths = (need_file("m4_weekly", data_dir, file, how=how) for file in files)

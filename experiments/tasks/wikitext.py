@@ -11,18 +11,15 @@ Differences: they cut the text into parallel streams before the windows (LSTM), 
 line to 128 tokens and evaluate on the validation text (GPT-2).
 """
 
-import io
-import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 import models
-from experiments.tasks import builders
 from experiments.tasks.base import Recipe, Task, check_model, need_file
-from experiments.tasks.sources import is_prepared, read_all, reading
+from experiments.tasks.sources import reading
 from experiments.tasks.text import (
     END,
     Recut,
@@ -133,7 +130,7 @@ def load(
 
     Args:
       data_dir: folder of train.txt, valid.txt and test.txt; or of wiki.train.tokens and so on, as
-        in the published archive; or of the prepared set; or of train.npy and test.npy.
+        in the published archive; or of train.npy and test.npy.
       model: "lstm" (two layers of 32 units, windows of 35 words), "gpt2" (two blocks of width 128
         with two heads, windows of 128), "slowrun" (GPT-2's sixteen blocks of width 1024 with eight
         heads, windows of 2048), or, except for "wikitext2_small", "gpt2_small" (the published one
@@ -176,44 +173,16 @@ def load(
 
 
 def lines(data_dir: str | None, corpus: str, part: str) -> Iterator[str]:
-    """The lines of one part ("train", "valid", "test") of a corpus, prepared or from the files."""
-    source = CORPORA[corpus].source
-    prepared = f"wikitext/{source}"
-    split = {"valid": "validation"}.get(part, part)
-    if is_prepared(prepared, data_dir, split):
-        texts = [row["text"].decode() for row in read_all(prepared, data_dir, split)]
-        yield from itertools.chain.from_iterable(io.StringIO(text) for text in texts)
-        return
+    """The lines of one part ("train", "valid", "test") of a corpus."""
     how = (
-        f"Download and unpack {SOURCES[source]} and pass the folder of wiki.{part}.tokens as "
-        f"--data_dir. {builders.how_to_prepare(prepared)}"
+        f"Download and unpack {SOURCES[CORPORA[corpus].source]} and pass the folder of "
+        f"wiki.{part}.tokens as --data_dir."
     )
     if part == "train" and corpus == "wikitext2":
         how += " Or pass --task=wikitext2_small, which trains on the test text instead."
-    path = need_file(corpus, data_dir, *file_names(part), how=how)
+    path = need_file(corpus, data_dir, f"wiki.{part}.tokens", f"{part}.txt", how=how)
     with reading(path, how), open(path, encoding="utf-8", newline="\n") as file:
         yield from file
-
-
-def file_names(part: str) -> tuple[str, str]:
-    """The file names of a part: in the published archive, and the plain one."""
-    return f"wiki.{part}.tokens", f"{part}.txt"
-
-
-def articles(lines: Iterable[str]) -> Iterator[str]:
-    """The lines joined into articles; each starts with a line like " = Title = "."""
-    article = []
-    for line in lines:
-        if _is_title(line.split()) and any(map(str.strip, article)):
-            yield "".join(article)
-            article = []
-        article.append(line)
-    yield "".join(article)
-
-
-def _is_title(words):
-    ends, inner = [*words[:1], *words[-1:]], [*words[1:2], *words[-2:-1]]
-    return len(words) > 2 and ends == ["=", "="] and "=" not in inner
 
 
 def _tokens(path):

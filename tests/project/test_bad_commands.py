@@ -78,7 +78,6 @@ WRONG = {
     },
     "verdicts --check": {"record": "file /nonexistent m4", "claims": "cats"},
     "launch -- experiments.train": {"processes": "0 -1 x 99999999999999999999"},
-    "prepare --data_dir=new": {"name": "'' ../x hmda/XX cifar100:9.9.9"},
 }  # fmt: skip
 # Lines as a whole, each refused by a line that has this text.
 TOGETHER = {
@@ -103,8 +102,6 @@ TOGETHER = {
     f"echoing {STUDY} --arms=none --task=digits": "--target",
     "launch": "--processes=2",
     "launch --processes=1 -- experiments.cats": "experiments.cats",
-    "prepare --data_dir=new": "name",
-    "prepare --data_dir=new --name=imagenet2012": "--manual_dir",
     "cats": "'cats' is not an experiment",
 }
 # Unusual, and right.

@@ -80,8 +80,8 @@ def test_the_extra_that_installs_a_missing_module_is_named(module, extra, monkey
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
-    with pytest.raises(SystemExit, match=rf"prepare needs .*pip install 'syncopate\[{extra}\]'"):
-        command.main(["prepare"])
+    with pytest.raises(SystemExit, match=rf"train needs .*pip install 'syncopate\[{extra}\]'"):
+        command.main(["train"])
 
 
 def test_modules_of_the_extra_data_are_those_of_the_metadata():

@@ -1,4 +1,4 @@
-"""Tabular tasks, from small files, prepared sets, and data beside the checkout."""
+"""Tabular tasks, from small files, and data beside the checkout."""
 
 import csv
 import io
@@ -8,8 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from experiments import prepare
-from experiments.tasks import TASKS, sources, tabular
+from experiments.tasks import TASKS, tabular
 from tests.shared_data import need
 
 COLUMNS = 23
@@ -63,30 +62,17 @@ def test_damaged_series_are_refused(series, old, new, word):
         TASKS["m4_weekly"](series[0])
 
 
-def test_the_prepared_weekly_series_of_m4_equal_the_files(tmp_path):
+def test_the_weekly_series_of_m4_are_the_published_ones():
     raw = need("m4")
     past, future = tabular.read_m4(raw)
     assert (len(past), min(map(len, past)), max(map(len, past))) == (359, 80, 2597)
     assert {len(values) for values in future} == {13}
     np.testing.assert_array_equal(future[358][[0, -1]], [4458, 3965])
-    pytest.importorskip("tensorflow_datasets")
-    prepare.prepare("m4_weekly", str(tmp_path), raw)
-    for got, wanted in zip(tabular.read_m4(str(tmp_path)), (past, future), strict=True):
-        assert len(got) == len(wanted) == 359
-        for one, other in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
-def test_damaged_files_cannot_be_prepared(series, tmp_path):
-    tfds = pytest.importorskip("tensorflow_datasets")
-    error = tfds.core.download.download_manager.NonMatchingChecksumError
-    with pytest.raises(error, match="Weekly-t"):
-        prepare.prepare("m4_weekly", str(tmp_path / "set"), series[0])
 
 
 @pytest.fixture
 def applications(tmp_path):
-    """Ten applications of Wyoming, whose files have no checksum; one column has letters."""
+    """Ten applications of Wyoming; one column has letters."""
     generator = np.random.default_rng(0)
     features = generator.normal(size=(10, COLUMNS)).round(6).astype(str).tolist()
     features[2][4] = ""
@@ -108,20 +94,6 @@ def test_applications_are_standardised_and_missing_entries_set_to_the_mean(appli
     np.testing.assert_allclose(task.train["x"][:, :COLUMNS].mean(axis=0), 0, atol=1e-6)
     assert sorted([*task.train["y"], *task.test["y"]]) == [0] * 3 + [1] * 7
     assert (actions == 3).sum() == 3
-
-
-@pytest.mark.parametrize(
-    "state,raw", [("WY", None), pytest.param("NJ", "hmda", marks=pytest.mark.slow)]
-)
-def test_prepared_applications_equal_the_files(applications, tmp_path, state, raw):
-    pytest.importorskip("tensorflow_datasets")
-    raw, folder = applications if raw is None else need(raw), str(tmp_path / "set")
-    prepare.prepare(f"hmda/{state}", folder, raw)
-    found = zip(tabular.read_hmda(folder, state), tabular.read_hmda(raw, state), strict=True)
-    for got, wanted in found:
-        np.testing.assert_array_equal(got, wanted)
-        assert got.dtype == wanted.dtype
-    assert not sources.is_prepared("hmda/AK", folder)
 
 
 def test_hmda_has_twenty_standardised_features():

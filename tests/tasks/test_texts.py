@@ -1,7 +1,6 @@
-"""Text tasks, from small files, prepared sets, and data beside the checkout."""
+"""Text tasks, from small files, and data beside the checkout."""
 
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,9 @@ import numpy as np
 import pytest
 
 import models
-from experiments import cd_grab, prepare, slowrun
+from experiments import cd_grab, slowrun
 from experiments.results import records
-from experiments.tasks import TASKS, builders, metrics, text, wikitext
+from experiments.tasks import TASKS, metrics, text, wikitext
 from experiments.tasks.metrics import METRICS
 from tests import studies
 from tests.shared_data import need
@@ -205,7 +204,7 @@ def test_wikitext_refuses_invalid_settings(settings, word, words):
 def test_the_error_for_a_missing_training_text_names_its_source_and_an_alternative(words):
     (words / "train.txt").unlink()
     for folder in (None, str(words)):
-        for word in (wikitext.SOURCES["wikitext2"], "--task=wikitext2_small", "--manual_dir"):
+        for word in (wikitext.SOURCES["wikitext2"], "--task=wikitext2_small"):
             with pytest.raises(ValueError, match=word):
                 TASKS["wikitext2"](folder)
 
@@ -217,12 +216,6 @@ def test_wikitext2_has_the_published_number_of_tokens():
         for part in ("valid", "test")
     ]
     assert numbers == [217646, 245569]
-
-
-def test_articles_start_with_their_title_and_keep_every_line():
-    lines = [" \n", " = A B = \n", " x = 1 \n", " = = C = = \n", " = = \n", " = D = \n", "y"]
-    found = list(wikitext.articles(lines))
-    assert found == ["".join(lines[:5]), "".join(lines[5:])]
 
 
 def test_features_of_sentences_are_normalised_and_independent_of_the_test_set(tmp_path):
@@ -272,65 +265,3 @@ def test_features_of_sst2_separate_good_reviews_from_bad_ones():
     axis, middle = centres[1] - centres[0], (centres[1] + centres[0]) / 2
     right = ((task.test["x"] - middle[None]) @ axis > 0) == (task.test["y"] == 1)
     assert right.mean() > 0.65
-
-
-def test_prepared_texts_equal_the_files(words, tmp_path, capsys):
-    pytest.importorskip("tensorflow_datasets")
-    content = " \n = Eins = \n \n ein\u2028 <unk> Hund \n\n = Zwei = \n ja"
-    (words / "train.txt").write_text(content, encoding="utf-8")
-    chosen = {"name": "wikitext/wikitext2", "data_dir": str(tmp_path / "set")}
-    prepare.main(types.SimpleNamespace(**chosen, manual_dir=str(words)))
-    assert "wikitext/wikitext2/1.0.0: 2 examples in the split 'train'" in capsys.readouterr().out
-    got, wanted = (
-        TASKS["wikitext2"](str(folder), length=2) for folder in (tmp_path / "set", words)
-    )
-    assert_same(got.train, wanted.train)
-    assert_same(got.test, wanted.test)
-    got = "".join(wikitext.lines(str(tmp_path / "set"), "wikitext2_small", "valid"))
-    assert got == LINES["valid"]
-
-
-def test_without_files_the_archive_is_downloaded_and_unpacked(tmp_path):
-    tfds = pytest.importorskip("tensorflow_datasets")
-    builders.register("wikitext")
-    folder = tmp_path / "unpacked" / "wikitext-103"
-    folder.mkdir(parents=True)
-    for part, content in LINES.items():
-        (folder / f"wiki.{part}.tokens").write_text(content, encoding="utf-8")
-
-    class Downloads:
-        @property
-        def manual_dir(self):
-            raise AssertionError("Manual directory not enabled.")
-
-        def download_and_extract(self, address):
-            self.address = address
-            return folder.parent
-
-    downloads = Downloads()
-    builder = tfds.builder("wikitext/wikitext103", data_dir=str(tmp_path))
-    splits = builder._split_generators(downloads)
-    assert downloads.address == wikitext.SOURCES["wikitext103"]
-    assert {name: next(rows)[1]["text"] for name, rows in splits.items()} == {
-        "train": LINES["train"],
-        "validation": LINES["valid"],
-        "test": LINES["test"],
-    }
-
-
-@pytest.mark.parametrize("name", builders.NAMES)
-def test_checksums_belong_to_the_addresses_that_the_builder_reads(name):
-    tfds = pytest.importorskip("tensorflow_datasets")
-    builders.register(name)
-    infos = tfds.builder_cls(name).url_infos
-    module = __import__(f"{builders.__name__}.{name}.{name}_dataset_builder", fromlist=["Builder"])
-    addresses = {
-        "hmda": lambda: {
-            f"{module.SOURCE}/NJ/2017-NJ-{part}.zip" for part in ("features", "target")
-        },
-        "m4_weekly": lambda: set(module.FILES.values()),
-        "wikitext": lambda: set(wikitext.SOURCES.values()),
-    }
-    assert set(infos) == addresses[name]()
-    for address, info in infos.items():
-        assert info.filename == address.rsplit("/", 1)[1] and len(info.checksum) == 64
