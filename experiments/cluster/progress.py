@@ -1,9 +1,7 @@
 """Progress of a loop: a bar on a terminal, elsewhere a line every ten seconds."""
 
-import math
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from tqdm import tqdm
 
@@ -31,51 +29,28 @@ def note(bar, record: Mapping, *, examples: int) -> None:
         bar.set_postfix({"loss": f"{loss:.4f}", "examples/s": speed}, refresh=False)
 
 
-class Lines:
-    """The part of `tqdm` that our loops use, for logs: it writes plain lines to standard error."""
+class Lines(tqdm):
+    """`tqdm` for logs: plain lines on standard error, ten seconds apart."""
 
-    disable, write = False, staticmethod(print)
+    monitor_interval, write = 0, staticmethod(print)
 
-    def __init__(self, items=None, *, total=None, initial=0, desc="", unit="item", **_):
-        self._items, self._unit, self._about = items, unit, desc
-        self._total = len(items) if total is None and hasattr(items, "__len__") else total
-        self.n, self._postfix, self._told = initial, {}, time.monotonic()
-        self._first = None  # (items, time) of the first update: what was prepared is not counted
+    def __init__(self, items=None, **options):
+        super().__init__(items, **{"mininterval": SECONDS, "miniters": 1} | options)
 
-    def __enter__(self):
-        return self
+    def display(self, msg=None, pos=None) -> None:
+        print(msg or self, file=sys.stderr, flush=True)
 
-    def __exit__(self, *error):
-        pass
+    def set_description(self, desc=None, refresh=False) -> None:
+        super().set_description(desc, refresh=False)  # else every run of a study is a line
 
-    def __iter__(self) -> Iterator:
-        self._told = -math.inf
-        self.update(0)  # a line at once
-        self._first = None
-        for item in self._items:
-            yield item
-            self.update()
+    def close(self) -> None:
+        self.disable = True
 
-    def set_description(self, text: str) -> None:
-        self._about = text
-
-    def set_postfix(self, found: Mapping[str, str], refresh: bool = True) -> None:
-        self._postfix = found
-
-    def update(self, count: int = 1) -> None:
-        """Counts on, and writes a line if the last one is ten seconds old."""
-        self.n += count
-        now = time.monotonic()
-        self._first = self._first or (self.n, now)
-        if now - self._told < SECONDS:
-            return
-        self._told, words = now, [f"{self._unit} {self.n:,}"]
-        if self._total:
-            words[0] += f" of {self._total:,}"
-        first, begun = self._first
-        if self._total and self.n > first:
-            left = (self._total - self.n) * (now - begun) / (self.n - first)
-            words.append(f"{tqdm.format_interval(left)} left")
-        words += [f"{name}={value}" for name, value in self._postfix.items()]
-        start = f"{self._about}: " if self._about else ""
-        print(start + ", ".join(words), file=sys.stderr, flush=True)
+    @staticmethod
+    def format_meter(n, total, elapsed, prefix="", unit="", rate=None, initial=0, postfix="", **_):
+        about = f"{prefix.removesuffix(': ')}: " if prefix else ""
+        words = [f"{about}{unit} {n:,}" + (f" of {total:,}" if total else "")]
+        rate = rate or ((n - initial) / elapsed if elapsed else 0)
+        if total and rate:
+            words.append(f"{tqdm.format_interval((total - n) / rate)} left")
+        return ", ".join([*words, *filter(None, [postfix])])
