@@ -35,8 +35,7 @@ class Program(NamedTuple):
       units: int32[W, M], the units of each worker; None: neighbouring ones, or all are dealt.
       following: `orders -> the next epoch's, twice`, for orders that observe no gradients; else
         None.
-      sync_in_step: workers synchronise within every step; drifts: parameters of the workers differ
-        between two syncs.
+      sync_in_step: workers synchronise within every step.
       reset: stats -> those of a start.
       mean: parameters of all workers -> the model, compiled; None where these are one.
       mean_params: state -> the model, on the host of every process if workers are devices of a
@@ -56,7 +55,6 @@ class Program(NamedTuple):
     units: np.ndarray | None
     following: Callable | None
     sync_in_step: bool
-    drifts: bool
     reset: Callable
     mean: Callable | None
     mean_params: Callable
@@ -127,9 +125,8 @@ def build(
         units=units,
         following=following_of(worker, over),
         sync_in_step=worker.rounds.in_step,
-        drifts=worker.rounds.drift is not None,
         # It lies where the stats lay: otherwise the steps compile again.
-        reset=jax.jit(_of_all(lambda stats: step.zero_stats(), over), keep_unused=True),
+        reset=jax.jit(_of_all(lambda stats: step.zero_stats(worker), over), keep_unused=True),
         **_readers(worker, mesh),
     )
 
@@ -182,7 +179,7 @@ def start_of(worker: Worker, over) -> Callable:
         orders, opt_state = worker.order.init(order_key, like), worker.rounds.init(params)
         means = worker.averages.init(params)
         scale = worker.scale(opt_state, params) if worker.scale else ()
-        return params, opt_state, orders, key, step.zero_stats(), means, scale
+        return params, opt_state, orders, key, step.zero_stats(worker), means, scale
 
     words = (worker.sides.params, "owned", "owned")
     started = local_opt.lift(start, over, inputs=words, outputs=worker.sides)

@@ -141,8 +141,8 @@ def _changed(state: TrainState, worker: Worker, before: Sizes, visited: int, pol
         )  # fmt: skip
     if units is not None and (units.reshape(-1) == np.arange(units.size)).all():
         units = None
-    seen = {"loss": state.stats.loss, "drift": state.stats.drift}
-    stats = fresh.stats._replace(**local_opt.resize.mean_of(seen, sizes.workers))
+    sums = local_opt.resize.mean_of(state.stats.sums, sizes.workers)
+    stats = fresh.stats._replace(sums=sums)
     return TrainState(params, opt_state, orders, fresh.key, stats, *shared), units
 
 

@@ -194,7 +194,7 @@ class Recorder:
             "allreduces": self._traffic(at.rounds, at.loads) + self.seen.more_sent,
             "seconds": seconds,
         }
-        found |= _scalars(at, stats, self.seen, self._program.drifts)
+        found |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
         state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
         found |= self._finish()
         found = processes.of_first(strict.plain(found))  # all processes end, or none
@@ -262,17 +262,6 @@ class _Saver:
         about = self._saving.about
         checkpoint.save(self._manager, self._program, self._plans, at, state, seen, about)
         self._seconds = seen.seconds
-
-
-def _scalars(at: Progress, stats: StepStats, seen: Evaluation, drifts: bool) -> dict:
-    """The batch loss and drift of the steps since the last evaluation."""
-    found = {}
-    steps = at.step - seen.step
-    if steps > 0:
-        found["train/batch_loss"] = float(stats.loss.mean()) / steps
-    if drifts and at.rounds > seen.rounds:
-        found["drift"] = float(stats.drift.mean()) / (at.rounds - seen.rounds)
-    return found
 
 
 def _check_finite(stats: StepStats, last_loss: float | None) -> None:

@@ -32,13 +32,51 @@ from ordering.rows import finite_units
 SKETCH_KEY = functools.partial(jax.random.key, 1907)
 
 
+class Scalar(NamedTuple):
+    """A number of every step or round of a worker; a record has its mean since the last record.
+
+    Fields:
+      per: "step" or "round", over which it is summed.
+      of: `(worker, state) -> float32[]` after a sync, or `(worker, state, losses) -> float32[]`
+        after a step with these losses of its units.
+      known: whether a worker has it.
+    """
+
+    per: str
+    of: Callable
+    known: Callable = lambda worker: True
+
+
+SCALARS = {  # by their names in records; here alone the trainer knows them
+    "train/batch_loss": Scalar("step", lambda worker, state, losses: jnp.mean(losses)),
+    "drift": Scalar(  # the distance from the workers' mean
+        "round",
+        lambda worker, state: worker.rounds.drift(state.opt_state),
+        lambda worker: worker.rounds.drift is not None,
+    ),
+}
+
+
 class StepStats(NamedTuple):
     """Statistics of a worker since the last evaluation."""
 
-    loss: jax.Array  # float32[], summed over steps
+    sums: dict  # {name: float32[]} of SCALARS
     bad_step: jax.Array  # int32[], first step with a loss or gradient not finite; -1: none
     bad_unit: jax.Array  # int32[], the unit of that step; -2: unknown
-    drift: jax.Array  # float32[], distance from the workers' mean, summed over syncs
+
+    def plus(self, per: str, worker, state, *more) -> "StepStats":
+        """With the scalars of a step or round added."""
+        own = {name: SCALARS[name].of for name in self.sums if SCALARS[name].per == per}
+        added = {name: self.sums[name] + of(worker, state, *more) for name, of in own.items()}
+        return self._replace(sums=self.sums | added)
+
+    def means(self, **counts: int) -> dict[str, float]:
+        """{name: mean over all workers}, of a number of steps and rounds."""
+        return {
+            name: float(self.sums[name].mean()) / counts[row.per]
+            for name, row in SCALARS.items()
+            if name in self.sums and counts[row.per]
+        }
 
 
 class TrainState(NamedTuple):
@@ -121,10 +159,11 @@ def worker_of(
     return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch, means, scale)
 
 
-def zero_stats() -> StepStats:
+def zero_stats(worker: Worker) -> StepStats:
     """A worker's stats at the start and after every evaluation."""
     none = jnp.full((), -1, jnp.int32)
-    return StepStats(jnp.zeros(()), none, none, jnp.zeros(()))
+    sums = {name: jnp.zeros(()) for name, row in SCALARS.items() if row.known(worker)}
+    return StepStats(sums, none, none)
 
 
 def unit_gradients(
@@ -201,13 +240,20 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             # Most of what the second moment learns it learns first: after 1, 2, 4, ... steps.
             again = functools.partial(worker.scale, opt_state, state.params)
             scale = jax.lax.cond(t & (t + 1) == 0, again, lambda: state.scale)
-        return state._replace(
+        after = state._replace(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             orders=worker.order.observe(state.orders, rows) if observes else state.orders,
-            stats=_add(state.stats, jnp.mean(losses), bad, units, t),
             averages=worker.averages.update(state.averages, state.params, t, total),
             scale=scale,
+        )
+        stats = state.stats.plus("step", worker, after, losses)
+        first = (bad != -1) & (stats.bad_step < 0)
+        return after._replace(
+            stats=stats._replace(
+                bad_step=jnp.where(first, t, stats.bad_step),
+                bad_unit=jnp.where(first, jnp.where(bad < 0, bad, units[bad]), stats.bad_unit),
+            )
         )
 
     return step
@@ -219,15 +265,6 @@ def bad_unit(finite_losses, finite_rows):
     by_row = jnp.where(jnp.all(finite_rows), -1, jnp.argmin(finite_rows) if named else -2)
     by_loss = jnp.argmin(finite_losses)
     return jnp.where(jnp.all(finite_losses), by_row, by_loss).astype(jnp.int32)
-
-
-def _add(stats, loss, bad, units, t):
-    first = (bad != -1) & (stats.bad_step < 0)
-    return stats._replace(
-        loss=stats.loss + loss,
-        bad_step=jnp.where(first, t, stats.bad_step),
-        bad_unit=jnp.where(first, jnp.where(bad < 0, bad, units[bad]), stats.bad_unit),
-    )
 
 
 def segment(worker: Worker, take: Callable, *, fresh: bool, size: int) -> Callable:
@@ -262,11 +299,9 @@ def sync_of(worker: Worker) -> Callable:
 
     def sync(state, rate, at):
         params, opt_state = rounds.sync(state.params, state.opt_state, rate=rate, at=at)
-        stats = state.stats
-        if rounds.drift:
-            stats = stats._replace(drift=stats.drift + rounds.drift(opt_state))
         orders = worker.order.sync(state.orders) if worker.row.observes else state.orders
-        state = state._replace(params=params, opt_state=opt_state, stats=stats, orders=orders)
+        state = state._replace(params=params, opt_state=opt_state, orders=orders)
+        state = state._replace(stats=state.stats.plus("round", worker, state))
         return _scaled(worker, state) if worker.sketch else state  # factors are short to send
 
     return sync
