@@ -106,14 +106,13 @@ def _prepared(task, recipe, rows, values, folder, settings, known):
 def _train(task, recipe, rows, built, plans, values, folder, settings, begun, done):
     records.open_folder(folder, settings, overwrite=values.overwrite)
     checkpoints = os.path.join(folder, "checkpoints")
-    at = max(checkpoint.steps_of(checkpoints), default=0)
+    at = checkpoint.newest(checkpoints)
     kept = [r for r in done if r["step"] <= at] if at else []
     fixed = {name: settings[name] for name in ("order", "sync", "echo", "seed", "learning_rate")}
     identity = {"study": "train", "arm": "run", "speed": None, "phase": "run", **fixed}
-    saving = training_run.Saving(
-        checkpoints, values.checkpoint_every, at_end=True, about=settings, begun=begun,
-        settled=True,  # by `resize.newest`; with --overwrite there are none
-    )  # fmt: skip
+    saving = training_run.Saving(checkpoints, values.checkpoint_every, at_end=True, about=settings)
+    if begun is None:  # settled by `resize.newest`; with --overwrite there is none
+        begun = checkpoint.restore(checkpoints, at, plans, built.shapes, settings)
     scalars = measure.scalars_of(task, recipe)(built, rows[0])
     labels = " + ".join(row.label for row in rows)
     left = f"{plans.total_steps - at:,} steps of {recipe.workers} workers"
@@ -131,11 +130,8 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun, do
             progress.note(bar, record, examples=built.sizes.examples_per_step)
 
         return training_run.train(
-            built, plans, seed=values.seed, saving=saving, on_record=on_record,
-            on_step=lambda step: bar.update(step - bar.n),
-            begin=lambda step, state: scalars.begin(step, plans.total_steps, state),
-            prepare=scalars.prepare,
-            evaluate_at=measure.evaluation_steps(recipe, built.sizes, plans.total_steps),
+            built, plans, seed=values.seed, scalars=scalars, begun=begun, saving=saving,
+            on_record=on_record, on_step=lambda step: bar.update(step - bar.n),
             traffic=trainer.traffic_of(task, *rows[:2], built.sizes, built.sync_in_step),
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ import numpy as np
 import models
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks.base import Recipe, Task
-from experiments.training import config, program, run
+from experiments.training import checkpoint, config, measure, program, run
 from local_opt.workers import worker_mesh
 from tests.sources import Rolled
 
@@ -54,11 +54,24 @@ def sums(step, state):
     return {"train/loss": float(sum(np.abs(leaf, dtype=np.float64).sum() for leaf in leaves))}
 
 
-def trained(prepared, plans, **options):
-    found = []
-    given = {"seed": 0, "evaluate": sums, "evaluate_at": range(12, STEPS, 12)}
+def trained(
+    prepared, plans, *, evaluate=sums, evaluate_at=range(12, STEPS, 12), recorded=None, **options
+):
+    """(outcome, new records) of a run that goes on where it is saved, if it is."""
+    found, begun = [], None
+    if saving := options.get("saving"):
+        step = checkpoint.settled(saving.folder, recorded)
+        begun = checkpoint.restore(saving.folder, step, plans, prepared.shapes, saving.about)
+    given = {"seed": 0, "scalars": scalars_of(evaluate, evaluate_at), "begun": begun}
     given |= {"on_record": found.append} | options
     return run.train(prepared, plans, **given), found
+
+
+def scalars_of(evaluate, evaluate_at):
+    """Of `(step, state) -> scalars`."""
+    return measure.Scalars(
+        lambda total: evaluate_at, lambda step, total, state: lambda: evaluate(step, state)
+    )
 
 
 def assert_same(one, other):

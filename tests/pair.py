@@ -44,13 +44,17 @@ def trained(mesh, order, sync, echo):
     for rate in (0.2, 1e38):
         found, orders = [], []
 
-        def evaluate(step, state, orders=orders):
+        def begin(step, total, state, orders=orders):
             orders.append(placement.on_host(state.orders.current).tolist())
-            return scalars(step, STEPS, state)
+            return scalars.begin(step, total, state)
 
         plans = config.plans_of(given, rule, ECHO_POLICIES[echo], rate=rate)
         outcome = run.train(
-            built, plans, seed=3, evaluate=evaluate, evaluate_at=(0, 8, 16), on_record=found.append
+            built,
+            plans,
+            seed=3,
+            on_record=found.append,
+            scalars=measure.Scalars(lambda total: (0, 8, 16), begin),
         )
         outcomes[rate] = {"records": found, "orders": orders, "stopped": outcome.diverged}
     return outcomes[0.2] | {"stopped": outcomes[1e38]["stopped"]}

@@ -96,19 +96,16 @@ class Trainer:
         delay = self._step_seconds if delayed else 0.0
         # Without the delay that its loads should have had, a run's seconds mean nothing.
         further = {"timed": False} if this.phase == "report" and not delay else {}
-        folder, saving = None, None
+        folder, saving, begun = None, None, None
         if self._folder is not None:
             folder = os.path.join(self._folder, "checkpoints", this.name)
             about = {**self._about, **this._asdict()}
-            steps = [r["step"] for r in kept]
+            saving = run.Saving(folder, self._every, about=about)
             # What is kept goes on from a checkpoint that `kept_records` has settled.
-            saving = run.Saving(
-                folder, self._every, about=about, recorded=steps, settled=bool(kept)
-            )
+            step = checkpoint.newest(folder) if kept else checkpoint.settled(folder, [])
+            begun = checkpoint.restore(folder, step, plans, built.shapes, about)
         outcome = run.train(
-            built, plans, seed=this.seed, saving=saving, prepare=scalars.prepare,
-            begin=lambda step, state: scalars.begin(step, plans.total_steps, state),
-            evaluate_at=measure.evaluation_steps(self.recipe, built.sizes, plans.total_steps),
+            built, plans, seed=this.seed, scalars=scalars, begun=begun, saving=saving,
             on_record=lambda record: on_record(record | further), on_step=on_step,
             traffic=traffic_of(self.task, order, rule, built.sizes, built.sync_in_step),
             delay=(this.speed or 0) * delay, sync_delay=self.study.sync_steps * delay,
@@ -133,7 +130,8 @@ class Trainer:
 
         def compiled(key, plans, evaluated):
             built, scalars = self._program(*key)
-            loop.warm_up(built, plans, 0, scalars.prepare if evaluated else ())
+            start = functools.partial(built.init, 0)
+            loop.warm_up(built, plans, start, scalars.prepare if evaluated else ())
 
         begun = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -219,7 +217,7 @@ def step_seconds(
         run.train(
             program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),
             plans_of(task, short, arm, rate=0.0), seed=0,
-            evaluate_at=range(EVERY, total, EVERY),
+            scalars=measure.Scalars(lambda total: range(EVERY, total, EVERY)),
             on_record=lambda record: seconds.append(record["seconds"]),
         )  # fmt: skip
         known = {"step_seconds": float(np.median(np.diff(seconds)) / EVERY)}

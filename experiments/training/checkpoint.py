@@ -43,6 +43,14 @@ class Evaluation(NamedTuple):
     more_sent: float = 0.0  # in all-reduces, than the present number of workers would have sent
 
 
+class Begun(NamedTuple):
+    """Where a run goes on; arrays of its state may still be on the host."""
+
+    at: Progress
+    state: TrainState
+    seen: Evaluation
+
+
 @contextlib.contextmanager
 def opened(folder: str) -> Iterator:
     """Opens orbax's manager of a folder; on exit, waits until all checkpoints are written.
@@ -169,11 +177,16 @@ def steps_of(folder: str) -> list[int]:
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
+def newest(folder: str) -> int:
+    """The step of a folder's newest checkpoint, 0 if there is none, as process 0 sees it."""
+    return processes.of_first(max(steps_of(folder), default=0))
+
+
 def settled(folder: str, recorded: Sequence[int] | None = None) -> int:
     """The step of the newest checkpoint that a run can continue from, or 0 if there is none.
 
-    Newer checkpoints, which are damaged or know records that are lost, are renamed to STEP.aside.
-    Only process 0 reads the files. A collective.
+    It alone brings records and checkpoints together. Newer checkpoints, which are damaged or know
+    records that are lost, are renamed to STEP.aside. Only process 0 reads the files. A collective.
 
     Args:
       recorded: steps of the run's records, as far as they are there; None: all are.
@@ -216,15 +229,16 @@ def _judged(folder, recorded) -> tuple[int, dict[str, str]]:
 
 
 def restore(
-    folder: str, plans: Plans, start: TrainState, about: Mapping
-) -> tuple[Progress, TrainState, Evaluation]:
-    """Reads the newest checkpoint of a folder, which must be whole (see `settled`).
+    folder: str, step: int, plans: Plans, shapes: TrainState, about: Mapping
+) -> Begun | None:
+    """Reads a checkpoint, which must be whole; None at step 0.
 
     Args:
-      plans, about: of this run; they must equal those of the checkpoint.
-      start: the initial state, for its shapes and shardings.
+      step: as of `settled`; plans, about: of this run, which must equal those of the checkpoint.
+      shapes: of its state, with their shardings.
     """
-    step = steps_of(folder)[0]
+    if not step:
+        return None
     path = os.path.join(folder, str(step))
     known = read_known(path)
     if changed := files.differences(known["about"], about):
@@ -233,15 +247,15 @@ def restore(
             f"({', '.join(changed)}): {WHAT_TO_DO}"
         )
     at = progress_of(known, plans)
-    return at, read_state(path, start), Evaluation(**known["evaluation"])
+    return Begun(at, read_state(path, shapes), Evaluation(**known["evaluation"]))
 
 
-def read_state(path: str, start: TrainState, sharding=None) -> TrainState:
-    """The state of a checkpoint, with the shapes and shardings of `start`, or with one sharding."""
+def read_state(path: str, shapes: TrainState, sharding=None) -> TrainState:
+    """The state of a checkpoint, of these shapes, with their shardings or one for all."""
     import orbax.checkpoint as ocp
 
     like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), start
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), shapes
     )
     with agree.for_others("their parts of a checkpoint"), ocp.StandardCheckpointer() as reader:
         return reader.restore(os.path.join(os.path.abspath(path), STATE), like)
@@ -264,6 +278,7 @@ def progress_of(known: Mapping, plans: Plans) -> Progress:
                 f"the checkpoint of step {known['step']} belongs to another {name} plan: "
                 f"{WHAT_TO_DO}"
             )
+    processes.say(f"Continues from the checkpoint of step {known['step']}.")
     decided = np.isin(np.arange(known["step"] if plans.echo.online else 0), known["decided"])
     return loop.resumed(plans, known["step"], tuple(decided.tolist()))
 

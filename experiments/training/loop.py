@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -250,20 +250,24 @@ class Ahead:
 
 
 def warm_up(
-    program: Program, plans: Plans, seed: int, further: Sequence[Callable[[], Any]] = ()
+    program: Program,
+    plans: Plans,
+    start: Callable[[], TrainState],
+    further: Sequence[Callable] = (),
 ) -> TrainState:
-    """The start of a run, when all that the run needs is compiled, two programs at once.
+    """`start()`, when all that the run needs is compiled, two programs at once.
 
     No step is run: the first call of a program finds it compiled for the same shapes.
 
     Args:
-      further: what else is done beside the compilation, as the compilation of evaluations.
+      start: makes or places the state, beside the compilation; further: what else is done beside
+        it, as the compilation of evaluations.
     """
     with concurrent.futures.ThreadPoolExecutor(1 if processes.several() else 2) as pool:
-        start = pool.submit(program.init, seed)
+        state = pool.submit(start)
         jobs = itertools.chain((low.compile for low in _lowered(program, plans)), further)
         list(pool.map(lambda job: job(), jobs))
-        return start.result()
+        return state.result()
 
 
 def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:

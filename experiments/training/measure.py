@@ -39,16 +39,21 @@ class Scalars(NamedTuple):
     """What the records of a run say of its model.
 
     Fields:
+      at: T -> steps after which it is measured; 0 is the start.
       begin: `(step, T, state) -> finish`. It dispatches what is measured, and `finish() -> scalars`
-        waits for it.
+        by name waits for it.
       prepare: functions without arguments, which compile what the first evaluation needs.
     """
 
-    begin: Callable
-    prepare: Sequence[Callable]
+    at: Callable[[int], Iterable[int]] = lambda total: ()
+    begin: Callable = lambda step, total, state: dict
+    prepare: Sequence[Callable] = ()
 
     def __call__(self, step, total, state) -> dict:
         return self.begin(step, total, state)()
+
+
+NONE = Scalars()
 
 
 def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
@@ -96,7 +101,8 @@ def scalars_of(task: Task, recipe: Recipe, *, halves: bool = False) -> Callable:
         if bounds:
             orders = built.shapes.orders.current
             jobs.append(lambda: bounds.lower(params, orders, data).compile())
-        return Scalars(begin, [functools.cache(job) for job in jobs])
+        at = functools.partial(evaluation_steps, recipe, built.sizes)
+        return Scalars(at, begin, [functools.cache(job) for job in jobs])
 
     return of
 

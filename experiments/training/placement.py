@@ -33,6 +33,11 @@ def place(tree, sharding: Sharding | None):
     return jax.tree.map(put, tree)
 
 
+def place_as(tree, like):
+    """`place`, each array with the sharding of the one in `like`, of arrays or their shapes."""
+    return jax.tree.map(lambda x, y: place(x, y.sharding), tree, like)
+
+
 def place_rows(tree, sharding: Sharding | None):
     """Places arrays [W, ...] of which each process has the rows [w, ...] of its own workers."""
     if sharding is None:

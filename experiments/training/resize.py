@@ -82,7 +82,7 @@ def begun(
     folder: str, settings: Mapping, known: Mapping, task: Task, recipe: Recipe, row,
     rounds: Callable, plans: Plans, sizes: Sizes, *, policy: str, seed: int, traffic: Callable,
 ) -> tuple:  # fmt: skip
-    """(where the run goes on, as of `checkpoint.restore`, on the host; the units that workers own).
+    """(where the run goes on, on the host; the units that workers own).
 
     None for the first, where the checkpoint has as many workers. A collective.
 
@@ -103,7 +103,8 @@ def begun(
         state, units = _changed(state, new, before, visited, policy, units, seed)
         seen = checkpoint.Evaluation(**known["evaluation"])
         one, other = (traffic(s, new.rounds.in_step)(at.rounds, at.loads) for s in (before, sizes))
-        found = at, state, seen._replace(more_sent=seen.more_sent + one - other)
+        seen = seen._replace(more_sent=seen.more_sent + one - other)
+        found = checkpoint.Begun(at, state, seen)
         processes.say(
             f"Continues from step {at.step} with {sizes.workers} workers instead of "
             f"{before.workers}: {sizes.num_units - visited} of {sizes.num_units} units of each are "

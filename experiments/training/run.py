@@ -4,14 +4,13 @@ import contextlib
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from experiments.cluster import processes, strict
-from experiments.training import checkpoint, input, loop, placement
+from experiments.training import checkpoint, input, loop, measure, placement
 from experiments.training.checkpoint import Evaluation
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -46,24 +45,17 @@ class Saving(NamedTuple):
     """When and where a run is saved.
 
     Fields:
-      folder: of this run's checkpoints; the run continues from the newest one.
+      folder: of this run's checkpoints.
       every: steps between checkpoints; 0: only when a signal asks; None: about one a minute.
       at_end: whether the end is saved too.
       about: the settings of the run besides its plans, as JSON values; a checkpoint of a run with
         other settings is refused.
-      recorded: steps of the run's records so far, as of `checkpoint.settled`.
-      settled: whether `checkpoint.settled` was called, which reads all files.
-      begun: where the run continues, as returned by `checkpoint.restore`, with arrays that may
-        still be on the host; None: the newest checkpoint.
     """
 
     folder: str
     every: int | None = None
     at_end: bool = False
     about: Mapping = {}
-    recorded: Sequence[int] | None = None
-    settled: bool = False
-    begun: tuple | None = None
 
 
 def train(
@@ -71,14 +63,12 @@ def train(
     plans: Plans,
     *,
     seed: int,
-    evaluate_at: Iterable[int],
     on_record: Callable[[dict], None],
-    evaluate: Callable[[int, TrainState], dict] = lambda step, state: {},
-    begin: Callable[[int, TrainState], Callable[[], dict]] | None = None,
-    prepare: Sequence[Callable[[], Any]] = (),
+    scalars: measure.Scalars = measure.NONE,
+    begun: checkpoint.Begun | None = None,
+    saving: Saving | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     traffic: Callable[[int, int], float] = lambda rounds, loads: rounds,
-    saving: Saving | None = None,
     delay: float = 0.0,
     sync_delay: float = 0.0,
     ends: Callable[[dict], bool] = lambda record: False,
@@ -88,16 +78,13 @@ def train(
     Args:
       program, plans: the compiled parts and the decisions.
       seed: of parameters, orders, and views of the data.
-      evaluate_at: steps after which the run is evaluated; 0 is the start, and the end is always
-        included.
       on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
         ended, diverged. Seconds include training and waiting, without evaluation or compilation.
-      evaluate: `(step, state) -> scalars` by name; begin: instead of it, `(step, state) -> finish`,
-        called already when the steps are dispatched, and `finish() -> scalars` when they have
-        ended; prepare: what is called beside the compilation, as of `measure.Scalars`.
+      scalars: what the records say of the model, and when; the end always has a record.
+      begun: where the run goes on, as of `checkpoint.restore`; None: it begins.
+      saving: None for a run that is not saved.
       on_step: called with the step whenever the host looks at the run, about every half second.
       traffic: (rounds, loads) -> the amount sent, in all-reduces.
-      saving: None for a run that is not saved.
       delay: least seconds per load, for programs that read; sync_delay: seconds added to a sync.
       ends: whether a record ends the run.
 
@@ -107,19 +94,21 @@ def train(
     plans.check()
     if program.source is not None:
         program = program._replace(source=program.source.of_seed(seed))
-    begun = time.perf_counter()
+    called, prepare = time.perf_counter(), [*scalars.prepare]
     if saving is not None and (saving.at_end or saving.every):
-        prepare = [*prepare, lambda: importlib.import_module("orbax.checkpoint")]
-    start = loop.warm_up(program, plans, seed, prepare)
-    compiled, total = time.perf_counter() - begun, plans.total_steps
-    begin = begin or (lambda step, state: functools.partial(evaluate, step, state))
-    looks = {int(step) for step in evaluate_at} | {total}
+        prepare.append(functools.partial(importlib.import_module, "orbax.checkpoint"))
+    start = functools.partial(program.init, seed)
+    if begun is not None:
+        start = functools.partial(placement.place_as, begun.state, program.shapes)
+    state = loop.warm_up(program, plans, start, prepare)
+    compiled, total = time.perf_counter() - called, plans.total_steps
+    at, seen = (Progress(), Evaluation()) if begun is None else (begun.at, begun.seen)
+    looks = {int(step) for step in scalars.at(total)} | {total}
     stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(processes.interrupts())
-        saver = _Saver(stack, saving, program, plans)
-        at, state, seen = saver.restore(start)
-        recorder = Recorder(program, begin, on_record, traffic, ends, total, seen)
+        saver = _Saver(stack, saving, program, plans, seen.seconds)
+        recorder = Recorder(program, scalars.begin, on_record, traffic, ends, total, seen)
         clock, passed, stopped = input.Clock(), seen.seconds, 0
 
         def look(at, state):
@@ -180,7 +169,7 @@ class Recorder:
 
     def begin(self, at: Progress, state: TrainState) -> None:
         """Dispatches the evaluation of the next record, while the steps before it still run."""
-        self._finish = self._begin(at.step, state)
+        self._finish = self._begin(at.step, self._total, state)
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
         """Writes a record at this step, and returns the state with its stats set to zero."""
@@ -218,30 +207,11 @@ class Recorder:
 
 
 class _Saver:
-    """Reads and writes the checkpoints of a run. Orbax is opened for the first one written."""
+    """Writes the checkpoints of a run. Orbax is opened for the first one."""
 
-    def __init__(self, stack, saving: Saving | None, program: Program, plans: Plans):
+    def __init__(self, stack, saving: Saving | None, program, plans: Plans, seconds: float):
         self._stack, self._saving, self._program, self._plans = stack, saving, program, plans
-        self._manager, self._seconds = None, 0.0
-
-    def restore(self, start: TrainState) -> tuple[Progress, TrainState, Evaluation]:
-        saving = self._saving
-        if saving is None:
-            return Progress(), start, Evaluation()
-        if saving.settled:
-            step = processes.of_first(max(checkpoint.steps_of(saving.folder), default=0))
-        else:
-            step = checkpoint.settled(saving.folder, saving.recorded)
-        if not step:
-            return Progress(), start, Evaluation()
-        if saving.begun is None:
-            at, state, seen = checkpoint.restore(saving.folder, self._plans, start, saving.about)
-        else:
-            at, state, seen = saving.begun
-            state = jax.tree.map(lambda x, y: placement.place(x, y.sharding), state, start)
-        self._seconds = seen.seconds
-        processes.say(f"Continues from the checkpoint of step {at.step}.")
-        return at, state, seen
+        self._manager, self._seconds = None, seconds
 
     @property
     def has_saved(self) -> bool:

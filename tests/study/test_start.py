@@ -80,8 +80,6 @@ def test_nothing_is_compiled_after_the_start(order, sync, mesh, monkeypatch):
         monkeypatch.setattr(measure, "CHUNK", 30)
         task = task._replace(train=Examples(task.train))
     scalars = measure.scalars_of(task, setting._replace(bound_every=3))(program, ORDERS[order])
-    given = {"begin": lambda step, state: scalars.begin(step, little_run.STEPS, state)}
-    given["prepare"] = scalars.prepare
     with compilations() as compiled:
-        records = little_run.trained(program, little_run.plans_of(sync), **given)[1]
+        records = little_run.trained(program, little_run.plans_of(sync), scalars=scalars)[1]
     assert not compiled and {"train/loss", "test/accuracy", "bound/l2"} <= records[-1].keys()

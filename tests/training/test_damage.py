@@ -89,7 +89,7 @@ def test_a_changed_file_is_named_or_does_nothing(saved, data):
             assert wrong is None or own in wrong
             return
         assert wrong is None
-        at, other, _ = checkpoint.restore(newest.parent, plans_of(), program.init(0), {})
+        at, other, _ = checkpoint.restore(newest.parent, 60, plans_of(), program.shapes, {})
         assert at.step == STEPS
         assert_same(other, state)
 
@@ -163,6 +163,8 @@ def test_a_kill_while_a_digest_is_written_leaves_the_checkpoint_before(tmp_path,
 
 
 A = {"seed": 0, "data": "a"}
+
+
 OTHERS = [
     (plans_of(echo="fixed"), {}, "step 60 belongs to another echo plan: give"),
     (plans_of(sync="constant"), {}, "step 60 belongs to another sync plan: give"),
@@ -176,10 +178,11 @@ OTHERS = [
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     saving = run.Saving(tmp_path, at_end=True, about=A)
     _, found = trained(built(), plans_of(), saving=saving)
-    trained(built(), plans_of(), saving=saving._replace(recorded=[r["step"] for r in found]))
+    trained(built(), plans_of(), saving=saving, recorded=[r["step"] for r in found])
     for plans, other, message in OTHERS:
         with pytest.raises(ValueError, match=message):
-            trained(built(), plans, saving=saving._replace(**other))
+            given = saving._replace(about=other.get("about", A))
+            trained(built(), plans, saving=given, recorded=other.get("recorded"))
 
 
 def test_data_are_known_by_their_hash():

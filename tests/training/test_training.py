@@ -60,7 +60,12 @@ def trained(prepared, recipe, scalars=lambda step, total, state: {}, **options):
         return scalars(step, plans.total_steps, state)
 
     outcome = run.train(
-        prepared, plans, seed=0, evaluate=look, evaluate_at=steps, on_record=found.append, **options
+        prepared,
+        plans,
+        seed=0,
+        scalars=little_run.scalars_of(look, steps),
+        on_record=found.append,
+        **options,
     )
     return outcome, found, orders
 
