@@ -22,14 +22,15 @@ import sys
 from absl import flags as absl_flags
 
 from experiments.cluster import agree, entry, lock, processes, progress
-from experiments.cluster.digest import data_hash
+from experiments.cluster.agree import data_hash
 from experiments.results import records
 from experiments.study import flags, study, tables, trainer, unused
 from experiments.study.dry_run import assumed, dry_run
 from experiments.study.study import Arm, Study
 from experiments.tasks import ranges
-from experiments.training import checkpoint, config, measure, placement, program, resize
+from experiments.training import checkpoint, config, input, measure, program, resize
 from experiments.training import run as training_run
+from experiments.training.step import worker_of
 from local_opt.resize import POLICIES
 from ordering.echo import EchoPlan
 
@@ -74,12 +75,12 @@ def run(values: absl_flags.FlagValues) -> None:
         if not values.overwrite:
             done = records.found(folder)
             known = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
-        built, plans, begun = _prepared(task, recipe, rows, values, folder, settings, known)
+        built, plans, begun = _prepared(task, recipe, rows, values, known)
         outcome = _train(task, recipe, rows, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values)
 
 
-def _prepared(task, recipe, rows, values, folder, settings, known):
+def _prepared(task, recipe, rows, values, known):
     """(program, plans, where the run goes on if with other workers)."""
     order, rule, policy = rows
     sizes = resize.sizes_of(task, recipe, known, deals=order.deals)
@@ -87,9 +88,11 @@ def _prepared(task, recipe, rows, values, folder, settings, known):
     plans = config.plans_of(own, rule, policy, rate=recipe.learning_rates[0])
     begun, units = None, None
     if known:
+        of_sizes = functools.partial(
+            worker_of, task, recipe, order, rule.rounds, in_turn=recipe.run == "turns"
+        )
         begun, units = resize.begun(
-            folder, settings, known, task, recipe, order, rule.rounds, plans, sizes,
-            policy=values.elastic, seed=values.seed,
+            known, of_sizes, plans, sizes, policy=values.elastic, seed=values.seed,
             traffic=functools.partial(trainer.traffic_of, task, order, rule),
         )  # fmt: skip
     reads = None if values.input == "device" else values.input
@@ -149,7 +152,7 @@ def _finish(outcome, built, plans, folder, values):
         sys.exit(128 + outcome.stopped)
     if outcome.diverged:
         sys.exit(outcome.diverged)
-    checkpoint.export(folder, placement.on_host(built.mean_params(outcome.state)))
+    checkpoint.export(folder, input.on_host(built.mean_params(outcome.state)))
     processes.say(f"This took {training_run.told(outcome.seconds)}.")
     processes.say(f"Written to {folder}: metrics, plans, checkpoints, model")
 

@@ -18,7 +18,7 @@ from experiments.study import flags
 from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import first_of
-from experiments.training import config, measure, placement, program, run
+from experiments.training import config, input, measure, program, run
 from local_opt.workers import owned_sharding, worker_mesh
 
 WORKERS, STEPS = 2, 24
@@ -45,7 +45,7 @@ def trained(mesh, order, sync, echo):
         found, orders = [], []
 
         def begin(step, total, state, orders=orders):
-            orders.append(placement.on_host(state.orders.current).tolist())
+            orders.append(input.on_host(state.orders.current).tolist())
             return scalars.begin(step, total, state)
 
         plans = config.plans_of(given, rule, ECHO_POLICIES[echo], rate=rate)
@@ -86,12 +86,12 @@ def main(argv) -> None:
     mesh = worker_mesh(WORKERS)
     values = np.arange(6.0).reshape(WORKERS, 3)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    placed = placement.place({"x": values, "key": keys}, owned_sharding(mesh))
+    placed = input.place({"x": values, "key": keys}, owned_sharding(mesh))
     found = {
-        "own": placement.own_workers(mesh, WORKERS),
+        "own": input.own_workers(mesh, WORKERS),
         "placed": [s.index[0].start or 0 for s in placed["x"].addressable_shards],
-        "here": np.asarray(placement.own(placed["x"])).tolist(),
-        "whole": jax.tree.map(np.ndarray.tolist, placement.on_host(placed)),
+        "here": np.asarray(input.own(placed["x"])).tolist(),
+        "whole": jax.tree.map(np.ndarray.tolist, input.on_host(placed)),
         "first": processes.of_first({"seconds": number + 0.1, "text": "x" * (1 + 2000 * number)}),
     }
     own = local_opt.owned(jax.random.key(3), mesh, keys="fold")

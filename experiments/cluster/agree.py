@@ -9,7 +9,11 @@ what is known and ends the process; whatever started the processes then ends the
 """
 
 import contextlib
+import functools
+import hashlib
+import importlib.util
 import os
+import pathlib
 import platform
 import sys
 import threading
@@ -22,7 +26,7 @@ import numpy as np
 from absl import flags
 
 import ordering.input
-from experiments.cluster import digest, strict
+from experiments.cluster import strict
 
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
 # data themselves are compared).
@@ -33,6 +37,10 @@ CONFIG = (
     "jax_high_dynamic_range_gumbel", "jax_default_matmul_precision",
 )  # fmt: skip
 SETTINGS_SECONDS, DATA_SECONDS = 60.0, 600.0  # timeouts of the comparisons
+WHOLE = 2**28  # bytes up to which a set is hashed as a whole: about a second
+PACKAGES = ("experiments", "local_opt", "models", "ordering", "syncopate")
+SAMPLED = 1000  # examples of larger arrays and of sources, evenly spaced
+DEVICES = "--xla_force_host_platform_device_count"  # splits a CPU, and computes the same
 PATIENCE = 1800.0  # seconds; must also cover a slow compilation in another process
 ASKING = 5.0  # seconds to ask the coordinator for the progress of the others
 PLACES = "after"  # key of each process's progress in the coordinator's store
@@ -60,7 +68,7 @@ def check_data(task) -> None:
         facts = {}
         for part, data in {"train": task.train, "test": task.test}.items():
             size, _ = ordering.input.reader(data)
-            known = digest.set_hash(data)[:12]
+            known = set_hash(data)[:12]
             facts[part] = f"{part} data of {size} examples, hash {known}"
         check("data", facts, DATA_SECONDS)
 
@@ -128,7 +136,7 @@ def facts_of(values: flags.FlagValues) -> dict[str, str]:
         for flag in defined:
             if not module.startswith("absl") and flag.name not in OWN:
                 found[flag.name] = flag.serialize() or f"--{flag.name} unset"
-    facts = jax_settings() | {"code": digest.code_hash()[:12], "python": platform.python_version()}
+    facts = jax_settings() | {"code": code_hash()[:12], "python": platform.python_version()}
     facts |= {module.__name__: module.__version__ for module in (jax, jaxlib, np)}
     return found | {name: f"{name} {fact}" for name, fact in facts.items()}
 
@@ -212,3 +220,54 @@ def _places() -> dict[int, int]:
         return {}
     found = store().key_value_dir_get(PLACES)
     return {int(key.rpartition("/")[2]): int(value) for key, value in found}
+
+
+def data_hash(task) -> str:
+    """Hash of both sets: lengths, shapes, types and examples; a sample if large or a source."""
+    total = hashlib.sha256()
+    recut = [] if task.recut is None else [{"text": task.recut.tokens}, {"at": task.recut.starts}]
+    for data in (task.train, task.test, *recut):
+        total.update(set_hash(data).encode())
+    return total.hexdigest()[:32]
+
+
+def set_hash(data) -> str:
+    """Hash of one set: arrays by name, or a random-access source."""
+    size, read = ordering.input.reader(data)
+    some = np.unique(np.linspace(0, size - 1, min(size, SAMPLED)).astype(int))
+    small = isinstance(data, dict) and sum(x.nbytes for x in jax.tree.leaves(data)) <= WHOLE
+    total = hashlib.sha256(f"{size} {small}".encode())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data if small else read(some)):
+        leaf = np.asarray(leaf)
+        total.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
+        total.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    return total.hexdigest()
+
+
+def conditions() -> dict[str, str]:
+    """What may change between two calls of a run, and decides the last digits of its numbers."""
+    xla = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES)]
+    return {
+        "code": code_hash()[:12],
+        "cores": str(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "XLA_FLAGS": " ".join(sorted(xla)),
+    }
+
+
+@functools.cache
+def code_hash() -> str:
+    """Hash of the repository's source files, the same in a clone and in a wheel."""
+    total = hashlib.sha256()
+    for package in PACKAGES:
+        (folder,) = importlib.util.find_spec(package).submodule_search_locations
+        root = pathlib.Path(folder).parent
+        paths = sorted(path.relative_to(root) for path in root.glob(f"{package}/**/*.py"))
+        for path in paths:
+            if "_bundled" not in path.parts:  # in a wheel: experiments and models
+                total.update(str(path).encode() + b"\0" + (root / path).read_bytes())
+    return total.hexdigest()

@@ -217,7 +217,7 @@ def shapes_of(
 
         return jax.tree.map(one, tree)
 
-    state = state_shapes(worker, task.model, over, owned=places[True], shared=places[False])
+    state = state_shapes(worker, over, owned=places[True], shared=places[False])
     unit = examples_of(task.train, sizes.unit_size)
     if row.deals and not reads:
         batch = placed(unit, False, size_of(task.train) // sizes.unit_size)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from absl import flags as absl_flags
 
 from experiments.cluster import agree, entry, lock, processes
-from experiments.cluster.digest import data_hash
+from experiments.cluster.agree import data_hash
 from experiments.results import records, report, statistics
 from experiments.results.statistics import Criterion
 from experiments.study import flags, search, tables, trainer, unused

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.cluster import agree, digest, files, lock, processes, strict
+from experiments.cluster import agree, files, lock, processes, strict
 from experiments.training import loop
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -118,7 +118,7 @@ def save(
         return
     known = {
         "about": dict(about),
-        "conditions": digest.conditions(),
+        "conditions": agree.conditions(),
         "decided": np.flatnonzero(at.decided).tolist(),
         "evaluation": seen._asdict(),
         "plans": plans.digests(),
@@ -267,7 +267,7 @@ def progress_of(known: Mapping, plans: Plans) -> Progress:
     Raises:
       ValueError: if its run had other plans.
     """
-    if changed := files.differences(known["conditions"], digest.conditions()):
+    if changed := files.differences(known["conditions"], agree.conditions()):
         processes.say(
             f"The checkpoint of step {known['step']} was written under other conditions "
             f"({', '.join(changed)}): the run may not end with the same bits."

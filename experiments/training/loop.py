@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from experiments.cluster import agree, processes
-from experiments.training import input, placement, timeline
+from experiments.training import input, timeline
 from experiments.training.config import Plans
 from experiments.training.program import Program
 from experiments.training.step import TrainState
@@ -138,7 +138,7 @@ def carry_out(program: Program, state, segment: Segment, batch, following, first
 def _rates(program, plans) -> jax.Array:
     """float32[T] on the devices."""
     sharding = program.sharding and shared_sharding(program.sharding.mesh)
-    return placement.place(np.asarray(plans.rates, np.float32), sharding)
+    return input.place(np.asarray(plans.rates, np.float32), sharding)
 
 
 def _after(at: Progress, segment: Segment, online: bool) -> Progress:

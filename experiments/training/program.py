@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 import local_opt
 import ordering
 from experiments.tasks.base import Recipe, Task
-from experiments.training import config, input, placement, step
+from experiments.training import config, input, step
 from experiments.training.config import Sizes, seed_of
 from experiments.training.step import TrainState, Worker
 from local_opt.workers import owned_sharding, shared_sharding
@@ -108,15 +108,15 @@ def build(
             data, where = input.pool(task.train, sizes), shared_sharding(mesh)
         else:
             data, where = input.partition(task.train, sizes, units), owned_sharding(mesh)
-        data = placement.place(data, where)
+        data = input.place(data, where)
     else:
-        owned = placement.own_workers(mesh, sizes.workers)
+        owned = input.own_workers(mesh, sizes.workers)
         source = input.Source(train, sizes, total, owned, owned_sharding(mesh), reads, units)
     return Program(
         sizes=sizes,
         sharding=owned_sharding(mesh),
-        init=_initial(task.model, worker, mesh),
-        shapes=state_shapes(worker, task.model, over, **_places(mesh)),
+        init=_initial(worker, mesh),
+        shapes=state_shapes(worker, over, **_places(mesh)),
         steps=steps_of(worker, over, reads=bool(reads), in_turn=turns),
         sync=lifted(worker, over, step.sync_of(worker), "shared", "shared"),
         epoch_end=lifted(worker, over, step.epoch_end_of(worker)),
@@ -198,10 +198,10 @@ def params_of(model) -> Callable:
     return jax.jit(lambda seed: model.init(keys_of(seed, 1)[0]))
 
 
-def state_shapes(worker: Worker, model, over, *, owned=None, shared=None) -> TrainState:
+def state_shapes(worker: Worker, over, *, owned=None, shared=None) -> TrainState:
     """The shapes of a state of all workers, with the shardings of its fields if these are given."""
     workers, places = worker.sizes.workers, {"owned": owned, "shared": shared}
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    params = jax.eval_shape(lambda: worker.model.init(jax.random.key(0)))
     if worker.sides.params == "owned":
         wide = lambda p: jax.ShapeDtypeStruct((workers, *p.shape), p.dtype)  # noqa: E731
         params = jax.tree.map(wide, params)
@@ -256,17 +256,17 @@ def keys_of(seed, workers: int):
     return jax.random.fold_in(key, 0), orders, steps
 
 
-def _initial(model, worker: Worker, mesh) -> Callable:
+def _initial(worker: Worker, mesh) -> Callable:
     workers, own = worker.sizes.workers, worker.sides.params == "owned"
     started = start_of(worker, mesh or workers)
 
     def init(seed: int) -> TrainState:
         """A seed determines the parameters and first permutations, the same for all orders."""
         seed = seed_of(seed)
-        params = jax.device_get(params_of(model)(seed))
+        params = jax.device_get(params_of(worker.model)(seed))
         if own:
             params = jax.tree.map(lambda p: np.broadcast_to(p, (workers, *np.shape(p))), params)
-        params = placement.place(params, owned_sharding(mesh) if own else shared_sharding(mesh))
+        params = input.place(params, owned_sharding(mesh) if own else shared_sharding(mesh))
         state = started(params, seed)
         # Committed to the device, as a restored state is: otherwise the steps compile twice.
         return jax.device_put(state, jax.devices()[0]) if mesh is None else state
@@ -281,7 +281,7 @@ def _readers(worker: Worker, mesh) -> dict[str, Callable]:
 
     def model(tree):
         tree = mean(tree) if mean else tree
-        return tree if mesh is None else placement.on_host(tree)
+        return tree if mesh is None else input.on_host(tree)
 
     return {
         "mean": mean,

@@ -5,9 +5,9 @@ the old checkpoint, of which the same command makes the same again. A checkpoint
 and settings it has, which is what counts.
 """
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,24 +19,37 @@ from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, program, timeline
 from experiments.training.config import Plans, Sizes
 from experiments.training.loop import Progress
-from experiments.training.step import TrainState, Worker, worker_of
+from experiments.training.step import TrainState, Worker
 
 SPLIT = {"workers", "units_per_step"}  # settings that may differ
 
 
+class Saved(NamedTuple):
+    """The newest checkpoint of a run that goes on.
+
+    Fields:
+      folder: of the run; settings: of the call that goes on; known: of the checkpoint's run.
+    """
+
+    folder: str
+    settings: Mapping
+    known: Mapping
+
+
 def newest(
     folder: str, settings: Mapping, policy: str | None, recorded: Sequence[int] | None = None
-) -> dict | None:
-    """What is known of the run of a folder's newest checkpoint. A collective; settles them.
+) -> Saved | None:
+    """A folder's newest checkpoint, or None. A collective; settles them.
 
     Args:
       policy: as of `local_opt.resize`, for another number of workers; None: there may be no other.
       recorded: as of `checkpoint.settled`.
     """
-    step = checkpoint.settled(os.path.join(folder, "checkpoints"), recorded)
+    checkpoints = os.path.join(folder, "checkpoints")
+    step = checkpoint.settled(checkpoints, recorded)
     if not step:
         return None
-    known = checkpoint.read_known(_path(folder, step))
+    known = checkpoint.read_known(os.path.join(checkpoints, str(step)))
     differ = _differing(known["about"], settings)
     if differ and (policy is None or not differ <= SPLIT):
         told = ", ".join(files.differences(known["about"], settings))
@@ -46,11 +59,7 @@ def newest(
             f"{folder!r} holds a run with other settings ({told}): choose another --output_dir, or "
             f"pass --overwrite to forget that run{resize if differ <= SPLIT else ''}."
         )
-    return known
-
-
-def _path(folder, step):
-    return os.path.join(folder, "checkpoints", str(step))
+    return Saved(folder, settings, known)
 
 
 def _differing(before: Mapping, now: Mapping) -> set[str]:
@@ -58,11 +67,11 @@ def _differing(before: Mapping, now: Mapping) -> set[str]:
     return {text.partition(":")[0] for text in files.differences(before, now)}
 
 
-def sizes_of(task: Task, recipe: Recipe, known: Mapping | None, *, deals: str | None) -> Sizes:
+def sizes_of(task: Task, recipe: Recipe, saved: Saved | None, *, deals: str | None) -> Sizes:
     """Of a run: the recipe's, or the units of the checkpoint for the recipe's workers."""
-    if known is None:
+    if saved is None:
         return config.sizes_of(task, recipe, deals=deals)
-    sizes, workers = Sizes(*known["sizes"]), recipe.workers
+    sizes, workers = Sizes(*saved.known["sizes"]), recipe.workers
     each = recipe.unit_size // sizes.unit_size  # of dealt examples, examples
     units, together = sizes.workers * sizes.num_units, sizes.workers * sizes.units_per_step
     step = together // each
@@ -79,27 +88,28 @@ def sizes_of(task: Task, recipe: Recipe, known: Mapping | None, *, deals: str | 
 
 
 def begun(
-    folder: str, settings: Mapping, known: Mapping, task: Task, recipe: Recipe, row,
-    rounds: Callable, plans: Plans, sizes: Sizes, *, policy: str, seed: int, traffic: Callable,
+    saved: Saved, worker_of: Callable[[Sizes], Worker], plans: Plans, sizes: Sizes, *,
+    policy: str, seed: int, traffic: Callable,
 ) -> tuple:  # fmt: skip
     """(where the run goes on, on the host; the units that workers own).
 
     None for the first, where the checkpoint has as many workers. A collective.
 
     Args:
-      known: as of `newest`; sizes: now; the others: as of `training.program.build`.
+      worker_of: a worker of the run at some sizes; plans, sizes: of now.
       traffic: (sizes, whether workers meet in steps) -> `(rounds, loads) -> all-reduces`.
     """
+    folder, settings, known = saved
     before, found = Sizes(*known["sizes"]), None
     units = None if known["units"] is None else np.array(known["units"], np.int32)
     if before != sizes:
         at = checkpoint.progress_of(known, plans)
-        of = functools.partial(worker_of, in_turn=recipe.run == "turns")
-        old, new = (of(task, recipe, row, rounds, s) for s in (before, sizes))
+        old, new = map(worker_of, (before, sizes))
         visited = visited_units(plans, sizes, at)
-        shapes = program.state_shapes(old, task.model, before.workers)
+        shapes = program.state_shapes(old, before.workers)
         here = jax.sharding.SingleDeviceSharding(_host())
-        state = checkpoint.read_state(_path(folder, at.step), shapes, here)
+        path = os.path.join(folder, "checkpoints", str(at.step))
+        state = checkpoint.read_state(path, shapes, here)
         state, units = _changed(state, new, before, visited, policy, units, seed)
         seen = checkpoint.Evaluation(**known["evaluation"])
         one, other = (traffic(s, new.rounds.in_step)(at.rounds, at.loads) for s in (before, sizes))

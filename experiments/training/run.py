@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.cluster import processes, strict
-from experiments.training import checkpoint, input, loop, measure, placement
+from experiments.training import checkpoint, input, loop, measure
 from experiments.training.checkpoint import Evaluation
 from experiments.training.config import Plans
 from experiments.training.loop import Progress
@@ -99,7 +99,7 @@ def train(
         prepare.append(functools.partial(importlib.import_module, "orbax.checkpoint"))
     start = functools.partial(program.init, seed)
     if begun is not None:
-        start = functools.partial(placement.place_as, begun.state, program.shapes)
+        start = functools.partial(input.place_as, begun.state, program.shapes)
     state = loop.warm_up(program, plans, start, prepare)
     compiled, total = time.perf_counter() - called, plans.total_steps
     at, seen = (Progress(), Evaluation()) if begun is None else (begun.at, begun.seen)
@@ -125,7 +125,7 @@ def train(
                     state = recorder.record(at, state, seconds)
             if save or (stopped and not recorder.ended):
                 with clock.stopped(SAVING):
-                    _check_finite(placement.on_host(state.stats), recorder.seen.batch_loss)
+                    _check_finite(input.on_host(state.stats), recorder.seen.batch_loss)
                     saver.save(at, state, recorder.seen._replace(seconds=seconds))
             return state, bool(stopped or recorder.ended)
 
@@ -173,7 +173,7 @@ class Recorder:
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
         """Writes a record at this step, and returns the state with its stats set to zero."""
-        stats = placement.on_host(state.stats)
+        stats = input.on_host(state.stats)
         _check_finite(stats, self.seen.batch_loss)
         found = {
             "step": at.step,

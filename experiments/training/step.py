@@ -16,7 +16,7 @@ import local_opt
 import models
 import ordering
 from experiments.tasks.base import Recipe, Task
-from experiments.training import optimizers, scales
+from experiments.training import optimizers
 from experiments.training.averages import Averages, averages_of
 from experiments.training.config import (
     EXAMPLES,
@@ -153,7 +153,7 @@ def worker_of(
     exact = row.coordinated and row.sketch is None and sizes.units_per_step == 1
     exchanges = on_mesh and exact and rounds.in_step and not row.scaled
     sketch = row.sketch and min(row.sketch, num_params(task.model))
-    of_task = functools.partial(scales.scale_of, task, recipe, rounds, sizes, sketch)
+    of_task = functools.partial(scale_of, task, recipe, rounds, sizes, sketch)
     scale = of_task(power=row.scaled) if row.scaled else None
     means = averages_of(recipe, steps=sizes.loads_per_epoch)
     return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch, means, scale)
@@ -321,3 +321,48 @@ def _scaled(worker: Worker, state: TrainState) -> TrainState:
     if worker.scale is None:
         return state
     return state._replace(scale=worker.scale(state.opt_state, state.params))
+
+
+def scale_of(
+    task: Task, recipe: Recipe, rounds: local_opt.Rounds, sizes: Sizes, sketch: int | None, *,
+    power: float,
+) -> Callable:  # fmt: skip
+    """`(state of rounds, params) -> scale` of one worker, the same for all of them.
+
+    It is taken at the end of every epoch. Where workers synchronise in every step it is also taken
+    after 1, 2, 4, ... steps; under local steps at every sync, if the order observes sketches. The
+    first epoch of an exact order under local steps is not scaled.
+
+    Raises ValueError for an optimizer without a second moment.
+
+    Args:
+      task: its data may be shapes; sketch: numbers of a sketch, of which the scale is for factors;
+        power: of the second moment.
+    """
+    params = jax.eval_shape(task.model.init, jax.random.key(0))
+    leaves = None
+    if sketch is not None and sketch < num_params(task.model):
+        loss, unit = ordering.grouped(task.model.loss), unit_of(task.train, sizes.unit_size)
+        leaves = ordering.sketched_parameters(loss, params, unit, jax.random.key(0), size=sketch)
+    of_state = functools.partial(ordering.scale_of, leaves=leaves, power=power)
+    try:
+        jax.eval_shape(of_state, jax.eval_shape(optimizers.inner(recipe).init, params), params)
+    except ValueError as error:
+        raise ValueError(
+            f"--scale needs a second moment, and --optimizer={recipe.optimizer} has none: "
+            f"pass --optimizer=adamw, or leave it out ({error})"
+        ) from error
+
+    def scale(state, params):
+        if rounds.in_step:
+            return of_state(state, params)
+        return of_state(state.inner, params, axis_name=AXIS)
+
+    return scale
+
+
+def unit_of(train, unit_size: int):
+    """The shapes of a batch of one unit."""
+    few = train if isinstance(train, dict) else ordering.input.reader(train)[1](np.arange(1))
+    shape = lambda x: jax.ShapeDtypeStruct((1, unit_size, *x.shape[1:]), x.dtype)  # noqa: E731
+    return jax.tree.map(shape, few)

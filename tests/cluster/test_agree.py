@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 
 import experiments.study.flags
-from experiments.cluster import agree, digest
+from experiments.cluster import agree
 from tests.commands import ROOT
 
 
@@ -74,17 +74,17 @@ def test_shared_flags_are_compared_and_per_process_flags_are_not():
 
 
 def test_large_data_are_compared_by_a_sample(monkeypatch):
-    monkeypatch.setattr(digest, "WHOLE", 0)
+    monkeypatch.setattr(agree, "WHOLE", 0)
     x = np.zeros((2000, 3), np.float32)
     last = x.copy()
     last[-1] = 1
-    assert digest.set_hash({"x": x}) != digest.set_hash({"x": last})
-    assert digest.set_hash({"x": x}) == digest.set_hash({"x": x.copy(order="F")})
+    assert agree.set_hash({"x": x}) != agree.set_hash({"x": last})
+    assert agree.set_hash({"x": x}) == agree.set_hash({"x": x.copy(order="F")})
 
 
 def test_the_hash_of_the_code_covers_all_packages():
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages == {*digest.PACKAGES, "tests", "benchmarks"}  # no run imports these two
+    assert packages == {*agree.PACKAGES, "tests", "benchmarks"}  # no run imports these two
 
 
 @pytest.mark.parametrize(

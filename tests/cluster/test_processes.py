@@ -12,7 +12,7 @@ from absl import flags
 
 import experiments.study.flags
 from experiments.cluster import processes
-from experiments.training import placement
+from experiments.training import input
 from local_opt.workers import owned_sharding, worker_mesh
 from tests import pair
 from tests.commands import environment
@@ -196,10 +196,10 @@ def test_a_single_process_is_the_first_and_places_all_data():
     values = {"x": np.arange(8.0, dtype=np.float32).reshape(4, 2)}
     sharding = owned_sharding(worker_mesh(4))
     for where in (None, sharding):
-        placed = placement.place(values, where)
+        placed = input.place(values, where)
         assert where is None or placed["x"].sharding == where
-        np.testing.assert_array_equal(placement.on_host(placed)["x"], values["x"])
+        np.testing.assert_array_equal(input.on_host(placed)["x"], values["x"])
     assert processes.is_first() and not processes.several()
-    assert placement.own_workers(worker_mesh(4), 4) == [0, 1, 2, 3]
+    assert input.own_workers(worker_mesh(4), 4) == [0, 1, 2, 3]
     assert processes.mesh_of("turns", 4) is None
     assert processes.mesh_of("mesh", 4).shape == {"worker": 4}

@@ -38,9 +38,9 @@ def test_the_bound_of_coordinated_orders_does_not_grow_with_the_workers():
 
 
 def test_bound_of_the_training_metric_equals_the_function(monkeypatch):
-    """training/bounds.py, which reads the data twice, against the bound of stacked gradients."""
+    """training/measure.py, which reads the data twice, against the bound of stacked gradients."""
     import models
-    from experiments.training import bounds
+    from experiments.training import measure
 
     model = models.softmax_regression(num_features=5, num_classes=3)
     rng = np.random.default_rng(0)
@@ -50,8 +50,8 @@ def test_bound_of_the_training_metric_equals_the_function(monkeypatch):
     }
     params = jax.tree.map(lambda p: p + 0.1, model.init(jax.random.key(0)))
     orders = jnp.asarray(np.stack([rng.permutation(7) for _ in range(4)]))
-    monkeypatch.setattr(bounds, "HELD", 2 * 18)  # two of seven units at once
-    measured = bounds.order_bounds(model, 4, num_units=7)
+    monkeypatch.setattr(measure, "HELD", 2 * 18)  # two of seven units at once
+    measured = measure.order_bounds(model, 4, num_units=7)
 
     def unit_gradient(x, y):
         grad = jax.grad(lambda p: model.loss(p, {"x": x, "y": y}, None)[0])(params)

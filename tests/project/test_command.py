@@ -144,7 +144,7 @@ def test_a_wheel_has_every_file_and_three_top_level_names(unpacked):
 
 def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked, elsewhere):
     """The hash of its code is that of the clone."""
-    from experiments.cluster import digest
+    from experiments.cluster import agree
 
     listed = ran([sys.executable, "-P", "-m", "syncopate.command"], elsewhere, PYTHONPATH=unpacked)
     assert "  cd_grab " in listed
@@ -160,14 +160,14 @@ assert not any(map(PathFinder.find_spec, {BUNDLED}))
 runpy.run_module = lambda name, **options: print(name)
 command.main(["cd_grab", "--seeds=1"])
 import models
-from experiments.cluster import digest
+from experiments.cluster import agree
 assert "--task=cifar10_vit" in command.preset("tiny/qsr_vit_b_4096")
 assert sys.argv[1:] == ["--seeds=1"] and os.environ["PYTHONPATH"].startswith(sys.path[0])
-print(models.__file__, digest.code_hash())
+print(models.__file__, agree.code_hash())
 """
     printed = ran([sys.executable, "-P", "-c", code], elsewhere, PYTHONPATH=unpacked).split()
     of_models = unpacked / "syncopate" / "_bundled" / "models" / "__init__.py"
-    assert printed == ["experiments.cd_grab", str(of_models), digest.code_hash()]
+    assert printed == ["experiments.cd_grab", str(of_models), agree.code_hash()]
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import cd_grab, qsr
-from experiments.cluster import digest, processes
-from experiments.cluster.digest import data_hash
+from experiments.cluster import agree, processes
+from experiments.cluster.agree import data_hash
 from experiments.results import records
 from experiments.tasks import TASKS
 from experiments.tasks.base import first_of
@@ -294,10 +294,10 @@ def test_settings_of_jax_that_decide_numbers_belong_to_a_run(finished, tmp_path,
 
 
 def test_other_conditions_are_told_when_a_run_goes_on(finished, tmp_path, capsys, monkeypatch):
-    folder, now = shutil.copytree(finished, tmp_path / "run"), digest.conditions()
+    folder, now = shutil.copytree(finished, tmp_path / "run"), agree.conditions()
     train_run([*SHORT, "--checkpoint_every=7"], folder)
     assert "other conditions" not in capsys.readouterr().out
-    monkeypatch.setattr(digest, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
+    monkeypatch.setattr(agree, "conditions", lambda: now | {"cores": "1000", "jax": "9.9"})
     train_run([*SHORT, "--checkpoint_every=7"], folder)
     told = f"(cores: '{now['cores']}' there, '1000' here, jax: '{jax.__version__}' there, '9.9'"
     assert f"24 was written under other conditions {told} here)" in capsys.readouterr().out
@@ -305,7 +305,7 @@ def test_other_conditions_are_told_when_a_run_goes_on(finished, tmp_path, capsys
 
 def test_conditions_hold_the_flags_of_xla_but_the_number_of_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_force_host_platform_device_count=3 --xla_a=2")
-    assert digest.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
+    assert agree.conditions()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
 
 
 @pytest.fixture
