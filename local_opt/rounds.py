@@ -46,10 +46,10 @@ class LocalState(NamedTuple):
 
     since: Int[Array, ""]  # steps since the last sync
     inner: Any
-    anchor: Any  # the parameters after the last sync; () if nothing needs them
-    outer: Any  # state of the outer optimizer, equal on all workers
-    lost: Any  # what the wire has rounded off this worker's changes; () without feedback
-    drift: Float[Array, ""] | tuple[()]  # at the last sync; () if it is not measured
+    anchor: Any = ()  # the parameters after the last sync; () if nothing needs them
+    outer: Any = ()  # state of the outer optimizer, equal on all workers
+    lost: Any = ()  # what the wire has rounded off this worker's changes; () without feedback
+    drift: Float[Array, ""] | tuple[()] = ()  # at the last sync; () if it is not measured
     correction: Any = ()  # state of the correction; () without one
 
 

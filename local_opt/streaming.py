@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 
-from local_opt.checks import check_call, check_kind
-from local_opt.outer import checked, outer_step
+from local_opt.checks import check_call, unchecked_calls
+from local_opt.outer import checked
+from local_opt.rounds import LocalState, local_rounds
 from local_opt.segments import Event
-from local_opt.state import LOCAL, apart, check_survives, floating_as
-from local_opt.sync import averaged, check_own, nothing_lost, synchronize_changes
+from local_opt.state import LOCAL, check_survives
 from local_opt.weights import checked_weight, if_counted, wide_type
 from local_opt.wires import Wire, check_wire
 from local_opt.workers import AXIS, AxisName
@@ -113,13 +113,27 @@ def streaming_rounds(
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
     check_number("mixing", mixing, "[0, 1)")
-    mesh.check_specs(specs, axis_name)
-    check_wire(wire)
     inner = checked(inner)
     outer = None if outer is None else checked(outer, "outer")
+    check_wire(wire)
+
+    def init_inner(params):
+        state = inner.init(params)
+        check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
+        return state
+
+    # One rounds takes the steps, and each fragment has rounds of its own, whose sync is its start.
+    steps = local_rounds(inner._replace(init=init_inner), axis_name=axis_name, specs=specs)
+    steps = unchecked_calls(steps)
 
     def parts_of(params):
         return _parts(_labels(params, fragments))
+
+    def rounds_of(params, part):
+        own = None if specs is None else _pick(mesh.like(specs, params), part)
+        return unchecked_calls(local_rounds(
+            optax.identity(), axis_name=axis_name, outer=outer, wire=wire, specs=own
+        ))  # fmt: skip
 
     def part_of(params, state, fragment):
         check_call(init, state, params, params)
@@ -127,46 +141,39 @@ def streaming_rounds(
         return parts_of(params)[fragment]
 
     def init(params):
-        check_kind(params)
-        state = apart(inner.init(params), params)
-        check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
-        own = [_pick(params, part) for part in parts_of(params)]
-        lost = [floating_as(nothing_lost(leaves, wire), leaves, axis_name) for leaves in own]
+        whole, parts = steps.init(params), parts_of(params)
+        own = [rounds_of(params, part).init(_pick(params, part)) for part in parts]
         return StreamingState(
-            since=jnp.zeros(len(own), jnp.int32),
-            inner=floating_as(state, params, axis_name),
+            since=jnp.zeros(len(parts), jnp.int32),
+            inner=whole.inner,
             anchor=jax.tree.map(jnp.copy, params),
-            outer=tuple(apart(outer.init(leaves), params) if outer else () for leaves in own),
-            lost=tuple(lost),
+            outer=tuple(state.outer for state in own),
+            lost=tuple(state.lost for state in own),
         )
 
     def update(grads, state, params=None, **extra):
         check_call(init, state, params, grads)
-        check_own(grads, axis_name)
-        updates, inner_state = inner.update(grads, state.inner, params, **extra)
-        return updates, state._replace(inner=inner_state, since=state.since + 1)
+        updates, own = steps.update(grads, LocalState(state.since, state.inner), params, **extra)
+        return updates, state._replace(inner=own.inner, since=own.since)
 
     def start(params, state, *, fragment: int, weight: ArrayLike | None = None):
         part = part_of(params, state, fragment)
-        anchor, outers, losses = _pick(state.anchor, part), list(state.outer), list(state.lost)
-        own_specs = None if specs is None else _pick(mesh.like(specs, params), part)
-        own = _pick(params, part)
-        check_own(own, axis_name, all_of=True)
-        steps = state.since[fragment].astype(jnp.float32) if outer else ()
-        (mean, steps), share = averaged((own if wire is None else (), steps), axis_name, weight)
-        if wire is not None:
-            mean, losses[fragment] = synchronize_changes(
-                own, axis_name=axis_name, anchor=anchor, wire=wire, lost=losses[fragment],
-                specs=own_specs, share=share,
-            )  # fmt: skip
-        new, outers[fragment] = outer_step(outer, outers[fragment], anchor, mean, steps)
-        new = state._replace(
-            since=state.since.at[fragment].set(0),
+        own = LocalState(
+            since=state.since[fragment],
+            inner=optax.EmptyState(),
+            anchor=_pick(state.anchor, part) if outer or wire else (),
+            outer=state.outer[fragment],
+            lost=state.lost[fragment],
+        )
+        new, own = rounds_of(params, part).sync(_pick(params, part), own, weight=weight)
+        outers, losses = list(state.outer), list(state.lost)
+        outers[fragment], losses[fragment] = own.outer, own.lost
+        return state._replace(
+            since=state.since.at[fragment].set(own.since),
             anchor=_placed(state.anchor, part, new),
             outer=tuple(outers),
             lost=tuple(losses),
         )
-        return mesh.alike(new, state)
 
     def finish(
         params, state, *, fragment: int, last: bool = False, weight: ArrayLike | None = None
