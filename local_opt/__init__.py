@@ -1,21 +1,18 @@
 """Local steps with any optax optimizer: workers synchronise where a plan says, not every step."""
 
-from local_opt.drift import Correction, control_variates, proximal
+from local_opt.corrections import Correction, control_variates, proximal
 from local_opt.forecast import communication_time, forecast, sync_bytes
+from local_opt.formats import WIRES, Wire
 from local_opt.gpa import gpa, gpa_eval_params
-from local_opt.lift import lift
+from local_opt.lift import lift, owned
+from local_opt.mean import synchronize
 from local_opt.outer import normalize_by_period
-from local_opt.owned import owned
-from local_opt.parallel import accumulated_rounds, parallel_rounds
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
 from local_opt.presets import diloco, muloco, slowmo, snoo, sparseloco
-from local_opt.rounds import Rounds, local_rounds
+from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, parallel_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
-from local_opt.segments import stream_segments
-from local_opt.streaming import Streaming, streaming_rounds
-from local_opt.sync import synchronize
+from local_opt.streaming import Streaming, stream_segments, streaming_rounds
 from local_opt.transform import local_steps
-from local_opt.wires import WIRES, Wire
 from local_opt.workers import check_same_plan, check_synced, consolidate, reestimate
 
 __all__ = [

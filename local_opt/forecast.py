@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from local_opt.formats import LANES, Wire, check_wire, rows_of
 from local_opt.plans import SyncPlan
-from local_opt.segments import check_turns, stream_segments
-from local_opt.wires import LANES, Wire, check_wire, rows_of
+from local_opt.streaming import check_turns, stream_segments
 from syncopate.plans import as_array, check_number, check_whole
 
 

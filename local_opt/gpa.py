@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from local_opt.checks import check_call, check_kind
-from local_opt.outer import checked
+from local_opt.outer import check_call, checked
+from local_opt.workers import check_kind
 from syncopate.plans import check_like, check_number
 
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +13,10 @@ from jax.typing import ArrayLike
 from jaxtyping import PyTree
 from optax import contrib
 
-from local_opt.checks import check_scalar
+from local_opt.mean import check_scalar
 from local_opt.plans import SyncPlan, check_plan
-from local_opt.weights import wide_type
-from syncopate.plans import check_number, check_whole, is_number
+from local_opt.workers import wide_type
+from syncopate.plans import check_like, check_number, check_whole, is_number
 
 # {a state: what its optimizer takes, and what to do}: gradients that are not like the parameters.
 TAKES = {
@@ -54,6 +55,20 @@ def checked(
         return state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> None:
+    """Raises ValueError unless gradients are like the parameters, and the state as init makes it.
+
+    Without parameters (None) the gradients stand in for them.
+    """
+    if params is not None:
+        check_like("gradient", grads, params, "the parameters")
+    try:
+        made = jax.eval_shape(init, grads if params is None else params)
+    except jax.errors.JAXTypeError:  # an init that looks at values
+        return
+    check_like("state", state, made, "init(params)")
 
 
 def outer_step(outer: Any, state: Any, anchor: PyTree, mean: PyTree, period: Any) -> tuple:

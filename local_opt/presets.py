@@ -10,10 +10,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree
 from optax import contrib
 
+from local_opt.formats import top_k_wire
 from local_opt.outer import outer_momentum
 from local_opt.plans import SyncPlan
 from local_opt.transform import local_steps
-from local_opt.wires import top_k_wire
 from local_opt.workers import AXIS, AxisName
 from syncopate.plans import check_function, check_number
 

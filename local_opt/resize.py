@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from local_opt.checks import check_leading
-from local_opt.owned import folded
-from local_opt.parallel import AccumulateState
-from local_opt.rounds import LocalState
-from local_opt.workers import first
+from local_opt.lift import folded
+from local_opt.rounds import AccumulateState, LocalState
+from local_opt.workers import check_leading, first
 from syncopate.mesh import is_key
 from syncopate.plans import check_like, check_whole
 

@@ -11,12 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from local_opt.checks import check_call, check_scalar, unchecked_calls
-from local_opt.drift import Correction
+from local_opt.corrections import Correction
+from local_opt.formats import Wire
+from local_opt.mean import check_scalar
+from local_opt.opt_state import LOCAL
+from local_opt.outer import check_call
 from local_opt.plans import SyncPlan, check_plan
-from local_opt.rounds import local_rounds
-from local_opt.state import LOCAL
-from local_opt.wires import Wire
+from local_opt.rounds import local_rounds, unchecked_calls
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 from syncopate.plans import is_whole

@@ -1,20 +1,22 @@
 """Where workers are, what must be equal on all of them, and one model from those of all."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from local_opt.checks import check_leading
-from local_opt.weights import wide_type
 from syncopate.mesh import is_key
 from syncopate.plans import Plan, as_array, check_function, check_like, check_number, is_whole
 
 AXIS = "worker"
 AxisName = str | tuple[str, ...]
+ARRAYS = "pass arrays alone, without texts and the arrays of other libraries."
+TRAINED = "only floating parameters can be trained and averaged. Keep it outside the parameters."
 
 
 def consolidate(tree: PyTree) -> PyTree:
@@ -276,3 +278,36 @@ def owned_sharding(mesh: Mesh | None) -> NamedSharding | None:
 def shared_sharding(mesh: Mesh | None) -> NamedSharding | None:
     """The sharding of arrays that are the same for all workers; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def check_leading(tree: PyTree, of: str) -> int:
+    """The length of the leading axis, one and the same of all leaves; else raises ValueError."""
+    check_kind(tree, np.generic, ARRAYS)
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    count = np.shape(paths[0][1])[:1] if paths else (1,)
+    for path, x in paths:
+        if np.shape(x)[:1] != count or count in ((), (0,)):
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} has the shape {np.shape(x)}: pass arrays with "
+                f"a leading axis of at least one {of}, and of one length in all leaves."
+            )
+    return count[0]
+
+
+def check_kind(params: PyTree, kind: Any = jnp.inexact, why: str = TRAINED) -> None:
+    """Raises ValueError for a leaf of another kind, and says why."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        try:
+            found = jax.typeof(leaf).dtype
+            fits = jnp.issubdtype(found, kind)
+        except TypeError:  # not an array
+            found, fits = type(leaf).__name__, False
+        if not fits:
+            raise ValueError(f"leaf {jax.tree_util.keystr(path)} is {found}: {why}")
+
+
+def wide_type(dtype: DTypeLike) -> Any:
+    """float32 or int32 in place of a narrower type, and any other type itself."""
+    if jnp.dtype(dtype).itemsize >= 4:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else jnp.int32)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 import local_opt
 from experiments.training.config import RunConfig
-from local_opt.segments import Event
+from local_opt.streaming import Event
 
 
 class TurnState(NamedTuple):

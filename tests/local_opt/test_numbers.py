@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import resize, wires
+from local_opt import formats, resize
 from tests.bad_values import drawn, real, whole
 
 ONE = jnp.ones(2)
@@ -24,13 +24,13 @@ def corrected(rate):
 
 SCALARS = ("1", 1j, np.ones(2), jnp.ones(1), set(), jax.random.key(0), 10**400)
 CALLS = {  # {function, argument: (call, values)}
-    "float_wire, feedback": (lambda v: wires.float_wire("bfloat16", feedback=v), real(1.5)),
-    "integer_wire, feedback": (lambda v: wires.integer_wire(8, feedback=v), real(1.5)),
-    "integer_wire, bits": (wires.integer_wire, whole()),
-    "top_k_wire, feedback": (lambda v: wires.top_k_wire(1 / 64, feedback=v), real(0)),
-    "top_k_wire, density": (wires.top_k_wire, real(0)),
-    "top_k_wire, bits": (lambda v: wires.top_k_wire(1 / 64, bits=v), [4, *whole()]),
-    "top_k_wire, block": (lambda v: wires.top_k_wire(0.5, block=v), [100, *whole()]),
+    "float_wire, feedback": (lambda v: formats.float_wire("bfloat16", feedback=v), real(1.5)),
+    "integer_wire, feedback": (lambda v: formats.integer_wire(8, feedback=v), real(1.5)),
+    "integer_wire, bits": (formats.integer_wire, whole()),
+    "top_k_wire, feedback": (lambda v: formats.top_k_wire(1 / 64, feedback=v), real(0)),
+    "top_k_wire, density": (formats.top_k_wire, real(0)),
+    "top_k_wire, bits": (lambda v: formats.top_k_wire(1 / 64, bits=v), [4, *whole()]),
+    "top_k_wire, block": (lambda v: formats.top_k_wire(0.5, block=v), [100, *whole()]),
     "mean_of, workers": (lambda v: resize.mean_of(ONE, v), whole()),
     "resize, workers": (lambda v: resize.resize(STREAM.init(ONE), None, v, "mean"), whole()),
     "control_variates, rate": (corrected, SCALARS),
@@ -51,4 +51,4 @@ def test_what_is_no_such_number_is_refused(name):
 
 def test_numbers_of_numpy_and_jax_are_numbers():
     for one in (np.float64(0.5), jnp.float32(0.5), np.array(0.5)):
-        wires.top_k_wire(one, feedback=one)
+        formats.top_k_wire(one, feedback=one)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import local_opt
-from local_opt.parallel import AccumulateState
 from local_opt.resize import mean_of, resize
-from local_opt.rounds import LocalState
+from local_opt.rounds import AccumulateState, LocalState
 
 ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import sync
+from local_opt import mean as mean_lib
 from local_opt.workers import worker_mesh
 from tests.problems import (
     NESTEROV,
@@ -176,7 +176,7 @@ def test_simulated_workers_may_have_two_axes(optimised):
 def test_processes_on_cpus_send_small_leaves_as_one_vector(monkeypatch):
     """Of each dtype, and bitwise as leaf by leaf; a large leaf goes alone."""
     mesh = worker_mesh(W)
-    monkeypatch.setattr(sync, "JOINED", 8)
+    monkeypatch.setattr(mean_lib, "JOINED", 8)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     rng, shapes = np.random.default_rng(0), {"a": (2, 4), "b": (), "c": (3,), "d": (9,), "e": (5,)}
     tree = {name: rng.normal(size=(W, *shape)).astype(np.float32) for name, shape in shapes.items()}

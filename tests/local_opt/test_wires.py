@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt import WIRES, groups, packing, sync, wires
+from local_opt import WIRES, exchange, formats, mean
 from tests import reference
 from tests.problems import (
     PLAN,
@@ -39,8 +39,8 @@ def send(wire, changes, lost, run="vmap", anchor=ANCHOR, weights=None):
 
     def one(change, lost, *weight):
         tree = jax.tree.map(jnp.add, anchor, change)
-        _, share = sync.averaged((), "worker", *(weight or [None]))
-        return sync.synchronize_changes(
+        _, share = mean.averaged((), "worker", *(weight or [None]))
+        return exchange.synchronize_changes(
             tree, axis_name="worker", anchor=anchor, wire=wire, lost=lost, share=share
         )
 
@@ -49,7 +49,7 @@ def send(wire, changes, lost, run="vmap", anchor=ANCHOR, weights=None):
 
 
 def nothing(wire):
-    return jax.vmap(lambda tree: sync.nothing_lost(tree, wire))(CHANGES[0])
+    return jax.vmap(lambda tree: exchange.nothing_lost(tree, wire))(CHANGES[0])
 
 
 def rows(tree):
@@ -90,8 +90,8 @@ def test_a_sync_equals_the_reference_worker_by_worker(name, run, weights):
 FULL = {
     "int8": WIRES["int8"],
     "int4": WIRES["int4"],
-    "top_k": wires.top_k_wire(1 / 64, feedback=1.0),
-    "bfloat16": wires.float_wire(jnp.bfloat16, feedback=1.0),
+    "top_k": formats.top_k_wire(1 / 64, feedback=1.0),
+    "bfloat16": formats.float_wire(jnp.bfloat16, feedback=1.0),
 }
 
 
@@ -129,10 +129,10 @@ def test_a_message_has_the_size_and_type_that_its_wire_says(name):
 def test_numbers_of_any_bits_are_packed_in_that_many_and_come_back(bits):
     for m in (1, 3, 8, 21):
         codes = RNG.integers(0, 2**bits, (m, 128)).astype(np.uint16)
-        message = packing.packed(jnp.asarray(codes), bits)
-        assert len(message) == packing.packed_rows(m, bits) and message.dtype == jnp.uint8
+        message = formats.packed(jnp.asarray(codes), bits)
+        assert len(message) == formats.packed_rows(m, bits) and message.dtype == jnp.uint8
         assert 0 <= 8 * len(message) - m * bits < 8 * bin(bits % 8).count("1") + 1
-        np.testing.assert_array_equal(packing.unpacked(message, bits, m), codes)
+        np.testing.assert_array_equal(formats.unpacked(message, bits, m), codes)
 
 
 def test_a_block_of_sparseloco_takes_112_bytes():
@@ -143,22 +143,22 @@ def test_a_block_of_sparseloco_takes_112_bytes():
         assert 0 <= 128 * wire.message_rows(n * 32) - 112 * n - 8 * -(-n // 64) < 1024
 
 
-@pytest.mark.parametrize("wire", [WIRES["int4"], wires.top_k_wire(1 / 64, block=256)])
+@pytest.mark.parametrize("wire", [WIRES["int4"], formats.top_k_wire(1 / 64, block=256)])
 def test_groups_are_sent_as_each_of_them_alone(wire, monkeypatch):
     """To the bit, however leaves are cut."""
     size = 128 * 128 * wire.multiple * (16 if wire.gathers else W)
     shapes = {"a": (size // 2,), "b": (3, size // 2), "c": (7,)}  # of two groups and a little
     change = {k: on_grid(W, *shape, scale=0.01) for k, shape in shapes.items()}
     anchor = {k: on_grid(*shape) for k, shape in shapes.items()}
-    lost = jax.vmap(lambda x: sync.nothing_lost(x, wire))(change)
+    lost = jax.vmap(lambda x: exchange.nothing_lost(x, wire))(change)
     parts = [(0, size), (size, 2 * size), (2 * size, 2 * size + 7)]
     alone = []
     for start, end in parts:
         own = rows(change)[:, start:end].astype(np.float32)
         cut = rows(copies(anchor))[0, start:end].astype(np.float32)
         alone.append(send(wire, own, jnp.zeros_like(own), anchor=cut))
-    monkeypatch.setattr(groups, "GROUP", 1)
-    monkeypatch.setattr(groups, "GROUPS", 2**30)
+    monkeypatch.setattr(exchange, "GROUP", 1)
+    monkeypatch.setattr(exchange, "GROUPS", 2**30)
     found = send(wire, change, lost, anchor=anchor)
     for tree, expected in zip(found, zip(*alone, strict=True), strict=True):
         np.testing.assert_array_equal(rows(tree), np.concatenate(expected, axis=1))
@@ -208,7 +208,7 @@ def test_feedback_passes_a_planned_step_on_a_mesh(optimised):
 
 
 def one(tree):
-    return sync.synchronize_changes(tree, anchor=tree, wire=WIRES["int8"])
+    return exchange.synchronize_changes(tree, anchor=tree, wire=WIRES["int8"])
 
 
 test_bad_wires_and_leaves_are_refused = refuses({
@@ -218,8 +218,8 @@ test_bad_wires_and_leaves_are_refused = refuses({
         lambda: local_opt.local_rounds(SGD, axis_name="worker", wire=jnp.bfloat16),
         "wire is .*bfloat16.* pass one of local_opt.WIRES",
     ),
-    "bits": (lambda: wires.integer_wire(3), r"bits is 3: it must be one of \[4, 8\]"),
-    "float": (lambda: wires.float_wire(jnp.int8), "dtype is .*int8.* take integer_wire"),
-    "no dtype": (lambda: wires.float_wire(16), "dtype is 16: it must be bfloat16 or float16"),
-    "k": (lambda: wires.top_k_wire(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
+    "bits": (lambda: formats.integer_wire(3), r"bits is 3: it must be one of \[4, 8\]"),
+    "float": (lambda: formats.float_wire(jnp.int8), "dtype is .*int8.* take integer_wire"),
+    "no dtype": (lambda: formats.float_wire(16), "dtype is 16: it must be bfloat16 or float16"),
+    "k": (lambda: formats.top_k_wire(0.3, block=128), "density is 0.3 of blocks of 128: .*38 /"),
 })  # fmt: skip

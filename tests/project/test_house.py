@@ -121,7 +121,7 @@ def test_test_files_do_not_import_each_other():
 CHANGES = {
     "a new sign rule for pairs": "ordering/signs.py",
     "a new synchronisation rule": "local_opt/rules.py",
-    "a new format for what workers send": "local_opt/wires.py",
+    "a new format for what workers send": "local_opt/formats.py",
     "a new echo policy": "ordering/echo/plans.py",
     "a published setting of hyper-parameters": "experiments/study/recipes.py",
     "a new scalar in every record, table and picture": "experiments/tasks/metrics.py",

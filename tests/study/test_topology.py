@@ -33,7 +33,7 @@ from experiments.study.tables import ORDERS, SYNC_RULES
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import num_params
-from local_opt import groups
+from local_opt import exchange
 from local_opt.workers import owned_sharding, worker_mesh
 from ordering.exchange import slice_size
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
@@ -278,8 +278,8 @@ def test_a_wire_takes_memory_for_a_group_and_sends_the_bytes_of_all(monkeypatch)
         (params, jax.eval_shape(rounds.init, params)),
     )
     for group in (2**22, 2**19):
-        monkeypatch.setattr(groups, "GROUP", group)
-        monkeypatch.setattr(groups, "GROUPS", 2**30)
+        monkeypatch.setattr(exchange, "GROUP", group)
+        monkeypatch.setattr(exchange, "GROUPS", 2**30)
         sync = local_opt.lift(rounds.sync, mesh, inputs="owned owned", outputs="owned owned")
         lowered = jax.jit(sync, donate_argnums=(0, 1)).lower(*args)
         found.append(compile_or_refuse(lowered, chip))

@@ -1,141 +1,21 @@
-"""The mean over the workers of a tree, or of its changes, inside vmap or shard_map."""
+"""The mean change of all workers, sent in a narrow format, one group of leaves after the other."""
 
 import functools
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from local_opt.checks import ARRAYS, check_kind
-from local_opt.groups import after_all, groups_of
-from local_opt.weights import checked_weight, scaled, weighed, wide_type
-from local_opt.wires import LANES, Wire, rows_of
-from local_opt.workers import AXIS, AxisName
+from local_opt.formats import LANES, Wire, rows_of
+from local_opt.mean import check_axis, pieces_of, weighed
+from local_opt.workers import AXIS, AxisName, check_kind
 from syncopate import mesh
 
-JOINED = 2**20  # numbers of an array that is rather copied than sent alone: 4 MB take gloo 5 ms
-
-
-def synchronize(
-    tree: PyTree, *, axis_name: AxisName = AXIS, weight: ArrayLike | None = None
-) -> PyTree:
-    """Overwrites every floating leaf with its mean over the workers.
-
-    x <- 1/W sum_w x_w, or with weights v_w, x <- sum_w v_w x_w / sum_w v_w. Sums are taken in
-    float32 (float64 leaves in float64), cast back, and bitwise equal on all workers; they must fit
-    that type, |x_w| < 3e38 / W. Integers, booleans and PRNG keys stay this worker's own.
-
-    Args:
-      tree: this worker's arrays.
-      axis_name: the workers' axis or axes, bound by `jax.vmap` or `jax.shard_map`.
-      weight: v_w >= 0 and finite, one number of this worker, as of its tokens, or a bool; None for
-        equal weights. An array of a worker with weight zero is not read, so it may be NaN. Where
-        all weights are zero, or one is negative or not finite, the mean is NaN.
-
-    Returns:
-      A tree of the same shapes and dtypes.
-
-    Raises:
-      ValueError: outside of the workers' axis, for leaves that are no arrays, a weight that is not
-        one number, or a tree that is equal on all workers by its type, as a gradient that JAX has
-        added up over them.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, local_opt
-      >>> jax.vmap(local_opt.synchronize, axis_name="worker")(jnp.array([1.0, 2.0, 6.0])).tolist()
-      [3.0, 3.0, 3.0]
-      >>> mean = jax.vmap(lambda x, v: local_opt.synchronize(x, weight=v), axis_name="worker")
-      >>> mean(jnp.array([1.0, 2.0, jnp.nan, 6.0]), jnp.array([200, 100, 0, 100])).tolist()
-      [2.5, 2.5, 2.5, 2.5]
-    """
-    _check_axis(axis_name)
-    check_kind(tree, np.generic, ARRAYS)
-    check_own(tree, axis_name, all_of=True)
-    return averaged(tree, axis_name, weight)[0]
-
-
-def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
-    """(the tree's mean, this worker's weight by the mean weight or None): see `synchronize`."""
-    _check_axis(axis_name)
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves, share = [jnp.asarray(x) for x in leaves], None
-    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    wide = [leaves[i].astype(wide_type(leaves[i].dtype)) for i in places]
-    if weight is None:
-        means = _means(wide, axis_name)
-    else:
-        weight = scaled(checked_weight(weight), axis_name)
-        # Together, so that processes on CPUs send the weight in the vector of the leaves.
-        *means, total = _means([*(weighed(x, weight) for x in wide), weight], axis_name)
-        means = [m / total.astype(m.real.dtype) for m in means]
-        share = weight / total
-    for i, mean in zip(places, means, strict=True):
-        leaves[i] = mean.astype(leaves[i].dtype)
-    return jax.tree.unflatten(treedef, leaves), share
-
-
-def _check_axis(axis_name):
-    """Raises ValueError outside of the axis; () is one worker without an axis."""
-    if axis_name != ():
-        mesh.axis_size(axis_name)
-
-
-def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
-    """Raises ValueError for a floating leaf that is typed as equal on all workers, or if all are.
-
-    JAX has added up such a gradient over the workers: it is W times their mean. Where types say
-    nothing, as under `check_vma=False` and `jax.vmap`, nothing is refused.
-    """
-    typed = mesh.typed_axes(axis_name)
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    floating = [(path, x) for path, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    equal = [(path, typed - mesh.varying_axes(x)) for path, x in floating]
-    equal = [(jax.tree_util.keystr(path), sorted(axes)) for path, axes in equal if axes]
-    if equal and (len(equal) == len(floating) or not all_of):
-        name, axes = equal[0]
-        raise ValueError(
-            f"leaf {name or '(the array)'} is typed as equal on all workers of {axes}, as are "
-            "parameters under in_specs=jax.P() and their gradients, which JAX has added up over "
-            f"the workers. Before the gradient call params = jax.lax.pcast(params, {tuple(axes)}, "
-            "to='varying'), or give parameters a leading worker axis and in_specs=jax.P('worker')."
-        )
-
-
-def _means(arrays, axis_name):
-    """The mean of each array over the workers; processes on CPUs send small ones as one vector."""
-    names, manual = mesh.names_of(axis_name), jax.sharding.get_abstract_mesh().manual_axes
-    simulated = [name for name in names if name not in manual]
-    # Over axes inside a worker a compiler would gather the vector's shards.
-    if mesh.platform() != "cpu" or mesh.beside(axis_name):
-        return lax.pmean(arrays, axis_name)
-    if simulated == list(names):
-        return [_simulated_mean(x, names) for x in arrays]
-    if jax.process_count() == 1 or simulated:
-        return lax.pmean(arrays, axis_name)
-    # CPUs send array after array, and each waits for the other processes.
-    groups = {}  # by dtype, or alone
-    for i, x in enumerate(arrays):
-        groups.setdefault(x.dtype if x.size <= JOINED else i, []).append(i)
-    means = list(arrays)
-    for places in groups.values():
-        own = [arrays[i] for i in places]
-        vector = lax.pmean(jnp.concatenate([x.reshape(-1) for x in own]), axis_name)
-        for i, mean in zip(places, _leaves(vector, own), strict=True):
-            means[i] = mean
-    return means
-
-
-def _simulated_mean(x, names):
-    """The mean of an array over workers of one device, a CPU."""
-    count = lax.axis_size(names)
-    for name in names:
-        rows = lax.all_gather(x, name)  # XLA takes ten times as long for a sum as for a product
-        x = jnp.tensordot(jnp.ones(len(rows), x.dtype), rows, 1, precision="highest")
-    return x / count
+# Numbers of a group, unless a share of all is more: a wire takes a few copies of its group.
+GROUP, GROUPS = 2**22, 16
 
 
 def synchronize_changes(
@@ -177,7 +57,7 @@ def synchronize_changes(
     """
     why = f"the wire ({wire.rule}) sends real floating numbers only. Keep it outside, or wire=None."
     check_kind(tree, jnp.floating, why)
-    _check_axis(axis_name)
+    check_axis(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
     if not leaves:
@@ -203,6 +83,24 @@ def synchronize_changes(
     return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
 
 
+def check_alone(axis_name: AxisName, wire: Wire) -> None:
+    """Raises ValueError if the mesh in scope has axes beside the workers' and no specs came."""
+    if others := mesh.beside(axis_name):
+        raise ValueError(
+            f"the wire ({wire.rule}) sends leaves as one vector, for which a compiler would gather "
+            f"shards over the mesh axes {others} beside the workers' {axis_name!r}. Pass specs=, "
+            "how parameters are split over these axes, or specs=jax.P() if they are not."
+        )
+
+
+def _by_axes(specs) -> list[list[int]]:
+    """The numbers of the specs, grouped by the axes that they name."""
+    groups = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
+    return list(groups.values())
+
+
 def _sent(wire, axis_name, share, leaves, anchors, losses):
     """Lists of the leaves after the sync, and of what is lost."""
     exchange, done = _gathered if wire.gathers else _in_halves, []
@@ -222,7 +120,7 @@ def _sent(wire, axis_name, share, leaves, anchors, losses):
         rows = lax.optimization_barrier(_rows(pieces, wire, axis_name))
         mean, lost_rows = lax.optimization_barrier(exchange(wire, rows, axis_name))
         done = [mean, lost_rows]
-        parts = zip(group, _leaves(mean, pieces), _leaves(lost_rows, pieces), strict=True)
+        parts = zip(group, pieces_of(mean, pieces), pieces_of(lost_rows, pieces), strict=True)
         for (i, _, end), mean_piece, lost_piece in parts:
             means[i].append(mean_piece)
             lost[i].append(lost_piece)
@@ -241,6 +139,10 @@ def _change(wire, share, x, anchor, lost):
     if share is not None:
         change = weighed(change, share)
     return change + wire.feedback * lost[0] if wire.feedback else change
+
+
+def _float32(x):
+    return jnp.asarray(x).astype(jnp.float32)
 
 
 def nothing_lost(tree: PyTree, wire: Wire | None) -> PyTree:
@@ -291,31 +193,41 @@ def _rows(arrays, wire, axis_name):
     return jnp.concatenate([*flat, jnp.zeros(total - size, jnp.float32)]).reshape(-1, LANES)
 
 
-def _leaves(rows, like):
-    vector, found, start = rows.reshape(-1), [], 0
-    for x in like:
-        found.append(vector[start : start + x.size].reshape(x.shape))
-        start += x.size
-    return found
+def groups_of(sizes: Sequence[int], wire: Wire, axis_name: AxisName) -> list[list[tuple]]:
+    """Groups of (leaf, start, end): parts of the leaves that are sent one after the other.
+
+    Groups together have messages of as many bytes as one of everything, because all but the last
+    fill rows: with the scales of a multiple of 128 rows in every worker's slice, or, of a wire that
+    gathers, with the tables of a multiple of 2048 blocks.
+    """
+    times = 16 if wire.gathers else lax.axis_size(axis_name)
+    unit = times * wire.multiple * LANES * LANES
+    size = -(-max(GROUP, sum(sizes) // GROUPS) // unit) * unit
+    groups, seen = [], 0
+    for i, length in enumerate(sizes):
+        start = 0
+        while start < length:
+            if seen % size == 0:
+                groups.append([])
+            end = min(length, start + size - seen % size)
+            groups[-1].append((i, start, end))
+            seen, start = seen + end - start, end
+    return groups
 
 
-def _float32(x):
-    return jnp.asarray(x).astype(jnp.float32)
+def after_all(done: Collection[Array], axis_name: AxisName) -> Callable:
+    """A function that gives back an array, which a compiler computes only after those done.
 
+    It drops barriers before it schedules a program, and would hold the changes of all groups at
+    once. A zero that it cannot foresee makes the array depend on what is done.
+    """
+    zero = (lax.axis_index(axis_name) // lax.axis_size(axis_name)).astype(jnp.uint32)
+    for x in done:
+        zero &= lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.uint32)
 
-def check_alone(axis_name: AxisName, wire: Wire) -> None:
-    """Raises ValueError if the mesh in scope has axes beside the workers' and no specs came."""
-    if others := mesh.beside(axis_name):
-        raise ValueError(
-            f"the wire ({wire.rule}) sends leaves as one vector, for which a compiler would gather "
-            f"shards over the mesh axes {others} beside the workers' {axis_name!r}. Pass specs=, "
-            "how parameters are split over these axes, or specs=jax.P() if they are not."
-        )
+    def after(x):
+        unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        raw = lax.bitcast_convert_type(x, unsigned) ^ zero.astype(unsigned)
+        return lax.bitcast_convert_type(raw, x.dtype)
 
-
-def _by_axes(specs) -> list[list[int]]:
-    """The numbers of the specs, grouped by the axes that they name."""
-    groups = {}
-    for i, spec in enumerate(specs):
-        groups.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
-    return list(groups.values())
+    return after if done else lambda x: x

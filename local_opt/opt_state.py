@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
 from local_opt.gpa import GPAState
-from local_opt.weights import wide_type
-from local_opt.workers import AxisName
+from local_opt.workers import AxisName, wide_type
 from syncopate import mesh
 
 # What a sync does with a field of the optimizer state.

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from local_opt.checks import check_scalar
-from local_opt.state import wide_zeros
-from local_opt.sync import averaged
-from local_opt.wires import Wire
+from local_opt.formats import Wire
+from local_opt.mean import averaged, check_scalar
+from local_opt.opt_state import wide_zeros
 from syncopate.plans import check_number
 
 
