@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -19,7 +19,8 @@ from local_opt.workers import AXIS, check_synced, count_of, wide_type
 from syncopate.mesh import is_key
 
 INPUTS = ("owned", "shared", "split", "key")
-OUTPUTS = ("owned", "shared", "split", "mean", "sum")
+OVER = {"mean": jnp.mean, "sum": jnp.sum}  # the workers
+OUTPUTS = ("owned", "shared", "split", *OVER)
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 KEYS = (None, "fold", "copy")
 
@@ -112,8 +113,8 @@ def lift(
     @functools.wraps(function, updated=())
     def lifted(*args, **kwargs):
         values, words, call = bind(args, kwargs)
-        given, fixed = parted(values, words)
-        said = []
+        parts, said = [parted(value) for value in values], []
+        given = [arrays for arrays, _ in parts]
         for arrays, value, word in zip(given, values, words, strict=True):
             if word == "key" and not jax.tree.leaves(arrays):
                 raise ValueError(f"key is {value!r}: pass one typed key, as jax.random.key(0).")
@@ -122,7 +123,7 @@ def lift(
             raise ValueError(f"inputs are {inputs}, and no argument holds an array to map over.")
 
         def one(*arrays):
-            found = call(map(joined, arrays, fixed))
+            found = call([joined(x, rest) for x, (_, rest) in zip(arrays, parts, strict=True)])
             found = (found,) if single else found
             if not isinstance(found, tuple | list) or len(found) != len(results):
                 many = isinstance(found, tuple | list)
@@ -131,11 +132,12 @@ def lift(
                     f"the function has {count} and outputs are {results}: give one word for each "
                     "of a tuple, or one word, not in a tuple, for a single result."
                 )
-            arrays, said[:] = parted(found, results)
-            for rows, word in zip(arrays, results, strict=True):
+            pairs = [parted(x, word in OVER) for x, word in zip(found, results, strict=True)]
+            said[:] = [rest for _, rest in pairs]
+            for (rows, _), word in zip(pairs, results, strict=True):
                 if word == "split" and any(not jnp.ndim(x) for x in jax.tree.leaves(rows)):
                     raise ValueError("a split result is a number, without rows: take 'owned'.")
-            return arrays
+            return tuple(arrays for arrays, _ in pairs)
 
         if isinstance(workers, Mesh):
             run = _on_mesh(one, workers, axis_name, words, results)
@@ -170,7 +172,8 @@ def _binding(function, inputs) -> Callable:
     except (TypeError, ValueError):  # written in C: its arguments have no names
         signature = inspect.Signature([Parameter("arguments", Parameter.VAR_POSITIONAL)])
     kinds = {name: p.kind for name, p in signature.parameters.items()}
-    named = [name for name, kind in kinds.items() if kind in BY_POSITION]
+    by_position = [name for name, kind in kinds.items() if kind in BY_POSITION]
+    named = list(by_position)
     if Parameter.VAR_POSITIONAL not in kinds.values():
         named += [name for name, kind in kinds.items() if kind == Parameter.KEYWORD_ONLY]
         if len(inputs) > len(named):
@@ -178,14 +181,13 @@ def _binding(function, inputs) -> Callable:
                 f"inputs has {len(inputs)} words and the function takes {signature}: give one word "
                 "for each of its parameters, in their order."
             )
-    words_of = dict(zip(named, inputs, strict=False))
+    words_of = dict.fromkeys(by_position) | dict(zip(named, inputs, strict=False))
 
     def bind(args, kwargs):
         bound = signature.bind(*args, **kwargs)
         values, count = [*bound.args, *bound.kwargs.values()], len(bound.args)
         words = list(inputs[:count]) + [None] * (count - len(inputs))
-        for name in bound.kwargs:
-            words.append(words_of.get(name, None if kinds.get(name) in BY_POSITION else "shared"))
+        words += [words_of.get(name, "shared") for name in bound.kwargs]
         if None in words:
             raise ValueError(
                 f"{len(values)} arguments came for {signature} and inputs are {inputs}: give one "
@@ -193,10 +195,8 @@ def _binding(function, inputs) -> Callable:
             )
 
         def call(arguments):
-            arguments = list(arguments)
-            return function(
-                *arguments[:count], **dict(zip(bound.kwargs, arguments[count:], strict=True))
-            )
+            by_name = dict(zip(bound.kwargs, arguments[count:], strict=True))
+            return function(*arguments[:count], **by_name)
 
         return values, words, call
 
@@ -294,7 +294,12 @@ def _entered(arrays, word, workers, count, axis_name):
     def enter(path, x):
         name, shape = jax.tree_util.keystr(path) or "(the argument)", jnp.shape(x)
         if word == "key":
-            x = _keys(x, count, name)
+            if not is_key(x) or shape:
+                raise ValueError(
+                    f"the key {name} is {jnp.result_type(x)}{list(shape)}: "
+                    "pass one typed key, as of jax.random.key(0), or keys of all workers as owned."
+                )
+            x = folded(jnp.broadcast_to(x, (count,)))
         if word == "owned" and not shape:
             raise ValueError(
                 f"an owned leaf {name} is one number and there are {count} workers: owned leaves "
@@ -324,31 +329,21 @@ def _entered(arrays, word, workers, count, axis_name):
 
 def _left(arrays, word, on_mesh):
     """The arrays of a result."""
-    if word in ("mean", "sum"):
-        over = functools.partial(_over_workers, jnp.mean if word == "mean" else jnp.sum, word)
-        return jax.tree_util.tree_map_with_path(over, arrays)
+
+    def over_workers(path, x):
+        if is_key(x):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"a key has no {word}, as the result {name} should: take 'owned'.")
+        # Floating leaves are added up in float32 and keep their type; others are as in `jnp`.
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return OVER[word](x, axis=0)
+        return OVER[word](x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)
+
+    if word in OVER:
+        return jax.tree_util.tree_map_with_path(over_workers, arrays)
     if word == "split" and not on_mesh:
         return jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), arrays)
     return arrays
-
-
-def _over_workers(reduce, word, path, x):
-    """Floating leaves are added up in float32 and keep their type; others are as in `jnp`."""
-    if is_key(x):
-        name = jax.tree_util.keystr(path)
-        raise ValueError(f"a key has no {word}, as the result {name} should: take 'owned'.")
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return reduce(x, axis=0)
-    return reduce(x.astype(wide_type(x.dtype)), axis=0).astype(x.dtype)
-
-
-def _keys(x, count, name):
-    if not is_key(x) or jnp.ndim(x):
-        raise ValueError(
-            f"the key {name} is {jnp.result_type(x)}{list(jnp.shape(x))}: "
-            "pass one typed key, as of jax.random.key(0), or keys of all workers as owned."
-        )
-    return folded(jnp.broadcast_to(x, (count,)))
 
 
 def _checked_words(words, known, name) -> tuple[str, ...]:
@@ -406,27 +401,22 @@ def owned(
     def repeated(arrays):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), arrays)
 
-    (arrays,), (rest,) = parted([jax.tree.map(number, tree)], ["owned"])
+    arrays, rest = parted(jax.tree.map(number, tree))
     found = _spread(repeated, arrays, workers, axis_name)
     if isinstance(workers, Mesh) and jax.process_count() > 1:
         check_synced(found, what="state", ulps=0)
     of_keys = jax.tree.map(lambda x: x if is_key(x) else None, arrays)
-    if keys is None:
-        _warn_of_copies(of_keys)
+    if keys is None and (named := jax.tree_util.tree_leaves_with_path(of_keys)):
+        names = ", ".join(jax.tree_util.keystr(path) for path, _ in named)
+        warnings.warn(
+            f"every worker gets the same key {names}, and will drop the same units: "
+            "pass keys='fold' for a key of each worker's own, or keys='copy' to keep them equal.",
+            stacklevel=2,
+        )
     if keys == "fold":
         own = _spread(lambda x: jax.tree.map(folded, repeated(x)), of_keys, workers, axis_name)
         found = joined(own, found)
     return joined(found, rest)
-
-
-def _warn_of_copies(of_keys):
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(of_keys)]
-    if names:
-        warnings.warn(
-            f"every worker gets the same key {', '.join(names)}, and will drop the same units: "
-            "pass keys='fold' for a key of each worker's own, or keys='copy' to keep them equal.",
-            stacklevel=3,
-        )
 
 
 def _spread(function, arrays, workers, axis_name):
@@ -449,23 +439,16 @@ def _spread(function, arrays, workers, axis_name):
     return jax.jit(function, out_shardings=places)(given)
 
 
-def parted(trees: Iterable[PyTree], words: Iterable[str]) -> tuple[tuple, tuple]:
-    """The trees' arrays, and their other leaves; None in place of those of the other kind."""
+def parted(tree: PyTree, numbers: bool = False) -> tuple[PyTree, PyTree]:
+    """The tree's arrays (and numbers), and its other leaves; None in place of the other kind."""
     kinds = jax.Array | np.ndarray | np.generic
-
-    def is_array(x, word):
-        return isinstance(x, kinds) or (
-            word in ("mean", "sum") and isinstance(x, int | float | complex)
-        )
-
-    pairs = list(zip(trees, words, strict=True))
-    arrays = [jax.tree.map(lambda x, w=w: x if is_array(x, w) else None, t) for t, w in pairs]
-    rest = [jax.tree.map(lambda x, w=w: None if is_array(x, w) else x, t) for t, w in pairs]
-    return tuple(arrays), tuple(rest)
+    kinds = kinds | int | float | complex if numbers else kinds
+    arrays = jax.tree.map(lambda x: x if isinstance(x, kinds) else None, tree)
+    return arrays, jax.tree.map(lambda x: None if isinstance(x, kinds) else x, tree)
 
 
 def joined(arrays: PyTree, rest: PyTree) -> PyTree:
-    """The inverse of `parted`, for one tree."""
+    """The inverse of `parted`."""
     return jax.tree.map(
         lambda x, other: other if x is None else x, arrays, rest, is_leaf=lambda x: x is None
     )

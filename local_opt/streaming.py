@@ -133,9 +133,6 @@ def streaming_rounds(
     steps = local_rounds(inner._replace(init=init_inner), axis_name=axis_name, specs=specs)
     steps = unchecked_calls(steps)
 
-    def parts_of(params):
-        return _parts(_labels(params, fragments))
-
     def rounds_of(params, part):
         own = None if specs is None else _pick(mesh.like(specs, params), part)
         return unchecked_calls(local_rounds(
@@ -145,10 +142,10 @@ def streaming_rounds(
     def part_of(params, state, fragment):
         check_call(init, state, params, params)
         fragment = check_whole("fragment", fragment, 0, len(state.lost) - 1)
-        return parts_of(params)[fragment]
+        return parts_of(params, fragments)[fragment]
 
     def init(params):
-        whole, parts = steps.init(params), parts_of(params)
+        whole, parts = steps.init(params), parts_of(params, fragments)
         own = [rounds_of(params, part).init(_pick(params, part)) for part in parts]
         return StreamingState(
             since=jnp.zeros(len(parts), jnp.int32),
@@ -206,42 +203,41 @@ def streaming_rounds(
     return Streaming(init, update, start, finish, communicate)
 
 
-def _labels(params, fragments):
-    """The fragment of every leaf: that of F equal shares in which the leaf's middle lies."""
+def parts_of(params: PyTree, fragments: int | PyTree[int]) -> list[list[int]]:
+    """The leaves of every fragment: in equal shares, or as they are labelled."""
     leaves, treedef = jax.tree.flatten(params)
     if is_whole(fragments):
-        fragments = int(fragments)
-        if not 1 <= fragments <= len(leaves):
+        labels = _even_labels([x.size for x in leaves], int(fragments))
+    else:
+        labels, found = jax.tree.flatten(fragments)
+        if found != treedef or not all(is_whole(label) for label in labels):
             raise ValueError(
-                f"fragments is {fragments} and the parameters have {len(leaves)} leaves: a "
-                "fragment holds whole leaves, so pass 1 .. the number of leaves, or split them."
+                f"fragments is {fragments!r}: pass a number, or a tree like the parameters with "
+                "the number of the fragment of each leaf."
             )
-        labels, total, seen = [], sum(x.size for x in leaves), 0
-        for left, x in zip(range(len(leaves), 0, -1), leaves, strict=True):
-            now = labels[-1] if labels else 0
-            full = labels and (2 * seen + x.size) * fragments > 2 * (now + 1) * total
-            needed = labels and left <= fragments - 1 - now
-            labels.append(min(now + 1, fragments - 1) if full or needed else now)
-            seen += x.size
-        return jax.tree.unflatten(treedef, labels)
-    labels, found = jax.tree.flatten(fragments)
-    if found != treedef or not all(is_whole(label) for label in labels):
-        raise ValueError(
-            f"fragments is {fragments!r}: pass a number, or a tree like the parameters with the "
-            "number of the fragment of each leaf."
-        )
     labels = [int(label) for label in labels]
     if sorted(set(labels)) != list(range(max(labels) + 1)):
         raise ValueError(
             f"fragments are numbered {sorted(set(labels))}: number them 0, 1, 2, ... without a gap."
         )
-    return jax.tree.unflatten(treedef, labels)
-
-
-def _parts(labels):
-    """The leaves of every fragment, by number."""
-    labels = jax.tree.leaves(labels)
     return [[i for i, f in enumerate(labels) if f == n] for n in range(max(labels) + 1)]
+
+
+def _even_labels(sizes, fragments):
+    """The fragment of every leaf: that of F equal shares in which the leaf's middle lies."""
+    if not 1 <= fragments <= len(sizes):
+        raise ValueError(
+            f"fragments is {fragments} and the parameters have {len(sizes)} leaves: a "
+            "fragment holds whole leaves, so pass 1 .. the number of leaves, or split them."
+        )
+    labels, total, seen = [], sum(sizes), 0
+    for left, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
+        now = labels[-1] if labels else 0
+        full = labels and (2 * seen + size) * fragments > 2 * (now + 1) * total
+        needed = labels and left <= fragments - 1 - now
+        labels.append(min(now + 1, fragments - 1) if full or needed else now)
+        seen += size
+    return labels
 
 
 def _pick(tree, part):

@@ -232,15 +232,15 @@ def test_segments_from_any_step_are_the_rest_of_all_segments(data):
         assert segments[-1].end == segments[-1].begin == 13, "the last syncs follow the last step"
 
 
-def test_labels_are_even_and_whole():
-    params = {name: jnp.zeros(n) for name, n in zip("abcdef", (5, 5, 1, 9, 1, 3), strict=True)}
-    assert list(streaming._labels(params, 2).values()) == [0, 0, 0, 1, 1, 1]
-    assert list(streaming._labels(params, 6).values()) == [0, 1, 2, 3, 4, 5]
-    sizes = {name: n for n, name in enumerate("abcdef")}
-    given_labels = {name: n % 3 for name, n in sizes.items()}
-    assert streaming._labels(params, given_labels) == given_labels
+def test_fragments_are_even_and_whole():
+    sizes = dict(zip("abcdef", (5, 5, 1, 9, 1, 3), strict=True))
+    params = {name: jnp.zeros(n) for name, n in sizes.items()}
+    assert streaming.parts_of(params, 2) == [[0, 1, 2], [3, 4, 5]]
+    assert streaming.parts_of(params, 6) == [[0], [1], [2], [3], [4], [5]]
+    labels = {name: n % 3 for n, name in enumerate(params)}
+    assert streaming.parts_of(params, labels) == [[0, 3], [1, 4], [2, 5]]
     big_last = {"a": jnp.zeros(1), "b": jnp.zeros(1), "c": jnp.zeros(100)}
-    assert list(streaming._labels(big_last, 3).values()) == [0, 1, 2]
+    assert streaming.parts_of(big_last, 3) == [[0], [1], [2]]
 
 
 def stream(**options):
