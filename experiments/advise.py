@@ -31,6 +31,7 @@ from experiments.tasks import ranges
 from experiments.training.config import num_params
 from local_opt.forecast import sync_seconds
 from local_opt.workers import AXIS, owned_sharding
+from syncopate.refusals import UserError
 
 PERIOD = 24  # H of the recorded local steps
 STEPS, REPEATS = 64, 5  # of each timing
@@ -76,7 +77,7 @@ def machines_of(task, recipe, order, values) -> list[Machine]:
     size, workers = num_params(task.model), recipe.workers
     mesh = processes.mesh_of(recipe.run, workers)
     if mesh is not None and values["gbps"].present:
-        raise ValueError("--gbps is unused, as --run=mesh measures the network: leave one out.")
+        raise UserError("--gbps is unused, as --run=mesh measures the network: leave one out.")
     here = timing.measure(task, recipe)
     here = here._replace(ordered=order_ratio(task, recipe, order), parameters=size)
     if mesh is not None:

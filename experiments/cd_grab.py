@@ -27,6 +27,7 @@ from experiments.results import gains, plots, report, tables
 from experiments.results.statistics import Criterion
 from experiments.study import flags, study
 from experiments.study.study import Study, arm_of
+from syncopate.refusals import UserError
 
 # The short comparison of digits: among its rates is every order's best of the long one.
 SHORT = {"arms": ["rr", "id_pair", "cd_grab"], "learning_rates": [0.125, 0.25, 1.0], "seeds": 3}
@@ -44,7 +45,7 @@ def is_short(values: absl_flags.FlagValues) -> bool:
 
 def default(values: absl_flags.FlagValues) -> None:
     if values.long and values.task != "digits":
-        raise ValueError("--long is for --task=digits: leave it out, as other tasks are not cut.")
+        raise UserError("--long is for --task=digits: leave it out, as other tasks are not cut.")
     if is_short(values):
         for name, value in SHORT.items():
             setattr(values, name, value)

@@ -36,6 +36,7 @@ from experiments.study.study import Arm, Study, arm_of
 from experiments.study.tables import ECHO_POLICIES
 from experiments.tasks import ranges
 from experiments.tasks.metrics import METRICS
+from syncopate.refusals import UserError
 
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "all-reduces", "seconds": "seconds"}
 # The first level of every factor is that of usual data-parallel training.
@@ -199,20 +200,20 @@ def fit(study, task, recipe, values):
     try:
         tables.ORDERS[values.baseline]
     except ValueError as error:
-        raise ValueError(f"--baseline is no order: {error}") from error
+        raise UserError(f"--baseline is no order: {error}") from error
     first = (values.baseline, *FIRST[1:])
     second = tuple(tables.decisions(values).values())
     if same := set(first) & set(second):
-        raise ValueError(f"--order, --sync, --echo name {same}: that is the first level.")
+        raise UserError(f"--order, --sync, --echo name {same}: that is the first level.")
     if ECHO_POLICIES[second[2]].online:
         plans = [name for name, policy in ECHO_POLICIES.items() if not policy.online]
-        raise ValueError(
+        raise UserError(
             f"--echo is {values.echo}, which follows slow input, and data on the devices are not "
             f"slow: choose one of {', '.join(plans[1:])}."
         )
     arms, given = arms_of(first, second), [name for name in LEVELS if values[name].present]
     if values.arms and given and not {*arms} & {*values.arms}:
-        raise ValueError(
+        raise UserError(
             f"--{given[0]} is {values[given[0]].value} and is a level of no --arms: leave it out, "
             "or leave --arms out for the eight arms of two levels."
         )

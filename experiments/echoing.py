@@ -26,6 +26,7 @@ from experiments.results.statistics import Criterion
 from experiments.study import study
 from experiments.study.study import Arm, Study, arm_of
 from experiments.tasks.metrics import METRICS
+from syncopate.refusals import UserError
 
 USUAL = {"sync": "every_load"}  # unless an arm says otherwise
 
@@ -57,7 +58,7 @@ def fit(study, task, recipe, values):
     """Takes the metric and the target from the setting."""
     del task
     if recipe.target is None:
-        raise ValueError(
+        raise UserError(
             f"--task={values.task} has no target: pass --target, a value of its --metric."
         )
     metric = METRICS[recipe.metric]

@@ -32,6 +32,7 @@ from experiments.study.study import Arm
 from experiments.study.tables import SYNC_RULES, rows_of
 from experiments.tasks import Recipe, Task, ranges
 from experiments.training.config import Plans, num_params, sizes_of
+from syncopate.refusals import UserError
 
 # Gradient accumulation communicates as constant H does.
 SHOWN = ["parallel", "constant", "post_local", "swap", "inverse", "qsr", "cubic"]
@@ -107,7 +108,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     if values.step_seconds is not None:
         seconds, source = values.step_seconds, "given by --step_seconds"
     if seconds is None:
-        raise ValueError(f"--task={name} has no published times: pass --step_seconds.")
+        raise UserError(f"--task={name} has no published times: pass --step_seconds.")
     size, rate = num_params(task.model), recipe.learning_rates[0]
     rules = dialect.names_of(values, "arms", SYNC_RULES)
     made = {rule: trainer.plans_of(task, recipe, arm_of(rule), rate=rate) for rule in rules}

@@ -27,6 +27,7 @@ from experiments.study import flags as dialect
 from experiments.study.tables import ORDERS
 from experiments.tasks.ranges import COUNT, Range
 from experiments.training.config import OrderSetting
+from syncopate.refusals import UserError
 
 ARMS = ("rr", "id_mean", "id_pair", "cd_grab")
 DIMENSION = 16
@@ -99,7 +100,7 @@ def table(found: Sequence[dict], arms: Sequence[str], rounds: int) -> str:
 def main(values: flags.FlagValues) -> None:
     arms = dialect.names_of(values, "arms", ORDERS)
     if max(values.workers) > values.num_vectors // 2:
-        raise ValueError(
+        raise UserError(
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
             "worker needs two vectors. Raise --num_vectors or lower --workers."
         )

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from experiments.cluster import entry
+from syncopate.refusals import UserError
 
 PER_CORE = 8
 GRACE = 5.0  # seconds that the others get once one has failed; gloo has no timeout
@@ -33,10 +34,10 @@ DEVICES = "--xla_force_host_platform_device_count"
 def launch(command: Sequence[str], processes: int) -> int:
     """Returns the first failure's exit code, 128 + n if signal n ended that process; 0 if none."""
     if not command:
-        raise ValueError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")
+        raise UserError("no experiment: pass --processes=2 -- experiments.NAME --run=mesh")
     cores = os.cpu_count() or 1
     if processes > PER_CORE * cores:
-        raise ValueError(
+        raise UserError(
             f"--processes is {processes}: each loads JAX, and {cores} cores run at most "
             f"{PER_CORE * cores} of them. Pass fewer, or start them on several machines."
         )

@@ -27,6 +27,7 @@ from experiments.results import claims as claimed
 from experiments.results import verdict_page as written
 from experiments.study import factorials, recipes, trainer
 from experiments.study.flags import definer
+from syncopate.refusals import UserError
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 PAGES = (DOCS / "papers.md", DOCS / "index.md")
@@ -56,7 +57,7 @@ def record(results: str, folder=archive.FOLDER) -> pathlib.Path:
     """Keeps a finished output folder as the run of its name, one of `RUNS`."""
     name = pathlib.Path(results).name
     if name not in claimed.RUNS and not factorials.NAME.fullmatch(name):
-        raise ValueError(
+        raise UserError(
             f"--record is {results!r}: the folder must be named {', '.join(claimed.RUNS)}, or "
             "for a factorial map_TASK_WxB_eUSES or slow_TASK_eUSES. For a new run, "
             "add a row to RUNS in experiments/results/claims.py."
@@ -96,7 +97,7 @@ def pages(rows, recorded, paths=PAGES, folder=archive.FOLDER) -> dict[pathlib.Pa
     for path, body in zip(paths, bodies, strict=True):
         text = path.read_text(encoding="utf-8")
         if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
-            raise ValueError(f"{path} must hold {BEGIN!r} and {END!r}, once each, in order.")
+            raise UserError(f"{path} must hold {BEGIN!r} and {END!r}, once each, in order.")
         found[path] = f"{text.split(BEGIN)[0]}{BEGIN}\n\n{body}\n\n{END}{text.split(END)[1]}"
     return found
 
@@ -104,7 +105,7 @@ def pages(rows, recorded, paths=PAGES, folder=archive.FOLDER) -> dict[pathlib.Pa
 def check(found: Mapping[pathlib.Path, str]) -> None:
     """Raises ValueError if a page is out of date."""
     if stale := [path.name for path, text in found.items() if path.read_text("utf-8") != text]:
-        raise ValueError(
+        raise UserError(
             f"out of date with the recorded runs: {' and '.join(stale)}. Run "
             "python -m experiments.verdicts to write them."
         )
@@ -124,7 +125,7 @@ def draw_orders(recorded: Mapping, folder: pathlib.Path) -> None:
 
 def main(values: flags.FlagValues) -> None:
     if values.check and (values.pictures or values.record):
-        raise ValueError("--check writes nothing: leave --pictures and --record out, or --check.")
+        raise UserError("--check writes nothing: leave --pictures and --record out, or --check.")
     if values.record is not None:
         print(f"Recorded in {record(values.record)}")
     print("Reading the recorded runs", file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ from absl import flags
 
 import ordering.input
 from experiments.cluster import strict
+from syncopate.refusals import UserError
 
 # Flags that may differ: a process's number, its address of process 0, and its data's folder (the
 # data themselves are compared).
@@ -77,7 +78,7 @@ def check(what: str, facts: Mapping[str, str], seconds: float) -> None:
     """Compares facts of all processes, {name: description}; raises as `check_settings`."""
     found = exchanged(store(), jax.process_index(), jax.process_count(), what, facts, seconds)
     if found:
-        raise ValueError(
+        raise UserError(
             f"the {what} of the processes differ: {'; '.join(found)}. Start all of them with the "
             "same command, code and data."
         )

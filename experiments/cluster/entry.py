@@ -5,18 +5,20 @@ refusal of this code's own, and what the operating system refuses, such as a ful
 else is an error of this code and has its traceback. The exit code is 1 for both.
 """
 
-import dis
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 from absl import app, flags, logging
 
 from syncopate.command import with_presets
+from syncopate.refusals import UserError
 
 # Of JAX: what all experiments are written for, and tested with.
 FIXED = {"jax_enable_x64": False, "jax_numpy_dtype_promotion": "standard"}
-OWN = ("experiments", "local_opt", "models", "ordering", "syncopate", "__main__")
+# What they refuse is a ValueError, for programs too; the experiments' own is a UserError.
+LIBRARIES = ("local_opt", "models", "ordering", "syncopate")
 
 
 def main(define: Callable[[flags.FlagValues], None], run: Callable, *, rest: bool = False) -> None:
@@ -49,7 +51,7 @@ def main(define: Callable[[flags.FlagValues], None], run: Callable, *, rest: boo
             logging.set_verbosity(logging.FATAL)
         folder = values["output_dir"].value if "output_dir" in values else None
         if folder is not None and os.path.isfile(folder):
-            raise ValueError(f"--output_dir is {folder!r}, which is a file: pass a folder.")
+            raise UserError(f"--output_dir is {folder!r}, which is a file: pass a folder.")
         check_jax()
         return run(values, *[argv[1:]] * rest)
 
@@ -61,7 +63,7 @@ def check_jax() -> None:
     for name, value in FIXED.items() if "jax" in sys.modules else ():
         found = getattr(sys.modules["jax"].config, name)
         if getattr(found, "value", found) != value:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {getattr(found, 'value', found)}, and the experiments need "
                 f"{value}: unset {name.upper()}."
             )
@@ -78,20 +80,14 @@ def tell(kind: type, error: BaseException, trace) -> None:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether the user can mend an error: it says so itself, or the operating system does."""
-    if isinstance(error, OSError | MemoryError | KeyboardInterrupt):
+    if isinstance(error, UserError | OSError | MemoryError | KeyboardInterrupt):
         return True
     if isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
         return True  # of a device's memory, by XLA
-    return isinstance(error, ValueError) and _raised_here(error)
+    return type(error) is ValueError and _raised_in(error) in LIBRARIES
 
 
-def _raised_here(error: BaseException) -> bool:
-    """Whether a `raise` of this code's own has raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    frame = trace.tb_frame
-    own = frame.f_globals.get("__name__", "").partition(".")[0] in OWN
-    return own and dis.opname[frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+def _raised_in(error: BaseException) -> str:
+    """The package that has raised an error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0]

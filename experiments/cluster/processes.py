@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from experiments.cluster import agree, strict
 from experiments.cluster.agree import several as several
 from local_opt.workers import worker_mesh
+from syncopate.refusals import UserError
 
 NAMES = ("coordinator_address", "num_processes", "process_id")
 AUTO = "auto"
@@ -73,7 +74,7 @@ def _connect(address, count, number):
     fits = port.isdigit() and 0 < int(port) < 1 << 16 and None not in (count, number)
     fits = fits and 0 <= number < count
     if not fits and (address, count, number) != (AUTO, None, None):
-        raise ValueError(
+        raise UserError(
             f"--coordinator_address={address} --num_processes={count} --process_id={number} are "
             "inconsistent: give every process the same --coordinator_address=HOST:PORT (a free "
             "port of process 0), the same --num_processes=N and its own --process_id, 0 to N - 1; "
@@ -95,7 +96,7 @@ def _connect(address, count, number):
         try:
             jax.distributed.initialize(**chosen, initialization_timeout=int(2 * CONNECT))
         except ValueError as error:
-            raise ValueError(f"--coordinator_address is {address}, but JAX: {error}") from error
+            raise UserError(f"--coordinator_address is {address}, but JAX: {error}") from error
 
 
 def _place_of(address: str) -> str | None:
@@ -109,7 +110,7 @@ def _place_of(address: str) -> str | None:
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--coordinator_address is {address}, and {host!r} is no host ({error.strerror}): pass "
             "HOST:PORT of process 0."
         ) from error
@@ -121,7 +122,7 @@ def _place_of(address: str) -> str | None:
             except OSError as error:
                 if error.errno == errno.EADDRNOTAVAIL:  # as behind a translation of addresses
                     continue
-                raise ValueError(
+                raise UserError(
                     f"--coordinator_address is {address}, where nothing can listen "
                     f"({error.strerror}): another program or run may have it. Pass a free port."
                 ) from error
@@ -187,7 +188,7 @@ def mesh_of(run: str, workers: int) -> Mesh | None:
     if run == "mesh":
         return worker_mesh(workers)
     if several():
-        raise ValueError(
+        raise UserError(
             f"--run is {run} in {jax.process_count()} processes, each of which would do the whole "
             "work: pass --run=mesh, or start one process."
         )

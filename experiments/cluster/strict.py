@@ -4,6 +4,8 @@ import json
 import math
 from collections.abc import Mapping
 
+from syncopate.refusals import UserError
+
 WHAT_TO_DO = (
     "restore it from a copy, choose another --output_dir, or pass --overwrite to begin again."
 )
@@ -30,7 +32,7 @@ def loads(text: str | bytes, what: str, kind: type = dict):
         wrong = f"it holds {type(found).__name__}, not {kind.__name__}"
     except (ValueError, RecursionError) as error:
         wrong = error
-    raise ValueError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")
+    raise UserError(f"{what} is broken ({wrong}): {WHAT_TO_DO}")
 
 
 def plain(value):

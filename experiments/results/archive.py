@@ -21,6 +21,7 @@ import local_opt
 from experiments.cluster import files, strict
 from experiments.results import records
 from experiments.results.statistics import Comparison, Criterion, compare
+from syncopate.refusals import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "runs"
 METRICS, COMMAND, COMPARISON = "metrics.jsonl.gz", "command.txt", "comparison.json"
@@ -45,7 +46,7 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
     results, target = pathlib.Path(results), pathlib.Path(target)
     needed = (records.METRICS, COMMAND, *COPIED)
     if missing := [part for part in needed if not (results / part).exists()]:
-        raise ValueError(
+        raise UserError(
             f"{str(results)!r} has no {', '.join(missing)}: only runs that have ended are recorded."
             " Give the run's command again, which goes on where it was stopped."
         )
@@ -56,7 +57,7 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
         looks = records.read(str(target / LOOKS))
         lines = dict.fromkeys([*commands(target), *made])
     if looks and seeds < (most := looks[-1]["seeds"]):
-        raise ValueError(
+        raise UserError(
             f"{target.name} is recorded with {most} seeds, and these are {seeds}: pass "
             f"--seeds={most} or more, so that no look at it is forgotten."
         )
@@ -109,7 +110,7 @@ def rows_of(name: str, folder: os.PathLike = FOLDER) -> list[dict]:
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines()
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{str(path)!r} is broken ({error}): {strict.WHAT_TO_DO}") from error
+        raise UserError(f"{str(path)!r} is broken ({error}): {strict.WHAT_TO_DO}") from error
     return [strict.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from experiments.cluster import files, lock, processes, strict
 from experiments.results import trackers as tracking
+from syncopate.refusals import UserError
 
 RUN_FIELDS = ("arm", "speed", "learning_rate", "seed", "phase")
 WORD = re.compile(r"[\w=.,+-]+")
@@ -52,16 +53,16 @@ def found(folder: str) -> list[dict]:
     processes.wait(f"read {folder}")  # before the first of them writes
     first = processes.of_first(len(kept))
     if first != len(kept):
-        raise ValueError(
+        raise UserError(
             f"{folder!r} holds {len(kept)} records here and {first} for process 0: pass an "
             "--output_dir that all processes share."
         )
     for number, record in enumerate(kept, 1):
         if type(record.get("step")) is not int:
-            raise ValueError(f"line {number} of {path!r} has no step: {strict.WHAT_TO_DO}")
+            raise UserError(f"line {number} of {path!r} has no step: {strict.WHAT_TO_DO}")
         for name, value in zip(RUN_FIELDS, run_of(record), strict=True):
             if type(value) is str and not WORD.fullmatch(value):  # it becomes a name of a folder
-                raise ValueError(
+                raise UserError(
                     f"line {number} of {path!r} has {value!r} as its {name}, which is no name of "
                     f"one: {strict.WHAT_TO_DO}"
                 )
@@ -80,13 +81,13 @@ def open_folder(folder: str, settings: Mapping, *, overwrite: bool = False) -> N
     before = None if overwrite else files.read_json(path)
     left = [n for n in (METRICS, "checkpoints") if os.path.exists(os.path.join(folder, n))]
     if before is None and left and not overwrite:
-        raise ValueError(
+        raise UserError(
             f"{folder!r} holds {' and '.join(left)} and no settings.json that says of which run: "
             "bring it back, choose another --output_dir, or pass --overwrite to begin again."
         )
     if before not in (None, settings):
         changed = files.differences(before, settings)
-        raise ValueError(
+        raise UserError(
             f"{folder!r} holds a run with other settings ({', '.join(changed)}): choose "
             "another --output_dir, or pass --overwrite to forget that run."
         )
@@ -171,7 +172,7 @@ def read(path: str) -> list[dict]:
     for number, (name, line) in enumerate(zip(names, lines, strict=True)):
         if hashes is not None and hashes[number : number + 1] != [_hash(line).encode()]:
             what = f"restore both from a copy, delete {HASHES} if the change is meant"
-            raise ValueError(
+            raise UserError(
                 f"{name} was changed, as {HASHES} says: {what}, choose another --output_dir, or "
                 "pass --overwrite to begin again."
             )

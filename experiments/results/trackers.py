@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 from experiments.cluster import files
+from syncopate.refusals import UserError
 
 IDS = "trackers.json"  # of a folder: {tracker: {run: id}}
 
@@ -72,12 +73,12 @@ def hook(names: Sequence[str], folder: str, *, anew: bool) -> Iterator[Callable]
       anew: start new runs instead of continuing those of an earlier call.
     """
     if others := [name for name in names if name not in TRACKERS]:
-        raise ValueError(f"--track has {', '.join(others)}: pass some of {', '.join(TRACKERS)}.")
+        raise UserError(f"--track has {', '.join(others)}: pass some of {', '.join(TRACKERS)}.")
     for name in {*names} & {*PACKAGES}:
         try:
             importlib.import_module(PACKAGES[name])
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 f"--track={name} needs a package that is not installed: "
                 f"pip install 'syncopate[{name}]', or leave it out."
             ) from error

@@ -21,6 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from local_opt.workers import AXIS
+from syncopate.refusals import UserError
 
 GIB = 2**30
 PER_HOST = 8  # GPUs
@@ -60,7 +61,7 @@ def _of_gpus(name: str, shape: str, chip: Chip) -> dict:
     count = int(shape) if shape.isdecimal() else 0
     hosts = math.ceil(count / PER_HOST)
     if not count or (hosts > 1 and count % PER_HOST):
-        raise ValueError(f"GPUs are counted, and hosts have {PER_HOST} of them")
+        raise UserError(f"GPUs are counted, and hosts have {PER_HOST} of them")
     target = (
         f'gpu_device_info {{ {chip.details} device_memory_size: {chip.memory} }} '
         'platform_name: "CUDA" runtime_version { major: 12 minor: 8 } '
@@ -115,14 +116,14 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
     """The devices of a topology CHIP:SHAPE (chips per axis), one for each worker."""
     parts = re.fullmatch(r"(\w+):(\d+(?:x\d+){0,2})", name)
     if parts is None or parts[1] not in CHIPS:
-        raise ValueError(
+        raise UserError(
             f"--topology is {name}: a slice is CHIP:SHAPE, and chips are {', '.join(CHIPS)}, for "
             "which alone programs are compiled. Pass one such as v5e:4x4 or h100:8."
         )
     chip = CHIPS[parts[1]]
     compiler = chip.compiler
     if not any(map(importlib.util.find_spec, compiler.modules)):
-        raise ValueError(
+        raise UserError(
             f"--topology is {name}, and {' or '.join(compiler.modules)}, which compiles for it, is "
             f'not installed: pip install -e ".[{compiler.extra}]".'
         )
@@ -131,11 +132,11 @@ def slice_of(name: str, workers: int) -> tuple[Mesh, Chip]:
         described = compiler.topology(*parts.groups(), chip)
         devices = topologies.get_topology_desc(platform=compiler.platform, **described).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"--topology is {name}: no such slice ({error}). See docs/use/accelerators.md."
         ) from error
     if len(devices) != workers:
-        raise ValueError(
+        raise UserError(
             f"--workers is {workers} and {name} has {len(devices)} devices: every device runs one "
             f"worker. Pass --workers={len(devices)}, or another --topology."
         )

@@ -25,6 +25,7 @@ from experiments.tasks.metrics import METRICS
 from experiments.tasks.ranges import COUNT, FROM_ZERO, SPEED, WAIT, Range
 from experiments.training.averages import AVERAGES
 from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
+from syncopate.refusals import UserError
 
 KINDS = {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
 ENUMS = {
@@ -49,7 +50,7 @@ class _Number(flags.ArgumentParser):
         except ValueError:
             number = float("nan")
         if number not in self.allowed:
-            raise ValueError(f"pass {self.allowed}")
+            raise UserError(f"pass {self.allowed}")
         return number
 
     def flag_type(self):
@@ -183,7 +184,7 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
     forecast = "dry_run" in values  # the group of flags is defined
     if forecast and values.topology is not None:
         if not (values.dry_run and values.compile):
-            raise ValueError(
+            raise UserError(
                 f"--topology is {values.topology} without a compiling dry run, which alone needs "
                 "no device: pass --dry_run too, and not --nocompile."
             )
@@ -216,7 +217,7 @@ def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
         except (KeyError, ValueError) as error:
             names = f"names are {', '.join(known)}"
             told = names if isinstance(error, KeyError) else error
-            raise ValueError(f"--{name} has {[text]}: {told}") from error
+            raise UserError(f"--{name} has {[text]}: {told}") from error
     return values[name].value
 
 

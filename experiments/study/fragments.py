@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 import local_opt
 from experiments.training.config import RunConfig
 from local_opt.streaming import Event
+from syncopate.refusals import UserError
 
 
 class TurnState(NamedTuple):
@@ -30,7 +31,7 @@ def in_turn(inner, *, axis_name, fragments: int, correction=None, **options) -> 
       fragments: F; options: of `streaming_rounds`.
     """
     if correction is not None:
-        raise ValueError("fragments have no correction of the drift: leave it out.")
+        raise UserError("fragments have no correction of the drift: leave it out.")
     stream = local_opt.streaming_rounds(
         inner, axis_name=axis_name, fragments=fragments, mixing=0.0, **options
     )
@@ -64,7 +65,7 @@ def plans_in_turn(plan: Callable, config: RunConfig, fragments: int) -> list[loc
     order = np.argsort(steps)
     turns = np.arange(1, len(order) + 1) % fragments
     if len(np.unique(steps)) < len(steps) or (whose[order] != turns).any():
-        raise ValueError(
+        raise UserError(
             f"{fragments} fragments cannot take turns in rounds of {first} steps and more: raise "
             "--h_base, or leave the fragments out."
         )

@@ -5,6 +5,7 @@ import functools
 import ordering
 from experiments.study.words import Choice, Order, Table, Word
 from experiments.training.config import EXAMPLES, UNITS, OrderSetting
+from syncopate.refusals import UserError
 
 
 def _coordinated(s: OrderSetting, sketched=False, **options):
@@ -25,7 +26,7 @@ def _sketch(size: int) -> Word:
 def _team(size: int) -> Word:
     def change(row: Order) -> Order:
         if row.sketch is None:
-            raise ValueError(
+            raise UserError(
                 f"--order is team{size} without a sketch: put one before it, as sketch1024."
             )
         return row._replace(make=functools.partial(row.make, team_size=size))

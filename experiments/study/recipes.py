@@ -13,6 +13,7 @@ from experiments.tasks import TASKS
 from experiments.tasks.base import Recipe, Task, with_first, with_label_noise
 from experiments.tasks.ranges import COUNT, FINITE, SHARE, Range
 from experiments.training.config import sizes_of, total_steps_of
+from syncopate.refusals import UserError
 
 NOT_CHOICES = ("data_dir", "abstract")
 
@@ -161,7 +162,7 @@ def setting_of(name: str) -> Setting:
         return RECIPES[name]
     if name in TASKS:
         return Setting(name, {})
-    raise ValueError(f"--task is {name}: choose one of {', '.join([*RECIPES, *TASKS])}.")
+    raise UserError(f"--task is {name}: choose one of {', '.join([*RECIPES, *TASKS])}.")
 
 
 def load(
@@ -180,7 +181,7 @@ def load(
     choices = {**setting.choices, **asked}
     for choice, value in choices.items():
         if (found := known.get(choice, EVERYWHERE.get(choice))) is None:
-            raise ValueError(
+            raise UserError(
                 f"--{choice} is {value}: {setting.task} has no such choice. It has "
                 f"{', '.join(dict.fromkeys([*known, *EVERYWHERE]))}."
             )
@@ -188,7 +189,7 @@ def load(
             found.range.check(choice, value)
         model = choices.get("model", inspect.signature(loader).parameters["model"].default)
         if choice in asked and found.model not in (None, model):
-            raise ValueError(
+            raise UserError(
                 f"--{choice} is {value}: of {setting.task} only --model={found.model} has it, and "
                 f"the model is {model}. Leave it out, or choose that model."
             )

@@ -21,6 +21,7 @@ from experiments.tasks import ranges
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import RunConfig
 from experiments.training.run import told
+from syncopate.refusals import UserError
 
 
 class Arm(NamedTuple):
@@ -173,7 +174,7 @@ def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
                 others[name] = arm_of(name, **study.usual)
             except ValueError as error:
                 own = ", ".join(study.arms)
-                raise ValueError(f"--arms has {name!r}, none of {own}: {error}") from error
+                raise UserError(f"--arms has {name!r}, none of {own}: {error}") from error
     return {name: arm for name, arm in study.arms.items() if name in names} | others
 
 

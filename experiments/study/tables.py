@@ -18,6 +18,7 @@ from experiments.study import fragments
 from experiments.study.orders import ORDERS
 from experiments.study.words import Choice, EchoPolicy, Order, SyncRule, Table, Word
 from experiments.training.config import RunConfig
+from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
 
@@ -131,7 +132,7 @@ def _align(part: str, share: float) -> Word:
     def change(rule: SyncRule) -> SyncRule:
         def plan(config: RunConfig, **options) -> local_opt.SyncPlan:
             if config.loads_per_epoch is None:
-                raise ValueError(f"{rule.label} to the {part} needs an epoch's loads: use a study.")
+                raise UserError(f"{rule.label} to the {part} needs an epoch's loads: use a study.")
             every = max(1, share * config.loads_per_epoch)
             return local_opt.aligned(rule.plan(config, **options), every=every, fresh=config.fresh)
 
@@ -265,7 +266,7 @@ def decisions_of(text: str) -> dict[str, str]:
         flag = next((k for k, t in TABLES.items() if word in t or t.find(word)), None)
         if flag is None:
             known = "; ".join(table.known() for table in TABLES.values())
-            raise ValueError(f"{word!r} is no word: choose of {known}.")
+            raise UserError(f"{word!r} is no word: choose of {known}.")
         found[flag] = f"{found[flag]}+{word}" if flag in found else word
     for flag, words in found.items():
         TABLES[flag][words]  # refuses what does not fit together

@@ -10,6 +10,7 @@ from experiments.study.flags import EITHER
 from experiments.study.tables import rows_of
 from experiments.tasks.base import Recipe
 from experiments.training import config
+from syncopate.refusals import UserError
 
 # Fields of a recipe that only some rules and policies read.
 OF_ROWS = {
@@ -57,14 +58,14 @@ def check(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=Non
     for name, by in unused.items():
         flag = values[name]
         if flag.present and flag.value != Recipe._field_defaults.get(name):
-            raise ValueError(
+            raise UserError(
                 f"--{name} is {flag.value} and changes nothing: it is for {by}. Leave it out."
             )
     for one, other in EXCLUSIVE:
         if all(name in values and values[name].present for name in (one, other)):
             told = f"--{one} is {values[one].value} and --{other} is {values[other].value}: "
             if study is None:
-                raise ValueError(f"{told}pass only one of them.")
+                raise UserError(f"{told}pass only one of them.")
             processes.say(f"{told}the first counts.")
 
 

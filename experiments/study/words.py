@@ -11,6 +11,7 @@ import local_opt
 import ordering
 from experiments.tasks.ranges import COUNT
 from experiments.training.config import OrderSetting, RunConfig
+from syncopate.refusals import UserError
 
 
 class Order(NamedTuple):
@@ -121,15 +122,15 @@ class Table(dict):
         name, *further = text.split("+")
         begin = f"--{self.flag} is {text}: "
         if name not in self:
-            raise ValueError(f"{begin}{name!r} is not one of {self.known()}.")
+            raise UserError(f"{begin}{name!r} is not one of {self.known()}.")
         row, taken = self[name], []
         for word in further:
             if (found := self.find(word)) is None:
-                raise ValueError(f"{begin}{word!r} is no further word: choose of {self.further()}.")
+                raise UserError(f"{begin}{word!r} is no further word: choose of {self.further()}.")
             flag, (label, change) = found
             if flag in taken or not {flag, word} & {*row.takes}:
                 able = [n for n, other in self.items() if {flag, word} & {*other.takes}]
-                raise ValueError(
+                raise UserError(
                     f"{begin}{name} cannot be {word} (--{flag}, once): choose one of "
                     f"{', '.join(able)}, or leave {word} out."
                 )

@@ -11,6 +11,7 @@ import numpy as np
 from experiments.tasks import ranges
 from experiments.tasks.ranges import COUNT, FROM_ZERO
 from models import Model
+from syncopate.refusals import UserError
 
 
 class Recipe(NamedTuple):
@@ -82,7 +83,7 @@ class Task(NamedTuple):
 def check_recipe(recipe: Recipe) -> None:
     """Raises ValueError for a recipe that cannot run, before anything is compiled."""
     if recipe.epochs is None and recipe.total_steps is None:
-        raise ValueError("a recipe needs epochs or total_steps: pass --epochs or --total_steps.")
+        raise UserError("a recipe needs epochs or total_steps: pass --epochs or --total_steps.")
     for name, (_, _, allowed) in FIELDS.items():
         value = getattr(recipe, name)
         for number in value if isinstance(value, tuple) else (value,):
@@ -105,7 +106,7 @@ def abstract_sets(numbers: Iterable[int], shape: tuple[int, ...]) -> list[dict]:
 
 def check_model(task: str, model: str, known: Iterable[str]) -> None:
     if model not in known:
-        raise ValueError(f"model is {model!r}: {task} has the models {sorted(known)}.")
+        raise UserError(f"model is {model!r}: {task} has the models {sorted(known)}.")
 
 
 def first_of(data: dict, number: int) -> dict:
@@ -126,7 +127,7 @@ def with_first(task: Task, *, num_train: int | None = None, num_test: int | None
     given = {part: number for part, number in given.items() if number is not None}
     for part, number in given.items():
         if not isinstance(task.train, dict):
-            raise ValueError(
+            raise UserError(
                 f"--num_{part} is {number}: {task.name} reads its sets from disk, and has no first "
                 "examples in memory. Leave it out."
             )
@@ -141,7 +142,7 @@ def with_label_noise(task: Task, share: float) -> Task:
     """The task with this share of the training labels redrawn uniformly from all classes."""
     y = task.train["y"] if isinstance(task.train, dict) else None
     if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise ValueError(
+        raise UserError(
             f"label_noise needs class labels in memory, which {task.name} lacks: leave it out."
         )
     if isinstance(y, jax.ShapeDtypeStruct) or not share:
@@ -162,9 +163,9 @@ def split(x, y, *, num_train: int, seed: int = 0) -> tuple[dict, dict]:
 def need_file(task: str, data_dir: str | None, *names: str, how: str) -> str:
     """The path of the first of these files or folders that exists."""
     if data_dir is None:
-        raise ValueError(f"{task} reads {names[-1]} from --data_dir, which is not set. {how}")
+        raise UserError(f"{task} reads {names[-1]} from --data_dir, which is not set. {how}")
     paths = [os.path.join(data_dir, name) for name in names]
     found = next(filter(os.path.exists, paths), None)
     if found is None:
-        raise ValueError(f"{paths[-1]!r} does not exist. {how}")
+        raise UserError(f"{paths[-1]!r} does not exist. {how}")
     return found

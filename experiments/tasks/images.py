@@ -16,6 +16,7 @@ from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, spl
 from experiments.tasks.ranges import COUNT, DECAY
 from experiments.tasks.sources import as_arrays, check_number, read_all, source, subset
 from models.mobilenet import IMAGENET_STAGES
+from syncopate.refusals import UserError
 
 DIGITS, DIGITS_FEATURES, DIGITS_SIDE = 1797, 64, 8
 DIGITS_RECIPE = Recipe(
@@ -46,7 +47,7 @@ def digits(
     """
     check_model("digits", model, ("softmax", "mlp", "resnet"))
     if data_dir is not None:
-        raise ValueError(
+        raise UserError(
             f"--data_dir is {data_dir}: digits come with scikit-learn. Leave it out, or pass the "
             "--task whose data lie there."
         )
@@ -73,7 +74,7 @@ def _digits_table() -> np.ndarray:
     """float64[1797, 65], pixels and labels, without the second that scikit-learn's import takes."""
     found = importlib.util.find_spec("sklearn")
     if found is None:
-        raise ValueError("digits come with scikit-learn: pip install scikit-learn.")
+        raise UserError("digits come with scikit-learn: pip install scikit-learn.")
     path = pathlib.Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return np.loadtxt(path, delimiter=",")
 
@@ -217,7 +218,7 @@ def cifar(
     choice = CHOICES[model]
     size = choice.side if size is None else size
     if size not in (SIDE // 2, SIDE):
-        raise ValueError(f"size is {size}: the images have side {SIDE}, or {SIDE // 2} pooled.")
+        raise UserError(f"size is {size}: the images have side {SIDE}, or {SIDE // 2} pooled.")
     shape = (size, size, 3)
     built = choice.build(image_shape=shape, num_classes=images.num_classes)
     if abstract:

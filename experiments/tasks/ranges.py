@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from syncopate.plans import inside
+from syncopate.refusals import UserError
 
 
 class Range(NamedTuple):
@@ -21,7 +22,7 @@ class Range(NamedTuple):
     def check(self, name: str, number) -> None:
         """Raises ValueError, naming the flag, for a number outside."""
         if number not in self:
-            raise ValueError(f"--{name} is {number}: pass {self}.")
+            raise UserError(f"--{name} is {number}: pass {self}.")
 
 
 COUNT = Range(int, "[1, 2147483647]")  # int32, as steps and units are counted on the devices

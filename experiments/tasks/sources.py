@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.tasks.base import need_file
 from experiments.tasks.ranges import COUNT, FROM_ZERO, SEED
+from syncopate.refusals import UserError
 
 # Further flags of the command that prepares a set, for archives that need a registration.
 MANUAL = {"imagenet2012": " --manual_dir=DIR_WITH_ILSVRC2012_TARS"}
@@ -36,7 +37,7 @@ def source(name: str, data_dir: str | None, split: str):
     )
     path = need_file(name, data_dir, name, how=how)
     if not glob.glob(os.path.join(path, "*", f"*-{split}.array_record*")):
-        raise ValueError(f"{path!r} holds no split {split!r} as ArrayRecord. {how}")
+        raise UserError(f"{path!r} holds no split {split!r} as ArrayRecord. {how}")
     import tensorflow_datasets as tfds
 
     return tfds.data_source(name, split=split, data_dir=data_dir)
@@ -48,7 +49,7 @@ def reading(path: str, how: str):
     try:
         yield
     except (OSError, EOFError, IndexError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path!r} is damaged or another file ({error}). {how}") from error
+        raise UserError(f"{path!r} is damaged or another file ({error}). {how}") from error
 
 
 def check_unpacked(path: str) -> None:
@@ -61,7 +62,7 @@ def check_unpacked(path: str) -> None:
     for member in members:
         times = member.file_size / max(member.compress_size, 1)
         if member.file_size > UNPACKED and times > TIMES:
-            raise ValueError(
+            raise UserError(
                 f"{member.filename} of {member.compress_size:,} bytes would unpack to "
                 f"{member.file_size:,}, which no table or array does"
             )
@@ -86,7 +87,7 @@ def subset(examples, size: int, *, name: str) -> np.ndarray:
 def check_number(number: int, held: int, *, name: str) -> None:
     """Raises ValueError unless `number`, called `name` in the error, is in [1, held]."""
     if not 1 <= number <= held:
-        raise ValueError(
+        raise UserError(
             f"{name} is {number}: the set holds {held} examples; pass a number from 1 to that."
         )
 
@@ -179,7 +180,7 @@ class ImageSource:
     def _view(self, index, row):
         image, label = row["image"], row["label"]
         if label < 0:
-            raise ValueError(
+            raise UserError(
                 f"example {index} has the label {label}: this split has no labels. Read one that "
                 "has, such as 'validation' of imagenet2012."
             )

@@ -29,6 +29,7 @@ from experiments.tasks.base import (
     split,
 )
 from experiments.tasks.sources import check_unpacked, reading
+from syncopate.refusals import UserError
 
 HMDA = "github.com/pasta41/hmda-data-2017"
 DENIED = 3  # action_taken of a denied application
@@ -90,11 +91,11 @@ def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]
                 continue
         columns = np.stack(numbers, axis=1)
         if np.isinf(columns).any():
-            raise ValueError("a number is infinite")
+            raise UserError("a number is infinite")
     with reading(target, again):
         actions = np.array([int(row[0]) for row in _table(target, f"2017-{state}-target.csv")])
         if len(actions) != len(columns):
-            raise ValueError(f"{len(actions)} rows for {len(columns)} of features")
+            raise UserError(f"{len(actions)} rows for {len(columns)} of features")
     return columns, actions.astype(np.int32)
 
 
@@ -104,11 +105,11 @@ def _table(path, name):
     with zipfile.ZipFile(path) as archive:
         member = next((m for m in archive.namelist() if m.endswith(name)), None)
         if member is None:
-            raise ValueError(f"it holds no {name}")
+            raise UserError(f"it holds no {name}")
         with archive.open(member) as file:
             _, *rows = csv.reader(io.TextIOWrapper(file, encoding="utf-8"))
     if len(set(map(len, rows))) != 1:
-        raise ValueError("it has no rows, or rows of different lengths")
+        raise UserError("it has no rows, or rows of different lengths")
     return rows
 
 
@@ -166,7 +167,7 @@ def read_m4(data_dir: str | None) -> tuple[list[np.ndarray], list[np.ndarray]]:
     paths = (need_file("m4_weekly", data_dir, file, how=how) for file in files)
     (names, past), (others, future) = map(parse_m4, paths)
     if names != others:
-        raise ValueError(
+        raise UserError(
             f"Weekly-train.csv ({len(names)} series) and Weekly-test.csv ({len(others)}) do not "
             f"hold the same series in the same order: get both files from {M4}."
         )
@@ -184,10 +185,10 @@ def parse_m4(path: os.PathLike) -> tuple[list[str], list[np.ndarray]]:
             try:
                 series.append(np.array(values, np.float64))
             except ValueError as error:
-                raise ValueError(f"a gap or a word in series {name}: {error}") from error
+                raise UserError(f"a gap or a word in series {name}: {error}") from error
             names.append(name)
         if not series or not all(np.isfinite(values).all() for values in series):
-            raise ValueError("it has no series, or a value that is not finite")
+            raise UserError("it has no series, or a value that is not finite")
     return names, series
 
 
@@ -217,7 +218,7 @@ def _scaled(windows):
 def _check_lengths(series, least, part):
     short = [k for k, values in enumerate(series) if len(values) < least]
     if short:
-        raise ValueError(
+        raise UserError(
             f"the {part} of series {short[0] + 1} has {len(series[short[0]])} weeks: it needs "
             f"{least}. Get the whole files from {M4}."
         )

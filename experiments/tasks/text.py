@@ -23,6 +23,7 @@ import models
 from experiments.tasks.base import Recipe, Task, abstract_set, abstract_sets, check_model, need_file
 from experiments.tasks.ranges import COUNT, Range
 from experiments.tasks.sources import check_unpacked, reading
+from syncopate.refusals import UserError
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
 WORDS = Range(int, "[3, 2147483647]")  # these two, and a word
@@ -67,7 +68,7 @@ def windows(tokens: np.ndarray, length: int) -> dict:
     COUNT.check("length", length)
     number = (len(tokens) - 1) // length
     if number < 1:
-        raise ValueError(
+        raise UserError(
             f"length is {length}: a part of the text has {len(tokens)} tokens and needs at least "
             "length + 1. Use shorter windows or a longer text."
         )
@@ -220,7 +221,7 @@ def sst2(
         train, test = abstract_sets(NUM_SENTENCES, (BERT_FEATURES,))
     elif os.path.exists(saved := os.path.join(data_dir or "", "embeddings.npz")):
         if num_features is not None:
-            raise ValueError(
+            raise UserError(
                 f"--num_features is {num_features}: {saved!r} has features of its own. Leave "
                 "num_features out, or move the file away."
             )
@@ -248,7 +249,7 @@ def features(
     )
     counts = counter.fit_transform(train)
     if not 1 <= num_features < counts.shape[1]:
-        raise ValueError(
+        raise UserError(
             f"num_features is {num_features}: pass at least 1 and less than {counts.shape[1]}, the "
             "number of words and pairs that occur three times."
         )
@@ -271,7 +272,7 @@ def sentences(data_dir, part):
     with reading(path, how), open(path, encoding="utf-8") as file:
         rows = [line.rstrip("\n").rsplit("\t", 1) for line in file][1:]  # after the header
         if not rows or any(len(row) != 2 or row[1] not in ("0", "1") for row in rows):
-            raise ValueError("a line is not a sentence, a tab and 0 or 1")
+            raise UserError("a line is not a sentence, a tab and 0 or 1")
     return [sentence.strip() for sentence, _ in rows], np.array([int(y) for _, y in rows], np.int32)
 
 
@@ -282,7 +283,7 @@ def _embeddings(path):
         check_unpacked(path)
     with reading(path, how), np.load(path) as saved:
         if missing := {"x_train", "y_train", "x_test", "y_test"} - set(saved.files):
-            raise ValueError(f"it lacks {sorted(missing)}")
+            raise UserError(f"it lacks {sorted(missing)}")
         parts = [
             {"x": saved[f"x_{part}"].astype(np.float32), "y": saved[f"y_{part}"].astype(np.int32)}
             for part in ("train", "test")
@@ -290,5 +291,5 @@ def _embeddings(path):
         width = parts[0]["x"].shape[-1:]
         for x, y in (part.values() for part in parts):
             if x.ndim != 2 or x.shape[1:] != width or y.shape != x.shape[:1]:
-                raise ValueError(f"x {x.shape} and y {y.shape} must be [N, d] and [N], d of both")
+                raise UserError(f"x {x.shape} and y {y.shape} must be [N, d] and [N], d of both")
     return parts

@@ -29,6 +29,7 @@ from experiments.tasks.text import (
     windows,
     words,
 )
+from syncopate.refusals import UserError
 
 SOURCES = {
     "wikitext2": "https://wikitext.smerity.com/wikitext-2-v1.zip",
@@ -147,7 +148,7 @@ def load(
         words, an assumption.
     """
     if corpus not in CORPORA:
-        raise ValueError(f"corpus is {corpus!r}: pass one of {sorted(CORPORA)}.")
+        raise UserError(f"corpus is {corpus!r}: pass one of {sorted(CORPORA)}.")
     chosen = CORPORA[corpus]
     check_model(corpus, model, chosen.sizes)
     size, recut = chosen.sizes[model], None
@@ -190,7 +191,7 @@ def _tokens(path):
     with reading(path, "Save int[T], ids of at least 0, with np.save."):
         ids = np.load(path, mmap_mode="r")
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**31:
-            raise ValueError(f"{ids.dtype}{list(ids.shape)}, or ids out of range")
+            raise UserError(f"{ids.dtype}{list(ids.shape)}, or ids out of range")
     return ids
 
 
@@ -204,7 +205,7 @@ def _read_corpus(data_dir, corpus, max_words):
     saved = [os.path.join(data_dir or "", f"{part}.npy") for part in files]
     if files[0] == "train" and all(map(os.path.exists, saved)):
         if max_words is not None:
-            raise ValueError(
+            raise UserError(
                 f"max_words is {max_words}: {saved[0]!r} already holds ids, which are all kept. "
                 "Leave max_words out, or move the file away."
             )

@@ -24,6 +24,7 @@ from experiments.training.config import Plans
 from experiments.training.loop import Progress
 from experiments.training.program import Program
 from experiments.training.step import TrainState
+from syncopate.refusals import UserError
 
 KEPT = 2
 # Orbax waits by the clock of the wall, which may be set forward by months. `agree` ends waits.
@@ -198,7 +199,7 @@ def settled(folder: str, recorded: Sequence[int] | None = None) -> int:
     step, passed_over = processes.of_first(judged)
     if passed_over and not step:
         told = "; ".join(f"step {step}: {wrong}" for step, wrong in passed_over.items())
-        raise ValueError(
+        raise UserError(
             f"no checkpoint in {folder!r} fits its run ({told}): restore the files from a copy, "
             "choose another --output_dir, or pass --overwrite to begin again."
         )
@@ -242,7 +243,7 @@ def restore(
     path = os.path.join(folder, str(step))
     known = read_known(path)
     if changed := files.differences(known["about"], about):
-        raise ValueError(
+        raise UserError(
             f"the checkpoint of step {step} belongs to a run with other settings "
             f"({', '.join(changed)}): {WHAT_TO_DO}"
         )
@@ -274,7 +275,7 @@ def progress_of(known: Mapping, plans: Plans) -> Progress:
         )
     for name, own in plans.digests().items():
         if known["plans"].get(name) != own:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint of step {known['step']} belongs to another {name} plan: "
                 f"{WHAT_TO_DO}"
             )

@@ -15,6 +15,7 @@ from experiments.tasks.base import Recipe, Task, check_recipe
 from experiments.tasks.ranges import SEED
 from experiments.training import optimizers
 from syncopate.plans import MOST_VALUES
+from syncopate.refusals import UserError
 from syncopate.schedules import evaluate_schedule
 
 EXAMPLES, UNITS = "examples", "units"  # of the whole training set
@@ -82,7 +83,7 @@ class Plans(NamedTuple):
         """Raises ValueError where the lengths differ, or another process has other plans."""
         for plan in [self.echo] if self.sync is None else [self.sync, self.echo]:
             if plan.total_steps != self.total_steps:
-                raise ValueError(
+                raise UserError(
                     f"a plan has {plan.total_steps} steps and the run {self.total_steps}: make it "
                     "with the run's total_steps."
                 )
@@ -110,7 +111,7 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     per_step = per_unit * recipe.units_per_step
     least = per_step if deals == EXAMPLES else per_unit
     if least > size:
-        raise ValueError(
+        raise UserError(
             f"{recipe.workers} workers with {recipe.units_per_step} units of {recipe.unit_size} "
             f"examples need at least {least} examples; the training set has {size}. Lower "
             "--workers, --units_per_step or --unit_size."
@@ -177,12 +178,12 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
         total = total * factor // 2
     if total > MOST_VALUES:
         most = MOST_VALUES * total_steps_of(recipe, sizes) // total
-        raise ValueError(
+        raise UserError(
             f"a run has {total:,} steps, and may have {MOST_VALUES:,}: pass at most "
             f"--total_steps={most} or --epochs={most // sizes.loads_per_epoch}."
         )
     if recipe.warmup_steps >= total:
-        raise ValueError(
+        raise UserError(
             f"--warmup_steps is {recipe.warmup_steps} of {total} steps: a run has at least one "
             "step after its warmup. Raise --total_steps (or --epochs), or lower the warmup."
         )

@@ -18,6 +18,7 @@ from experiments.training.step import TrainState, Worker
 from local_opt.workers import owned_sharding, shared_sharding
 from ordering.gradients import check_separable
 from syncopate.mesh import platform
+from syncopate.refusals import UserError
 
 
 class Program(NamedTuple):
@@ -90,7 +91,7 @@ def build(
         reads = "thread"
     turns = mesh is None and recipe.run == "turns"
     if turns and row.coordinated:
-        raise ValueError(
+        raise UserError(
             f"{row.label} coordinates workers in every step, and workers in turn cannot: pass "
             "--run=vmap or --run=mesh."
         )
@@ -133,7 +134,7 @@ def build(
 
 def _recut(task: Task, row):
     if task.recut is None:
-        raise ValueError(
+        raise UserError(
             f"{row.label} cuts a text anew in every epoch, and {task.name} has none in memory with "
             f"known documents: pass --task=wikitext2, or leave +{row.recut} out."
         )
@@ -237,7 +238,7 @@ def following_of(worker: Worker, over) -> Callable | None:
 def check_units(task: Task, observed: bool) -> None:
     """Raises ValueError if units are single examples and the loss mixes examples."""
     if task.model.statistics is not None:
-        raise ValueError(
+        raise UserError(
             f"the model of {task.name} normalises over batches, so one example is no unit: pass "
             "--unit_size=2 or more, or choose another --model."
         )

@@ -20,6 +20,7 @@ from experiments.training import checkpoint, config, program, timeline
 from experiments.training.config import Plans, Sizes
 from experiments.training.loop import Progress
 from experiments.training.step import TrainState, Worker
+from syncopate.refusals import UserError
 
 SPLIT = {"workers", "units_per_step"}  # settings that may differ
 
@@ -55,7 +56,7 @@ def newest(
         told = ", ".join(files.differences(known["about"], settings))
         choices = " or ".join(local_opt.resize.POLICIES)
         resize = f"; to go on with other workers pass --elastic={choices}"
-        raise ValueError(
+        raise UserError(
             f"{folder!r} holds a run with other settings ({told}): choose another --output_dir, or "
             f"pass --overwrite to forget that run{resize if differ <= SPLIT else ''}."
         )
@@ -79,7 +80,7 @@ def sizes_of(task: Task, recipe: Recipe, saved: Saved | None, *, deals: str | No
     if workers not in fit or workers * recipe.units_per_step != step:
         choices = [workers] if workers in fit else fit
         told = ", ".join(f"--workers={w} --units_per_step={step // w}" for w in choices)
-        raise ValueError(
+        raise UserError(
             f"{workers} workers with {recipe.units_per_step} units per step cannot go on with the "
             f"{units} units of this run, {step} of them in every step of all workers: pass {told}."
         )

@@ -26,6 +26,7 @@ from experiments.training.config import (
     size_of,
 )
 from local_opt.workers import AXIS
+from syncopate.refusals import UserError
 from ordering.rows import finite_units
 
 # The same projection for all workers and runs.
@@ -348,7 +349,7 @@ def scale_of(
     try:
         jax.eval_shape(of_state, jax.eval_shape(optimizers.inner(recipe).init, params), params)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"--scale needs a second moment, and --optimizer={recipe.optimizer} has none: "
             f"pass --optimizer=adamw, or leave it out ({error})"
         ) from error

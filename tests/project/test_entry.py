@@ -8,24 +8,25 @@ import sys
 import jax
 import pytest
 
-import local_opt
 from experiments.cluster import entry
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-OWN = {"__name__": "experiments.of_a_test"}
 
 
-def raised(code, own=OWN):
+def raised(code, name="experiments.of_a_test"):
     """The error of a code, as of a module of this name."""
     try:
-        exec(code, dict(own))
+        exec(code, {"__name__": name})
     except BaseException as error:
         return error
 
 
+REFUSED = "from syncopate.refusals import UserError\n"
+
+
 @pytest.mark.parametrize("code", [
-    "raise ValueError('--seed is -1: pass another.')",
-    "try: int('a')\nexcept ValueError as e: raise ValueError('of ours') from e",
+    f"{REFUSED}raise UserError('--seed is -1: pass another.')",
+    f"{REFUSED}try: int('a')\nexcept ValueError as e: raise UserError('of ours') from e",
     "open('/nowhere/at/all')", "raise OSError(28, 'No space left on device')", "raise MemoryError",
     "raise KeyboardInterrupt('signal 2 came twice')",
     "raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes')",
@@ -40,6 +41,7 @@ def test_what_the_user_can_mend_is_one_line(code, capsys):
 @pytest.mark.parametrize("code", [
     "int('a')", "float('b')", "import json\njson.loads('{')", "raise TypeError('of ours')",
     "import numpy\nnumpy.zeros(3).reshape(2)", "raise RuntimeError('other')", "{}['a']",
+    "raise ValueError('of no user')",
 ])  # fmt: skip
 def test_an_error_of_ours_has_its_traceback(code, capsys):
     error = raised(code)
@@ -61,9 +63,12 @@ def test_settings_of_jax_that_no_experiment_takes_are_refused(name, value):
         jax.config.update(name, before)
 
 
-def test_others_may_raise_what_they_like():
-    assert not entry.is_refusal(raised("raise ValueError('theirs')", {"__name__": "somebody"}))
-    assert local_opt.__name__ in entry.OWN
+def test_a_plain_value_error_is_a_refusal_of_the_libraries_alone():
+    code = "raise ValueError('size is 0')"
+    assert all(entry.is_refusal(raised(code, f"{name}.rules")) for name in entry.LIBRARIES)
+    assert not entry.is_refusal(raised(code, "somebody"))
+    for path in (ROOT / "experiments").rglob("*.py"):
+        assert "raise ValueError" not in path.read_text(), f"{path}: a command's is a UserError"
 
 
 def ended(*command):
@@ -102,4 +107,4 @@ def test_a_command_under_x64_ends_at_once(monkeypatch):
 def test_a_flag_shows_the_traceback_of_a_refusal():
     code, said = ended("experiments.herding", "--num_vectors=3", "--traceback")
     assert code == 1 and said[0].startswith("Traceback")
-    assert said[-1].startswith("ValueError: --workers has 100")
+    assert "UserError: --workers has 100" in said[-1]
