@@ -23,7 +23,7 @@ from experiments.timing import compared, medians, print_rows
 from ordering.kernel import balance_blocks
 from ordering.pair_balance import subtract
 from ordering.rows import split_pairs
-from ordering.sketch import SIZE
+from ordering.sketches.linear import SIZE
 
 # Units per call: enough to exceed the caches at every D, at most 1.3 GB.
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}

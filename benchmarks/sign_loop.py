@@ -34,7 +34,7 @@ from experiments.study.compile import cycles_of, slice_of
 from models.gpt2 import SIZES as GPT2
 from ordering import sign_loop
 from ordering.kernel import BLOCK, balance_blocks
-from ordering.sketch import SIZE
+from ordering.sketches.linear import SIZE
 
 RULES = {
     "greedy": ordering.greedy(),

@@ -5,7 +5,6 @@
 """
 
 from ordering import blocks, echo, input
-from ordering.backward import sketched, sketched_parameters
 from ordering.base import Ordering
 from ordering.dealing import dealt, dealt_reshuffling
 from ordering.exchange import exchange_rows
@@ -15,10 +14,11 @@ from ordering.herding import greedy_herding, herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
 from ordering.resize import resize
 from ordering.rows import Rows
-from ordering.scaling import scale_of, scaled
 from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
-from ordering.sketch import sketch, sketch_rows, sketch_size
+from ordering.sketches.backward import sketched, sketched_parameters
+from ordering.sketches.linear import sketch, sketch_rows, sketch_size
+from ordering.sketches.scale import scale_of, scaled
 
 __all__ = [
     "Ordering",

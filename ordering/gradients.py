@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from ordering import rows as rows_lib
-from ordering import trace
-from ordering.sketch import sketch_rows
+from ordering.sketches import walk
+from ordering.sketches.linear import sketch_rows
 from syncopate import plans
 from syncopate.mesh import alike, names_of
 
@@ -83,8 +83,8 @@ def per_example(
     def gradients(params, batch, key):
         size, keys = units_of(params, batch, key)
         first = jax.tree.map(lambda x: x[:1], batch), keys[0]
-        program, of_one = trace.traced(of_alone, params, *first)
-        has_rule = trace.holds(program.jaxpr, trace.RULE)
+        program, of_one = walk.traced(of_alone, params, *first)
+        has_rule = walk.holds(program.jaxpr, walk.RULE)
         seed = size if has_rule else 1  # a rule need not be linear: it gets what it gets of a mean
 
         def part(params, unit):
@@ -93,7 +93,7 @@ def per_example(
             loss, aux = of_one(params, alone, example_key)
             return loss / seed, (loss, aux)
 
-        of_part = trace.apart(jax.value_and_grad(part, has_aux=True))
+        of_part = walk.apart(jax.value_and_grad(part, has_aux=True))
 
         def one(unit):
             (_, found), gradient = of_part(params, unit)
@@ -115,7 +115,7 @@ def per_example(
             mean = jax.tree.map(rows_lib.mean_of, tree)
             rows = rows_lib.Rows.of(tree)
             rows = sketch_rows(rows, to_sketch) if to_sketch else rows
-        if has_rule and trace.has_rule_of_parameters(program, params, first):
+        if has_rule and walk.has_rule_of_parameters(program, params, first):
             # The rule gets the sum over all examples, and must not be used of each alone.
             total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
             mean = jax.grad(total)(params)

@@ -226,7 +226,7 @@ CALLS |= {
 STACKS = [{}, None, 3, jnp.ones(()), {"w": jnp.ones((0, 3))}, {"w": [[1.0, 2.0], [3.0, 4.0]]},
           {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, {"w": None}, *leaves_of(2, 3),
           {"w": 1j * jnp.ones((2, 3))}]  # fmt: skip
-ADAM, LEAVES = optax.adam(0.1), [ordering.trace.Leaf("w", (3,), "formed", "product")]
+ADAM, LEAVES = optax.adam(0.1), [ordering.sketches.linear.Leaf("w", (3,), "formed", "product")]
 ONE = [{}, None, {"w": [1.0, "a"]}, {"w": 1j * jnp.ones(3)}, *leaves_of(3)]
 VECTORS, ORDER = jnp.arange(12.0).reshape(4, 3), jnp.arange(4)
 TWO = jax.random.split(KEY, 2)

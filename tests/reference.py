@@ -364,7 +364,7 @@ def loads_ahead(decide, total_steps, load_ticks, step_ticks, depth):
 
 
 def hash_signs(seed, places):
-    """The signs of `ordering.sketch.hash_signs`, entry by entry, in Python's integers."""
+    """The signs of `ordering.sketches.linear.hash_signs`, entry by entry, in Python's integers."""
     signs = []
     for place in np.ravel(places):
         x = (int(place) * 0x9E3779B1 & 0xFFFFFFFF) ^ seed

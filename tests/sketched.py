@@ -12,11 +12,9 @@ import numpy as np
 import optax
 
 import ordering
-from ordering.maps import maps_of, of_slice
 from ordering.rows import as_float32
-from ordering.sketch import fold
-from ordering.taps import fold_small
-from ordering.trace import slice_index
+from ordering.sketches.backward import fold_small
+from ordering.sketches.linear import fold, maps_of, of_slice
 from tests import reference
 
 KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)
@@ -42,16 +40,10 @@ def sketch_of(loss, params, batch, key, *, size):
 
 def _of_leaf(leaf, of, gradient, size):
     """The sum over all slices of a parameter that a scan loops over."""
-    slices = [((), gradient)]
-    for _ in range(leaf.stack):
-        slices = [((*at, i), g[i]) for at, g in slices for i in range(len(g))]
-    found = jnp.zeros(size)
-    for at, g in slices:
-        index = jnp.uint32(0)
-        for place in at:
-            index = slice_index(index, place)
-        found += _of_matrix(leaf, of_slice(of, index) if at else of, g, size)
-    return found
+    if not leaf.stack:
+        return _of_matrix(leaf, of, gradient, size)
+    slices = gradient.reshape(-1, *leaf.shape[leaf.stack :])
+    return sum(_of_matrix(leaf, of_slice(of, i), g, size) for i, g in enumerate(slices))
 
 
 def _of_matrix(leaf, of, gradient, size):

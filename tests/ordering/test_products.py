@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.sketch import grouped_sums, hash_signs, table_of_sums
+from ordering.sketches.linear import grouped_sums, hash_signs, table_of_sums
 from tests import reference
 
 SKETCH_KEY, RNG = jax.random.key(7), np.random.default_rng(0)

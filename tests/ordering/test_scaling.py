@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import ordering
-from ordering.scaling import whole_scale
-from ordering.trace import Leaf
+from ordering.sketches.linear import Leaf
+from ordering.sketches.scale import whole_scale
 from tests import reference, tables
 
 KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.sketch import BLOCK
-from ordering.sketch import fold as fold_leaf
+from ordering.sketches.linear import BLOCK
+from ordering.sketches.linear import fold as fold_leaf
 from tests import reference, tables
 
 SEED = jnp.uint32(12345)

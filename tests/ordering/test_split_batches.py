@@ -126,7 +126,7 @@ def _tree(found):
 
 
 def test_jax_alone_is_still_wrong_of_a_batch_that_is_split():
-    """Once this fails, vmap of a gradient is right there, and `ordering.convolution` may go."""
+    """Once this fails, vmap of a gradient is right there, and `sketches.convolution` may go."""
     loss, x, w = loss_of(conv), normal(N, 6, 6, 3), normal(3, 3, 3, 5)
     gradient = jax.grad(lambda w, x: loss(w, x[None], KEY)[0])
     split = jax.device_put(x, NamedSharding(mesh_of(*MESHES["data"][0]), jax.P("data")))

@@ -1,9 +1,14 @@
-"""Sketches: k numbers that replace a gradient where only inner products are needed."""
+"""Sketches: k numbers that replace a gradient where only inner products are needed.
+
+The linear maps with random signs: of gradients that are there, and of the factors of gradients in
+the backward pass, with the signs of every parameter.
+"""
 
 import functools
 import math
 import operator
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -307,3 +312,80 @@ def hash_signs(seed: UInt32[Array, "..."], places: ArrayLike) -> Float32[Array, 
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return 1.0 - 2.0 * (x >> 31).astype(jnp.float32)
+
+
+class Leaf(NamedTuple):
+    """How the gradient of a parameter is sketched.
+
+    Attributes:
+      name, shape: its path and shape.
+      how: "sketched" (never formed), "formed" (for each unit, in the backward pass alone),
+        "copied" (the parameter is copied for each unit), or "shared" (used in numbers that all
+        units share, as penalties are, or not at all). Copies cost memory for each unit, as formed
+        gradients do; a shared gradient is formed once.
+      why: the reason: kinds of uses, or the names of primitives.
+      stack: the number of leading dimensions that scans loop over; rows, cols: the others.
+      sizes: (m, p, q) of a sketch by m groups of products of p sums of rows and q sums of columns.
+      table: whether rows are looked up, so that a unit may have few of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    how: str
+    why: str
+    stack: int = 0
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
+    sizes: tuple[int, int, int] = (0, 0, 0)
+    table: bool = False
+
+    @property
+    def small(self) -> bool:
+        """Whether the gradients of units are kept to the end, and folded with other small ones."""
+        return self.how != "sketched" and not self.stack and math.prod(self.shape) <= SMALL
+
+
+class Map(NamedTuple):
+    """The random signs of one parameter: one for each row, and one for each column.
+
+    Scaled, they are of the size of the scale; `scale` has that of parameters without rows and
+    columns, or of all slices of a stacked one, leaves [slices, ...].
+    """
+
+    seed: UInt32[Array, ""]
+    left: Any = None
+    right: Any = None
+    scale: Any = None
+
+
+def maps_of(plan: list[Leaf], key: Key[Array, ""]) -> list[Map]:
+    with jax.ensure_compile_time_eval():  # a generator is a loop in the program
+        seeds = list(jax.random.bits(jax.random.clone(key), (len(plan),), jnp.uint32))
+    return [_map_of(leaf, seed) for leaf, seed in zip(plan, seeds, strict=True)]
+
+
+def _map_of(leaf: Leaf, seed) -> Map:
+    if leaf.how != "sketched":
+        return Map(seed)
+    left, right = (
+        hash_signs(seed + jnp.uint32(n), jnp.arange(math.prod(shape))).reshape(shape)
+        for n, side in ((1, leaf.rows), (2, leaf.cols))
+        for shape in [[leaf.shape[i] for i in side]]
+    )
+    return Map(seed, left, right)
+
+
+def of_slice(of: Map, place: ArrayLike) -> Map:
+    """The map for one slice of a scanned parameter: every slice has its own signs."""
+    place = jnp.asarray(place, jnp.uint32)
+    seed = of.seed ^ (jnp.uint32(0x85EBCA6B) * (place + 1))
+    scale = jax.tree.map(lambda s: s[place], of.scale)
+    if of.left is None:
+        return Map(seed, scale=scale)
+    signs = hash_signs(seed, jnp.arange(of.left.size)).reshape(of.left.shape)
+    rows, cols = (1.0, 1.0) if scale is None else scale
+    return Map(seed, of.left * signs * rows, of.right * cols)
+
+
+def times(gradient, scale):
+    return gradient if scale is None else gradient * scale.reshape(gradient.shape)

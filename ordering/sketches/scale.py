@@ -4,6 +4,7 @@ Adam moves the parameters by g / v^(1/2), v being its second moment. An order th
 scaled gradients of its units balances what moves the parameters.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ from ordering import rows as rows_lib
 from ordering.base import check_is_rows
 from ordering.gradients import check_params
 from ordering.rows import Rows, as_float32
-from ordering.trace import Leaf
+from ordering.sketches.linear import Leaf, Map
 from syncopate import mesh, plans
 
 FLOOR = 1e-3
+
+
 BESIDE = (
     "keep one beside the optimizer: moment = optax.scale_by_rms(), in every step _, state = "
     "moment.update(mean_gradient, state), and pass that state."
@@ -155,6 +158,30 @@ def whole_scale(scale: PyTree, like: PyTree) -> PyTree:
     full = jax.tree.map(lambda s: s.rows * s.cols if leaf(s) else s, scale, is_leaf=leaf)
     plans.check_like("scale", full, like, "one gradient", "pass what scale_of returns.")
     return full
+
+
+def scaled_maps(plan: list[Leaf], maps: list[Map], params: PyTree, scale: PyTree) -> list[Map]:
+    """The maps of gradients times a scale: signs of rows and columns are multiplied with it."""
+    wholes = jax.tree.leaves(whole_scale(scale, params))
+    found = jax.tree.structure(params).flatten_up_to(scale)
+    return [_scaled_map(*each) for each in zip(plan, maps, found, wholes, strict=True)]
+
+
+def _scaled_map(leaf: Leaf, of: Map, scale, whole) -> Map:
+    slices = math.prod(leaf.shape[: leaf.stack])
+    if leaf.how != "sketched":
+        own = (slices, *leaf.shape[leaf.stack :]) if leaf.stack else leaf.shape
+        return of._replace(scale=whole.reshape(own))
+    if not isinstance(scale, Factors):
+        raise ValueError(
+            f"the scale of params{leaf.name} is one array, and its sketches need factors: pass "
+            "scale_of(..., leaves=sketched_parameters(...))."
+        )
+    sides = (scale.rows, leaf.rows), (scale.cols, leaf.cols)
+    rows, cols = (s.reshape(slices, *(leaf.shape[i] for i in side)) for s, side in sides)
+    if leaf.stack:
+        return of._replace(scale=(rows, cols))
+    return of._replace(left=of.left * rows[0], right=of.right * cols[0])
 
 
 def _moments(opt_state, params) -> list[Array]:

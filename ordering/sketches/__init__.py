@@ -1,0 +1,1 @@
+"""Sketches of the gradients of single units: `backward` computes them, `linear` defines them."""

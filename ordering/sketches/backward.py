@@ -1,0 +1,595 @@
+"""Sketches of the gradients of single units, out of the ordinary backward pass.
+
+The loss is walked (walk.py). Every unit gets a sketch of zeros s[k] that it does not depend on.
+Where a parameter w meets data, y = x w, the backward pass hands s the cotangents
+P_f^T (x^T dy) Q_f = (x P_f)^T (dy Q_f), with fixed random signed sums P_f and Q_f: the gradient
+with respect to s is then the sum over all parameters of the sketches of this unit's gradient, and
+the gradients themselves are never formed.
+"""
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float32, Key, PyTree
+
+from ordering.base import check_key
+from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
+from ordering.rows import Rows, as_float32, leading_size, tree_size
+from ordering.sketches.linear import (
+    MOST,
+    SIZE,
+    Leaf,
+    Map,
+    fold,
+    grouped_sums,
+    maps_of,
+    of_slice,
+    sketch,
+    sums_of_matrix,
+    table_of_sums,
+    times,
+)
+from ordering.sketches.scale import scaled_maps, whole_scale
+from ordering.sketches.walk import (
+    Hooks,
+    Shared,
+    Use,
+    apart,
+    as_own,
+    data_of,
+    entering,
+    evaluate,
+    raw,
+    read,
+    walk,
+)
+from syncopate.mesh import automatic, varying
+from syncopate.plans import check_whole
+
+LEAST = 4  # p q, of a gradient of rank one: with fewer, transforms take longer
+TABLE = 16  # groups for tables, at least
+LOOK_UP = "look-up"  # the kind of use of a table of which a unit has few rows
+EXACT = 4  # gradients of up to EXACT k numbers are formed, which costs less than projecting
+
+
+def sketched(
+    loss: Callable, key: Key[Array, ""], *, size: int = SIZE, has_aux: bool = False
+) -> Callable:
+    """A sketch of every unit's gradient, out of one ordinary backward pass.
+
+    s_i = sum over parameters of [P_f^T G_i Q_f / m^(1/2)] for f = 1 .. m
+
+    G_i is the gradient of unit i, P_f and Q_f are sums of its rows and columns with random signs.
+    A step takes little more time and memory than a plain one. E[s_i . s_j] = G_i . G_j, about as
+    accurate as `sketch_rows(per_example(loss)(...))`: at k = 1,024, squared norms on MLPs, LeNet
+    and a small GPT-2 are off by 4.3 to 4.9 % (root mean square) and inner products by 0.031 to
+    0.038 |G_i| |G_j| (`python -m benchmarks.sketch_errors`). It is less accurate for gradients of
+    low rank of very large matrices, with up to six times the variance, and for sums over many
+    positions that nearly have rank one.
+
+    The loss may come from any library: products, convolutions and look-ups are found in its
+    program. The gradients of parameters that are used in another way are formed for every unit;
+    `sketched_parameters` lists them, and of large ones that must be copied a UserWarning tells.
+
+    A number that all units share, such as a penalty on the parameters, costs one gradient for all
+    of them. It is in the mean gradient and in every row, as it is in rows of `per_example`: it
+    cancels in the differences of pairs, and in GraB, which takes off the mean. Rules of
+    `jax.custom_vjp` are treated as by `per_example`.
+
+    Args:
+      loss: `(params, batch, key) -> losses[n]` that treats units separately, or their mean.
+      key: typed, for the random signs; give all workers the same key.
+      size: k; see `sketch_size`. For models of at most k parameters, rows are the gradients
+        themselves, padded with zeros.
+      has_aux: whether the loss returns auxiliary data too, as in `jax.value_and_grad`. That of all
+        units is stacked, leaves [B, ...].
+
+    Returns:
+      `(params, batch, key, scale=None) -> (losses float32[B], mean gradient, Rows of size B)` for
+      batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of losses. The rows are
+      float32[B, k]: build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
+      from `scale_of(..., leaves=sketched_parameters(...))`, they are sketches of the gradients
+      times the scale, at the same cost.
+
+    Raises:
+      ValueError: if size is below 1; while tracing, as `per_example`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: jnp.tanh(jnp.square(batch @ w).sum(-1))
+      >>> gradients = ordering.sketched(loss, jax.random.key(0), size=64)
+      >>> losses, mean, rows = gradients(jnp.ones((90, 70)), jnp.eye(3, 90), jax.random.key(1))
+      >>> mean.shape, rows.tree.shape
+      ((90, 70), (3, 64))
+
+    References:
+      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
+      2023, https://arxiv.org/abs/2302.00845
+      Pham, Pagh, Fast and Scalable Polynomial Kernels via Explicit Feature Maps, 2013,
+      https://doi.org/10.1145/2487575.2487591
+    """
+    size, sketch_key = check_whole("size", size, 1, MOST), check_key(key)
+    of_one = loss_alone(loss, has_aux)
+
+    @signed_as(loss)
+    def gradients(params, batch, key, scale=None):
+        if tree_size(params) <= size:
+            kept = sketch(sketch_key, size=size)
+
+            def to_sketch(g):
+                if scale is None:
+                    return kept(g)
+                return kept(jax.tree.map(times, g, whole_scale(scale, params)))
+
+            return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
+        units, keys = units_of(params, batch, key)
+        example = jax.tree.map(lambda x: x[0], batch)
+        plan, program, of_terms = _analyse(of_one, varying(params, batch), example, keys[0], size)
+        _warn_of_copies(plan.leaves, units)
+        maps = maps_of(plan.leaves, sketch_key)
+        if scale is not None:
+            maps = scaled_maps(plan.leaves, maps, params, varying(scale, batch))
+
+        def total(params, zeros):
+            params = varying(params, batch)  # typed as varying over devices, like the batch
+            losses, aux = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
+            return jnp.mean(losses), (losses, aux)
+
+        zeros = varying(zeros_of(plan, units, size), batch)
+        (_, (losses, aux)), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(
+            params, zeros
+        )
+        of_each = of_terms(varying(params, batch), example, keys[0], units)
+        found = with_terms(plan, maps, found, of_each)
+        losses, rows = losses.astype(jnp.float32), units * added_up(maps, found)
+        return (losses, aux) if has_aux else losses, mean, Rows.of(rows)
+
+    return gradients
+
+
+def sketched_parameters(
+    loss: Callable, params: PyTree, batch: PyTree, key: Key[Array, ""], *, size: int = SIZE
+) -> list[Leaf]:
+    """How `sketched` treats every parameter. Nothing is computed.
+
+    Args:
+      loss, params, batch, key: as for `sketched` and the function it returns; shapes are enough.
+      size: k.
+
+    Returns:
+      A `Leaf` for every parameter, in the order of `jax.tree.leaves`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, ordering
+      >>> loss = lambda w, batch, key: jnp.square(batch @ w).sum(-1)
+      >>> (leaf,) = ordering.sketched_parameters(
+      ...     loss, jnp.ones((90, 70)), jnp.ones((3, 90)), jax.random.key(0), size=64)
+      >>> leaf.how, leaf.why
+      ('sketched', 'product')
+    """
+    check_params(params)
+    leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
+    size = check_whole("size", size, 1, MOST)
+    params, example, key = jax.eval_shape(
+        lambda params, batch, key: (params, jax.tree.map(lambda x: x[0], batch), key),
+        params, batch, key,
+    )  # fmt: skip
+    return _analyse(loss_alone(loss, False), params, example, key, size)[0].leaves
+
+
+def _analyse(of_one, params, example, key, size):
+    """For a loss of one example: its plan, `(params, maps, zeros, example, key) -> (loss, aux)`,
+    and the gradients of what all units share.
+    """
+
+    def one(params, example, key):
+        return of_one(params, jax.tree.map(lambda x: x[None], example), key)
+
+    leaves, tree = jax.tree.flatten(params)
+    flat_example, example_tree = jax.tree.flatten(example)
+    closed, found = jax.make_jaxpr(
+        lambda leaves, rest, key: one(
+            jax.tree.unflatten(tree, leaves), jax.tree.unflatten(example_tree, rest), key
+        ),
+        return_shape=True,
+    )(leaves, flat_example, key)
+    results = jax.tree.structure(found)
+    plan = plan_of(closed, params, (leaves, flat_example, key), size)
+
+    def program(params, maps, zeros, example, key):
+        own = [
+            entering(i, value, copied(i, value, maps[i], zeros))
+            if leaf.how == "copied"
+            else entering(i, value)
+            for i, (leaf, value) in enumerate(
+                zip(plan.leaves, jax.tree.leaves(params), strict=True)
+            )
+        ]
+        terms = Terms([])
+
+        def term(shared):
+            own = zeros.terms[terms.place(shared)].astype(shared.value.dtype)
+            return shared.value + own.reshape(shared.value.shape)
+
+        site = functools.partial(site_of, plan.leaves, maps, zeros)
+        hooks = Hooks(site, term=term)
+        own += [*jax.tree.leaves(example), key]
+        loss, *aux = walk(closed.jaxpr, closed.consts, own, hooks)
+        found = [data_of(loss, "the result", hooks), *map(raw, aux)]
+        return jax.tree.unflatten(results, found)
+
+    def of_terms(params, example, key, units):
+        rest = [*jax.tree.leaves(example), key]
+        return gradients_of_terms(closed, jax.tree.leaves(params), rest, plan, units)
+
+    return plan, program, of_terms
+
+
+def _warn_of_copies(leaves, units):
+    large = [leaf for leaf in leaves if leaf.how == "copied" and not leaf.small]
+    if large:
+        copies = units * sum(math.prod(leaf.shape) for leaf in large)
+        ratio = copies / sum(math.prod(leaf.shape) for leaf in leaves)
+        names = ", ".join(f"params{leaf.name} ({leaf.why})" for leaf in large)
+        warnings.warn(
+            f"sketched copies {names} for each of {units} units: the copies have {ratio:.3g} times "
+            "as many numbers as all parameters, and a step takes longer accordingly. Use them in "
+            "products, convolutions or look-ups with data, or pass in what is made of them by "
+            "jax.lax.stop_gradient; ordering.sketched_parameters lists all uses.",
+            stacklevel=4,
+        )
+
+
+class Plan(NamedTuple):
+    """How every parameter is treated, and the parameters in each number that all units share."""
+
+    leaves: list[Leaf]
+    terms: list[tuple[int, ...]]
+
+
+def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) -> Plan:
+    """The plan from a walk that records all uses."""
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    shapes = [jnp.shape(leaf) for leaf in args[0]]
+    seen, met = [[] for _ in shapes], Terms([])
+    unknown = [[] for _ in shapes]
+    ranks = [0] * len(shapes)  # at most, of the gradient of one unit
+
+    def note(use, w):
+        y = use.function(w, *use.data)
+        seen[use.param.leaf].append(use._replace(data=None, param=use.param._replace(value=None)))
+        ranks[use.param.leaf] += y.shape[0] if y.ndim else 1
+        return y
+
+    def run(leaves, rest, key):
+        own = [entering(i, value) for i, value in enumerate(leaves)]
+        hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), met.value)
+        loss = walk(closed.jaxpr, closed.consts, [*own, *rest, key], hooks)[0]
+        return data_of(loss, "the result", hooks)
+
+    jax.eval_shape(run, *args)
+    terms = [tuple(term.leaves) for term in met.found]
+    in_term = [any(i in term for term in terms) for i in range(len(shapes))]
+    each = zip(paths, shapes, seen, unknown, ranks, in_term, strict=True)
+    leaves = [
+        leaf_of(path, shape, own, other, rank, shared, size)
+        for path, shape, own, other, rank, shared in each
+    ]
+    return Plan(leaves, terms)
+
+
+def leaf_of(
+    name: str,
+    shape: tuple[int, ...],
+    seen: Sequence[Use],
+    unknown: Sequence[str],
+    rank: int,
+    in_term: bool,
+    size: int,
+) -> Leaf:
+    """The plan for a parameter with these uses, whose gradients have at most this rank."""
+    kinds = ", ".join(dict.fromkeys(use.kind for use in seen))
+    stacks = {use.param.stack for use in seen}
+    if not (seen or unknown):
+        return Leaf(name, shape, "shared", "penalty" if in_term else "unused")
+    if unknown or len(stacks) != 1:
+        why = ", ".join(dict.fromkeys(unknown)) or "used at several depths"
+        return Leaf(name, shape, "copied", why)
+    (stack,) = stacks
+    number = math.prod(shape[stack:])
+    sides = {frozenset(numbers_of(side) for side in (use.rows, use.cols)) for use in seen}
+    if number <= EXACT * size or "linear" in kinds or len(sides) > 1:
+        return Leaf(name, shape, "formed", kinds, stack)
+    first = next((use for use in seen if use.kind == LOOK_UP), seen[0])  # its rows are looked up
+    rows, cols = (numbers_of(side) for side in (first.rows, first.cols))
+    lengths = (math.prod(shape[i] for i in side) for side in (rows, cols))
+    table = first.kind == LOOK_UP
+    sizes = _sizes(lengths, rank, size, TABLE if table else 1)
+    return Leaf(name, shape, "sketched", kinds, stack, rows, cols, sizes, table)
+
+
+def numbers_of(side: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(sorted(number for number, _ in side))
+
+
+def _sizes(lengths: Iterable[int], rank: int, size: int, least: int) -> tuple[int, int, int]:
+    """(m, p, q), m p q <= k: groups in which no two entries share a sum, fewer for high ranks.
+
+    For a high rank one group is enough, since the errors of its many terms average out. A table of
+    tokens gets some groups whatever its rank may be: at first it is one, since all positions learn
+    how frequent the tokens are.
+    """
+    rows, cols = lengths
+    most = max(min(least, size), size // (LEAST * rank))
+    wanted = math.ceil(rows * cols / size)
+    groups = 1 << min(most.bit_length() - 1, (wanted - 1).bit_length())
+    size, rows, cols = size // groups, math.ceil(rows / groups), math.ceil(cols / groups)
+    p = min(max(1, math.isqrt(size)), rows)
+    q = min(size // p, cols)
+    return groups, min(size // q, rows), q
+
+
+class Terms(NamedTuple):
+    """The numbers that all units share, in the order in which a walk meets them."""
+
+    found: list[Shared]
+
+    def value(self, term: Shared) -> Array:
+        self.place(term)
+        return term.value
+
+    def place(self, term: Shared) -> int:
+        places = [i for i, known in enumerate(self.found) if known.value is term.value]
+        if not places:
+            self.found.append(term)
+        return places[0] if places else len(self.found) - 1
+
+
+def gradients_of_terms(
+    closed: core.ClosedJaxpr, leaves: list[Array], rest: list, plan: Plan, units: int
+) -> list[dict[int, Array]]:
+    """For each number that all units share its gradient with respect to the leaves in it.
+
+    Taken of a unit's part in the mean, for rules that are not linear.
+    """
+    if not plan.terms:
+        return []
+
+    def values(leaves, rest):
+        found = Terms([])
+        own = [entering(i, value) for i, value in enumerate(leaves)]
+        hooks = Hooks(term=found.value, inline=True)
+        loss = walk(closed.jaxpr, closed.consts, [*own, *rest], hooks)[0]
+        data_of(loss, "the result", hooks)
+        return [term.value.reshape(()) for term in found.found]
+
+    program = jax.make_jaxpr(values)(leaves, rest)
+    jaxpr = program.jaxpr
+
+    def value(own, equations, out):
+        args = [own.get(i, leaf) for i, leaf in enumerate(leaves)] + rest
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True))
+        evaluate(equations, env, Hooks())
+        return raw(read(env, out)) / units
+
+    found = [
+        jax.grad(value)({i: leaves[i] for i in own}, _needed(jaxpr.eqns, out), out)
+        for own, out in zip(plan.terms, jaxpr.outvars, strict=True)
+    ]
+    return jax.tree.map(lambda g: units * g, found)
+
+
+def _needed(equations, out):
+    """The equations that a variable depends on."""
+    needed, found = {out}, []
+    for equation in reversed(equations):
+        if needed & {*equation.outvars}:
+            found.append(equation)
+            needed |= {atom for atom in equation.invars if not isinstance(atom, core.Literal)}
+    return found[::-1]
+
+
+class Zeros(NamedTuple):
+    """What units do not depend on: the gradients with respect to it are their sketches.
+
+    Attributes:
+      sketch: float32[k] of one unit, for the sketches.
+      small: for every leaf float32[n], for the gradient itself, or None: see `Leaf.small`. Those of
+        all leaves are folded at once.
+      terms: float32[m], for the numbers that all units share.
+    """
+
+    sketch: Array
+    small: list[Array | None]
+    terms: Array
+
+
+def zeros_of(plan: Plan, units: int, size: int) -> Zeros:
+    small = [
+        jnp.zeros((units, math.prod(leaf.shape))) if leaf.small else None for leaf in plan.leaves
+    ]
+    return Zeros(jnp.zeros((units, size)), small, jnp.zeros((units, len(plan.terms))))
+
+
+def with_terms(
+    plan: Plan, maps: list[Map], found: Zeros, gradients: list[dict[int, Array]]
+) -> Zeros:
+    """The sketches, with the gradients of what all units share: a unit has its part of each."""
+    size, small, sketch = found.sketch.shape[1], [*found.small], found.sketch
+    for of_unit, of_term in zip(found.terms.T, gradients, strict=True):
+        for i, gradient in of_term.items():
+            if plan.leaves[i].small:
+                small[i] += of_unit[:, None] * as_float32(gradient).reshape(1, -1)
+            else:
+                row = sketch_of_gradient(plan.leaves[i], maps[i], as_float32(gradient), size)
+                sketch += of_unit[:, None] * row[None]
+    return found._replace(sketch=sketch, small=small)
+
+
+def sketch_of_gradient(leaf: Leaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
+    """The sketch of a gradient that is there: the sum over all slices that a scan loops over."""
+    if not leaf.stack:
+        return _sketch_of_slice(leaf, of, gradient, size)
+    slices = gradient.reshape(-1, *leaf.shape[leaf.stack :])
+
+    def of_one(place, own):
+        return _sketch_of_slice(leaf, of_slice(of, place), own, size)
+
+    return jnp.sum(jax.vmap(of_one)(jnp.arange(len(slices)), slices), axis=0)
+
+
+def _sketch_of_slice(leaf, of, gradient, size):
+    if leaf.how != "sketched":
+        shape = gradient.shape if leaf.how != "formed" else [n for n in gradient.shape if n > 1]
+        return fold(times(gradient, of.scale).reshape(shape), of.seed, size)
+    axes = [i - leaf.stack for i in (*leaf.rows, *leaf.cols)]
+    axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
+    matrix = gradient.transpose(axes).reshape(of.left.size, of.right.size)
+    found = sums_of_matrix(matrix * of.left.reshape(-1, 1) * of.right.reshape(1, -1), *leaf.sizes)
+    return jnp.pad(found.reshape(-1), (0, size - found.size))
+
+
+def added_up(maps: list[Map], found: Zeros) -> Float32[Array, "B k"]:
+    """All of the units' sketches."""
+    kept = [(of, g) for of, g in zip(maps, found.small, strict=True) if g is not None]
+    if not kept:
+        return found.sketch
+    small = [jax.vmap(times, (0, None))(g, of.scale) for of, g in kept]
+    size = found.sketch.shape[1]
+    fold_all = functools.partial(fold_small, seed=kept[0][0].seed, size=size)
+    if not automatic():
+        return found.sketch + jax.vmap(fold_all)(jnp.concatenate(small, 1))
+    # The compiler may split these gradients over devices, and would move parts of them to put them
+    # together. A product with the matrix of `fold_all` only adds up.
+    ends = list(itertools.accumulate(g.shape[1] for g in small))
+    fold_back = jax.linear_transpose(fold_all, jnp.zeros(ends[-1]))
+    known = jnp.ones(size), jnp.arange(size, dtype=jnp.float32)
+    on_all = functools.partial(jax.lax.with_sharding_constraint, shardings=P())
+    signs, places = (on_all(fold_back(x)[0]) for x in known)
+    rows = found.sketch
+    for g, end in zip(small, ends, strict=True):
+        sign, place = (on_all(x[end - g.shape[1] : end]) for x in (signs, places))
+        table = jnp.where(place[:, None] == sign[:, None] * known[1][None], sign[:, None], 0.0)
+        rows = rows + jnp.matmul(g, table, precision="highest")
+    return rows
+
+
+def fold_small(flat: Array, seed: Array, size: int) -> Float32[Array, "k"]:
+    """The sums begin anywhere: the largest of a table's, those of frequent rows, come first.
+
+    Their number is odd, or a channel of one parameter would meet its own in others.
+    """
+    odd = size - (size + 1) % 2
+    return jnp.roll(jnp.pad(fold(flat, seed, odd), (0, size - odd)), seed % size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tap(sketch_of_cotangent: Callable, y, s, data):
+    # s is zero; y must not be shared by units whose cotangents differ.
+    return y + s[0].astype(y.dtype)
+
+
+def _tap_forward(sketch_of_cotangent, y, s, data):
+    return _tap(sketch_of_cotangent, y, s, data), data
+
+
+def _tap_backward(sketch_of_cotangent, data, dy):
+    return dy, sketch_of_cotangent(dy, *data), None
+
+
+_tap.defvjp(_tap_forward, _tap_backward)
+
+
+def copied(leaf: int, value: Array, of: Map, zeros: Zeros) -> Array:
+    """A parameter as seen by this unit alone, so that its gradient can be sketched."""
+    value = jax.lax.stop_gradient(value)
+    if (own := zeros.small[leaf]) is not None:
+        return value + own.reshape(value.shape).astype(value.dtype)
+    size = zeros.sketch.size
+
+    def sketch_of(dw, seed, scale):
+        return fold(times(as_float32(dw), scale), seed, size)
+
+    return _tap(sketch_of, value, zeros.sketch, (of.seed, of.scale))
+
+
+def site_of(plan: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, w: Array) -> Array:
+    number, rest = use.param.leaf, use._replace(param=None, data=None)
+    leaf, of = plan[number], maps[number]
+    if leaf.how == "copied":
+        return apart(use.function)(as_own(w, use.param.own), *use.data)
+    if leaf.small:
+        return _formed(rest, w, zeros.small[number], None, use.data)
+    if use.param.stack:
+        of = of_slice(of, use.param.place)
+    if leaf.how == "formed":
+        return _formed(rest, w, zeros.sketch, (of.seed, of.scale), use.data)
+    rule = functools.partial(_of_product, rest, leaf, zeros.sketch.size)
+    return _tap(rule, use.function(w, *use.data), zeros.sketch, (of.left, of.right, *use.data))
+
+
+def _of_product(use: Use, leaf: Leaf, size, dy, left, right, *data):
+    """The sketch of x^T dy, float32[k], without this product."""
+    groups, p, q = leaf.sizes
+    swapped = numbers_of(use.rows) != leaf.rows
+    if swapped:
+        left, right, p, q = right, left, q, p
+    if use.kind == "product":
+        of_x = grouped_sums(_natural(data[0], use.rows), left, p, groups)
+    else:  # convolutions and look-ups have no matrix x
+        table = _as_used(table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
+        of_x = as_float32(use.function(table, *data)).reshape(-1, p, groups)
+    of_dy = grouped_sums(_natural(dy, use.cols), right, q, groups)
+    found = jnp.einsum("tpm,tqm->qpm" if swapped else "tpm,tqm->pqm", of_x, of_dy)
+    return jnp.pad(found.reshape(-1) / math.sqrt(groups), (0, size - found.size))
+
+
+def _natural(x, dims):
+    """[T, K] with its columns in the order of the parameter; `dims` are in the order of the use."""
+    order = [1 + dims.index(dim) for dim in sorted(dims)]
+    return x.reshape(-1, *(n for _, n in dims)).transpose(0, *order).reshape(len(x), -1)
+
+
+def _as_used(table, dims):
+    """[K, N] with its rows in the order of the use, of one in the order of the parameter."""
+    order = [sorted(dims).index(dim) for dim in dims]
+    table = table.reshape(*(n for _, n in sorted(dims)), -1)
+    return table.transpose(*order, len(order)).reshape(-1, table.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _formed(use: Use, w, s, of, data):
+    """y; its backward pass forms the gradient of this unit, which the mean gradient also uses."""
+    y = use.function(w, *data)
+    return y + s[0].astype(y.dtype)
+
+
+def _formed_forward(use, w, s, of, data):
+    return _formed(use, w, s, of, data), (w, s, of, data)
+
+
+def _formed_backward(use, kept, dy):
+    w, s, of, data = kept
+    if use.kind == "product":
+        gradient, to_data = data[0].T @ dy, (dy @ w.T,)
+    else:
+        _, pull = jax.vjp(use.function, w, *data)
+        gradient, *to_data = apart(pull)(dy)
+    dims = (*use.rows, *use.cols)
+    order = sorted(range(len(dims)), key=lambda i: dims[i])
+    natural = as_float32(gradient).reshape([n for _, n in dims]).transpose(order)
+    if of is None:  # of a small parameter
+        return gradient, natural.reshape(-1), None, tuple(to_data)
+    seed, scale = of
+    return gradient, fold(times(natural, scale), seed, s.size), None, tuple(to_data)
+
+
+_formed.defvjp(_formed_forward, _formed_backward)
