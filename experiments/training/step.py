@@ -26,8 +26,8 @@ from experiments.training.config import (
     size_of,
 )
 from local_opt.workers import AXIS
-from syncopate.refusals import UserError
 from ordering.rows import finite_units
+from syncopate.refusals import UserError
 
 # The same projection for all workers and runs.
 SKETCH_KEY = functools.partial(jax.random.key, 1907)
