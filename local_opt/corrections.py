@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from local_opt.formats import Wire
 from local_opt.mean import averaged, check_scalar
 from local_opt.opt_state import wide_zeros
 from syncopate.plans import check_number
@@ -188,14 +187,3 @@ def proximal(strength: float) -> Correction:
         return jax.tree.map(jnp.copy, new)  # both are donated
 
     return Correction(lambda params: jax.tree.map(jnp.copy, params), gradient=gradient, sync=sync)
-
-
-def check_correction(correction: Correction | None, wire: Wire | None) -> None:
-    """Raises ValueError for anything but a correction or None, or next to a wire."""
-    if not isinstance(correction, Correction | None):
-        raise ValueError(f"correction is {correction!r}: pass control_variates() or proximal(0.1).")
-    if correction and wire:
-        raise ValueError(
-            f"the wire ({wire.rule}) rounds what workers send, and a correction would take the "
-            "rounding for drift: leave out correction= or wire=."
-        )

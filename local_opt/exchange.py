@@ -62,14 +62,20 @@ def synchronize_changes(
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
     if not leaves:
         return tree, lost
-    if specs is None:
-        check_alone(axis_name, wire)
-    of = jax.tree.leaves(mesh.like(P() if specs is None else specs, tree))
+    if specs is None and (others := mesh.beside(axis_name)):
+        raise ValueError(
+            f"the wire ({wire.rule}) sends leaves as one vector, for which a compiler would gather "
+            f"shards over the mesh axes {others} beside the workers' {axis_name!r}. Pass specs=, "
+            "how parameters are split over these axes, or specs=jax.P() if they are not."
+        )
+    of, by_axes = jax.tree.leaves(mesh.like(P() if specs is None else specs, tree)), {}
+    for i, spec in enumerate(of):
+        by_axes.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
 
     def send(leaves, anchors, losses, share):
         # Leaves that are whole on all devices of a worker go apart, to be rounded alike on all.
         new, lost = list(leaves), list(losses)
-        for group in _by_axes(of):
+        for group in by_axes.values():
             args = [[x[i] for i in group if x] for x in (leaves, anchors, losses)]
             sent = _sent(wire, axis_name, share, *args)
             for all_of, found in zip((new, lost), sent, strict=True):
@@ -83,27 +89,10 @@ def synchronize_changes(
     return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
 
 
-def check_alone(axis_name: AxisName, wire: Wire) -> None:
-    """Raises ValueError if the mesh in scope has axes beside the workers' and no specs came."""
-    if others := mesh.beside(axis_name):
-        raise ValueError(
-            f"the wire ({wire.rule}) sends leaves as one vector, for which a compiler would gather "
-            f"shards over the mesh axes {others} beside the workers' {axis_name!r}. Pass specs=, "
-            "how parameters are split over these axes, or specs=jax.P() if they are not."
-        )
-
-
-def _by_axes(specs) -> list[list[int]]:
-    """The numbers of the specs, grouped by the axes that they name."""
-    groups = {}
-    for i, spec in enumerate(specs):
-        groups.setdefault(frozenset(mesh.axes_in(spec)), []).append(i)
-    return list(groups.values())
-
-
 def _sent(wire, axis_name, share, leaves, anchors, losses):
     """Lists of the leaves after the sync, and of what is lost."""
     exchange, done = _gathered if wire.gathers else _in_halves, []
+    parts = 1 if wire.gathers else lax.axis_size(axis_name)
     changes, means, lost = {}, [[] for _ in leaves], [[] for _ in leaves]
     new, new_lost = list(leaves), list(losses)
     for group in groups_of([x.size for x in leaves], wire, axis_name):
@@ -111,17 +100,23 @@ def _sent(wire, axis_name, share, leaves, anchors, losses):
         for i, start, _ in group:
             if start == 0:
                 anchors[i] = after(anchors[i])
-                change = _change(wire, share, leaves[i], anchors[i], losses[i : i + 1])
+                change = _float32(leaves[i]) - _float32(anchors[i])
+                change = change if share is None else weighed(change, share)
+                if wire.feedback:
+                    change += wire.feedback * losses[i]
                 changes[i] = change.reshape(-1)
             else:
                 changes[i] = after(changes[i])
         pieces = [changes[i][start:end] for i, start, end in group]
+        size = sum(x.size for x in pieces)
+        fill = rows_of(wire, size, parts) * LANES - size  # to equal slices of whole blocks
         # Without the barriers a compiler may compute all of it again for every leaf.
-        rows = lax.optimization_barrier(_rows(pieces, wire, axis_name))
+        flat = jnp.concatenate([*pieces, jnp.zeros(fill, jnp.float32)])
+        rows = lax.optimization_barrier(flat.reshape(-1, LANES))
         mean, lost_rows = lax.optimization_barrier(exchange(wire, rows, axis_name))
         done = [mean, lost_rows]
-        parts = zip(group, pieces_of(mean, pieces), pieces_of(lost_rows, pieces), strict=True)
-        for (i, _, end), mean_piece, lost_piece in parts:
+        found = zip(group, pieces_of(mean, pieces), pieces_of(lost_rows, pieces), strict=True)
+        for (i, _, end), mean_piece, lost_piece in found:
             means[i].append(mean_piece)
             lost[i].append(lost_piece)
             if end == leaves[i].size:
@@ -131,14 +126,6 @@ def _sent(wire, axis_name, share, leaves, anchors, losses):
                     new_lost[i] = jnp.concatenate(lost[i]).reshape(x.shape)
                 done += [new[i], *new_lost[i : i + 1]]
     return new, new_lost
-
-
-def _change(wire, share, x, anchor, lost):
-    """What a worker sends of a leaf, before it is rounded; `lost` holds one array or none."""
-    change = _float32(x) - _float32(anchor)
-    if share is not None:
-        change = weighed(change, share)
-    return change + wire.feedback * lost[0] if wire.feedback else change
 
 
 def _float32(x):
@@ -183,14 +170,6 @@ def _gathered(wire, rows, axis_name):
     lost = rows - wire.decode(message, len(rows))
     # One worker after another: all at once would take W copies of the parameters.
     return lax.fori_loop(1, num_workers, add, wire.decode(found[0], len(rows))) / num_workers, lost
-
-
-def _rows(arrays, wire, axis_name):
-    """[r, 128], the arrays concatenated and padded with zeros to equal slices."""
-    flat, size = [x.reshape(-1) for x in arrays], sum(x.size for x in arrays)
-    parts = 1 if wire.gathers else lax.axis_size(axis_name)
-    total = rows_of(wire, size, parts) * LANES
-    return jnp.concatenate([*flat, jnp.zeros(total - size, jnp.float32)]).reshape(-1, LANES)
 
 
 def groups_of(sizes: Sequence[int], wire: Wire, axis_name: AxisName) -> list[list[tuple]]:

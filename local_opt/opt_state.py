@@ -60,7 +60,15 @@ def policy_of_leaves(
 ) -> list[str]:
     """One policy per leaf of the optimizer state, in order; "local" for leaves of other parts."""
     if parts is not None:
-        policies = _policies_of_parts(policies, parts)
+        if not isinstance(parts, tuple | list | set | frozenset):
+            raise ValueError(f"parts is {parts!r}: pass a tuple of names, as ('params',).")
+        known = [PARAMS, *(name or OPT_STATE for name in policies)]
+        if unknown := [part for part in parts if part not in known]:
+            raise ValueError(
+                f"parts has {unknown}, which opt_state does not name: use some of {known}, or name "
+                "the field in opt_state."
+            )
+        policies = {n: p if (n or OPT_STATE) in parts else LOCAL for n, p in policies.items()}
     paths = jax.tree_util.tree_flatten_with_path(opt_state)[0]
     used, chosen = set(), []
     for path, leaf in paths:
@@ -84,19 +92,6 @@ def policy_of_leaves(
             f"{known}."
         )
     return chosen
-
-
-def _policies_of_parts(policies, parts):
-    if not isinstance(parts, tuple | list | set | frozenset):
-        raise ValueError(f"parts is {parts!r}: pass a tuple of names, as ('params',).")
-    parts, known = tuple(parts), [PARAMS, *(name or OPT_STATE for name in policies)]
-    unknown = [part for part in parts if part not in known]
-    if unknown:
-        raise ValueError(
-            f"parts has {unknown}, which opt_state does not name: use some of {known}, or name the "
-            "field in opt_state."
-        )
-    return {n: policy if (n or OPT_STATE) in parts else LOCAL for n, policy in policies.items()}
 
 
 def check_survives(
@@ -195,20 +190,16 @@ def _shapes(tree):
 def distance(params: optax.Params, mean: optax.Params, specs: PyTree[P] | None) -> Float[Array, ""]:
     """A worker's relative distance from the mean: |x_w - x_bar| / |x_bar| over all leaves."""
 
-    def norm(leaves):
-        squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in leaves]
-        return jnp.sqrt(_added_up(squares, of) + jnp.zeros((), jnp.float32))
+    def norm(tree):
+        sums = {}  # by the axes over which a leaf is split on a worker's devices
+        for x, spec in zip(jax.tree.leaves(tree), of, strict=True):
+            axes = tuple(axis for axis in mesh.axes_in(spec) if axis in manual)
+            square = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
+            sums[axes] = sums[axes] + square if axes in sums else square
+        sums = [jax.lax.psum(x, axes) if axes else x for axes, x in sums.items()]
+        return jnp.sqrt(sum(sums) + jnp.zeros((), jnp.float32))
 
+    manual = jax.sharding.get_abstract_mesh().manual_axes
     of = jax.tree.leaves(mesh.like(P() if specs is None else specs, params))
-    leaves = [(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)]
-    distance = norm([a - b for a, b in leaves])
-    return distance / jnp.maximum(norm([b for _, b in leaves]), jnp.finfo(jnp.float32).tiny)
-
-
-def _added_up(values, specs):
-    """The sum of one number per leaf; those of shards are summed over a worker's devices."""
-    manual, sums = jax.sharding.get_abstract_mesh().manual_axes, {}
-    for value, spec in zip(values, specs, strict=True):
-        axes = tuple(axis for axis in mesh.axes_in(spec) if axis in manual)
-        sums[axes] = sums[axes] + value if axes in sums else value
-    return sum(jax.lax.psum(value, axes) if axes else value for axes, value in sums.items())
+    distance = norm(jax.tree.map(jnp.subtract, params, mean))
+    return distance / jnp.maximum(norm(mean), jnp.finfo(jnp.float32).tiny)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from local_opt import opt_state as state_lib
-from local_opt.corrections import Correction, check_correction
+from local_opt.corrections import Correction
 from local_opt.exchange import nothing_lost, synchronize_changes
 from local_opt.formats import Wire, check_wire
 from local_opt.mean import averaged, check_own, if_counted, synchronize
@@ -133,7 +133,13 @@ def local_rounds(
     outer = None if outer is None else checked(outer, "outer")
     anchored = outer is not None or wire is not None
     check_wire(wire)
-    check_correction(correction, wire)
+    if not isinstance(correction, Correction | None):
+        raise ValueError(f"correction is {correction!r}: pass control_variates() or proximal(0.1).")
+    if correction and wire:
+        raise ValueError(
+            f"the wire ({wire.rule}) rounds what workers send, and a correction would take the "
+            "rounding for drift: leave out correction= or wire=."
+        )
     if not isinstance(drift, bool):
         raise ValueError(f"drift is {drift!r}: pass True to measure it at every sync, or False.")
     correction = correction or Correction(init=lambda params: ())  # which changes nothing
@@ -185,21 +191,19 @@ def local_rounds(
         first = lambda: state_lib.apart(inner.init(mean), mean)  # noqa: E731
         state = state._replace(inner=state_lib.placed(state.inner, chosen, fields, first))
         own = if_counted(params, mean, share)
-        new = renewed(own, mean, state, steps, share) if moves else (params, state)
-        return mesh.alike(state_lib.in_place(new, params, specs), given)
-
-    def renewed(params, mean, state, period, share):
-        """Parameters and state at the start of the next round, after the outer optimizer."""
-        new, outer_state = outer_step(outer, state.outer, state.anchor, mean, period)
-        return new, state._replace(
-            since=jnp.zeros_like(state.since),
-            anchor=jax.tree.map(jnp.copy, new) if anchored else (),
-            outer=outer_state,
-            drift=state_lib.distance(params, mean, specs) if drift else (),
-            correction=correction.sync(
-                state.correction, own=params, mean=mean, new=new, axis_name=axis_name, share=share
-            ),
-        )
+        new = params
+        if moves:  # at the start of the next round, after the outer optimizer
+            new, outer_state = outer_step(outer, state.outer, state.anchor, mean, steps)
+            state = state._replace(
+                since=jnp.zeros_like(state.since),
+                anchor=jax.tree.map(jnp.copy, new) if anchored else (),
+                outer=outer_state,
+                drift=state_lib.distance(own, mean, specs) if drift else (),
+                correction=correction.sync(
+                    state.correction, own=own, mean=mean, new=new, axis_name=axis_name, share=share
+                ),
+            )
+        return mesh.alike(state_lib.in_place((new, state), params, specs), given)
 
     measured = (lambda state: state.drift) if drift else None
     return checked_calls(Rounds(init, update, sync, drift=measured))

@@ -31,6 +31,14 @@ class Event(NamedTuple):
     last: bool  # whether it is the run's last sync of the fragment
 
 
+class Segment(NamedTuple):
+    """Steps begin .. end - 1, and the events that are due before them."""
+
+    begin: int
+    end: int
+    due: tuple[Event, ...]
+
+
 class Streaming(NamedTuple):
     """The steps and the syncs of fragments: pure functions for one worker.
 
@@ -186,8 +194,13 @@ def streaming_rounds(
         new = _pick(state.anchor, part)
         weight = None if weight is None else checked_weight(weight)
         if mixing and not last:
-            own = if_counted(_pick(params, part), new, weight)
-            new = jax.tree.map(lambda x, a: _mixed(mixing, x, a), own, new)
+
+            def mixed(own, common):
+                wide = wide_type(own.dtype)
+                mean = mixing * own.astype(wide) + (1 - mixing) * common.astype(wide)
+                return mean.astype(own.dtype)
+
+            new = jax.tree.map(mixed, if_counted(_pick(params, part), new, weight), new)
         return mesh.alike(_placed(params, part, jax.tree.map(jnp.copy, new)), params), state
 
     def communicate(params, state, due: Iterable[Event], *, weight: ArrayLike | None = None):
@@ -253,19 +266,6 @@ def _placed(tree, part, new):
     for i, x in zip(part, jax.tree.leaves(new), strict=True):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _mixed(mixing, own, common):
-    wide = wide_type(own.dtype)
-    return (mixing * own.astype(wide) + (1 - mixing) * common.astype(wide)).astype(own.dtype)
-
-
-class Segment(NamedTuple):
-    """Steps begin .. end - 1, and the events that are due before them."""
-
-    begin: int
-    end: int
-    due: tuple[Event, ...]
 
 
 def stream_segments(

@@ -109,12 +109,7 @@ def local_steps(
         inner, axis_name=axis_name, opt_state=opt_state, outer=outer, wire=wire,
         correction=correction, specs=specs, drift=drift,
     )  # fmt: skip
-    overwrites = outer is not None or wire is not None
-    return _planned(unchecked_calls(rounds), plan, axis_name, overwrites=overwrites)
-
-
-def _planned(rounds, plan, axis_name, *, overwrites):
-    """Rounds that end where the plan says; `overwrites`: whether a sync moves a single worker."""
+    rounds, overwrites = unchecked_calls(rounds), outer is not None or wire is not None
 
     def init(params):
         return PlannedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), rounds.init(params))
@@ -140,7 +135,7 @@ def _planned(rounds, plan, axis_name, *, overwrites):
                 optax.apply_updates(params, updates), own, weight=weight, **extra
             )
             if lax.axis_size(axis_name) == 1 and not overwrites and weight is None:
-                return updates, own  # the inner update, without rounding
+                return updates, own  # one worker's inner update, without rounding
             back = jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates)
             return back, own
 
@@ -161,11 +156,9 @@ def _decide(sync, synced, *operands):
     # Under shard_map a mean is typed as equal on all workers, and a worker's own value as varying:
     # cast both branches to one type.
     after = jax.eval_shape(synced, *operands)
-
-    def branch(function, others):
-        def run(*args):
-            return jax.tree.map(mesh.varying, function(*args), others)
-
-        return run
-
-    return lax.cond(sync, branch(synced, operands), branch(lambda *args: args, after), *operands)
+    return lax.cond(
+        sync,
+        lambda *args: mesh.alike(synced(*args), operands),
+        lambda *args: mesh.alike(args, after),
+        *operands,
+    )
