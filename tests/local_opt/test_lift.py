@@ -1,12 +1,14 @@
 """One lift for the worker axis: any axis name, vmap, in turn, any mesh; what is owned, shared."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 import local_opt
@@ -102,17 +104,6 @@ def test_words_of_arguments_and_results(way):
     assert found[4].tolist() == 1.5
 
 
-def test_workers_in_turn_equal_workers_side_by_side():
-    def one(x, rows):
-        return x * rows.sum(), rows.mean()
-
-    words = {"inputs": "owned split", "outputs": "owned mean"}
-    args = jnp.arange(4.0), jnp.arange(8.0)
-    side_by_side = local_opt.lift(one, W, **words)(*args)
-    in_turn = local_opt.lift(one, W, in_turn=True, **words)(*args)
-    jax.tree.map(np.testing.assert_allclose, side_by_side, in_turn)
-
-
 def test_leaves_that_are_not_arrays_pass_through():
     """An equinox module is a tree with functions in it."""
     model = {"w": jnp.ones(2), "act": jnp.tanh, "name": "net", "flag": True}
@@ -193,6 +184,18 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         lambda: local_opt.lift(len, W, inputs="owned", outputs="shared", in_turn=True),
         "with in_turn no result is shared",
     ),
+    "too many": (lambda: lifted(inputs="owned split"), r"has 2 words and the function takes \(x\)"),
+    "too few": (
+        lambda: local_opt.lift(step, W, **WORDS)(*start(), 2.0),
+        r"3 arguments came for \(state, batch, scale.* and inputs are .*: give one word",
+    ),
+    "by keyword": (
+        lambda: local_opt.lift(step, W, **WORDS)(*start(), scale=2.0), "3 arguments came for"
+    ),
+    "keys": (
+        lambda: local_opt.owned(jax.random.key(0), W, keys="split"),
+        "keys is 'split': pass 'fold', .* or 'copy'",
+    ),
 })  # fmt: skip
 
 
@@ -270,3 +273,182 @@ def test_messages_name_a_single_argument_and_say_what_to_do_with_numbers():
         jax.jit(same)(tree)
     made = local_opt.owned({"w": jnp.ones(2), "rate": jnp.asarray(0.5)}, 4)
     assert jax.jit(same)(made)["rate"].tolist() == [0.5] * 4
+
+
+# How a lifted function is called: as the function that it wraps, by position and by keyword.
+
+MESH = mesh_of(AxisType.Auto)
+CALLED = {
+    "vmap": {"workers": W}, "mesh": {"workers": MESH}, "turns": {"workers": W, "in_turn": True}
+}  # fmt: skip
+by_call = pytest.mark.parametrize("way", CALLED)
+WORDS = {"inputs": "owned split", "outputs": "owned mean"}
+
+
+def step(state, batch, scale=1.0, *, power: int = 1, train: bool = True):
+    """One step of one worker."""
+    if not train:
+        return state, batch.mean()
+    return state + scale * batch.mean() ** power, batch.mean()
+
+
+def start():
+    return jnp.zeros(W), jnp.arange(2.0 * W)
+
+
+MEANS = 2 * np.arange(W) + 0.5  # of each worker's rows
+
+
+def test_a_lifted_function_has_the_name_signature_and_docstring_of_its_own():
+    lifted = local_opt.lift(step, W, **WORDS)
+    assert inspect.signature(lifted) == inspect.signature(step)
+    assert lifted.__name__ == "step" and lifted.__doc__ == step.__doc__
+
+
+@by_call
+def test_arguments_may_be_given_by_keyword(way):
+    lifted = local_opt.lift(step, **CALLED[way], **WORDS)
+    state, batch = start()
+    for found in (lifted(state, batch=batch), lifted(batch=batch, state=state)):
+        np.testing.assert_allclose(found[0], MEANS)
+        np.testing.assert_allclose(found[1], MEANS.mean())
+    np.testing.assert_allclose(lifted(state, batch, power=2)[0], MEANS**2)
+
+
+@by_call
+def test_jit_may_name_what_is_donated_and_what_is_static(way):
+    lifted = local_opt.lift(step, **CALLED[way], **WORDS)
+    run = jax.jit(lifted, donate_argnames="state", static_argnames=("power", "train"))
+    state, batch = start()
+    if way == "mesh":
+        state = local_opt.owned(jnp.zeros(()), MESH)
+    after, _ = run(state, batch=batch, power=3)
+    np.testing.assert_allclose(after, MEANS**3)
+    assert state.is_deleted()
+    assert run(after, batch, train=False)[0].tolist() == (MEANS**3).tolist()
+
+
+@by_call
+def test_a_word_belongs_to_a_parameter_wherever_it_is_given(way):
+    lifted = local_opt.lift(step, **CALLED[way], inputs="owned split owned", outputs="owned mean")
+    state, batch = start()
+    scale = jnp.arange(float(W))
+    np.testing.assert_allclose(lifted(state, batch)[0], MEANS)
+    np.testing.assert_allclose(lifted(state, scale=scale, batch=batch)[0], scale * MEANS)
+
+
+def test_functions_of_any_number_of_arguments_take_words_by_position():
+    def total(*rows, offset=0):
+        return sum(rows) + offset
+
+    lifted = local_opt.lift(total, W, inputs="owned shared owned", outputs="owned")
+    ones = jnp.ones(W)
+    assert lifted(ones, 2.0, ones, offset=jnp.arange(2)).tolist() == [[4, 5]] * W
+    partial = functools.partial(step, power=2)
+    found, _ = local_opt.lift(partial, W, **WORDS)(*start())
+    np.testing.assert_allclose(found, MEANS**2)
+    assert local_opt.lift(jax.jit(step), W, **WORDS)(*start())[0].shape == (W,)
+
+
+def test_a_call_that_the_function_would_not_take_is_a_type_error():
+    lifted = local_opt.lift(step, W, **WORDS)
+    with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
+        lifted(jnp.zeros(W))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
+        lifted(*start(), rows=1)
+
+
+@by_call
+def test_a_sum_is_over_all_workers(way):
+    def right(shift, rows):
+        narrow = jnp.full((), 100, jnp.int8) + shift.astype(jnp.int8)
+        return {"right": rows > 3, "count": rows.size, "narrow": narrow}, rows
+
+    lifted = local_opt.lift(right, **CALLED[way], inputs="owned split", outputs="sum sum")
+    counts, rows = jax.jit(lifted)(jnp.zeros(W), jnp.arange(2.0 * W))
+    assert counts["right"].tolist() == [2, 2] and counts["right"].dtype == jnp.int32
+    assert counts["narrow"].tolist() == 400, "not in eight bits"
+    assert counts["count"].tolist() == 2 * W, "numbers of Python are every worker's"
+    np.testing.assert_allclose(rows, [12, 16])
+
+
+@by_call
+def test_a_mean_of_whole_numbers_is_their_mean(way):
+    def one(x):
+        return x, x > 1
+
+    lifted = local_opt.lift(one, **CALLED[way], inputs="owned", outputs="mean mean")
+    mean, share = jax.jit(lifted)(jnp.arange(W))
+    assert float(mean) == 1.5 and float(share) == 0.5
+
+
+def test_keys_have_neither_mean_nor_sum():
+    keys = jax.random.split(jax.random.key(0), W)
+    for word in ("mean", "sum"):
+        lifted = local_opt.lift(lambda x: {"key": x}, W, inputs="owned", outputs=word)
+        with pytest.raises(
+            ValueError, match=rf"a key has no {word}, as the result .*'key'.* take 'owned'"
+        ):
+            lifted(keys)
+
+
+# Random keys inside a tree: copied to every worker with a warning, or one of each worker's own.
+
+everywhere = pytest.mark.parametrize(
+    "workers", [W, MESH, mesh_of(AxisType.Explicit)], ids=["vmap", "Auto", "Explicit"]
+)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+def dropped(workers, **options):
+    """Which numbers each worker drops, in two steps of a model of flax.nnx."""
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+
+    def step(state, x):
+        model = nnx.merge(graph, state)
+        return nnx.state(model), model(x) == 0
+
+    run = jax.jit(local_opt.lift(step, workers, inputs="owned shared", outputs="owned owned"))
+    state, found = local_opt.owned(state, workers, **options), []
+    for _ in range(2):
+        state, zeros = run(state, jnp.ones((5, 3)))
+        found.append(np.asarray(zeros))
+    return np.stack(found, 1)  # [W, steps, rows, features]
+
+
+@everywhere
+def test_workers_of_nnx_have_their_own_dropout_with_folded_keys(workers):
+    own = dropped(workers, keys="fold")
+    masks = {mask.tobytes() for worker in own for mask in worker}
+    assert len(masks) == 2 * W, "every worker's, and every step's"
+    with pytest.warns(UserWarning, match="the same key .*rngs.*key"):
+        same = dropped(workers)
+    assert (same == same[:1]).all() and (same[0, 0] != same[0, 1]).any()
+    np.testing.assert_array_equal(dropped(workers, keys="copy"), same)
+
+
+@everywhere
+def test_the_key_of_a_worker_is_folded_with_its_number(workers):
+    keys = {"one": jax.random.key(3), "two": jax.random.split(jax.random.key(4))}
+    own = jax.tree.map(jax.random.key_data, local_opt.owned(keys, workers, keys="fold"))
+    for w in range(W):
+        alone = jax.random.fold_in(keys["one"], w)
+        both = jax.vmap(jax.random.fold_in, (0, None))(keys["two"], w)
+        np.testing.assert_array_equal(np.asarray(own["one"])[w], jax.random.key_data(alone))
+        np.testing.assert_array_equal(np.asarray(own["two"])[w], jax.random.key_data(both))
+
+
+def test_a_warning_names_the_key_and_what_to_pass():
+    state = {"params": jnp.zeros(2), "dropout": jax.random.key(0)}
+    with pytest.warns(UserWarning, match=r"same key \['dropout'\].* keys='fold'.* keys='copy'"):
+        own = local_opt.owned(state, W)
+    assert (own["dropout"] == state["dropout"]).all()
+    local_opt.owned({"params": jnp.zeros(2)}, W)  # no key, no warning

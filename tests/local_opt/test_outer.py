@@ -9,16 +9,19 @@ import optax
 import pytest
 
 import local_opt
+from local_opt import WIRES
 from local_opt.outer import rounds_needed
 from tests import reference
 from tests.problems import (
     NESTEROV,
     PLAN,
     RATE,
+    RUNS,
     SGD,
     W,
     assert_bitwise_equal,
     assert_workers_bitwise_equal,
+    copies,
     distance,
     run_squares,
     vmap,
@@ -156,3 +159,67 @@ def test_few_rounds_are_warned_of():
         warnings.simplefilter("error")
         local_opt.diloco(SGD, local_opt.constant(30, total_steps=44 * 30), axis_name="worker")
         local_opt.diloco(SGD, plan, axis_name="worker", momentum=0.0)
+
+
+# The outer optimizer gets one round length, of all workers.
+
+STEPS, WEIGHTS = np.array([4, 2, 3, 7]), np.float32([1, 5, 2, 0])
+BASE = 4
+BY_PERIOD = local_opt.normalize_by_period(
+    optax.chain(optax.trace(0.5), optax.scale(-0.7)), h_base=BASE
+)
+
+
+def means_of(changes, steps, weights):
+    """Where the outer optimizer goes in two rounds of the same changes [4], by its definition."""
+    share = weights / weights.sum()
+    length = share @ steps / BASE
+    x = v = 0.0
+    for _ in range(2):
+        v = 0.5 * v + (-share @ changes) / length
+        x -= 0.7 * v * length
+    return x
+
+
+def after_two_rounds(way, run, weights):
+    """x of every worker, which moves by its own number of steps of its own size."""
+    if way == "streaming":
+        stream = local_opt.streaming_rounds(
+            optax.sgd(1.0), fragments=1, mixing=0.0, outer=BY_PERIOD
+        )
+        rounds = local_opt.Rounds(stream.init, stream.update, None)
+
+        def sync(x, state, **options):
+            state = stream.start(x, state, fragment=0, **options)
+            return stream.finish(x, state, fragment=0)
+    else:
+        wire = WIRES["float16"] if way == "wire" else None
+        rounds = local_opt.local_rounds(optax.sgd(1.0), outer=BY_PERIOD, wire=wire)
+        sync = rounds.sync
+
+    def one(x, state, size, count, weight):
+        def step(k, carry):
+            x, state = carry
+            updates, new = rounds.update(-size, state, x)
+            return jax.tree.map(lambda a, b: jnp.where(k < count, a, b), (x + updates, new), carry)
+
+        moved = jax.lax.fori_loop(0, 8, step, (x, state))
+        return sync(*moved) if weights is None else sync(*moved, weight=weight)
+
+    one, x = jax.jit(RUNS[run](one)), copies(jnp.zeros(()))
+    state = jax.vmap(rounds.init)(x)
+    for _ in range(2):
+        counted = jnp.zeros(4) if weights is None else weights
+        x, state = one(x, state, jnp.arange(1.0, 5), jnp.asarray(STEPS), counted)
+        assert_workers_bitwise_equal((x, state.outer, state.anchor))
+    return x
+
+
+@pytest.mark.parametrize("run", ["vmap", "shard_map"])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("way", ["rounds", "wire", "streaming"])
+def test_workers_of_uneven_steps_agree_after_an_outer_step(way, weights, run):
+    found = after_two_rounds(way, run, weights)
+    changes = STEPS * np.arange(1.0, 5)
+    expected = means_of(changes, STEPS, np.ones(4) if weights is None else np.float64(WEIGHTS))
+    np.testing.assert_allclose(found, expected, rtol=1e-3 if way == "wire" else 1e-6)

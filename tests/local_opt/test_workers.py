@@ -1,13 +1,18 @@
 """Workers that must agree, one model out of many, and three ways to run them."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import local_opt
+from local_opt.workers import worker_mesh
 from ordering import echo
+from tests.problems import RUNS, W, vmap
 
 
 def started(workers=4):
@@ -95,33 +100,10 @@ def test_processes_with_another_plan_are_named(plan, other, same):
         local_opt.check_same_plan(plan, gather=gathered(1, 0))
 
 
-def test_consolidating_averages_in_float32_and_keeps_what_has_no_mean():
-    tree = {
-        "w": jnp.array([[1.0, 2.0], [3.0, 5.0]]),
-        "count": jnp.array([7, 10]),
-        "mask": jnp.array([[False], [True]]),
-        "key": jax.random.split(jax.random.key(0), 2),
-    }
-    found = local_opt.consolidate(tree)
-    assert found["w"].tolist() == [2.0, 3.5] and found["w"].dtype == jnp.float32
+def test_consolidating_averages_in_float32():
     narrow = local_opt.consolidate(jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16))
     assert float(narrow) == 65 and narrow.dtype == jnp.bfloat16  # their sum there: 256
-    assert found["count"] == 7 and found["count"].dtype == jnp.int32
-    assert found["mask"].tolist() == [False] and found["mask"].dtype == bool
-    assert found["key"].dtype == tree["key"].dtype and found["key"].shape == ()
-    assert (jax.random.key_data(found["key"]) == jax.random.key_data(tree["key"])[0]).all()
     assert local_opt.consolidate(np.ones((2, 3), np.float32)).shape == (3,)
-
-
-def test_a_key_of_workers_on_an_explicit_mesh_is_the_first_workers():
-    workers = jax.make_mesh((4,), ("worker",), devices=jax.devices()[:4])
-    keys = jax.device_put(
-        jax.random.split(jax.random.key(3), 4), jax.NamedSharding(workers, jax.P("worker"))
-    )
-    assert (
-        local_opt.consolidate({"dropout": keys})["dropout"]
-        == jax.random.split(jax.random.key(3), 4)[0]
-    )
 
 
 def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
@@ -161,3 +143,229 @@ def test_workers_agree_after_a_sync_and_not_before(workers):
         else:
             with pytest.raises(ValueError, match=r"workers' x are .* in \['w'\].*syncs_after"):
                 local_opt.check_synced({"w": x}, what="x")
+
+
+# Leaves of every type, wherever the workers are.
+
+KINDS = [
+    jnp.int32, jnp.uint8, jnp.uint32, jnp.bool_, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2,
+    jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn,
+    jnp.complex64,
+]  # fmt: skip
+FLOATING = KINDS[8:]
+SHAPES = {"number": (4,), "matrix": (4, 2, 4), "nothing": (4, 0)}
+
+
+def rows(kind, shape):
+    return (np.arange(np.prod(shape)).reshape(shape) % 3 % 2).astype(kind)
+
+
+def tree_of(kinds):
+    """Leaves [4, ...] of all kinds and shapes, and keys, which differ between workers."""
+    tree = {
+        f"{jnp.dtype(kind).name} {name}": rows(kind, shape)
+        for kind in kinds for name, shape in SHAPES.items()
+    }  # fmt: skip
+    return tree | {"key": jax.random.split(jax.random.key(0), 4)}
+
+
+def mean_by_hand(x):
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[0]
+    wide = np.complex128 if x.dtype == np.complex64 else np.float64
+    return x.astype(wide).mean(axis=0).astype(x.dtype)
+
+
+def data(x):
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+WHERE = {  # (kinds of axes, their names and sizes), or none
+    "one device": None,
+    "auto": (AxisType.Auto, {"worker": 4}),
+    "explicit": (AxisType.Explicit, {"worker": 4}),
+    "explicit, two axes": (AxisType.Explicit, {"model": 2, "worker": 4}),
+}
+
+
+def placed(tree, where):
+    if where is None:
+        return jax.tree.map(jnp.asarray, tree), None
+    kind, axes = where
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), (kind,) * len(axes))
+
+    def place(x):
+        inside = ("model",) if "model" in axes and x.ndim == 3 else ()
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P("worker", *inside)))
+
+    return jax.tree.map(place, tree), mesh
+
+
+@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+def test_one_model_and_agreement_of_every_type_on_every_mesh(where, entered):
+    given = tree_of(KINDS)
+    tree, mesh = placed(given, where)
+    equal, _ = placed(jax.tree.map(lambda x: x[jnp.zeros(4, int)], given), where)
+    with jax.set_mesh(mesh) if entered and mesh else contextlib.nullcontext():
+        found = local_opt.consolidate(tree)
+        local_opt.check_synced(equal, ulps=0)
+        for name in ("int32 number", "int4 matrix", "bool number", "float8_e5m2 matrix", "key"):
+            with pytest.raises(ValueError, match="parameters are .* apart"):
+                local_opt.check_synced({name: tree[name]})
+    for name, x in given.items():
+        expected = x[0] if name == "key" else mean_by_hand(x)
+        assert found[name].dtype == x.dtype and found[name].shape == x.shape[1:]
+        np.testing.assert_array_equal(data(found[name]), data(expected))
+
+
+@pytest.mark.parametrize("strict", ["standard", "strict"])
+@pytest.mark.parametrize("kind", FLOATING, ids=lambda kind: jnp.dtype(kind).name)
+def test_means_of_every_floating_type(kind, strict):
+    x = rows(kind, (4, 2, 4))
+    if jnp.dtype(kind).itemsize > 1 or jnp.dtype(kind).name.startswith("float8"):
+        x = (x + rows(kind, (4, 2, 4)) + 1).astype(kind)
+    expected = mean_by_hand(x)
+    with jax.numpy_dtype_promotion(strict):
+        for run in ("vmap", "shard_map"):
+            mean = RUNS[run](local_opt.synchronize)(jnp.asarray(x))
+            np.testing.assert_array_equal(np.asarray(mean), np.stack([expected] * 4))
+        np.testing.assert_array_equal(np.asarray(local_opt.consolidate(jnp.asarray(x))), expected)
+        lifted = local_opt.lift(lambda x: x, 4, inputs="owned", outputs="mean")
+        np.testing.assert_array_equal(np.asarray(lifted(jnp.asarray(x))), expected)
+
+
+def test_numpy_leaves_of_64_bits_keep_their_type_and_their_numbers(recwarn):
+    tree = {"w": np.array([[1.0], [1.0 + 1e-12]]), "n": np.array([2**40 + 9, 2**40 + 9])}
+    found = local_opt.consolidate(tree)
+    assert found["w"].dtype == np.float64 and found["w"].tolist() == [1.0 + 5e-13]
+    assert isinstance(found["n"], np.ndarray) and found["n"].tolist() == 2**40 + 9
+    assert isinstance(local_opt.consolidate(np.array([7, 7], np.int32)), jax.Array)
+    local_opt.check_synced(jax.tree.map(lambda x: x[[0, 0]], tree), ulps=0)
+    for other in ({"w": tree["w"]}, {"n": tree["n"] + np.array([0, 2**33])}):
+        with pytest.raises(ValueError, match="apart"):
+            local_opt.check_synced(other)
+    assert not list(recwarn)
+
+
+def test_host_work_passes_a_transfer_guard():
+    tree = {"w": jnp.ones((2, 3)), "n": jnp.array([5, 5])}
+    with jax.transfer_guard("disallow"):
+        local_opt.check_synced(tree)
+        found = local_opt.consolidate(tree)
+    assert found["n"] == 5
+
+
+def met(before, workers=4, steps=1):
+    """Parameters of workers before and after a step of `local_steps` that ends a round."""
+    plan = local_opt.constant(steps, total_steps=2)
+    opt = local_opt.local_steps(optax.sgd(0.0), plan)
+    before = jnp.asarray(before, jnp.float32)
+    updates, _ = jax.jit(vmap(lambda x: opt.update(jnp.zeros_like(x), opt.init(x), x)))(before)
+    return before, before + updates
+
+
+def test_workers_that_meet_close_to_zero_agree_to_the_rounding_of_their_way():
+    own = np.float32(np.linspace(0.70, 0.71, 100))
+    before, after = met([own, 0.004 - own])
+    numbers = [*zip(before.T, after.T, strict=True)]
+    refused = [pair for pair in numbers if pair[1][0] != pair[1][1]]
+    assert refused
+    for b, x in refused:
+        with pytest.raises(ValueError, match="before=, the parameters before that step"):
+            local_opt.check_synced(x)
+        with pytest.raises(ValueError, match="apart"):
+            local_opt.check_synced(x, before=b, ulps=0)
+    local_opt.check_synced([x for _, x in numbers], before=[b for b, _ in numbers])
+    rng = np.random.default_rng(0)
+    for scale in (1e-3, 1.0, 1e3):
+        for workers in (2, 3, 8):
+            start = scale * rng.normal(size=(workers, 50))
+            start -= (1 - 1e-4) * start.mean(axis=0)
+            before, after = met(start)
+            local_opt.check_synced([*after.T], before=[*before.T])
+
+
+def test_workers_that_were_not_moved_together_are_refused_whatever_was_before():
+    before, after = met([0.7036, -0.6956], steps=2)  # no sync yet
+    with pytest.raises(ValueError, match="1.4 apart"):
+        local_opt.check_synced(after, before=before)
+    close = jnp.array([0.004, 0.004 + 6e-8])
+    for before in (close, close + 1e-3, close * 1.01):
+        with pytest.raises(ValueError, match="apart"):
+            local_opt.check_synced(close, before=before)
+    before, after = met([[0.7, 0.1], [-0.7, 0.1]])
+    with pytest.raises(ValueError, match="1e-06 apart|9.54e-07 apart|1.01e-06 apart"):
+        local_opt.check_synced(after.at[1, 0].add(1e-6), before=before)
+    with pytest.raises(ValueError, match="before.* is real.*: pass a tree of the same leaves"):
+        local_opt.check_synced(after, before=before[:, 0])
+
+
+PLAN = local_opt.constant(2, total_steps=4)
+PLAIN = optax.scale(-0.5)  # optax' own optimizers promote types
+OPTIONS = {
+    "plain": {}, "mean": {"opt_state": "mean"}, "drift": {"drift": True},
+    "period": {"outer": local_opt.normalize_by_period(PLAIN, h_base=2)},
+    "control": {"correction": local_opt.control_variates()},
+    "proximal": {"correction": local_opt.proximal(0.5)},
+    **{name: {"wire": wire} for name, wire in local_opt.WIRES.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["strict", "x64"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_steps_and_syncs_keep_their_types(options, setting):
+    """As a loop demands, of parameters of several types."""
+    opt = local_opt.local_steps(PLAIN, PLAN, **options)
+    kinds = [jnp.float32, jnp.bfloat16, jnp.float8_e5m2]
+    x = {jnp.dtype(kind).name: jnp.ones((4, 3), kind) for kind in kinds}
+
+    def run(x, weight):
+        def step(carry, _):
+            x, state = carry
+            updates, state = opt.update(x, state, x, weight=weight)
+            x = jax.tree.map(lambda x, u: (x.astype(u.dtype) + u).astype(x.dtype), x, updates)
+            return (x, state), None
+
+        return jax.lax.scan(step, (x, opt.init(x)), length=2)[0]
+
+    other = jax.enable_x64(True) if setting == "x64" else jax.numpy_dtype_promotion("strict")
+    with other:
+        found, _ = jax.jit(vmap(run))(x, jnp.arange(1, 5, dtype=jnp.float32))
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, x)
+
+
+# Averaged weights: the mean of the workers' averages is that of their mean.
+
+STEPS, DECAY = 12, 0.9
+THIRDS = local_opt.constant(3, total_steps=STEPS)
+WAYS = {
+    "plain": {},
+    "outer": {"outer": optax.sgd(0.7, momentum=0.5, nesterov=True)},
+    "int8": {"wire": local_opt.WIRES["int8"]},
+}
+
+
+@pytest.mark.parametrize("workers", [W, worker_mesh(W)], ids=["vmap", "mesh"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_mean_of_averages_is_the_average_of_means(way, workers):
+    optimizer = local_opt.local_steps(optax.adam(0.1), THIRDS, axis_name="worker", **WAYS[way])
+
+    def step(x, state, ema, target):
+        updates, state = optimizer.update(2 * (x - target[0]), state, x)
+        x = optax.apply_updates(x, updates)
+        return x, state, optax.incremental_update(x, ema, 1 - DECAY)
+
+    run = jax.jit(local_opt.lift(
+        step, workers, inputs="owned owned owned split", outputs="owned owned owned"
+    ))  # fmt: skip
+    start = jnp.zeros(3)
+    x, state, ema = local_opt.owned((start, optimizer.init(start), start), workers)
+    target, expected = jnp.arange(3.0 * W).reshape(W, 3), np.zeros(3)
+    for _ in range(STEPS):
+        x, state, ema = run(x, state, ema, target)
+        expected = DECAY * expected + (1 - DECAY) * np.asarray(x, np.float64).mean(0)
+        np.testing.assert_allclose(local_opt.consolidate(ema), expected, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match="apart"):
+        local_opt.check_synced(ema)  # though the parameters have just met
+    local_opt.check_synced(x)
