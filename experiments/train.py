@@ -132,11 +132,11 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun, do
             write(identity | record)
             progress.note(bar, record, examples=built.sizes.examples_per_step)
 
-        return training_run.train(
-            built, plans, seed=values.seed, scalars=scalars, begun=begun, saving=saving,
-            on_record=on_record, on_step=lambda step: bar.update(step - bar.n),
+        watch = training_run.Watch(
+            on_record, scalars, on_step=lambda step: bar.update(step - bar.n),
             traffic=trainer.traffic_of(task, *rows[:2], built.sizes, built.sync_in_step),
         )  # fmt: skip
+        return training_run.train(built, plans, watch, seed=values.seed, begun=begun, saving=saving)
 
 
 def _finish(outcome, built, plans, folder, values):

@@ -62,9 +62,10 @@ def trained(
     if saving := options.get("saving"):
         step = checkpoint.settled(saving.folder, recorded)
         begun = checkpoint.restore(saving.folder, step, plans, prepared.shapes, saving.about)
-    given = {"seed": 0, "scalars": scalars_of(evaluate, evaluate_at), "begun": begun}
-    given |= {"on_record": found.append} | options
-    return run.train(prepared, plans, **given), found
+    watch = run.Watch(found.append, scalars_of(evaluate, evaluate_at))
+    own = {name: options.pop(name) for name in run.Watch._fields if name in options}
+    given = {"seed": 0, "begun": begun} | options
+    return run.train(prepared, plans, watch._replace(**own), **given), found
 
 
 def scalars_of(evaluate, evaluate_at):

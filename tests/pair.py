@@ -49,13 +49,8 @@ def trained(mesh, order, sync, echo):
             return scalars.begin(step, total, state)
 
         plans = config.plans_of(given, rule, ECHO_POLICIES[echo], rate=rate)
-        outcome = run.train(
-            built,
-            plans,
-            seed=3,
-            on_record=found.append,
-            scalars=measure.Scalars(lambda total: (0, 8, 16), begin),
-        )
+        watch = run.Watch(found.append, measure.Scalars(lambda total: (0, 8, 16), begin))
+        outcome = run.train(built, plans, watch, seed=3)
         outcomes[rate] = {"records": found, "orders": orders, "stopped": outcome.diverged}
     return outcomes[0.2] | {"stopped": outcomes[1e38]["stopped"]}
 

@@ -18,7 +18,7 @@ from experiments.study.cost import traffic
 from experiments.study.search import Run
 from experiments.study.tables import ORDERS, rows_of
 from experiments.tasks.base import Recipe, Task
-from experiments.training import checkpoint, config, loop, measure, program, run
+from experiments.training import checkpoint, config, input, loop, measure, program, run
 from experiments.training.config import num_params
 from syncopate.mesh import platform
 
@@ -104,13 +104,15 @@ class Trainer:
             # What is kept goes on from a checkpoint that `kept_records` has settled.
             step = checkpoint.newest(folder) if kept else checkpoint.settled(folder, [])
             begun = checkpoint.restore(folder, step, plans, built.shapes, about)
-        outcome = run.train(
-            built, plans, seed=this.seed, scalars=scalars, begun=begun, saving=saving,
-            on_record=lambda record: on_record(record | further), on_step=on_step,
+        watch = run.Watch(
+            lambda record: on_record(record | further), scalars, on_step=on_step,
             traffic=traffic_of(self.task, order, rule, built.sizes, built.sync_in_step),
-            delay=(this.speed or 0) * delay, sync_delay=self.study.sync_steps * delay,
             ends=ends_at(self.study.criterion, kept),
         )  # fmt: skip
+        slow = input.Slow((this.speed or 0) * delay, self.study.sync_steps * delay)
+        outcome = run.train(
+            built, plans, watch, seed=this.seed, begun=begun, saving=saving, slow=slow
+        )
         self.seconds.update(outcome.seconds)
         if folder and outcome.ended and processes.is_first():
             shutil.rmtree(folder, ignore_errors=True)
@@ -216,10 +218,13 @@ def step_seconds(
         short = recipe._replace(total_steps=total, warmup_steps=0)
         run.train(
             program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),
-            plans_of(task, short, arm, rate=0.0), seed=0,
-            scalars=measure.Scalars(lambda total: range(EVERY, total, EVERY)),
-            on_record=lambda record: seconds.append(record["seconds"]),
-        )  # fmt: skip
+            plans_of(task, short, arm, rate=0.0),
+            run.Watch(
+                lambda record: seconds.append(record["seconds"]),
+                measure.Scalars(lambda total: range(EVERY, total, EVERY)),
+            ),
+            seed=0,
+        )
         known = {"step_seconds": float(np.median(np.diff(seconds)) / EVERY)}
         known = processes.of_first(known)
         files.write_json(path, known)

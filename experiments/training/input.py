@@ -139,6 +139,16 @@ def read_epochs(
     )  # fmt: skip
 
 
+class Slow(NamedTuple):
+    """Seconds of the clock: the least of a load, for programs that read, and those of a sync."""
+
+    load: float = 0.0
+    sync: float = 0.0
+
+
+FAST = Slow()
+
+
 class Clock:
     """Seconds of training since the clock was made. It stops during evaluations.
 

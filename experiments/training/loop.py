@@ -52,8 +52,7 @@ def run(
     *,
     stops: Iterable[int] = (),
     begin: Callable[[Progress, TrainState], None] = lambda at, state: None,
-    delay: float = 0.0,
-    sync_delay: float = 0.0,
+    slow: input.Slow = input.FAST,
     clock: input.Clock | None = None,
 ) -> tuple[Progress, TrainState]:
     """Trains from `at` to the end, or until the hook stops the run.
@@ -64,8 +63,7 @@ def run(
         about every half second. The next segment reuses the state's memory, so a hook must copy
         what it keeps.
       begin: called before the host waits for a step of `stops`, to dispatch what the hook needs.
-      delay: least seconds of the clock per load, for programs that read.
-      sync_delay: seconds added to every sync.
+      slow: seconds that are added.
 
     Returns:
       The progress of the run, and its state.
@@ -88,7 +86,7 @@ def run(
         for segment in segments(program, plans, at, stops, pace, ready):
             if program.source is not None and segment.load != loaded:
                 if reads is None:  # the first load is known from its segment
-                    options = {"first_load": segment.load, "delay": delay, "clock": clock}
+                    options = {"first_load": segment.load, "delay": slow.load, "clock": clock}
                     reads = input.read_epochs(program.source, orders, **options)
                     stack.enter_context(reads)
                 batch, loaded = next(reads), segment.load
@@ -98,9 +96,9 @@ def run(
             doing = f"the steps from {segment.start} to {segment.stop}"
             with agree.for_others(doing):
                 state = carry_out(program, state, segment, batch, following, first, rates)
-            if sync_delay and segment.rounds:
+            if slow.sync and segment.rounds:
                 jax.block_until_ready(state)
-                clock.sleep_until(clock.now() + sync_delay * segment.rounds)
+                clock.sleep_until(clock.now() + slow.sync * segment.rounds)
             ahead.make()  # beside the steps
             at = _after(at, segment, plans.echo.online)
             if plans.echo.online:  # decides by the time that a step takes

@@ -58,35 +58,42 @@ class Saving(NamedTuple):
     about: Mapping = {}
 
 
+class Watch(NamedTuple):
+    """What is asked of a run on its way, and who is told.
+
+    Fields:
+      on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
+        ended, diverged. Seconds include training and waiting, without evaluation or compilation.
+      scalars: what the records say of the model, and when; the end always has a record.
+      on_step: called with the step whenever the host looks at the run, about every half second.
+      traffic: (rounds, loads) -> the amount sent, in all-reduces.
+      ends: whether a record ends the run.
+    """
+
+    on_record: Callable[[dict], None]
+    scalars: measure.Scalars = measure.NONE
+    on_step: Callable[[int], None] = lambda step: None
+    traffic: Callable[[int, int], float] = lambda rounds, loads: rounds
+    ends: Callable[[dict], bool] = lambda record: False
+
+
 def train(
     program: Program,
     plans: Plans,
+    watch: Watch,
     *,
     seed: int,
-    on_record: Callable[[dict], None],
-    scalars: measure.Scalars = measure.NONE,
     begun: checkpoint.Begun | None = None,
     saving: Saving | None = None,
-    on_step: Callable[[int], None] = lambda step: None,
-    traffic: Callable[[int, int], float] = lambda rounds, loads: rounds,
-    delay: float = 0.0,
-    sync_delay: float = 0.0,
-    ends: Callable[[dict], bool] = lambda record: False,
+    slow: input.Slow = input.FAST,
 ) -> Outcome:
     """Trains to the end of the plans, or until it is stopped.
 
     Args:
       program, plans: the compiled parts and the decisions.
       seed: of parameters, orders, and views of the data.
-      on_record: called with every record: step, epoch, loads, rounds, allreduces, seconds, scalars,
-        ended, diverged. Seconds include training and waiting, without evaluation or compilation.
-      scalars: what the records say of the model, and when; the end always has a record.
       begun: where the run goes on, as of `checkpoint.restore`; None: it begins.
-      saving: None for a run that is not saved.
-      on_step: called with the step whenever the host looks at the run, about every half second.
-      traffic: (rounds, loads) -> the amount sent, in all-reduces.
-      delay: least seconds per load, for programs that read; sync_delay: seconds added to a sync.
-      ends: whether a record ends the run.
+      saving: None for a run that is not saved; slow: seconds that are added.
 
     Returns:
       An `Outcome`. A loss or gradient that is not finite ends the run with a record that says so.
@@ -94,7 +101,7 @@ def train(
     plans.check()
     if program.source is not None:
         program = program._replace(source=program.source.of_seed(seed))
-    called, prepare = time.perf_counter(), [*scalars.prepare]
+    called, prepare = time.perf_counter(), [*watch.scalars.prepare]
     if saving is not None and (saving.at_end or saving.every):
         prepare.append(functools.partial(importlib.import_module, "orbax.checkpoint"))
     start = functools.partial(program.init, seed)
@@ -103,12 +110,12 @@ def train(
     state = loop.warm_up(program, plans, start, prepare)
     compiled, total = time.perf_counter() - called, plans.total_steps
     at, seen = (Progress(), Evaluation()) if begun is None else (begun.at, begun.seen)
-    looks = {int(step) for step in scalars.at(total)} | {total}
+    looks = {int(step) for step in watch.scalars.at(total)} | {total}
     stops = looks | set(range(0, total, saving.every) if saving and saving.every else ())
     with contextlib.ExitStack() as stack:
         ask = stack.enter_context(processes.interrupts())
         saver = _Saver(stack, saving, program, plans, seen.seconds)
-        recorder = Recorder(program, scalars.begin, on_record, traffic, ends, total, seen)
+        recorder = Recorder(program, watch, total, seen)
         clock, passed, stopped = input.Clock(), seen.seconds, 0
 
         def look(at, state):
@@ -117,7 +124,7 @@ def train(
 
         def hook(at, state):
             nonlocal stopped
-            on_step(at.step)
+            watch.on_step(at.step)
             seconds = passed + clock.now()
             stopped, save = ask(saver.due(at.step, seconds))
             if at.step in looks:
@@ -135,9 +142,8 @@ def train(
                     recorder.begin(at, state)
                     state = recorder.record(at, state, 0.0)
             at, state = loop.run(
-                program, plans, state, at, hook, stops=stops, begin=look, delay=delay,
-                sync_delay=sync_delay, clock=clock,
-            )  # fmt: skip
+                program, plans, state, at, hook, stops=stops, begin=look, slow=slow, clock=clock
+            )
         except FloatingPointError as error:
             recorder.diverged(str(error))
             return Outcome(recorder.seen.step, None, (), stopped, True, str(error))
@@ -162,14 +168,13 @@ def told(seconds: Mapping[str, float]) -> str:
 class Recorder:
     """Writes a record at every evaluation, and tells whether a record has ended the run."""
 
-    def __init__(self, program, begin, on_record, traffic, ends, total, seen):
-        self._program, self._begin, self._on_record = program, begin, on_record
-        self._traffic, self._ends, self._total = traffic, ends, total
+    def __init__(self, program: Program, watch: Watch, total: int, seen: Evaluation):
+        self._program, self._watch, self._total = program, watch, total
         self.seen, self.ended, self._finish = seen, False, None
 
     def begin(self, at: Progress, state: TrainState) -> None:
         """Dispatches the evaluation of the next record, while the steps before it still run."""
-        self._finish = self._begin(at.step, self._total, state)
+        self._finish = self._watch.scalars.begin(at.step, self._total, state)
 
     def record(self, at: Progress, state: TrainState, seconds: float) -> TrainState:
         """Writes a record at this step, and returns the state with its stats set to zero."""
@@ -180,14 +185,14 @@ class Recorder:
             "epoch": at.loads / self._program.sizes.loads_per_epoch,
             "loads": at.loads,
             "rounds": at.rounds,
-            "allreduces": self._traffic(at.rounds, at.loads) + self.seen.more_sent,
+            "allreduces": self._watch.traffic(at.rounds, at.loads) + self.seen.more_sent,
             "seconds": seconds,
         }
         found |= stats.means(step=at.step - self.seen.step, round=at.rounds - self.seen.rounds)
         state = state._replace(stats=self._program.reset(state.stats))  # beside the evaluation
         found |= self._finish()
         found = processes.of_first(strict.plain(found))  # all processes end, or none
-        self.ended = at.step == self._total or self._ends(found)
+        self.ended = at.step == self._total or self._watch.ends(found)
         self.seen = self.seen._replace(
             step=at.step, rounds=at.rounds, seconds=found["seconds"],
             batch_loss=found.get("train/batch_loss", self.seen.batch_loss),
@@ -195,7 +200,7 @@ class Recorder:
         )  # fmt: skip
         online = {"load_steps": np.flatnonzero(at.decided).tolist()} if at.decided else {}
         closing = {"ended": self.ended, "diverged": None} | (online if self.ended else {})
-        self._on_record(found | closing)
+        self._watch.on_record(found | closing)
         return state
 
     def diverged(self, message: str) -> None:
@@ -203,7 +208,7 @@ class Recorder:
         nothing = {"step": self._total, "epoch": 0.0, "loads": 0, "rounds": 0, "allreduces": 0.0}
         ending = {"seconds": self.seen.seconds, "ended": True, "diverged": message}
         self.ended = True
-        self._on_record(nothing | ending)
+        self._watch.on_record(nothing | ending)
 
 
 class _Saver:

@@ -50,7 +50,7 @@ def built(task, recipe, name, **options):
     return program.build(task, recipe, ORDERS[name], PARALLEL, **options)
 
 
-def trained(prepared, recipe, scalars=lambda step, total, state: {}, **options):
+def trained(prepared, recipe, scalars=lambda step, total, state: {}):
     """(outcome, records, orders at the end of every epoch)."""
     found, orders, plans = [], [], every_step(prepared, recipe)
     steps = measure.evaluation_steps(recipe, prepared.sizes, plans.total_steps)
@@ -59,15 +59,8 @@ def trained(prepared, recipe, scalars=lambda step, total, state: {}, **options):
         orders.append(np.asarray(state.orders.current))
         return scalars(step, plans.total_steps, state)
 
-    outcome = run.train(
-        prepared,
-        plans,
-        seed=0,
-        scalars=little_run.scalars_of(look, steps),
-        on_record=found.append,
-        **options,
-    )
-    return outcome, found, orders
+    watch = run.Watch(found.append, little_run.scalars_of(look, steps))
+    return run.train(prepared, plans, watch, seed=0), found, orders
 
 
 @functools.cache
