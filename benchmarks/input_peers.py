@@ -122,8 +122,7 @@ def of_torchdata(data, how):
 
     words = {"batch_size": BATCH, "shuffle": how == SHUFFLED}
     if how == ORDERED:
-        sizes = {"units_per_step": BATCH // WORKERS}
-        words = {"batch_sampler": ordering.input.torch_sampler(data.orders, **sizes)}
+        words = {"batch_sampler": peer_readers.lists_of(data.orders, BATCH // WORKERS)}
     if data.processes:
         words["multiprocessing_context"] = "forkserver"
     return StatefulDataLoader(
@@ -150,7 +149,7 @@ LOADERS = {  # {(storage, loader, what reads an order in it): (Data, how) -> bat
     ("arrays", "ordering.input.batches", ""): batches,
     ("arrays", "tf.data", "batches"): of_tf_data,
     ("arrays", "Grain", "map_dataset"): of_grain,
-    ("arrays", "torchdata StatefulDataLoader", "torch_sampler"): of_torchdata,
+    ("arrays", "torchdata StatefulDataLoader", "step_indices"): of_torchdata,
     ("ArrayRecord", "Grain", "map_dataset"): functools.partial(of_grain, array_record=True),
     ("MDS", "mosaicml-streaming", "read_epochs"): of_mosaicml,
 }

@@ -228,18 +228,24 @@ def ours_in_grain(place, saved):
 
 
 def ours_in_torch(place, saved):
-    """`torch_sampler`, read by a DataLoader's processes; the position is the number of steps."""
+    """Lists of `step_indices`, read by a DataLoader's processes; the position counts the steps."""
     from torch.utils.data import DataLoader
 
-    import ordering
-
     source, done = Examples(place.folder), saved or 0
-    steps = ordering.input.torch_sampler(_one_order(source), units_per_step=BATCH)
+    steps = lists_of(_one_order(source), BATCH)
     loader = DataLoader(
-        source, batch_sampler=list(steps)[done:], num_workers=place.readers, collate_fn=stacked,
+        source, batch_sampler=steps[done:], num_workers=place.readers, collate_fn=stacked,
         multiprocessing_context="forkserver",
     )  # fmt: skip
     return _counted(loader, done)
+
+
+def lists_of(orders, units_per_step):
+    """The indices of every step, as a batch sampler of PyTorch gives them."""
+    from ordering.input import step_indices
+
+    indices, size = step_indices(orders, units_per_step=units_per_step)
+    return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
 
 
 def _one_order(source):
@@ -267,7 +273,7 @@ WAYS = {  # {name: (what readers are, function)}
     "mosaicml StreamingDataLoader": ("processes", mosaicml_processes),
     "read_epochs, resize": ("hosts", ours_hosts),
     "map_dataset, mp_prefetch": ("processes", ours_in_grain),
-    "torch_sampler, DataLoader": ("processes", ours_in_torch),
+    "step_indices, DataLoader": ("processes", ours_in_torch),
 }
 
 

@@ -76,7 +76,6 @@ def read(blocks_=BLOCKS, live=lambda: STATE, **args):
 
 POSITION = read()
 EPOCH = blocks.windows(BLOCKS, ORDERS, window=2, batch_size=2, epoch=0, total=6)
-GRAIN = iter(blocks.grain_dataset(EPOCH)).get_state()
 NO_POSITIONS = [
     3, "text", THING, {}, (), POSITION._asdict(), tuple(POSITION), STATE,
     POSITION._replace(step=np.array(99)), POSITION._replace(step=-1), POSITION._replace(epoch="a"),
@@ -115,14 +114,6 @@ CALLS = {
         orders=Arg(ORDERS, NO_ORDERS), window=WINDOW, batch_size=2, epoch=Arg(0, whole(0)), seed=0,
         num_units=Arg(3, [2, *but_none(whole())]), total=Arg(6, [5, 7, *but_none(whole())]),
         share=Arg((0, 1, 2), NO_SHARES)),
-    "grain_dataset": call(
-        lambda epoch: len(list(blocks.grain_dataset(epoch))),
-        epoch=Arg(EPOCH, [None, 3, "text", THING, {}, BLOCKS, ORDERS])),
-    "grain_dataset, state": call(
-        lambda state: iter(blocks.grain_dataset(EPOCH)).set_state(state),
-        state=Arg(GRAIN, [None, 3, {}, "text", THING, [], {"batch": 3}, GRAIN | {"batch": -1},
-                          GRAIN | {"batch": "text"}, GRAIN | {"batch": 0.5},
-                          GRAIN | {"order": "00000000"}])),
     "batches_of": call(
         lambda **args: list(blocks.batches_of(**args)), first_batch=0,
         loaded=Arg([(np.zeros(2), np.zeros(2))], [None, 3, THING, {"a": 3}, 0.5])),

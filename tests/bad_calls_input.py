@@ -106,14 +106,6 @@ SIZES = {"orders": Arg(ORDERS, NO_ORDERS), "units_per_step": UNITS, "unit_size":
          "num_units": Arg(6, [5, *but_none(whole())])}  # fmt: skip
 DEALT = {**SIZES, "orders": Arg(np.arange(12).reshape(2, 6), NO_ORDERS[:6]), "total": 12}
 SHARDINGS = [3, "cpu", THING, jax.P("worker"), {"x": 3}, jax.devices]
-torch = input.torch_sampler(ORDERS, units_per_step=2)
-torch_state = iter(torch).state_dict()
-TORCH_STATES = [
-    None, 3, {}, "text", THING, [], {"step": 3}, torch_state | {"step": -1},
-    torch_state | {"step": "text"}, torch_state | {"step": 0.5},
-    iter(input.torch_sampler(ORDERS, units_per_step=3)).state_dict(),
-    iter(input.torch_sampler(ORDERS[::-1], units_per_step=2)).state_dict(),
-]  # fmt: skip
 
 
 def loaded(batches=batches, **args):
@@ -133,10 +125,6 @@ CALLS |= {
     "step_indices, dealt": call(input.step_indices, **DEALT),
     "map_dataset": call(lambda **args: list(input.map_dataset(**args)),
                         source=Arg(SOURCE, [{"x": np.ones(3)}, *NO_SOURCES]), **SIZES),
-    "torch_sampler": call(lambda **args: list(input.torch_sampler(**args)),
-                          **{name: arg for name, arg in DEALT.items() if name != "num_units"}),
-    "torch_sampler, state": call(lambda state: iter(torch).load_state_dict(state),
-                                 state=Arg(torch_state, TORCH_STATES)),
     "load_ahead": call(loaded, batches=Arg(batches, [None, *LOADS]), depth=2, timeout=30.0,
                        sharding=Arg(None, SHARDINGS), first_load=0),
     "batches": call(

@@ -1,7 +1,6 @@
 """Orders over blocks of consecutive records, for data that are too large to shuffle."""
 
 from ordering.blocks.files import files
-from ordering.blocks.grain_batches import grain_dataset
 from ordering.blocks.mixture import mixture, shares
 from ordering.blocks.position import Position, as_position, resize
 from ordering.blocks.reads import read_blocks
@@ -16,7 +15,6 @@ __all__ = [
     "as_position",
     "batches_of",
     "files",
-    "grain_dataset",
     "mixture",
     "observe",
     "read_blocks",

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -55,15 +54,6 @@ class Windows(Sequence):
     def batches(self) -> int:
         """T, batches of a whole window."""
         return num_batches(self._blocks, self.window, self.batch_size)
-
-    @property
-    def mark(self) -> str:
-        """Tells epochs apart: a checksum of the orders, files, filter, sizes and seed."""
-        first, last, shape = self._axes
-        sizes = [self.window, self.batch_size, self._shuffle, *self._seeds, first, last, *shape]
-        sizes.append(self._blocks.filter_digest)
-        arrays = self._units, self._blocks.digests.astype(np.int64), np.array(sizes)
-        return f"{zlib.crc32(b''.join(x.tobytes() for x in arrays)):08x}"
 
     def __getitem__(self, number: int) -> tuple[PyTree[np.ndarray], Int[np.ndarray, "T ..."]]:
         return self.load(int(number))

@@ -1,7 +1,7 @@
 """Reading batches in the sequence of an order, ahead of the steps."""
 
-from ordering.input.adapters import map_dataset, torch_sampler
 from ordering.input.epochs import read_epochs
+from ordering.input.grain import map_dataset
 from ordering.input.loader import LoadError, load_ahead
 from ordering.input.sources import reader
 from ordering.input.steps import step_indices
@@ -15,5 +15,4 @@ __all__ = [
     "read_epochs",
     "reader",
     "step_indices",
-    "torch_sampler",
 ]

@@ -75,16 +75,9 @@ def check_indices(indices: ArrayLike | Sequence, num_examples: int) -> Int[np.nd
 
 
 def _check_rows(source):
-    """Raises ValueError for tables whose `source[i]` is a column or another table."""
-    form = getattr(source, "format", None)
-    if isinstance(form, dict) and form.get("type") in ("arrow", "pandas", "polars"):
-        raise ValueError(
-            f"the source is in the format {form['type']!r}, whose rows are tables: pass "
-            "source.with_format(None), or with_format('numpy')."
-        )
+    """Raises ValueError for tables whose `source[i]` is a column, or goes by labels."""
     kind = type(source)
-    columns = hasattr(kind, "column_names") and not hasattr(kind, "with_format")
-    if columns or hasattr(kind, "columns") or hasattr(kind, "iloc"):
+    if hasattr(kind, "columns") or hasattr(kind, "iloc"):
         raise ValueError(
             f"the source is a {kind.__module__.split('.')[0]} {kind.__name__}, whose source[i] is "
             "a column or goes by labels: pass a dict of its columns as NumPy arrays."

@@ -151,16 +151,3 @@ def epoch_mark(indices: np.ndarray, batch_size: int) -> dict:
     """The part of a reader's state that tells which epoch it belongs to."""
     checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64).data)
     return {"order": f"{checksum:08x}", "examples_per_step": batch_size}
-
-
-def check_epoch(state: dict, epoch: dict) -> None:
-    """Raises ValueError if a reader's state belongs to another epoch."""
-    if not isinstance(state, dict):
-        raise ValueError(f"state is a {type(state).__name__}: pass the dict of a saved iterator.")
-    for name, value in epoch.items():
-        if state.get(name) != value:
-            raise ValueError(
-                f"the state's {name} is {state.get(name)!r}, and this epoch's is {value!r}: "
-                "restore the order's state of the same step first, and pass the same sizes and "
-                "processes."
-            )

@@ -57,42 +57,6 @@ def test_windows_of_another_loader_become_the_batches(name):
         assert [as_lists(batch) for batch in found] == EXPECTED[skipped:]
 
 
-IN_PROCESSES = [(1, 2), (2, None), (None, 1)]  # each of them imports JAX, which takes seconds
-
-
-@pytest.mark.parametrize(
-    "counts", [(None, None), *(pytest.param(n, marks=pytest.mark.slow) for n in IN_PROCESSES)]
-)
-@pytest.mark.usefixtures("parsed_flags")
-def test_a_dataset_of_grain_goes_on_at_every_batch(counts):
-    """Also with another number of processes."""
-    grain = pytest.importorskip("grain")
-    before, after = (
-        ordering.blocks.grain_dataset(
-            EPOCH, options=count and grain.MultiprocessingOptions(num_workers=count)
-        ) for count in counts
-    )  # fmt: skip
-    read, states = iter(before), []
-    for expected in EXPECTED:
-        states.append(read.get_state())
-        assert as_lists(next(read)) == expected
-    states.append(read.get_state())
-    other = iter(after)
-    for done, state in enumerate(states):
-        other.set_state(state)
-        assert other.get_state() == state
-        assert [as_lists(batch) for batch in other] == EXPECTED[done:]
-
-
-def test_a_state_of_grain_without_a_place_is_refused():
-    pytest.importorskip("grain")
-    read = iter(ordering.blocks.grain_dataset(EPOCH))
-    state = read.get_state()
-    del state["batch"]
-    with pytest.raises(ValueError, match="the state's batch is None: pass a whole number"):
-        read.set_state(state)
-
-
 def test_an_order_without_workers_has_no_axis_of_workers():
     single = windows(BLOCKS, ORDERS.ravel(), total=16, **SETTINGS)
     records, places = single[0]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ordering
-from ordering.input import map_dataset, torch_sampler
+from ordering.input import map_dataset, step_indices
 from tests.refused import refuses
 from tests.sources import SIZES, assert_same, epoch_of
 
@@ -96,72 +96,17 @@ def test_a_state_of_another_epoch_is_refused_by_grain(order, units_per_step, mes
         other.set_state({"next_index": 1})
 
 
-@OTHER
-def test_a_state_of_another_epoch_is_refused_by_a_sampler(order, units_per_step, message):
-    own = iter(torch_sampler(SIX, units_per_step=2))
-    state, other = own.state_dict(), iter(torch_sampler(order, units_per_step=units_per_step))
-    with pytest.raises(ValueError, match=message):
-        other.load_state_dict(state)
-    with pytest.raises(ValueError, match="state's step is 4: .* in 0 .. 3"):
-        own.load_state_dict(state | {"step": 4})
-    with pytest.raises(ValueError, match="state is a list: pass the dict of a saved iterator"):
-        own.load_state_dict([])
-
-
 @pytest.mark.parametrize("size", SIZES)
-def test_a_torch_sampler_gives_a_list_per_step(size):
-    source, orders, sizes, wanted = epoch_of(size)
-    sampler = torch_sampler(orders, **sizes)
-    assert len(sampler) == len(wanted)
-    for _ in range(2):
-        found = [source["y"][np.array(i)] for i in sampler]
-        assert_same(found, [b["y"].reshape(-1) for b in wanted])
-    reads, lists = iter(sampler), list(sampler)
-    for done in range(len(wanted) + 1):
-        again = iter(sampler)
-        again.load_state_dict(json.loads(json.dumps(reads.state_dict())))
-        assert list(again) == lists[done:]
-        next(reads, None)
-
-
-def test_a_torch_sampler_asks_for_the_order_of_every_epoch():
-    current, asked = [np.arange(4)], []
-
-    def orders():
-        asked.append(len(asked))
-        return current[0]
-
-    sampler = torch_sampler(orders, units_per_step=2)
-    assert len(sampler) == 2 and len(asked) == 1  # asking for the length makes no new epoch
-    state = iter(sampler).state_dict()
-    assert list(sampler) == [[0, 1], [2, 3]]
-    current[0] = current[0][::-1]
-    assert list(sampler) == [[3, 2], [1, 0]]
-    with pytest.raises(ValueError, match="restore the order's state of the same"):
-        iter(sampler).load_state_dict(state)
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("count", [0, 2])
-def test_torchs_loaders_read_the_steps_and_are_restored_at_every_one(count):
+def test_lists_of_step_indices_are_a_batch_sampler(size, count):
     data = pytest.importorskip("torch.utils.data", reason="pip install torch")
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
-    source, orders, sizes, wanted = epoch_of(MIDDLE)
-    wanted = [b["y"].reshape(-1) for b in wanted]
-
-    def loader(kind):
-        sampler = torch_sampler(orders, **sizes)
-        return kind(source["y"], batch_sampler=sampler, num_workers=count)
-
-    assert_same([b.numpy() for b in loader(data.DataLoader)], wanted)
-    for done in range(1, len(wanted)):
-        first = loader(stateful.StatefulDataLoader)
-        reads = iter(first)
-        assert_same([next(reads).numpy() for _ in range(done)], wanted[:done])
-        again = loader(stateful.StatefulDataLoader)
-        again.load_state_dict(first.state_dict())
-        assert_same([b.numpy() for b in again], wanted[done:])
+    source, orders, sizes, wanted = epoch_of(size)
+    indices, per_step = step_indices(orders, **sizes)
+    lists = [indices[i : i + per_step].tolist() for i in range(0, len(indices), per_step)]
+    for done in (0, 1):
+        loader = data.DataLoader(source["y"], batch_sampler=lists[done:], num_workers=count)
+        assert_same([b.numpy() for b in loader], [b["y"].reshape(-1) for b in wanted[done:]])
 
 
 STATE = ordering.random_reshuffling(6).init(jax.random.key(0), None)
@@ -172,5 +117,4 @@ test_wrong_inputs_are_refused = refuses({
     ),
     "no source": (lambda: map_dataset(iter([1]), SIX, units_per_step=2), "is a list_iterator"),
     "a state": (lambda: map_dataset(SIX, STATE, units_per_step=2), "orders is a ShuffleState"),
-    "a function of a state": (lambda: torch_sampler(lambda: STATE, units_per_step=2), "is a"),
 })  # fmt: skip

@@ -126,9 +126,6 @@ def test_formats_of_tables_are_read_right(table, kind):
 @TABLES
 def test_tables_that_cannot_be_read_are_refused(table):
     assert read(table({"file": [b"a\0\0", b"\0"]}), 1, 0)["file"].tolist() == [b"\0", b"a\0\0"]
-    for kind in ("arrow", "pandas"):
-        with pytest.raises(ValueError, match=rf"format '{kind}'.*with_format\(None\)"):
-            reader(table(COLUMNS).with_format(kind))
     for splits in ({"train": table(COLUMNS)}, dict.fromkeys(("a", "b"), table(COLUMNS))):
         with pytest.raises(ValueError, match="of a dict of splits, pass one split"):
             reader(splits)

@@ -1,27 +1,73 @@
-"""The Grain classes behind `map_dataset`. Grain is imported only when it is used."""
+"""An epoch as a Grain dataset. Grain is imported only when it is used."""
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ordering.input.steps import check_epoch
+from jax.typing import ArrayLike
+from jaxtyping import Int, PyTree
+
+from ordering.input.steps import Steps
+
+if TYPE_CHECKING:
+    import grain
 
 # Methods of a MapDataset whose results are still steps of the same epoch.
 TRANSFORMS = ("batch", "filter", "map", "map_with_index", "random_map", "seed", "slice")
 
 
-def imported() -> Any:
-    """Grain."""
+def map_dataset(
+    source: PyTree[ArrayLike] | Sequence,
+    orders: Int[ArrayLike, "*W M"] | Sequence,
+    *,
+    units_per_step: int,
+    unit_size: int = 1,
+    num_units: int | None = None,
+    total: int | None = None,
+) -> "grain.MapDataset":
+    """One epoch in the sequence of its orders, as a Grain `MapDataset`.
+
+    Element t is the batch of step t. Grain's processes (`to_iter_dataset().mp_prefetch`) read whole
+    steps, so the batches do not depend on the number of processes, and `get_state` is exact after
+    every step. With another number of processes go on from step t by `map_dataset(...)[t:]`. Apply
+    maps of single examples to the source, which may be a `MapDataset` too.
+
+    Args:
+      source, orders, units_per_step, unit_size, num_units, total: as in `reader` and
+        `step_indices`.
+
+    Returns:
+      A `grain.MapDataset`. Every epoch has another order, so it refuses `repeat`, `shuffle` and
+      indices past its end.
+
+    Raises:
+      ValueError: for a source, orders or sizes that do not fit; from an iterator's `set_state`, for
+        the state of another order or number of processes.
+      ImportError: if Grain is not installed.
+
+    Examples:
+      >>> import numpy as np, ordering
+      >>> dataset = ordering.input.map_dataset(np.arange(4) * 10, [2, 0, 3, 1], units_per_step=2)
+      >>> [batch.tolist() for batch in dataset]
+      [[20, 0], [30, 10]]
+
+    References:
+      Grain's datasets, https://google-grain.readthedocs.io/en/latest/
+    """
+    steps = Steps(
+        source, orders, units_per_step=units_per_step, unit_size=unit_size, num_units=num_units,
+        total=total,
+    )  # fmt: skip
+    return _epoch_dataset()(steps, steps.epoch)
+
+
+@functools.cache
+def _epoch_dataset() -> type:
+    """The `grain.MapDataset` of one epoch's steps."""
     try:
         import grain
     except ImportError as error:
         raise ImportError("Grain cannot be imported: pip install grain.") from error
-    return grain
-
-
-@functools.cache
-def epoch_dataset() -> type:
-    """The `grain.MapDataset` of one epoch's steps."""
-    grain = imported()
     iter_dataset = _iter_dataset(grain)
 
     class EpochDataset(grain.MapDataset):
@@ -77,7 +123,7 @@ def _iter_dataset(grain):
             return {**self._epoch, "parent": self._parent.get_state()}
 
         def set_state(self, state: dict) -> None:
-            check_epoch(state, self._epoch)
+            _check_epoch(state, self._epoch)
             if not isinstance(state.get("parent"), dict):
                 raise ValueError("the state has no parent: pass the dict of a saved iterator.")
             self._parent.set_state(state["parent"])
@@ -98,3 +144,16 @@ def _iter_dataset(grain):
             return EpochIterDataset(read, {**self._epoch, "processes": options.num_workers})
 
     return EpochIterDataset
+
+
+def _check_epoch(state: dict, epoch: dict) -> None:
+    """Raises ValueError if a reader's state belongs to another epoch."""
+    if not isinstance(state, dict):
+        raise ValueError(f"state is a {type(state).__name__}: pass the dict of a saved iterator.")
+    for name, value in epoch.items():
+        if state.get(name) != value:
+            raise ValueError(
+                f"the state's {name} is {state.get(name)!r}, and this epoch's is {value!r}: "
+                "restore the order's state of the same step first, and pass the same sizes and "
+                "processes."
+            )
