@@ -33,7 +33,7 @@ from experiments.results.statistics import median_interval
 from experiments.study import recipes
 from experiments.study.cost import lower_step, order_traffic
 from experiments.study.flags import definer, names_of
-from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.study.tables import row_of
 from experiments.tasks import TASKS, Recipe, ranges
 from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
@@ -64,7 +64,7 @@ def step_rows(task_name: str, repeats: int) -> Iterator[dict]:
         found = medians(calls, repeats)
         sizes, parameters = sizes_of(task, recipe), num_params(task.model)
         for name, seconds in found.items():
-            order = ORDERS[name]
+            order = row_of("order", name)
             # Of one worker's step on a device of its own, as XLA lays it out.
             lowered = lower_step(task, recipe, order, local_opt.parallel_rounds)
             memory = lowered.compile().memory_analysis()
@@ -89,14 +89,15 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs, optimizer="adamw")
         calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in SCALED})
         flops = [
-            lower_step(task, recipe, ORDERS[name], local_opt.parallel_rounds)
+            lower_step(task, recipe, row_of("order", name), local_opt.parallel_rounds)
             .compile().cost_analysis()["flops"] for name in SCALED
         ]  # fmt: skip
         for count, (name, seconds, times) in zip(
             flops, timing.against_first(calls, repeats), strict=True
         ):
             yield {
-                "part": "scaled", "task": task.name, "unit": unit, "order": ORDERS[name].label,
+                "part": "scaled", "task": task.name, "unit": unit,
+                "order": row_of("order", name).label,
                 "us_per_step": round(seconds / steps * 1e6, 1), "times_first": times[0],
                 "interval": times[1], "times_flops": round(count / flops[0], 4),
             }  # fmt: skip
@@ -110,7 +111,8 @@ def loop_rows(repeats: int) -> Iterator[dict]:
     found = medians(calls, repeats)
     for (order, sync), seconds in found.items():
         yield {
-            "part": "loops", "order": ORDERS[order].label, "rule": SYNC_RULES[sync].label,
+            "part": "loops",
+            "order": row_of("order", order).label, "rule": row_of("sync", sync).label,
             "us_per_step": round(seconds / steps * 1e6, 1),
             "times_first": round(seconds / found[LOOPS[0]], 3),
         }  # fmt: skip
@@ -148,7 +150,7 @@ def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
     for order, seconds in times.items():
         middle, low, high = median_interval(seconds / times["rr"])
         yield {
-            "part": "epochs", "row": name, "steps": steps, "order": ORDERS[order].label,
+            "part": "epochs", "row": name, "steps": steps, "order": row_of("order", order).label,
             "s_per_epoch": float(f"{np.median(seconds):.3g}"), "times_rr": round(middle, 3),
             "interval": f"{low:.3f} to {high:.3f}",
             "times_so": round(float(np.median(seconds / times["so"])), 3),

@@ -19,7 +19,7 @@ import models
 from experiments import timing
 from experiments.study.compile import slice_of, uncached
 from experiments.study.cost import shapes_of
-from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from ordering import kernel, sign_loop
@@ -72,8 +72,8 @@ def step_of(order: str, workers: int, units: int) -> str:
     data = abstract_set(64 * workers * 4, x=((127,), np.float32), y=((), np.int32))
     model = models.softmax_regression(num_features=127, num_classes=8)
     recipe = Recipe(workers, units, 4, (0.1,), total_steps=40)
-    task, rounds = Task("shapes", model, data, data, recipe), SYNC_RULES["parallel"].rounds
-    shapes = shapes_of(task, recipe, ORDERS[order], rounds, mesh=mesh)
+    task, rounds = Task("shapes", model, data, data, recipe), row_of("sync", "parallel").rounds
+    shapes = shapes_of(task, recipe, row_of("order", order), rounds, mesh=mesh)
     lowered = shapes.programs["fresh step"]()
     with uncached():
         return lowered.compile(compiler_options=dict(chip.compiler.options)).as_text()
@@ -86,7 +86,7 @@ def rows() -> Iterator[dict]:
             with mock.patch.object(kernel, "signs_of", sign_loop.signs_by_scan):
                 by_scan = launches_of(step_of(order, workers, units))
         yield {
-            "order": ORDERS[order].label, "workers": workers,
+            "order": row_of("order", order).label, "workers": workers,
             "pairs of a step": f"{workers * units // 2:,}", "block": f"{block:,}",
             "started, by a scan": f"{by_scan:,}", "by a kernel": f"{found:,}",
         }  # fmt: skip

@@ -32,22 +32,21 @@ from experiments.results.statistics import Comparison, Criterion, interval, last
 from experiments.results.tables import COMBINED_COLUMNS, markdown, name_of, times
 from experiments.study import cost, flags, study, tables
 from experiments.study.factorials import FACTORS
-from experiments.study.study import Arm, Study, arm_of
+from experiments.study.study import Arm, Study
 from experiments.study.tables import ECHO_POLICIES
 from experiments.tasks import ranges
 from experiments.tasks.metrics import METRICS
 from syncopate.refusals import UserError
 
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "all-reduces", "seconds": "seconds"}
-# The first level of every factor is that of usual data-parallel training.
-FIRST = ("rr", "parallel", "none")
 LEVELS = ("baseline", *tables.TABLES)  # flags
 
 
-def arms_of(first: Sequence[str], second: Sequence[str]) -> dict[str, Arm]:
-    """The eight arms of a factorial, of two levels (order, sync, echo); the first ones first."""
-    levels = ("+".join(words) for words in itertools.product(*zip(first, second, strict=True)))
-    return {words: arm_of(words) for words in levels}
+def arms_of(first: Arm, second: Arm) -> dict[str, Arm]:
+    """The eight arms of a factorial, of the decisions of two arms; those of the first one first."""
+    levels = zip(first.parts.values(), second.parts.values(), strict=True)
+    arms = [Arm(**order, **sync, **echo) for order, sync, echo in itertools.product(*levels)]
+    return {"+".join(arm.words.values()): arm for arm in arms}
 
 
 class Response(NamedTuple):
@@ -197,15 +196,12 @@ def fit(study, task, recipe, values):
     criterion = study.criterion
     if recipe.target is not None:
         criterion = criterion._replace(when="target", target=recipe.target)
-    try:
-        tables.ORDERS[values.baseline]
-    except ValueError as error:
-        raise UserError(f"--baseline is no order: {error}") from error
-    first = (values.baseline, *FIRST[1:])
-    second = tuple(tables.decisions(values).values())
-    if same := set(first) & set(second):
+    # The first level of every factor is that of usual data-parallel training.
+    first = Arm(**tables.part_from_flag(values, "baseline", "order"))
+    second = tables.arm_from_flags(values)
+    if same := {*first.words.values()} & {*second.words.values()}:
         raise UserError(f"--order, --sync, --echo name {same}: that is the first level.")
-    if ECHO_POLICIES[second[2]].online:
+    if second.rows[2].online:
         plans = [name for name, policy in ECHO_POLICIES.items() if not policy.online]
         raise UserError(
             f"--echo is {values.echo}, which follows slow input, and data on the devices are not "
@@ -228,7 +224,7 @@ def fit(study, task, recipe, values):
 
 STUDY = Study(
     "combined",
-    arms_of(FIRST, ("cd_grab", "qsr", "diffusion+cosine")),
+    arms_of(Arm(order="rr"), Arm(order="cd_grab", sync="qsr", echo="diffusion", p="cosine")),
     recipe="digits_cosine",
     criterion=Criterion("train/loss"),
     columns=COMBINED_COLUMNS,

@@ -47,9 +47,11 @@ ARMS = {
     **by_words("diffusion", "diffusion+linear", "diffusion+multistep", "diffusion+cosine"),
     "diffusion_every": Arm("error diffusion, sync every step", echo="diffusion"),
     **by_words("measured"),
-    "proximal": Arm("fixed factor, proximal", sync="every_load+proximal", echo="fixed"),
+    "proximal": Arm(
+        "fixed factor, proximal", sync="every_load", correction="proximal", echo="fixed"
+    ),
     "proximal_strong": Arm(
-        "fixed factor, proximal, 10 λ", sync="every_load+proximal1", echo="fixed"
+        "fixed factor, proximal, 10 λ", sync="every_load", correction="proximal1", echo="fixed"
     ),
 }
 

@@ -26,10 +26,9 @@ from experiments.results import plots, report
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown
 from experiments.study import flags as dialect
-from experiments.study import recipes, trainer
+from experiments.study import recipes
 from experiments.study.cost import traffic
-from experiments.study.study import Arm
-from experiments.study.tables import SYNC_RULES, rows_of
+from experiments.study.tables import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
 from experiments.tasks import Recipe, Task, ranges
 from experiments.training.config import Plans, num_params, sizes_of
 from syncopate.refusals import UserError
@@ -68,19 +67,15 @@ def define_flags(values: flags.FlagValues) -> None:
     dialect.define(values, "output")
 
 
-def arm_of(rule: str) -> Arm:
-    return Arm(SYNC_RULES[rule].label, sync=rule)
-
-
 def row_of(
-    task: Task, recipe: Recipe, rule: str, plans: Plans, speeds: Sequence[float], seconds: float
+    task: Task, recipe: Recipe, arm: Arm, plans: Plans, speeds: Sequence[float], seconds: float
 ) -> dict:
     """A table row: what a rule's plan costs on links of these speeds, in Gb/s.
 
     Args:
       seconds: of computation, per step.
     """
-    order, row, _ = rows_of(arm_of(rule))
+    order, row, _ = arm.rows
     sizes, size = sizes_of(task, recipe, deals=order.deals), num_params(task.model)
     plan = plans.sync
     sent = traffic(order, row, sizes, size, sync_in_step=False)(plan.rounds, plans.echo.loads)
@@ -110,13 +105,13 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
     if seconds is None:
         raise UserError(f"--task={name} has no published times: pass --step_seconds.")
     size, rate = num_params(task.model), recipe.learning_rates[0]
-    rules = dialect.names_of(values, "arms", SYNC_RULES)
-    made = {rule: trainer.plans_of(task, recipe, arm_of(rule), rate=rate) for rule in rules}
-    plans = {rule: own.sync for rule, own in made.items()}
+    arms = [arm_of(words) for words in rows_from_flag(values, "arms", "sync")]
+    made = [plans_of(task, recipe, arm, rate=rate) for arm in arms]
+    plans = {arm.label: own.sync for arm, own in zip(arms, made, strict=True)}
     given = values.gigabits, seconds
-    rows = [row_of(task, recipe, rule, own, *given) for rule, own in made.items()]
-    exact = "\n".join(f"- {SYNC_RULES[rule].label}: {plan.rule}" for rule, plan in plans.items())
-    rates = made[rules[0]].rates
+    rows = [row_of(task, recipe, *of, *given) for of in zip(arms, made, strict=True)]
+    exact = "\n".join(f"- {label}: {plan.rule}" for label, plan in plans.items())
+    rates = made[0].rates
     text = (
         f"{label}: {size:,} parameters, {recipe.total_steps} steps "
         f"({recipe.warmup_steps} of warmup), learning rate {rate:g} to "
@@ -125,7 +120,7 @@ def forecast_of(name: str, values: flags.FlagValues) -> tuple[str, str, tuple]:
         f"eta is the learning rate over its peak, so that alpha of QSR is {rate * recipe.growth:g}."
         f"\n\n{markdown(rows)}\n\n{exact}\n"
     )
-    return label, text, (rates, {SYNC_RULES[rule].label: plans[rule] for rule in rules})
+    return label, text, (rates, plans)
 
 
 def published_text() -> str:

@@ -13,7 +13,7 @@ D-RR 350 to 400.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import ordering
 from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
 from experiments.study import flags as dialect
-from experiments.study.tables import ORDERS
+from experiments.study.tables import known, row_of, rows_from_flag
 from experiments.tasks.ranges import COUNT, Range
 from experiments.training.config import OrderSetting
 from syncopate.refusals import UserError
@@ -38,7 +38,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define(Range(int, "[2, 100000000]"), "num_vectors", 1_000_000, "vectors over all workers")
     define(Range(int, "[1, 10000]"), "rounds", 15, "passes over the vectors")
     define([COUNT], "workers", [5, 10, 20, 50, 100], "numbers of workers")
-    define(flags.DEFINE_list, "arms", [*ARMS], f"orders: {ORDERS.known()}")
+    define(flags.DEFINE_list, "arms", [*ARMS], f"orders: {known('order')}")
     define(COUNT, "dimension", DIMENSION, "entries of a vector")
     define(
         COUNT, "units_per_step", None, "vectors of a worker in a step; about 16 over all workers"
@@ -61,7 +61,7 @@ def bounds_over_rounds(
     num_workers, num_units, dimension = vectors.shape
     # About 16 units per step keep the loop short without large Gram matrices.
     units_per_step = min(units_per_step or max(2, 16 // num_workers * 2), num_units)
-    order = ORDERS[order_name].make(OrderSetting(num_units, units_per_step))
+    order = row_of("order", order_name).make(OrderSetting(num_units, units_per_step))
 
     def one_round(state, vectors):
         def step(state, start, size):
@@ -88,9 +88,9 @@ def bounds_over_rounds(
     return found
 
 
-def table(found: Sequence[dict], arms: Sequence[str], rounds: int) -> str:
+def table(found: Sequence[dict], arms: Iterable[str], rounds: int) -> str:
     """Markdown: the bound after the last round, one row per order, one column per W."""
-    rows = {name: {"order": ORDERS[name].label} for name in arms}
+    rows = {name: {"order": row_of("order", name).label} for name in arms}
     for r in found:
         if r["round"] == rounds:
             rows[r["order"]][f"W = {r['workers']}"] = f"{r['bound']:.2f}"
@@ -98,7 +98,7 @@ def table(found: Sequence[dict], arms: Sequence[str], rounds: int) -> str:
 
 
 def main(values: flags.FlagValues) -> None:
-    arms = dialect.names_of(values, "arms", ORDERS)
+    arms = rows_from_flag(values, "arms", "order")
     if max(values.workers) > values.num_vectors // 2:
         raise UserError(
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
@@ -106,14 +106,17 @@ def main(values: flags.FlagValues) -> None:
         )
     with report.opened("herding", values) as folder:
         found = measure(values, arms)
-        title, labels = f"{values.num_vectors:,} unit vectors", {n: ORDERS[n].label for n in arms}
+        title, labels = (
+            f"{values.num_vectors:,} unit vectors",
+            {n: row.label for n, row in arms.items()},
+        )
         report.write_tables(
             folder, title, found, {"herding": table(found, arms, values.rounds)},
             {"herding.png": lambda path: plots.herding(found, labels, path, title)},
         )  # fmt: skip
 
 
-def measure(values: flags.FlagValues, arms: Sequence[str]) -> list[dict]:
+def measure(values: flags.FlagValues, arms: Iterable[str]) -> list[dict]:
     """The bounds of these orders for every number of workers."""
     found = []
     for workers, name in progress.bar(list(itertools.product(values.workers, arms)), unit="run"):

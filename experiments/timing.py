@@ -16,7 +16,7 @@ import ordering.input
 from experiments.cluster import progress
 from experiments.results.statistics import median_interval
 from experiments.study.cost import Machine
-from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.study.tables import ECHO_POLICIES, row_of
 from experiments.tasks import Recipe, Task
 from experiments.training import loop
 from experiments.training.config import config_of, plans_of
@@ -117,8 +117,8 @@ def training_calls(
     """
     calls, steps = {}, 0
     for name, (order, sync) in arms.items():
-        rule = SYNC_RULES[sync]
-        program = build(task, recipe, ORDERS[order], rule.rounds)
+        row, rule = row_of("order", order), row_of("sync", sync)
+        program = build(task, recipe, row, rule.rounds)
         config, rate = config_of(recipe, program.sizes, seed=0), recipe.learning_rates[0]
         plans = plans_of(config, rule, ECHO_POLICIES["none"], rate=rate)
 

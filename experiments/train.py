@@ -24,9 +24,9 @@ from absl import flags as absl_flags
 from experiments.cluster import agree, entry, lock, processes, progress
 from experiments.cluster.agree import data_hash
 from experiments.results import records
-from experiments.study import flags, study, tables, trainer, unused
+from experiments.study import flags, study, tables, trainer
 from experiments.study.dry_run import assumed, dry_run
-from experiments.study.study import Arm, Study
+from experiments.study.study import Study
 from experiments.tasks import ranges
 from experiments.training import checkpoint, config, input, measure, program, resize
 from experiments.training import run as training_run
@@ -58,25 +58,23 @@ def run(values: absl_flags.FlagValues) -> None:
     rates = recipe.learning_rates
     rate = rates[len(rates) // 2] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
-    decisions = tables.decisions(values)
-    arm = Arm("run", **decisions)
-    rows = tables.rows_of(arm)
-    unused.check(values, recipe, [arm])
+    arm = tables.arm_from_flags(values, "run")
+    flags.check_used(values, recipe, [arm])
     if values.dry_run:
         only = Study("train", {"run": arm}, values.task, None, (), ())
         return processes.say(dry_run(task, recipe, only, assumed(values)))
     agree.check_data(task)
-    config.sizes_of(task, recipe, deals=rows[0].deals)  # before there is a folder
+    config.sizes_of(task, recipe, deals=arm.rows[0].deals)  # before there is a folder
     folder = values.output_dir or os.path.join("results", f"train_{values.task}")
-    settings = {**flags.settings(values, recipe), **decisions, "data": data_hash(task)}
+    settings = {**flags.settings(values, recipe), **arm.words, "data": data_hash(task)}
     settings |= {"seed": values.seed, "learning_rate": rate}
     with lock.held(folder):
         done, known = [], None
         if not values.overwrite:
             done = records.found(folder)
             known = resize.newest(folder, settings, values.elastic, [r["step"] for r in done])
-        built, plans, begun = _prepared(task, recipe, rows, values, known)
-        outcome = _train(task, recipe, rows, built, plans, values, folder, settings, begun, done)
+        built, plans, begun = _prepared(task, recipe, arm.rows, values, known)
+        outcome = _train(task, recipe, arm, built, plans, values, folder, settings, begun, done)
         _finish(outcome, built, plans, folder, values)
 
 
@@ -106,7 +104,7 @@ def _prepared(task, recipe, rows, values, known):
     return built, plans, begun
 
 
-def _train(task, recipe, rows, built, plans, values, folder, settings, begun, done):
+def _train(task, recipe, arm, built, plans, values, folder, settings, begun, done):
     records.open_folder(folder, settings, overwrite=values.overwrite)
     checkpoints = os.path.join(folder, "checkpoints")
     at = checkpoint.newest(checkpoints)
@@ -116,8 +114,8 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun, do
     saving = training_run.Saving(checkpoints, values.checkpoint_every, at_end=True, about=settings)
     if begun is None:  # settled by `resize.newest`; with --overwrite there is none
         begun = checkpoint.restore(checkpoints, at, plans, built.shapes, settings)
-    scalars = measure.scalars_of(task, recipe)(built, rows[0])
-    labels = " + ".join(row.label for row in rows)
+    scalars = measure.scalars_of(task, recipe)(built, arm.rows[0])
+    labels = " + ".join(row.label for row in arm.rows)
     left = f"{plans.total_steps - at:,} steps of {recipe.workers} workers"
     processes.say(f"Compiling {labels}: {left}", file=sys.stderr)
     with (
@@ -134,7 +132,7 @@ def _train(task, recipe, rows, built, plans, values, folder, settings, begun, do
 
         watch = training_run.Watch(
             on_record, scalars, on_step=lambda step: bar.update(step - bar.n),
-            traffic=trainer.traffic_of(task, *rows[:2], built.sizes, built.sync_in_step),
+            traffic=trainer.traffic_of(task, *arm.rows[:2], built.sizes, built.sync_in_step),
         )  # fmt: skip
         return training_run.train(built, plans, watch, seed=values.seed, begun=begun, saving=saving)
 

@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from experiments import forecast
 from experiments.cluster import entry, files
 from experiments.results import archive, plots, statistics
 from experiments.results import claims as claimed
 from experiments.results import verdict_page as written
-from experiments.study import factorials, recipes, trainer
+from experiments.study import factorials, recipes
 from experiments.study.flags import definer
+from experiments.study.tables import Arm, plans_of
 from syncopate.refusals import UserError
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs" / "results"
@@ -48,7 +48,7 @@ def claims() -> tuple:
     """All claims; cached, because QSR's plans have tens of thousands of rounds."""
 
     def plan_of(name):
-        return trainer.plans_of(*recipes.planned(name), forecast.arm_of("qsr")).sync
+        return plans_of(*recipes.planned(name), Arm(sync="qsr")).sync
 
     return claimed.claims(plan_of)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
-from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.study.tables import row_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, measure, program, run
 from local_opt.workers import worker_mesh
@@ -36,16 +36,16 @@ def task():
 
 def plans_of(sync="qsr", echo="diffusion+cosine", seed=0, **fields):
     own = config.config_of(SETTING._replace(**fields), SIZES, seed=seed)
-    return config.plans_of(own, SYNC_RULES[sync], ECHO_POLICIES[echo], rate=0.3)
+    return config.plans_of(own, row_of("sync", sync), row_of("echo", echo), rate=0.3)
 
 
 @functools.cache
 def built(order="cd_grab", sync="qsr", reads=None, mesh=False, **fields):
     mesh = worker_mesh(WORKERS) if mesh else None
-    rounds = SYNC_RULES[sync].rounds
-    optimizer = "adamw" if ORDERS[order].scaled else SETTING.optimizer
+    rounds = row_of("sync", sync).rounds
+    optimizer = "adamw" if row_of("order", order).scaled else SETTING.optimizer
     setting = SETTING._replace(optimizer=optimizer, **fields)
-    return program.build(task(), setting, ORDERS[order], rounds, reads=reads, mesh=mesh)
+    return program.build(task(), setting, row_of("order", order), rounds, reads=reads, mesh=mesh)
 
 
 def sums(step, state):

@@ -15,7 +15,7 @@ import local_opt
 from experiments.cluster import agree, processes
 from experiments.results import records
 from experiments.study import flags
-from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.study.tables import row_of
 from experiments.tasks import TASKS, Recipe
 from experiments.tasks.base import first_of
 from experiments.training import config, input, measure, program, run
@@ -36,7 +36,7 @@ def small_task():
 
 def trained(mesh, order, sync, echo):
     """Records, orders at every evaluation, and how the same program stops at a rate too large."""
-    task, row, rule = small_task(), ORDERS[order], SYNC_RULES[sync]
+    task, row, rule = small_task(), row_of("order", order), row_of("sync", sync)
     built = program.build(task, RECIPE, row, rule.rounds, mesh=mesh)
     given = config.config_of(RECIPE, built.sizes, seed=3)
     scalars, outcomes = measure.scalars_of(task, RECIPE)(built, row), {}
@@ -48,7 +48,7 @@ def trained(mesh, order, sync, echo):
             orders.append(input.on_host(state.orders.current).tolist())
             return scalars.begin(step, total, state)
 
-        plans = config.plans_of(given, rule, ECHO_POLICIES[echo], rate=rate)
+        plans = config.plans_of(given, rule, row_of("echo", echo), rate=rate)
         watch = run.Watch(found.append, measure.Scalars(lambda total: (0, 8, 16), begin))
         outcome = run.train(built, plans, watch, seed=3)
         outcomes[rate] = {"records": found, "orders": orders, "stopped": outcome.diverged}

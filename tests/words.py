@@ -1,23 +1,27 @@
 """The rows of the tables of decisions that tests go through: names, and words that change them."""
 
+from experiments.study.tables import OPTIONS, TABLES
 
-def further(table) -> dict[str, str]:
-    """{word: its flag} of all further words of a table; of numbers one stands for all."""
+
+def further(kind: str) -> dict[str, str]:
+    """{word: its flag} of all options of a table; of numbers one stands for all."""
     return {
         word: flag
-        for flag, choice in table.choices.items()
-        for word in ([f"{flag}16"] if callable(choice.words) else choice.words)
-    }
+        for flag, option in OPTIONS.items() if option.of == kind
+        for word in ([f"{flag}16"] if isinstance(option.words, str) else option.words)
+    }  # fmt: skip
 
 
-def taken(table, name) -> dict[str, str]:
-    """{word: its flag} of the further words that a row takes."""
-    return {w: flag for w, flag in further(table).items() if {w, flag} & {*table[name].takes}}
+def taken(kind: str, name: str) -> dict[str, str]:
+    """{word: its flag} of the options that a row takes."""
+    takes = {*TABLES[kind][name].takes}
+    return {word: flag for word, flag in further(kind).items() if {word, flag} & takes}
 
 
-def each(table) -> list[str]:
-    """Every row, and every further word once, on the last row that takes it."""
-    changed = {word: complete(name, word) for name in table for word in taken(table, name)}
+def each(kind: str) -> list[str]:
+    """Every row, and every word of an option once, on the last row that takes it."""
+    table = TABLES[kind]
+    changed = {word: complete(name, word) for name in table for word in taken(kind, name)}
     return [*table, *changed.values()]
 
 
@@ -26,11 +30,11 @@ def complete(name: str, word: str) -> str:
     return f"{name}+sketch16+{word}" if word.startswith("team") else f"{name}+{word}"
 
 
-def all_rows(table) -> list[str]:
+def all_rows(kind: str) -> list[str]:
     """Every row with every word that it takes, and with as many as go together."""
     found = []
-    for name in table:
-        mine = taken(table, name)
+    for name in TABLES[kind]:
+        mine = taken(kind, name)
         # A correction of the drift and a wire do not go together.
         together = {flag: word for word, flag in mine.items() if flag != "correction"}
         found += [name, *(complete(name, word) for word in mine)]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import local_opt
-from experiments.study.words import Order, SyncRule
+from experiments.study.tables import Order, SyncRule
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, size_of, sizes_of
 from experiments.training.program import lifted, state_shapes, steps_of
@@ -55,14 +55,14 @@ def order_traffic(
       sync_in_step: whether the mean gradient is taken in every step.
 
     Example:
-      >>> from experiments.study.tables import ORDERS
+      >>> from experiments.study.tables import row_of
       >>> from experiments.training.config import Sizes
       >>> sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
-      >>> round(order_traffic(ORDERS["cd_grab"], sizes, 10**6)(10), 5)
+      >>> round(order_traffic(row_of("order", "cd_grab"), sizes, 10**6)(10), 5)
       5.00296
-      >>> round(order_traffic(ORDERS["cd_grab+sketch1024"], sizes, 10**6)(10), 5)
+      >>> round(order_traffic(row_of("order", "cd_grab+sketch1024"), sizes, 10**6)(10), 5)
       0.02048
-      >>> order_traffic(ORDERS["rr"], sizes, 10**6)(10)
+      >>> order_traffic(row_of("order", "rr"), sizes, 10**6)(10)
       0.0
     """
     loads, workers = np.arange(sizes.loads_per_epoch + 1), sizes.workers

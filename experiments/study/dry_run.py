@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import local_opt
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
-from experiments.study import trainer
 from experiments.study.compile import (
     CHIPS,
     Compiled,
@@ -32,7 +31,7 @@ from experiments.study.compile import (
     slice_of,
 )
 from experiments.study.cost import Shapes, examples_of, lower_step, shapes_of, traffic, tree_bytes
-from experiments.study.tables import rows_of
+from experiments.study.tables import left_out, plans_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import num_params, size_of
 from local_opt.forecast import sync_seconds
@@ -81,7 +80,7 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
     rows, listed = [], {}
     for speed in study.speeds or (None,):
         for arm in study.arms.values():
-            order, rule, _ = rows_of(arm)
+            order, rule, _ = arm.rows
             own = order, rule.rounds  # arms share programs
             shapes = shapes_by(*own)
             row = _row(task, recipe, arm, speed, step_seconds, shapes, given)
@@ -100,13 +99,14 @@ def dry_run(task: Task, recipe: Recipe, study, given: Assumed) -> str:
             row["peak of a device"] = _peak([listed[*own, name].found for name in names], chip)
     known = _facts(task, recipe) | ({} if chip is None else _slice_facts(task, given, mesh, chip))
     facts = [{"what": name, "value": value} for name, value in known.items()]
-    facts += [{"what": "left out", "value": text} for text in trainer.left_out(study, task, recipe)]
+    left = left_out(study.arms.values(), task, recipe)
+    facts += [{"what": "left out", "value": text} for text in left]
     return "\n\n".join([markdown(facts), markdown(rows), *_details(listed.values(), chip)])
 
 
 def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed) -> dict:
-    (order, rule, _), sizes = rows_of(arm), shapes.sizes
-    plans = trainer.plans_of(task, recipe, arm, speed=speed)
+    (order, rule, _), sizes = arm.rows, shapes.sizes
+    plans = plans_of(task, recipe, arm, speed=speed)
     uses, seconds = plans.echo, plans.total_steps * step_seconds
     if speed is not None or uses.online:
         load_seconds = (speed or 1) * step_seconds

@@ -15,7 +15,7 @@ from experiments.cluster import files
 from experiments.results import archive
 from experiments.results.statistics import Comparison, interval, reached, target_of
 from experiments.study.cost import Machine, order_traffic, time
-from experiments.study.tables import ORDERS
+from experiments.study.tables import row_of
 from experiments.training.config import Sizes
 
 FACTORS = ("order", "sync", "echo")  # fields of the records
@@ -144,7 +144,7 @@ def logs_of(machine: Machine, found: Factorial) -> dict[Combination, np.ndarray]
     Args:
       machine: numbers, or arrays [..., 1].
     """
-    traffic = order_traffic(ORDERS[found.order], found.sizes, machine.parameters)
+    traffic = order_traffic(row_of("order", found.order), found.sizes, machine.parameters)
     result = {}
     for combination, (steps, loads, rounds) in found.taken.items():
         sent = np.array([traffic(int(n)) for n in loads]) if combination.order else 0.0

@@ -36,6 +36,18 @@ ENUMS = {
     "run": ["vmap", "turns", "mesh"],
 }
 EITHER = (("total_steps", "epochs"), ("evaluate_every", "evaluations"))  # the first one counts
+# Fields of a recipe that only some rules and policies read, as their rows say.
+OF_ROWS = {
+    "h_base": "--sync=constant, qsr and others with a period",
+    "growth": "--sync=qsr, inverse and cubic",
+    "echo_factor": "--echo=fixed and others but none, and syncs by the factor",
+    "horizon": "--p",
+}
+OF_SCHEDULES = {
+    "floor": ("cosine", "linear"), "decay_every": ("step", "cycles"), "decay_factor": ("step",),
+}  # fmt: skip
+OF_DRY_RUNS = ("compile", "device_teraflops", "gigabits", "topology")
+EXCLUSIVE = (*EITHER, ("learning_rate", "learning_rates"))  # the first one counts
 
 
 class _Number(flags.ArgumentParser):
@@ -210,14 +222,10 @@ def recipe_fields(values: flags.FlagValues) -> dict:
 
 
 def names_of(values: flags.FlagValues, name: str, known: Mapping) -> list[str]:
-    """The value of a flag that lists keys of a mapping; ValueError if a key is unknown."""
+    """The value of a flag that lists keys of a mapping; UserError if a key is unknown."""
     for text in values[name].value or [""]:
-        try:
-            known[text]
-        except (KeyError, ValueError) as error:
-            names = f"names are {', '.join(known)}"
-            told = names if isinstance(error, KeyError) else error
-            raise UserError(f"--{name} has {[text]}: {told}") from error
+        if text not in known:
+            raise UserError(f"--{name} has {[text]}: names are {', '.join(known)}")
     return values[name].value
 
 
@@ -232,3 +240,46 @@ def settings(values: flags.FlagValues, recipe: Recipe) -> Mapping:
     further = {name: values[name].value for name in ("input", "step_seconds") if name in values}
     shared |= agree.jax_settings()
     return {"task": values.task, **given(values, choices()), **shared, **further}
+
+
+def check_used(values: flags.FlagValues, recipe: Recipe, arms: Iterable, *, study=None) -> None:
+    """Raises ValueError for a flag that is set and changes nothing.
+
+    The flags of a study may come from a preset, and later ones override these. So its own arms
+    count besides those that run, its --schedule may leave the floor of another one unused, and of
+    two flags that exclude each other it is only told which counts.
+
+    Args:
+      arms: that run; study: a `Study`; None: a run alone.
+    """
+    rows = [arm.rows for arm in arms]
+    read = {name for _, rule, policy in rows for name in (*rule.reads, *policy.reads)}
+    if study is not None and study.speeds and study.paced:
+        read -= {"echo_factor"}
+    unused = {name: by for name, by in OF_ROWS.items() if name not in read}
+    if study is None or not values["schedule"].present:
+        for name, schedules in OF_SCHEDULES.items():
+            if recipe.schedule not in schedules:
+                unused[name] = f"--schedule={' and '.join(schedules)}"
+    if "ema" not in recipe.average:
+        unused["ema_epochs"] = "--average=ema"
+    if all(order.deals for order, *_ in rows):
+        unused["bound_every"] = "orders of each worker's own units, as cd_grab without --deal"
+    if study is None or study.criterion.when != "target":
+        unused |= {"target": "echoing and combined", "metric": "echoing and combined --target"}
+    if study is not None and values.widen and len(recipe.learning_rates) < 2:
+        unused["widen"] = "a grid of --learning_rates, and this is one"
+    if "dry_run" in values and not values.dry_run:
+        unused |= dict.fromkeys(OF_DRY_RUNS, "--dry_run")
+    for name, by in unused.items():
+        flag = values[name]
+        if flag.present and flag.value != Recipe._field_defaults.get(name):
+            raise UserError(
+                f"--{name} is {flag.value} and changes nothing: it is for {by}. Leave it out."
+            )
+    for one, other in EXCLUSIVE:
+        if all(name in values and values[name].present for name in (one, other)):
+            told = f"--{one} is {values[one].value} and --{other} is {values[other].value}: "
+            if study is None:
+                raise UserError(f"{told}pass only one of them.")
+            processes.say(f"{told}the first counts.")

@@ -124,8 +124,7 @@ def _is_asked(record, asked, seeds: int) -> bool:
 def _train(study, trainer, run: Run, records, on_record, bar) -> tuple[list[dict], int]:
     """Trains a run; returns its new records, and the signal that stopped it or 0."""
     arm, new, before = study.arms[run.arm], [], bar.n
-    known = {"study": study.name, **run._asdict()}
-    known |= {"order": arm.order, "sync": arm.sync, "echo": arm.echo}
+    known = {"study": study.name, **run._asdict(), **arm.words}
     slow = "" if run.speed is None else f", R {run.speed:g}, {run.phase}"
     bar.set_description(f"{arm.label}, lr {run.learning_rate:g}, seed {run.seed}{slow}")
 

@@ -15,35 +15,13 @@ from experiments.cluster import agree, entry, lock, processes
 from experiments.cluster.agree import data_hash
 from experiments.results import records, report, statistics
 from experiments.results.statistics import Criterion
-from experiments.study import flags, search, tables, trainer, unused
+from experiments.study import flags, search, trainer
 from experiments.study.dry_run import assumed, dry_run
+from experiments.study.tables import Arm, arm_of, left_out, plans_of
 from experiments.tasks import ranges
 from experiments.tasks.base import Recipe, Task
-from experiments.training.config import RunConfig
 from experiments.training.run import told
 from syncopate.refusals import UserError
-
-
-class Arm(NamedTuple):
-    """One side of a comparison: words of ORDERS, SYNC_RULES and ECHO_POLICIES."""
-
-    label: str  # for people
-    order: str = "rr+dealt"
-    sync: str = "parallel"
-    echo: str = "none"
-    rate_factor: Callable[[RunConfig], float] = lambda config: 1  # of the learning rates tried
-
-
-def arm_of(words: str, **usual: str) -> Arm:
-    """Makes an arm from a string of words; `usual` are the decisions that the words leave open.
-
-    Example:
-      >>> arm_of("cd_grab+sketch64+qsr").label
-      'CD-GraB, 64 numbers + QSR'
-    """
-    decisions = tables.decisions_of(words)
-    label = " + ".join(tables.TABLES[kind][words].label for kind, words in decisions.items())
-    return Arm(label, **{**usual, **decisions})
 
 
 class Study(NamedTuple):
@@ -106,13 +84,13 @@ def run(study: Study, values: absl_flags.FlagValues) -> None:
         study = study._replace(criterion=study.criterion._replace(scalar=statistics.ABOVE))
     asked = study.arms if values.arms is None else values.arms or [""]
     chosen = study._replace(arms=arms_of(study, asked))
-    unused.check(values, recipe, (study.arms | chosen.arms).values(), study=study)
+    flags.check_used(values, recipe, (study.arms | chosen.arms).values(), study=study)
     if study.speeds and "speeds" in values:
         chosen = chosen._replace(speeds=tuple(values.speeds))
     if values.dry_run:
         return processes.say(dry_run(task, recipe, chosen, assumed(values)))
     agree.check_data(task)
-    for text in trainer.left_out(chosen, task, recipe):
+    for text in left_out(chosen.arms.values(), task, recipe):
         processes.say(text)
     folder = values.output_dir or os.path.join("results", f"{study.name}_{values.task}")
     with lock.held(folder):
@@ -172,7 +150,7 @@ def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
         if name not in study.arms:
             try:
                 others[name] = arm_of(name, **study.usual)
-            except ValueError as error:
+            except UserError as error:
                 own = ", ".join(study.arms)
                 raise UserError(f"--arms has {name!r}, none of {own}: {error}") from error
     return {name: arm for name, arm in study.arms.items() if name in names} | others
@@ -180,7 +158,7 @@ def arms_of(study: Study, names: Iterable[str]) -> dict[str, Arm]:
 
 def sync_plans(arms: Mapping[str, Arm], task: Task, recipe: Recipe) -> dict:
     """{arm: SyncPlan} for seed 0, of arms whose plan is known before the run."""
-    found = {name: trainer.plans_of(task, recipe, arm).sync for name, arm in arms.items()}
+    found = {name: plans_of(task, recipe, arm).sync for name, arm in arms.items()}
     return {name: plan for name, plan in found.items() if plan is not None}
 
 

@@ -1,26 +1,147 @@
-"""The three tables of decisions: a new order, synchronisation rule or echo policy is one row.
+"""The three tables of decisions, their options, and the arms that are made of them.
 
-What else a row may do is said by further words, one row each too:
-`ORDERS["cd_grab+sketch256+dealt"]`, which flags say as --order=cd_grab --sketch=256 --deal=dealt.
+A new order, synchronisation rule or echo policy is one row. An arm is a row of each, with values
+of options: `Arm(order="cd_grab", sketch=256, sync="qsr")`, which the words "cd_grab+sketch256+qsr"
+name too.
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
-from absl.flags import FlagValues
+from absl import flags
+from jaxtyping import Array, Int
 
 import local_opt
 import ordering
 import ordering.echo
-from experiments.study import fragments
-from experiments.study.orders import ORDERS
-from experiments.study.words import Choice, EchoPolicy, Order, SyncRule, Table, Word
-from experiments.training.config import RunConfig
+from experiments.tasks.base import Recipe, Task
+from experiments.tasks.ranges import COUNT
+from experiments.training import config
+from experiments.training.config import EXAMPLES, UNITS, OrderSetting, RunConfig
+from local_opt.streaming import Event
 from syncopate.refusals import UserError
 
 POST_LOCAL_UNTIL, SWAP_UNTIL = 0.5, 0.8  # of T: where local steps, and SWAP's last round, begin
+# Rate and momentum of the outer optimizer; the first are those of DiLoCo.
+OUTER = (0.7, 0.9), (0.3, 0.9), (0.7, 0.5), (1.0, 0.5)
+
+
+class Order(NamedTuple):
+    """A row of ORDERS: which unit comes next."""
+
+    label: str  # for people
+    make: Callable[..., ordering.Ordering]  # of an OrderSetting, and options of its own
+    observes: bool = True  # False: it looks at no gradient, and is made beside the steps
+    coordinated: bool = False  # its running sum is of all workers
+    sketch: int | None = None  # numbers of the sketches that it looks at; None: at gradients
+    scaled: float | None = None  # power of the second moment that divides what it looks at
+    deals: str | None = None  # EXAMPLES or UNITS of the whole set; None: units of the worker's own
+    recut: str | None = None  # how a text is cut anew in every epoch, of `text.CUTS`; None: never
+    takes: tuple[str, ...] = ()  # options, or single words of one
+
+
+class SyncRule(NamedTuple):
+    """A row of SYNC_RULES: `plan` gives the SyncPlan, and `rounds` what a step and a sync do."""
+
+    label: str
+    plan: Callable[..., local_opt.SyncPlan | None]  # of a RunConfig; options h_max, offset
+    # (inner optimizer, axis_name=) -> Rounds
+    rounds: Callable = functools.partial(local_opt.local_rounds, drift=True)
+    wire: local_opt.Wire | None = None  # in which `rounds` sends changes
+    fragments: int = 1  # of the parameters; a sync sends one
+    takes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # fields of the recipe, of `flags.OF_ROWS`, that it reads
+
+
+class EchoPolicy(NamedTuple):
+    """A row of ECHO_POLICIES; an `online` one decides while the run goes on."""
+
+    label: str
+    make: Callable[..., Any]  # of a RunConfig, and p=
+    online: bool = False
+    takes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+
+class Option(NamedTuple):
+    """What may change rows of a table.
+
+    Fields:
+      of: the table; text: what it decides; words: {word: (label, value)}; or, of an option that is
+        a whole number, as "sketch256", its label with {}.
+    """
+
+    of: str
+    text: str
+    words: Mapping[str, tuple[str, Any]] | str
+
+
+# Orders.
+
+
+def _cd_grab(s: OrderSetting, sketched=False, **options) -> ordering.Ordering:
+    gathers = s.gathers if sketched else None
+    return ordering.cd_grab(
+        s.num_units, units_per_step=s.units_per_step, gathers=gathers, **options
+    )
+
+
+ORDERS = {
+    "rr": Order(
+        "D-RR", lambda s: ordering.random_reshuffling(s.num_units), observes=False,
+        takes=("dealt", "cut"),
+    ),
+    "blocks": Order(
+        "block reshuffling",
+        lambda s: ordering.block_reshuffling(s.num_units, block_size=min(8, s.num_units)),
+        observes=False,
+    ),
+    "unzip": Order("unzip control", lambda s: ordering.unzip(s.num_units), observes=False),
+    "id_mean": Order(
+        "independent mean", lambda s: ordering.grab(s.num_units, units_per_step=s.units_per_step)
+    ),
+    "id_pair": Order(
+        "independent pair",
+        lambda s: ordering.pair_balance(s.num_units, units_per_step=s.units_per_step),
+        takes=("sketch", "scale", "deal", "shifted"),
+    ),
+    "cd_grab": Order(
+        "CD-GraB", _cd_grab, coordinated=True,
+        takes=("sketch", "team", "scale", "signs", "deal", "shifted"),
+    ),
+    "so": Order("shuffle once", lambda s: ordering.shuffle_once(s.num_units), observes=False),
+    "herding": Order(
+        "greedy herding",
+        lambda s: ordering.greedy_herding(s.num_units, units_per_step=s.units_per_step),
+    ),
+}  # fmt: skip
+
+
+def _order(row: Order, *, sketch=None, team=None, scale=None, signs=None, deal=None, cut=None):
+    """The row with values of its options."""
+    own = {"sketched": True} if sketch and row.coordinated else {}
+    own |= {} if signs is None else {"rule": signs}
+    if team is not None:
+        if sketch is None:
+            raise UserError(f"--team is {team} without a sketch: pass --sketch too, as 1024.")
+        own["team_size"] = team
+    make, deals = functools.partial(row.make, **own) if own else row.make, row.deals
+    if deal and row.observes:  # units are given anew to all workers, of pairs in one order of all
+        deals, inner = UNITS, make
+        make = lambda s: ordering.dealt(inner(s), s.num_units, how=deal, total=s.total)  # noqa: E731
+    elif deal or cut == "documents":  # nothing holds its units together: examples are dealt
+        deals = EXAMPLES
+        make = lambda s: ordering.dealt_reshuffling(s.num_units, total=s.total)  # noqa: E731
+    return row._replace(make=make, sketch=sketch, scaled=scale, deals=deals, recut=cut)
+
+
+# Synchronisation rules.
 
 
 def _constant(config: RunConfig, **options) -> local_opt.SyncPlan:
@@ -81,116 +202,146 @@ def _at_volume_of_qsr(power: float) -> Callable:
     return plan
 
 
-def _rounds(label: str, **options) -> Word:
-    """The same plan, with another option of `local_rounds`."""
+class TurnState(NamedTuple):
+    """The state of one worker whose fragments take turns."""
 
-    def change(rule: SyncRule) -> SyncRule:
-        rounds = functools.partial(rule.rounds, **options)
-        return rule._replace(rounds=rounds, wire=options.get("wire", rule.wire))
-
-    return Word(label, change)
+    syncs: Int[Array, ""]  # so far
+    stream: Any
 
 
-def _outer() -> dict[str, Word]:
-    """Nesterov outside, by rate and momentum: as it is, and with changes divided by the period."""
-    found = {}
-    for rate, momentum in OUTER:
-        name, label = f"{rate:g}_{momentum:g}", f"{rate:g}, {momentum:g}"
-        outer = optax.sgd(rate, momentum, nesterov=True)
-        # It is linear, so that any h_base gives the same.
-        same = local_opt.normalize_by_period(outer, h_base=1)
-        found[f"nesterov{name}"] = _rounds(f"Nesterov {label}", outer=outer)
-        found[f"normalized{name}"] = _rounds(f"normalized Nesterov {label}", outer=same)
-    return found
+def in_turn(inner, *, axis_name, fragments: int, **options) -> local_opt.Rounds:
+    """`streaming_rounds` without a delay, as rounds: fragment n mod F is merged at the n-th sync.
+
+    One program serves all plans: a sync computes every fragment's merge, and keeps that of one.
+    What the last sync does not merge is averaged where the model is evaluated.
+
+    Args:
+      fragments: F; options: of `streaming_rounds`.
+    """
+    stream = local_opt.streaming_rounds(
+        inner, axis_name=axis_name, fragments=fragments, mixing=0.0, **options
+    )
+    due = [[Event(action, f, False) for action in ("start", "finish")] for f in range(fragments)]
+
+    def init(params):
+        return TurnState(jnp.zeros((), jnp.int32), stream.init(params))
+
+    def update(grads, state, params=None, **extra):
+        updates, own = stream.update(grads, state.stream, params, **extra)
+        return updates, state._replace(stream=own)
+
+    def sync(params, state, **extra):
+        del extra
+        syncs = state.syncs + 1
+        found = [stream.communicate(params, state.stream, events) for events in due]
+        choose = lambda *leaves: jax.lax.select_n(syncs % fragments, *leaves)  # noqa: E731
+        params, own = jax.tree.map(choose, *found)
+        return params, TurnState(syncs, own)
+
+    return local_opt.Rounds(init, update, sync)
 
 
-def _at_most(period: int) -> Word:
-    def change(rule: SyncRule) -> SyncRule:
-        return rule._replace(plan=functools.partial(rule.plan, h_max=period))
-
-    return Word(f"H at most {period}", change)
-
-
-def _fragments(count: int) -> Word:
-    """The same rule for each of several fragments, which take turns."""
-
-    def change(rule: SyncRule) -> SyncRule:
-        def plan(config: RunConfig, **options) -> local_opt.SyncPlan:
-            own = functools.partial(rule.plan, **options)
-            return fragments.union(fragments.plans_in_turn(own, config, count))
-
-        kept = {k: v for k, v in rule.rounds.keywords.items() if k != "drift"}
-        rounds = functools.partial(fragments.in_turn, fragments=count, **kept)
-        return rule._replace(plan=plan, rounds=rounds, fragments=count)
-
-    return Word(f"{count} fragments", change)
+def plans_in_turn(plan: Callable, config: RunConfig, fragments: int) -> list[local_opt.SyncPlan]:
+    """The plan of every fragment: those of `plan(config, offset=)` whose ends take turns."""
+    first = int(plan(config).ends[0])
+    plans = [plan(config, offset=f * first // fragments) for f in range(fragments)]
+    ends = [one.ends[:-1] for one in plans]  # all end with the run
+    whose = np.repeat(np.arange(fragments), [len(own) for own in ends])
+    steps = np.concatenate(ends)
+    order = np.argsort(steps)
+    turns = np.arange(1, len(order) + 1) % fragments
+    if len(np.unique(steps)) < len(steps) or (whose[order] != turns).any():
+        raise UserError(
+            f"{fragments} fragments cannot take turns in rounds of {first} steps and more: raise "
+            "--h_base, or leave the fragments out."
+        )
+    return plans
 
 
-def _align(part: str, share: float) -> Word:
-    """The same rule, with rounds that end where a share of an epoch's loads is whole."""
-
-    def change(rule: SyncRule) -> SyncRule:
-        def plan(config: RunConfig, **options) -> local_opt.SyncPlan:
-            if config.loads_per_epoch is None:
-                raise UserError(f"{rule.label} to the {part} needs an epoch's loads: use a study.")
-            every = max(1, share * config.loads_per_epoch)
-            return local_opt.aligned(rule.plan(config, **options), every=every, fresh=config.fresh)
-
-        return rule._replace(plan=plan)
-
-    return Word(f"to the {part}", change)
+def union(plans: list[local_opt.SyncPlan]) -> local_opt.SyncPlan:
+    """All syncs of these plans."""
+    ends = np.unique(np.concatenate([plan.ends for plan in plans]))
+    lengths = np.diff(ends, prepend=0)
+    rule = f"{len(plans)} fragments in turn, each: {plans[0].rule}"
+    return local_opt.SyncPlan.of_runs(lengths, np.ones_like(lengths), plans[0].total_steps, rule)
 
 
-# Rate and momentum of the outer optimizer; the first are those of DiLoCo.
-OUTER = (0.7, 0.9), (0.3, 0.9), (0.7, 0.5), (1.0, 0.5)
 ROUNDS = ("wire", "correction", "outer")  # of local steps
 LOCAL = (*ROUNDS, "align")
-SYNC_RULES = Table(
-    "sync", "when workers meet",
-    {
-        "parallel": SyncRule(
-            "parallel", lambda config: local_opt.every_step(config.total_steps),
-            local_opt.parallel_rounds,
-        ),
-        "accumulate": SyncRule("gradient accumulation", _constant, local_opt.accumulated_rounds),
-        "constant": SyncRule("constant H", _constant, takes=(*LOCAL, "fragments")),
-        "matched": SyncRule(
-            "constant H, as many syncs as QSR", _matched, takes=(*LOCAL, "fragments")
-        ),
-        "post_local": SyncRule(
-            "post-local", _switching(local_opt.post_local, POST_LOCAL_UNTIL), takes=LOCAL
-        ),
-        "swap": SyncRule("SWAP", _switching(local_opt.swap, SWAP_UNTIL), takes=LOCAL),
-        "inverse": SyncRule("H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL),
-        "qsr": SyncRule("QSR", _qsr, takes=(*LOCAL, "h_max", "fragments")),
-        "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL),
-        # What slow input asks for: e is the echo factor.
-        "every_load": SyncRule("once per load", _every_load, takes=ROUNDS),
-        "every_factor": SyncRule("every e steps", _every_factor, takes=ROUNDS),
-        "accumulate_factor": SyncRule(
-            "gradient accumulation over e steps", _every_factor, local_opt.accumulated_rounds
-        ),
-        "coins": SyncRule("coins of 1 / e", _coins, takes=ROUNDS),
-    },
-    {
-        "wire": Choice("in which workers send their changes", {
-            name: _rounds(name, wire=wire) for name, wire in local_opt.WIRES.items()
-        }),
-        "correction": Choice("of the drift between two syncs", {
-            "control": _rounds("control variates", correction=local_opt.control_variates()),
-            "proximal": _rounds("proximal 0.1", correction=local_opt.proximal(0.1)),
-            "proximal1": _rounds("proximal 1", correction=local_opt.proximal(1.0)),
-        }),
-        "outer": Choice("outer optimizer: rate and momentum", _outer()),
-        "h_max": Choice("longest round", _at_most),
-        "fragments": Choice("of the parameters, which take turns", {
-            "fragments2": _fragments(2),
-        }),
-        "align": Choice("where rounds end besides", {
-            "half": _align("half epoch", 0.5), "epoch": _align("epoch", 1)
-        }),
-    },
-)  # fmt: skip
+SYNC_RULES = {
+    "parallel": SyncRule(
+        "parallel", lambda config: local_opt.every_step(config.total_steps),
+        local_opt.parallel_rounds,
+    ),
+    "accumulate": SyncRule(
+        "gradient accumulation", _constant, local_opt.accumulated_rounds, reads=("h_base",)
+    ),
+    "constant": SyncRule(
+        "constant H", _constant, takes=(*LOCAL, "fragments"), reads=("h_base",)
+    ),
+    "matched": SyncRule(
+        "constant H, as many syncs as QSR", _matched, takes=(*LOCAL, "fragments"),
+        reads=("h_base", "growth"),
+    ),
+    "post_local": SyncRule(
+        "post-local", _switching(local_opt.post_local, POST_LOCAL_UNTIL), takes=LOCAL,
+        reads=("h_base",),
+    ),
+    "swap": SyncRule(
+        "SWAP", _switching(local_opt.swap, SWAP_UNTIL), takes=LOCAL, reads=("h_base",)
+    ),
+    "inverse": SyncRule(
+        "H ~ 1/η", _at_volume_of_qsr(1), takes=LOCAL, reads=("h_base", "growth")
+    ),
+    "qsr": SyncRule(
+        "QSR", _qsr, takes=(*LOCAL, "h_max", "fragments"), reads=("h_base", "growth")
+    ),
+    "cubic": SyncRule("H ~ 1/η³", _at_volume_of_qsr(3), takes=LOCAL, reads=("h_base", "growth")),
+    # What slow input asks for: e is the echo factor.
+    "every_load": SyncRule("once per load", _every_load, takes=ROUNDS),
+    "every_factor": SyncRule(
+        "every e steps", _every_factor, takes=ROUNDS, reads=("echo_factor",)
+    ),
+    "accumulate_factor": SyncRule(
+        "gradient accumulation over e steps", _every_factor, local_opt.accumulated_rounds,
+        reads=("echo_factor",),
+    ),
+    "coins": SyncRule("coins of 1 / e", _coins, takes=ROUNDS, reads=("echo_factor",)),
+}  # fmt: skip
+
+
+def _sync_rule(row: SyncRule, *, h_max=None, fragments=None, align=None, **of_rounds):
+    """The row with values of its options; those `of_rounds` are wire, correction and outer."""
+    plan, rounds = row.plan, row.rounds
+    if h_max is not None:
+        plan = functools.partial(plan, h_max=h_max)
+    if fragments is not None:
+        if "correction" in of_rounds:
+            raise UserError("fragments have no correction of the drift: leave --correction out.")
+        own = plan
+        plan = lambda config: union(plans_in_turn(own, config, fragments))  # noqa: E731
+        rounds = functools.partial(in_turn, fragments=fragments, **of_rounds)
+    elif of_rounds:
+        rounds = functools.partial(rounds, **of_rounds)
+    if align is not None:
+        plan = _aligned(plan, align)
+    wire = of_rounds.get("wire", row.wire)
+    return row._replace(plan=plan, rounds=rounds, wire=wire, fragments=fragments or 1)
+
+
+def _aligned(plan: Callable, share: float) -> Callable:
+    """The same rule, with rounds that end where a share of an epoch's loads is whole."""
+
+    def aligned(config: RunConfig) -> local_opt.SyncPlan:
+        if config.loads_per_epoch is None:
+            raise UserError(f"--align to {share:g} epochs needs an epoch's loads: use a study.")
+        every = max(1, share * config.loads_per_epoch)
+        return local_opt.aligned(plan(config), every=every, fresh=config.fresh)
+
+    return aligned
+
+
+# Echo policies. p, the share of fresh batches, is 1 / e, or `p(1 / e, horizon)`.
 
 
 def _multistep(least: float, horizon: int) -> optax.Schedule:
@@ -198,14 +349,13 @@ def _multistep(least: float, horizon: int) -> optax.Schedule:
     return optax.piecewise_constant_schedule(1.0, drops)
 
 
-def _fixed(config: RunConfig, factor: int) -> ordering.echo.EchoPlan:
-    return ordering.echo.fixed(factor, total_steps=config.total_steps)
-
-
-def _share(config: RunConfig, falls: Callable | None):
-    """p: 1 / e, or `falls(1 / e, horizon)`."""
+def _share(config: RunConfig, p: Callable | None):
     least = 1 / config.echo_factor
-    return falls(least, config.horizon) if falls else least
+    return p(least, config.horizon) if p else least
+
+
+def _fixed(config: RunConfig) -> ordering.echo.EchoPlan:
+    return ordering.echo.fixed(config.echo_factor, total_steps=config.total_steps)
 
 
 def _bernoulli(config: RunConfig, p: Callable | None = None) -> ordering.echo.EchoPlan:
@@ -221,58 +371,282 @@ def _measured(config: RunConfig):
     return ordering.echo.measured(total_steps=config.total_steps, max_factor=4 * config.echo_factor)
 
 
-def _falling(label: str, p: Callable) -> Word:
-    return Word(label, lambda row: row._replace(make=functools.partial(row.make, p=p)))
+ECHO_POLICIES = {
+    "none": EchoPolicy(
+        "no echo", lambda config: ordering.echo.fixed(1, total_steps=config.total_steps)
+    ),
+    "fixed": EchoPolicy("fixed factor", _fixed, reads=("echo_factor",)),
+    "bernoulli": EchoPolicy("Bernoulli", _bernoulli, takes=("p",), reads=("echo_factor",)),
+    "diffusion": EchoPolicy("error diffusion", _diffusion, takes=("p",), reads=("echo_factor",)),
+    "measured": EchoPolicy("measured", _measured, online=True, reads=("echo_factor",)),
+}
 
 
-ECHO_POLICIES = Table(
-    "echo", "when a batch is used again",
-    {
-        "none": EchoPolicy("no echo", lambda config: _fixed(config, 1)),
-        "fixed": EchoPolicy("fixed factor", lambda config: _fixed(config, config.echo_factor)),
-        "bernoulli": EchoPolicy("Bernoulli", _bernoulli, takes=("p",)),
-        "diffusion": EchoPolicy("error diffusion", _diffusion, takes=("p",)),
-        "measured": EchoPolicy("measured", _measured, online=True),
-    },
-    {
-        "p": Choice("how the share of fresh batches falls from 1", {
-            "linear": _falling("linear p", lambda least, n: optax.linear_schedule(1.0, least, n)),
-            "multistep": _falling("multi-step p", _multistep),
-            "cosine": _falling(
-                "cosine p", lambda least, n: optax.cosine_decay_schedule(1.0, n, alpha=least)
-            ),
-        }),
-    },
-)  # fmt: skip
-
-TABLES = {table.flag: table for table in (ORDERS, SYNC_RULES, ECHO_POLICIES)}
+def _echo_policy(row: EchoPolicy, *, p: Callable) -> EchoPolicy:
+    return row._replace(make=functools.partial(row.make, p=p), reads=(*row.reads, "horizon"))
 
 
-def define_flags(define: Callable, **defaults: str) -> None:
-    """Defines --order, --sync and --echo, and flags of further words, as of `flags.definer`."""
-    for flag, table in TABLES.items():
-        table.define_flags(define, defaults[flag])
+# Options.
 
 
-def decisions(values: FlagValues) -> dict[str, str]:
-    """{"order": words, "sync": words, "echo": words} of flags; ValueError where they do not fit."""
-    return {flag: table.words_of(values) for flag, table in TABLES.items()}
-
-
-def decisions_of(text: str) -> dict[str, str]:
-    """The decisions that a string of words names, such as "cd_grab+sketch64+qsr"."""
+def _outer() -> dict[str, tuple[str, optax.GradientTransformation]]:
+    """Nesterov outside, by rate and momentum: as it is, and with changes divided by the period."""
     found = {}
-    for word in text.split("+"):
-        flag = next((k for k, t in TABLES.items() if word in t or t.find(word)), None)
-        if flag is None:
-            known = "; ".join(table.known() for table in TABLES.values())
-            raise UserError(f"{word!r} is no word: choose of {known}.")
-        found[flag] = f"{found[flag]}+{word}" if flag in found else word
-    for flag, words in found.items():
-        TABLES[flag][words]  # refuses what does not fit together
+    for rate, momentum in OUTER:
+        name, label = f"{rate:g}_{momentum:g}", f"{rate:g}, {momentum:g}"
+        outer = optax.sgd(rate, momentum, nesterov=True)
+        # It is linear, so that any h_base gives the same.
+        same = local_opt.normalize_by_period(outer, h_base=1)
+        found[f"nesterov{name}"] = f"Nesterov {label}", outer
+        found[f"normalized{name}"] = f"normalized Nesterov {label}", same
     return found
 
 
-def rows_of(arm) -> tuple[Order, SyncRule, EchoPolicy]:
-    """The rows that an arm names."""
-    return ORDERS[arm.order], SYNC_RULES[arm.sync], ECHO_POLICIES[arm.echo]
+OPTIONS = {
+    "sketch": Option("order", "numbers that stand for a gradient", "{} numbers"),
+    "team": Option("order", "workers that sign together, of a sketched order", "teams of {}"),
+    "scale": Option("order", "what the optimizer's second moment makes of a gradient", {
+        "scaled": ("scaled", 0.5), "root": ("scaled by the root", 0.25),
+    }),
+    "signs": Option("order", "who gives signs instead of the greedy rule", {
+        "walk": ("walk", ordering.self_balancing_walk())
+    }),
+    "deal": Option("order", "how units are given anew to all workers in every epoch", {
+        "dealt": ("dealt", "round_robin"), "chunks": ("chunks", "chunks"),
+    }),
+    "cut": Option("order", "how a text is cut into windows anew in every epoch", {
+        "documents": ("documents permuted", "documents"), "shifted": ("shifted", "shifted"),
+    }),
+    "wire": Option("sync", "in which workers send their changes", {
+        name: (name, wire) for name, wire in local_opt.WIRES.items()
+    }),
+    "correction": Option("sync", "of the drift between two syncs", {
+        "control": ("control variates", local_opt.control_variates()),
+        "proximal": ("proximal 0.1", local_opt.proximal(0.1)),
+        "proximal1": ("proximal 1", local_opt.proximal(1.0)),
+    }),
+    "outer": Option("sync", "outer optimizer: rate and momentum", _outer()),
+    "h_max": Option("sync", "longest round", "H at most {}"),
+    "fragments": Option("sync", "of the parameters, which take turns", {
+        "fragments2": ("2 fragments", 2)
+    }),
+    "align": Option("sync", "where rounds end besides", {
+        "half": ("to the half epoch", 0.5), "epoch": ("to the epoch", 1),
+    }),
+    "p": Option("echo", "how the share of fresh batches falls from 1", {
+        "linear": ("linear p", lambda least, n: optax.linear_schedule(1.0, least, n)),
+        "multistep": ("multi-step p", _multistep),
+        "cosine": ("cosine p", lambda least, n: optax.cosine_decay_schedule(1.0, n, alpha=least)),
+    }),
+}  # fmt: skip
+TABLES = {"order": ORDERS, "sync": SYNC_RULES, "echo": ECHO_POLICIES}
+WITH_OPTIONS = {"order": _order, "sync": _sync_rule, "echo": _echo_policy}
+
+
+def known(kind: str) -> str:
+    """All words of a table, for people."""
+    further = [
+        f"+{word}"
+        for flag, option in OPTIONS.items() if option.of == kind
+        for word in ([f"{flag}N"] if isinstance(option.words, str) else option.words)
+    ]  # fmt: skip
+    return f"{', '.join(TABLES[kind])}, and of {', '.join(further)}"
+
+
+@functools.cache  # programs are shared by rows that are the same
+def _decided(kind: str, name: str, given: tuple[tuple[str, Any], ...]) -> tuple[str, Any]:
+    """(words, row) of a name of a table and values of its options."""
+    values, words, labels = {}, [name], []
+    for flag, value in given:
+        option = OPTIONS[flag]
+        if number := isinstance(option.words, str):
+            COUNT.check(flag, value)
+        elif value not in option.words:
+            raise UserError(f"--{flag} is {value}: choose one of {', '.join(option.words)}.")
+        words.append(f"{flag}{value}" if number else value)
+        label, values[flag] = (option.words.format(value), value) if number else option.words[value]
+        labels.append(label)
+    text, table = "+".join(words), TABLES[kind]
+    if name not in table:
+        raise UserError(f"--{kind} is {text}: {name!r} is not one of {known(kind)}.")
+    for flag, word in zip(values, words[1:], strict=True):
+        if not {flag, word} & {*table[name].takes}:
+            able = [n for n, other in table.items() if {flag, word} & {*other.takes}]
+            raise UserError(
+                f"--{kind} is {text}: {name} cannot be {word} (--{flag}): choose one of "
+                f"{', '.join(able)}, or leave {word} out."
+            )
+    row = WITH_OPTIONS[kind](table[name], **values) if values else table[name]
+    return text, row._replace(label=", ".join([row.label, *labels])) if labels else row
+
+
+class Arm:
+    """One side of a comparison: an order, a synchronisation rule and an echo policy.
+
+    Args:
+      label: for people; that of its rows if None.
+      order, sync, echo: names of ORDERS, SYNC_RULES and ECHO_POLICIES. If no order is given,
+        examples are reshuffled and dealt to all workers.
+      rate_factor: of the learning rates that are tried.
+      options: of OPTIONS, a word or a number each.
+
+    Attributes:
+      rows: the rows, in this order, with their options.
+      order, sync, echo: the words of its rows; words: the same, by table.
+      parts: by table, the arguments above that say its row.
+
+    Example:
+      >>> arm = Arm(order="cd_grab", sketch=64, sync="qsr")
+      >>> arm.words["order"], arm.label
+      ('cd_grab+sketch64', 'CD-GraB, 64 numbers + QSR + no echo')
+    """
+
+    def __init__(
+        self, label: str | None = None, order: str | None = None, sync: str = "parallel",
+        echo: str = "none", *, rate_factor: Callable[[RunConfig], float] = lambda config: 1,
+        **options,
+    ):  # fmt: skip
+        if strange := [name for name in options if name not in OPTIONS]:
+            raise UserError(f"an arm has no {strange}: its options are {', '.join(OPTIONS)}.")
+        if order is None:
+            order, options = "rr", {"deal": "dealt"} | options
+        self.parts, decided = {}, []
+        for kind, name in {"order": order, "sync": sync, "echo": echo}.items():
+            own = {flag: v for flag, v in options.items() if OPTIONS[flag].of == kind}
+            self.parts[kind] = {kind: name, **own}
+            decided.append(_decided(kind, name, tuple(own.items())))
+        words, self.rows = zip(*decided, strict=True)
+        self.order, self.sync, self.echo = words
+        self.words = dict(zip(TABLES, words, strict=True))
+        self.label = " + ".join(row.label for row in self.rows) if label is None else label
+        self.rate_factor = rate_factor
+
+
+def arm_of(text: str, **usual: str) -> Arm:
+    """Makes an arm from words; `usual` are decisions that they leave open.
+
+    Example:
+      >>> arm_of("cd_grab+sketch64+qsr").label
+      'CD-GraB, 64 numbers + QSR'
+    """
+    chosen = parsed(text)
+    arm = Arm(**usual | chosen)
+    named = [row.label for kind, row in zip(TABLES, arm.rows, strict=True) if kind in chosen]
+    arm.label = " + ".join(named)
+    return arm
+
+
+def parsed(text: str, kinds: Iterable[str] = tuple(TABLES)) -> dict[str, Any]:
+    """Arguments of an `Arm`: the names and options that words such as "cd_grab+sketch64" say.
+
+    Args:
+      kinds: the tables, which words must be of.
+    """
+    found: dict[str, Any] = {}
+    for word in text.split("+"):
+        flag, value = _named(word, kinds)
+        if flag is None:
+            told = "; ".join(f"--{kind}: {known(kind)}" for kind in kinds)
+            raise UserError(f"{text!r} has {word!r}, which is no word: choose of {told}.")
+        if flag in found:
+            raise UserError(f"{text!r} says --{flag} twice, {found[flag]} and {value}: leave one.")
+        found[flag] = value
+    for flag in found.keys() & OPTIONS.keys():
+        if (kind := OPTIONS[flag].of) not in found:
+            names = ", ".join(TABLES[kind])
+            raise UserError(f"{text!r} has a --{flag} and no --{kind}: name one of {names} too.")
+    return found
+
+
+def _named(word: str, kinds: Iterable[str]) -> tuple[str | None, Any]:
+    """The flag that a word stands for, and its value."""
+    for kind in kinds:
+        if word in TABLES[kind]:
+            return kind, word
+    for flag, option in OPTIONS.items():
+        if option.of not in kinds:
+            continue
+        if not isinstance(option.words, str):
+            if word in option.words:
+                return flag, word
+        elif number := re.fullmatch(rf"{flag}([1-9]\d*)", word):
+            return flag, int(number[1])
+    return None, None
+
+
+def row_of(kind: str, text: str) -> Any:
+    """The row of a table that words name, such as "cd_grab+sketch64" of "order"."""
+    return Arm(**parsed(text, (kind,))).rows[[*TABLES].index(kind)]
+
+
+# Flags.
+
+
+def define_flags(define: Callable, **defaults: str) -> None:
+    """Defines --order, --sync, --echo and their options; `define` as of `flags.definer`."""
+    texts = "which unit comes next", "when workers meet", "when a batch is used again"
+    for kind, text in zip(TABLES, texts, strict=True):
+        define(flags.DEFINE_string, kind, defaults[kind], f"{text}: {known(kind)}")
+    for flag, option in OPTIONS.items():
+        text, words = f"of --{option.of}: {option.text}", option.words
+        if isinstance(words, str):
+            define(COUNT, flag, None, text)
+        else:
+            define(flags.DEFINE_enum, flag, None, text, [*words])
+
+
+def arm_from_flags(values: flags.FlagValues, label: str | None = None) -> Arm:
+    """The arm that the flags of `define_flags` say."""
+    found: dict[str, Any] = {}
+    for kind in TABLES:
+        found |= part_from_flag(values, kind, kind)
+    for flag in OPTIONS:
+        if values[flag].value is not None:
+            if flag in found:
+                raise UserError(f"--{flag} is {values[flag].value}, and {found[flag]}: leave one.")
+            found[flag] = values[flag].value
+    return Arm(label, **found)
+
+
+def part_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, Any]:
+    """Arguments of an `Arm`, as the words of a flag say that are of one table."""
+    try:
+        return parsed(values[name].value, (kind,))
+    except UserError as error:
+        raise UserError(f"--{name} is {values[name].value}: {error}") from error
+
+
+def rows_from_flag(values: flags.FlagValues, name: str, kind: str) -> dict[str, Any]:
+    """{words: row} of a flag that lists words of one table."""
+    found = {}
+    for text in values[name].value or [""]:
+        try:
+            found[text] = row_of(kind, text)
+        except UserError as error:
+            raise UserError(f"--{name} has {[text]}: {error}") from error
+    return found
+
+
+# Plans of arms.
+
+
+def config_of(task: Task, recipe: Recipe, arm: Arm, **more) -> RunConfig:
+    """What plans of an arm's run are made from; `more` as of `training.config.config_of`."""
+    sizes = config.sizes_of(task, recipe, deals=arm.rows[0].deals)
+    return config.config_of(recipe, sizes, **more)
+
+
+def plans_of(
+    task: Task, recipe: Recipe, arm: Arm, *, rate=1.0, seed=0, speed: float | None = None
+) -> config.Plans:
+    """The plans of a run of an arm; seed and speed as of `training.config.config_of`."""
+    own = config_of(task, recipe, arm, seed=seed, speed=speed)
+    return config.plans_of(own, *arm.rows[1:], rate=rate)
+
+
+def left_out(arms: Iterable[Arm], task: Task, recipe: Recipe) -> list[str]:
+    """Sentences on the examples that arms leave out of an epoch, without repetition."""
+    kinds = dict.fromkeys(arm.rows[0].deals for arm in arms)
+    sizes = {kind: config.sizes_of(task, recipe, deals=kind) for kind in kinds}
+    texts = (config.left_out(task, sizes[kind], deals=kind) for kind in kinds)
+    return [text for text in texts if text]

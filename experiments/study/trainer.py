@@ -16,36 +16,13 @@ from experiments.results.records import run_of
 from experiments.results.statistics import Criterion
 from experiments.study.cost import traffic
 from experiments.study.search import Run
-from experiments.study.tables import ORDERS, rows_of
+from experiments.study.tables import config_of, plans_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training import checkpoint, config, input, loop, measure, program, run
 from experiments.training.config import num_params
 from syncopate.mesh import platform
 
 EVERY = 20  # steps between two readings of the clock, of `step_seconds`
-
-
-def config_of(task: Task, recipe: Recipe, arm, **more) -> config.RunConfig:
-    """What plans of an arm's run are made from; `more` as of `training.config.config_of`."""
-    sizes = config.sizes_of(task, recipe, deals=ORDERS[arm.order].deals)
-    return config.config_of(recipe, sizes, **more)
-
-
-def plans_of(
-    task: Task, recipe: Recipe, arm, *, rate=1.0, seed=0, speed: float | None = None
-) -> config.Plans:
-    """The plans of a run of an arm; seed and speed as of `training.config.config_of`."""
-    _, rule, policy = rows_of(arm)
-    own = config_of(task, recipe, arm, seed=seed, speed=speed)
-    return config.plans_of(own, rule, policy, rate=rate)
-
-
-def left_out(study, task: Task, recipe: Recipe) -> list[str]:
-    """Sentences on the examples that the arms leave out of an epoch, without repetition."""
-    kinds = dict.fromkeys(ORDERS[arm.order].deals for arm in study.arms.values())
-    sizes = {kind: config.sizes_of(task, recipe, deals=kind) for kind in kinds}
-    texts = (config.left_out(task, sizes[kind], deals=kind) for kind in kinds)
-    return [text for text in texts if text]
 
 
 class Trainer:
@@ -89,7 +66,7 @@ class Trainer:
         on_step: Callable[[int], None] = lambda step: None,
     ) -> int:  # fmt: skip
         """Trains a run, after its records so far. Returns the signal that stopped it, or 0."""
-        order, rule, policy = rows_of(self.study.arms[this.arm])
+        order, rule, policy = self.study.arms[this.arm].rows
         plans = self._plans_of(*this[:4])
         built, scalars = self._program(*self._key(this.arm, this.speed))
         delayed = this.speed is not None and (policy.online or this.phase == "report")
@@ -143,7 +120,7 @@ class Trainer:
 
     def _key(self, arm, speed) -> tuple:
         """What the program of an arm's runs depends on: the arguments of `_build`."""
-        order, rule, policy = rows_of(self.study.arms[arm])
+        order, rule, policy = self.study.arms[arm].rows
         # With slow input, runs for tuning read batches too, so that both phases share a program.
         waits = policy.online or (speed is not None and self._step_seconds)
         reads = self._reads or ("thread" if waits else None)
@@ -214,7 +191,7 @@ def step_seconds(
     known = processes.of_first(files.read_json(path) if done else None)
     if known is None:
         arm, total, seconds = next(iter(study.arms.values())), 8 * EVERY, []
-        order, rule, _ = rows_of(arm)
+        order, rule, _ = arm.rows
         short = recipe._replace(total_steps=total, warmup_steps=0)
         run.train(
             program.build(task, recipe, order, rule.rounds, reads="thread", mesh=mesh),

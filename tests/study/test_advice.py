@@ -7,7 +7,7 @@ from experiments import advise
 from experiments.study import factorials
 from experiments.study.cost import Machine, order_traffic
 from experiments.study.factorials import Combination, Factorial, Taken
-from experiments.study.tables import ORDERS
+from experiments.study.tables import row_of
 from experiments.training.config import Sizes
 from tests.studies import parsed
 
@@ -38,7 +38,7 @@ def test_times_equal_a_sum_by_hand():
     machine = Machine(step=2.0, load=16.0, sync=20.0, parameters=10**6, latency=4.0, ordered=1.1)
     times = {c: np.exp(log) for c, log in factorials.logs_of(machine, found).items()}
     np.testing.assert_allclose(times[PLAIN], [0.9, 1.0, 1.1] * np.array(2e3 + 20e3))
-    traffic = order_traffic(ORDERS["cd_grab+sketch256+dealt"], SIZES, 10**6)
+    traffic = order_traffic(row_of("order", "cd_grab+sketch256+dealt"), SIZES, 10**6)
     for place, loads in enumerate((270, 300, 330)):
         computing = 2.0 * (4 * loads + 0.1 * loads)  # four uses, and the order's share of loads
         expected = max(computing + 20.0 * loads / 5 + 16.0 * traffic(loads), 16.0 * loads)

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import train
-from experiments.study import flags, tables, trainer
-from experiments.study.study import Arm
-from experiments.study.tables import TABLES
+from experiments.study import flags
+from experiments.study.tables import OPTIONS, TABLES, arm_from_flags, plans_of
 from experiments.tasks.base import check_recipe
 from experiments.training import config, measure, timeline
 from tests.cases import times
@@ -28,9 +27,9 @@ ANY = {
     "evaluations": WHOLE, "evaluate_every": WHOLE, "bound_every": WHOLE, "seed": WHOLE,
     "growth": REAL, "floor": REAL, "decay_every": REAL, "decay_factor": REAL, "momentum": REAL,
     "weight_decay": REAL, "learning_rate": REAL,
-    **{kind: st.sampled_from([*table, *each(table), "cats"]) for kind, table in TABLES.items()},
-    **{flag: WHOLE if callable(choice.words) else st.sampled_from([*choice.words, "cats"])
-       for table in TABLES.values() for flag, choice in table.choices.items()},
+    **{kind: st.sampled_from([*table, *each(kind), "cats"]) for kind, table in TABLES.items()},
+    **{flag: WHOLE if isinstance(option.words, str) else st.sampled_from([*option.words, "cats"])
+       for flag, option in OPTIONS.items()},
     "ema_epochs": REAL, "average": st.sampled_from(["epoch", "ema,epoch", "", "cats"]),
     "schedule": st.sampled_from(["constant", "cosine", "linear", "step", "cats"]),
     "task": st.sampled_from(["digits", "digits_cosine", "digits_mlp", "hmda", "cats"]),
@@ -45,9 +44,9 @@ def decided(arguments):
     rate = rates[0] if values.learning_rate is None else values.learning_rate
     recipe = recipe._replace(learning_rates=(rate,))
     check_recipe(recipe)
-    arm = Arm("run", **tables.decisions(values))
-    sizes = config.sizes_of(task, recipe, deals=tables.ORDERS[arm.order].deals)
-    plans = trainer.plans_of(task, recipe, arm, rate=rate, seed=values.seed)
+    arm = arm_from_flags(values)
+    sizes = config.sizes_of(task, recipe, deals=arm.rows[0].deals)
+    plans = plans_of(task, recipe, arm, rate=rate, seed=values.seed)
     plans.check()
     return sizes, plans, measure.evaluation_steps(recipe, sizes, plans.total_steps)
 

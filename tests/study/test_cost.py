@@ -13,8 +13,7 @@ import models
 import ordering
 from experiments.study import cost
 from experiments.study.dry_run import Assumed, dry_run
-from experiments.study.study import Arm
-from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.study.tables import Arm, row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import OrderSetting, Sizes
@@ -48,7 +47,7 @@ def over_mesh(function, inputs):
 @pytest.mark.parametrize("per_step,size", [(1, 1), (2, 2), (3, 3), (3, 2), (4, 4), (4, 3), (4, 1)])
 def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size):
     units = 2 * per_step + size % per_step  # the last step of an epoch may be the shorter one
-    order = ORDERS["cd_grab"].make(OrderSetting(units, per_step))
+    order = row_of("order", "cd_grab").make(OrderSetting(units, per_step))
     params = jnp.zeros(18)
 
     def step(state, rows):
@@ -62,16 +61,16 @@ def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size)
     # Of n numbers an all-to-all sends (W - 1) / W n, an all-reduce 2 (W - 1) / W n.
     sent = found["all_to_all"] / 2 / 18 + (found["psum"] + found["psum_invariant"]) / 18
     sizes, total = Sizes(WORKERS, units, per_step, 1), 2 + bool(size % per_step)  # loads
-    traffic = cost.order_traffic(ORDERS["cd_grab"], sizes, 18)
+    traffic = cost.order_traffic(row_of("order", "cd_grab"), sizes, 18)
     assert traffic(total) - traffic(total - 1) == pytest.approx(sent)
     assert traffic(2 * total + 1) == pytest.approx(2 * traffic(total) + traffic(1))
-    assert cost.order_traffic(ORDERS["id_pair"], sizes, 18)(7) == 0
-    assert cost.order_traffic(ORDERS["cd_grab"], sizes._replace(workers=1), 18)(7) == 0
+    assert cost.order_traffic(row_of("order", "id_pair"), sizes, 18)(7) == 0
+    assert cost.order_traffic(row_of("order", "cd_grab"), sizes._replace(workers=1), 18)(7) == 0
 
 
 def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     sizes, size = Sizes(WORKERS, 20, 4, 1), 18
-    order = ORDERS["id_pair+dealt"].make(OrderSetting(20, 4))
+    order = row_of("order", "id_pair+dealt").make(OrderSetting(20, 4))
     keys = jax.random.split(jax.random.key(0), WORKERS)
     init = over_mesh(lambda key: order.init(key, jnp.zeros(size)), "owned")
     end = over_mesh(order.next_epoch, "owned")
@@ -79,11 +78,11 @@ def test_dealt_orders_send_their_signs_at_the_end_of_an_epoch():
     found = collectives(jax.make_jaxpr(end)(state).jaxpr)
     assert found == {"all_gather": 2}, "10 pairs in 2 bytes"
     # Of n bytes of every worker an all-gather sends (W - 1) n, an all-reduce 2 (W - 1) / W n.
-    sent = cost.order_traffic(ORDERS["id_pair+dealt"], sizes, size)
+    sent = cost.order_traffic(row_of("order", "id_pair+dealt"), sizes, size)
     per_epoch = found["all_gather"] * WORKERS / 2 / (4 * size)
     assert sent(4) == 0 and sent(5) == sent(9) == pytest.approx(per_epoch)
     exact, dealt = (
-        cost.order_traffic(ORDERS[n], sizes, size) for n in ("cd_grab", "cd_grab+dealt")
+        cost.order_traffic(row_of("order", n), sizes, size) for n in ("cd_grab", "cd_grab+dealt")
     )
     assert dealt(12) == pytest.approx(exact(12) + 2 * per_epoch)
 
@@ -136,7 +135,7 @@ def test_a_dry_run_covers_every_arm():
     ring = sync_bytes(650, num_workers=WORKERS)
     assert rows["rr"]["sent per worker"] == f"{40 * ring / 1e3:.3g} kB"
     assert rows["constant"]["sent per worker"] == f"{10 * ring / 1e3:.3g} kB"
-    traffic = cost.order_traffic(ORDERS["cd_grab"], Sizes(WORKERS, 20, 2, 4), 650)(40)
+    traffic = cost.order_traffic(row_of("order", "cd_grab"), Sizes(WORKERS, 20, 2, 4), 650)(40)
     assert rows["cd_grab"]["sent per worker"] == f"{(40 + traffic) * ring / 1e3:.3g} kB"
     assert [rows[name]["volume"] for name in ("rr", "constant")] == ["100.000%", "25.000%"]
     assert rows["cd_grab"]["volume"] == f"{(40 + traffic) / 40:.3%}", "what orders send counts"
@@ -162,7 +161,9 @@ def test_a_dry_run_has_a_row_per_speed():
 @pytest.mark.parametrize("sync,waiting", [("parallel", 0), ("qsr", 10 * 64)])
 def test_the_state_of_a_sketched_order_has_the_size_of_its_numbers(sync, waiting):
     """Two orders of 20, at most three counters, and a sum; under local rounds also pairs."""
-    shapes = cost.shapes_of(task(400), RECIPE, ORDERS["cd_grab+sketch64"], SYNC_RULES[sync].rounds)
+    shapes = cost.shapes_of(
+        task(400), RECIPE, row_of("order", "cd_grab+sketch64"), row_of("sync", sync).rounds
+    )
     found = shapes.bytes_of("orders")
     assert shapes.sizes == Sizes(4, 20, 2, 4) and shapes.sync_in_step == (sync == "parallel")
     assert 4 * (2 * 20 + 64 + waiting) <= found <= 4 * (2 * 20 + 64 + waiting + 3)
@@ -171,8 +172,12 @@ def test_the_state_of_a_sketched_order_has_the_size_of_its_numbers(sync, waiting
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_compressed_wire_sends_its_share_of_an_all_reduce(wire):
     sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
-    sent = cost.traffic(ORDERS["rr"], SYNC_RULES[f"qsr+{wire}"], sizes, 10**6, sync_in_step=False)
+    sent = cost.traffic(
+        row_of("order", "rr"), row_of("sync", f"qsr+{wire}"), sizes, 10**6, sync_in_step=False
+    )
     narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire])
     assert sent(5, 100) == pytest.approx(5 * narrow / sync_bytes(10**6, num_workers=8))
-    alone = cost.traffic(ORDERS["rr"], SYNC_RULES["qsr"], sizes, 10**6, sync_in_step=False)
+    alone = cost.traffic(
+        row_of("order", "rr"), row_of("sync", "qsr"), sizes, 10**6, sync_in_step=False
+    )
     assert alone(5, 100) == 5 > sent(5, 100)

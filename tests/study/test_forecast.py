@@ -11,9 +11,8 @@ import local_opt
 import ordering.input
 from experiments import forecast, timing
 from experiments.results import archive
-from experiments.study import flags, recipes, trainer
-from experiments.study.study import Arm
-from experiments.study.tables import SYNC_RULES
+from experiments.study import flags, recipes
+from experiments.study.tables import arm_of, plans_of
 from experiments.tasks import TASKS
 from local_opt import WIRES
 from tests.sources import Examples
@@ -125,8 +124,8 @@ def test_a_forecast_plans_as_the_study_with_the_same_flags_does():
         task, recipe = recipes.load("digits_mlp", abstract=True)
         recipe = recipe._replace(**flags.recipe_fields(values))
         for rule in rules:
-            own = trainer.plans_of(task, recipe, Arm(rule, sync=rule), rate=0.2, seed=3)
-            assert plans[SYNC_RULES[rule].label] == own.sync, rule
+            own = plans_of(task, recipe, arm_of(rule), rate=0.2, seed=3)
+            assert plans[arm_of(rule).label] == own.sync, rule
 
 
 def test_a_forecast_counts_what_wires_and_fragments_send():

@@ -1,23 +1,26 @@
 """The tables of decisions: their rows, the words that modify them, and their plans."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import local_opt
 import ordering
 from experiments.study import tables
-from experiments.study.study import arm_of
-from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES, TABLES
+from experiments.study.tables import TABLES, Arm, arm_of, row_of
 from experiments.tasks import TASKS
 from experiments.training import config
+from experiments.training.config import RunConfig
 from local_opt import Rounds
 from tests.words import all_rows, further
 
 
 def test_every_word_belongs_to_one_table():
-    words = [word for table in TABLES.values() for word in (*table, *further(table))]
+    words = [word for kind, table in TABLES.items() for word in (*table, *further(kind))]
     assert len(set(words)) == len(words)
 
 
@@ -34,31 +37,37 @@ def test_every_word_belongs_to_one_table():
     ],
 )  # fmt: skip
 def test_words_name_decisions(text, decisions, label):
-    assert tables.decisions_of(text) == decisions and arm_of(text).label == label
+    arm = arm_of(text)
+    assert decisions.items() <= arm.words.items() and arm.label == label
+    assert Arm(**tables.parsed(text)).words == arm.words, "an arm is a value, words or not"
     assert "+".join(decisions.values()) == text
-    assert ORDERS["cd_grab+sketch48"] is ORDERS["cd_grab+sketch48"], "programs of it are shared"
-    assert ORDERS["cd_grab+sketch48"].sketch == 48 and ORDERS["id_pair+scaled"].scaled == 0.5
+    assert row_of("order", "cd_grab+sketch48") is row_of("order", "cd_grab+sketch48"), (
+        "programs of it are shared"
+    )
+    assert (
+        row_of("order", "cd_grab+sketch48").sketch == 48
+        and row_of("order", "id_pair+scaled").scaled == 0.5
+    )
 
 
 @pytest.mark.parametrize(
     "text,message",
     [
-        (
-            "cats",
-            "'cats' is no word: choose of rr, .*, and of .sketchN, .teamN, .scaled, .*; parallel",
-        ),
-        ("int8", "--sync is int8: 'int8' is not one of parallel, accumulate"),
-        ("rr+cd_grab", "--order is rr.cd_grab: 'cd_grab' is no further word: choose of .sketchN"),
+        ("cats", "'cats', which is no word: choose of --order: rr, .*, and of .sketchN, .teamN"),
+        ("int8", "'int8' has a --wire and no --sync: name one of parallel, accumulate"),
+        ("rr+cd_grab", "'rr.cd_grab' says --order twice, rr and cd_grab"),
         (
             "unzip+sketch4",
-            "unzip cannot be sketch4 .--sketch, once.: choose one of id_pair, cd_grab, or leave",
+            "unzip cannot be sketch4 .--sketch.: choose one of id_pair, cd_grab, or leave",
         ),
-        ("cd_grab+dealt+chunks", "cd_grab cannot be chunks .--deal, once.: choose one of id_pair"),
+        ("cd_grab+dealt+chunks", "says --deal twice, dealt and chunks"),
+        ("cd_grab+team4", "--team is 4 without a sketch"),
+        ("qsr+control+fragments2", "fragments have no correction of the drift: leave"),
     ],
 )
 def test_invalid_words_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        tables.decisions_of(text)
+        arm_of(text)
 
 
 def own(total_steps=60, units=8, **fields):
@@ -69,42 +78,42 @@ def own(total_steps=60, units=8, **fields):
 
 def test_every_row_builds_its_decision():
     setting = config.OrderSetting(num_units=8, units_per_step=2)
-    for name in all_rows(ORDERS):
-        assert isinstance(ORDERS[name].make(setting), ordering.Ordering), name
+    for name in all_rows("order"):
+        assert isinstance(row_of("order", name).make(setting), ordering.Ordering), name
     given = own(growth=1.5, horizon=20)
     assert (given.total_steps, given.echo_factor) == (120, 4), "more steps: echoed ones are shorter"
-    for name in all_rows(ECHO_POLICIES):
-        policy = ECHO_POLICIES[name].make(given)
-        assert policy.total_steps == 120 and policy.online == ECHO_POLICIES[name].online, name
-    for name in all_rows(SYNC_RULES):
-        rule = SYNC_RULES[name]
-        plans = config.plans_of(given, rule, ECHO_POLICIES["diffusion"], rate=0.1)
+    for name in all_rows("echo"):
+        policy = row_of("echo", name).make(given)
+        assert policy.total_steps == 120 and policy.online == row_of("echo", name).online, name
+    for name in all_rows("sync"):
+        rule = row_of("sync", name)
+        plans = config.plans_of(given, rule, row_of("echo", "diffusion"), rate=0.1)
         plans.check()
         assert plans.sync.syncs_after(119) and plans.sync.total_steps == 120, name
         assert isinstance(rule.rounds(optax.sgd(0.1), axis_name="worker"), Rounds), name
         if "+" not in name:
-            online = config.plans_of(given, rule, ECHO_POLICIES["measured"], rate=0.1)
+            online = config.plans_of(given, rule, row_of("echo", "measured"), rate=0.1)
             assert (online.sync is None) == (name == "every_load")
 
 
 def test_rules_of_other_powers_communicate_as_much_as_qsr():
     given = own(1250, floor=1e-3, warmup_steps=125)
-    found = {name: SYNC_RULES[name].plan(given).rounds for name in ("qsr", "inverse", "cubic")}
+    found = {name: row_of("sync", name).plan(given).rounds for name in ("qsr", "inverse", "cubic")}
     assert found["inverse"] == found["cubic"] == found["qsr"] < 2500 / 2
 
 
 def test_words_of_the_outer_optimizer_and_of_the_longest_round():
     given = own(1250, floor=1e-3, warmup_steps=125)
-    qsr, constant = (SYNC_RULES[name].plan(given) for name in ("qsr", "matched"))
+    qsr, constant = (row_of("sync", name).plan(given) for name in ("qsr", "matched"))
     period = int(constant.periods[0])
     assert set(constant.periods[:-1].tolist()) == {period}
     assert constant.rounds <= qsr.rounds < -(-given.total_steps // (period - 1))
-    assert SYNC_RULES["qsr+h_max16"].plan(given).periods.max() == 16 < qsr.periods.max()
+    assert row_of("sync", "qsr+h_max16").plan(given).periods.max() == 16 < qsr.periods.max()
     label = "QSR, H at most 16, normalized Nesterov 0.7, 0.9"
-    assert SYNC_RULES["qsr+h_max16+normalized0.7_0.9"].label == label
+    assert row_of("sync", "qsr+h_max16+normalized0.7_0.9").label == label
     x, ends = jnp.array([[0.0], [2.0]]), []  # two workers, which move by 4 and by 6 per step
     for words in ("constant", "constant+nesterov0.7_0.9", "constant+normalized0.7_0.9"):
-        rounds = SYNC_RULES[words].rounds(optax.sgd(1.0), axis_name="worker")
+        rounds = row_of("sync", words).rounds(optax.sgd(1.0), axis_name="worker")
         params, state = x, jax.vmap(rounds.init)(x * 0)
         for _ in range(2):
             updates, state = jax.vmap(rounds.update)(jnp.array([[-4.0], [-6.0]]), state, params)
@@ -117,16 +126,70 @@ def test_words_of_the_outer_optimizer_and_of_the_longest_round():
 def test_aligned_rules_end_rounds_with_epochs():
     given = own(60, 14, floor=1e-3, growth=1.0, h_base=4, warmup_steps=0)  # epochs of 7 loads
     halves = {*range(7, 120, 7), *range(4, 120, 7), 120}
-    ends = SYNC_RULES["constant+half"].plan(given).ends.tolist()
+    ends = row_of("sync", "constant+half").plan(given).ends.tolist()
     assert set(ends) < halves and ends[:6] == [4, 11, 14, 18, 21, 25]  # of 4, 8, 12, 16, 20, 24
     for name in ("qsr", "constant"):
-        ends = SYNC_RULES[f"{name}+epoch"].plan(given).ends
-        assert not (ends[:-1] % 7).any() and len(ends) < SYNC_RULES[name].plan(given).rounds
+        ends = row_of("sync", f"{name}+epoch").plan(given).ends
+        assert not (ends[:-1] % 7).any() and len(ends) < row_of("sync", name).plan(given).rounds
     # Of an echoed run, seven loads: no round ends before the last use of the seventh.
-    plan = ECHO_POLICIES["fixed"].make(given)
-    ends = SYNC_RULES["qsr+epoch"].plan(given._replace(fresh=plan.fresh)).ends
+    plan = row_of("echo", "fixed").make(given)
+    ends = row_of("sync", "qsr+epoch").plan(given._replace(fresh=plan.fresh)).ends
     assert given.echo_factor == 4 and not (ends[:-1] % 28).any()
-    with pytest.raises(
-        ValueError, match="QSR to the half epoch needs an epoch's loads: use a study"
-    ):
-        SYNC_RULES["qsr+half"].plan(given._replace(loads_per_epoch=None))
+    with pytest.raises(ValueError, match="needs an epoch's loads: use a study"):
+        row_of("sync", "qsr+half").plan(given._replace(loads_per_epoch=None))
+
+
+RATES = np.cos(np.linspace(0, 1.55, 120))  # falling to a fiftieth
+
+
+@pytest.mark.parametrize("name", ["constant", "matched", "qsr", "qsr+h_max8"])
+def test_a_run_in_turn_equals_streaming_by_segments(name):
+    given = RunConfig(RATES, seed=0)
+    rule = row_of("sync", f"{name}+nesterov0.7_0.9+fragments2")
+    plans = tables.plans_in_turn(row_of("sync", name).plan, given, 2)
+    whole = rule.plan(given)
+    ends = {e for plan in plans for e in plan.ends.tolist()}
+    assert set(whole.ends.tolist()) == ends and rule.fragments == 2
+    assert len(plans[0].ends) <= len(plans[1].ends) <= len(plans[0].ends) + 1
+
+    inner, total = optax.adam(0.1), given.total_steps
+    outer = optax.sgd(0.7, 0.9, nesterov=True)
+    x = {"a": jnp.zeros((2, 3)), "b": jnp.ones((2, 3))}  # of two workers
+    targets = jax.random.normal(jax.random.key(0), (total, 2, 3))
+    turns = rule.rounds(inner, axis_name="worker")
+    stream = local_opt.streaming_rounds(inner, fragments=2, mixing=0.0, outer=outer)
+
+    def step(rounds):
+        def one(x, state, t):
+            grads = jax.tree.map(lambda p: p - targets[t], x)
+            updates, state = jax.vmap(rounds.update)(grads, state, x)
+            return optax.apply_updates(x, updates), state
+
+        return jax.jit(one)
+
+    sync = jax.jit(jax.vmap(turns.sync, axis_name="worker"))
+    by_turn, states, step_in_turn = x, jax.vmap(turns.init)(x), step(turns)
+    seen = []
+    for t in range(total):
+        by_turn, states = step_in_turn(by_turn, states, t)
+        if whole.syncs_after(t):
+            by_turn, states = sync(by_turn, states)
+        seen.append(by_turn)
+
+    state, step_of_stream = jax.vmap(stream.init)(x), step(stream)
+    for begin, end, due in local_opt.stream_segments(dict(enumerate(plans))):
+        if begin == total:  # there the rest is averaged where the model is evaluated
+            break
+        talk = jax.vmap(lambda x, s, due=due: stream.communicate(x, s, due), axis_name="worker")
+        x, state = talk(x, state)
+        if begin:
+            # Up to the rounding of another program: values are of size 1.
+            close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+            jax.tree.map(close, seen[begin - 1], x)
+        for t in range(begin, end):
+            x, state = step_of_stream(x, state, t)
+
+
+def test_fragments_that_cannot_take_turns_are_refused():
+    with pytest.raises(ValueError, match="2 fragments cannot take turns .* raise --h_base"):
+        row_of("sync", "constant+fragments2").plan(RunConfig(RATES, seed=0, h_base=1))

@@ -29,7 +29,7 @@ from experiments.study.compile import (
 from experiments.study.cost import order_traffic, shapes_of
 from experiments.study.dry_run import Assumed, dry_run
 from experiments.study.study import Arm, Study
-from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
 from experiments.training.config import num_params
@@ -60,9 +60,9 @@ def task(width=127, classes=8):
 
 def programs_of(chip, order, sync, units_per_step=2):
     mesh = slice_of(FOUR[chip], WORKERS)[0] if chip in FOUR else worker_mesh(WORKERS)
-    optimizer = "adamw" if ORDERS[order].scaled else RECIPE.optimizer
+    optimizer = "adamw" if row_of("order", order).scaled else RECIPE.optimizer
     recipe = RECIPE._replace(units_per_step=units_per_step, optimizer=optimizer)
-    return shapes_of(task(), recipe, ORDERS[order], SYNC_RULES[sync].rounds, mesh=mesh)
+    return shapes_of(task(), recipe, row_of("order", order), row_of("sync", sync).rounds, mesh=mesh)
 
 
 # Refused before anything is compiled.
@@ -162,15 +162,14 @@ def test_a_program_contains_the_collectives_of_its_plan(
     halves = sent.get("all-to-all", 0) + sent.get("all-gather", 0)
     allreduces = (sent.get("all-reduce", 0) + halves / 2) / (4 * PARAMETERS)
     if program == FRESH:
-        traffic = order_traffic(
-            ORDERS[order], shapes.sizes, PARAMETERS, sync_in_step=shapes.sync_in_step
-        )
-        waits = ORDERS[order].sketch and not shapes.sync_in_step  # the gather, for the sync
+        row, in_step = row_of("order", order), shapes.sync_in_step
+        traffic = order_traffic(row, shapes.sizes, PARAMETERS, sync_in_step=in_step)
+        waits = row.sketch and not in_step  # the gather, for the sync
         expected = 0 if waits else traffic(2) / 2 + shapes.sync_in_step
         assert allreduces == pytest.approx(expected)
         assert donated(text) == len(jax.tree.leaves(shapes.state)), "all of the state"
         assert not any("main" in one.where for one in found), "in a loop"
-    elif program == EPOCH and ORDERS[order].scaled:
+    elif program == EPOCH and row_of("order", order).scaled:
         assert allreduces == pytest.approx(1), "the second moments"
     elif program == EPOCH:
         assert sum(sent.values()) <= 4 * 128, "a bit for a pair, in a row of the chip's lanes"
@@ -184,8 +183,8 @@ def test_a_gather_spread_over_fusions_counts_once():
     mesh, chip = slice_of("v5e:4x4", 16)
     model, recipe = models.lenet(), RECIPE._replace(workers=16, units_per_step=1)
     data = abstract_set(640, x=((28, 28, 1), np.float32), y=((), np.int32))
-    lenet, rounds = Task("shapes", model, data, data, recipe), SYNC_RULES["parallel"].rounds
-    shapes = shapes_of(lenet, recipe, ORDERS["cd_grab"], rounds, mesh=mesh)
+    lenet, rounds = Task("shapes", model, data, data, recipe), row_of("sync", "parallel").rounds
+    shapes = shapes_of(lenet, recipe, row_of("order", "cd_grab"), rounds, mesh=mesh)
     found = compile_or_refuse(shapes.programs[FRESH](), chip).collectives
     padded = 4 * slice_size(num_params(model), 16) * 16
     assert sorted((c.kind, c.bytes, c.asynchronous) for c in found) == [

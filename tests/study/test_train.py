@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.study.tables import row_of
 from experiments.tasks.base import check_recipe
 from experiments.training import config, program
 from tests import reference
@@ -120,8 +120,8 @@ def test_workers_on_a_mesh_equal_simulated_ones_and_everything_is_compiled_once(
 @pytest.mark.parametrize("order", ["cd_grab", "rr+dealt"])
 def test_a_source_trains_as_arrays_do(order):
     source = EpochSource(task().train)
-    rounds = SYNC_RULES["qsr"].rounds
-    read = program.build(task()._replace(train=source), SETTING, ORDERS[order], rounds)
+    rounds = row_of("sync", "qsr").rounds
+    read = program.build(task()._replace(train=source), SETTING, row_of("order", order), rounds)
     plans = plans_of()
     outcome, _ = trained(built(order), plans)
     other, _ = trained(read, plans)
@@ -135,8 +135,8 @@ def sizes_of(deals=None, **fields):
 
 
 def built_of(**fields):
-    rounds = SYNC_RULES["qsr"].rounds
-    return program.build(task(), SETTING._replace(**fields), ORDERS["cd_grab"], rounds)
+    rounds = row_of("sync", "qsr").rounds
+    return program.build(task(), SETTING._replace(**fields), row_of("order", "cd_grab"), rounds)
 
 
 def of_other_lengths():

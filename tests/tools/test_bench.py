@@ -11,7 +11,7 @@ import pytest
 import models
 from benchmarks import bench, local_timing
 from experiments import timing
-from experiments.study.tables import ORDERS
+from experiments.study.tables import row_of
 from experiments.tasks import TASKS
 from experiments.training import loop
 from tests import reference
@@ -56,7 +56,7 @@ def test_timed_epochs_are_whole_and_ratios_are_within_a_turn(monkeypatch):
     monkeypatch.setattr(bench, "EPOCHS", {"few": ("few", "", {}, None, SMALL)})
     rows = list(bench.epoch_rows("few", 1, "."))
     assert seen == 6 * [(5, 5)]  # each call trains one epoch more; the first of an order warms up
-    assert [r["order"] for r in rows] == [ORDERS[name].label for name in seconds]
+    assert [r["order"] for r in rows] == [row_of("order", name).label for name in seconds]
     base, fixed, balanced = rows
     assert (base["times_rr"], base["s_per_epoch"], base["steps"]) == (1, 1, 5)
     assert (balanced["times_rr"], balanced["times_so"], fixed["times_so"]) == (1.5, 2, 1)
@@ -68,14 +68,14 @@ def test_a_step_of_balancing_and_of_the_loop_have_a_row_per_arm(monkeypatch):
     monkeypatch.setattr(timing, "step_task", lambda name: task)
     monkeypatch.setattr(bench, "UNITS", {"digits": {"example": (4, 2, 1, 1)}})
     rows = list(bench.step_rows("digits", 1))
-    assert [r["order"] for r in rows] == [ORDERS[name].label for name in bench.ARMS]
+    assert [r["order"] for r in rows] == [row_of("order", name).label for name in bench.ARMS]
     assert rows[0]["times_plain"] == 1
     assert all(r["us_per_step"] > 0 and r["megabytes"] > 0 for r in rows)
     assert [r["allreduces_per_step"] > 0 for r in rows] == [False, True]
     monkeypatch.setattr(timing, "in_turns", lambda calls, repeats: {n: [1.0] * 6 for n in calls})
     rows = list(bench.scaled_rows("digits", 1))
     assert [(r["order"], r["times_first"]) for r in rows] == [
-        (ORDERS[name].label, 1) for name in bench.SCALED
+        (row_of("order", name).label, 1) for name in bench.SCALED
     ]
     monkeypatch.setattr(bench, "LOOPS", [("rr", "parallel"), ("cd_grab", "qsr")])
     rows = list(bench.loop_rows(1))

@@ -16,7 +16,7 @@ import pytest
 
 import local_opt
 from experiments.cluster import processes
-from experiments.study.tables import ECHO_POLICIES, ORDERS, SYNC_RULES
+from experiments.study.tables import TABLES, row_of
 from experiments.training import checkpoint, input, loop, run
 from ordering.echo import EchoPlan, measured
 from tests.little_run import (
@@ -36,7 +36,7 @@ EVALUATED = range(5, STEPS, 5)
 
 def cases():
     """(order, sync, echo): all rows, as often as the longest table asks for."""
-    tables = [each(rows) for rows in (ORDERS, SYNC_RULES, ECHO_POLICIES)]
+    tables = [each(kind) for kind in TABLES]
     count = max(map(len, tables))
     # Neighbours of a table are alike: the others go on by another stride.
     return [
@@ -46,7 +46,7 @@ def cases():
 
 
 def test_every_row_of_every_table_is_in_a_case():
-    for number, rows in enumerate(map(each, (ORDERS, SYNC_RULES, ECHO_POLICIES))):
+    for number, rows in enumerate(map(each, TABLES)):
         assert {case[number] for case in cases()} == set(rows)
 
 
@@ -79,13 +79,13 @@ FEW = [
 )
 def test_a_run_goes_on_from_its_steps(case, options, every, tmp_path, monkeypatch):
     order, sync, echo = case
-    if ECHO_POLICIES[echo].online:
+    if row_of("echo", echo).online:
         options = STREAMED
         coins(monkeypatch)
     program, plans = built(order, sync, **options), plans_of(sync, echo)
     whole, records = trained(program, plans, evaluate_at=EVALUATED)
     assert whole.step == STEPS and whole.ended and len(records) == STEPS // 5
-    if ECHO_POLICIES[echo].online:
+    if row_of("echo", echo).online:
         # In one that is stopped the input is as it was; nothing else is told.
         plans = plans._replace(echo=online(whole.decided))
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import pytest
 import local_opt
 import models
 import ordering
-from experiments.study.tables import ORDERS, SYNC_RULES
+from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task, metrics
 from experiments.training import config, input, measure, program, run
 from experiments.training.config import Plans
@@ -25,7 +25,7 @@ RECIPE = Recipe(
     workers=4, units_per_step=2, unit_size=1, epochs=3, learning_rates=(0.05,), momentum=0.9,
     bound_every=2,
 )  # fmt: skip
-PARALLEL = SYNC_RULES["parallel"].rounds
+PARALLEL = row_of("sync", "parallel").rounds
 
 
 def small_task(num_train=44, model=None):
@@ -45,9 +45,9 @@ def every_step(built, recipe, rate=None):
 
 
 def built(task, recipe, name, **options):
-    if ORDERS[name].scaled:
+    if row_of("order", name).scaled:
         recipe = recipe._replace(optimizer="adamw")
-    return program.build(task, recipe, ORDERS[name], PARALLEL, **options)
+    return program.build(task, recipe, row_of("order", name), PARALLEL, **options)
 
 
 def trained(prepared, recipe, scalars=lambda step, total, state: {}):
@@ -76,13 +76,13 @@ KINDS = ("rr", "cd_grab", "id_mean", "cd_grab+sketch16")
     "name",
     [
         pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS))
-        for name in each(ORDERS)
-        if not ORDERS[name].deals and not ORDERS[name].recut
+        for name in each("order")
+        if not row_of("order", name).deals and not row_of("order", name).recut
     ],
 )
 def test_every_order_trains(name):
     prepared = built(small_task(), RECIPE, name)
-    _, records, orders = trained(prepared, RECIPE, measures()(prepared, ORDERS[name]))
+    _, records, orders = trained(prepared, RECIPE, measures()(prepared, row_of("order", name)))
     assert [r["epoch"] for r in records] == [0, 1, 2, 3]
     assert [r["step"] for r in records] == [0, 6, 12, 18]  # 11 units, 2 per step
     assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
@@ -120,9 +120,9 @@ def test_reshuffling_is_that_of_the_library(name):
 
 @pytest.mark.parametrize("name", ["id_pair+chunks", "cd_grab+sketch16+dealt"])
 def test_units_that_are_dealt_are_all_visited_in_every_epoch(name):
-    assert ORDERS[name].deals == config.UNITS
+    assert row_of("order", name).deals == config.UNITS
     prepared = built(small_task(), RECIPE, name)
-    _, records, orders = trained(prepared, RECIPE, measures()(prepared, ORDERS[name]))
+    _, records, orders = trained(prepared, RECIPE, measures()(prepared, row_of("order", name)))
     assert records[-1]["train/loss"] < 0.6 < records[0]["train/loss"]
     seen = np.sort(np.asarray(orders).reshape(len(orders), -1), axis=1)
     np.testing.assert_array_equal(seen, np.tile(np.arange(44), (len(orders), 1)))
@@ -177,8 +177,9 @@ def test_local_steps_that_meet_in_every_step_are_data_parallel_training():
     """With SGD and momentum; so are sums of gradients, and workers in turn."""
     recipe, found = RECIPE._replace(epochs=1), []
     ways = ((PARALLEL, "vmap"), (PARALLEL, "turns"), (local_opt.local_rounds, "vmap"))
+    dealt = row_of("order", "rr+dealt")
     for rounds, way in (*ways, (local_opt.accumulated_rounds, "vmap")):
-        prepared = program.build(small_task(), recipe._replace(run=way), ORDERS["rr+dealt"], rounds)
+        prepared = program.build(small_task(), recipe._replace(run=way), dealt, rounds)
         assert prepared.sync_in_step == ((rounds, way) == ways[0])
         found.append(prepared.mean_params(trained(prepared, recipe)[0].state))
     for other in found[1:]:
@@ -233,7 +234,7 @@ def test_batch_normalised_models_are_ordered_by_microbatches():
     scalars, found = measure.scalars_of(task, recipe), {}
     for name in ("rr", "cd_grab"):
         prepared = built(task, recipe, name)
-        found[name] = trained(prepared, recipe, scalars(prepared, ORDERS[name]))[1]
+        found[name] = trained(prepared, recipe, scalars(prepared, row_of("order", name)))[1]
     first, *_, last = found["cd_grab"]
     assert last["train/loss"] < first["train/loss"] and 0 <= last["test/accuracy"] <= 1
     # The first epoch has the same order, and a unit is its own batch under every order.
