@@ -111,8 +111,9 @@ def test_a_preset_has_the_published_network_and_batch_and_a_smaller_tiny_variant
     if examples:
         assert recipe.workers * recipe.units_per_step * recipe.unit_size == examples
     values, tiny = (parsed(folder / f"{name}.flags") for folder in FOLDERS)
-    own = study.arms_of(ENTRYPOINTS[entrypoint(name)].STUDY, values.arms)
-    assert set(tiny.arms) <= set(values.arms) == set(own)
+    of = ENTRYPOINTS[entrypoint(name)].STUDY
+    arms = values.arms or [*of.arms]
+    assert set(tiny.arms) <= set(arms) == set(study.arms_of(of, arms))
     assert tiny.seeds <= values.seeds
     small_task, small = setting_of(FOLDER / "tiny" / f"{name}.flags")
     assert small.workers <= recipe.workers
