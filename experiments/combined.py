@@ -31,13 +31,13 @@ from experiments.results import plots, report, statistics
 from experiments.results.statistics import Comparison, Criterion, interval, last, spent
 from experiments.results.tables import COMBINED_COLUMNS, markdown, name_of, times
 from experiments.study import cost, flags, study, tables
-from experiments.study.factorials import FACTORS
 from experiments.study.study import Arm, Study
 from experiments.study.tables import ECHO_POLICIES
 from experiments.tasks import ranges
 from experiments.tasks.metrics import METRICS
 from syncopate.refusals import UserError
 
+FACTORS = tuple(tables.TABLES)  # fields of the records
 COSTS = {"step": "steps", "loads": "loads", "allreduces": "all-reduces", "seconds": "seconds"}
 LEVELS = ("baseline", *tables.TABLES)  # flags
 

@@ -24,7 +24,7 @@ from experiments.cluster import entry, files
 from experiments.results import archive, plots, statistics
 from experiments.results import claims as claimed
 from experiments.results import verdict_page as written
-from experiments.study import factorials, recipes
+from experiments.study import recipes
 from experiments.study.flags import definer
 from experiments.study.tables import Arm, plans_of
 from syncopate.refusals import UserError
@@ -56,11 +56,10 @@ def claims() -> tuple:
 def record(results: str, folder=archive.FOLDER) -> pathlib.Path:
     """Keeps a finished output folder as the run of its name, one of `RUNS`."""
     name = pathlib.Path(results).name
-    if name not in claimed.RUNS and not factorials.NAME.fullmatch(name):
+    if name not in claimed.RUNS:
         raise UserError(
-            f"--record is {results!r}: the folder must be named {', '.join(claimed.RUNS)}, or "
-            "for a factorial map_TASK_WxB_eUSES or slow_TASK_eUSES. For a new run, "
-            "add a row to RUNS in experiments/results/claims.py."
+            f"--record is {results!r}: the folder must be named {', '.join(claimed.RUNS)}. For a "
+            "new run, add a row to RUNS in experiments/results/claims.py."
         )
     archive.record(results, pathlib.Path(folder) / name)
     return pathlib.Path(folder) / name

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from experiments import advise
-from experiments.study import factorials
+from experiments.advise import Combination, Factorial, Taken
 from experiments.study.cost import Machine, order_traffic
-from experiments.study.factorials import Combination, Factorial, Taken
 from experiments.study.tables import row_of
 from experiments.training.config import Sizes
 from tests.studies import parsed
@@ -36,7 +35,7 @@ def factorial(task="a", **changes):
 def test_times_equal_a_sum_by_hand():
     found = factorial()
     machine = Machine(step=2.0, load=16.0, sync=20.0, parameters=10**6, latency=4.0, ordered=1.1)
-    times = {c: np.exp(log) for c, log in factorials.logs_of(machine, found).items()}
+    times = {c: np.exp(log) for c, log in advise.logs_of(machine, found).items()}
     np.testing.assert_allclose(times[PLAIN], [0.9, 1.0, 1.1] * np.array(2e3 + 20e3))
     traffic = order_traffic(row_of("order", "cd_grab+sketch256+dealt"), SIZES, 10**6)
     for place, loads in enumerate((270, 300, 330)):
@@ -48,11 +47,11 @@ def test_times_equal_a_sum_by_hand():
 def test_the_best_has_no_rivals_only_beyond_the_interval():
     same = np.log([1.0, 1.2, 0.9])
     logs = {PLAIN: same + 1, ORDER: same, LOCAL: same + np.array([0.1, -0.1, 0.05])}
-    choice = factorials.best_of(logs)
+    choice = advise.best_of(logs)
     assert choice.best == ORDER and choice.rivals == (LOCAL,)
     assert choice.times == pytest.approx((np.e, np.e, np.e))
     # Of equal ones the one with fewer decisions.
-    assert factorials.best_of({ALL: same, PLAIN: same}).best == PLAIN
+    assert advise.best_of({ALL: same, PLAIN: same}).best == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -61,14 +60,14 @@ def test_the_best_has_no_rivals_only_beyond_the_interval():
 def test_the_best_depends_on_the_machine(load, sync, best):
     found = factorial(taken={ORDER: taken(990, 990, 990)} if best == LOCAL else {})
     machine = Machine(1.0, load, sync, parameters=10**8)
-    assert factorials.best_of(factorials.logs_of(machine, found)).best == best
+    assert advise.best_of(advise.logs_of(machine, found)).best == best
 
 
 def test_only_combinations_of_all_tasks_are_predicted():
     few = Factorial(
         "b", SIZES, "cd_grab+sketch256+dealt", {PLAIN: taken(9, 9, 9), ORDER: taken(3, 3, 3)}
     )
-    assert set(factorials.predict(Machine(parameters=10**6), [factorial(), few])) == {
+    assert set(advise.predict(Machine(parameters=10**6), [factorial(), few])) == {
         PLAIN,
         ORDER,
     }
