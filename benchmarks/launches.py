@@ -17,8 +17,7 @@ from absl import app
 
 import models
 from experiments import timing
-from experiments.study.compile import slice_of, uncached
-from experiments.study.cost import shapes_of
+from experiments.study.cost import shapes_of, slice_of, uncached
 from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set

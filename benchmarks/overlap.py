@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import models
-from experiments.study.compile import computations, result_bytes, stay_on_cpu, uncached
+from experiments.study.cost import computations, result_bytes, stay_on_cpu, uncached
 from local_opt.workers import AXIS
 
 SLICES, CHIPS, CHIPS_OF_HOST, HERTZ = 2, (4, 4), 4, 940e6  # of a v5e

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import models
 import ordering
 from experiments import timing
-from experiments.study.compile import cycles_of, slice_of
+from experiments.study.cost import cycles_of, slice_of
 from models.gpt2 import SIZES as GPT2
 from ordering import sign_loop
 from ordering.kernel import BLOCK, balance_blocks

@@ -12,8 +12,7 @@ import optax
 import local_opt
 import models
 from experiments.results.tables import show_bytes
-from experiments.study.compile import Refused, compile_or_refuse, slice_of
-from experiments.study.cost import tree_bytes
+from experiments.study.cost import Refused, compile_or_refuse, slice_of, tree_bytes
 from local_opt.workers import AXIS, owned_sharding
 from models.gpt2 import SIZES as OF_GPT2
 from models.vit import SIZES as OF_VIT

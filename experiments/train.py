@@ -25,7 +25,7 @@ from experiments.cluster import agree, entry, lock, processes, progress
 from experiments.cluster.agree import data_hash
 from experiments.results import records
 from experiments.study import flags, study, tables, trainer
-from experiments.study.dry_run import assumed, dry_run
+from experiments.study.cost import assumed, dry_run
 from experiments.study.study import Study
 from experiments.tasks import ranges
 from experiments.training import checkpoint, config, input, measure, program, resize

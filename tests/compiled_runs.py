@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.study.compile import CHIPS, KINDS, Chip, Compiler, collectives_of, uncached
+from experiments.study.cost import CHIPS, KINDS, Chip, Compiler, collectives_of, uncached
 
 CPU = Chip(2**40, Compiler("cpu", (), "", None, {}, False))  # as many as there are
 
@@ -31,7 +31,7 @@ def compilations():
 
 
 def marks_of(compiler):
-    """Of a test that needs a compiler of `experiments.study.compile`."""
+    """Of a test that needs a compiler of `experiments.study.cost`."""
     absent = not any(map(importlib.util.find_spec, compiler.modules))
     reason = f"{' or '.join(compiler.modules)} is not installed: extra {compiler.extra}"
     return [pytest.mark.topology, pytest.mark.skipif(absent, reason=reason)]

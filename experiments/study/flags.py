@@ -18,7 +18,7 @@ from absl import flags
 from experiments.cluster import agree, processes
 from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
-from experiments.study.compile import stay_on_cpu
+from experiments.study.cost import stay_on_cpu
 from experiments.tasks import TASKS
 from experiments.tasks.base import FIELDS, Recipe, Task, check_recipe
 from experiments.tasks.metrics import METRICS

@@ -16,7 +16,7 @@ from experiments.cluster.agree import data_hash
 from experiments.results import records, report, statistics
 from experiments.results.statistics import Criterion
 from experiments.study import flags, search, trainer
-from experiments.study.dry_run import assumed, dry_run
+from experiments.study.cost import assumed, dry_run
 from experiments.study.tables import Arm, arm_of, left_out, plans_of
 from experiments.tasks import ranges
 from experiments.tasks.base import Recipe, Task

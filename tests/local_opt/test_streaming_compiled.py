@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import local_opt
-from experiments.study.compile import LIBTPU, stay_on_cpu, uncached
+from experiments.study.cost import LIBTPU, stay_on_cpu, uncached
 from tests.compiled_runs import compiled_by
 
 LAYERS, WIDTH, EXAMPLES, DELAY = 4, 512, 128, 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import ordering
-from experiments.study.compile import CUDA, LIBTPU, slice_of, uncached
+from experiments.study.cost import CUDA, LIBTPU, slice_of, uncached
 from ordering import sign_loop
 from syncopate import mesh
 from tests import tables

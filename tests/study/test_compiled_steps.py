@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import local_opt
-from experiments.study.compile import collectives_of
+from experiments.study.cost import collectives_of
 from tests.compiled_runs import conditionals, donated, operations, types_of
 from tests.problems import NESTEROV, PLAN, SGD, copies, on_mesh
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.study.compile import collectives_of, cycles_of, result_bytes, shortage
+from experiments.study.cost import collectives_of, cycles_of, result_bytes, shortage
 
 # As libtpu prints, with parameters left out: a loop with a reduction, and a gather in two halves.
 TPU = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }

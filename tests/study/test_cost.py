@@ -12,7 +12,7 @@ import local_opt
 import models
 import ordering
 from experiments.study import cost
-from experiments.study.dry_run import Assumed, dry_run
+from experiments.study.cost import Assumed, dry_run
 from experiments.study.tables import Arm, row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import ordering
-from experiments.study.compile import LIBTPU, collectives_of, slice_of, uncached
+from experiments.study.cost import LIBTPU, collectives_of, slice_of, uncached
 from syncopate.mesh import like
 from tests.compiled_runs import conditionals, groups_of, lines_of, marks_of
 from tests.problems import assert_bitwise_equal, copies

@@ -16,18 +16,20 @@ import local_opt
 import models
 import ordering
 from experiments import train
-from experiments.study.compile import (
+from experiments.study.cost import (
     CHIPS,
     CUDA,
     GIB,
     LIBTPU,
+    Assumed,
     Refused,
     collectives_of,
     compile_or_refuse,
+    dry_run,
+    order_traffic,
+    shapes_of,
     slice_of,
 )
-from experiments.study.cost import order_traffic, shapes_of
-from experiments.study.dry_run import Assumed, dry_run
 from experiments.study.study import Arm, Study
 from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task

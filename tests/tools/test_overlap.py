@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.overlap import HERTZ, Moment, moments_of, waited_for
-from experiments.study.compile import LIBTPU
+from experiments.study.cost import LIBTPU
 from tests.compiled_runs import compiled_by
 
 SEND = 'send(%x), channel_id=2, frontend_attributes={_rendezvous="a_0"}'
