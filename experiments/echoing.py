@@ -75,7 +75,7 @@ STUDY = Study(
     criterion=Criterion("valid/accuracy", lower=False, when="target"),
     columns=tables.ECHO_COLUMNS,
     panels=plots.ECHO_PANELS,
-    sections=(report.times_faster, report.rates_tried(), plots.time_to_target),
+    sections=(report.times_faster, report.rates_tried()),
     fit=fit,
     usual=USUAL,
     speeds=(1, 2, 4, 8),

@@ -16,7 +16,7 @@ balanced there; `shifted` cuts the text anew too, but a window keeps most of its
 train on windows that are cut once.
 """
 
-from experiments.results import gains, report, statistics, tables
+from experiments.results import report, statistics, tables
 from experiments.results.plots import Panel
 from experiments.results.statistics import Criterion
 from experiments.study import study
@@ -40,7 +40,7 @@ COLUMNS = (
     tables.rate("best lr"),
     tables.Column("seeds", lambda c, own: f"{len(own.runs)}"),
     tables.end("validation loss, averaged", AVERAGED, "{:.4f}"),
-    gains.less(AVERAGED, "{:+.4f}"),
+    tables.less(AVERAGED, "{:+.4f}"),
     tables.end("train loss, averaged", "train/loss/averaged", "{:.4f}"),
     tables.mean("validation loss, last", "{:.4f}", _last),
 )

@@ -71,8 +71,8 @@ def experiments() -> dict[str, str]:
     """The experiments, each with the first line of its docstring."""
     found = {}
     for path in sorted((sources() / "experiments").glob("*.py")):
-        if path.stem == "verdicts" and not (sources() / "docs").is_dir():
-            continue  # it writes the pages of a clone
+        if path.stem == "claims" and not (sources() / "docs").is_dir():
+            continue  # the records that it reads are those of a clone
         text = path.read_text(encoding="utf-8")
         if '__name__ == "__main__"' in text:
             found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]

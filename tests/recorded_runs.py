@@ -1,4 +1,4 @@
-"""Records of runs that were never trained, for tests of tables and verdicts."""
+"""Records of runs that were never trained, for tests of tables and claims."""
 
 import json
 

@@ -1,1 +1,1 @@
-"""From records to tables, pictures, pages and verdicts."""
+"""From records to a data frame, tables, pictures and pages."""

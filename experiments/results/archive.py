@@ -1,19 +1,16 @@
 """Recorded runs: their records, rounded and compressed, and how these are compared.
 
 comparison.json holds the criterion, the arms with their labels, the baseline first, and their sync
-plans as [first step, H] wherever H changes. looks.jsonl has a line per look at the run: the number
-of seeds and the versions of code and packages.
+plans as [first step, H] wherever H changes.
 """
 
-import datetime
 import gzip
-import itertools
 import os
 import pathlib
 import re
 import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -25,7 +22,7 @@ from syncopate.refusals import UserError
 
 FOLDER = pathlib.Path(__file__).parents[1] / "runs"
 METRICS, COMMAND, COMPARISON = "metrics.jsonl.gz", "command.txt", "comparison.json"
-LOOKS, VERSIONS = "looks.jsonl", "versions.json"
+VERSIONS = "versions.json"
 COPIED = ("settings.json", VERSIONS, COMPARISON)
 DIGITS = 6  # significant ones
 
@@ -39,10 +36,7 @@ def note_command(folder: str, command: str) -> None:
 
 
 def record(results: os.PathLike, target: os.PathLike) -> None:
-    """Stores a finished output folder as a recorded run, and adds a look at it.
-
-    With as many seeds as at the previous look, it replaces that look.
-    """
+    """Stores a finished output folder as a recorded run, with at least the seeds that it has."""
     results, target = pathlib.Path(results), pathlib.Path(target)
     needed = (records.METRICS, COMMAND, *COPIED)
     if missing := [part for part in needed if not (results / part).exists()]:
@@ -51,24 +45,19 @@ def record(results: os.PathLike, target: os.PathLike) -> None:
             " Give the run's command again, which goes on where it was stopped."
         )
     rows = records.whole_runs(records.read(str(results / records.METRICS)))
-    seeds, looks, made = _seeds_of(rows), [], [_anywhere(line) for line in commands(results)]
-    lines = made
+    lines = [_anywhere(line) for line in commands(results)]
     if target.exists():
-        looks = records.read(str(target / LOOKS))
-        lines = dict.fromkeys([*commands(target), *made])
-    if looks and seeds < (most := looks[-1]["seeds"]):
-        raise UserError(
-            f"{target.name} is recorded with {most} seeds, and these are {seeds}: pass "
-            f"--seeds={most} or more, so that no look at it is forgotten."
-        )
-    look = {"seeds": seeds, "date": datetime.date.today().isoformat(), "commands": made}
-    look["versions"] = files.read_json(str(results / VERSIONS))
+        lines = dict.fromkeys([*commands(target), *lines])
+        seeds, before = (len({row["seed"] for row in own}) for own in (rows, rows_of(target)))
+        if seeds < before:
+            raise UserError(
+                f"{target.name} is recorded with {before} seeds, and these are {seeds}: pass "
+                f"--seeds={before} or more."
+            )
     for part in COPIED:
         files.write_whole(str(target / part), (results / part).read_bytes())
     files.write_whole(str(target / COMMAND), "".join(f"{line}\n" for line in lines))
     files.write_whole(str(target / METRICS), pack(rows))
-    before = [one for one in looks if one["seeds"] < seeds]
-    records.write_lines(str(target / LOOKS), [*before, look])
 
 
 def _anywhere(command: str) -> str:
@@ -83,9 +72,7 @@ def load(name: str, folder: os.PathLike = FOLDER) -> Comparison | None:
     path = pathlib.Path(folder) / name
     if not (path / METRICS).exists():
         return None
-    rows = rows_of(name, folder)
-    compared = restore(rows, files.read_json(path / COMPARISON))
-    return compared._replace(looks=records.read(str(path / LOOKS)))
+    return restore(rows_of(path), files.read_json(path / COMPARISON))
 
 
 def commands(path: pathlib.Path) -> list[str]:
@@ -104,37 +91,14 @@ def pack(rows: Iterable[Mapping]) -> bytes:
     return gzip.compress("".join(lines).encode(), mtime=0)
 
 
-def rows_of(name: str, folder: os.PathLike = FOLDER) -> list[dict]:
+def rows_of(folder: pathlib.Path) -> list[dict]:
     """The records of a recorded run."""
-    path = pathlib.Path(folder) / name / METRICS
+    path = folder / METRICS
     try:
         lines = gzip.decompress(path.read_bytes()).splitlines()
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{str(path)!r} is broken ({error}): {strict.WHAT_TO_DO}") from error
     return [strict.loads(line, f"line {n} of {str(path)!r}") for n, line in enumerate(lines, 1)]
-
-
-def _seeds_of(rows: Iterable[Mapping]) -> int:
-    return len({row["seed"] for row in rows})
-
-
-def at_looks(comparisons: Sequence[Comparison]) -> Iterator[list[Comparison]]:
-    """The runs as known at every look at any of them; looks on one day are one."""
-    looks = [c.looks or [{"seeds": _seeds_of(c.records), "date": ""}] for c in comparisons]
-    known = {}
-    for date in sorted({look["date"] for run in looks for look in run}):
-        today = [[look["seeds"] for look in run if look["date"] == date] for run in looks]
-        for each in itertools.zip_longest(*today):
-            known |= {run: seeds for run, seeds in enumerate(each) if seeds is not None}
-            if len(known) == len(looks):
-                yield [first_seeds(c, known[run]) for run, c in enumerate(comparisons)]
-
-
-def first_seeds(comparison: Comparison, seeds: int) -> Comparison:
-    """The comparison restricted to these seeds."""
-    first = sorted({r["seed"] for r in comparison.records})[:seeds]
-    kept = [r for r in comparison.records if r["seed"] in first]
-    return compare(kept, comparison.arms, comparison.criterion, comparison.plans)
 
 
 # What records are compared by.

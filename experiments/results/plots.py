@@ -1,23 +1,21 @@
-"""Pictures: curves over their costs, effects, time to a target, and herding bounds."""
+"""Pictures: curves over their costs, effects, and herding bounds."""
 
-import functools
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments.cluster import files
 from experiments.results import archive, statistics
-from experiments.results.statistics import AVERAGED, Comparison, interval, spent, tested
-from experiments.results.tables import name_of
+from experiments.results.statistics import AVERAGED, Comparison, interval, tested
+from experiments.results.tables import SCALARS, name_of
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#999999")
 DASHES = ("-", (0, (3, 1.5)))
-LOGARITHMIC = ("train/above_optimum", "bound/linf", "drift")
-SPREAD = ("rounds", "loads", "allreduces")  # costs in which arms differ by factors
 
 
 class Panel(NamedTuple):
@@ -45,8 +43,8 @@ def comparison(
 ) -> None:
     """Writes a PNG: a row per panel, each arm at its own best rate, mean and 95 % interval.
 
-    Metrics that every task measures get a row too. Scalars that were not recorded are left out.
-    Nothing is written if every run diverged.
+    Scalars without a row of SCALARS get a panel over steps too; those that were not recorded are
+    left out. Nothing is written if every run diverged.
     """
     rows, goal = _rows(compared, panels, speed), tested(compared.criterion)
     if not rows:
@@ -68,7 +66,7 @@ def comparison(
         for axis in row[len(names) :]:
             axis.set_visible(False)
         row[0].set_ylabel(name_of(scalar))
-        if scalar in LOGARITHMIC and row[0].dataLim.y1 > 0:
+        if _logarithmic(scalar) and row[0].dataLim.y1 > 0:
             row[0].set_yscale("log")
         else:
             _zoom(row[0], [statistics.values(own.runs.values(), name) for name, _, own in curves])
@@ -82,6 +80,12 @@ def comparison(
         figure, path,
         f"{title}{at}\neach at its own best learning rate, {many}",
     )  # fmt: skip
+
+
+def _logarithmic(name: str) -> bool:
+    """Whether curves or costs differ by factors."""
+    known = SCALARS.get(name.removesuffix(AVERAGED))
+    return known is not None and known.logarithmic
 
 
 def _averaged(compared, scalar: str, shown) -> list[tuple]:
@@ -105,6 +109,8 @@ def _rows(compared, panels, speed) -> list[tuple[str, tuple]]:
     known = {k for run in runs for r in run for k, v in r.items() if v is not None}
     if any(len(statistics.timed(own.runs)) < len(own.runs) for own in compared.at(speed)):
         known.discard("seconds")
+    new = (k for k in known if re.match("(?!train|valid|test).+/", k) and k not in SCALARS)
+    panels = [*panels, *(Panel(name, ("step",)) for name in sorted(new))]
     rows = [(names.get(p.scalar, p.scalar), p.x) for p in panels]
     rows = [(scalar, tuple(n for n in x if n in known)) for scalar, x in rows if scalar in known]
     rows = [(scalar, x) for scalar, x in rows if x]
@@ -120,7 +126,7 @@ def _draw(axis, runs, cost: str, scalar: str, style) -> None:
     x, found = at[kept], found[:, kept]
     mean, half = np.array([interval(v) for v in found.T]).T
     low, high = mean - np.nan_to_num(half), mean + np.nan_to_num(half)
-    if scalar.removesuffix(AVERAGED) in LOGARITHMIC:  # where a band may not reach 0
+    if _logarithmic(scalar):  # where a band may not reach 0
         low = np.maximum(low, found.min(axis=0) / 2)
     axis.plot(x, mean, **style, marker="o" if len(x) < 20 else None, ms=3)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
@@ -130,7 +136,7 @@ def _draw(axis, runs, cost: str, scalar: str, style) -> None:
 def _label(axis, x):
     axis.set_xlabel(name_of(x))
     axis.grid(alpha=0.3)
-    if x in SPREAD:
+    if _logarithmic(x):
         axis.set_xscale("log")
         _plain(axis.xaxis)
     else:
@@ -163,42 +169,6 @@ def look(place: int) -> dict:
     """Colour and dash of the line in this place; a colour's second use has the other dash."""
     dashed = (place + place // len(COLOURS)) % 2
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[dashed]}
-
-
-def time_to_target(compared: Comparison) -> tuple[str, Callable]:
-    """Section: a panel per speed, a row per arm, seconds to the target with their interval."""
-    return "time_to_target.png", functools.partial(_time_to_target, compared)
-
-
-def _time_to_target(compared, path, title):
-    speeds, arms = compared.speeds, [*compared.arms]
-    size = 3.2 + 2.7 * len(speeds), 1.7 + 0.32 * len(arms)
-    figure, axes = panes(1, len(speeds), size, sharey=True)
-    for axis, speed in zip(axes[0], speeds, strict=True):
-        for own in compared.at(speed):
-            found = np.array([*spent(compared, own.runs, "seconds").values()])
-            _bar(axis, arms.index(own.arm), found, dashed=own.arm == arms[0])
-        axis.set(xlim=(0, None), xlabel="seconds to the target")
-        axis.set_title(f"a load takes {speed:g} step{'s' * (speed != 1)}", fontsize=10)
-        axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks(range(len(arms)), compared.arms.values())
-    axes[0][0].set_ylim(len(arms) - 0.5, -0.5)
-    name = compared.arms[arms[0]]
-    save(figure, path, f"{title}\nmean, 95 % interval and seeds; dotted: {name}", fontsize=11)
-
-
-def _bar(axis, row, found, *, dashed):
-    """Seconds of one arm; where not all seeds arrive, those that do and their number."""
-    arrived, colour = found[np.isfinite(found)], look(row)["color"]
-    axis.plot(arrived, [row] * len(arrived), "|", color=colour, alpha=0.6)
-    if len(arrived) < len(found):
-        text = f"{len(arrived)} of {len(found)} arrive"
-        axis.text(0.03, row, text, va="center", fontsize=8, transform=axis.get_yaxis_transform())
-    elif len(found):
-        mean, half = interval(found)
-        axis.errorbar(mean, row, xerr=np.nan_to_num(half), fmt="o", capsize=3, color=colour)
-        if dashed:
-            axis.axvline(mean, color="#444444", linewidth=0.8, linestyle=":")
 
 
 def effects(found: Sequence, path: str, title: str) -> None:

@@ -15,10 +15,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 from absl import flags
 
 from experiments.cluster import files, lock
-from experiments.results import archive, plots, records, statistics, tables
+from experiments.results import archive, frame, plots, records, statistics, tables
 from experiments.results.statistics import Comparison, last, spent
 from experiments.results.tables import faster, form_of, markdown, name_of, rounded, show
 from experiments.tasks.metrics import METRICS
@@ -198,18 +199,58 @@ def diverged_rates(comparison):
 
 def against(comparison: Comparison) -> str:
     """Section: the test metric of every arm less the baseline's, paired by seed."""
-    metric, base, rows = statistics.metric_of(comparison), comparison.baseline(), []
+    metric, rows = statistics.metric_of(comparison), []
+    base, label = next(iter(comparison.arms.items()))
     scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
-
-    def ends(of):
-        return {seed: last(run, f"test/{metric}") for seed, run in of.runs.items()}
-
     for own in comparison.at():
-        pairs = statistics.paired(ends(own), ends(base))
-        if own.arm != base.arm and len(pairs) and all(map(math.isfinite, pairs.flat)):
-            less = show(scale * (pairs[:, 0] - pairs[:, 1]), "{:+.2f}")
-            rows.append({f"{unit} against {base.label}": own.label, METRICS[metric].label: less})
+        less = frame.against(comparison, own, "metric")
+        if own.arm != base and len(less) and np.isfinite(less).all():
+            shown = {METRICS[metric].label: show(scale * less, "{:+.2f}")}
+            rows.append({f"{unit} against {label}": own.label} | shown)
     return markdown(rows) if rows else ""
+
+
+def gains(comparison: Comparison) -> str:
+    """Section: the end of the baseline's runs, and what every other arm gains there.
+
+    Times fewer epochs are those to the value with which the baseline's run of the same seed ends.
+    """
+    both = [c for c in (comparison, comparison.averaged) if c and c.baseline().runs]
+    rows = [_gains(c, own) for c in both for own in c.at() if own.runs]
+    return markdown(rows) if len(rows) > len(both) else ""
+
+
+def _gains(comparison, own) -> Mapping[str, str]:
+    scalar, base = comparison.criterion.scalar, comparison.baseline()
+    plain = scalar.removesuffix(statistics.AVERAGED)
+    form = "{:.2e}" if plain == statistics.ABOVE else "{:.4f}"  # distances are of any size
+    less = tables.less(scalar, form.replace(":", ":+"))
+    own_epochs, before = (
+        {seed: arrival(run, scalar, last(base.runs[seed], scalar))
+         for seed, run in of.runs.items() if seed in base.runs} for of in (own, base)
+    )  # fmt: skip
+    late = sum(map(math.isinf, own_epochs.values()))
+    fewer = f"{len(own_epochs) - late} of {len(own_epochs)} arrive"
+    return {
+        "at the end": own.label, "weights": "last" if plain == scalar else "averaged",
+        "lr": f"{own.rate:g}", "seeds": f"{len(own.runs)}",
+        name_of(scalar): show([last(run, scalar) for run in own.runs.values()], form),
+        less.head(comparison): less.cell(comparison, own),
+        "times fewer epochs at this lr (geometric mean)":
+            fewer if late else tables.times(statistics.log_ratios(before, own_epochs)),
+    }  # fmt: skip
+
+
+def arrival(run: statistics.Run, scalar: str, target: float) -> float:
+    """The epoch at which a curve first is at most `target`, linearly between its points; or inf."""
+    known = [(r["epoch"], r[scalar]) for r in run if r.get(scalar) is not None]
+    at, values = np.array(known, float).reshape(-1, 2).T
+    if not (values <= target).any():
+        return math.inf
+    i = int(np.argmax(values <= target))
+    if i == 0 or not math.isfinite(values[i - 1]):
+        return float(at[i])
+    return float(np.interp(-target, -values[i - 1 : i + 1], at[i - 1 : i + 1]))
 
 
 def times_faster(comparison: Comparison) -> str:

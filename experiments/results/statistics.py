@@ -1,9 +1,9 @@
 """Comparisons: arms at their own best learning rates, and their costs up to a target.
 
-A run is the list of its records by step. Intervals over seeds are Student's t, at 95 % unless
-another level is given.
+A run is the list of its records by step.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,8 @@ class Chosen(NamedTuple):
     diverged: tuple[float, ...]
 
 
-class Comparison(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Comparison:
     """The data of tables and pictures."""
 
     records: Sequence[Mapping]  # of whole runs
@@ -49,7 +50,6 @@ class Comparison(NamedTuple):
     speeds: tuple  # of the input, or (None,)
     chosen: Mapping[tuple, Chosen]  # {(arm, speed): Chosen} of those that have run, as the arms
     plans: Mapping[str, Any]  # {arm: SyncPlan}, where they are known before the run
-    looks: Sequence[Mapping] = ()  # at a recorded run, for `archive.at_looks`; (): one, with all
     averaged: Any = None  # the same of averaged weights, where they were recorded
 
     def at(self, speed: float | None = None) -> list[Chosen]:
@@ -73,7 +73,7 @@ def compare(records, arms: Mapping[str, str], criterion: Criterion, plans=None) 
         for own in criteria(criterion, records)[1:]
     ]
     return Comparison(
-        records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}), (), *averaged
+        records, dict(arms), criterion, tuple(speeds), chosen, dict(plans or {}), *averaged
     )
 
 
@@ -252,56 +252,39 @@ def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-
     """log(base / own), paired by seed: positive if `own` takes less than the base.
 
     Values below the floor are raised to it, since a target may be reached at once. inf means never
-    reached: the ratio is then infinite, or 0 if both are inf.
+    reached: the ratio is then infinite, or nan if both are inf.
     """
     after, before = np.log(np.maximum(paired(own, base), floor)).T
     with np.errstate(invalid="ignore"):
-        return np.where(np.isinf(before) & np.isinf(after), 0.0, before - after)
+        return before - after
 
 
-def half_width(deviation, count: int, level: float = 0.05):
-    """Half width of the interval of a mean of two or more values; `level` is its error rate."""
+def interval(found) -> tuple[float, float]:
+    """Mean and half width of the 95 % interval over seeds, by Student's t; nan for one seed."""
     from scipy.special import stdtrit
 
-    return stdtrit(count - 1, 1 - level / 2) * deviation / math.sqrt(count)
-
-
-def intervals(found: np.ndarray, level: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and half width of the interval over the last axis, of two or more values."""
-    half = half_width(np.std(found, ddof=1, axis=-1), found.shape[-1], level)
-    return np.mean(found, axis=-1), half
-
-
-def interval(found, level: float = 0.05) -> tuple[float, float]:
-    """Mean and half width of the interval over seeds, 95 % by default; nan for one seed."""
     found = np.asarray(list(found), float)
-    if len(found) < 2:
-        return (float(found[0]) if len(found) else math.nan), math.nan
+    count = len(found)
+    if count < 2:
+        return (float(found[0]) if count else math.nan), math.nan
     if (found == found[0]).all():  # whose mean and deviation float64 rounds
         return float(found[0]), 0.0
-    mean, half = intervals(found, level)
-    return float(mean), float(half)
+    deviation = np.std(found, ddof=1) / math.sqrt(count)
+    return float(np.mean(found)), float(stdtrit(count - 1, 0.975) * deviation)
 
 
-def median(found) -> float:
-    """The median of values that may be infinite; 0 between opposite infinities."""
-    ordered = sorted(found)
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return 0.0 if low == -math.inf and high == math.inf else float(low + high) / 2
+def median_interval(found) -> tuple[float, float, float]:
+    """Median, and the order statistics that enclose it in 95 % of all cases.
 
-
-def median_interval(found, level: float = 0.05) -> tuple[float, float, float]:
-    """Median, and the order statistics that enclose it with error rate `level`.
-
-    The bounds are infinite with too few values for the level: fewer than six for 95 %.
+    The bounds are infinite with fewer than six values.
     """
     from scipy.special import bdtr
 
     ordered = np.sort(np.asarray(list(found), float))
     count = len(ordered)
-    rank = int((bdtr(np.arange(count), count, 0.5) <= level / 2).sum())
+    rank = int((bdtr(np.arange(count), count, 0.5) <= 0.025).sum())
     low, high = (ordered[rank - 1], ordered[count - rank]) if rank else (-math.inf, math.inf)
-    return median(ordered), float(low), float(high)
+    return float(np.median(ordered)), float(low), float(high)
 
 
 def metric_of(comparison: Comparison) -> str:

@@ -7,28 +7,29 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.statistics import (
-    Chosen,
-    Comparison,
-    fastest,
-    interval,
-    last,
-    spent,
-    volume,
-)
+from experiments.results.frame import against, ends, named
+from experiments.results.statistics import Chosen, Comparison, fastest, interval, volume
 from experiments.tasks.metrics import METRICS
 
-NAMES = {
-    "train/above_optimum": "train loss above the optimum",
-    "train/batch_loss": "loss of the batch",
-    "bound/linf": "parallel herding bound, L∞",
-    "drift": "worker drift at syncs, |x_w - mean| / |mean|",
-    "step": "steps",
-    "epoch": "epochs",
-    "loads": "loads",
-    "rounds": "communication rounds",
-    "allreduces": "sent, in all-reduces",
-    "seconds": "seconds of training",
+
+class Scalar(NamedTuple):
+    """How a scalar or a cost of the records is shown; those without a row go by their name."""
+
+    label: str
+    logarithmic: bool = False  # in pictures
+
+
+SCALARS = {
+    "train/above_optimum": Scalar("train loss above the optimum", logarithmic=True),
+    "train/batch_loss": Scalar("loss of the batch"),
+    "bound/linf": Scalar("parallel herding bound, L∞", logarithmic=True),
+    "drift": Scalar("worker drift at syncs, |x_w - mean| / |mean|", logarithmic=True),
+    "step": Scalar("steps"),
+    "epoch": Scalar("epochs"),
+    "loads": Scalar("loads", logarithmic=True),
+    "rounds": Scalar("communication rounds", logarithmic=True),
+    "allreduces": Scalar("sent, in all-reduces", logarithmic=True),
+    "seconds": Scalar("seconds of training"),
 }
 
 
@@ -78,63 +79,39 @@ def mean(head, form: str, values: Callable, word: str = "") -> Column:
     return Column(head, lambda comparison, own: show(values(comparison, own), form, word))
 
 
-def end(head: str, scalar: str, form: str) -> Column:
-    """The last value of a scalar."""
-    return mean(head, form, lambda comparison, own: _lasts(comparison, own, scalar))
+def end(head, scalar: str, form: str, word: str = "", rate: str = "own") -> Column:
+    """The mean over seeds of a column of the `frame`; "-" where a value is not finite.
+
+    Those of "to NAME" that are infinite are counted: how many seeds reach the target.
+    """
+
+    def found(comparison, own):
+        found = ends(comparison, own, scalar, rate).values()
+        return found if scalar.startswith("to ") or np.isfinite([*found]).all() else ()
+
+    return mean(head, form, found, word)
 
 
 def metric(form: str) -> Column:
     """The last value of the metric that is reported, on the test set."""
-
-    def name(comparison):
-        return f"test/{statistics.metric_of(comparison)}"
-
-    return mean(lambda c: name_of(name(c)), form, lambda c, own: _lasts(c, own, name(c)))
+    return end(lambda c: name_of(named(c, "metric")), "metric", form)
 
 
-def to_target(head: str, name: str, form: str, word: str = "") -> Column:
-    """The cost up to the target, or how many seeds reach it."""
-    return mean(head, form, lambda c, own: spent(c, own.runs, name).values(), word)
+def less(scalar: str, form: str) -> Column:
+    """The last value of a scalar less the baseline's, paired by seed."""
 
+    def cell(comparison, own):
+        found = against(comparison, own, scalar)
+        one = own.arm == next(iter(comparison.arms)) or not np.isfinite(found).all()
+        return "-" if one else show(found, form)
 
-def _lasts(comparison, own, scalar):
-    scalar = _scalar_of(comparison, scalar)
-    ends = [last(run, scalar) for run in _measured(own, scalar)]
-    return ends if np.isfinite(ends).all() else ()  # inf means never reached
-
-
-def _scalar_of(comparison: Comparison, name: str) -> str:
-    """The scalar of this name, in a comparison of averaged weights theirs if it was recorded."""
-    own = name + statistics.AVERAGED
-    averaged = comparison.criterion.scalar.endswith(statistics.AVERAGED)
-    return own if averaged and any(own in r for r in comparison.records) else name
-
-
-def _measured(own, name):
-    """Its runs; of seconds, those that were timed alone."""
-    return (statistics.timed(own.runs) if name == "seconds" else own.runs).values()
+    return Column(lambda c: f"less {c.baseline().label}", cell)
 
 
 def train_loss(comparison: Comparison) -> str:
     """The name of the training loss, with the number of examples where it is not that of all."""
     parts = {r["train_examples"] for r in comparison.records if "train_examples" in r}
     return f"train loss (first {max(parts):,})" if parts else "train loss"
-
-
-def _fastest_spent(name):
-    return lambda c, own: spent(c, fastest(c, own.arm)[1], name).values()
-
-
-def _same_rate(comparison, own):
-    """Epochs at the baseline's rate, or at the arm's own if it did not train with that."""
-    runs = statistics.tuned(comparison.records, own.arm).get(comparison.baseline().rate, own.runs)
-    return spent(comparison, runs, "epoch").values()
-
-
-def _times_fewer(comparison, own):
-    runs = (fastest(comparison, of.arm)[1] for of in (own, comparison.baseline()))
-    pairs = statistics.paired(*(spent(comparison, of, "epoch") for of in runs))
-    return pairs[:, 1] / np.maximum(pairs[:, 0], 1) if np.isfinite(pairs).all() else ()
 
 
 def own_rate(head: str) -> Column:
@@ -147,24 +124,32 @@ def own_rate(head: str) -> Column:
     return Column(head, cell)
 
 
+def _times_fewer(comparison, own):
+    found = np.exp(against(comparison, own, "to epoch", "fastest", ratio=True))
+    return found if np.isfinite(found).all() and found.all() else ()
+
+
+def _lowest(comparison, own):
+    return statistics.lowest([*own.runs.values()], comparison.criterion)
+
+
 FIRST_ORDER_COLUMNS = (
     arm("order"),
-    mean(lambda c: f"epochs to {c.baseline().label}'s best", "{:.0f}", _fastest_spent("epoch")),
+    end(lambda c: f"epochs to {c.baseline().label}'s best", "to epoch", "{:.0f}", rate="fastest"),
     own_rate("at lr"),
     mean("times fewer", "{:.1f}", _times_fewer),
-    mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}",
-         lambda c, own: statistics.lowest([*own.runs.values()], c.criterion)),
-)  # fmt: skip
+    mean(lambda c: f"lowest {name_of(c.criterion.scalar)}", "{:.1e}", _lowest),
+)
 ORDER_COLUMNS = (
     arm("order"),
     rate("best lr", edge=False),
-    mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}",
-         lambda c, own: statistics.lowest([*own.runs.values()], c.criterion)),
-    mean(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "{:.0f}", _same_rate),
+    mean(lambda c: f"best {name_of(c.criterion.scalar)}", "{:.2e}", _lowest),
+    end(lambda c: f"epochs to {c.baseline().label}'s best, its lr", "to epoch", "{:.0f}",
+        rate="baseline"),
     own_rate("own lr"),
-    mean("epochs, own lr", "{:.0f}", _fastest_spent("epoch")),
+    end("epochs, own lr", "to epoch", "{:.0f}", rate="fastest"),
     mean("times fewer", "{:.1f}", _times_fewer),
-    mean("seconds, own lr", "{:.2f}", _fastest_spent("seconds")),
+    end("seconds, own lr", "to seconds", "{:.2f}", rate="fastest"),
     metric("{:.4f}"),
     end("last bound L∞", "bound/linf", "{:.2f}"),
 )  # fmt: skip
@@ -176,22 +161,25 @@ def faster(comparison: Comparison, own: Chosen, *, who: bool = False) -> str:
     Args:
       who: say how many seeds arrive where not all do.
     """
-    base = comparison.baseline(own.speed)
-    taken, before = (spent(comparison, of.runs, "seconds") if of else {} for of in (own, base))
-    if math.inf in taken.values():
-        return show(taken.values(), "", "arrive") if who else "-"
-    if not set(taken) & set(before) or math.inf in before.values():
-        return "-"
-    return times(statistics.log_ratios(before, taken))
+    if math.inf in (taken := ends(comparison, own, "to seconds").values()):
+        return show(taken, "", "arrive") if who else "-"
+    logs = against(comparison, own, "to seconds", ratio=True)
+    return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
 
 
 def _per_step(own, name) -> list[float]:
-    return [run[-1][name] / run[-1]["step"] for run in _measured(own, name)]
+    runs = statistics.timed(own.runs) if name == "seconds" else own.runs
+    return [run[-1][name] / run[-1]["step"] for run in runs.values()]
 
 
-def _each(found, form: str) -> str:
-    """The distinct values over seeds, which seldom differ."""
-    return ", ".join(form.format(v) for v in sorted(set(found))) or "-"
+def _each(name: str, form: str, of: Callable) -> Column:
+    """The distinct values of a run's last record over seeds, which seldom differ."""
+
+    def cell(comparison, own):
+        found = sorted({of(run[-1]) for run in own.runs.values()})
+        return ", ".join(form.format(v) for v in found)
+
+    return Column(name, cell)
 
 
 def _periods(comparison, own):
@@ -204,9 +192,9 @@ SYNC_COLUMNS = (
     rate("peak lr"),
     Column("seeds", lambda c, own: f"{len(own.runs)}"),
     metric("{:.4f}"),
-    mean(train_loss, "{:.4f}", lambda c, own: _lasts(c, own, statistics.LOSS)),
-    Column("volume", lambda c, own: _each([volume(r[-1]) for r in own.runs.values()], "{:.2%}")),
-    Column("rounds", lambda c, own: _each(_lasts(c, own, "rounds"), "{}")),
+    end(train_loss, statistics.LOSS, "{:.4f}"),
+    _each("volume", "{:.2%}", volume),
+    _each("rounds", "{}", lambda record: record["rounds"]),
     Column("H", _periods),
     end("seconds", "seconds", "{:.1f}"),
     end("last drift", "drift", "{:.4f}"),
@@ -215,11 +203,11 @@ SYNC_COLUMNS = (
 ECHO_COLUMNS = (
     arm("arm"),
     rate("lr"),
-    to_target("seconds", "seconds", "{:.2f}", "arrive"),
+    end("seconds", "to seconds", "{:.2f}", word="arrive"),
     Column(lambda c: f"times faster than {next(iter(c.arms.values()))}", faster),
-    to_target("loads", "loads", "{:.0f}", "arrive"),
-    to_target("steps", "step", "{:.0f}", "arrive"),
-    to_target("rounds", "rounds", "{:.0f}", "arrive"),
+    end("loads", "to loads", "{:.0f}", word="arrive"),
+    end("steps", "to step", "{:.0f}", word="arrive"),
+    end("rounds", "to rounds", "{:.0f}", word="arrive"),
     mean("ms per step", "{:.2f}", lambda c, own: [1e3 * s for s in _per_step(own, "seconds")]),
     Column("loads per step", lambda c, own: f"{interval(_per_step(own, 'loads'))[0]:.2f}"),
 )
@@ -227,12 +215,12 @@ COMBINED_COLUMNS = (
     arm("arm"),
     rate("best lr"),
     mean(lambda c: f"last {name_of(c.criterion.scalar)}", "{:.3g}",
-         lambda c, own: _lasts(c, own, c.criterion.scalar)),
+         lambda c, own: ends(c, own, c.criterion.scalar).values()),
     metric("{:.4g}"),
-    to_target("steps to the target", "step", "{:.0f}"),
-    to_target("loads", "loads", "{:.0f}"),
-    to_target("sent, in all-reduces", "allreduces", "{:.0f}"),
-    to_target("seconds", "seconds", "{:.2f}"),
+    end("steps to the target", "to step", "{:.0f}"),
+    end("loads", "to loads", "{:.0f}"),
+    end("sent, in all-reduces", "to allreduces", "{:.0f}"),
+    end("seconds", "to seconds", "{:.2f}"),
 )  # fmt: skip
 
 
@@ -268,8 +256,8 @@ def rounded(mean: float, form: str) -> str:
 def name_of(scalar: str) -> str:
     """The name of a scalar in tables and pictures, whether of the last or averaged weights."""
     scalar = scalar.removesuffix(statistics.AVERAGED)
-    if scalar in NAMES:
-        return NAMES[scalar]
+    if scalar in SCALARS:
+        return SCALARS[scalar].label
     part, _, name = scalar.partition("/")
     part = "validation" if part == "valid" else part
     return METRICS[name].label.replace("test", part) if name in METRICS else f"{part} {name}"

@@ -76,7 +76,7 @@ WRONG = {
     "slow_sde --output_dir=new": {
         "workers": "0 ''", "rates": "0 nan '' 1e-9 100 1e-300 x", "repetitions": "1",
     },
-    "verdicts --check": {"record": "file /nonexistent m4", "claims": "cats"},
+    "claims --record=new": {"record": "file /nonexistent m4", "claims": "cats"},
     "launch -- experiments.train": {"processes": "0 -1 x 99999999999999999999"},
 }  # fmt: skip
 # Lines as a whole, each refused by a line that has this text.

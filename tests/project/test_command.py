@@ -148,7 +148,7 @@ def test_the_command_of_a_wheel_finds_experiments_that_no_import_finds(unpacked,
 
     listed = ran([sys.executable, "-P", "-m", "syncopate.command"], elsewhere, PYTHONPATH=unpacked)
     assert "  cd_grab " in listed
-    assert "verdicts" not in listed and "verdicts" in command.experiments()
+    assert "  claims " not in listed and "claims" in command.experiments()
     code = f"""
 import os, runpy, sys
 from importlib.machinery import PathFinder

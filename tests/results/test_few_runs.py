@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from experiments import cd_grab, combined, echoing, qsr
-from experiments.results import report, statistics
+from experiments.results import plots, report, statistics, tables
 from experiments.results.statistics import Criterion
 from experiments.study import cost
 
@@ -78,3 +78,18 @@ def test_a_report_is_written_without_a_warning(name, case, tmp_path):
         assert not [*tmp_path.glob("comparison*.png")] and "all diverge" in text
     elif fields.keys() & {"seeds", "rates", "ends"}:
         assert all((tmp_path / picture).exists() for picture in pictures)
+
+
+def test_a_scalar_that_no_table_names_has_a_panel_over_steps_and_its_name(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, path, title: figures.append(figure))
+    study, new = cd_grab.STUDY, {"sent/clipped": 0.5}
+    labels = {name: arm.label for name, arm in study.arms.items()}
+    for more in ({}, new):
+        kept = [r | {k: v + 1e-3 * r["step"] for k, v in more.items()} for r in records(study)]
+        compared = statistics.compare(kept, labels, study.criterion)
+        plots.comparison(compared, study.panels, str(tmp_path / "x.png"), "title")
+    before, after = ([axis.get_ylabel() for axis in f.axes if axis.get_ylabel()] for f in figures)
+    assert after == [*before, "sent clipped"] and figures[1].axes[-2].get_xlabel() == "steps"
+    column = tables.end("clipped", "sent/clipped", "{:.2f}")
+    assert tables.table(compared, [column]).splitlines()[2] == "| 0.53 ± 0.00 |"

@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from experiments import combined, slowrun, verdicts
-from experiments.results import archive, gains, report, tables, verdict_page
+from experiments import combined, slowrun
+from experiments.results import archive, report, tables
 from experiments.study import cost
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,12 +23,6 @@ def check(text, whole):
     lost = [line for line in text.splitlines() if line not in lines]
     assert not lost, "\n".join(lost)
     assert text in whole
-
-
-def test_the_pages_of_verdicts_are_up_to_date():
-    recorded = verdict_page.load()
-    rows = verdict_page.rows(recorded, verdicts.claims())
-    verdicts.check(verdicts.pages(rows, recorded))
 
 
 @pytest.mark.parametrize("name", FACTORIALS)
@@ -51,7 +45,7 @@ def test_many_epochs_over_little_text():
 @pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "lstm_adamw", "gpt2_sketches"])
 def test_orders_of_models_of_text_and_images(name):
     whole = page("orders.md")
-    check(gains.section(archive.load(name)), whole)
+    check(report.gains(archive.load(name)), whole)
     assert all(line in whole for line in archive.commands(archive.FOLDER / name))
 
 

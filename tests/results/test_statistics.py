@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import combined
-from experiments.results import report, statistics, tables
+from experiments.results import frame, report, statistics, tables
 from experiments.results.statistics import Criterion, compare
 from experiments.study import cost
 from tests.recorded_runs import cells
@@ -79,6 +79,65 @@ def test_averaged_weights_have_a_table_at_their_own_best_rates():
     lost = {k: v for k, v in lost.items() if "/" not in k}  # such a record has no scalars
     of_averages = compare([*kept, lost], ARMS, LOWEST).averaged
     assert of_averages.chosen["cd_grab", None].rate == 0.1
+
+
+RR = {0: [8.0, 4.0, 2.0, 1.0], 1: [9.0, 5.0, 3.0, 2.0]}
+FASTER = {0: [4.0, 1.0, 0.75, 0.5], 1: [5.0, 2.0, 1.75, 1.5]}  # in half the epochs, by half a unit
+
+
+def gains_of(curves, averaged=None):
+    """The cells of `gains`, of {arm: {seed: losses after epochs 1, 2, ...}} and of averages."""
+    kept = [
+        r | {"step": 10 * (r["epoch"] + 1), "epoch": r["epoch"] + 1}
+        | ({"train/loss/averaged": averaged[arm][seed][r["epoch"]]} if averaged else {})
+        for arm, by_seed in curves.items() for seed, losses in by_seed.items()
+        for r in run(arm, 0.1, seed, losses)
+    ]  # fmt: skip
+    text = report.gains(compare(kept, {arm: ARMS[arm] for arm in curves}, LOWEST))
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n")]
+
+
+def test_gains_at_the_end_are_paired_by_seed():
+    head, _, base, own = gains_of({"rr": RR, "cd_grab": FASTER})
+    assert head[4:] == ["train loss", "less D-RR", "times fewer epochs at this lr (geometric mean)"]
+    assert base == ["D-RR", "last", "0.1", "2", "1.5000 ± 6.3531", "-", "1.00"]
+    assert own[5:] == ["-0.5000 ± 0.0000", "2.00"]
+    assert gains_of({"rr": RR}) == [[]], "a baseline alone has none"
+    nothing = {seed: [math.nan] * 4 for seed in RR}
+    assert gains_of({"rr": nothing, "cd_grab": FASTER})[-1][5:] == ["-", "0 of 2 arrive"]
+
+
+def test_gains_of_averaged_weights_follow_and_count_the_seeds_that_arrive():
+    better = {seed: [x / 2 for x in losses] for seed, losses in RR.items()}
+    late = {0: [8.0, 4.0, 2.0, 1.5], 1: [5.0, 2.0, 1.75, 1.5]}
+    found = gains_of({"rr": RR, "cd_grab": FASTER}, {"rr": better, "cd_grab": late})
+    assert [row[1] for row in found[2:]] == ["last", "last", "averaged", "averaged"]
+    assert found[-1][-1] == "0 of 2 arrive" and found[-2][4].startswith("0.7500")
+
+
+@pytest.mark.parametrize(
+    "target,at", [(9.0, 1.0), (4.0, 3.0), (3.0, 4.0), (2.0, 5.0), (1.0, math.inf)]
+)
+def test_a_curve_arrives_between_its_points_that_are_finite(target, at):
+    curve = zip([0, 1, 3, 5, 7], [None, 8.0, 4.0, 2.0, 5.0], strict=True)
+    assert report.arrival([{"epoch": e, "x": x} for e, x in curve], "x", target) == at
+
+
+def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
+    kept = [*both("rr", 0.1, [8, 4, 2]), *run("rr", 0.1, 2, [8, 4, 3], timed=False),
+            *run("cd_grab", 0.1, 1, [8, 1, 1]), *run("cd_grab", 0.1, 0, [8, 2, 0.5]),
+            *run("cd_grab", 0.1, 3, [8, 8, 8])]  # fmt: skip
+    compared = compare(kept, ARMS, Criterion(when="target", target=2.0))
+    found = frame.frame(compared)
+    assert [*found.index] == [("rr", 0), ("rr", 1), ("rr", 2), *(("cd_grab", s) for s in (0, 1, 3))]
+    assert found.loc["rr", "to epoch"].tolist() == [2, 2, math.inf]
+    assert found.loc["rr", "seconds"].tolist()[:2] == [1, 1] and math.isnan(found.seconds["rr", 2])
+    less = frame.paired(found, "cd_grab", "rr", "train/loss")
+    assert less.tolist() == [-1.5, -1.0]  # of seeds 0 and 1, which both have
+    logs = frame.paired(found, "cd_grab", "rr", "to epoch", ratio=True)
+    np.testing.assert_allclose(logs, np.log([2, 2]))
+    assert frame.paired(found, "cd_grab", "rr", "bound/linf").size == 0  # never measured
+    assert frame.paired(found, "unzip", "rr", "train/loss").size == 0  # never ran
 
 
 def test_intervals_are_student_s_t():

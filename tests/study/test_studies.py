@@ -24,7 +24,7 @@ STUDIES = {  # the study, its flags, its pictures
         echoing,
         ["--width=8", "--arms=none,diffusion", "--speeds=2", "--total_steps=40", "--horizon=20",
          "--evaluate_every=5", "--target=0.5", "--step_seconds=0.001"],
-        ["comparison_R2.png", "time_to_target.png"],
+        ["comparison_R2.png"],
     ),
     "combined": (
         combined, [*RUN, "--echo_factor=2", "--learning_rates=0.1"],

@@ -1,0 +1,371 @@
+r"""Prints each published claim of the papers beside ours, with its interval and a verdict.
+
+    python -m experiments.claims > docs/results/papers.md   # how that page is made
+    python -m experiments.claims --record=results/hmda      # keeps a study's output as run hmda
+
+Nothing is trained: everything comes from the records in experiments/runs, in seconds. A claim is a
+row of `claims`; its effect is that of two arms, paired by seed, with a 95 % interval, and positive
+as claimed: points of an accuracy, logarithms of ratios of losses and costs.
+"""
+
+import math
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from absl import flags
+
+from experiments import forecast
+from experiments.cluster import entry, files
+from experiments.results import archive, report, statistics, tables
+from experiments.results.frame import COSTS, FLOOR
+from experiments.results.statistics import ABOVE, AVERAGED, LOSS, Comparison
+from experiments.study import recipes, trainer
+from experiments.study.flags import definer
+
+LEAST_SEEDS = 3
+_CIFAR = "means of 2 x 2 pixels, 20,000 training images, "
+_SMALL = "CIFAR-10 at 16 x 16 for ImageNet, 16 epochs for "
+_BATCHES = f"{_CIFAR}batches of 4 x 32 for 4,096"
+_WIDE = "; 64 workers of one example per step; only the first orders differ between arms"
+_JERSEY = "New Jersey for New York"
+RUNS = {  # (the task, what is smaller than published, the page that has its tables if not ours)
+    "hmda": ("HMDA, logistic regression, W = 4", _JERSEY, ""),
+    "hmda_cosine": ("HMDA, cosine decay, W = 4", _JERSEY, ""),
+    "digits_w64": ("digits, softmax regression, W = 64", f"24 units per worker{_WIDE}", ""),
+    "sst2_w64": ("SST-2, linear head, W = 64",
+                 f"TF-IDF of the text in 256 dimensions for frozen BERT's features{_WIDE}", ""),
+    "hmda_w64": ("HMDA, logistic regression, W = 64", f"{_JERSEY}{_WIDE}", ""),
+    "m4_constant": ("M4 Weekly, constant rate, W = 4", "15 epochs for 30", ""),
+    "lstm_constant": ("WikiText-2, LSTM, constant rate, W = 4",
+                      "test.txt trains, 10 epochs for 50; 4,096 words", ""),
+    "m4": ("M4 Weekly, W = 4", "15 epochs for 30; decay every 5", ""),
+    "lstm": ("WikiText-2, LSTM, W = 4",
+             "test.txt trains, 15 epochs for 50; valid.txt tests: compares with no published "
+             "perplexity; 4,096 words, decay every 5", ""),
+    "gpt2": ("GPT-2, W = 64",
+             "WikiText-2's test.txt, width 64, 8 epochs; for WikiText-103, 128 and 30; valid.txt "
+             "tests; 2,048 words, windows of 64 for 128, lr 1e-3 and 2e-3 for 5e-4", ""),
+    "lenet_w64": ("CIFAR-10, LeNet, W = 64",
+                  "4,096 images, 25 epochs for 100; lr 1e-2 and 2e-2 for 1e-3 and 5e-3", ""),
+    "qsr_cifar10_vit": ("CIFAR-10, ViT, Local AdamW",
+                        f"{_SMALL}300; {_BATCHES}, 60,586 parameters", "local_steps.md"),
+    "qsr_cifar10_resnet": ("CIFAR-10, ResNet-8, Local SGD",
+                           f"{_SMALL}200; {_BATCHES}, 19,218 parameters", "local_steps.md"),
+    "qsr_digits_mlp": (
+        "150 digits, perceptron, Local SGD",
+        "few images, fitted for 500 to 5,000 epochs; growth of alpha 4; batches of 8 x 4", ""),
+    "echo_resnet": ("CIFAR-10, ResNet-8", f"16 x 16, to 38 %; {_CIFAR}two workers", "echoing.md"),
+    "echo_resnet_gn": ("CIFAR-10, ResNet-8 with group normalisation",
+                       f"16 x 16, to 38 %; {_CIFAR}two workers", ""),
+    "echo_digits": ("digits, perceptron of two layers of 512", "800 images, to 96 %", ""),
+    "echo_mobilenet": ("CIFAR-10, MobileNet-V2", f"16 x 16, to 33 %; {_CIFAR}two workers",
+                       "echoing.md"),
+    "echo_shakespeare": ("GPT", "characters of Shakespeare, width 64; for WikiText-2; two workers",
+                         "echoing.md"),
+}  # fmt: skip
+CONTROLS = {  # what should not have the effect of a pair of arms
+    ("cd_grab", "rr"): ("unzip", "id_mean", "id_pair"),
+    ("qsr", "parallel"): ("constant",),
+    ("diffusion", "none"): ("local", "larger_lr", "accumulate"),
+}
+
+
+class Claim(NamedTuple):
+    """One arm does better than another in a recorded run."""
+
+    run: str  # of RUNS
+    text: str  # after the run's title
+    what: str  # a scalar at the end of the run, or a cost to the baseline's target
+    paper: str = ""  # what was published; "": no paper says it, it is ours
+    size: float = 0.0  # that was published, as an effect counts; 0: the direction alone
+    arm: str = "cd_grab"
+    base: str = "rr"
+    rate: float | None = None  # the learning rate of both; None: each at its own best
+    speed: float | None = None  # R of slow input
+    averaged: bool = False  # of averaged weights, by which own rates and the target are chosen
+    more_than: str = ""  # a run in which the effect is claimed to be smaller
+
+
+def ratio(less: float, more: float) -> float:
+    return math.log(more / less)
+
+
+LENET = "~.65 against ~.69 to .70", ratio(0.65, 0.695)
+BEST = "epochs to D-RR's best"
+FALLS = "independent balance falls to D-RR's level (LeNet)"
+RULES = {"constant": "constant H", "parallel": "parallel", "inverse": "H ~ 1/η, as many syncs",
+         "cubic": "H ~ 1/η³, as many syncs"}  # fmt: skip
+RULED = (  # (run, published: over which rule, how much)
+    ("qsr_cifar10_vit", {"constant": ("+1.66 points", 1.66), "parallel": ("~+1.1 points", 1.1)}),
+    ("qsr_cifar10_resnet", dict.fromkeys(("constant", "parallel"), ("higher", 0.0))),
+    ("qsr_digits_mlp", dict.fromkeys(RULES, ("higher", 0.0))),
+)
+ECHOED = {"echo_resnet": (2, 8), "echo_resnet_gn": (2,), "echo_digits": (4,),
+          "echo_mobilenet": (2, 8), "echo_shakespeare": (2, 8)}  # fmt: skip
+PUBLISHED = (
+    Claim("hmda", "train loss", LOSS, "~.33545 against ~.3373", ratio(0.33545, 0.3373), rate=5e-3),
+    Claim("m4", "test sMAPE", "test/smape", "~8.51 against ~8.87", ratio(8.51, 8.87), rate=1e-3),
+    Claim("lstm", "test perplexity", "test/perplexity", "~224 against ~232", ratio(224, 232),
+          rate=5.0),
+    Claim("gpt2", "train loss", LOSS, "4.098 against 4.1045", ratio(4.098, 4.1045), rate=1e-3),
+    Claim("lenet_w64", "train loss", LOSS, *LENET, rate=1e-2),
+    Claim("hmda", BEST, "epoch", "~4 times fewer", ratio(1, 4)),
+    Claim("gpt2", BEST, "epoch", "~10 % fewer", ratio(0.9, 1)),
+    Claim("lenet_w64", BEST, "epoch", "lr 5e-3: ~5 times fewer", ratio(1, 5)),
+    *(Claim(run, f"{BEST} against independent pair", "epoch", FALLS, base="id_pair")
+      for run in ("digits_w64", "sst2_w64", "hmda_w64")),
+    Claim("lenet_w64", "train loss against independent pair", LOSS, *LENET, base="id_pair",
+          rate=1e-2),
+    Claim("hmda", "gain of train loss, against that with cosine decay", LOSS, "the gap shrinks",
+          more_than="hmda_cosine"),
+    *(Claim(run, f"QSR, test accuracy over {RULES[other]}", "test/accuracy", *known, "qsr", other)
+      for run, published in RULED for other, known in published.items()),
+    *(Claim(run, f"error diffusion, R = {speed}, loads to the target", "loads",
+            f"linear: {speed} times less", ratio(1, speed), "diffusion", "none", speed=speed)
+      for run, speeds in ECHOED.items() for speed in speeds),
+    Claim("echo_digits", "R = 4, a falling p (cosine) against a constant p, loads", "loads", "less",
+          0.0, "diffusion+cosine", "diffusion", speed=4),
+)  # fmt: skip
+OURS = (
+    *(Claim(run, BEST, "epoch") for run in ("digits_w64", "sst2_w64", "m4_constant",
+                                            "lstm_constant")),
+    *(claim for run, scalar in (("digits_w64", ABOVE), ("hmda", ABOVE), ("sst2_w64", LOSS))
+      for claim in (Claim(run, f"averaged weights, {tables.name_of(scalar)}", scalar,
+                          averaged=True),
+                    Claim(run, f"averaged weights, {BEST}", "epoch", averaged=True))),
+    Claim("hmda", "train loss against unzip, which uses no gradients", LOSS, base="unzip"),
+)  # fmt: skip
+PLANNED = {  # settings whose plan needs no run
+    "imagenet_vit_b": ("QSR, ViT-B, 300 epochs", "9,711 rounds, 10.375 %"),
+    "imagenet_resnet152": ("QSR, ResNet-152, 200 epochs", "24,792 rounds, 39.731 %"),
+}
+
+
+class Effect(NamedTuple):
+    """How much better one arm is than another.
+
+    Fields:
+      values: {seed: positive as claimed}, of a claim's two arms.
+      text: what was seen, with the interval; note: what else there is to say.
+      late: how many seeds of the arm, of its base, never reach the target: they count as if they
+        did at the end of the run.
+    """
+
+    values: Mapping[int, float] = {}
+    text: str = "-"
+    note: str = ""
+    late: tuple[int, int] = (0, 0)
+
+
+def verdict(size: float, effect: Effect) -> str:
+    """The verdict on an effect, from its 95 % interval.
+
+    Reproduced are at least half of the published size, where one is published, as the estimate of
+    an interval that excludes 0. If an arm never arrives with some seed, its interval is a bound: on
+    the side on which the arm does better than was seen nothing is decided.
+    """
+    seeds, (late, late_base) = len(effect.values), effect.late
+    if seeds < LEAST_SEEDS:
+        return f"not run: {seeds} of {LEAST_SEEDS} seeds"
+    mean, half = statistics.interval(effect.values.values())
+    if mean - half > 0 and not late:
+        if not size:
+            return "same direction"
+        return "reproduced" if mean >= size / 2 else "undecided" if late_base else "smaller"
+    if mean + half < 0 and not late_base:
+        return "opposite"
+    none = size and mean - half <= 0 and mean + half < size / 2 and not late_base
+    return "none of that size" if none else "undecided"
+
+
+def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
+    """The effect of a claim in the recorded runs, by their names."""
+    if claim.more_than:
+        more, less = (effect_of(claim._replace(run=run, more_than=""), recorded)
+                      for run in (claim.run, claim.more_than))  # fmt: skip
+        both = {s: v - less.values[s] for s, v in more.values.items() if s in less.values}
+        return Effect(both, f"{more.text}; with decay {less.text}")
+    compared = recorded.get(claim.run)
+    compared = compared.averaged if compared and claim.averaged else compared
+    own = _measured(claim, compared, claim.arm) if compared else {}
+    base = _measured(claim, compared, claim.base) if compared else {}
+    seeds = [seed for seed in own if seed in base]
+    if not seeds:
+        lost = [
+            f"{compared.arms[arm]} diverges" for arm in (claim.arm, claim.base)
+            if compared and statistics.diverged(compared.records, arm, claim.speed)
+        ]  # fmt: skip
+        return Effect(note=", ".join(lost))
+    better, accuracy = _better(claim, own, base), claim.what == "test/accuracy"
+    late = tuple(sum(of[seed].late for seed in seeds) for of in (own, base))
+    pair = [np.mean([of[seed].value for seed in seeds]) for of in (own, base)]
+    mean, half = statistics.interval(better.values())
+    if accuracy:
+        text = "{:.2f} % against {:.2f} %: ".format(*(100 * m for m in pair))
+        text += f"{mean:+.2f} ± {half:.2f} points"
+    elif claim.what in COSTS:
+        text = "{:.3g} against {:.3g} ".format(*pair) + tables.name_of(claim.what)
+        text += f": {tables.times(list(better.values()))} times less"
+    else:
+        change = 100 * np.expm1((-mean, -mean - half, half - mean))
+        text = "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*pair, *change)
+    rates = dict.fromkeys(of[seeds[0]].rate for of in (own, base))
+    text += "; lr " + " and ".join(f"{rate:g}" for rate in rates)
+    if any(late):
+        n = len(seeds)
+        text += f"; {n - late[0]} of {n} seeds arrive, of {compared.arms[claim.base]} {n - late[1]}"
+    also = []
+    for arm in CONTROLS.get((claim.arm, claim.base), ()) if mean - half > 0 else ():
+        control = _better(claim, _measured(claim, compared, arm), base)
+        if control and np.mean([*control.values()]) >= mean / 2:
+            also.append(f"{compared.arms[arm]} as well")
+    return Effect(better, text, ", ".join(also), late)
+
+
+class Measured(NamedTuple):
+    value: float
+    rate: float
+    late: bool = False
+
+
+def _measured(claim, compared, arm) -> dict[int, Measured]:
+    """{seed: what an arm has at its learning rate}."""
+    rate, runs = _chosen(claim, compared, arm)
+    if claim.what not in COSTS:
+        scalar = claim.what + AVERAGED * claim.averaged
+        return {seed: Measured(statistics.last(run, scalar), rate) for seed, run in runs.items()}
+    spent = statistics.spent(compared, runs, claim.what)
+    return {
+        seed: Measured(runs[seed][-1][claim.what] if math.isinf(cost) else cost, rate,
+                       math.isinf(cost)) for seed, cost in spent.items()
+    }  # fmt: skip
+
+
+def _chosen(claim, compared, arm) -> tuple[float | None, dict]:
+    """(learning rate, runs by seed): the given one, the best at the end, or to the target."""
+    records, criterion = compared.records, compared.criterion
+    if claim.rate is None and criterion.when == "lowest" and claim.what in COSTS:
+        return statistics.fastest(compared, arm)
+    if claim.rate is None and criterion.when != "lowest":
+        own = compared.chosen.get((arm, claim.speed))
+        return (own.rate, own.runs) if own else (None, {})
+    last = criterion._replace(when="last")
+    rate = claim.rate or statistics.best_rate(records, arm, claim.speed, last)
+    return rate, statistics.tuned(records, arm, claim.speed).get(rate, {})
+
+
+def _better(claim, own, base) -> dict[int, float]:
+    """{seed: effect}, of those that both have."""
+    own, base = ({seed: of.value for seed, of in side.items()} for side in (own, base))
+    seeds = [seed for seed in own if seed in base]
+    if claim.what == "test/accuracy":
+        return {seed: 100 * (own[seed] - base[seed]) for seed in seeds}
+    logs = statistics.log_ratios(base, own, floor=FLOOR.get(f"to {claim.what}", 1e-12))
+    return dict(zip(seeds, logs, strict=True))
+
+
+HEAD = """# The papers' claims and our runs
+
+What the papers claim beside ours: this page is what `python -m experiments.claims` prints of the
+records in `experiments/runs`. Arms are compared seed by seed, at the learning rate that is given,
+else each at its own best, which the study's criterion chose. Brackets and ± are 95 % intervals over
+seeds; means of factors are geometric. An effect counts as claimed, in points or as the logarithm of
+a ratio.
+
+| verdict               | 95 % interval of the effect                                       |
+| --------------------- | ----------------------------------------------------------------- |
+| **reproduced**        | above 0, and its middle is at least half of the published size    |
+| **smaller**           | above 0, and its middle is less than half of the published size   |
+| **same direction**    | above 0, where a paper gives no size, or the claim is ours        |
+| **none of that size** | includes 0, and ends below half of the published size             |
+| **opposite**          | below 0                                                           |
+| **undecided**         | includes 0, and half of the published size if there is one        |
+
+*As well*: a control, which should not have the effect, shows at least half of ours. With few
+workers independent balance is expected to. A seed that never reaches the target, the best mean of
+D-RR or the study's own, counts as if it did at the end of its run: the effect is then a bound, and
+what it does not show is undecided. *Averaged weights* are of an epoch's steps or exponential,
+whichever has the lowest training loss. Seconds are no claim: other work shared the machine when
+they were taken. Published numbers with ~ were read off plots.
+
+Every arm is trained at all learning rates with seed 0, and at its two best with all seeds, in
+`cd_grab` at all. A rate at which a seed diverges is dropped. `qsr` and `echoing` choose by a metric
+on one half of the test set and report the other; `cd_grab` by the lowest mean training loss. Best
+rates at the edge of the grid, 2 for the LSTM, 1e-2 for LeNet, 2e-3 for GPT-2 and 0.04 on HMDA with
+cosine decay, may have better ones beyond. To add seeds, give a run's command below more `--seeds`
+and an `--output_dir` named as the run, and then `python -m experiments.claims --record=DIR`."""
+
+
+def page(folder=archive.FOLDER) -> str:
+    """The Markdown of all claims and of their runs."""
+    recorded = {name: archive.load(name, folder) for name in RUNS}
+    recorded = {name: own for name, own in recorded.items() if own}
+    parts, tested = [], 0
+    for head, claims in (("Published", PUBLISHED), ("Ours", OURS)):
+        rows, words = [], []
+        for claim in claims:
+            effect = effect_of(claim, recorded)
+            words.append(verdict(claim.size, effect))
+            note = f"; {effect.note}" if effect.note else ""
+            at = f", lr {claim.rate:g}" if claim.rate else ""
+            rows.append({
+                "claim": f"[{RUNS[claim.run][0]}](#{claim.run}): {claim.text}{at}",
+                **({"published": claim.paper} if claim.paper else {}), "ours": effect.text,
+                "verdict": words[-1] + note, "seeds": len(effect.values) or "-",
+            })  # fmt: skip
+        known = [word for word in words if not word.startswith("not run")]
+        tested += len(known)
+        counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+        parts += [f"## {head}", f"{len(rows)} claims, {len(known)} tested: {counts}."]
+        parts += [tables.markdown(rows)]
+    chance = (
+        f"{tested} claims were tested, each at the level of 95 %: about {0.05 * tested:.0f} of "
+        "these intervals may miss by chance."
+    )
+    plans = []
+    for name, (text, published) in PLANNED.items():
+        plan = trainer.plans_of(*recipes.planned(name), forecast.arm_of("qsr")).sync
+        ours = f"{plan.rounds:,} rounds, {100 * plan.volume:.3f} %"
+        word = "reproduced" if ours == published else "none of that size"
+        plans += [{"claim": f"{text}: rounds, volume against parallel", "published": published,
+                   "ours": ours, "verdict": word}]  # fmt: skip
+    runs = [section(name, own, pathlib.Path(folder, name)) for name, own in recorded.items()]
+    return "\n\n".join([
+        HEAD, chance, *parts, "## Plans, which need no run", tables.markdown(plans),
+        "## Runs", *runs,
+    ])  # fmt: skip
+
+
+def section(name: str, comparison: Comparison, path: pathlib.Path) -> str:
+    """A recorded run: how it was made, and its tables or the page that has them."""
+    title, scaled, elsewhere = RUNS[name]
+    versions = files.read_json(path / archive.VERSIONS)
+    columns = {"cd_grab": tables.ORDER_COLUMNS, "qsr": tables.SYNC_COLUMNS,
+               "echoing": tables.ECHO_COLUMNS}[comparison.records[0]["study"]]  # fmt: skip
+    made = f"JAX {versions['jax']} on {versions['device']}"
+    parts = [f"### {name}", f"{title}. Scaled down: {scaled}. {made}.",
+             "\n".join(f"    {line}" for line in archive.commands(path))]  # fmt: skip
+    if elsewhere:
+        return "\n\n".join([*parts, f"Tables: [{elsewhere}]({elsewhere})."])
+    parts += [tables.table(comparison, columns, speed) for speed in comparison.speeds]
+    return "\n\n".join(filter(None, [*parts, report.diverged_rates(comparison)]))
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    text = "output folder of a study, to keep as the recorded run of that name"
+    definer(values)(flags.DEFINE_string, "record", None, text)
+
+
+def main(values: flags.FlagValues) -> None:
+    if values.record is not None:
+        target = archive.FOLDER / pathlib.Path(values.record).name
+        archive.record(values.record, target)
+        return print(f"Recorded in {target}", file=sys.stderr)
+    print(page())
+
+
+if __name__ == "__main__":
+    entry.main(define_flags, main)
