@@ -9,9 +9,6 @@ from experiments.results import archive, report, tables
 from experiments.study import cost
 
 ROOT = pathlib.Path(__file__).parents[2]
-FACTORIALS = (
-    "digits", "digits_pair", "digits_growth", "digits_constant", "digits_sketch", "shakespeare",
-)  # fmt: skip
 
 
 def page(name):
@@ -25,14 +22,15 @@ def check(text, whole):
     assert text in whole
 
 
-@pytest.mark.parametrize("name", FACTORIALS)
+@pytest.mark.parametrize("name", ["digits", "digits_pair", "digits_constant", "shakespeare"])
 def test_the_factorials(name):
     comparison, whole = archive.load(f"combined_{name}"), page("combined.md")
     assert len(comparison.chosen) == 8
-    check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
     check(report.target_line(comparison), whole)
-    for section in (combined.effects_table, combined.priced_table(cost.machines(4.0, 2.0))):
-        check(section(comparison)[1], whole)
+    check(combined.effects_table(comparison)[1], whole)
+    if name in ("digits", "shakespeare"):
+        check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
+        check(combined.priced_table(cost.machines(4.0, 2.0))(comparison)[1], whole)
     assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
 
 
@@ -42,7 +40,7 @@ def test_many_epochs_over_little_text():
     assert all(line in whole for line in archive.commands(archive.FOLDER / "slowrun"))
 
 
-@pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "lstm_adamw", "gpt2_sketches"])
+@pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "gpt2_sketches"])
 def test_orders_of_models_of_text_and_images(name):
     whole = page("orders.md")
     check(report.gains(archive.load(name)), whole)
@@ -61,7 +59,6 @@ def test_the_rules_of_local_steps(name):
 def test_outer_momentum_fragments_and_muon(name):
     comparison, whole = archive.load(name), page("outer.md")
     check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
-    check(report.sweep(comparison, head="rule"), whole)
     assert all(line in whole for line in archive.commands(archive.FOLDER / name))
 
 
@@ -72,4 +69,3 @@ def test_the_arms_of_slow_input(name):
     assert comparison.speeds == (2, 8)
     for speed in comparison.speeds:
         check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
-        check(report.sweep(comparison, speed), whole)
