@@ -23,34 +23,10 @@ from jaxtyping import Array, Float32, Key, PyTree
 from ordering.base import check_key
 from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
 from ordering.rows import Rows, as_float32, leading_size, tree_size
-from ordering.sketches.linear import (
-    MOST,
-    SIZE,
-    Leaf,
-    Map,
-    fold,
-    grouped_sums,
-    maps_of,
-    of_slice,
-    sketch,
-    sums_of_matrix,
-    table_of_sums,
-    times,
-)
+from ordering.sketches import linear, walk
+from ordering.sketches.linear import MOST, SIZE, Leaf, Map, times
 from ordering.sketches.scale import scaled_maps, whole_scale
-from ordering.sketches.walk import (
-    Hooks,
-    Shared,
-    Use,
-    apart,
-    as_own,
-    data_of,
-    entering,
-    evaluate,
-    raw,
-    read,
-    walk,
-)
+from ordering.sketches.walk import Hooks, Shared, Use
 from syncopate.mesh import automatic, varying
 from syncopate.plans import check_whole
 
@@ -122,7 +98,7 @@ def sketched(
     @signed_as(loss)
     def gradients(params, batch, key, scale=None):
         if tree_size(params) <= size:
-            kept = sketch(sketch_key, size=size)
+            kept = linear.sketch(sketch_key, size=size)
 
             def to_sketch(g):
                 if scale is None:
@@ -131,24 +107,24 @@ def sketched(
 
             return per_example(loss, has_aux=has_aux, to_sketch=to_sketch)(params, batch, key)
         units, keys = units_of(params, batch, key)
-        example = jax.tree.map(lambda x: x[0], batch)
-        plan, program, of_terms = _analyse(of_one, varying(params, batch), example, keys[0], size)
+        first = jax.tree.map(lambda x: x[0], batch), keys[0]
+        plan, program, of_terms = _analyse(of_one, varying(params, batch), first, size)
         _warn_of_copies(plan.leaves, units)
-        maps = maps_of(plan.leaves, sketch_key)
+        maps = linear.maps_of(plan.leaves, sketch_key)
         if scale is not None:
             maps = scaled_maps(plan.leaves, maps, params, varying(scale, batch))
 
         def total(params, zeros):
             params = varying(params, batch)  # typed as varying over devices, like the batch
-            losses, aux = jax.vmap(functools.partial(program, params, maps))(zeros, batch, keys)
+            of_units = jax.vmap(functools.partial(program, params, maps))
+            losses, aux = of_units(zeros, (batch, keys))
             return jnp.mean(losses), (losses, aux)
 
         zeros = varying(zeros_of(plan, units, size), batch)
         (_, (losses, aux)), (mean, found) = jax.value_and_grad(total, (0, 1), has_aux=True)(
             params, zeros
         )
-        of_each = of_terms(varying(params, batch), example, keys[0], units)
-        found = with_terms(plan, maps, found, of_each)
+        found = with_terms(plan, maps, found, of_terms(varying(params, batch), first, units))
         losses, rows = losses.astype(jnp.float32), units * added_up(maps, found)
         return (losses, aux) if has_aux else losses, mean, Rows.of(rows)
 
@@ -178,41 +154,28 @@ def sketched_parameters(
     check_params(params)
     leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
     size = check_whole("size", size, 1, MOST)
-    params, example, key = jax.eval_shape(
-        lambda params, batch, key: (params, jax.tree.map(lambda x: x[0], batch), key),
-        params, batch, key,
-    )  # fmt: skip
-    return _analyse(loss_alone(loss, False), params, example, key, size)[0].leaves
+    example = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
+    return _analyse(loss_alone(loss, False), params, (example, key), size)[0].leaves
 
 
-def _analyse(of_one, params, example, key, size):
-    """For a loss of one example: its plan, `(params, maps, zeros, example, key) -> (loss, aux)`,
-    and the gradients of what all units share.
+def _analyse(of_one, params, rest, size):
+    """For a loss of one example, the rest being (example, key): its plan,
+    `(params, maps, zeros, rest) -> (loss, aux)`, and the gradients of what all units share.
     """
 
-    def one(params, example, key):
+    def of_unit(params, rest):
+        example, key = rest
         return of_one(params, jax.tree.map(lambda x: x[None], example), key)
 
-    leaves, tree = jax.tree.flatten(params)
-    flat_example, example_tree = jax.tree.flatten(example)
-    closed, found = jax.make_jaxpr(
-        lambda leaves, rest, key: one(
-            jax.tree.unflatten(tree, leaves), jax.tree.unflatten(example_tree, rest), key
-        ),
-        return_shape=True,
-    )(leaves, flat_example, key)
-    results = jax.tree.structure(found)
-    plan = plan_of(closed, params, (leaves, flat_example, key), size)
+    closed, found = jax.make_jaxpr(of_unit, return_shape=True)(params, rest)
+    plan = plan_of(closed, params, rest, size)
 
-    def program(params, maps, zeros, example, key):
-        own = [
-            entering(i, value, copied(i, value, maps[i], zeros))
-            if leaf.how == "copied"
-            else entering(i, value)
-            for i, (leaf, value) in enumerate(
-                zip(plan.leaves, jax.tree.leaves(params), strict=True)
-            )
-        ]
+    def program(params, maps, zeros, rest):
+        copies = {
+            i: copied(plan.leaves, maps, zeros, i, value)
+            for i, value in enumerate(jax.tree.leaves(params))
+            if plan.leaves[i].how == "copied"
+        }
         terms = Terms([])
 
         def term(shared):
@@ -220,17 +183,10 @@ def _analyse(of_one, params, example, key, size):
             return shared.value + own.reshape(shared.value.shape)
 
         site = functools.partial(site_of, plan.leaves, maps, zeros)
-        hooks = Hooks(site, term=term)
-        own += [*jax.tree.leaves(example), key]
-        loss, *aux = walk(closed.jaxpr, closed.consts, own, hooks)
-        found = [data_of(loss, "the result", hooks), *map(raw, aux)]
-        return jax.tree.unflatten(results, found)
+        values = walk.results(closed, params, rest, Hooks(site, term=term), copies)
+        return jax.tree.unflatten(jax.tree.structure(found), values)
 
-    def of_terms(params, example, key, units):
-        rest = [*jax.tree.leaves(example), key]
-        return gradients_of_terms(closed, jax.tree.leaves(params), rest, plan, units)
-
-    return plan, program, of_terms
+    return plan, program, functools.partial(gradients_of_terms, closed, plan)
 
 
 def _warn_of_copies(leaves, units):
@@ -255,10 +211,10 @@ class Plan(NamedTuple):
     terms: list[tuple[int, ...]]
 
 
-def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) -> Plan:
+def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree, size: int) -> Plan:
     """The plan from a walk that records all uses."""
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-    shapes = [jnp.shape(leaf) for leaf in args[0]]
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(params)]
     seen, met = [[] for _ in shapes], Terms([])
     unknown = [[] for _ in shapes]
     ranks = [0] * len(shapes)  # at most, of the gradient of one unit
@@ -269,13 +225,8 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, args: tuple, size: int) ->
         ranks[use.param.leaf] += y.shape[0] if y.ndim else 1
         return y
 
-    def run(leaves, rest, key):
-        own = [entering(i, value) for i, value in enumerate(leaves)]
-        hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), met.value)
-        loss = walk(closed.jaxpr, closed.consts, [*own, *rest, key], hooks)[0]
-        return data_of(loss, "the result", hooks)
-
-    jax.eval_shape(run, *args)
+    hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), met.value)
+    jax.eval_shape(lambda *args: walk.results(closed, *args, hooks), params, rest)
     terms = [tuple(term.leaves) for term in met.found]
     in_term = [any(i in term for term in terms) for i in range(len(shapes))]
     each = zip(paths, shapes, seen, unknown, ranks, in_term, strict=True)
@@ -354,7 +305,7 @@ class Terms(NamedTuple):
 
 
 def gradients_of_terms(
-    closed: core.ClosedJaxpr, leaves: list[Array], rest: list, plan: Plan, units: int
+    closed: core.ClosedJaxpr, plan: Plan, params: PyTree, rest: PyTree, units: int
 ) -> list[dict[int, Array]]:
     """For each number that all units share its gradient with respect to the leaves in it.
 
@@ -365,23 +316,21 @@ def gradients_of_terms(
 
     def values(leaves, rest):
         found = Terms([])
-        own = [entering(i, value) for i, value in enumerate(leaves)]
-        hooks = Hooks(term=found.value, inline=True)
-        loss = walk(closed.jaxpr, closed.consts, [*own, *rest], hooks)[0]
-        data_of(loss, "the result", hooks)
+        walk.results(closed, leaves, rest, Hooks(term=found.value, inline=True))
         return [term.value.reshape(()) for term in found.found]
 
+    leaves, rest = map(jax.tree.leaves, (params, rest))
     program = jax.make_jaxpr(values)(leaves, rest)
     jaxpr = program.jaxpr
 
-    def value(own, equations, out):
+    def value(own, out):
         args = [own.get(i, leaf) for i, leaf in enumerate(leaves)] + rest
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True))
-        evaluate(equations, env, Hooks())
-        return raw(read(env, out)) / units
+        part = jaxpr.replace(eqns=_needed(jaxpr.eqns, out), outvars=[out])
+        (found,) = core.jaxpr_as_fun(core.ClosedJaxpr(part, program.consts))(*args)
+        return found / units
 
     found = [
-        jax.grad(value)({i: leaves[i] for i in own}, _needed(jaxpr.eqns, out), out)
+        jax.grad(value)({i: leaves[i] for i in own}, out)
         for own, out in zip(plan.terms, jaxpr.outvars, strict=True)
     ]
     return jax.tree.map(lambda g: units * g, found)
@@ -411,6 +360,9 @@ class Zeros(NamedTuple):
     small: list[Array | None]
     terms: Array
 
+    def of(self, leaf: int) -> Array:
+        return self.sketch if self.small[leaf] is None else self.small[leaf]
+
 
 def zeros_of(plan: Plan, units: int, size: int) -> Zeros:
     small = [
@@ -423,43 +375,47 @@ def with_terms(
     plan: Plan, maps: list[Map], found: Zeros, gradients: list[dict[int, Array]]
 ) -> Zeros:
     """The sketches, with the gradients of what all units share: a unit has its part of each."""
-    size, small, sketch = found.sketch.shape[1], [*found.small], found.sketch
+    small, sketch = [*found.small], found.sketch
     for of_unit, of_term in zip(found.terms.T, gradients, strict=True):
         for i, gradient in of_term.items():
+            row = row_of(plan.leaves[i], maps[i], as_float32(gradient), sketch.shape[1])
+            part = of_unit[:, None] * row[None]
             if plan.leaves[i].small:
-                small[i] += of_unit[:, None] * as_float32(gradient).reshape(1, -1)
+                small[i] += part
             else:
-                row = sketch_of_gradient(plan.leaves[i], maps[i], as_float32(gradient), size)
-                sketch += of_unit[:, None] * row[None]
+                sketch += part
     return found._replace(sketch=sketch, small=small)
 
 
-def sketch_of_gradient(leaf: Leaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
+def row_of(leaf: Leaf, of: Map, gradient: Array, size: int) -> Float32[Array, "k"]:
     """The sketch of a gradient that is there: the sum over all slices that a scan loops over."""
     if not leaf.stack:
-        return _sketch_of_slice(leaf, of, gradient, size)
+        return _row_of_slice(leaf, size, gradient, of)
     slices = gradient.reshape(-1, *leaf.shape[leaf.stack :])
 
     def of_one(place, own):
-        return _sketch_of_slice(leaf, of_slice(of, place), own, size)
+        return _row_of_slice(leaf, size, own, linear.of_slice(of, place))
 
     return jnp.sum(jax.vmap(of_one)(jnp.arange(len(slices)), slices), axis=0)
 
 
-def _sketch_of_slice(leaf, of, gradient, size):
+def _row_of_slice(leaf, size, gradient, of):
+    if leaf.small:
+        return as_float32(gradient).reshape(-1)
     if leaf.how != "sketched":
         shape = gradient.shape if leaf.how != "formed" else [n for n in gradient.shape if n > 1]
-        return fold(times(gradient, of.scale).reshape(shape), of.seed, size)
+        return linear.fold(times(as_float32(gradient), of.scale).reshape(shape), of.seed, size)
     axes = [i - leaf.stack for i in (*leaf.rows, *leaf.cols)]
     axes += [i for i in range(gradient.ndim) if i not in axes]  # of size 1
     matrix = gradient.transpose(axes).reshape(of.left.size, of.right.size)
-    found = sums_of_matrix(matrix * of.left.reshape(-1, 1) * of.right.reshape(1, -1), *leaf.sizes)
+    signed = matrix * of.left.reshape(-1, 1) * of.right.reshape(1, -1)
+    found = linear.sums_of_matrix(signed, *leaf.sizes)
     return jnp.pad(found.reshape(-1), (0, size - found.size))
 
 
 def added_up(maps: list[Map], found: Zeros) -> Float32[Array, "B k"]:
     """All of the units' sketches."""
-    kept = [(of, g) for of, g in zip(maps, found.small, strict=True) if g is not None]
+    kept = [(of, g) for of, g in zip(maps, found.small, strict=True) if g is not None and g.size]
     if not kept:
         return found.sketch
     small = [jax.vmap(times, (0, None))(g, of.scale) for of, g in kept]
@@ -488,7 +444,7 @@ def fold_small(flat: Array, seed: Array, size: int) -> Float32[Array, "k"]:
     Their number is odd, or a channel of one parameter would meet its own in others.
     """
     odd = size - (size + 1) % 2
-    return jnp.roll(jnp.pad(fold(flat, seed, odd), (0, size - odd)), seed % size)
+    return jnp.roll(jnp.pad(linear.fold(flat, seed, odd), (0, size - odd)), seed % size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -508,30 +464,22 @@ def _tap_backward(sketch_of_cotangent, data, dy):
 _tap.defvjp(_tap_forward, _tap_backward)
 
 
-def copied(leaf: int, value: Array, of: Map, zeros: Zeros) -> Array:
+def copied(plan: list[Leaf], maps: list[Map], zeros: Zeros, leaf: int, value: Array) -> Array:
     """A parameter as seen by this unit alone, so that its gradient can be sketched."""
-    value = jax.lax.stop_gradient(value)
-    if (own := zeros.small[leaf]) is not None:
-        return value + own.reshape(value.shape).astype(value.dtype)
-    size = zeros.sketch.size
-
-    def sketch_of(dw, seed, scale):
-        return fold(times(as_float32(dw), scale), seed, size)
-
-    return _tap(sketch_of, value, zeros.sketch, (of.seed, of.scale))
+    rule = functools.partial(_row_of_slice, plan[leaf], zeros.sketch.size)
+    return _tap(rule, jax.lax.stop_gradient(value), zeros.of(leaf), (maps[leaf],))
 
 
 def site_of(plan: list[Leaf], maps: list[Map], zeros: Zeros, use: Use, w: Array) -> Array:
     number, rest = use.param.leaf, use._replace(param=None, data=None)
     leaf, of = plan[number], maps[number]
     if leaf.how == "copied":
-        return apart(use.function)(as_own(w, use.param.own), *use.data)
-    if leaf.small:
-        return _formed(rest, w, zeros.small[number], None, use.data)
+        return walk.apart(use.function)(walk.as_own(w, use.param.own), *use.data)
     if use.param.stack:
-        of = of_slice(of, use.param.place)
+        of = linear.of_slice(of, use.param.place)
     if leaf.how == "formed":
-        return _formed(rest, w, zeros.sketch, (of.seed, of.scale), use.data)
+        rule = functools.partial(_row_of_slice, leaf, zeros.sketch.size)
+        return _formed(rest, rule, w, zeros.of(number), of, use.data)
     rule = functools.partial(_of_product, rest, leaf, zeros.sketch.size)
     return _tap(rule, use.function(w, *use.data), zeros.sketch, (of.left, of.right, *use.data))
 
@@ -543,11 +491,11 @@ def _of_product(use: Use, leaf: Leaf, size, dy, left, right, *data):
     if swapped:
         left, right, p, q = right, left, q, p
     if use.kind == "product":
-        of_x = grouped_sums(_natural(data[0], use.rows), left, p, groups)
+        of_x = linear.grouped_sums(_natural(data[0], use.rows), left, p, groups)
     else:  # convolutions and look-ups have no matrix x
-        table = _as_used(table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
+        table = _as_used(linear.table_of_sums(left, p, groups), use.rows).astype(dy.dtype)
         of_x = as_float32(use.function(table, *data)).reshape(-1, p, groups)
-    of_dy = grouped_sums(_natural(dy, use.cols), right, q, groups)
+    of_dy = linear.grouped_sums(_natural(dy, use.cols), right, q, groups)
     found = jnp.einsum("tpm,tqm->qpm" if swapped else "tpm,tqm->pqm", of_x, of_dy)
     return jnp.pad(found.reshape(-1) / math.sqrt(groups), (0, size - found.size))
 
@@ -565,31 +513,28 @@ def _as_used(table, dims):
     return table.transpose(*order, len(order)).reshape(-1, table.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _formed(use: Use, w, s, of, data):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _formed(use: Use, row_of_gradient: Callable, w, s, of, data):
     """y; its backward pass forms the gradient of this unit, which the mean gradient also uses."""
     y = use.function(w, *data)
     return y + s[0].astype(y.dtype)
 
 
-def _formed_forward(use, w, s, of, data):
-    return _formed(use, w, s, of, data), (w, s, of, data)
+def _formed_forward(use, row_of_gradient, w, s, of, data):
+    return _formed(use, row_of_gradient, w, s, of, data), (w, of, data)
 
 
-def _formed_backward(use, kept, dy):
-    w, s, of, data = kept
+def _formed_backward(use, row_of_gradient, kept, dy):
+    w, of, data = kept
     if use.kind == "product":
         gradient, to_data = data[0].T @ dy, (dy @ w.T,)
     else:
         _, pull = jax.vjp(use.function, w, *data)
-        gradient, *to_data = apart(pull)(dy)
+        gradient, *to_data = walk.apart(pull)(dy)
     dims = (*use.rows, *use.cols)
     order = sorted(range(len(dims)), key=lambda i: dims[i])
-    natural = as_float32(gradient).reshape([n for _, n in dims]).transpose(order)
-    if of is None:  # of a small parameter
-        return gradient, natural.reshape(-1), None, tuple(to_data)
-    seed, scale = of
-    return gradient, fold(times(natural, scale), seed, s.size), None, tuple(to_data)
+    natural = gradient.reshape([n for _, n in dims]).transpose(order)
+    return gradient, row_of_gradient(natural, of), None, tuple(to_data)
 
 
 _formed.defvjp(_formed_forward, _formed_backward)

@@ -218,7 +218,7 @@ def _add_blocks(slices, seed, in_block):
 
     def at_once(slices):
         """An accelerator computes the signs while it reads."""
-        b = jnp.arange(blocks)
+        b = jnp.arange(blocks, dtype=jnp.uint32)
         cut = slices[: blocks * in_block].reshape(blocks, *shape)
         of_blocks = hash_signs(~seed, b).reshape(-1, *[1] * len(shape))
         return jnp.sum(cut * _signs_at(seed, shape, b) * of_blocks, axis=0)
@@ -227,18 +227,14 @@ def _add_blocks(slices, seed, in_block):
     if not rest:
         return total
     last = slices[blocks * in_block :]
-    signed = last * _signs_at(seed, last.shape, blocks) * hash_signs(~seed, blocks)
+    signed = last * _signs_at(seed, last.shape, jnp.uint32([blocks]))[0] * hash_signs(~seed, blocks)
     return total.at[:rest].add(signed)
 
 
-def _signs_at(seed, shape, block):
-    """[..., *shape]: the signs r of these blocks, [...]."""
-    n = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):
-        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        n = n + place * jnp.uint32(math.prod(shape[axis + 1 :]))
-    block = jnp.asarray(block, jnp.uint32)
-    return hash_signs(seed, jax.vmap(lambda b: n + b)(block) if block.ndim else n + block)
+def _signs_at(seed, shape, blocks):
+    """[B, *shape]: the signs r of B blocks, uint32[B]."""
+    n = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+    return hash_signs(seed, jax.vmap(lambda block: n + block)(blocks))
 
 
 def grouped_sums(

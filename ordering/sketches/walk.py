@@ -93,6 +93,22 @@ class Hooks(NamedTuple):
     rule: Callable[[core.JaxprEqn], None] | None = None
 
 
+def results(
+    closed: core.ClosedJaxpr, params: PyTree, rest: PyTree, hooks: Hooks, copies: Any = None
+) -> list:
+    """What the unit sees of the (loss, *others) of a program of (params, rest).
+
+    `copies` are the unit's own, {number of the leaf: array}.
+    """
+    copies = copies or {}
+    own = [
+        entering(i, leaf, copies.get(i)) if leaf.size else leaf  # what is empty has no gradient
+        for i, leaf in enumerate(jax.tree.leaves(params))
+    ]
+    loss, *others = walk(closed.jaxpr, closed.consts, [*own, *jax.tree.leaves(rest)], hooks)
+    return [data_of(loss, "the result", hooks), *map(raw, others)]
+
+
 def walk(jaxpr: core.Jaxpr, consts: Sequence, args: Sequence, hooks: Hooks) -> list:
     """Evaluates a jaxpr on values, some of which are `Param` or `Shared`, as results may be."""
     values = [*map(constant, consts), *args]
@@ -233,12 +249,8 @@ def _holds_within(equation, name):
 def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree) -> bool:
     """Whether a `jax.custom_vjp` is used of parameters alone, without data."""
     found = []
-
-    def run(leaves, rest):
-        own = [entering(i, value) for i, value in enumerate(leaves)]
-        walk(closed.jaxpr, closed.consts, [*own, *rest], Hooks(rule=found.append))
-
-    jax.eval_shape(run, *map(jax.tree.leaves, (params, rest)))
+    run = lambda *args: results(closed, *args, Hooks(rule=found.append))  # noqa: E731
+    jax.eval_shape(run, params, rest)
     return bool(found)
 
 
@@ -261,36 +273,24 @@ def _rewritten(param):
     return closed if isinstance(param, core.ClosedJaxpr) else closed.jaxpr
 
 
-def entering(leaf: int, value: Array, own: Array | None = None) -> Param:
+def entering(leaf: int, value: Array, own: Array | None) -> Param:
     """The `Param` of a whole leaf."""
     dims = tuple(((i, n),) if n > 1 else () for i, n in enumerate(value.shape))
     return Param(value, leaf, dims, 0, jnp.uint32(0), own)
 
 
-def _cast(equation, values, hooks):
-    (param,) = values
-    is_real = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
-    return [_each(param, lambda value: bind(equation, [value])[0])] if is_real else None
-
-
-def _each(param, function, **changes):
-    own = None if param.own is None else function(param.own)
-    return param._replace(value=function(param.value), own=own, **changes)
-
-
-def _transpose(equation, values, hooks):
-    (param,) = values
-    dims = tuple(param.dims[i] for i in equation.params["permutation"])
-    return [_each(param, lambda value: bind(equation, [value])[0], dims=dims)]
-
-
-def _reshape(equation, values, hooks):
-    """Dimensions may be merged and split again; those of size 1 may be added and removed."""
+def _moved(equation, values, hooks):
+    """A parameter of another dtype or shape. Dimensions may be swapped, merged and split again."""
     param, *sizes = values
-    dims = None if sizes else _regrouped(param, equation.outvars[0].aval.shape)
-    if dims is None:
+    result: Any = equation.outvars[0].aval
+    if equation.primitive.name == "transpose":
+        dims = tuple(param.dims[i] for i in equation.params["permutation"])
+    else:
+        dims = _regrouped(param, result.shape)
+    if sizes or dims is None or not jnp.issubdtype(result.dtype, jnp.floating):
         return None
-    return [_each(param, lambda value: bind(equation, [value])[0], dims=dims)]
+    value, own = (x if x is None else bind(equation, [x])[0] for x in (param.value, param.own))
+    return [param._replace(value=value, own=own, dims=dims)]
 
 
 def _regrouped(param: Param, shape):
@@ -497,33 +497,43 @@ def _linear(equation, values, hooks):
     return [_met("linear", param, range(len(shape)), (), function, (values[1 - own],), hooks)]
 
 
+def _windows(equation, values, hooks):
+    """A reduction over windows of data, without the axis of a batch of one.
+
+    On a CPU its backward pass has an index for every axis, and writes them: 4 % of LeNet's bytes.
+    """
+    (x,), params = values, equation.params
+    first = params["window_dimensions"][0], tuple(params["padding"][0])
+    if not is_data(x) or x.ndim < 2 or len(x) != 1 or first != (1, (0, 0)):
+        return None
+    of_axes = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+    rest = {name: tuple(params[name][1:]) for name in of_axes}
+    return [equation.primitive.bind(x[0], **params | rest)[None]]
+
+
 @functools.cache
-def product(precision: Any = None, preferred_element_type: Any = None) -> Callable:
+def product(precision: Any, preferred_element_type: Any) -> Callable:
     """`(x [T, K], w [K, N]) -> [T, N]`: on a CPU, under vmap of x, batch and rows are one axis.
 
-    A CPU is slower at a product of three axes; a TPU's compiler does not join the
-    gradient of a loss to a product of two, and writes it down.
+    A CPU takes a fifth longer for the step of a GPT with products of three axes; a TPU's compiler
+    does not join the gradient of a loss to a product of two, and writes it down.
     """
 
+    @custom_vmap
     def multiply(x, w):
         return jnp.matmul(x, w, precision=precision, preferred_element_type=preferred_element_type)
 
     def as_one(x, w):
-        y = multiply(x.reshape(-1, x.shape[-1]), w)
-        return y.reshape(x.shape[0], -1, y.shape[-1])
+        return multiply.fun(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:2], -1)
 
-    @custom_vmap
-    def merged(x, w):
-        return multiply(x, w)
-
-    @merged.def_vmap
+    @multiply.def_vmap
     def _(size, batched, x, w):
-        apart = jax.vmap(multiply, [0 if each else None for each in batched])
+        each = jax.vmap(multiply.fun, [0 if own else None for own in batched])
         if batched == [True, False]:
-            return jax.lax.platform_dependent(x, w, cpu=as_one, default=apart), True
-        return apart(x, w), True
+            return jax.lax.platform_dependent(x, w, cpu=as_one, default=each), True
+        return each(x, w), True
 
-    return merged
+    return multiply
 
 
 def _look_up(equation, x, indices):
@@ -555,21 +565,23 @@ def _look_up(equation, x, indices):
 # Rules that also apply without a parameter.
 CONVOLUTION, RULE = "conv_general_dilated", "custom_vjp_call"
 
-ALWAYS = (CONVOLUTION, "gather", "jit")
+ALWAYS = (CONVOLUTION, "gather", "jit", "reduce_window_max", "reduce_window_sum")
 
 
 RULES = {
-    "convert_element_type": _cast,
-    "copy": _cast,
-    "name": _cast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "broadcast_in_dim": _reshape,
+    "convert_element_type": _moved,
+    "copy": _moved,
+    "name": _moved,
+    "transpose": _moved,
+    "reshape": _moved,
+    "squeeze": _moved,
+    "broadcast_in_dim": _moved,
     "jit": _jit,
     "remat2": _remat,
     "scan": _scan,
     "dot_general": _dot_general,
     "gather": _gather,
     CONVOLUTION: _convolution,
+    "reduce_window_max": _windows,
+    "reduce_window_sum": _windows,
 }

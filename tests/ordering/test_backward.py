@@ -177,6 +177,19 @@ def test_gradients_of_unsupported_uses_are_formed_and_listed():
     assert_sketched(layered, params, batch, scale=scale_like(params, plan))
 
 
+def test_parameters_without_numbers_change_no_sketch():
+    """Alone in a loss, and beside others."""
+    x, w = np.ones((N, 20), np.float32), jnp.ones((20, 24))
+    plain = lambda p, b, key: jnp.square(b @ p["w"]).sum(-1)  # noqa: E731
+    loss = lambda p, b, key: plain(p, b, key) + (b[:, :0] @ p["e"] + p["e"].sum()).sum(-1)  # noqa: E731
+    both = parts_of(ordering.sketched(loss, SKETCH_KEY, size=64))({"w": w, "e": w[:0]}, x)
+    alone = parts_of(ordering.sketched(plain, SKETCH_KEY, size=64))({"w": w}, x)
+    assert both[1]["e"].shape == (0, 24)
+    close((both[1]["w"], both[0]), (alone[1]["w"], alone[0]))
+    norms = np.linalg.norm(both[2], axis=1) / np.linalg.norm(alone[2], axis=1)
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-5)
+
+
 def test_under_vmap_over_workers_and_with_a_large_sketch():
     """Small parameters are formed; workers may share the model or have their own."""
     params, batch = layered_params(), layered_batch(2, N)
@@ -254,6 +267,17 @@ def test_look_ups_in_data_have_no_axis_of_size_one(name):
             sizes = equation.outvars[0].aval.shape
             axes = equation.params["dimension_numbers"].offset_dims
             assert all(sizes[axis] > 1 for axis in axes), equation
+
+
+def test_windows_of_data_have_no_axis_of_size_one():
+    """With one, the backward pass of a maximum on a CPU has an index more for every entry."""
+    x = jnp.asarray(RNG.normal(size=(1, 6, 6, 3)), jnp.float32)
+    pool = lambda x: nn.max_pool(nn.avg_pool(x, (2, 2)), (2, 2), strides=(2, 2))  # noqa: E731
+    closed = jax.make_jaxpr(pool)(x)
+    run = lambda x: walk(closed.jaxpr, closed.consts, (x,), Hooks())[0]  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(run)(x), jax.jit(pool)(x))
+    found = [e for e in equations(jax.make_jaxpr(run)(x).jaxpr) if "window" in e.primitive.name]
+    assert [e.invars[0].aval.shape for e in found] == [(6, 6, 3), (5, 5, 3)]
 
 
 def equations(jaxpr):
