@@ -184,29 +184,6 @@ def product(w, batch, key):
     return jnp.sum((batch["x"] @ w) * batch["y"], (1, 2))
 
 
-def test_inner_products_of_scaled_sketches_are_unbiased():
-    """E s_i . s_j = (a G_i) . (a G_j) over keys, a being the product of rows and columns."""
-    size, keys = 128, 200
-    x, y = (RNG.normal(size=(2, 3, n)).astype(np.float32) for n in (60, 40))
-    w, batch = jnp.zeros((60, 40)), {"x": x, "y": y}
-    leaves = ordering.sketched_parameters(product, w, batch, KEY, size=size)
-    assert leaves[0].how == "sketched"
-    v = jnp.asarray(RNG.uniform(0.1, 10, size=w.shape), jnp.float32)
-    scale = ordering.scale_of(optax.ScaleByRmsState(v), w, leaves=leaves)
-
-    def rows(key):
-        return ordering.sketched(product, key, size=size)(w, batch, jax.random.key(0), scale)[2]
-
-    found = jax.jit(jax.vmap(lambda key: rows(key).tree))(jax.random.split(SKETCH_KEY, keys))
-    formed = np.einsum("nta,ntb->nab", x, y) * np.asarray(whole_scale(scale, w))
-    formed = formed.reshape(2, -1)
-    norms = np.linalg.norm(formed, axis=1)
-    error = np.einsum("kia,kja->kij", found, found) - formed @ formed.T
-    error = (error / np.outer(norms, norms)).reshape(keys, -1)
-    assert np.all(np.abs(error.mean(0)) < 4 * error.std(0) / np.sqrt(keys))
-    assert np.all(error.var(0) < 6 * 2 / size)
-
-
 def test_a_scaled_step_has_the_products_of_the_plain_one():
     """And with a scale of ones its bits."""
     x, y = (RNG.normal(size=(2, 64, n)).astype(np.float32) for n in (300, 200))
