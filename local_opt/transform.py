@@ -143,8 +143,8 @@ def local_steps(
         now = ends_after(plan.runs, step) if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
         counts = step + 1, state.num_syncs + jnp.asarray(now, jnp.int32)
-        counts = mesh.varying(counts, state.num_steps)  # typed as they were
-        return updates, PlannedState(*counts, own)
+        num_steps, num_syncs = mesh.varying(counts, state.num_steps)  # typed as they were
+        return updates, PlannedState(num_steps, num_syncs, own)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

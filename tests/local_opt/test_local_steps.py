@@ -15,7 +15,6 @@ from tests.problems import (
     LABELS,
     NET,
     PLAN,
-    RATE,
     RUNS,
     SGD,
     START,
@@ -94,21 +93,6 @@ def test_an_optimizer_may_look_at_the_values_of_the_first_parameters():
     x, state = local_opt.owned((jnp.zeros(3), state), W)
     updates, _ = jax.jit(vmap(opt.update))(jnp.ones((W, 3)), state, x)
     np.testing.assert_array_equal(updates, -0.5)
-
-
-def test_a_skipped_step_is_counted():
-    """A worker that skips a gradient which is not finite still meets the others in time."""
-    inner = optax.apply_if_finite(optax.sgd(RATE), max_consecutive_errors=5)
-    opt = local_opt.local_steps(inner, local_opt.constant(3, total_steps=6), axis_name="worker")
-    step, x = jax.jit(vmap(opt.update)), jnp.zeros(W)
-    state = jax.vmap(opt.init)(x)
-    grads = jnp.array([1.0, jnp.nan, 1.0, 1.0])
-    for _ in range(3):
-        updates, state = step(grads, state, x)
-        x = x + updates
-    assert state.num_steps.tolist() == [3] * W and state.num_syncs.tolist() == [1] * W
-    np.testing.assert_allclose(x, -3 * RATE * 3 / 4, rtol=1e-6)
-    assert state.rounds.inner.total_notfinite.tolist() == [0, 3, 0, 0]
 
 
 def test_sgd_with_a_sync_after_every_step_is_data_parallel_training():

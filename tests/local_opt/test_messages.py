@@ -28,11 +28,6 @@ MAKERS = {
 }
 
 
-def test_multi_steps_is_taken_without_gradient_transformation():
-    opt = MAKERS["local_steps"](optax.MultiSteps(SGD, 2))
-    assert opt.init(X).rounds.inner.gradient_step == 0
-
-
 def updated(grads=X, params=X, state=None, opt=None):
     """An update of two workers, with some argument another."""
     opt = opt or local_opt.local_rounds(SGD)

@@ -105,16 +105,6 @@ def test_any_weights_equal_the_reference_and_nothing_is_read_of_who_does_not_cou
         assert np.isfinite(state.drift).all() and (state.drift[weights == 0] == 0).all()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_equal_weights_are_the_plain_mean_to_rounding(way):
-    rounds = local_opt.local_rounds(SGD, **WAYS[way])
-    init = lambda x: rounds.init(jax.tree.map(jnp.ones_like, x))  # noqa: E731
-    plain = jax.jit(vmap(lambda x: rounds.sync(x, init(x))))(X)
-    weighed = jax.jit(vmap(lambda x, w: rounds.sync(x, init(x), weight=w)))
-    for weight in (1.0, 3, 7e5, True):
-        assert distance(weighed(X, jnp.full(W, weight)), plain) < 1e-6
-
-
 NONE_COUNTS = {
     "all zero": [0, 0, 0, 0], "negative": [1, -1e-9, 1, 1], "nan": [np.nan, 1, 1, 0],
     "infinite": [1, 1, np.inf, 0],
