@@ -14,7 +14,7 @@ import numpy as np
 import models
 from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, split
 from experiments.tasks.ranges import COUNT, DECAY
-from experiments.tasks.sources import as_arrays, check_number, read_all, source, subset
+from experiments.tasks.sources import as_arrays, check_number, source, subset
 from models.mobilenet import IMAGENET_STAGES
 from syncopate.refusals import UserError
 
@@ -110,8 +110,8 @@ def mnist(
     if abstract:
         train, test = abstract_sets((60_000, 10_000), (28, 28, 1))
     else:
-        sets = (read_all("mnist", data_dir, part) for part in ("train", "test"))
-        train, test = map(as_arrays, sets)
+        sets = (source("mnist", data_dir, part) for part in ("train", "test"))
+        train, test = (as_arrays(read.__getitems__(range(len(read)))) for read in sets)
     optimum = None
     if model == "lenet":
         net = models.lenet()

@@ -68,12 +68,6 @@ def check_unpacked(path: str) -> None:
             )
 
 
-def read_all(name: str, data_dir: str | None, split: str) -> list[dict]:
-    """All examples of a prepared set, in one batched read."""
-    examples = source(name, data_dir, split)
-    return examples.__getitems__(range(len(examples)))
-
-
 def subset(examples, size: int, *, name: str) -> np.ndarray:
     """Sorted indices of `size` examples drawn without replacement.
 

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 import local_opt
-import ordering
 from experiments.tasks.base import Recipe, Task, check_recipe
 from experiments.tasks.ranges import SEED
 from experiments.training import optimizers
@@ -109,19 +108,16 @@ def sizes_of(task: Task, recipe: Recipe, *, deals: str | None = None) -> Sizes:
     size = size_of(task.train)
     per_unit = recipe.workers * recipe.unit_size
     per_step = per_unit * recipe.units_per_step
-    least = per_step if deals == EXAMPLES else per_unit
-    if least > size:
+    if per_step > size:
         raise UserError(
             f"{recipe.workers} workers with {recipe.units_per_step} units of {recipe.unit_size} "
-            f"examples need at least {least} examples; the training set has {size}. Lower "
+            f"examples need at least {per_step} examples; the training set has {size}. Lower "
             "--workers, --units_per_step or --unit_size."
         )
     if deals == EXAMPLES:
         batch = recipe.units_per_step * recipe.unit_size
         return Sizes(recipe.workers, size // per_step * batch, batch, 1)
-    sizes = Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
-    ordering.base.check_units(sizes.num_units, sizes.units_per_step)
-    return sizes
+    return Sizes(recipe.workers, size // per_unit, recipe.units_per_step, recipe.unit_size)
 
 
 def left_out(task: Task, sizes: Sizes, *, deals: str | None = None) -> str:

@@ -150,22 +150,16 @@ def _after(at: Progress, segment: Segment, online: bool) -> Progress:
 def _planned(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
     """The segments of a run whose decisions are all known in advance."""
     del ready
-    line, ends = _cut(program, plans, stops)
-    step, sizes, sync_in_step = at.step, program.sizes, program.sync_in_step
+    line, step = _line(program, plans, stops), at.step
     while step < plans.total_steps:
-        segment = timeline.segment_from(
-            line, ends, sizes, step, pace.limit, sync_in_step=sync_in_step
-        )
+        segment = timeline.segment_from(line, step, pace.limit)
         yield segment
         step = segment.stop
 
 
-def _cut(program, plans, stops=()) -> tuple[timeline.Timeline, np.ndarray]:
-    line, sync_in_step = timeline.timeline(plans, program.sizes), program.sync_in_step
-    streams = program.source is not None
-    return line, timeline.cuts(
-        line, program.sizes, streams=streams, sync_in_step=sync_in_step, stops=stops
-    )
+def _line(program, plans, stops=()) -> timeline.Timeline:
+    given = {"streams": program.source is not None, "sync_in_step": program.sync_in_step}
+    return timeline.timeline(plans, program.sizes, **given, stops=stops)
 
 
 def _online(program, plans, at, stops, pace, ready) -> Iterator[Segment]:
@@ -289,11 +283,10 @@ def _lowered(program, plans) -> Iterator[jax.stages.Lowered]:
 
 def _kinds(program, plans) -> set[Kind]:
     """All kinds of segments in a run."""
-    sizes, in_step = program.sizes, program.sync_in_step
     if not plans.echo.online:
-        return timeline.kinds(*_cut(program, plans), sizes, sync_in_step=in_step)
+        return timeline.kinds(_line(program, plans))
+    sizes, syncs = program.sizes, {False, not program.sync_in_step}
     units = {int(timeline.units_of(n, sizes)) for n in (0, sizes.loads_per_epoch - 1)}
-    syncs = {False, not in_step}
     return {
         Kind(fresh, n, sync, end)
         for fresh in (True, False) for n in units for sync in syncs for end in (True, False)

@@ -52,7 +52,7 @@ def decided(arguments):
 
 
 # What little data are called.
-ALSO = dict.fromkeys(("num_train", "unit_size"), ("training_set", "each_worker_more_units"))
+ALSO = dict.fromkeys(("num_train", "unit_size"), ("training_set",))
 
 
 def names(message, name):
@@ -79,6 +79,5 @@ def test_any_flags_give_plans_or_an_error_that_names_one_of_them(chosen):
     assert plans.rates.shape == (total,) and np.isfinite(plans.rates).all()
     assert evaluated[-1] == total and 0 <= evaluated[0] and len(set(evaluated)) == len(evaluated)
     if not plans.echo.online:
-        line = timeline.timeline(plans, sizes)
-        ends = timeline.cuts(line, sizes, streams=False, sync_in_step=False)
+        ends = timeline.timeline(plans, sizes).ends
         assert ends[-1] == total and (np.diff(ends, prepend=0) > 0).all()

@@ -36,13 +36,11 @@ def cases(draw):
 
 def segments(case, step=0, most=10**6):
     """The segments from a step on, none with more steps than `most`."""
-    line = timeline.timeline(case.plans, case.sizes)
-    options = {"sync_in_step": case.sync_in_step}
-    ends = timeline.cuts(line, case.sizes, streams=case.streams, stops=case.stops, **options)
-    found = []
-    while step < case.plans.total_steps:
-        limit = step + most
-        found.append(timeline.segment_from(line, ends, case.sizes, step, limit, **options))
+    plans, sizes, *options = case
+    options = dict(zip(Case._fields[2:], options, strict=True))
+    line, found = timeline.timeline(plans, sizes, **options), []
+    while step < plans.total_steps:
+        found.append(timeline.segment_from(line, step, step + most))
         step = found[-1].stop
     return line, found
 
@@ -71,13 +69,12 @@ def test_the_timeline_is_what_happens_step_by_step(case):
     np.testing.assert_array_equal(line.sync, sync)
     np.testing.assert_array_equal(line.epoch_end, epoch_end)
     np.testing.assert_array_equal(line.round_rate, rate.astype(np.float32))
-    np.testing.assert_array_equal(timeline.units_of(line.load, case.sizes), units)
+    np.testing.assert_array_equal(line.units, units)
 
 
 @given(cases(), st.integers(1, 9))
 def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
     line, found = segments(case, most=most)
-    units = timeline.units_of(line.load, case.sizes)
     covered = [t for s in found for t in range(s.start, s.stop)]
     assert covered == list(range(case.plans.total_steps))
     for s in found:
@@ -86,7 +83,7 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
         assert case.sync_in_step or not line.sync[inside].any()
         assert not case.stops & set(range(s.start + 1, s.stop))
         assert not (case.streams and line.fresh[s.start + 1 : s.stop].any())
-        assert set(line.fresh[own]) == {s.kind.fresh} and set(units[own]) == {s.kind.size}
+        assert set(line.fresh[own]) == {s.kind.fresh} and set(line.units[own]) == {s.kind.size}
         # A step of a segment takes the load that is as far from its first one.
         moved = np.arange(s.stop - s.start) * s.kind.fresh
         np.testing.assert_array_equal(line.load[own], s.load + moved)
@@ -98,9 +95,7 @@ def test_segments_cover_the_run_and_the_host_stands_between_them(case, most):
 @given(cases())
 def test_the_kinds_are_those_of_all_segments(case):
     line, found = segments(case)
-    options = {"sync_in_step": case.sync_in_step}
-    ends = timeline.cuts(line, case.sizes, streams=case.streams, stops=case.stops, **options)
-    assert timeline.kinds(line, ends, case.sizes, **options) == {s.kind for s in found}
+    assert timeline.kinds(line) == {s.kind for s in found}
 
 
 @given(cases(), st.integers(1, 9))
