@@ -12,7 +12,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -20,8 +20,8 @@ from absl import flags
 from experiments import forecast
 from experiments.cluster import entry, files
 from experiments.results import archive, report, statistics, tables
-from experiments.results.frame import COSTS, FLOOR
-from experiments.results.statistics import ABOVE, AVERAGED, LOSS, Comparison
+from experiments.results.frame import COSTS, frame, named, paired
+from experiments.results.statistics import ABOVE, LOSS, Comparison
 from experiments.study import recipes, trainer
 from experiments.study.flags import definer
 
@@ -148,13 +148,13 @@ class Effect(NamedTuple):
     """How much better one arm is than another.
 
     Fields:
-      values: {seed: positive as claimed}, of a claim's two arms.
+      values: positive as claimed, by seed.
       text: what was seen, with the interval; note: what else there is to say.
       late: how many seeds of the arm, of its base, never reach the target: they count as if they
         did at the end of the run.
     """
 
-    values: Mapping[int, float] = {}
+    values: Any = ()
     text: str = "-"
     note: str = ""
     late: tuple[int, int] = (0, 0)
@@ -163,14 +163,14 @@ class Effect(NamedTuple):
 def verdict(size: float, effect: Effect) -> str:
     """The verdict on an effect, from its 95 % interval.
 
-    Reproduced are at least half of the published size, where one is published, as the estimate of
-    an interval that excludes 0. If an arm never arrives with some seed, its interval is a bound: on
+    Reproduced are at least half of the published size, where one is published, as the middle of an
+    interval that excludes 0. If an arm never arrives with some seed, its interval is a bound: on
     the side on which the arm does better than was seen nothing is decided.
     """
     seeds, (late, late_base) = len(effect.values), effect.late
     if seeds < LEAST_SEEDS:
         return f"not run: {seeds} of {LEAST_SEEDS} seeds"
-    mean, half = statistics.interval(effect.values.values())
+    mean, half = statistics.interval(effect.values)
     if mean - half > 0 and not late:
         if not size:
             return "same direction"
@@ -186,85 +186,55 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     if claim.more_than:
         more, less = (effect_of(claim._replace(run=run, more_than=""), recorded)
                       for run in (claim.run, claim.more_than))  # fmt: skip
-        both = {s: v - less.values[s] for s, v in more.values.items() if s in less.values}
+        ran = len(more.values) and len(less.values)
+        both = (more.values - less.values).dropna() if ran else ()
         return Effect(both, f"{more.text}; with decay {less.text}")
     compared = recorded.get(claim.run)
     compared = compared.averaged if compared and claim.averaged else compared
-    own = _measured(claim, compared, claim.arm) if compared else {}
-    base = _measured(claim, compared, claim.base) if compared else {}
-    seeds = [seed for seed in own if seed in base]
-    if not seeds:
+    if compared is None:
+        return Effect()
+    cost, accuracy = claim.what in COSTS, claim.what == "test/accuracy"
+    lowest = compared.criterion.when == "lowest"
+    rate = claim.rate or ("own" if not lowest else "fastest" if cost else "end")
+    found, scalar, late = frame(compared, rate, claim.speed), named(compared, claim.what), (0, 0)
+    if cost:
+        scalar = f"to {claim.what}"
+        taken = found.get(scalar, found[claim.what])  # all are late where there is no target
+        never = np.isinf(taken) | (scalar not in found)
+        found = found.assign(**{scalar: taken.where(~never, found[claim.what])})
+
+    def better(arm):
+        values = paired(found, arm, claim.base, scalar, ratio=not accuracy)
+        return 100 * values if accuracy else values
+
+    values = better(claim.arm)
+    if not len(values):
         lost = [
             f"{compared.arms[arm]} diverges" for arm in (claim.arm, claim.base)
-            if compared and statistics.diverged(compared.records, arm, claim.speed)
+            if statistics.diverged(compared.records, arm, claim.speed)
         ]  # fmt: skip
         return Effect(note=", ".join(lost))
-    better, accuracy = _better(claim, own, base), claim.what == "test/accuracy"
-    late = tuple(sum(of[seed].late for seed in seeds) for of in (own, base))
-    pair = [np.mean([of[seed].value for seed in seeds]) for of in (own, base)]
-    mean, half = statistics.interval(better.values())
+    rows = [found.loc[arm].loc[values.index] for arm in (claim.arm, claim.base)]
+    pair, (mean, half) = [of[scalar].mean() for of in rows], statistics.interval(values)
     if accuracy:
         text = "{:.2f} % against {:.2f} %: ".format(*(100 * m for m in pair))
         text += f"{mean:+.2f} ± {half:.2f} points"
-    elif claim.what in COSTS:
+    elif cost:
         text = "{:.3g} against {:.3g} ".format(*pair) + tables.name_of(claim.what)
-        text += f": {tables.times(list(better.values()))} times less"
+        text += f": {tables.times(values)} times less"
     else:
         change = 100 * np.expm1((-mean, -mean - half, half - mean))
         text = "{:#.4g} against {:#.4g}: {:+.3g} % ({:+.3g} to {:+.3g})".format(*pair, *change)
-    rates = dict.fromkeys(of[seeds[0]].rate for of in (own, base))
+    rates = dict.fromkeys(of["learning_rate"].iloc[0] for of in rows)
     text += "; lr " + " and ".join(f"{rate:g}" for rate in rates)
+    if cost:
+        late = tuple(int(never[arm][values.index].sum()) for arm in (claim.arm, claim.base))
     if any(late):
-        n = len(seeds)
+        n = len(values)
         text += f"; {n - late[0]} of {n} seeds arrive, of {compared.arms[claim.base]} {n - late[1]}"
-    also = []
-    for arm in CONTROLS.get((claim.arm, claim.base), ()) if mean - half > 0 else ():
-        control = _better(claim, _measured(claim, compared, arm), base)
-        if control and np.mean([*control.values()]) >= mean / 2:
-            also.append(f"{compared.arms[arm]} as well")
-    return Effect(better, text, ", ".join(also), late)
-
-
-class Measured(NamedTuple):
-    value: float
-    rate: float
-    late: bool = False
-
-
-def _measured(claim, compared, arm) -> dict[int, Measured]:
-    """{seed: what an arm has at its learning rate}."""
-    rate, runs = _chosen(claim, compared, arm)
-    if claim.what not in COSTS:
-        scalar = claim.what + AVERAGED * claim.averaged
-        return {seed: Measured(statistics.last(run, scalar), rate) for seed, run in runs.items()}
-    spent = statistics.spent(compared, runs, claim.what)
-    return {
-        seed: Measured(runs[seed][-1][claim.what] if math.isinf(cost) else cost, rate,
-                       math.isinf(cost)) for seed, cost in spent.items()
-    }  # fmt: skip
-
-
-def _chosen(claim, compared, arm) -> tuple[float | None, dict]:
-    """(learning rate, runs by seed): the given one, the best at the end, or to the target."""
-    records, criterion = compared.records, compared.criterion
-    if claim.rate is None and criterion.when == "lowest" and claim.what in COSTS:
-        return statistics.fastest(compared, arm)
-    if claim.rate is None and criterion.when != "lowest":
-        own = compared.chosen.get((arm, claim.speed))
-        return (own.rate, own.runs) if own else (None, {})
-    last = criterion._replace(when="last")
-    rate = claim.rate or statistics.best_rate(records, arm, claim.speed, last)
-    return rate, statistics.tuned(records, arm, claim.speed).get(rate, {})
-
-
-def _better(claim, own, base) -> dict[int, float]:
-    """{seed: effect}, of those that both have."""
-    own, base = ({seed: of.value for seed, of in side.items()} for side in (own, base))
-    seeds = [seed for seed in own if seed in base]
-    if claim.what == "test/accuracy":
-        return {seed: 100 * (own[seed] - base[seed]) for seed in seeds}
-    logs = statistics.log_ratios(base, own, floor=FLOOR.get(f"to {claim.what}", 1e-12))
-    return dict(zip(seeds, logs, strict=True))
+    controls = CONTROLS.get((claim.arm, claim.base), ()) if mean - half > 0 else ()
+    also = [f"{compared.arms[arm]} as well" for arm in controls if better(arm).mean() >= mean / 2]
+    return Effect(values, text, ", ".join(also), late)
 
 
 HEAD = """# The papers' claims and our runs

@@ -28,6 +28,7 @@ import numpy as np
 from absl import flags as absl_flags
 
 from experiments.results import plots, report, statistics
+from experiments.results.frame import measured, paired
 from experiments.results.statistics import Comparison, Criterion, interval, last, spent
 from experiments.results.tables import COMBINED_COLUMNS, markdown, name_of, times
 from experiments.study import cost, flags, study, tables
@@ -166,7 +167,8 @@ def priced_table(machines: Sequence[cost.Machine]) -> Callable:
         before, taken = (priced(comparison, arm, machine) for arm in (base, own))
         if not (before and taken) or math.inf in (*before.values(), *taken.values()):
             return "-"
-        return times(statistics.log_ratios(before, taken), exact=True)
+        both = measured({"base": before, "own": taken})
+        return times(paired(both, "own", "base", "value", ratio=True), exact=True)
 
     def section(comparison):
         arms = comparison.at(comparison.speeds[0])

@@ -7,6 +7,7 @@ name up to the comparison's target, inf where a run never arrives: "to step", "t
 
 import functools
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,14 +19,15 @@ FLOOR = {"to epoch": 1.0}  # less counts as this in ratios, since a target may b
 
 
 @functools.lru_cache(maxsize=16)
-def frame(comparison: Comparison, rate: str = "own", speed: float | None = None):
+def frame(comparison: Comparison, rate: str | float = "own", speed: float | None = None):
     """A pandas.DataFrame of the runs at one learning rate per arm.
 
     pandas is imported here, as that takes half a second and training has no use for it.
 
     Args:
-      rate: "own": the best; "fastest": with which an arm reaches the target first; "baseline": the
-        best of the baseline, or the own one of an arm that did not train with it.
+      rate: a learning rate, or "own": the best; "fastest": with which an arm reaches the target
+        first; "end": with the best last value; "baseline": the best of the baseline, or the own one
+        of an arm that did not train with it.
     """
     import pandas
 
@@ -43,14 +45,26 @@ def frame(comparison: Comparison, rate: str = "own", speed: float | None = None)
     return pandas.DataFrame([*rows.values()] or [{}], index)
 
 
+def measured(values: Mapping[str, Mapping[int, float]]):
+    """A frame of {arm: {seed: value}}, whose column is "value"."""
+    import pandas
+
+    return pandas.concat({arm: pandas.Series(own) for arm, own in values.items()}).to_frame("value")
+
+
 def _runs_at(comparison, own, rate):
+    if rate == "own":
+        return own.runs
     if rate == "fastest":
         known = math.isfinite(statistics.target_of(comparison))
         return statistics.fastest(comparison, own.arm)[1] if known else {}
+    runs = statistics.tuned(comparison.records, own.arm, own.speed)
     if rate == "baseline":
-        runs = statistics.tuned(comparison.records, own.arm, own.speed)
         return runs.get(comparison.baseline(own.speed).rate, own.runs)
-    return own.runs
+    if rate == "end":
+        last = comparison.criterion._replace(when="last")
+        rate = statistics.best_rate(comparison.records, own.arm, own.speed, last)
+    return runs.get(rate, {})
 
 
 def named(comparison: Comparison, scalar: str) -> str:
@@ -64,8 +78,14 @@ def named(comparison: Comparison, scalar: str) -> str:
     return scalar + AVERAGED if known else scalar
 
 
-def paired(found, arm: str, base: str, scalar: str, *, ratio: bool = False) -> np.ndarray:
-    """float64[seeds]: arm less base in a frame, of every seed that has both.
+def column(found, arm: str, scalar: str):
+    """A column of an arm, of the seeds that have it: a pandas.Series by seed."""
+    known = scalar in found and arm in found.index
+    return found.loc[arm, scalar].dropna() if known else found.iloc[:0].sum(axis=1)
+
+
+def paired(found, arm: str, base: str, scalar: str, *, ratio: bool = False):
+    """Arm less base in a frame, of every seed that has both: a pandas.Series by seed.
 
     `statistics.interval` gives the mean and its interval.
 
@@ -74,26 +94,19 @@ def paired(found, arm: str, base: str, scalar: str, *, ratio: bool = False) -> n
         the geometric mean of the ratios. Infinite where one of the two never arrives, nan where
         neither does.
     """
-    own, before = (_column(found, name, scalar) for name in (arm, base))
-    if ratio:
-        return statistics.log_ratios(before, own, floor=FLOOR.get(scalar, 1e-12))
-    pairs = statistics.paired(own, before)
-    with np.errstate(invalid="ignore"):
-        return pairs[:, 0] - pairs[:, 1]
+    own, before = column(found, arm, scalar).align(column(found, base, scalar), join="inner")
+    if not ratio:
+        return own - before
+    floor = FLOOR.get(scalar, 1e-12)
+    return np.log(before.clip(floor)) - np.log(own.clip(floor))
 
 
-def _column(found, arm, scalar) -> dict[int, float]:
-    if scalar not in found or arm not in found.index:
-        return {}
-    return found.loc[arm, scalar].dropna().to_dict()
+def ends(comparison: Comparison, own: Chosen, scalar: str, rate: str = "own"):
+    """A column of an arm at one of its rates, as of `frame`."""
+    return column(frame(comparison, rate, own.speed), own.arm, named(comparison, scalar))
 
 
-def ends(comparison: Comparison, own: Chosen, scalar: str, rate: str = "own") -> dict[int, float]:
-    """{seed: value} of an arm."""
-    return _column(frame(comparison, rate, own.speed), own.arm, named(comparison, scalar))
-
-
-def against(comparison, own: Chosen, scalar: str, rate: str = "own", **options) -> np.ndarray:
+def against(comparison, own: Chosen, scalar: str, rate: str = "own", **options):
     """An arm `paired` with the baseline."""
     base, found = next(iter(comparison.arms)), frame(comparison, rate, own.speed)
     return paired(found, own.arm, base, named(comparison, scalar), **options)

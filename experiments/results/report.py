@@ -229,15 +229,17 @@ def _gains(comparison, own) -> Mapping[str, str]:
         {seed: arrival(run, scalar, last(base.runs[seed], scalar))
          for seed, run in of.runs.items() if seed in base.runs} for of in (own, base)
     )  # fmt: skip
-    late = sum(map(math.isinf, own_epochs.values()))
-    fewer = f"{len(own_epochs) - late} of {len(own_epochs)} arrive"
+    if late := sum(map(math.isinf, own_epochs.values())):
+        fewer = f"{len(own_epochs) - late} of {len(own_epochs)} arrive"
+    else:
+        both = frame.measured({own.arm: own_epochs, base.arm: before})
+        fewer = tables.times(frame.paired(both, own.arm, base.arm, "value", ratio=True))
     return {
         "at the end": own.label, "weights": "last" if plain == scalar else "averaged",
         "lr": f"{own.rate:g}", "seeds": f"{len(own.runs)}",
         name_of(scalar): show([last(run, scalar) for run in own.runs.values()], form),
         less.head(comparison): less.cell(comparison, own),
-        "times fewer epochs at this lr (geometric mean)":
-            fewer if late else tables.times(statistics.log_ratios(before, own_epochs)),
+        "times fewer epochs at this lr (geometric mean)": fewer,
     }  # fmt: skip
 
 

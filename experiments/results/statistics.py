@@ -243,22 +243,6 @@ def fastest(comparison: Comparison, arm: str) -> tuple[float, dict]:
     return best, tuned(comparison.records, arm).get(best, {})
 
 
-def paired(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
-    """float64[seeds, 2]: the values of seeds that both have, in the first one's order."""
-    return np.array([(own[seed], base[seed]) for seed in own if seed in base], float).reshape(-1, 2)
-
-
-def log_ratios(base: Mapping[int, float], own: Mapping[int, float], *, floor=1e-12) -> np.ndarray:
-    """log(base / own), paired by seed: positive if `own` takes less than the base.
-
-    Values below the floor are raised to it, since a target may be reached at once. inf means never
-    reached: the ratio is then infinite, or nan if both are inf.
-    """
-    after, before = np.log(np.maximum(paired(own, base), floor)).T
-    with np.errstate(invalid="ignore"):
-        return before - after
-
-
 def interval(found) -> tuple[float, float]:
     """Mean and half width of the 95 % interval over seeds, by Student's t; nan for one seed."""
     from scipy.special import stdtrit

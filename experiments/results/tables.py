@@ -86,8 +86,8 @@ def end(head, scalar: str, form: str, word: str = "", rate: str = "own") -> Colu
     """
 
     def found(comparison, own):
-        found = ends(comparison, own, scalar, rate).values()
-        return found if scalar.startswith("to ") or np.isfinite([*found]).all() else ()
+        found = ends(comparison, own, scalar, rate)
+        return found if scalar.startswith("to ") or np.isfinite(found).all() else ()
 
     return mean(head, form, found, word)
 
@@ -161,7 +161,7 @@ def faster(comparison: Comparison, own: Chosen, *, who: bool = False) -> str:
     Args:
       who: say how many seeds arrive where not all do.
     """
-    if math.inf in (taken := ends(comparison, own, "to seconds").values()):
+    if np.isinf(taken := ends(comparison, own, "to seconds")).any():
         return show(taken, "", "arrive") if who else "-"
     logs = against(comparison, own, "to seconds", ratio=True)
     return times(logs) if len(logs) and np.isfinite(logs).all() else "-"
@@ -215,7 +215,7 @@ COMBINED_COLUMNS = (
     arm("arm"),
     rate("best lr"),
     mean(lambda c: f"last {name_of(c.criterion.scalar)}", "{:.3g}",
-         lambda c, own: ends(c, own, c.criterion.scalar).values()),
+         lambda c, own: ends(c, own, c.criterion.scalar)),
     metric("{:.4g}"),
     end("steps to the target", "to step", "{:.0f}"),
     end("loads", "to loads", "{:.0f}"),

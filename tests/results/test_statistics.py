@@ -133,7 +133,7 @@ def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
     assert found.loc["rr", "to epoch"].tolist() == [2, 2, math.inf]
     assert found.loc["rr", "seconds"].tolist()[:2] == [1, 1] and math.isnan(found.seconds["rr", 2])
     less = frame.paired(found, "cd_grab", "rr", "train/loss")
-    assert less.tolist() == [-1.5, -1.0]  # of seeds 0 and 1, which both have
+    assert less.to_dict() == {0: -1.5, 1: -1.0}  # the seeds that both have
     logs = frame.paired(found, "cd_grab", "rr", "to epoch", ratio=True)
     np.testing.assert_allclose(logs, np.log([2, 2]))
     assert frame.paired(found, "cd_grab", "rr", "bound/linf").size == 0  # never measured
