@@ -16,6 +16,7 @@ import ordering.input
 from experiments.cluster import progress
 from experiments.results.statistics import median_interval
 from experiments.study.cost import Machine
+from experiments.study.pace import pace_of
 from experiments.study.tables import ECHO_POLICIES, row_of
 from experiments.tasks import Recipe, Task
 from experiments.training import loop
@@ -285,10 +286,9 @@ def echo_rows(ratio: float, repeats: int, *, steps: int = 400, step=None) -> Ite
         for _ in range(repeats):
             base, _, _ = _run_policy(step, plan, row.depth, 0.0)
             seconds, in_run, share = _run_policy(step, policy, row.depth, ratio * base)
-            told = echo.echo_forecast(
-                policy, depth=row.depth, load_seconds=ratio * base, step_seconds=base
-            )
-            turns.append((1e3 * base, share, seconds / base, in_run, told.slowdown))
+            _, stall = pace_of(policy, ratio, depth=row.depth)
+            told = 1 + stall / policy.total_steps
+            turns.append((1e3 * base, share, seconds / base, in_run, told))
         step_ms, loads, *ratios = map(statistics.median, zip(*turns, strict=True))
         measured, in_run, simulated = (round(found, 3) for found in ratios)
         yield {

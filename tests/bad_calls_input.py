@@ -8,7 +8,6 @@ import ordering
 from ordering import echo, input
 from tests.bad_values import (
     FRESH,
-    INF,
     KEY,
     KEYS,
     NAN,
@@ -72,11 +71,6 @@ CALLS = {
     "echo_batches, augmented": call(
         lambda augment: echoed(augment=augment, key=KEY),
         augment=Arg(lambda b, k: b, wrong_functions({}, lambda b: b, lambda b, k: "text"))),
-    "echo_forecast": call(
-        echo.echo_forecast, policy=Arg(PLAN, POLICIES), step_seconds=0.25, depth=2,
-        load_seconds=Arg(0.5, [NAN, INF, -1.0, 0, "3", None, 1j, [0.5] * 2, np.ones((4, 4)), THING,
-                               {}, [], ["a"] * T, [NAN] * T, [[1.0], [1.0, 2.0]], True,
-                               lambda: 1.0, "a negative number"])),
 }  # fmt: skip
 
 

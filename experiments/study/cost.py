@@ -35,6 +35,7 @@ from jax.sharding import Mesh
 import local_opt
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
+from experiments.study.pace import pace_of
 from experiments.study.tables import Order, SyncRule, left_out, plans_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes_of
@@ -42,7 +43,6 @@ from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt.forecast import sync_seconds
 from local_opt.workers import AXIS, owned_sharding, shared_sharding
-from ordering import echo
 from ordering.exchange import slice_size
 from ordering.kernel import BLOCK
 from syncopate.refusals import UserError
@@ -639,9 +639,8 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed)
     plans = plans_of(task, recipe, arm, speed=speed)
     uses, seconds = plans.echo, plans.total_steps * step_seconds
     if speed is not None or uses.online:
-        load_seconds = (speed or 1) * step_seconds
-        found = echo.echo_forecast(uses, load_seconds=load_seconds, step_seconds=step_seconds)
-        uses, seconds = found.plan, found.total_seconds
+        uses, stall = pace_of(uses, speed or 1)
+        seconds += stall * step_seconds
     rounds = uses.loads if plans.sync is None else plans.sync.rounds
     size, ring = num_params(task.model), {"num_workers": sizes.workers}
     sent = traffic(order, rule, sizes, size, sync_in_step=shapes.sync_in_step)(rounds, uses.loads)

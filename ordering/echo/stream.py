@@ -42,7 +42,6 @@ def echo_batches(
     key: Key[jax.Array, ""] | None = None,
     agree: Callable[[bool], bool] = ready_everywhere,
     stop_with_loads: bool = False,
-    keep_copy: bool = False,
 ) -> Iterator[EchoStep]:
     """One batch per step: a fresh one from `loads` if the policy loads, else the last one again.
 
@@ -63,8 +62,6 @@ def echo_batches(
       key: for augment, folded with the step.
       agree: `ready -> ready`, from this process's answer to that of all; for `measured`.
       stop_with_loads: ends the run when `loads` ends, as after an epoch, instead of raising.
-      keep_copy: lets steps donate their batches. Each use of a load but the last gets a copy, made
-        on the device; augment makes new arrays in any case.
 
     Returns:
       An iterator of records: `step`, the number of the step; `load`, the number of the load that
@@ -102,7 +99,7 @@ def echo_batches(
         plans.check_function("augment", augment, "batch", "key")
     if augment is not None or key is not None:
         plans.check_key(key)
-    stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads, keep_copy)
+    stream = _Stream(loads, policy, first_step, augment, key, agree, stop_with_loads)
     for first in stream:  # now, so that this call raises for an empty source
         return itertools.chain([first], stream)
     return iter(())
@@ -111,10 +108,9 @@ def echo_batches(
 class _Stream(Iterator):
     """The iterator; unlike a generator it goes on after an error, as of a late batch."""
 
-    def __init__(self, loads, policy, step, augment, key, agree, stop_with_loads, keep_copy):
+    def __init__(self, loads, policy, step, augment, key, agree, stop_with_loads):
         self._loads, self._source, self._policy = loads, iter(loads), policy
         self._step, self._agree, self._stop_with_loads = step, agree, stop_with_loads
-        self._keep_copy = keep_copy
         known = policy.known
         self._count = int(known.loads_before(step))  # loads so far
         self._uses = step - int(known.runs.start_at(step - 1)) if step else 0
@@ -140,22 +136,14 @@ class _Stream(Iterator):
         elif any(leaf.is_deleted() for leaf in jax.tree.leaves(self._batch)):
             raise ValueError(
                 f"step {step} uses load {self._count - 1} again, but step {step - 1} donated its "
-                "arrays: do not donate the batch, or pass echo_batches(..., keep_copy=True)."
+                "arrays: do not donate the batch, or donate a copy, jax.tree.map(jnp.copy, batch)."
             )
         batch = self._batch
         if self._augment:  # makes new arrays, also of leaves that it returns unchanged
             key, self._counter = _key_of(self._key, self._counter)
             batch = self._augment(batch, key)
-        elif self._keep_copy and self._may_echo(step + 1):
-            batch = jax.tree.map(_copy, batch)
         self._step, self._uses = step + 1, self._uses + 1
         return EchoStep(step, self._count - 1, fresh, batch)
-
-    def _may_echo(self, step):
-        """Whether the next step may use the batch again: it does if no other is ready."""
-        return step < self._policy.total_steps and not self._policy.decide(
-            step, loads=self._count, uses=self._uses + 1, ready=lambda: False
-        )
 
     def _fetch(self, load, *, may_end):
         if self._failed:  # a generator that failed would now end
@@ -178,16 +166,6 @@ class _Stream(Iterator):
             what = f"failed in step {self._step}: {said(error)}."
             self._failed = LoadError(load, f"{what} Resume from this step.")
             raise self._failed from error
-
-
-def _copy(array):
-    """A copy with the same sharding, so that a step is not compiled again for it."""
-    return _copier(array.sharding if array.committed else None)(array)
-
-
-@functools.lru_cache(maxsize=32)
-def _copier(sharding):
-    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 @functools.partial(jax.jit, donate_argnames="step")

@@ -147,16 +147,6 @@ def test_a_batch_with_text_is_an_error(given):
         next(echo_batches(given([{"text": "a"}]), PLAN))
 
 
-def test_a_step_compiles_once_for_batches_and_their_copies():
-    mesh = jax.make_mesh((8,), ("worker",), (AxisType.Explicit,))
-    for sharding in (None, jax.devices()[3], NamedSharding(mesh, PartitionSpec("worker"))):
-        step = jax.jit(lambda batch: batch + 1, donate_argnums=0)
-        with load_ahead([np.ones((8, 2))] * 2, sharding=sharding) as loader:
-            for use in echo_batches(loader, echo.fixed(2, total_steps=4), keep_copy=True):
-                step(use.batch)
-        assert step._cache_size() == 1
-
-
 @AHEAD
 @pytest.mark.parametrize("empty", [None, {}, ()])
 def test_a_batch_without_arrays_is_an_error(given, empty):

@@ -25,7 +25,7 @@ CITED = (
     "power_rule", "constant", "post_local", "swap", "diloco", "slowmo", "reestimate",
     "muloco", "snoo", "sparseloco", "gpa",
     "streaming_rounds", "stream_segments",
-    "control_variates", "proximal", "echo_batches", "echo_forecast", "fixed", "bernoulli",
+    "control_variates", "proximal", "echo_batches", "fixed", "bernoulli",
 )  # fmt: skip
 
 
