@@ -58,7 +58,7 @@ def worker_step(order: ordering.Ordering) -> tuple[Callable, Callable]:
         params, state, orders = run
         gradients = (batch @ params - 1.0)[:, None] * batch  # of every unit
         updates, state = optimizer.update(jnp.mean(gradients, axis=0), state, params)
-        orders = order.observe(orders, ordering.Rows.of(gradients))
+        orders = order.observe(orders, gradients)
         return optax.apply_updates(params, updates), state, orders
 
     return init, step

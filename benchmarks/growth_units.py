@@ -57,7 +57,7 @@ def lifted(order: ordering.Ordering, workers: int, numbers: int) -> tuple[Callab
         return order.init(key, jnp.zeros(numbers))
 
     def observe(state, rows):
-        return order.observe(state, ordering.Rows.of(rows))
+        return order.observe(state, rows)
 
     def next_epoch(state):
         return order.next_epoch(state)

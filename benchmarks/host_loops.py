@@ -22,8 +22,8 @@ import ordering
 from experiments.timing import compared, medians, print_rows
 from ordering.kernel import balance_blocks
 from ordering.pair_balance import subtract
-from ordering.rows import split_pairs
 from ordering.sketches.linear import SIZE
+from ordering.trees import split_pairs
 
 # Units per call: enough to exceed the caches at every D, at most 1.3 GB.
 KERNEL_SIZES = {10**3: 4096, 10**5: 512, 10**6: 128, 10**7: 32}
@@ -46,7 +46,7 @@ def kernel(gradients, total):
 def sign_sketches(gradients, total):
     """The same on sketches, which read every gradient once."""
     made = ordering.sketch(jax.random.key(0), size=total.size)
-    return kernel(ordering.sketch_rows(ordering.Rows.of(gradients), made).tree, total)
+    return kernel(ordering.sketch_rows(gradients, made), total)
 
 
 def host_loop(gradients, total, dot: Callable, order: list) -> list:

@@ -54,7 +54,7 @@ def cd_grab_orders(units: int) -> np.ndarray:
 
     def epoch(key):
         def step(state, key):
-            rows = ordering.Rows.of(jax.random.normal(key, (size, 8)))
+            rows = jax.random.normal(key, (size, 8))
             return order.observe(state, rows), None
 
         state, keys = order.init(key, jnp.zeros(8)), jax.random.split(key, units // size)

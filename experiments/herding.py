@@ -66,7 +66,7 @@ def bounds_over_rounds(
     def one_round(state, vectors):
         def step(state, start, size):
             units = jax.lax.dynamic_slice_in_dim(state.current, start, size)
-            return order.observe(state, ordering.Rows.of(vectors[units]))
+            return order.observe(state, vectors[units])
 
         whole = num_units // units_per_step * units_per_step
         starts = jnp.arange(0, whole, units_per_step)

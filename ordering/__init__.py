@@ -7,13 +7,11 @@
 from ordering import blocks, echo, input
 from ordering.base import Ordering
 from ordering.dealing import dealt, dealt_reshuffling
-from ordering.exchange import exchange_rows
 from ordering.grab import grab
 from ordering.gradients import check_separable, grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
 from ordering.pair_balance import cd_grab, pair_balance
 from ordering.resize import resize
-from ordering.rows import Rows
 from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk
 from ordering.sketches.backward import sketched, sketched_parameters
@@ -22,7 +20,6 @@ from ordering.sketches.scale import scale_of, scaled
 
 __all__ = [
     "Ordering",
-    "Rows",
     "SignRule",
     "block_reshuffling",
     "blocks",
@@ -31,7 +28,6 @@ __all__ = [
     "dealt",
     "dealt_reshuffling",
     "echo",
-    "exchange_rows",
     "flip_flop",
     "grab",
     "greedy",

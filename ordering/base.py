@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key, PyTree, UInt32
 
-from ordering import rows as rows_lib
-from ordering.rows import Rows
+from ordering import trees
 from ordering.signs import SignRule
 from syncopate import mesh, plans
 
@@ -28,8 +27,8 @@ class Ordering(NamedTuple):
     Attributes:
       init: `(key, params) -> state`. `key` is this worker's own typed key. Of `params` only the
         structure and the shapes are used: those of one gradient.
-      observe: `(state, rows) -> state`. Called in the jitted step with the gradients of the next
-        units of the current order, as `ordering.Rows`.
+      observe: `(state, gradients) -> state`. Called in the jitted step with the gradients of the
+        next n units of the current order, a tree with leaves [n, ...].
       next_epoch: `state -> state`. Makes the next order the current one.
       sync: `state -> state`. Optional: call it where workers communicate anyway, and coordinated
         orders exchange then what they have put off. `next_epoch` exchanges the rest.
@@ -48,7 +47,7 @@ class Ordering(NamedTuple):
     """
 
     init: Callable[[Key[Array, ""], PyTree], State]
-    observe: Callable[[State, Rows], State]
+    observe: Callable[[State, PyTree], State]
     next_epoch: Callable[[State], State]
     sync: Callable[[State], State] = lambda state: state
 
@@ -87,16 +86,16 @@ def checked(
             )
 
     def init(key, params=None):
-        if observes and not rows_lib.tree_size(params):
+        if observes and not trees.tree_size(params):
             raise ValueError(
                 f"params holds no numbers ({jax.tree.structure(params)}): pass a tree of the "
                 "shapes of one gradient (for sketches jnp.zeros(size)), or use random_reshuffling."
             )
         return order.init(key, params)
 
-    def observe(state, rows):
+    def observe(state, gradients):
         check(state, "observe")
-        return order.observe(state, rows)
+        return order.observe(state, gradients)
 
     def next_epoch(state):
         check(state, "next_epoch")
@@ -231,23 +230,19 @@ def check_key(key: Any) -> Key[Array, ""]:
     return key
 
 
-def check_rows(rows: Rows, num_units: int, units_per_step: int, workers: int = 1) -> int:
-    """The number of this worker's units in `rows`; raises ValueError if no step can have so many.
-
-    `workers` is W for orders that accept rows from `exchange_rows`, which hold those of all.
-    """
-    check_is_rows(rows, workers)
-    size, tail = rows.size // (rows.workers or 1), num_units % units_per_step
-    if size not in (units_per_step, tail) or size == 0:
+def check_gradients(gradients: PyTree, num_units: int, units_per_step: int) -> int:
+    """The number of units in `gradients`; raises ValueError if no step can have so many."""
+    size, tail = trees.check_gradients(gradients), num_units % units_per_step
+    if size not in (units_per_step, tail):
         last = f", the last one {tail}" if tail else ""
         raise ValueError(
-            f"observe got rows of {size} units; a step has {units_per_step}{last} (of "
+            f"observe got gradients of {size} units; a step has {units_per_step}{last} (of "
             f"{num_units}). Slice the order so, or build it with another units_per_step."
         )
     return size
 
 
-def check_shapes(tree: PyTree, like: PyTree, what: str = "rows.tree") -> None:
+def check_shapes(tree: PyTree, like: PyTree, what: str = "gradients") -> None:
     """Raises ValueError unless leaves [n, ...] have the shapes of `like` after the leading axis."""
     unit = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
     plans.check_like(
@@ -255,22 +250,3 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "rows.tree") -> None:
         "call init with params shaped like one gradient (for sketches jnp.zeros(size)), and both "
         "under jax.vmap for several workers.",
     )  # fmt: skip
-
-
-def check_is_rows(rows: Any, workers: int = 1, *, stacked: bool = False) -> None:
-    """Raises ValueError unless these are the rows of one worker; `stacked`: with the gradients."""
-    if not isinstance(rows, Rows):
-        raise ValueError(
-            f"got a {type(rows).__name__} where Rows are needed: pass ordering.Rows.of(tree) for "
-            "leaves [n, ...], a gradient per unit, or ordering.Rows.of_gradient(gradient) for one."
-        )
-    if rows.workers not in (None, workers):
-        raise ValueError(
-            f"these are the rows of all {rows.workers} workers, as exchange_rows returns them: "
-            "pass those from before the exchange, or use cd_grab without gathers and specs."
-        )
-    if stacked and rows.tree is None:
-        raise ValueError(
-            "these rows hold no stacked gradients, which this ordering must keep or send. Make "
-            "them with per_example or microbatch, or use pair_balance with an even units_per_step."
-        )

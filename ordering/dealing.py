@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from ordering import base
-from ordering import rows as rows_lib
+from ordering import base, trees
 from ordering.exchange import shared_key
 from ordering.gathered import GatheredState
 from ordering.pair_balance import PairBalanceState
@@ -151,8 +150,8 @@ def dealt(
         pairs = base.with_order(pairs, everyone[jax.lax.axis_index(axis_name)])
         return state_of(pairs, everyone, waiting)
 
-    def observe(state, rows):
-        return state._replace(pairs=order.observe(state.pairs, rows))
+    def observe(state, gradients):
+        return state._replace(pairs=order.observe(state.pairs, gradients))
 
     def sync(state):
         return state._replace(pairs=order.sync(state.pairs))
@@ -171,7 +170,7 @@ def dealt(
 
     def check_dealt(state):
         """Raises ValueError outside of the axis, and for the state of other workers or units."""
-        found = len(state.everyone), state.everyone.size + rows_lib.tree_size(state.waiting)
+        found = len(state.everyone), state.everyone.size + trees.tree_size(state.waiting)
         here = mesh.axis_size(axis_name), _all_units(num_units, total, axis_name)
         if found != here:
             raise ValueError(
@@ -195,7 +194,7 @@ def dealt_reshuffling(
       axis_name: the workers' axis.
 
     Returns:
-      An `Ordering` whose `current` holds units in [0, total); `observe` ignores the rows. All
+      An `Ordering` whose `current` holds units in [0, total); `observe` ignores the gradients. All
       workers draw the same permutation, from worker 0's key, which is sent once per epoch.
 
     Raises:

@@ -12,14 +12,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Key, PyTree
 
 from ordering import base
-from ordering import rows as rows_lib
 from ordering.base import Ordering
-from ordering.rows import Rows
+from ordering.trees import check_gradients
 from syncopate import mesh
 
 LANES = 128  # of a TPU's vector unit
@@ -79,74 +77,30 @@ def own_slice(array: Array, size: int, axis_name: str) -> Array:
     return jax.lax.dynamic_slice_in_dim(padded, start, size, axis=array.ndim - 1)
 
 
-def exchange(rows: Rows, axis_name: str) -> Array:
-    """From rows of n units on each worker, this device's slice of all n W: [n W, `slice_size`].
+def exchange(gradients: PyTree, axis_name: str) -> Array:
+    """From n units on each worker, this device's slice of all n W gradients: [n W, `slice_size`].
 
     Unit 1 of every worker comes first, then unit 2 of every worker, and so on, as `cd_grab` signs
-    them. Inner products with these rows are partial: a psum over the axis completes them. Where
-    workers are simulated, the one device holds the whole rows, [n W, D].
+    them. Inner products with these are partial: a psum over the axis completes them. Where workers
+    are simulated, the one device holds the whole gradients, [n W, D].
     """
-    base.check_is_rows(rows, stacked=True)
-    workers = mesh.axis_size(axis_name)
-    leaves = [leaf.reshape(rows.size, -1) for leaf in jax.tree.leaves(rows.tree)]
+    workers, count = mesh.axis_size(axis_name), check_gradients(gradients)
+    leaves = [leaf.reshape(count, -1) for leaf in jax.tree.leaves(gradients)]
     if simulated(axis_name):
         everyone = jax.lax.all_gather(jnp.concatenate(leaves, axis=1), axis_name)
-        return everyone.swapaxes(0, 1).reshape(rows.size * workers, -1)
+        return everyone.swapaxes(0, 1).reshape(count * workers, -1)
     entries = sum(leaf.shape[1] for leaf in leaves)
     size = slice_size(entries, workers)
-    zeros = jnp.zeros((rows.size, size * workers - entries), jnp.result_type(*leaves))
-    if rows.size == 1:  # no matrix of one row, which a TPU would pad to eight
+    zeros = jnp.zeros((count, size * workers - entries), jnp.result_type(*leaves))
+    if count == 1:  # no matrix of one row, which a TPU would pad to eight
         parts = jnp.concatenate([leaf[0] for leaf in (*leaves, zeros)]).reshape(workers, size)
     else:
         parts = jnp.concatenate([*leaves, zeros], axis=1)
-        parts = parts.reshape(rows.size, workers, size).swapaxes(0, 1)
+        parts = parts.reshape(count, workers, size).swapaxes(0, 1)
     parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
-    if rows.size > 1:
-        parts = parts.swapaxes(0, 1).reshape(rows.size * workers, size)
+    if count > 1:
+        parts = parts.swapaxes(0, 1).reshape(count * workers, size)
     return parts
-
-
-def exchange_rows(rows: Rows, *, axis_name: str = "worker") -> tuple[PyTree, Rows]:
-    """Exchanges the workers' rows for `cd_grab`, and averages the gradients at no further cost.
-
-    mean = 1 / (n W) sum over workers w and units i of g_(w, i)
-
-    An all-to-all and an all-gather replace the all-reduce of `jax.lax.pmean` and move the same
-    bytes, so that with one unit per worker and step (`microbatch`) coordination sends nothing more.
-    With an even number of units per step `jax.lax.pmean` is cheaper: `cd_grab` then sends pair
-    differences, half as many as gradients.
-
-    Args:
-      rows: this worker's stacked rows of n units.
-      axis_name: the workers' axis.
-
-    Returns:
-      (mean, exchanged rows): the mean gradient over all units of all workers, a tree like one
-      gradient, equal on all workers; and what `cd_grab(...).observe` takes in place of `rows`.
-
-    Raises:
-      ValueError: if the rows hold no gradients, or the mesh has axes besides the workers'.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, ordering
-      >>> mean = lambda g: ordering.exchange_rows(ordering.Rows.of(g))[0]
-      >>> jax.vmap(mean, axis_name="worker")(jnp.array([[[1.0]], [[3.0]]])).tolist()
-      [[2.0], [2.0]]
-
-    References:
-      Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
-      2023, https://arxiv.org/abs/2302.00845
-    """
-    check_alone(axis_name, what="exchange_rows sends", act="Use jax.lax.pmean.")
-    sent = exchange(rows, axis_name)
-    part = jnp.mean(rows_lib.as_float32(sent), axis=0)
-    # A mean of integers is not one.
-    as_mean = lambda g: g if jnp.issubdtype(g.dtype, jnp.floating) else rows_lib.as_float32(g)  # noqa: E731
-    template, unravel = ravel_pytree(jax.tree.map(lambda g: as_mean(g)[0], rows.tree))
-    whole = part if simulated(axis_name) else jax.lax.all_gather(part, axis_name, tiled=True)
-    flat = whole[: template.size]
-    exchanged = Rows.of(sent)._replace(workers=len(sent) // rows.size)
-    return unravel(flat.astype(template.dtype)), exchanged
 
 
 def check_alone(
@@ -209,15 +163,15 @@ def sharded(
 
         return mesh.over_shards(axes, run, P(), where(params))(key)
 
-    def observe(state, rows):
-        base.check_is_rows(rows, stacked=True)
+    def observe(state, gradients):
+        check_gradients(gradients)
 
-        def run(state, tree):
-            return order.observe(state, Rows.of(parts(tree, specs, axes, leading=1)))
+        def run(state, gradients):
+            return order.observe(state, parts(gradients, specs, axes, leading=1))
 
-        of_rows = jax.tree.map(lambda spec: P(None, *spec), mesh.like(specs, rows.tree))
-        of_state = where(rows.tree)
-        return mesh.over_shards(axes, run, (of_state, of_rows), of_state)(state, rows.tree)
+        of_units = jax.tree.map(lambda spec: P(None, *spec), mesh.like(specs, gradients))
+        of_state = where(gradients)
+        return mesh.over_shards(axes, run, (of_state, of_units), of_state)(state, gradients)
 
     def next_epoch(state):
         of_state = where(state.running_sum)

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, PyTree
 
-from ordering import base, signs
-from ordering import rows as rows_lib
+from ordering import base, signs, trees
 from ordering.exchange import check_alone, equal_once, shared_key, simulated
 from ordering.kernel import balance_blocks
 from syncopate import mesh, plans
@@ -65,7 +64,7 @@ def gathered_pairs(
     splits_pairs = units_per_step % 2 == 1
 
     def init(key, params):
-        size = rows_lib.tree_size(params)
+        size = trees.tree_size(params)
         key_of_rule = jax.random.fold_in(shared_key(key, axis_name), 1)
         if size_of_teams() < mesh.axis_size(axis_name):  # teams draw numbers of their own
             team = jax.lax.axis_index(axis_name) // size_of_teams()
@@ -80,13 +79,12 @@ def gathered_pairs(
         )
         return mesh.varying_as(state, key)
 
-    def observe(state, rows):
+    def observe(state, gradients):
         if specs is None:
             check_alone(axis_name, what="cd_grab observes", manual_only=True)
-        base.check_rows(rows, num_units, units_per_step)
-        base.check_is_rows(rows, stacked=True)
-        units = rows_lib.as_float32(rows_lib.flat(rows))
-        base.check_shapes(units, state.running_sum, "flattened rows")
+        base.check_gradients(gradients, num_units, units_per_step)
+        units = trees.as_float32(trees.flat(gradients))
+        base.check_shapes(units, state.running_sum, "flattened gradients")
         first = state.position // 2
         found, end, pending = complete_pairs(state, units)
         state = state._replace(position=end, pending=pending)

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from ordering import base, signs
-from ordering import rows as rows_lib
+from ordering import base, signs, trees
 from ordering.base import Ordering
-from ordering.kernel import add_weighted, balance, balance_blocks
+from ordering.kernel import add_weighted, balance_blocks
 from syncopate import mesh
 
 
@@ -50,15 +49,15 @@ def grab(
       An `Ordering` with `GrabState`.
 
     Raises:
-      ValueError: at construction if sizes are out of range; while tracing if the rows have another
-        size or other shapes.
+      ValueError: at construction if sizes are out of range; while tracing if there are other
+        gradients than of a step.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> order = ordering.grab(3)
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(2))
       >>> for gradient in ([[1., 0.]], [[0., 1.]], [[1., 1.]]):
-      ...     state = order.observe(state, ordering.Rows.of(jnp.array(gradient)))
+      ...     state = order.observe(state, jnp.array(gradient))
       >>> sorted(order.next_epoch(state).current.tolist())
       [0, 1, 2]
 
@@ -73,33 +72,29 @@ def grab(
         state = GrabState(
             **base.first_fields(key, num_units, GrabState),
             taken=jnp.zeros((), jnp.int32),
-            running_sum=rows_lib.zeros_like(params),
-            mean=rows_lib.zeros_like(params),
-            total=rows_lib.zeros_like(params),
+            running_sum=trees.zeros_like(params),
+            mean=trees.zeros_like(params),
+            total=trees.zeros_like(params),
             rule=rule.init(jax.random.fold_in(key, 1)),
         )
         return mesh.varying_as(state, key)
 
-    def observe(state, rows):
-        base.check_rows(rows, num_units, units_per_step)
-        valid = state.position + jnp.arange(rows.size) < num_units
-        carry = (rule, state.rule, state.running_sum)
-        if rows.tree is None:
-            centred = rows_lib.centre(rows, state.mean)
-            rule_state, running_sum, sign, taken = balance(*carry, centred, valid=valid)
-        else:
-            base.check_shapes(rows.tree, state.mean)
-            rule_state, running_sum, sign, taken = balance_blocks(
-                *carry, rows.tree, derive=lambda g: _centred(g, state.mean), valid=valid
-            )
-        following, left = _place(state, rows.size, sign > 0)
+    def observe(state, gradients):
+        size = base.check_gradients(gradients, num_units, units_per_step)
+        base.check_shapes(gradients, state.mean)
+        valid = state.position + jnp.arange(size) < num_units
+        rule_state, running_sum, sign, taken = balance_blocks(
+            rule, state.rule, state.running_sum, gradients,
+            derive=lambda g: _centred(g, state.mean), valid=valid,
+        )  # fmt: skip
+        following, left = _place(state, size, sign > 0)
         return state._replace(
             next=following,
-            position=state.position + rows.size,
+            position=state.position + size,
             left=left,
             taken=state.taken + jnp.sum(taken, dtype=jnp.int32),
             running_sum=running_sum,
-            total=add_weighted(state.total, rows, jnp.ones(rows.size), taken),
+            total=add_weighted(state.total, gradients, jnp.ones(size), taken),
             rule=rule_state,
         )
 
@@ -117,7 +112,7 @@ def grab(
 
 
 def _centred(gradient, mean):
-    return jax.tree.map(lambda g, m: rows_lib.as_float32(g) - m, gradient, mean)
+    return jax.tree.map(lambda g, m: trees.as_float32(g) - m, gradient, mean)
 
 
 def _place(state, size, plus):

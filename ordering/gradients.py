@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from ordering import rows as rows_lib
+from ordering import trees
 from ordering.sketches import walk
 from ordering.sketches.linear import sketch_rows
 from syncopate import plans
@@ -55,7 +55,8 @@ def per_example(
 
     Returns:
       A function of params, a batch with leaves [B, ...] and a key, that returns losses
-      float32[B], the mean gradient (a tree like params) and `Rows` of size B.
+      float32[B], the mean gradient (a tree like params) and the gradients of the B units, leaves
+      [B, ...].
 
     Raises:
       ValueError: while tracing, for a batch without a common leading axis or one that is split
@@ -67,8 +68,8 @@ def per_example(
       >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
       >>> gradients = ordering.per_example(loss)
       >>> losses, mean, rows = gradients(jnp.ones(2), jnp.eye(2), jax.random.key(0))
-      >>> mean.tolist(), rows.size
-      ([0.5, 0.5], 2)
+      >>> mean.tolist(), rows.shape
+      ([0.5, 0.5], (2, 2))
 
     References:
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
@@ -101,20 +102,18 @@ def per_example(
 
         def add(total, unit):
             (value, aux), gradient = one(unit)
-            total = jax.tree.map(lambda t, g: t + rows_lib.as_float32(g), total, gradient)
+            total = jax.tree.map(lambda t, g: t + trees.as_float32(g), total, gradient)
             return total, (value, aux, row_of(gradient))
 
         units = batch, keys
         if in_turn:
-            start = alike(rows_lib.zeros_like(params), params)
+            start = alike(trees.zeros_like(params), params)
             total, (losses, aux, rows) = jax.lax.scan(add, start, units)
             mean = jax.tree.map(lambda t, p: (t / size).astype(jnp.result_type(p)), total, params)
-            rows = rows_lib.Rows.of(rows)
         else:
             (losses, aux), tree = jax.vmap(one)(units)
-            mean = jax.tree.map(rows_lib.mean_of, tree)
-            rows = rows_lib.Rows.of(tree)
-            rows = sketch_rows(rows, to_sketch) if to_sketch else rows
+            mean = jax.tree.map(trees.mean_of, tree)
+            rows = sketch_rows(tree, to_sketch) if to_sketch else tree
         if has_rule and walk.has_rule_of_parameters(program, params, first):
             # The rule gets the sum over all examples, and must not be used of each alone.
             total = lambda p: jnp.sum(jax.vmap(functools.partial(part, p))(units)[0])  # noqa: E731
@@ -192,13 +191,13 @@ def units_of(params: PyTree, batch: PyTree, key: Key[Array, ""]) -> tuple[int, K
 def size_of(batch: PyTree) -> int:
     """B of a batch with leaves [B, ...]; raises ValueError for any other."""
     act = "For a single example add the axis, as x[None]."
-    return rows_lib.leading_size(batch, "the batch", act)
+    return trees.leading_size(batch, "the batch", act)
 
 
 def check_params(params: PyTree) -> None:
     """Raises ValueError unless all leaves are floating arrays, of which a loss has a gradient."""
     for leaf in jax.tree.leaves(params):
-        rows_lib.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), jnp.floating)
+        trees.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf), jnp.floating)
 
 
 def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
@@ -230,7 +229,7 @@ def signed_as(loss: Callable) -> Callable[[Callable], Callable]:
 def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
     """One unit for the worker's whole microbatch: B = 1, at the cost of a plain gradient.
 
-    If the loop computes the gradient anyway, use `Rows.of_gradient(grad)`.
+    If the loop computes the gradient anyway, observe `jax.tree.map(lambda g: g[None], grad)`.
 
     Args:
       loss: `(params, batch, key) -> losses[n]`, or their mean.
@@ -238,14 +237,14 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
 
     Returns:
       A function of params, a batch with leaves [n, ...] and a key, that returns the mean loss as
-      float32[1], the gradient of the mean loss and `Rows` of size 1.
+      float32[1], the gradient of the mean loss, and the same with leaves [1, ...].
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
       >>> loss = lambda w, batch, key: 0.5 * jnp.square(batch @ w)
       >>> losses, mean, rows = ordering.microbatch(loss)(jnp.ones(2), jnp.eye(2), jax.random.key(0))
-      >>> mean.tolist(), rows.size
-      ([0.5, 0.5], 1)
+      >>> mean.tolist(), rows.shape
+      ([0.5, 0.5], (1, 2))
 
     References:
       Cooper et al., Coordinating Distributed Example Orders for Provably Accelerated Training,
@@ -263,7 +262,7 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
         check_params(params)
         (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
-        return (losses, aux) if has_aux else losses, grad, rows_lib.Rows.of_gradient(grad)
+        return (losses, aux) if has_aux else losses, grad, trees.of_one_unit(grad)
 
     return gradients
 
@@ -294,7 +293,7 @@ def grouped(loss: Callable, *, has_aux: bool = False) -> Callable:
             losses, aux = of_batch(params, group, key)
             return (jnp.mean(losses), aux) if has_aux else jnp.mean(losses)
 
-        rows_lib.leading_size(batch, "the groups", "Pass a batch with leaves [B, n, ...].")
+        trees.leading_size(batch, "the groups", "Pass a batch with leaves [B, n, ...].")
         return jax.vmap(of_group)(batch)
 
     return of_groups

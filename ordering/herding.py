@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ordering import base
-from ordering import rows as rows_lib
+from ordering import base, trees
 from ordering.base import Ordering
 from syncopate import mesh, plans
 
@@ -62,7 +61,7 @@ def herding_bound(
         )
     if not plans.is_number(norm) or norm not in (2, jnp.inf):
         raise ValueError(f"norm is {norm!r}: pass 2 or jnp.inf.")
-    vectors = rows_lib.as_float32(vectors).reshape(-1, *shape[-2:])
+    vectors = trees.as_float32(vectors).reshape(-1, *shape[-2:])
     orders = orders.reshape(vectors.shape[:2])
     mean = jnp.mean(vectors, axis=(0, 1), keepdims=True)
     ordered = jnp.take_along_axis(vectors - mean, orders[:, :, None], axis=1)
@@ -96,8 +95,8 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
       An `Ordering` with `GreedyHerdingState`.
 
     Raises:
-      ValueError: at construction if sizes are out of range; while tracing if the rows have another
-        size or other shapes.
+      ValueError: at construction if sizes are out of range; while tracing if there are other
+        gradients than of a step.
 
     Examples:
       >>> import ordering
@@ -112,20 +111,19 @@ def greedy_herding(num_units: int, *, units_per_step: int = 1) -> Ordering:
     def init(key, params):
         state = GreedyHerdingState(
             **base.first_fields(key, num_units, GreedyHerdingState),
-            gradients=jnp.zeros((num_units, rows_lib.tree_size(params))),
+            gradients=jnp.zeros((num_units, trees.tree_size(params))),
         )
         return mesh.varying_as(state, key)
 
-    def observe(state, rows):
-        base.check_rows(rows, num_units, units_per_step)
-        base.check_is_rows(rows, stacked=True)
-        flat = rows_lib.as_float32(rows_lib.flat(rows))
-        base.check_shapes(flat, state.gradients[0], "flattened rows")
+    def observe(state, gradients):
+        size = base.check_gradients(gradients, num_units, units_per_step)
+        flat = trees.as_float32(trees.flat(gradients))
+        base.check_shapes(flat, state.gradients[0], "flattened gradients")
         flat = jnp.where(jnp.isfinite(flat), flat, 0.0)
-        place = state.position + jnp.arange(rows.size)
+        place = state.position + jnp.arange(size)
         unit = jnp.where(place < num_units, state.current[place], num_units)
-        gradients = state.gradients.at[unit].set(flat, mode="drop")
-        return state._replace(position=state.position + rows.size, gradients=gradients)
+        kept = state.gradients.at[unit].set(flat, mode="drop")
+        return state._replace(position=state.position + size, gradients=kept)
 
     def next_epoch(state):
         return base.begin_epoch(state, greedy_order(state.gradients), "position")

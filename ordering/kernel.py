@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, PyTree
 
-from ordering import rows as rows_lib
+from ordering import trees
 from ordering.sign_loop import one_sign, signs_of
 from ordering.signs import SignRule, State
 from syncopate import mesh
@@ -36,13 +36,13 @@ def block_size_of(axes: tuple[str, ...] = ()) -> int:
 
 
 def balance(
-    rule: SignRule, rule_state: State, total: PyTree, rows: rows_lib.Rows, *,
+    rule: SignRule, rule_state: State, total: PyTree, vectors: PyTree, *,
     valid: Bool[Array, "n"], axes: tuple[str, ...] = (),
 ) -> Signed:  # fmt: skip
     """Signs one block of vectors, with the signs that they get one after the other.
 
     Args:
-      total: the running sum r; rows: the vectors z_1 .. z_n.
+      total: the running sum r; vectors: z_1 .. z_n, leaves [n, ...].
       valid: which vectors count; the others get a plus, are not added, and the rule ignores them.
       axes: names of the axes over which the vectors are sharded; products are summed over them.
 
@@ -50,11 +50,12 @@ def balance(
       (rule_state, r + sum of s_i z_i, signs in {-1, +1}, taken): the vectors that were taken are
       those that are valid and finite.
     """
-    products = _added(jnp.concatenate([rows.dot(total)[:, None], rows.gram()], axis=1), axes)
+    dots, gram = trees.dot(vectors, total), trees.gram(vectors)
+    products = _added(jnp.concatenate([dots[:, None], gram], axis=1), axes)
     rule_state, signs = signs_of(rule, rule_state, products[:, 0], products[:, 1:], valid)
     taken = signs != 0
     signs = jnp.where(taken, signs, 1.0)
-    return rule_state, add_weighted(total, rows, signs, taken), signs, taken
+    return rule_state, add_weighted(total, vectors, signs, taken), signs, taken
 
 
 def balance_blocks(
@@ -78,8 +79,10 @@ def balance_blocks(
 
     def of_block(carry, block):
         (rule_state, total), (elements, block_valid) = carry, block
-        rows = rows_lib.Rows.of(jax.vmap(derive)(elements))
-        *found, signs, taken = balance(rule, rule_state, total, rows, valid=block_valid, axes=axes)
+        vectors = jax.vmap(derive)(elements)
+        *found, signs, taken = balance(
+            rule, rule_state, total, vectors, valid=block_valid, axes=axes
+        )
         return mesh.alike(tuple(found), carry), (signs, taken)
 
     def of_one(carry, vector):
@@ -138,18 +141,13 @@ def _added(products, axes):
 
 
 def add_weighted(
-    total: PyTree, rows: rows_lib.Rows, weights: Float32[Array, "n"], taken: Bool[Array, "n"]
+    total: PyTree, vectors: PyTree, weights: Float32[Array, "n"], taken: Bool[Array, "n"]
 ) -> PyTree:
     """total + sum of w_i z_i over the vectors taken, also where others are not finite."""
     weights = jnp.where(taken, weights, 0.0)
-    if rows.tree is None:
-        new_total = jax.tree.map(jnp.add, total, rows.combine(weights))
-        # One row cannot be left out of a product: if one is not finite, leave out the whole block.
-        finite = jnp.isfinite(rows_lib.tree_dot(new_total, new_total))
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new_total, total)
 
     def keep_taken(z):
         return jnp.where(taken.reshape((-1,) + (1,) * (z.ndim - 1)), z, 0)
 
-    clean = rows_lib.Rows.of(jax.tree.map(keep_taken, rows.tree))
-    return jax.tree.map(jnp.add, total, clean.combine(weights))
+    clean = jax.tree.map(keep_taken, vectors)
+    return jax.tree.map(jnp.add, total, trees.combine(clean, weights))

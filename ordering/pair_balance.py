@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
-from ordering import base, signs
-from ordering import rows as rows_lib
+from ordering import base, signs, trees
 from ordering.base import Ordering
 from ordering.exchange import (
     check_alone,
@@ -23,7 +22,7 @@ from ordering.exchange import (
     slice_size,
 )
 from ordering.gathered import gathered_pairs
-from ordering.kernel import balance, balance_blocks
+from ordering.kernel import balance_blocks
 from ordering.signs import SignRule
 from syncopate import mesh
 
@@ -63,7 +62,7 @@ def pair_balance(
 
     Args:
       num_units: M >= 1, units of this worker.
-      units_per_step: B in [1, M], units in the rows of one step; the last step of an epoch has
+      units_per_step: B in [1, M], units of one step; the last step of an epoch has
         the M mod B that remain.
       rule: the sign rule; `greedy()` by default.
       specs: for a worker of several devices, as in `cd_grab`.
@@ -72,8 +71,8 @@ def pair_balance(
       An `Ordering` with `PairBalanceState`.
 
     Raises:
-      ValueError: at construction if sizes are out of range; while tracing if the rows have another
-        size or other shapes.
+      ValueError: at construction if sizes are out of range; while tracing if there are other
+        gradients than of a step.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
@@ -81,7 +80,7 @@ def pair_balance(
       >>> state = order.init(jax.random.key(0), params=jnp.zeros(3))
       >>> for start in (0, 2):
       ...     units = state.current[start:start + 2]
-      ...     state = order.observe(state, ordering.Rows.of(jnp.eye(4, 3)[units]))
+      ...     state = order.observe(state, jnp.eye(4, 3)[units])
       >>> sorted(order.next_epoch(state).current.tolist())
       [0, 1, 2, 3]
 
@@ -110,12 +109,12 @@ def cd_grab(
 
     Call it under a named axis (`jax.vmap`, `jax.shard_map` or `local_opt.lift`). Workers exchange
     their gradients in slices of D / W entries, so that r and the pending gradients are sharded over
-    them. With an even B they send pair differences; with an odd B the gradients, and then
-    `exchange_rows` also gives the mean gradient without sending more.
+    them. With an even B they send pair differences, with an odd B the gradients.
 
-    Short rows, such as those of `ordering.sketched`, are better gathered: with `gathers` workers
-    send each other their rows of k numbers, and each computes all signs. With "sync" the pairs wait
-    in the state, float32[M // 2, k], until workers communicate anyway; the orders are the same.
+    Short ones, such as those of `ordering.sketched`, are better gathered: with `gathers` workers
+    send each other their sketches of k numbers, and each computes all signs. With "sync" the pairs
+    wait in the state, float32[M // 2, k], until workers communicate anyway; the orders are the
+    same.
 
     With hundreds of workers so many signs, one after the other, take time. `team_size` splits the
     workers into teams of W' consecutive ones, which gather and sign only their own pairs. Each team
@@ -130,22 +129,22 @@ def cd_grab(
       units_per_step: B in [1, M], as in `pair_balance`.
       axis_name: the workers' axis.
       rule: the sign rule; `greedy()` by default.
-      gathers: None to exchange slices of gradients; "step" to gather whole rows in every step;
+      gathers: None to exchange slices of gradients; "step" to gather whole ones in every step;
         "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
       team_size: W' >= 1, a divisor of W, with `gathers`; None for one team of all workers. "sync"
         gathers 16 pairs of each worker at a time, so that teams meet that often.
       specs: for a worker of several devices (docs/use/devices.md): how one gradient is split over
         them, a `jax.P` per leaf or one for all, without the workers' axis. Each device then
-        observes its part, and all get the same signs. With `gathers` pass jax.P(), since rows are
-        whole on every device. None where a worker is one device.
+        observes its part, and all get the same signs. With `gathers` pass jax.P(), since sketches
+        are whole on every device. None where a worker is one device.
 
     Returns:
       An `Ordering` with `PairBalanceState`, or with `GatheredState` if `gathers` is given.
 
     Raises:
       ValueError: at construction if sizes are out of range, specs name the workers' axis or
-        team_size is given without gathers; while tracing if the rows have another size or other
-        shapes, if the axis is not in scope or team_size does not divide it, or if the mesh has
+        team_size is given without gathers; while tracing if there are other gradients than of a
+        step, if the axis is not in scope or team_size does not divide it, or if the mesh has
         other axes and specs is None.
 
     Examples:
@@ -182,42 +181,41 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
         like, workers = params, 1
         if coordinated:
             workers = mesh.axis_size(axis_name)
-            like = jnp.zeros(slice_size(rows_lib.tree_size(params), workers))
+            like = jnp.zeros(slice_size(trees.tree_size(params), workers))
             key = shared_key(key, axis_name)
         state = PairBalanceState(
             **fields,
-            running_sum=rows_lib.zeros_like(like),
-            pending=rows_lib.zeros_like(like, (workers,)) if splits_pairs else (),
+            running_sum=trees.zeros_like(like),
+            pending=trees.zeros_like(like, (workers,)) if splits_pairs else (),
             rule=rule.init(jax.random.fold_in(key, 1)),
         )
         return mesh.varying_as(state, state.current)
 
-    def observe(state, rows):
+    def observe(state, gradients):
         if coordinated and specs is None:
             check_alone(axis_name, what="cd_grab observes")
         if not coordinated or not simulated(axis_name):
-            return observe_held(state, rows, (*mesh.names_of(axis_name), *axes))
-        # One device simulates all workers: it signs whole rows once, not slices for every worker.
-        workers = mesh.axis_size(axis_name)
-        base.check_is_rows(rows, workers, stacked=True)
-        entries, size = rows_lib.tree_size(rows.tree) // rows.size, state.running_sum.shape[0]
+            return observe_held(state, gradients, (*mesh.names_of(axis_name), *axes))
+        # One device simulates all workers: it signs whole gradients once, not a slice for each.
+        workers, count = mesh.axis_size(axis_name), trees.check_gradients(gradients)
+        entries, size = trees.tree_size(gradients) // count, state.running_sum.shape[0]
         like = jax.ShapeDtypeStruct((1, slice_size(entries, workers)), jnp.float32)
-        base.check_shapes(like, state.running_sum, "slices of rows")
+        base.check_shapes(like, state.running_sum, "slices of gradients")
         of_sums = state.running_sum, state.pending
         running_sum, pending = jax.tree.map(lambda x: joined(x, entries, axis_name), of_sums)
         position, rule_state = equal_once((state.position, state.rule), axis_name)
         whole = state._replace(
             position=position, running_sum=running_sum, pending=pending, rule=rule_state
         )
-        found = observe_held(whole, rows, axes)
+        found = observe_held(whole, gradients, axes)
         of_sums = found.running_sum, found.pending
         running_sum, pending = jax.tree.map(lambda x: own_slice(x, size, axis_name), of_sums)
         return found._replace(running_sum=running_sum, pending=pending)
 
-    def observe_held(state, rows, summed):
+    def observe_held(state, gradients, summed):
         """`observe`, with products summed over these axes."""
         workers = mesh.axis_size(axis_name) if coordinated else 1
-        size = base.check_rows(rows, num_units, units_per_step, workers)
+        size = base.check_gradients(gradients, num_units, units_per_step)
         num_pairs = (size + splits_pairs) // 2
         # With an even B the odd unit of a short step has no partner. It is not counted: two such
         # steps would count as a pair that was never placed.
@@ -226,18 +224,11 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
             return state._replace(position=end)
         pair = state.left + jnp.arange(num_pairs)
         valid = (pair < num_units // 2) & (2 * pair + 1 < end)
-        if rows.tree is None and not coordinated and not splits_pairs:
-            pending = ()
-            rule_state, running_sum, sign, _ = balance(
-                rule, state.rule, state.running_sum, rows_lib.differences(rows), valid=valid
-            )
-        else:
-            base.check_is_rows(rows, workers, stacked=True)
-            pending, vectors = complete_pairs(state, rows, num_pairs, workers)
-            rule_state, running_sum, sign, _ = balance_blocks(
-                rule, state.rule, state.running_sum, vectors, derive=derive,
-                valid=jnp.repeat(valid, workers), axes=summed,
-            )  # fmt: skip
+        pending, vectors = complete_pairs(state, gradients, num_pairs, workers)
+        rule_state, running_sum, sign, _ = balance_blocks(
+            rule, state.rule, state.running_sum, vectors, derive=derive,
+            valid=jnp.repeat(valid, workers), axes=summed,
+        )  # fmt: skip
         if coordinated:
             sign = sign.reshape(num_pairs, workers)[:, jax.lax.axis_index(axis_name)]
         state = state._replace(
@@ -245,28 +236,27 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
         )
         return state._replace(next=base.place_pairs(state, pair, valid, sign > 0))
 
-    def complete_pairs(state, rows, num_pairs, workers):
+    def complete_pairs(state, tree, num_pairs, workers):
         """(pending, what `derive` takes of every complete pair, one worker after the other)."""
-        tree, sends = rows.tree, coordinated and rows.workers is None
-        if sends:  # differences are half as many, but pairs of two steps need the gradients
-            tree = exchange(rows if splits_pairs else rows_lib.differences(rows), axis_name)
-        base.check_shapes(tree, state.running_sum, "slices of rows" if coordinated else "rows.tree")
-        if sends and not splits_pairs:
-            return (), tree
-        if not coordinated and not splits_pairs:
-            return (), jax.tree.map(lambda g: rows_lib.split_pairs(g, num_pairs), tree)
+        if coordinated:  # differences are half as many, but pairs of two steps need the gradients
+            tree = exchange(tree if splits_pairs else trees.differences(tree), axis_name)
+        what = "slices of gradients" if coordinated else "gradients"
+        base.check_shapes(tree, state.running_sum, what)
+        if not splits_pairs:
+            pairs = lambda g: g if coordinated else trees.split_pairs(g, num_pairs)  # noqa: E731
+            return (), jax.tree.map(pairs, tree)
         units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), tree)
         pending = ()
         if units_per_step == 1:  # in every second step no pair is complete; its sign is not used
-            pending = jax.tree.map(lambda g: rows_lib.as_float32(g[0]), units)
+            pending = jax.tree.map(lambda g: trees.as_float32(g[0]), units)
             return pending, jax.tree.map(jnp.subtract, state.pending, pending)
         if splits_pairs:
-            pending = jax.tree.map(lambda g: rows_lib.as_float32(g[-1]), units)
+            pending = jax.tree.map(lambda g: trees.as_float32(g[-1]), units)
             align = partial(base.align_pairs, waiting=state.position % 2, num_pairs=num_pairs)
             units = jax.tree.map(align, state.pending, units)
 
         def differences(g):
-            found = rows_lib.subtract_pairs(rows_lib.split_pairs(g, num_pairs))
+            found = trees.subtract_pairs(trees.split_pairs(g, num_pairs))
             return found.reshape((num_pairs * workers, *g.shape[2:]))
 
         return pending, jax.tree.map(differences, units)
@@ -290,4 +280,4 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
 
 def subtract(pair: PyTree) -> PyTree:
     """The difference of a pair of gradients, leaves [2, ...], in float32."""
-    return jax.tree.map(rows_lib.subtract, pair)
+    return jax.tree.map(trees.subtract, pair)

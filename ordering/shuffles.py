@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
-from ordering import base
+from ordering import base, trees
 from ordering.base import Ordering
 from syncopate import plans
 
@@ -29,7 +29,7 @@ def random_reshuffling(num_units: int) -> Ordering:
       num_units: M >= 1.
 
     Returns:
-      An `Ordering`; `observe` ignores the rows.
+      An `Ordering`; `observe` ignores the gradients.
 
     Raises:
       ValueError: if num_units is below 1.
@@ -55,7 +55,7 @@ def shuffle_once(num_units: int) -> Ordering:
       num_units: M >= 1.
 
     Returns:
-      An `Ordering`; `observe` ignores the rows.
+      An `Ordering`; `observe` ignores the gradients.
 
     Raises:
       ValueError: if num_units is below 1.
@@ -79,7 +79,7 @@ def flip_flop(num_units: int) -> Ordering:
       num_units: M >= 1.
 
     Returns:
-      An `Ordering`; `observe` ignores the rows.
+      An `Ordering`; `observe` ignores the gradients.
 
     Raises:
       ValueError: if num_units is below 1.
@@ -109,7 +109,7 @@ def block_reshuffling(num_units: int, *, block_size: int, paired_reversal: bool 
       paired_reversal: whether odd epochs reverse the epoch before.
 
     Returns:
-      An `Ordering`; `observe` ignores the rows.
+      An `Ordering`; `observe` ignores the gradients.
 
     Raises:
       ValueError: if a size is out of range.
@@ -151,7 +151,7 @@ def unzip(num_units: int) -> Ordering:
       num_units: M >= 1. With M odd the last unit lands in the middle, as in `pair_balance`.
 
     Returns:
-      An `Ordering`; `observe` ignores the rows.
+      An `Ordering`; `observe` ignores the gradients.
 
     Raises:
       ValueError: if num_units is below 1.
@@ -185,9 +185,9 @@ def shuffled(
         # A copy of the key, which the caller keeps when the state is donated.
         return kind(current, following, left, epoch, jax.random.clone(key))
 
-    def observe(state, rows):
-        if rows is not None:  # also rows of all workers, since none are read
-            base.check_is_rows(rows, getattr(rows, "workers", None) or 1)
+    def observe(state, gradients):
+        if gradients is not None:
+            trees.check_gradients(gradients)
         return state
 
     def next_epoch(state):

@@ -45,7 +45,7 @@ def traced(function):
 
 
 def rows_of(tree):
-    return lambda w: ordering.Rows.of(varying(tree, w))
+    return lambda w: varying(tree, w)
 
 
 def given(value, *args):
@@ -67,9 +67,7 @@ def epoch(make):
     return run
 
 
-exchanged = lambda w: ordering.exchange_rows(rows_of(ROWS)(w))  # noqa: E731
-NO_ROWS = [ROWS, ROWS["w"], lambda w: jnp.ones((B, 3)), 3, "rows", THING, {}, [], ordering.Rows,
-           exchanged, lambda w: exchanged(w)[0]]  # fmt: skip
+NO_ROWS = [X, 3, "rows", THING, {}, [], ordering.Ordering]
 BAD_ROWS = [
     *NO_ROWS, *(rows_of({"w": jnp.ones(shape)}) for shape in ((3, 3), (B, 7), (0, 3))),
     rows_of({"w": 1j * jnp.ones((B, 3))}), rows_of({"w": np.full((B, 3), "a")}),
@@ -237,8 +235,8 @@ CALLS |= {
         traced(lambda tree, **args: ordering.sketch(**args)(tree)), key=KEY, size=4, specs=None,
         tree=Arg({"w": jnp.ones(8)}, ONE)),
     "sketch_rows": call(
-        traced(lambda **args: ordering.sketch_rows(**args).tree),
-        rows=Arg(ordering.Rows.of(ROWS), [None, *but_none(NO_ROWS[:9])]), to_sketch=TO_SKETCH),
+        traced(lambda **args: ordering.sketch_rows(**args)),
+        gradients=Arg(ROWS, [*STACKS, *but_none(NO_ROWS[1:])]), to_sketch=TO_SKETCH),
     "scale_of": call(
         lambda **args: over_workers(lambda w: ordering.scale_of(**args)),
         opt_state=Arg(ADAM.init(X), [None, 3, "text", {}, THING, X, optax.sgd(0.1).init(X),
@@ -248,20 +246,14 @@ CALLS |= {
         power=Arg(0.25, [0, 0.6, *KINDS["floor"]]),
         axis_name=Arg("worker", but_none(KINDS["axis_name"]))),
     "scaled": call(
-        lambda rows, scale: over_workers(lambda w: ordering.scaled(given(rows, w), scale).tree),
-        rows=Arg(rows_of(ROWS), [None, *but_none(NO_ROWS[:9])]), scale=Arg(X, LIKE_PARAMS)),
+        lambda gradients, scale: over_workers(
+            lambda w: ordering.scaled(given(gradients, w), scale)),
+        gradients=Arg(rows_of(ROWS), [None, *but_none(NO_ROWS[1:])]), scale=Arg(X, LIKE_PARAMS)),
     "sketched, scale": call(
         lambda scale: gradients(lambda loss: lambda *a: ordering.sketched(loss, KEY, size=2)(
             *a, scale))(loss=loss_of, params=X, batch=jnp.ones((4, 3))),
         scale=Arg(X, but_none(LIKE_PARAMS))),
     "sketch_size": call(ordering.sketch_size, num_prefixes=100, error=0.5),
-    "exchange_rows": call(
-        lambda rows, **args: over_workers(
-            lambda w: ordering.exchange_rows(given(rows, w), **args)[0]),
-        rows=Arg(rows_of(ROWS), NO_ROWS), axis_name="worker"),
-    "Rows.of": call(traced(lambda tree: ordering.Rows.of(tree).gram()), tree=Arg(ROWS, STACKS)),
-    "Rows.of_gradient": call(
-        traced(lambda tree: ordering.Rows.of_gradient(tree).gram()), tree=Arg(X, ONE)),
     "resize": call(
         ordering.resize, state=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X)]),
         fresh=Arg(ALL, [None, 3, "text", THING, {}, X, GRAB.init(KEY, X), SHUFFLED]),

@@ -160,6 +160,7 @@ KINDS = {
 NAMES = {"rows": "gradient", "grads": "gradient updates", "update_params": "parameters",
          "x": "shape y", "params": "leaves leaf", "batches": "load batch", "loads": "source",
          "batch": "gradient loss", "tree": "leaf rows params", "indices": "index",
+         "gradients": "gradient",
          "function": "results words", "content": "plan", "plans_of": "plan", "inputs": "key leaf",
          "to_sketch": "rows key", "vectors": "array"}  # fmt: skip
 

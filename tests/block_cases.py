@@ -156,7 +156,7 @@ def dealt_of(name, workers, units, window):
         order = ordering.dealt(ordering.cd_grab(units, units_per_step=window), units, how=name)
 
     def observe(state, gradients):
-        return order.observe(state, ordering.Rows.of(gradients))
+        return order.observe(state, gradients)
 
     order = order._replace(next_epoch=jax.jit(order.next_epoch))  # `resize` calls it as it is
     keys = jax.random.split(jax.random.key(workers), workers)

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 import ordering
-from ordering.rows import as_float32
 from ordering.sketches.backward import fold_small
 from ordering.sketches.linear import fold, maps_of, of_slice
+from ordering.trees import as_float32
 from tests import reference
 
 KEY, SKETCH_KEY = jax.random.key(3), jax.random.key(7)
@@ -77,6 +77,6 @@ def close(found, expected):
 def parts_of(gradients):
     def run(params, batch):
         losses, mean, rows = gradients(params, batch, jax.random.clone(KEY))
-        return losses, mean, rows.tree
+        return losses, mean, rows
 
     return run

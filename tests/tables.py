@@ -82,7 +82,7 @@ def run_epoch(order, state, gradients, units_per_step):
     units = state.current
 
     def observe(state, unit):
-        rows = ordering.Rows.of(jax.tree.map(lambda g: jnp.asarray(g)[unit], gradients))
+        rows = jax.tree.map(lambda g: jnp.asarray(g)[unit], gradients)
         return order.observe(state, rows), None
 
     whole = len(units) - len(units) % units_per_step

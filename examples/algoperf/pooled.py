@@ -13,7 +13,6 @@ import numpy as np
 import plain
 
 import local_opt
-import ordering
 
 WORKERS = 4  # simulated, or on devices: local_opt.lift takes a mesh
 UNIT = plain.BATCH // WORKERS
@@ -45,8 +44,8 @@ def submission(order_of):
             grads, model_state = jax.grad(plain.mean_loss, has_aux=True)(
                 params, workload, model_state, batch, rng
             )
-            grads, rows = ordering.exchange_rows(ordering.Rows.of_gradient(grads))
-            return grads, order_of(units).observe(orders, rows), model_state
+            orders = order_of(units).observe(orders, jax.tree.map(lambda g: g[None], grads))
+            return jax.lax.pmean(grads, "worker"), orders, model_state
 
         lifted = local_opt.lift(
             of_one, WORKERS, inputs="shared shared owned split key", outputs="shared owned mean"

@@ -43,7 +43,7 @@ def loss_fn(params, apply_fn, batch):
 )
 def train_step(state, orders, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
-    orders = ORDER.observe(orders, ordering.sketch_rows(ordering.Rows.of_gradient(grads), SKETCH))
+    orders = ORDER.observe(orders, SKETCH(grads)[None])
     grads = jax.lax.pmean(grads, "worker")
     return state.apply_gradients(grads=grads), orders, {"loss": loss}
 

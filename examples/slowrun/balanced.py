@@ -50,9 +50,8 @@ class BalancedLoader:
         self.total_tokens = self.units.size * T
 
         order = ordering.cd_grab(units, units_per_step=units_per_step)
-        observe = lambda orders, rows: order.observe(orders, ordering.Rows.of(rows))  # noqa: E731
         owned = {"inputs": "owned owned", "outputs": "owned"}
-        self._observe = jax.jit(local_opt.lift(observe, world_size, **owned))
+        self._observe = jax.jit(local_opt.lift(order.observe, world_size, **owned))
         self._next_epoch = jax.jit(jax.vmap(order.next_epoch))
         init = local_opt.lift(order.init, world_size, inputs="key shared", outputs="owned")
         self.orders = init(jax.random.key(seed), jnp.zeros(size))  # of all ranks, equal on all

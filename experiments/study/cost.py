@@ -77,11 +77,10 @@ def order_traffic(
 
     Independent orders send nothing. Orders that are dealt send their signs at an epoch's end, a bit
     for a pair. Sketches of k numbers are gathered, one for a pair: k W / 2 D of an all-reduce. Of
-    an exact coordinated order every fresh step exchanges its rows, n / 2 all-reduces for n of them,
-    and adds up the inner products of its pairs over the workers. With one unit per step, where
-    workers meet in every step, the mean gradient comes out of the exchange of the rows, which then
-    costs nothing. Where rounds are local a scaled order takes the mean of the second moments at an
-    epoch's end; what factors of them cost is not counted.
+    an exact coordinated order every fresh step exchanges the gradients of n units, n / 2
+    all-reduces, and adds up the inner products of its pairs over the workers. Where rounds are
+    local a scaled order takes the mean of the second moments at an epoch's end; what factors of
+    them cost is not counted.
 
     Args:
       order: a row of ORDERS; sizes: of the run; num_params: D, of the model.
@@ -105,9 +104,7 @@ def order_traffic(
     elif order.sketch:
         sent = units // 2 * min(order.sketch, num_params) * workers / 2 / num_params
     else:
-        of_step = functools.partial(
-            _step_traffic, sizes, num_params, sync_in_step and not order.scaled
-        )
+        of_step = functools.partial(_step_traffic, sizes, num_params)
         whole, last = of_step(int(units[1])), of_step(int(units[-1] - units[-2]))
         sent = whole * loads
         sent[-1] += last - whole
@@ -123,7 +120,7 @@ def order_traffic(
     return allreduces
 
 
-def _step_traffic(sizes: Sizes, num_params: int, sync_in_step: bool, size: int) -> float:
+def _step_traffic(sizes: Sizes, num_params: int, size: int) -> float:
     """The same of one fresh step of an exact order, with `size` units per worker.
 
     An even number of units per step sends the differences of its pairs, an odd one all gradients.
@@ -132,8 +129,6 @@ def _step_traffic(sizes: Sizes, num_params: int, sync_in_step: bool, size: int) 
     splits = sizes.units_per_step % 2
     pairs = (size + splits) // 2
     rows = size if splits else pairs
-    if sync_in_step and sizes.units_per_step == 1:
-        rows -= 1  # the mean gradient, which comes out of the exchange
     padded = slice_size(num_params, sizes.workers) * sizes.workers
     blocks, rest = divmod(pairs * sizes.workers, BLOCK)
     products = blocks * BLOCK * (BLOCK + 1) + rest * (rest + 1)
@@ -240,7 +235,7 @@ def shapes_of(
       reads: batches are handed over by the host; False: the data stay on the devices.
     """
     sizes = sizes_of(task, recipe, deals=row.deals)
-    worker = worker_of(task, recipe, row, rounds, sizes, on_mesh=mesh is not None)
+    worker = worker_of(task, recipe, row, rounds, sizes)
     over, owned = mesh or sizes.workers, tuple(whose == "owned" for whose in worker.sides)
     places = {True: owned_sharding(mesh), False: shared_sharding(mesh)}
 

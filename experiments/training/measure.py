@@ -16,7 +16,7 @@ from experiments.tasks.base import Recipe, Task
 from experiments.tasks.metrics import CHUNK, METRICS, predicting, sum_chunks
 from experiments.training import input
 from experiments.training.config import Sizes, size_of
-from ordering.rows import Rows, flat, tree_size
+from ordering.trees import flat, tree_size
 
 BATCHES = 16  # of training data, from which moments of normalisation layers are estimated
 BOUNDS = ("bound/linf", "bound/l2")
@@ -322,7 +322,7 @@ def order_bounds(model, over, *, num_units: int) -> Callable:
             """[count, D]: gradients of the units in these places, summed over the workers."""
             total = lambda points: jnp.sum(lifted(points, orders, data, start))  # noqa: E731
             points = jax.tree.map(lambda p: jnp.broadcast_to(p, (count, *p.shape)), params)
-            return flat(Rows.of(jax.grad(total)(points)))
+            return flat(jax.grad(total)(points))
 
         def fold(function, carry):
             """Folds `function(carry, rows)` over the places of an epoch."""

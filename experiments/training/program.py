@@ -98,9 +98,7 @@ def build(
     train = task.train
     if row.recut:
         train, reads = _recut(task, row), reads or "thread"
-    worker = step.worker_of(
-        task, recipe, row, rounds, sizes, on_mesh=mesh is not None, in_turn=turns
-    )
+    worker = step.worker_of(task, recipe, row, rounds, sizes, in_turn=turns)
     over = mesh or sizes.workers
     total = config.size_of(task.train) // sizes.unit_size if row.deals else None
     data, source = None, None

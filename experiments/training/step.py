@@ -26,7 +26,7 @@ from experiments.training.config import (
     size_of,
 )
 from local_opt.workers import AXIS
-from ordering.rows import finite_units
+from ordering.trees import finite_units, of_one_unit
 from syncopate.refusals import UserError
 
 # The same projection for all workers and runs.
@@ -102,8 +102,7 @@ class Worker(NamedTuple):
 
     Fields:
       model: what is trained; row: of ORDERS; order: made by it.
-      inner: the optimizer of one worker; rounds: made of it.
-      exchanges: whether coordination and the mean gradient share one exchange of rows.
+      rounds: made of the optimizer of one worker.
       sketch: size of the sketches that the order observes; None: it observes gradients.
       averages: of the parameters.
       scale: `(opt_state, params) -> scale` of what it observes; None: as it is.
@@ -112,10 +111,8 @@ class Worker(NamedTuple):
     model: models.Model
     row: Any
     order: ordering.Ordering
-    inner: optax.GradientTransformation
     rounds: local_opt.Rounds
     sizes: Sizes
-    exchanges: bool
     sketch: int | None
     averages: Averages
     scale: Callable | None
@@ -129,14 +126,13 @@ class Worker(NamedTuple):
 
 def worker_of(
     task: Task, recipe: Recipe, row, rounds_of: Callable, sizes: Sizes, *,
-    on_mesh: bool = False, in_turn: bool = False,
+    in_turn: bool = False,
 ) -> Worker:  # fmt: skip
     """A worker of a training of `task`, whose data may be shapes only.
 
     Args:
       rounds_of: `(inner optimizer, axis_name=) -> Rounds`. If it synchronises within steps, which
         workers in turn cannot, they accumulate gradients and take the same step at a sync.
-      on_mesh: workers have devices of their own.
     """
     inner = optimizers.inner(recipe)
     rounds = rounds_of(inner, axis_name=AXIS)
@@ -150,14 +146,11 @@ def worker_of(
             gathers="step" if rounds.in_step else "sync",
         )
     )
-    # Simulated workers send nothing, so that the exchange would only add work.
-    exact = row.coordinated and row.sketch is None and sizes.units_per_step == 1
-    exchanges = on_mesh and exact and rounds.in_step and not row.scaled
     sketch = row.sketch and min(row.sketch, num_params(task.model))
     of_task = functools.partial(scale_of, task, recipe, rounds, sizes, sketch)
     scale = of_task(power=row.scaled) if row.scaled else None
     means = averages_of(recipe, steps=sizes.loads_per_epoch)
-    return Worker(task.model, row, order, inner, rounds, sizes, exchanges, sketch, means, scale)
+    return Worker(task.model, row, order, rounds, sizes, sketch, means, scale)
 
 
 def zero_stats(worker: Worker) -> StepStats:
@@ -199,7 +192,7 @@ def unit_gradients(
 
     def gradients(params, batch, key, scale=None):
         (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-        rows = scaled(ordering.Rows.of_gradient(mean), scale)
+        rows = scaled(of_one_unit(mean), scale)
         if sketch and separate:
             rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
         return losses, mean, rows
@@ -217,8 +210,6 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
     # train on the same loss. With dealt examples the whole batch is the unit.
     separate = observes or (model.statistics is not None and row.deals != EXAMPLES)
     sketch = worker.sketch if fresh else None
-    exchanges = fresh and worker.exchanges
-    update = (worker.inner if exchanges else worker.rounds).update
     scales_rows = observes and worker.scale is not None
 
     def step(state, batch, units, rate, t, total):
@@ -230,10 +221,8 @@ def worker_step(worker: Worker, *, fresh: bool) -> Callable:
             scale=state.scale if scales_rows else None,
         )  # fmt: skip
         bad = bad_unit(jnp.isfinite(losses), finite_units(rows))
-        if exchanges:
-            mean, rows = ordering.exchange_rows(rows, axis_name=AXIS)
         # The proximal correction depends on whether the batch is new.
-        updates, opt_state = update(
+        updates, opt_state = worker.rounds.update(
             mean, state.opt_state, state.params, rate=rate, at=t / total, fresh=jnp.bool_(fresh)
         )
         scale = state.scale

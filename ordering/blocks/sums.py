@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from ordering import rows as rows_lib
-from ordering.base import Ordering, State, check_is_rows
-from ordering.rows import Rows
+from ordering import trees
+from ordering.base import Ordering, State
 from syncopate import plans
 
 
@@ -48,20 +47,21 @@ def sums(params: PyTree, *, window: int) -> Sums:
     """
     window = plans.check_whole("window", window, 1)
     for leaf in jax.tree.leaves(params):
-        rows_lib.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
-    if not rows_lib.tree_size(params):
+        trees.check_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
+    if not trees.tree_size(params):
         raise ValueError(f"params is {params}: pass a tree of the shapes of one gradient.")
-    return Sums(rows_lib.zeros_like(params, (window,)))
+    return Sums(trees.zeros_like(params, (window,)))
 
 
-def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
+def add(sums: Sums, gradients: PyTree, places: Int[Array, "b"]) -> Sums:
     """Adds the gradients of a batch to those of their blocks.
 
         s_j <- s_j + sum of g_i over the records i of block j
 
     Args:
       sums: of one worker.
-      rows: gradients or sketches of the b records, of `per_example`, `sketched` or the like.
+      gradients: of the b records, or their sketches, leaves [b, ...], of `per_example`, `sketched`
+        or the like.
       places: int32[b], as `read_blocks` gives them: the place of each record's block in the window,
         -1 for records that only fill the batch.
 
@@ -69,35 +69,35 @@ def add(sums: Sums, rows: Rows, places: Int[Array, "b"]) -> Sums:
       The new `Sums`. A gradient that is not finite changes the sum of its own block alone.
 
     Raises:
-      ValueError: if there is not one place for each row, or for rows of other shapes.
+      ValueError: if there is not one place for each record, or for gradients of other shapes.
 
     Examples:
       >>> import jax.numpy as jnp, ordering
       >>> found = ordering.blocks.sums(jnp.zeros(1), window=2)
-      >>> rows = ordering.Rows.of(jnp.array([[1.0], [2.0], [5.0]]))
-      >>> found = ordering.blocks.add(found, rows, jnp.array([1, 1, -1]))
+      >>> gradients = jnp.array([[1.0], [2.0], [5.0]])
+      >>> found = ordering.blocks.add(found, gradients, jnp.array([1, 1, -1]))
       >>> found.gradients.tolist()
       [[0.0], [3.0]]
     """
     _check_sums(sums)
-    check_is_rows(rows, stacked=True)
+    size = trees.check_gradients(gradients)
     kind = getattr(places, "dtype", np.dtype(object))
-    if np.shape(places) != (rows.size,) or not jnp.issubdtype(kind, jnp.integer):
+    if np.shape(places) != (size,) or not jnp.issubdtype(kind, jnp.integer):
         raise ValueError(
-            f"places has the shape {np.shape(places)} and the dtype {kind} for {rows.size} rows: "
-            "pass the places of one worker's batch, and a row for each of its records."
+            f"places has the shape {np.shape(places)} and the dtype {kind} for {size} gradients: "
+            "pass the places of one worker's batch, and a gradient for each of its records."
         )
-    of_rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows.size, *x.shape[1:]), x.dtype), sums.gradients
+    of_records = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), sums.gradients
     )
-    plans.check_like("rows.tree", rows.tree, of_rows, "sums")
+    plans.check_like("gradients", gradients, of_records, "sums")
     # Out of range: dropped. A negative place would count from the end.
     block = jnp.where(places < 0, sums.window, places)
 
     def added(total, g):
-        return total.at[block].add(rows_lib.as_float32(g), mode="drop")
+        return total.at[block].add(trees.as_float32(g), mode="drop")
 
-    return Sums(jax.tree.map(added, sums.gradients, rows.tree))
+    return Sums(jax.tree.map(added, sums.gradients, gradients))
 
 
 def observe(order: Ordering, state: State, sums: Sums, *, units: int) -> tuple[State, Sums]:
@@ -129,8 +129,8 @@ def observe(order: Ordering, state: State, sums: Sums, *, units: int) -> tuple[S
     if not isinstance(order, Ordering):
         raise ValueError(f"order is {order!r}: pass the Ordering of the state.")
     units = plans.check_whole("units", units, 1, sums.window)
-    rows = Rows.of(jax.tree.map(lambda x: x[:units], sums.gradients))
-    return order.observe(state, rows), jax.tree.map(jnp.zeros_like, sums)
+    gradients = jax.tree.map(lambda x: x[:units], sums.gradients)
+    return order.observe(state, gradients), jax.tree.map(jnp.zeros_like, sums)
 
 
 def _check_sums(sums):

@@ -22,11 +22,11 @@ from jaxtyping import Array, Float32, Key, PyTree
 
 from ordering.base import check_key
 from ordering.gradients import check_params, loss_alone, per_example, signed_as, units_of
-from ordering.rows import Rows, as_float32, leading_size, tree_size
 from ordering.sketches import linear, walk
 from ordering.sketches.linear import MOST, SIZE, Leaf, Map, times
 from ordering.sketches.scale import scaled_maps, whole_scale
 from ordering.sketches.walk import Hooks, Shared, Use
+from ordering.trees import as_float32, leading_size, tree_size
 from syncopate.mesh import automatic, varying
 from syncopate.plans import check_whole
 
@@ -69,9 +69,9 @@ def sketched(
         units is stacked, leaves [B, ...].
 
     Returns:
-      `(params, batch, key, scale=None) -> (losses float32[B], mean gradient, Rows of size B)` for
-      batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of losses. The rows are
-      float32[B, k]: build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
+      `(params, batch, key, scale=None) -> (losses float32[B], mean gradient, sketches
+      float32[B, k])` for batches with leaves [B, ...]; with `has_aux` (losses, aux) in place of
+      losses. Build the order's state with `order.init(key, jnp.zeros(k))`. With a `scale`,
       from `scale_of(..., leaves=sketched_parameters(...))`, they are sketches of the gradients
       times the scale, at the same cost.
 
@@ -83,7 +83,7 @@ def sketched(
       >>> loss = lambda w, batch, key: jnp.tanh(jnp.square(batch @ w).sum(-1))
       >>> gradients = ordering.sketched(loss, jax.random.key(0), size=64)
       >>> losses, mean, rows = gradients(jnp.ones((90, 70)), jnp.eye(3, 90), jax.random.key(1))
-      >>> mean.shape, rows.tree.shape
+      >>> mean.shape, rows.shape
       ((90, 70), (3, 64))
 
     References:
@@ -126,7 +126,7 @@ def sketched(
         )
         found = with_terms(plan, maps, found, of_terms(varying(params, batch), first, units))
         losses, rows = losses.astype(jnp.float32), units * added_up(maps, found)
-        return (losses, aux) if has_aux else losses, mean, Rows.of(rows)
+        return (losses, aux) if has_aux else losses, mean, rows
 
     return gradients
 
@@ -152,6 +152,7 @@ def sketched_parameters(
       ('sketched', 'product')
     """
     check_params(params)
+    check_key(key)
     leading_size(batch, "the batch", "Pass arrays [B, ...], or their shapes.")
     size = check_whole("size", size, 1, MOST)
     example = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Key, PyTree, UInt32
 
-from ordering import base
-from ordering import rows as rows_lib
+from ordering import base, trees
 from ordering.exchange import LANES, parts
 from syncopate import mesh, plans
 
@@ -114,12 +113,12 @@ def sketch(
         tree = parts(tree, specs, axes)
         count, mine = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
         found = mapped(tree, jax.random.fold_in(jax.random.clone(key), mine), count)
-        entries = rows_lib.tree_size(tree)
+        entries = trees.tree_size(tree)
         found = jnp.roll(found, mine * entries) if entries * count <= size else found
         return jax.lax.psum(found, axes)
 
     def mapped(tree, key, count=1):
-        leaves = [rows_lib.as_float32(leaf) for leaf in jax.tree.leaves(tree)]
+        leaves = [trees.as_float32(leaf) for leaf in jax.tree.leaves(tree)]
         if not leaves:
             raise ValueError(f"there is nothing to sketch in {tree!r}: pass a tree of gradients.")
         if count * sum(leaf.size for leaf in leaves) <= size:
@@ -136,29 +135,27 @@ def sketch(
 
 
 def sketch_rows(
-    rows: rows_lib.Rows, to_sketch: Callable[[PyTree], Float32[Array, "k"]]
-) -> rows_lib.Rows:
-    """Rows of the sketches of gradients: any order runs on them, with a state of k numbers.
+    gradients: PyTree, to_sketch: Callable[[PyTree], Float32[Array, "k"]]
+) -> Float32[Array, "n k"]:
+    """Sketches of the gradients of units: any order runs on them, with a state of k numbers.
 
     Args:
-      rows: stacked rows of n units.
+      gradients: of n units, leaves [n, ...].
       to_sketch: the function that `sketch` returns.
 
     Returns:
-      `Rows` of size n whose tree is float32[n, k]. Build the order's state with
-      `order.init(key, jnp.zeros(k))`.
+      float32[n, k]. Build the order's state with `order.init(key, jnp.zeros(k))`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
-      >>> rows = ordering.Rows.of(jnp.ones((2, 5000)))
-      >>> ordering.sketch_rows(rows, ordering.sketch(jax.random.key(0), size=64)).tree.shape
+      >>> to_sketch = ordering.sketch(jax.random.key(0), size=64)
+      >>> ordering.sketch_rows(jnp.ones((2, 5000)), to_sketch).shape
       (2, 64)
     """
-    base.check_is_rows(rows, stacked=True)
     plans.check_function("to_sketch", to_sketch, "gradient")
-    if rows.size == 1:  # without vmap, read in blocks in the layout it has
-        return rows_lib.Rows.of(to_sketch(jax.tree.map(lambda g: g[0], rows.tree))[None])
-    return rows_lib.Rows.of(jax.vmap(to_sketch)(rows.tree))
+    if trees.check_gradients(gradients) == 1:  # without vmap, read in blocks in the layout it has
+        return to_sketch(jax.tree.map(lambda g: g[0], gradients))[None]
+    return jax.vmap(to_sketch)(gradients)
 
 
 def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]:
@@ -260,7 +257,7 @@ def grouped_sums(
 
 def _added_up(x, signs, *, sums, groups):
     """Without products where there is one group, which a CPU does faster."""
-    x = rows_lib.as_float32(x) * signs.reshape(1, -1)
+    x = trees.as_float32(x) * signs.reshape(1, -1)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (sums * groups))))
     x = jnp.sum(x.reshape(len(x), -1, groups, sums), 1)
     if groups <= 64:

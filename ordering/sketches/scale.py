@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, PyTree
 
-from ordering import rows as rows_lib
-from ordering.base import check_is_rows
+from ordering import trees
 from ordering.gradients import check_params
-from ordering.rows import Rows, as_float32
 from ordering.sketches.linear import Leaf, Map
 from syncopate import mesh, plans
 
@@ -110,46 +108,37 @@ def scale_of(
         mesh.axis_size(axis_name)
         means = jax.lax.pmean(means, axis_name)
     each = [(v.size, jax.tree.leaves(m)[0]) for v, m in zip(moments, means, strict=True) if v.size]
-    common = sum(size * jnp.mean(m) for size, m in each) / rows_lib.tree_size(params)
+    common = sum(size * jnp.mean(m) for size, m in each) / trees.tree_size(params)
     known = (common > 0) & jnp.isfinite(common)
     scales = [_inverse(m, leaf, common, power, floor) for m, leaf in zip(means, plan, strict=True)]
     scales = jax.tree.map(lambda s: jnp.where(known, s, 1.0), scales)
     return jax.tree.unflatten(jax.tree.structure(params), scales)
 
 
-def scaled(rows: Rows, scale: PyTree) -> Rows:
-    """Rows of gradients times a scale, entry by entry: any order runs on them.
+def scaled(gradients: PyTree, scale: PyTree) -> PyTree:
+    """Gradients of units times a scale, entry by entry: any order runs on them.
 
     Args:
-      rows: of n units, before `exchange_rows`; also without a tree.
+      gradients: of n units, leaves [n, ...].
       scale: a tree like one gradient, from `scale_of`.
 
     Returns:
-      `Rows` of size n.
+      A tree like `gradients`, float32.
 
     Raises:
-      ValueError: if the scale and the rows have other leaves, or rows were exchanged.
+      ValueError: if the scale and the gradients have other leaves.
 
     Examples:
       >>> import jax.numpy as jnp, ordering
-      >>> ordering.scaled(ordering.Rows.of(jnp.ones((2, 3))), jnp.array([1., 2., 3.])).gram()[0, 1]
-      Array(14., dtype=float32)
+      >>> ordering.scaled(jnp.ones((2, 3)), jnp.array([1., 2., 3.]))[0].tolist()
+      [1.0, 2.0, 3.0]
 
     References:
       Kingma, Ba, Adam: A Method for Stochastic Optimization, 2015, https://arxiv.org/abs/1412.6980
     """
-    check_is_rows(rows)
-    if rows.tree is not None:
-        whole = whole_scale(scale, jax.tree.map(lambda g: g[0], rows.tree))
-        return Rows.of(jax.tree.map(lambda g, s: as_float32(g) * s[None], rows.tree, whole))
-
-    def times(tree):
-        return jax.tree.map(lambda g, s: as_float32(g) * s, tree, whole_scale(scale, tree))
-
-    def gram():  # one sum of the gradients for each unit
-        return jax.vmap(lambda w: rows.dot(times(times(rows.combine(w)))))(jnp.eye(rows.size))
-
-    return Rows(rows.size, lambda v: rows.dot(times(v)), lambda w: times(rows.combine(w)), gram)
+    trees.check_gradients(gradients)
+    whole = whole_scale(scale, jax.tree.map(lambda g: g[0], gradients))
+    return jax.tree.map(lambda g, s: trees.as_float32(g) * s[None], gradients, whole)
 
 
 def whole_scale(scale: PyTree, like: PyTree) -> PyTree:
@@ -187,7 +176,7 @@ def _scaled_map(leaf: Leaf, of: Map, scale, whole) -> Map:
 def _moments(opt_state, params) -> list[Array]:
     """float32 second moments, one for each leaf of params."""
     check_params(params)
-    if not rows_lib.tree_size(params):
+    if not trees.tree_size(params):
         raise ValueError(f"params holds no numbers ({params!r}): pass the model's parameters.")
     found = {}
     of_states = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)  # noqa: E731
@@ -202,7 +191,8 @@ def _moments(opt_state, params) -> list[Array]:
                 f"opt_state has {told} for params{jax.tree_util.keystr(path)} of shape "
                 f"{jnp.shape(leaf)}: {BESIDE}"
             )
-    return [as_float32(found[path][0]) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return [trees.as_float32(found[path][0]) for path in paths]
 
 
 def _check_leaves(leaves, moments):

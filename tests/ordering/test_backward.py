@@ -55,9 +55,9 @@ def assert_sketched(loss, params, batch, size=64, scale=None):
     makers = (functools.partial(gradients, scale=scale), ordering.per_example(loss))
     found, formed = (jax.jit(parts_of(maker))(params, batch) for maker in makers)
     to_sketch = sketch_of(loss, params, batch, SKETCH_KEY, size=size)
-    rows = ordering.Rows.of(formed[2])
+    rows = formed[2]
     scaled = rows if scale is None else ordering.scaled(rows, scale)
-    close(found[2], jax.jit(jax.vmap(to_sketch))(scaled.tree))
+    close(found[2], jax.jit(jax.vmap(to_sketch))(scaled))
     close(found[1], formed[1])
     np.testing.assert_allclose(found[0], formed[0], rtol=1e-5)
 
@@ -240,10 +240,10 @@ def test_bfloat16_products_have_float32_sketches():
         RNG.normal(size=(N, 60)).astype(np.float32),
     )
     _, mean, rows = ordering.sketched(loss, SKETCH_KEY, size=64)(w, batch, jax.random.clone(KEY))
-    assert mean.dtype == rows.tree.dtype == jnp.float32
+    assert mean.dtype == rows.dtype == jnp.float32
     _, _, formed = ordering.per_example(loss)(w, batch, jax.random.clone(KEY))
-    expected = jax.vmap(sketch_of(loss, w, batch, SKETCH_KEY, size=64))(formed.tree)
-    assert np.linalg.norm(rows.tree - expected) < 0.02 * np.linalg.norm(expected)
+    expected = jax.vmap(sketch_of(loss, w, batch, SKETCH_KEY, size=64))(formed)
+    assert np.linalg.norm(rows - expected) < 0.02 * np.linalg.norm(expected)
 
 
 LOOK_UPS = {

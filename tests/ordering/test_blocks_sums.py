@@ -78,7 +78,7 @@ def test_sums_over_a_shuffled_window_are_those_of_its_blocks(batch_size):
 def test_an_order_of_blocks_is_that_of_their_gradients(name):
     order = getattr(ordering, name)(COUNT, units_per_step=WINDOW)
     totals, orders = np.zeros((COUNT, ENTRIES)), []
-    direct = jax.jit(lambda state, rows: order.observe(state, ordering.Rows.of(rows)))
+    direct = jax.jit(lambda state, rows: order.observe(state, rows))
     ending = jax.jit(order.next_epoch)
     by_sums = jax.jit(functools.partial(observe, order), static_argnames="units")
 
@@ -147,7 +147,7 @@ def test_an_order_observes_the_sums_of_blocks():
     batches = [([0, 1, 4, 8, 9], [0, 0, 1, 2, 2]), ([5, 2, 3, 10, 0], [1, 0, 0, 2, -1])]
     for records, places in [*batches, ([6, 7, 11, 0, 0], [1, 1, 2, -1, -1])]:
         found = ADD(found, np.array(records, np.int32), np.array(places, np.int32))
-    order = ordering.Ordering(lambda *_: None, lambda s, rows: seen.append(rows.tree), lambda s: s)
+    order = ordering.Ordering(lambda *_: None, lambda s, rows: seen.append(rows), lambda s: s)
     observe(order, None, found, units=WINDOW)
     np.testing.assert_array_equal(seen[0], block_sums([0, 1, 2]))
 
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_finite_is_in_the_sum_of_its_block_alone(at, wron
     rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), gradients)
     for run in (lambda g: g, jax.jit, vmap_workers):
         one = run is not vmap_workers
-        added = run(lambda found, tree: add(found, ordering.Rows.of(tree), jnp.asarray(places)))
+        added = run(lambda found, tree: add(found, tree, jnp.asarray(places)))
         args = (empty, rows) if one else jax.tree.map(lambda x: x[None], (empty, rows))
         found = added(*args).gradients
         for name, g in gradients.items():
@@ -188,7 +188,7 @@ def test_sketches_are_added_as_gradients_are():
         found = []
         for rows in (sketched, ordering.sketch_rows(formed, ordering.sketch(key, size=16))):
             added = add(sums(jnp.zeros(16), window=2), rows, jnp.asarray(places))
-            found.append((added, rows.tree))
+            found.append((added, rows))
         return found
 
     for found, rows in run(params, batch):
@@ -199,16 +199,18 @@ def test_sketches_are_added_as_gradients_are():
 
 FULL, ORDER = sums(jnp.zeros(ENTRIES), window=2), ordering.pair_balance(COUNT, units_per_step=2)
 STATE = ORDER.init(jax.random.key(0), jnp.zeros(ENTRIES))
-ROWS = ordering.Rows.of(jnp.ones((4, ENTRIES)))
+ROWS = jnp.ones((4, ENTRIES))
 test_bad_input = refuses({
     "window": (lambda: sums(jnp.zeros(3), window=0), "window is 0: pass a whole number"),
     "params": (lambda: sums({}, window=2), "params is {}: pass a tree of the shapes of one grad"),
-    "fewer places": (lambda: add(FULL, ROWS, jnp.zeros(3, int)), r"shape \(3,\) .* for 4 rows"),
+    "fewer places": (lambda: add(FULL, ROWS, jnp.zeros(3, int)),
+                     r"shape \(3,\) .* for 4 gradients"),
     "places of all": (lambda: add(FULL, ROWS, jnp.zeros((2, 4), int)), "places of one worker's"),
     "other rows": (
-        lambda: add(FULL, ordering.Rows.of(jnp.ones((4, 2))), jnp.zeros(4, int)),
-        r"rows.tree is real\[4, 2\] and in sums real\[4, 3\]",
+        lambda: add(FULL, jnp.ones((4, 2)), jnp.zeros(4, int)),
+        r"gradients is real\[4, 2\] and in sums real\[4, 3\]",
     ),
     "units": (lambda: observe(ORDER, STATE, FULL, units=3), r"units is 3: pass .* in 1 \.\. 2"),
-    "part of a window": (lambda: observe(ORDER, STATE, FULL, units=1), "rows of 1 units; a step"),
+    "part of a window": (lambda: observe(ORDER, STATE, FULL, units=1),
+                         "gradients of 1 units; a step"),
 })  # fmt: skip

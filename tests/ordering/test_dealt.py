@@ -82,7 +82,7 @@ def test_front_of_the_next_order_is_final(how):
         state = order.init(key, jnp.zeros(4))
         for start in range(0, 8, 2):
             units = state.current[start : start + 2]
-            state = order.observe(state, ordering.Rows.of(gradients[units]))
+            state = order.observe(state, gradients[units])
         return state.next, state.left, order.next_epoch(state).current
 
     keys = jax.random.split(jax.random.key(0), 3)

@@ -12,7 +12,6 @@ from flax import nnx
 
 import models
 import ordering
-from tests import tables
 
 MODELS = {
     "softmax": (lambda: models.softmax_regression(num_features=6, num_classes=3, l2=0.1), (6,)),
@@ -46,7 +45,7 @@ def compiled(gradients, params, batch, key):
 
     def run(params, batch, key):
         losses, mean, rows = gradients(params, batch, key)
-        return losses, mean, rows.tree
+        return losses, mean, rows
 
     return jax.jit(run)(params, batch, key)
 
@@ -94,29 +93,16 @@ def test_gradients_in_turn_equal_those_side_by_side(to_sketch, key):
 def test_sketches_in_turn_take_the_memory_of_one_gradient(optimised, key):
     model = models.mlp(num_features=64, hidden=(512, 64), num_classes=3)
     params, batch = model.init(jax.random.key(0)), problem("mlp", size=32)[2]
-    gradient = 4 * ordering.rows.tree_size(params)
+    gradient = 4 * ordering.trees.tree_size(params)
 
     def temporary(in_turn):
         gradients = ordering.per_example(model.loss, to_sketch=SMALL, in_turn=in_turn)
-        run = jax.jit(lambda *args: (gradients(*args)[1], gradients(*args)[2].tree))
+        run = jax.jit(lambda *args: (gradients(*args)[1], gradients(*args)[2]))
         program = run.lower(params, batch, key).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporary(False) > 32 * gradient
     assert temporary(True) < 3 * gradient
-
-
-def test_exchanged_mean_equals_averaged_mean():
-    gradients = jnp.asarray(tables.whole_numbers((8, 1, 13)))
-
-    def both(g):
-        rows = ordering.Rows.of({"a": g[:, :6].reshape(1, 2, 3), "b": g[:, 6:]})
-        mean = jax.tree.map(lambda x: x[0], rows.tree)
-        return jax.lax.pmean(mean, "worker"), ordering.exchange_rows(rows)[0]
-
-    for run in (tables.vmap_workers, tables.shard_map_workers):
-        one, other = run(both)(gradients)
-        close(one, other)
 
 
 def test_batch_norm_has_no_per_example_units(key):
@@ -206,7 +192,7 @@ def test_mean_gradients_by_rules_that_are_not_linear_are_those_of_the_mean_loss(
             _, mean, found = gradients(w, x, jax.random.clone(key))
         close(mean, expected)
         if maker != "sketched":
-            close(found.tree.reshape(5, -1)[:, : w.size].reshape(rows.shape), rows)
+            close(found.reshape(5, -1)[:, : w.size].reshape(rows.shape), rows)
 
 
 def with_aux(model):

@@ -30,7 +30,7 @@ def observed(name, units, workers):
         return order.init(key, jnp.zeros(NUMBERS))
 
     def observe(state, rows):
-        return order.observe(state, ordering.Rows.of(rows))
+        return order.observe(state, rows)
 
     init = local_opt.lift(init, workers, inputs="key", outputs="owned")
     observe = local_opt.lift(observe, workers, inputs="owned split", outputs="owned")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ordering
 from ordering.kernel import BLOCK, balance_blocks, block_size_of
 from ordering.pair_balance import subtract
-from ordering.rows import split_pairs
+from ordering.trees import split_pairs
 from tests import reference, tables
 
 BLOCKS = (1, 4, 5, 64)  # a scan, whole blocks, a shorter last block, one block
@@ -117,22 +117,6 @@ def test_a_norm_that_overflows_does_not_affect_later_vectors(key):
     assert np.isfinite(state.scale) and state.scale > 0 and np.isfinite(signs).all()
 
 
-def test_rows_without_gradients_equal_rows_with_them():
-    """Differences and centred rows, computed from products alone or from the gradients."""
-    stacked = ordering.Rows.of({"a": jnp.asarray(tables.whole_numbers((7, 3)))})
-    bare = stacked._replace(tree=None)
-    vector, weights = {"a": jnp.array([1.0, -2.0, 3.0])}, jnp.arange(7.0)
-    mean = {"a": jnp.array([1.0, 0.0, -1.0])}
-    for derive, n in ((ordering.rows.differences, 3), (lambda r: ordering.rows.centre(r, mean), 7)):
-        one, other = derive(stacked), derive(bare)
-        assert one.size == other.size == n
-        np.testing.assert_array_equal(one.dot(vector), other.dot(vector))
-        np.testing.assert_array_equal(one.gram(), other.gram())
-        np.testing.assert_array_equal(
-            one.combine(weights[:n])["a"], other.combine(weights[:n])["a"]
-        )
-
-
 def test_vectors_are_signed_in_blocks_if_products_are_summed_over_devices():
     """Simulated workers on a CPU use the plain scan; a mesh uses one sum for a whole block."""
     found = []
@@ -147,6 +131,6 @@ def test_vectors_are_signed_in_blocks_if_products_are_summed_over_devices():
     order = ordering.cd_grab(8, units_per_step=4)
     keys = jax.random.split(jax.random.key(0), 8)
     state = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(3)))(keys)
-    observe = lambda state, g: order.observe(state, ordering.Rows.of(g))  # noqa: E731
+    observe = lambda state, g: order.observe(state, g)  # noqa: E731
     program = jax.jit(tables.shard_map_workers(observe)).lower(state, jnp.zeros((8, 4, 3)))
     assert program.as_text().count('"stablehlo.all_reduce"') == 1, "of all 16 pairs"

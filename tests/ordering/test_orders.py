@@ -65,9 +65,9 @@ def test_the_mean_of_grab_is_that_of_the_finite_gradients(size, wrong):
     def epoch(state, gradients):
         for start, stop in tables.steps(5, size):
             rows = gradients[np.asarray(state.current)[start:stop]]
-            state = order.observe(state, ordering.Rows.of(jnp.asarray(rows)))
+            state = order.observe(state, jnp.asarray(rows))
         surplus = jnp.full((size, 3), 7.0)  # beyond the epoch: ignored
-        return order.next_epoch(order.observe(state, ordering.Rows.of(surplus)))
+        return order.next_epoch(order.observe(state, surplus))
 
     state = epoch(state, gradients)
     expected = gradients[[0, 2, 3]].mean(axis=0)
@@ -81,7 +81,7 @@ def test_a_program_that_forbids_transfers_may_run_an_order_outside_of_a_jit():
     for name, row in tables.ORDERS.items():
         if not row.coordinated:
             order, key = row.make(4, 2), jax.random.key(0)
-            params, rows = jnp.zeros(3), ordering.Rows.of(jnp.ones((2, 3)))
+            params, rows = jnp.zeros(3), jnp.ones((2, 3))
             with jax.transfer_guard("disallow"):
                 state = order.next_epoch(order.observe(order.init(key, params), rows))
             assert sorted(state.current.tolist()) == [0, 1, 2, 3], name
@@ -151,7 +151,7 @@ def test_front_of_the_next_order_is_final(name):
 
     def step(state, gradients, start):
         unit = jax.lax.dynamic_slice_in_dim(state.current, start, 2)
-        return order.sync(order.observe(state, ordering.Rows.of(gradients[unit])))
+        return order.sync(order.observe(state, gradients[unit]))
 
     fronts, run_step = [], tables.vmap_workers(step)
     for start in range(0, 12, 2):
@@ -191,7 +191,7 @@ def compiled(name, num_units, units_per_step):
     order = tables.ORDERS[name].make(num_units, units_per_step)
     keys = jax.random.split(jax.random.key(0), 2)
     init = tables.vmap_workers(lambda key: order.init(key, jnp.zeros(2)))
-    observe = tables.vmap_workers(lambda state, g: order.observe(state, ordering.Rows.of(g)))
+    observe = tables.vmap_workers(lambda state, g: order.observe(state, g))
     return init(keys), observe, tables.vmap_workers(order.next_epoch)
 
 
@@ -213,7 +213,7 @@ def test_epochs_with_too_many_or_too_few_steps_lose_no_unit(name, data):
 def test_units_beyond_an_epoch_do_not_enter_the_mean_of_grab():
     order = ordering.grab(3, units_per_step=2)
     state = order.init(jax.random.key(0), jnp.zeros(1))
-    observe = jax.jit(lambda state, g: order.observe(state, ordering.Rows.of(g)))
+    observe = jax.jit(lambda state, g: order.observe(state, g))
     for gradient in ([1.0, 2.0], [3.0, 99.0]):
         state = observe(state, jnp.array(gradient)[:, None])
     assert order.next_epoch(state).mean.tolist() == [2.0]
@@ -229,9 +229,7 @@ def test_non_finite_gradients_do_not_poison_the_state(name):
     def observe_all(key, gradients):
         state = order.init(key, gradients[0])
         for start in range(0, 8, 2):
-            state = order.observe(
-                state, ordering.Rows.of(gradients[state.current[start : start + 2]])
-            )
+            state = order.observe(state, gradients[state.current[start : start + 2]])
         return state, order.next_epoch(state)
 
     keys = jax.random.split(jax.random.key(0), 2)
@@ -240,31 +238,8 @@ def test_non_finite_gradients_do_not_poison_the_state(name):
     if name == "grab":
         assert np.isfinite(after.mean).all()
     assert (np.sort(after.current, axis=-1) == np.arange(8)).all()
-    finite = ordering.rows.finite_units(ordering.Rows.of(jnp.asarray(gradients[0])))
+    finite = ordering.trees.finite_units(jnp.asarray(gradients[0]))
     assert finite.tolist() == [i != 3 for i in range(8)]
-
-
-def test_matrix_free_rows_give_the_same_order():
-    """Rows given only as products with a Jacobian (jvp and vjp)."""
-    matrix = jnp.asarray(tables.whole_numbers((6, 4)))
-
-    def matrix_free(unit):
-        chosen = matrix[unit]
-        _, pull = jax.vjp(lambda w: chosen @ w, jnp.zeros(4))
-        return ordering.Rows(
-            size=2,
-            dot=lambda v: jax.jvp(lambda w: chosen @ w, (jnp.zeros(4),), (v,))[1],
-            combine=lambda weights: pull(weights)[0],
-            gram=lambda: jax.vmap(lambda e: chosen @ pull(e)[0])(jnp.eye(2)),
-        )
-
-    for order in (ordering.pair_balance(6, units_per_step=2), ordering.grab(6, units_per_step=2)):
-        state = order.init(jax.random.key(0), jnp.zeros(4))
-        expected = tables.run_epoch(order, state, matrix, 2)
-        observe = jax.jit(lambda s, unit, o=order: o.observe(s, matrix_free(unit)))
-        for start in (0, 2, 4):
-            state = observe(state, state.current[start : start + 2])
-        np.testing.assert_array_equal(order.next_epoch(state).current, expected.current)
 
 
 def test_blocks_stay_together_and_odd_epochs_are_reversed():

@@ -95,9 +95,9 @@ def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name
     values, gradients = zip(*(of_unit(PARAMS, unit) for unit in units), strict=True)
     np.testing.assert_allclose(losses, jnp.stack(values), rtol=1e-5)
     close(mean, jax.grad(lambda p: loss(p, BATCH, KEY).mean())(PARAMS))
-    formed = ordering.Rows.of(jax.tree.map(lambda *g: jnp.stack(g), *gradients))
+    formed = jax.tree.map(lambda *g: jnp.stack(g), *gradients)
     formed = ordering.scaled(formed, scale) if scaled else formed
-    close(rows, jax.vmap(sketch_of(loss, PARAMS, BATCH, SKETCH_KEY, size=SIZE))(formed.tree))
+    close(rows, jax.vmap(sketch_of(loss, PARAMS, BATCH, SKETCH_KEY, size=SIZE))(formed))
 
 
 COPIED = {

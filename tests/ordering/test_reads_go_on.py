@@ -255,7 +255,7 @@ def test_an_order_that_rests_is_read_epoch_after_epoch(name, num_units, size):
         tables.vmap_workers,
         (
             lambda key: order.init(key, jnp.zeros(3)),
-            lambda state, g: order.observe(state, ordering.Rows.of(g)),
+            lambda state, g: order.observe(state, g),
             order.next_epoch,
         ),
     )
@@ -320,7 +320,7 @@ def observed(name, size, steps, num_units=60):
     order = tables.ORDERS[name].make(num_units, size)
     state = order.init(jax.random.key(0), jnp.zeros(2))
     for _ in range(steps):
-        state = order.observe(state, ordering.Rows.of(jnp.ones((size, 2))))
+        state = order.observe(state, jnp.ones((size, 2)))
     return state
 
 

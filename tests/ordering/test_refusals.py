@@ -63,8 +63,8 @@ def observe(order, rows, params=PARAMS):
 
 
 def zeros(units, width=D):
-    """`worker -> Rows` of zeros, which depend on the worker, since vmap must batch what is sent."""
-    return lambda worker: ordering.Rows.of(jnp.zeros((units, width)) + worker)
+    """`worker -> gradients`, zeros that vmap batches, as it must what is sent."""
+    return lambda worker: jnp.zeros((units, width)) + worker
 
 
 @pytest.mark.parametrize("name", NEED_AXIS)
@@ -75,7 +75,7 @@ def test_calls_outside_of_the_axis_name_it(name):
         order.init(jax.random.key(0), PARAMS)
     run = jax.vmap(lambda key: order.init(key, PARAMS), axis_name="worker")
     state = jax.tree.map(lambda x: x[0], run(jax.random.split(jax.random.key(0), W)))
-    rows = ordering.Rows.of(jnp.zeros((B, D)))
+    rows = jnp.zeros((B, D))
     if name != "dealt_reshuffling":
         with pytest.raises(ValueError, match=needed):  # gathered rows may wait for a sync
             order.sync(order.observe(state, rows))
@@ -157,31 +157,32 @@ def observed(name, rows, params=PARAMS):
 
 
 def leaves(**shapes):
-    """Rows of {"a": [2], "b": [3]} with other leaves."""
+    """Gradients of {"a": [2], "b": [3]} with other leaves."""
     rows = {leaf: jnp.zeros((B, *shape)) for leaf, shape in shapes.items()}
-    return observed(
-        "grab", lambda w: ordering.Rows.of(rows), {"a": jnp.zeros(2), "b": jnp.zeros(3)}
-    )
+    return observed("grab", lambda w: rows, {"a": jnp.zeros(2), "b": jnp.zeros(3)})
 
 
 def epoch_of(name, state):
     return lambda: over_workers(ORDERS[name].next_epoch, states(ORDERS[state]))
 
 
-of, SKETCH = ordering.Rows.of, ordering.sketch(KEY, size=3)
+SKETCH = ordering.sketch(KEY, size=3)
+
+
+def of(gradients):
+    return ordering.sketch_rows(gradients, SKETCH)
+
+
 test_bad_input = refuses({
-    "exchange outside": (
-        lambda: ordering.exchange_rows(of(Z), axis_name="data"), "axis 'data' is not .*axis_name='d"
-    ),
-    "gradients": (observed("unzip", lambda w: Z),
-                  r"got a \w+ where Rows are needed.*Rows\.of\(.*Rows\.of_gradient\("),
+    "one gradient": (observed("grab", lambda w: jnp.zeros(D) + w),
+                     rf"gradients of {D} units; a step has {B}"),
+    "a scalar": (observed("grab", lambda w: w * 1.0),
+                 r"gradients of units must be arrays .*lambda g: g\[None\]"),
     "width": (observed("cd_grab", zeros(B, D + 2)), r"init .* params .*like one gradient"),
-    "shapes": (leaves(a=(3,), b=(2,)), r"rows.tree\['a'\] is real\[3\] and .* real\[2\]"),
-    "missing leaf": (leaves(a=(2,)), r"rows.tree\['b'\] is missing and .* real\[3\]"),
-    "new leaf": (leaves(a=(2,), b=(3,), c=(1,)), r"rows.tree\['c'\] is real\[1\] and .* missing"),
-    "units of a step": (observed("grab", zeros(4)), "rows of 4 units; .* units_per_step"),
-    "exchanged": (observed("grab", lambda w: ordering.exchange_rows(zeros(B)(w))[1]),
-                  "rows of all 2 workers.*cd_grab"),
+    "shapes": (leaves(a=(3,), b=(2,)), r"gradients\['a'\] is real\[3\] and .* real\[2\]"),
+    "missing leaf": (leaves(a=(2,)), r"gradients\['b'\] is missing and .* real\[3\]"),
+    "new leaf": (leaves(a=(2,), b=(3,), c=(1,)), r"gradients\['c'\] is real\[1\] and .* missing"),
+    "units of a step": (observed("grab", zeros(4)), "gradients of 4 units; .* units_per_step"),
     "legacy key": (lambda: ORDERS["grab"].init(jax.random.PRNGKey(0), PARAMS),
                    r"legacy key.*jax\.random\.key\(seed\)"),
     "keys of all": (lambda: ORDERS["grab"].init(jax.random.split(KEY, W), PARAMS),
@@ -198,13 +199,14 @@ test_bad_input = refuses({
     "uncalled rule": (lambda: ordering.grab(4, rule=ordering.greedy),
                       r"rule is .*: pass a SignRule.*greedy\(\)"),
     "no params": (of_params(ORDERS["grab"], None), "params holds no numbers .*shapes of one grad"),
-    "leaves": (lambda: of([PAIRS, PAIRS[:2]]), r"rows must .* shapes \[\(3, 2\), \(2, 2\)\]"),
-    "empty rows": (lambda: of({"w": None}), r"rows must be arrays .* shapes \[\]"),
+    "leaves": (lambda: of([PAIRS, PAIRS[:2]]),
+               r"gradients of units must .* shapes \[\(3, 2\), \(2, 2\)\]"),
+    "empty rows": (lambda: of({"w": None}), r"gradients of units must be arrays .* shapes \[\]"),
     "no rows": (lambda: of(Z[:0]), "at least one unit"),
     "scalars": (lambda: of([Z, jnp.zeros(())]), r"leading axis .* \(\)\]"),
     "objects": (lambda: of(np.array([[None]])), "dtype object: gradients are arrays of real numbe"),
     "complex": (lambda: of(Z * 1j), "dtype complex64: .* real and imaginary parts as two arrays"),
-    "float0": (lambda: ordering.Rows.of_gradient(FLOAT0), "dtype .*float0"),
+    "float0": (lambda: of(FLOAT0), "dtype .*float0"),
     "no aux": (gradients(has_aux=True), r"with has_aux=True return a tuple \(losses, aux\)"),
     "no loss": (gradients("squares"), "loss is a str: pass a function"),
     "params": (gradients(lambda *_: 1.0, PARAMS > 0), "dtype .*: gradients are arrays of real num"),
@@ -222,8 +224,7 @@ test_bad_input = refuses({
     "sketch of complex": (lambda: SKETCH(Z * 1j), "dtype complex64"),
     "sketch of floats": (lambda: SKETCH([1.0, 2.0]), "gradients are arrays"),
     "a size as sketch": (lambda: ordering.per_example(squares, to_sketch=64), "to_sketch is a int"),
-    "rows to sketch": (lambda: ordering.sketch_rows(Z, SKETCH), "where Rows are needed"),
-    "sketch of rows": (lambda: ordering.sketch_rows(ordering.Rows.of(Z), 3), "to_sketch is a int"),
+    "sketch of rows": (lambda: ordering.sketch_rows(Z, 3), "to_sketch is a int"),
     "keys of a sketch": (lambda: ordering.sketch(jax.random.split(KEY)), r"key has shape \(2,\)"),
     "key of a sketch": (lambda: ordering.sketched(squares, 0), "key is 0 .*pass a typed key"),
     "lengths": (bound_of(jnp.arange(4)), "shape"),
@@ -254,17 +255,15 @@ test_bad_input = refuses({
     "rows of whole steps": (
         lambda: ordering.grab(8, units_per_step=4).observe(
             ordering.grab(8, units_per_step=4).init(KEY, PARAMS),
-            ordering.Rows.of(jax.tree.map(lambda x: jnp.ones((3, *jnp.shape(x))), PARAMS)),
+            jax.tree.map(lambda x: jnp.ones((3, *jnp.shape(x))), PARAMS),
         ),
-        r"rows of 3 units; a step has 4 \(of 8\)\. Slice",
+        r"gradients of 3 units; a step has 4 \(of 8\)\. Slice",
     ),
     "no units": (resized(units=None), "some units belong to several workers: pass as units"),
 })  # fmt: skip
 
 
 def test_traced_orders_and_integers_are_accepted():
-    """Bounds in a compiled step; the exchanged mean of integers is not rounded."""
+    """Bounds in a compiled step."""
     bound = jax.jit(ordering.herding_bound)(jnp.eye(3), jnp.arange(3))
     assert bound == ordering.herding_bound(jnp.eye(3), np.arange(3, dtype=np.uint8))
-    mean = jax.vmap(lambda g: ordering.exchange_rows(ordering.Rows.of(g))[0], axis_name="worker")
-    assert mean(jnp.array([[[1]], [[2]]])).tolist() == [[1.5], [1.5]]

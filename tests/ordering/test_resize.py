@@ -57,7 +57,7 @@ def compiled(name, workers):
     order = NAMED[name].make(*SIZES[workers])
 
     def observe(state, gradients):
-        return order.observe(state, ordering.Rows.of(gradients))
+        return order.observe(state, gradients)
 
     keys = jax.random.split(jax.random.key(workers), workers)
     started = vmap_workers(lambda key: order.init(key, jnp.zeros(ENTRIES)))(keys)
@@ -113,7 +113,7 @@ def test_between_epochs_the_mean_and_the_counters_of_rules_are_kept(name, rule, 
     (order, state), (new_order, fresh) = of(before), of(after)
     owned = None if name == "dealt" else np.arange(18).reshape(before, -1)
     size = SIZES[before][1]
-    observe = vmap_workers(lambda state, g: order.observe(state, ordering.Rows.of(g)))
+    observe = vmap_workers(lambda state, g: order.observe(state, g))
     for at in range(STEPS):
         numbers = np.asarray(state.current)[:, at * size : (at + 1) * size]
         if owned is not None:

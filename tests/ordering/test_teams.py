@@ -73,7 +73,7 @@ def test_teams_share_the_mean_of_their_sums_and_draw_their_own_numbers():
 
     def one_step(key, gradients):
         state = order.init(key, gradients[0])
-        return state, order.observe(state, ordering.Rows.of(gradients[state.current[:4]]))
+        return state, order.observe(state, gradients[state.current[:4]])
 
     keys = jax.random.split(jax.random.key(0), WORKERS)
     first, state = tables.vmap_workers(one_step)(keys, gradients)
@@ -92,7 +92,7 @@ def test_a_team_gathers_its_own_pairs_alone():
         return order.init(key, jnp.zeros(size))
 
     def observe(state, units):
-        return order.observe(state, ordering.Rows.of(units))
+        return order.observe(state, units)
 
     state = tables.shard_map_workers(init)(jax.random.split(jax.random.key(0), WORKERS))
     run = jax.jit(on_mesh(observe, WORKERS, check_vma=False))

@@ -42,7 +42,7 @@ class Subject(NamedTuple):
 def of_order(make):
     def step(order, state, rows):
         unit = jax.lax.dynamic_slice_in_dim(state[0].current, B * state[1], B) % M
-        orders = order.sync(order.observe(state[0], ordering.Rows.of(rows[unit])))
+        orders = order.sync(order.observe(state[0], rows[unit]))
         return orders, state[1] + 1
 
     return Subject(
@@ -62,9 +62,7 @@ def loss(params, batch, key):
 def of_gradients(make):
     def step(gradients, params, rows):
         _, mean, found = gradients(params, rows, jax.random.key(0))
-        return (
-            params - 1e-3 * mean - 1e-3 * jnp.mean(found.dot(found.combine(jnp.ones(found.size))))
-        )
+        return params - 1e-3 * mean - 1e-3 * jnp.mean(found @ jnp.sum(found, axis=0))
 
     return Subject(make, lambda made, key, rows: PARAMS + 0 * rows[0], step)
 

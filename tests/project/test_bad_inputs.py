@@ -29,7 +29,7 @@ TABLES = {
 }
 RAW = 10  # of 1,000 bad arguments: errors that are not ours, or name neither argument nor value
 # Without arguments, and records that hold what others make.
-PLAIN = {"greedy", "control_variates", "Ordering", "Rows", "SignRule", "Correction", "Rounds",
+PLAIN = {"greedy", "control_variates", "Ordering", "SignRule", "Correction", "Rounds",
          "Streaming", "Wire", "LoadError", "Model", "Position"}  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import local_opt
 import models
-import ordering
 from experiments.study import cost
 from experiments.study.cost import Assumed, dry_run
 from experiments.study.tables import Arm, row_of
@@ -51,7 +50,7 @@ def test_the_cost_of_an_order_equals_the_collectives_of_its_step(per_step, size)
     params = jnp.zeros(18)
 
     def step(state, rows):
-        return order.observe(state, ordering.Rows.of(rows))
+        return order.observe(state, rows)
 
     init = over_mesh(lambda key: order.init(key, params), "owned")
     state = jax.eval_shape(init, jax.random.split(jax.random.key(0), WORKERS))

@@ -165,11 +165,11 @@ def test_sketches_gather_no_gradient():
     to_sketch = ordering.sketch(SKETCH, size=128, specs=SPECS)
 
     def backward(params, batch):
-        return made(params, batch, jax.random.key(0))[2].tree
+        return made(params, batch, jax.random.key(0))[2]
 
     def of_gradients(params, batch):
         rows = ordering.per_example(loss)(params, batch, jax.random.key(0))[2]
-        return ordering.sketch_rows(rows, to_sketch).tree
+        return ordering.sketch_rows(rows, to_sketch)
 
     over, _ = left_to_the_compiler(2, check_vma=False)
     for rows_of in (backward, of_gradients):

@@ -153,7 +153,7 @@ test_what_cannot_run_is_named = refuses({
     "coins": (lambda: plans_of(seed=-1), "--seed is -1: pass a whole number in"),
     "plans": (of_other_lengths, "60 steps and the run 59"),
     "many": (lambda: plans_of(total_steps=10**9), "most --total_steps=10000000 or --epochs=2500"),
-    "few": (lambda: sizes_of(workers=64), "64 workers with 3 units of 1 examples need at least 192"),
+    "few": (lambda: sizes_of(workers=64), "64 workers with 3 units of 1 examples need at least"),
     "none": (lambda: sizes_of(workers=0), "--workers is 0: pass a whole number in"),
     "units": (lambda: sizes_of(units_per_step=12), "4 workers with 12 units of 1 examples"),
     "dealt": (lambda: sizes_of("examples", workers=17), "at least 51 examples; the training set"),
