@@ -227,7 +227,7 @@ def plan_of(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree, size: int) -
         return y
 
     hooks = Hooks(note, lambda leaf, name: unknown[leaf].append(name), met.value)
-    jax.eval_shape(lambda *args: walk.results(closed, *args, hooks), params, rest)
+    jax.eval_shape(lambda p, rest: walk.results(closed, p, rest, hooks), params, rest)
     terms = [tuple(term.leaves) for term in met.found]
     in_term = [any(i in term for term in terms) for i in range(len(shapes))]
     each = zip(paths, shapes, seen, unknown, ranks, in_term, strict=True)
@@ -362,7 +362,8 @@ class Zeros(NamedTuple):
     terms: Array
 
     def of(self, leaf: int) -> Array:
-        return self.sketch if self.small[leaf] is None else self.small[leaf]
+        own = self.small[leaf]
+        return self.sketch if own is None else own
 
 
 def zeros_of(plan: Plan, units: int, size: int) -> Zeros:

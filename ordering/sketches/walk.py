@@ -249,8 +249,8 @@ def _holds_within(equation, name):
 def has_rule_of_parameters(closed: core.ClosedJaxpr, params: PyTree, rest: PyTree) -> bool:
     """Whether a `jax.custom_vjp` is used of parameters alone, without data."""
     found = []
-    run = lambda *args: results(closed, *args, Hooks(rule=found.append))  # noqa: E731
-    jax.eval_shape(run, params, rest)
+    hooks = Hooks(rule=found.append)
+    jax.eval_shape(lambda p, rest: results(closed, p, rest, hooks), params, rest)
     return bool(found)
 
 
