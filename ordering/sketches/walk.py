@@ -537,7 +537,7 @@ def product(precision: Any, preferred_element_type: Any) -> Callable:
 
 
 def _look_up(equation, x, indices):
-    """A gather from data; the axes of size 1 that its slices go along are left out.
+    """A gather from data without the axes of size 1 that its slices go along.
 
     A batch of one example is such an axis. In the backward pass of a look-up of labels in logits, a
     TPU's compiler uses a comparison, which is free; with such an axis, it uses a large scatter.
@@ -545,20 +545,28 @@ def _look_up(equation, x, indices):
     how, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     whole = {*how.collapsed_slice_dims, *how.operand_batching_dims}
     sliced = [i for i in range(jnp.ndim(raw(x))) if i not in whole]
-    gone = {
-        i: at for i, at in zip(sliced, how.offset_dims, strict=True)
-        if jnp.shape(raw(x))[i] == sizes[i] == 1 and i not in how.start_index_map
-    }  # fmt: skip
+    at = dict(zip(sliced, how.offset_dims, strict=True))  # where an axis is in the result
+    gone = [
+        i for i in sliced if jnp.shape(raw(x))[i] == sizes[i] == 1 and i not in how.start_index_map
+    ]
     if not gone or not (is_data(x) and is_data(indices)):
         return None
-    lost = sorted(gone.values())
+    kept = [i for i in range(x.ndim) if i not in gone]
+    lost = [at[i] for i in gone]
+
+    def number(axes):
+        return tuple(kept.index(i) for i in axes)
+
     numbers = how._replace(
         offset_dims=tuple(
             d - sum(other < d for other in lost) for d in how.offset_dims if d not in lost
         ),
-        collapsed_slice_dims=tuple(sorted((*how.collapsed_slice_dims, *gone))),
+        collapsed_slice_dims=number(how.collapsed_slice_dims),
+        start_index_map=number(how.start_index_map),
+        operand_batching_dims=number(how.operand_batching_dims),
     )
-    found = equation.primitive.bind(x, indices, **equation.params | {"dimension_numbers": numbers})
+    fewer = {"dimension_numbers": numbers, "slice_sizes": tuple(sizes[i] for i in kept)}
+    found = equation.primitive.bind(jnp.squeeze(x, gone), indices, **equation.params | fewer)
     return [jnp.expand_dims(found, lost)]
 
 
