@@ -73,7 +73,7 @@ def tokens(place, saved):
 def _of_blocks(place, saved, parts, decode):
     is_bytes = "record" in place.folder.name.lower()
     split = ordering.blocks.split(parts, unit_size=place.block, decode=decode if is_bytes else None)
-    state = _random_order(len(split)) if saved is None else saved.orders
+    state = _random_order(len(split)) if saved is None else saved["orders"]
     reads = ordering.blocks.read_blocks(
         split, lambda: state, window=place.window, batch_size=BATCH, readers=place.readers,
         num_epochs=1, position=saved,

@@ -76,16 +76,16 @@ def read(blocks_=BLOCKS, live=lambda: STATE, **args):
 
 POSITION = read()
 EPOCH = blocks.windows(BLOCKS, ORDERS, window=2, batch_size=2, epoch=0, total=6)
-NO_POSITIONS = [
-    3, "text", THING, {}, (), POSITION._asdict(), tuple(POSITION), STATE,
-    POSITION._replace(step=np.array(99)), POSITION._replace(step=-1), POSITION._replace(epoch="a"),
-    POSITION._replace(sizes=np.arange(4)), POSITION._replace(files=POSITION.files + 1),
-    POSITION._replace(epoch=-1), POSITION._replace(broken=ORDERS[0]), POSITION._replace(step=THING),
-    POSITION._replace(orders=FRESH), POSITION._replace(step=0.5), POSITION._replace(step=[1, 2]),
+CHANGES = [
+    {"step": np.array(99)}, {"step": -1}, {"epoch": "a"}, {"seed": np.arange(4)}, {"epoch": -1},
+    {"files": POSITION["files"] + 1}, {"broken": ORDERS[0]}, {"step": THING}, {"step": 0.5},
+    {"step": [1, 2]}, {"more": 3}, {"files": None}, {"orders": {}}, {"orders": FRESH},
 ]  # fmt: skip
-TREE = POSITION._asdict() | {"orders": STATE._asdict()}
-NO_TREES = [3, "text", THING, {}, [], None, TREE | {"more": 3}, TREE | {"orders": {}},
-            {k: v for k, v in TREE.items() if k != "step"}, TREE["orders"], KEY]  # fmt: skip
+NO_POSITIONS = [
+    3, "text", THING, {}, (), tuple(POSITION), STATE,
+    {name: value for name, value in POSITION.items() if name != "step"},
+    *(POSITION | change for change in CHANGES),
+]  # fmt: skip
 SUMS = blocks.sums(X, window=2)
 ROWS = {"w": jnp.ones((3, 3))}
 PLACES = jnp.array([0, 1, -1])
@@ -122,8 +122,6 @@ CALLS = {
         batch_size=2, seed=0, num_epochs=Arg(2, but_none(whole(0))), readers=Arg(2, whole()),
         position=Arg(POSITION, NO_POSITIONS), depth=2, timeout=30.0,
         share=Arg(None, NO_SHARES)),
-    "as_position": call(
-        blocks.as_position, tree=Arg(TREE, NO_TREES), orders=Arg(STATE, [None, 3, THING, X, {}])),
     "resize": call(
         blocks.resize, position=Arg(POSITION, NO_POSITIONS[:8]),
         fresh=Arg(FRESH, [None, 3, THING, SINGLE_STATE, {}, POSITION, dealt(3)[1]]),

@@ -112,7 +112,7 @@ class Case(NamedTuple):
         if self.orders.ndim == 3:
             states = [Given(*(x[rows] for x in state)) for state in states]
         last = len(states) - 1
-        at = 0 if position is None else min(int(position.epoch), last)
+        at = 0 if position is None else min(int(position["epoch"]), last)
         found = []
         options = {"num_epochs": len(states), "position": position} | self.settings | options
         with read_blocks(self.blocks(), lambda: states[at], **options) as reads:

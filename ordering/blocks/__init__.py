@@ -2,7 +2,7 @@
 
 from ordering.blocks.files import files
 from ordering.blocks.mixture import mixture, shares
-from ordering.blocks.position import Position, as_position, resize
+from ordering.blocks.position import resize
 from ordering.blocks.reads import read_blocks
 from ordering.blocks.split import split
 from ordering.blocks.sums import add, observe, sums
@@ -10,9 +10,7 @@ from ordering.blocks.text import tokens
 from ordering.blocks.windows import batches_of, windows
 
 __all__ = [
-    "Position",
     "add",
-    "as_position",
     "batches_of",
     "files",
     "mixture",

@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from ordering.blocks.position import Position
 from ordering.blocks.reads import BlockEpochs
 from syncopate import plans
 
@@ -67,7 +66,7 @@ class Mixture(Iterator, contextlib.AbstractContextManager):
             reads.wait()
         return {name: next(reads) for name, reads in self.readers.items()}
 
-    def position(self) -> dict[str, Position]:
+    def position(self) -> dict[str, dict[str, Any]]:
         """The positions of all sources, one tree to be saved."""
         return {name: reads.position() for name, reads in self.readers.items()}
 

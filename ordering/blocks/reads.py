@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ordering.base import State
-from ordering.blocks.position import Position, checked, first_position, of_broken, share_of
+from ordering.blocks.position import checked, first_position, of_broken, share_of
 from ordering.blocks.split import Blocks, check_blocks
-from ordering.blocks.windows import Share, Windows, batches_of, num_batches, windows
+from ordering.blocks.windows import Windows, batches_of, num_batches, windows
 from ordering.input.epochs import Epochs, Layout, checked_state, epoch_of
 from ordering.input.loader import load_ahead
 from syncopate import plans
@@ -31,7 +31,7 @@ class BlockEpochs(Epochs):
       window_units: the number of blocks in the window of the last batch.
     """
 
-    def __init__(self, epochs: tuple, position: Position, pools: contextlib.ExitStack):
+    def __init__(self, epochs: tuple, position: dict[str, Any], pools: contextlib.ExitStack):
         super().__init__(*epochs)
         self._position, self._pools = position, pools
 
@@ -44,17 +44,30 @@ class BlockEpochs(Epochs):
         before = self._layout.units_before(max(self.step - 1, 0))
         return min(self._layout.units, self._layout.num_units - before)
 
-    def position(self, orders: State | None = None) -> Position:
-        """The position of the next batch, with the newest state of the order, or with `orders`,
-        as of all hosts. Call it after `next_epoch`, if the epoch has ended and is not the last."""
+    def position(self, orders: State | None = None) -> dict[str, Any]:
+        """The position of the next batch, to be saved beside the parameters.
+
+        Call it after `next_epoch`, if the epoch has ended and is not the last.
+
+        Args:
+          orders: the state of the order of all workers, if `live` gives those of this host.
+
+        Returns:
+          A dict of arrays: "orders", the newest state of the order; "epoch" and "step" of the next
+          batch; "unit_size", "window", "batch_size", "seed", "filter", a digest of what `keep`
+          keeps; "files", the number of records and the digest of each; and, in an epoch that other
+          workers began, "broken", their orders int32[W, M].
+        """
         epoch, step = divmod(self.load, self._steps)
-        now = self._position
-        broken = now.broken if epoch == int(now.epoch) else ()
         orders = self._live() if orders is None else orders
         if self._num_epochs is None or epoch < self._num_epochs:
             with jax.transfer_guard("allow"):
                 self.check_order(epoch, *epoch_of(orders))
-        return Position(orders, np.array(epoch), np.array(step), now.sizes, now.files, broken)
+        now = {"orders": orders, "epoch": np.array(epoch), "step": np.array(step)}
+        found = self._position | now
+        if epoch != self._position["epoch"]:
+            found.pop("broken", None)
+        return found
 
     def close(self) -> None:
         super().close()
@@ -71,8 +84,8 @@ def read_blocks(
     dealt: bool = True,
     shuffle: bool = True,
     num_epochs: int | None = None,
-    position: Position | None = None,
-    share: Share | tuple[int, int, int] | None = None,
+    position: dict[str, Any] | None = None,
+    share: tuple[int, int, int] | None = None,
     readers: int | Callable[[Windows], Iterable] = 4,
     depth: int = 2,
     timeout: float | None = None,
@@ -143,7 +156,7 @@ def read_blocks(
 
     def load(orders, first_step, epoch):
         sizes = words
-        if epoch == int(position.epoch) and jax.tree.leaves(position.broken):
+        if epoch == position["epoch"] and "broken" in position:
             orders, old = of_broken(position, layout.units_before(first_step), share)
             sizes = words | old | {"total": len(blocks)}
         found = read(windows(blocks, orders, epoch=epoch, **sizes))
@@ -152,8 +165,8 @@ def read_blocks(
             timeout=timeout, sharding=sharding, first_load=epoch * steps + first_step,
         )  # fmt: skip
 
-    first_load = int(position.epoch) * steps + int(position.step)
-    first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - int(position.epoch)
+    first_load = int(position["epoch"]) * steps + int(position["step"])
+    first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - int(position["epoch"])
     return BlockEpochs(
         (load, live, layout, num_epochs, layout.batches, first_load, first_epoch), position, pools
     )

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,23 +21,15 @@ TOGETHER = 256  # records of small blocks that a thread reads at once,
 TASKS = 16  # if a window still has as many tasks for the threads
 
 
-class Share(NamedTuple):
-    """The workers of this host, where orders were made for another number of workers."""
-
-    first: int
-    count: int
-    workers: int
-
-    @classmethod
-    def of(cls, share: Any) -> "Share":
-        """The share; ValueError unless it is of three numbers that fit each other."""
-        whole = isinstance(share, tuple) and len(share) == 3 and all(map(plans.is_whole, share))
-        if not whole or not 0 <= share[0] < share[0] + share[1] <= share[2]:
-            raise ValueError(
-                f"share is {share!r}: pass (first, count, workers), whole numbers with "
-                "first + count <= workers."
-            )
-        return cls(*share)
+def checked_share(share: Any) -> tuple[int, int, int]:
+    """(first, count, workers); ValueError unless these are three numbers that fit each other."""
+    whole = isinstance(share, tuple) and len(share) == 3 and all(map(plans.is_whole, share))
+    if not whole or not 0 <= share[0] < share[0] + share[1] <= share[2]:
+        raise ValueError(
+            f"share is {share!r}: pass (first, count, workers), whole numbers with "
+            "first + count <= workers."
+        )
+    return share
 
 
 class Windows(Sequence):
@@ -178,7 +170,7 @@ def windows(
     num_units: int | None = None,
     total: int | None = None,
     shuffle: bool = True,
-    share: Share | tuple[int, int, int] | None = None,
+    share: tuple[int, int, int] | None = None,
 ) -> Windows:
     """One epoch of blocks in the sequence of their orders, cut into batches: for other loaders.
 
@@ -252,7 +244,7 @@ def _shared(units, batch_size, share, has_workers) -> tuple[np.ndarray, tuple]:
     if share is None:
         shape = (workers, batch_size) if has_workers else (batch_size,)
         return units, (0, workers * batch_size, shape)
-    first, count, parts = Share.of(share)
+    first, count, parts = checked_share(share)
     if workers * batch_size % parts:
         raise ValueError(
             f"share is of {parts} workers, who cannot share the {workers * batch_size} records of "

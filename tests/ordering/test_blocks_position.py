@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ordering.blocks import Position, as_position, read_blocks, resize, split
+from ordering.blocks import read_blocks, resize, split
 from tests import block_cases
 from tests.block_cases import as_lists
 from tests.refused import refuses
@@ -28,7 +28,7 @@ def begun(name):
 
 
 def rest(position):
-    state = jax.tree.map(jnp.asarray, position.orders)
+    state = jax.tree.map(jnp.asarray, position["orders"])
     options = {"num_epochs": 1, "position": position} | SETTINGS
     with read_blocks(BLOCKS, lambda: state, **options) as reads:
         return [as_lists(batch) for batch in reads]
@@ -46,19 +46,20 @@ def assert_same(position, other):
 @pytest.mark.parametrize("name,broken", [("dealt_reshuffling", True), ("round_robin", False)])
 def test_a_position_goes_through_orbax(name, broken, tmp_path):
     """With a template, and without one; also that of an epoch which other workers finish."""
-    ocp = pytest.importorskip("orbax.checkpoint")
+    ocp, flax = map(pytest.importorskip, ("orbax.checkpoint", "flax"))
     state, position, expected = begun(name)
     if broken:
         position = resize(position, state, block_cases.dealt_of(name, WORKERS, UNITS, WINDOW)[0])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "position", position)
         checkpointer.wait_until_finished()
-        like = position._replace(broken=np.zeros_like(position.broken) if broken else ())
-        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        template = jax.tree.map(ocp.utils.to_shape_dtype_struct, position)
         with_template = checkpointer.restore(tmp_path / "position", template)
         without = checkpointer.restore(tmp_path / "position")
-    for restored in (as_position(with_template, state), as_position(without, state)):
-        assert isinstance(restored, Position)
+    with pytest.raises(ValueError, match="orders are a dict of a checkpoint: make them a state"):
+        read_blocks(BLOCKS, lambda: state, position=without, **SETTINGS)
+    without["orders"] = flax.serialization.from_state_dict(state, without["orders"])
+    for restored in (with_template, without):
         assert_same(restored, position)
         assert rest(restored) == expected
 
@@ -66,11 +67,11 @@ def test_a_position_goes_through_orbax(name, broken, tmp_path):
 def test_a_position_of_arrays_of_jax_is_one_of_numpy():
     """It is the same again before anything is read."""
     state, position, expected = begun("dealt_reshuffling")
-    for given in (position, position._replace(broken=np.array(state.current))):
+    for given in (position, position | {"broken": np.array(state.current)}):
         for saved in (given, jax.tree.map(jnp.asarray, given)):
             with read_blocks(BLOCKS, lambda: state, position=saved, **SETTINGS) as reads:
                 assert_same(reads.position(), given)
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(position[1:]))
+    assert all(isinstance(x, np.ndarray) for name, x in position.items() if name != "orders")
     assert rest(jax.tree.map(jnp.asarray, position)) == expected
 
 
@@ -78,8 +79,8 @@ def test_the_first_position_is_the_beginning():
     state, _, _ = begun("dealt_reshuffling")
     with read_blocks(BLOCKS, lambda: state, **SETTINGS) as reads:
         first = reads.position()
-    assert (int(first.epoch), int(first.step)) == (0, 0)
-    assert first.sizes.tolist() == [2, WINDOW, 4, 9, 0]
+    names = ("epoch", "step", "unit_size", "window", "batch_size", "seed", "filter")
+    assert [int(first[name]) for name in names] == [0, 0, 2, WINDOW, 4, 9, 0]
     assert len(rest(first)) == 5 and rest(first)[2:] == begun("dealt_reshuffling")[2]
 
 
@@ -92,30 +93,32 @@ def test_hosts_save_the_orders_of_all():
         assert_same(reads.position(state), begun("dealt_reshuffling")[1])
 
 
-def used(blocks=BLOCKS, **changes):
-    """Reads on from the position, with these fields or settings in place of its own."""
-    state, position, _ = begun("dealt_reshuffling")
-    settings = SETTINGS | {k: v for k, v in changes.items() if k not in Position._fields}
-    position = position._replace(**{k: v for k, v in changes.items() if k in Position._fields})
-    return lambda: read_blocks(blocks, lambda: state, **{"position": position} | settings)
+def at(position, blocks=BLOCKS, **settings):
+    """Reads on from a position, with these settings in place of its own."""
+    state = begun("dealt_reshuffling")[0]
+    return lambda: read_blocks(blocks, lambda: state, position=position, **SETTINGS | settings)
+
+
+def used(blocks=BLOCKS, **settings):
+    return at(begun("dealt_reshuffling")[1], blocks, **settings)
+
+
+def changed(**changes):
+    """Reads on from the position with other values; None leaves a name out."""
+    position = begun("dealt_reshuffling")[1] | changes
+    return at({k: v for k, v in position.items() if v is not None})
 
 
 def read_from(orders, **changes):
-    position = begun("dealt_reshuffling")[1]._replace(**changes)
+    position = begun("dealt_reshuffling")[1] | changes
     state = block_cases.given_states(np.stack([orders] * 2), 0)[0]
     return read_blocks(BLOCKS, lambda: state, position=position, **SETTINGS)
-
-
-def dicts(**changes):
-    state, position, _ = begun("dealt_reshuffling")
-    tree = position._asdict() | {"orders": position.orders._asdict()} | changes
-    return lambda: as_position({k: v for k, v in tree.items() if v is not None}, state)
 
 
 OTHER = split(block_cases.parts_of([20, 12]), unit_size=2)
 MORE = split(block_cases.parts_of([20, 5, 6]), unit_size=2)
 test_bad_input = refuses({
-    "a dict": (used(position={"step": 3}), "position is a dict: pass a saved Position"),
+    "no dict": (at((3,)), r"position is a tuple: pass what position\(\) of read_blocks gave"),
     "block size": (
         used(split(block_cases.parts_of([30, 17]), unit_size=3)),
         "records in a block: the position was saved with 2, now it is 3",
@@ -129,18 +132,18 @@ test_bad_input = refuses({
     "seed": (used(seed=0), "the seed: the position was saved with 9, now it is 0"),
     "records": (used(OTHER), "file 1 has 12 records, and had 11 when .*restore the file"),
     "files": (used(MORE), "saved with 2 files, now there are 3: pass the same files in the same"),
-    "step": (used(step=np.array(5)), "step 5 of epoch 0 is not one of an epoch of 5 steps"),
-    "no step": (used(step=np.array(-1)), "step -1 of epoch 0"),
-    "epoch": (used(epoch=np.array(-1)), "step 2 of epoch -1"),
-    "sizes": (used(sizes=np.arange(3)), r"position has .* int64\[3\], uint32.*pass it as it was s"),
-    "shape": (used(step=np.arange(2)), r"position has .* of int64\[\], int64\[2\], int64"),
-    "files of another shape": (used(files=np.zeros((2, 2), int)), r"position has .*int64\[2, 2\]"),
-    "fractions": (used(step=np.array(0.5)), r"position has .*float64\[\]"),
-    "no numbers": (used(epoch="text"), "position has .* of a ndarray"),
-    "broken": (used(broken=np.arange(16)), r"position has .*int64\[16\]: pass it as it"),
+    "step": (changed(step=np.array(5)), "step 5 of epoch 0 is not one of an epoch of 5 steps"),
+    "no step": (changed(step=np.array(-1)), "step -1 of epoch 0"),
+    "epoch": (changed(epoch=np.array(-1)), "step 2 of epoch -1"),
+    "size": (changed(seed=np.arange(3)), r"position has int64\[3\] as 'seed': pass it as it was s"),
+    "shape": (changed(step=np.arange(2)), r"position has int64\[2\] as 'step'"),
+    "files of another shape": (changed(files=np.zeros((2, 2), int)), r"int64\[2, 2\] as 'files'"),
+    "fractions": (changed(step=np.array(0.5)), r"position has float64\[\] as 'step'"),
+    "no numbers": (changed(epoch="text"), "position has a str as 'epoch'"),
+    "broken": (changed(broken=np.arange(16)), r"position has int64\[16\] as 'broken'"),
     "a fresh order": (
         lambda: read_from(np.arange(16).reshape(2, 8)),
-        r"live gives other orders, of shape \(2, 8\), .*: begin with position.orders",
+        r"live gives other orders, of shape \(2, 8\), .*: begin with position.'orders'",
     ),
     "other workers": (
         lambda: read_from(np.arange(16).reshape(4, 4), step=np.array(0)),
@@ -148,7 +151,6 @@ test_bad_input = refuses({
     ),
     "readers": (used(readers=0), "readers is 0: pass a whole number of at least 1"),
     "num_epochs": (used(num_epochs=-1), "num_epochs is -1"),
-    "missing": (dicts(step=None), r"tree has \['broken', .*pass what was saved, and a state of"),
-    "more": (dicts(more=3), "tree has .*'more'"),
-    "another order": (dicts(orders={"current": 3}), r"tree.orders has \['current'\], and a Dealt"),
+    "missing": (changed(step=None), r"a dict of \['batch_size', .*pass what position"),
+    "more": (changed(more=3), "position is a dict of .*'more'"),
 })  # fmt: skip

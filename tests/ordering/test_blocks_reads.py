@@ -48,7 +48,7 @@ def test_every_record_once_per_epoch_as_in_the_plain_loops(case, data):
     steps = len(expected) // 2
     for epoch in (expected[:steps], expected[steps:]):
         assert records_of(epoch) == case.kept_records()
-    assert [(int(p.epoch), int(p.step)) for p in places] == [
+    assert [(int(p["epoch"]), int(p["step"])) for p in places] == [
         divmod(done, steps) for done in range(1, 2 * steps + 1)
     ]
     done = data.draw(st.integers(1, len(places)))
@@ -94,8 +94,8 @@ def test_the_batches_of_a_share_of_a_broken_epoch_are_those_of_all():
         orders=FIXED.orders, settings={"window": 1, "batch_size": 2, "seed": 1}, known=0
     )
     for done, position in enumerate(places[:7], 1):
-        sizes = np.array([3, 1, 2, 1, *position.sizes[4:]])
-        position = position._replace(sizes=sizes, broken=two.orders[0], orders=())
+        sizes = {"window": 1, "batch_size": 2, "broken": two.orders[0], "orders": ()}
+        position = position | sizes
         own = [
             four.read(position, rows=slice(first, first + 2), share=(first, 2, 4), num_epochs=1)
             for first in (0, 2)
@@ -135,7 +135,7 @@ def test_a_dealt_order_that_observes_goes_on_bitwise(how):
     assert records_of(whole[:6]) == records_of(whole[6:12]) == list(range(31))
     assert whole[:6] != whole[6:12]
     for done, position in enumerate(places[:14], 1):
-        assert train(position.orders, position, 16 - done) == whole[done:]
+        assert train(position["orders"], position, 16 - done) == whole[done:]
 
 
 def test_windows_end_where_the_reader_says():
@@ -177,7 +177,7 @@ def test_a_run_goes_on_from_the_load_that_failed():
             for batch in reads:
                 found.append(as_lists(batch))
         position = reads.position()
-    assert (info.value.load, int(position.step), len(found)) == (2, 2, 2)
+    assert (info.value.load, int(position["step"]), len(found)) == (2, 2, 2)
     fails.clear()
     with read_blocks(blocks, lambda: state, position=position, **options) as reads:
         found += [as_lists(batch) for batch in reads]
@@ -213,7 +213,7 @@ def test_a_mixture_is_its_readers_side_by_side(first, second, data):
     states = {n: block_cases.given_states(c.orders, c.known) for n, c in sources.items()}
 
     def mixed(positions):
-        at = {name: int(positions[name].epoch) if positions else 0 for name in sources}
+        at = {name: int(positions[name]["epoch"]) if positions else 0 for name in sources}
         readers = {
             name: read_blocks(
                 case.blocks(), lambda name=name: states[name][min(at[name], 1)], num_epochs=2,

@@ -50,7 +50,7 @@ def resized(name, position, workers):
     """The position for other workers, and the state of their orders."""
     order, fresh, *_ = parts_of(name, workers)
     position = resize(position, fresh, order)
-    return position, jax.tree.map(jnp.asarray, position.orders)
+    return position, jax.tree.map(jnp.asarray, position["orders"])
 
 
 def flat(batches):
@@ -94,7 +94,7 @@ def test_the_axis_of_the_workers_may_have_another_name():
     with read_blocks(BLOCKS, lambda: two, **options) as reads:
         found = [as_lists(next(reads)) for _ in range(2)]
         position = resize(reads.position(), four, order, axis_name="dp")
-    state = jax.tree.map(jnp.asarray, position.orders)
+    state = jax.tree.map(jnp.asarray, position["orders"])
     options |= {"window": WINDOW // 4, "batch_size": BATCH // 4, "position": position}
     with read_blocks(BLOCKS, lambda: state, **options) as reads:
         found += map(as_lists, reads)
@@ -158,7 +158,7 @@ def broken(share=None):
 def restarted(workers=2, **changes):
     order, first, *_ = parts_of("dealt_reshuffling", workers)
     position = read("dealt_reshuffling", parts_of("dealt_reshuffling", 2)[1], most=1)[1]
-    return resize(position._replace(**changes), first, order)
+    return resize(position | changes, first, order)
 
 
 test_bad_input = refuses({
@@ -169,7 +169,7 @@ test_bad_input = refuses({
     "all workers": (lambda: broken((0, 2, 8)), r"share is \(0, 2, 8\).* finish an epoch of 24"),
     "outside": (lambda: next(broken((3, 2, 4))), r"share is \(3, 2, 4\).*first \+ count <="),
     "part of a batch": (
-        lambda: restarted(8, sizes=np.array([3, 8, 9, 0])),
+        lambda: restarted(8, batch_size=np.array(9)),
         "8 workers, who cannot share the windows of 2, of 8 blocks and batches of 9: .* divides 16",
     ),
     "a fixed shard": (

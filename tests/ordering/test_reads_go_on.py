@@ -226,11 +226,13 @@ def test_a_late_reader_of_a_mixture_loses_no_batch_of_the_others():
                 break
             except LoadError:
                 late += 1
-                steps = {name: int(at.step) for name, at in reads.position().items()}
+                steps = {name: int(at["step"]) for name, at in reads.position().items()}
                 assert set(steps.values()) == {len(found)}
                 if late == 2:
                     gate.set()
-        ends = {name: int(at.step) + 100 * int(at.epoch) for name, at in reads.position().items()}
+        ends = {
+            name: int(at["step"]) + 100 * int(at["epoch"]) for name, at in reads.position().items()
+        }
     assert late >= 2 and ends == {"one": 6, "late": 100, "three": 6}
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert len(found) == 6
