@@ -1,10 +1,12 @@
-"""Files of records, which are read in ranges."""
+"""Files of records and of tokens, which are read in ranges."""
 
 import collections
 import contextlib
 import functools
 import glob
 import hashlib
+import math
+import mmap
 import os
 import re
 import struct
@@ -15,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import PyTree
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Int, PyTree
 
-from ordering.blocks.formats import FORMATS, Format, Unfit, parquet
 from syncopate import plans
 
 SAMPLE, SAMPLES = 4096, 64  # bytes of a sample, and samples of a file in its digest
@@ -27,7 +29,342 @@ OPEN = 64  # files that stay open while nobody reads them
 PACKED = {b"\x1f\x8b": "gzip", b"PK": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 PACKED |= {b"\x28\xb5\x2f\xfd": "zstd"}
 KINDS = ["array_record", "tfrecord", "parquet", "npy"]
+NPY = b"\x93NUMPY"
 TICK = 10**7  # nanoseconds in which the clock of a file system may stand still
+LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # magic number and version: type of the tokens
+MEGATRON = b"MMIDIDX\0\0"
+MEGATRON_TYPES = ["|u1", "|i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
+SIDES = ["end", "start"]
+
+
+# How files of each kind are indexed and read.
+
+
+class Unfit(ValueError):
+    """A file that is whole, but not what is asked for; says what to do about it."""
+
+
+class Index(NamedTuple):
+    """What is known of a file before it is read.
+
+    Attributes:
+      num_records: N >= 0.
+      place: what `Format.read` needs to know.
+      incomplete: a range of records of which one lacks a value, if the file says so.
+    """
+
+    num_records: int
+    place: Any = None
+    incomplete: tuple[int, int] | None = None
+
+
+class Format(NamedTuple):
+    """How files of a kind are read.
+
+    Attributes:
+      index: `path -> Index`.
+      open: `path -> handle`, which one thread uses at a time.
+      read: `(handle, place, start, stop) -> records`.
+    """
+
+    index: Callable[[str], Index]
+    open: Callable[[str], Any]
+    read: Callable[[Any, Any, int, int], PyTree]
+
+
+def _array_record_index(path):
+    reader = _array_record_open(path)
+    if not reader.ok():  # such a reader only says that there are no records
+        raise ValueError("it is no ArrayRecord file, or a part of one")
+    return Index(reader.num_records())
+
+
+def _array_record_open(path):
+    try:
+        from array_record.python import array_record_module  # pyright: ignore
+    except ImportError as error:
+        raise ImportError(
+            "ArrayRecord files need array_record: pip install array_record."
+        ) from error
+    # Blocks are read whole and by several threads: no read-ahead and no threads inside.
+    return array_record_module.ArrayRecordReader(
+        path, options="readahead_buffer_size:0,max_parallelism:0"
+    )
+
+
+def _array_record_read(file, index, start, stop):
+    return file.read(start, stop)
+
+
+def _tfrecord_index(path):
+    """Where each record begins, int64[N + 1]. A record is its length in 8 bytes, the checksum of
+    the length in 4, the bytes, and their checksum in 4."""
+    size, at, starts, heads = os.path.getsize(path), 0, [0], bytearray()
+    if not size:
+        return Index(0)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while at + 16 <= size:
+            heads += data[at : at + 12]
+            at += 16 + struct.unpack_from("<Q", data, at)[0]
+            starts.append(at)
+    for first in range(0, len(starts) - 1, 2**16):
+        rows = range(12 * first, min(len(heads), 12 * (first + 2**16)), 12)
+        lengths, saved = [heads[i : i + 8] for i in rows], [heads[i + 8 : i + 12] for i in rows]
+        _check_sums(lengths, saved, first, "length")
+    if at != size:
+        raise ValueError(f"it ends within record {len(starts) - 1 - (at > size)}")
+    return Index(len(starts) - 1, np.array(starts))
+
+
+def _tfrecord_read(file, starts, start, stop):
+    first, last = int(starts[start]), int(starts[stop])
+    data = file.read(first, last)
+    if len(data) != last - first:
+        raise ValueError("it is shorter than it was")
+    ends = (starts[start : stop + 1] - first).tolist()
+    records = [data[a + 12 : b - 4] for a, b in zip(ends, ends[1:], strict=False)]
+    saved = [data[b - 4 : b] for b in ends[1:]]
+    _check_sums(records, saved, start, "bytes")
+    return records
+
+
+def _check_sums(records, saved, first, what):
+    """Raises ValueError for the first of the records that has not the checksum that was saved."""
+    try:
+        from google_crc32c import value as crc32c
+    except ImportError as error:
+        raise ImportError(
+            "TFRecord files need google-crc32c: pip install google-crc32c."
+        ) from error
+    found = np.fromiter(map(crc32c, map(bytes, records)), np.uint32, len(records))
+    masked = (found >> 15 | found << 17) + np.uint32(0xA282EAD8)  # as TFRecord stores them
+    wrong = masked != np.frombuffer(b"".join(saved), "<u4")
+    if wrong.any():
+        raise ValueError(
+            f"the checksum of the {what} of record {first + int(np.argmax(wrong))} is wrong"
+        )
+
+
+def parquet(columns: tuple[str, ...] | None) -> Format:
+    """The format of Parquet files, of which only some columns are read."""
+    read = functools.partial(_parquet_read, columns)
+    return Format(functools.partial(_parquet_index, columns), _parquet_open, read)
+
+
+def _parquet_open(path):
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError("Parquet files need pyarrow: pip install pyarrow.") from error
+    return pyarrow.parquet.ParquetFile(path, memory_map=False, page_checksum_verification=True)
+
+
+def _parquet_index(columns, path):
+    """Where each group of rows begins, int64[G + 1]."""
+    file = _parquet_open(path)
+    data, schema = file.metadata, file.schema_arrow
+    chosen = schema.names if columns is None else columns
+    for name in chosen:
+        count = schema.names.count(name)
+        if not count:  # a reader would leave it out
+            raise Unfit(f"it has no column {name!r}, of {schema.names}: pass those that it has")
+        if count > 1:
+            raise Unfit(f"it has {count} columns named {name!r}: write it anew with other names")
+    if not chosen:
+        raise Unfit("it has no columns: leave it out")
+    groups = [data.row_group(i) for i in range(data.num_row_groups)]
+    starts = np.cumsum([0, *(group.num_rows for group in groups)])
+    _check_memory(groups, [schema.field(name).type for name in chosen])
+    paths = [file.schema.column(i).path for i in range(len(file.schema.names))]
+    flat = [i for i, path in enumerate(paths) if path in chosen]  # not those of lists
+    for i, group in enumerate(groups):
+        known = [group.column(j).statistics for j in flat]
+        if any(found is not None and found.null_count for found in known):
+            return Index(data.num_rows, starts, (int(starts[i]), int(starts[i + 1])))
+    return Index(data.num_rows, starts)
+
+
+def _check_memory(groups, types):
+    """Raises Unfit for a group that cannot be read, as its header says: groups are read whole."""
+    import pyarrow as pa
+
+    bits = sum(kind.bit_width for kind in types if pa.types.is_primitive(kind))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for number, group in enumerate(groups):
+        size = max(group.total_byte_size, group.num_rows * bits // 8)
+        if size > memory:
+            raise Unfit(
+                f"its row group {number} takes {size / 2**30:.0f} GiB of memory, of "
+                f"{memory / 2**30:.0f}: write it anew with smaller groups (row_group_size=)"
+            )
+
+
+def _parquet_read(columns, file, starts, start, stop):
+    first, last = np.searchsorted(starts, (start, stop - 1), side="right") - 1
+    table = file.read_row_groups(list(range(first, last + 1)), columns=columns, use_threads=False)
+    table = table.slice(start - int(starts[first]), stop - start)
+    return {name: _column(table[name].combine_chunks()) for name in table.column_names}
+
+
+def _column(column):
+    """An array whose type follows from that of the column: of objects, for texts and the like, and
+    where values are missing, which are None, or lists have several lengths."""
+    import pyarrow as pa
+    import pyarrow.compute
+
+    kind, types = column.type, pa.types
+    if types.is_dictionary(kind):
+        return _column(column.dictionary_decode())
+    if isinstance(column, pa.FixedShapeTensorArray) and not column.null_count:
+        return column.to_numpy_ndarray()
+    if isinstance(column, pa.ExtensionArray):
+        return _column(column.storage)
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    has_size = types.is_fixed_size_binary(kind)
+    if column.null_count and (is_list or has_size or types.is_primitive(kind)):
+        present = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        return _objects(len(column), present, _column(column.drop_null()))
+    if is_list:
+        values = _column(column.flatten())
+        sizes = pyarrow.compute.call_function("list_value_length", [column])
+        sizes = sizes.to_numpy(zero_copy_only=False)
+        if len(set(sizes.tolist())) == 1:
+            return values.reshape(len(column), sizes[0], *values.shape[1:])
+        ends = np.cumsum(sizes)
+        lists = [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return _objects(len(column), range(len(column)), lists)
+    if has_size and len(column):
+        size = kind.byte_width
+        data = column.buffers()[1]
+        data = np.frombuffer(data, np.uint8, len(column) * size, column.offset * size)
+        return data.reshape(-1, size)
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _objects(size, places, values):
+    found = np.full(size, None)
+    for i, value in zip(places, values, strict=True):  # which keep their types as objects
+        found[i] = value
+    return found
+
+
+def plain(name: str, numbers: Int[np.ndarray, "n"], records: PyTree) -> PyTree:
+    """Records whose objects are numbers, or lists of one length, become arrays of numbers.
+
+    Args:
+      name: of the file.
+      numbers: those of the records in the file.
+      records: as `Format.read` gives them, or some of them.
+
+    Raises:
+      ValueError: for a value that is missing, and lists of several lengths.
+    """
+    return jax.tree_util.tree_map_with_path(functools.partial(_plain, name, numbers), records)
+
+
+def _plain(name, numbers, path, x):
+    if x.dtype != object or not x.size:
+        return x
+    values, each = x.ravel().tolist(), x.size // len(x)
+    column = jax.tree_util.keystr(path, simple=True, separator=".") or "it"
+    for i, value in enumerate(values):
+        number = numbers[i // each]
+        if value is None:
+            raise ValueError(
+                f"{name}, record {number}: {column} has no value. Fill it in, or leave such "
+                "records out by split(keep=), to which a missing value is None."
+            )
+        if isinstance(value, np.ndarray):
+            values[i] = _plain(name, numbers[i // each :][:1], path, value)
+    if not isinstance(values[0], np.ndarray | np.number | np.bool_ | np.datetime64):
+        return x  # texts and other objects
+    shapes = {np.shape(value) for value in values}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{name}, records {numbers[0]} to {numbers[-1]}: the lists of {column} have several "
+            f"lengths, as {sorted(shapes)[:3]}. Make them equal, or leave some out by split(keep=)."
+        )
+    return np.stack(values).reshape(*x.shape, *shapes.pop())
+
+
+def _npy_index(path):
+    """(Where the numbers begin, their type, the shape of a record, and N in Fortran's order)."""
+    with open(path, "rb") as file:
+        if file.read(len(NPY)) != NPY:
+            raise ValueError("it has no header of np.save (of plain numbers pass np.memmap)")
+    try:
+        array = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        if "dtype" not in f"{error}":
+            raise
+        what = f"{error}".rstrip(".")
+        raise Unfit(f"{what}: save numbers of NumPy's types, and of others the bits") from error
+    if not array.ndim:
+        raise Unfit("it is a single number: save an array whose leading axis counts records")
+    dtype = array.dtype
+    if dtype == "V2":  # as which NumPy saves it
+        dtype = np.dtype(jnp.bfloat16)
+    if dtype.type is np.void and not dtype.names:
+        raise Unfit(f"its type is {dtype}, plain bytes: save x.view(np.uint8), and view it back")
+    if not array.size and len(array):
+        raise Unfit(f"its records are empty, of shape {array.shape[1:]}: leave it out")
+    fortran = 0 if array.flags.c_contiguous else len(array)
+    return Index(len(array), (array.offset, dtype, array.shape[1:], fortran))
+
+
+def _npy_read(file, place, start, stop):
+    offset, dtype, shape, fortran = place
+    if not fortran:
+        return _fields(read_numbers(file, (offset, dtype, shape), start, stop))
+    numbers = np.empty((math.prod(shape), stop - start), dtype)
+    for i in range(len(numbers)):  # the numbers i of all records follow each other
+        at = offset + i * fortran * dtype.itemsize
+        numbers[i] = read_numbers(file, (at, dtype, ()), start, stop)
+    return _fields(numbers.reshape(*shape[::-1], -1).T)
+
+
+def _fields(records):
+    """Records of a structured type as a dict."""
+    if not records.dtype.names:
+        return records
+    return {name: _fields(records[name]) for name in records.dtype.names}
+
+
+def read_numbers(file: "Ranges", place: tuple, start: int, stop: int) -> np.ndarray:
+    """Records of a file of numbers, of which the place is the first byte, the type and shape."""
+    offset, dtype, shape = place
+    size = dtype.itemsize * math.prod(shape)
+    data = file.read(offset + start * size, offset + stop * size)
+    return np.frombuffer(data, dtype).reshape(-1, *shape)
+
+
+class Ranges:
+    """A file that is read in ranges of bytes, and closed when nobody uses it any more."""
+
+    def __init__(self, path: str):
+        self._file = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):  # what follows a range is not needed next
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+        weakref.finalize(self, os.close, self._file)
+
+    def read(self, start: int, stop: int) -> bytes:
+        return os.pread(self._file, stop - start, start)
+
+
+ARRAY_RECORD = Format(_array_record_index, _array_record_open, _array_record_read)
+TFRECORD = Format(_tfrecord_index, Ranges, _tfrecord_read)
+FORMATS = {
+    ".array_record": ARRAY_RECORD,
+    ".arrayrecord": ARRAY_RECORD,
+    ".tfrecord": TFRECORD,
+    ".tfrecords": TFRECORD,
+    ".tfrec": TFRECORD,
+    ".npy": Format(_npy_index, Ranges, _npy_read),
+}
+OTHERS = (*FORMATS, ".parquet", ".gz", ".zip", ".bz2", ".xz", ".zst")
+
+
+# Files.
 
 
 class Part(NamedTuple):
@@ -322,3 +659,152 @@ def of_arrays(arrays: PyTree[ArrayLike]) -> tuple[Part, ...]:
 
 def _slices(arrays, start, stop):
     return jax.tree.map(lambda x: x[start:stop], arrays)
+
+
+# Windows of packed text.
+
+
+def tokens(
+    paths: str | os.PathLike | Sequence[str | os.PathLike],
+    *,
+    length: int,
+    separator: int | None = None,
+    separator_at: str = "end",
+    dtype: DTypeLike | None = None,
+    header_bytes: int | None = None,
+    whole_digest: bool = False,
+) -> tuple[Part, ...]:
+    """Windows of `length` tokens out of files of tokens, for `split`.
+
+    Record i of a file is the tokens i L to i L + L: L inputs and, one place later, L targets, so
+    that each token is predicted once. Documents follow each other in a file, each with a separator
+    at one of its sides. Fewer than L tokens at the end of a file are left out.
+
+    Args:
+      paths: as in `files`. Files hold plain numbers, as `array.tofile` writes them. The headers of
+        llm.c's files, and `.npy`, are known, and so is the type that the `.idx` beside a `.bin` of
+        Megatron names.
+      length: L >= 1, tokens that a window predicts.
+      separator: the token between documents. With it, records tell the documents apart.
+      separator_at: "end" if a document ends with it, as in nanoGPT's files and Megatron's; "start"
+        if it begins with it, as in those of llm.c for FineWeb.
+      dtype: the type of the tokens in the files; None for what a file says, else uint16.
+      header_bytes: bytes before the first token; None for a header that is known, or none.
+      whole_digest: as in `files`.
+
+    Returns:
+      One `Part` per file, whose records are dicts: "tokens", int32[L + 1]; and with a separator
+      "documents", int32[L + 1], which counts the documents of the window from 0. A separator
+      belongs to the document that it ends or begins. Mask attention where the documents of two
+      tokens differ, and leave out targets whose document is not that of their input.
+
+    Raises:
+      ValueError: for a file that is missing or holds no window, an argument out of range, or one
+        that is not what the file says; from a read, for a token that int32 does not hold.
+
+    Examples:
+      >>> import numpy as np, ordering, pathlib, tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "text.bin"
+      >>> np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(path)
+      >>> (part,) = ordering.blocks.tokens(path, length=3, separator=0)
+      >>> records = part.read(0, 2)
+      >>> records["tokens"].tolist(), records["documents"].tolist()
+      ([[5, 6, 0, 7], [7, 8, 9, 0]], [[0, 0, 0, 1], [0, 0, 0, 0]])
+
+    References:
+      llm.c's files, https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
+      Megatron's, https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/datasets
+      Radford et al., Language Models are Unsupervised Multitask Learners, 2019, whose texts follow
+      each other in this way, https://openai.com/index/better-language-models/
+    """
+    length = plans.check_whole("length", length, 1)
+    if header_bytes is not None:
+        header_bytes = plans.check_whole("header_bytes", header_bytes, 0)
+    if separator is not None:
+        separator = plans.check_whole("separator", separator, 0)
+    if not isinstance(separator_at, str) or separator_at not in SIDES:
+        raise ValueError(f"separator_at is {separator_at!r}: pass one of {', '.join(SIDES)}.")
+    try:
+        kind = None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
+    if kind is not None and kind.kind not in "iu":
+        raise ValueError(f"dtype is {dtype!r}: tokens are whole numbers, as np.uint16.")
+    mark = separator, SIDES.index(separator_at)
+    index = functools.partial(_tokens_index, length, mark, kind, header_bytes)
+    return open_parts(paths, lambda path: Format(index, Ranges, _tokens_read), whole_digest)
+
+
+def _tokens_index(length, mark, dtype, header, path):
+    header, known, count = _tokens_header(path) if header is None else (header, None, None)
+    if dtype is not None and known is not None and dtype != known:
+        raise Unfit(f"dtype is {dtype}, and the file says {known}: leave dtype out")
+    dtype = next(kind for kind in (known, dtype, np.dtype(np.uint16)) if kind is not None)
+    if dtype.kind not in "iu":
+        raise Unfit(f"it holds {dtype}, and tokens are whole numbers: write it anew")
+    most = min(np.iinfo(dtype).max, np.iinfo(np.int32).max)
+    if mark[0] is not None and mark[0] > most:
+        raise Unfit(
+            f"separator is {mark[0]}, and its tokens of {dtype} are at most {most}: pass the dtype "
+            "of the file, or the separator that it has"
+        )
+    found, rest = divmod(max(0, os.path.getsize(path) - header), dtype.itemsize)
+    if count is not None and found != count:
+        raise ValueError(f"it has {found} tokens, and its header says {count}")
+    if rest:
+        raise Unfit(
+            f"after header_bytes={header} it has {found} tokens of {dtype} and {rest} bytes more: "
+            "pass the dtype and the header of the file"
+        )
+    if 0 < found <= length:
+        raise Unfit(
+            f"it has {found} tokens after header_bytes={header}, and a window of length "
+            f"{length} takes {length + 1}: leave it out, or choose another length"
+        )
+    return Index(max(0, found - 1) // length, (length, mark, dtype, header))
+
+
+def _tokens_header(path):
+    """(bytes before the tokens, their type, their number), None for what the file does not say."""
+    with open(path, "rb") as file:
+        start = file.read(1024)
+    if start.startswith(MEGATRON):
+        raise Unfit("it is an index of Megatron: pass the .bin file beside it")
+    if start.startswith(NPY):
+        count, (offset, dtype, shape, _), _ = FORMATS[".npy"].index(path)
+        if shape:
+            raise Unfit(f"its records have the shape {shape}: read it by files")
+        return offset, dtype, count
+    if len(start) == 1024:
+        magic, version, count = struct.unpack_from("<3i", start)
+        if (magic, version) in LLM_C:
+            return 1024, np.dtype(LLM_C[magic, version]), count
+    if path.lower().endswith(OTHERS):
+        raise Unfit("it is named as a file of another kind: read it by files, or unpack it")
+    beside = os.path.splitext(path)[0] + ".idx"
+    if os.path.isfile(beside):
+        with open(beside, "rb") as file:
+            start = file.read(18)  # the magic bytes, the version in 8, the type
+        if start.startswith(MEGATRON):
+            return 0, np.dtype(MEGATRON_TYPES[start[17] - 1]), None
+    return 0, None, None
+
+
+def _tokens_read(file, place, start, stop):
+    length, (separator, side), dtype, header = place
+    flat = read_numbers(file, (header, dtype, ()), start * length, stop * length + 1)
+    count = (len(flat) - 1) // length
+    windows = np.lib.stride_tricks.sliding_window_view(flat, length + 1)[::length][:count]
+    tokens = windows.astype(np.int32)
+    if dtype.itemsize >= 4 and (tokens != windows).any():
+        wrong = windows[tokens != windows][0]
+        raise Unfit(f"{wrong} is no token of int32: pass the dtype of the file")
+    records = {"tokens": tokens}
+    if separator is not None:
+        marks = np.cumsum(tokens == separator, axis=1, dtype=np.int32)
+        if side:  # a mark counts from its own place on
+            records["documents"] = marks - marks[:, :1]
+        else:
+            zeros = np.zeros_like(marks[:, :1])
+            records["documents"] = np.concatenate([zeros, marks[:, :-1]], axis=1)
+    return records

@@ -9,8 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, PyTree
 
-from ordering.blocks.files import Part, of_arrays
-from ordering.blocks.formats import plain
+from ordering.blocks.files import Part, of_arrays, plain
 from ordering.input.sources import stacked
 from syncopate import plans
 
