@@ -41,7 +41,7 @@ def frame(comparison: Comparison, rate: str | float = "own", speed: float | None
         for cost in (cost for cost in COSTS if all(cost in run[-1] for run in runs.values())):
             for seed, value in statistics.spent(comparison, runs, cost).items():
                 rows[own.arm, seed][f"to {cost}"] = value
-    index = pandas.MultiIndex.from_tuples(rows or [("", 0)], names=("arm", "seed"))
+    index = pandas.MultiIndex.from_tuples([*rows] or [("", 0)], names=("arm", "seed"))
     return pandas.DataFrame([*rows.values()] or [{}], index)
 
 
@@ -80,8 +80,9 @@ def named(comparison: Comparison, scalar: str) -> str:
 
 def column(found, arm: str, scalar: str):
     """A column of an arm, of the seeds that have it: a pandas.Series by seed."""
-    known = scalar in found and arm in found.index
-    return found.loc[arm, scalar].dropna() if known else found.iloc[:0].sum(axis=1)
+    if scalar in found and arm in found.index:
+        return found.loc[arm, scalar].dropna()
+    return found.iloc[:0].sum(axis=1).reset_index(drop=True)
 
 
 def paired(found, arm: str, base: str, scalar: str, *, ratio: bool = False):
