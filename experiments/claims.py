@@ -331,7 +331,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     if values.record is not None:
-        target = archive.FOLDER / pathlib.Path(values.record).name
+        target = archive.FOLDER / pathlib.Path(values.record).resolve().name
         archive.record(values.record, target)
         return print(f"Recorded in {target}", file=sys.stderr)
     print(page())

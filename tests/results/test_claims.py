@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -210,7 +211,8 @@ def test_a_recorded_run_keeps_six_digits_and_never_loses_seeds(tmp_path, monkeyp
         rows = order_records({"rr": 1.0, "cd_grab": 0.9 / 7}, seeds=count)
         made = f"python -m x --data_dir=/my/data --seeds={count} --output_dir={tmp_path}"
         folder = finished(tmp_path / str(len([*tmp_path.iterdir()])) / "hmda", rows, made)
-        archive.record(folder, target)
+        monkeypatch.chdir(folder)
+        claims.main(types.SimpleNamespace(record="."))
         return rows
 
     for count in (3, 3, 5):
