@@ -576,7 +576,8 @@ def _named(word: str, kinds: Iterable[str]) -> tuple[str | None, Any]:
 
 def row_of(kind: str, text: str) -> Any:
     """The row of a table that words name, such as "cd_grab+sketch64" of "order"."""
-    return Arm(**parsed(text, (kind,))).rows[[*TABLES].index(kind)]
+    given = parsed(text, (kind,))
+    return _decided(kind, given.pop(kind), tuple(given.items()))[1]
 
 
 # Flags.

@@ -1,14 +1,19 @@
 """Flags: from a command line to a task, its recipe, and a folder's settings."""
 
+import importlib
 import sys
+
+import pytest
+from absl import flags as absl_flags
 
 from experiments import cd_grab, combined, echoing, qsr, train
 from experiments.study import flags, recipes
 from experiments.tasks import TASKS, Recipe, base
 from experiments.tasks.base import check_recipe
 from experiments.training.config import num_params, sizes_of, total_steps_of
+from syncopate import command
 from tests.refused import refuses
-from tests.studies import parsed
+from tests.studies import flags_of, parsed
 
 
 def setting(*arguments):
@@ -90,9 +95,8 @@ test_settings_that_cannot_run = refuses({
 
 
 def test_commands_without_flags_need_no_data():
-    for module in (cd_grab, qsr, echoing, combined):
+    for module in (cd_grab, qsr, echoing, combined, train):
         assert recipes.setting_of(parsed(module).task).task == "digits"
-    assert recipes.setting_of(parsed(train).task).task == "digits"
 
 
 def test_settings_name_tasks_choices_and_fields_that_exist():
@@ -120,3 +124,38 @@ test_digits_without_such_a_model_or_so_many_examples = refuses({
     "model": (lambda: TASKS["digits"](model="lenet"), "model is 'lenet'"),
     "examples": (lambda: TASKS["digits"](num_train=1797), "num_train is 1797"),
 })  # fmt: skip
+
+
+# Every number that a command takes has a range, which its help tells and its parser keeps.
+
+
+def accepted(flag, text):
+    """The value of a text; None if it is refused, by a message that names the flag."""
+    try:
+        flag.parse(text)
+    except absl_flags.IllegalFlagValueError as error:
+        assert str(error).startswith(f"flag --{flag.name}={text}: ")
+        return None
+    return flag.value
+
+
+def is_number(flag):
+    value = accepted(flag, "0.5") or accepted(flag, "2")
+    value = value[0] if isinstance(value, list) else value
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+NO_NUMBERS = ("nan", "inf", "-inf", "1e999", "1" + "0" * 400, "a", "")
+
+
+@pytest.mark.parametrize("name", command.experiments())
+def test_no_flag_takes_a_number_outside_its_range(name):
+    values = flags_of(importlib.import_module(f"experiments.{name}"))
+    numbers = [values[name] for name in values if is_number(values[name])]
+    assert numbers or name == "claims"
+    for flag in numbers:
+        assert not any(accepted(flag, text) is not None for text in NO_NUMBERS), flag.name
+        signed = accepted(flag, "-1") is not None
+        assert signed == ("(-inf" in flag.parser.syntactic_help), flag.name
+        if isinstance(flag.value, list):
+            assert accepted(flag, "1,nan") is None

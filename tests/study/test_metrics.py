@@ -14,19 +14,6 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(metrics, "CHUNK", 4)
 
 
-def test_perplexity_is_the_exponential_of_the_mean_nats_of_a_token():
-    generator = np.random.default_rng(0)
-    table = generator.normal(size=(5, 5)).astype(np.float32)
-    x, y = (generator.integers(5, size=(7, 3)).astype(np.int32) for _ in range(2))
-    bigrams = models.Model(None, None, lambda table, x: table[x])
-    scores = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
-    expected = np.exp(-scores[x, y].mean())
-    metric = METRICS["perplexity"]
-    mean = metric.measure(bigrams)(jnp.asarray(table), None, {"x": x, "y": y})
-    assert metric.of_mean(float(mean)) == pytest.approx(expected, rel=1e-5)
-    assert metric.of_mean(1e4) == np.inf, "without a warning"
-
-
 @pytest.mark.parametrize("horizon", [1, 2, 5])
 def test_smape_rolls_a_forecast_out(horizon):
     """Each forecast is the sum of the last two known values: Fibonacci."""

@@ -96,6 +96,26 @@ def test_every_row_builds_its_decision():
             assert (online.sync is None) == (name == "every_load")
 
 
+OTHERS = {"h_base": 9, "growth": 2.5, "echo_factor": 3, "horizon": 9}
+
+
+@pytest.mark.parametrize("kind,name", [
+    *(("sync", name) for name in TABLES["sync"]),
+    *(("echo", name) for name in (*TABLES["echo"], "diffusion+cosine")),
+])  # fmt: skip
+def test_a_row_says_which_fields_of_a_recipe_change_its_plan(kind, name):
+    row, given = row_of(kind, name), own(600, floor=1e-3, horizon=40)
+
+    def plan(**fields):
+        config = given._replace(**fields)
+        if kind == "sync":
+            return row.plan(config)
+        return row.make(config).max_factor if row.online else row.make(config)
+
+    changed = {field for field, other in OTHERS.items() if plan(**{field: other}) != plan()}
+    assert changed == {*row.reads}
+
+
 def test_rules_of_other_powers_communicate_as_much_as_qsr():
     given = own(1250, floor=1e-3, warmup_steps=125)
     found = {name: row_of("sync", name).plan(given).rounds for name in ("qsr", "inverse", "cubic")}

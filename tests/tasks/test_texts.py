@@ -49,6 +49,10 @@ def test_sequences_are_evaluated_by_their_mean_over_tokens(characters, monkeypat
     for name, expected in (("accuracy", share), ("loss", loss)):
         found = METRICS[name].measure(bigrams)(jnp.asarray(table), None, test)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+    perplexity = METRICS["perplexity"]
+    mean = perplexity.measure(bigrams)(jnp.asarray(table), None, test)
+    np.testing.assert_allclose(perplexity.of_mean(float(mean)), np.exp(loss), rtol=1e-5)
+    assert perplexity.of_mean(1e4) == np.inf, "without a warning"
 
 
 def test_tinyshakespeare_refuses_invalid_settings(characters, tmp_path):
