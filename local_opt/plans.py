@@ -8,10 +8,11 @@ import functools
 from array import array
 from collections.abc import Callable, Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from syncopate import plans
-from syncopate.runs import Runs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -19,12 +20,11 @@ class SyncPlan(plans.Plan):
     """The rounds of a run, fixed before it starts.
 
     Round r takes the steps starts[r] .. starts[r + 1] - 1 and ends with a sync; the last round ends
-    with the run. Two plans are equal if they synchronise after the same steps. Rounds of one length
-    in a row are held as three numbers, and arrays are made when they are asked for.
+    with the run. Two plans are equal if they synchronise after the same steps.
 
     Args:
       starts: int64[R], first steps of the rounds; starts[0] = 0, strictly increasing, below T.
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
       rule: a description.
 
     Raises:
@@ -41,32 +41,17 @@ class SyncPlan(plans.Plan):
     stretches = "rounds"
 
     def __init__(self, starts: np.ndarray, total_steps: int, rule: str = "given starts"):
-        starts, found = plans.as_array(starts)
-        plans.check_total_steps(total_steps)
-        if starts.ndim != 1 or starts.dtype.kind not in "iu" or not len(starts):
-            raise ValueError(
-                f"starts is {found}: it must be a list of the whole numbers of the steps at which "
-                "rounds start."
-            )
-        starts = starts.astype(np.int64)
-        if starts[0] != 0 or (np.diff(starts) < 1).any() or starts[-1] >= total_steps:
-            raise ValueError(
-                f"starts go from {starts[0]} to {starts[-1]}: they must begin at 0, increase "
-                f"strictly and end below the {total_steps} steps of the run."
-            )
-        super().__init__(Runs.between(starts, total_steps), rule)
+        super().__init__(starts, total_steps, rule)
 
-    @functools.cached_property
+    @property
     def starts(self) -> np.ndarray:
         """int64[R], the first step of each round."""
-        starts = self.marked
-        starts.setflags(write=False)
-        return starts
+        return self.marked
 
     @property
     def rounds(self) -> int:
         """R, the number of syncs of the run."""
-        return self.runs.num_stretches
+        return len(self.starts)
 
     @property
     def volume(self) -> float:
@@ -76,7 +61,7 @@ class SyncPlan(plans.Plan):
     @property
     def ends(self) -> np.ndarray:
         """int64[R], one past the last step of each round."""
-        return np.cumsum(self.lengths)
+        return self.bounds[1:]
 
     @property
     def periods(self) -> np.ndarray:
@@ -85,25 +70,38 @@ class SyncPlan(plans.Plan):
 
     def round_at(self, step: int | np.ndarray) -> np.ndarray:
         """The round that a step (or an array of steps) of 0 .. T - 1 belongs to."""
-        return self.runs.number_at(self._checked(step))
+        return np.searchsorted(self.starts, self._checked(step), side="right") - 1
 
     def period_at(self, step: int | np.ndarray) -> np.ndarray:
         """H of the round that a step belongs to."""
-        return self.runs.length_at(self._checked(step))
+        at = self.round_at(step)
+        return self.ends[at] - self.starts[at]
 
     def start_at(self, step: int | np.ndarray) -> np.ndarray:
         """The first step of the round that a step belongs to."""
-        return self.runs.start_at(self._checked(step))
+        return self.starts[self.round_at(step)]
 
     def syncs_after(self, step: int | np.ndarray) -> np.ndarray:
         """Whether workers synchronise after a step."""
-        return self.start_at(step) + self.period_at(step) == np.asarray(step) + 1
+        return self.ends[self.round_at(step)] == self._checked(step) + 1
+
+    def ends_after(self, step: jax.Array) -> jax.Array:
+        """Whether workers synchronise after a traced step; true beyond the plan."""
+        # From the host's array only here, as a traced array could not leave its trace.
+        byte = jnp.asarray(self._bits)[jnp.minimum(step, self.total_steps - 1) // 8]
+        return ((byte >> (step % 8).astype(jnp.uint8)) % 2 == 1) | (step >= self.total_steps)
+
+    @functools.cached_property
+    def _bits(self):
+        """uint8[T / 8], a bit for each step: whether workers synchronise after it."""
+        syncs = np.zeros(self.total_steps, bool)
+        syncs[self.ends - 1] = True
+        return np.packbits(syncs, bitorder="little")
 
     def rounds_from(self, step: int) -> Iterator[tuple[int, int]]:
         """(first step, number of steps) of the rounds that are left at a step, for resuming."""
         step = plans.check_whole("step", step, 0, self.total_steps)
-        while step < self.total_steps:
-            end = int(self.runs.start_at(step) + self.runs.length_at(step))
+        for end in self.ends[np.searchsorted(self.ends, step, side="right") :].tolist():
             yield step, end - step
             step = end
 
@@ -116,19 +114,16 @@ class SyncPlan(plans.Plan):
                 f"step {step} is outside the plan's 0 .. {self.total_steps - 1}: make a plan for "
                 "the whole run."
             )
-        return step
+        return step.astype(np.int64)
 
     def _summary(self):
-        periods = self.runs.lengths
-        rows = list(range(len(periods)))
-        if len(rows) > 14:
-            rows = [*rows[:7], None, *rows[-6:]]
+        periods = self.periods
+        changes = np.flatnonzero(np.diff(periods, prepend=0))
+        lines = [f"{self.starts[r]:>11}{periods[r]:>6}" for r in changes]
+        if len(lines) > 14:
+            lines = [*lines[:7], "        ...", *lines[-6:]]
         sizes = f"volume {self.volume:.3%}, H from {periods.min()} to {periods.max()}"
-        lines = ["  from step     H"]
-        for r in rows:
-            row = "        ..." if r is None else f"{self.runs.starts[r]:>11}{periods[r]:>6}"
-            lines.append(row)
-        return sizes, lines
+        return sizes, ["  from step     H", *lines]
 
 
 def from_function(
@@ -140,7 +135,7 @@ def from_function(
 
     Args:
       period: from the first step of a round, in 0 .. T - 1, to its number of steps >= 1.
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
       rule: a description.
       offset: in 0 .. T - 1, the length of an additional first round, so that parts with their own
         plans take turns; 0 for none.
@@ -159,24 +154,15 @@ def from_function(
     plans.check_total_steps(total_steps)
     plans.check_whole("offset", offset, 0, total_steps - 1)
     plans.check_function("period", period, "step")
-    lengths, counts, t = array("q"), array("q"), int(offset)
-    if offset:
-        lengths.append(t)
-        counts.append(1)
+    starts, t = array("q", [0] if offset else []), int(offset)
     while t < total_steps:
+        starts.append(t)
         h = period(t)
         if not plans.is_whole(h) or h < 1:
             raise ValueError(f"period({t}) is {h!r}: a round has a whole number of steps, >= 1.")
-        h = min(int(h), total_steps - t)
-        if lengths and lengths[-1] == h:
-            counts[-1] += 1
-        else:
-            lengths.append(h)
-            counts.append(1)
-        t += h
+        t += int(h)
     name = rule or f"H = {getattr(period, '__name__', 'function')}(t)"
-    name += f", offset {offset}" if offset else ""
-    return SyncPlan.of_runs(lengths, counts, total_steps, name)
+    return SyncPlan(np.array(starts), total_steps, name + (f", offset {offset}" if offset else ""))
 
 
 def sync_every_load(fresh: np.ndarray) -> SyncPlan:
@@ -243,10 +229,9 @@ def aligned(plan: SyncPlan, *, every: float, fresh: np.ndarray | None = None) ->
     marks = np.floor(every * np.arange(1, int(count / every) + 2) + 0.5).astype(np.int64)
     marks = marks[marks < count]
     ends = np.append(marks if loads is None else loads[marks], total_steps)
-    # Up to each mark, the rounds that have ended.
-    ended = np.append(plan.runs.number_at(ends[:-1]), plan.rounds)
+    ended = np.searchsorted(plan.ends, ends, side="right")  # the rounds up to each mark
     found = ends[np.diff(ended, prepend=0) > 0]
-    if len(found) == plan.rounds and plan.syncs_after(found - 1).all():
+    if np.array_equal(found, plan.ends):
         return plan
     rule = f"{plan.rule}, to the next {every:g} loads"
     return SyncPlan(np.append(0, found[:-1]), total_steps, rule)

@@ -24,7 +24,7 @@ def every_step(total_steps: int) -> SyncPlan:
     """Synchronises after every step, H = 1: volume 1.
 
     Args:
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
 
     Returns:
       The plan.
@@ -34,8 +34,7 @@ def every_step(total_steps: int) -> SyncPlan:
       >>> local_opt.every_step(10).volume
       1.0
     """
-    check_total_steps(total_steps)
-    return SyncPlan.of_runs([1], [total_steps], total_steps, "every step")
+    return SyncPlan(np.arange(check_total_steps(total_steps)), total_steps, "every step")
 
 
 def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
@@ -43,7 +42,7 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
 
     Args:
       period: H >= 1.
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
       offset: in 0 .. T - 1, the length of an additional first round; 0 for none.
 
     Returns:
@@ -63,10 +62,10 @@ def constant(period: int, *, total_steps: int, offset: int = 0) -> SyncPlan:
     """
     period, total_steps = check_whole("period", period, 1), check_total_steps(total_steps)
     offset = check_whole("offset", offset, 0, total_steps - 1)
-    length = min(period, total_steps)
-    rounds = -(-(total_steps - offset) // length)
+    starts = np.arange(offset, total_steps, min(period, total_steps))
+    starts = np.append(0, starts) if offset else starts
     rule = f"constant, H = {period}" + (f", offset {offset}" if offset else "")
-    return SyncPlan.of_runs([offset, length], [offset > 0, rounds], total_steps, rule)
+    return SyncPlan(starts, total_steps, rule)
 
 
 def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
@@ -75,7 +74,7 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     Args:
       period: H >= 1 from t0 on.
       switch_step: t0 in 0 .. T.
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
 
     Returns:
       The plan.
@@ -94,10 +93,9 @@ def post_local(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     """
     total_steps, period = check_total_steps(total_steps), check_whole("period", period, 1)
     switch_step = check_whole("switch_step", switch_step, 0, total_steps)
-    length = min(period, total_steps)
-    rounds = -(-(total_steps - switch_step) // length)
+    rounds = np.arange(switch_step, total_steps, min(period, total_steps))
     rule = f"post-local, H = 1 to step {switch_step}, then {period}"
-    return SyncPlan.of_runs([1, length], [switch_step, rounds], total_steps, rule)
+    return SyncPlan(np.append(np.arange(switch_step), rounds), total_steps, rule)
 
 
 def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
@@ -108,7 +106,7 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     Args:
       period: H >= 1 before t0.
       switch_step: t0 in 0 .. T.
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
 
     Returns:
       The plan.
@@ -128,9 +126,9 @@ def swap(period: int, *, switch_step: int, total_steps: int) -> SyncPlan:
     total_steps, period = check_total_steps(total_steps), check_whole("period", period, 1)
     switch_step = check_whole("switch_step", switch_step, 0, total_steps)
     length = min(period, total_steps)
-    rounds = -(-switch_step // length)
+    starts = np.arange(0, min(switch_step + length, total_steps), length)
     rule = f"SWAP, H = {period} to step {switch_step}, then one round"
-    return SyncPlan.of_runs([length, total_steps], [rounds, 1], total_steps, rule)
+    return SyncPlan(starts, total_steps, rule)
 
 
 def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Array) -> SyncPlan:
@@ -138,7 +136,7 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
 
     Args:
       p: a probability in (0, 1], a schedule of them, or float[T].
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
       key: the same on all workers.
 
     Returns:

@@ -346,10 +346,7 @@ def check_turns(plans_of: Mapping[Any, SyncPlan], delay: int) -> int:
     total_steps = next(iter(plans_of.values())).total_steps
     for name, plan in plans_of.items():
         plan.check_run(total_steps)
-        count = plan.runs.counts
-        for end in (0, -1):  # the first round may be shorter, and the last
-            count[end] -= 1
-        between = plan.runs.lengths[count > 0]
+        between = plan.periods[1:-1]  # the first round may be shorter, and the last
         if len(between) and between.min() < delay:
             raise ValueError(
                 f"delay is {delay} and fragment {name!r} has a round of {between.min()} steps: a "

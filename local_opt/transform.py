@@ -21,7 +21,6 @@ from local_opt.rounds import local_rounds, unchecked_calls
 from local_opt.workers import AXIS, AxisName
 from syncopate import mesh
 from syncopate.plans import is_whole
-from syncopate.runs import ends_after
 
 
 class PlannedState(NamedTuple):
@@ -140,7 +139,7 @@ def local_steps(
             return back, own
 
         step = jnp.asarray(step, jnp.int32)
-        now = ends_after(plan.runs, step) if sync is None else sync
+        now = plan.ends_after(step) if sync is None else sync
         updates, own = _decide(now, synced, updates, own)
         counts = step + 1, state.num_syncs + jnp.asarray(now, jnp.int32)
         num_steps, num_syncs = mesh.varying(counts, state.num_steps)  # typed as they were

@@ -15,12 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from syncopate.runs import Runs
-
 __all__ = ["Plan"]
 
-MOST_STEPS = 10**9  # of a plan
-MOST_VALUES = 10**7  # steps of a rule that decides each by itself, as by a coin
+MOST_STEPS = 10**7  # of a plan
 
 
 def is_whole(value: Any) -> bool:
@@ -73,9 +70,9 @@ def as_array(value: Any) -> tuple[np.ndarray, str]:
     return array, f"{array.dtype}{list(array.shape)}" if is_array else f"a {type(value).__name__}"
 
 
-def check_total_steps(total_steps: Any, most: int = MOST_STEPS) -> int:
-    """T, an int; raises ValueError unless it is an integer from 1 to 10^9, or to another bound."""
-    return check_whole("total_steps", total_steps, 1, most)
+def check_total_steps(total_steps: Any) -> int:
+    """T, an int; raises ValueError unless it is a whole number from 1 to 10^7."""
+    return check_whole("total_steps", total_steps, 1, MOST_STEPS)
 
 
 def check_function(name: str, value: Any, *arguments: str) -> None:
@@ -132,20 +129,20 @@ def _leaves(tree):
     return {jax.tree_util.keystr(path): kind(x) for path, x in leaves}
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class Plan:
     """The base of all plans: which of the T steps of a run are marked. Step 0 always is.
 
-    A plan holds the stretches between marked steps as runs of equal ones, and makes arrays of steps
-    when they are asked for. Two plans of one class are equal if their hashes are.
+    Two plans of one class are equal if their hashes are.
 
     Args:
-      runs: the stretches from each marked step to the next.
+      marked: int64[n], the marked steps: from 0 on, strictly increasing, below T.
+      total_steps: T in 1 .. 10^7.
       rule: a description of how the plan was made.
 
     Class attributes:
-      marks: the name of int64[n], the marked steps, also in files of earlier versions.
-      stretches: what a marked step begins, in words and in saved files: "rounds" or "loads".
+      marks: the name of the marked steps, also in saved files.
+      stretches: what a marked step begins, in words: "rounds" or "loads".
       online: whether decisions are made during the run; False for plans.
     """
 
@@ -153,44 +150,47 @@ class Plan:
     stretches: ClassVar[str]
     online: ClassVar[bool] = False
 
-    runs: Runs
+    bounds: np.ndarray  # int64[n + 1], read-only: the marked steps and T
     rule: str
 
-    def __post_init__(self):
-        if not isinstance(self.rule, str):
-            raise ValueError(f"rule is {self.rule!r}: describe the plan in words.")
-
-    @classmethod
-    def of_runs(cls, lengths: object, counts: object, total_steps: int, rule: str) -> Self:
-        """A plan of so many stretches of each length in turn, cut at the end of the run."""
-        plan = object.__new__(cls)
-        Plan.__init__(plan, Runs.of(lengths, counts, total_steps), rule)
-        return plan
+    def __init__(self, marked: Any, total_steps: int, rule: str):
+        marked, found = as_array(marked)
+        total_steps = check_total_steps(total_steps)
+        if marked.ndim != 1 or marked.dtype.kind not in "iu" or not len(marked):
+            raise ValueError(
+                f"{self.marks} is {found}: it must be a list of the whole numbers of the steps at "
+                f"which {self.stretches} start."
+            )
+        bounds = np.append(marked.astype(np.int64), total_steps)
+        if bounds[0] != 0 or (np.diff(bounds) < 1).any():
+            raise ValueError(
+                f"{self.marks} go from {marked[0]} to {marked[-1]}: they must begin at 0, increase "
+                f"strictly and end below the {total_steps} steps of the run."
+            )
+        if not isinstance(rule, str):
+            raise ValueError(f"rule is {rule!r}: describe the plan in words.")
+        bounds.setflags(write=False)
+        object.__setattr__(self, "bounds", bounds)
+        object.__setattr__(self, "rule", rule)
 
     @property
     def total_steps(self) -> int:
         """T."""
-        return self.runs.total_steps
+        return int(self.bounds[-1])
 
     @property
     def marked(self) -> np.ndarray:
         """int64[n], the marked steps."""
-        return self.runs.all_starts()
+        return self.bounds[:-1]
 
     @property
     def lengths(self) -> np.ndarray:
         """int64[n], the number of steps from each marked one to the next or to the end."""
-        return self.runs.all_lengths()
+        return np.diff(self.bounds)
 
     def digest(self) -> str:
-        """A hash (64 hex digits) of T and all marked steps; independent of machine and rule.
-
-        Of more than 10^7 steps it is of T and the runs, which say the same.
-        """
-        long = self.total_steps > MOST_VALUES
-        parts = [self.runs.lengths, self.runs.counts] if long else [self.marked]
-        content = np.concatenate([*parts, [self.total_steps]]).astype("<i8").tobytes()
-        return hashlib.sha256(content).hexdigest()
+        """A hash (64 hex digits) of all marked steps and T; independent of machine and rule."""
+        return hashlib.sha256(self.bounds.astype("<i8").tobytes()).hexdigest()
 
     def __eq__(self, other):
         return isinstance(other, type(self)) and self.digest() == other.digest()
@@ -199,7 +199,7 @@ class Plan:
         return hash(self.digest())
 
     def __repr__(self):
-        count = f"{self.runs.num_stretches} {self.stretches} in {self.total_steps} steps"
+        count = f"{len(self.marked)} {self.stretches} in {self.total_steps} steps"
         return f"{type(self).__name__}({self.rule}: {count})"
 
     def check_run(self, total_steps: int) -> None:
@@ -213,7 +213,7 @@ class Plan:
     def describe(self) -> str:
         """A summary that fits one screen: rule, sizes, hash, and changes over the run."""
         sizes, table = self._summary()
-        head = f"{self.total_steps} steps, {self.runs.num_stretches} {self.stretches}, {sizes}"
+        head = f"{self.total_steps} steps, {len(self.marked)} {self.stretches}, {sizes}"
         return "\n".join([self.rule, f"{head}, hash {self.digest()[:12]}", *table])
 
     def _summary(self) -> tuple[str, list[str]]:
@@ -232,7 +232,7 @@ class Plan:
         content = {
             "rule": self.rule,
             "total_steps": self.total_steps,
-            self.stretches: [self.runs.lengths.tolist(), self.runs.counts.tolist()],
+            self.marks: self.marked.tolist(),
             "digest": self.digest(),
         }
         with _file(path, "pass a file in a folder that can be written") as name:
@@ -258,7 +258,11 @@ class Plan:
             text = file.read()
         try:
             content = json.loads(text.decode("utf-8"))
-            plan, digest = cls._of_content(content), content["digest"]
+            marked, digest = content[cls.marks], content["digest"]
+            if not isinstance(marked, list) or {*map(type, marked)} != {int}:
+                raise TypeError(f"its {cls.marks} must be a list of whole numbers")
+            plan = object.__new__(cls)
+            Plan.__init__(plan, marked, content["total_steps"], content["rule"])
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"[:200]
             raise ValueError(f"{name!r} holds no saved plan ({why}): save it again.") from error
@@ -267,28 +271,6 @@ class Plan:
                 f"{name!r} does not match its hash: it was changed. Save the plan again."
             )
         return plan
-
-    @classmethod
-    def _of_content(cls, content: Any) -> Self:
-        """The plan in a file: lengths and counts of its runs, or the marks, as earlier versions."""
-        total_steps, name = content["total_steps"], cls.stretches
-        check_total_steps(total_steps)
-        if name in content:
-            lengths, counts = content[name]
-            kinds = {*map(type, lengths), *map(type, counts)}
-        else:
-            name = cls.marks
-            lengths = np.diff(content[name], append=total_steps)
-            kinds, counts = set(map(type, content[name])), np.ones(len(lengths))
-            if content[name][0] != 0:
-                raise ValueError(f"its {name} must begin at 0")
-        if kinds != {int}:
-            raise TypeError(f"its {name} must be lists of whole numbers")
-        lengths, counts = np.array(lengths, np.int64), np.array(counts, np.int64)
-        within = all(((x > 0) & (x <= total_steps)).all() for x in (lengths, counts))
-        if not within or np.dot(lengths, counts) != total_steps:
-            raise ValueError(f"its {name} must make {total_steps} steps")
-        return cls.of_runs(lengths, counts, total_steps, content["rule"])
 
 
 @contextlib.contextmanager

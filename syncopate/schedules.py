@@ -18,11 +18,11 @@ SLOW = 10.0  # seconds: a schedule that takes longer is warned of
 def evaluate_schedule(schedule: Callable | ArrayLike, total_steps: int, name: str) -> np.ndarray:
     """float64[T], the values of a schedule, a number or an array at the steps 0 .. T - 1.
 
-    T is at most 10^7. A schedule of JAX operations is called once for all steps, in float64; any
+    A schedule of JAX operations is called once for all steps, in float64; any
     other is called step by step. Raises ValueError, with the `name` of the values, if one is
     negative, not finite or complex, or if an array has another length than T.
     """
-    plans.check_total_steps(total_steps, plans.MOST_VALUES)
+    plans.check_total_steps(total_steps)
     steps = np.arange(total_steps)
     if callable(schedule):
         plans.check_function(name, schedule, "step")

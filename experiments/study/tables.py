@@ -261,9 +261,8 @@ def plans_in_turn(plan: Callable, config: RunConfig, fragments: int) -> list[loc
 def union(plans: list[local_opt.SyncPlan]) -> local_opt.SyncPlan:
     """All syncs of these plans."""
     ends = np.unique(np.concatenate([plan.ends for plan in plans]))
-    lengths = np.diff(ends, prepend=0)
     rule = f"{len(plans)} fragments in turn, each: {plans[0].rule}"
-    return local_opt.SyncPlan.of_runs(lengths, np.ones_like(lengths), plans[0].total_steps, rule)
+    return local_opt.SyncPlan(np.append(0, ends[:-1]), plans[0].total_steps, rule)
 
 
 ROUNDS = ("wire", "correction", "outer")  # of local steps

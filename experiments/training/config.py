@@ -13,7 +13,7 @@ import local_opt
 from experiments.tasks.base import Recipe, Task, check_recipe
 from experiments.tasks.ranges import SEED
 from experiments.training import optimizers
-from syncopate.plans import MOST_VALUES
+from syncopate.plans import MOST_STEPS
 from syncopate.refusals import UserError
 from syncopate.schedules import evaluate_schedule
 
@@ -172,10 +172,10 @@ def config_of(recipe: Recipe, sizes: Sizes, *, seed: int, speed: float | None = 
     if speed is not None:
         factor = max(2, round(speed))
         total = total * factor // 2
-    if total > MOST_VALUES:
-        most = MOST_VALUES * total_steps_of(recipe, sizes) // total
+    if total > MOST_STEPS:
+        most = MOST_STEPS * total_steps_of(recipe, sizes) // total
         raise UserError(
-            f"a run has {total:,} steps, and may have {MOST_VALUES:,}: pass at most "
+            f"a run has {total:,} steps, and may have {MOST_STEPS:,}: pass at most "
             f"--total_steps={most} or --epochs={most // sizes.loads_per_epoch}."
         )
     if recipe.warmup_steps >= total:

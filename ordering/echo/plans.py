@@ -3,7 +3,6 @@
 A run has T steps and L loads. An echoed step uses a batch that is already on the device.
 """
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,15 +15,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, Key
 
 from syncopate import plans, schedules
-from syncopate.runs import Runs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class EchoPlan(plans.Plan):
     """The loads of a run: step t loads a fresh batch if fresh[t], and else uses the last one again.
 
-    Two plans are equal if they load in the same steps. Loads at one distance in a row are held as
-    three numbers, and arrays are made when they are asked for.
+    Two plans are equal if they load in the same steps.
 
     Args:
       fresh: bool[T]; fresh[0] is True, as the first step has no batch to use again.
@@ -50,7 +47,7 @@ class EchoPlan(plans.Plan):
         if not fresh[0]:
             raise ValueError("fresh[0] is False: the first step must load, pass True for it.")
         plans.check_total_steps(len(fresh))
-        super().__init__(Runs.between(np.flatnonzero(fresh), len(fresh)), rule)
+        super().__init__(np.flatnonzero(fresh), len(fresh), rule)
 
     @functools.cached_property
     def fresh(self) -> np.ndarray:
@@ -68,7 +65,7 @@ class EchoPlan(plans.Plan):
     @property
     def loads(self) -> int:
         """L, the number of loads."""
-        return self.runs.num_stretches
+        return len(self.marked)
 
     @property
     def share(self) -> float:
@@ -87,8 +84,7 @@ class EchoPlan(plans.Plan):
             raise ValueError(f"step is {step} ({step.dtype}): pass a whole number.")
         if (step < 0).any() or (step > self.total_steps).any():
             raise ValueError(f"step {step} is outside [0, {self.total_steps}]: pass a step in it.")
-        step = step.astype(np.int64)
-        return np.where(step == 0, 0, 1 + self.runs.number_at(np.maximum(step - 1, 0)))
+        return np.searchsorted(self.marked, step)
 
     def first_load(self, step: int) -> int:
         """The number of the first load that a run needs if it resumes at a step.
@@ -102,8 +98,7 @@ class EchoPlan(plans.Plan):
 
     def decide(self, step: int, **_: object) -> bool:
         """Whether a step loads; only `measured` uses the other arguments."""
-        run = bisect.bisect_right(self.runs.starts, step) - 1  # NumPy takes longer for one number
-        return (step - int(self.runs.starts[run])) % int(self.runs.lengths[run]) == 0
+        return bool(self.fresh[step])
 
     @property
     def known(self) -> "EchoPlan":
@@ -111,13 +106,12 @@ class EchoPlan(plans.Plan):
         return self
 
     def _summary(self):
-        uses = self.runs.lengths
-        sizes = f"share {self.share:.3%}, batches used {uses.min()} to {uses.max()} times"
+        uses = f"{self.uses.min()} to {self.uses.max()}"
         lines = ["  from step   loads per step"]
         edges = np.unique(np.linspace(0, self.total_steps, 11).astype(int))
         shares = np.diff(self.loads_before(edges)) / np.diff(edges)
         lines += [f"{at:>11}{share:>17.4f}" for at, share in zip(edges, shares, strict=False)]
-        return sizes, lines
+        return f"share {self.share:.3%}, batches used {uses} times", lines
 
 
 def fixed(factor: int, *, total_steps: int) -> EchoPlan:
@@ -127,7 +121,7 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
 
     Args:
       factor: e >= 1, the uses of a batch; 1 for no echoing.
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
 
     Returns:
       The plan.
@@ -146,8 +140,8 @@ def fixed(factor: int, *, total_steps: int) -> EchoPlan:
     """
     total_steps = plans.check_total_steps(total_steps)
     factor = plans.check_whole("factor", factor, 1)
-    uses = min(factor, total_steps)
-    return EchoPlan.of_runs([uses], [-(-total_steps // uses)], total_steps, f"fixed, e = {factor}")
+    fresh = np.arange(total_steps) % min(factor, total_steps) == 0
+    return EchoPlan(fresh, f"fixed, e = {factor}")
 
 
 def bernoulli(
@@ -157,7 +151,7 @@ def bernoulli(
 
     Args:
       p: a probability in (0, 1], a schedule of them, or float[T].
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
       key: the same for all workers, so that they make the same decisions.
 
     Returns:
@@ -193,7 +187,7 @@ def error_diffusion(p: optax.Schedule | float | np.ndarray, *, total_steps: int)
 
     Args:
       p: a rate in (0, 1], loads per step; a schedule of rates; or float[T].
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
 
     Returns:
       The plan.
@@ -256,7 +250,7 @@ def measured(
     `[use.fresh for use in ...]`: an `EchoPlan` of them replays the run exactly.
 
     Args:
-      total_steps: T >= 1.
+      total_steps: T in 1 .. 10^7.
       max_factor: e_max >= 1, the most uses of a batch.
       floor: the fewest loads per step, in (0, 1]: a number, a schedule, or float[T]; None for
         1 / e_max, which the cap implies.

@@ -113,7 +113,7 @@ class _Stream(Iterator):
         self._step, self._agree, self._stop_with_loads = step, agree, stop_with_loads
         known = policy.known
         self._count = int(known.loads_before(step))  # loads so far
-        self._uses = step - int(known.runs.start_at(step - 1)) if step else 0
+        self._uses = step - int(known.load_steps[self._count - 1]) if step else 0
         self._augment, self._key = augment and _compiled(augment), key
         with jax.transfer_guard("allow"):
             self._counter = augment and jnp.int32(step)  # the step, on the device

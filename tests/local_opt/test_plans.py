@@ -80,6 +80,8 @@ def test_every_plan_is_rounds_of_the_run(name, total_steps):
     assert plan.volume == rounds / total_steps
     steps = np.arange(total_steps)
     assert plan.syncs_after(steps).sum() == rounds
+    beyond = jax.jit(plan.ends_after)(np.arange(total_steps + 9))  # in a compiled step
+    assert beyond.tolist() == [*plan.syncs_after(steps).tolist(), *[True] * 9]
     assert (plan.starts[plan.round_at(steps)] <= steps).all()
     # A loop over steps, as a training run sees the plan.
     r, since = 0, 0
@@ -139,11 +141,8 @@ def test_the_warmup_has_the_rounds_that_follow_it():
     assert local_opt.qsr(0.1, warmup_steps=4, h_max=5, **rule).periods.tolist() == [5, 5, 5, 4]
     stairs = np.repeat([1e-6, 0.05, 0.1], [5, 5, 9])
     assert local_opt.qsr(stairs, warmup_steps=10, **rule).periods.tolist() == [6, 6, 6, 1]
-    assert local_opt.qsr(stairs, **rule).periods.tolist() == [
-        9,
-        6,
-        4,
-    ]  # until a stair asks for less
+    # Until a stair asks for less.
+    assert local_opt.qsr(stairs, **rule).periods.tolist() == [9, 6, 4]
     late = np.repeat([0.05, 0.125, 0.05], [3, 1, 15])  # the peak lies in the warmup
     assert local_opt.qsr(late, warmup_steps=6, **rule).periods.tolist() == [4, 15]
 
@@ -268,6 +267,9 @@ BAD = {
         lambda: local_opt.SyncPlan([0, 10], 10), r"from 0 to 10: .*end below the 10 steps"
     ),
     "resume": (lambda: list(local_opt.every_step(5).rounds_from(6)), r"step is 6: .* in 0 .. 5"),
+    **{f"too long: {name}": (lambda make=make: make(10**9),
+                             "total_steps is 1000000000: pass a whole number in 1 .. 10000000")
+       for name, make in tables.PLANS.items() if name != "sync_every_load"},
     "fresh of another run": (
         lambda: local_opt.aligned(local_opt.every_step(5), every=2, fresh=[True] * 4),
         r"fresh is bool\[4\]: .*each of the plan's 5 steps"),
