@@ -3,21 +3,16 @@
 t is the first step of a round, T the number of steps, eta_t the learning rate at step t.
 """
 
-import bisect
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from local_opt.plans import SyncPlan, from_function
+from local_opt.plans import SyncPlan
 from syncopate.plans import check_number, check_total_steps, check_whole
-from syncopate.schedules import (
-    bernoulli_draws,
-    describe_schedule,
-    evaluate_schedule,
-    probabilities,
-)
+from syncopate.schedules import bernoulli_draws, describe_schedule, evaluate_schedule
 
 
 def every_step(total_steps: int) -> SyncPlan:
@@ -150,7 +145,7 @@ def bernoulli(p: Callable | float | np.ndarray, *, total_steps: int, key: jax.Ar
       >>> local_opt.bernoulli(1.0, total_steps=5, key=jax.random.key(0)).rounds
       5
     """
-    heads = bernoulli_draws(probabilities(p, total_steps, "p"), key)
+    heads = bernoulli_draws(p, total_steps, key)
     starts = np.append(0, 1 + np.flatnonzero(heads[:-1]))
     return SyncPlan(starts, total_steps, f"bernoulli, p = {describe_schedule(p)}")
 
@@ -214,6 +209,7 @@ def power_rule(
         check_whole("h_max", h_max, h_base)
     rates = evaluate_schedule(lr, total_steps, "lr")
     warmup = check_whole("warmup_steps", warmup_steps, 0, total_steps)
+    offset = check_whole("offset", offset, 0, total_steps - 1)
     # The last step of every rise, and so each step of a fall.
     tops = np.flatnonzero(np.append(np.diff(rates) <= 0, True))
     rates = rates[np.repeat(tops, np.diff(tops, prepend=-1))]
@@ -226,24 +222,21 @@ def power_rule(
         grown = np.power(np.float64(alpha) / rates, power)
     # Clamped before it becomes an integer: it may be infinite.
     most = total_steps if h_max is None else min(h_max, total_steps)
-    asked = np.maximum(h_base, np.floor(np.minimum(grown, most)).astype(int))
+    fewest = min(h_base, total_steps)
+    asked = np.maximum(fewest, np.floor(np.minimum(grown, most)).astype(int))
     if warmup < total_steps:  # the H after the warmup, or less where a rate in it is higher
         asked[: warmup + 1] = np.minimum.accumulate(asked[warmup::-1])[::-1]
     else:  # no round follows
-        asked[:] = h_base
-    shorter = (1 + np.flatnonzero(np.diff(asked) < 0)).tolist()  # steps that ask for less
-    asked = asked.tolist()
-
-    def period(t):
-        h, i = asked[t], bisect.bisect_right(shorter, t)
-        while i < len(shorter) and shorter[i] < t + h:  # it ends before this step, or is as short
-            h = max(shorter[i] - t, min(h, asked[shorter[i]]))
-            i += 1
-        return h
-
+        asked[:] = fewest
+    starts, start, end = array("q", [0] if offset else []), offset, offset
+    for t, own in enumerate(asked[offset:].tolist(), offset):
+        end = min(end, start + own)
+        if t >= end:  # with this step the round would be longer than a step of it asks for
+            start, end = t, t + own
+            starts.append(t)
     rule = f"H = max({h_base}, floor(({alpha:g} / eta)^{power:g})), warmup {warmup}"
-    rule += f", at most {h_max}" if h_max else ""
-    return from_function(period, total_steps=total_steps, rule=rule, offset=offset)
+    rule += (f", at most {h_max}" if h_max else "") + (f", offset {offset}" if offset else "")
+    return SyncPlan(np.array(starts), total_steps, rule)
 
 
 def qsr(lr: Callable | float | np.ndarray, **rule: Any) -> SyncPlan:

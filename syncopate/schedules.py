@@ -56,12 +56,13 @@ def _check_all(good, values, name, rule, steps):
         raise ValueError(f"{name}({steps[bad[0]]}) is {values[bad[0]]:g}: {rule} ({count}).")
 
 
-def bernoulli_draws(probabilities: np.ndarray, key: Key[Array, ""]) -> np.ndarray:
-    """bool[T], true with each step's probability; with JAX's default keys the same everywhere."""
+def bernoulli_draws(p: Callable | ArrayLike, total_steps: int, key: Key[Array, ""]) -> np.ndarray:
+    """bool[T], true with probability p(t); with JAX's default keys the same everywhere."""
+    chances = probabilities(p, total_steps, "p")
     plans.check_key(key)
     with jax.ensure_compile_time_eval():  # now, even if the plan is made inside a trace
-        coins = np.asarray(jax.random.uniform(key, (len(probabilities),), np.float32))
-        return coins < probabilities
+        coins = np.asarray(jax.random.uniform(key, (len(chances),), np.float32))
+        return coins < chances
 
 
 def describe_schedule(p: Any) -> str:

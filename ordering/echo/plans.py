@@ -172,7 +172,7 @@ def bernoulli(
       Data Parallelism, Algorithm 1, submitted to ICLR 2025 (read here from its abstract, reviews
       and replies), https://openreview.net/group?id=ICLR.cc/2025/Conference
     """
-    heads = schedules.bernoulli_draws(schedules.probabilities(p, total_steps, "p"), key)
+    heads = schedules.bernoulli_draws(p, total_steps, key)
     heads[0] = True
     return EchoPlan(heads, f"bernoulli, p = {schedules.describe_schedule(p)}")
 

@@ -104,7 +104,7 @@ def test_swap_ends_with_one_round():
     assert local_opt.swap(2, switch_step=0, total_steps=9) == expected
     assert local_opt.qsr(0.1, total_steps=9, alpha=1e30, h_base=1) == expected
     assert local_opt.power_rule(1e-300, total_steps=9, alpha=1e300, h_base=1, power=3) == expected
-    assert local_opt.qsr(0.1, total_steps=9, alpha=0.1, h_base=100) == expected
+    assert local_opt.qsr(0.1, total_steps=9, alpha=0.1, h_base=10**30) == expected
     assert local_opt.constant(100, total_steps=1) == local_opt.every_step(1)
 
 
