@@ -3,12 +3,11 @@
 from local_opt.corrections import Correction, control_variates, proximal
 from local_opt.forecast import communication_time, forecast, sync_bytes
 from local_opt.formats import WIRES, Wire
-from local_opt.gpa import gpa, gpa_eval_params
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
 from local_opt.outer import normalize_by_period
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
-from local_opt.presets import diloco, muloco, slowmo, snoo, sparseloco
+from local_opt.presets import diloco, muloco, slowmo, sparseloco
 from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, parallel_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
 from local_opt.streaming import Streaming, stream_segments, streaming_rounds
@@ -35,8 +34,6 @@ __all__ = [
     "every_step",
     "forecast",
     "from_function",
-    "gpa",
-    "gpa_eval_params",
     "lift",
     "local_rounds",
     "local_steps",
@@ -50,7 +47,6 @@ __all__ = [
     "qsr",
     "reestimate",
     "slowmo",
-    "snoo",
     "sparseloco",
     "stream_segments",
     "streaming_rounds",

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 from optax import contrib
 
-from local_opt.gpa import GPAState
 from local_opt.workers import AxisName, wide_type
 from syncopate import mesh
 
@@ -23,7 +22,6 @@ UNDOES = {
     contrib.SAMState: ("optax.contrib.sam", ("cache",)),
     contrib.ScheduleFreeState: ("optax.contrib.schedule_free", ("z",)),
     contrib.MadgradState: ("optax.contrib.madgrad", ("s", "grad_sum_sq")),
-    GPAState: ("local_opt.gpa", ("z",)),
     contrib.COCOBState: (
         "optax.contrib.cocob",
         ("cumulative_gradients", "scale", "subgradients", "reward"),

@@ -28,7 +28,7 @@ TAKES = {
     optax.LookaheadState: (
         "optax.lookahead takes pairs of fast and slow parameters, and a step here one copy: take "
         "its fast optimizer, and outer=optax.sgd(slow_step_size), which does the same at a sync; "
-        "for one worker, local_opt.snoo with momentum=0."
+        "for one worker with axis_name=()."
     ),
 }
 

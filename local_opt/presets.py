@@ -216,57 +216,6 @@ def muloco(
     return local_steps(inner, plan, axis_name=axis_name, outer=outer, **options)
 
 
-def snoo(
-    inner: optax.GradientTransformation,
-    plan: SyncPlan,
-    *,
-    learning_rate: float = 0.68,
-    momentum: float = 0.37,
-    **options: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """SNOO: Nesterov momentum on what the steps of a round have changed, for one worker.
-
-    x <- x + inner(g) in a step; at a round's end, with d = a - x: v <- m v + d,
-    a <- a - lr (d + m v), x <- a.
-
-    It needs no axis and no other worker: it is an optax optimizer under a plain `jax.jit`, as in
-    `muloco(..., axis_name=())`. With m = 0 it is Lookahead.
-
-    Args:
-      inner: any optax optimizer, as AdamW or Muon.
-      plan: `constant(28, total_steps=T)` in the authors' record in modded-nanogpt.
-      learning_rate, momentum: of the outer optimizer: lr > 0 and m in [0, 1); there 0.68 and 0.37.
-      options: other arguments of `local_steps` but `axis_name`.
-
-    Returns:
-      A GradientTransformationExtraArgs, as `local_steps`.
-
-    Raises:
-      ValueError: for values out of range, and as `local_steps`.
-
-    Warns:
-      UserWarning: if the plan has few rounds for the momentum.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax, local_opt
-      >>> plan = local_opt.constant(2, total_steps=100)
-      >>> optimizer = local_opt.snoo(optax.sgd(0.5), plan, learning_rate=1.0, momentum=0.5)
-      >>> x = jnp.array([2.0, 4.0])
-      >>> state, step = optimizer.init(x), jax.jit(optimizer.update)
-      >>> for _ in range(2):
-      ...     updates, state = step(x, state, x)  # the gradient of |x|^2 / 2
-      ...     x = x + updates
-      >>> x.tolist()  # d = 3/4 of the start, and half of it once more
-      [-0.25, -0.5]
-
-    References:
-      Kallusky, Rao, Nandavanam, Shi, SNOO: Step-K Nesterov Outer Optimizer, 2025,
-      https://arxiv.org/abs/2510.15830 and https://github.com/KellerJordan/modded-nanogpt/pull/128
-    """
-    outer = outer_momentum("snoo", plan, learning_rate, momentum)
-    return local_steps(inner, plan, axis_name=(), outer=outer, **options)
-
-
 def sparseloco(
     inner: optax.GradientTransformation,
     plan: SyncPlan,

@@ -154,14 +154,6 @@ DUE = [3, "text", [3], [("begin", 0, False)], [("start", 1, False)], [("start", 
        [("start", 0)], THING, {0: 1}, [None]]  # fmt: skip
 
 
-def stepped(make):
-    def run(params=X, grads=X, update_params=X, **args):
-        opt = make(**args)
-        return opt.update(grads, opt.init(params), update_params)
-
-    return run
-
-
 def but(name):
     return {key: value for key, value in OUTER.items() if key != name}
 
@@ -178,13 +170,8 @@ CALLS |= {
     "muloco": call(transformed(local_opt.muloco), **but("inner"), inner_rate=Arg(0.1, real()),
                    weight_decay=Arg(0.0, real()),
                    hidden=Arg(None, wrong_functions(lambda params: 3))),
-    "snoo": call(transformed(local_opt.snoo), **but("axis_name")),
     "sparseloco": call(transformed(local_opt.sparseloco), **but("momentum"),
                        density=Arg(1 / 64, real(0)), feedback=Arg(0.95, real(0))),
-    "gpa": call(stepped(local_opt.gpa), inner=SGD, mu_x=Arg(0.5, [1.0, *real()]),
-                mu_y=Arg(0.5, real(0)), params=X, grads=X, update_params=X),
-    "gpa_eval_params": call(local_opt.gpa_eval_params, params=X, state=Arg(
-        local_opt.gpa(SGD).init(X), [s for s in [*STATES, SGD.init(X)] if not callable(s)])),
     "local_rounds": call(rounded(local_opt.local_rounds), **INNER, **OPTIONS, state=OWN,
                          parts=Arg(None, UNFIT), weight=WEIGHT),
     "parallel_rounds": call(rounded(local_opt.parallel_rounds), **INNER, state=Arg(None, STATES),

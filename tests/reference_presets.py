@@ -64,17 +64,3 @@ def slowmo(params, gradient, periods, rates, outer):
         x = np.stack([anchor] * len(x))
         history[-1] = x
     return np.stack(history)
-
-
-def primal_averaging(params, gradient, steps, rate, decay, mu_x, mu_y):
-    """GPA with AdamW (Defazio et al. 2025): y and x [T, D] after every step; decay acts on z."""
-    x, z = np.array(params, np.float64), np.array(params, np.float64)
-    m, v, history = np.zeros(len(x)), np.zeros(len(x)), []
-    for t in range(1, steps + 1):
-        g = gradient(t - 1, mu_y * x + (1 - mu_y) * z)
-        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g**2
-        d = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
-        z = (1 - rate * decay) * z - rate * d
-        x = mu_x * x + (1 - mu_x) * z
-        history.append((mu_y * x + (1 - mu_y) * z, x))
-    return np.array(history).swapaxes(0, 1)

@@ -160,7 +160,7 @@ def test_fragments_go_on_under_other_plans(name):
 
 def beyond(count, **more):
     """An update of one worker that has taken so many steps of a plan of ten."""
-    opt = local_opt.snoo(optax.sgd(RATE), constant(5, total_steps=10), momentum=0.0)
+    opt = local_opt.local_steps(optax.sgd(RATE), constant(5, total_steps=10), axis_name=())
     x = jnp.zeros(3)
     state = opt.init(x)._replace(num_steps=jnp.int32(count))
     return lambda: opt.update(x, state, x, **more)

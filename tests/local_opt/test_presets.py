@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import local_opt
-from local_opt.presets import muloco, snoo, sparseloco
+from local_opt.presets import muloco, sparseloco
 from tests import reference, reference_presets
 from tests.problems import (
     MATRICES,
@@ -93,12 +93,14 @@ def run_alone(opt):
     return np.stack(history), state
 
 
-def test_snoo_equals_its_pseudocode_without_an_axis():
-    """On one worker, where every other method runs with axis_name=(), too."""
-    found, state = run_alone(snoo(SGD, PLAN, learning_rate=0.6, momentum=0.8))
+def test_one_worker_without_an_axis_equals_the_pseudocode_of_snoo():
+    alone = lambda *outer: local_opt.local_steps(  # noqa: E731
+        SGD, PLAN, axis_name=(), outer=optax.sgd(*outer, nesterov=True)
+    )
+    found, state = run_alone(alone(0.6, 0.8))
     assert distance(found[:, None], nesterov(of_one, (0.6, 0.8))) < 2e-6
     assert state.num_syncs == PLAN.rounds
-    plain, _ = run_alone(snoo(SGD, PLAN, learning_rate=1.0, momentum=0.0))
+    plain, _ = run_alone(alone(1.0, 0.0))
     assert distance(plain, run_alone(SGD)[0]) < 1e-6  # x <- a - (a - x)
 
 
@@ -183,7 +185,7 @@ test_bad_presets_are_refused = refuses({
     "labels": (
         lambda: muloco(0.1, PLAN, hidden=lambda params: True).init(FIRST), "hidden returned True"
     ),
-    "momentum": (lambda: snoo(SGD, PLAN, momentum=1.0), "momentum is 1.0"),
+    "momentum": (lambda: local_opt.diloco(SGD, PLAN, momentum=1.0), "momentum is 1.0"),
     "density": (lambda: sparseloco(SGD, PLAN, density=0.3), "density is 0.3 of blocks of 4096"),
     "outer": (lambda: sparseloco(SGD, PLAN, learning_rate=0.0), "learning_rate is 0.0"),
 })  # fmt: skip

@@ -322,7 +322,6 @@ def test_optimizers_of_other_gradients_are_refused_by_name(name):
             local_opt.parallel_rounds(inner).init,
             local_opt.accumulated_rounds(inner).init,
             local_opt.streaming_rounds(inner, fragments=1).init,
-            local_opt.gpa(inner).init,
             local_opt.local_rounds(SGD, outer=inner).init,
         ):
             with pytest.raises(ValueError, match=f"optax.*{name} takes {message}"):
@@ -342,15 +341,15 @@ def test_what_the_refusals_name_does_the_same():
     assert_equal(opt.update(own, opt.init(PARAMS), PARAMS)[0], expected)
 
     ahead = optax.lookahead(SGD, 2, 0.5)
-    snoo = local_opt.snoo(SGD, plan, learning_rate=0.5, momentum=0.0)
+    alone = local_opt.local_steps(SGD, plan, axis_name=(), outer=optax.sgd(0.5))
     pair, x = optax.LookaheadParams.init_synced(PARAMS), PARAMS
-    theirs, ours = ahead.init(pair), snoo.init(x)
+    theirs, ours = ahead.init(pair), alone.init(x)
     for t in range(STEPS):
         grads = jax.tree.map(lambda x, target, t=t: x - target[0, t], pair.fast, TARGETS)
         updates, theirs = ahead.update(grads, theirs, pair)
         pair = optax.apply_updates(pair, updates)
         grads = jax.tree.map(lambda x, target, t=t: x - target[0, t], x, TARGETS)
-        updates, ours = snoo.update(grads, ours, x)
+        updates, ours = alone.update(grads, ours, x)
         x = optax.apply_updates(x, updates)
         assert_equal(x, pair.fast)
 

@@ -23,7 +23,7 @@ CITED = (
     "lstm", "forecaster",
     "local_steps", "local_rounds", "parallel_rounds", "accumulated_rounds", "qsr",
     "power_rule", "constant", "post_local", "swap", "diloco", "slowmo", "reestimate",
-    "muloco", "snoo", "sparseloco", "gpa",
+    "muloco", "sparseloco",
     "streaming_rounds", "stream_segments",
     "control_variates", "proximal", "echo_batches", "fixed", "bernoulli",
 )  # fmt: skip
