@@ -33,7 +33,7 @@ from experiments.study.cost import Machine, order_traffic, time
 from experiments.study.tables import TABLES, row_of
 from experiments.tasks import ranges
 from experiments.training.config import Sizes, num_params
-from local_opt.forecast import sync_seconds
+from local_opt import sync_seconds
 from local_opt.workers import AXIS, owned_sharding
 from syncopate.refusals import UserError
 

@@ -1,7 +1,7 @@
 """Local steps with any optax optimizer: workers synchronise where a plan says, not every step."""
 
 from local_opt.corrections import Correction, control_variates, proximal
-from local_opt.forecast import communication_time, forecast, sync_bytes
+from local_opt.cost import sync_bytes, sync_seconds
 from local_opt.formats import WIRES, Wire
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
@@ -26,13 +26,11 @@ __all__ = [
     "bernoulli",
     "check_same_plan",
     "check_synced",
-    "communication_time",
     "consolidate",
     "constant",
     "control_variates",
     "diloco",
     "every_step",
-    "forecast",
     "from_function",
     "lift",
     "local_rounds",
@@ -52,6 +50,7 @@ __all__ = [
     "streaming_rounds",
     "swap",
     "sync_bytes",
+    "sync_seconds",
     "sync_every_load",
     "synchronize",
 ]

@@ -17,7 +17,6 @@ from tests.bad_values import (
     NOT_FRESH,
     OPTIMIZERS,
     THING,
-    WIRES,
     Arg,
     Foreign,
     T,
@@ -51,8 +50,6 @@ PERIODS = wrong_functions(
     *(lambda t, h=h: h for h in (0, -1, 0.5, NAN, INF, None, "2", np.ones(2, int), True, 1j)),
 )  # fmt: skip
 GATHERED = wrong_functions(*(lambda own, x=x: x for x in (None, "text", np.ones(3, np.uint8))))
-PAIRS = [None, 3, "text", [], [1.0], [NAN, 1.0], [INF, 1.0], [-1.0, 0.5], ["a", "b"], [None, 1.0],
-         [[1.0, 0.5]], THING, {}, 1j, [1j, 0.5], [1.0, 0.5, 0.25], KEY, [0.0, 1.0]]  # fmt: skip
 PARTS = {"a": local_opt.constant(4, total_steps=T), "b": PLAN}
 TURNS = [PLAN, {"a": 3}, {"a": None}, {"a": PLAN, "b": local_opt.every_step(T + 1)}, [PLAN]]
 CALLS = {
@@ -78,13 +75,9 @@ CALLS = {
         local_opt.check_same_plan, gather=Arg(lambda own: own[None], GATHERED),
         plan=Arg(PLAN, [p for p in NO_PLANS if not isinstance(p, echo.EchoPlan)])),
     "sync_bytes": call(local_opt.sync_bytes, num_params=100, num_workers=2, wire=None),
-    "forecast": call(
-        local_opt.forecast, plan=Arg(PLAN, NO_PLANS), num_params=100, num_workers=2,
-        step_seconds=0.5, wire=Arg(None, WIRES[:3]), gigabits_per_second=8.0,
-        latency_seconds=0.5, delay=0),
-    "communication_time": call(
-        local_opt.communication_time, volumes=Arg([1.0, 0.25], [[1.0, 1.0], [2.0, 0.5], *PAIRS]),
-        times=Arg([10.0, 7.0], PAIRS)),
+    "sync_seconds": call(
+        local_opt.sync_seconds, num_params=100, num_workers=2, wire=None, gigabits_per_second=8.0,
+        latency_seconds=0.5),
     "stream_segments": call(
         local_opt.stream_segments, plans_of=Arg(PARTS, [*NO_PLANS, *TURNS]),
         delay=also("delay", 1, 5), start=also("start", 0, T + 1),

@@ -41,7 +41,7 @@ from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes_of
 from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
-from local_opt.forecast import sync_seconds
+from local_opt import sync_seconds
 from local_opt.workers import AXIS, owned_sharding, shared_sharding
 from ordering.exchange import slice_size
 from ordering.kernel import BLOCK

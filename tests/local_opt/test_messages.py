@@ -56,11 +56,6 @@ def fragments(labels):
     return local_opt.streaming_rounds(SGD, fragments=labels).init(TWO)
 
 
-def forecast(**changes):
-    cost = dict(num_params=8, num_workers=2, step_seconds=1.0, gigabits_per_second=1.0)
-    return local_opt.forecast(**dict(plan=PLAN) | cost | changes)
-
-
 test_what_does_not_fit_is_named = refuses({
     "plan": (lambda: local_opt.aligned(local_opt.constant, every=2), "plan is a function: "),
     "the plan first": (lambda: local_opt.local_steps(PLAN, SGD), "plan is a GradientTransf"),
@@ -110,10 +105,6 @@ test_what_does_not_fit_is_named = refuses({
         "due is .*: pass the due of a segment",
     ),
     "a plan without name": (lambda: local_opt.stream_segments(PLAN), "plans are SyncPlan.*{0: "),
-    "wire of no part": (lambda: forecast(wire={"x": INT8}), r"wires of \['x'\] and the plans"),
-    "volumes": (
-        lambda: local_opt.communication_time(["1", "0.5"], [1.0, 2.0]), "volumes are a list and ti"
-    ),
     "fresh": (lambda: local_opt.sync_every_load(True), "fresh is bool.*one bool for each"),
     "period": (lambda: local_opt.from_function(4, total_steps=8), "period is a int: pass a func"),
     "rule": (lambda: local_opt.SyncPlan([0], 4, rule=5), "rule is 5: describe"),

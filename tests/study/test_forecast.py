@@ -1,5 +1,6 @@
 """The cost of plans before a run, and communication times from measured totals."""
 
+import functools
 import math
 import pathlib
 
@@ -19,50 +20,23 @@ from tests.sources import Examples
 from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
-COST = {"num_params": 10**9, "num_workers": 4, "step_seconds": 0.5, "gigabits_per_second": 32}
 
 
-def test_forecast_by_hand():
-    """4 workers, 4 GB: 6 GB sent per sync, 48 Gb, 1.5 s at 32 Gb/s; 3 syncs in 10 steps."""
-    found = local_opt.forecast(local_opt.constant(4, total_steps=10), **COST, latency_seconds=0.25)
-    assert found == (3, 0.3, 18e9, 5.0, 3 * 1.75, 0.0, 5.0 + 3 * 1.75, 6e9 / 0.5)
-    alone = COST | {"num_workers": 1}
-    found = local_opt.forecast(local_opt.every_step(10), **alone, latency_seconds=0.25)
-    assert found == (10, 1.0, 0.0, 5.0, 0.0, 0.0, 5.0, 0.0)
+def test_seconds_of_a_sync_by_hand():
+    """4 workers, 4 GB: 6 GB are sent, 48 Gb, 1.5 s at 32 Gb/s."""
+    found = functools.partial(local_opt.sync_seconds, gigabits_per_second=32, latency_seconds=0.25)
+    assert found(10**9, num_workers=4) == 1.75 and found(10**9, num_workers=1) == 0
+    assert found(2**20, num_workers=4, wire=WIRES["int4"]) == pytest.approx(
+        0.25 + 8 * 0.7734375 * 2**20 / 32e9, rel=1e-12
+    )
 
 
-def test_two_runs_give_the_estimator_of_the_paper():
-    """Appendix F: M = H / (H - 1) (T_para - T_H)."""
-    h, parallel, local = 8, 26.7, 20.2
-    found = local_opt.communication_time([1, 1 / h], [parallel, local])
-    assert found.communication == pytest.approx(h / (h - 1) * (parallel - local), rel=1e-12)
-    assert found.compute == pytest.approx(parallel - found.communication, rel=1e-12)
-
-
-def test_least_squares_recovers_known_parts():
-    from scipy.stats import linregress
-
-    volumes, noise = np.array([1, 0.5, 0.25, 0.1]), np.array([0.2, -0.1, 0.3, -0.2])
-    times = 19.5 + 7.25 * volumes
-    assert local_opt.communication_time(volumes, times) == pytest.approx((19.5, 7.25))
-    line = linregress(volumes, times + noise)
-    found = local_opt.communication_time(volumes, times + noise)
-    assert found == pytest.approx((line.intercept, line.slope))
-    slower = local_opt.communication_time([1, 0.5], [10, 11])
-    assert slower.communication == pytest.approx(-2), "a negative time is told"
-
-
-@pytest.mark.parametrize(
-    "volumes, times, message",
-    [
-        ([1], [3], "can only be told apart"), ([1, 0.5], [3], "equal length"),
-        ([0.5, 0.5], [3, 4], "can only be told apart"), ([1, 0], [3, 4], "in .0, 1."),
-        ([1, 0.5], [3, 0], "positive and finite"),
-    ],
-)  # fmt: skip
-def test_communication_time_refuses_invalid_arguments(volumes, times, message):
-    with pytest.raises(ValueError, match=message):
-        local_opt.communication_time(volumes, times)
+def test_published_times_give_the_estimator_of_the_paper():
+    """Appendix F: M = H / (H - 1) (T_para - T_H); both runs compute for equally long."""
+    compute, communication = forecast.published_split(1 / 8)
+    assert communication == pytest.approx(8 / 7 * (26.7 - 20.2), rel=1e-12)
+    assert compute + communication == pytest.approx(26.7)
+    assert compute + communication / 8 == pytest.approx(20.2)
 
 
 def test_published_recipes_from_flags_to_table_and_picture(tmp_path, capsys):

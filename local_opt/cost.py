@@ -1,0 +1,84 @@
+"""What a sync costs: bytes and seconds."""
+
+import numpy as np
+
+from local_opt.formats import LANES, Wire, check_wire, rows_of
+from syncopate.plans import check_number, check_whole
+
+
+def sync_bytes(num_params: int, *, num_workers: int, wire: Wire | None = None) -> float:
+    """Bytes that each worker sends in one sync of the parameters.
+
+    8 (W - 1) / W D for a ring all-reduce in float32. A narrow wire sends 2 (W - 1) messages of
+    whole rows of 128 numbers, or W - 1 messages of all D if it gathers.
+
+    Args:
+      num_params: D >= 1, numbers that are averaged.
+      num_workers: W >= 1, members of the ring.
+      wire: as `WIRES["int8"]`; None for float32.
+
+    Returns:
+      Bytes; 0 for one worker. With a wire, exactly those of the compiled collectives.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Examples:
+      >>> import local_opt
+      >>> local_opt.sync_bytes(1000, num_workers=4)
+      6000.0
+      >>> wires = (local_opt.WIRES[name] for name in ("bfloat16", "int8", "int4", "top_k"))
+      >>> [local_opt.sync_bytes(2**20, num_workers=4, wire=wire) / 2**20 for wire in wires]
+      [3.0, 1.5234375, 0.7734375, 0.1640625]
+
+    References:
+      Patarasuk, Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009,
+      https://doi.org/10.1016/j.jpdc.2008.09.002
+    """
+    num_params = check_whole("num_params", num_params, 1)
+    num_workers = check_whole("num_workers", num_workers, 1)
+    check_wire(wire)
+    if wire is None:
+        return 2 * (num_workers - 1) / num_workers * num_params * 4.0
+    parts = 1 if wire.gathers else num_workers
+    message = wire.message_rows(rows_of(wire, num_params, parts) // parts)
+    messages = (num_workers - 1) * (1 if wire.gathers else 2)
+    return float(messages * message * LANES * np.dtype(wire.dtype).itemsize)
+
+
+def sync_seconds(
+    num_params: int,
+    *,
+    num_workers: int,
+    gigabits_per_second: float,
+    wire: Wire | None = None,
+    latency_seconds: float = 0.0,
+) -> float:
+    """Seconds of one sync: l + 8 B / (10^9 g), and 0 for one worker; B is `sync_bytes`.
+
+    A run of T steps by a plan of R rounds takes T s + R times that if workers wait for each sync,
+    as one step computes for s seconds. With several GPUs per machine in one ring, W counts GPUs and
+    g is the machine's link; if they average within the machine first, W counts machines.
+
+    Args:
+      num_params, num_workers, wire: as of `sync_bytes`.
+      gigabits_per_second: g > 0, speed of a link in 10^9 bits per second.
+      latency_seconds: l >= 0.
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: for values out of range.
+
+    Examples:
+      >>> import local_opt
+      >>> sync = local_opt.sync_seconds(10**9, num_workers=2, gigabits_per_second=32)
+      >>> plan = local_opt.constant(4, total_steps=100)
+      >>> sync, plan.total_steps * 0.5 + plan.rounds * sync
+      (1.0, 75.0)
+    """
+    sent = sync_bytes(num_params, num_workers=num_workers, wire=wire)
+    speed = check_number("gigabits_per_second", gigabits_per_second, "(0, inf)")
+    latency = check_number("latency_seconds", latency_seconds, "[0, inf)")
+    return latency + 8 * sent / (1e9 * speed) if sent else 0.0
