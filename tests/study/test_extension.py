@@ -1,7 +1,6 @@
-"""A new order, rule, echo policy or task is one file and one row. A study is one file.
+"""A new order, rule, echo policy or task is one file and one row, a scalar a row, a study a file.
 
-The tree is copied, the new files and rows are put into it, and the new study runs there. That a new
-scalar is in all records, tables and pictures after one edit is shown in test_studies.
+The tree is copied, the new files and rows are put into it, and the new study runs there.
 """
 
 import json
@@ -87,7 +86,7 @@ STUDY = Study(
     recipe="blobs",
     criterion=Criterion("train/loss"),
     columns=tables.SYNC_COLUMNS,
-    panels=(plots.Panel("train/loss", ("step", "rounds")),),
+    panels=(plots.Panel("train/loss", ("step", "rounds")), plots.Panel("losses/spread")),
 )
 
 if __name__ == "__main__":
@@ -107,15 +106,23 @@ ECHO_POLICIES["late"] = EchoPolicy("late", lambda config: late(config.total_step
 from experiments.tasks import blobs
 TASKS["blobs"] = blobs.load
 """,
+    "experiments/training/step.py": """
+SCALARS["losses/spread"] = Scalar("step", lambda worker, state, losses: jnp.std(losses))
+""",
 }
+LINES = {  # of each kind of addition, with its row
+    "ordering/backwards.py": 20, "local_opt/thirds.py": 10, "ordering/echo/late.py": 12,
+    "experiments/tasks/blobs.py": 22, "experiments/to_and_fro.py": 27,
+}  # fmt: skip
 
 
 def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(tmp_path):
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__", "runs")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
+    assert len(ROWS) == 3, "rows of decisions, of tasks and of scalars"
     for path, text in NEW.items():
-        assert not (tmp_path / path).exists()
+        assert not (tmp_path / path).exists() and text.count("\n") <= LINES[path]
         (tmp_path / path).write_text(text)
     for path, text in ROWS.items():
         (tmp_path / path).write_text((tmp_path / path).read_text() + text)
@@ -134,7 +141,7 @@ def test_new_decisions_and_tasks_take_one_file_and_one_row_and_a_study_one_file(
     last = next(r for r in reversed(found) if r["arm"] == "all")
     assert (last["step"], last["rounds"], last["loads"], last["epoch"]) == (40, 3, 30, 3.0)
     assert (last["order"], last["sync"], last["echo"]) == ("backwards", "thirds", "late")
-    assert last["test/accuracy"] > 0.9
+    assert last["test/accuracy"] > 0.9 and 0 < last["losses/spread"] < 1
     assert len([r for r in found if r["ended"]]) == 3 * (2 + 2)
     settings = json.loads((out / "settings.json").read_text())
     assert (settings["task"], settings["distance"]) == ("blobs", 3.0)
