@@ -21,7 +21,7 @@ from experiments.study.cost import shapes_of, slice_of, uncached
 from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
-from ordering import kernel, sign_loop
+from ordering import kernel
 
 # (order, workers, units per step, pairs in a block)
 CASES = [
@@ -82,7 +82,7 @@ def rows() -> Iterator[dict]:
     for order, workers, units, block in CASES:
         with mock.patch.object(kernel, "BLOCK", block):
             found = launches_of(step_of(order, workers, units))
-            with mock.patch.object(kernel, "signs_of", sign_loop.signs_by_scan):
+            with mock.patch.object(kernel, "signs_of", kernel.signs_by_scan):
                 by_scan = launches_of(step_of(order, workers, units))
         yield {
             "order": row_of("order", order).label, "workers": workers,

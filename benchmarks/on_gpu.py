@@ -28,7 +28,7 @@ import ordering
 from benchmarks import host_loops, local_timing, single_examples
 from experiments import timing
 from models.gpt2 import SIZES as GPT2
-from ordering import sign_loop
+from ordering import kernel as sign_kernel
 
 RULES = {
     "greedy": ordering.greedy(),
@@ -75,7 +75,7 @@ def sign_rows(sizes: Iterable[int], repeats: int) -> Iterator[dict]:
     """Microseconds of a sign, of products that are whole numbers and therefore exact."""
     platform = jax.default_backend()
     kernel = functools.partial(
-        sign_loop.signs_in_kernel, triton=platform == "gpu", interpret=platform == "cpu"
+        sign_kernel.signs_in_kernel, triton=platform == "gpu", interpret=platform == "cpu"
     )
     for name, rule in RULES.items():
         for size in sizes:
@@ -84,7 +84,7 @@ def sign_rows(sizes: Iterable[int], repeats: int) -> Iterator[dict]:
             given = rule.init(jax.random.key(0)), *products, jnp.ones(size, bool)
             calls = {
                 way: functools.partial(jax.jit(functools.partial(loop, rule)), *given)
-                for way, loop in {"scan": sign_loop.signs_by_scan, "kernel": kernel}.items()
+                for way, loop in {"scan": sign_kernel.signs_by_scan, "kernel": kernel}.items()
             }
             np.testing.assert_array_equal(*(call()[1] for call in calls.values()))
             for way, seconds, times in timing.compared(calls, repeats):

@@ -32,7 +32,7 @@ import ordering
 from experiments import timing
 from experiments.study.cost import cycles_of, slice_of
 from models.gpt2 import SIZES as GPT2
-from ordering import sign_loop
+from ordering import kernel
 from ordering.kernel import BLOCK, balance_blocks
 from ordering.sketches.linear import SIZE
 
@@ -71,11 +71,11 @@ def rows_of(mesh: Mesh, folder: pathlib.Path) -> Iterator[dict]:
         for n in SIZES:
             state = jax.eval_shape(rule.init, jax.random.key(0))
             args = state, jnp.zeros(n), jnp.zeros((n, n)), jnp.zeros(n, bool)
-            turn = turn_of(compiled(mesh, functools.partial(sign_loop.signs_by_scan, rule), *args))
-            compiled(mesh, functools.partial(sign_loop.signs_in_kernel, rule), *args)
+            turn = turn_of(compiled(mesh, functools.partial(kernel.signs_by_scan, rule), *args))
+            compiled(mesh, functools.partial(kernel.signs_in_kernel, rule), *args)
             yield {
                 "rule": name, "signs": f"{n:,}",
-                "scan, cycles of a sign": f"{cycles_of(turn) / sign_loop.UNROLL:,.0f}",
+                "scan, cycles of a sign": f"{cycles_of(turn) / kernel.UNROLL:,.0f}",
                 "kernel, bundles of a sign": bundles_of(folder),
             }  # fmt: skip
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 import ordering
 from experiments.study.cost import CUDA, LIBTPU, slice_of, uncached
-from ordering import sign_loop
+from ordering import kernel as sign_kernel
 from syncopate import mesh
 from tests import tables
 from tests.compiled_runs import compiled_by, marks_of, text_of
@@ -25,9 +25,9 @@ RULES = {
     "halving": ordering.kernel_halving(num_epochs=7, num_pairs=30),
 }
 LOOPS = {
-    "scan": sign_loop.signs_by_scan,
-    "kernel": functools.partial(sign_loop.signs_in_kernel, interpret=True),
-    "kernel of Triton": functools.partial(sign_loop.signs_in_kernel, interpret=True, triton=True),
+    "scan": sign_kernel.signs_by_scan,
+    "kernel": functools.partial(sign_kernel.signs_in_kernel, interpret=True),
+    "kernel of Triton": functools.partial(sign_kernel.signs_in_kernel, interpret=True, triton=True),
 }
 
 
@@ -89,12 +89,12 @@ def test_a_rule_with_arrays_in_its_state_is_signed_by_the_scan(monkeypatch):
         loop = functools.partial(
             lambda name, *args, **options: called.append((name, options)), name
         )
-        monkeypatch.setattr(sign_loop, name, loop)
+        monkeypatch.setattr(sign_kernel, name, loop)
     args = jnp.zeros(2), jnp.zeros((2, 2)), jnp.ones(2, bool)
     for platform in ("cpu", "gpu", "tpu"):
-        monkeypatch.setattr(sign_loop.mesh, "platform", lambda platform=platform: platform)
-        sign_loop.signs_of(RULES["walk"], RULES["walk"].init(jax.random.key(0)), *args)
-        sign_loop.signs_of(ordering.greedy(), jnp.zeros(4), *args)
+        monkeypatch.setattr(sign_kernel.mesh, "platform", lambda platform=platform: platform)
+        sign_kernel.signs_of(RULES["walk"], RULES["walk"].init(jax.random.key(0)), *args)
+        sign_kernel.signs_of(ordering.greedy(), jnp.zeros(4), *args)
     scan, kernel = ("signs_by_scan", {}), "signs_in_kernel"
     assert called == [
         scan, scan, (kernel, {"triton": True}), scan, (kernel, {"triton": False}), scan,
@@ -113,7 +113,7 @@ def test_jax_default_device_decides_on_a_machine_with_a_gpu(monkeypatch):
 def test_a_gpu_without_triton_takes_the_scan(capability, fits, monkeypatch):
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
-    assert sign_loop._has_triton() == fits
+    assert sign_kernel._has_triton() == fits
 
 
 def lowered(chip, loop, *args):
@@ -134,7 +134,7 @@ def shapes(rule, size):
     *(pytest.param("h100", size, marks=marks_of(CUDA)) for size in (1, 24, 64, 1024)),
 ])  # fmt: skip
 def test_compiled_for_an_accelerator_the_loop_is_one_kernel(chip, size, rule):
-    loop, args = functools.partial(sign_loop.signs_of, RULES[rule]), shapes(RULES[rule], size)
+    loop, args = functools.partial(sign_kernel.signs_of, RULES[rule]), shapes(RULES[rule], size)
     text = text_of(lowered(chip, loop, *args), chip)
     kernels = re.findall(r'custom_call_target="(.*?)"', text)
     assert kernels == ["__gpu$xla.gpu.triton" if chip == "h100" else "tpu_custom_call"]
@@ -146,7 +146,7 @@ def test_workers_on_one_gpu_are_one_kernel():
     rule = RULES["halving"]
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), shapes(rule, 24))
     text = text_of(
-        lowered("h100", jax.vmap(functools.partial(sign_loop.signs_of, rule)), *args), "h100"
+        lowered("h100", jax.vmap(functools.partial(sign_kernel.signs_of, rule)), *args), "h100"
     )
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 1
 
@@ -155,10 +155,10 @@ def test_workers_on_one_gpu_are_one_kernel():
 def test_the_compiler_counts_the_kernel_as_the_scan():
     """Of a loop the compiler counts one turn, which makes `UNROLL` signs."""
     size, flops = 64, []
-    for loop in (sign_loop.signs_by_scan, sign_loop.signs_in_kernel):
+    for loop in (sign_kernel.signs_by_scan, sign_kernel.signs_in_kernel):
         args = shapes(RULES["greedy"], size)
         with uncached():
             program = lowered("v5e", functools.partial(loop, RULES["greedy"]), *args).compile()
         flops.append(program.cost_analysis()["flops"])
     turn, kernel = flops
-    assert kernel == pytest.approx(turn * size / sign_loop.UNROLL, rel=0.2)
+    assert kernel == pytest.approx(turn * size / sign_kernel.UNROLL, rel=0.2)
