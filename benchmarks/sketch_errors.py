@@ -89,9 +89,9 @@ def main(argv):
             sketched = ordering.sketched(model.loss, key, size=values.size)(params, batch, key)[2]
             rows = ordering.per_example(model.loss)(params, batch, key)[2]
             formed = ordering.sketch_rows(rows, ordering.sketch(key, size=values.size))
-            flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows.tree)
+            flat = jax.vmap(lambda tree: jax.flatten_util.ravel_pytree(tree)[0])(rows)
             with jax.default_matmul_precision("highest"):
-                return {"sketched": sketched.tree, "sketch_rows": formed.tree}, flat @ flat.T
+                return {"sketched": sketched, "sketch_rows": formed}, flat @ flat.T
 
         run, found = jax.jit(both), {}
         for seed in range(values.keys):

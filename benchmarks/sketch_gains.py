@@ -53,7 +53,7 @@ def shuffled(rng, units):
 
 def gradients_of(model, params, data, units):
     """{path: float32[N, ...]} of all units."""
-    one = jax.jit(lambda b: ordering.per_example(model.loss)(params, b, jax.random.key(0))[2].tree)
+    one = jax.jit(lambda b: ordering.per_example(model.loss)(params, b, jax.random.key(0))[2])
     found = {}
     for batch in batches(data, units):
         for path, leaf in jax.tree_util.tree_leaves_with_path(one(batch)):
@@ -82,7 +82,7 @@ def gram(rows):
 def sketches(model, params, data, units, size, scale):
     """float32[N, k] of all units, out of the backward pass."""
     gradients = ordering.sketched(model.loss, jax.random.key(0), size=size)
-    one = jax.jit(lambda b: gradients(params, b, jax.random.key(0), scale)[2].tree)
+    one = jax.jit(lambda b: gradients(params, b, jax.random.key(0), scale)[2])
     return np.concatenate([np.asarray(one(batch)) for batch in batches(data, units)])
 
 

@@ -248,5 +248,6 @@ def _work(batches, sharding, shared):
 def _stop(shared, thread):
     shared.closed.set()
     shared.slots.put(None)
-    thread.join(timeout=1)
+    if thread is not threading.current_thread():  # which may be the one that collects garbage
+        thread.join(timeout=1)
     shared.put(None)  # the end, for a consumer that still waits

@@ -160,3 +160,24 @@ test_bad_input = refuses({
     "sharding 3": (lambda: load_ahead([], sharding=3), "sharding is 3: pass a device"),
     "timeout 0": (lambda: load_ahead([], timeout=0), r"timeout is 0: pass a finite number in .0, "),
 })  # fmt: skip
+
+
+def test_a_loader_may_be_collected_by_its_own_thread(monkeypatch):
+    """Garbage is collected in any thread, also in the one that the loader's end waits for."""
+    problems, held, dropped = [], [], threading.Event()
+    monkeypatch.setattr("sys.unraisablehook", problems.append)
+
+    def source():
+        yield np.zeros(1)
+        dropped.wait(5)
+        held.clear()  # the last reference
+        gc.collect()
+        yield np.ones(1)
+
+    held.append(load_ahead(source(), depth=2))
+    next(held[0])
+    threads = [t for t in threading.enumerate() if t.daemon]
+    dropped.set()
+    for thread in threads:
+        thread.join(5)
+    assert not held and not problems

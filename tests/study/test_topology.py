@@ -128,7 +128,8 @@ HELD = [  # order, rule, units per step, program: its collectives
     ("rr", "qsr", 2, FRESH, []),
     ("rr", "qsr", 2, SYNC, MEAN),
     ("id_pair", "accumulate", 2, FRESH, []),
-    # Coordination moves the differences of pairs beside other means, of an odd number all rows,
+    # Coordination moves the differences of pairs beside other means, of an odd number all units.
+    ("cd_grab", "parallel", 1, FRESH, PAIRS),
     ("cd_grab", "parallel", 2, FRESH, PAIRS),
     ("cd_grab", "parallel", 3, FRESH, PAIRS),
     ("cd_grab", "qsr", 1, FRESH, PAIRS),
@@ -136,15 +137,12 @@ HELD = [  # order, rule, units per step, program: its collectives
     ("cd_grab", "qsr", 2, SYNC, MEAN),
     ("cd_grab", "parallel", 2, ECHOED, MEAN),
     ("cd_grab", "qsr", 2, ECHOED, []),
-    # and of one unit what the mean would: the two halves of a ring's all-reduce.
-    ("cd_grab", "parallel", 1, FRESH, ["all-gather", "all-reduce", "all-to-all"]),
     # The numbers of sketches are gathered, in a step or with the sync.
     ("cd_grab+sketch16", "parallel", 4, FRESH, GATHER),
     ("cd_grab+sketch16", "qsr", 2, FRESH, []),
     ("cd_grab+sketch16", "qsr", 2, SYNC, GATHER),
     ("cd_grab+sketch16", "accumulate", 2, SYNC, GATHER),
-    # Scaled rows are no part of the mean gradient; at an epoch's end workers mean their moments.
-    ("cd_grab+scaled", "parallel", 1, FRESH, PAIRS),
+    # At an epoch's end of scaled orders workers mean their moments.
     ("cd_grab+scaled", "qsr", 2, EPOCH, MEAN),
     ("id_pair", "qsr", 2, EPOCH, []),
     ("id_pair+dealt", "qsr", 2, EPOCH, ["all-gather"]),  # or summed up, by libtpu
