@@ -22,7 +22,7 @@ def check(text, whole):
     assert text in whole
 
 
-@pytest.mark.parametrize("name", ["digits", "digits_pair", "digits_constant", "shakespeare"])
+@pytest.mark.parametrize("name", ["digits", "digits_constant", "shakespeare"])
 def test_the_factorials(name):
     comparison, whole = archive.load(f"combined_{name}"), page("combined.md")
     assert len(comparison.chosen) == 8
@@ -30,6 +30,7 @@ def test_the_factorials(name):
     check(combined.effects_table(comparison)[1], whole)
     if name in ("digits", "shakespeare"):
         check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
+    if name == "digits":
         check(combined.priced_table(cost.machines(4.0, 2.0))(comparison)[1], whole)
     assert (archive.FOLDER / f"combined_{name}" / archive.COMMAND).read_text().strip() in whole
 
@@ -51,7 +52,6 @@ def test_orders_of_models_of_text_and_images(name):
 def test_the_rules_of_local_steps(name):
     comparison, whole = archive.load(f"qsr_cifar10_{name}"), page("local_steps.md")
     check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
-    check(report.sweep(comparison, head="rule"), whole)
     check(report.against(comparison), whole)
 
 
@@ -65,7 +65,6 @@ def test_outer_momentum_fragments_and_muon(name):
 @pytest.mark.parametrize("name", ["resnet", "mobilenet", "shakespeare"])
 def test_the_arms_of_slow_input(name):
     comparison, whole = archive.load(f"echo_{name}"), page("echoing.md")
-    check(report.times_faster(comparison), whole)
     assert comparison.speeds == (2, 8)
     for speed in comparison.speeds:
         check(tables.table(comparison, tables.ECHO_COLUMNS, speed), whole)
