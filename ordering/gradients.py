@@ -109,6 +109,7 @@ def per_example(
         if in_turn:
             start = alike(trees.zeros_like(params), params)
             total, (losses, aux, rows) = jax.lax.scan(add, start, units)
+            rows = trees.checked_sketches(rows) if to_sketch else rows
             mean = jax.tree.map(lambda t, p: (t / size).astype(jnp.result_type(p)), total, params)
         else:
             (losses, aux), tree = jax.vmap(one)(units)

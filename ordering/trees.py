@@ -30,6 +30,14 @@ def check_gradients(gradients: PyTree) -> int:
     return size
 
 
+def checked_sketches(found: PyTree) -> PyTree:
+    """What `to_sketch` made of the gradients of units; raises ValueError unless it is numbers."""
+    act = "Let it return float32[k] for a gradient, as the function that ordering.sketch returns."
+    leading_size(found, "what to_sketch returns", act)
+    jax.tree.map(check_real, found)
+    return found
+
+
 def of_one_unit(gradient: PyTree) -> PyTree:
     """The gradient of the worker's whole microbatch as that of one unit: leaves [1, ...]."""
 

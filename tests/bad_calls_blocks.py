@@ -137,8 +137,8 @@ CALLS = {
             list(READERS.values())])),
     "sums": call(blocks.sums, params=Arg(X, PARAMS), window=Arg(2, whole())),
     "add": call(
-        lambda sums, rows, places: blocks.add(sums, rows, places), sums=Arg(SUMS, NO_SUMS),
-        rows=Arg(ROWS, [None, 3, THING, ROWS, X, jnp.ones(3)]),
+        lambda **args: blocks.add(**args), sums=Arg(SUMS, NO_SUMS),
+        gradients=Arg(ROWS, [None, 3, THING, X, jnp.ones(3), {"v": ROWS["w"]}]),
         places=Arg(PLACES, [None, 3, THING, PLACES[:2], PLACES[None], PLACES * 0.5, [0, 1, 1]])),
     "observe": call(
         blocks.observe, order=Arg(PAIRS, [None, 3, THING, PAIRS_STATE, ordering.grab]),

@@ -154,8 +154,9 @@ def sketch_rows(
     """
     plans.check_function("to_sketch", to_sketch, "gradient")
     if trees.check_gradients(gradients) == 1:  # without vmap, read in blocks in the layout it has
-        return to_sketch(jax.tree.map(lambda g: g[0], gradients))[None]
-    return jax.vmap(to_sketch)(gradients)
+        found = to_sketch(jax.tree.map(lambda g: g[0], gradients))
+        return trees.checked_sketches(jax.tree.map(lambda x: x[None], found))
+    return trees.checked_sketches(jax.vmap(to_sketch)(gradients))
 
 
 def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]:
