@@ -8,6 +8,7 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -34,10 +35,8 @@ from experiments.study.study import Arm, Study
 from experiments.study.tables import row_of
 from experiments.tasks import Recipe, Task
 from experiments.tasks.base import abstract_set
-from experiments.training.config import num_params
 from local_opt import exchange
 from local_opt.workers import owned_sharding, worker_mesh
-from ordering.exchange import slice_size
 from tests.compiled_runs import CPU, compiled_by, donated, kinds, marks_of, operations, text_of
 from tests.studies import parsed
 
@@ -179,19 +178,27 @@ def test_a_program_contains_the_collectives_of_its_plan(
 
 @tpu
 def test_a_gather_spread_over_fusions_counts_once():
-    """LeNet is large enough for libtpu to gather the mean gradient beside the inner products."""
+    """libtpu starts one in a fusion, ends it in another, and computes beside it in between."""
     mesh, chip = slice_of("v5e:4x4", 16)
-    model, recipe = models.lenet(), RECIPE._replace(workers=16, units_per_step=1)
-    data = abstract_set(640, x=((28, 28, 1), np.float32), y=((), np.int32))
-    lenet, rounds = Task("shapes", model, data, data, recipe), row_of("sync", "parallel").rounds
-    shapes = shapes_of(lenet, recipe, row_of("order", "cd_grab"), rounds, mesh=mesh)
-    found = compile_or_refuse(shapes.programs[FRESH](), chip).collectives
-    padded = 4 * slice_size(num_params(model), 16) * 16
-    assert sorted((c.kind, c.bytes, c.asynchronous) for c in found) == [
-        ("all-gather", padded, True),
-        ("all-reduce", 4 * 16 * 17, False),
-        ("all-to-all", padded, False),
-    ]
+    split, size = jax.P("worker"), 1 << 16
+
+    def gather(x, y, w):
+        whole = jax.lax.all_gather(x, "worker", tiled=True)
+        for _ in range(4):
+            y = jnp.tanh(y @ w)
+        return whole, y
+
+    run = jax.shard_map(
+        gather, mesh=mesh, in_specs=(split, split, jax.P()), out_specs=(split, split),
+        check_vma=False,
+    )  # fmt: skip
+    like = lambda spec, *shape: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, np.float32, sharding=jax.NamedSharding(mesh, spec)
+    )
+    args = like(split, 16 * size), like(split, 16 * 512, 1024), like(jax.P(), 1024, 1024)
+    program = compile_or_refuse(jax.jit(run).lower(*args), chip)
+    (found,) = program.collectives
+    assert (found.kind, found.bytes, found.asynchronous) == ("all-gather", 4 * 16 * size, True)
 
 
 @tpu
