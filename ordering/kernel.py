@@ -20,6 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from ordering import trees
@@ -177,7 +178,11 @@ def signs_of(
     fits = all(mesh.is_key(leaf) or leaf.ndim == 0 for leaf in jax.tree.leaves(state))
     platform = mesh.platform()
     if fits and (platform == "tpu" or platform == "gpu" and _has_triton()):
-        return signs_in_kernel(rule, state, dots, gram, valid, triton=platform == "gpu")
+        kernel = functools.partial(signs_in_kernel, rule, triton=platform == "gpu")
+        # The compiler does not split a kernel over axes that are left to it: every device runs it.
+        scope = jax.sharding.get_abstract_mesh()
+        left = set(scope.axis_names) - set(scope.manual_axes)
+        return mesh.over_shards(left, kernel, P(), P())(state, dots, gram, valid)
     return signs_by_scan(rule, state, dots, gram, valid)
 
 
