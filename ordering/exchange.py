@@ -84,8 +84,9 @@ def exchange(gradients: PyTree, axis_name: str) -> Array:
     them. Inner products with these are partial: a psum over the axis completes them. Where workers
     are simulated, the one device holds the whole gradients, [n W, D].
     """
-    workers, count = mesh.axis_size(axis_name), check_gradients(gradients)
-    leaves = [leaf.reshape(count, -1) for leaf in jax.tree.leaves(gradients)]
+    workers, leaves = mesh.axis_size(axis_name), jax.tree.leaves(gradients)
+    count = len(leaves[0])
+    leaves = [leaf.reshape(count, -1) for leaf in leaves]
     if simulated(axis_name):
         everyone = jax.lax.all_gather(jnp.concatenate(leaves, axis=1), axis_name)
         return everyone.swapaxes(0, 1).reshape(count * workers, -1)

@@ -109,7 +109,8 @@ def per_example(
         if in_turn:
             start = alike(trees.zeros_like(params), params)
             total, (losses, aux, rows) = jax.lax.scan(add, start, units)
-            rows = trees.checked_sketches(rows) if to_sketch else rows
+            if to_sketch:
+                trees.check_sketches(rows)
             mean = jax.tree.map(lambda t, p: (t / size).astype(jnp.result_type(p)), total, params)
         else:
             (losses, aux), tree = jax.vmap(one)(units)
@@ -263,7 +264,8 @@ def microbatch(loss: Callable, *, has_aux: bool = False) -> Callable:
         check_params(params)
         (value, aux), grad = jax.value_and_grad(mean, has_aux=True)(params, batch, key)
         losses = value[None].astype(jnp.float32)
-        return (losses, aux) if has_aux else losses, grad, trees.of_one_unit(grad)
+        of_unit = jax.tree.map(lambda g: g[None], grad)
+        return (losses, aux) if has_aux else losses, grad, of_unit
 
     return gradients
 

@@ -18,35 +18,24 @@ FEW = 16  # gradients that are added up one by one
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
-def check_gradients(gradients: PyTree) -> int:
-    """n of a tree of gradients, leaves [n, ...]; raises ValueError if it is no such tree."""
-    act = (
-        "Stack one gradient per unit, for instance with jax.vmap(jax.grad(loss)); for the gradient "
-        "of a single unit pass jax.tree.map(lambda g: g[None], gradient)."
-    )
-    size = leading_size(gradients, "gradients of units", act)
-    for leaf in jax.tree.leaves(gradients):
+STACK = (
+    "Stack one gradient per unit, for instance with jax.vmap(jax.grad(loss)); for the gradient of "
+    "a single unit pass jax.tree.map(lambda g: g[None], gradient)."
+)
+
+
+def check_gradients(tree: PyTree, what: str = "gradients of units", act: str = STACK) -> int:
+    """n of a tree of real leaves [n, ...]; raises ValueError, which ends with `act`, of others."""
+    size = leading_size(tree, what, act)
+    for leaf in jax.tree.leaves(tree):
         check_real(leaf)
     return size
 
 
-def checked_sketches(found: PyTree) -> PyTree:
-    """What `to_sketch` made of the gradients of units; raises ValueError unless it is numbers."""
+def check_sketches(tree: PyTree) -> None:
+    """Raises ValueError unless a `to_sketch` has made numbers of the gradients of units."""
     act = "Let it return float32[k] for a gradient, as the function that ordering.sketch returns."
-    leading_size(found, "what to_sketch returns", act)
-    jax.tree.map(check_real, found)
-    return found
-
-
-def of_one_unit(gradient: PyTree) -> PyTree:
-    """The gradient of the worker's whole microbatch as that of one unit: leaves [1, ...]."""
-
-    def alone(leaf):
-        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        check_real(leaf)
-        return jnp.asarray(leaf)[None]
-
-    return jax.tree.map(alone, gradient)
+    check_gradients(tree, "what to_sketch returns", act)
 
 
 def dot(gradients: PyTree, vector: PyTree) -> Float32[Array, "n"]:

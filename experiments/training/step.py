@@ -26,7 +26,7 @@ from experiments.training.config import (
     size_of,
 )
 from local_opt.workers import AXIS
-from ordering.trees import finite_units, of_one_unit
+from ordering.trees import finite_units
 from syncopate.refusals import UserError
 
 # The same projection for all workers and runs.
@@ -192,7 +192,7 @@ def unit_gradients(
 
     def gradients(params, batch, key, scale=None):
         (_, losses), mean = jax.value_and_grad(merged, has_aux=True)(params, batch, key)
-        rows = scaled(of_one_unit(mean), scale)
+        rows = scaled(jax.tree.map(lambda g: g[None], mean), scale)
         if sketch and separate:
             rows = ordering.sketch_rows(rows, ordering.sketch(SKETCH_KEY(), size=sketch))
         return losses, mean, rows

@@ -155,8 +155,11 @@ def sketch_rows(
     plans.check_function("to_sketch", to_sketch, "gradient")
     if trees.check_gradients(gradients) == 1:  # without vmap, read in blocks in the layout it has
         found = to_sketch(jax.tree.map(lambda g: g[0], gradients))
-        return trees.checked_sketches(jax.tree.map(lambda x: x[None], found))
-    return trees.checked_sketches(jax.vmap(to_sketch)(gradients))
+        found = jax.tree.map(lambda x: x[None], found)
+    else:
+        found = jax.vmap(to_sketch)(gradients)
+    trees.check_sketches(found)
+    return found
 
 
 def fold(leaf: Array, seed: UInt32[Array, ""], size: int) -> Float32[Array, "k"]:
