@@ -18,6 +18,7 @@ import ordering.input
 from experiments.cluster import agree
 from experiments.training.config import Sizes
 from local_opt.workers import AXIS
+from syncopate.mesh import is_key
 
 LOOK_AHEAD = 3  # loads before an epoch's end, when the first loads of the next one begin
 DEPTH = 2  # batches waiting in the queue
@@ -211,10 +212,6 @@ def example_batch(source: Source, size: int):
     return place_rows(batch, source.sharding)
 
 
-def _is_key(x) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def place(tree, sharding: Sharding | None):
     """Places arrays [W, ...], equal on all processes, on the devices, without a collective.
 
@@ -226,7 +223,7 @@ def place(tree, sharding: Sharding | None):
         return jax.device_put(tree, sharding)
 
     def put(x):
-        if _is_key(x):
+        if is_key(x):
             wrap = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
             return wrap(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         x = np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(x)))
@@ -270,7 +267,7 @@ def on_host(tree):
     """
 
     def get(x):
-        x = jax.random.key_data(x) if _is_key(x) else x
+        x = jax.random.key_data(x) if is_key(x) else x
         here = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
         return np.asarray(x) if here else multihost_utils.process_allgather(x, tiled=True)
 
