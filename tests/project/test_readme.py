@@ -23,7 +23,7 @@ def test_an_example_is_short_and_runs(name):
 
 
 def test_the_readme_is_short_and_shows_pictures_that_are_there():
-    assert {"README", "orders", "local_steps", "echoing"} <= set(EXAMPLES)
+    assert {"README", "local_steps", "echoing"} <= set(EXAMPLES)
     assert len(README.splitlines()) <= 180
     first = re.search(r"^\|.*\|$", README, re.M)[0]
     assert first.count("|") - 1 <= 5
