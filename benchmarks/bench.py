@@ -8,28 +8,25 @@ r"""Measures costs: microseconds and ratios. Every row is printed as it is measu
     python -m benchmarks.bench --part=overlap                  # minutes; compiles for two slices
     python -m benchmarks.bench --part=loops                    # a minute: the loop's own share
     python -m benchmarks.bench --part=epochs --data_root=DIR   # minutes, half of them compilation
-    python -m benchmarks.bench --part=echo                     # run nothing else meanwhile
     python -m benchmarks.bench --part=peers --repositories=DIR --data_root=DIR    # docs/peers.md
 
 The calls of a table take turns in one process, after a warm-up; times are the median of --repeats.
 Ratios with a 95 % interval are computed within each turn; the median over turns is shown.
-Expected: orders.md, local_steps.md and echoing.md in docs/results hold the tables.
+Expected: orders.md and local_steps.md in docs/results hold the tables.
 """
 
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
-import numpy as np
 from absl import flags
 
 import local_opt
 from benchmarks import local_timing, overlap, peers, sync_memory
 from experiments import timing
 from experiments.cluster import entry
-from experiments.results.statistics import median_interval
 from experiments.study import recipes
 from experiments.study.cost import lower_step, order_traffic
 from experiments.study.flags import definer, names_of
@@ -39,8 +36,6 @@ from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
 
 LOOPS = [(o, r) for o in ("rr", "id_pair", "cd_grab") for r in ("parallel", "accumulate", "qsr")]
-
-
 # {task: {unit: (workers, units per step, unit size, epochs of a timed call)}}
 DEEP = {"microbatch": (1, 1, 16, 1), "groups, 4 per step": (1, 4, 4, 1),
         "examples, 16 per step": (1, 16, 1, 1)}  # fmt: skip
@@ -88,18 +83,15 @@ def scaled_rows(task_name: str, repeats: int) -> Iterator[dict]:
     for unit, (*sizes, epochs) in UNITS[task_name].items():
         recipe = Recipe(*sizes, (1e-3,), epochs=epochs, optimizer="adamw")
         calls, steps = training_calls(task, recipe, {name: (name, "parallel") for name in SCALED})
-        flops = [
-            lower_step(task, recipe, row_of("order", name), local_opt.parallel_rounds)
-            .compile().cost_analysis()["flops"] for name in SCALED
-        ]  # fmt: skip
-        for count, (name, seconds, times) in zip(
-            flops, timing.against_first(calls, repeats), strict=True
-        ):
+        flops = {}
+        for name, seconds, times in timing.against_first(calls, repeats):
+            lowered = lower_step(task, recipe, row_of("order", name), local_opt.parallel_rounds)
+            flops[name] = lowered.compile().cost_analysis()["flops"]
             yield {
                 "part": "scaled", "task": task.name, "unit": unit,
                 "order": row_of("order", name).label,
                 "us_per_step": round(seconds / steps * 1e6, 1), "times_first": times[0],
-                "interval": times[1], "times_flops": round(count / flops[0], 4),
+                "interval": times[1], "times_flops": round(flops[name] / flops[SCALED[0]], 4),
             }  # fmt: skip
 
 
@@ -146,14 +138,12 @@ def epoch_rows(name: str, repeats: int, data_root: str) -> Iterator[dict]:
     recipe = recipe._replace(**fields, epochs=1, total_steps=None)
     arms = {order: (order, "parallel") for order in ("rr", "so", "unzip", "id_pair", "cd_grab")}
     calls, steps = training_calls(task, recipe, arms)
-    times = {o: np.array(seconds) for o, seconds in timing.in_turns(calls, repeats).items()}
-    for order, seconds in times.items():
-        middle, low, high = median_interval(seconds / times["rr"])
+    for order, seconds, times in timing.compared(calls, repeats):
+        middle, low, high = times["rr"]
         yield {
             "part": "epochs", "row": name, "steps": steps, "order": row_of("order", order).label,
-            "s_per_epoch": float(f"{np.median(seconds):.3g}"), "times_rr": round(middle, 3),
-            "interval": f"{low:.3f} to {high:.3f}",
-            "times_so": round(float(np.median(seconds / times["so"])), 3),
+            "s_per_epoch": float(f"{seconds:.3g}"), "times_rr": round(middle, 3),
+            "interval": f"{low:.3f} to {high:.3f}", "times_so": round(times["so"][0], 3),
         }  # fmt: skip
 
 
@@ -163,15 +153,15 @@ def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
     yield from ()
 
 
-def compiled_rows(rows: Callable, name: str, repeats: int | None) -> Iterator[dict]:
-    """Rows of compiled syncs, which nothing is timed for."""
-    if repeats is not None:
-        raise ValueError("--part=memory and --part=overlap time nothing: leave out --repeats.")
-    yield from rows(*name.split("-"))
-
-
 def _compiled(rows, names):
-    return {name: functools.partial(compiled_rows, rows, name) for name in names}
+    """Rows of compiled syncs, which nothing is timed for."""
+
+    def of(name, repeats):
+        if repeats is not None:
+            raise ValueError("--part=memory and --part=overlap time nothing: leave out --repeats.")
+        yield from rows(*name.split("-"))
+
+    return {name: functools.partial(of, name) for name in names}
 
 
 MEMORY = [f"{chip}-{model}" for chip in sync_memory.SLICES for model in sync_memory.MODELS]
@@ -182,7 +172,6 @@ PARTS = {  # the names of their rows, and the repeats
     "local_steps": ({"step": local_timing.local_rows, "sync": local_timing.sync_rows}, 41),
     "loops": ({"loops": loop_rows}, 9),
     "epochs": ({name: functools.partial(epoch_rows, name) for name in EPOCHS}, 9),
-    "echo": ({f"{r}": functools.partial(timing.echo_rows, r) for r in timing.RATIOS}, 3),
     "memory": (_compiled(sync_memory.memory_rows, MEMORY), None),
     "overlap": (_compiled(overlap.overlap_rows, overlap.MODELS), None),
     "peers": ({"all": peer_rows}, None),
@@ -194,9 +183,7 @@ FIRST = {"balance": ["digits", "hmda", "lenet"], "memory": ["v5e-vit"], "overlap
 def define_flags(values: flags.FlagValues) -> None:
     define = definer(values)
     define(flags.DEFINE_enum, "part", "balance", "what to measure", list(PARTS))
-    text = (
-        "some rows of a part's table, or all; of echo some R; of balance digits,hmda,lenet if unset"
-    )
+    text = "some rows of a part's table, or all; of balance digits,hmda,lenet if unset"
     define(flags.DEFINE_list, "rows", None, text)
     text = "timed calls of every row; the part's own if unset"
     define(ranges.COUNT, "repeats", None, text)

@@ -4,7 +4,7 @@
     pip install -e ".[experiments,data]"
     python -m benchmarks.echo_peers --repositories=.
 
-A load takes a declared delay of R steps (`timing.slow_batches`), and every way uses it R times:
+A load takes a declared delay of R steps (`slow_batches`), and every way uses it R times:
 tf.data by `flat_map` and `repeat`, of batches, or of examples that are then shuffled and batched;
 init2winit by the generator of its trainer; ours by a plan. The others take whole numbers, so at
 R = 2.5 they use a load three times. `measured` decides by what is ready. All read one load ahead on
@@ -18,6 +18,7 @@ import itertools
 import math
 import pathlib
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 
@@ -25,6 +26,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
+import models
 from experiments import timing
 from experiments.results.statistics import median_interval
 from ordering import echo
@@ -33,6 +35,28 @@ from ordering.input import load_ahead
 RATIOS = (2, 2.5, 4)
 SHUFFLE = 4  # batches in tf.data's buffer of examples
 PLAIN = "a load per step"
+FEATURES, BATCH = 784, 64
+
+
+def slow_step() -> Callable:
+    """`batch -> state`: a step of some milliseconds on one batch, which is waited for."""
+    # One thread leaves a core to the loader, as if the step ran on an accelerator.
+    options = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else None
+    model = models.mlp(num_features=FEATURES, hidden=(128,), num_classes=10)
+    call = timing.momentum_step(model, 20, compiler_options=options)
+    return lambda batch: jax.block_until_ready(call(batch))
+
+
+def slow_batches(delay: float) -> Iterator[dict]:
+    """Endless random batches on the device, each `delay` seconds after its request."""
+    generator = np.random.default_rng(0)
+    while True:
+        start = time.perf_counter()
+        x = generator.normal(size=(BATCH, FEATURES)).astype(np.float32)
+        y = generator.integers(0, 10, BATCH, np.int32)
+        batch = jax.block_until_ready(jax.device_put({"x": x, "y": y}))
+        time.sleep(max(0.0, start + delay - time.perf_counter()))
+        yield batch
 
 
 def numbered(batches: Iterable[dict]) -> Iterator[dict]:
@@ -95,8 +119,8 @@ def ways_of(ratio: float, steps: int, folder: pathlib.Path | None) -> dict[str, 
     factor = math.ceil(ratio)
     ways = {
         PLAIN: by_plan(echo.fixed(1, total_steps=steps)),
-        "error_diffusion": by_plan(timing.diffusion(ratio, steps)),
-        "measured": by_plan(timing.measured(ratio, steps)),
+        "error_diffusion": by_plan(echo.error_diffusion(1 / ratio, total_steps=steps)),
+        "measured": by_plan(echo.measured(total_steps=steps, max_factor=math.ceil(4 * ratio))),
     }
     peers = {
         "tf.data, batches": lambda: by_tf_data(factor, False),
@@ -126,16 +150,13 @@ def check(ways: dict[str, Callable], factor: int, loads: int = 8, size: int = 16
 def timed(step: Callable, run: Callable, delay: float, steps: int) -> tuple[float, float]:
     """Seconds per step, and loads per step."""
     seen = []
-
-    def uses(batches):
-        for batch in batches:
-            seen.append(batch["load"])
-            yield {name: batch[name] for name in ("x", "y")}
-
-    with contextlib.closing(run(numbered(timing.slow_batches(delay)))) as batches:
+    with contextlib.closing(run(numbered(slow_batches(delay)))) as batches:
         first = next(batches)
-        rest = itertools.islice(batches, steps - 1)
-        seconds, _ = timing.timed_steps(step, uses(itertools.chain([first], rest)))
+        start = time.perf_counter()
+        for batch in itertools.chain([first], itertools.islice(batches, steps - 1)):
+            seen.append(batch["load"])
+            step({name: batch[name] for name in ("x", "y")})
+    seconds = (time.perf_counter() - start) / len(seen)
     return seconds, len(np.unique(np.concatenate(seen))) / len(seen)
 
 
@@ -143,7 +164,7 @@ def rows(
     ratio: float, repeats: int, *, folder: pathlib.Path | None = None, steps: int = 80, step=None
 ) -> Iterator[dict]:
     """One row per way, medians over the turns."""
-    step = step or timing.slow_step()
+    step = step or slow_step()
     ways, factor = ways_of(ratio, steps, folder), math.ceil(ratio)
     check(ways_of(factor, 8 * factor, folder), factor)
     quick = ways["error_diffusion"]

@@ -1,10 +1,8 @@
 """Timings of calls that take turns in one process, so that a disturbance affects all of them."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +14,12 @@ import ordering.input
 from experiments.cluster import progress
 from experiments.results.statistics import median_interval
 from experiments.study.cost import Machine
-from experiments.study.pace import pace_of
 from experiments.study.tables import ECHO_POLICIES, row_of
 from experiments.tasks import Recipe, Task
 from experiments.training import loop
 from experiments.training.config import config_of, plans_of
 from experiments.training.program import build
 from models import Model
-from ordering import echo
 from syncopate.refusals import UserError
 
 
@@ -150,8 +146,6 @@ def momentum_step(model: Model, times: int = 1, **options) -> Callable:
     one = gradient_step(model, optimizer.update)
 
     def step(state, batch):
-        if times == 1:
-            return one(*state, batch)
         return jax.lax.fori_loop(0, times, lambda _, state: one(*state, batch), state)
 
     params = jax.jit(model.init)(jax.random.key(0))
@@ -190,109 +184,3 @@ def measure(task: Task, recipe: Recipe, *, rounds: int = 7, per_round: int = 20)
 
     load, step = seconds(lambda: jax.device_put(next(read))), seconds(lambda: take(batch))
     return Machine(step, load, label=f"{task.name}, batch {size}, measured here, {source}")
-
-
-# Echoing under slow input.
-class Echo(NamedTuple):
-    label: str
-    policy: Callable  # of R and the steps
-    depth: int = 1  # of the loader's queue
-
-
-def diffusion(ratio: float, steps: int):
-    return echo.error_diffusion(1 / ratio, total_steps=steps)
-
-
-def bernoulli(ratio: float, steps: int, p: float = 1.0):
-    return echo.bernoulli(p / ratio, total_steps=steps, key=jax.random.key(0))
-
-
-def measured(ratio: float, steps: int):
-    return echo.measured(total_steps=steps, max_factor=math.ceil(4 * ratio))
-
-
-RATIOS = (2, 4, 8)
-ECHO = (
-    Echo("error diffusion, p = 1/R", diffusion),
-    Echo("error diffusion, p = 1/R", diffusion, 2),
-    Echo("Bernoulli, p = 1/R", bernoulli),
-    Echo("Bernoulli, p = 1/R", bernoulli, 4),
-    Echo("Bernoulli, p = 1/R", bernoulli, 16),
-    Echo("Bernoulli, p = 0.9/R", lambda r, t: bernoulli(r, t, 0.9), 8),
-    Echo("measured, at most 4R uses", measured),
-)
-FEATURES, BATCH, EXAMPLES = 784, 64, 4096
-
-
-def slow_step() -> Callable:
-    """`batch -> state`: a step of some milliseconds on one batch, which is waited for."""
-    # One thread leaves a core to the loader, as if the step ran on an accelerator.
-    options = {"xla_cpu_multi_thread_eigen": False} if jax.default_backend() == "cpu" else None
-    model = models.mlp(num_features=FEATURES, hidden=(128,), num_classes=10)
-    call = momentum_step(model, 20, compiler_options=options)
-    return lambda batch: jax.block_until_ready(call(batch))
-
-
-def slow_batches(delay: float) -> Iterator[dict]:
-    """Endless random batches on the device, each `delay` seconds after its request."""
-    generator = np.random.default_rng(1)
-    x = generator.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
-    y, generator = generator.integers(0, 10, EXAMPLES, np.int32), np.random.default_rng(0)
-    while True:
-        start = time.perf_counter()
-        chosen = generator.integers(0, EXAMPLES, BATCH)
-        batch = jax.block_until_ready(jax.device_put({"x": x[chosen], "y": y[chosen]}))
-        time.sleep(max(0.0, start + delay - time.perf_counter()))
-        yield batch
-
-
-def timed_steps(step: Callable, batches: Iterable) -> tuple[float, float]:
-    """Seconds per step, and all seconds over those within steps."""
-    start, within, steps = time.perf_counter(), 0.0, 0
-    for batch in batches:
-        begin = time.perf_counter()
-        step(batch)
-        within, steps = within + time.perf_counter() - begin, steps + 1
-    total = time.perf_counter() - start
-    return total / steps, total / within
-
-
-def _run_policy(step: Callable, policy, depth: int, delay: float) -> tuple[float, float, float]:
-    """Runs a policy to its end, timed from its first batch on.
-
-    Returns:
-      Seconds per step, all seconds over those within steps, and loads per step.
-    """
-    with ordering.input.load_ahead(slow_batches(delay), depth=depth) as loader:
-        uses, fresh = echo.echo_batches(loader, policy), []  # takes the first batch
-        times = timed_steps(step, (fresh.append(use.fresh) or use.batch for use in uses))
-        return *times, sum(fresh) / len(fresh)
-
-
-def echo_rows(ratio: float, repeats: int, *, steps: int = 400, step=None) -> Iterator[dict]:
-    """Does echoing hide slow input as predicted? One row per policy, medians over the turns.
-
-    A real loader (`ordering.input.load_ahead`) reads batches that take a declared delay of R t_step
-    each: gather, copy to the device, and sleep until the delay since the start is over. Right
-    before every run goes the same run without a delay (for "measured", which would then never
-    echo, that of error diffusion), whose seconds per step are t_step: what slows the machine for
-    longer than two runs slows both. The columns are those of docs/results/echoing.md.
-    """
-    step = step or slow_step()
-    _run_policy(step, diffusion(2, 20), 1, 0.0)  # warms up the rest
-    for row in ECHO:
-        policy, turns = row.policy(ratio, steps), []
-        plan = diffusion(ratio, steps) if policy.online else policy
-        for _ in range(repeats):
-            base, _, _ = _run_policy(step, plan, row.depth, 0.0)
-            seconds, in_run, share = _run_policy(step, policy, row.depth, ratio * base)
-            _, stall = pace_of(policy, ratio, depth=row.depth)
-            told = 1 + stall / policy.total_steps
-            turns.append((1e3 * base, share, seconds / base, in_run, told))
-        step_ms, loads, *ratios = map(statistics.median, zip(*turns, strict=True))
-        measured, in_run, simulated = (round(found, 3) for found in ratios)
-        yield {
-            "part": "echo", "R": ratio, "policy": row.label, "depth": row.depth,
-            "step_ms": round(step_ms, 3), "loads_per_step": round(loads, 4), "measured": measured,
-            "in_run": in_run, "simulated": simulated,
-        }  # fmt: skip

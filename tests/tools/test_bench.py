@@ -100,12 +100,6 @@ def test_local_steps_are_compared_with_the_plain_step(monkeypatch):
     assert all(r["us_per_step"] > 0 for r in rows)
 
 
-def test_echo_runs_every_policy():
-    rows = list(timing.echo_rows(2, 1, steps=8, step=lambda batch: None))
-    assert [r["depth"] for r in rows] == [1, 2, 1, 4, 16, 8, 1]
-    assert rows[0]["loads_per_step"] == 0.5 and rows[0]["simulated"] == 1
-
-
 def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsys):
     with pytest.raises(ValueError, match="pass --data_root=DIR"):
         run("--part=epochs")
@@ -114,8 +108,8 @@ def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsy
     run("--part=epochs", "--data_root=nowhere", "--rows=hmda")
     assert "hmda is left out: " in capsys.readouterr().out
     rows = {"of": lambda repeats: iter([{"a": repeats, "b": 2}, {"a": 3, "b": 4}])}
-    monkeypatch.setitem(bench.PARTS, "echo", (rows, 7))
-    run("--part=echo")
+    monkeypatch.setitem(bench.PARTS, "loops", (rows, 7))
+    run("--part=loops")
     assert capsys.readouterr().out == "| a | b |\n| --- | --- |\n| 7 | 2 |\n| 3 | 4 |\n"
 
 

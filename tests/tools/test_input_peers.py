@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from benchmarks import echo_peers, input_kills, input_peers, peer_readers
-from experiments import timing
 from ordering import echo
 
 COUNT = 2100  # 8 batches and 52 examples
@@ -66,8 +65,9 @@ def test_an_epoch_goes_on_with_other_readers(folder, readers):
 
 def test_echoing_is_counted_before_it_is_timed(monkeypatch):
     policies = {
-        echo_peers.PLAIN: echo.fixed(1, total_steps=16), "error_diffusion": timing.diffusion(2, 16)
-    }  # fmt: skip
+        echo_peers.PLAIN: echo.fixed(1, total_steps=16),
+        "error_diffusion": echo.error_diffusion(0.5, total_steps=16),
+    }
     ways = {name: echo_peers.by_plan(policy) for name, policy in policies.items()}
     monkeypatch.setattr(echo_peers, "ways_of", lambda *_: ways)
     rows = list(echo_peers.rows(2, 2, steps=16, step=lambda batch: None))
