@@ -7,8 +7,8 @@ After SGD reaches a manifold of minimisers it drifts slowly along it, towards fl
 Slow SDEs of Gu et al. 2023 (https://arxiv.org/abs/2303.01215) and 2024
 (https://arxiv.org/abs/2310.14423) predict how far K workers get in S / eta^2 steps. Every run is
 plain SGD at a constant rate under a plan of `local_opt`. Its end is compared with the theory at
-that rate and in the limit, and with the strength of drift that would have led there. The formulas,
-picture and a part of the tables are in docs/results/slow_sde.md.
+that rate and in the limit, and with the strength of drift that would have led there. The formulas
+and a part of the tables are in docs/results/slow_sde.md.
 """
 
 import functools
@@ -24,19 +24,16 @@ from absl import flags
 
 import local_opt
 from experiments.cluster import entry, progress
-from experiments.results import plots, report, tables
-from experiments.results.statistics import interval
+from experiments.results import report, tables
 from experiments.study import flags as dialect
 from experiments.tasks.ranges import COUNT, Range
 
 SLOW_TIME = 4.0  # S: runs have S / eta^2 steps
-TITLE = "Drift of SGD in 4 / η² steps"
 
 
 class Problem(NamedTuple):
     """The measure falls along the manifold; noises are N(0, 1) and enter the loss linearly."""
 
-    measured: str  # name in the tables
     loss: Callable[[jax.Array, jax.Array], jax.Array]  # [P] parameters, [N] noises -> []
     measure: Callable[[jax.Array], jax.Array]  # [P] parameters -> []
     start: tuple[float, ...]  # P numbers, a minimiser
@@ -73,8 +70,8 @@ def sharpness(params):
 
 
 PROBLEMS = {
-    "valley": Problem("x", _valley_loss, lambda params: params[0], (1.0, 0.0), 1),
-    "label_noise": Problem("trace of the Hessian", _label_noise_loss, sharpness, START, 2),
+    "valley": Problem(_valley_loss, lambda params: params[0], (1.0, 0.0), 1),
+    "label_noise": Problem(_label_noise_loss, sharpness, START, 2),
 }
 
 
@@ -233,48 +230,6 @@ def table(found: Sequence[Mapping], name: str) -> str:
     return tables.markdown([*rows.values()])
 
 
-def verdict(found: Sequence[Mapping]) -> str:
-    """The largest deviations from theory; only parallel SGD and QSR are compared with the limit."""
-    lines, least = [], min(r["learning_rate"] for r in found)
-    last = [r for r in found if r["learning_rate"] == least and r["rule"] in ("parallel", "qsr")]
-    for text, judged, key, known in (
-        ("1. ends at the smallest rate, against the limit", last, "end", "limit"),
-        ("2. drifts at the smallest rate, against the limit", last, "drift", "limit_drift"),
-        ("3. ends at all rates, against theory at that rate", found, "end", "theory"),
-    ):
-        off = [interval(np.array(r[key]) / r[known] - 1) for r in judged]
-        within = sum(abs(mean) + half <= 0.05 for mean, half in off)
-        (mean, half), r = max(zip(off, judged, strict=True), key=lambda each: abs(each[0][0]))
-        where = f"{r['problem']}, K = {r['workers']}, {RULES[r['rule']].label}"
-        lines.append(
-            f"{text}: {within} of {len(off)} within 5 % including the interval; farthest "
-            f"{100 * mean:+.1f} ± {100 * half:.1f} % ({where}, η = {r['learning_rate']:g})"
-        )
-    return "\n".join(lines)
-
-
-def draw(found: Sequence[Mapping], path: str) -> None:
-    """Writes a PNG: a row per problem, a column per K, a colour per rule; lines are theory."""
-    names, widths = (list(dict.fromkeys(r[key] for r in found)) for key in ("problem", "workers"))
-    size = 1 + 3.3 * len(widths), 1.3 + 3.4 * len(names)
-    figure, axes = plots.panes(len(names), len(widths), size, sharex=True, sharey="row")
-    for name, workers, (place, rule) in itertools.product(names, widths, enumerate(RULES)):
-        axis = axes[names.index(name)][widths.index(workers)]
-        asked = {"problem": name, "workers": workers, "rule": rule}
-        own = [r for r in found if asked.items() <= r.items()]
-        rates, style = [r["learning_rate"] for r in own], plots.look(place)
-        theory = [*(r["theory"] for r in own), own[0]["limit"]]
-        axis.plot([*rates, 0], theory, **style, linewidth=1.2, label=RULES[rule].label)
-        mean, half = np.array([interval(r["end"]) for r in own]).T
-        axis.errorbar(rates, mean, yerr=half, fmt="o", ms=4, capsize=3, color=style["color"])
-        axis.set_title(f"{name}, K = {workers}")
-        axis.set(xlabel="learning rate η", ylabel=f"{PROBLEMS[name].measured} at the end")
-        axis.grid(alpha=0.3)
-        axis.label_outer()
-    plots.legend(figure)
-    plots.save(figure, path, f"{TITLE}\nmean and 95 % interval; lines: theory, its limit at 0")
-
-
 def define_flags(values: flags.FlagValues) -> None:
     define, rates = dialect.definer(values), Range(float, "[0.001, 1]")  # of S / eta^2 steps
     define([COUNT], "workers", [2, 4, 8, 16], "numbers of workers, K")
@@ -289,9 +244,7 @@ def main(values: flags.FlagValues) -> None:
     with report.opened("slow_sde", values) as folder:
         found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
         made = {name: table(found, name) for name in PROBLEMS}
-        pictures = {"slow_sde.png": functools.partial(draw, found)}
-        report.write_tables(folder, TITLE, found, made, pictures)
-    print("\n" + verdict(found))
+        report.write_tables(folder, "Drift of SGD in 4 / η² steps", found, made, {})
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_steps_equal_numpy_and_runs_end_where_theory_predicts(name, optimised):
         assert half < 0.04 * r["theory"]
 
 
-def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys, monkeypatch):
+def test_the_experiment_writes_tables_and_a_page(tmp_path, capsys, monkeypatch):
     def run(*given):
         few = ("--repetitions=3", f"--output_dir={tmp_path}")
         slow_sde.main(parsed(slow_sde, *few, *given))
@@ -111,7 +111,4 @@ def test_the_experiment_writes_tables_a_picture_and_a_report(tmp_path, capsys, m
     run("--workers=2", "--rates=0.1,0.2")
     printed = capsys.readouterr().out
     assert (tmp_path / "table_valley.md").read_text() in printed
-    assert "1. ends at the smallest rate, against the limit: " in printed
-    assert printed.count(" of 2 within 5 %") == 2 and printed.count(" of 8 within 5 %") == 1
-    assert "slow_sde.png" in (tmp_path / "report.html").read_text()
     assert len(records.read(tmp_path / records.METRICS)) == 2 * 4
