@@ -19,7 +19,7 @@ from absl import flags
 
 from experiments import forecast
 from experiments.cluster import entry, files
-from experiments.results import archive, report, statistics, tables
+from experiments.results import archive, statistics, tables
 from experiments.results.frame import COSTS, frame, named, paired
 from experiments.results.statistics import ABOVE, LOSS, Comparison
 from experiments.study import recipes, trainer
@@ -31,40 +31,38 @@ _SMALL = "CIFAR-10 at 16 x 16 for ImageNet, 16 epochs for "
 _BATCHES = f"{_CIFAR}batches of 4 x 32 for 4,096"
 _WIDE = "; 64 workers of one example per step; only the first orders differ between arms"
 _JERSEY = "New Jersey for New York"
-RUNS = {  # (the task, what is smaller than published, the page that has its tables if not ours)
-    "hmda": ("HMDA, logistic regression, W = 4", _JERSEY, ""),
-    "hmda_cosine": ("HMDA, cosine decay, W = 4", _JERSEY, ""),
-    "digits_w64": ("digits, softmax regression, W = 64", f"24 units per worker{_WIDE}", ""),
+RUNS = {  # (the task, what is smaller than published)
+    "hmda": ("HMDA, logistic regression, W = 4", _JERSEY),
+    "hmda_cosine": ("HMDA, cosine decay, W = 4", _JERSEY),
+    "digits_w64": ("digits, softmax regression, W = 64", f"24 units per worker{_WIDE}"),
     "sst2_w64": ("SST-2, linear head, W = 64",
-                 f"TF-IDF of the text in 256 dimensions for frozen BERT's features{_WIDE}", ""),
-    "hmda_w64": ("HMDA, logistic regression, W = 64", f"{_JERSEY}{_WIDE}", ""),
-    "m4_constant": ("M4 Weekly, constant rate, W = 4", "15 epochs for 30", ""),
+                 f"TF-IDF of the text in 256 dimensions for frozen BERT's features{_WIDE}"),
+    "hmda_w64": ("HMDA, logistic regression, W = 64", f"{_JERSEY}{_WIDE}"),
+    "m4_constant": ("M4 Weekly, constant rate, W = 4", "15 epochs for 30"),
     "lstm_constant": ("WikiText-2, LSTM, constant rate, W = 4",
-                      "test.txt trains, 10 epochs for 50; 4,096 words", ""),
-    "m4": ("M4 Weekly, W = 4", "15 epochs for 30; decay every 5", ""),
+                      "test.txt trains, 10 epochs for 50; 4,096 words"),
+    "m4": ("M4 Weekly, W = 4", "15 epochs for 30; decay every 5"),
     "lstm": ("WikiText-2, LSTM, W = 4",
              "test.txt trains, 15 epochs for 50; valid.txt tests: compares with no published "
-             "perplexity; 4,096 words, decay every 5", ""),
+             "perplexity; 4,096 words, decay every 5"),
     "gpt2": ("GPT-2, W = 64",
              "WikiText-2's test.txt, width 64, 8 epochs; for WikiText-103, 128 and 30; valid.txt "
-             "tests; 2,048 words, windows of 64 for 128, lr 1e-3 and 2e-3 for 5e-4", ""),
+             "tests; 2,048 words, windows of 64 for 128, lr 1e-3 and 2e-3 for 5e-4"),
     "lenet_w64": ("CIFAR-10, LeNet, W = 64",
-                  "4,096 images, 25 epochs for 100; lr 1e-2 and 2e-2 for 1e-3 and 5e-3", ""),
+                  "4,096 images, 25 epochs for 100; lr 1e-2 and 2e-2 for 1e-3 and 5e-3"),
     "qsr_cifar10_vit": ("CIFAR-10, ViT, Local AdamW",
-                        f"{_SMALL}300; {_BATCHES}, 60,586 parameters", "local_steps.md"),
+                        f"{_SMALL}300; {_BATCHES}, 60,586 parameters"),
     "qsr_cifar10_resnet": ("CIFAR-10, ResNet-8, Local SGD",
-                           f"{_SMALL}200; {_BATCHES}, 19,218 parameters", "local_steps.md"),
+                           f"{_SMALL}200; {_BATCHES}, 19,218 parameters"),
     "qsr_digits_mlp": (
         "150 digits, perceptron, Local SGD",
-        "few images, fitted for 500 to 5,000 epochs; growth of alpha 4; batches of 8 x 4", ""),
-    "echo_resnet": ("CIFAR-10, ResNet-8", f"16 x 16, to 38 %; {_CIFAR}two workers", "echoing.md"),
+        "few images, fitted for 500 to 5,000 epochs; growth of alpha 4; batches of 8 x 4"),
+    "echo_resnet": ("CIFAR-10, ResNet-8", f"16 x 16, to 38 %; {_CIFAR}two workers"),
     "echo_resnet_gn": ("CIFAR-10, ResNet-8 with group normalisation",
-                       f"16 x 16, to 38 %; {_CIFAR}two workers", ""),
-    "echo_digits": ("digits, perceptron of two layers of 512", "800 images, to 96 %", ""),
-    "echo_mobilenet": ("CIFAR-10, MobileNet-V2", f"16 x 16, to 33 %; {_CIFAR}two workers",
-                       "echoing.md"),
-    "echo_shakespeare": ("GPT", "characters of Shakespeare, width 64; for WikiText-2; two workers",
-                         "echoing.md"),
+                       f"16 x 16, to 38 %; {_CIFAR}two workers"),
+    "echo_digits": ("digits, perceptron of two layers of 512", "800 images, to 96 %"),
+    "echo_mobilenet": ("CIFAR-10, MobileNet-V2", f"16 x 16, to 33 %; {_CIFAR}two workers"),
+    "echo_shakespeare": ("GPT", "characters of Shakespeare, width 64; for WikiText-2; two workers"),
 }  # fmt: skip
 CONTROLS = {  # what should not have the effect of a pair of arms
     ("cd_grab", "rr"): ("unzip", "id_mean", "id_pair"),
@@ -302,26 +300,20 @@ def page(folder=archive.FOLDER) -> str:
         word = "reproduced" if ours == published else "none of that size"
         plans += [{"claim": f"{text}: rounds, volume against parallel", "published": published,
                    "ours": ours, "verdict": word}]  # fmt: skip
-    runs = [section(name, own, pathlib.Path(folder, name)) for name, own in recorded.items()]
+    runs = [section(name, pathlib.Path(folder, name)) for name in recorded]
     return "\n\n".join([
         HEAD, chance, *parts, "## Plans, which need no run", tables.markdown(plans),
         "## Runs", *runs,
     ])  # fmt: skip
 
 
-def section(name: str, comparison: Comparison, path: pathlib.Path) -> str:
-    """A recorded run: how it was made, and its tables or the page that has them."""
-    title, scaled, elsewhere = RUNS[name]
+def section(name: str, path: pathlib.Path) -> str:
+    """A recorded run, and how it was made."""
+    title, scaled = RUNS[name]
     versions = files.read_json(path / archive.VERSIONS)
-    columns = {"cd_grab": tables.ORDER_COLUMNS, "qsr": tables.SYNC_COLUMNS,
-               "echoing": tables.ECHO_COLUMNS}[comparison.records[0]["study"]]  # fmt: skip
     made = f"JAX {versions['jax']} on {versions['device']}"
-    parts = [f"### {name}", f"{title}. Scaled down: {scaled}. {made}.",
-             "\n".join(f"    {line}" for line in archive.commands(path))]  # fmt: skip
-    if elsewhere:
-        return "\n\n".join([*parts, f"Tables: [{elsewhere}]({elsewhere})."])
-    parts += [tables.table(comparison, columns, speed) for speed in comparison.speeds]
-    return "\n\n".join(filter(None, [*parts, report.diverged_rates(comparison)]))
+    lines = "\n".join(f"    {line}" for line in archive.commands(path))
+    return f"### {name}\n\n{title}. Scaled down: {scaled}. {made}.\n\n{lines}"
 
 
 def define_flags(values: flags.FlagValues) -> None:
