@@ -31,7 +31,8 @@ from experiments.study import recipes
 from experiments.study.cost import lower_step, order_traffic
 from experiments.study.flags import definer, names_of
 from experiments.study.tables import row_of
-from experiments.tasks import TASKS, Recipe, ranges
+from experiments.tasks import TASKS, Recipe
+from experiments.tasks.base import COUNT
 from experiments.timing import medians, training_calls
 from experiments.training.config import num_params, sizes_of
 
@@ -155,13 +156,7 @@ def peer_rows(repeats: int | None, *folders: str | None) -> Iterator[dict]:
 
 def _compiled(rows, names):
     """Rows of compiled syncs, which nothing is timed for."""
-
-    def of(name, repeats):
-        if repeats is not None:
-            raise ValueError("--part=memory and --part=overlap time nothing: leave out --repeats.")
-        yield from rows(*name.split("-"))
-
-    return {name: functools.partial(of, name) for name in names}
+    return {name: lambda repeats, own=name: rows(*own.split("-")) for name in names}
 
 
 MEMORY = [f"{chip}-{model}" for chip in sync_memory.SLICES for model in sync_memory.MODELS]
@@ -186,7 +181,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text = "some rows of a part's table, or all; of balance digits,hmda,lenet if unset"
     define(flags.DEFINE_list, "rows", None, text)
     text = "timed calls of every row; the part's own if unset"
-    define(ranges.COUNT, "repeats", None, text)
+    define(COUNT, "repeats", None, text)
     text = "has the folders hmda, m4, wikitext2, tfds (the prepared cifar10), or some"
     define(flags.DEFINE_string, "data_root", None, text)
     text = "has clones of what PyPI lacks, CD-GraB and init2winit"
@@ -195,6 +190,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def main(values: flags.FlagValues) -> None:
     tables, repeats = PARTS[values.part]
+    if values.part in ("memory", "overlap") and values.repeats is not None:
+        raise ValueError("--part=memory and --part=overlap time nothing: leave out --repeats.")
     names = FIRST.get(values.part, tables)
     if values.rows is not None:
         names = tables if values.rows == ["all"] else names_of(values, "rows", tables)

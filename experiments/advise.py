@@ -31,7 +31,7 @@ from experiments.results.statistics import interval, reached, target_of
 from experiments.study import flags
 from experiments.study.cost import Machine, order_traffic, time
 from experiments.study.tables import TABLES, row_of
-from experiments.tasks import ranges
+from experiments.tasks.base import SPEED
 from experiments.training.config import Sizes, num_params
 from local_opt import sync_seconds
 from local_opt.workers import AXIS, owned_sharding
@@ -193,7 +193,7 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     flags.define(values, "task", "setting", "processes", task="digits")
     define = flags.definer(values)
     text = "Gb/s of a worker's network, if it is not measured"
-    define([ranges.SPEED], "gbps", [*GBPS], text)
+    define([SPEED], "gbps", [*GBPS], text)
 
 
 def link(parameters: float, workers: int, gbps: float) -> float:

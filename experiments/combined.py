@@ -34,7 +34,7 @@ from experiments.results.tables import COMBINED_COLUMNS, markdown, name_of, time
 from experiments.study import cost, flags, study, tables
 from experiments.study.study import Arm, Study
 from experiments.study.tables import ECHO_POLICIES
-from experiments.tasks import ranges
+from experiments.tasks.base import SECONDS, STEPS
 from experiments.tasks.metrics import METRICS
 from syncopate.refusals import UserError
 
@@ -187,10 +187,10 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     tables.define_flags(define, order="cd_grab", sync="qsr", echo="diffusion+cosine")
     text = "words of the first order; rr+dealt where --order is dealt"
     define(absl_flags.DEFINE_string, "baseline", "rr", text)
-    define(ranges.STEPS, "load_steps", 4.0, "priced: a load, in steps of computation")
-    define(ranges.STEPS, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
+    define(STEPS, "load_steps", 4.0, "priced: a load, in steps of computation")
+    define(STEPS, "sync_steps", 2.0, "priced: an all-reduce, in the same unit")
     text = "if not 0: loads and syncs are delayed, by their prices times this"
-    define(ranges.SECONDS, "step_seconds", 0.0, text)
+    define(SECONDS, "step_seconds", 0.0, text)
 
 
 def fit(study, task, recipe, values):

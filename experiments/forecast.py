@@ -29,7 +29,8 @@ from experiments.study import flags as dialect
 from experiments.study import recipes
 from experiments.study.cost import traffic
 from experiments.study.tables import SYNC_RULES, Arm, arm_of, plans_of, rows_from_flag
-from experiments.tasks import Recipe, Task, ranges
+from experiments.tasks import Recipe, Task
+from experiments.tasks.base import POSITIVE, SPEED
 from experiments.training.config import Plans, num_params, sizes_of
 from syncopate.refusals import UserError
 
@@ -67,8 +68,8 @@ def define_flags(values: flags.FlagValues) -> None:
     define(flags.DEFINE_string, "task", "all", "a setting to plan, or all")
     define(flags.DEFINE_list, "arms", SHOWN, f"rules to compare, of {', '.join(SYNC_RULES)}")
     text = "seconds of computation per step; the published ones if unset"
-    define(ranges.POSITIVE, "step_seconds", None, text)
-    define([ranges.SPEED], "gigabits", [10, 25, 100, 400], "Gb/s of a worker's link")
+    define(POSITIVE, "step_seconds", None, text)
+    define([SPEED], "gigabits", [10, 25, 100, 400], "Gb/s of a worker's link")
     dialect.define(values, "output")
 
 

@@ -25,7 +25,7 @@ from experiments.cluster import entry, progress
 from experiments.results import plots, report, tables
 from experiments.study import flags as dialect
 from experiments.study.tables import known, row_of, rows_from_flag
-from experiments.tasks.ranges import COUNT, Range
+from experiments.tasks.base import COUNT, Range
 from experiments.training.config import OrderSetting
 from syncopate.refusals import UserError
 

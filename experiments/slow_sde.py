@@ -26,7 +26,7 @@ import local_opt
 from experiments.cluster import entry, progress
 from experiments.results import report, tables
 from experiments.study import flags as dialect
-from experiments.tasks.ranges import COUNT, Range
+from experiments.tasks.base import COUNT, Range
 
 SLOW_TIME = 4.0  # S: runs have S / eta^2 steps
 

@@ -27,7 +27,7 @@ from experiments.results import records
 from experiments.study import flags, study, tables, trainer
 from experiments.study.cost import assumed, dry_run
 from experiments.study.study import Study
-from experiments.tasks import ranges
+from experiments.tasks.base import RATE, SEED
 from experiments.training import checkpoint, config, input, measure, program, resize
 from experiments.training import run as training_run
 from experiments.training.step import worker_of
@@ -40,8 +40,8 @@ def define_flags(values: absl_flags.FlagValues) -> None:
     define, enum = flags.definer(values), absl_flags.DEFINE_enum
     tables.define_flags(define, order="cd_grab", sync="qsr", echo="none")
     rate = "peak; the middle one of --learning_rates if unset"
-    define(ranges.RATE, "learning_rate", None, rate)
-    define(ranges.SEED, "seed", 0, "of parameters, orders, coins")
+    define(RATE, "learning_rate", None, rate)
+    define(SEED, "seed", 0, "of parameters, orders, coins")
     text = "other --workers than the run has had: what becomes of their optimizers' states"
     define(enum, "elastic", None, text, list(POLICIES))
 

@@ -20,9 +20,18 @@ from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
 from experiments.study.cost import stay_on_cpu
 from experiments.tasks import TASKS
-from experiments.tasks.base import FIELDS, Recipe, Task, check_recipe
+from experiments.tasks.base import (
+    COUNT,
+    FIELDS,
+    FROM_ZERO,
+    SPEED,
+    WAIT,
+    Range,
+    Recipe,
+    Task,
+    check_recipe,
+)
 from experiments.tasks.metrics import METRICS
-from experiments.tasks.ranges import COUNT, FROM_ZERO, SPEED, WAIT, Range
 from experiments.training.averages import AVERAGES
 from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
 from syncopate.refusals import UserError

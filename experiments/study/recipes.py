@@ -10,8 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from experiments.tasks import TASKS
-from experiments.tasks.base import Recipe, Task, with_first, with_label_noise
-from experiments.tasks.ranges import COUNT, FINITE, SHARE, Range
+from experiments.tasks.base import (
+    COUNT,
+    FINITE,
+    SHARE,
+    Range,
+    Recipe,
+    Task,
+    with_first,
+    with_label_noise,
+)
 from experiments.training.config import sizes_of, total_steps_of
 from syncopate.refusals import UserError
 

@@ -18,8 +18,7 @@ from experiments.results.statistics import Criterion
 from experiments.study import flags, search, trainer
 from experiments.study.cost import assumed, dry_run
 from experiments.study.tables import Arm, arm_of, left_out, plans_of
-from experiments.tasks import ranges
-from experiments.tasks.base import Recipe, Task
+from experiments.tasks.base import COUNT, FROM_ZERO, SECONDS, SLOWNESS, Recipe, Task
 from experiments.training.run import told
 from syncopate.refusals import UserError
 
@@ -52,13 +51,13 @@ def define_flags(study: Study, values: absl_flags.FlagValues) -> None:
     text = f"of {', '.join(study.arms)}, or any words, as cd_grab+sketch64+qsr{own}"
     add(absl_flags.DEFINE_list, "arms", None, text)
     text = "runs per arm at its best rates"
-    add(ranges.COUNT, "seeds", study.seeds, text)
+    add(COUNT, "seeds", study.seeds, text)
     text = "rates tried beyond a best one at the end of those given, at most so many at either end"
-    add(ranges.FROM_ZERO, "widen", 0, text)
+    add(FROM_ZERO, "widen", 0, text)
     if study.speeds:
-        add([ranges.SLOWNESS], "speeds", [*study.speeds], "R, a load's time in steps")
+        add([SLOWNESS], "speeds", [*study.speeds], "R, a load's time in steps")
         text = "behind the delays; measured if unset; 0: no delay, for loads and steps alone"
-        add(ranges.SECONDS, "step_seconds", None, text)
+        add(SECONDS, "step_seconds", None, text)
     study.define(values)
 
 

@@ -20,8 +20,7 @@ from jaxtyping import Array, Int
 import local_opt
 import ordering
 import ordering.echo
-from experiments.tasks.base import Recipe, Task
-from experiments.tasks.ranges import COUNT
+from experiments.tasks.base import COUNT, Recipe, Task
 from experiments.training import config
 from experiments.training.config import EXAMPLES, UNITS, OrderSetting, RunConfig
 from local_opt.streaming import Event

@@ -8,10 +8,46 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.tasks import ranges
-from experiments.tasks.ranges import COUNT, FROM_ZERO
 from models import Model
+from syncopate.plans import inside
 from syncopate.refusals import UserError
+
+
+class Range(NamedTuple):
+    """Numbers of one kind in an interval, such as "[0, 1)"; nan is in none."""
+
+    kind: type  # int or float
+    interval: str
+
+    def __contains__(self, number) -> bool:
+        known = inside(number, self.interval)
+        return known and (self.kind is float or number == int(number))
+
+    def __str__(self) -> str:
+        return f"a {'whole ' * (self.kind is int)}number in {self.interval}"
+
+    def check(self, name: str, number) -> None:
+        """Raises ValueError, naming the flag, for a number outside."""
+        if number not in self:
+            raise UserError(f"--{name} is {number}: pass {self}.")
+
+
+COUNT = Range(int, "[1, 2147483647]")  # int32, as steps and units are counted on the devices
+FROM_ZERO = Range(int, "[0, 2147483647]")
+SEED = Range(int, "[0, 4294967295]")  # a larger one would be taken modulo 2^32
+SHARE = Range(float, "[0, 1]")
+MOMENTUM = Range(float, "[0, 0.9999999]")  # below 1 in float32 too
+FACTOR = Range(float, "(0, 1]")
+POSITIVE = Range(float, "(0, inf)")
+FINITE = Range(float, "(-inf, inf)")
+EPOCHS = Range(float, "(0, 2147483647]")
+FLOAT32 = "3.4028235e38]"  # its largest number, in which steps compute
+RATE = Range(float, f"(0, {FLOAT32}")
+DECAY = Range(float, f"[0, {FLOAT32}")
+# In seconds and in steps: the longest wait of a timer is 9.2e9 seconds.
+SECONDS, WAIT = Range(float, "[0, 10000000]"), Range(float, "[1, 10000000]")
+STEPS, SLOWNESS = Range(float, "[0, 1000000]"), Range(float, "(0, 1000000]")
+SPEED = Range(float, "[0.001, inf)")  # in Gb/s or teraflops
 
 
 class Recipe(NamedTuple):
@@ -20,23 +56,19 @@ class Recipe(NamedTuple):
     workers: Annotated[int, "number of workers, W", COUNT]
     units_per_step: Annotated[int, "units per worker and step, B", COUNT]
     unit_size: Annotated[int, "examples per unit; 1 orders single examples", COUNT]
-    learning_rates: Annotated[
-        tuple[float, ...], "peak rates; each arm takes its own best", ranges.RATE
-    ]
+    learning_rates: Annotated[tuple[float, ...], "peak rates; each arm takes its own best", RATE]
     epochs: Annotated[int | None, "epochs without echoing; or total_steps", COUNT] = None
     total_steps: Annotated[int | None, "number of steps, T; or epochs", COUNT] = None
     optimizer: Annotated[str, "optimizer of every worker", None] = "momentum"
-    momentum: Annotated[float, "momentum of SGD, b1 of AdamW", ranges.MOMENTUM] = 0.9
-    weight_decay: Annotated[float, "weight decay of the optimizer", ranges.DECAY] = 0.0
+    momentum: Annotated[float, "momentum of SGD, b1 of AdamW", MOMENTUM] = 0.9
+    weight_decay: Annotated[float, "weight decay of the optimizer", DECAY] = 0.0
     schedule: Annotated[str, "learning rate schedule after the warmup", None] = "constant"
     warmup_steps: Annotated[int, "steps of learning rate warmup", FROM_ZERO] = 0
-    floor: Annotated[float, "last rate / peak rate of cosine and linear", ranges.SHARE] = 0.0
-    decay_every: Annotated[
-        float, "epochs of a step schedule's steps, or of a cycle", ranges.EPOCHS
-    ] = 10.0
-    decay_factor: Annotated[float, "factor of a step schedule's drops", ranges.FACTOR] = 0.1
+    floor: Annotated[float, "last rate / peak rate of cosine and linear", SHARE] = 0.0
+    decay_every: Annotated[float, "epochs of a step schedule's steps, or of a cycle", EPOCHS] = 10.0
+    decay_factor: Annotated[float, "factor of a step schedule's drops", FACTOR] = 0.1
     h_base: Annotated[int, "smallest number of steps per round, H", COUNT] = 4
-    growth: Annotated[float, "alpha / peak rate, of QSR", ranges.POSITIVE] = 2.0
+    growth: Annotated[float, "alpha / peak rate, of QSR", POSITIVE] = 2.0
     echo_factor: Annotated[int, "uses of a batch, e; a falling p ends at 1 / e", COUNT] = 4
     horizon: Annotated[int | None, "steps over which p falls; T if None", COUNT] = None
     evaluations: Annotated[int | None, "evaluations of a run; every epoch if None", COUNT] = None
@@ -44,10 +76,10 @@ class Recipe(NamedTuple):
     bound_every: Annotated[int, "epochs between herding bounds; 0 for none", FROM_ZERO] = 0
     average: Annotated[tuple[str, ...], "averages of the weights, measured too", None] = ()
     ema_epochs: Annotated[
-        tuple[float, ...], "time constants of --average=ema, one average each", ranges.EPOCHS
+        tuple[float, ...], "time constants of --average=ema, one average each", EPOCHS
     ] = (0.5,)
     metric: Annotated[str, "test metric of the target", None] = "accuracy"
-    target: Annotated[float | None, "metric to reach on both test halves", ranges.FINITE] = None
+    target: Annotated[float | None, "metric to reach on both test halves", FINITE] = None
     run: Annotated[str, "vmap or turns: workers share a device; mesh: a device each", None] = "vmap"
 
 

@@ -12,8 +12,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 import models
-from experiments.tasks.base import Recipe, Task, abstract_sets, check_model, split
-from experiments.tasks.ranges import COUNT, DECAY
+from experiments.tasks.base import COUNT, DECAY, Recipe, Task, abstract_sets, check_model, split
 from experiments.tasks.sources import as_arrays, check_number, source, subset
 from models.mobilenet import IMAGENET_STAGES
 from syncopate.refusals import UserError

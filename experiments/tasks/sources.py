@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.tasks.base import need_file
-from experiments.tasks.ranges import COUNT, FROM_ZERO, SEED
+from experiments.tasks.base import COUNT, FROM_ZERO, SEED, need_file
 from syncopate.refusals import UserError
 
 # Further flags of the command that prepares a set, for archives that need a registration.

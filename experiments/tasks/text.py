@@ -20,8 +20,16 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 import models
-from experiments.tasks.base import Recipe, Task, abstract_set, abstract_sets, check_model, need_file
-from experiments.tasks.ranges import COUNT, Range
+from experiments.tasks.base import (
+    COUNT,
+    Range,
+    Recipe,
+    Task,
+    abstract_set,
+    abstract_sets,
+    check_model,
+    need_file,
+)
 from experiments.tasks.sources import check_unpacked, reading
 from syncopate.refusals import UserError
 

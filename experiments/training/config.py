@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 import local_opt
-from experiments.tasks.base import Recipe, Task, check_recipe
-from experiments.tasks.ranges import SEED
+from experiments.tasks.base import SEED, Recipe, Task, check_recipe
 from experiments.training import optimizers
 from syncopate.plans import MOST_STEPS
 from syncopate.refusals import UserError
