@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments import forecast
 from experiments.cluster import entry, files
 from experiments.results import archive, statistics, tables
 from experiments.results.frame import COSTS, frame, named, paired
 from experiments.results.statistics import ABOVE, LOSS, Comparison
-from experiments.study import recipes, trainer
+from experiments.study import recipes
 from experiments.study.flags import definer
+from experiments.study.tables import arm_of, plans_of
 
 LEAST_SEEDS = 3
 _CIFAR = "means of 2 x 2 pixels, 20,000 training images, "
@@ -295,7 +295,7 @@ def page(folder=archive.FOLDER) -> str:
     )
     plans = []
     for name, (text, published) in PLANNED.items():
-        plan = trainer.plans_of(*recipes.planned(name), forecast.arm_of("qsr")).sync
+        plan = plans_of(*recipes.planned(name), arm_of("qsr")).sync
         ours = f"{plan.rounds:,} rounds, {100 * plan.volume:.3f} %"
         word = "reproduced" if ours == published else "none of that size"
         plans += [{"claim": f"{text}: rounds, volume against parallel", "published": published,

@@ -84,7 +84,7 @@ def row_of(
     order, row, _ = arm.rows
     sizes, size = sizes_of(task, recipe, deals=order.deals), num_params(task.model)
     plan = plans.sync
-    sent = traffic(order, row, sizes, size, sync_in_step=False)(plan.rounds, plans.echo.loads)
+    sent = traffic(task, order, row, sizes, False)(plan.rounds, plans.echo.loads)
     sent_bytes = sent * local_opt.sync_bytes(size, num_workers=sizes.workers)
     least, most = int(plan.periods.min()), int(plan.periods.max())
     compute = plan.total_steps * seconds

@@ -24,8 +24,8 @@ from absl import flags as absl_flags
 from experiments.cluster import agree, entry, lock, processes, progress
 from experiments.cluster.agree import data_hash
 from experiments.results import records
-from experiments.study import flags, study, tables, trainer
-from experiments.study.cost import assumed, dry_run
+from experiments.study import flags, study, tables
+from experiments.study.cost import assumed, dry_run, traffic
 from experiments.study.study import Study
 from experiments.tasks.base import RATE, SEED
 from experiments.training import checkpoint, config, input, measure, program, resize
@@ -91,7 +91,7 @@ def _prepared(task, recipe, rows, values, known):
         )
         begun, units = resize.begun(
             known, of_sizes, plans, sizes, policy=values.elastic, seed=values.seed,
-            traffic=functools.partial(trainer.traffic_of, task, order, rule),
+            traffic=functools.partial(traffic, task, order, rule),
         )  # fmt: skip
     reads = None if values.input == "device" else values.input
     built = program.build(
@@ -132,7 +132,7 @@ def _train(task, recipe, arm, built, plans, values, folder, settings, begun, don
 
         watch = training_run.Watch(
             on_record, scalars, on_step=lambda step: bar.update(step - bar.n),
-            traffic=trainer.traffic_of(task, *arm.rows[:2], built.sizes, built.sync_in_step),
+            traffic=traffic(task, *arm.rows[:2], built.sizes, built.sync_in_step),
         )  # fmt: skip
         return training_run.train(built, plans, watch, seed=values.seed, begun=begun, saving=saving)
 

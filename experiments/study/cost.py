@@ -31,11 +31,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
+from jaxtyping import Float
 
 import local_opt
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown, show_bytes
-from experiments.study.pace import pace_of
 from experiments.study.tables import Order, SyncRule, left_out, plans_of
 from experiments.tasks.base import Recipe, Task
 from experiments.training.config import UNITS, Sizes, num_params, size_of, sizes_of
@@ -43,6 +44,7 @@ from experiments.training.program import lifted, state_shapes, steps_of
 from experiments.training.step import TrainState, epoch_end_of, sync_of, worker_of
 from local_opt import sync_seconds
 from local_opt.workers import AXIS, owned_sharding, shared_sharding
+from ordering.echo.plans import EchoPlan, Measured
 from ordering.exchange import slice_size
 from ordering.kernel import BLOCK
 from syncopate.refusals import UserError
@@ -54,17 +56,18 @@ TERA, HOUR = 1e12, 3600.0
 
 
 def traffic(
-    order: Order, rule: SyncRule, sizes: Sizes, num_params: int, *, sync_in_step: bool
+    task: Task, order: Order, rule: SyncRule, sizes: Sizes, sync_in_step: bool
 ) -> Callable[[int, int], float]:
-    """`(rounds, loads) -> what a worker has sent`, in all-reduces of float32 parameters.
+    """`(rounds, loads) -> what a worker has sent`, in all-reduces of the task's parameters.
 
     A sync sends one, or the share of it that its wire or its fragments leave.
 
     Args:
-      order, sizes, num_params, sync_in_step: as of `order_traffic`; rule: a row of SYNC_RULES.
+      order, sizes, sync_in_step: as of `order_traffic`; rule: a row of SYNC_RULES.
     """
-    of_order = order_traffic(order, sizes, num_params, sync_in_step=sync_in_step)
-    sent = functools.partial(local_opt.sync_bytes, num_params, num_workers=sizes.workers)
+    size = num_params(task.model)
+    of_order = order_traffic(order, sizes, size, sync_in_step=sync_in_step)
+    sent = functools.partial(local_opt.sync_bytes, size, num_workers=sizes.workers)
     share = sent(wire=rule.wire) / sent() if rule.wire and sizes.workers > 1 else 1
     share /= rule.fragments
     return lambda rounds, loads: share * rounds + of_order(loads)
@@ -193,6 +196,43 @@ def price(run: Sequence[dict], machine: Machine) -> float:
     names = ("step", "loads", "allreduces")
     steps, loads, sent = (np.diff([r[name] for r in run], prepend=0) for name in names)
     return float(time(machine, steps=steps, loads=loads, sent=sent).sum())
+
+
+# A batch that is late by fewer steps than this is on time: R steps of t_load / R seconds take as
+# long as a load only up to rounding.
+ROUNDING = 1e-6
+
+
+def pace_of(
+    policy: EchoPlan | Measured, load: Float[ArrayLike, "*n"], *, depth: int = 2
+) -> tuple[EchoPlan, float]:
+    """What a policy decides, and for how many steps' time it waits, if `load_ahead` loads for it.
+
+    F_j = max(F_j-1, S_j-depth-1) + L_j;  S_j = max(F_j, S_j-1 + uses_j-1), in steps, where load j
+    ends at F_j and is first used at S_j. `load` is L, a number or one for each load. The thread
+    loads one batch at a time while the queue has a place, and holds one batch more. `measured`
+    finds a batch ready in a step that starts at F_j or later. All steps take the same time.
+    """
+    fresh, each = np.empty(policy.total_steps, bool), np.broadcast_to(load, policy.total_steps)
+    starts = []  # S_j
+    finished = stall = 0.0  # F of the next load; F_0 = 0 starts the clock
+    uses = 0
+    for step in range(policy.total_steps):
+        late = finished - (step + stall)
+        ready = late <= ROUNDING
+        fresh[step] = policy.decide(
+            step, loads=len(starts), uses=uses, ready=lambda ready=ready: ready
+        )
+        if fresh[step]:
+            stall += 0.0 if ready else late
+            starts.append(step + stall)
+            uses, freed = 0, len(starts) - depth - 1  # the load whose place the next one takes
+            begin = max(finished, starts[freed]) if freed >= 0 else finished
+            if len(starts) < len(each):
+                finished = begin + each[len(starts)]
+        uses += 1
+    plan = policy if isinstance(policy, EchoPlan) else EchoPlan(fresh, "measured, simulated")
+    return plan, float(stall)
 
 
 class Shapes(NamedTuple):
@@ -638,7 +678,7 @@ def _row(task, recipe, arm, speed, step_seconds, shapes: Shapes, given: Assumed)
         seconds += stall * step_seconds
     rounds = uses.loads if plans.sync is None else plans.sync.rounds
     size, ring = num_params(task.model), {"num_workers": sizes.workers}
-    sent = traffic(order, rule, sizes, size, sync_in_step=shapes.sync_in_step)(rounds, uses.loads)
+    sent = traffic(task, order, rule, sizes, shapes.sync_in_step)(rounds, uses.loads)
     waited = sent * sync_seconds(size, **ring, gigabits_per_second=given.gigabits)
     return ({} if speed is None else {"R": f"{speed:g}"}) | {
         "arm": arm.label,

@@ -18,7 +18,7 @@ from experiments.claims import Claim, Effect, effect_of, ratio, verdict
 from experiments.results import archive, statistics
 from experiments.results.frame import frame, paired
 from experiments.results.statistics import LOSS, Criterion
-from experiments.study import recipes, search, study, trainer
+from experiments.study import recipes, study
 from tests.recorded_runs import LOWEST, compared, finished, order_records
 
 
@@ -262,8 +262,8 @@ def trained(chosen, name, arms, *, speeds=(), **fields):
     recipe, arms = recipe._replace(**fields), {arm: chosen.arms[arm] for arm in arms}
     criterion = chosen.criterion._replace(target=recipe.target)
     chosen = chosen._replace(arms=arms, speeds=speeds, criterion=criterion)
-    trains = trainer.Trainer(chosen, task, recipe, step_seconds=1e-4)
-    found, _ = search.search(chosen, trains, seeds=5)
+    trains = study.Trainer(chosen, task, recipe, step_seconds=1e-4)
+    found, _ = study.search(chosen, trains, seeds=5)
     labels = {name: arm.label for name, arm in arms.items()}
     plans = {} if speeds else study.sync_plans(arms, task, recipe)
     return statistics.compare(found, labels, criterion, plans)

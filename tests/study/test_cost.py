@@ -171,12 +171,9 @@ def test_the_state_of_a_sketched_order_has_the_size_of_its_numbers(sync, waiting
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_compressed_wire_sends_its_share_of_an_all_reduce(wire):
     sizes = Sizes(workers=8, num_units=10, units_per_step=1, unit_size=16)
-    sent = cost.traffic(
-        row_of("order", "rr"), row_of("sync", f"qsr+{wire}"), sizes, 10**6, sync_in_step=False
-    )
+    given = task(99_999), row_of("order", "rr")  # of 10^6 parameters
+    sent = cost.traffic(*given, row_of("sync", f"qsr+{wire}"), sizes, False)
     narrow = sync_bytes(10**6, num_workers=8, wire=WIRES[wire])
     assert sent(5, 100) == pytest.approx(5 * narrow / sync_bytes(10**6, num_workers=8))
-    alone = cost.traffic(
-        row_of("order", "rr"), row_of("sync", "qsr"), sizes, 10**6, sync_in_step=False
-    )
+    alone = cost.traffic(*given, row_of("sync", "qsr"), sizes, False)
     assert alone(5, 100) == 5 > sent(5, 100)

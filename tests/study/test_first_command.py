@@ -4,7 +4,7 @@ import pytest
 
 from experiments import cd_grab
 from experiments.results import tables
-from experiments.study import flags, recipes, search, trainer
+from experiments.study import flags, recipes, study
 from experiments.training import measure
 from tests import studies
 from tests.compiled_runs import compilations
@@ -20,7 +20,7 @@ def asked(*arguments):
     _, recipe = flags.setting_from_flags(values)
     chosen = cd_grab.STUDY.fit(cd_grab.STUDY, None, recipe, values)
     arms = values.arms or chosen.arms
-    return chosen, len(arms) * search.planned(
+    return chosen, len(arms) * study.planned(
         len(recipe.learning_rates), values.seeds, chosen.finalists, None
     )
 
@@ -58,12 +58,12 @@ def test_programs_are_compiled_before_the_runs_and_bounds_once_for_all_orders(mo
     monkeypatch.setattr(
         measure, "order_bounds", lambda *a, **k: made.append(bounds(*a, **k)) or made[-1]
     )
-    trains = trainer.Trainer(cd_grab.STUDY, task, recipe)
+    trains = study.Trainer(cd_grab.STUDY, task, recipe)
     arms = ("rr", "id_pair", "cd_grab")
     trains.prepare((arm, None) for arm in arms)
     with compilations() as compiled:
         for arm in arms:
             for seed in range(2):
-                trains.train(search.Run(arm, None, 0.1, seed, "run"), [], records.append)
+                trains.train(study.Run(arm, None, 0.1, seed, "run"), [], records.append)
     assert not compiled and len(made) == 1 and made[0]._cache_size() == 1
     assert all("bound/linf" in record for record in records)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.study.pace import pace_of
+from experiments.study.cost import pace_of
 from ordering import echo
 from tests import reference
 from tests.cases import times
