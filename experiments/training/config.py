@@ -3,6 +3,7 @@
 Shape letters: W workers, M units per worker, B units per worker and step, S examples per unit.
 """
 
+import functools
 import hashlib
 from typing import Any, NamedTuple
 
@@ -139,6 +140,7 @@ def size_of(data) -> int:
     return jax.tree.leaves(data)[0].shape[0] if isinstance(data, dict) else len(data)
 
 
+@functools.lru_cache(maxsize=8)  # a large model takes seconds to trace, and every arm asks
 def num_params(model) -> int:
     """D, without making any."""
     params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
