@@ -1,7 +1,7 @@
 r"""Prints each published claim of the papers beside ours, with its interval and a verdict.
 
-    python -m experiments.claims > docs/results/papers.md   # how that page is made
-    python -m experiments.claims --record=results/hmda      # keeps a study's output as run hmda
+    python -m experiments.claims                        # what docs/results/papers.md explains
+    python -m experiments.claims --record=results/hmda  # keeps a study's output as run hmda
 
 Nothing is trained: everything comes from the records in experiments/runs, in seconds. A claim is a
 row of `claims`; its effect is that of two arms, paired by seed, with a 95 % interval, and positive
@@ -235,40 +235,8 @@ def effect_of(claim: Claim, recorded: Mapping[str, Comparison]) -> Effect:
     return Effect(values, text, ", ".join(also), late)
 
 
-HEAD = """# The papers' claims and our runs
-
-What the papers claim beside ours: this page is what `python -m experiments.claims` prints of the
-records in `experiments/runs`. Arms are compared seed by seed, at the learning rate that is given,
-else each at its own best, which the study's criterion chose. Brackets and ± are 95 % intervals over
-seeds; means of factors are geometric. An effect counts as claimed, in points or as the logarithm of
-a ratio.
-
-| verdict               | 95 % interval of the effect                                       |
-| --------------------- | ----------------------------------------------------------------- |
-| **reproduced**        | above 0, and its middle is at least half of the published size    |
-| **smaller**           | above 0, and its middle is less than half of the published size   |
-| **same direction**    | above 0, where a paper gives no size, or the claim is ours        |
-| **none of that size** | includes 0, and ends below half of the published size             |
-| **opposite**          | below 0                                                           |
-| **undecided**         | includes 0, and half of the published size if there is one        |
-
-*As well*: a control, which should not have the effect, shows at least half of ours. With few
-workers independent balance is expected to. A seed that never reaches the target, the best mean of
-D-RR or the study's own, counts as if it did at the end of its run: the effect is then a bound, and
-what it does not show is undecided. *Averaged weights* are of an epoch's steps or exponential,
-whichever has the lowest training loss. Seconds are no claim: other work shared the machine when
-they were taken. Published numbers with ~ were read off plots.
-
-Every arm is trained at all learning rates with seed 0, and at its two best with all seeds, in
-`cd_grab` at all. A rate at which a seed diverges is dropped. `qsr` and `echoing` choose by a metric
-on one half of the test set and report the other; `cd_grab` by the lowest mean training loss. Best
-rates at the edge of the grid, 2 for the LSTM, 1e-2 for LeNet, 2e-3 for GPT-2 and 0.04 on HMDA with
-cosine decay, may have better ones beyond. To add seeds, give a run's command below more `--seeds`
-and an `--output_dir` named as the run, and then `python -m experiments.claims --record=DIR`."""
-
-
 def page(folder=archive.FOLDER) -> str:
-    """The Markdown of all claims and of their runs."""
+    """The Markdown of all claims and of their runs: docs/results/papers.md below its head."""
     recorded = {name: archive.load(name, folder) for name in RUNS}
     recorded = {name: own for name, own in recorded.items() if own}
     parts, tested = [], 0
@@ -302,7 +270,7 @@ def page(folder=archive.FOLDER) -> str:
                    "ours": ours, "verdict": word}]  # fmt: skip
     runs = [section(name, pathlib.Path(folder, name)) for name in recorded]
     return "\n\n".join([
-        HEAD, chance, *parts, "## Plans, which need no run", tables.markdown(plans),
+        chance, *parts, "## Plans, which need no run", tables.markdown(plans),
         "## Runs", *runs,
     ])  # fmt: skip
 
