@@ -23,7 +23,7 @@ best learning rate, and independent balance and the unzip order are added as con
 
 from absl import flags as absl_flags
 
-from experiments.results import plots, report, tables
+from experiments.results import plots, tables
 from experiments.results.statistics import Criterion
 from experiments.study import flags, study
 from experiments.study.study import Study, arm_of
@@ -80,7 +80,7 @@ STUDY = Study(
     finalists=None,
     columns=tables.ORDER_COLUMNS,
     panels=plots.ORDER_PANELS,
-    sections=(report.gains, report.diverged_rates),
+    sections=(tables.gains, tables.diverged_rates),
     define=define_flags,
     default=default,
     fit=fit,

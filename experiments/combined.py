@@ -27,10 +27,17 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags as absl_flags
 
-from experiments.results import plots, report, statistics
+from experiments.results import plots, statistics
 from experiments.results.frame import measured, paired
 from experiments.results.statistics import Comparison, Criterion, interval, last, spent
-from experiments.results.tables import COMBINED_COLUMNS, markdown, name_of, times
+from experiments.results.tables import (
+    COMBINED_COLUMNS,
+    late,
+    markdown,
+    name_of,
+    target_line,
+    times,
+)  # fmt: skip
 from experiments.study import cost, flags, study, tables
 from experiments.study.study import Arm, Study
 from experiments.study.tables import ECHO_POLICIES
@@ -112,7 +119,7 @@ def no_effects(comparison: Comparison) -> str:
     whole = [len(of) for of in factors] == [2, 2, 2] and [*itertools.product(*factors)] == levels
     if not whole or len({tuple(own.runs) for own in arms}) > 1:
         return "they are of the eight arms of two levels, with the same seeds at their best rates"
-    if lost := report.late(comparison):
+    if lost := late(comparison):
         return f"{', '.join(lost)} never arrive with some seed"
     names = comparison.criterion.scalar, f"test/{statistics.metric_of(comparison)}"
     found = [last(run, name) for own in arms for run in own.runs.values() for name in names]
@@ -231,7 +238,7 @@ STUDY = Study(
     criterion=Criterion("train/loss"),
     columns=COMBINED_COLUMNS,
     panels=plots.COMBINED_PANELS,
-    sections=(report.target_line, effects_table, effects_picture),
+    sections=(target_line, effects_table, effects_picture),
     define=define_flags,
     fit=fit,
 )

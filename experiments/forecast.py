@@ -14,15 +14,15 @@ For the echo factor that costs nothing, see `experiments.advise`, which measures
 for what echo policies lose, `experiments.echoing --dry_run --speeds=R`.
 """
 
-import os
+import functools
 import sys
 from collections.abc import Sequence
 
 from absl import flags
 
 import local_opt
-from experiments.cluster import entry, files
-from experiments.results import plots, report
+from experiments.cluster import entry
+from experiments.results import page, plots
 from experiments.results.statistics import volume
 from experiments.results.tables import markdown
 from experiments.study import flags as dialect
@@ -144,20 +144,14 @@ def published_text() -> str:
 
 
 def main(values: flags.FlagValues) -> None:
-    with report.opened("forecast", values) as folder:
-        write(values, folder)
-
-
-def write(values: flags.FlagValues, folder: str) -> None:
-    """Writes and prints what is asked for."""
-    names = KNOWN if values.task == "all" else [values.task]
-    found = [forecast_of(name, values) for name in names]
-    text = "\n".join([*(text for _, text, _ in found), published_text()])
-    files.write_whole(os.path.join(folder, "table.md"), text)
-    title = "Steps between syncs"
-    shown = {label: plans for label, _, plans in found}
-    plots.periods(shown, os.path.join(folder, "periods.png"), title)
-    print(f"{text}\nWritten to {folder}: periods.png, table.md")
+    with page.opened("forecast", values) as folder:
+        names = KNOWN if values.task == "all" else [values.task]
+        found = [forecast_of(name, values) for name in names]
+        text = "\n".join([*(text for _, text, _ in found), published_text()])
+        shown = {label: plans for label, _, plans in found}
+        pictures = {"periods.png": functools.partial(plots.periods, shown)}
+        print(page.write_all(folder, "Steps between syncs", {"table.md": text.rstrip()}, pictures))
+        print(f"\nWritten to {folder}: periods.png, table.md, report.html")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ D-RR 350 to 400.
 
 import functools
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -22,7 +23,7 @@ from absl import flags
 import local_opt
 import ordering
 from experiments.cluster import entry, progress
-from experiments.results import plots, report, tables
+from experiments.results import page, plots, records, tables
 from experiments.study import flags as dialect
 from experiments.study.tables import known, row_of, rows_from_flag
 from experiments.tasks.base import COUNT, Range
@@ -104,16 +105,17 @@ def main(values: flags.FlagValues) -> None:
             f"--workers has {max(values.workers)}, and --num_vectors is {values.num_vectors}: each "
             "worker needs two vectors. Raise --num_vectors or lower --workers."
         )
-    with report.opened("herding", values) as folder:
+    with page.opened("herding", values) as folder:
         found = measure(values, arms)
         title, labels = (
             f"{values.num_vectors:,} unit vectors",
             {n: row.label for n, row in arms.items()},
         )
-        report.write_tables(
-            folder, title, found, {"herding": table(found, arms, values.rounds)},
-            {"herding.png": lambda path: plots.herding(found, labels, path, title)},
-        )  # fmt: skip
+        records.write_lines(os.path.join(folder, records.METRICS), found)
+        texts = {"table_herding.md": table(found, arms, values.rounds)}
+        pictures = {"herding.png": functools.partial(plots.herding, found, labels)}
+        print(page.write_all(folder, title, texts, pictures))
+        print(f"\nWritten to {folder}")
 
 
 def measure(values: flags.FlagValues, arms: Iterable[str]) -> list[dict]:

@@ -18,7 +18,7 @@ all but digits. Differences from Gu et al. 2024: small models on small sets, no 
 network time.
 """
 
-from experiments.results import plots, report, tables
+from experiments.results import plots, tables
 from experiments.results.statistics import Criterion
 from experiments.study import study
 from experiments.study.study import Study, arm_of
@@ -40,7 +40,7 @@ STUDY = Study(
     criterion=Criterion("valid/accuracy", lower=False),
     columns=tables.SYNC_COLUMNS,
     panels=plots.SYNC_PANELS,
-    sections=(report.rates_tried("rule"), report.against),
+    sections=(tables.rates_tried("rule"), tables.against_baseline),
     fit=fit,
 )
 

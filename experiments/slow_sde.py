@@ -14,6 +14,7 @@ and a part of the tables are in docs/results/slow_sde.md.
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from absl import flags
 
 import local_opt
 from experiments.cluster import entry, progress
-from experiments.results import report, tables
+from experiments.results import page, records, tables
 from experiments.study import flags as dialect
 from experiments.tasks.base import COUNT, Range
 
@@ -241,10 +242,12 @@ def define_flags(values: flags.FlagValues) -> None:
 def main(values: flags.FlagValues) -> None:
     rates = sorted(values.rates, reverse=True)
     cells = list(itertools.product(PROBLEMS, values.workers, rates))
-    with report.opened("slow_sde", values) as folder:
+    with page.opened("slow_sde", values) as folder:
         found = [r for cell in progress.bar(cells) for r in measure(*cell, values.repetitions)]
-        made = {name: table(found, name) for name in PROBLEMS}
-        report.write_tables(folder, "Drift of SGD in 4 / η² steps", found, made, {})
+        records.write_lines(os.path.join(folder, records.METRICS), found)
+        texts = {f"table_{name}.md": f"### {name}\n\n{table(found, name)}" for name in PROBLEMS}
+        print(page.write_all(folder, "Drift of SGD in 4 / η² steps", texts, {}))
+        print(f"\nWritten to {folder}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ balanced there; `shifted` cuts the text anew too, but a window keeps most of its
 train on windows that are cut once.
 """
 
-from experiments.results import report, statistics, tables
+from experiments.results import statistics, tables
 from experiments.results.plots import Panel
 from experiments.results.statistics import Criterion
 from experiments.study import study
@@ -52,7 +52,7 @@ STUDY = Study(
     finalists=1,
     columns=COLUMNS,
     panels=(Panel(AVERAGED, ("epoch",)), Panel("train/loss/averaged", ("epoch",))),
-    sections=(report.diverged_rates,),
+    sections=(tables.diverged_rates,),
 )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.results import statistics
-from experiments.results.frame import against, ends, named
+from experiments.results.frame import against, ends, measured, named, paired
 from experiments.results.statistics import Chosen, Comparison, fastest, interval, volume
 from experiments.tasks.metrics import METRICS
 
@@ -284,3 +284,138 @@ def show_bytes(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} TB"
+
+
+# Sections of a report.
+def late(comparison: Comparison) -> list[str]:
+    """The arms that miss the target with some seed."""
+    arms = comparison.at(comparison.speeds[0])
+    taken = ((own.label, statistics.spent(comparison, own.runs, "step")) for own in arms)
+    return [label for label, steps in taken if math.inf in steps.values()]
+
+
+def target_line(comparison: Comparison) -> str:
+    """Section: the target of the main table."""
+    if not math.isfinite(statistics.target_of(comparison)):
+        return "No target: every run diverged. Pass lower --learning_rates."
+    lost = late(comparison)
+    who = f"{', '.join(lost)} do not reach" if lost else "every arm reaches"
+    return f"Target: {statistics.target_of(comparison):.4g}, which {who} with every seed."
+
+
+def diverged_rates(comparison):
+    """A line per learning rate at which an arm diverged."""
+    arms = comparison.at()
+    lines = [f"{own.label} diverged at learning rate {r:g}." for own in arms for r in own.diverged]
+    return "\n\n".join(lines)
+
+
+def against_baseline(comparison: Comparison) -> str:
+    """Section: the test metric of every arm less the baseline's, paired by seed."""
+    metric, rows = statistics.metric_of(comparison), []
+    base, label = next(iter(comparison.arms.items()))
+    scale, unit = (100, "points") if metric == "accuracy" else (1, "difference")
+    for own in comparison.at():
+        less = against(comparison, own, "metric")
+        if own.arm != base and len(less) and np.isfinite(less).all():
+            shown = {METRICS[metric].label: show(scale * less, "{:+.2f}")}
+            rows.append({f"{unit} against {label}": own.label} | shown)
+    return markdown(rows) if rows else ""
+
+
+def gains(comparison: Comparison) -> str:
+    """Section: the end of the baseline's runs, and what every other arm gains there.
+
+    Times fewer epochs are those to the value with which the baseline's run of the same seed ends.
+    """
+    both = [c for c in (comparison, comparison.averaged) if c and c.baseline().runs]
+    rows = [_gains(c, own) for c in both for own in c.at() if own.runs]
+    return markdown(rows) if len(rows) > len(both) else ""
+
+
+def _gains(comparison, own) -> Mapping[str, str]:
+    scalar, base = comparison.criterion.scalar, comparison.baseline()
+    plain = scalar.removesuffix(statistics.AVERAGED)
+    form = "{:.2e}" if plain == statistics.ABOVE else "{:.4f}"  # distances are of any size
+    column = less(scalar, form.replace(":", ":+"))
+    own_epochs, before = (
+        {seed: arrival(run, scalar, statistics.last(base.runs[seed], scalar))
+         for seed, run in of.runs.items() if seed in base.runs} for of in (own, base)
+    )  # fmt: skip
+    if late := sum(map(math.isinf, own_epochs.values())):
+        fewer = f"{len(own_epochs) - late} of {len(own_epochs)} arrive"
+    else:
+        both = measured({own.arm: own_epochs, base.arm: before})
+        fewer = times(paired(both, own.arm, base.arm, "value", ratio=True))
+    return {
+        "at the end": own.label, "weights": "last" if plain == scalar else "averaged",
+        "lr": f"{own.rate:g}", "seeds": f"{len(own.runs)}",
+        name_of(scalar): show([statistics.last(run, scalar) for run in own.runs.values()], form),
+        column.head(comparison): column.cell(comparison, own),
+        "times fewer epochs at this lr (geometric mean)": fewer,
+    }  # fmt: skip
+
+
+def arrival(run: statistics.Run, scalar: str, target: float) -> float:
+    """The epoch at which a curve first is at most `target`, linearly between its points; or inf."""
+    known = [(r["epoch"], r[scalar]) for r in run if r.get(scalar) is not None]
+    at, values = np.array(known, float).reshape(-1, 2).T
+    if not (values <= target).any():
+        return math.inf
+    i = int(np.argmax(values <= target))
+    if i == 0 or not math.isfinite(values[i - 1]):
+        return float(at[i])
+    return float(np.interp(-target, -values[i - 1 : i + 1], at[i - 1 : i + 1]))
+
+
+def times_faster(comparison: Comparison) -> str:
+    """Section: how many times faster than the baseline an arm is at the target, by speed."""
+    head, rows = f"times faster than {next(iter(comparison.arms.values()))}", []
+    for arm, label in comparison.arms.items():
+        row = {head: label}
+        for speed in comparison.speeds:
+            own = comparison.chosen.get((arm, speed))
+            row[f"R = {speed:g}"] = faster(comparison, own, who=True) if own else "-"
+        rows.append(row)
+    return markdown(rows)
+
+
+def rates_tried(head: str = "arm"):
+    """A table per speed of what chose the learning rates."""
+
+    def section(comparison):
+        criterion, parts = comparison.criterion, []
+        what = f"mean {name_of(criterion.scalar)}"
+        if criterion.when == "target":
+            what = "mean steps to the target on the validation half"
+        for speed in comparison.speeds:
+            start = "Tuning" if speed is None else f"R = {speed:g}, tuning"
+            title = f"{start}: {what} at every learning rate (seeds)"
+            parts.append(f"{title}\n\n{sweep(comparison, speed, head)}")
+        return "\n\n".join(parts)
+
+    return section
+
+
+def sweep(comparison: Comparison, speed: float | None = None, head: str = "arm") -> str:
+    """What chose the rates: the criterion at every learning rate, in brackets the seeds if many."""
+    at, criterion = comparison.at(speed), comparison.criterion
+    rates = sorted({rate for own in at for rate in own.tried})
+
+    def cell(own, rate):
+        if rate in own.diverged:
+            return "diverged"
+        runs = statistics.runs_of(comparison.records, own.arm, speed).get(rate)
+        if not runs:
+            return "-"
+        late, mean = statistics.score([*runs.values()], criterion)
+        if late:
+            return f"{len(runs) - late:.0f} of {len(runs)} arrive"
+        if not math.isfinite(mean):
+            return "not finite"
+        target = criterion.when == "target"
+        mean = mean if target or criterion.lower else -mean
+        text = rounded(mean, "{:.0f}" if target else form_of(criterion.scalar))
+        return text + (f" ({len(runs)})" if len(runs) > 1 else "")
+
+    return markdown([{head: own.label} | {f"lr {r:g}": cell(own, r) for r in rates} for own in at])

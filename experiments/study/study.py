@@ -27,7 +27,7 @@ from absl import flags as absl_flags
 
 from experiments.cluster import agree, entry, files, lock, processes, progress
 from experiments.cluster.agree import data_hash
-from experiments.results import records, report, statistics
+from experiments.results import page, records, statistics
 from experiments.results.records import run_of, whole_runs
 from experiments.results.statistics import Criterion
 from experiments.study import flags
@@ -49,7 +49,7 @@ class Study(NamedTuple):
     arms: Mapping[str, Arm]  # by name, the baseline first; --arms takes others by their words
     recipe: str  # what --task is if unset, a name of RECIPES or TASKS
     criterion: Criterion  # what chooses an arm's rate; a train loss less its minimum, if known
-    columns: Sequence  # these three: as of `results.report.write`
+    columns: Sequence  # these three: as of `results.page.write`
     panels: Sequence
     sections: Sequence[Callable] = ()
     define: Callable[[absl_flags.FlagValues], None] = lambda values: None  # its own flags
@@ -132,7 +132,7 @@ def _carry_out(study, chosen, task, recipe, folder, values):
             plan.save(os.path.join(folder, f"plan_{name}.json"))
         title = f"{values.task}, {recipe.workers} workers"
         compared = statistics.compare(found, labels, study.criterion, plans)
-        print(report.write(compared, study, folder, title))
+        print(page.write(compared, study, folder, title))
         print(f"\nWritten to {folder}: metrics, tables, pictures, report.html")
 
 

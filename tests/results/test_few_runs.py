@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from experiments import cd_grab, combined, echoing, qsr
-from experiments.results import plots, report, statistics, tables
+from experiments.results import page, plots, statistics, tables
 from experiments.results.statistics import Criterion
 from experiments.study import cost
 
@@ -72,7 +72,7 @@ def test_a_report_is_written_without_a_warning(name, case, tmp_path):
     found = statistics.compare(records(study, **fields), labels, study.criterion)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        text = report.write(found, study, str(tmp_path), "title")
+        text = page.write(found, study, str(tmp_path), "title")
     assert not {"nan", "inf"} & {*text.split()}
     if case == "all diverge":
         assert not [*tmp_path.glob("comparison*.png")] and "all diverge" in text

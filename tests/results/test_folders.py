@@ -105,7 +105,7 @@ def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
     assert not (tmp_path / "effects.png").exists() and foreign.exists()
     assert "No effects: they are of the eight arms" in page
 
-    def nothing(*given):
+    def nothing(*given, **more):
         return None
 
     monkeypatch.setattr("experiments.results.plots.comparison", nothing)  # all runs diverged

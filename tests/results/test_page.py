@@ -8,7 +8,7 @@ import types
 
 from PIL import Image
 
-from experiments.results import report
+from experiments.results import page
 from experiments.results.tables import markdown
 
 EVIL = "<script>alert(1)</script>&"
@@ -24,7 +24,7 @@ def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
     (tmp_path / "table_old.md").write_text("of an earlier call")
     Image.new("RGB", (3, 2)).save(tmp_path / "old.png")
     texts = {f"table{EVIL}.md": (tmp_path / "table.md").read_text()}
-    report.write_page(str(tmp_path), EVIL, pictures=["comparison R2.png"], texts=texts)
+    page.write_page(str(tmp_path), EVIL, pictures=["comparison R2.png"], texts=texts)
     text = (tmp_path / "report.html").read_text()
     # Title and heading, the table's four, settings and command.
     assert text.count(html.escape(EVIL)) == 8 and "<script" not in text
@@ -46,9 +46,9 @@ def test_markup_in_labels_stands_as_it_is(tmp_path):
     rows = [{"arm": label, label: 1} for label in LABELS[:1]] + [{"arm": x, "": 1} for x in LABELS]
     texts = {f"table_{label}.md": f"{label}\n\n{markdown([row])}"
              for label, row in zip([*LABELS, "last"], rows, strict=True)}  # fmt: skip
-    report.write_page(str(tmp_path), LABELS[0], pictures=[], texts=texts)
-    page = (tmp_path / "report.html").read_text()
-    body = page.split("<body>")[1]
+    page.write_page(str(tmp_path), LABELS[0], pictures=[], texts=texts)
+    whole = (tmp_path / "report.html").read_text()
+    body = whole.split("<body>")[1]
     found = set(re.findall(r"<(\w+)", body))
     assert found == {"h1", "h2", "h3", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
     assert all(body.count(html.escape(label, quote=False)) >= 2 for label in LABELS[1:5])

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from experiments import combined, slowrun
-from experiments.results import archive, report, tables
+from experiments.results import archive, tables
 from experiments.study import cost
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def check(text, whole):
 def test_the_factorials(name):
     comparison, whole = archive.load(f"combined_{name}"), page("combined.md")
     assert len(comparison.chosen) == 8
-    check(report.target_line(comparison), whole)
+    check(tables.target_line(comparison), whole)
     check(combined.effects_table(comparison)[1], whole)
     if name in ("digits", "shakespeare"):
         check(tables.table(comparison, tables.COMBINED_COLUMNS), whole)
@@ -44,7 +44,7 @@ def test_many_epochs_over_little_text():
 @pytest.mark.parametrize("name", ["shakespeare_adamw", "vit_adamw", "gpt2_sketches"])
 def test_orders_of_models_of_text_and_images(name):
     whole = page("orders.md")
-    check(report.gains(archive.load(name)), whole)
+    check(tables.gains(archive.load(name)), whole)
     assert all(line in whole for line in archive.commands(archive.FOLDER / name))
 
 
@@ -52,7 +52,7 @@ def test_orders_of_models_of_text_and_images(name):
 def test_the_rules_of_local_steps(name):
     comparison, whole = archive.load(f"qsr_cifar10_{name}"), page("local_steps.md")
     check(tables.table(comparison, tables.SYNC_COLUMNS), whole)
-    check(report.against(comparison), whole)
+    check(tables.against_baseline(comparison), whole)
 
 
 @pytest.mark.parametrize("name", ["outer_vit", "outer_gpt", "outer_vit_muon", "outer_gpt_muon"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import combined
-from experiments.results import frame, report, statistics, tables
+from experiments.results import frame, statistics, tables
 from experiments.results.statistics import Criterion, compare
 from experiments.study import cost
 from tests.recorded_runs import cells
@@ -93,7 +93,7 @@ def gains_of(curves, averaged=None):
         for arm, by_seed in curves.items() for seed, losses in by_seed.items()
         for r in run(arm, 0.1, seed, losses)
     ]  # fmt: skip
-    text = report.gains(compare(kept, {arm: ARMS[arm] for arm in curves}, LOWEST))
+    text = tables.gains(compare(kept, {arm: ARMS[arm] for arm in curves}, LOWEST))
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n")]
 
 
@@ -120,7 +120,7 @@ def test_gains_of_averaged_weights_follow_and_count_the_seeds_that_arrive():
 )
 def test_a_curve_arrives_between_its_points_that_are_finite(target, at):
     curve = zip([0, 1, 3, 5, 7], [None, 8.0, 4.0, 2.0, 5.0], strict=True)
-    assert report.arrival([{"epoch": e, "x": x} for e, x in curve], "x", target) == at
+    assert tables.arrival([{"epoch": e, "x": x} for e, x in curve], "x", target) == at
 
 
 def test_a_frame_has_a_row_per_run_and_pairs_two_arms_by_seed():
@@ -199,12 +199,12 @@ def test_a_rate_with_a_diverging_seed_is_dropped():
     kept += run("rr", 0.2, 2, [3], diverged="loss is nan")
     assert statistics.finalists(kept, "rr", None, last, 2) == [0.4, 0.1]
     assert statistics.best_rate(kept, "rr", None, last) == 0.4
-    assert "diverged" in report.sweep(compare(kept, {"rr": "D-RR"}, last))
+    assert "diverged" in tables.sweep(compare(kept, {"rr": "D-RR"}, last))
     lost = run("cd_grab", 0.2, 0, [3], diverged="loss is nan")
     compared = compare(kept + lost, {"rr": "D-RR", "cd_grab": "CD-GraB"}, LOWEST)
     row = cells(tables.table(compared, tables.ORDER_COLUMNS))["CD-GraB"]
     assert row["best lr"] == "all diverge" and row["epochs, own lr"] == "-"
-    assert report.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
+    assert tables.diverged_rates(compared).endswith("CD-GraB diverged at learning rate 0.2.")
 
 
 def test_the_first_record_that_reaches_a_target_counts():
@@ -228,7 +228,7 @@ def test_the_arm_with_most_arriving_seeds_and_fewest_steps_is_chosen():
     told = both("rr", 0.1, [1, 0.4], phase="report", speed=2.0, **{"test/accuracy": 0.6})
     compared = compare(first + late + told, {"rr": "no echo"}, goal)
     assert compared.at(2.0)[0].runs.keys() == {0, 1}
-    swept = cells(report.sweep(compared, 2.0))["no echo"]
+    swept = cells(tables.sweep(compared, 2.0))["no echo"]
     assert [swept[f"lr {rate}"] for rate in (0.1, 0.2, 0.4)] == [
         "5 (2)", "1 of 2 arrive", "0 of 1 arrive",
     ]  # fmt: skip
@@ -270,7 +270,7 @@ def test_a_study_without_effects_says_why():
     values[1, 1, 1] = 8  # of a target of 2
     kept, arms = eight(values)
     compared = compare(kept, arms, Criterion(when="target", target=2.0))
-    assert "arm 7 do not reach" in report.target_line(compared)
+    assert "arm 7 do not reach" in tables.target_line(compared)
     assert "arm 7 never arrive" in combined.effects_table(compared)[1]
     assert combined.effects_picture(compared)[1] == ""
     priced = combined.priced_table(cost.machines(4.0, 2.0))(compared)[1]

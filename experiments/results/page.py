@@ -1,0 +1,157 @@
+"""The report of a comparison: tables, pictures, and one page that contains both.
+
+report.html contains its pictures, loads nothing from elsewhere and runs no script, so that it can
+be mailed, archived and printed.
+"""
+
+import base64
+import contextlib
+import functools
+import html
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from absl import flags
+
+from experiments.cluster import files, lock
+from experiments.results import archive, plots, records, tables
+from experiments.results.statistics import Comparison
+
+TABLE = "table.md"
+OUTPUT = {"output_dir", "overwrite", "traceback"}  # flags that are no settings of what is made
+SHOWN = ("settings.json", "versions.json")
+STYLE = pathlib.Path(__file__).with_name("style.css")
+# The browser refuses everything that is not in the file.
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+INTERVALS = (
+    "± is the half width of the 95 % interval over seeds (Student's t); “2 of 5” counts the seeds "
+    "that arrive at all. A factor with ± is the arithmetic mean of the seeds' factors; one with "
+    "its interval in brackets, as “1.2 (1.1 to 1.3)”, is the geometric mean."
+)
+
+
+def write(comparison: Comparison, study, folder: str, title: str) -> str:
+    """Writes tables, pictures, comparison.json, command.txt and report.html into the folder.
+
+    Args:
+      study: a `Study`: its columns, a table per speed; its panels, a picture per speed; and its
+        sections, functions of the comparison that give a text below the main table, (file name,
+        text), or for a picture (file name, function of a path and a title).
+
+    Returns:
+      The tables.
+    """
+    texts, pictures = {TABLE: []}, {}
+    for speed in comparison.speeds:
+        end = "" if speed is None else f"_R{speed:g}"
+        head = "" if speed is None else f"### R = {speed:g}\n\n"
+        texts[TABLE].append(head + tables.table(comparison, study.columns, speed))
+        draw = functools.partial(plots.comparison, comparison, study.panels, speed=speed)
+        pictures[f"comparison{end}.png"] = draw
+    for section in study.sections:
+        made = section(comparison)
+        name, made = (TABLE, made) if isinstance(made, str) else made
+        if made and not callable(made):
+            texts.setdefault(name, []).append(made)
+        elif name not in texts:
+            pictures[name] = made
+    files.write_json(os.path.join(folder, archive.COMPARISON), archive.describe(comparison))
+    archive.note_command(folder, command_line())
+    texts = {name: "\n\n".join(parts) for name, parts in texts.items()}
+    return write_all(folder, title, texts, pictures)
+
+
+@contextlib.contextmanager
+def opened(command: str, values: flags.FlagValues) -> Iterator[str]:
+    """Holds --output_dir for an experiment without a comparison, from before it computes.
+
+    Args:
+      command: its name; values: its flags. These are the settings of the folder.
+
+    Raises:
+      ValueError: if the folder holds what another command or other flags have made, and there is no
+        --overwrite.
+    """
+    folder = values.output_dir or os.path.join("results", command)
+    known = {flag.name: flag.value for flag in values.get_key_flags_for_module(sys.argv[0])}
+    settings = {"command": command} | {k: v for k, v in known.items() if k not in OUTPUT}
+    with lock.held(folder):
+        records.open_folder(folder, settings, overwrite=values.overwrite)
+        yield folder
+
+
+def write_all(
+    folder: str, title: str, texts: Mapping[str, str], pictures: Mapping[str, Callable | str]
+) -> str:
+    """Writes tables, pictures and the page that contains both. Returns the tables.
+
+    Args:
+      texts: by the name of their file; pictures: functions of a path and a title, by the name of
+        theirs; "" if there is none. What an earlier call left under its name is removed.
+    """
+    drawn = []
+    for name, draw in pictures.items():
+        path = pathlib.Path(folder, name)
+        path.unlink(missing_ok=True)
+        if draw:
+            draw(path=str(path), title=title)
+        drawn += [name] * path.exists()
+    for name, text in texts.items():
+        files.write_whole(os.path.join(folder, name), text + "\n")
+    write_page(folder, title, pictures=drawn, texts=texts)
+    return "\n\n".join(texts.values())
+
+
+def write_page(
+    folder: str, title: str, *, pictures: Iterable[str], texts: Mapping[str, str]
+) -> None:
+    """Writes report.html: what this call has made, the folder's settings, and this command.
+
+    Args:
+      pictures: names of PNG files in the folder; texts: Markdown by name, of which tables, headings
+        and emphasis are shown as such, and everything else as it stands.
+    """
+    from markdown_it import MarkdownIt
+
+    folder = pathlib.Path(folder)
+    parser = MarkdownIt("zero").enable(["table", "heading", "emphasis"])
+    parts = ["<h2>Pictures</h2>", *(_picture(folder / name) for name in pictures)]
+    parts += ["<h2>Tables</h2>", f"<p>{INTERVALS}</p>"]
+    for name, text in texts.items():
+        parts.append(f"<h3>{html.escape(name)}</h3>\n{parser.render(text)}")
+    texts = {name: folder / name for name in SHOWN if (folder / name).exists()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
+    for name, text in (texts | {"Command": command_line()}).items():
+        parts.append(f"<h2>{name}</h2>\n<pre>{html.escape(text)}</pre>")
+    known = {"title": html.escape(title), "style": STYLE.read_text(encoding="utf-8")}
+    files.write_whole(str(folder / "report.html"), PAGE.format(body="\n".join(parts), **known))
+
+
+def _picture(path: pathlib.Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{html.escape(path.name)}" src="data:image/png;base64,{data}"></p>'
+
+
+def command_line() -> str:
+    """The command of this process: python -m MODULE --flags."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    start = ["python", "-m", spec.name] if spec else ["python", *sys.argv[:1]]
+    return shlex.join(start + sys.argv[1:])
