@@ -28,7 +28,7 @@ import numpy as np
 from absl import flags as absl_flags
 
 from experiments.results import plots, statistics
-from experiments.results.frame import measured, paired
+from experiments.results.frame import column, frame, measured, paired
 from experiments.results.statistics import Comparison, Criterion, interval, last, spent
 from experiments.results.tables import (
     COMBINED_COLUMNS,
@@ -89,24 +89,19 @@ def effects(values: np.ndarray) -> dict[str, tuple[float, float]]:
 def effects_of(comparison: Comparison) -> list[Response]:
     """The effects on the last objective and test metric, and on every cost to the target."""
     scalar, metric = comparison.criterion.scalar, statistics.metric_of(comparison)
-    accuracy = metric == "accuracy"
+    accuracy, speed = metric == "accuracy", comparison.speeds[0]
+    found = frame(comparison, speed=speed)
 
-    def response(label, values, relative=True):
-        y = np.array([values(own.runs) for own in comparison.at(comparison.speeds[0])])
+    def response(label, name, relative=True, scale=1):
+        y = np.array([scale * column(found, own.arm, name) for own in comparison.at(speed)])
         y = np.log(np.maximum(y, 1e-12)) if relative else y
         return Response(label, relative, effects(y.reshape(2, 2, 2, -1)))
 
-    def ends(name, scale=1):
-        return lambda runs: [scale * last(run, name) for run in runs.values()]
-
-    def costs(name):
-        return lambda runs: [*spent(comparison, runs, name).values()]
-
-    test, label = ends(f"test/{metric}", 100 if accuracy else 1), METRICS[metric].label
+    test = f"{METRICS[metric].label} / points" if accuracy else METRICS[metric].label
     return [
-        response(f"last {name_of(scalar)}", ends(scalar)),
-        response(label + " / points" * accuracy, test, relative=not accuracy),
-        *(response(f"{label} to the target", costs(name)) for name, label in COSTS.items()),
+        response(f"last {name_of(scalar)}", scalar),
+        response(test, f"test/{metric}", not accuracy, 100 if accuracy else 1),
+        *(response(f"{text} to the target", f"to {name}") for name, text in COSTS.items()),
     ]
 
 
