@@ -85,16 +85,12 @@ def test_every_preset_has_a_tiny_variant_and_a_line_in_the_readme():
     "folder,heads",
     [(FOLDERS[0], ("Published", "Hardware", "Deviations")), (FOLDERS[1], ("Replaced",))],
 )
-def test_the_comments_have_commands_and_expected_results(folder, heads):
+def test_the_comments_have_expected_results(folder, heads):
     for path in folder.glob("*.flags"):
         comment, body = (part.strip().split("\n") for part in path.read_text().split("\n\n"))
         assert all(line.startswith("#") for line in comment)
-        comment = [line[2:] for line in comment]
-        start = f"  python -m experiments.{entrypoint(path)} --flagfile={path}"
-        assert comment[comment.index("Command:") + 1] == f"{start} --data_dir=DIR"
-        assert comment[comment.index("Dry run:") + 1] == f"{start} --dry_run"
         for head in heads:
-            assert any(re.match(rf"{head}: \S", line) for line in comment), (path, head)
+            assert any(re.match(rf"# {head}: \S", line) for line in comment), (path, head)
         if folder.name == "tiny":
             assert body[0] == f"--flagfile={FOLDER / path.name}"
         chosen = {re.match(r"--(?:no)?(\w+)", line)[1] for line in body}
