@@ -1,4 +1,4 @@
-"""Runs of `experiments.train`: in this process, and as commands that signals reach."""
+"""The flags of commands, and their runs: in this process, and as processes that signals reach."""
 
 import json
 import os
@@ -9,23 +9,49 @@ import sys
 import time
 
 import numpy as np
+from absl import flags as absl_flags
 
 from experiments import train
+from experiments.study import study
 from tests.cases import FAST_XLA
-from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SHORT = [
+DATA = [  # few examples, for two workers
     "--num_train=96", "--num_test=200", "--workers=2", "--units_per_step=4", "--unit_size=1",
-    "--checkpoint_every=0", "--total_steps=24", "--evaluations=4", "--warmup_steps=2",
-    "--h_base=2", "--learning_rate=0.2",
+    "--checkpoint_every=0",
 ]  # fmt: skip
+LENGTH = ["--total_steps=24", "--evaluations=4", "--warmup_steps=2", "--h_base=2"]
+SMALL = [*DATA, "--seeds=2", "--learning_rates=0.1,0.4"]  # of every study
+SHORT = [*DATA, *LENGTH, "--learning_rate=0.2"]  # of a run
 RUN = [
     "experiments.train", "--order=cd_grab", "--sync=qsr", "--echo=diffusion+cosine",
     "--total_steps=6000", "--evaluations=12", "--checkpoint_every=150", "--units_per_step=3",
 ]  # fmt: skip
 TWO_DEVICES = ["--workers=2", "--run=mesh"]
 LAUNCH_TWO = ["experiments.launch", "--processes=2", "--"]
+
+
+def flags_of(module):
+    """All flags of a command, unparsed."""
+    values = absl_flags.FlagValues()
+    if hasattr(module, "STUDY"):
+        study.define_flags(module.STUDY, values)
+    else:
+        module.define_flags(values)
+    return values
+
+
+def parsed(module, *arguments):
+    """The flags of a command."""
+    values = flags_of(module)
+    rest = values([module.__name__, *arguments])
+    assert len(rest) == 1, "every argument is a flag"
+    return values
+
+
+def study_run(module, arguments, folder):
+    """What `study.main` does, in flags of its own."""
+    study.run(module.STUDY, parsed(module, *arguments, f"--output_dir={folder}"))
 
 
 def train_run(arguments, folder):

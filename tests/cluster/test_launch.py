@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from experiments import launch, train
-from tests.commands import ROOT, children
-from tests.studies import parsed
+from tests.commands import ROOT, children, parsed
 
 USE = pathlib.Path(__file__).parents[2] / "docs" / "use"
 PAGE = (USE / "clusters.md").read_text()

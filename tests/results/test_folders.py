@@ -1,15 +1,20 @@
-"""What a report does to a folder in which something lies already."""
+"""The page of a report, and what it does to a folder in which something lies already."""
 
+import html
 import json
 import os
+import re
+import sys
+import types
 
 import pytest
+from PIL import Image
 
 from experiments import combined, forecast, herding, slow_sde
 from experiments.cluster import lock
-from experiments.results import records
-from tests.commands import SHORT, train_run
-from tests.studies import RUN, SMALL, parsed, start
+from experiments.results import page, records
+from experiments.results.tables import markdown
+from tests.commands import LENGTH, SHORT, SMALL, parsed, study_run, train_run
 
 FEW = ["--num_vectors=40", "--rounds=2", "--workers=2,4"]
 REPORTS = {
@@ -92,23 +97,67 @@ def test_overwriting_forgets_the_checkpoints_of_the_folder_and_those_of_no_other
 
 def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
     """Pictures of an earlier call, and of others, are not in the page; stale ones of ours go."""
-    given = [*SMALL, *RUN, "--echo_factor=2", "--learning_rates=0.1", "--seeds=1"]
-    start(combined, given, tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and ">table_effects.md<" in page
+    given = [*SMALL, *LENGTH, "--echo_factor=2", "--learning_rates=0.1", "--seeds=1"]
+    study_run(combined, given, tmp_path)
+    whole = (tmp_path / "report.html").read_text()
+    assert whole.count("data:image/png;base64,") == 2 and ">table_effects.md<" in whole
     foreign = tmp_path / "zz.png"
     foreign.write_bytes((tmp_path / "effects.png").read_bytes())
     (tmp_path / "table<img src=x>.md").write_text("theirs")
-    start(combined, [*given, "--arms=rr+constant,cd_grab+constant"], tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 1 and "theirs" not in page
+    study_run(combined, [*given, "--arms=rr+constant,cd_grab+constant"], tmp_path)
+    whole = (tmp_path / "report.html").read_text()
+    assert whole.count("data:image/png;base64,") == 1 and "theirs" not in whole
     assert not (tmp_path / "effects.png").exists() and foreign.exists()
-    assert "No effects: they are of the eight arms" in page
+    assert "No effects: they are of the eight arms" in whole
 
     def nothing(*given, **more):
         return None
 
     monkeypatch.setattr("experiments.results.plots.comparison", nothing)  # all runs diverged
-    start(combined, [*given, "--arms=rr+constant,cd_grab+constant"], tmp_path)
+    study_run(combined, [*given, "--arms=rr+constant,cd_grab+constant"], tmp_path)
     assert not (tmp_path / "comparison.png").exists()
     assert "data:image/png;base64," not in (tmp_path / "report.html").read_text()
+
+
+EVIL = "<script>alert(1)</script>&"
+
+
+def test_the_report_escapes_and_embeds_its_content(tmp_path, monkeypatch):
+    (tmp_path / "table.md").write_text(f"{EVIL}\n\n| a | b |\n| - | - |\n| {EVIL} | `{EVIL}` |\n")
+    (tmp_path / "settings.json").write_text(json.dumps({"x": EVIL}))
+    Image.new("RGB", (3, 2)).save(tmp_path / "comparison R2.png")
+    main = types.SimpleNamespace(__spec__=types.SimpleNamespace(name="experiments.qsr"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/some/where/qsr.py", "--data_dir=my dir", f"--x={EVIL}"])
+    (tmp_path / "table_old.md").write_text("of an earlier call")
+    Image.new("RGB", (3, 2)).save(tmp_path / "old.png")
+    texts = {f"table{EVIL}.md": (tmp_path / "table.md").read_text()}
+    page.write_page(str(tmp_path), EVIL, pictures=["comparison R2.png"], texts=texts)
+    text = (tmp_path / "report.html").read_text()
+    # Title and heading, the table's four, settings and command.
+    assert text.count(html.escape(EVIL)) == 8 and "<script" not in text
+    assert "of an earlier call" not in text and "old.png" not in text
+    assert html.escape("python -m experiments.qsr '--data_dir=my dir' '--x=") in text
+    assert text.count("<td>") == 2 and text.count('src="data:image/png;base64,') == 1
+    assert "http" not in text.replace("http-equiv", "")  # nothing is loaded
+
+
+LABELS = [
+    "<img src=x onerror=alert(1)>", "![x](http://evil.example/x.png)", "[x](http://evil.example)",
+    "<http://evil.example>", "![x](data:image/png;base64,AAAA)", "`code`", "a & b", "&lt;b&gt;",
+    "a | b", "two\nlines", "",
+]  # fmt: skip
+
+
+def test_markup_in_labels_stands_as_it_is(tmp_path):
+    """Nothing in a cell, a text or a name becomes a picture, a link or a tag."""
+    rows = [{"arm": label, label: 1} for label in LABELS[:1]] + [{"arm": x, "": 1} for x in LABELS]
+    texts = {f"table_{label}.md": f"{label}\n\n{markdown([row])}"
+             for label, row in zip([*LABELS, "last"], rows, strict=True)}  # fmt: skip
+    page.write_page(str(tmp_path), LABELS[0], pictures=[], texts=texts)
+    whole = (tmp_path / "report.html").read_text()
+    body = whole.split("<body>")[1]
+    found = set(re.findall(r"<(\w+)", body))
+    assert found == {"h1", "h2", "h3", "p", "table", "thead", "tbody", "tr", "th", "td", "pre"}
+    assert all(body.count(html.escape(label, quote=False)) >= 2 for label in LABELS[1:5])
+    assert body.count("<td>a | b</td>") == body.count("<td>two lines</td>") == 1

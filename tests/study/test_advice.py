@@ -8,7 +8,7 @@ from experiments.advise import Combination, Factorial, Taken
 from experiments.study.cost import Machine, order_traffic
 from experiments.study.tables import row_of
 from experiments.training.config import Sizes
-from tests.studies import parsed
+from tests.commands import parsed
 
 SIZES = Sizes(workers=4, num_units=32, units_per_step=16, unit_size=1)
 PLAIN, ORDER = Combination(), Combination(order=True)

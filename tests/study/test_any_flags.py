@@ -13,7 +13,7 @@ from experiments.study.tables import OPTIONS, TABLES, arm_from_flags, plans_of
 from experiments.tasks.base import check_recipe
 from experiments.training import config, measure, timeline
 from tests.cases import times
-from tests.studies import parsed
+from tests.commands import parsed
 from tests.words import each
 
 WHOLE = st.one_of(st.integers(-1, 12), st.sampled_from([40, 2000, 10**12, -(10**9)]))

@@ -6,7 +6,7 @@ from experiments import cd_grab
 from experiments.results import tables
 from experiments.study import flags, recipes, study
 from experiments.training import measure
-from tests import studies
+from tests import commands
 from tests.compiled_runs import compilations
 
 FIRST = 3 * 3 * 3  # orders, learning rates and seeds
@@ -15,7 +15,7 @@ LONG = 5 * 5 * 5
 
 def asked(*arguments):
     """(the study, its runs) of a command."""
-    values = studies.parsed(cd_grab, *arguments)
+    values = commands.parsed(cd_grab, *arguments)
     cd_grab.STUDY.default(values)
     _, recipe = flags.setting_from_flags(values)
     chosen = cd_grab.STUDY.fit(cd_grab.STUDY, None, recipe, values)

@@ -12,8 +12,8 @@ from experiments.tasks import TASKS, Recipe, base
 from experiments.tasks.base import check_recipe
 from experiments.training.config import num_params, sizes_of, total_steps_of
 from syncopate import command
+from tests.commands import flags_of, parsed
 from tests.refused import refuses
-from tests.studies import flags_of, parsed
 
 
 def setting(*arguments):

@@ -16,8 +16,8 @@ from experiments.study import flags, recipes
 from experiments.study.tables import arm_of, plans_of
 from experiments.tasks import TASKS
 from local_opt import WIRES
+from tests.commands import parsed
 from tests.sources import Examples
-from tests.studies import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from experiments import cd_grab, echoing, qsr, slowrun
 from experiments.results import records
 from experiments.study import flags, recipes, study
 from experiments.training import config
-from tests import studies
+from tests import commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -61,7 +61,7 @@ def entrypoint(path):
 
 def parsed(path, *more):
     module = ENTRYPOINTS[entrypoint(path)]
-    return studies.parsed(module, f"--flagfile={path}", "--dry_run", *more)
+    return commands.parsed(module, f"--flagfile={path}", "--dry_run", *more)
 
 
 @functools.cache

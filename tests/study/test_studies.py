@@ -11,15 +11,14 @@ from experiments import cd_grab, combined, echoing, qsr
 from experiments.results import records
 from experiments.study import study
 from local_opt import SyncPlan
-from tests.commands import SHORT, train_run
-from tests.studies import RUN, SMALL, start
+from tests.commands import LENGTH, SHORT, SMALL, study_run, train_run
 
 STUDIES = {  # the study, its flags, its pictures
     "cd_grab": (
         cd_grab, ["--epochs=4", "--bound_every=2", "--arms=rr,cd_grab+sketch16"],
         ["comparison.png"],
     ),
-    "qsr": (qsr, [*RUN, "--width=8", "--arms=parallel,qsr+int8"], ["comparison.png"]),
+    "qsr": (qsr, [*LENGTH, "--width=8", "--arms=parallel,qsr+int8"], ["comparison.png"]),
     "echoing": (
         echoing,
         ["--width=8", "--arms=none,diffusion", "--speeds=2", "--total_steps=40", "--horizon=20",
@@ -27,7 +26,7 @@ STUDIES = {  # the study, its flags, its pictures
         ["comparison_R2.png"],
     ),
     "combined": (
-        combined, [*RUN, "--echo_factor=2", "--learning_rates=0.1"],
+        combined, [*LENGTH, "--echo_factor=2", "--learning_rates=0.1"],
         ["comparison.png", "effects.png"],
     ),
 }  # fmt: skip
@@ -56,7 +55,7 @@ RESUMED = [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in
 def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypatch, capsys):
     module, arguments, pictures = STUDIES[name]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    start(module, [*SMALL, *arguments], whole)
+    study_run(module, [*SMALL, *arguments], whole)
     text = capsys.readouterr().out
     assert (whole / "table.md").read_text().strip() in text
     for picture in pictures:
@@ -93,17 +92,17 @@ def test_a_stopped_study_resumes_with_the_same_results(name, tmp_path, monkeypat
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_code:
         patch.setattr(study, "search", stopped)
-        start(module, [*SMALL, *arguments], cut)
+        study_run(module, [*SMALL, *arguments], cut)
     assert exit_code.value.code == 128 + signal.SIGTERM
     assert not (cut / "table.md").exists()
     assert not seen[-1]["ended"] and list((cut / "checkpoints").glob("*")), "saved in a run"
-    start(module, [*SMALL, *arguments], cut)
+    study_run(module, [*SMALL, *arguments], cut)
     assert written(cut) == written(whole)
 
 
 def test_a_table_says_of_which_examples_its_train_loss_is(tmp_path):
-    given = [*SMALL, *RUN, "--width=8", "--arms=parallel", "--num_test=64", "--seeds=1"]
-    start(qsr, given, tmp_path)
+    given = [*SMALL, *LENGTH, "--width=8", "--arms=parallel", "--num_test=64", "--seeds=1"]
+    study_run(qsr, given, tmp_path)
     found = records.read(str(tmp_path / "metrics.jsonl"))
     assert all(r["train_examples"] == 64 for r in found), "of 96"
     assert "| train loss (first 64) |" in (tmp_path / "table.md").read_text()

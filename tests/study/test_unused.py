@@ -7,8 +7,8 @@ import pytest
 
 from experiments import train
 from experiments.study import study
+from tests.commands import parsed
 from tests.refused import refuses
-from tests.studies import parsed
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from experiments import cd_grab, slowrun
 from experiments.results import records
 from experiments.tasks import TASKS, metrics, text, wikitext
 from experiments.tasks.metrics import METRICS
-from tests import studies
+from tests import commands
 from tests.shared_data import need
 
 
@@ -177,7 +177,7 @@ def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatc
         "--arms=rr+documents,id_pair+shifted", "--learning_rates=0.02", "--seeds=2",
         "--optimizer=momentum",
     ]  # fmt: skip
-    studies.start(slowrun, arguments, tmp_path)
+    commands.study_run(slowrun, arguments, tmp_path)
     assert {*itertools.product(range(2), range(5))} <= {*epochs}
     for seed in range(2):
         assert len({tuple(text) for (own, _), text in epochs.items() if own == seed}) > 1
@@ -187,7 +187,7 @@ def test_slowrun_trains_on_windows_that_are_cut_anew(words, tmp_path, monkeypatc
     table = (tmp_path / "table.md").read_text()
     assert "| less D-RR, documents permuted |" in table and "pair, shifted" in table
     with pytest.raises(ValueError, match="digits has none in memory with known documents"):
-        studies.start(cd_grab, ["--arms=rr+documents", "--num_train=96"], tmp_path / "digits")
+        commands.study_run(cd_grab, ["--arms=rr+documents", "--num_train=96"], tmp_path / "digits")
 
 
 @pytest.mark.parametrize(

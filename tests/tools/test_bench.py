@@ -1,9 +1,7 @@
 """Benchmarks count what they ran, pair the turns, and skip missing packages."""
 
 import importlib.util
-import os
 import pathlib
-import types
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from experiments.study.tables import row_of
 from experiments.tasks import TASKS
 from experiments.training import loop
 from tests import reference
-from tests.studies import parsed
+from tests.commands import parsed
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {"workers": 4, "units_per_step": 2, "unit_size": 1}
@@ -113,32 +111,16 @@ def test_the_command_prints_a_table_and_refuses_invalid_flags(monkeypatch, capsy
     assert capsys.readouterr().out == "| a | b |\n| --- | --- |\n| 7 | 2 |\n| 3 | 4 |\n"
 
 
-def test_rows_are_printed_before_the_next_ones_are_measured(monkeypatch, capsys):
-    """With calls that cost nothing: how much was printed when a group was measured."""
-    printed, rows = [], []
+def test_rows_are_printed_before_the_next_ones_are_measured(capsys):
+    printed = []
 
-    def in_turns(calls, repeats):
-        rows.extend(capsys.readouterr().out.splitlines())
-        printed.append(len(rows))
-        return {name: [1.0] * 6 for name in calls}
+    def rows():
+        for number in range(3):
+            printed.append(capsys.readouterr().out.count("\n"))
+            yield {"a": number}
 
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # --part=local_steps adds one
-    memory = types.SimpleNamespace(argument_size_in_bytes=0, temp_size_in_bytes=0)
-    compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
-    monkeypatch.setattr(
-        bench, "lower_step", lambda *_: types.SimpleNamespace(compile=lambda: compiled)
-    )
-    monkeypatch.setattr(timing, "in_turns", in_turns)
-    monkeypatch.setattr(
-        bench, "training_calls", lambda task, recipe, arms: (dict.fromkeys(arms), 1)
-    )
-    monkeypatch.setattr(local_timing, "_stepper", lambda *_: None)
-    run("--part=balance", "--rows=digits,hmda")
-    head, arms = 2, len(bench.ARMS)
-    assert printed == [0, head + arms, head + 2 * arms, head + 3 * arms]
-    printed.clear(), rows.clear(), capsys.readouterr()
-    run("--part=local_steps", "--rows=step")
-    assert printed == [0, *range(head + 5, head + 8 * 5, 5)]
+    assert timing.print_rows(rows()) == ("a",)
+    assert printed == [0, 3, 1]  # below the head, which has two lines
 
 
 def test_balance_measures_small_tasks_unless_asked_for_all(monkeypatch):

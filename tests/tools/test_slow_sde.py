@@ -14,7 +14,7 @@ from experiments import slow_sde
 from experiments.results import records
 from experiments.results.statistics import interval
 from experiments.slow_sde import PROBLEMS, RULES
-from tests.studies import parsed
+from tests.commands import parsed
 
 A, VALLEY, LABEL_NOISE = np.array(slow_sde.EXAMPLES), *PROBLEMS.values()
 

@@ -9,8 +9,8 @@ import pytest
 
 from experiments import train
 from experiments.training import run
+from tests.commands import parsed
 from tests.little_run import built, plans_of, trained
-from tests.studies import parsed
 
 pytestmark = pytest.mark.slow
 

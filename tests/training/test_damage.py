@@ -26,10 +26,9 @@ from experiments.tasks.base import first_of
 from experiments.tasks.text import Recut
 from experiments.training import checkpoint, run
 from tests.cases import times
-from tests.commands import SHORT, train_run
+from tests.commands import LENGTH, SHORT, SMALL, study_run, train_run
 from tests.little_run import STEPS, assert_same, built, plans_of, timeless, trained
 from tests.sources import EpochSource
-from tests.studies import RUN, SMALL, start
 
 
 @pytest.fixture(scope="module")
@@ -327,21 +326,21 @@ def test_a_study_that_goes_on_reads_its_checkpoint_once(tmp_path, monkeypatch, l
     def stopped_at_once():
         yield lambda wants_to_save: (15, True)
 
-    flags = [*SMALL, *RUN[:2], "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
+    flags = [*SMALL, *LENGTH[:2], "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
         patched.setattr(processes, "interrupts", stopped_at_once)
-        start(cd_grab, flags, tmp_path)
+        study_run(cd_grab, flags, tmp_path)
     assert not looked and len(list(tmp_path.glob("checkpoints/*/*"))) == 1
-    start(cd_grab, flags, tmp_path)
+    study_run(cd_grab, flags, tmp_path)
     assert len(looked) == 1
 
 
 def test_two_studies_do_not_share_a_folder(tmp_path):
     """They end their runs, and measure them, by other criteria."""
-    flags = [*SMALL, *RUN[:2], "--task=digits", "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
-    start(cd_grab, flags, tmp_path)
+    flags = [*SMALL, *LENGTH[:2], "--task=digits", "--seeds=1", "--learning_rates=0.1", "--arms=rr"]
+    study_run(cd_grab, flags, tmp_path)
     with pytest.raises(ValueError, match="other settings .study: 'cd_grab' there, 'qsr' here"):
-        start(qsr, flags, tmp_path)
+        study_run(qsr, flags, tmp_path)
 
 
 def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
