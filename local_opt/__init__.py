@@ -5,13 +5,11 @@ from local_opt.cost import sync_bytes, sync_seconds
 from local_opt.formats import WIRES, Wire
 from local_opt.lift import lift, owned
 from local_opt.mean import synchronize
-from local_opt.outer import normalize_by_period
 from local_opt.plans import SyncPlan, aligned, from_function, sync_every_load
-from local_opt.presets import diloco, muloco, slowmo, sparseloco
-from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, parallel_rounds
+from local_opt.presets import diloco, muloco, normalize_by_period, slowmo, sparseloco
+from local_opt.rounds import Rounds, accumulated_rounds, local_rounds, local_steps, parallel_rounds
 from local_opt.rules import bernoulli, constant, every_step, post_local, power_rule, qsr, swap
 from local_opt.streaming import Streaming, stream_segments, streaming_rounds
-from local_opt.transform import local_steps
 from local_opt.workers import check_same_plan, check_synced, consolidate, reestimate
 
 __all__ = [

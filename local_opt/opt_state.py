@@ -1,5 +1,6 @@
-"""The optimizer state of a worker: what a sync does with it, its memory and its types."""
+"""The optimizer of a worker: which ones are refused, what a sync does with its state, its types."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -11,6 +12,7 @@ from optax import contrib
 
 from local_opt.workers import AxisName, wide_type
 from syncopate import mesh
+from syncopate.plans import check_like
 
 # What a sync does with a field of the optimizer state.
 LOCAL, MEAN, RESET = "local", "mean", "reset"
@@ -27,6 +29,65 @@ UNDOES = {
         ("cumulative_gradients", "scale", "subgradients", "reward"),
     ),
 }
+# {a state: what its optimizer takes, and what to do}: gradients that are not like the parameters.
+TAKES = {
+    contrib.DifferentiallyPrivateAggregateState: (
+        "optax.contrib.dpsgd takes the gradients of all examples, and a step here one gradient "
+        "like the parameters: put optax.contrib.differentially_private_aggregate before it, as "
+        "optax.chain(differentially_private_aggregate(..), local_steps(optax.sgd(..), plan))."
+    ),
+    optax.LookaheadState: (
+        "optax.lookahead takes pairs of fast and slow parameters, and a step here one copy: take "
+        "its fast optimizer, and outer=optax.sgd(slow_step_size), which does the same at a sync; "
+        "for one worker with axis_name=()."
+    ),
+}
+
+
+def checked(
+    optimizer: optax.GradientTransformation, name: str = "inner"
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which takes extra arguments; raises ValueError for anything else.
+
+    Its init raises ValueError for the state of an optimizer of TAKES.
+    """
+    if not all(callable(getattr(optimizer, part, None)) for part in ("init", "update")):
+        raise ValueError(f"{name} is {optimizer!r}: pass an optimizer, as optax.sgd(0.1).")
+    update = optax.with_extra_args_support(optimizer).update
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # optax.MultiSteps is not typed so
+        update = optimizer.update
+
+    def init(params):
+        state = optimizer.init(params)
+        for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in TAKES):
+            if type(node) in TAKES:
+                raise ValueError(f"{name}: {TAKES[type(node)]}")
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> None:
+    """Raises ValueError unless gradients are like the parameters, and the state as init makes it.
+
+    Without parameters (None) the gradients stand in for them.
+    """
+    if params is not None:
+        check_like("gradient", grads, params, "the parameters")
+    try:
+        made = jax.eval_shape(init, grads if params is None else params)
+    except jax.errors.JAXTypeError:  # an init that looks at values
+        return
+    check_like("state", state, made, "init(params)")
+
+
+def check_kind_of(state: PyTree, kind: type) -> None:
+    """Raises ValueError unless a state, whose fields are checked later, is of this type."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state is a {type(state).__name__}: pass the {kind.__name__} that init(params) made."
+        )
 
 
 def placed(

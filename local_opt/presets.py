@@ -1,5 +1,7 @@
-"""Published methods as settings of `local_steps`."""
+"""Published methods as settings of `local_steps`, and their outer optimizers."""
 
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,11 +13,12 @@ from jaxtyping import Array, Int, PyTree
 from optax import contrib
 
 from local_opt.formats import top_k_wire
-from local_opt.outer import outer_momentum
-from local_opt.plans import SyncPlan
-from local_opt.transform import local_steps
-from local_opt.workers import AXIS, AxisName
-from syncopate.plans import check_function, check_number
+from local_opt.mean import check_scalar
+from local_opt.opt_state import checked
+from local_opt.plans import SyncPlan, check_plan
+from local_opt.rounds import local_steps
+from local_opt.workers import AXIS, AxisName, wide_type
+from syncopate.plans import check_function, check_number, check_whole, is_number
 
 
 def diloco(
@@ -266,3 +269,77 @@ def sparseloco(
     wire = top_k_wire(density, bits=2, feedback=feedback)
     outer = optax.sgd(learning_rate)
     return local_steps(inner, plan, axis_name=axis_name, outer=outer, wire=wire, **options)
+
+
+def normalize_by_period(
+    outer: optax.GradientTransformation, *, h_base: int
+) -> optax.GradientTransformationExtraArgs:
+    """Corrects an outer optimizer for rounds of different lengths.
+
+    The change of a round of H steps is scaled by H_base / H, and the update by H / H_base. The
+    outer optimizer's state then holds changes per H_base steps, whatever the round's length. If
+    workers took different numbers of steps, H is their mean, weighted as the sync is.
+    Nothing changes for H = H_base, or for plain averaging.
+
+    Outer momentum multiplies a steady change by lr / (1 - m). The long last rounds of a growing
+    plan leave no time to recover from the overshoot: bound them by `h_max`.
+
+    Args:
+      outer: the outer optimizer.
+      h_base: >= 1, the round length for which its rate was chosen.
+
+    Returns:
+      An optimizer that needs the extra argument `period`, which `local_steps` passes.
+
+    Raises:
+      ValueError: for h_base below 1; from `update`, without a period.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, local_opt
+      >>> outer = local_opt.normalize_by_period(optax.sgd(1.0, momentum=0.5), h_base=2)
+      >>> state = outer.init(jnp.zeros(()))
+      >>> for period in (2, 8):  # a change of 1 per step
+      ...     update, state = outer.update(jnp.float32(period), state, period=period)
+      >>> float(update)
+      -12.0
+    """
+    check_whole("h_base", h_base, 1)
+    outer = checked(outer, "outer")
+
+    def update(updates, state, params=None, *, period: ArrayLike | None = None, **extra):
+        if period is None:
+            raise ValueError("pass period=, the round's number of steps, as local_steps does.")
+        check_scalar("period", period, jnp.integer, jnp.floating)
+        if is_number(period):  # not while it is traced
+            check_number("period", period, "[0, inf)")
+        length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
+        wide = lambda x: x.astype(wide_type(x.dtype))  # noqa: E731
+        scaled = jax.tree.map(lambda d: (wide(d) / length).astype(d.dtype), updates)
+        updates, state = outer.update(scaled, state, params, period=period, **extra)
+        return jax.tree.map(lambda u: (wide(u) * length).astype(u.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(outer.init, update)
+
+
+def rounds_needed(momentum: float) -> int:
+    """The least R with m^(R / 2) <= 0.1, the rest of an oscillation."""
+    return math.ceil(2 * math.log(0.1) / math.log(momentum)) if momentum else 1
+
+
+def outer_momentum(
+    name: str, plan: SyncPlan, learning_rate: float, momentum: float, *, nesterov: bool = True
+) -> optax.GradientTransformation:
+    """A preset's outer optimizer; warns where the plan has few rounds for its momentum."""
+    check_number("learning_rate", learning_rate, "(0, inf)")
+    check_number("momentum", momentum, "[0, 1)")
+    check_plan(plan)
+    rounds = plan.rounds
+    if rounds < (needed := rounds_needed(momentum)):
+        warnings.warn(
+            f"{name} has {rounds} rounds for an outer momentum of {momentum:g}: of what it "
+            f"overshoots {momentum ** (rounds / 2):.0%} may be left at the end. Take at least "
+            f"{needed} rounds (a shorter H or a longer run), a smaller momentum, or "
+            "plain averaging: local_steps without outer=.",
+            stacklevel=3,
+        )
+    return optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov)

@@ -12,10 +12,9 @@ from jaxtyping import Array, Int, PyTree
 
 from local_opt.formats import Wire, check_wire
 from local_opt.mean import checked_weight, if_counted
-from local_opt.opt_state import LOCAL, check_survives
-from local_opt.outer import check_call, checked
+from local_opt.opt_state import LOCAL, check_call, check_kind_of, check_survives, checked
 from local_opt.plans import SyncPlan
-from local_opt.rounds import LocalState, local_rounds, unchecked_calls
+from local_opt.rounds import LocalState, local_rounds
 from local_opt.workers import AXIS, AxisName, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, check_whole, is_whole
@@ -139,13 +138,12 @@ def streaming_rounds(
 
     # One rounds takes the steps, and each fragment has rounds of its own, whose sync is its start.
     steps = local_rounds(inner._replace(init=init_inner), axis_name=axis_name, specs=specs)
-    steps = unchecked_calls(steps)
 
     def rounds_of(params, part):
         own = None if specs is None else _pick(mesh.like(specs, params), part)
-        return unchecked_calls(local_rounds(
+        return local_rounds(
             optax.identity(), axis_name=axis_name, outer=outer, wire=wire, specs=own
-        ))  # fmt: skip
+        )
 
     def part_of(params, state, fragment):
         check_call(init, state, params, params)
@@ -164,9 +162,10 @@ def streaming_rounds(
         )
 
     def update(grads, state, params=None, **extra):
-        check_call(init, state, params, grads)
-        updates, own = steps.update(grads, LocalState(state.since, state.inner), params, **extra)
-        return updates, state._replace(inner=own.inner, since=own.since)
+        check_kind_of(state, StreamingState)
+        own = LocalState(jnp.zeros((), jnp.int32), state.inner)  # which counts for no fragment
+        updates, own = steps.update(grads, own, params, **extra)
+        return updates, state._replace(inner=own.inner, since=state.since + 1)
 
     def start(params, state, *, fragment: int, weight: ArrayLike | None = None):
         part = part_of(params, state, fragment)

@@ -10,7 +10,7 @@ import pytest
 
 import local_opt
 from local_opt import WIRES
-from local_opt.outer import rounds_needed
+from local_opt.presets import rounds_needed
 from tests import reference
 from tests.problems import (
     NESTEROV,
