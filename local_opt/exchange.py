@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from local_opt.formats import LANES, Wire, rows_of
-from local_opt.mean import check_axis, pieces_of, weighed
+from local_opt.mean import pieces_of, weighed
 from local_opt.workers import AXIS, AxisName, check_kind
 from syncopate import mesh
 
@@ -57,7 +57,6 @@ def synchronize_changes(
     """
     why = f"the wire ({wire.rule}) sends real floating numbers only. Keep it outside, or wire=None."
     check_kind(tree, jnp.floating, why)
-    check_axis(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     anchors, losses = jax.tree.leaves(anchor), jax.tree.leaves(lost)
     if not leaves:
@@ -84,7 +83,7 @@ def synchronize_changes(
         return new, lost
 
     of_all = of, of, of[: len(losses)], P()
-    send = mesh.over_shards(mesh.check_specs(specs, axis_name), send, of_all, of_all[1:3])
+    send = mesh.over_shards(mesh.axes_of(specs), send, of_all, of_all[1:3])
     new, losses = send(leaves, anchors, losses, share)
     return jax.tree.unflatten(treedef, new), jax.tree.unflatten(jax.tree.structure(lost), losses)
 

@@ -49,7 +49,6 @@ def synchronize(
       >>> mean(jnp.array([1.0, 2.0, jnp.nan, 6.0]), jnp.array([200, 100, 0, 100])).tolist()
       [2.5, 2.5, 2.5, 2.5]
     """
-    check_axis(axis_name)
     check_kind(tree, np.generic, ARRAYS)
     check_own(tree, axis_name, all_of=True)
     return averaged(tree, axis_name, weight)[0]
@@ -57,7 +56,8 @@ def synchronize(
 
 def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tuple:
     """(the tree's mean, this worker's weight by the mean weight or None): see `synchronize`."""
-    check_axis(axis_name)
+    if axis_name != ():  # one worker without an axis
+        mesh.axis_size(axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     leaves, share = [jnp.asarray(x) for x in leaves], None
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -73,12 +73,6 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: ArrayLike | None) -> tup
     for i, mean in zip(places, means, strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
     return jax.tree.unflatten(treedef, leaves), share
-
-
-def check_axis(axis_name: AxisName) -> None:
-    """Raises ValueError outside of the axis; () is one worker without an axis."""
-    if axis_name != ():
-        mesh.axis_size(axis_name)
 
 
 def check_own(tree: PyTree, axis_name: AxisName, *, all_of: bool = False) -> None:
@@ -150,9 +144,7 @@ def checked_weight(weight: Any) -> Float[Array, ""]:
     Raises ValueError for anything but one number, and for a number out of range that is known while
     a program is traced. Others cannot be refused there: their NaN makes every mean NaN.
     """
-    check_scalar("weight", weight, jnp.bool_, jnp.integer, jnp.floating)
-    if is_number(weight):  # not while it is traced
-        check_number("weight", weight, "[0, inf)")
+    check_scalar("weight", weight, jnp.bool_, jnp.integer, jnp.floating, interval="[0, inf)")
     floating = jnp.issubdtype(jnp.result_type(weight), jnp.floating)
     kind = wide_type(jnp.result_type(weight)) if floating else jnp.result_type(float)
     weight = jnp.asarray(weight, kind)
@@ -188,8 +180,11 @@ def if_counted(tree: PyTree, other: PyTree, weight: Float[Array, ""] | None) -> 
     return jax.tree.map(lambda x, y: lax.select(weight == 0, y, x), tree, other)
 
 
-def check_scalar(name: str, value: Any, *kinds: Any) -> None:
-    """Raises ValueError unless a value, which may be traced, is one number of these kinds."""
+def check_scalar(name: str, value: Any, *kinds: Any, interval: str = "") -> None:
+    """Raises ValueError unless a value is one number of these kinds.
+
+    While it is traced, nobody knows whether it is in the interval.
+    """
     try:
         kind = jax.typeof(value)
         fits = not kind.shape and any(jnp.issubdtype(kind.dtype, k) for k in kinds)
@@ -198,3 +193,5 @@ def check_scalar(name: str, value: Any, *kinds: Any) -> None:
     if not fits:
         known = " or ".join(k.__name__ for k in kinds)
         raise ValueError(f"{name} is {value!r}: pass one number of type {known}.")
+    if interval and is_number(value):
+        check_number(name, value, interval)

@@ -153,19 +153,18 @@ def policy_of_leaves(
     return chosen
 
 
-def check_survives(
-    state: optax.OptState, chosen: list[str], *, act: str = "Pass opt_state={fields}."
-) -> None:
-    """Raises ValueError for optimizer state that would undo a sync; `act` ends the message."""
+def check_survives(state: optax.OptState, chosen: list[str]) -> None:
+    """Raises ValueError for optimizer state that would undo a sync."""
     policies = jax.tree.unflatten(jax.tree.structure(state), chosen)
     for node in _undoing(policies):
         factory, fields = UNDOES[type(node)]
         kept = [f for f in fields if LOCAL in jax.tree.leaves(getattr(node, f))]
         if kept:
             raise ValueError(
-                f"{factory} computes the next parameters from {kept} of its state, "
-                "which are each worker's own: every sync would be undone. "
-                + act.format(fields=dict.fromkeys(fields, "mean"))
+                f"{factory} computes the next parameters from {kept} of its state, which are each "
+                "worker's own: every sync would be undone. Pass opt_state="
+                f"{dict.fromkeys(fields, 'mean')}. Fragments have no sync of the state: take "
+                "local_rounds or local_steps, or another optimizer."
             )
 
 
@@ -201,11 +200,7 @@ def apart(tree: PyTree, *others: PyTree) -> PyTree:
 
 def wide_zeros(params: optax.Params) -> optax.Params:
     """Zeros like the parameters, in float32 or wider."""
-
-    def zeros(p):
-        return jnp.zeros(p.shape, wide_type(p.dtype))
-
-    return jax.tree.map(zeros, params)
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, wide_type(p.dtype)), params)
 
 
 def floating_as(state: PyTree, params: optax.Params, axis_name: AxisName) -> PyTree:

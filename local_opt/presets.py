@@ -18,7 +18,7 @@ from local_opt.opt_state import checked
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.rounds import local_steps
 from local_opt.workers import AXIS, AxisName, wide_type
-from syncopate.plans import check_function, check_number, check_whole, is_number
+from syncopate.plans import check_function, check_number, check_whole
 
 
 def diloco(
@@ -309,9 +309,7 @@ def normalize_by_period(
     def update(updates, state, params=None, *, period: ArrayLike | None = None, **extra):
         if period is None:
             raise ValueError("pass period=, the round's number of steps, as local_steps does.")
-        check_scalar("period", period, jnp.integer, jnp.floating)
-        if is_number(period):  # not while it is traced
-            check_number("period", period, "[0, inf)")
+        check_scalar("period", period, jnp.integer, jnp.floating, interval="[0, inf)")
         length = jnp.maximum(jnp.asarray(period, jnp.float32), 1) / h_base  # a sync without steps
         wide = lambda x: x.astype(wide_type(x.dtype))  # noqa: E731
         scaled = jax.tree.map(lambda d: (wide(d) / length).astype(d.dtype), updates)

@@ -89,7 +89,11 @@ def resize(
         raise ValueError(f"policy is {policy!r}: it must be one of {', '.join(POLICIES)}.")
     check_whole("workers", workers, 1)
     check_leading(state, "worker")
-    of_first = functools.partial(_first, workers=workers)
+
+    def of_first(tree, shared=False):
+        each = functools.partial(_first_of, workers=workers, shared=shared)
+        return jax.tree_util.tree_map_with_path(each, tree)
+
     of_all = functools.partial(of_first, shared=True)
     if isinstance(state, AccumulateState):
         return AccumulateState(
@@ -114,11 +118,6 @@ def resize(
         drift=mean_of(state.drift, workers),
         correction=fresh.correction,
     )
-
-
-def _first(tree, workers, *, shared=False):
-    each = functools.partial(_first_of, workers=workers, shared=shared)
-    return jax.tree_util.tree_map_with_path(each, tree)
 
 
 def _first_of(path, x, workers, shared=False):

@@ -12,14 +12,12 @@ from jaxtyping import Array, Int, PyTree
 
 from local_opt.formats import Wire, check_wire
 from local_opt.mean import checked_weight, if_counted
-from local_opt.opt_state import LOCAL, check_call, check_kind_of, check_survives, checked
+from local_opt.opt_state import check_call, check_kind_of, checked
 from local_opt.plans import SyncPlan
 from local_opt.rounds import LocalState, local_rounds
 from local_opt.workers import AXIS, AxisName, wide_type
 from syncopate import mesh
 from syncopate.plans import check_number, check_whole, is_whole
-
-NO_SYNC_OF_STATE = "Fragments have no sync of the state: take local_rounds, or another optimizer."
 
 
 class Event(NamedTuple):
@@ -127,17 +125,10 @@ def streaming_rounds(
       Free Lunch, 2025, https://arxiv.org/abs/2501.18512
     """
     check_number("mixing", mixing, "[0, 1)")
-    inner = checked(inner)
     outer = None if outer is None else checked(outer, "outer")
     check_wire(wire)
-
-    def init_inner(params):
-        state = inner.init(params)
-        check_survives(state, [LOCAL] * len(jax.tree.leaves(state)), act=NO_SYNC_OF_STATE)
-        return state
-
     # One rounds takes the steps, and each fragment has rounds of its own, whose sync is its start.
-    steps = local_rounds(inner._replace(init=init_inner), axis_name=axis_name, specs=specs)
+    steps = local_rounds(inner, axis_name=axis_name, specs=specs)
 
     def rounds_of(params, part):
         own = None if specs is None else _pick(mesh.like(specs, params), part)

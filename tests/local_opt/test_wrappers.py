@@ -261,7 +261,7 @@ def test_state_that_would_undo_a_sync_is_refused(name):
             with pytest.raises(ValueError, match=f"{message}. Pass opt_state=.*{fields[0]}.*mean"):
                 local(inner, opt_state=policy).init(params)
         stream = local_opt.streaming_rounds(inner, axis_name="worker", fragments=1)
-        with pytest.raises(ValueError, match=f"{message}. Fragments have no sync of the state"):
+        with pytest.raises(ValueError, match=f"{message}.* Fragments have no sync of the state"):
             stream.init(params)
         for policy in ("mean", "reset", dict.fromkeys(fields, "reset")):
             local(inner, opt_state=policy).init(params)
