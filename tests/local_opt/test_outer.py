@@ -1,4 +1,4 @@
-"""Outer optimizers equal their papers, and methods by name are what they say."""
+"""Outer optimizers equal their papers, and few rounds for their momentum are warned of."""
 
 import warnings
 
@@ -23,7 +23,6 @@ from tests.problems import (
     assert_workers_bitwise_equal,
     copies,
     distance,
-    run_squares,
     vmap,
 )
 
@@ -112,40 +111,6 @@ def test_normalizing_only_changes_the_velocity_of_rounds_of_other_lengths():
         return found
 
     assert velocities([4, 4, 4]) == velocities([2, 8, 16]) == [4.0, 6.0, 7.0]
-
-
-LONG = local_opt.constant(1, total_steps=60)
-MAKERS = {
-    "diloco": (local_opt.diloco, NESTEROV),
-    "slowmo": (local_opt.slowmo, optax.sgd(1.0, momentum=0.5)),
-}
-
-
-@pytest.mark.parametrize("make,outer", MAKERS.values(), ids=MAKERS)
-def test_a_method_is_local_steps_with_its_outer_optimizer(make, outer):
-    options = {"axis_name": "worker", "opt_state": "reset"}
-    named = make(SGD, LONG, **options)
-    plain = local_opt.local_steps(SGD, LONG, outer=outer, **options)
-    assert_bitwise_equal(run_squares(named), run_squares(plain))
-
-
-def left_after(rounds, share, rate=0.7, momentum=0.9):
-    """The error after outer steps each of whose changes is a share of it, from 1; in NumPy."""
-    error, velocity = np.ones_like(share), np.zeros_like(share)
-    for _ in range(rounds):
-        change = share * error
-        velocity = momentum * velocity + change
-        error = error - rate * (change + momentum * velocity)
-    return np.abs(error)
-
-
-@pytest.mark.parametrize("rounds", [17, 44, 100])
-def test_the_warning_says_what_momentum_leaves(rounds):
-    """Over all shares of the way to the optimum that a round may take; averaging leaves less."""
-    share = np.linspace(0.01, 1, 100)
-    worst = left_after(rounds, share).max()
-    assert 0.5 * 0.9 ** (rounds / 2) < worst < 1.05 * 0.9 ** (rounds / 2)
-    assert (left_after(rounds, share) > (1 - share) ** rounds).mean() > 0.8
 
 
 def test_few_rounds_are_warned_of():

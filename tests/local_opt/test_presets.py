@@ -11,6 +11,7 @@ from local_opt.presets import muloco, sparseloco
 from tests import reference, reference_presets
 from tests.problems import (
     MATRICES,
+    NESTEROV,
     PLAN,
     RATE,
     RUNS,
@@ -125,7 +126,7 @@ GRADS = [
 FIRST = {n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
 
 
-def run_given(opt, first, grads):
+def run_given(opt, first, grads, plan=PLAN):
     """Parameters after every sync, of given gradients [T, W] of trees."""
     params, found = copies(first), []
     state, step = jax.jit(jax.vmap(opt.init))(params), jax.jit(vmap(opt.update))
@@ -133,7 +134,7 @@ def run_given(opt, first, grads):
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
         updates, state = step(stacked, state, params)
         params = optax.apply_updates(params, updates)
-        if PLAN.syncs_after(t):
+        if plan.syncs_after(t):
             local_opt.check_synced(params)
             found.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
     return found
@@ -153,13 +154,14 @@ def test_sparseloco_equals_its_pseudocode():
     """70 blocks, of which 64 share one table and 6 the other; two bits, places and feedback."""
     size, rate = 69 * 4096 + 7, 0.1
     first = RNG.normal(size=size).astype(np.float32)
-    grads = np.float32(RNG.normal(size=(PLAN.total_steps, W, size)) ** 3)
+    plan = local_opt.SyncPlan([0, 2], 3)  # the second round sends what the first has lost
+    grads = np.float32(RNG.normal(size=(plan.total_steps, W, size)) ** 3)
     found = run_given(
-        sparseloco(optax.sgd(rate), PLAN, learning_rate=0.65), {"x": first},
-        [[{"x": g} for g in own] for own in grads],
+        sparseloco(optax.sgd(rate), plan, learning_rate=0.65), {"x": first},
+        [[{"x": g} for g in own] for own in grads], plan,
     )  # fmt: skip
     anchor, lost = np.asarray(first, np.float64), np.zeros((W, size))
-    for (start, length), new in zip(PLAN.rounds_from(0), found, strict=True):
+    for (start, length), new in zip(plan.rounds_from(0), found, strict=True):
         changes = -rate * grads[start : start + length].astype(np.float64).sum(axis=0)
         mean, lost = reference.synchronize_changes(anchor, changes, lost, "top_k_2bit", 0.95)
         anchor = anchor + 0.65 * (mean - anchor)
@@ -168,13 +170,22 @@ def test_sparseloco_equals_its_pseudocode():
     assert np.abs(lost).max() > 1e-3
 
 
-def test_a_preset_is_local_steps_with_its_parts():
-    long = local_opt.constant(1, total_steps=60)
-    named = sparseloco(SGD, long, learning_rate=0.9)
-    plain = local_opt.local_steps(
-        SGD, long, outer=optax.sgd(0.9), wire=local_opt.WIRES["top_k_2bit"]
-    )
-    assert_bitwise_equal(run_squares(named), run_squares(plain))
+LONG = local_opt.constant(1, total_steps=60)
+MADE = {  # without arguments
+    "diloco": (local_opt.diloco, {"outer": NESTEROV}),
+    "slowmo": (local_opt.slowmo, {"outer": optax.sgd(1.0, momentum=0.5)}),
+    "sparseloco": (
+        sparseloco, {"outer": optax.sgd(1.0), "wire": local_opt.WIRES["top_k_2bit"]}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make,parts", MADE.values(), ids=MADE)
+def test_a_preset_is_local_steps_with_its_parts_and_other_options(make, parts):
+    options = {"axis_name": "worker", "opt_state": "reset"}
+    inner = optax.sgd(RATE, momentum=0.9)
+    plain = local_opt.local_steps(inner, LONG, **parts, **options)
+    assert_bitwise_equal(run_squares(make(inner, LONG, **options)), run_squares(plain))
 
 
 test_bad_presets_are_refused = refuses({

@@ -197,28 +197,6 @@ def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
         assert_bitwise_equal(tuple(after), (params, state))
 
 
-# At step 5 of the constant plans a mean is on its way.
-@pytest.mark.parametrize("name,start", [("constant", 0), ("constant", 5), ("other plans", 0)])
-def test_a_loop_over_segments_takes_the_steps_and_the_syncs_of_the_plans(name, start):
-    stream = averaging(0.5)
-    _, params, state = run_streaming(stream, TWO[name], stop=start or None)
-    if not start:
-        params, state = copies(START), jax.vmap(stream.init)(copies(START))
-
-    @functools.partial(jax.jit, static_argnames="due")
-    @functools.partial(jax.vmap, axis_name="worker", in_axes=(0, 0, 0, 1, None))
-    def run(params, state, matrix, targets, due):
-        params, state = stream.communicate(params, state, due)
-        step = lambda carry, target: (square_step(stream)(*carry, matrix, target), None)  # noqa: E731
-        return jax.lax.scan(step, (params, state), targets)[0]
-
-    turns, delay = TWO[name]
-    for begin, end, due in local_opt.stream_segments(turns, delay=delay, start=start):
-        params, state = run(params, state, MATRICES, TARGETS[begin:end], due)
-    assert distance(params, run_streaming(stream, TWO[name])[1]) < 1e-6
-    assert_workers_bitwise_equal(params)
-
-
 @given(st.data())
 def test_segments_from_any_step_are_the_rest_of_all_segments(data):
     turns, delay = TWO[data.draw(st.sampled_from(list(TWO)))]

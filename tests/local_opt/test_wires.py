@@ -181,14 +181,15 @@ def test_one_worker_loses_what_its_wire_drops_however_it_is_driven(wire):
     rounds = local_opt.local_rounds(SGD, wire=wire)
     x = y = jnp.linspace(-1.0, 1.0, 200)[None]
     state, own = vmap(planned.init)(x), vmap(rounds.init)(y)
+    steps = [jax.jit(vmap(opt.update)) for opt in (planned, rounds)]
     for t in range(1, 5):
         grads = jnp.sin(t * jnp.arange(200.0))[None]
-        updates, state = vmap(planned.update)(grads, state, x)
+        updates, state = steps[0](grads, state, x)
         x = optax.apply_updates(x, updates)
-        updates, own = vmap(rounds.update)(grads, own, y)
+        updates, own = steps[1](grads, own, y)
         y = optax.apply_updates(y, updates)
         if t % 2 == 0:
-            y, own = vmap(rounds.sync)(y, own)
+            y, own = jax.jit(vmap(rounds.sync))(y, own)
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
