@@ -117,13 +117,10 @@ def test_leaves_that_are_not_arrays_pass_through():
     left, y = run(own, 0.5)
     assert left["act"] is jnp.tanh and left["name"] == "net" and left["flag"] is True
     np.testing.assert_allclose(y, np.tanh(0.5), rtol=1e-6)
-
-
-def test_integers_become_arrays_and_fractions_stay_numbers():
-    """An equinox dropout holds its rate as a number, which no optimizer may take for a weight."""
-    found = local_opt.owned({"step": 0, "rate": 0.1, "train": True}, W)
+    # Integers become arrays; a rate, as of dropout, is a number and no weight to be trained.
+    found = local_opt.owned({"step": 0, "rate": 0.1}, W)
     assert found["step"].tolist() == [0] * W
-    assert found["rate"] == 0.1 and isinstance(found["rate"], float) and found["train"] is True
+    assert found["rate"] == 0.1 and isinstance(found["rate"], float)
 
 
 @by_way
@@ -170,7 +167,8 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
         "axes .*dp.* and the workers' is 'worker'",
     ),
     "owned": (
-        lambda: lifted(np.ones(3)), r"shape \(3,\) and there are 4 workers: make it by local_opt"
+        lambda: lifted(np.ones(3)),
+        r"leaf \(the argument\) has the shape \(3,\) and there are 4 workers: make it by local_opt",
     ),
     "split": (lambda: lifted(SIX, inputs=("split",)), "a multiple of the 4 workers"),
     "key": (lambda: lifted(SIX, inputs=("key",)), "pass one typed key"),
@@ -192,6 +190,17 @@ test_arguments_and_words_that_do_not_fit_are_refused = refuses({
     "by keyword": (
         lambda: local_opt.lift(step, W, **WORDS)(*start(), scale=2.0), "3 arguments came for"
     ),
+    "a number": (
+        lambda: jax.jit(lifted)(local_opt.owned({"rate": 0.5}, W)),
+        r"\['rate'\] is one number .*by jnp.asarray, before",
+    ),
+    **{
+        f"{word} of keys": (
+            lambda word=word: lifted({"key": jax.random.split(jax.random.key(0), W)}, outputs=word),
+            rf"a key has no {word}, as the result .*'key'.* take 'owned'",
+        )
+        for word in ("mean", "sum")
+    },
     "keys": (
         lambda: local_opt.owned(jax.random.key(0), W, keys="split"),
         "keys is 'split': pass 'fold', .* or 'copy'",
@@ -263,18 +272,6 @@ def test_a_collective_that_only_a_mesh_has_may_make_a_shared_result():
     assert jax.jit(lifted)(ROWS[:4]) == 12
 
 
-def test_messages_name_a_single_argument_and_say_what_to_do_with_numbers():
-    same = local_opt.lift(lambda x: x, 4, inputs="owned", outputs="owned")
-    with pytest.raises(ValueError, match=r"owned leaf \(the argument\) has the shape \(3,\)"):
-        same(jnp.ones(3))
-    tree = local_opt.owned({"w": jnp.ones(2), "rate": 0.5}, 4)
-    assert same(tree)["rate"] == 0.5
-    with pytest.raises(ValueError, match=r"\['rate'\] is one number .*by jnp.asarray, before"):
-        jax.jit(same)(tree)
-    made = local_opt.owned({"w": jnp.ones(2), "rate": jnp.asarray(0.5)}, 4)
-    assert jax.jit(same)(made)["rate"].tolist() == [0.5] * 4
-
-
 # How a lifted function is called: as the function that it wraps, by position and by keyword.
 
 MESH = mesh_of(AxisType.Auto)
@@ -306,13 +303,17 @@ def test_a_lifted_function_has_the_name_signature_and_docstring_of_its_own():
 
 
 @by_call
-def test_arguments_may_be_given_by_keyword(way):
+def test_arguments_are_given_by_keyword_and_words_belong_to_parameters(way):
     lifted = local_opt.lift(step, **CALLED[way], **WORDS)
     state, batch = start()
     for found in (lifted(state, batch=batch), lifted(batch=batch, state=state)):
         np.testing.assert_allclose(found[0], MEANS)
         np.testing.assert_allclose(found[1], MEANS.mean())
     np.testing.assert_allclose(lifted(state, batch, power=2)[0], MEANS**2)
+    lifted = local_opt.lift(step, **CALLED[way], inputs="owned split owned", outputs="owned mean")
+    scale = jnp.arange(float(W))
+    np.testing.assert_allclose(lifted(state, batch)[0], MEANS)
+    np.testing.assert_allclose(lifted(state, scale=scale, batch=batch)[0], scale * MEANS)
 
 
 @by_call
@@ -326,15 +327,6 @@ def test_jit_may_name_what_is_donated_and_what_is_static(way):
     np.testing.assert_allclose(after, MEANS**3)
     assert state.is_deleted()
     assert run(after, batch, train=False)[0].tolist() == (MEANS**3).tolist()
-
-
-@by_call
-def test_a_word_belongs_to_a_parameter_wherever_it_is_given(way):
-    lifted = local_opt.lift(step, **CALLED[way], inputs="owned split owned", outputs="owned mean")
-    state, batch = start()
-    scale = jnp.arange(float(W))
-    np.testing.assert_allclose(lifted(state, batch)[0], MEANS)
-    np.testing.assert_allclose(lifted(state, scale=scale, batch=batch)[0], scale * MEANS)
 
 
 def test_functions_of_any_number_of_arguments_take_words_by_position():
@@ -359,7 +351,7 @@ def test_a_call_that_the_function_would_not_take_is_a_type_error():
 
 
 @by_call
-def test_a_sum_is_over_all_workers(way):
+def test_sums_and_means_are_over_all_workers_and_of_whole_numbers_too(way):
     def right(shift, rows):
         narrow = jnp.full((), 100, jnp.int8) + shift.astype(jnp.int8)
         return {"right": rows > 3, "count": rows.size, "narrow": narrow}, rows
@@ -370,26 +362,11 @@ def test_a_sum_is_over_all_workers(way):
     assert counts["narrow"].tolist() == 400, "not in eight bits"
     assert counts["count"].tolist() == 2 * W, "numbers of Python are every worker's"
     np.testing.assert_allclose(rows, [12, 16])
-
-
-@by_call
-def test_a_mean_of_whole_numbers_is_their_mean(way):
-    def one(x):
-        return x, x > 1
-
-    lifted = local_opt.lift(one, **CALLED[way], inputs="owned", outputs="mean mean")
+    lifted = local_opt.lift(
+        lambda x: (x, x > 1), **CALLED[way], inputs="owned", outputs="mean mean"
+    )
     mean, share = jax.jit(lifted)(jnp.arange(W))
     assert float(mean) == 1.5 and float(share) == 0.5
-
-
-def test_keys_have_neither_mean_nor_sum():
-    keys = jax.random.split(jax.random.key(0), W)
-    for word in ("mean", "sum"):
-        lifted = local_opt.lift(lambda x: {"key": x}, W, inputs="owned", outputs=word)
-        with pytest.raises(
-            ValueError, match=rf"a key has no {word}, as the result .*'key'.* take 'owned'"
-        ):
-            lifted(keys)
 
 
 # Random keys inside a tree: copied to every worker with a warning, or one of each worker's own.
@@ -429,7 +406,8 @@ def test_workers_of_nnx_have_their_own_dropout_with_folded_keys(workers):
     own = dropped(workers, keys="fold")
     masks = {mask.tobytes() for worker in own for mask in worker}
     assert len(masks) == 2 * W, "every worker's, and every step's"
-    with pytest.warns(UserWarning, match="the same key .*rngs.*key"):
+    message = r"same key \['dropout'\]\['rngs'\].*key.* keys='fold'.* keys='copy'"
+    with pytest.warns(UserWarning, match=message):
         same = dropped(workers)
     assert (same == same[:1]).all() and (same[0, 0] != same[0, 1]).any()
     np.testing.assert_array_equal(dropped(workers, keys="copy"), same)
@@ -444,11 +422,3 @@ def test_the_key_of_a_worker_is_folded_with_its_number(workers):
         both = jax.vmap(jax.random.fold_in, (0, None))(keys["two"], w)
         np.testing.assert_array_equal(np.asarray(own["one"])[w], jax.random.key_data(alone))
         np.testing.assert_array_equal(np.asarray(own["two"])[w], jax.random.key_data(both))
-
-
-def test_a_warning_names_the_key_and_what_to_pass():
-    state = {"params": jnp.zeros(2), "dropout": jax.random.key(0)}
-    with pytest.warns(UserWarning, match=r"same key \['dropout'\].* keys='fold'.* keys='copy'"):
-        own = local_opt.owned(state, W)
-    assert (own["dropout"] == state["dropout"]).all()
-    local_opt.owned({"params": jnp.zeros(2)}, W)  # no key, no warning
