@@ -97,30 +97,56 @@ def square_step(opt, **options):
     return step
 
 
-def run_squares(opt, run=vmap, steps=13):
-    """[steps, W, 6], parameters of all workers after every step; and the last state."""
-    step = jax.jit(run(square_step(opt)))
-    params, history = copies(START), []
+def run_squares(opt, run=vmap, steps=13, weights=None):
+    """[steps, W, 6], parameters of all workers after every step; and the last state.
+
+    weights [R, W]: of the workers in every round of PLAN, None for equal ones.
+    """
+
+    def one(params, state, matrix, target, weight):
+        more = {} if weights is None else {"weight": weight}
+        return square_step(opt, **more)(params, state, matrix, target)
+
+    step, params, history = jax.jit(run(one)), copies(START), []
     state = jax.jit(run(opt.init))(params)
     for t in range(steps):
-        params, state = step(params, state, MATRICES, TARGETS[t])
+        weight = np.ones(W) if weights is None else weights[PLAN.round_at(t)]
+        params, state = step(params, state, MATRICES, TARGETS[t], weight)
         history.append(flat(params))
     return np.stack(history), state
 
 
-def run_rounds(rounds, plan, run=vmap):
+def run_rounds(rounds, plan, run=vmap, weights=None):
     """As `run_squares`, driven by the host."""
-    step, sync = jax.jit(run(square_step(rounds))), jax.jit(run(rounds.sync))
-    params, history = copies(START), []
+    step, params, history = jax.jit(run(square_step(rounds))), copies(START), []
+    sync = jax.jit(run(rounds.sync if weights is None else weighed(rounds.sync)))
     state = jax.jit(run(rounds.init))(params)
-    for start, length in plan.rounds_from(0):
+    for r, (start, length) in enumerate(plan.rounds_from(0)):
         for t in range(start, start + length):
             params, state = step(params, state, MATRICES, TARGETS[t])
             if t == start + length - 1:
-                params, state = sync(params, state)
+                params, state = sync(params, state, *([] if weights is None else [weights[r]]))
                 assert_workers_bitwise_equal(params)
             history.append(flat(params))
     return np.stack(history), state
+
+
+def weighed(sync):
+    return lambda params, state, weight: sync(params, state, weight=weight)
+
+
+def run_given(opt, first, grads, plan=PLAN):
+    """One worker's parameters after every sync, of given gradients [T, W] of trees."""
+    params, found = copies(first), []
+    state, step = jax.jit(jax.vmap(opt.init))(params), jax.jit(vmap(opt.update))
+    for t, own in enumerate(grads):
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
+        updates, state = step(stacked, state, params)
+        params = optax.apply_updates(params, updates)
+        if plan.syncs_after(t):
+            local_opt.check_synced(params)
+            found.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
+    return found
 
 
 def expected_squares(plan=PLAN, clip=math.inf):

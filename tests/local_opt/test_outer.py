@@ -23,6 +23,7 @@ from tests.problems import (
     assert_workers_bitwise_equal,
     copies,
     distance,
+    run_given,
     vmap,
 )
 
@@ -50,14 +51,7 @@ def run_rounds(outer):
 def run_planned(outer):
     """The same, of `local_steps`."""
     opt = local_opt.local_steps(optax.sgd(RATE), PLAN, axis_name="worker", outer=outer)
-    step, x, found = jax.jit(vmap(opt.update)), jnp.zeros((W, 3)), []
-    state = jax.jit(vmap(opt.init))(x)
-    for t in range(PLAN.total_steps):
-        updates, state = step(CHANGES[t], state, x)
-        x = x + updates
-        if PLAN.syncs_after(t):
-            found.append(np.asarray(x))
-    return np.stack(found)
+    return np.stack(run_given(opt, jnp.zeros(3), CHANGES))[:, None]
 
 
 def expected_outer(rate, momentum, nesterov=False, h_base=None):

@@ -1,7 +1,6 @@
 """Methods by name equal the pseudocode of their papers, over rounds and workers."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -22,6 +21,7 @@ from tests.problems import (
     copies,
     distance,
     flat,
+    run_given,
     run_squares,
     square_gradient,
     square_step,
@@ -190,20 +190,6 @@ GRADS = [
     for _ in range(PLAN.total_steps)
 ]
 FIRST = {n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
-
-
-def run_given(opt, first, grads, plan=PLAN):
-    """Parameters after every sync, of given gradients [T, W] of trees."""
-    params, found = copies(first), []
-    state, step = jax.jit(jax.vmap(opt.init))(params), jax.jit(vmap(opt.update))
-    for t, own in enumerate(grads):
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *own)
-        updates, state = step(stacked, state, params)
-        params = optax.apply_updates(params, updates)
-        if plan.syncs_after(t):
-            local_opt.check_synced(params)
-            found.append(jax.tree.map(lambda x: np.asarray(x[0]), params))
-    return found
 
 
 def test_muloco_equals_its_pseudocode():

@@ -126,6 +126,7 @@ def test_narrow_leaves_are_added_in_float32(run):
     for name, x in tree.items():
         mean = jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
         assert_bitwise_equal(found[name], jnp.stack([mean] * 4))
+        assert_bitwise_equal(local_opt.consolidate(x), mean)
     # 64.75 and 513.25 to the nearest; the ones lost, they would be 64 and 512.
     assert float(found["b16"][0, 0]) == 65 and float(found["f16"][0, 0]) == 513
 

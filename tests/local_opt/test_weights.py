@@ -17,7 +17,6 @@ from local_opt import WIRES
 from local_opt.workers import worker_mesh
 from tests import reference
 from tests.problems import (
-    MATRICES,
     MOMENTUM,
     NESTEROV,
     PLAN,
@@ -25,15 +24,15 @@ from tests.problems import (
     RUNS,
     SGD,
     START,
-    TARGETS,
     W,
     assert_workers_bitwise_equal,
     copies,
     distance,
     flat,
     on_mesh,
+    run_rounds,
+    run_squares,
     square_gradient,
-    square_step,
     vmap,
 )
 from tests.refused import refuses
@@ -179,40 +178,15 @@ def test_processes_on_cpus_send_the_weight_in_the_vector_of_the_leaves(monkeypat
     assert distance(run(X, WEIGHTS[3]), expected) < 1e-6
 
 
-def hosted(rounds, run, weights=WEIGHTS):
-    """[13, W, 6] and the state, of rounds that the host ends."""
-    step = jax.jit(RUNS[run](square_step(rounds)))
-    sync = jax.jit(RUNS[run](lambda x, s, w: rounds.sync(x, s, weight=w)))
-    params, history = copies(START), []
-    state = jax.jit(RUNS[run](rounds.init))(params)
-    for (start, length), weight in zip(PLAN.rounds_from(0), weights, strict=True):
-        for t in range(start, start + length):
-            params, state = step(params, state, MATRICES, TARGETS[t])
-            if t < start + length - 1:
-                history.append(flat(params))
-        params, state = sync(params, state, weight)
-        history.append(flat(params))
-    return np.stack(history), state
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_every_sync_of_a_run_is_weighed_as_in_the_reference(run):
-    opt = local_opt.local_steps(SGD, PLAN)
-    rounds = np.searchsorted(PLAN.ends, np.arange(13) + 1)
-
-    def step(params, state, matrix, target, weight):
-        return square_step(opt, weight=weight)(params, state, matrix, target)
-
-    step, params, history = jax.jit(RUNS[run](step)), copies(START), []
-    state = jax.jit(RUNS[run](opt.init))(params)
-    for t in range(13):
-        params, state = step(params, state, MATRICES, TARGETS[t], WEIGHTS[rounds[t]])
-        history.append(flat(params))
     right = reference.local_sgd(
         flat(START), square_gradient, PLAN.periods, RATE, MOMENTUM, weights=WEIGHTS
     )
-    assert distance(np.stack(history), right) < 1e-6
-    assert distance(hosted(local_opt.local_rounds(SGD), run)[0], right) < 1e-6
+    found, state = run_squares(local_opt.local_steps(SGD, PLAN), RUNS[run], weights=WEIGHTS)
+    assert distance(found, right) < 1e-6
+    found, _ = run_rounds(local_opt.local_rounds(SGD), PLAN, RUNS[run], WEIGHTS)
+    assert distance(found, right) < 1e-6
     assert state.num_syncs.tolist() == [5] * W
 
 
@@ -220,10 +194,10 @@ def test_control_variates_equal_weighted_scaffold():
     """And the corrections of all workers still cancel, where some do not count and others do."""
     rounds = local_opt.local_rounds(optax.sgd(RATE), correction=local_opt.control_variates())
     weights = np.where(WEIGHTS > 0, WEIGHTS, 0.5)
-    found, _ = hosted(rounds, "vmap", weights)
+    found, _ = run_rounds(rounds, PLAN, weights=weights)
     args = flat(START), square_gradient, PLAN.periods, 13 * [RATE]
     assert distance(found, reference.scaffold(*args, weights)[0]) < 2e-6
-    _, state = hosted(rounds, "vmap", np.float32(WEIGHTS > 0))
+    _, state = run_rounds(rounds, PLAN, weights=np.float32(WEIGHTS > 0))
     against = flat(state.correction.against)
     assert np.abs(against.sum(axis=0)).max() < 1e-4 * np.abs(against).max()
 

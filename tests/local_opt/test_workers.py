@@ -100,12 +100,6 @@ def test_processes_with_another_plan_are_named(plan, other, same):
         local_opt.check_same_plan(plan, gather=gathered(1, 0))
 
 
-def test_consolidating_averages_in_float32():
-    narrow = local_opt.consolidate(jnp.array([256.0, 1.0, 1.0, 1.0], jnp.bfloat16))
-    assert float(narrow) == 65 and narrow.dtype == jnp.bfloat16  # their sum there: 256
-    assert local_opt.consolidate(np.ones((2, 3), np.float32)).shape == (3,)
-
-
 def test_moments_are_the_mean_of_those_of_the_batches_at_the_given_parameters():
     def statistics(params, x):
         return {"mean": jnp.mean(params * x), "of squares": jnp.mean(jnp.square(params * x))}
