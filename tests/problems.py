@@ -149,6 +149,39 @@ def run_given(opt, first, grads, plan=PLAN):
     return found
 
 
+def run_segments(stream, segments, run=vmap, weights=None, lost=0.0):
+    """As `run_squares`, of fragments: weights [13, W], of a worker in every step.
+
+    `lost` is added to the parameters of a worker after a step with weight 0.
+    """
+    given = weights is not None
+    weights, lost = weights if given else np.ones((13, W), np.float32), jnp.full(W, lost)
+
+    @jax.jit
+    @run
+    def step(params, state, matrix, target, weight, lost):
+        params, state = square_step(stream)(params, state, matrix, target)
+        return jax.tree.map(lambda x: jnp.where(weight == 0, x + lost, x), params), state
+
+    @functools.partial(jax.jit, static_argnames="due")
+    def communicate(params, state, weight, due):
+        def own(x, state, weight):
+            return stream.communicate(x, state, due, weight=weight if given else None)
+
+        return run(own)(params, state, weight)
+
+    params, history = copies(START), []
+    state = jax.jit(run(stream.init))(params)
+    for begin, end, due in segments:
+        if begin:
+            params, state = communicate(params, state, weights[begin - 1], due)
+            history[-1] = flat(params)
+        for t in range(begin, end):
+            params, state = step(params, state, MATRICES, TARGETS[t], weights[t], lost)
+            history.append(flat(params))
+    return np.stack(history), state
+
+
 def expected_squares(plan=PLAN, clip=math.inf):
     return reference.local_sgd(
         flat(START), square_gradient, plan.periods, RATE, MOMENTUM, clip=clip

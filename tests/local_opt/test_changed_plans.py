@@ -1,6 +1,5 @@
 """A run that goes on under another plan: the plan decides by the step, whatever came before."""
 
-import functools
 import pickle
 
 import jax
@@ -132,21 +131,10 @@ def test_fragments_go_on_under_other_plans(name):
         optax.sgd(RATE), fragments=2, outer=optax.sgd(0.7, 0.5, nesterov=True)
     )
 
-    @functools.partial(jax.jit, static_argnames="due")
-    @functools.partial(jax.vmap, axis_name="worker", in_axes=(0, 0, 0, 1, None))
-    def run(params, state, matrix, targets, due):
-        params, state = stream.communicate(params, state, due)
-        one = lambda carry, target: (problems.square_step(stream)(*carry, matrix, target), None)  # noqa: E731
-        return jax.lax.scan(one, (params, state), targets)[0]
-
-    params = problems.copies(problems.START)
-    state = jax.vmap(stream.init)(params)
     first = local_opt.stream_segments(plans[0], delay=delay)
     rest = local_opt.stream_segments(plans[1], delay=delay, start=change, before=plans[0])
-    for begin, end, due in [s for s in first if s.begin < change] + rest:
-        end = min(end, change) if begin < change else end
-        targets = problems.TARGETS[begin:end]
-        params, state = run(params, state, problems.MATRICES, targets, due)
+    cut = [s._replace(end=min(s.end, change)) for s in first if s.begin < change]
+    found, _ = problems.run_segments(stream, cut + rest)
     ends = [
         {e for e in was.ends.tolist() if e < change} | {e for e in now.ends.tolist() if e >= change}
         for was, now in zip(*(p.values() for p in plans), strict=True)
@@ -155,7 +143,7 @@ def test_fragments_go_on_under_other_plans(name):
         problems.flat(problems.START), problems.square_gradient, ([0, 1], [2, 3, 4, 5]), ends,
         [RATE] * total, delay=delay, mixing=0.5, outer=(0.7, 0.5),
     )  # fmt: skip
-    assert problems.distance(problems.flat(params), expected[-1]) < 2e-6
+    assert problems.distance(found, expected) < 2e-6
 
 
 def beyond(count, **more):

@@ -30,6 +30,7 @@ from tests.problems import (
     distance,
     flat,
     run_rounds,
+    run_segments,
     square_gradient,
     square_step,
 )
@@ -98,12 +99,12 @@ TWO = {  # (plans, delay)
 }
 
 
-def expected(plans, mixing, outer):
+def expected(plans, mixing, outer, weights=None):
     turns, delay = plans
     return reference.streaming_diloco(
         flat(START), square_gradient, [np.array(p) for p in PLACES],
         [set(plan.ends.tolist()) for plan in turns.values()], 13 * [RATE],
-        delay=delay, mixing=mixing, outer=outer,
+        delay=delay, mixing=mixing, outer=outer, weights=weights,
     )  # fmt: skip
 
 
@@ -310,43 +311,14 @@ STEPPED = np.float32(np.random.default_rng(5).choice([0, 1, 2, 1e-3, 50], size=(
 STEPPED[:, 0] = 1
 
 
-def streamed(stream, turns, delay, run, *, lost=0.0):
-    """[13, W, 6] of a loop over segments, weighed by STEPPED; `lost` is added where that is 0."""
-    lost = jnp.full(W, lost)
-
-    def step(params, state, matrix, target, weight, lost):
-        params, state = square_step(stream)(params, state, matrix, target)
-        return jax.tree.map(lambda x: jnp.where(weight == 0, x + lost, x), params), state
-
-    @functools.partial(jax.jit, static_argnames="due")
-    def communicate(params, state, weight, due):
-        own = lambda x, s, w: stream.communicate(x, s, due, weight=w)  # noqa: E731
-        return RUNS[run](own)(params, state, weight)
-
-    step, params, history = jax.jit(RUNS[run](step)), copies(START), []
-    state = jax.jit(RUNS[run](stream.init))(params)
-    for begin, end, due in local_opt.stream_segments(turns, delay=delay):
-        if begin:
-            params, state = communicate(params, state, STEPPED[begin - 1], due)
-            history[-1] = flat(params)
-        for t in range(begin, end):
-            params, state = step(params, state, MATRICES, TARGETS[t], STEPPED[t], lost)
-            history.append(flat(params))
-    return np.stack(history), state
-
-
 @pytest.mark.parametrize("run", RUNS)
 def test_every_fragment_is_weighed_at_its_own_sync(run):
     outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
     stream = local_opt.streaming_rounds(optax.sgd(RATE), fragments=2, mixing=0.25, outer=outer)
-    turns = {f: local_opt.constant(4, total_steps=13, offset=2 * f) for f in range(2)}
-    found, _ = streamed(stream, turns, 2, run)
-    expected = reference.streaming_diloco(
-        flat(START), square_gradient, [np.array(p) for p in PLACES],
-        [set(p.ends.tolist()) for p in turns.values()], 13 * [RATE], delay=2, mixing=0.25,
-        outer=(0.7, 0.5), weights=STEPPED,
-    )  # fmt: skip
-    assert distance(found, expected) < 2e-6
+    turns, delay = TWO["constant"]
+    segments = local_opt.stream_segments(turns, delay=delay)
+    found, _ = run_segments(stream, segments, RUNS[run], STEPPED)
+    assert distance(found, expected(TWO["constant"], 0.25, (0.7, 0.5), STEPPED)) < 2e-6
 
 
 @pytest.mark.parametrize("wire", [None, "int8", "top_k"])
@@ -355,10 +327,10 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(wire):
     stream = local_opt.streaming_rounds(
         optax.sgd(RATE), fragments=1, mixing=0.5, wire=wire and WIRES[wire]
     )
-    turns = {0: local_opt.every_step(13)}
-    found, state = streamed(stream, turns, 0, "vmap", lost=np.nan)
+    segments = local_opt.stream_segments({0: local_opt.every_step(13)})
+    found, state = run_segments(stream, segments, weights=STEPPED, lost=np.nan)
     assert np.isfinite(found).all() and all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-    same, _ = streamed(stream, turns, 0, "vmap")
+    same, _ = run_segments(stream, segments, weights=STEPPED)
     np.testing.assert_array_equal(found, same)
 
 
