@@ -600,31 +600,36 @@ def aligned_ends(ends, fresh, every):
     return found
 
 
-def scaffold(params, gradient, periods, rates, weights=None):
-    """SCAFFOLD, algorithm 1 with option II (Karimireddy et al. 2020), where all take part.
+def scaffold(params, gradient, counts, rates, weights=None):
+    """SCAFFOLD, algorithm 1 with option II (Karimireddy et al. 2020).
 
-    params [D]; gradient(worker, step, x) -> [D]; rates: of every step; eta_g is 1; weights [R, W]
-    above zero, of the workers at every sync, None for equal ones. Returns the parameters [W, D]
-    after every step, and c_i [W, D] and c [D] after every round.
+    params [D]; gradient(worker, step, x) -> [D]; counts [R, W] or [R]: steps in every round, at
+    whose end those who took fewer wait; rates [T, W] or [T]: of every step; eta_g is 1; weights
+    [R, W] above zero, of the workers at every sync, None for equal ones. The change of c is that of
+    the workers that took a step, and the others' c_i follow it. Returns the parameters [W, D] after
+    every step, and c_i [W, D] and c [D] after every round.
     """
-    workers, x = range(gradient.workers), np.array(params, np.float64)
-    c, own, t = np.zeros(len(params)), [np.zeros(len(params)) for _ in range(gradient.workers)], 0
+    many, x = gradient.workers, np.array(params, np.float64)
+    counts, rates = (np.asarray(a) if np.ndim(a) == 2 else np.stack([a] * many, 1)
+                     for a in (counts, rates))  # fmt: skip
+    c, own, t = np.zeros(len(params)), np.zeros((many, len(params))), 0
     history, controls = [], []
-    weights = np.ones((len(periods), len(workers))) if weights is None else weights
-    for h, shares in zip(periods, weights, strict=True):
-        y, spent = [x.copy() for _ in workers], sum(rates[t : t + h])  # K eta_l
-        for k in range(h):
-            for i in workers:
-                y[i] = y[i] - rates[t] * (gradient(i, t, y[i]) - own[i] + c)
+    weights = np.ones(counts.shape) if weights is None else weights
+    for count, shares in zip(counts, weights, strict=True):
+        y = np.stack([x] * many)
+        spent = [rates[t : t + n, i].sum() for i, n in enumerate(count)]  # K eta_l
+        for k in range(count.max()):
+            for i in np.flatnonzero(k < count):
+                y[i] -= rates[t, i] * (gradient(i, t, y[i]) - own[i] + c)
             t += 1
-            if k < h - 1:
-                history.append(np.array(y))
-        plus = [own[i] - c + (x - y[i]) / spent for i in workers]  # option (ii)
-        x = x + weighted_mean([y[i] - x for i in workers], shares)
-        c = c + weighted_mean([plus[i] - own[i] for i in workers], shares)
-        own = plus
-        history.append(np.array([x.copy() for _ in workers]))
-        controls.append((np.array(own), c))
+            history.append(y.copy())
+        took = count > 0
+        change = [(x - y[i]) / spent[i] - c if took[i] else 0 * c for i in range(many)]
+        mean = weighted_mean(change, shares * took)  # option (ii), of c_i - c
+        x, c = x + weighted_mean(y - x, shares), c + mean
+        own = own + np.where(took[:, None], change, mean)
+        history[-1] = np.stack([x] * many)
+        controls.append((own, c))
     return np.array(history), controls
 
 

@@ -186,29 +186,15 @@ EQUAL = np.full(3, 0.05)
 RUN = {"vmap": RUNS["vmap"], "mesh": functools.partial(RUNS["shard_map"], workers=3)}
 
 
-def scaffold(steps, rates, weights):
-    """x [R] and c - c_i [R, 3] after every round: Karimireddy et al. 2020, algorithm 1, option II.
+def gradient(worker, step, x):
+    return SHAPES[worker] * (x - MIDDLES[worker])
 
-    steps, weights [R, 3]: of every worker in every round. The change of c is that of the workers
-    that took a step, and the others' c_i follow it.
-    """
-    x, c, own, found = 0.0, 0.0, np.zeros(3), []
-    for count, weight in zip(steps, weights, strict=True):
-        y = np.full(3, x)
-        for i in range(3):
-            for _ in range(count[i]):
-                y[i] -= rates[i] * (SHAPES[i] * (y[i] - MIDDLES[i]) - own[i] + c)
-        plus = own - c + (x - y) / np.maximum(count, 1) / rates
-        share, taken = weight / weight.sum(), weight * (count > 0) / (weight @ (count > 0))
-        change = taken @ (plus - own)
-        own = np.where(count > 0, plus, own + change)
-        x, c = x + share @ (y - x), c + change
-        found.append((x, c - own))
-    return [np.array(part) for part in zip(*found, strict=True)]
+
+gradient.workers = 3
 
 
 def uneven(steps, rates, weights, run):
-    """The same by `control_variates`."""
+    """x [R] and c - c_i [R, 3] after every round, by `control_variates`."""
     rounds = local_opt.local_rounds(optax.sgd(1.0), correction=local_opt.control_variates())
 
     def one(x, state, curvature, centre, count, rate, weight):
@@ -249,9 +235,11 @@ def test_control_variates_equal_the_paper_where_workers_took_other_steps(
     steps = np.array([turns[r % len(turns)] for r in range(90)])
     weights = np.array([weights] * 90, float)
     found, against = uneven(steps, rates, weights, run)
-    expected, controls = scaffold(steps, rates, weights)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    np.testing.assert_allclose(against, controls, atol=1e-5)
+    ends = np.cumsum(steps.max(axis=1))
+    rates = np.stack([rates] * ends[-1])
+    expected, controls = reference.scaffold([0.0], gradient, steps, rates, weights)
+    np.testing.assert_allclose(found, expected[ends - 1, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(against, [(c - own)[:, 0] for own, c in controls], atol=1e-5)
     np.testing.assert_allclose((weights * against).sum(axis=1), 0, atol=1e-4)
     if end is not None:  # the minimum of the weighted mean loss
         np.testing.assert_allclose(found[-1], end, atol=1e-5)
