@@ -12,8 +12,7 @@ from jaxtyping import Int, PyTree
 
 from ordering.blocks.split import Blocks, check_blocks
 from ordering.input.loader import check_batches
-from ordering.input.sources import never_ends
-from ordering.input.steps import step_indices
+from ordering.input.sources import never_ends, step_indices
 from syncopate import plans
 
 ALIGNED = 64  # bytes

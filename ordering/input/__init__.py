@@ -3,8 +3,7 @@
 from ordering.input.epochs import read_epochs
 from ordering.input.grain import map_dataset
 from ordering.input.loader import LoadError, load_ahead
-from ordering.input.sources import reader
-from ordering.input.steps import step_indices
+from ordering.input.sources import reader, step_indices
 from ordering.input.tfdata import batches
 
 __all__ = [

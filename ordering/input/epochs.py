@@ -13,8 +13,7 @@ from jaxtyping import PyTree
 from ordering import base
 from ordering.base import State
 from ordering.input.loader import Loader, LoadError, load_ahead
-from ordering.input.sources import reader
-from ordering.input.steps import Steps, check_read_whole
+from ordering.input.sources import Steps, check_read_whole, reader
 from syncopate import plans
 
 Load = Callable[[np.ndarray, int, int], Loader]

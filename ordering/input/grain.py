@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jax.typing import ArrayLike
 from jaxtyping import Int, PyTree
 
-from ordering.input.steps import Steps
+from ordering.input.sources import Steps
 
 if TYPE_CHECKING:
     import grain

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering.input import reader, step_indices
-from ordering.input.steps import Steps
+from ordering.input.sources import Steps
 from tests import tables
 from tests.refused import refuses
 from tests.sources import SIZES, Examples, assert_same, epoch_of
