@@ -1,13 +1,8 @@
 """An iterator over all epochs of blocks, which reads ahead and tells its position."""
 
-import concurrent.futures
 import contextlib
-import functools
 import math
-import queue
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -20,8 +15,8 @@ from ordering.base import State
 from ordering.blocks.position import checked, first_position, of_broken, share_of
 from ordering.blocks.split import Blocks, check_blocks
 from ordering.blocks.windows import Windows, batches_of, num_batches, windows
-from ordering.input.epochs import Epochs, Layout, checked_state, epoch_of
-from ordering.input.loader import load_ahead
+from ordering.input.epochs import Epochs, Load, checked_state, epoch_of
+from ordering.input.loader import spreading, start_loader
 from syncopate import plans
 
 
@@ -33,18 +28,18 @@ class BlockEpochs(Epochs):
       window_units: the number of blocks in the window of the last batch.
     """
 
-    def __init__(self, epochs: tuple, position: dict[str, Any], pools: contextlib.ExitStack):
-        super().__init__(*epochs)
-        self._position, self._pools = position, pools
+    def __init__(self, position: dict[str, Any], load: Load, live: Callable, **sizes: Any):
+        super().__init__(load, live, **sizes)
+        self._position = position
 
     @property
     def window_ended(self) -> bool:
-        return self.epoch_ended or bool(self.step) and self.step % self._layout.batches == 0
+        return self.epoch_ended or bool(self.step) and self.step % self._batches == 0
 
     @property
     def window_units(self) -> int:
-        before = self._layout.units_before(max(self.step - 1, 0))
-        return min(self._layout.units, self._layout.num_units - before)
+        before = max(self.step - 1, 0) // self._batches * self._units
+        return min(self._units, self._num_units - before)
 
     def position(self, orders: State | None = None) -> dict[str, Any]:
         """The position of the next batch, to be saved beside the parameters.
@@ -70,10 +65,6 @@ class BlockEpochs(Epochs):
         if epoch != self._position["epoch"]:
             found.pop("broken", None)
         return found
-
-    def close(self) -> None:
-        super().close()
-        self._pools.close()
 
 
 def read_blocks(
@@ -148,30 +139,31 @@ def read_blocks(
     words = settings | {"shuffle": shuffle, "total": total, "num_units": num_units}
     whole = windows(blocks, current, epoch=0, **words)  # refuses wrong sizes
     window, batch_size = whole.window, whole.batch_size
-    batches = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
-    layout = Layout(num_units, window, *batches)
-    first, steps = first_position(blocks, **settings), layout.steps(num_units)
+    batches, last = (num_batches(blocks, n, batch_size) for n in (window, num_units % window))
+    steps = num_units // window * batches + last
+    first = first_position(blocks, **settings)
     position = first if position is None else checked(position, first, blocks, steps, current)
-    pools = contextlib.ExitStack()
-    read = readers if callable(readers) else _threads(pools, readers)
+    read = _reading(readers)
     share = share_of(position, current, share)
 
     def load(orders, first_step, epoch):
         sizes = words
         if epoch == position["epoch"] and "broken" in position:
-            orders, old = of_broken(position, layout.units_before(first_step), share)
+            orders, old = of_broken(position, first_step // batches * window, share)
             sizes = words | old | {"total": len(blocks)}
-        found = read(windows(blocks, orders, epoch=epoch, **sizes))
-        return load_ahead(
-            batches_of(found, first_batch=first_step % layout.batches), depth=depth,
+        closed = threading.Event()
+        found = read(windows(blocks, orders, epoch=epoch, **sizes), closed)
+        return start_loader(
+            batches_of(found, first_batch=first_step % batches), closed, depth=depth,
             timeout=timeout, sharding=sharding, first_load=epoch * steps + first_step,
         )  # fmt: skip
 
     first_load = int(position["epoch"]) * steps + int(position["step"])
     first_epoch = min((int(np.min(x)) for x in epoch_of(state)), default=0) - int(position["epoch"])
     return BlockEpochs(
-        (load, live, layout, num_epochs, layout.batches, first_load, first_epoch), position, pools
-    )
+        position, load, live, num_units=num_units, units=window, batches=batches, steps=steps,
+        num_epochs=num_epochs, ahead=batches, first_load=first_load, first_epoch=first_epoch,
+    )  # fmt: skip
 
 
 def shares(weights: Mapping[str, float], *, batch_size: int) -> dict[str, int]:
@@ -279,67 +271,30 @@ def mixture(readers: Mapping[str, BlockEpochs]) -> Mixture:
     return Mixture(dict(readers))
 
 
-class _Pool:
-    """Threads like those of `concurrent.futures`, for whose end Python does not wait."""
+def _reading(readers: int | Callable) -> Callable[[Windows, threading.Event], Iterable]:
+    """What reads the windows of an epoch; the next one is read while the last is used."""
+    if callable(readers):
+        return lambda epoch, closed: readers(epoch)
+    slots = threading.Semaphore(plans.check_whole("readers", readers, 1))  # of all epochs
 
-    def __init__(self, size: int):
-        self._jobs, self._closed = queue.SimpleQueue(), threading.Event()
-        threads = [
-            threading.Thread(target=_work, args=(self._jobs,), daemon=True) for _ in range(size)
-        ]
-        for thread in threads:
-            thread.start()
-        self.close = weakref.finalize(self, _stop, self._jobs, self._closed, threads)
+    def read(epoch, closed):
+        with spreading(readers, closed) as spread:
 
-    def submit(self, function: Callable, *args: Any) -> concurrent.futures.Future:
-        future = concurrent.futures.Future()
-        self._jobs.put((future, function, args))
-        if self._closed.is_set():  # perhaps no thread is left
-            future.cancel()
-        return future
+            def begin(number):
+                put, jobs, finish = epoch.begin(number)
 
-    def map(self, function: Callable, items: Iterable) -> Iterator:
-        return (future.result() for future in [self.submit(function, x) for x in items])
+                def put_in_turn(job):
+                    with slots:
+                        put(job)
 
+                return spread(put_in_turn, jobs), finish
 
-def _work(jobs):
-    while job := jobs.get():
-        future, function, args = job
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:  # raised where the result is asked for
-                future.set_exception(error)
-        del job, future, function, args  # records must not wait here for the next job
-
-
-def _stop(jobs, closed, threads):
-    """Cancels what has not begun, and waits a second in all for what has."""
-    closed.set()
-    with contextlib.suppress(queue.Empty):
-        while True:
-            jobs.get_nowait()[0].cancel()
-    for _ in threads:
-        jobs.put(None)
-    until = time.monotonic() + 1
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=max(0, until - time.monotonic()))
-
-
-def _threads(pools: contextlib.ExitStack, readers: int) -> Callable[[Windows], Iterator]:
-    """Reads the windows of an epoch; the next one is read while the last is used."""
-    pool, ahead = _Pool(plans.check_whole("readers", readers, 1)), _Pool(1)
-    for each in (ahead, pool):  # the last is closed first, so that a window ahead ends, too
-        pools.callback(each.close)
-
-    def read(epoch):
-        load = functools.partial(epoch.load, read=pool.map)
-        following = ahead.submit(load, 0)
-        for number in range(1, len(epoch) + 1):
-            found = following.result()
-            if number < len(epoch):
-                following = ahead.submit(load, number)
-            yield found
+            wait, finish = begin(0)
+            for number in range(1, len(epoch) + 1):
+                wait()
+                found = finish()
+                if number < len(epoch):
+                    wait, finish = begin(number)
+                yield found
 
     return read

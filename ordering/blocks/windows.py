@@ -47,10 +47,14 @@ class Windows(Sequence):
         return num_batches(self._blocks, self.window, self.batch_size)
 
     def __getitem__(self, number: int) -> tuple[PyTree[np.ndarray], Int[np.ndarray, "T ..."]]:
-        return self.load(int(number))
+        put, jobs, finish = self.begin(int(number))
+        for job in jobs:
+            put(job)
+        return finish()
 
-    def load(self, number: int, read: Callable = map) -> tuple[PyTree, np.ndarray]:
-        """`self[number]`, with the blocks read by `read(function, blocks)`."""
+    def begin(self, number: int) -> tuple[Callable, list, Callable]:
+        """`(put, jobs, finish)`: after `put(job)` of all jobs, on any threads, `finish()` is the
+        window."""
         if not 0 <= number < len(self):
             raise IndexError(f"there is no window {number} in an epoch of {len(self)}.")
         units = self._units[:, number * self.window : (number + 1) * self.window]
@@ -75,9 +79,10 @@ class Windows(Sequence):
         def put(job):
             records.put(never_ends(lambda: self._blocks.read(job[0])), *job)
 
-        for _ in read(put, jobs):
-            pass
-        return jax.tree.map(self._cut(batches), (records.filled(rest), places))
+        def finish():
+            return jax.tree.map(self._cut(batches), (records.filled(rest), places))
+
+        return put, jobs, finish
 
     def _jobs(self, units: np.ndarray, sizes: np.ndarray, to: np.ndarray) -> list[tuple]:
         """Units for one thread, and where their records belong; of small ones several at once."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +19,6 @@ from syncopate import plans
 Load = Callable[[np.ndarray, int, int], Loader]
 
 
-class Layout(NamedTuple):
-    """How the units of an epoch become steps: so many units of a worker are read at once, which
-    are the batches of `batches` steps. Where fewer units are left they are those of `last`."""
-
-    num_units: int
-    units: int
-    batches: int = 1
-    last: int = 1
-
-    def steps(self, units: int) -> int:
-        """The steps of so many first units."""
-        return units // self.units * self.batches + (self.last if units % self.units else 0)
-
-    def units_before(self, step: int) -> int:
-        """The first unit that is read for a step."""
-        return step // self.batches * self.units
-
-
-class Front(NamedTuple):
-    """The first steps of the next epoch, which are loaded while this one ends."""
-
-    num_steps: int = 0
-    loader: Loader | None = None
-
-
 class Epochs(Iterator, contextlib.AbstractContextManager):
     """Batches of all epochs; see `read_epochs`. As a context manager it closes its threads.
 
@@ -51,39 +26,47 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
 
     Attributes:
       epoch, step: position of the next batch; at an epoch's end `step` is the number of its steps.
-      epoch_ended: whether the last batch was the last of its epoch: after its step, call the
-        order's `next_epoch`.
     """
 
     def __init__(
-        self, load: Load, live: Callable, layout: Layout, num_epochs, ahead, first_load, first_epoch
-    ):
-        self._load, self._live, self._layout = load, live, layout
-        self._num_epochs, self._ahead, self._first_epoch = num_epochs, ahead, first_epoch
-        self._steps = layout.steps(layout.num_units)
-        self.epoch, self.step = divmod(first_load, self._steps)
-        self.epoch_ended, self._opened, self._front = False, False, Front()
-        self._next: Front | None = None
-        self._rest: Loader | None = None
-        self._order: Any = None
-        self._early: Any = None
+        self, load: Load, live: Callable, *, num_units: int, units: int, batches: int, steps: int,
+        num_epochs: int | None, ahead: int, first_load: int, first_epoch: int,
+    ):  # fmt: skip
+        # Each `units` of the `num_units` are read at once, and make `batches` steps.
+        self._load, self._live = load, live
+        self._num_units, self._units, self._batches = num_units, units, batches
+        self._steps, self._num_epochs, self._ahead = steps, num_epochs, ahead
+        self._first_epoch = first_epoch
+        self.epoch, self.step = divmod(first_load, steps)
+        self._loaders: list[tuple[int, Loader]] = []  # and the first load of each
+        self._opened = first_load  # those before it have a loader
+        self._due = True  # this epoch's order is still to be checked and loaded
+        self._order: Any = None  # a copy of it,
+        self._early: Any = None  # and of what is known of the next one
 
     @property
     def load(self) -> int:
         """Number of the next batch over all epochs; `first_load` of a run that resumes here."""
         return self.epoch * self._steps + self.step
 
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether the last batch was the last of its epoch: after its step, call the order's
+        `next_epoch`."""
+        return self.step == self._steps
+
     def __next__(self) -> PyTree[jax.Array]:
         self.wait()
         batch = next(cast(Loader, self._loader()))
         self.step += 1
-        self.epoch_ended = self.step == self._steps
         return batch
 
     def wait(self) -> None:
         """Waits until `next` returns at once; raises what it would raise."""
         if self.epoch_ended:
-            self._end_epoch()
+            self._loaders = [(first, own) for first, own in self._loaders if first >= self.load]
+            self._due, self._order, self._early = True, None, None
+            self.epoch, self.step = self.epoch + 1, 0
         if self._num_epochs is not None and self.epoch >= self._num_epochs:
             raise StopIteration
         with jax.transfer_guard("allow"):
@@ -102,48 +85,40 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
                 self.load, "was lost, as next was interrupted: resume the run from this load."
             )
 
-    def _begin_step(self):
-        if self._order is None:
-            state = checked_state(self._live)
-            if state.current.shape[-1] != (num_units := self._layout.num_units):
-                raise ValueError(
-                    f"live gives an order of {state.current.shape[-1]} units, after {num_units}: "
-                    "make another read_epochs for another order."
-                )
-            self._order = _copies(state.current, *epoch_of(state))
-        # With two steps in front, wait for the order only when the device has the first to do.
-        if not self._opened and (self.step or self._front.num_steps < 2):
-            self._open_rest(*map(np.asarray, self._order))
-        self._look_ahead()
-
     def ready(self) -> bool:
         """Whether the next batch is on the device, or its loading has not begun."""
-        front = self._next or Front()
-        loader = front.loader if self.epoch_ended else self._loader()
+        loader = self._loader()
         return loader is None or loader.ready()
 
     def close(self) -> None:
         """Ends the threads that load."""
-        for reads in (self._front.loader, self._rest, self._next and self._next.loader):
-            if reads is not None:
-                reads.close()
+        for _, loader in self._loaders:
+            loader.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end_epoch(self):
-        self._front = self._next or Front()
-        self._order = self._early = self._next = self._rest = None
-        self.epoch, self.step, self.epoch_ended, self._opened = self.epoch + 1, 0, False, False
+    def _loader(self) -> Loader | None:
+        """The loader of the next batch, if there is one yet."""
+        begun = [own for first, own in self._loaders if first <= self.load < self._opened]
+        return begun[-1] if begun else None
 
-    def _open_rest(self, order, *epochs):
-        """Loads the steps after the front; ValueError if the order is not this epoch's."""
-        self.check_order(self.epoch, *epochs)
-        first = self._front.num_steps or self.step
-        if first < self._steps:
-            rest = order[..., self._layout.units_before(first) :]
-            self._rest = self._load(rest, first, self.epoch)
-        self._opened = True
+    def _begin_step(self):
+        if self._due and self._order is None:
+            state = checked_state(self._live)
+            if state.current.shape[-1] != self._num_units:
+                raise ValueError(
+                    f"live gives an order of {state.current.shape[-1]} units, after "
+                    f"{self._num_units}: make another read_epochs for another order."
+                )
+            self._order = _copies(state.current, *epoch_of(state))
+        # With two loads begun, wait for the order only when the device has the first to do.
+        if self._due and (self.step or self._opened < self.load + 2):
+            order, *epochs = map(np.asarray, self._order)
+            self.check_order(self.epoch, *epochs)
+            self._open(order, self.epoch, self._steps)
+            self._due = False
+        self._look_ahead()
 
     def check_order(self, epoch: int, *found: ArrayLike) -> None:
         """Raises ValueError unless the orders, which were `found` in an epoch, are in this one."""
@@ -155,9 +130,6 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
                     "the step for which epoch_ended is True."
                 )
 
-    def _loader(self):
-        return self._front.loader if self.step < self._front.num_steps else self._rest
-
     def _look_ahead(self):
         """Copies what is known of the next epoch, and loads it a step later: no wait for either."""
         is_last = self._num_epochs is not None and self.epoch + 1 >= self._num_epochs
@@ -165,17 +137,22 @@ class Epochs(Iterator, contextlib.AbstractContextManager):
             if self.step >= self._steps - 1 - self._ahead:
                 state = self._live()
                 self._early = _copies(state.left, state.next)
-        elif self._next is None and not is_last:
-            self._next = self._open_front()
+        elif self._opened == (self.epoch + 1) * self._steps and not is_last:
+            left, following = map(np.asarray, self._early)
+            windows = int(left.min()) // self._units  # that all workers have already decided
+            if left.min() >= self._num_units:
+                self._open(following, self.epoch + 1, self._steps)
+            elif windows:
+                known = following[..., : windows * self._units]
+                self._open(known, self.epoch + 1, windows * self._batches)
 
-    def _open_front(self):
-        """Loads the steps of the next epoch that all workers have already decided."""
-        left, following = (np.asarray(array) for array in self._early)
-        left, layout = int(left.min()), self._layout
-        known = left if left >= layout.num_units else left - left % layout.units
-        if not known:
-            return Front()
-        return Front(layout.steps(known), self._load(following[..., :known], 0, self.epoch + 1))
+    def _open(self, orders: np.ndarray, epoch: int, stop: int):
+        """Loads the steps of an epoch before `stop` that have no loader yet."""
+        first = self._opened - epoch * self._steps
+        if first < stop:
+            rest = orders[..., first // self._batches * self._units :]
+            self._loaders.append((self._opened, self._load(rest, first, epoch)))
+            self._opened = epoch * self._steps + stop
 
 
 def _copies(*arrays):
@@ -191,19 +168,20 @@ def epoch_of(state: State) -> list[np.ndarray]:
     return [state.epoch] if hasattr(state, "epoch") else []
 
 
-def first_epoch_of(state: State, layout: Layout, first_load: int, num_epochs: int | None) -> int:
+def first_epoch_of(state: State, units: int, first_load: int, num_epochs: int | None) -> int:
     """The epoch of the orders in the first epoch of a reader; ValueError for another place."""
-    epoch, step = divmod(first_load, layout.steps(layout.num_units))
+    num_units = state.current.shape[-1]
+    epoch, step = divmod(first_load, -(-num_units // units))
     is_over = num_epochs is not None and epoch >= num_epochs
     for found in map(np.unique, map(np.asarray, epoch_of(state))):
         if not first_load:  # the orders may have been used before
             return int(found[0])
-        position, read = np.unique(getattr(state, "position", 0)), layout.units_before(step)
+        position, read = np.unique(getattr(state, "position", 0)), step * units
         # None where orders rest, and all where workers were resized.
-        is_part = (position > 0) & (position < layout.num_units)
+        is_part = (position > 0) & (position < num_units)
         if not is_over and ((found != epoch).any() or (position != read)[is_part].any()):
             raise ValueError(
-                f"first_load is {first_load}, unit {read} of epoch {epoch} with {layout.units} "
+                f"first_load is {first_load}, unit {read} of epoch {epoch} with {units} "
                 f"units per step, and live gives the orders of epoch {found[0]}, of which "
                 f"{position[0]} units were observed: pass the load that was saved with this state, "
                 "or, after another units_per_step, the one before which as many units are read."
@@ -286,10 +264,10 @@ def read_epochs(
     if num_epochs is not None:
         plans.check_whole("num_epochs", num_epochs, 0)
     state = checked_state(live)
-    num_units = state.current.shape[-1]
-    layout = Layout(*base.check_units(num_units, units_per_step))
+    num_units, units = base.check_units(state.current.shape[-1], units_per_step)
     with jax.transfer_guard("allow"):
-        first_epoch = first_epoch_of(state, layout, first_load, num_epochs)
+        first_epoch = first_epoch_of(state, units, first_load, num_epochs)
+    num_steps = -(-num_units // units)
     sizes = {"units_per_step": units_per_step, "unit_size": unit_size, "total": total}
     if callable(source):
         plans.check_function("source", source, "orders", "first_step", "epoch")
@@ -302,9 +280,12 @@ def read_epochs(
         else:
             steps = Steps(source, orders, num_units=num_units, **sizes)
             batches = map(steps.__getitem__, range(len(steps)))
-        first = epoch * layout.steps(num_units) + first_step
+        first = epoch * num_steps + first_step
         return load_ahead(
             batches, depth=depth, timeout=timeout, sharding=sharding, first_load=first
         )
 
-    return Epochs(load, live, layout, num_epochs, ahead, first_load, first_epoch)
+    return Epochs(
+        load, live, num_units=num_units, units=units, batches=1, steps=num_steps, ahead=ahead,
+        num_epochs=num_epochs, first_load=first_load, first_epoch=first_epoch,
+    )  # fmt: skip

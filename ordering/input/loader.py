@@ -5,7 +5,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -126,6 +126,17 @@ def load_ahead(
       >>> [int(batch.sum()) for batch in loader]
       [0, 2, 4]
     """
+    return start_loader(
+        batches, threading.Event(), depth=depth, timeout=timeout, sharding=sharding,
+        first_load=first_load,
+    )  # fmt: skip
+
+
+def start_loader(
+    batches: Iterable, closed: threading.Event, *, depth: int, timeout: float | None,
+    sharding: PyTree, first_load: int,
+) -> Loader:  # fmt: skip
+    """As `load_ahead`; its end sets `closed`, for other threads that its batches wait for."""
     check_batches("batches", batches)
     plans.check_whole("depth", depth, 1)
     plans.check_whole("first_load", first_load, 0)
@@ -137,14 +148,61 @@ def load_ahead(
             f"sharding is {wrong[0]!r}: pass a device, as jax.devices()[0], a jax.sharding."
             "Sharding, or a tree of them."
         )
-    shared = _Shared(
-        collections.deque(), queue.SimpleQueue(), queue.SimpleQueue(), threading.Event()
-    )
+    shared = _Shared(collections.deque(), queue.SimpleQueue(), queue.SimpleQueue(), closed)
     for _ in range(depth + 1):
         shared.slots.put(None)
     thread = threading.Thread(target=_work, args=(iter(batches), sharding, shared), daemon=True)
     thread.start()
     return Loader(shared, thread, first_load, timeout)
+
+
+@contextlib.contextmanager
+def spreading(threads: int, closed: threading.Event) -> Iterator[Callable]:
+    """Threads, for whose end Python does not wait, until the context ends.
+
+    It gives `spread(function, jobs)`, which has them call the function with each job, and returns
+    a function that waits until all is done, and raises what a call raised. When the context has
+    ended or `closed` is set, no call begins.
+    """
+    calls, ended = queue.SimpleQueue(), threading.Event()
+
+    def call_one() -> bool:
+        function, job, done = calls.get()
+        if function is None:
+            return False
+        try:
+            if closed.is_set() or ended.is_set():
+                raise RuntimeError("the reader was closed.")
+            function(job)
+            done.put(None)
+        except BaseException as error:  # raised where the end is waited for
+            done.put(error)
+        return True
+
+    def work():
+        while call_one():  # whose names must not keep a job until the next one
+            pass
+
+    def spread(function: Callable[[Any], None], jobs: Sequence) -> Callable[[], None]:
+        done = queue.SimpleQueue()
+        for job in jobs:
+            calls.put((function, job, done))
+
+        def wait():
+            for _ in jobs:
+                if (error := done.get()) is not None:
+                    raise error
+
+        return wait
+
+    for _ in range(threads):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        yield spread
+    finally:
+        ended.set()
+        for _ in range(threads):
+            calls.put((None, None, None))
 
 
 def check_batches(name: str, batches: object) -> None:

@@ -174,10 +174,10 @@ def test_a_loader_may_be_collected_by_its_own_thread(monkeypatch):
         gc.collect()
         yield np.ones(1)
 
+    before = loading_threads()
     held.append(load_ahead(source(), depth=2))
     next(held[0])
-    threads = [t for t in threading.enumerate() if t.daemon]
+    (thread,) = loading_threads() - before
     dropped.set()
-    for thread in threads:
-        thread.join(5)
+    thread.join(PATIENCE)
     assert not held and not problems
