@@ -1,9 +1,11 @@
-"""The examples of the README and of the pages to learn from run as they are written."""
+"""The programs of the README and of the pages to learn from run, and print what stands there."""
 
 import pathlib
 import re
 
 import pytest
+
+import syncopate
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -18,14 +20,31 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_short_and_runs(name):
     lines = [line for line in EXAMPLES[name].split("\n") if line.strip()]
-    assert len(lines) <= 17 and max(map(len, lines)) <= 100
+    assert len(lines) <= 23 and max(map(len, lines)) <= 100
     exec(compile(EXAMPLES[name], f"{name}.md", "exec"), {})
 
 
-def test_the_readme_is_short_and_shows_pictures_that_are_there():
+def test_the_first_program_prints_what_the_readme_says(capsys):
+    exec(compile(EXAMPLES["README"], "README.md", "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == re.findall(r"`(\S+ above the lowest loss)`", README) and len(printed) == 2
+
+
+def test_the_readme_is_read_in_a_minute():
     assert {"README", "local_steps", "echoing"} <= set(EXAMPLES)
-    assert len(README.splitlines()) <= 180
-    first = re.search(r"^\|.*\|$", README, re.M)[0]
-    assert first.count("|") - 1 <= 5
+    assert len(README.splitlines()) <= 100
+    before = re.sub(r"```.*?```", "", README.partition("## Is it for me?")[0], flags=re.S)
+    assert before != README and len(before.split()) <= 250
+    assert re.search(r"^\|.*\|$", README, re.M)[0].count("|") - 1 <= 5
     shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img src=\"([^\"]+)\"", README)
     assert shown and all((ROOT / (a or b)).exists() for a, b in shown)
+
+
+def test_the_readme_names_what_there_is():
+    (changes,) = re.findall(r"```diff\n(.*?)```", README, re.S)
+    named = re.findall(r"\b((?:ordering|local_opt)(?:\.\w+)+)", changes)
+    assert len(named) >= 7
+    for name in named:
+        found = syncopate
+        for part in name.split("."):
+            found = getattr(found, part)
