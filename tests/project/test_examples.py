@@ -208,3 +208,26 @@ def test_a_whole_run_ends_near_the_plain_one(load, folder, name, most):
     plain, adopted = load(folder, "plain").main(), load(folder, name).main()
     scalar = "valid" if "valid" in plain else "train"
     assert adopted[scalar] < 1.5 * plain[scalar]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["as it is", "by the plain lines"])
+def test_a_single_file_takes_each_decision_by_one_line(plain, capsys):
+    """Every line whose plain choice stands behind it is exchanged, and the file still runs."""
+    text = (FOLDER / "single_file.py").read_text()
+    assert len(text.splitlines()) <= 120
+    small = {"UNITS, BATCH, CONTEXT = 4, 256, 8, 64": "UNITS, BATCH, CONTEXT = 4, 8, 4, 8"}
+    small |= {"64, 4, 2, 640, 1024": "16, 2, 1, 12, 32", "3e-3, 50,": "3e-3, 3,"}
+    for line, other in small.items():
+        assert line in text
+        text = text.replace(line, other)
+    if plain:
+        choice = re.compile(r"^([A-Z]+ = ).*\n# \1(.*)$", re.M)
+        text, count = choice.subn(r"\1\2", text)
+        assert count == 3
+    found = {"__name__": "single_file"}
+    exec(compile(text, "single_file.py", "exec"), found)
+    mean = found["main"]()
+    assert all(np.isfinite(leaf).all() for leaf in mean.values())
+    first, *epochs = capsys.readouterr().out.splitlines()
+    assert first == f"{12 if plain else 3} syncs and {12 if plain else 6} loads in 12 steps"
+    assert len(epochs) == (6 if plain else 3)

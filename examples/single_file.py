@@ -1,0 +1,116 @@
+"""A small transformer under all three decisions, in one file: JAX, optax and Syncopate alone.
+
+    python examples/single_file.py
+
+Four workers, simulated on one device, read Python's own manual byte by byte. A coordinated order
+says which windows come next, an echo plan when they are used again, QSR when the workers average.
+Each decision is one line, with the plain choice in the line behind it.
+"""
+
+from pydoc_data import topics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from syncopate import local_opt, ordering
+
+WORKERS, UNITS, BATCH, CONTEXT = 4, 256, 8, 64  # UNITS windows per worker, BATCH in its step
+WIDTH, HEADS, LAYERS, STEPS, SKETCH = 64, 4, 2, 640, 1024
+RATE = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 50, STEPS, 1e-4)
+
+ORDER = ordering.cd_grab(UNITS, units_per_step=BATCH, gathers="sync")
+# ORDER = ordering.random_reshuffling(UNITS)
+SYNCS = local_opt.qsr(RATE, total_steps=STEPS, alpha=0.006, h_base=4)
+# SYNCS = local_opt.every_step(total_steps=STEPS)
+LOADS = ordering.echo.fixed(2, total_steps=STEPS)
+# LOADS = ordering.echo.fixed(1, total_steps=STEPS)
+
+
+def windows(count):
+    """uint8[count, CONTEXT + 1], of the texts of `help("topics")`."""
+    text = "".join(topics.topics[name] for name in sorted(topics.topics)).encode()
+    return np.frombuffer(text, np.uint8)[: count * (CONTEXT + 1)].reshape(count, -1)
+
+
+def init(key):
+    normal = jax.nn.initializers.normal(0.02)
+    shapes = {"embed": (256, WIDTH), "place": (CONTEXT, WIDTH)}
+    for i in range(LAYERS):
+        shapes |= {f"qkv{i}": (WIDTH, 3 * WIDTH), f"out{i}": (WIDTH, WIDTH)}
+        shapes |= {f"up{i}": (WIDTH, 4 * WIDTH), f"down{i}": (4 * WIDTH, WIDTH)}
+    keys = jax.random.split(key, len(shapes))
+    return {name: normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def losses(params, batch, key):
+    """float[B], the mean loss of each window."""
+    del key  # of dropout, if there were any
+    tokens = batch.astype(jnp.int32)
+    x = params["embed"][tokens[:, :-1]] + params["place"][None]
+    for i in range(LAYERS):
+        qkv = jax.nn.standardize(x) @ params[f"qkv{i}"]
+        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * HEADS, -1), 3, axis=2)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.reshape(x.shape) @ params[f"out{i}"]
+        x = x + jax.nn.gelu(jax.nn.standardize(x) @ params[f"up{i}"]) @ params[f"down{i}"]
+    logits = jax.nn.standardize(x) @ params["embed"].T
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return each.mean(axis=1)
+
+
+ROUNDS = local_opt.local_rounds(optax.adamw(RATE))
+GRADIENTS = ordering.sketched(losses, jax.random.key(7), size=SKETCH)  # and a sketch of each
+
+
+def fresh(params, state, orders, batch, key):
+    """One worker's step on new windows: the order sees a sketch of each one's gradient."""
+    loss, grads, sketches = GRADIENTS(params, batch, key)
+    updates, state = ROUNDS.update(grads, state, params)
+    orders = ORDER.observe(orders, sketches)
+    return optax.apply_updates(params, updates), state, orders, loss.mean()
+
+
+def again(params, state, batch, key):
+    """One worker's step on windows that it has used before."""
+    grads = jax.grad(lambda p: losses(p, batch, key).mean())(params)
+    updates, state = ROUNDS.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def sync(params, state, orders):
+    """All workers average, and what their orders have gathered is exchanged."""
+    return *ROUNDS.sync(params, state), ORDER.sync(orders)
+
+
+def main():
+    workers = lambda f, axes=0: jax.jit(jax.vmap(f, in_axes=axes, axis_name="worker"))
+    step, repeat = workers(fresh, (0, 0, 0, 0, None)), workers(again, (0, 0, 0, None))
+    meet, next_epoch = workers(sync), workers(ORDER.next_epoch)
+    data, held_out = np.split(windows(WORKERS * UNITS + 256), [WORKERS * UNITS])
+    data, rows = data.reshape(WORKERS, UNITS, -1), np.arange(WORKERS)[:, None]
+    params = local_opt.owned(init(jax.random.key(0)), WORKERS)
+    state = workers(ROUNDS.init)(params)
+    keys = jax.random.split(jax.random.key(1), WORKERS)
+    orders, key, t = workers(ORDER.init, (0, None))(keys, jnp.zeros(SKETCH)), keys[0], 0
+    print(f"{SYNCS.rounds} syncs and {LOADS.loads} loads in {STEPS} steps")
+    while t < STEPS:
+        order = np.asarray(orders.current).reshape(WORKERS, -1, BATCH).swapaxes(0, 1)
+        epoch = ordering.input.load_ahead(data[rows, i] for i in order)
+        for use in ordering.echo.echo_batches(epoch, LOADS, first_step=t, stop_with_loads=True):
+            if use.fresh:
+                params, state, orders, loss = step(params, state, orders, use.batch, key)
+            else:
+                params, state = repeat(params, state, use.batch, key)
+            if SYNCS.syncs_after(use.step):
+                params, state, orders = meet(params, state, orders)
+        orders, t = next_epoch(orders), use.step + 1
+        mean = local_opt.consolidate(params)
+        test = losses(mean, held_out, key).mean()
+        print(f"step {t}: train {loss.mean():.3f}, held out {test:.3f}", flush=True)
+    return mean
+
+
+if __name__ == "__main__":
+    main()
