@@ -85,7 +85,9 @@ def sync(params, state, orders):
 
 
 def main():
-    workers = lambda f, axes=0: jax.jit(jax.vmap(f, in_axes=axes, axis_name="worker"))
+    def workers(f, axes=0):
+        return jax.jit(jax.vmap(f, in_axes=axes, axis_name="worker"))
+
     step, repeat = workers(fresh, (0, 0, 0, 0, None)), workers(again, (0, 0, 0, None))
     meet, next_epoch = workers(sync), workers(ORDER.next_epoch)
     data, held_out = np.split(windows(WORKERS * UNITS + 256), [WORKERS * UNITS])

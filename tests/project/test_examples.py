@@ -16,6 +16,7 @@ import sys
 import numpy as np
 import pytest
 
+from syncopate import ordering
 from tests.installed import PACKAGES, ran
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
@@ -231,3 +232,24 @@ def test_a_single_file_takes_each_decision_by_one_line(plain, capsys):
     first, *epochs = capsys.readouterr().out.splitlines()
     assert first == f"{12 if plain else 3} syncs and {12 if plain else 6} loads in 12 steps"
     assert len(epochs) == (6 if plain else 3)
+
+
+def test_rollouts_that_are_used_again_need_fewer_at_a_small_rate(load, capsys):
+    example = load("", "policy_gradient")
+    once = example.main(rollouts=16)
+    four = example.train(ordering.echo.fixed(4, total_steps=64))
+    assert len(once) == len(four) == 16 and four[-1] > 1.5 * once[-1]
+    assert "16 loads in 64 steps" in capsys.readouterr().out
+
+
+def test_poles_move_as_the_equations_say(load):
+    """Barto, Sutton, Anderson 1983, without friction: in NumPy, with masses and half lengths."""
+    example = load("", "policy_gradient")
+    cart, pole, half, gravity = 1.0, 0.1, 0.5, 9.8
+    state = np.array([0.3, -0.2, 0.11, 0.4])
+    sine, cosine, total = np.sin(0.11), np.cos(0.11), cart + pole
+    inner = -(-10.0 + pole * half * 0.4**2 * sine) / total
+    turn = (gravity * sine + cosine * inner) / (half * (4 / 3 - pole * cosine**2 / total))
+    pull = (-10.0 + pole * half * (0.4**2 * sine - turn * cosine)) / total
+    wanted = state + 0.02 * np.array([-0.2, pull, 0.4, turn])
+    np.testing.assert_allclose(example.moved(state, False), wanted, rtol=1e-5)
