@@ -1,5 +1,6 @@
 """What all tests share. Hypothesis draws SYNCOPATE_CASES times as many cases, 1 if unset."""
 
+import gc
 import importlib.metadata
 import os
 import re
@@ -37,6 +38,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("syncopate")
+
+
+def pytest_collection_finish():
+    """A twentieth of the time would go into looking for garbage among what stays."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter):
