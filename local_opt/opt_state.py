@@ -82,7 +82,7 @@ def check_call(init: Callable, state: PyTree, params: PyTree, grads: PyTree) -> 
     check_like("state", state, made, "init(params)")
 
 
-def check_kind_of(state: PyTree, kind: type) -> None:
+def check_state(state: PyTree, kind: type) -> None:
     """Raises ValueError unless a state, whose fields are checked later, is of this type."""
     if not isinstance(state, kind):
         raise ValueError(

@@ -16,7 +16,7 @@ from local_opt.corrections import Correction
 from local_opt.exchange import nothing_lost, synchronize_changes
 from local_opt.formats import Wire, check_wire
 from local_opt.mean import averaged, check_own, check_scalar, if_counted
-from local_opt.opt_state import LOCAL, check_call, check_kind_of, checked
+from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.workers import AXIS, AxisName, check_kind
 from syncopate import mesh
@@ -457,7 +457,7 @@ def local_steps(
         for name, value, kind in (("sync", sync, jnp.bool_), ("step", step, jnp.integer)):
             if value is not None:
                 check_scalar(name, value, kind)
-        check_kind_of(state, PlannedState)
+        check_state(state, PlannedState)
         step = state.num_steps if step is None else step
         if sync is None and is_whole(step):  # not while it is traced
             plan.round_at(step)  # refuses a step beyond the plan

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree
 
 from local_opt.formats import Wire, check_wire
 from local_opt.mean import checked_weight, if_counted
-from local_opt.opt_state import check_call, check_kind_of, checked
+from local_opt.opt_state import check_call, check_state, checked
 from local_opt.plans import SyncPlan
 from local_opt.rounds import LocalState, local_rounds
 from local_opt.workers import AXIS, AxisName, wide_type
@@ -153,7 +153,7 @@ def streaming_rounds(
         )
 
     def update(grads, state, params=None, **extra):
-        check_kind_of(state, StreamingState)
+        check_state(state, StreamingState)
         own = LocalState(jnp.zeros((), jnp.int32), state.inner)  # which counts for no fragment
         updates, own = steps.update(grads, own, params, **extra)
         return updates, state._replace(inner=own.inner, since=state.since + 1)

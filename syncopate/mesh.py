@@ -1,5 +1,6 @@
 """Helpers for workers that span several devices: specs, mesh axes and their types."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,16 +36,14 @@ def check_specs(specs: PyTree[P], axis_name: Any) -> tuple[str, ...]:
 def axis_size(axis_name) -> int:
     """The number of workers on this axis; raises ValueError outside of it."""
     names = names_of(axis_name)
-    try:
-        if not names or not all(isinstance(name, str) for name in names):
-            raise NameError(axis_name)
-        return jax.lax.axis_size(axis_name)
-    except (NameError, TypeError):  # a list is no name
-        raise ValueError(
-            f"axis {axis_name!r} is not in scope: this function runs on each worker. Call it under "
-            f"jax.vmap(..., axis_name={axis_name!r}), jax.shard_map over a mesh with this axis, or "
-            "local_opt.lift; if your workers' axis has another name, pass it as axis_name=."
-        ) from None
+    if names and all(isinstance(name, str) for name in names):
+        with contextlib.suppress(NameError):
+            return jax.lax.axis_size(axis_name)
+    raise ValueError(
+        f"axis {axis_name!r} is not in scope: this function runs on each worker. Call it under "
+        f"jax.vmap(..., axis_name={axis_name!r}), jax.shard_map over a mesh with this axis, or "
+        "local_opt.lift; if your workers' axis has another name, pass it as axis_name=."
+    )
 
 
 def beside(axis_name: Any, *, manual_only: bool = False) -> list[str]:

@@ -42,6 +42,7 @@ def lifted(function, *args, inputs="owned", outputs="owned owned"):
 SPECS, INT8, TOP_K = jax.P("model"), local_opt.WIRES["int8"], local_opt.WIRES["top_k"]
 UNEVEN = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
 ROUNDS = local_opt.local_rounds(SGD)
+ADAM = local_opt.local_rounds(optax.adam(0.1), opt_state={"mu": "mean"})
 STREAM = local_opt.streaming_rounds(SGD, fragments=2)
 TWO = {"w": jnp.zeros(3), "b": jnp.zeros(2)}
 
@@ -91,11 +92,22 @@ test_what_does_not_fit_is_named = refuses({
     "uneven, reestimate": (lambda: local_opt.reestimate(max, X, UNEVEN), "at least one batch"),
     "no batch": (lambda: local_opt.reestimate(max, X, X[:0]), r"shape \(0, 3\): .* one batch"),
     "text": (lambda: local_opt.check_synced({"w": "a"}), r"\['w'\] is str: pass arrays"),
+    **{
+        f"whole, {name}": (
+            lambda make=make: make(SGD).init({"n": jnp.arange(3), "w": jnp.ones(3)}),
+            r"leaf \['n'\] is int32: only floating",
+        )
+        for name, make in MAKERS.items()
+    },
     "a function": (
         lambda: MAKERS["local_rounds"](SGD).init({"w": X, "f": len}), "'f'. is builtin_.*: only fl"
     ),
     "policy": (lambda: MAKERS["local_rounds"](SGD, opt_state=None), "opt_state is None: it must"),
     "part": (lambda: ROUNDS.sync(X, ROUNDS.init(X), parts="nu"), "parts is 'nu': pass a tuple"),
+    "parts": (
+        lambda: ADAM.sync(X, ADAM.init(X), parts=("nus",)),
+        r"parts has \['nus'\].* use some of \['params', 'mu'",
+    ),
     "specs": (lambda: MAKERS["streaming"](SGD, specs="model"), "specs holds 'model': pass a tree"),
     "specs of another tree": (lambda: sent({"w": SPECS}), "specs .* do not have the structure"),
     "specs of no mesh": (lambda: sent(SPECS), r"axes \['model'\] and the mesh in scope has"),

@@ -19,7 +19,6 @@ from tests.problems import (
     square_step,
     vmap,
 )
-from tests.refused import refuses
 
 FIELDS = {"params": "x", "mu": "u", "nu": "v"}
 PLANS = {
@@ -78,13 +77,3 @@ def test_all_parts_at_once_are_a_sync():
     everything = jax.jit(vmap(ROUNDS.sync))(params, state)
     assert_bitwise_equal(SYNC(params, state, ("params", "mu", "nu")), everything)
     assert_bitwise_equal(SYNC(params, state, ()), (params, state))
-
-
-def sync_parts(parts):
-    state = ROUNDS.init(START)
-    return ROUNDS.sync(START, state, parts=parts)
-
-
-test_bad_parts_are_refused = refuses({
-    "parts": (lambda: sync_parts(("nus",)), r"parts has \['nus'\].* use some of \['params', 'mu'"),
-})  # fmt: skip
