@@ -149,37 +149,44 @@ def run_given(opt, first, grads, plan=PLAN):
     return found
 
 
-def run_segments(stream, segments, run=vmap, weights=None, lost=0.0):
-    """As `run_squares`, of fragments: weights [13, W], of a worker in every step.
+@functools.cache
+def streamed(stream, run):
+    """(init, step, communicate) of a stream: one program for each event."""
 
-    `lost` is added to the parameters of a worker after a step with weight 0.
-    """
-    given = weights is not None
-    weights, lost = weights if given else np.ones((13, W), np.float32), jnp.full(W, lost)
-
-    @jax.jit
-    @run
     def step(params, state, matrix, target, weight, lost):
         params, state = square_step(stream)(params, state, matrix, target)
+        if weight is None:
+            return params, state
         return jax.tree.map(lambda x: jnp.where(weight == 0, x + lost, x), params), state
 
-    @functools.partial(jax.jit, static_argnames="due")
-    def communicate(params, state, weight, due):
-        def own(x, state, weight):
-            return stream.communicate(x, state, due, weight=weight if given else None)
+    def communicate(params, state, weight, event):
+        own = lambda x, s, w: stream.communicate(x, s, (event,), weight=w)  # noqa: E731
+        return RUNS[run](own)(params, state, weight)
 
-        return run(own)(params, state, weight)
+    run_all = [jax.jit(RUNS[run](function)) for function in (stream.init, step)]
+    return *run_all, jax.jit(communicate, static_argnums=3)
 
-    params, history = copies(START), []
-    state = jax.jit(run(stream.init))(params)
-    for begin, end, due in segments:
-        if begin:
-            params, state = communicate(params, state, weights[begin - 1], due)
+
+def run_segments(stream, segments, run="vmap", weights=None, lost=0.0, begin=None):
+    """As `run_squares`, of fragments: (history, parameters, state).
+
+    weights [13, W]: of a worker in every step, None for equal ones; `lost` is added to the
+    parameters of a worker after a step with weight 0; begin: parameters and state to go on from.
+    """
+    init, step, communicate = streamed(stream, run)
+    params, state = begin or (copies(START), init(copies(START)))
+    history, weights = [], [None] * 13 if weights is None else weights
+    for at, end, due in segments:
+        for event in due:
+            params, state = communicate(params, state, weights[at - 1], event)
+            assert_workers_bitwise_equal((state.anchor, state.outer))
+        if history:
             history[-1] = flat(params)
-        for t in range(begin, end):
-            params, state = step(params, state, MATRICES, TARGETS[t], weights[t], lost)
+        for t in range(at, end):
+            more = weights[t], jnp.full(W, lost)
+            params, state = step(params, state, MATRICES, TARGETS[t], *more)
             history.append(flat(params))
-    return np.stack(history), state
+    return np.stack(history), params, state
 
 
 def expected_squares(plan=PLAN, clip=math.inf):

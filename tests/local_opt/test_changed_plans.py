@@ -134,7 +134,7 @@ def test_fragments_go_on_under_other_plans(name):
     first = local_opt.stream_segments(plans[0], delay=delay)
     rest = local_opt.stream_segments(plans[1], delay=delay, start=change, before=plans[0])
     cut = [s._replace(end=min(s.end, change)) for s in first if s.begin < change]
-    found, _ = problems.run_segments(stream, cut + rest)
+    found, *_ = problems.run_segments(stream, cut + rest)
     ends = [
         {e for e in was.ends.tolist() if e < change} | {e for e in now.ends.tolist() if e >= change}
         for was, now in zip(*(p.values() for p in plans), strict=True)

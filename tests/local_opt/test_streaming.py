@@ -15,14 +15,12 @@ from local_opt import WIRES, streaming
 from tests import reference
 from tests.cases import FAST_XLA
 from tests.problems import (
-    MATRICES,
     NESTEROV,
     PLAN,
     RATE,
     RUNS,
     SGD,
     START,
-    TARGETS,
     W,
     assert_bitwise_equal,
     assert_workers_bitwise_equal,
@@ -32,59 +30,10 @@ from tests.problems import (
     run_rounds,
     run_segments,
     square_gradient,
-    square_step,
 )
 from tests.refused import refuses
 
 PLACES = [0, 1], [2, 3, 4, 5]  # of b and of w, in the order of the reference
-
-
-def events_of(plans, delay=0):
-    """(steps taken before, event) of every event."""
-    segments = local_opt.stream_segments(plans, delay=delay)
-    return [(segment.begin, event) for segment in segments for event in segment.due]
-
-
-@functools.cache
-def compiled(stream, run):
-    """(step, init, start, finish), one compiled program for each fragment."""
-    run = RUNS[run]
-
-    def start(x, s, f):
-        return run(lambda x, s: stream.start(x, s, fragment=f))(x, s)
-
-    def finish(x, s, f, last):
-        return run(lambda x, s: stream.finish(x, s, fragment=f, last=last))(x, s)
-
-    return (
-        jax.jit(run(square_step(stream))),
-        jax.jit(run(stream.init)),
-        jax.jit(start, static_argnums=2),
-        jax.jit(finish, static_argnums=(2, 3)),
-    )
-
-
-def run_streaming(stream, plans, run="vmap", begin=(0, None, None), stop=None):
-    """([steps, W, 6], parameters, state): the loop of the docs, from anywhere to anywhere."""
-    step, init, start, finish = compiled(stream, run)
-    at, params, state = begin
-    if params is None:
-        params = copies(START)
-        state = init(params)
-    turns, delay = plans
-    events = [(step, event) for step, event in events_of(turns, delay) if step > at]
-    history = []
-    for t in range(at, stop or 13):
-        params, state = step(params, state, MATRICES, TARGETS[t])
-        while events and events[0][0] == t + 1:
-            action, f, is_last = events.pop(0)[1]
-            if action == "start":
-                state = start(params, state, f)
-                assert_workers_bitwise_equal((state.anchor, state.outer))
-            else:
-                params, state = finish(params, state, f, is_last)
-        history.append(flat(params))
-    return np.stack(history), params, state
 
 
 def qsr(offset):
@@ -97,6 +46,11 @@ TWO = {  # (plans, delay)
     "qsr": ({f: qsr(f) for f in range(2)}, 2),
     "other plans": ({0: local_opt.every_step(13), 1: local_opt.SyncPlan([0, 5, 8], 13)}, 1),
 }
+
+
+def segments_of(plans):
+    turns, delay = plans
+    return local_opt.stream_segments(turns, delay=delay)
 
 
 def expected(plans, mixing, outer, weights=None):
@@ -116,7 +70,7 @@ def test_fragments_equal_the_reference(name, run):
     stream = local_opt.streaming_rounds(
         optax.sgd(RATE), axis_name="worker", fragments=2, mixing=0.25, outer=outer
     )
-    found, params, _ = run_streaming(stream, TWO[name], run)
+    found, params, _ = run_segments(stream, segments_of(TWO[name]), run)
     right = expected(TWO[name], 0.25, (0.7, 0.5))
     assert distance(found, right) < 2e-6  # float32 against float64
     assert distance(found, expected(TWO[name], 0.0, (0.7, 0.5))) > 1e-3
@@ -143,13 +97,13 @@ def test_any_plans_equal_the_reference(data):
             at += data.draw(st.integers(max(delay, 1), 6))
         ends.append(chosen)
     turns = {f: local_opt.SyncPlan(starts, 13) for f, starts in enumerate(ends)}
-    events = events_of(turns, delay)
+    segments = segments_of((turns, delay))
     for name, plan in turns.items():
-        own = [(step, action) for step, (action, f, _) in events if f == name]
+        own = [(s.begin, action) for s in segments for action, f, _ in s.due if f == name]
         assert [a for _, a in own] == plan.rounds * ["start", "finish"]  # never two on the way
         assert [step for step, _ in own[::2]] == plan.ends.tolist()
         assert all(0 <= b - a <= delay for (a, _), (b, _) in zip(own[::2], own[1::2], strict=True))
-    found, _, _ = run_streaming(averaging(mixing), (turns, delay))
+    found, _, _ = run_segments(averaging(mixing), segments)
     # A mean is an outer step of rate 1, which rounds once more.
     assert distance(found, expected((turns, delay), mixing, (1.0, 0.0))) < 2e-6
 
@@ -163,7 +117,7 @@ def test_one_fragment_without_delay_is_plain_averaging_bitwise(outer, monkeypatc
     stream = local_opt.streaming_rounds(
         SGD, axis_name="worker", fragments=1, mixing=0.0, outer=outer
     )
-    found, _, _ = run_streaming(stream, ({0: PLAN}, 0))
+    found, _, _ = run_segments(stream, segments_of(({0: PLAN}, 0)))
     rounds = local_opt.local_rounds(SGD, axis_name="worker", outer=outer)
     np.testing.assert_array_equal(found, run_rounds(rounds, PLAN)[0])
 
@@ -174,27 +128,30 @@ def test_fragments_use_every_wire_with_its_feedback(wire):
         SGD, axis_name="worker", fragments=2, mixing=0.0, wire=WIRES[wire]
     )
     plain = local_opt.streaming_rounds(SGD, axis_name="worker", fragments=2, mixing=0.0)
-    found, params, state = run_streaming(stream, TWO["constant"])
+    segments = segments_of(TWO["constant"])
+    found, params, state = run_segments(stream, segments)
     assert_workers_bitwise_equal(params)
-    exact = run_streaming(plain, TWO["constant"])[0]
+    exact = run_segments(plain, segments)[0]
     assert 1e-6 < distance(found, exact) < 0.2
     assert len(jax.tree.leaves(state.lost)) == (2 if WIRES[wire].feedback else 0)
 
 
 def test_a_run_that_stops_with_a_mean_in_transit_resumes_bitwise():
     stream = local_opt.streaming_rounds(
-        SGD,
-        axis_name="worker",
-        fragments=2,
-        outer=NESTEROV,
-        wire=WIRES["int8"],
+        SGD, axis_name="worker", fragments=2, outer=NESTEROV, wire=WIRES["int8"]
     )
-    whole, params, state = run_streaming(stream, TWO["constant"])
+    turns, delay = TWO["constant"]
+    segments = segments_of(TWO["constant"])
+    whole, params, state = run_segments(stream, segments)
     for stop in (3, 5, 12):  # between start and finish of the second, of the first, before the end
-        head, *kept = run_streaming(stream, TWO["constant"], stop=stop)
+        until = [s._replace(end=min(s.end, stop)) for s in segments if s.begin < stop]
+        head, *kept = run_segments(stream, until)
         saved = jax.tree.map(np.asarray, tuple(kept))
-        tail, *after = run_streaming(stream, TWO["constant"], begin=(stop, *saved))
-        np.testing.assert_array_equal(np.concatenate([head, tail]), whole)
+        rest = local_opt.stream_segments(turns, delay=delay, start=stop)
+        tail, *after = run_segments(stream, rest, begin=saved)
+        # What is due at the stop is done after it.
+        np.testing.assert_array_equal(head[:-1], whole[: stop - 1])
+        np.testing.assert_array_equal(tail, whole[stop:])
         assert_bitwise_equal(tuple(after), (params, state))
 
 
@@ -314,9 +271,7 @@ STEPPED[:, 0] = 1
 def test_every_fragment_is_weighed_at_its_own_sync(run):
     outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
     stream = local_opt.streaming_rounds(optax.sgd(RATE), fragments=2, mixing=0.25, outer=outer)
-    turns, delay = TWO["constant"]
-    segments = local_opt.stream_segments(turns, delay=delay)
-    found, _ = run_segments(stream, segments, RUNS[run], STEPPED)
+    found, *_ = run_segments(stream, segments_of(TWO["constant"]), run, STEPPED)
     assert distance(found, expected(TWO["constant"], 0.25, (0.7, 0.5), STEPPED)) < 2e-6
 
 
@@ -326,10 +281,10 @@ def test_a_finish_takes_back_a_worker_that_does_not_count(wire):
     stream = local_opt.streaming_rounds(
         optax.sgd(RATE), fragments=1, mixing=0.5, wire=wire and WIRES[wire]
     )
-    segments = local_opt.stream_segments({0: local_opt.every_step(13)})
-    found, state = run_segments(stream, segments, weights=STEPPED, lost=np.nan)
+    segments = segments_of(({0: local_opt.every_step(13)}, 0))
+    found, _, state = run_segments(stream, segments, weights=STEPPED, lost=np.nan)
     assert np.isfinite(found).all() and all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-    same, _ = run_segments(stream, segments, weights=STEPPED)
+    same, *_ = run_segments(stream, segments, weights=STEPPED)
     np.testing.assert_array_equal(found, same)
 
 
