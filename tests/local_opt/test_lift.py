@@ -227,7 +227,7 @@ DIFFERENT = {  # (function, its inputs and outputs, arguments, the name of what 
 }  # fmt: skip
 
 
-@by_way
+@pytest.mark.parametrize("way", ["vmap", "Auto", "Explicit 2"])
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("function,inputs,outputs,args,name", DIFFERENT.values(), ids=DIFFERENT)
 def test_a_shared_result_that_differs_is_refused_on_one_device_and_on_meshes(

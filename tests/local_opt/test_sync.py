@@ -174,17 +174,23 @@ def test_simulated_workers_may_have_two_axes(optimised):
     assert found.tolist() == [[[5.0, 6.0]] * 3] * 2
 
 
-def test_processes_on_cpus_send_small_leaves_as_one_vector(monkeypatch):
-    """Of each dtype, and bitwise as leaf by leaf; a large leaf goes alone."""
+@pytest.mark.parametrize(
+    "weighs,sent", [(False, ["17xf32", "9xf32"]), (True, ["18xf32", "2xf32", "9xf32"])]
+)
+def test_processes_on_cpus_send_small_leaves_as_one_vector(weighs, sent, monkeypatch):
+    """Of each dtype, with the weight, and as leaf by leaf; a large leaf goes alone."""
     mesh = worker_mesh(W)
     monkeypatch.setattr(mean_lib, "JOINED", 8)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     rng, shapes = np.random.default_rng(0), {"a": (2, 4), "b": (), "c": (3,), "d": (9,), "e": (5,)}
     tree = {name: rng.normal(size=(W, *shape)).astype(np.float32) for name, shape in shapes.items()}
     tree["e"], tree["steps"] = tree["e"].astype(jnp.bfloat16), np.arange(W, dtype=np.int32)
-    words = {"inputs": "owned", "outputs": "owned"}
-    run = jax.jit(local_opt.lift(local_opt.synchronize, mesh, **words))
-    text = run.lower(tree).as_text()
-    assert sorted(re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S)) == ["17xf32", "9xf32"]
-    found = run(tree)
-    assert_bitwise_equal(found, vmap(local_opt.synchronize)(tree))
+    mean = lambda x, v: local_opt.synchronize(x, weight=v if weighs else None)  # noqa: E731
+    run = jax.jit(local_opt.lift(mean, mesh, inputs="owned owned", outputs="owned"))
+    args = tree, np.float32([1, 2, 0, 4])
+    text = run.lower(*args).as_text()
+    assert sorted(re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S)) == sent
+    found, expected = run(*args), vmap(mean)(*args)
+    assert distance(found, expected) < 1e-6
+    if not weighs:  # else a compiler may fuse products and sums
+        assert_bitwise_equal(found, expected)

@@ -14,7 +14,6 @@ from jax.sharding import AxisType
 
 import local_opt
 from local_opt import WIRES
-from local_opt.workers import worker_mesh
 from tests import reference
 from tests.problems import (
     MOMENTUM,
@@ -164,18 +163,6 @@ def test_weights_are_two_numbers_more_and_without_them_nothing_changes(way):
     leaves += 2 if "opt_state" in WAYS[way] else 0
     # Whether steps are uneven, and a branch with a weighted mean if they are.
     assert plain["all_reduce"] == leaves + (1 + 2 + leaves if way == "control" else 0)
-
-
-def test_processes_on_cpus_send_the_weight_in_the_vector_of_the_leaves(monkeypatch):
-    mesh, words = worker_mesh(W), {"inputs": "owned owned", "outputs": "owned"}
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    mean = lambda x, v: local_opt.synchronize(x, weight=v)  # noqa: E731
-    run = jax.jit(local_opt.lift(mean, mesh, **words))
-    text = run.lower(X, WEIGHTS[3]).as_text()
-    # After the largest weight.
-    assert re.findall(r"all_reduce.*?-> tensor<(.*?)>", text, re.S) == ["2xf32", "5xf32"]
-    expected = {k: copies(reference.weighted_mean(x, WEIGHTS[3])) for k, x in X.items()}
-    assert distance(run(X, WEIGHTS[3]), expected) < 1e-6
 
 
 @pytest.mark.parametrize("run", RUNS)
