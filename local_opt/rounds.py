@@ -15,7 +15,7 @@ from local_opt import opt_state as state_lib
 from local_opt.corrections import Correction
 from local_opt.exchange import nothing_lost, synchronize_changes
 from local_opt.formats import Wire, check_wire
-from local_opt.mean import averaged, check_own, check_scalar, if_counted
+from local_opt.mean import averaged, check_own, check_scalar, if_counted, synchronize
 from local_opt.opt_state import LOCAL, check_call, check_state, checked
 from local_opt.plans import SyncPlan, check_plan
 from local_opt.workers import AXIS, AxisName, check_kind
@@ -348,7 +348,7 @@ def accumulated_rounds(
 
     def sync(params, state, *, weight=None, **extra):
         check_call(init, state, params, params)
-        given, (gradient, _) = params, averaged(state.mean, axis_name, weight)
+        given, gradient = params, synchronize(state.mean, axis_name=axis_name, weight=weight)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         updates, inner_state = inner.update(gradient, state.inner, params, **extra)
         params = optax.apply_updates(params, updates)

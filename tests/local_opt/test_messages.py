@@ -83,10 +83,6 @@ test_what_does_not_fit_is_named = refuses({
         lambda: local_opt.lift(len, 2, inputs="owned", outputs="owned", axis_name=["dp"]),
         r"axis_name is \['dp'\]: pass one name",
     ),
-    "not owned": (
-        lambda: lifted(lambda s: s, SGD.init(0.0), jnp.zeros(()), inputs="owned owned"),
-        r"takes \(s\)",
-    ),
     "uneven, consolidate": (lambda: local_opt.consolidate(UNEVEN), r"\['w'\] has the shape .2, 3"),
     "uneven, check_synced": (lambda: local_opt.check_synced(UNEVEN), "of one length in all leaves"),
     "uneven, reestimate": (lambda: local_opt.reestimate(max, X, UNEVEN), "at least one batch"),

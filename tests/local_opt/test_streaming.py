@@ -195,7 +195,6 @@ test_bad_fragments_and_plans_are_refused = refuses({
     "many": (lambda: stream(fragments=3).init(START), "fragments is 3 and .* have 2 leaves"),
     "tree": (lambda: stream(fragments=[0, 1]).init(START), "fragments is .* a tree like the param"),
     "gap": (lambda: stream(fragments={"w": 0, "b": 2}).init(START), r"numbered \[0, 2\]: number"),
-    "no plan": (lambda: turns(), "pass one SyncPlan for each fragment"),
     "long": (
         lambda: turns(FOUR, delay=5),
         "delay is 5 and fragment 0 has a round of 4 steps: a mean must arrive .* Lower the delay",
