@@ -100,11 +100,11 @@ def lift(
       Gu et al., A Quadratic Synchronization Rule for Distributed Deep Learning, 2024,
       https://arxiv.org/abs/2310.14423
     """
-    count = count_of(workers, axis_name)
+    count, mesh = count_of(workers, axis_name), workers if isinstance(workers, Mesh) else None
     single = isinstance(outputs, str) and len(outputs.split()) == 1
     inputs = _checked_words(inputs, INPUTS, "inputs")
     results = _checked_words(outputs, OUTPUTS, "outputs")
-    if in_turn and isinstance(workers, Mesh):
+    if in_turn and mesh is not None:
         raise ValueError("in_turn is for simulated workers: pass their number, not a mesh.")
     if in_turn and "shared" in results:
         raise ValueError(f"outputs are {results}: with in_turn no result is shared; take owned.")
@@ -119,7 +119,7 @@ def lift(
             if word == "key" and not jax.tree.leaves(arrays):
                 raise ValueError(f"key is {value!r}: pass one typed key, as jax.random.key(0).")
         own = [x for x, word in zip(given, words, strict=True) if word != "shared"]
-        if not isinstance(workers, Mesh) and not jax.tree.leaves(own):
+        if mesh is None and not jax.tree.leaves(own):
             raise ValueError(f"inputs are {inputs}, and no argument holds an array to map over.")
 
         def one(*arrays):
@@ -139,23 +139,20 @@ def lift(
                     raise ValueError("a split result is a number, without rows: take 'owned'.")
             return tuple(arrays for arrays, _ in pairs)
 
-        if isinstance(workers, Mesh):
-            run = _on_mesh(one, workers, axis_name, words, results)
+        if mesh is not None:
+            run = _on_mesh(one, mesh, axis_name, words, results)
             traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(given))
-            if len(workers.shape) > 1 and not traced:
+            if len(mesh.shape) > 1 and not traced:
                 run = jax.jit(run)  # JAX 0.10 leaves axes to the compiler there alone
         elif in_turn:
             run = _in_turn(one, words)
         else:
             run = jax.vmap(one, _sides(words, None, 0), _sides(results, None, 0), axis_name)
         if "shared" in results:
-            _check_shared(one, given, words, results, workers, axis_name)
-        entered = [
-            _entered(arrays, word, workers, count, axis_name)
-            for arrays, word in zip(given, words, strict=True)
-        ]
+            _check_shared(one, given, words, results, mesh, count, axis_name)
+        entered = _entered(given, words, mesh, count, axis_name)
         left = [
-            joined(_left(arrays, word, isinstance(workers, Mesh)), rest)
+            joined(_left(arrays, word, mesh is not None), rest)
             for arrays, word, rest in zip(run(*entered), results, said, strict=True)
         ]
         return left[0] if single else tuple(left)
@@ -239,12 +236,12 @@ def _on_mesh(function, mesh, axis_name, inputs, results):
     )  # fmt: skip
 
 
-def _check_shared(function, given, words, results, workers, axis_name):
+def _check_shared(function, given, words, results, mesh, count, axis_name):
     """Raises ValueError for a shared result that depends on the worker, while a call is traced.
 
     On a mesh nobody would see it: one worker's would stand for all. `jax.vmap` knows it.
     """
-    count, differ = count_of(workers, axis_name), []
+    differ = []
 
     def note(place, path, x):
         @jax.custom_batching.custom_vmap
@@ -266,15 +263,14 @@ def _check_shared(function, given, words, results, workers, axis_name):
         ]  # fmt: skip
 
     def enter(*given):
-        pairs = zip(given, words, strict=True)
-        return [_entered(x, word, count, count, axis_name) for x, word in pairs]
+        return _entered(given, words, None, count, axis_name)
 
     # Without their shardings: explicit ones differ between leaves, and vmap would refuse them.
     plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)  # noqa: E731
     shapes = jax.tree.map(plain, jax.eval_shape(enter, *given))
     scope = contextlib.nullcontext()
-    if isinstance(workers, Mesh):
-        scope = jax.sharding.use_abstract_mesh(workers.abstract_mesh)
+    if mesh is not None:
+        scope = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     with scope:
         try:
             jax.eval_shape(jax.vmap(noted, _sides(words, None, 0), 0, axis_name), *shapes)
@@ -287,11 +283,10 @@ def _check_shared(function, given, words, results, workers, axis_name):
         )
 
 
-def _entered(arrays, word, workers, count, axis_name):
-    """The arrays of an argument, as they are mapped over."""
-    on_mesh = isinstance(workers, Mesh)
+def _entered(given, words, mesh, count, axis_name):
+    """The arrays of all arguments, as they are mapped over."""
 
-    def enter(path, x):
+    def enter(word, path, x):
         name, shape = jax.tree_util.keystr(path) or "(the argument)", jnp.shape(x)
         if word == "key":
             if not is_key(x) or shape:
@@ -317,14 +312,17 @@ def _entered(arrays, word, workers, count, axis_name):
                     f"a split leaf {name} has the shape {shape}: its rows must be a multiple of "
                     f"the {count} workers. Take another batch size, or share it."
                 )
-            x = x if on_mesh else jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
-        if not on_mesh or AxisType.Explicit not in workers.axis_types:
+            x = jnp.reshape(x, (count, shape[0] // count, *shape[1:])) if mesh is None else x
+        if mesh is None or AxisType.Explicit not in mesh.axis_types:
             return x
         first = () if word == "shared" else (axis_name,)
         spec = PartitionSpec(*first, *spec_of(x)[len(first) :])
-        return jax.sharding.reshard(x, NamedSharding(workers, spec))
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(enter, arrays)
+    return [
+        jax.tree_util.tree_map_with_path(functools.partial(enter, word), arrays)
+        for arrays, word in zip(given, words, strict=True)
+    ]
 
 
 def _left(arrays, word, on_mesh):
