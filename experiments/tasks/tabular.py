@@ -84,9 +84,9 @@ def read_hmda(data_dir: str | None, state: str) -> tuple[np.ndarray, np.ndarray]
     features, target = paths
     again, numbers = f"Get it again from {HMDA}.", []
     with reading(features, again):
-        for column in np.array(_table(features, f"2017-{state}-features.csv")).T:
+        for column in zip(*_table(features, f"2017-{state}-features.csv"), strict=True):
             try:
-                numbers.append(np.where(column == "", "nan", column).astype(np.float64))
+                numbers.append(np.array([entry or "nan" for entry in column], np.float64))
             except ValueError:  # the column of the state's name
                 continue
         columns = np.stack(numbers, axis=1)

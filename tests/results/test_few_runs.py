@@ -10,6 +10,7 @@ from experiments import cd_grab, combined, echoing, qsr
 from experiments.results import page, plots, statistics, tables
 from experiments.results.statistics import Criterion
 from experiments.study import cost
+from experiments.study.tables import arm_of
 
 TARGET = Criterion("valid/accuracy", lower=False, when="target", target=0.15)
 PRICED = combined.STUDY.sections + (combined.priced_table(cost.machines(4, 2)),)
@@ -93,3 +94,28 @@ def test_a_scalar_that_no_table_names_has_a_panel_over_steps_and_its_name(tmp_pa
     assert after == [*before, "sent clipped"] and figures[1].axes[-2].get_xlabel() == "steps"
     column = tables.end("clipped", "sent/clipped", "{:.2f}")
     assert tables.table(compared, [column]).splitlines()[2] == "| 0.53 ± 0.00 |"
+
+
+def test_a_page_shows_what_its_call_has_made(tmp_path, monkeypatch):
+    """Pictures of an earlier call, and of others, are not in the page; stale ones of ours go."""
+
+    def written(study):
+        labels = {name: arm.label for name, arm in study.arms.items()}
+        found = statistics.compare(records(study), labels, study.criterion)
+        page.write(found, study, str(tmp_path), "title")
+        text = (tmp_path / "report.html").read_text()
+        return text, text.count("data:image/png;base64,")
+
+    text, pictures = written(combined.STUDY)
+    assert pictures == 2 and ">table_effects.md<" in text
+    foreign = tmp_path / "zz.png"
+    foreign.write_bytes((tmp_path / "effects.png").read_bytes())
+    (tmp_path / "table<img src=x>.md").write_text("theirs")
+    two = {name: arm_of(name) for name in ("rr+constant", "cd_grab+constant")}
+    text, pictures = written(combined.STUDY._replace(arms=two))
+    assert pictures == 1 and "theirs" not in text
+    assert not (tmp_path / "effects.png").exists() and foreign.exists()
+    assert "No effects: they are of the eight arms" in text
+    monkeypatch.setattr(plots, "comparison", lambda *given, **more: None)  # all runs diverged
+    assert written(combined.STUDY._replace(arms=two))[1] == 0
+    assert not (tmp_path / "comparison.png").exists()
