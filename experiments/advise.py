@@ -39,7 +39,6 @@ from syncopate.refusals import UserError
 
 PERIOD = 24  # H of the recorded local steps
 STEPS, REPEATS = 64, 5  # of each timing
-FORM = "{:.2f} ({:.2f} to {:.2f})"  # a factor and its interval
 GBPS, LATENCY = (1.0, 10.0, 100.0, 400.0), 3e-5  # networks; seconds of a sync besides its bytes
 # Of a recorded factorial: its task, and the uses of a batch where it is used again.
 NAME = re.compile(r"map_(?P<task>[a-z0-9]+)_\d+x\d+_e(?P<uses>\d+)")
@@ -258,7 +257,7 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
     rows = [
         {
             "decisions": c.label,
-            "speed-up over none": FORM.format(*factor(-logs[c])),
+            "speed-up over none": tables.times(-logs[c], exact=True),
             "per task": ", ".join(
                 f"{found.task} {np.exp(-x):.2f}" for found, x in zip(known, logs[c], strict=True)
             ),
@@ -266,7 +265,7 @@ def advice(machine: Machine, known: Sequence[Factorial]) -> str:
         for c in sorted(logs, key=lambda c: logs[c].mean())
     ]
     return (
-        f"{machine.label}: a load takes {machine.ratio:.2f} steps, a sync "
+        f"{machine.label}: a load takes {machine.load / machine.step:.2f} steps, a sync "
         f"{machine.sync / machine.step:.2f}. Use {choice.best.label}: {mean:.1f} times as fast as "
         f"none ({low:.1f} to {high:.1f}, 95 % over {len(known)} tasks). {doubt}\n"
         f"    {command_of(choice.best, known[0].order)}\n\n{tables.markdown(rows)}"

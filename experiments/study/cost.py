@@ -159,11 +159,6 @@ class Machine(NamedTuple):
     parameters: float = 1.0
     label: str = ""
 
-    @property
-    def ratio(self) -> float:
-        """R, the time of a load in steps."""
-        return self.load / self.step
-
 
 def machines(load: float, sync: float) -> list[Machine]:
     """The four machines whose input or network may be slow, in steps of computation."""

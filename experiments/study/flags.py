@@ -19,18 +19,8 @@ from experiments.cluster import agree, processes
 from experiments.results.trackers import TRACKERS
 from experiments.study import recipes
 from experiments.study.cost import stay_on_cpu
-from experiments.tasks import TASKS
-from experiments.tasks.base import (
-    COUNT,
-    FIELDS,
-    FROM_ZERO,
-    SPEED,
-    WAIT,
-    Range,
-    Recipe,
-    Task,
-    check_recipe,
-)
+from experiments.tasks import TASKS, base
+from experiments.tasks.base import COUNT, FROM_ZERO, Range, Recipe, Task
 from experiments.tasks.metrics import METRICS
 from experiments.training.averages import AVERAGES
 from experiments.training.optimizers import OPTIMIZERS, SCHEDULES
@@ -134,7 +124,7 @@ def _task(define):
 
 
 def _setting(define):
-    for name, (kind, text, allowed) in FIELDS.items():
+    for name, (kind, text, allowed) in base.FIELDS.items():
         several, more = recipes.kind_of(kind) is tuple, ()
         if several:
             kind = [ENUMS.get(name, allowed)]
@@ -169,7 +159,7 @@ def _processes(define):
     define(COUNT, number, None, "of the run" + own)
     define(FROM_ZERO, process, None, f"0 .. {number} - 1" + own)
     text = "seconds after which a process that waits for others, or for a batch, says so and leaves"
-    define(WAIT, "patience", agree.PATIENCE, text)
+    define(base.WAIT, "patience", agree.PATIENCE, text)
 
 
 def _forecast(define):
@@ -178,8 +168,8 @@ def _forecast(define):
     text = "for which a dry run compiles, such as v5e:4x4 or h100:8; unset: the backend at hand"
     define(flags.DEFINE_string, "topology", None, text)
     assumed = "assumed by a dry run"
-    define(SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
-    define(SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
+    define(base.SPEED, "device_teraflops", 50.0, f"per second, {assumed}")
+    define(base.SPEED, "gigabits", 25.0, f"of a worker's link, {assumed}")
 
 
 GROUPS = {
@@ -216,7 +206,7 @@ def setting_from_flags(values: flags.FlagValues) -> tuple[Task, Recipe]:
         values.task, values.data_dir, abstract=forecast and values.dry_run, **chosen
     )
     recipe = recipe._replace(**recipe_fields(values))
-    check_recipe(recipe)
+    base.check_recipe(recipe)
     return task, recipe
 
 

@@ -9,17 +9,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from experiments.tasks import TASKS
-from experiments.tasks.base import (
-    COUNT,
-    FINITE,
-    SHARE,
-    Range,
-    Recipe,
-    Task,
-    with_first,
-    with_label_noise,
-)
+from experiments.tasks import TASKS, base
+from experiments.tasks.base import COUNT, Range, Recipe, Task
 from experiments.training.config import sizes_of, total_steps_of
 from syncopate.refusals import UserError
 
@@ -40,7 +31,7 @@ EVERYWHERE = {
     "num_train": Choice(int, COUNT, text="first examples alone, of every task"),
     "num_test": Choice(int, COUNT, text="first examples alone, of every task"),
     "label_noise": Choice(
-        float, SHARE, text="share of training labels drawn anew, of every task with classes"
+        float, base.SHARE, text="share of training labels drawn anew, of every task with classes"
     ),
 }
 
@@ -203,8 +194,8 @@ def load(
             )
     more = {k: choices.pop(k) for k in EVERYWHERE if k in choices and k not in known}
     noise = more.pop("label_noise", 0.0)
-    task = with_first(loader(data_dir, abstract=abstract, **choices), **more)
-    task = with_label_noise(task, noise) if noise else task
+    task = base.with_first(loader(data_dir, abstract=abstract, **choices), **more)
+    task = base.with_label_noise(task, noise) if noise else task
     given = setting.recipe
     return task, given if isinstance(given, Recipe) else task.recipe._replace(**given)
 
@@ -227,7 +218,7 @@ def _choice(parameter: inspect.Parameter) -> Choice:
     hint = parameter.annotation
     hint, *more = getattr(hint, "__origin__", hint), *getattr(hint, "__metadata__", ())
     kind = type(parameter.default) if hint is parameter.empty else kind_of(hint)
-    return Choice(kind, *(more or [{int: COUNT, float: FINITE}.get(kind)]))
+    return Choice(kind, *(more or [{int: COUNT, float: base.FINITE}.get(kind)]))
 
 
 def kind_of(hint) -> type:

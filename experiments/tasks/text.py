@@ -20,21 +20,13 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 import models
-from experiments.tasks.base import (
-    COUNT,
-    Range,
-    Recipe,
-    Task,
-    abstract_set,
-    abstract_sets,
-    check_model,
-    need_file,
-)
+from experiments.tasks import base
+from experiments.tasks.base import COUNT, Recipe, Task, check_model, need_file
 from experiments.tasks.sources import check_unpacked, reading
 from syncopate.refusals import UserError
 
 END, UNKNOWN = "<eos>", "<unk>"  # end of a line; a word outside the vocabulary
-WORDS = Range(int, "[3, 2147483647]")  # these two, and a word
+WORDS = base.Range(int, "[3, 2147483647]")  # these two, and a word
 
 
 def words(lines: Iterable[str]) -> Iterator[str]:
@@ -147,7 +139,7 @@ def abstract_windows(num_tokens: int, length: int) -> dict:
     """The shapes of `windows` for a text of `num_tokens` tokens."""
     COUNT.check("length", length)
     window = ((length,), np.int32)
-    return abstract_set((num_tokens - 1) // length, x=window, y=window)
+    return base.abstract_set((num_tokens - 1) // length, x=window, y=window)
 
 
 SHAKESPEARE = (
@@ -226,7 +218,7 @@ def sst2(
     """
     check_model("sst2", model, ("head",))
     if abstract:
-        train, test = abstract_sets(NUM_SENTENCES, (BERT_FEATURES,))
+        train, test = base.abstract_sets(NUM_SENTENCES, (BERT_FEATURES,))
     elif os.path.exists(saved := os.path.join(data_dir or "", "embeddings.npz")):
         if num_features is not None:
             raise UserError(
