@@ -317,19 +317,6 @@ def echoed_local_sgd(params, gradient, p, coins, p_sync, sync_coins, rate):
     return np.array(history), load + 1, averages
 
 
-def anchored_sgd(params, gradient, fresh, strength, rate, momentum=0.0):
-    """SGD drawn back to where the batch was loaded (Agarwal et al. 2020): x after every step."""
-    x, trace, history = np.array(params, np.float64), 0.0, []
-    for t in range(len(fresh)):
-        if fresh[t]:
-            anchor = x
-        g = gradient(t, x) + strength * (x - anchor)
-        trace = momentum * trace + g
-        x = x - rate * trace
-        history.append(x)
-    return np.array(history)
-
-
 def loads_ahead(decide, total_steps, load_ticks, step_ticks, depth):
     """Loading ahead of echoed steps, tick by tick: (decisions, ticks that steps waited).
 
