@@ -47,6 +47,7 @@ from local_opt.workers import AXIS, owned_sharding, shared_sharding
 from ordering.echo.plans import EchoPlan, Measured
 from ordering.exchange import slice_size
 from ordering.kernel import BLOCK
+from syncopate.mesh import is_key
 from syncopate.refusals import UserError
 
 TERA, HOUR = 1e12, 3600.0
@@ -318,8 +319,7 @@ def examples_of(data, number: int) -> dict:
 
 def tree_bytes(tree) -> int:
     """Of arrays or their shapes, without PRNG keys."""
-    keys = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if not keys(x))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if not is_key(x))
 
 
 # Programs, compiled for devices that need not be there.
