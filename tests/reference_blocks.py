@@ -49,13 +49,14 @@ def epoch_of(units, orders, *, window, **options):
     return batches
 
 
-def packed(tokens, length, separator=None):
+def packed(tokens, length, separator=None, side="end"):
     """The windows of a file of tokens, and the document of each of their tokens."""
     windows = []
     for i in range((len(tokens) - 1) // length):
         window, documents, document = list(tokens[i * length : i * length + length + 1]), [], 0
-        for token in window:
+        for place, token in enumerate(window):
+            document += side == "start" and token == separator and place > 0
             documents.append(document)
-            document += token == separator
+            document += side == "end" and token == separator
         windows.append((window, documents))
     return windows

@@ -2,9 +2,11 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import glob
 import hashlib
+import importlib
 import math
 import mmap
 import os
@@ -14,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,105 +39,221 @@ MEGATRON_TYPES = ["|u1", "|i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]
 SIDES = ["end", "start"]
 
 
-# How files of each kind are indexed and read.
+# Sources of blocks. They have `len(source)` and `source.read(start, stop)`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A function as a source of blocks.
+
+    Attributes:
+      name: of the source, for messages.
+      num_records: N >= 1.
+      digest: two numbers of 32 bits, which tell that the source has been exchanged.
+      read: `(start, stop) -> records`, a list of bytes or a tree of arrays [stop - start, ...]. It
+        can be called from several threads. An array in which values are missing, or whose lists
+        have several lengths, is one of objects, for `split(keep=)`.
+      incomplete: a range of records of which one lacks a value, where the source says so.
+    """
+
+    name: str
+    num_records: int
+    digest: tuple[int, int]
+    read: Callable[[int, int], PyTree]
+    incomplete: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return self.num_records
 
 
 class Unfit(ValueError):
     """A file that is whole, but not what is asked for; says what to do about it."""
 
 
-class Index(NamedTuple):
-    """What is known of a file before it is read.
+class File:
+    """A file as a source of blocks: what it was when it was opened, or an error.
+
+    It can be sent to other processes. A kind of files is a subclass.
 
     Attributes:
-      num_records: N >= 0.
-      place: what `Format.read` needs to know.
-      incomplete: a range of records of which one lacks a value, if the file says so.
+      name, num_records, digest, incomplete: as in `Part`.
+      columns: names, of the kinds that have some.
+      index: `() -> num_records`, which keeps what `records` needs to know.
+      records: `(handle, start, stop) -> records`.
     """
 
-    num_records: int
-    place: Any = None
     incomplete: tuple[int, int] | None = None
+    index: Callable[[], int]
+    records: Callable[[Any, int, int], PyTree]
+
+    def __init__(self, path: str, whole_digest: bool, columns: list[str] | None = None):
+        self.name, self.columns, self.state = path, columns, _state(path)
+        self.handles: list[Any] = []  # of this process, which nobody uses at the moment
+        if time.time_ns() - self.state[1] < TICK:  # a later change could have the same time
+            time.sleep(TICK / 1e9)
+        try:
+            self.num_records = self.index()
+        except ImportError:
+            raise
+        except Exception as error:  # each library has its own
+            if not isinstance(error, OSError):
+                _check_packed(path)
+            advice = "" if isinstance(error, Unfit) else " Replace the file, or leave it out."
+            raise ValueError(f"{path} cannot be read: {said(error)}.{advice}") from error
+        self.digest = _digest_of_file(path, whole_digest)
+        if _state(path) != self.state:
+            raise ValueError(f"{path} changes: wait until it is written.")
+
+    def open(self) -> Any:
+        """A handle, which one thread uses at a time."""
+        return Ranges(self.name)
+
+    def __len__(self) -> int:
+        return self.num_records
+
+    def read(self, start: int, stop: int) -> PyTree:
+        """Records of the file; ValueError if they are damaged or the file has changed."""
+        try:
+            with _OPEN.handle(self) as handle:
+                records = self.records(handle, start, stop)
+            count = len(records if isinstance(records, list) else jax.tree.leaves(records)[0])
+            if count != stop - start:
+                raise ValueError(f"it gave {count} records")
+            if _state(self.name) != self.state:
+                raise ValueError("its size or the time of its last change is another")
+        except Exception as error:
+            raise ValueError(
+                f"{self.name}, records {start} to {stop - 1}, cannot be read: {said(error)}. "
+                f"{self._advice(error)}".rstrip()
+            ) from error
+        return records
+
+    def _advice(self, error):
+        if os.path.exists(self.name) and _state(self.name) == self.state:
+            return "" if isinstance(error, Unfit) else "The file is damaged: replace it."
+        return "The file has changed since it was opened: leave files alone while they are read."
+
+    def __getstate__(self):
+        return vars(self) | {"handles": []}
 
 
-class Format(NamedTuple):
-    """How files of a kind are read.
+class Ranges:
+    """A file that is read in ranges of bytes, and closed when nobody uses it any more."""
 
-    Attributes:
-      index: `path -> Index`.
-      open: `path -> handle`, which one thread uses at a time.
-      read: `(handle, place, start, stop) -> records`.
-    """
+    def __init__(self, path: str):
+        self._file = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):  # what follows a range is not needed next
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+        weakref.finalize(self, os.close, self._file)
 
-    index: Callable[[str], Index]
-    open: Callable[[str], Any]
-    read: Callable[[Any, Any, int, int], PyTree]
+    def read(self, start: int, stop: int) -> bytes:
+        data = os.pread(self._file, stop - start, start)
+        if len(data) < stop - start:
+            raise ValueError("it is shorter than it was")
+        return data
+
+    def numbers(self, offset: int, kind: np.dtype, shape: tuple, start: int, stop: int):
+        """Records of numbers, of which the first begins at the offset."""
+        size = kind.itemsize * math.prod(shape)
+        data = self.read(offset + start * size, offset + stop * size)
+        return np.frombuffer(data, kind).reshape(-1, *shape)
 
 
-def _array_record_index(path):
-    reader = _array_record_open(path)
-    if not reader.ok():  # such a reader only says that there are no records
-        raise ValueError("it is no ArrayRecord file, or a part of one")
-    return Index(reader.num_records())
+class _OpenFiles:
+    """The handles of all files. Those that nobody uses are at most OPEN, of the files read last."""
+
+    def __init__(self):
+        self._lock, self._idle = threading.Lock(), collections.deque[weakref.ref[File]]()
+
+    @contextlib.contextmanager
+    def handle(self, file: File) -> Iterator[Any]:
+        """A handle of the file for one thread; after an error it is not used again."""
+        with self._lock:
+            handle = file.handles.pop() if file.handles else None
+            if handle is not None:
+                self._idle.remove(weakref.ref(file))
+        handle = file.open() if handle is None else handle
+        yield handle
+        with self._lock:
+            file.handles.append(handle)
+            self._idle.append(weakref.ref(file))
+            oldest = self._idle.popleft()() if len(self._idle) > OPEN else None
+            closed = None if oldest is None else oldest.handles.pop(0)
+        del closed  # outside the lock, as a file may take time to close
+
+    def forget(self) -> None:
+        """A process that was forked must not read with the handles of its parent."""
+        for file in filter(None, (reference() for reference in self._idle)):
+            file.handles.clear()
+        self._lock, self._idle = threading.Lock(), collections.deque()
 
 
-def _array_record_open(path):
+_OPEN = _OpenFiles()
+os.register_at_fork(after_in_child=_OPEN.forget)
+
+
+def _needed(module: str, package: str, files: str) -> Any:
+    """A module that reads such files; ImportError that names what to install."""
     try:
-        from array_record.python import array_record_module  # pyright: ignore
+        return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            "ArrayRecord files need array_record: pip install array_record."
-        ) from error
-    # Blocks are read whole and by several threads: no read-ahead and no threads inside.
-    return array_record_module.ArrayRecordReader(
-        path, options="readahead_buffer_size:0,max_parallelism:0"
-    )
+        raise ImportError(f"{files} files need {package}: pip install {package}.") from error
 
 
-def _array_record_read(file, index, start, stop):
-    return file.read(start, stop)
+class ArrayRecord(File):
+    """Bytes, in groups that are packed and have checksums."""
+
+    def index(self) -> int:
+        reader = self.open()
+        if not reader.ok():  # such a reader only says that there are no records
+            raise ValueError("it is no ArrayRecord file, or a part of one")
+        return reader.num_records()
+
+    def open(self) -> Any:
+        module = _needed("array_record.python.array_record_module", "array_record", "ArrayRecord")
+        # Blocks are read whole and by several threads: no read-ahead and no threads inside.
+        options = "readahead_buffer_size:0,max_parallelism:0"
+        return module.ArrayRecordReader(self.name, options=options)
+
+    def records(self, handle: Any, start: int, stop: int) -> list[bytes]:
+        return handle.read(start, stop)
 
 
-def _tfrecord_index(path):
-    """Where each record begins, int64[N + 1]. A record is its length in 8 bytes, the checksum of
-    the length in 4, the bytes, and their checksum in 4."""
-    size, at, starts, heads = os.path.getsize(path), 0, [0], bytearray()
-    if not size:
-        return Index(0)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        while at + 16 <= size:
-            heads += data[at : at + 12]
-            at += 16 + struct.unpack_from("<Q", data, at)[0]
-            starts.append(at)
-    for first in range(0, len(starts) - 1, 2**16):
-        rows = range(12 * first, min(len(heads), 12 * (first + 2**16)), 12)
-        lengths, saved = [heads[i : i + 8] for i in rows], [heads[i + 8 : i + 12] for i in rows]
-        _check_sums(lengths, saved, first, "length")
-    if at != size:
-        raise ValueError(f"it ends within record {len(starts) - 1 - (at > size)}")
-    return Index(len(starts) - 1, np.array(starts))
+class TFRecord(File):
+    """Bytes. A record is its length in 8 bytes, the checksum of the length in 4, the bytes, and
+    their checksum in 4."""
 
+    def index(self) -> int:
+        size, at, starts, heads = os.path.getsize(self.name), 0, [0], bytearray()
+        if not size:
+            return 0
+        with open(self.name, "rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                while at + 16 <= size:
+                    heads += data[at : at + 12]
+                    at += 16 + struct.unpack_from("<Q", data, at)[0]
+                    starts.append(at)
+        for first in range(0, len(starts) - 1, 2**16):
+            rows = range(12 * first, min(len(heads), 12 * (first + 2**16)), 12)
+            lengths, saved = [heads[i : i + 8] for i in rows], [heads[i + 8 : i + 12] for i in rows]
+            _check_sums(lengths, saved, first, "length")
+        if at != size:
+            raise ValueError(f"it ends within record {len(starts) - 1 - (at > size)}")
+        self.starts = np.array(starts)
+        return len(starts) - 1
 
-def _tfrecord_read(file, starts, start, stop):
-    first, last = int(starts[start]), int(starts[stop])
-    data = file.read(first, last)
-    if len(data) != last - first:
-        raise ValueError("it is shorter than it was")
-    ends = (starts[start : stop + 1] - first).tolist()
-    records = [data[a + 12 : b - 4] for a, b in zip(ends, ends[1:], strict=False)]
-    saved = [data[b - 4 : b] for b in ends[1:]]
-    _check_sums(records, saved, start, "bytes")
-    return records
+    def records(self, handle: Ranges, start: int, stop: int) -> list[bytes]:
+        first = int(self.starts[start])
+        data = handle.read(first, int(self.starts[stop]))
+        ends = (self.starts[start : stop + 1] - first).tolist()
+        records = [data[a + 12 : b - 4] for a, b in zip(ends, ends[1:], strict=False)]
+        _check_sums(records, [data[b - 4 : b] for b in ends[1:]], start, "bytes")
+        return records
 
 
 def _check_sums(records, saved, first, what):
     """Raises ValueError for the first of the records that has not the checksum that was saved."""
-    try:
-        from google_crc32c import value as crc32c
-    except ImportError as error:
-        raise ImportError(
-            "TFRecord files need google-crc32c: pip install google-crc32c."
-        ) from error
+    crc32c = _needed("google_crc32c", "google-crc32c", "TFRecord").value
     found = np.fromiter(map(crc32c, map(bytes, records)), np.uint32, len(records))
     masked = (found >> 15 | found << 17) + np.uint32(0xA282EAD8)  # as TFRecord stores them
     wrong = masked != np.frombuffer(b"".join(saved), "<u4")
@@ -145,43 +263,45 @@ def _check_sums(records, saved, first, what):
         )
 
 
-def parquet(columns: tuple[str, ...] | None) -> Format:
-    """The format of Parquet files, of which only some columns are read."""
-    read = functools.partial(_parquet_read, columns)
-    return Format(functools.partial(_parquet_index, columns), _parquet_open, read)
+class Parquet(File):
+    """Rows of a dict of columns; `starts` is where each group of rows begins, int64[G + 1]."""
 
+    def open(self) -> Any:
+        module = _needed("pyarrow.parquet", "pyarrow", "Parquet")
+        return module.ParquetFile(self.name, memory_map=False, page_checksum_verification=True)
 
-def _parquet_open(path):
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError("Parquet files need pyarrow: pip install pyarrow.") from error
-    return pyarrow.parquet.ParquetFile(path, memory_map=False, page_checksum_verification=True)
+    def index(self) -> int:
+        file = self.open()
+        data, schema = file.metadata, file.schema_arrow
+        chosen = schema.names if self.columns is None else self.columns
+        for name in chosen:
+            count = schema.names.count(name)
+            if not count:  # a reader would leave it out
+                raise Unfit(f"it has no column {name!r}, of {schema.names}: pass those that it has")
+            if count > 1:
+                raise Unfit(
+                    f"it has {count} columns named {name!r}: write it anew with other names"
+                )
+        if not chosen:
+            raise Unfit("it has no columns: leave it out")
+        groups = [data.row_group(i) for i in range(data.num_row_groups)]
+        self.starts = np.cumsum([0, *(group.num_rows for group in groups)])
+        _check_memory(groups, [schema.field(name).type for name in chosen])
+        paths = [file.schema.column(i).path for i in range(len(file.schema.names))]
+        flat = [i for i, path in enumerate(paths) if path in chosen]  # not those of lists
+        for i, group in enumerate(groups):
+            known = [group.column(j).statistics for j in flat]
+            if any(found is not None and found.null_count for found in known):
+                self.incomplete = int(self.starts[i]), int(self.starts[i + 1])
+                break
+        return data.num_rows
 
-
-def _parquet_index(columns, path):
-    """Where each group of rows begins, int64[G + 1]."""
-    file = _parquet_open(path)
-    data, schema = file.metadata, file.schema_arrow
-    chosen = schema.names if columns is None else columns
-    for name in chosen:
-        count = schema.names.count(name)
-        if not count:  # a reader would leave it out
-            raise Unfit(f"it has no column {name!r}, of {schema.names}: pass those that it has")
-        if count > 1:
-            raise Unfit(f"it has {count} columns named {name!r}: write it anew with other names")
-    if not chosen:
-        raise Unfit("it has no columns: leave it out")
-    groups = [data.row_group(i) for i in range(data.num_row_groups)]
-    starts = np.cumsum([0, *(group.num_rows for group in groups)])
-    _check_memory(groups, [schema.field(name).type for name in chosen])
-    paths = [file.schema.column(i).path for i in range(len(file.schema.names))]
-    flat = [i for i, path in enumerate(paths) if path in chosen]  # not those of lists
-    for i, group in enumerate(groups):
-        known = [group.column(j).statistics for j in flat]
-        if any(found is not None and found.null_count for found in known):
-            return Index(data.num_rows, starts, (int(starts[i]), int(starts[i + 1])))
-    return Index(data.num_rows, starts)
+    def records(self, handle: Any, start: int, stop: int) -> dict[str, np.ndarray]:
+        first, last = np.searchsorted(self.starts, (start, stop - 1), side="right") - 1
+        groups = list(range(first, last + 1))
+        table = handle.read_row_groups(groups, columns=self.columns, use_threads=False)
+        table = table.slice(start - int(self.starts[first]), stop - start)
+        return {name: _column(table[name].combine_chunks()) for name in table.column_names}
 
 
 def _check_memory(groups, types):
@@ -197,13 +317,6 @@ def _check_memory(groups, types):
                 f"its row group {number} takes {size / 2**30:.0f} GiB of memory, of "
                 f"{memory / 2**30:.0f}: write it anew with smaller groups (row_group_size=)"
             )
-
-
-def _parquet_read(columns, file, starts, start, stop):
-    first, last = np.searchsorted(starts, (start, stop - 1), side="right") - 1
-    table = file.read_row_groups(list(range(first, last + 1)), columns=columns, use_threads=False)
-    table = table.slice(start - int(starts[first]), stop - start)
-    return {name: _column(table[name].combine_chunks()) for name in table.column_names}
 
 
 def _column(column):
@@ -254,7 +367,7 @@ def plain(name: str, numbers: Int[np.ndarray, "n"], records: PyTree) -> PyTree:
     Args:
       name: of the file.
       numbers: those of the records in the file.
-      records: as `Format.read` gives them, or some of them.
+      records: as a source gives them, or some of them.
 
     Raises:
       ValueError: for a value that is missing, and lists of several lengths.
@@ -287,8 +400,26 @@ def _plain(name, numbers, path, x):
     return np.stack(values).reshape(*x.shape, *shapes.pop())
 
 
-def _npy_index(path):
-    """(Where the numbers begin, their type, the shape of a record, and N in Fortran's order)."""
+class Npy(File):
+    """An array whose leading axis counts records."""
+
+    def index(self) -> int:
+        self.offset, self.kind, self.shape, self.fortran, count = _npy_header(self.name)
+        return count
+
+    def records(self, handle: Ranges, start: int, stop: int) -> PyTree:
+        if not self.fortran:
+            return _fields(handle.numbers(self.offset, self.kind, self.shape, start, stop))
+        numbers = np.empty((math.prod(self.shape), stop - start), self.kind)
+        for i in range(len(numbers)):  # the numbers i of all records follow each other
+            at = self.offset + i * len(self) * self.kind.itemsize
+            numbers[i] = handle.numbers(at, self.kind, (), start, stop)
+        return _fields(numbers.reshape(*self.shape[::-1], -1).T)
+
+
+def _npy_header(path):
+    """(where the numbers begin, their type, the shape of a record, whether the sequence is that of
+    Fortran, the number of records)."""
     with open(path, "rb") as file:
         if file.read(len(NPY)) != NPY:
             raise ValueError("it has no header of np.save (of plain numbers pass np.memmap)")
@@ -308,19 +439,7 @@ def _npy_index(path):
         raise Unfit(f"its type is {dtype}, plain bytes: save x.view(np.uint8), and view it back")
     if not array.size and len(array):
         raise Unfit(f"its records are empty, of shape {array.shape[1:]}: leave it out")
-    fortran = 0 if array.flags.c_contiguous else len(array)
-    return Index(len(array), (array.offset, dtype, array.shape[1:], fortran))
-
-
-def _npy_read(file, place, start, stop):
-    offset, dtype, shape, fortran = place
-    if not fortran:
-        return _fields(read_numbers(file, (offset, dtype, shape), start, stop))
-    numbers = np.empty((math.prod(shape), stop - start), dtype)
-    for i in range(len(numbers)):  # the numbers i of all records follow each other
-        at = offset + i * fortran * dtype.itemsize
-        numbers[i] = read_numbers(file, (at, dtype, ()), start, stop)
-    return _fields(numbers.reshape(*shape[::-1], -1).T)
+    return array.offset, dtype, array.shape[1:], not array.flags.c_contiguous, len(array)
 
 
 def _fields(records):
@@ -330,61 +449,19 @@ def _fields(records):
     return {name: _fields(records[name]) for name in records.dtype.names}
 
 
-def read_numbers(file: "Ranges", place: tuple, start: int, stop: int) -> np.ndarray:
-    """Records of a file of numbers, of which the place is the first byte, the type and shape."""
-    offset, dtype, shape = place
-    size = dtype.itemsize * math.prod(shape)
-    data = file.read(offset + start * size, offset + stop * size)
-    return np.frombuffer(data, dtype).reshape(-1, *shape)
-
-
-class Ranges:
-    """A file that is read in ranges of bytes, and closed when nobody uses it any more."""
-
-    def __init__(self, path: str):
-        self._file = os.open(path, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):  # what follows a range is not needed next
-            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
-        weakref.finalize(self, os.close, self._file)
-
-    def read(self, start: int, stop: int) -> bytes:
-        return os.pread(self._file, stop - start, start)
-
-
-ARRAY_RECORD = Format(_array_record_index, _array_record_open, _array_record_read)
-TFRECORD = Format(_tfrecord_index, Ranges, _tfrecord_read)
-FORMATS = {
-    ".array_record": ARRAY_RECORD,
-    ".arrayrecord": ARRAY_RECORD,
-    ".tfrecord": TFRECORD,
-    ".tfrecords": TFRECORD,
-    ".tfrec": TFRECORD,
-    ".npy": Format(_npy_index, Ranges, _npy_read),
+ENDINGS = {
+    ".array_record": ArrayRecord,
+    ".arrayrecord": ArrayRecord,
+    ".tfrecord": TFRecord,
+    ".tfrecords": TFRecord,
+    ".tfrec": TFRecord,
+    ".npy": Npy,
+    ".parquet": Parquet,
 }
-OTHERS = (*FORMATS, ".parquet", ".gz", ".zip", ".bz2", ".xz", ".zst")
+OTHERS = (*ENDINGS, ".gz", ".zip", ".bz2", ".xz", ".zst")
 
 
 # Files.
-
-
-class Part(NamedTuple):
-    """A file of records, or arrays that take its place.
-
-    Attributes:
-      name: the file's path.
-      num_records: N >= 1.
-      digest: two numbers of 32 bits, which tell that a file has been exchanged.
-      read: `(start, stop) -> records`, a list of bytes or a tree of arrays [stop - start, ...]. It
-        can be called from several threads, and sent to other processes. An array in which values
-        are missing, or whose lists have several lengths, is one of objects, for `split(keep=)`.
-      incomplete: a range of records of which one lacks a value, where the file says so.
-    """
-
-    name: str
-    num_records: int
-    digest: tuple[int, int]
-    read: Callable[[int, int], PyTree]
-    incomplete: tuple[int, int] | None = None
 
 
 def files(
@@ -393,7 +470,7 @@ def files(
     kind: str | None = None,
     columns: Sequence[str] | None = None,
     whole_digest: bool = False,
-) -> tuple[Part, ...]:
+) -> tuple[File, ...]:
     """Files of records, for `split`.
 
     The format follows from the names: `.array_record`, `.arrayrecord`, `.tfrecord`, `.tfrecords`,
@@ -412,9 +489,10 @@ def files(
         not of its size and 64 samples of 4 KiB.
 
     Returns:
-      One `Part` per file that has records: bytes from ArrayRecord and TFRecord; rows of a dict of
-      arrays from Parquet, where bytes of a fixed size are uint8[size], and from arrays of
-      structured types. Types follow from the file, not from the values.
+      One source per file that has records, `len(source)` of which `source.read(start, stop)` gives
+      some: bytes from ArrayRecord and TFRecord; rows of a dict of arrays from Parquet, where bytes
+      of a fixed size are uint8[size], and from arrays of structured types. Types follow from the
+      file, not from the values.
 
     Raises:
       ValueError: for a file that is missing, empty, damaged or of an unknown kind. A read verifies
@@ -427,8 +505,8 @@ def files(
       >>> import numpy as np, ordering, pathlib, tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "numbers.npy"
       >>> np.save(path, np.arange(10))
-      >>> (part,) = ordering.blocks.files(path)
-      >>> part.num_records, part.read(2, 5).tolist()
+      >>> (source,) = ordering.blocks.files(path)
+      >>> len(source), source.read(2, 5).tolist()
       (10, [2, 3, 4])
 
     References:
@@ -443,24 +521,29 @@ def files(
             raise ValueError(
                 f"columns is {columns!r}: pass a list of names, each once, or None for all."
             )
-    formats = {**FORMATS, ".parquet": parquet(None if columns is None else tuple(columns))}
+        columns = names
     if kind is not None and (not isinstance(kind, str) or kind not in KINDS):
         raise ValueError(f"kind is {kind!r}: pass one of {', '.join(KINDS)}, or None.")
-    return open_parts(paths, lambda path: _format_of(path, formats, kind), whole_digest)
+
+    def opened(path):
+        own = _kind_of(path) if kind is None else ENDINGS[f".{kind}"]
+        return own(path, whole_digest, columns)
+
+    return _with_records(paths, opened)
 
 
-def open_parts(paths: Any, form_of: Callable[[str], Format], whole: bool) -> tuple[Part, ...]:
-    """A `Part` for each file of some paths that has records."""
-    parts = []
+def _with_records(paths: Any, opened: Callable[[str], File]) -> tuple[File, ...]:
+    """The files of some paths that have records."""
+    found = []
     for path, is_match in _expanded(paths):
-        part = _open_part(path, form_of(path), whole)
-        if part.num_records:
-            parts.append(part)
+        file = opened(path)
+        if len(file):
+            found.append(file)
         elif not is_match:
             raise ValueError(f"{path} holds no records: leave it out.")
-    if not parts:
+    if not found:
         raise ValueError(f"paths is {paths!r}: no file holds a record. Pass one that does.")
-    return tuple(parts)
+    return tuple(found)
 
 
 def _expanded(paths: Any) -> list[tuple[str, bool]]:
@@ -502,39 +585,16 @@ def _matches(path: str) -> list[str] | None:
     return matches
 
 
-def _format_of(path: str, formats: dict[str, Format], kind: str | None) -> Format:
-    if kind is not None:
-        return formats[f".{kind}"]
+def _kind_of(path: str) -> type[File]:
     name = os.path.basename(path).lower()
-    for ending, form in formats.items():
+    for ending, kind in ENDINGS.items():
         if name.endswith(ending) or f"{ending}-" in name:
-            return form
+            return kind
     _check_packed(path)
     raise ValueError(
-        f"{path} is of no known kind: pass files named {', '.join(formats)}, or kind=, one of "
+        f"{path} is of no known kind: pass files named {', '.join(ENDINGS)}, or kind=, one of "
         f"{', '.join(KINDS)}; files of tokens go to tokens."
     )
-
-
-def _open_part(path: str, form: Format, whole_digest: bool) -> Part:
-    """A `Part` of one file: from here on it is this file in this state."""
-    state = _state(path)
-    if time.time_ns() - state[1] < TICK:  # a later change could have the same time
-        time.sleep(TICK / 1e9)
-    try:
-        num_records, place, incomplete = form.index(path)
-    except ImportError:
-        raise
-    except Exception as error:  # each library has its own
-        if not isinstance(error, OSError):
-            _check_packed(path)
-        advice = "" if isinstance(error, Unfit) else " Replace the file, or leave it out."
-        raise ValueError(f"{path} cannot be read: {said(error)}.{advice}") from error
-    read = _File(path, form, place, state)
-    part = Part(path, num_records, _digest_of_file(path, whole_digest), read, incomplete)
-    if _state(path) != state:
-        raise ValueError(f"{path} changes: wait until it is written.")
-    return part
 
 
 def _check_packed(path: str) -> None:
@@ -555,71 +615,6 @@ def _state(path: str) -> tuple[int, int]:
 def said(error: Exception) -> str:
     """The message of an error, to be part of another."""
     return f"{error}".rstrip(".") or type(error).__name__
-
-
-class _File:
-    """Reads ranges of a file, as long as it is in the state in which it was indexed."""
-
-    def __init__(self, path: str, form: Format, place: Any, state: tuple[int, int]):
-        self.path, self.form, self.place, self.state = path, form, place, state
-        self.handles: list[Any] = []  # of this process, which nobody uses at the moment
-
-    def __call__(self, start: int, stop: int) -> PyTree:
-        try:
-            with _OPEN.handle(self) as handle:
-                records = self.form.read(handle, self.place, start, stop)
-            count = len(records if isinstance(records, list) else jax.tree.leaves(records)[0])
-            if count != stop - start:
-                raise ValueError(f"it gave {count} records")
-            if _state(self.path) != self.state:
-                raise ValueError("its size or the time of its last change is another")
-        except Exception as error:
-            raise ValueError(
-                f"{self.path}, records {start} to {stop - 1}, cannot be read: {said(error)}. "
-                f"{self._advice(error)}".rstrip()
-            ) from error
-        return records
-
-    def _advice(self, error):
-        if os.path.exists(self.path) and _state(self.path) == self.state:
-            return "" if isinstance(error, Unfit) else "The file is damaged: replace it."
-        return "The file has changed since it was opened: leave files alone while they are read."
-
-    def __reduce__(self):
-        return _File, (self.path, self.form, self.place, self.state)
-
-
-class _OpenFiles:
-    """The handles of all files. Those that nobody uses are at most OPEN, of the files read last."""
-
-    def __init__(self):
-        self._lock, self._idle = threading.Lock(), collections.deque[weakref.ref[_File]]()
-
-    @contextlib.contextmanager
-    def handle(self, file: _File) -> Iterator[Any]:
-        """A handle of the file for one thread; after an error it is not used again."""
-        with self._lock:
-            handle = file.handles.pop() if file.handles else None
-            if handle is not None:
-                self._idle.remove(weakref.ref(file))
-        handle = file.form.open(file.path) if handle is None else handle
-        yield handle
-        with self._lock:
-            file.handles.append(handle)
-            self._idle.append(weakref.ref(file))
-            oldest = self._idle.popleft()() if len(self._idle) > OPEN else None
-            closed = None if oldest is None else oldest.handles.pop(0)
-        del closed  # outside the lock, as a file may take time to close
-
-    def forget(self) -> None:
-        """A process that was forked must not read with the handles of its parent."""
-        for file in filter(None, (reference() for reference in self._idle)):
-            file.handles.clear()
-        self._lock, self._idle = threading.Lock(), collections.deque()
-
-
-_OPEN = _OpenFiles()
-os.register_at_fork(after_in_child=_OPEN.forget)
 
 
 def _digest_of_file(path: str, whole: bool) -> tuple[int, int]:
@@ -673,7 +668,7 @@ def tokens(
     dtype: DTypeLike | None = None,
     header_bytes: int | None = None,
     whole_digest: bool = False,
-) -> tuple[Part, ...]:
+) -> tuple[File, ...]:
     """Windows of `length` tokens out of files of tokens, for `split`.
 
     Record i of a file is the tokens i L to i L + L: L inputs and, one place later, L targets, so
@@ -693,7 +688,7 @@ def tokens(
       whole_digest: as in `files`.
 
     Returns:
-      One `Part` per file, whose records are dicts: "tokens", int32[L + 1]; and with a separator
+      One source per file, whose records are dicts: "tokens", int32[L + 1]; and with a separator
       "documents", int32[L + 1], which counts the documents of the window from 0. A separator
       belongs to the document that it ends or begins. Mask attention where the documents of two
       tokens differ, and leave out targets whose document is not that of their input.
@@ -706,8 +701,8 @@ def tokens(
       >>> import numpy as np, ordering, pathlib, tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "text.bin"
       >>> np.array([5, 6, 0, 7, 8, 9, 0], np.uint16).tofile(path)
-      >>> (part,) = ordering.blocks.tokens(path, length=3, separator=0)
-      >>> records = part.read(0, 2)
+      >>> (source,) = ordering.blocks.tokens(path, length=3, separator=0)
+      >>> records = source.read(0, 2)
       >>> records["tokens"].tolist(), records["documents"].tolist()
       ([[5, 6, 0, 7], [7, 8, 9, 0]], [[0, 0, 0, 1], [0, 0, 0, 0]])
 
@@ -730,38 +725,67 @@ def tokens(
         kind = np.dtype(object)
     if kind is not None and kind.kind not in "iu":
         raise ValueError(f"dtype is {dtype!r}: tokens are whole numbers, as np.uint16.")
-    mark = separator, SIDES.index(separator_at)
-    index = functools.partial(_tokens_index, length, mark, kind, header_bytes)
-    return open_parts(paths, lambda path: Format(index, Ranges, _tokens_read), whole_digest)
+    given = length, separator, separator_at, kind, header_bytes
+    return _with_records(paths, lambda path: Tokens(path, whole_digest, *given))
 
 
-def _tokens_index(length, mark, dtype, header, path):
-    header, known, count = _tokens_header(path) if header is None else (header, None, None)
-    if dtype is not None and known is not None and dtype != known:
-        raise Unfit(f"dtype is {dtype}, and the file says {known}: leave dtype out")
-    dtype = next(kind for kind in (known, dtype, np.dtype(np.uint16)) if kind is not None)
-    if dtype.kind not in "iu":
-        raise Unfit(f"it holds {dtype}, and tokens are whole numbers: write it anew")
-    most = min(np.iinfo(dtype).max, np.iinfo(np.int32).max)
-    if mark[0] is not None and mark[0] > most:
-        raise Unfit(
-            f"separator is {mark[0]}, and its tokens of {dtype} are at most {most}: pass the dtype "
-            "of the file, or the separator that it has"
-        )
-    found, rest = divmod(max(0, os.path.getsize(path) - header), dtype.itemsize)
-    if count is not None and found != count:
-        raise ValueError(f"it has {found} tokens, and its header says {count}")
-    if rest:
-        raise Unfit(
-            f"after header_bytes={header} it has {found} tokens of {dtype} and {rest} bytes more: "
-            "pass the dtype and the header of the file"
-        )
-    if 0 < found <= length:
-        raise Unfit(
-            f"it has {found} tokens after header_bytes={header}, and a window of length "
-            f"{length} takes {length + 1}: leave it out, or choose another length"
-        )
-    return Index(max(0, found - 1) // length, (length, mark, dtype, header))
+class Tokens(File):
+    """Windows of tokens."""
+
+    def __init__(self, path: str, whole_digest: bool, length, separator, side, kind, header):
+        self.length, self.separator, self.side = length, separator, side
+        self.kind, self.header = kind, header
+        super().__init__(path, whole_digest)
+
+    def index(self) -> int:
+        known = count = None
+        if self.header is None:
+            self.header, known, count = _tokens_header(self.name)
+        if self.kind is not None and known is not None and self.kind != known:
+            raise Unfit(f"dtype is {self.kind}, and the file says {known}: leave dtype out")
+        kinds = (known, self.kind, np.dtype(np.uint16))
+        self.kind = dtype = next(kind for kind in kinds if kind is not None)
+        if dtype.kind not in "iu":
+            raise Unfit(f"it holds {dtype}, and tokens are whole numbers: write it anew")
+        most = min(np.iinfo(dtype).max, np.iinfo(np.int32).max)
+        if self.separator is not None and self.separator > most:
+            raise Unfit(
+                f"separator is {self.separator}, and its tokens of {dtype} are at most {most}: "
+                "pass the dtype of the file, or the separator that it has"
+            )
+        size = max(0, os.path.getsize(self.name) - self.header)
+        found, rest = divmod(size, dtype.itemsize)
+        if count is not None and found != count:
+            raise ValueError(f"it has {found} tokens, and its header says {count}")
+        if rest:
+            raise Unfit(
+                f"after header_bytes={self.header} it has {found} tokens of {dtype} and {rest} "
+                "bytes more: pass the dtype and the header of the file"
+            )
+        if 0 < found <= self.length:
+            raise Unfit(
+                f"it has {found} tokens after header_bytes={self.header}, and a window of length "
+                f"{self.length} takes {self.length + 1}: leave it out, or choose another length"
+            )
+        return max(0, found - 1) // self.length
+
+    def records(self, handle: Ranges, start: int, stop: int) -> dict[str, np.ndarray]:
+        length = self.length
+        flat = handle.numbers(self.header, self.kind, (), start * length, stop * length + 1)
+        count = (len(flat) - 1) // length
+        windows = np.lib.stride_tricks.sliding_window_view(flat, length + 1)[::length][:count]
+        tokens = windows.astype(np.int32)
+        if self.kind.itemsize >= 4 and (tokens != windows).any():
+            wrong = windows[tokens != windows][0]
+            raise Unfit(f"{wrong} is no token of int32: pass the dtype of the file")
+        if self.separator is None:
+            return {"tokens": tokens}
+        documents = np.cumsum(tokens == self.separator, axis=1, dtype=np.int32)
+        if self.side == "start":  # a mark counts from its own place on
+            documents -= documents[:, :1]
+        else:
+            documents = np.pad(documents[:, :-1], ((0, 0), (1, 0)))
+        return {"tokens": tokens, "documents": documents}
 
 
 def _tokens_header(path):
@@ -771,7 +795,7 @@ def _tokens_header(path):
     if start.startswith(MEGATRON):
         raise Unfit("it is an index of Megatron: pass the .bin file beside it")
     if start.startswith(NPY):
-        count, (offset, dtype, shape, _), _ = FORMATS[".npy"].index(path)
+        offset, dtype, shape, _, count = _npy_header(path)
         if shape:
             raise Unfit(f"its records have the shape {shape}: read it by files")
         return offset, dtype, count
@@ -788,23 +812,3 @@ def _tokens_header(path):
         if start.startswith(MEGATRON):
             return 0, np.dtype(MEGATRON_TYPES[start[17] - 1]), None
     return 0, None, None
-
-
-def _tokens_read(file, place, start, stop):
-    length, (separator, side), dtype, header = place
-    flat = read_numbers(file, (header, dtype, ()), start * length, stop * length + 1)
-    count = (len(flat) - 1) // length
-    windows = np.lib.stride_tricks.sliding_window_view(flat, length + 1)[::length][:count]
-    tokens = windows.astype(np.int32)
-    if dtype.itemsize >= 4 and (tokens != windows).any():
-        wrong = windows[tokens != windows][0]
-        raise Unfit(f"{wrong} is no token of int32: pass the dtype of the file")
-    records = {"tokens": tokens}
-    if separator is not None:
-        marks = np.cumsum(tokens == separator, axis=1, dtype=np.int32)
-        if side:  # a mark counts from its own place on
-            records["documents"] = marks - marks[:, :1]
-        else:
-            zeros = np.zeros_like(marks[:, :1])
-            records["documents"] = np.concatenate([zeros, marks[:, :-1]], axis=1)
-    return records

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Int, PyTree
 
-from ordering.blocks.files import Part, of_arrays, plain
+from ordering.blocks.files import File, Part, of_arrays, plain
 from ordering.input.sources import stacked
 from syncopate import plans
 
@@ -18,15 +18,15 @@ class Blocks(Sequence):
     """What `split` returns: `blocks[u]` holds the records of unit u, as one tree of arrays.
 
     Attributes:
-      parts: the files.
+      parts: the sources.
       sizes: int64[M], records in each unit that a filter keeps.
       unit_size: records in the largest unit.
     """
 
-    def __init__(self, parts: tuple[Part, ...], places: np.ndarray, kept: Any, decode: Any):
+    def __init__(self, parts: tuple[Part | File, ...], places: np.ndarray, kept: Any, decode: Any):
         self.parts, self._places, self._kept, self._decode = parts, places, kept, decode
         part, start, stop = places.T
-        self._first_records = np.cumsum([0, *(part.num_records for part in parts)])
+        self._first_records = np.cumsum([0, *map(len, parts)])
         self.sizes = stop - start
         if kept is not None:
             before = np.concatenate([[0], np.cumsum(kept)])
@@ -52,7 +52,7 @@ class Blocks(Sequence):
     @property
     def digests(self) -> Int[np.ndarray, "F 3"]:
         """uint32[F, 3], the number of records and the digest of every file."""
-        rows = [(part.num_records % 2**32, *part.digest) for part in self.parts]
+        rows = [(len(part) % 2**32, *part.digest) for part in self.parts]
         return np.array(rows, np.uint32)
 
     @property
@@ -117,7 +117,7 @@ def _take(records, places):
 
 
 def split(
-    parts: Sequence[Part] | PyTree[ArrayLike],
+    parts: Sequence | PyTree[ArrayLike],
     *,
     unit_size: int,
     multiple_of: int = 1,
@@ -131,8 +131,10 @@ def split(
     and `read_blocks` reads the blocks.
 
     Args:
-      parts: what `files` or `tokens` returned, joined by `+` if need be; or arrays [N, ...], alone
-        or in tuples and dicts.
+      parts: what `files` or `tokens` returned, joined by `+` if need be; a list of sources of your
+        own, with `len(source)` and `source.read(start, stop)`, which gives these records as a list
+        of bytes or as arrays and is called by several threads; or arrays [N, ...], alone or in
+        tuples and dicts.
       unit_size: S >= 1, records in a block. Where a file has groups, such as the row groups of
         Parquet, choose a multiple of their size.
       multiple_of: the number of blocks becomes a multiple of it, by blocks without records at the
@@ -159,19 +161,14 @@ def split(
     unit_size = plans.check_whole("unit_size", unit_size, 1)
     multiple_of = plans.check_whole("multiple_of", multiple_of, 1)
     many = parts if isinstance(parts, tuple | list) else ()
-    are_parts = any(isinstance(part, Part) for part in many)
-    given: tuple[Part, ...] = tuple(many) if are_parts else of_arrays(parts)  # pyright: ignore
-    for part in given:
-        if not isinstance(part, Part):
-            raise ValueError(
-                f"parts holds a {type(part).__name__}: pass what files or tokens returned."
-            )
+    are_sources = any(hasattr(part, "read") for part in many)
+    given = tuple(map(_source, many)) if are_sources else of_arrays(parts)
     if decode is not None:
         plans.check_function("decode", decode, "record")
     places = []
     for number, part in enumerate(given):
-        starts = np.arange(0, part.num_records, unit_size)
-        stops = np.minimum(starts + unit_size, part.num_records)
+        starts = np.arange(0, len(part), unit_size)
+        stops = np.minimum(starts + unit_size, len(part))
         places.append(np.stack([np.full_like(starts, number), starts, stops], axis=1))
     empty = -sum(map(len, places)) % multiple_of
     placed = np.concatenate([*places, np.tile((len(given) - 1, 0, 0), (empty, 1))])
@@ -186,6 +183,18 @@ def split(
     if not kept.any():
         raise ValueError(f"keep leaves none of {len(kept)} records: pass another filter.")
     return Blocks(given, placed, kept, decode)
+
+
+def _source(part: Any) -> Part | File:
+    """A source of blocks with a name and a digest; ValueError for what is none."""
+    if isinstance(part, Part | File):
+        return part
+    if not (hasattr(part, "read") and hasattr(part, "__len__") and len(part)):
+        raise ValueError(
+            f"parts holds a {type(part).__name__}: pass what files or tokens returned, or sources "
+            "with len(source) > 0 and source.read(start, stop)."
+        )
+    return Part(type(part).__name__, len(part), (0, 0), part.read)
 
 
 def _kept(blocks: Blocks, keep) -> np.ndarray:

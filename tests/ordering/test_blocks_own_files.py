@@ -1,12 +1,14 @@
 """People's own files: names, states, checksums and types as they are found on disks."""
 
+import functools
 import gzip
+import io
 import os
 import pathlib
+import shutil
 import struct
 import sys
 import threading
-import zipfile
 
 import jax
 import ml_dtypes
@@ -18,9 +20,10 @@ from ordering.blocks import files, read_blocks, split, tokens
 from ordering.blocks.files import OPEN
 from ordering.input import LoadError
 from tests import record_files
-from tests.record_files import KINDS, opened
+from tests.record_files import KINDS, crc32c, opened
 
 RNG = np.random.default_rng(0)
+of_tokens = functools.partial(tokens, length=3)
 
 
 def saved(path, array):
@@ -45,10 +48,10 @@ def test_a_path_that_exists_is_no_pattern(name, tmp_path, monkeypatch):
         files(tmp_path / name / "x.npy")
     saved(tmp_path / "x[1].npy", np.arange(5))
     saved(tmp_path / "x1.npy", np.arange(6))
-    assert files(tmp_path / "x[1].npy")[0].num_records == 5
+    assert len(files(tmp_path / "x[1].npy")[0]) == 5
     monkeypatch.chdir(tmp_path)
-    assert files("x[1].npy")[0].num_records == 5
-    assert [part.num_records for part in files("x[1-2].npy")] == [6]
+    assert len(files("x[1].npy")[0]) == 5
+    assert [len(part) for part in files("x[1-2].npy")] == [6]
 
 
 def test_stars_stand_for_folders_at_any_depth(tmp_path):
@@ -159,25 +162,6 @@ def test_a_flipped_bit_in_a_page_of_parquet_that_has_a_checksum(tmp_path):
 # Arrays
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (5, 2, 3), (4, 1, 1), (1, 7), (6, 2, 1, 3)])
-@pytest.mark.parametrize("dtype", [np.int16, ">f8", ml_dtypes.bfloat16])
-def test_arrays_in_the_order_of_fortran(shape, dtype, tmp_path):
-    array = np.asfortranarray(RNG.integers(0, 99, shape).astype(dtype))
-    (part,) = files(saved(tmp_path / "x.npy", array))
-    for start in range(len(array)):
-        for stop in range(start + 1, len(array) + 1):
-            found = part.read(start, stop)
-            assert found.dtype == array.dtype
-            np.testing.assert_array_equal(found, array[start:stop])
-
-
-def test_bfloat16_is_read_as_what_it_was(tmp_path):
-    array = np.array([[1.5, -2.0], [3e38, 1e-3]], ml_dtypes.bfloat16)
-    found = split(files(saved(tmp_path / "x.npy", array)), unit_size=2)[0]
-    assert found.dtype == array.dtype
-    np.testing.assert_array_equal(found, array)
-
-
 def test_structured_arrays_are_dicts(tmp_path):
     kind = [("id", ">i8"), ("x", "f4", (2,)), ("of", [("a", "u1"), ("b", "f2")])]
     array = np.zeros(5, kind)
@@ -194,9 +178,6 @@ def test_a_header_that_claims_more_than_the_file_has(tmp_path):
     assert np.lib.format.open_memmap  # a header of 2.4 TB
     with pytest.raises(ValueError, match="x.npy cannot be read: .*size.* Replace the file"):
         files(path)
-    path.write_bytes(struct.pack("<Q", 2**62) + record_files.crc32c(struct.pack("<Q", 2**62)) * 2)
-    with pytest.raises(ValueError, match="it ends within record 0"):
-        files(path, kind="tfrecord")
 
 
 @pytest.mark.parametrize("kind", ["tfrecord", "parquet", "npy", "array_record"])
@@ -206,18 +187,6 @@ def test_packed_files_are_to_be_unpacked(kind, tmp_path):
     path.write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(ValueError, match=f"x.{kind} is packed by gzip: unpack it first"):
         files(path)
-    with zipfile.ZipFile(tmp_path / "y.npy", "w") as archive:
-        archive.writestr("x", "text")
-    with pytest.raises(ValueError, match="y.npy is packed by zip: unpack it first"):
-        files(tmp_path / "y.npy")
-
-
-def test_numbers_without_a_header(tmp_path):
-    np.arange(99.0).tofile(tmp_path / "x.npy")
-    with pytest.raises(
-        ValueError, match=r"it has no header of np.save \(of plain numbers pass np.m"
-    ):
-        files(tmp_path / "x.npy")
 
 
 def test_arrays_with_masks_are_refused():
@@ -267,6 +236,14 @@ def test_files_that_are_open_are_read_again_without_opening(tmp_path, monkeypatc
     assert opens == [str(path) for path in paths]
 
 
+def truncated(kind, path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def removed(kind, path):
+    path.unlink()
+
+
 def rewritten(kind, path):
     record_files.write(kind, path, 40, first=50)
 
@@ -276,11 +253,11 @@ def replaced(kind, path):
     os.replace(path.with_name(f"new.{kind}"), path)
 
 
-@pytest.mark.parametrize("change", [rewritten, replaced])
+@pytest.mark.parametrize("change", [rewritten, replaced, truncated, removed])
 @pytest.mark.parametrize("read_before", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_what_it_was_when_it_was_indexed(kind, read_before, change, tmp_path):
-    """Rewritten in place or replaced, with the same size, before or after the first read."""
+    """With the same size or half of it, before or after the first read."""
     path = tmp_path / f"data.{kind}"
     decode = record_files.write(kind, path, 40, first=10)
     blocks = split(opened(path), unit_size=4, decode=decode)
@@ -290,6 +267,8 @@ def test_a_file_is_what_it_was_when_it_was_indexed(kind, read_before, change, tm
     for unit in (0, 1):
         with pytest.raises(ValueError, match=f"data.{kind}, records .*The file has changed since"):
             blocks[unit]
+    if change in (truncated, removed):
+        return
     blocks = split(opened(path), unit_size=4, decode=decode)
     assert record_files.ids(kind, blocks[1]) == [54, 55, 56, 57]
 
@@ -330,39 +309,6 @@ def test_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):
 # Tokens
 
 
-def documents(text, separator, side):
-    """In a plain loop: a mark at the end belongs to the document before it, else to the next."""
-    found, number = [], 0
-    for i, token in enumerate(text):
-        if side == "start" and token == separator and i:
-            number += 1
-        found.append(number)
-        if side == "end" and token == separator:
-            number += 1
-    return found
-
-
-@pytest.mark.parametrize("side", ["start", "end"])
-def test_marks_stand_on_the_side_that_is_said(side, tmp_path):
-    """With a mark in front, a document's first token is trained, by the mark, and no token of a
-    document but the mark's own sees it across the border."""
-    text = RNG.integers(0, 4, 301)
-    text.astype(np.uint16).tofile(tmp_path / "x.bin")
-    (part,) = tokens(tmp_path / "x.bin", length=20, separator=0, separator_at=side)
-    found = part.read(0, 15)
-    for i in range(15):
-        window = text[20 * i : 20 * i + 21]
-        assert found["tokens"][i].tolist() == window.tolist()
-        assert found["documents"][i].tolist() == documents(window.tolist(), 0, side)
-    trained = found["documents"][:, 1:] == found["documents"][:, :-1]
-    marks = found["tokens"] == 0
-    if side == "start":  # no target is a mark, and each mark has a target
-        assert not (trained & marks[:, 1:]).any()
-        assert (trained | ~marks[:, :-1] | marks[:, 1:]).all()
-    with pytest.raises(ValueError, match="separator_at is 'front': pass one of end, start"):
-        tokens(tmp_path / "x.bin", length=20, separator=0, separator_at="front")
-
-
 @pytest.mark.parametrize(
     "separator, dtype, most",
     [(70000, None, 65535), (128001, np.uint16, 65535), (256, np.uint8, 255),
@@ -399,11 +345,11 @@ def test_the_header_of_llm_c_is_known(magic, version, dtype, tmp_path):
     path.write_bytes(header.tobytes() + text.tobytes())
     for given in ({}, {"dtype": dtype}, {"dtype": dtype, "header_bytes": 1024}):
         (part,) = tokens(path, length=10, **given)
-        assert part.num_records == 3
+        assert len(part) == 3
         assert part.read(0, 3)["tokens"][:, 0].tolist() == [50000, 50010, 50020]
     with pytest.raises(ValueError, match=f"dtype is int64, and the file says .*{dtype[1:][0]}int"):
         tokens(path, length=10, dtype=np.int64)
-    assert tokens(path, length=10, header_bytes=0, dtype=dtype)[0].num_records > 3
+    assert len(tokens(path, length=10, header_bytes=0, dtype=dtype)[0]) > 3
     path.write_bytes(header.tobytes() + text[:-1].tobytes())
     with pytest.raises(
         ValueError, match="it has 30 tokens, and its header says 31. Replace the fil"
@@ -433,25 +379,157 @@ def test_tokens_of_npy_are_read_by_its_header(tmp_path):
     assert part.read(0, 2)["tokens"].tolist() == [
         list(range(100000 + i, 100011 + i)) for i in (0, 10)
     ]
-    for array, message in (
-        (text.astype(float), "it holds float64, and tokens are whole numbers"),
-        (text[None], r"its records have the shape \(21,\): read it by files"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tokens(saved(tmp_path / "y.npy", array), length=10)
 
 
-def test_bytes_that_make_no_token_are_refused(tmp_path):
-    (tmp_path / "x.bin").write_bytes(bytes(33))
+# Files that are damaged, empty or others
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_is_named_before_training(kind, tmp_path):
+    path = tmp_path / f"data.{kind}"
+    with pytest.raises(ValueError, match=f"there is no file .*data.{kind}: pass paths of files"):
+        opened(path)
+    record_files.write(kind, path, 40)
+    data = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=f"data.{kind} (holds no records: leave|cannot be read: )"):
+        opened(path)
+    if kind == "bin":  # which is shorter, but whole
+        return
+    for size in (1, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(ValueError, match=f"data.{kind} cannot be read: .*Replace the file"):
+            opened(path)
+    path.write_bytes(bytes(reversed(data)))
+    with pytest.raises(ValueError, match=f"data.{kind} cannot be read: .*Replace the file"):
+        opened(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_without_records_are_refused(kind, tmp_path):
+    path = tmp_path / f"data.{kind}"
+    record_files.write(kind, path, 0)
+    message = (
+        "holds no records: leave it out" if kind != "bin" else "cannot be read: it has 1 token"
+    )
+    with pytest.raises(ValueError, match=f"data.{kind} {message}"):
+        opened(path)
+
+
+def moved(kind, tmp_path, change):
+    """A position from before `change(path)`, used after it."""
+    paths = [tmp_path / f"{name}.{kind}" for name in ("first", "second")]
+    decoders = [record_files.write(kind, path, 40, first=10) for path in paths]
+    state = ordering.shuffle_once(20).init(jax.random.key(0), None)
+
+    def reads(position=None):
+        parts = sum((opened(path) for path in paths), ())
+        blocks = split(parts, unit_size=4, decode=decoders[0])
+        return read_blocks(blocks, lambda: state, window=2, batch_size=4, position=position)
+
+    with reads() as before:
+        next(before)
+        position = before.position()
+    with reads(position) as after:
+        next(after)
+    change(paths[1])
+    return reads(position)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_position_of_other_files_names_the_file(kind, tmp_path):
+    with pytest.raises(ValueError, match=f"second.{kind} has 39 records, and had 40 when"):
+        moved(kind, tmp_path, lambda path: record_files.write(kind, path, 39))
+    with pytest.raises(ValueError, match=f"second.{kind} is not the file with which .*bytes diff"):
+        moved(kind, tmp_path, lambda path: record_files.write(kind, path, 40, first=990))
+
+    def exchange(path):
+        size = path.stat().st_size
+        record_files.write(kind, path, 40, first=50)
+        assert path.stat().st_size == size or kind in ("array_record", "parquet")
+
+    with pytest.raises(ValueError, match=f"second.{kind} is not the file .*or begin anew"):
+        moved(kind, tmp_path, exchange)
+
+
+def test_columns_that_are_missing_or_have_lists_of_several_lengths(tmp_path):
+    path = tmp_path / "rows.parquet"
+    record_files.write_parquet(path, {"id": [1, 2, 3], "text": [[1], [2, 3], [4]]})
     with pytest.raises(
-        ValueError, match="it has 16 tokens of uint16 and 1 bytes more: pass the dt"
+        ValueError, match="rows.parquet cannot be read: it has no column 'word', of"
     ):
-        tokens(tmp_path / "x.bin", length=3)
-    (tmp_path / "x.bin.gz").write_bytes(gzip.compress(bytes(64)))
-    with pytest.raises(ValueError, match="x.bin.gz is packed by gzip: unpack it first"):
-        tokens(tmp_path / "x.bin.gz", length=3)
-    with pytest.raises(ValueError, match="x.bin.gz is packed by gzip: unpack it first"):
-        files(tmp_path / "x.bin.gz")
-    (tmp_path / "x.tfrecord").write_bytes(bytes(64))
-    with pytest.raises(ValueError, match="named as a file of another kind: read it by files"):
-        tokens(tmp_path / "x.tfrecord", length=3)
+        files(path, columns=["id", "word"])
+    for columns in ("id", 3, [], ["id", "id"], ["id", 3]):
+        with pytest.raises(ValueError, match="columns is .*: pass a list of names, each once"):
+            files(path, columns=columns)
+    blocks = split(files(path), unit_size=2)
+    assert blocks[1]["text"].tolist() == [[4]]
+    with pytest.raises(
+        ValueError, match="rows.parquet, records 0 to 1: the lists of text have several lengths"
+    ):
+        blocks[0]
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+PACKED = gzip.compress(bytes(64))
+NO_RECORDS = {  # how they are read, their name and bytes, and the refusal
+    "one number": (files, "x.npy", npy(np.zeros(())), "it is a single number: save an array whose"),
+    "objects": (
+        files, "x.npy", npy(np.array([None, 1])), "in dtype: save numbers of NumPy's types[^.]*[.]$"
+    ),
+    "eight bits": (
+        files, "x.npy", npy(np.zeros(3, ml_dtypes.float8_e5m2)), "'<f1': save numbers of NumPy's ty"
+    ),
+    "four bits": (
+        files, "x.npy", npy(np.zeros(3, ml_dtypes.int4)),
+        r"its type is \|V1, plain bytes: save x.view\(np.uint8\)",
+    ),
+    "no numbers": (files, "x.npy", npy(np.zeros((3, 0))), r"are empty, of shape \(0,\): leave it"),
+    "no header": (files, "x.npy", bytes(99), r"it has no header of np.save \(of plain numb"),
+    "a zip": (files, "x.npy", b"PK\3\4" * 9, "x.npy is packed by zip: unpack it first"),
+    "a long record": (
+        files, "x.tfrecord", struct.pack("<Q", 2**62) + crc32c(struct.pack("<Q", 2**62)) * 2,
+        "it ends within record 0",
+    ),
+    "packed tokens": (files, "x.bin.gz", PACKED, "x.bin.gz is packed by gzip: unpack it first"),
+    "packed": (of_tokens, "x.bin.gz", PACKED, "x.bin.gz is packed by gzip: unpack it first"),
+    "no tokens": (of_tokens, "x.tfrecord", bytes(64), "a file of another kind: read it by files"),
+    "a byte": (of_tokens, "x.bin", bytes(33), "16 tokens of uint16 and 1 bytes more: pass the dt"),
+    "floats": (of_tokens, "x.npy", npy(np.zeros(9)), "holds float64, and tokens are whole numbers"),
+    "an axis": (of_tokens, "x.npy", npy(np.zeros((1, 9))), r"the shape \(9,\): read it by files"),
+    "a side": (
+        functools.partial(tokens, length=3, separator_at="front"), "x.bin", bytes(64),
+        "separator_at is 'front': pass one of end, start",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("read, name, data, message", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_files_that_hold_no_records_of_the_kind(read, name, data, message, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / name)
+
+
+def test_files_in_another_place_or_sequence(tmp_path):
+    """The names do not count; the sequence does."""
+    for name, first in (("a", 0), ("b", 50)):
+        np.save(tmp_path / f"{name}.npy", np.arange(first, first + 8))
+
+    def reads(pattern, position=None):
+        blocks = split(files(pattern), unit_size=4)
+        state = ordering.shuffle_once(len(blocks)).init(jax.random.key(0), None)
+        return read_blocks(blocks, lambda: state, window=1, batch_size=4, position=position)
+
+    position = reads(tmp_path / "*.npy").position()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    reads(tmp_path / "copy" / "*.npy", position).close()
+    with pytest.raises(ValueError, match="b.npy is not the file"):
+        reads([tmp_path / "b.npy", tmp_path / "a.npy"], position)
+    with pytest.raises(ValueError, match="saved with 2 files, now there are 1: pass the same file"):
+        reads([tmp_path / "a.npy"], position)

@@ -1,6 +1,6 @@
 """Blocks are read as the plain loops of the reference read them, and a run goes on anywhere."""
 
-import threading
+import dataclasses
 
 import jax
 import numpy as np
@@ -83,29 +83,6 @@ def test_a_run_goes_on_at_every_element_with_any_readers_and_hosts():
             assert found == expected[done:], (done, readers, hosts)
 
 
-def test_the_batches_of_a_share_of_a_broken_epoch_are_those_of_all():
-    """Two workers began the epoch; four, two hosts of two, read its rest."""
-    two = FIXED._replace(
-        orders=FIXED.orders.reshape(3, 2, 8), settings={"window": 2, "batch_size": 4, "seed": 1}
-    )
-    expected, places = two.expected(), []
-    two.read(after=lambda reads: places.append(reads.position()))
-    four = two._replace(
-        orders=FIXED.orders, settings={"window": 1, "batch_size": 2, "seed": 1}, known=0
-    )
-    for done, position in enumerate(places[:7], 1):
-        sizes = {"window": 1, "batch_size": 2, "broken": two.orders[0], "orders": ()}
-        position = position | sizes
-        own = [
-            four.read(position, rows=slice(first, first + 2), share=(first, 2, 4), num_epochs=1)
-            for first in (0, 2)
-        ]
-        found = [sum(lanes, []) for lanes in zip(*own, strict=True)]
-        flat = [sum(lanes, []) for lanes in expected[done:8]]
-        assert [sum(lanes, []) for lanes in found] == flat
-        assert found == [[x[:2], x[2:4], x[4:6], x[6:]] for x in flat]
-
-
 @pytest.mark.parametrize("how", ["round_robin", "chunks"])
 def test_a_dealt_order_that_observes_goes_on_bitwise(how):
     """Two epochs and a half; the state of the order is saved with the position."""
@@ -166,7 +143,9 @@ def test_a_run_goes_on_from_the_load_that_failed():
             raise OSError("the disk is gone.")
         return parts[1].read(start, stop)
 
-    blocks = ordering.blocks.split([parts[0], parts[1]._replace(read=read)], unit_size=4)
+    blocks = ordering.blocks.split(
+        [parts[0], dataclasses.replace(parts[1], read=read)], unit_size=4
+    )
     state = block_cases.given_states(np.array([[0, 4, 1, 3, 2]] * 2), 0)[0]
     options = {"window": 1, "batch_size": 2, "num_epochs": 1}
     found = []
@@ -192,17 +171,6 @@ def test_batches_are_laid_over_the_devices_of_the_workers():
         records, places = next(reads)
     assert records.sharding == places.sharding == sharding
     assert as_lists((records, places)) == FIXED.expected()[0]
-
-
-def test_no_thread_is_left():
-    before = set(threading.enumerate())
-    reads = read_blocks(
-        FIXED.blocks(), lambda: block_cases.given_states(FIXED.orders, 0)[0], window=2, batch_size=2
-    )
-    next(reads)
-    assert set(threading.enumerate()) - before
-    reads.close()
-    wait_for(lambda: not set(threading.enumerate()) - before)
 
 
 @settings(max_examples=times(10))

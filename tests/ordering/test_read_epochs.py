@@ -154,17 +154,6 @@ def test_a_source_is_read_ahead_of_the_next_epoch(reader):
     np.testing.assert_array_equal(np.concatenate(found, 1), np.concatenate(expected, 1))
 
 
-@pytest.mark.parametrize("name", ["cd_grab", "random_reshuffling"])
-def test_a_forgotten_next_epoch_is_an_error(name):
-    state, observe, _ = order_of(name)
-    reads = read_epochs(source_of(), lambda: state, units_per_step=3)
-    for _ in range(5):
-        next(reads)
-        state = observe(state, reads.step - 1)
-    with pytest.raises(ValueError, match="epoch 0 has been read.*call the order's next_epoch"):
-        list(next(reads) for _ in range(2))
-
-
 def test_one_worker_with_a_donated_state_and_no_known_units():
     order = ordering.random_reshuffling(20)
     state = order.init(jax.random.key(0), None)

@@ -35,6 +35,10 @@ class Source:
         self.act(i)
         return np.array(i)
 
+    def read(self, start, stop):
+        self.act(start)
+        return np.arange(start, stop)
+
 
 def state_of(num_units, epoch=0):
     order = ordering.random_reshuffling(num_units)
@@ -46,12 +50,7 @@ def state_of(num_units, epoch=0):
 
 def blocks_of(act=lambda i: None, size=12):
     """Units of two numbers; `act(i)` runs before the one that begins with i is read."""
-
-    def read(start, stop):
-        act(start)
-        return np.arange(start, stop)
-
-    return ordering.blocks.split([Part("numbers", size, (1, 2), read)], unit_size=2)
+    return ordering.blocks.split([Source(act, size)], unit_size=2)
 
 
 def epochs(act=lambda i: None, **options):
@@ -242,6 +241,7 @@ def test_a_mixture_closes_its_readers():
     before = set(threading.enumerate())
     with mixed(lambda i: None) as reads:
         next(reads)
+        assert set(threading.enumerate()) - before
     wait_for(lambda: not set(threading.enumerate()) - before)
 
 
@@ -276,7 +276,7 @@ def test_an_order_that_rests_is_read_epoch_after_epoch(name, num_units, size):
 
 
 @pytest.mark.parametrize("calls", [0, 2])
-@pytest.mark.parametrize("name", ["greedy_herding", "shuffle_once", "grab"])
+@pytest.mark.parametrize("name", ["greedy_herding", "shuffle_once", "random_reshuffling", "grab"])
 def test_next_epoch_is_called_once(name, calls):
     """Of a few units, too, whose order may be the same by chance."""
     order = tables.ORDERS[name].make(3, 1)
