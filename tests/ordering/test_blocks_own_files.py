@@ -531,5 +531,3 @@ def test_files_in_another_place_or_sequence(tmp_path):
     reads(tmp_path / "copy" / "*.npy", position).close()
     with pytest.raises(ValueError, match="b.npy is not the file"):
         reads([tmp_path / "b.npy", tmp_path / "a.npy"], position)
-    with pytest.raises(ValueError, match="saved with 2 files, now there are 1: pass the same file"):
-        reads([tmp_path / "a.npy"], position)

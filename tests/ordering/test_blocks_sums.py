@@ -142,16 +142,6 @@ def test_the_orders_of_workers_are_those_of_the_gradients_of_blocks(how, run):
     assert orders == [True] * 3
 
 
-def test_an_order_observes_the_sums_of_blocks():
-    found, seen = sums(jnp.zeros(ENTRIES), window=WINDOW), []
-    batches = [([0, 1, 4, 8, 9], [0, 0, 1, 2, 2]), ([5, 2, 3, 10, 0], [1, 0, 0, 2, -1])]
-    for records, places in [*batches, ([6, 7, 11, 0, 0], [1, 1, 2, -1, -1])]:
-        found = ADD(found, np.array(records, np.int32), np.array(places, np.int32))
-    order = ordering.Ordering(lambda *_: None, lambda s, rows: seen.append(rows), lambda s: s)
-    observe(order, None, found, units=WINDOW)
-    np.testing.assert_array_equal(seen[0], block_sums([0, 1, 2]))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 @pytest.mark.parametrize("at", range(7))

@@ -2,11 +2,9 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
-import ordering
 from ordering.input import map_dataset, step_indices
 from tests.refused import refuses
 from tests.sources import SIZES, assert_same, epoch_of
@@ -109,12 +107,9 @@ def test_lists_of_step_indices_are_a_batch_sampler(size, count):
         assert_same([b.numpy() for b in loader], [b["y"].reshape(-1) for b in wanted[done:]])
 
 
-STATE = ordering.random_reshuffling(6).init(jax.random.key(0), None)
 test_wrong_inputs_are_refused = refuses({
     "a large unit": (
         lambda: map_dataset(SIX, SIX, units_per_step=2, unit_size=2),
         "the order names example 11, and the source has 6",
     ),
-    "no source": (lambda: map_dataset(iter([1]), SIX, units_per_step=2), "is a list_iterator"),
-    "a state": (lambda: map_dataset(SIX, STATE, units_per_step=2), "orders is a ShuffleState"),
 })  # fmt: skip

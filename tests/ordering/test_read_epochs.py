@@ -12,6 +12,7 @@ import ordering
 from ordering.input import LoadError, read_epochs
 from tests import tables
 from tests.refused import refuses
+from tests.sources import Examples
 from tests.waiting import wait_for
 
 NAMES = ["cd_grab", "grab", "flip_flop", "shuffle_once"]
@@ -111,24 +112,10 @@ def test_the_next_epoch_is_read_ahead_as_far_as_it_is_known():
     np.testing.assert_array_equal(np.concatenate(found, axis=-1), state.current)
 
 
-class Counting:
-    """A source that records what it was asked for."""
-
-    def __init__(self, size):
-        self.size, self.asked = size, []
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, i):
-        self.asked.append(i)
-        return np.asarray(i * 10)
-
-
 @pytest.mark.parametrize("reader", ["thread", "tf.data"])
 def test_a_source_is_read_ahead_of_the_next_epoch(reader):
     state, observe, next_epoch = order_of("cd_grab")
-    source = Counting(26)
+    source = Examples(source_of())
 
     def by_tfdata(orders, first_step, epoch):
         indices, size = ordering.input.step_indices(orders, units_per_step=3, num_units=13)

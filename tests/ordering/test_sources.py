@@ -185,6 +185,8 @@ test_examples_that_are_no_batch = refuses({
     "lengths": (rows([1, 2], [1, 2, 3]), r"shapes \[\(2,\), \(3,\)\]: .* one shape"),
     "inner lengths": (rows([[1], [1, 2]]), r"the list \[\[1\], \[1, 2\]\]: lists become arrays"),
     "of floats": (lambda: read([0, 1], 0.5), "indices is .*: pass whole numbers with 1 axes"),
+    "a pair": (lambda: reader([0, 1])[1]((np.zeros(1, int), 2)), "indices is a tuple: .* step_ind"),
+    "negative": (lambda: read([0, 1], -1), "index -1 is out of range"),
     "no example": (lambda: read([0, 1], 2), "is out of range: the source has 2 examples"),
     "missing": (rows([1, None]), "no missing values"),
     "mixed": (rows([1, "a"]), "numbers or texts"),
