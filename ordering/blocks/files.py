@@ -526,8 +526,15 @@ def files(
         raise ValueError(f"kind is {kind!r}: pass one of {', '.join(KINDS)}, or None.")
 
     def opened(path):
-        own = _kind_of(path) if kind is None else ENDINGS[f".{kind}"]
-        return own(path, whole_digest, columns)
+        name = os.path.basename(path).lower() if kind is None else f".{kind}"
+        for ending, own in ENDINGS.items():
+            if name.endswith(ending) or f"{ending}-" in name:
+                return own(path, whole_digest, columns)
+        _check_packed(path)
+        raise ValueError(
+            f"{path} is of no known kind: pass files named {', '.join(ENDINGS)}, or kind=, one of "
+            f"{', '.join(KINDS)}; files of tokens go to tokens."
+        )
 
     return _with_records(paths, opened)
 
@@ -583,18 +590,6 @@ def _matches(path: str) -> list[str] | None:
     if not matches:
         raise ValueError(f"there is no file {path}: pass paths of files.")
     return matches
-
-
-def _kind_of(path: str) -> type[File]:
-    name = os.path.basename(path).lower()
-    for ending, kind in ENDINGS.items():
-        if name.endswith(ending) or f"{ending}-" in name:
-            return kind
-    _check_packed(path)
-    raise ValueError(
-        f"{path} is of no known kind: pass files named {', '.join(ENDINGS)}, or kind=, one of "
-        f"{', '.join(KINDS)}; files of tokens go to tokens."
-    )
 
 
 def _check_packed(path: str) -> None:

@@ -79,12 +79,11 @@ class Blocks(Sequence):
         """All records, one after the other, also those that a filter leaves out."""
         for part, start, stop in self._places.tolist():
             records = self.parts[part].read(start, stop) if start < stop else []
-            if isinstance(records, list):
-                for record in records:
-                    yield record if self._decode is None else self._decode(record)
-            else:
-                for i in range(stop - start):
+            for i in range(stop - start):
+                if not isinstance(records, list):
                     yield jax.tree.map(lambda x: x[i], records)  # noqa: B023
+                else:
+                    yield records[i] if self._decode is None else self._decode(records[i])
 
     def _records(self, unit):
         """The records of a unit that are kept, as the file gives them."""

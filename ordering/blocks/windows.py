@@ -41,11 +41,6 @@ class Windows(Sequence):
     def __len__(self) -> int:
         return -(-self._units.shape[1] // self.window)
 
-    @property
-    def batches(self) -> int:
-        """T, batches of a whole window."""
-        return num_batches(self._blocks, self.window, self.batch_size)
-
     def __getitem__(self, number: int) -> tuple[PyTree[np.ndarray], Int[np.ndarray, "T ..."]]:
         put, jobs, finish = self.begin(int(number))
         for job in jobs:

@@ -123,7 +123,17 @@ def _iter_dataset(grain):
             return {**self._epoch, "parent": self._parent.get_state()}
 
         def set_state(self, state: dict) -> None:
-            _check_epoch(state, self._epoch)
+            if not isinstance(state, dict):
+                raise ValueError(
+                    f"state is a {type(state).__name__}: pass the dict of a saved iterator."
+                )
+            for name, value in self._epoch.items():
+                if state.get(name) != value:
+                    raise ValueError(
+                        f"the state's {name} is {state.get(name)!r}, and this epoch's is "
+                        f"{value!r}: restore the order's state of the same step first, and pass "
+                        "the same sizes and processes."
+                    )
             if not isinstance(state.get("parent"), dict):
                 raise ValueError("the state has no parent: pass the dict of a saved iterator.")
             self._parent.set_state(state["parent"])
@@ -144,16 +154,3 @@ def _iter_dataset(grain):
             return EpochIterDataset(read, {**self._epoch, "processes": options.num_workers})
 
     return EpochIterDataset
-
-
-def _check_epoch(state: dict, epoch: dict) -> None:
-    """Raises ValueError if a reader's state belongs to another epoch."""
-    if not isinstance(state, dict):
-        raise ValueError(f"state is a {type(state).__name__}: pass the dict of a saved iterator.")
-    for name, value in epoch.items():
-        if state.get(name) != value:
-            raise ValueError(
-                f"the state's {name} is {state.get(name)!r}, and this epoch's is {value!r}: "
-                "restore the order's state of the same step first, and pass the same sizes and "
-                "processes."
-            )

@@ -72,7 +72,13 @@ def batches(
     indices = check_indices(indices, num_examples)
     if transform is not None:
         plans.check_function("transform", transform, "batch", "seed")
-    tf = _tensorflow()
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise ImportError(
+            "ordering.input.batches needs TensorFlow, which cannot be imported: "
+            "pip install 'syncopate[data]'."
+        ) from error
     if not indices.size:
         return iter(())
     count, failures = -(-indices.size // batch_size), {}
@@ -157,14 +163,3 @@ def _transformed(tf, load, one, transform, seed, first_batch):
         return tuple(leaves)
 
     return make, lambda i, leaves: jax.tree.unflatten(structures[0], leaves)
-
-
-def _tensorflow():
-    try:
-        import tensorflow as tf
-    except ImportError as error:
-        raise ImportError(
-            "ordering.input.batches needs TensorFlow, which cannot be imported: "
-            "pip install 'syncopate[data]'."
-        ) from error
-    return tf
