@@ -1,16 +1,9 @@
 """Sources of examples, and the plain loops over their batches."""
 
-from typing import NamedTuple
-
 import jax
 import numpy as np
 
 from tests import tables
-
-
-class Pair(NamedTuple):
-    x: np.ndarray
-    y: np.ndarray
 
 
 class Examples:
@@ -28,35 +21,6 @@ class Examples:
         if index == self.fail_at:
             raise self.error
         return jax.tree.map(lambda x: x[index], self.arrays)
-
-
-class ManyExamples(Examples):
-    def __getitems__(self, indices):
-        return [self[i] for i in indices]
-
-
-def data(size=23, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        "image": rng.integers(0, 256, (size, 3, 2), dtype=np.uint8),
-        "more": (rng.normal(size=size).astype(np.float32), np.arange(size) % 2 == 0),
-    }
-
-
-SOURCES = {
-    "array": lambda size: np.random.default_rng(size).normal(size=(size, 2)),
-    "scalars": lambda size: np.arange(size, dtype=np.int32) * 3,
-    "tuple": lambda size: (np.arange(size), np.ones((size, 2), np.float16)),
-    "named": lambda size: Pair(np.arange(size), np.arange(size) ** 2),
-    "dict": data,
-}
-
-
-def plain_loop(arrays, indices, batch_size):
-    return [
-        jax.tree.map(lambda x, part=indices[i : i + batch_size]: x[part], arrays)
-        for i in range(0, len(indices), batch_size)
-    ]
 
 
 def assert_same(found, expected):

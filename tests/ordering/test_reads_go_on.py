@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -302,6 +303,26 @@ def test_an_epoch_that_is_known_is_read_once():
             if reads.epoch_ended:
                 state = order.next_epoch(state)
     assert len(parts[0].read.asked) == 40
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_no_more_threads_read_than_readers(readers):
+    """Also while one epoch ends and the next one begins."""
+    inside, most = [], []
+
+    def act(i):
+        inside.append(i)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.remove(i)
+
+    newest, order = [state_of(12)], ordering.random_reshuffling(12)
+    options = {"window": 4, "batch_size": 2, "num_epochs": 3, "readers": readers}
+    with ordering.blocks.read_blocks(blocks_of(act, 24), lambda: newest[0], **options) as reads:
+        for _ in reads:
+            if reads.epoch_ended:
+                newest[0] = order.next_epoch(newest[0])
+    assert len(most) == 36 and max(most) <= readers
 
 
 def test_another_step_size_goes_on_where_as_many_units_were_read():

@@ -5,19 +5,55 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
 from ordering.input import batches
 from tests.refused import refuses
-from tests.sources import SOURCES, Examples, ManyExamples, assert_same, data, plain_loop
+from tests.sources import Examples, assert_same
 from tests.waiting import wait_for
 
 tf = pytest.importorskip("tensorflow")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WAYS = pytest.mark.parametrize("transform", [None, lambda batch, seed: batch])
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+class ManyExamples(Examples):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def data(size=23, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "image": rng.integers(0, 256, (size, 3, 2), dtype=np.uint8),
+        "more": (rng.normal(size=size).astype(np.float32), np.arange(size) % 2 == 0),
+    }
+
+
+SOURCES = {
+    "array": lambda size: np.random.default_rng(size).normal(size=(size, 2)),
+    "scalars": lambda size: np.arange(size, dtype=np.int32) * 3,
+    "tuple": lambda size: (np.arange(size), np.ones((size, 2), np.float16)),
+    "named": lambda size: Pair(np.arange(size), np.arange(size) ** 2),
+    "dict": data,
+}
+
+
+def plain_loop(arrays, indices, batch_size):
+    return [
+        jax.tree.map(lambda x, part=indices[i : i + batch_size]: x[part], arrays)
+        for i in range(0, len(indices), batch_size)
+    ]
 
 
 @pytest.mark.parametrize("name", SOURCES)
