@@ -93,9 +93,6 @@ def _epoch_dataset() -> type:
         def shuffle(self, *args, **kwargs):
             raise ValueError("the order is the shuffle: leave shuffle out.")
 
-        def __repr__(self) -> str:
-            return f"EpochDataset({self._elements!r})"
-
     def transformed(name):
         def transform(self, *args, **kwargs):
             elements = getattr(super(EpochDataset, self), name)(*args, **kwargs)

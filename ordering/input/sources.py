@@ -300,7 +300,9 @@ class Steps:
 
     def __init__(self, source: PyTree | Sequence, orders: ArrayLike | Sequence, **sizes):
         self.indices, self.batch_size = step_indices(orders, **sizes)
-        self.epoch = epoch_mark(self.indices, self.batch_size)
+        order = f"{zlib.crc32(np.ascontiguousarray(self.indices).data):08x}"
+        # The part of a reader's state that tells which epoch it belongs to.
+        self.epoch = {"order": order, "examples_per_step": self.batch_size}
         self.workers = np.shape(orders)[0] if np.ndim(orders) == 2 else None
         num_examples, self._read = reader(source)
         check_read_whole(num_examples, np.shape(orders), **sizes)
@@ -324,13 +326,3 @@ class Steps:
         if self.workers is None:
             return batch
         return jax.tree.map(lambda x: x.reshape(self.workers, -1, *x.shape[1:]), batch)
-
-    def __repr__(self) -> str:
-        """Names the order, as `grain.DataLoader` compares these texts when it restores a state."""
-        return f"Steps({len(self)} steps, {self.epoch['order']})"
-
-
-def epoch_mark(indices: np.ndarray, batch_size: int) -> dict:
-    """The part of a reader's state that tells which epoch it belongs to."""
-    checksum = zlib.crc32(np.ascontiguousarray(indices, np.int64).data)
-    return {"order": f"{checksum:08x}", "examples_per_step": batch_size}
