@@ -19,6 +19,7 @@ from syncopate import mesh, plans
 State = Any  # a NamedTuple of arrays, with at least the fields that `Ordering` names
 COUNTERS = ("position", "left", "epoch")  # of a first state, int32[] at zero
 MOST_UNITS = 2**31 - 1  # units are numbered in int32
+LANES = 128  # of a TPU's vector unit
 
 
 class Ordering(NamedTuple):
@@ -250,3 +251,51 @@ def check_shapes(tree: PyTree, like: PyTree, what: str = "gradients") -> None:
         "call init with params shaped like one gradient (for sketches jnp.zeros(size)), and both "
         "under jax.vmap for several workers.",
     )  # fmt: skip
+
+
+def shared_key(key: Key[Array, ""], axis_name: str) -> Key[Array, ""]:
+    """Worker 0's key, on every worker, for random numbers that are equal on all workers."""
+    mesh.axis_size(axis_name)  # raises outside of the axis
+    check_key(key)
+    data = jax.random.key_data(key)
+    mine = jnp.where(jax.lax.axis_index(axis_name) == 0, data, jnp.zeros_like(data))
+    return jax.random.wrap_key_data(jax.lax.psum(mine, axis_name), impl=jax.random.key_impl(key))
+
+
+def simulated(axis_name: str) -> bool:
+    """Whether the workers are on one device, under `jax.vmap`."""
+    return not {*mesh.names_of(axis_name)} & {*jax.sharding.get_abstract_mesh().manual_axes}
+
+
+def equal_once(tree: PyTree, axis_name: str) -> PyTree:
+    """A tree that is equal on all workers; where they are simulated one copy, so not batched."""
+    if not simulated(axis_name):
+        return tree
+
+    def once(x):
+        if mesh.is_key(x):
+            return shared_key(x, axis_name)
+        first = jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
+        return jax.lax.psum(first, axis_name).astype(x.dtype)
+
+    return jax.tree.map(once, tree)
+
+
+def check_equal(axis_name: str, rows: Array | None = None) -> None:
+    """Raises ValueError if devices of one worker might see other gradients, and sign otherwise.
+
+    That is so under any mesh axis beside the workers', but not of rows that are whole: over axes
+    that are left to the compiler, and where types say that they are equal.
+    """
+    others = mesh.beside(axis_name, manual_only=rows is not None)
+    if rows is not None:
+        equal = mesh.typed_axes(tuple(others)) - mesh.varying_axes(rows)
+        others = [axis for axis in others if axis not in equal]
+    if others:
+        raise ValueError(
+            f"cd_grab observes under the mesh axes {others} beside the workers' {axis_name!r}, and "
+            "all devices of a worker need the same numbers. Observe sketches, which "
+            'ordering.sketch(specs=) makes equal, with gathers="sync", in a jax.shard_map with '
+            "check_vma=True if these axes are manual; if they hold workers, too, name all of them "
+            "in axis_name."
+        )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from ordering import base, trees
-from ordering.exchange import shared_key
+from ordering.base import shared_key
 from ordering.gathered import GatheredState
 from ordering.pair_balance import PairBalanceState
 from ordering.shuffles import ShuffleState, shuffled

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int, PyTree
 
 from ordering import base, signs, trees
-from ordering.exchange import check_alone, equal_once, shared_key, simulated
+from ordering.base import equal_once, shared_key, simulated
 from ordering.kernel import balance_blocks
 from syncopate import mesh, plans
 
@@ -45,17 +45,12 @@ class GatheredState(NamedTuple):
 
 def gathered_pairs(
     num_units: int, units_per_step: int, rule: signs.SignRule | None, axis_name: str,
-    specs: PyTree, when: str, team_size: int | None,
+    when: str, team_size: int | None,
 ) -> base.Ordering:  # fmt: skip
     """The order of `cd_grab(gathers=when, team_size=team_size)`."""
     num_units, units_per_step = base.check_units(num_units, units_per_step)
     if when not in WHEN:
         raise ValueError(f"gathers is {when!r}: pass one of {', '.join(WHEN)}, or None.")
-    if specs is not None and mesh.check_specs(specs, axis_name):
-        raise ValueError(
-            f"specs is {specs} with gathers={when!r}: rows that are gathered are whole on every "
-            "device of a worker. Pass these specs to sketch, and specs=jax.P() to cd_grab."
-        )
     if team_size is not None:
         team_size = plans.check_whole("team_size", team_size, 1, base.MOST_UNITS)
     rule = signs.rule_of(rule)
@@ -80,10 +75,9 @@ def gathered_pairs(
         return mesh.varying_as(state, key)
 
     def observe(state, gradients):
-        if specs is None:
-            check_alone(axis_name, what="cd_grab observes", manual_only=True)
         base.check_gradients(gradients, num_units, units_per_step)
         units = trees.as_float32(trees.flat(gradients))
+        base.check_equal(axis_name, units)
         base.check_shapes(units, state.running_sum, "flattened gradients")
         first = state.position // 2
         found, end, pending = complete_pairs(state, units)

@@ -1,26 +1,19 @@
-"""PairBalance, for one worker or coordinated over all (CD-GraB): signs of pair differences."""
+"""PairBalance, for one worker or coordinated over all (CD-GraB): signs of pair differences.
+
+Between workers one all-to-all moves n gradients of D entries from each of W workers, so that every
+device holds D / W entries of all n W gradients; a psum over inner products of these parts gives
+those of the whole. It sends as much as the first half of an all-reduce.
+"""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, PyTree
 
 from ordering import base, signs, trees
-from ordering.base import Ordering
-from ordering.exchange import (
-    check_alone,
-    equal_once,
-    exchange,
-    joined,
-    own_slice,
-    sharded,
-    shared_key,
-    simulated,
-    slice_size,
-)
+from ordering.base import LANES, Ordering, equal_once, shared_key, simulated
 from ordering.gathered import gathered_pairs
 from ordering.kernel import balance_blocks
 from ordering.signs import SignRule
@@ -46,7 +39,7 @@ class PairBalanceState(NamedTuple):
 
 
 def pair_balance(
-    num_units: int, *, units_per_step: int = 1, rule: SignRule | None = None, specs: PyTree = None
+    num_units: int, *, units_per_step: int = 1, rule: SignRule | None = None
 ) -> Ordering:
     """PairBalance for one worker: GraB on differences of gradients, which need no mean.
 
@@ -65,7 +58,6 @@ def pair_balance(
       units_per_step: B in [1, M], units of one step; the last step of an epoch has
         the M mod B that remain.
       rule: the sign rule; `greedy()` by default.
-      specs: for a worker of several devices, as in `cd_grab`.
 
     Returns:
       An `Ordering` with `PairBalanceState`.
@@ -88,7 +80,7 @@ def pair_balance(
       Lu, Guo, De Sa, GraB: Finding Provably Better Data Permutations than Random Reshuffling,
       2022, https://arxiv.org/abs/2205.10733
     """
-    return _pair_balance(num_units, units_per_step, rule, None, specs, coordinated=False)
+    return _pair_balance(num_units, units_per_step, rule, None, coordinated=False)
 
 
 def cd_grab(
@@ -99,7 +91,6 @@ def cd_grab(
     rule: SignRule | None = None,
     gathers: str | None = None,
     team_size: int | None = None,
-    specs: PyTree = None,
 ) -> Ordering:
     """CD-GraB: PairBalance with one running sum for all workers.
 
@@ -133,19 +124,15 @@ def cd_grab(
         "sync" to gather them where `Ordering.sync` is called, and at the end of the epoch.
       team_size: W' >= 1, a divisor of W, with `gathers`; None for one team of all workers. "sync"
         gathers 16 pairs of each worker at a time, so that teams meet that often.
-      specs: for a worker of several devices (docs/use/devices.md): how one gradient is split over
-        them, a `jax.P` per leaf or one for all, without the workers' axis. Each device then
-        observes its part, and all get the same signs. With `gathers` pass jax.P(), since sketches
-        are whole on every device. None where a worker is one device.
 
     Returns:
       An `Ordering` with `PairBalanceState`, or with `GatheredState` if `gathers` is given.
 
     Raises:
-      ValueError: at construction if sizes are out of range, specs name the workers' axis or
-        team_size is given without gathers; while tracing if there are other gradients than of a
-        step, if the axis is not in scope or team_size does not divide it, or if the mesh has
-        other axes and specs is None.
+      ValueError: at construction if sizes are out of range or team_size is given without gathers;
+        while tracing if there are other gradients than of a step, if the axis is not in scope or
+        team_size does not divide it, or if the mesh has other axes, over which devices of a
+        worker might disagree (docs/use/devices.md).
 
     Examples:
       >>> import jax, jax.numpy as jnp, ordering
@@ -160,20 +147,19 @@ def cd_grab(
       2023, https://arxiv.org/abs/2302.00845
     """
     if gathers is not None:
-        return gathered_pairs(num_units, units_per_step, rule, axis_name, specs, gathers, team_size)
+        return gathered_pairs(num_units, units_per_step, rule, axis_name, gathers, team_size)
     if team_size is not None:
         raise ValueError(
             f"team_size is {team_size!r} without gathers: slices of gradients are exchanged by all "
             'workers. Pass gathers="step" or "sync", for sketches, or leave team_size out.'
         )
-    return _pair_balance(num_units, units_per_step, rule, axis_name, specs, coordinated=True)
+    return _pair_balance(num_units, units_per_step, rule, axis_name, coordinated=True)
 
 
-def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordinated) -> Ordering:
+def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) -> Ordering:
     num_units, units_per_step = base.check_units(num_units, units_per_step)
     rule = signs.rule_of(rule)
     splits_pairs = units_per_step % 2 == 1
-    axes = () if specs is None else mesh.check_specs(specs, axis_name)  # inside a worker
     derive = (lambda vector: vector) if coordinated or splits_pairs else subtract
 
     def init(key, params):
@@ -192,10 +178,10 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
         return mesh.varying_as(state, state.current)
 
     def observe(state, gradients):
-        if coordinated and specs is None:
-            check_alone(axis_name, what="cd_grab observes")
+        if coordinated:
+            base.check_equal(axis_name)
         if not coordinated or not simulated(axis_name):
-            return observe_held(state, gradients, (*mesh.names_of(axis_name), *axes))
+            return observe_held(state, gradients, mesh.names_of(axis_name))
         # One device simulates all workers: it signs whole gradients once, not a slice for each.
         workers, count = mesh.axis_size(axis_name), trees.check_gradients(gradients)
         entries, size = trees.tree_size(gradients) // count, state.running_sum.shape[0]
@@ -207,7 +193,7 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
         whole = state._replace(
             position=position, running_sum=running_sum, pending=pending, rule=rule_state
         )
-        found = observe_held(whole, gradients, axes)
+        found = observe_held(whole, gradients, ())
         of_sums = found.running_sum, found.pending
         running_sum, pending = jax.tree.map(lambda x: own_slice(x, size, axis_name), of_sums)
         return found._replace(running_sum=running_sum, pending=pending)
@@ -267,17 +253,59 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, specs, *, coordina
         state = base.begin_epoch(state, filled, "position", "running_sum")
         return state._replace(rule=rule.next_epoch(state.rule))
 
-    def state_specs(of):
-        pending = jax.tree.map(lambda spec: P(None, *spec), of) if splits_pairs else ()
-        whole: Any = P()
-        return PairBalanceState(whole, whole, whole, whole, of, pending, whole)
-
     order = Ordering(init, observe, next_epoch)
-    if axes:
-        order = sharded(order, specs, axes, state_specs=state_specs, coordinated=coordinated)
     return base.checked(order, num_units, PairBalanceState, rule=rule, pending=splits_pairs)
 
 
 def subtract(pair: PyTree) -> PyTree:
     """The difference of a pair of gradients, leaves [2, ...], in float32."""
     return jax.tree.map(trees.subtract, pair)
+
+
+def slice_size(entries: int, workers: int) -> int:
+    """How many of a gradient's D entries one of W devices holds after an exchange: D / W, or more.
+
+    Rounded up, from 128 on to a multiple of 128: a TPU compiles other gathers to an all-reduce.
+    """
+    size = -(-entries // workers)
+    return size if size < LANES else -(-size // LANES) * LANES
+
+
+def joined(slices: Array, entries: int, axis_name: str) -> Array:
+    """Simulated workers' slices [..., `slice_size`] as one array [..., D], not batched."""
+    return jax.lax.all_gather(slices, axis_name, axis=slices.ndim - 1, tiled=True)[..., :entries]
+
+
+def own_slice(array: Array, size: int, axis_name: str) -> Array:
+    """This worker's slice of what `joined` put together."""
+    missing = size * mesh.axis_size(axis_name) - array.shape[-1]
+    padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
+    start = jax.lax.axis_index(axis_name) * size
+    return jax.lax.dynamic_slice_in_dim(padded, start, size, axis=array.ndim - 1)
+
+
+def exchange(gradients: PyTree, axis_name: str) -> Array:
+    """From n units on each worker, this device's slice of all n W gradients: [n W, `slice_size`].
+
+    Unit 1 of every worker comes first, then unit 2 of every worker, and so on, as `cd_grab` signs
+    them. Inner products with these are partial: a psum over the axis completes them. Where workers
+    are simulated, the one device holds the whole gradients, [n W, D].
+    """
+    workers, leaves = mesh.axis_size(axis_name), jax.tree.leaves(gradients)
+    count = len(leaves[0])
+    leaves = [leaf.reshape(count, -1) for leaf in leaves]
+    if simulated(axis_name):
+        everyone = jax.lax.all_gather(jnp.concatenate(leaves, axis=1), axis_name)
+        return everyone.swapaxes(0, 1).reshape(count * workers, -1)
+    entries = sum(leaf.shape[1] for leaf in leaves)
+    size = slice_size(entries, workers)
+    zeros = jnp.zeros((count, size * workers - entries), jnp.result_type(*leaves))
+    if count == 1:  # no matrix of one row, which a TPU would pad to eight
+        parts = jnp.concatenate([leaf[0] for leaf in (*leaves, zeros)]).reshape(workers, size)
+    else:
+        parts = jnp.concatenate([*leaves, zeros], axis=1)
+        parts = parts.reshape(count, workers, size).swapaxes(0, 1)
+    parts = jax.lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    if count > 1:
+        parts = parts.swapaxes(0, 1).reshape(count * workers, size)
+    return parts

@@ -79,7 +79,7 @@ SIZES = {"num_units": M, "units_per_step": also("units_per_step", B, M + 1)}
 SHAPELESS = [{}, None, "text", THING, {"w": "text"}, {"w": THING}, {"w": [1.0, "a"]}]
 OBSERVED = {"key": KEY, "params": Arg(X, SHAPELESS), "rows": Arg(rows_of(ROWS), BAD_ROWS)}
 CLOSE = {**SIZES, **OBSERVED, "rows": Arg(rows_of(ROWS), BAD_ROWS + SHAPED)}
-COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": "worker", "specs": None}
+COORDINATED = {**SIZES, **OBSERVED, "rule": None, "axis_name": "worker"}
 for name in ("random_reshuffling", "shuffle_once", "flip_flop", "unzip"):
     CALLS[name] = call(epoch(getattr(ordering, name)), num_units=M, key=KEY)
 CALLS |= {
@@ -87,8 +87,7 @@ CALLS |= {
                               block_size=also("block_size", B, M + 1)),
     "dealt_reshuffling": call(epoch(ordering.dealt_reshuffling), num_units=M, key=KEY,
                               total=also("total", W * M, W * M - 1), axis_name="worker"),
-    "pair_balance": call(epoch(ordering.pair_balance), rule=None,
-                         specs=Arg(None, [3, "w", {"w": 3}]), **CLOSE),
+    "pair_balance": call(epoch(ordering.pair_balance), rule=None, **CLOSE),
     "grab": call(epoch(ordering.grab), rule=None, **CLOSE),
     "greedy_herding": call(epoch(ordering.greedy_herding), **SIZES, **OBSERVED),
     "cd_grab": call(epoch(ordering.cd_grab), gathers=None, team_size=Arg(None, [1, 2]),

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import local_opt
 import ordering
-from ordering.pair_balance import PairBalanceState
 from syncopate.mesh import like
 from tests.problems import copies
 
@@ -26,6 +25,7 @@ SYNC_EVERY = 5
 MESHES = [2, 4]  # workers, of 4 and of 2 devices
 SGD = optax.sgd(0.05, momentum=0.9)
 SKETCH = jax.random.key(3)
+COORDINATED = functools.partial(ordering.cd_grab, gathers="sync")
 
 
 def network(hidden=HIDDEN):
@@ -114,12 +114,6 @@ def owned(specs):
     return jax.tree.map(lambda spec: P("worker", *spec), specs)
 
 
-def exact_orders(splits_pairs=False):
-    """Where the state of exact orders lives: the running sum in slices."""
-    pending = P(None, "model") if splits_pairs else ()
-    return PairBalanceState(P(), P(), P(), P(), P("model"), pending, P())
-
-
 WAYS = {
     "compiler": left_to_the_compiler,
     "compiler, no vma": functools.partial(left_to_the_compiler, check_vma=False),
@@ -136,14 +130,12 @@ def placed(tree, specs, mesh):
 class Programs:
     """What a loop runs: `init`, `step`, `sync` and `next_epoch`, of all workers."""
 
-    def __init__(
-        self, way, rounds, order, *, orders, units=BATCH, rows_of=lambda x: x, like=lambda p: p
-    ):
+    def __init__(self, way, rounds, order, *, units, rows_of, size):
         over, loss = way
         gradients = ordering.per_example(loss)
 
         def init(params, key):
-            return rounds.init(params), order.init(key, like(params) if like else params)
+            return rounds.init(params), order.init(key, jnp.zeros(size))
 
         def step(params, state, orders, data, start, *, size):
             units = lax.dynamic_slice_in_dim(orders.current, start, size)
@@ -151,12 +143,12 @@ class Programs:
             losses, mean, rows = gradients(params, batch, jax.random.key(0))
             updates, state = rounds.update(mean, state, params)
             params = optax.apply_updates(params, updates)
-            return params, state, order.observe(orders, rows_of(rows) if rows_of else rows), losses
+            return params, state, order.observe(orders, rows_of(rows)), losses
 
         def sync(params, state, orders):
             return *rounds.sync(params, state), order.sync(orders)
 
-        state = state_specs(rounds)
+        state, orders = state_specs(rounds), P()
         self.places = state, orders  # of what `init` gives
         self.init = over(init, (SPECS, P()), (state, orders))
         self.steps = {
@@ -202,28 +194,17 @@ def rounds_of(specs, **options):
     return local_opt.local_rounds(SGD, axis_name="worker", specs=specs, drift=True, **options)
 
 
-def exact(way, *, specs=SPECS, units=BATCH, **options):
-    order = ordering.cd_grab(UNITS, units_per_step=units, specs=specs)
-    return Programs(
-        way, rounds_of(specs, **options), order, orders=exact_orders(units % 2 == 1), units=units
-    )
-
-
-def alone(way, *, specs=SPECS):
-    """Orders without other workers; the compiler puts their state in its places."""
-    order = ordering.pair_balance(UNITS, units_per_step=BATCH, specs=specs)
-    return Programs(way, rounds_of(specs), order, orders=P())
-
-
-def sketched(way, *, specs=SPECS, gathers="sync", size=512):
+def sketched(way, *, specs=SPECS, order_of=COORDINATED, size=512, units=BATCH):
     """512 numbers hold all entries as they are, so that orders are the same for every split."""
     to_sketch = ordering.sketch(SKETCH, size=size, specs=specs)
-    whole = None if specs is None else P()
-    order = ordering.cd_grab(UNITS, units_per_step=BATCH, gathers=gathers, specs=whole)
+    order = order_of(UNITS, units_per_step=units)
     rows_of = functools.partial(ordering.sketch_rows, to_sketch=to_sketch)
-    return Programs(
-        way, rounds_of(specs), order, orders=P(), rows_of=rows_of, like=lambda _: jnp.zeros(size)
-    )
+    return Programs(way, rounds_of(specs), order, units=units, rows_of=rows_of, size=size)
+
+
+def alone(way, **options):
+    """Orders without other workers."""
+    return sketched(way, order_of=ordering.pair_balance, **options)
 
 
 def assert_in_their_places(tree, specs):

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Key, PyTree, UInt32
 
 from ordering import base, trees
-from ordering.exchange import LANES, parts
+from ordering.base import LANES
 from syncopate import mesh, plans
 
 SIZE = 1024  # sketch_size(10**4)
@@ -76,9 +76,10 @@ def sketch(
     Args:
       key: typed; one key gives all workers the same map.
       size: k >= 1; see `sketch_size`.
-      specs: for a worker that is several devices, as in `cd_grab`: each sketches its part, with
-        signs of its own, and the k numbers are summed over them. Another split gives another map,
-        except for gradients that are kept as they are.
+      specs: for a worker that is several devices (docs/use/devices.md): how one gradient is split
+        over them, a `jax.P` per leaf or one for all, without the workers' axis. Each sketches its
+        part, with signs of its own, and the k numbers are summed over them. Another split gives
+        another map, except for gradients that are kept as they are.
 
     Returns:
       `tree -> float32[k]`, for trees of floating leaves. The signs depend on the places of the
@@ -132,6 +133,25 @@ def sketch(
         return functools.reduce(operator.add, sums)
 
     return apply
+
+
+def parts(tree: PyTree, specs: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """This device's parts of a worker's arrays, so that no entry is on two devices.
+
+    A shard is kept as it is; a leaf that is replicated over some of the worker's `axes` becomes a
+    flat share, ceil(size / devices) entries.
+    """
+
+    def part(leaf, spec):
+        whole = [axis for axis in axes if axis not in mesh.axes_in(spec)]
+        if not whole:
+            return leaf
+        count = jax.lax.axis_size(tuple(whole))
+        each = -(-leaf.size // count)
+        flat = jnp.pad(leaf.reshape(-1), (0, each * count - leaf.size))
+        return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(tuple(whole)) * each, each)
+
+    return jax.tree.map(part, tree, mesh.like(specs, tree))
 
 
 def sketch_rows(

@@ -216,7 +216,6 @@ test_bad_input = refuses({
     "gathers": (lambda: ordering.cd_grab(4, gathers="later"), "gathers is 'later'"),
     "no axis": (of_params(ordering.cd_grab(4, axis_name=None), PARAMS), "axis None is not in"),
     "a list of axes": (of_params(ordering.cd_grab(4, axis_name=["a"]), PARAMS), "is not in scope"),
-    "no specs": (lambda: ordering.pair_balance(4, specs={}), "specs holds {}"),
     "uncalled order": (lambda: ordering.dealt(ordering.cd_grab, 4), "order is <function cd_grab"),
     "state as order": (lambda: ordering.dealt(0, 4), "order is 0: pass an Ordering"),
     "no entries": (lambda: ordering.grab(4).init(KEY, jnp.zeros((2, 0))), "params holds no num"),
