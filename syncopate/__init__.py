@@ -4,15 +4,19 @@
 """
 
 import importlib
-import types
+import importlib.metadata
+import importlib.util
+from typing import Any
 
 PUBLIC = {"ordering": "Ordering", "local_opt": "local_steps"}  # with a name that each must have
 
 
-def __getattr__(name: str) -> types.ModuleType:
-    """The public packages, imported on first use because they import from this one."""
+def __getattr__(name: str) -> Any:
+    """The version, or a public package, imported on first use as it imports from this one."""
+    if name == "__version__":
+        return importlib.metadata.version("syncopate")
     if name not in PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_home(name)}")
     module = importlib.import_module(name)
     if not hasattr(module, PUBLIC[name]):
         raise ImportError(
@@ -22,5 +26,18 @@ def __getattr__(name: str) -> types.ModuleType:
     return module
 
 
+def _home(name: str) -> str:
+    """Where a name is to be found that is none of this package, in words; nothing if nowhere."""
+    # Modules of this package are imported as such, perhaps while the public ones are being made.
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}"):
+        return ""
+    for package in PUBLIC:
+        module = __getattr__(package)
+        for inner in [module, *(getattr(module, n) for n in module.__all__)]:
+            if name in getattr(inner, "__all__", ()):
+                return f": it is {inner.__name__}.{name}, after `from syncopate import {package}`."
+    return ""
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *PUBLIC])
+    return sorted([*globals(), *PUBLIC, "__version__"])

@@ -56,6 +56,22 @@ def test_a_script_imports_the_library_beside_files_with_its_names(elsewhere):
     assert printed.startswith("(2, 4) ")
 
 
+@pytest.mark.parametrize("name,home", [
+    ("cd_grab", "ordering.cd_grab"), ("echo_batches", "ordering.echo.echo_batches"),
+    ("step_indices", "ordering.input.step_indices"), ("qsr", "local_opt.qsr"),
+])  # fmt: skip
+def test_a_name_of_another_package_is_found_there(name, home):
+    library = home.partition(".")[0]
+    with pytest.raises(AttributeError, match=f"it is {home}, after .*import {library}"):
+        getattr(syncopate, name)
+
+
+def test_the_package_tells_its_version_and_nothing_that_is_not():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", syncopate.__version__)
+    with pytest.raises(AttributeError, match="'nothing'$"):
+        syncopate.nothing  # noqa: B018
+
+
 def test_the_command_runs_beside_files_with_its_names(elsewhere):
     """As the console script, which does not put the current folder on the path."""
     call = [sys.executable, "-P", "-m", "syncopate.command"]
