@@ -96,7 +96,7 @@ class ScannedGPT(nn.Module):
 
 def test_linen_scanned_with_remat_and_tied_embeddings():
     module, batch = ScannedGPT(), tokens()
-    params = module.init(jax.random.key(0), batch["x"])
+    params = jax.jit(module.init)(jax.random.key(0), batch["x"])
 
     def loss(params, batch, key):
         logits = module.apply(params, batch["x"])

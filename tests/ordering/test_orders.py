@@ -62,10 +62,10 @@ def test_the_mean_of_grab_is_that_of_the_finite_gradients(size, wrong):
     gradients[[1, 4], [0, 2]] = wrong
     state = order.init(jax.random.key(0), jnp.zeros(3))
 
+    @jax.jit
     def epoch(state, gradients):
         for start, stop in tables.steps(5, size):
-            rows = gradients[np.asarray(state.current)[start:stop]]
-            state = order.observe(state, jnp.asarray(rows))
+            state = order.observe(state, gradients[state.current[start:stop]])
         surplus = jnp.full((size, 3), 7.0)  # beyond the epoch: ignored
         return order.next_epoch(order.observe(state, surplus))
 

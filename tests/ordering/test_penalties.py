@@ -94,10 +94,10 @@ def test_sketches_of_penalised_losses_are_those_of_gradients_without_a_copy(name
     of_unit = jax.jit(jax.value_and_grad(lambda p, b: loss(p, b, KEY).mean()))
     values, gradients = zip(*(of_unit(PARAMS, unit) for unit in units), strict=True)
     np.testing.assert_allclose(losses, jnp.stack(values), rtol=1e-5)
-    close(mean, jax.grad(lambda p: loss(p, BATCH, KEY).mean())(PARAMS))
+    close(mean, jax.jit(jax.grad(lambda p: loss(p, BATCH, KEY).mean()))(PARAMS))
     formed = jax.tree.map(lambda *g: jnp.stack(g), *gradients)
     formed = ordering.scaled(formed, scale) if scaled else formed
-    close(rows, jax.vmap(sketch_of(loss, PARAMS, BATCH, SKETCH_KEY, size=SIZE))(formed))
+    close(rows, jax.jit(jax.vmap(sketch_of(loss, PARAMS, BATCH, SKETCH_KEY, size=SIZE)))(formed))
 
 
 COPIED = {
@@ -118,12 +118,12 @@ def test_copies_of_large_parameters_are_warned_of(name):
     with pytest.warns(UserWarning, match=rf"\['in'\].*each of {N} units.* {ratio}") as caught:
         _, mean, _ = jax.jit(run)(params, BATCH)
     assert len(caught) == 1
-    close(mean, jax.grad(lambda p: loss(p, BATCH, KEY).mean())(params))
+    close(mean, jax.jit(jax.grad(lambda p: loss(p, BATCH, KEY).mean()))(params))
 
 
 def test_a_term_that_all_units_share_cancels_in_differences_of_pairs():
     small = ordering.sketched(with_key(LOSSES["L2"]), SKETCH_KEY, size=SIZE)
     plain = ordering.sketched(with_key(LOSSES["no gradient"]), SKETCH_KEY, size=SIZE)
-    found, without = (parts_of(maker)(PARAMS, BATCH)[2] for maker in (small, plain))
+    found, without = (jax.jit(parts_of(maker))(PARAMS, BATCH)[2] for maker in (small, plain))
     close(found[0] - found[1], without[0] - without[1])
     assert float(jnp.max(jnp.abs(found - without))) > 0.1
