@@ -232,14 +232,12 @@ def _pair_balance(num_units, units_per_step, rule, axis_name, *, coordinated) ->
             pairs = lambda g: g if coordinated else trees.split_pairs(g, num_pairs)  # noqa: E731
             return (), jax.tree.map(pairs, tree)
         units = jax.tree.map(lambda g: g.reshape((-1, workers, *g.shape[1:])), tree)
-        pending = ()
         if units_per_step == 1:  # in every second step no pair is complete; its sign is not used
             pending = jax.tree.map(lambda g: trees.as_float32(g[0]), units)
             return pending, jax.tree.map(jnp.subtract, state.pending, pending)
-        if splits_pairs:
-            pending = jax.tree.map(lambda g: trees.as_float32(g[-1]), units)
-            align = partial(base.align_pairs, waiting=state.position % 2, num_pairs=num_pairs)
-            units = jax.tree.map(align, state.pending, units)
+        pending = jax.tree.map(lambda g: trees.as_float32(g[-1]), units)
+        align = partial(base.align_pairs, waiting=state.position % 2, num_pairs=num_pairs)
+        units = jax.tree.map(align, state.pending, units)
 
         def differences(g):
             found = trees.subtract_pairs(trees.split_pairs(g, num_pairs))

@@ -497,20 +497,6 @@ def _linear(equation, values, hooks):
     return [_met("linear", param, range(len(shape)), (), function, (values[1 - own],), hooks)]
 
 
-def _windows(equation, values, hooks):
-    """A reduction over windows of data, without the axis of a batch of one.
-
-    On a CPU its backward pass has an index for every axis, and writes them: 4 % of LeNet's bytes.
-    """
-    (x,), params = values, equation.params
-    first = params["window_dimensions"][0], tuple(params["padding"][0])
-    if not is_data(x) or x.ndim < 2 or len(x) != 1 or first != (1, (0, 0)):
-        return None
-    of_axes = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
-    rest = {name: tuple(params[name][1:]) for name in of_axes}
-    return [equation.primitive.bind(x[0], **params | rest)[None]]
-
-
 @functools.cache
 def product(precision: Any, preferred_element_type: Any) -> Callable:
     """`(x [T, K], w [K, N]) -> [T, N]`: on a CPU, under vmap of x, batch and rows are one axis.
@@ -573,8 +559,7 @@ def _look_up(equation, x, indices):
 # Rules that also apply without a parameter.
 CONVOLUTION, RULE = "conv_general_dilated", "custom_vjp_call"
 
-ALWAYS = (CONVOLUTION, "gather", "jit", "reduce_window_max", "reduce_window_sum")
-
+ALWAYS = (CONVOLUTION, "gather", "jit")
 
 RULES = {
     "convert_element_type": _moved,
@@ -590,6 +575,4 @@ RULES = {
     "dot_general": _dot_general,
     "gather": _gather,
     CONVOLUTION: _convolution,
-    "reduce_window_max": _windows,
-    "reduce_window_sum": _windows,
 }
