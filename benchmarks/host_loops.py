@@ -21,7 +21,7 @@ import numpy as np
 import ordering
 from experiments.timing import compared, medians, print_rows
 from ordering.kernel import balance_blocks
-from ordering.pair_balance import subtract
+from ordering.pairs import subtract
 from ordering.sketches.linear import SIZE
 from ordering.trees import split_pairs
 

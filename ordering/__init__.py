@@ -10,7 +10,7 @@ from ordering.dealing import dealt, dealt_reshuffling
 from ordering.grab import grab
 from ordering.gradients import check_separable, grouped, microbatch, per_example
 from ordering.herding import greedy_herding, herding_bound
-from ordering.pair_balance import cd_grab, pair_balance
+from ordering.pairs import cd_grab, pair_balance
 from ordering.resize import resize
 from ordering.shuffles import block_reshuffling, flip_flop, random_reshuffling, shuffle_once, unzip
 from ordering.signs import SignRule, greedy, kernel_halving, self_balancing_walk

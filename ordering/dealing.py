@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 from ordering import base, trees
 from ordering.base import shared_key
 from ordering.gathered import GatheredState
-from ordering.pair_balance import PairBalanceState
+from ordering.pairs import PairBalanceState
 from ordering.shuffles import ShuffleState, shuffled
 from syncopate import mesh, plans
 

@@ -18,7 +18,7 @@ from ordering.dealing import DealtState
 from ordering.gathered import GatheredState
 from ordering.grab import GrabState
 from ordering.herding import GreedyHerdingState
-from ordering.pair_balance import PairBalanceState
+from ordering.pairs import PairBalanceState
 from ordering.shuffles import ShuffleState
 from syncopate import mesh, plans
 

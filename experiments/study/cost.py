@@ -46,7 +46,7 @@ from local_opt import sync_seconds
 from local_opt.workers import AXIS, owned_sharding, shared_sharding
 from ordering.echo.plans import EchoPlan, Measured
 from ordering.kernel import BLOCK
-from ordering.pair_balance import slice_size
+from ordering.pairs import slice_size
 from syncopate.mesh import is_key
 from syncopate.refusals import UserError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ordering
 from ordering.kernel import BLOCK, balance_blocks, block_size_of
-from ordering.pair_balance import subtract
+from ordering.pairs import subtract
 from ordering.trees import split_pairs
 from tests import reference, tables
 
