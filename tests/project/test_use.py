@@ -1,5 +1,6 @@
-"""The pages of docs/use hold what they say: every program runs, and a loss that it prints falls."""
+"""The pages hold what they say: programs run and print what stands below; losses fall."""
 
+import decimal
 import pathlib
 import re
 
@@ -10,22 +11,29 @@ import local_opt
 import ordering
 from syncopate import command
 
-PAGES = sorted((pathlib.Path(__file__).parents[2] / "docs" / "use").glob("*.md"))
-PROGRAMS = {
-    f"{page.stem}-{number}": code
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+USE = sorted((DOCS / "use").glob("*.md"))
+PAGES = [DOCS / "index.md", DOCS / "start.md", *USE]
+FOUND = {
+    f"{page.stem}-{number}": found
     for page in PAGES
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S))
+    for number, found in enumerate(
+        re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.S)
+    )
 }
+PROGRAMS = {name: code for name, (code, _) in FOUND.items()}
+SHOWN = {name: shown for name, (_, shown) in FOUND.items()}
+NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 # Whole loops, with a model, an optimizer and input of their own.
 LOOPS = {
     "averages-0", "blocks-0", "blocks-1", "checkpoints-0", "clusters-0", "devices-0", "echoing-0",
     "equinox-0", "linen-0", "linen-1",
-    "nnx-0", "nnx-2", "optax-0", "orders-0", "orders-4", "two_levels-0",
+    "nnx-0", "nnx-2", "optax-0", "orders-0", "orders-4", "start-0", "start-1", "two_levels-0",
 }  # fmt: skip
 
 
 def run(code, capsys):
-    """(what a program leaves, the losses that it prints: the lines of a step and a number)."""
+    """(what a program leaves, losses that it prints: a step and a number, all its text)."""
     if "equinox" in code:
         pytest.importorskip("equinox")
     if "import grain" in code:
@@ -33,20 +41,31 @@ def run(code, capsys):
     if re.search(r"import .*tensorflow|input\.batches", code):
         pytest.importorskip("tensorflow")
     names = {}
-    exec(compile(code, "docs/use", "exec"), names)
-    return names, [
-        float(x) for x in re.findall(r"^\d+ ([\d.e+-]+)$", capsys.readouterr().out, re.M)
-    ]
+    exec(compile(code, "docs", "exec"), names)
+    printed = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"^\d+ ([\d.e+-]+)$", printed, re.M)]
+    return names, losses, printed
+
+
+def check_printed(printed, shown):
+    """The same words and whole numbers; others differ by at most one in their last digit."""
+    assert re.sub(NUMBER, "#", printed) == re.sub(NUMBER, "#", shown)
+    for a, b in zip(re.findall(NUMBER, printed), re.findall(NUMBER, shown), strict=True):
+        a, b = decimal.Decimal(a), decimal.Decimal(b)
+        exponent = b.as_tuple().exponent
+        assert abs(a - b) <= (decimal.Decimal(1).scaleb(exponent) if exponent else 0), (a, b)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_and_the_loss_that_it_prints_falls(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = PROGRAMS[name]
-    _, losses = run(code, capsys)
+    _, losses, printed = run(code, capsys)
     if re.search(r"print\(.*(loss|value)", code):
         assert len(losses) > 2
         assert losses[-1] < 0.75 * losses[0]
+    if SHOWN[name]:
+        check_printed(printed, SHOWN[name])
 
 
 @pytest.mark.parametrize("name", ["optax-0", "linen-0", "nnx-0", "equinox-0"])
@@ -56,7 +75,7 @@ def test_workers_may_be_devices(name, capsys):
         r"^WORKERS, STEPS = 4, 300  # on devices: WORKERS = (.*)$", PROGRAMS[name], re.M
     )
     code = PROGRAMS[name].replace(line[0], f"WORKERS, STEPS = {line[1]}, 24")
-    left, (first,) = run(code, capsys)
+    left, (first,), _ = run(code, capsys)
     assert left["WORKERS"].shape["worker"] > 1 and first > 2
     assert float(left["loss"]) < 0.75 * first
     if name == "linen-0":  # as its page says that the step is read
@@ -66,7 +85,7 @@ def test_workers_may_be_devices(name, capsys):
 def test_workers_of_a_balanced_order_may_be_devices(capsys):
     """With the axes that `jax.make_mesh` makes by itself."""
     line = re.search(r"^WORKERS = 4  # on devices: (.*)$", PROGRAMS["linen-1"], re.M)
-    left, losses = run(PROGRAMS["linen-1"].replace(line[0], f"WORKERS = {line[1]}"), capsys)
+    left, losses, _ = run(PROGRAMS["linen-1"].replace(line[0], f"WORKERS = {line[1]}"), capsys)
     assert left["WORKERS"].shape == {"worker": 4} and losses[-1] < 0.75 * losses[0]
     epoch = np.sort(np.asarray(left["orders"].current), axis=1)
     np.testing.assert_array_equal(epoch, np.tile(np.arange(448), (4, 1)))
@@ -77,7 +96,7 @@ def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkey
     code, read = PROGRAMS["checkpoints-0"], ordering.input.read_epochs
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
-    whole, _ = run(code, capsys)
+    whole, *_ = run(code, capsys)
 
     class Stop(Exception):
         pass
@@ -108,7 +127,7 @@ def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkey
     with pytest.raises(Stop):
         run(code, capsys)
     monkeypatch.setattr(ordering.input, "read_epochs", read)
-    again, losses = run(code, capsys)
+    again, losses, _ = run(code, capsys)
     assert again["first"] == 80 and losses
     np.testing.assert_array_equal(again["run"]["w"], whole["run"]["w"])
 
@@ -117,7 +136,7 @@ def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkey
 def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
     code = PROGRAMS["orders-4"].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
     assert "gathers" not in code
-    _, losses = run(code, capsys)
+    _, losses, _ = run(code, capsys)
     assert losses[-1] < 0.75 * losses[0]
 
 
@@ -140,12 +159,12 @@ def test_pages_are_short(page):
 
 
 def test_the_page_of_commands_has_them_all():
-    page = next(page for page in PAGES if page.stem == "command_line").read_text()
+    page = next(page for page in USE if page.stem == "command_line").read_text()
     cells = re.findall(r"^\| (`.*?) \|", page.split("## Flags")[0], re.M)
     assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(command.experiments())
 
 
 def test_every_page_is_in_the_table_of_the_first():
-    first = next(page for page in PAGES if page.stem == "index").read_text()
+    first = next(page for page in USE if page.stem == "index").read_text()
     links = set(re.findall(r"\]\((\w+)\.md\)", first))
-    assert links == {page.stem for page in PAGES} - {"index"}
+    assert links == {page.stem for page in USE} - {"index"}
