@@ -1,37 +1,24 @@
-"""The programs of the README and of the pages to learn from run, and print what stands there."""
+"""The program of the README runs, and prints what stands there."""
 
 import pathlib
 import re
-
-import pytest
 
 import syncopate
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "learn").glob("*.md"))]
-EXAMPLES = {
-    page.stem: code
-    for page in PAGES
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-}
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_short_and_runs(name):
-    lines = [line for line in EXAMPLES[name].split("\n") if line.strip()]
+def test_the_first_program_is_short_and_prints_what_the_readme_says(capsys):
+    lines = [line for line in PROGRAM.split("\n") if line.strip()]
     assert len(lines) <= 23 and max(map(len, lines)) <= 100
-    exec(compile(EXAMPLES[name], f"{name}.md", "exec"), {})
-
-
-def test_the_first_program_prints_what_the_readme_says(capsys):
-    exec(compile(EXAMPLES["README"], "README.md", "exec"), {})
+    exec(compile(PROGRAM, "README.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed == re.findall(r"`(\S+ above the lowest loss)`", README) and len(printed) == 2
 
 
 def test_the_readme_is_read_in_a_minute():
-    assert {"README", "local_steps", "echoing"} <= set(EXAMPLES)
     assert len(README.splitlines()) <= 100
     before = re.sub(r"```.*?```", "", README.partition("## Is it for me?")[0], flags=re.S)
     assert before != README and len(before.split()) <= 250

@@ -27,8 +27,8 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 # Whole loops, with a model, an optimizer and input of their own.
 LOOPS = {
     "averages-0", "blocks-0", "blocks-1", "checkpoints-0", "clusters-0", "devices-0", "echoing-0",
-    "equinox-0", "linen-0", "linen-1",
-    "nnx-0", "nnx-2", "optax-0", "orders-0", "orders-4", "start-0", "start-1", "two_levels-0",
+    "flax_equinox-0", "flax_equinox-1", "flax_equinox-2", "flax_equinox-4", "flax_equinox-5",
+    "optax-0", "orders-0", "start-0", "start-1", "together-0", "two_levels-0",
 }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_a_program_runs_and_the_loss_that_it_prints_falls(name, capsys, tmp_path
         check_printed(printed, SHOWN[name])
 
 
-@pytest.mark.parametrize("name", ["optax-0", "linen-0", "nnx-0", "equinox-0"])
+@pytest.mark.parametrize("name", ["optax-0", "flax_equinox-0", "flax_equinox-1", "flax_equinox-2"])
 def test_workers_may_be_devices(name, capsys):
     """By the line in the comment, and by that alone."""
     line = re.search(
@@ -78,14 +78,16 @@ def test_workers_may_be_devices(name, capsys):
     left, (first,), _ = run(code, capsys)
     assert left["WORKERS"].shape["worker"] > 1 and first > 2
     assert float(left["loss"]) < 0.75 * first
-    if name == "linen-0":  # as its page says that the step is read
+    if name == "flax_equinox-0":  # as its page says that the step is read
         assert int(local_opt.consolidate(left["state"].step)) == 24
 
 
 def test_workers_of_a_balanced_order_may_be_devices(capsys):
     """With the axes that `jax.make_mesh` makes by itself."""
-    line = re.search(r"^WORKERS = 4  # on devices: (.*)$", PROGRAMS["linen-1"], re.M)
-    left, losses, _ = run(PROGRAMS["linen-1"].replace(line[0], f"WORKERS = {line[1]}"), capsys)
+    line = re.search(r"^WORKERS = 4  # on devices: (.*)$", PROGRAMS["flax_equinox-4"], re.M)
+    left, losses, _ = run(
+        PROGRAMS["flax_equinox-4"].replace(line[0], f"WORKERS = {line[1]}"), capsys
+    )
     assert left["WORKERS"].shape == {"worker": 4} and losses[-1] < 0.75 * losses[0]
     epoch = np.sort(np.asarray(left["orders"].current), axis=1)
     np.testing.assert_array_equal(epoch, np.tile(np.arange(448), (4, 1)))
@@ -134,7 +136,7 @@ def test_a_loop_that_is_stopped_ends_with_the_same_bits(capsys, tmp_path, monkey
 
 @pytest.mark.slow
 def test_pair_balance_takes_the_place_of_coordinated_orders_by_name(capsys):
-    code = PROGRAMS["orders-4"].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
+    code = PROGRAMS["together-0"].replace("cd_grab", "pair_balance").replace(', gathers="sync"', "")
     assert "gathers" not in code
     _, losses, _ = run(code, capsys)
     assert losses[-1] < 0.75 * losses[0]
