@@ -1,4 +1,4 @@
-"""What the documentation site shows of files outside docs/: they are pages and downloads of it too.
+"""What the documentation site shows of files outside docs/: pages, downloads and docstrings.
 
 In the repository a link from a page leads to the file; in the site, to its copy.
 """
@@ -6,6 +6,7 @@ In the repository a link from a page leads to the file; in the site, to its copy
 import pathlib
 import re
 
+import griffe
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -42,6 +43,8 @@ def on_page_markdown(markdown, page, config, files):
         depth = page.file.src_uri.count("/")
         return f"{found[1]}{'../' * depth}{site}{found[3]}"
 
+    if page.file.src_uri == "reference/names.md":
+        markdown = markdown.replace("\n## ", f"\n{index()}\n## ", 1)
     return re.sub(r"(\]\()((?!\w+:|#)[^)#\s]+)((?:#[^)\s]*)?\))", moved, markdown)
 
 
@@ -56,3 +59,44 @@ def resolved(path: pathlib.PurePosixPath) -> str:
     for part in path.parts:
         parts = parts[:-1] if part == ".." else [*parts, part]
     return "/".join(parts)
+
+
+class Docstrings(griffe.Extension):
+    """Docstrings as Markdown reads them; mkdocs.yml names this class."""
+
+    def on_object(self, *, obj, **kwargs):
+        if obj.docstring:
+            obj.docstring.value = shown(obj.docstring.value)
+
+
+def shown(docstring: str) -> str:
+    """With links, products in brackets that are no tags, and no type before Returns' colons."""
+    docstring = re.sub(r"<([^\s=<>-][^<>]{0,30}[^\s=<>-])>", r"⟨\1⟩", docstring)
+    docstring = re.sub(r"^(Returns:\n +)", r"\1: ", docstring, flags=re.M)
+    docstring = re.sub(r"\bdocs/(\w+/\w+)\.md", r"[\1](../\1.md)", docstring)
+    return re.sub(r"https://[^\s,;)]+[^\s,;).]", r"<\g<0>>", docstring)
+
+
+def reference() -> dict[str, dict[str, griffe.Object | griffe.Alias]]:
+    """The objects that each page of the reference shows, in the sequence of the navigation."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(Docstrings))
+    packages = {name: loader.load(name) for name in ("ordering", "local_opt", "models")}
+    loader.resolve_aliases()
+    pages = re.findall(r": reference/(?!names)(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    found = {}
+    for page in pages:
+        text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
+        paths = (path.partition(".") for path in re.findall(r"^::: (\S+)$", text, re.M))
+        found[page] = {".".join((a, b)): packages[a][b] for a, _, b in paths}
+    return found
+
+
+def index() -> str:
+    """A linked table of the names of each page, with the first lines of their docstrings."""
+    lines = []
+    for page, objects in reference().items():
+        lines += ["", f"| [{page.replace('_', ' ').capitalize()}]({page}.md) | |", "|---|---|"]
+        for path, found in objects.items():
+            first = found.docstring.value.partition("\n")[0]
+            lines.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {first} |")
+    return "\n".join([*lines, ""])

@@ -294,7 +294,6 @@ def from_four(codes, means, n):
     return jnp.where(codes < 2, low, high).reshape(-1)[:size]
 
 
-# Wires by name, with the values of their papers.
 WIRES = {
     "bfloat16": float_wire(jnp.bfloat16),
     "float16": float_wire(jnp.float16),
@@ -303,3 +302,4 @@ WIRES = {
     "top_k": top_k_wire(1 / 64),
     "top_k_2bit": top_k_wire(1 / 64, bits=2),
 }
+"""Wires by name, with the values of their papers."""

@@ -1,10 +1,12 @@
 """The pages of docs/ hold what they say: names are used, links lead somewhere."""
 
+import importlib.util
 import inspect
 import pathlib
 import re
 
 import pytest
+import yaml
 
 import local_opt
 import models
@@ -69,3 +71,47 @@ def test_the_reference_has_every_public_name_once():
     ]
     # A name that is a module's, too, is given with it: ordering.grab.grab.
     assert sorted(re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in shown) == sorted(public)
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_shows_docstrings_whole(hooks):
+    """No part of an equation is a tag, and what is returned is one item with the annotated type."""
+    (plugin,) = (
+        p for p in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"] if p != "search"
+    )
+    options = plugin["mkdocstrings"]["handlers"]["python"]["options"]["docstring_options"]
+    products, returns = 0, 0
+    for objects in hooks.reference().values():
+        for path, found in objects.items():
+            methods = found.members.values() if found.is_class else ()
+            for shown in (
+                found,
+                *(m for m in methods if m.docstring and not m.name.startswith("_")),
+            ):
+                text = re.sub(
+                    r"`[^`]*`|^ *(>>>|\.\.\.).*|<https:\S+>", "", shown.docstring.value, flags=re.M
+                )
+                assert not re.search(r"<[A-Za-z/!?]", text), path
+                products += text.count("⟨")
+                for section in shown.docstring.parse("google", warnings=False, **options):
+                    if section.kind.value == "returns":
+                        (item,) = section.value
+                        assert str(item.annotation) == str(shown.returns), path
+                        returns += 1
+    assert products > 5 and returns > 60
+
+
+def test_the_index_links_every_public_name(hooks):
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    shown = {name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)}
+    rows = re.findall(r"^\| \[`(\w+)`\]\[(\S+)\] \| \S.*\S \|$", hooks.index(), re.M)
+    assert {path for _, path in rows} == shown and len(rows) == len(shown)
+    assert all(path.endswith(f".{name}") for name, path in rows)
